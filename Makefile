@@ -1,6 +1,6 @@
 # `make bench` measures, calibrates and reports; `make lab` calibrates two hosts made on this machine. `make test`
 # checks all but what is slow, `make test-all` everything, `make coverage` every op against a committed table, `make gpu`
-# measures what one GPU can show. All install first.
+# measures what one GPU can show in nine minutes. All install first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,9 +14,7 @@ COMPAT := results/run-compat-$(STAMP)
 LAB := results/lab-$(STAMP)
 HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
 
-GPU := results/gpu
-
-.PHONY: pictures bench lab plan gpu rehearse-gpu test test-all faults large against-torch coverage compat fuzz docs size install checks lint types imports fast slow clean
+.PHONY: pictures bench lab plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage compat fuzz docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -39,13 +37,24 @@ lab: install
 	$(HOSTS) regret --filter redistribute --topology $(LAB).topology.json --launches 3 --timeout 120 -o $(LAB)-ways.jsonl
 	$(BIN)/dtbench calibrate --regret $(LAB).topology.json $(LAB)-ways.jsonl
 
-# All that one GPU can show, in parts of at most eight minutes; what is done already is not done again. On a machine
-# without network see docs/pages/how-to/gpu.md. Then: the same commands on this CPU, with a fake GPU; no figure counts.
+# What one GPU can show, by worth; what results/gpu.zip holds already is not done again. Then: the same commands on this
+# CPU, with a fake GPU; no figure counts. Both need no more than python3 and what lies in .wheels, see `wheels`.
 gpu: install
-	$(BIN)/dtbench gpu-check -o $(GPU)
+	$(BIN)/python -m dtbench.tests.gpu --within 9m -o results/gpu.zip
 
 rehearse-gpu: install
-	$(BIN)/dtbench gpu-check --rehearse -o $(GPU)-rehearsal-$(STAMP)
+	$(BIN)/python -m dtbench.tests.gpu --rehearse -o results/gpu-rehearsal-$(STAMP).zip
+
+# For a machine without network that has torch, numpy, scipy, pandas and matplotlib for Python 3.12: the rest of what
+# `gpu` needs, 5 MiB.
+WHEELS := click hypothesis iniconfig jinja2 markdown-it-py markupsafe mdurl msgspec nvidia-ml-py packaging pluggy \
+	py-cpuinfo2 pygments pytest pytest-benchmark rich sortedcontainers
+
+wheels: install
+	rm -rf .wheels
+	$(subst install,download,$(PIP)) --no-deps --only-binary=:all: --python-version=3.12 --implementation=cp \
+		$(foreach n,2_17 2_27 2_28 2014,--platform=manylinux$(if $(filter 2014,$n),,_)$n_x86_64) \
+		-c .ci/constraints.txt -d .wheels $(WHEELS)
 
 # The checks beside the tests: these wait for each other's ranks a third of the time.
 test: install

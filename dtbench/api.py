@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dtbench.model import Case, ClockKind, Header, Result, Run, Workload
+from dtbench.model.case import Instrument
 from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
 from dtbench.model.suites import Suite
 from dtbench.records.topology import Topology
@@ -338,7 +339,7 @@ def _run_here(
         return _shared(header, results, ranks, output)
 
 
-def _circumstances(clocks: Mapping[ClockKind, Clock]) -> Callable[[ClockKind], dict[str, float]]:
+def _circumstances(clocks: Mapping[Instrument, Clock]) -> Callable[[ClockKind], dict[str, float]]:
     """What a function's time depends on beside the function, as counters of its result: torch's threads, the load of
     the machine and how many threads of others ran before, and what a call of an empty function takes, which is part of
     every time."""

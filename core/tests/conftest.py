@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.gloo_world import Worlds
 from core.tests.local_world import AnyWorlds, LocalWorlds, ThreadWorlds
+from core.tests.on_device import DEVICE_TYPE
 from dtbench.tests.tiers import pytest_collection_modifyitems  # noqa: F401 - a hook of pytest
 from dtbench_core.simulate import LocalTensorMode
 
@@ -37,6 +39,12 @@ def worlds(request: pytest.FixtureRequest) -> AnyWorlds:
         return LocalWorlds()
     found: Worlds = request.getfixturevalue("ranks")
     return found
+
+
+@pytest.fixture(scope="session", autouse=DEVICE_TYPE == "cuda")
+def current_gpu() -> None:
+    """A mesh warns of ranks that select none."""
+    torch.cuda.set_device(0)
 
 
 @pytest.fixture

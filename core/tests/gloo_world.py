@@ -143,6 +143,10 @@ def serve(connection: Connection, rank: int, world_size: int, store: str, stderr
     import torch
     import torch.distributed as dist
 
+    from core.tests.on_device import DEVICE_TYPE
+
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.set_device(0)  # a mesh warns of ranks that select none
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

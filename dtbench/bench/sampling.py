@@ -16,12 +16,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, cast
+from typing import Any, Protocol, TypedDict, TypeVar, cast
 
 from dtbench.bench.arrivals import lateness_s
 from dtbench.bench.clock import Clock
 from dtbench.bench.measure import Schedule, Subject, measure, release_memory
 from dtbench.model import Case, Status
+from dtbench.model.case import Instrument
 from dtbench.model.suites import World
 from dtbench.world.clocks import Offset, halfway
 from dtbench.world.failure import ActiveCase
@@ -80,7 +81,7 @@ class Instruments:
     clock_offset: from this rank's monotonic clock to rank 0's, None where nobody asks; all ranks call it at once.
     """
 
-    clocks: Mapping[Literal["host", "device"], Clock]
+    clocks: Mapping[Instrument, Clock]
     barrier: Callable[[], None]
     budget: Budget
     kernel: str | None = None
@@ -218,7 +219,7 @@ class Adaptive(CollectiveSchedule):
     ) -> None:
         super().__init__(case, impls, ranks, now)
         self._with = instruments
-        self._clock = instruments.clocks[case.clock]
+        self._clock = instruments.clocks[case.instrument]
         self._timeout_s = timeout_s
         self._deadline = instruments.monotonic() + timeout_s
         self._alone = case.calls_per_sample == 1 and not case.sample_s and case.clock == "device"

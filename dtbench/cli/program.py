@@ -49,9 +49,9 @@ _COMMANDS = {
 }
 _SHOWN = tuple(name for names in _COMMANDS.values() for name in names)
 # For those who work on dtbench itself: CONTRIBUTING.md describes them.
-_HIDDEN = ("coverage", "gpu-check", "lab")
+_HIDDEN = ("coverage", "lab")
 # A command stands in a file of this package that bears its name; but these.
-_MODULES = {"list": "run", "report": "show", "import": "import_logs", "gpu-check": "gpu_check"}
+_MODULES = {"list": "run", "report": "show", "import": "import_logs"}
 # Commands that had another name, or went: what to type, or to read, now.
 _OLD_NAMES: dict[str, str] = {
     "new-suite": "dtbench suite new FILE",

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from dtbench.bench.clock import Clock
 from dtbench.bench.measure import Subject, measure
@@ -22,6 +21,7 @@ from dtbench.bench.runner import to_result
 from dtbench.bench.sampling import Outcome
 from dtbench.gate.benchmark import label_of
 from dtbench.model import Case, Result
+from dtbench.model.case import Instrument
 from dtbench.suite import World
 
 SAMPLES, FEWEST_SAMPLES = 20, 10
@@ -79,7 +79,7 @@ Wanted = tuple[Task, str, Sampling]  # a benchmark (task and impl), and how it i
 def measure_in_turns(
     wanted: Sequence[Wanted],
     world: World,
-    clocks: Mapping[Literal["host", "device"], Clock],
+    clocks: Mapping[Instrument, Clock],
     starting: Callable[[str], None],
     await_turn: Callable[[int], None] = lambda _number: None,
 ) -> Iterator[Result]:
@@ -105,7 +105,7 @@ class _InTurns:
     def __init__(
         self,
         group: Sequence[Wanted],
-        clocks: Mapping[Literal["host", "device"], Clock],
+        clocks: Mapping[Instrument, Clock],
         starting: Callable[[str], None],
         await_turn: Callable[[int], None],
     ) -> None:
@@ -142,7 +142,7 @@ class _InTurns:
 
     def _sample(self, at: int) -> None:
         subject, sampling = self.subjects[at], self._samplings[at]
-        workload, clock = subject.workload, self._clocks[subject.case.clock]
+        workload, clock = subject.workload, self._clocks[subject.case.instrument]
         if workload.before is None:
             end = time.perf_counter() + WARMUP_S
             workload.run()

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
@@ -24,6 +25,9 @@ Nvml = Any
 # which are the gate's launches, whose copy of dtbench has no tests.
 REHEARSAL = "DTBENCH_REHEARSAL"
 DEFAULT_CPU_RANKS = 4
+# Above the boost clock of every data-centre GPU (H100 SXM: 1.98 GHz, NVIDIA H100 datasheet): cycles counted at this
+# rate last at least the seconds asked for.
+_FASTEST_HZ = 2.5e9
 
 
 class Event(Protocol):
@@ -55,6 +59,15 @@ class Gpus(Protocol):
 
     def synchronize(self) -> None:
         """Returns when the current GPU has nothing left to do."""
+        ...
+
+    def occupy(self, seconds: float) -> None:
+        """Gives the current stream work that lasts at least so long and needs no memory."""
+        ...
+
+    def captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        """A function that repeats, in one launch, the GPU's work of a call of `run`: a CUDA graph. `run` is called
+        once to warm up and once to be recorded; it may not wait for the GPU."""
         ...
 
     def l2_bytes(self, device: torch.device) -> int: ...
@@ -102,6 +115,26 @@ class CudaGpus:
         import torch
 
         torch.cuda.synchronize()
+
+    def occupy(self, seconds: float) -> None:
+        import torch
+
+        torch.cuda._sleep(math.ceil(seconds * _FASTEST_HZ))  # type: ignore[no-untyped-call]
+
+    def captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        import torch
+
+        # What a first call sets up (libraries' handles, memory) is not captured.
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        replay: Callable[[], object] = graph.replay
+        return replay
 
     def l2_bytes(self, device: torch.device) -> int:
         import torch

@@ -13,6 +13,8 @@ from typing import Any, Literal
 Param = str | int | float | bool
 # Whose time a case takes: "host", the calling thread's (dispatch latency); "device", that of the work itself.
 ClockKind = Literal["host", "device"]
+# What reads it: "busy" is the host's clock while the GPU is at earlier work.
+Instrument = Literal["host", "busy", "device"]
 Estimator = Literal["min", "p25"]
 DeviceType = Literal["cpu", "cuda"]
 
@@ -96,6 +98,7 @@ class Case:
     size_bytes: the size the bandwidth counts (nccl-tests' S for collectives), or None.
     busbw_factor: bus bandwidth = algorithm bandwidth x this; None where there is no bus bandwidth.
     clock: "host" times the calling thread (dispatch latency); "device" times the work itself.
+    busy: the host's time is taken while a GPU is still at earlier work; nothing on a CPU.
     calls_per_sample: calls between the two clock readings; the sample is their mean. More than one
         means back to back, without a barrier between.
     sample_s: where above 0, `run` repeats calls until a sample lasts so many seconds, which may take more
@@ -112,6 +115,7 @@ class Case:
     size_bytes: int | None = None
     busbw_factor: float | None = None
     clock: ClockKind = "device"
+    busy: bool = False
     calls_per_sample: int = 1
     sample_s: float = 0.0
     samples: int | None = None
@@ -124,6 +128,12 @@ class Case:
             raise ValueError(f"{self.name}: tolerance is {self.tolerance}, expected a share above 0")
         if not 0 <= self.floor_s < math.inf:
             raise ValueError(f"{self.name}: floor_s is {self.floor_s}, expected seconds of at least 0")
+        if self.busy and self.clock != "host":
+            raise ValueError(f"{self.name}: busy with the clock {self.clock!r}, expected clock='host'")
+
+    @property
+    def instrument(self) -> Instrument:
+        return "busy" if self.busy else self.clock
 
 
 class Skip(Exception):  # noqa: N818 - it is a signal of a builder, not an error

@@ -63,7 +63,7 @@ class Rounds(CollectiveSchedule):
         self.task, self.impl = task
         super().__init__(self.task.case, [self.impl], up.ranks, ActiveCase())
         self.benchmark, self.barrier, self.rounds = benchmark, up.barrier, rounds
-        self.clock = clocks_of(up.world.device)[self.case.clock]
+        self.clock = clocks_of(up.world.device)[self.case.instrument]
         self.subject = self.live[self.impl]
         self.samples: list[float] = []
 

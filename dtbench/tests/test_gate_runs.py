@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,11 @@ from dtbench.gate import launcher
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import Benchmark, Selection
 from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES
-from dtbench.model.errors import ArmError
+from dtbench.gate.schedule import OutOfTimeError
+from dtbench.model.errors import ArmError, UsageError
+from dtbench.tests import gate_selftest
 from dtbench.tests.gate_selftest import plan_on
+from dtbench.tests.gate_selftest_suite import selftest
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import made_up_arm
 
@@ -464,3 +468,23 @@ def call(name):
     if name == "dies" and os.environ.get("DTBENCH_DIES"):
         os._exit(7)
 """
+
+
+def test_a_self_test_whose_budget_holds_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Launcher:
+        def __init__(self, *_args: Any, **_given: Any) -> None:
+            self.close = lambda: None
+
+        def count(self, _role: str) -> Any:
+            raise OutOfTimeError("the budget of 1 s holds no further launch")
+
+    monkeypatch.setattr(gate_selftest, "Launcher", Launcher)
+    arms = contextlib.nullcontext([SimpleNamespace(path=["x"]), None])
+    monkeypatch.setattr(gate_selftest, "open_arms", lambda *_: arms)
+    with pytest.raises(UsageError, match="the budget held 0 rounds of four launches, trials need 30"):
+        gate_selftest.selftest(1.0, tmp_path / "gate", False, "cpu", lambda _text: None)
+
+
+def test_a_self_test_judges_a_gpus_times_on_a_gpu():
+    assert {case.clock for case in selftest.cases(plan_on("cuda"))} == {"device"}
+    assert {case.clock for case in selftest.cases(plan_on("auto"))} == {"host"}

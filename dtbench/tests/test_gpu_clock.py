@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from dtbench.bench import clock as module
-from dtbench.bench.clock import GpuClock, HostClockOnGpu, clocks_of
+from dtbench.bench.clock import GpuClock, HostClockOnBusyGpu, HostClockOnGpu, clocks_of
 from dtbench.bench.sampling import combine
 from dtbench.bench.session import instruments_of
 from dtbench.machine import device
 from dtbench.machine import provenance as machine
-from dtbench.tests.gpu_check import fake_gpu
-from dtbench.tests.gpu_check.fake_gpu import FakeGpus, fake_nvml
+from dtbench.tests.gpu import fake_gpu
+from dtbench.tests.gpu.fake_gpu import FakeGpus, fake_nvml
 
 CPU = torch.device("cpu")
 
@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 class Time:
     """The host's clock, and a GPU beside it. Each reading takes a microsecond."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, skew_ns: float = 0.0, drift: float = 0.0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, drift: float = 0.0) -> None:
         self.now = 5_000_000
-        self.gpus = FakeGpus(lambda: self.now, self.wait, skew_ns=skew_ns, drift=drift)
+        self.gpus = FakeGpus(lambda: self.now, self.wait, drift)
         monkeypatch.setattr(module, "perf_counter_ns", self.read)
 
     def read(self) -> int:
@@ -80,18 +80,39 @@ def test_a_host_sample_begins_with_an_empty_queue(monkeypatch: pytest.MonkeyPatc
     assert clock.measure(lambda: time.gpus.launch(1e6), 1) == pytest.approx(1e-6)  # two readings of the clock
 
 
-@pytest.mark.parametrize(("skew_ns", "drift"), [(0.0, 0.0), (-3e15, 0.0), (7e12, 5e-5)])
-def test_a_sample_began_when_its_event_was_passed(
-    monkeypatch: pytest.MonkeyPatch, skew_ns: float, drift: float
+def test_a_busy_sample_is_the_callers_time_while_the_gpu_is_at_earlier_work(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    time = Time(monkeypatch, skew_ns, drift)
+    time = Time(monkeypatch)
+    clock, busy = HostClockOnBusyGpu(time.gpus), list[bool]()
+
+    def run() -> None:
+        time.now += 3_000_000
+        busy.append(time.gpus.done_ns() > time.now)
+        time.gpus.launch(10_000)
+
+    for calls in (1, 1, 1, 4, 4, 1):
+        clock.settle()
+        assert time.gpus.done_ns() == time.now  # each begins with an empty queue
+        assert clock.measure(run, calls) == pytest.approx(3e-3, rel=1e-3)
+    # What the GPU is given is longer once a sample took longer, and not much shorter after a short one.
+    assert busy == [False, True, True, *(True, False, False, False), *[True] * 4, True]
+    assert list(time.gpus.log)[-2:] == ["launch", "launch"]
+    clock.measure(lambda: time.wait(time.now + 1e9), 1)
+    before = time.now
+    clock.measure(lambda: None, 1)
+    assert time.gpus.done_ns() - before <= module.MOST_OCCUPIED_S * 1e9 + 10_000
+
+
+@pytest.mark.parametrize("drift", [0.0, 5e-5])
+def test_a_sample_began_when_its_event_was_passed(monkeypatch: pytest.MonkeyPatch, drift: float) -> None:
+    time = Time(monkeypatch, drift)
     clock = time.clock()
     clock.settle()
     time.now += 300_000  # a barrier
     began = time.now
     clock.measure(lambda: time.gpus.launch(10_000), 1)
     assert clock.started_ns is not None
-    # A double holds 3e15 to half a ns.
     assert abs(clock.started_ns - began) <= clock.error_ns + drift * 400_000 + 2
     assert 0 < clock.error_ns <= 500
 
@@ -151,7 +172,7 @@ def test_a_rehearsal_measures_with_a_gpus_instruments(monkeypatch: pytest.Monkey
 
 
 def test_ranks_on_gpus_of_two_hosts_tell_who_came_last() -> None:
-    """Two ranks, each with a clock of its host and another of its GPU, all set to other times; rank 1 is late."""
+    """Two ranks, each with a clock of its host, set to other times; rank 1 is late."""
     late_ns, ahead_ns, samples = 400_000, 3_000_000_000, 5
     wall = [0, 0]  # true time, as each rank lives through it
 
@@ -163,7 +184,7 @@ def test_ranks_on_gpus_of_two_hosts_tell_who_came_last() -> None:
         def wait(until: float) -> None:
             wall[rank] = round(until) - rank * ahead_ns
 
-        gpus = FakeGpus(lambda: wall[rank] + rank * ahead_ns, wait, skew_ns=[7e11, -2e12][rank])
+        gpus = FakeGpus(lambda: wall[rank] + rank * ahead_ns, wait)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "perf_counter_ns", host)
             clock = GpuClock(CPU, gpus)

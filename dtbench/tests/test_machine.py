@@ -20,7 +20,7 @@ from dtbench.model.result import Checkouts, NvLinks
 from dtbench.records.layout import layout_of
 from dtbench.records.run import RunWriter, read_run
 from dtbench.tests import made_up
-from dtbench.tests.gpu_check.fake_gpu import fake_nvml as fake_nvml_of
+from dtbench.tests.gpu.fake_gpu import fake_nvml as fake_nvml_of
 from dtbench.text import masking
 
 PLAN = Plan((("dp", 2), ("tp", 2)), (1024, 4096), quick=True)

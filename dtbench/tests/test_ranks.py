@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from dtbench.model.errors import UsageError, WorldBrokenError
 from dtbench.world.launch import Note
 from dtbench.world.parent import NOTE
 from dtbench.world.place import Place, find_place, first_host
 from dtbench.world.rank import Rank
-from dtbench.world.ranks import StoreRanks, store_of
+from dtbench.world.ranks import LiveWorld, StoreRanks, store_of
 
 TORCHRUN = {
     "RANK": "3",
@@ -180,3 +183,21 @@ def test_a_note_keeps_what_two_threads_tell(monkeypatch: pytest.MonkeyPatch, tmp
     rank.note(code=130, reported=True)
     measuring.join()
     assert (Note.read(path).good, Note.read(path).code, Note.read(path).reported) == (3, 130, True)
+
+
+def test_gloo_ranks_that_share_a_gpu_have_no_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch may give a mesh of a CUDA machine groups of both: NCCL refuses two ranks on one GPU."""
+    for name, found in (("is_available", True), ("is_initialized", True), ("device_count", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = LiveWorld(0, 1, torch.device("cuda:0"), (("a", 1),))
+        meshes = world.mesh, world.mesh_of((1, 1))
+        groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+        assert len(groups) == 3
+        for group in [dist.group.WORLD, *groups]:
+            assert "cuda:gloo" in str(distributed_c10d._world.pg_backend_config[group])
+            assert "nccl" not in str(distributed_c10d._world.pg_backend_config[group])
+    finally:
+        dist.destroy_process_group()

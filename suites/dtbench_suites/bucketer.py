@@ -160,15 +160,19 @@ def limit(gradients: Gradients) -> Workload:
     return packed(gradients, sum(t.nbytes for t in gradients.tensors))
 
 
-def copy(source: torch.Tensor) -> Workload:
+def copy(
+    source: torch.Tensor, record: Callable[[Callable[[], object]], Callable[[], object]] = lambda run: run
+) -> Workload:
+    """record: makes of the copy what is timed."""
     target = torch.empty_like(source)
+    run = record(lambda: target.copy_(source))
 
     def check() -> str | None:
         target.zero_()
-        target.copy_(source)
+        run()
         return mismatch(target, source)
 
-    return Workload(run=lambda: target.copy_(source), check=check)
+    return Workload(run=run, check=check)
 
 
 def plain(

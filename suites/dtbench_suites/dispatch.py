@@ -10,7 +10,8 @@ communication, and a local tensor holds 16 values, so none passes in arithmetic.
              a wrapper for each tensor that it gives; `core` less `wrapped` is what can still be saved in Python
 
 **cached** calls find the decision of the call before; a **first** call sees shapes that were never seen,
-so the decision has to be made. On the 2x4 mesh both mesh dims hold a tensor the same way: S(0) there
+so the decision has to be made. **busy**, on a GPU, are cached calls while the stream is still at earlier work, as in a
+training step; the others begin with an idle one. On the 2x4 mesh both mesh dims hold a tensor the same way: S(0) there
 means [Shard(0), Shard(0)], and the local tensors are those of the 1-D mesh of 8.
 
 Counters say what is held in memory: `bytes_per_tensor` beside `from_local` of one local tensor, `bytes_per_decision`
@@ -49,6 +50,9 @@ ROWS = 4  # of the local tensor, cached calls; its other dim has 4 too
 CALLS_PER_SAMPLE = {"forward": 10, "forward+backward": 4}
 # Python, the allocator and torch's own caches are steady after about 10 calls.
 WARMUP_CALLS = 20
+# Ops whose host latency is also measured behind a busy stream: one kernel, one with two inputs, a view (no kernel), a
+# matmul, a reduction.
+BUSY = frozenset({"add", "relu", "view", "mm", "sum_dim0"})
 # A first call costs milliseconds and its shape can be used once only.
 FIRST_SAMPLES, FIRST_SAMPLES_QUICK, FIRST_WARMUP_CALLS = 7, 5, 2
 # Of the results' largest value; the same arithmetic on both sides, in float32.
@@ -361,6 +365,7 @@ def case_of(
         },
         build={impl: partial(build, impl) for impl in impls},
         clock="host",
+        busy=call == "busy",
         calls_per_sample=1 if first else CALLS_PER_SAMPLE[passes],
         samples=None if not first else FIRST_SAMPLES_QUICK if plan.quick else FIRST_SAMPLES,
         warmup_calls=FIRST_WARMUP_CALLS if first else WARMUP_CALLS,
@@ -372,6 +377,8 @@ def variants(plan: Plan, shape: tuple[int, ...], op: Op) -> list[tuple[str, str]
     forward calls, and the first calls of backward passes."""
     passes = ("forward", "forward+backward") if op.backward else ("forward",)
     every = [(p, c) for p in passes for c in ("cached", "first")]
+    if plan.device_type == "cuda" and len(shape) == 1 and op.name in BUSY:
+        every.insert(1, ("forward", "busy"))
     if not plan.quick:
         return every
     if len(shape) > 1:
@@ -397,4 +404,4 @@ def dispatch(plan: Plan) -> Iterator[Case]:
             yield case_of(plan, program, shape, passes, "cached", program.local)
     for shape, op in itertools.product(MESHES, OPS):
         for passes, call in variants(plan, shape, op):
-            yield case_of(plan, op, shape, passes, call, call == "cached")
+            yield case_of(plan, op, shape, passes, call, call != "first")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ NO_FLOOR = {(p.name, p.placements) for p in PROGRAMS if not p.local}
 
 # Forward calls of single ops, which a class of tensors may run in Python; not the ways in and out of it.
 LEAST = {
-    (op.name, op.placements, "forward", "cached") for op in dispatch.OPS if not op.name.endswith("_local")
+    (op.name, op.placements, "forward", call)
+    for op in dispatch.OPS
+    for call in ("cached", "busy")
+    if not op.name.endswith("_local")
 }
 
 PLANS = {
@@ -237,6 +241,15 @@ def test_dispatch_warms_up_and_takes_one_first_call_per_sample():
             assert case.calls_per_sample > 1
         else:
             assert case.calls_per_sample == 1
+
+
+def test_some_ops_are_measured_behind_a_busy_stream_on_a_gpu():
+    for quick in (False, True):
+        on_cpu = Plan((("tp", 2),), (), quick=quick)
+        assert not any(case.busy for case in dispatch.dispatch.cases(on_cpu))
+        found = [case for case in dispatch.dispatch.cases(replace(on_cpu, device_type="cuda")) if case.busy]
+        assert {case.name for case in found} == dispatch.BUSY
+        assert {(case.params["call"], case.instrument) for case in found} == {("busy", "busy")}
 
 
 def test_every_op_of_the_table_is_measured_on_both_meshes():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -51,6 +52,26 @@ def test_every_impl_packs_what_it_should_and_a_wrong_one_is_seen(impl: str, worl
     assert told is not None and "wrong" in told
     if workload.close is not None:
         workload.close()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_recording_whose_replay_packs_nothing_is_seen(impl: str, world: SimpleNamespace):
+    def recorded(run: Callable[[], object]) -> Callable[[], object]:
+        run()
+        return lambda: None
+
+    right = build(impl, 5, 8 * 300, torch.float32, world, lambda run: run).check
+    wrong = build(impl, 5, 8 * 300, torch.float32, world, recorded).check
+    assert right is not None and right() is None
+    assert wrong is not None and "wrong" in str(wrong())
+
+
+def test_on_a_gpu_the_hosts_time_and_that_of_kernels_are_cases_of_their_own():
+    found = packing.cases(Plan((("tp", 2),), (), device_type="cuda"))
+    assert Counter((case.name, case.clock) for case in found) == {
+        ("pack", "host"): 3,
+        ("kernels", "device"): 3,
+    }
 
 
 def test_the_sizes_add_up_to_64_mib():

@@ -1,6 +1,6 @@
-"""A GPU that is not there, behind the protocols of `device`: for tests, and for rehearsals on a CPU.
+"""A GPU that is not there, behind the protocols of `dtbench.machine.device`: for tests, and for rehearsals on a CPU.
 
-It runs work in order on one stream, and its clock is not the host's: it may be set to another time and run fast.
+It runs work in order on one stream, and its clock is not the host's: it may run fast.
 """
 
 from __future__ import annotations
@@ -9,30 +9,28 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 NAME = "no GPU (rehearsal)"
 
 
 class FakeGpus:
-    """One GPU. now_ns: the host's clock. wait_ns: lets the host's clock come to a time. skew_ns, drift: the GPU's
-    clock shows skew_ns + (1 + drift) times the host's. log: the last things it was asked to do, in order."""
+    """One GPU. now_ns: the host's clock. wait_ns: lets the host's clock come to a time. drift: of its own clock, which
+    shows (1 + drift) times what passes on the host's. log: the last things it was asked to do, in order."""
+
+    count, uuid = staticmethod(lambda: 1), staticmethod(lambda _index: None)
+    l2_bytes, nvml = staticmethod(lambda _device: 1 << 20), staticmethod(lambda: fake_nvml(1))
+    captured = staticmethod(lambda run: run)
 
     def __init__(
         self,
         now_ns: Callable[[], int] = time.perf_counter_ns,
         wait_ns: Callable[[float], None] = lambda _until: None,
-        *,
-        skew_ns: float = 0.0,
         drift: float = 0.0,
     ) -> None:
         self.log: deque[str] = deque(maxlen=100)
         self.now_ns, self._wait_ns = now_ns, wait_ns
-        self._skew_ns, self._drift = skew_ns, drift
-        self._busy_until_ns = 0.0
+        self.drift, self._busy_until_ns = drift, 0.0
 
     def launch(self, ns: float) -> None:
         """Work of so long, behind what is in the stream."""
@@ -43,24 +41,16 @@ class FakeGpus:
         """When all work given so far is done, on the host's clock."""
         return max(self.now_ns(), self._busy_until_ns)
 
-    def shown_ns(self, host_ns: float) -> float:
-        """What the GPU's clock shows at that time."""
-        return self._skew_ns + (1 + self._drift) * host_ns
-
     def wait_for(self, ns: float) -> None:
         if self.now_ns() < ns:
             self._wait_ns(ns)
 
-    def count(self) -> int:
-        return 1
-
-    def current(self) -> torch.device:
-        import torch
+    def select(self, _index: int = 0) -> Any:
+        import torch  # no command waits for it that needs none
 
         return torch.device("cpu")
 
-    def select(self, index: int) -> torch.device:
-        return self.current()
+    current = select
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)
@@ -69,17 +59,11 @@ class FakeGpus:
         self.log.append("synchronize")
         self.wait_for(self._busy_until_ns)
 
-    def l2_bytes(self, device: torch.device) -> int:
-        return 1 << 20
+    def occupy(self, seconds: float) -> None:
+        self.launch(seconds * 1e9)
 
     def free_cached(self) -> None:
         self.log.append("free")
-
-    def uuid(self, index: int) -> str | None:
-        return None
-
-    def nvml(self) -> Any:
-        return fake_nvml(1)
 
 
 class FakeEvent:
@@ -94,8 +78,7 @@ class FakeEvent:
         self._at_ns = self._gpus.done_ns()
 
     def synchronize(self) -> None:
-        if self._at_ns is not None:
-            self._gpus.wait_for(self._at_ns)
+        self._gpus.wait_for(self._at_ns or 0)
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
         start, end = self._at_ns, end_event._at_ns
@@ -103,27 +86,23 @@ class FakeEvent:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         if max(start, end) > self._gpus.now_ns():
             raise RuntimeError("device not ready")
-        return (self._gpus.shown_ns(end) - self._gpus.shown_ns(start)) / 1e6
+        return (1 + self._gpus.drift) * (end - start) / 1e6
 
 
 def rehearsed() -> FakeGpus:
     """What stands for the GPUs of a process of a rehearsal; see `dtbench.machine.device`."""
-    return FakeGpus()
+    return FakeGpus(wait_ns=lambda until: time.sleep(max(until - time.perf_counter_ns(), 0) * 1e-9))
 
 
 def fake_nvml(count: int) -> SimpleNamespace:
     """NVML's bindings for so many GPUs; like the real ones, a query that a GPU does not support raises. `reasons` is
     the mask of what holds the clocks."""
-    fake: SimpleNamespace = SimpleNamespace(
-        reasons=0,
-        NVML_CLOCK_SM=1,
-        NVML_CLOCK_MEM=2,
-        NVML_TEMPERATURE_GPU=0,
-        NVML_NVLINK_MAX_LINKS=4,
-        nvmlDeviceGetCount=lambda: count,
-        nvmlDeviceGetHandleByIndex=lambda index: f"handle-{range(count)[index]}",
-        nvmlDeviceGetHandleByUUID=lambda uuid: f"handle-of-{uuid}",
-        nvmlDeviceGetName=lambda handle: NAME,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: fake.reasons,
+    fake = SimpleNamespace(
+        reasons=0, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, NVML_TEMPERATURE_GPU=0, NVML_NVLINK_MAX_LINKS=4
     )
+    fake.nvmlDeviceGetCount = lambda: count
+    fake.nvmlDeviceGetHandleByIndex = lambda index: f"handle-{range(count)[index]}"
+    fake.nvmlDeviceGetHandleByUUID = lambda uuid: f"handle-of-{uuid}"
+    fake.nvmlDeviceGetName = lambda handle: NAME
+    fake.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: fake.reasons
     return fake

@@ -1,0 +1,197 @@
+"""All that one GPU can show of dtbench, by worth, in one file that is whole after every step.
+
+    python -m dtbench.tests.gpu --within 9m -o results/gpu.zip        in a checkout
+
+The file holds a folder for each card: run files, logs, JUnit, what instruments measured, reports, and `summary.md`. A
+second call reads it and goes on with what is missing. `--rehearse` does the same on a CPU with a fake GPU. Imports the
+standard library alone: what the steps need may lie in `.wheels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from dtbench.tests.gpu.fake_gpu import NAME as REHEARSED
+from dtbench.tests.gpu.steps import ROOT, Step, steps_of
+
+BUNDLE_BYTES = 16 * 2**20  # more is too large to be sent around
+GRACE_S = 8.0  # from a step's limit to its kill: a run closes its file
+_CELL = str.maketrans({"|": "\\|", "<": "&lt;"})  # of a table
+# How a line of a log begins that says why a step failed.
+_ERROR = re.compile(r"^(E  |FAILED|ERROR|[\w.]*(Error|Exception)\b|dtbench: ).*", re.MULTILINE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: every step is ok; 5: one is not; 1: nothing was run."""
+
+    def seconds(text: str) -> float:
+        return float(text.rstrip("ms")) * (60 if text.endswith("m") else 1)
+
+    began, parser = time.monotonic(), argparse.ArgumentParser(prog="python -m dtbench.tests.gpu")
+    parser.add_argument("--within", type=seconds, default="9m", help="all of it, e.g. 540s (default 9m)")
+    parser.add_argument("-o", dest="bundle", type=Path, default=ROOT / "results/gpu.zip", help="gone on with")
+    parser.add_argument("--rehearse", action="store_true", help="on this CPU: no figure counts")
+    asked = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    card = REHEARSED if asked.rehearse else _card()
+    with tempfile.TemporaryDirectory(prefix="dtbench-gpu-") as folder:
+        environ = _environ(Path(folder, "site"), asked.rehearse)
+        check = Check(card, asked.bundle, Path(folder, "cards"), environ)
+        return check.run(steps_of(asked.rehearse), began + asked.within)
+
+
+def _card() -> str:
+    """As it was found: its name, by which its results lie apart, then driver, mode, clocks, power, temperature."""
+    asked = "name,driver_version,compute_mode,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        query = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+        return subprocess.check_output(query, text=True, timeout=30).splitlines()[0]
+    sys.exit("nvidia-smi names no GPU here, expected one; give --rehearse to try the steps on this CPU")
+
+
+def _environ(site: Path, rehearse: bool) -> dict[str, str]:
+    for wheel in (ROOT / ".wheels").glob("*.whl"):  # archives of what goes on the path: no pip is needed
+        if wheel.name.split("-")[2] in ("py3", "py2.py3", f"cp3{sys.version_info.minor}"):
+            zipfile.ZipFile(wheel).extractall(site)
+    path = os.pathsep.join(map(str, (site, ROOT, ROOT / "core", ROOT / "suites")))
+    ours = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    fake = {"DTBENCH_REHEARSAL": str(Path(__file__).with_name("fake_gpu.py"))} if rehearse else {}
+    # cpu:0 is the CPU by another name.
+    return {**os.environ, **ours, **fake, "DTBENCH_TEST_DEVICE": "cpu:0" if rehearse else "cuda"}
+
+
+def write_bundle(path: Path, folder: Path) -> list[str]:
+    """Replaces the file by a whole one of what is in the folder; what it has no room for, the largest files."""
+    files = sorted(filter(Path.is_file, folder.rglob("*")), key=lambda file: file.stat().st_size)
+    left_out, made = list[str](), path.with_name(f".{path.name}.part")
+    while True:
+        with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+            for file in files:
+                archive.write(file, file.relative_to(folder))
+        if made.stat().st_size <= BUNDLE_BYTES:
+            made.replace(path)
+            return left_out
+        left_out.append(str(files.pop().relative_to(folder)))
+
+
+class Check:
+    """The steps on one card. outcomes: of each step by name: ok, failed, cut off or skipped; seconds; why."""
+
+    def __init__(self, card: str, bundle: Path, all_cards: Path, environ: Mapping[str, str]) -> None:
+        self.card, self.bundle, self._all_cards, self._environ = card, bundle, all_cards, environ
+        self.folder = all_cards / re.sub(r"[^a-z0-9]+", "-", card.partition(",")[0].lower()).strip("-")
+        self._state, self.outcomes = self.folder / "check.json", dict[str, tuple[str, float, str]]()
+        self._left_out: list[str] = []
+        bundle.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if bundle.exists():
+                zipfile.ZipFile(bundle).extractall(all_cards)
+            before = json.loads(self._state.read_text()) if self._state.exists() else {}
+            self.outcomes |= {name: (str(how), float(s), str(why)) for name, (how, s, why) in before.items()}
+        except (zipfile.BadZipFile, OSError, ValueError, TypeError, AttributeError) as error:
+            sys.exit(f"{bundle} cannot be gone on with: {error}; move it away, or give another -o")
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    def run(self, steps: Sequence[Step], until: float) -> int:
+        """Every step that is not ok yet and fits."""
+        kept_s = sum(step.limit_s for step in steps if step.last)
+        for step in steps:
+            before = self.outcomes.get(step.name, ("skipped", 0.0, ""))[0]
+            if before == "ok" and not step.last:
+                continue
+            left_s = until - time.monotonic() - (0.0 if step.last else kept_s)
+            if left_s >= step.limit_s:
+                self._run(step, steps)
+            elif before == "skipped":
+                why = f"it may take {step.limit_s:.0f} s, {max(left_s, 0):.0f} were left"
+                self.outcomes[step.name] = ("skipped", 0.0, why)
+        self._keep(steps)
+        sys.stdout.write(f"\n{self.bundle}\n{(self.folder / 'summary.md').read_text()}")
+        return 0 if all(self.outcomes[step.name][0] == "ok" for step in steps) else 5
+
+    def _run(self, step: Step, steps: Sequence[Step]) -> None:
+        began, (how, why) = time.monotonic(), ("cut off", "the check was ended")
+        try:
+            how, why = self._step(step)
+        finally:
+            self.outcomes[step.name] = (how, round(time.monotonic() - began, 1), why)
+            self._keep(steps)
+        sys.stderr.write(f"{step.name}: {' '.join(map(str, self.outcomes[step.name]))}\n")
+
+    def _step(self, step: Step) -> tuple[str, str]:
+        """How it ended, and why."""
+        *words, output = step.command.format(out=self.folder).split()
+        # What an earlier step did not leave cannot be read.
+        words = [word for word in words if not word.endswith(".jsonl") or Path(word).exists()]
+        resume = ["--resume"] if step.resume and Path(output).exists() else []
+        if not resume:
+            shutil.rmtree(output, ignore_errors=True)  # a folder that an ended step has left
+        with (self.folder / f"logs/{step.name}.log").open("w+b") as log:
+            code = run_program([sys.executable, *words, output, *resume], self._environ, log, step.limit_s)
+            log.seek(0)
+            told = log.read().decode(errors="replace")
+        if code is None:
+            return "cut off", f"at its {step.limit_s:.0f} s"
+        if code in step.good:
+            return "ok", ""
+        found = _ERROR.search(told)
+        return "failed", f"exit {code}: {(found[0] if found else told.strip().rpartition(chr(10))[2])[:200]}"
+
+    def _keep(self, steps: Sequence[Step]) -> None:
+        self._state.write_text(json.dumps(self.outcomes, indent=1))
+        (self.folder / "summary.md").write_text("\n".join(self._summarized(steps)) + "\n")
+        self._left_out = write_bundle(self.bundle, self._all_cards)
+
+    def _summarized(self, steps: Sequence[Step]) -> Iterator[str]:
+        """A line per step, and what the instruments measured."""
+        yield f"# {self.card}\n"
+        if self.card == REHEARSED:
+            yield "**A rehearsal: a CPU measured all of this. No figure here says anything of a GPU.**\n"
+        yield "| step | outcome | seconds | |\n|---|---|---:|---|"
+        for step in steps:
+            how, seconds, why = self.outcomes.get(step.name, ("not run", 0.0, ""))
+            yield f"| {step.name} | {how} | {seconds:.0f} | {why.translate(_CELL)} |"
+        yield "\n| instrument | measured | goal | met |\n|---|---|---|---|"
+        for file in sorted(self.folder.glob("*.json")):
+            for name, got, goal, met in json.loads(file.read_text()) if file != self._state else ():
+                shown = ", ".join(f"{k} {v:.4g}" if type(v) is float else f"{k} {v}" for k, v in got.items())
+                yield f"| {name} | {shown.translate(_CELL)} | {goal.translate(_CELL)} | {met} |"
+        if self._left_out:
+            yield f"\nToo large for the bundle, left out: {', '.join(self._left_out)}"
+
+
+def run_program(argv: list[str], environ: Mapping[str, str], out: IO[bytes], limit_s: float) -> int | None:
+    """Its exit code; None where it was ended at its limit, with all that it had started. It ends with this process."""
+    die = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
+    place: Any = {"env": environ, "cwd": ROOT, "process_group": 0, "preexec_fn": die}
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, **place) as process:
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

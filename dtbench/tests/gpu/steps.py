@@ -1,0 +1,73 @@
+"""What is run on a GPU, by worth: a command of Python's each, its limit, and where its results go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[3]
+# Test files whose tensors lie where DTBENCH_TEST_DEVICE says (core/tests/on_device.py), by worth.
+TESTS = ("bucketer", "comm_tensor", "dispatch", "comm", "redistribute", "bucketer_more")
+# Plugins of other packages are not loaded (the check's environment says so); failures beyond these repeat the first.
+PYTEST = "-m pytest -v -p pytest_benchmark.plugin -p no:cacheprovider -W default --maxfail=20"
+# Of a suite's limit: to its first sample (torch, CUDA's context, ranks), and from its last to its end.
+TO_START_S = 15
+
+
+class Step(NamedTuple):
+    """limit_s: it is begun if so much is left, and ended after that. command: `{out}` is the folder of all results; its
+    last word is the output. resume: a later call goes on with that. good: exit codes; a missed goal is a finding. last:
+    it reads what the others have left, each time, and its time is kept for it."""
+
+    name: str
+    limit_s: float
+    command: str
+    resume: bool = False
+    good: tuple[int, ...] = (0,)
+    last: bool = False
+
+
+def steps_of(rehearse: bool) -> list[Step]:
+    """In the order in which they are run. rehearse: on a CPU with a fake GPU, little of each suite; the tests are the
+    same."""
+    device = "--device cpu" if rehearse else "--device cuda"
+    two = "--nproc 2 --backend gloo"  # NCCL refuses two ranks on one card
+    nvtx = "" if rehearse else "--nvtx"
+    profile = f"-P -m dtbench profile tensor_parallel --filter pass=forward --quick {two} {device} {nvtx}"
+    gate = f"-P -m dtbench.tests.gate_selftest {device} --budget {20 if rehearse else 150}s -o {{out}}/gate"
+
+    def measured(group: str, limit_s: float) -> Step:
+        return Step(group, limit_s, f"-P -m dtbench.tests.gpu.instruments {group} {{out}}/{group}.json")
+
+    def suite(name: str, limit_s: float, words: str) -> Step:
+        much = "--quick --budget 20s" if rehearse else f"--budget {limit_s - TO_START_S:.0f}s"
+        return Step(name, limit_s, f"-P -m dtbench run {words} {device} {much} -o {{out}}/{name}.jsonl", True)
+
+    def tests(name: str) -> Step:
+        words = f"{PYTEST} core/tests/test_{name}.py --junit-xml {{out}}/tests-{name}.xml"
+        return Step(f"tests-{name}", 60, words)
+
+    def report(name: str, *runs: str) -> Step:
+        files = " ".join(f"{{out}}/{run}.jsonl" for run in runs)
+        return Step(f"report-{name}", 12, f"-P -m dtbench report {files} -o {{out}}/{name}.html", last=True)
+
+    return [
+        measured("smoke", 40),
+        measured("limits", 30),
+        suite("dispatch", 90, "dispatch --nproc 1"),
+        measured("graph", 30),
+        suite("packing", 60, "packing --nproc 1"),
+        suite("nccl", 50, "collectives --nproc 1"),
+        suite("two-ranks", 75, f"bucketer redistribute {two}"),
+        measured("clocks", 40),
+        Step("profile", 50, f"{profile} -o {{out}}/profile"),
+        *map(tests, TESTS[:3]),
+        measured("profiler", 40),
+        *map(tests, TESTS[3:]),
+        suite("two-ranks-more", 90, f"tensor_parallel collectives compile {two}"),
+        # 3: goals are missed; 2: the budget of a rehearsal holds too few launches for a verdict.
+        Step("gate", 180, gate, True, (0, 2, 3) if rehearse else (0, 3)),
+        # A page holds runs of one setup.
+        report("one-rank", "dispatch", "packing", "nccl"),
+        report("two-ranks", "two-ranks", "two-ranks-more"),
+    ]

@@ -1,0 +1,138 @@
+"""The check of one GPU without a GPU: its runner on made-up steps, its commands as the program parses them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from dtbench.cli.program import cli
+from dtbench.machine import device
+from dtbench.model.suites import load
+from dtbench.tests.gpu import __main__ as module
+from dtbench.tests.gpu import fake_gpu, instruments
+from dtbench.tests.gpu.steps import ROOT, Step, steps_of
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def step(name: str, file: str, limit_s: float = 20) -> Step:
+    return Step(name, limit_s, f"-S {Path(file).absolute()} {{out}}/{name}.txt")
+
+
+def check(monkeypatch: pytest.MonkeyPatch, *steps: Step, within: str = "60s") -> dict[str, str]:
+    """Runs the steps; of each the outcome and why, as the bundle has them."""
+    monkeypatch.setattr(module, "steps_of", lambda _rehearse: steps)
+    code = module.main(["--rehearse", "-o", "gpu.zip", "--within", within])
+    outcomes = json.loads(read("check.json"))
+    assert code == (0 if all(how == "ok" for how, _, _ in outcomes.values()) else 5)
+    return {name: f"{how} {why}".strip() for name, (how, _, why) in outcomes.items()}
+
+
+def read(name: str) -> str:
+    with zipfile.ZipFile("gpu.zip") as archive:
+        return archive.read(f"no-gpu-rehearsal/{name}").decode()
+
+
+def test_a_failing_step_stops_no_other_and_a_second_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("notes.py").write_text("import sys; open(sys.argv[1], 'a').write('x')")
+    Path("fails.py").write_text("1 / 0")
+    steps = [step("one", "notes.py"), step("two", "fails.py"), step("three", "notes.py")]
+    steps += [step("slow", "notes.py", 900), step("report", "notes.py", 5)._replace(last=True)]
+    why = "failed exit 1: ZeroDivisionError: division by zero"
+    *others, late, last = check(monkeypatch, *steps).values()
+    assert [*others, last] == ["ok", why, "ok", "ok"] and late.startswith("skipped it may take 900 s, 5")
+    assert re.search(
+        r"No figure here says anything(.*\n)*\| two \| failed \| 0 \| exit 1: Zero", read("summary.md")
+    )
+    Path("fails.py").write_text("")
+    assert set(check(monkeypatch, *steps, within="16m").values()) == {"ok"}
+    # Only the last one again.
+    assert [read(f"{name}.txt") for name in ("one", "slow", "report")] == ["x", "x", "xx"]
+
+
+def test_a_step_ends_at_its_limit_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("hangs.py").write_text("import subprocess; subprocess.run(['sleep', '977'])")
+    assert check(monkeypatch, step("hangs", "hangs.py", 1)) == {"hangs": "cut off at its 1 s"}
+    assert subprocess.run(["pgrep", "-f", "sleep 977"], check=False).returncode == 1
+
+
+def test_a_killed_check_leaves_the_last_bundle_and_no_process() -> None:
+    argv = [sys.executable, "-m", "dtbench.tests.gpu", "--rehearse", "-o", f"{Path.cwd()}/gpu.zip"]
+    child = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not Path("gpu.zip").exists():  # after the first step
+        assert child.poll() is None
+        time.sleep(0.05)
+    child.kill()
+    child.wait()
+    assert json.loads(read("check.json"))["smoke"][0] == "ok" and "op_and_bucket" in read("summary.md")
+    deadline = time.monotonic() + 10
+    while subprocess.run(["pgrep", "-f", "dtbench.tests.gpu.instruments"], check=False).returncode != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_results_of_another_card_lie_beside_or_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("writes.py").write_text("import os, sys; open(sys.argv[1], 'wb').write(os.urandom(2**17))")
+    check(monkeypatch, step("one", "writes.py"))
+    monkeypatch.setattr(module, "REHEARSED", "NVIDIA H200, 580.1")
+    monkeypatch.setattr(module, "BUNDLE_BYTES", 2**16)
+    Path("notes.py").write_text("")
+    check(monkeypatch, step("one", "notes.py"))
+    with zipfile.ZipFile("gpu.zip") as archive:
+        assert {"no-gpu-rehearsal/check.json", "nvidia-h200/check.json"} <= set(archive.namelist())
+        assert "left out: no-gpu-rehearsal/one.txt" in archive.read("nvidia-h200/summary.md").decode()
+
+
+def test_mistakes_are_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    with pytest.raises(SystemExit, match="nvidia-smi names no GPU here"):
+        module.main(["-o", "new.zip"])
+    Path("broken.zip").write_bytes(b"PK")
+    with pytest.raises(SystemExit, match=r"broken.zip cannot be gone on with"):
+        module.main(["--rehearse", "-o", "broken.zip"])
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_every_command_is_one(rehearse: bool) -> None:
+    for one in steps_of(rehearse):
+        words = one.command.split()
+        if words[2] == "dtbench":
+            found = cli.get_command(None, words[3])  # type: ignore[arg-type]
+            assert found is not None
+            params = found.make_context(words[3], words[4:]).params
+            assert params.get("device") in (None, "cpu" if rehearse else "cuda")
+            assert words[3] != "run" or [s.name for s in load(params["words"])] == list(params["words"])
+        elif words[1] == "pytest":
+            assert any((ROOT / word).is_file() for word in words)
+        else:
+            assert words[2] == "dtbench.tests.gate_selftest" or words[3] in instruments.GROUPS
+
+
+def test_the_instruments_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(device.REHEARSAL, fake_gpu.__file__)
+    monkeypatch.setattr(instruments, "TRIES", 2)
+    monkeypatch.setitem(instruments.GROUPS, "all", (instruments.limits, lambda _: [][1], instruments.flush))
+    assert instruments.main("all", Path("all.json")) == 5  # what fails is told, and the others are kept
+    limits, failed, flush = json.loads(Path("all.json").read_text())
+    assert limits[1]["copy_GBps"] > 0 and flush[3] == "" and failed[1]["failed"].startswith("IndexError:")
+
+
+def test_wheels_are_taken_along_of_all_but_the_large_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = project["dependencies"] + project["optional-dependencies"]["pytest"]
+    taken = re.findall(
+        r"[\w.-]+", (ROOT / "Makefile").read_text().partition("WHEELS :=")[2].partition("\n\n")[0]
+    )
+    large = {"torch", "numpy", "scipy", "pandas", "matplotlib"}
+    assert {text.partition(">")[0] for text in needed} - large <= set(taken)

@@ -1,1 +1,0 @@
-"""`dtbench gpu-check`, from a checkout: all that one GPU can show of dtbench and its core; rehearsed on a CPU."""
