@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # what is imported outside `main`, a file of the user may hide unnamed
+TYPE_CHECKING = False  # before `main`, as little is imported as can be: Ctrl-C is not answered yet
 if TYPE_CHECKING:
     from types import FrameType
     from typing import NoReturn
@@ -23,13 +23,6 @@ def main() -> NoReturn:
         interrupt_is_answered()
         sys.stderr.write("dtbench: interrupted\n")
         sys.exit(130)  # EXIT_INTERRUPTED, which may not be imported yet
-    except (Exception, SystemExit) as error:  # what a user has beside it may be a program, which ends
-        from dtbench.cli.shadows import hidden_by
-
-        if not (why := hidden_by(error)):
-            raise
-        sys.stderr.write(f"dtbench: {why} ({type(error).__name__})\n")
-        sys.exit(2)  # EXIT_USAGE
     program()
 
 

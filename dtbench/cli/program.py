@@ -22,7 +22,6 @@ from click.exceptions import Exit
 
 from dtbench._version import __version__
 from dtbench.cli import completion, interrupt_is_answered
-from dtbench.cli.shadows import hidden_by
 from dtbench.machine.limits import refuse_place
 from dtbench.model.errors import (
     EXIT_INTERRUPTED,
@@ -31,8 +30,6 @@ from dtbench.model.errors import (
     EXIT_USAGE,
     DtbenchError,
     UnknownOptionError,
-    UsageError,
-    complain,
     describe,
     is_out_of_memory,
 )
@@ -52,29 +49,8 @@ _SHOWN = tuple(name for names in _COMMANDS.values() for name in names)
 _HIDDEN = ("coverage", "lab")
 # A command stands in a file of this package that bears its name; but these.
 _MODULES = {"list": "run", "report": "show", "import": "import_logs"}
-# Commands that had another name, or went: what to type, or to read, now.
-_OLD_NAMES: dict[str, str] = {
-    "new-suite": "dtbench suite new FILE",
-    "check-suite": "dtbench suite check FILE",
-    "predict": "dtbench plan --mesh DIMS --topology TOPOLOGY --model MODEL",
-    "validate": "dtbench calibrate --validate TOPOLOGY RUN...",
-    "regret": "dtbench calibrate --regret TOPOLOGY RUN...",
-    "launch": "docs/pages/how-to/launch.md",
-    "completion": 'eval "$(_DTBENCH_COMPLETE=bash_source dtbench)"',
-    "sweep-env": "dtbench settings --sweep VARIABLES -- COMMAND...",
-}
 # They end with what they read: to look for garbage in it, again and again, takes as long as all their work.
 _READERS = {"show", "report", "compare", "calibrate"}
-# Options that had another name: what to give instead.
-_RENAMED = {
-    "--baseline": "--base",
-    "--table": "-o FILE.md",
-    "--save": "-o FILE.json",
-    "--timeout": "--launch-timeout",
-    "--selftest": "python -m dtbench.tests.gate_selftest, preflight_selftest or settings_selftest, in a checkout",
-    "--junit": "-o FOLDER, which holds junit.xml",
-    "--smaller-is-better": "-o FOLDER, which holds smaller-is-better.json",
-}
 
 
 class _Commands(click.Group):
@@ -93,9 +69,6 @@ class _Commands(click.Group):
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name in _OLD_NAMES and not context.resilient_parsing:
-            verb = "type" if _OLD_NAMES[name].startswith("dtbench ") else "see"
-            raise UsageError(f"{name} is gone: {verb} `{_OLD_NAMES[name]}`")
         if name not in (*_SHOWN, *_HIDDEN) and name[:1].isalnum() and not context.resilient_parsing:
             raise click.NoSuchCommand(name, possibilities=(*_SHOWN, *_HIDDEN), ctx=context)
         return super().resolve_command(context, args)
@@ -172,18 +145,13 @@ def _run() -> int:
     except BrokenPipeError:  # whoever read our output has gone
         code = EXIT_OK
         _drop_output()
-    except SystemExit as error:
-        if not (code := _outside(error)):
-            raise
     except Exception as error:
         code = _not_written(error) or _outside(error) or _own_fault(error)
     return code if isinstance(code, int) else EXIT_OK
 
 
 def _explain(error: click.UsageError) -> str:
-    """The error's message; of an unknown name with what it is called now, or with the nearest that exists."""
-    if isinstance(error, click.NoSuchOption) and error.option_name in _RENAMED:
-        return f"{error.option_name} is gone: give {_RENAMED[error.option_name]}"
+    """The error's message; of an unknown name with the nearest that exists."""
     if isinstance(error, click.NoSuchOption | click.NoSuchCommand) and error.possibilities:
         return f"{error.message} Did you mean {error.possibilities[0]!r}?"
     return error.format_message().rstrip(".")
@@ -226,13 +194,10 @@ def _not_written(error: Exception) -> int:
 _UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ESTALE)
 
 
-def _outside(error: BaseException) -> int:
+def _outside(error: Exception) -> int:
     """The exit code where not dtbench is at fault but what it runs on; 0 for any other error."""
     if is_out_of_memory(error):
         return _refuse("out of memory: give fewer or smaller files, or more memory", EXIT_USAGE)
-    if why := hidden_by(error):
-        complain(f"{why} ({describe(error)})")  # more cannot be imported
-        return EXIT_USAGE
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return _refuse("too many open files: raise the limit (ulimit -n)", EXIT_USAGE)
     if isinstance(error, OSError) and error.errno in _UNREADABLE and error.filename is not None:

@@ -97,8 +97,6 @@ def settings_command(
     from dtbench.records.run import read_run
     from dtbench.text.variables import parse_variables
 
-    if words[:1] in (("buckets",), ("nccl",)) and not Path(words[0]).exists():
-        raise UsageError(f"settings {words[0]} is gone: type `dtbench settings RUN...`")
     if not words and not arms:
         raise UsageError(_NO_RUN)
     runs = [read_run(Path(word)) for word in words]

@@ -21,7 +21,7 @@ import msgspec
 
 from dtbench.bench.clock import clocks_of
 from dtbench.bench.options import Task, list_tasks
-from dtbench.gate import control, earlier_names
+from dtbench.gate import control
 from dtbench.gate.benchmark import (
     DEFAULT_TOLERANCE,
     IN_HAND,
@@ -58,7 +58,6 @@ def load(more: Sequence[str]) -> None:
     import dtbench.machine.provenance
     import dtbench.world.ranks  # noqa: F401
 
-    earlier_names.install()
     for name in more:
         with contextlib.suppress(Exception):  # it is loaded again where it is needed, and fails there
             importlib.import_module(name)

@@ -75,22 +75,6 @@ def test_help_says_what_each_command_does_with_an_example(dtbench: Cli) -> None:
     assert all(f"  {suite} " in out for suite in registry.read_builtin())
 
 
-@pytest.mark.parametrize(
-    ("args", "instead"),
-    [
-        ("coverage r.jsonl --baseline b.json", "--base"),
-        ("coverage r.jsonl --table t.md", "-o FILE.md"),
-        ("report r.jsonl --baseline b.jsonl -o r.html", "--base"),
-        ("gate dispatch --timeout 5", "--launch-timeout"),
-        ("gate dispatch --junit j.xml", "-o FOLDER, which holds junit.xml"),
-    ],
-)
-def test_an_option_that_has_another_name_now_is_told(dtbench: Cli, args: str, instead: str) -> None:
-    code, out, err = dtbench(*args.split())
-    assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1
-    assert f"is gone: give {instead}; `dtbench {args.split()[0]} --help`" in err
-
-
 @pytest.mark.parametrize("name", ["run", "list", "gate"])
 def test_help_shows_ten_options_before_those_that_few_need(dtbench: Cli, name: str) -> None:
     first, advanced = (
@@ -102,14 +86,6 @@ def test_help_shows_ten_options_before_those_that_few_need(dtbench: Cli, name: s
         and {"--budget", "-h,"} <= {*first}
         and {"--device", "--dtype"} <= {*advanced, *first}
     )
-
-
-@pytest.mark.parametrize("args", ["", "--help", "x.py"])
-def test_a_command_that_has_another_name_now_is_told(dtbench: Cli, args: str) -> None:
-    said = "dtbench: new-suite is gone: type `dtbench suite new FILE`\n"
-    assert dtbench("new-suite", *args.split()) == (EXIT_USAGE, "", said)
-    said = "dtbench: launch is gone: see `docs/pages/how-to/launch.md`\n"
-    assert dtbench("launch", *args.split()) == (EXIT_USAGE, "", said)
 
 
 @pytest.mark.parametrize(

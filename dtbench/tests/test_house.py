@@ -17,7 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from dtbench.cli.program import _HIDDEN, _OLD_NAMES, cli
+from dtbench.cli.program import _HIDDEN, cli
 from dtbench.tests.made_up import Cli
 
 ROOT = Path(__file__).parents[2]
@@ -68,14 +68,6 @@ def test_help_fits_one_screen(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> 
     lines = dtbench("--help")[1].splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 80
     assert len(cli.list_commands(click.Context(cli))) <= 15
-
-
-def test_old_names_lead_to_commands_or_pages_that_exist() -> None:
-    known = _all_commands()
-    assert not _OLD_NAMES.keys() & known.keys()
-    for now in _OLD_NAMES.values():
-        words = re.findall(r"dtbench ([a-z-]+)( [a-z-]+)?", now)
-        assert (ROOT / now).is_file() or all({first, first + sub} & known.keys() for first, sub in words), now
 
 
 # An option that takes something else in one command, and why.

@@ -175,8 +175,6 @@ def test_an_arm_is_what_the_sweep_forced_and_not_what_else_was_set() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("sweep-env -- dtbench run", "sweep-env is gone: type `dtbench settings --sweep"),
-        ("settings nccl run.jsonl", "settings nccl is gone: type `dtbench settings RUN"),
         ("settings --sweep A=1", "expected COMMAND"),
         ("settings --sweep MY_TOKEN=x -- dtbench run", "the value of MY_TOKEN looks like a secret"),
         ("settings --sweep A=://me:pw@host -- dtbench run", "the value of A looks like a secret"),

@@ -422,7 +422,6 @@ def test_what_is_slower_than_a_public_machine_is_named() -> None:
         (["--nproc", "1"], "a world of one has none to compare"),
         (["-o", "x.txt"], "expected a name that ends in .html, .json, .xml"),
         (["--expect", "/dev/zero"], "is not a regular file"),
-        (["--selftest"], "--selftest is gone: give python -m dtbench.tests."),
         (["--mesh", "dp=2", "--nproc", "3"], "make them agree"),
         (["--timeout", "0"], "expected seconds above 0"),
     ],

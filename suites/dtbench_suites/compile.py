@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtbench.suite import Case, Plan, Workload, World, suite
+from dtbench.suite import Case, Plan, Skip, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.compile_programs import (
     BATCH,
@@ -44,6 +44,7 @@ from dtbench_suites.compile_programs import (
 from dtbench_suites.data import hush_torch, mismatch, shard_of, shared_dims
 from dtbench_suites.tensor_parallel import finished
 
+BEFORE_213 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 BACKENDS = ("aot_eager", "inductor")
 FORWARD, BOTH = "forward", "forward+backward"
 CACHED, FIRST, RECOMPILED = "cached", "first", "recompiled"
@@ -186,6 +187,8 @@ def build_impl(
 ) -> Workload:
     import torch._dynamo.utils
 
+    if impl == "core" and BEFORE_213 and (isinstance(program, str) or program.crosses):
+        raise Skip("before torch 2.13 Dynamo takes no mesh of the core into a graph")
     hush_torch()
     place = Place(impl, world.mesh[mesh_dim], world.device)
     made = Compiled(partial(ready_of, program, place, call), backend, passes == BOTH, place)

@@ -28,12 +28,6 @@ def a_run() -> None:
     made_up.write(Path("r.jsonl"), made_up.run(list(made_up.collectives(samples=5))))
 
 
-def a_module(name: str, text: str) -> None:
-    a_run()
-    Path("mine").mkdir()
-    Path("mine", f"{name}.py").write_text(text)
-
-
 def nothing_is_left(done: Done) -> None:
     assert done.out == ""
 
@@ -49,14 +43,6 @@ def told_to_end(after_s: float, running: Running) -> None:
 
 
 V6_ONLY = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"
-
-# What a user's module that hides another does, and its text.
-MODULES = {
-    "raises": "raise ValueError('mine')\n",
-    "is another": "x = 1\n",
-    "is no Python": "print 'mine'\n",
-    "ends": "raise SystemExit(0)\n",
-}
 
 ROWS = [
     *(
@@ -122,24 +108,6 @@ ROWS = [
             ("-n 12", RUN, "12 open files are allowed"),
             ("-n 24", RUN, "24 open files are allowed"),
         )
-    ),
-    *(
-        Fault(
-            f"a user's {name}.py that {what}",
-            words,
-            2,
-            rf"mine/{name}\.py hides the module {name}",
-            how="fresh",
-            env={"PYTHONPATH": "mine"},
-            given=partial(a_module, name, text),
-        )
-        for words, names, kinds in (
-            ("report r.jsonl -o p.html", ("json", "click", "jinja2", "typing"), MODULES),
-            ("list dispatch", ("dtbench_suites", "dtbench_core", "torch"), ("is another", "ends")),
-        )
-        for name in names
-        for what, text in MODULES.items()
-        if what in kinds
     ),
     *(
         Fault(

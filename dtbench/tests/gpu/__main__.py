@@ -21,20 +21,22 @@ import subprocess
 import sys
 import tempfile
 import time
+import venv
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from dtbench.tests.gpu.fake_gpu import NAME as REHEARSED
+from dtbench.tests.gpu import fake_gpu
 from dtbench.tests.gpu.steps import ROOT, Step, steps_of
 
+Program = Callable[[list[str], IO[bytes], float], int | None]
 BUNDLE_BYTES = 16 * 2**20  # more is too large to be sent around
 GRACE_S = 8.0  # from a step's limit to its kill: a run closes its file
 _CELL = str.maketrans({"|": "\\|", "<": "&lt;"})  # of a table
 # How a line of a log begins that says why a step failed.
-_ERROR = re.compile(r"^(E  |FAILED|ERROR|[\w.]*(Error|Exception)\b|dtbench: ).*", re.MULTILINE)
+_ERROR = re.compile(r"^(E  |FAILED|ERROR|[\w.]*(Error|Exception)\b|dtbench: |\S+: \d+ ok, ).*", re.MULTILINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,10 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="on this CPU: no figure counts")
     asked = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    card = REHEARSED if asked.rehearse else _card()
+    card = fake_gpu.NAME if asked.rehearse else _card()
+    environ = os.environ | {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environ |= fake_gpu.ENVIRON if asked.rehearse else {"DTBENCH_TEST_DEVICE": "cuda"}
     with tempfile.TemporaryDirectory(prefix="dtbench-gpu-") as folder:
-        environ = _environ(Path(folder, "site"), asked.rehearse)
-        check = Check(card, asked.bundle, Path(folder, "cards"), environ)
+        program = partial(run, environ, _interpreter(Path(folder, "environment")))
+        check = Check(card, asked.bundle, Path(folder, "cards"), program)
         return check.run(steps_of(asked.rehearse), began + asked.within)
 
 
@@ -65,15 +69,16 @@ def _card() -> str:
     sys.exit("nvidia-smi names no GPU here, expected one; give --rehearse to try the steps on this CPU")
 
 
-def _environ(site: Path, rehearse: bool) -> dict[str, str]:
-    for wheel in (ROOT / ".wheels").glob("*.whl"):  # archives of what goes on the path: no pip is needed
+def _interpreter(folder: Path) -> Path:
+    """Of an environment with what is installed here, the wheels taken along and this checkout; no pip is needed."""
+    venv.create(folder, symlinks=True)
+    own = folder / f"lib/python3.{sys.version_info.minor}/site-packages"
+    for wheel in (ROOT / ".wheels").glob("*.whl"):  # archives of what lies there
         if wheel.name.split("-")[2] in ("py3", "py2.py3", f"cp3{sys.version_info.minor}"):
-            zipfile.ZipFile(wheel).extractall(site)
-    path = os.pathsep.join(map(str, (site, ROOT, ROOT / "core", ROOT / "suites")))
-    ours = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    fake = {"DTBENCH_REHEARSAL": str(Path(__file__).with_name("fake_gpu.py"))} if rehearse else {}
-    # cpu:0 is the CPU by another name.
-    return {**os.environ, **ours, **fake, "DTBENCH_TEST_DEVICE": "cpu:0" if rehearse else "cuda"}
+            zipfile.ZipFile(wheel).extractall(own)
+    there = [path for path in sys.path if path.endswith("-packages")]
+    (own / "all.pth").write_text("\n".join(map(str, (ROOT, ROOT / "core", ROOT / "suites", *there))))
+    return folder / "bin/python"
 
 
 def write_bundle(path: Path, folder: Path) -> list[str]:
@@ -93,8 +98,8 @@ def write_bundle(path: Path, folder: Path) -> list[str]:
 class Check:
     """The steps on one card. outcomes: of each step by name: ok, failed, cut off or skipped; seconds; why."""
 
-    def __init__(self, card: str, bundle: Path, all_cards: Path, environ: Mapping[str, str]) -> None:
-        self.card, self.bundle, self._all_cards, self._environ = card, bundle, all_cards, environ
+    def __init__(self, card: str, bundle: Path, all_cards: Path, program: Program) -> None:
+        self.card, self.bundle, self._all_cards, self._program = card, bundle, all_cards, program
         self.folder = all_cards / re.sub(r"[^a-z0-9]+", "-", card.partition(",")[0].lower()).strip("-")
         self._state, self.outcomes = self.folder / "check.json", dict[str, tuple[str, float, str]]()
         self._left_out: list[str] = []
@@ -143,7 +148,7 @@ class Check:
         if not resume:
             shutil.rmtree(output, ignore_errors=True)  # a folder that an ended step has left
         with (self.folder / f"logs/{step.name}.log").open("w+b") as log:
-            code = run_program([sys.executable, *words, output, *resume], self._environ, log, step.limit_s)
+            code = self._program([*words, output, *resume], log, step.limit_s)
             log.seek(0)
             told = log.read().decode(errors="replace")
         if code is None:
@@ -161,7 +166,7 @@ class Check:
     def _summarized(self, steps: Sequence[Step]) -> Iterator[str]:
         """A line per step, and what the instruments measured."""
         yield f"# {self.card}\n"
-        if self.card == REHEARSED:
+        if self.card == fake_gpu.NAME:
             yield "**A rehearsal: a CPU measured all of this. No figure here says anything of a GPU.**\n"
         yield "| step | outcome | seconds | |\n|---|---|---:|---|"
         for step in steps:
@@ -176,11 +181,11 @@ class Check:
             yield f"\nToo large for the bundle, left out: {', '.join(self._left_out)}"
 
 
-def run_program(argv: list[str], environ: Mapping[str, str], out: IO[bytes], limit_s: float) -> int | None:
+def run(environ: Any, python: Path, words: list[str], out: IO[bytes], limit_s: float) -> int | None:
     """Its exit code; None where it was ended at its limit, with all that it had started. It ends with this process."""
     die = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
-    place: Any = {"env": environ, "cwd": ROOT, "process_group": 0, "preexec_fn": die}
-    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, **place) as process:
+    place: Any = {"env": environ, "cwd": ROOT, "process_group": 0, "stdin": subprocess.DEVNULL}
+    with subprocess.Popen([python, *words], stdout=out, stderr=out, preexec_fn=die, **place) as process:
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:

@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 NAME = "no GPU (rehearsal)"
+# Of a process that rehearses; cpu:0 is the CPU by another name.
+ENVIRON = {"DTBENCH_REHEARSAL": __file__, "DTBENCH_TEST_DEVICE": "cpu:0"}
 
 
 class FakeGpus:
-    """One GPU. now_ns: the host's clock. wait_ns: lets the host's clock come to a time. drift: of its own clock, which
+    """One GPU. now: the host's clock, in ns. wait: lets the host's clock come to a time. drift: of its own clock, which
     shows (1 + drift) times what passes on the host's. log: the last things it was asked to do, in order."""
 
     count, uuid = staticmethod(lambda: 1), staticmethod(lambda _index: None)
     l2_bytes, nvml = staticmethod(lambda _device: 1 << 20), staticmethod(lambda: fake_nvml(1))
     captured = staticmethod(lambda run: run)
 
-    def __init__(
-        self,
-        now_ns: Callable[[], int] = time.perf_counter_ns,
-        wait_ns: Callable[[float], None] = lambda _until: None,
-        drift: float = 0.0,
-    ) -> None:
+    def __init__(self, now: Any = time.perf_counter_ns, wait: Any = lambda _: 0, drift: float = 0.0) -> None:
         self.log: deque[str] = deque(maxlen=100)
-        self.now_ns, self._wait_ns = now_ns, wait_ns
+        self.now_ns, self._wait_ns = now, wait
         self.drift, self._busy_until_ns = drift, 0.0
 
     def launch(self, ns: float) -> None:
@@ -91,7 +87,7 @@ class FakeEvent:
 
 def rehearsed() -> FakeGpus:
     """What stands for the GPUs of a process of a rehearsal; see `dtbench.machine.device`."""
-    return FakeGpus(wait_ns=lambda until: time.sleep(max(until - time.perf_counter_ns(), 0) * 1e-9))
+    return FakeGpus(wait=lambda until: time.sleep(max(until - time.perf_counter_ns(), 0) * 1e-9))
 
 
 def fake_nvml(count: int) -> SimpleNamespace:

@@ -52,9 +52,7 @@ def test_a_failing_step_stops_no_other_and_a_second_call_goes_on(monkeypatch: py
     why = "failed exit 1: ZeroDivisionError: division by zero"
     *others, late, last = check(monkeypatch, *steps).values()
     assert [*others, last] == ["ok", why, "ok", "ok"] and late.startswith("skipped it may take 900 s, 5")
-    assert re.search(
-        r"No figure here says anything(.*\n)*\| two \| failed \| 0 \| exit 1: Zero", read("summary.md")
-    )
+    assert re.search(r"No figure here says any(.*\n)*\| two \| failed \| 0 \| exit 1: Z", read("summary.md"))
     Path("fails.py").write_text("")
     assert set(check(monkeypatch, *steps, within="16m").values()) == {"ok"}
     # Only the last one again.
@@ -85,7 +83,7 @@ def test_a_killed_check_leaves_the_last_bundle_and_no_process() -> None:
 def test_results_of_another_card_lie_beside_or_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("writes.py").write_text("import os, sys; open(sys.argv[1], 'wb').write(os.urandom(2**17))")
     check(monkeypatch, step("one", "writes.py"))
-    monkeypatch.setattr(module, "REHEARSED", "NVIDIA H200, 580.1")
+    monkeypatch.setattr(fake_gpu, "NAME", "NVIDIA H200, 580.1")
     monkeypatch.setattr(module, "BUNDLE_BYTES", 2**16)
     Path("notes.py").write_text("")
     check(monkeypatch, step("one", "notes.py"))
@@ -131,8 +129,7 @@ def test_the_instruments_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wheels_are_taken_along_of_all_but_the_large_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = project["dependencies"] + project["optional-dependencies"]["pytest"]
-    taken = re.findall(
-        r"[\w.-]+", (ROOT / "Makefile").read_text().partition("WHEELS :=")[2].partition("\n\n")[0]
-    )
+    makefile = (ROOT / "Makefile").read_text().partition("WHEELS :=")[2]
+    taken = makefile.partition("\n\n")[0].split()
     large = {"torch", "numpy", "scipy", "pandas", "matplotlib"}
     assert {text.partition(">")[0] for text in needed} - large <= set(taken)
