@@ -14,7 +14,7 @@ COMPAT := results/run-compat-$(STAMP)
 LAB := results/lab-$(STAMP)
 HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
 
-.PHONY: pictures bench lab plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage compat fuzz docs size install checks lint types imports fast slow clean
+.PHONY: pictures bench lab plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage compat docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -106,10 +106,6 @@ plan: install
 	for one in $(LINKS); do $(BIN)/dtbench plan --validate results/reference/nccl-perf/$${one%@*}.csv --machine $${one#*@} > results/plan/$$one.txt; done
 	for one in playbook-h100@h100-8x llm-foundry-h100@h100-8x; do rm -f results/plan/machine.json; $(BIN)/dtbench plan --fit $(STEPS)/$${one%@*}.csv \
 		--machine $${one#*@} -o results/plan/machine.json > results/plan/$$one-held-out.txt; rm results/plan/machine.json; done
-
-# Random programs for five minutes, other ones each time: what the core gets wrong is printed as a short program.
-fuzz: install
-	$(BIN)/python -m dtbench_suites.fuzz --seed $(STAMP)
 
 # The pages of docs/, strictly: a link that leads nowhere or a name that is not there fails.
 docs: install
