@@ -20,7 +20,6 @@ Where a mesh has a region, that draws instead.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -30,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
 from dtbench_core.errors import ArgumentError
+from dtbench_core.layout.in_step import agreed, drawn, generators
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
-from dtbench_core.layout.placement import Shard
 from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
@@ -57,8 +56,7 @@ def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> to
     region = entered.get(spec.info.mesh) if entered else None
     if region is not None:
         return region.draw(spec, make)
-    _agree(spec)
-    return _kept(make(spec.shape), spec)
+    return _kept(drawn(spec.info, spec.alike_dims, lambda: make(spec.shape)), spec)
 
 
 def draw_like(
@@ -77,9 +75,10 @@ def draw_like(
     region = entered.get(spec.info.mesh) if entered else None
     if region is not None:
         return region.draw(spec, lambda shape: op(torch.empty(shape, dtype=spec.dtype, device=device)))
-    if generator is None:
-        _agree(spec)
-    return _kept(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
+    whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    if generator is not None:
+        return _kept(op(whole), spec)
+    return _kept(drawn(spec.info, spec.alike_dims, lambda: op(whole)), spec)
 
 
 def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **others: object) -> Any:
@@ -111,43 +110,17 @@ def keep_in_step(mesh: MeshInfo) -> None:
     for group in mesh.groups:
         comm.broadcast(state, group)
     module.set_rng_state(state.cpu())
-
-
-def _replicas(spec: DTensorSpec) -> list[comm.Group]:
-    """The groups of ranks that are to hold the same values; none of simulated ranks, which share a generator."""
-    if simulation.active:
-        return []
-    groups = zip(spec.info.groups, spec.placements, strict=False)
-    return [group for group, placed in groups if not isinstance(placed, Shard) and group.size() > 1]
+    agreed(mesh)
 
 
 def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of what was drawn."""
     part = part_of(whole, spec)
     if dispatch_modes_active() and is_traced():
-        for group in _replicas(spec):
+        for dim in () if simulation.active else sorted(spec.alike_dims):
             part = part.contiguous()
-            comm.broadcast(part, group)
+            comm.broadcast(part, spec.info.groups[dim])
     return part
-
-
-def _agree(spec: DTensorSpec) -> None:
-    """Before a tensor is drawn: ranks that are to hold the same values bring their generators into one state."""
-    mesh, groups = spec.info, _replicas(spec)
-    if not groups or (dispatch_modes_active() and is_traced()):
-        return
-    module = generators(mesh)
-    state = module.get_rng_state()
-    digest = int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest())
-    extremes = torch.tensor([digest, -digest], device=mesh.device_type)
-    for group in groups:
-        comm.all_reduce(extremes, group, "max")
-    most, least = extremes.tolist()
-    if most != -least:
-        state = state.to(mesh.device_type)
-        for group in groups:
-            comm.broadcast(state, group)
-        module.set_rng_state(state.cpu())
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
@@ -177,8 +150,4 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         generators(mesh).manual_seed(seed)
-
-
-def generators(mesh: MeshInfo) -> Any:
-    """The module that holds the default generator of the mesh's devices."""
-    return torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)
+    agreed(mesh)
