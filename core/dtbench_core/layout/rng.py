@@ -8,8 +8,8 @@ moment, and sends nothing.
 It holds while the generators of the ranks are in one state. Seed them with one seed, with `manual_seed` or with
 `torch.manual_seed(seed)` on every rank. For those who did neither, every rank takes over the generator
 state of the mesh's first rank before the first random op on a mesh. A rank may afterwards seed or draw by
-itself (`torch.manual_seed(rank)`): before replicas are drawn, their ranks compare states (16 bytes to each
-other), and take over the first's where they differ; shards are then still random, and not those of one device.
+itself: where replicas are drawn, their ranks then compare, and take over the first's state where they differ, or take
+back the others' where these stayed in step (in_step.py); shards are still random, and may not be those of one device.
 A generator passed as `generator=` is the caller's: it must be in the same state on all ranks.
 Ranks outside the mesh draw too, and keep nothing, to stay in step with the members.
 
@@ -87,10 +87,11 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
     training = others.pop("training", train)
     if others or inplace or not training or not 0 < p < 1 or not isinstance(input, Wrapper):
         return NotImplemented
-    if input._spec.info.device_type != "cpu" or not input._spec.dtype.is_floating_point or 0 in input.shape:
+    spec = input._spec
+    if spec.info.device_type != "cpu" or not spec.dtype.is_floating_point or 0 in spec.shape:
         return NotImplemented
     with torch.no_grad():
-        run, spec = type(input).__torch_dispatch__, input._spec
+        run = type(input).__torch_dispatch__
         if spec.row_major:  # as which this op alone leaves its result
             keep = run(torch.ops.aten.bernoulli.p, (), (input, 1 - p))  # type: ignore[call-arg]
         else:
