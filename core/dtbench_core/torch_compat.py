@@ -116,6 +116,15 @@ def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
     return ranks
 
 
+def world_store() -> Any:
+    """The store that the world's ranks share; None where ranks are threads, or share none."""
+    c10d: Any = torch._C._distributed_c10d
+    store = kept = cast("Any", distributed_c10d)._get_default_store()
+    while isinstance(kept, c10d.PrefixStore):
+        kept = kept.underlying_store
+    return None if isinstance(kept, c10d.HashStore) else store
+
+
 def resolve_group(group_name: str) -> dist.ProcessGroup:
     """The process group of a name, as ops carry it."""
     resolve = cast("Callable[[str], dist.ProcessGroup]", torch._C._distributed_c10d._resolve_process_group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch.distributed.tensor.debug import CommDebugMode
 
 from core.tests.gloo_world import Worlds, mesh_of, on_ranks
-from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, distribute_tensor
+from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
+from dtbench_core.layout import in_step
 from dtbench_core.layout import rng as random
 
 S0, R = Shard(0), Replicate()
@@ -139,3 +143,200 @@ def test_strided_tensors_draw_as_on_one_device() -> None:
             random.manual_seed(5, mesh)
             assert torch.equal(draw(x).full_tensor(), wanted), f"{name} {placed}"
             assert torch.equal(torch.rand(1), after), f"{name} {placed}"
+
+
+# ---- ranks that draw or seed by themselves ----
+
+
+def _replicas(placements: list[Any], shape: tuple[int, ...] = (2, 2)) -> DTensor:
+    """A tensor of which the mesh's ranks drew before, so that they know each other's generators."""
+    mesh = mesh_of(shape)
+    random.manual_seed(11, mesh)
+    x = distribute_tensor(torch.ones(8, 3), mesh, placements, src_data_rank=None)
+    torch.rand_like(x)
+    return x
+
+
+def _draws_after(seed: int) -> torch.Tensor:
+    """What the second draw of one device gives."""
+    torch.manual_seed(seed)
+    torch.rand(8, 3)
+    return torch.rand(8, 3)
+
+
+@pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S0]], ids=str)
+@on_ranks
+def test_ranks_that_stay_in_step_send_nothing(placements: list[Any]) -> None:
+    x = _replicas(placements)
+    with comm.count_collectives() as sent:
+        got = [F.dropout(x), torch.rand_like(x), x.clone().normal_()]
+        moved = x.redistribute(x.device_mesh, [S0, S0])
+        sent.calls.clear()
+        torch.rand_like(moved)
+        torch.rand_like(x)
+    assert not sent.calls
+    torch.manual_seed(11)
+    plain = torch.ones(8, 3)
+    torch.rand(8, 3)
+    want = [F.dropout(plain), torch.rand(8, 3), plain.normal_()]
+    torch.testing.assert_close([one.full_tensor() for one in got], want)
+
+
+@pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S0]], ids=str)
+@pytest.mark.parametrize("movers", [[0], [3], [0, 1], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("way", ["draw", "seed"])
+@on_ranks
+def test_ranks_that_move_without_the_others_are_brought_back(
+    placements: list[Any], movers: list[int], way: str
+) -> None:
+    x = _replicas(placements)
+    moves = dist.get_rank() in movers
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(in_step, "PATIENCE_S", 0.2)
+        for _ in range(2):
+            if moves:
+                torch.rand(5) if way == "draw" else torch.manual_seed(dist.get_rank())
+            got = torch.rand_like(x).full_tensor()
+    torch.manual_seed(11)
+    torch.testing.assert_close(got, [torch.rand(8, 3) for _ in range(3)][-1], rtol=0, atol=0)
+    assert sum("it takes back the state" in str(one.message) for one in warned) <= moves
+
+
+@pytest.mark.parametrize("placements", [[R, R], [S0, R], [S0, S0]], ids=str)
+@on_ranks
+def test_ranks_that_move_alike_draw_as_one_device(placements: list[Any]) -> None:
+    x = _replicas(placements)
+    drawn = []
+    for seed in (7, 8):
+        torch.manual_seed(seed)
+        drawn.append(torch.rand_like(x).full_tensor())
+        torch.rand(5)
+        drawn.append(torch.rand_like(x).full_tensor())
+    for seed, first, second in ((7, *drawn[:2]), (8, *drawn[2:])):
+        torch.manual_seed(seed)
+        torch.testing.assert_close([first, second], [torch.rand(8, 3), (torch.rand(5), torch.rand(8, 3))[1]])
+
+
+def _moved_differently(placements: list[Any]) -> list[torch.Tensor]:
+    x = _replicas(placements)
+    torch.manual_seed(40 + dist.get_rank())
+    return [torch.rand_like(x).to_local() for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("placements", "leaders"), [([R, R], [0, 0, 0, 0]), ([S0, R], [0, 0, 2, 2]), ([R, S0], [0, 1, 0, 1])]
+)
+def test_ranks_that_move_differently_follow_the_first(
+    ranks: Worlds, placements: list[Any], leaders: list[int]
+) -> None:
+    for rank, drawn in enumerate(ranks(_moved_differently, placements)):
+        torch.manual_seed(40 + leaders[rank])
+        for got in drawn:
+            whole = torch.rand(8, 3)
+            part = {
+                "[R, R]": whole,
+                "[S0, R]": whole.chunk(2)[rank // 2],
+                "[R, S0]": whole.chunk(2)[rank % 2],
+            }
+            torch.testing.assert_close(
+                got, part[str(placements).replace("Replicate()", "R").replace("Shard(dim=0)", "S0")]
+            )
+
+
+@on_ranks
+def test_late_rank_follows_the_decision() -> None:
+    """All ranks seed, and one comes to draw after the others have given it up."""
+    x = _replicas([R, R])
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(in_step, "PATIENCE_S", 0.2)
+        torch.manual_seed(7)
+        if dist.get_rank() == 3:
+            time.sleep(0.6)
+        got = torch.rand_like(x).full_tensor()
+    torch.testing.assert_close(got, _draws_after(11), rtol=0, atol=0)
+
+
+def _mixed_draws(seeds: list[int]) -> list[list[torch.Tensor]]:
+    """Draws of two meshes of the same ranks and of a sub-mesh, after ranks moved in one way and another."""
+    grid, line = mesh_of((2, 2), ("dp", "tp")), mesh_of((4,))
+    random.manual_seed(11, grid)
+    drawn = []
+    for mesh, placements in [
+        *((grid, p) for p in ([R, R], [S0, S0], [R, S0], [S0, R], [R, R])),
+        (line, [R]),
+        (line, [S0]),
+        (grid["tp"], [R]),
+        (grid, [S0, R]),
+        (grid, [R, S0]),
+        (line, [R]),
+    ]:
+        x = distribute_tensor(torch.ones(8, 3), mesh, placements, src_data_rank=None)
+        if seeds:
+            torch.manual_seed(seeds[dist.get_rank()] + len(drawn))
+        drawn.append(
+            torch.rand_like(x).to_local()
+            if S0 not in placements or seeds
+            else torch.rand_like(x).full_tensor()
+        )
+    return drawn
+
+
+def test_meshes_that_share_a_generator(ranks: Worlds) -> None:
+    torch.manual_seed(11)
+    want = [torch.rand(8, 3) for _ in range(11)]
+    for drawn in ranks(_mixed_draws, []):
+        torch.testing.assert_close(drawn, want)
+
+
+@pytest.mark.parametrize("seeds", [[1, 2, 3, 4], [1, 1, 2, 2], [1, 2, 1, 2]], ids=str)
+def test_replicas_of_several_meshes_stay_alike(ranks: Worlds, seeds: list[int]) -> None:
+    drawn = ranks(_mixed_draws, seeds)
+    same: dict[int, tuple[tuple[int, int], ...]] = {
+        0: ((0, 1), (0, 2), (0, 3)),
+        2: ((0, 2), (1, 3)),
+        3: ((0, 1), (2, 3)),
+        4: ((0, 1), (0, 2), (0, 3)),
+        5: ((0, 1), (0, 2), (0, 3)),
+        7: ((0, 1), (2, 3)),
+        8: ((0, 1), (2, 3)),
+        9: ((0, 2), (1, 3)),
+        10: ((0, 1), (0, 2), (0, 3)),
+    }
+    for draw, pairs in same.items():
+        for one, other in pairs:
+            assert torch.equal(drawn[one][draw], drawn[other][draw]), (draw, one, other)
+
+
+@on_ranks
+def test_checkpoint_draws_again_what_it_drew() -> None:
+    x = _replicas([S0, R]).requires_grad_()
+    out = torch.utils.checkpoint.checkpoint(lambda t: F.dropout(t) + F.dropout(t), x, use_reentrant=False)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), out.full_tensor())
+
+
+@pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
+@on_ranks
+def test_replicas_draw_alike_without_a_rule() -> None:
+    """multinomial runs on the whole tensor of every rank."""
+    x = _replicas([R, R])
+    torch.manual_seed(dist.get_rank())
+    got = torch.multinomial(x, 2).to_local()
+    torch.manual_seed(0)
+    torch.testing.assert_close(got, torch.multinomial(torch.ones(8, 3), 2))
+
+
+@on_ranks(world_size=2)
+def test_one_of_two_ranks_draws_alone() -> None:
+    x = _replicas([R], (2,))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(in_step, "PATIENCE_S", 0.2)
+        for _ in range(in_step.KEPT_DECISIONS + 2):
+            if dist.get_rank() == 0:
+                torch.rand(1)
+            got = torch.rand_like(x).full_tensor()
+    torch.manual_seed(11)
+    torch.testing.assert_close(got, [torch.rand(8, 3) for _ in range(in_step.KEPT_DECISIONS + 3)][-1])

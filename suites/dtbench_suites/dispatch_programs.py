@@ -260,6 +260,7 @@ PROGRAMS = (
     # torch's convolution refuses a batch that two mesh dims shard.
     op("conv2d", "S(0),R", [IMAGES, (2, 2, 3, 3)], F.conv2d, (WORLD * 2, 2, 2, 2), passes=BOTH, flat=True),
     op("dropout", "S(0)", [ROWS], F.dropout, ROWS, passes=BOTH),
+    op("dropout", "R", [ROWS], F.dropout, ROWS, passes=BOTH),
     op("argmax_dim1", "S(0)", [ROWS], lambda x: x.argmax(1), ROWS[:1]),
     op("equal", "S(0),S(0)", [ROWS] * 2, torch.equal, None),
     Program("foreach_add_x10", "S(0),S(0)", foreach_add, ROWS),

@@ -21,6 +21,7 @@ from dtbench_core.dispatch.metadata import device_of_results, results_of, writte
 from dtbench_core.dispatch.overlap import refuse_overlap
 from dtbench_core.errors import NoRuleError
 from dtbench_core.layout import rng as random
+from dtbench_core.layout.in_step import drawn
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.shard_layout import empty_part
@@ -104,7 +105,10 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
         return _outside(cls, op, args, kwargs, mesh, written)
     if torch.Tag.nondeterministic_seeded in op.tags:
         random.keep_in_step(mesh)
-    result = op(*full_args, **full_kwargs)
+    if torch.Tag.nondeterministic_seeded in op.tags and kwargs.get("generator") is None:
+        result = drawn(mesh, None, lambda: op(*full_args, **full_kwargs))
+    else:
+        result = op(*full_args, **full_kwargs)
     for one in written:
         _write_back(op, one, whole[id(one)])
         count_write(one)

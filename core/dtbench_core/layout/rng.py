@@ -8,8 +8,8 @@ moment, and sends nothing.
 It holds while the generators of the ranks are in one state. Seed them with one seed, with `manual_seed` or with
 `torch.manual_seed(seed)` on every rank. For those who did neither, every rank takes over the generator
 state of the mesh's first rank before the first random op on a mesh. A rank may afterwards seed or draw by
-itself (`torch.manual_seed(rank)`): before replicas are drawn, their ranks compare states (16 bytes to each
-other), and take over the first's where they differ; shards are then still random, and not those of one device.
+itself: where replicas are drawn, their ranks then compare, and take over the first's state where they differ, or take
+back the others' where these stayed in step (in_step.py); shards are still random, and may not be those of one device.
 A generator passed as `generator=` is the caller's: it must be in the same state on all ranks.
 Ranks outside the mesh draw too, and keep nothing, to stay in step with the members.
 
@@ -20,7 +20,6 @@ Where a mesh has a region, that draws instead.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -30,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
 from dtbench_core.errors import ArgumentError
+from dtbench_core.layout.in_step import agreed, drawn, generators
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
-from dtbench_core.layout.placement import Shard
 from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
@@ -57,8 +56,7 @@ def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> to
     region = entered.get(spec.info.mesh) if entered else None
     if region is not None:
         return region.draw(spec, make)
-    _agree(spec)
-    return _kept(make(spec.shape), spec)
+    return _kept(drawn(spec.info, spec.alike_dims, lambda: make(spec.shape)), spec)
 
 
 def draw_like(
@@ -77,9 +75,10 @@ def draw_like(
     region = entered.get(spec.info.mesh) if entered else None
     if region is not None:
         return region.draw(spec, lambda shape: op(torch.empty(shape, dtype=spec.dtype, device=device)))
-    if generator is None:
-        _agree(spec)
-    return _kept(op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)), spec)
+    whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    if generator is not None:
+        return _kept(op(whole), spec)
+    return _kept(drawn(spec.info, spec.alike_dims, lambda: op(whole)), spec)
 
 
 def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **others: object) -> Any:
@@ -88,10 +87,11 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
     training = others.pop("training", train)
     if others or inplace or not training or not 0 < p < 1 or not isinstance(input, Wrapper):
         return NotImplemented
-    if input._spec.info.device_type != "cpu" or not input._spec.dtype.is_floating_point or 0 in input.shape:
+    spec = input._spec
+    if spec.info.device_type != "cpu" or not spec.dtype.is_floating_point or 0 in spec.shape:
         return NotImplemented
     with torch.no_grad():
-        run, spec = type(input).__torch_dispatch__, input._spec
+        run = type(input).__torch_dispatch__
         if spec.row_major:  # as which this op alone leaves its result
             keep = run(torch.ops.aten.bernoulli.p, (), (input, 1 - p))  # type: ignore[call-arg]
         else:
@@ -111,43 +111,17 @@ def keep_in_step(mesh: MeshInfo) -> None:
     for group in mesh.groups:
         comm.broadcast(state, group)
     module.set_rng_state(state.cpu())
-
-
-def _replicas(spec: DTensorSpec) -> list[comm.Group]:
-    """The groups of ranks that are to hold the same values; none of simulated ranks, which share a generator."""
-    if simulation.active:
-        return []
-    groups = zip(spec.info.groups, spec.placements, strict=False)
-    return [group for group, placed in groups if not isinstance(placed, Shard) and group.size() > 1]
+    agreed(mesh)
 
 
 def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of what was drawn."""
     part = part_of(whole, spec)
     if dispatch_modes_active() and is_traced():
-        for group in _replicas(spec):
+        for dim in () if simulation.active else sorted(spec.alike_dims):
             part = part.contiguous()
-            comm.broadcast(part, group)
+            comm.broadcast(part, spec.info.groups[dim])
     return part
-
-
-def _agree(spec: DTensorSpec) -> None:
-    """Before a tensor is drawn: ranks that are to hold the same values bring their generators into one state."""
-    mesh, groups = spec.info, _replicas(spec)
-    if not groups or (dispatch_modes_active() and is_traced()):
-        return
-    module = generators(mesh)
-    state = module.get_rng_state()
-    digest = int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest())
-    extremes = torch.tensor([digest, -digest], device=mesh.device_type)
-    for group in groups:
-        comm.all_reduce(extremes, group, "max")
-    most, least = extremes.tolist()
-    if most != -least:
-        state = state.to(mesh.device_type)
-        for group in groups:
-            comm.broadcast(state, group)
-        module.set_rng_state(state.cpu())
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
@@ -177,8 +151,4 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         generators(mesh).manual_seed(seed)
-
-
-def generators(mesh: MeshInfo) -> Any:
-    """The module that holds the default generator of the mesh's devices."""
-    return torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)
+    agreed(mesh)

@@ -52,7 +52,17 @@ class DTensorSpec:
         local_stride: that of a dense part whose dims lie in memory in the order of the global ones.
     """
 
-    __slots__ = ("__weakref__", "_local", "dtype", "info", "placements", "row_major", "shape", "stride")
+    __slots__ = (
+        "__weakref__",
+        "_alike",
+        "_local",
+        "dtype",
+        "info",
+        "placements",
+        "row_major",
+        "shape",
+        "stride",
+    )
 
     info: MeshInfo
     placements: Placements
@@ -90,11 +100,12 @@ class DTensorSpec:
         made.info, made.placements = info, placements
         made.shape, made.stride, made.dtype = torch.Size(key[2]), key[3], dtype
         made.row_major = made.stride == contiguous_stride(made.shape)
-        made._local = None
+        made._local = made._alike = None
         _interned[key] = made
         return made
 
     _local: tuple[tuple[int, ...], tuple[int, ...]] | None
+    _alike: frozenset[int] | None
 
     def with_placements(self, placements: Placements) -> DTensorSpec:
         """The same tensor, placed otherwise: a copy, dense in memory."""
@@ -146,6 +157,18 @@ class DTensorSpec:
             else:
                 self._local = local_extents(self.shape, self.placements, info.sizes, info.coordinate)
         return self._local
+
+    @property
+    def alike_dims(self) -> frozenset[int]:
+        """The mesh dims along which several ranks hold the same part."""
+        if self._alike is None:
+            placed = enumerate(
+                zip(self.info.groups, self.placements, strict=False)
+            )  # outside the mesh, no groups
+            self._alike = frozenset(
+                d for d, (group, p) in placed if group.size() > 1 and not isinstance(p, Shard)
+            )
+        return self._alike
 
     @property
     def overlaps_itself(self) -> bool:

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError, PlacementError
 from dtbench_core.layout import rng as random
+from dtbench_core.layout.in_step import generators as generators_of
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import Placement, Shard
 from dtbench_core.layout.shard_layout import empty_part
@@ -109,7 +110,7 @@ class TensorParallelRNG:
     @contextmanager
     def stream(self, info: MeshInfo, sharded: tuple[int, ...], *, plain: bool) -> Iterator[None]:
         """The device's default generator draws from the stream of this rank's part."""
-        generators = random.generators(info)
+        generators = generators_of(info)
         key = (None if plain else info.coordinate, sharded, plain)
         state = self._states.get(key)
         if state is None:
