@@ -41,10 +41,9 @@ from dtbench_suites.compile_programs import (
     cotangent_of,
     op_ready,
 )
-from dtbench_suites.data import hush_torch, mismatch, shard_of, shared_dims
+from dtbench_suites.data import BEFORE_213, hush_torch, mismatch, shard_of, shared_dims
 from dtbench_suites.tensor_parallel import finished
 
-BEFORE_213 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 BACKENDS = ("aot_eager", "inductor")
 FORWARD, BOTH = "forward", "forward+backward"
 CACHED, FIRST, RECOMPILED = "cached", "first", "recompiled"

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # The two libraries that offer the DTensor API and tensor parallelism, by impl name.
 DTENSOR_MODULES = {"core": "dtbench_core", "torch": "torch.distributed.tensor"}
 
+# Some of what is measured torch has since 2.13 only.
+BEFORE_213 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
 # 101 is prime and fits int8: parts of a buffer that start anywhere but a multiple of 101 apart differ.
 MOVED_VALUES = 101
 SUMMED_VALUES = 5
