@@ -339,6 +339,23 @@ def test_checkpoint_draws_again_what_it_drew() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), out.full_tensor())
 
 
+@on_ranks
+def test_a_captured_draw_asks_no_generator_and_sends_nothing() -> None:
+    """As on a mesh of GPUs while a CUDA graph is captured, where asking for the state is an error."""
+    x = _replicas([R, R])
+    info = x._spec.info
+    with pytest.MonkeyPatch.context() as patch, comm.count_collectives() as sent:
+        patch.setattr(info, "device_type", "cuda")
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(in_step, "generators", lambda _: pytest.fail("the generator was asked"))
+        assert in_step.drawn(info, x._spec.alike_dims, lambda: 5) == 5
+    assert not sent.calls
+    with comm.count_collectives() as sent:
+        torch.rand_like(x)
+        torch.rand_like(x)
+    assert sent.calls == {"all_reduce": 2}  # along both mesh dims, once: nobody knows what a replay draws
+
+
 @pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 @on_ranks
 def test_replicas_draw_alike_without_a_rule() -> None:
