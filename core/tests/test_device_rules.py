@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
 from core.tests.op_case import DEVICE_ONLY
 from core.tests.torch_version import BEFORE_213
+from dtbench_core import Replicate, Shard, distribute_tensor
 from dtbench_core.dispatch import rank_check
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import REPLICATE
@@ -104,6 +106,39 @@ def test_every_row_gives_each_rank_its_shard(mesh: MeshInfo) -> None:
             inputs, outputs = [(p,) for p in row.inputs], [(p,) for p in row.outputs]
             assert rank_check.every_rank_can(call, strategy, inputs, outputs), (op, row)
     assert seen == DEVICE_ONLY
+
+
+def _norms() -> Iterator[tuple[str, Any]]:
+    """(name, op of (data, weight, bias, running mean, running var))."""
+    none = None, None  # running statistics: torch without CUDA cannot write to those
+    yield "native, training", lambda x, w, b, *_: aten.native_batch_norm(x, w, b, *none, True, 0.1, 1e-5)
+    yield "native", lambda *given: aten.native_batch_norm(*given, False, 0.1, 1e-5)
+    yield "legit", lambda x, w, b, *_: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5)
+    yield "no training", lambda *given: aten._native_batch_norm_legit_no_training(*given, 0.1, 1e-5)
+    yield "cudnn", lambda x, w, b, *_: aten.cudnn_batch_norm(x, w, b, *none, True, 0.1, 1e-5)
+    yield "layer_norm", lambda x, w, *_: aten.native_layer_norm(x, w.shape, w, w, 1e-5)
+    yield "rms_norm", lambda x, w, *_: aten._fused_rms_norm(x, w.shape, w, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parameters", ["as the data", "float32"])
+def test_norms_on_gpus_save_what_torch_saves(fake_world: Any, dtype: torch.dtype, parameters: str) -> None:
+    """Sizes and dtypes of results on a mesh of GPUs that are not there: a CPU's statistics have other dtypes."""
+    fake_world(2)
+    mesh = DeviceMesh("cuda", [0, 1])
+    of_channels = dtype if parameters == "as the data" else torch.float32
+
+    def described(results: Any) -> list[tuple[Any, ...]]:
+        return [(one.shape, one.dtype, one.device.type) for one in results]
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        whole = torch.empty(8, 8, 4, 8, dtype=dtype, device="cuda")
+        four = [torch.empty(8, dtype=of_channels, device="cuda") for _ in range(4)]
+        given = [distribute_tensor(t, mesh, [Replicate()], src_data_rank=None) for t in four]
+        for name, op in _norms():
+            for dim in (0, 2):
+                x = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+                assert described(op(x, *given)) == described(op(whole, *four)), (name, dim)
 
 
 def test_a_bias_that_broadcasts_gets_a_pending_gradient(mesh: MeshInfo) -> None:

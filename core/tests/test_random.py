@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.overrides import TorchFunctionMode
 
 from core.tests.gloo_world import Worlds, mesh_of, on_ranks
 from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
@@ -110,6 +112,26 @@ def test_every_seed() -> None:
 def test_different_seeds(seeds: list[int]) -> None:
     with pytest.raises(ArgumentError, match="pass the same seed on every rank"):
         random.manual_seed(seeds[dist.get_rank()], mesh_of((4,)))
+
+
+class _ThereForHere(TorchFunctionMode):
+    """Makes on the CPU what is made on a CUDA device."""
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {k: "cpu" if (k, v) == ("device", "cuda") else v for k, v in (kwargs or {}).items()}
+        return fn(*args, **kwargs)
+
+
+def test_a_seed_of_gpus_seeds_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.manual_seed does: what draws on the host is seeded, whatever the mesh's devices are."""
+    there = torch.Generator()
+    monkeypatch.setattr(random, "mesh_info", lambda mesh: mesh)
+    monkeypatch.setattr(random, "generators", lambda _: there)
+    with _ThereForHere():
+        random.manual_seed(23, Mock(device_type="cuda", groups=()))
+    want = torch.rand(3, generator=torch.Generator().manual_seed(23))
+    assert torch.equal(torch.rand(3), want)
+    assert torch.equal(torch.rand(3, generator=there), want)
 
 
 @on_ranks
@@ -315,6 +337,23 @@ def test_checkpoint_draws_again_what_it_drew() -> None:
     out = torch.utils.checkpoint.checkpoint(lambda t: F.dropout(t) + F.dropout(t), x, use_reentrant=False)
     out.sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), out.full_tensor())
+
+
+@on_ranks
+def test_a_captured_draw_asks_no_generator_and_sends_nothing() -> None:
+    """As on a mesh of GPUs while a CUDA graph is captured, where asking for the state is an error."""
+    x = _replicas([R, R])
+    info = x._spec.info
+    with pytest.MonkeyPatch.context() as patch, comm.count_collectives() as sent:
+        patch.setattr(info, "device_type", "cuda")
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(in_step, "generators", lambda _: pytest.fail("the generator was asked"))
+        assert in_step.drawn(info, x._spec.alike_dims, lambda: 5) == 5
+    assert not sent.calls
+    with comm.count_collectives() as sent:
+        torch.rand_like(x)
+        torch.rand_like(x)
+    assert sent.calls == {"all_reduce": 2}  # along both mesh dims, once: nobody knows what a replay draws
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")

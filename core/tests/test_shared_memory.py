@@ -289,6 +289,7 @@ def _drawn(rank_draws: bool) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:.*takes back the state")
 @pytest.mark.parametrize("rank_draws", [True, False])
 def test_replicas_are_drawn_alike_whatever_ranks_did_before(ranks: Worlds, rank_draws: bool) -> None:
     one, other = ranks(_drawn, rank_draws, world_size=RANKS)

@@ -61,3 +61,31 @@ def test_the_check_sees_every_way_to_call_a_collective(line: str) -> None:
 def test_only_comm_calls_collectives(name: str) -> None:
     calls = _calls_of_c10d(ast.parse(FILES[name].read_text()))
     assert bool(calls) is (name == "comm.py"), calls
+
+
+FACTORIES = {
+    *(
+        "arange",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+    ),
+    *("scalar_tensor", "tensor", "zeros"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_tensor_is_made_on_a_device_that_is_named(name: str) -> None:
+    """Else it would be a CPU's beside those of a GPU, and a GPU's after torch.set_default_device."""
+    calls = [node for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, ast.Call)]
+    made = [node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES]
+    for node in made:
+        if ast.unparse(node.func.value) == "torch":  # type: ignore[attr-defined]
+            assert {"device", None} & {keyword.arg for keyword in node.keywords}, ast.unparse(node)

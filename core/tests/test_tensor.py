@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -466,6 +467,18 @@ def test_parameters_are_no_flat_ones() -> None:
     x = distribute_tensor(torch.ones(4), mesh_of((4,)), [Shard(0)], src_data_rank=None)
     with pytest.raises(ArgumentTypeError, match="FullyShardedDataParallel got the parameter"):
         isinstance(x, FlatParameter)
+
+
+@pytest.mark.parametrize(("value", "classes"), [(-1, -1), (-1, 5), (7, 5), (1, 5), (1, -1)])
+@on_ranks
+def test_one_hot_asserts_on_a_gpu_what_plain_tensors_assert(value: int, classes: int) -> None:
+    """As on a mesh of GPUs, whose device asserts without the host waiting for it; a CPU's assertion raises."""
+    x = distribute_tensor(torch.tensor([0, 2, 1, value]), mesh_of((4,)), [Shard(0)], src_data_rank=None)
+    refused = value < 0 or 0 <= classes <= value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(x._spec.info, "device_type", "cuda")
+        with pytest.raises(RuntimeError, match="nonzero") if refused else nullcontext():
+            torch.nn.functional.one_hot(x, classes)
 
 
 @pytest.mark.parametrize(("value", "classes"), [(-1, -1), (-1, 5), (7, 5), (7, 0), (1, 5), (1, -1)])

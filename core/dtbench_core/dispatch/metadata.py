@@ -157,7 +157,7 @@ def _empty_twin(leaf: object) -> Value:
     """For a tensor, one of as many dims and no elements: it gives the same dtype. 0-dim stays 0-dim, and is 1:
     memory as it comes may be the degree of a polynomial, of which a kernel computes every term."""
     if isinstance(leaf, DTensorSpec):
-        return torch.ones((0,) * leaf.ndim, dtype=leaf.dtype)
+        return torch.ones((0,) * leaf.ndim, dtype=leaf.dtype, device="cpu")
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 

@@ -140,7 +140,7 @@ def error_of_plain(
         ends[places[index][0]] = max(ends.get(places[index][0], 0), last, 0)
     if sum(ends.values()) > _MOST:
         return otherwise
-    held = {key: torch.zeros(end, dtype=key[1]) for key, end in ends.items()}  # type: ignore[index]
+    held = {key: torch.zeros(end, dtype=key[1], device="cpu") for key, end in ends.items()}  # type: ignore[index]
     made: dict[int, torch.Tensor] = {}  # one argument given twice is one tensor
     for index, (key, offset) in places.items():
         leaf = leaves[index]

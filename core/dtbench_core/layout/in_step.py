@@ -67,6 +67,7 @@ class Agreement:
     __slots__ = (
         "alike",
         "alone_with",
+        "device_type",
         "draws",
         "every",
         "lineage",
@@ -83,6 +84,7 @@ class Agreement:
         nth = _meshes_of.get()[mesh.sizes, ordered] = _meshes_of.get()[mesh.sizes, ordered] + 1
         digest = hashlib.blake2b(repr((mesh.sizes, ordered, nth)).encode(), digest_size=16).hexdigest()
         self.name, self.ranks = f"dtbench_core/in_step/{digest}", frozenset(ordered)
+        self.device_type = mesh.device_type
         self.every: Dims = frozenset(d for d, group in enumerate(mesh.groups) if group.size() > 1)
         self.alike: Dims = frozenset()
         self.lineage = Lineage(self.ranks)
@@ -149,8 +151,9 @@ def _agreement(mesh: MeshInfo) -> Agreement:
 
 
 def _within(agreement: Agreement) -> list[Agreement]:
-    """Those of the meshes whose ranks are all of this mesh: its own too."""
-    return [other for other in _agreements.get().values() if other.ranks <= agreement.ranks]
+    """Those of the meshes of these devices whose ranks are all of this mesh: its own too."""
+    devices, ranks = agreement.device_type, agreement.ranks
+    return [a for a in _agreements.get().values() if a.device_type == devices and a.ranks <= ranks]
 
 
 def _forget(agreement: Agreement) -> None:

@@ -125,7 +125,7 @@ def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
-    """Seeds the default generator of the mesh's device type; every rank of the mesh calls it alike.
+    """Seeds the default generators of the mesh's device type and of the CPU; every rank of the mesh calls it alike.
 
     What DTensors of the mesh draw from then on is what one device would draw after
     `torch.manual_seed(seed)`.
@@ -147,8 +147,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
             f"{most[0] * 2**32 + most[1]}): pass the same seed on every rank"
         )
     in_step.get().add(mesh)
-    if mesh.device_type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
+    torch.default_generator.manual_seed(seed)  # which draws on the host whatever the mesh's devices are
+    if mesh.device_type != "cpu":
         generators(mesh).manual_seed(seed)
     agreed(mesh)

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
-from dtbench_core.layout.wrapper import Wrapper
+from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, pending_rows, rule
 from dtbench_core.rules.labels import SUM, all_replicated, broadcast, whole
@@ -144,12 +144,16 @@ def nll_mean(
 
 
 def one_hot(input: Value, num_classes: int = -1) -> Value:
-    """As of plain tensors: contiguous, and on CPUs no class beyond. A subclass torch answers by a comparison, which
-    keeps its order in memory and takes any value."""
+    """As of plain tensors: contiguous, and no class beyond. A subclass torch answers by a comparison, which keeps its
+    order in memory and takes any value."""
     classes = math.inf if num_classes == -1 else num_classes
     with DisableTorchFunction():
-        known = isinstance(input, Wrapper) and input.device.type == "cpu" and not is_fake_mode_active()
-        if known and torch.bitwise_or(input < 0, input >= classes).any().item():
+        if not isinstance(input, Wrapper) or is_fake_mode_active():
+            return torch.nn.functional.one_hot(input, num_classes).contiguous()
+        wrong = torch.bitwise_or(input < 0, input >= classes).any()
+        if input._spec.info.device_type != "cpu":
+            torch._assert_async(held_by(whole(wrong)) == 0)  # without waiting for it
+        elif wrong.item():
             beyond = "" if num_classes == -1 else f" and < {num_classes}"
             raise ArgumentError(
                 f"one_hot got a class that some rank holds outside of what num_classes={num_classes} takes: "

@@ -77,9 +77,9 @@ def per_thread(mine: Callable[[], RankC10d | None], backend: str) -> Callable[[]
 
 
 def register_backend(name: str, make_group: Callable[[Any, Any], dist.ProcessGroup]) -> None:
-    """Registers `name` as a backend for CPU tensors; `make_group(options, None)` makes each group."""
+    """Registers `name` as a backend on CPUs and CUDA devices; `make_group(options, None)` makes each group."""
     if name not in dist.Backend.backend_list:
-        dist.Backend.register_backend(name, make_group, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(name, make_group, extended_api=True, devices=["cpu", "cuda"])
 
 
 def initialise(backend: str, rank: int, world_size: int) -> None:

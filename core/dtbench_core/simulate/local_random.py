@@ -24,6 +24,15 @@ def default_generators() -> list[torch.Generator]:
     return found
 
 
+def default_states() -> dict[torch.Generator, State]:
+    return {generator: generator.get_state() for generator in default_generators()}
+
+
+def set_states(states: Mapping[torch.Generator, State]) -> None:
+    for generator, state in states.items():
+        generator.set_state(state)
+
+
 class RankStates:
     """The states of all generators on `ranks`, which start from what the generators hold when first met."""
 

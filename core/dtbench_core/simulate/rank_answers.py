@@ -34,7 +34,7 @@ from dtbench_core.simulate import dtensor_parts
 from dtbench_core.simulate.group import Arrival, SimulatedGroup, describe, name_ranks
 from dtbench_core.simulate.local_groups import coordinate_of, fibres_of_group
 from dtbench_core.simulate.local_int import local_int, values_of
-from dtbench_core.simulate.local_random import RankStates
+from dtbench_core.simulate.local_random import RankStates, default_generators
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
 from dtbench_core.tensor import distribute
 from dtbench_core.tensor import dtensor as tensor
@@ -187,30 +187,50 @@ def _outside(original: Call, *args: object, **kwargs: object) -> Any:
 
 def _manual_seed(original: Callable[[int], torch.Generator], seed: Any) -> torch.Generator:
     now, seeds = _simulation(), values_of(seed)
-    generator = torch.default_generator
     if seeds is not None:
-        states = {rank: torch.Generator().manual_seed(s).get_state() for rank, s in seeds.items()}
-        now.random.set(generator, states)
-        return generator
+        for one in default_generators():
+            fresh = {rank: torch.Generator(one.device).manual_seed(s) for rank, s in seeds.items()}
+            now.random.set(one, {rank: generator.get_state() for rank, generator in fresh.items()})
+        return torch.default_generator
     made = original(seed)
     if now.current is None:
         now.random.reset_all()
     return made
 
 
-def _get_rng_state(original: Callable[[], torch.Tensor]) -> torch.Tensor:
-    now = _simulation()
-    return original() if now.current is not None else joined_states(now.random.of(torch.default_generator))
+def _default_generator(device: Any) -> torch.Generator:
+    """That of a CUDA device, or of the CPU for None."""
+    if device is None:
+        return torch.default_generator
+    index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index
+    return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
 
 
-def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor) -> None:
-    now = _simulation()
+def _get_rng_state(original: Call, device: Any = None) -> torch.Tensor:
+    now, given = _simulation(), () if device is None else (device,)
+    return (
+        original(*given)
+        if now.current is not None
+        else joined_states(now.random.of(_default_generator(device)))
+    )
+
+
+def _set_rng_state(original: Call, state: torch.Tensor, device: Any = None) -> None:
+    now, given = _simulation(), () if device is None else (device,)
     if isinstance(state, LocalTensor):
-        now.random.set(torch.default_generator, {r: state.shard(r) for r in state.ranks})
+        now.random.set(_default_generator(device), {r: state.shard(r) for r in state.ranks})
         return
-    original(state)
+    original(state, *given)
     if now.current is None:
-        now.random.reset(torch.default_generator)
+        now.random.reset(_default_generator(device))
+
+
+def _get_cuda_rng_state(original: Call, device: Any = "cuda") -> torch.Tensor:
+    return _get_rng_state(original, device)
+
+
+def _set_cuda_rng_state(original: Call, new_state: torch.Tensor, device: Any = "cuda") -> None:
+    _set_rng_state(original, new_state, device)
 
 
 def _rank_by_rank(original: Call, *args: object, **kwargs: object) -> Any:
@@ -291,6 +311,10 @@ _ANSWERS: list[tuple[Any, str, Call]] = [
     (torch.random, "get_rng_state", _get_rng_state),
     (torch, "set_rng_state", _set_rng_state),
     (torch.random, "set_rng_state", _set_rng_state),
+    (torch.cuda, "get_rng_state", _get_cuda_rng_state),
+    (torch.cuda.random, "get_rng_state", _get_cuda_rng_state),
+    (torch.cuda, "set_rng_state", _set_cuda_rng_state),
+    (torch.cuda.random, "set_rng_state", _set_cuda_rng_state),
     (spec, "local_extents", _rank_by_rank),
     (redistribute, "local_extents", _rank_by_rank),
     (tensor, "check_places", _rank_by_rank),

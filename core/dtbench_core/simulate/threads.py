@@ -12,12 +12,13 @@ On every rank `torch.distributed` is initialised, with groups, meshes, functiona
 `torch.distributed.tensor` as in a process of its own (group.py has the collectives). What torch and the
 core keep per process is kept per rank: see Note [Process state]. While no call is running, the process
 has its own `torch.distributed` back, initialised or not; ranks cannot use the process' groups, nor a
-rank start a world. Tensors live on the CPU: a backward pass on an accelerator runs in threads of torch.
+rank start a world. Tensors live on the CPU or, without collectives in a backward pass, which runs in threads of torch
+there, on a CUDA device.
 
 Note [Process state]: c10d's table of groups hangs on a module attribute, which is replaced during a
 call by one that looks at the running thread; its C++ table of group names has a switch for the same.
-The CPU's default generator is swapped when ranks take turns. What the core keeps is in context variables
-(runtime.py), which each thread has for itself.
+The default generators, CUDA's once it is initialised, are swapped when ranks take turns. What the core keeps
+is in context variables (runtime.py), which each thread has for itself.
 
 Note [Locks]: a rank that waits in a collective keeps the locks it holds, and another that needs one of
 them blocks with the turn in its hands: all stand still. The one lock of that kind that library code is
@@ -58,9 +59,9 @@ from dtbench_core.simulate.group import (
     name_ranks,
     raised,
 )
+from dtbench_core.simulate.local_random import State, default_states, set_states
 
 _BACKEND = "dtbench_threads"
-_generator = torch.default_generator
 _here = threading.local()  # .rank: the Rank whose thread this is
 _one_call = threading.Lock()  # the process state can belong to one world at a time
 
@@ -162,7 +163,7 @@ class Rank:
         self.baton = threading.Lock()  # free: this rank may run
         self.baton.acquire()
         self.c10d = c10d_state.RankC10d()
-        self.generator_state: torch.Tensor | None = None
+        self.generator_states: dict[torch.Generator, State] = {}
         # Ops that run on replicated inputs are counted, and warned of, for all ranks together.
         self.own = fresh(besides=[fallback.seen])
         self.waiting: Pending | None = None
@@ -184,7 +185,7 @@ class Rank:
 
     def _run(self, call: Callable[[], Any]) -> Outcome:
         self.stopped = False
-        _generator.set_state(self.world.caller_state)
+        set_states(self.world.caller_states)
         try:
             with (
                 entered(*self.own, (comm.counters, []), (rng.regions, {}), (region.streams, {})),
@@ -229,10 +230,10 @@ class Rank:
         following = self.world.next_rank()
         if following is self:
             return
-        self.generator_state = _generator.get_state()
+        self.generator_states = default_states()
         following.baton.release()
         self.baton.acquire()
-        _generator.set_state(self.generator_state)
+        set_states(self.generator_states)
 
     def _stop(self) -> None:
         self.stopped = True
@@ -242,8 +243,8 @@ class Rank:
 class ThreadWorld:
     """A world of `world_size` simulated ranks, whose threads and groups live until `close`.
 
-    Calls are independent of each other: each starts on every rank with the caller's state of the CPU
-    generator and grad mode, and the caller's generator is as before afterwards. What a rank made (groups,
+    Calls are independent of each other: each starts on every rank with the caller's states of the default
+    generators and grad mode, and the caller's generators are as before afterwards. What a rank made (groups,
     meshes, thread-local variables) it finds again in the next call. After a call in which ranks diverged,
     groups that not all of their members made are dropped with all others, and the threads start afresh.
 
@@ -260,7 +261,7 @@ class ThreadWorld:
         self.broken: str | None = None  # why the call cannot go on
         self.ready: deque[Rank] = deque()
         self.meetings: dict[tuple[str, tuple[int, ...]], Meeting] = {}
-        self.caller_state = _generator.get_state()
+        self.caller_states = default_states()
         self.grad, self.inference = True, False
         self._ranks: list[Rank] = []
         self._lost = False
@@ -310,7 +311,7 @@ class ThreadWorld:
             raise SimulationError("this world was interrupted while its ranks ran: make a new ThreadWorld")
         with _one_call:
             self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            self.caller_state = _generator.get_state()
+            self.caller_states = default_states()
             self.call, self.broken, self.running = call, None, True
             self.ready = deque(self._ranks[1:])
             give_back = c10d_state.per_thread(_my_c10d, _BACKEND)
@@ -325,7 +326,7 @@ class ThreadWorld:
                 self.running = False
                 give_back()
                 lock_again()
-                _generator.set_state(self.caller_state)
+                set_states(self.caller_states)
             made = [rank.outcome for rank in self._ranks]
             self.call = None
             for rank in self._ranks:
