@@ -682,3 +682,12 @@ def test_what_one_process_measured_claims_no_mesh() -> None:
     said = Page(render(Sources(runs=(made_up.run(results),))))
     assert "One process measured" in said.text
     assert "Ranks" not in said.section_text["provenance"] and "dp = 2" not in said.text
+
+
+def test_calls_behind_a_busy_stream_stand_apart_from_cached_ones():
+    cached = [r for r in made_up.dispatch() if r.params["call"] == "cached"]
+    busy = [msgspec.structs.replace(r, params={**r.params, "call": "busy"}) for r in cached[:6]]
+    plain, both = section("dispatch", cached), section("dispatch", [*cached, *busy])
+    assert (both.lead, both.headlines) == (plain.lead, plain.headlines)
+    (table,) = (one for one in both.tables if one not in plain.tables)
+    assert "at earlier work" in table.caption

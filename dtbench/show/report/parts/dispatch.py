@@ -31,7 +31,8 @@ SPREAD_STYLES = {
 
 def fill(section: Section, of: Material) -> None:
     cases, calls = of.cases("dispatch"), of.sources.calls
-    cached = [c for c in cases if c.get("call") != "first"]
+    cached = [c for c in cases if c.get("call") not in ("first", "busy")]
+    busy = [c for c in cases if c.get("call") == "busy"]
     section.add(_spread(cases))
     section.lead = "Time of one call on the host, the minimum of the samples. "
     if cached:
@@ -55,6 +56,9 @@ def fill(section: Section, of: Material) -> None:
     elif cases:
         caption = "Every op: time of a first call"
         section.add(t.Table(caption, [*named(cases, "Op", PARAMS, "call"), *times(cases)], folded=True))
+    if busy and cached:
+        caption = "Cached calls while the GPU is at earlier work, as in a training step"
+        section.add(t.Table(caption, [*named(busy, "Op", PARAMS, "call"), *times(busy)]))
     if calls:
         section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
 
