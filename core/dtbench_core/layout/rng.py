@@ -31,9 +31,10 @@ from dtbench_core import comm
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.in_step import agreed, drawn, generators
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.placement import Partial
 from dtbench_core.layout.shard_layout import part_of
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, held_by
+from dtbench_core.layout.wrapper import Wrapper, held_by, wrap
 from dtbench_core.runtime import PerRank, simulation
 from dtbench_core.torch_compat import dispatch_modes_active, is_fake_mode_active, is_traced
 
@@ -92,7 +93,13 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
         return NotImplemented
     with torch.no_grad():
         run = type(input).__torch_dispatch__
-        if spec.row_major:  # as which this op alone leaves its result
+        pending = any(isinstance(p, Partial) for p in spec.placements)
+        if spec.row_major and not (pending or simulation.active or dispatch_modes_active()):
+            # Nothing is to be decided, and nobody looks on: what the op below would draw.
+            keep_in_step(spec.info)
+            part = draw_like(spec, held_by(input).device, lambda whole: whole.bernoulli_(1 - p))
+            keep = wrap(type(input).viewed, part, spec)
+        elif spec.row_major:  # as which this op alone leaves its result
             keep = run(torch.ops.aten.bernoulli.p, (), (input, 1 - p))  # type: ignore[call-arg]
         else:
             keep = run(torch.ops.aten.zeros_like.default, (), (input,))  # type: ignore[call-arg]

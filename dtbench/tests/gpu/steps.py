@@ -49,7 +49,7 @@ def steps_of(rehearse: bool) -> list[Step]:
 
     def report(name: str, *runs: str) -> Step:
         files = " ".join(f"{{out}}/{run}.jsonl" for run in runs)
-        return Step(f"report-{name}", 12, f"-P -m dtbench report {files} -o {{out}}/{name}.html", last=True)
+        return Step(f"report-{name}", 20, f"-P -m dtbench report {files} -o {{out}}/{name}.html", last=True)
 
     return [
         measured("smoke", 100),  # the first to load torch from the disk: 45 s were seen
