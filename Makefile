@@ -38,7 +38,7 @@ lab: install
 	$(BIN)/dtbench calibrate --regret $(LAB).topology.json $(LAB)-ways.jsonl
 
 # What one GPU can show, by worth; what results/gpu.zip holds already is not done again. Then: the same commands on this
-# CPU, with a fake GPU; no figure counts. Both need no more than python3 and what lies in .wheels, see `wheels`.
+# CPU, with a fake GPU; no figure counts. Without `make` the script needs python3 and .wheels alone, see `wheels`.
 gpu: install
 	$(BIN)/python -m dtbench.tests.gpu --within 9m -o results/gpu.zip
 
@@ -46,7 +46,7 @@ rehearse-gpu: install
 	$(BIN)/python -m dtbench.tests.gpu --rehearse -o results/gpu-rehearsal-$(STAMP).zip
 
 # For a machine without network that has torch, numpy, scipy, pandas and matplotlib for Python 3.12: the rest of what
-# `gpu` needs, 5 MiB.
+# the script needs, 4 MiB.
 WHEELS := click hypothesis iniconfig jinja2 markdown-it-py markupsafe mdurl msgspec nvidia-ml-py packaging pluggy \
 	py-cpuinfo2 pygments pytest pytest-benchmark rich sortedcontainers
 

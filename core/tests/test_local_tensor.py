@@ -461,27 +461,6 @@ def test_ranks_seeded_apart_draw_apart(mode: LocalTensorMode) -> None:
     assert held(rank_map(lambda rank: torch.rand(4, generator=generator.manual_seed(rank)))) == want
 
 
-def test_cuda_states_by_rank(mode: LocalTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a device that is not there: seeding each rank seeds its CUDA generator, whose state it can ask and set."""
-    generator = torch.Generator()
-    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
-    def states() -> list[list[int]]:
-        return held(rank_map(lambda rank: generator.get_state()))
-
-    with mode.disable():
-        want = [torch.Generator().manual_seed(rank).get_state().tolist() for rank in RANKS]
-    torch.manual_seed(dist.get_rank())
-    kept = torch.cuda.get_rng_state()
-    assert states() == held(kept) == want
-    rank_map(lambda rank: generator.manual_seed(5).initial_seed())
-    assert states() == [states()[0]] * len(RANKS) != want
-    torch.cuda.set_rng_state(kept)
-    assert states() == want
-
-
 def test_ranks_that_draw_different_amounts_go_apart(mode: LocalTensorMode) -> None:
     with mode.disable():
         torch.manual_seed(0)

@@ -456,41 +456,6 @@ def test_each_rank_draws_from_a_generator_of_its_own(world: ThreadWorld) -> None
     assert len(set(world.run(seeded))) == N
 
 
-@pytest.fixture
-def cuda_generator(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
-    """The default generator of a CUDA device that is not there."""
-    made = torch.Generator()
-    monkeypatch.setattr(torch.cuda, "default_generators", (made,))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    return made
-
-
-def test_ranks_have_a_cuda_generator_each(world: ThreadWorld, cuda_generator: torch.Generator) -> None:
-    def body() -> list[float]:
-        cuda_generator.manual_seed(dist.get_rank())
-        drawn = []
-        for _ in range(3):
-            drawn.append(float(torch.rand((), generator=cuda_generator)))
-            dist.barrier()  # others draw here
-        return drawn
-
-    before = cuda_generator.get_state()
-    got = world.run(body)
-    assert torch.equal(cuda_generator.get_state(), before)
-    for rank in range(N):
-        alone = torch.Generator().manual_seed(rank)
-        assert got[rank] == [float(torch.rand((), generator=alone)) for _ in range(3)]
-
-
-def test_simulated_ranks_name_their_backend_for_a_gpu(world: ThreadWorld) -> None:
-    def devices() -> set[str]:
-        return set(dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend())).device_backend_map)
-
-    assert all({"cpu", "cuda"} <= named for named in world.run(devices))
-
-
 def test_ranks_start_in_the_callers_grad_mode(world: ThreadWorld) -> None:
     def body() -> tuple[bool, bool]:
         dist.barrier()

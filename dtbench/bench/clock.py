@@ -81,7 +81,7 @@ class HostClockOnGpu(HostClock):
         self._gpus.synchronize()
 
 
-class HostClockOnBusyGpu(HostClock):
+class HostClockOnBusyGpu(HostClockOnGpu):
     """The calling thread's time while the GPU is at earlier work, as in a training step whose host runs ahead.
 
     What the GPU is given first is to last until the calls are over: its length follows what the last samples took.
@@ -89,11 +89,8 @@ class HostClockOnBusyGpu(HostClock):
     """
 
     def __init__(self, gpus: Gpus) -> None:
-        self._gpus = gpus
+        super().__init__(gpus)
         self._occupied_s = OCCUPIED_S
-
-    def settle(self, *, cold: bool = False) -> None:
-        self._gpus.synchronize()
 
     def measure(self, run: Callable[[], object], calls: int) -> float:
         self._gpus.occupy(self._occupied_s)

@@ -103,9 +103,10 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
     assert mesh is not None  # dispatch comes here with a DTensor only
     if mesh.coordinate is None:
         return _outside(cls, op, args, kwargs, mesh, written)
-    if torch.Tag.nondeterministic_seeded in op.tags:
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    if draws:
         random.keep_in_step(mesh)
-    if torch.Tag.nondeterministic_seeded in op.tags and kwargs.get("generator") is None:
+    if draws and kwargs.get("generator") is None:
         result = drawn(mesh, None, lambda: op(*full_args, **full_kwargs))
     else:
         result = op(*full_args, **full_kwargs)

@@ -103,8 +103,8 @@ class Check:
         self.folder = all_cards / re.sub(r"[^a-z0-9]+", "-", card.partition(",")[0].lower()).strip("-")
         self._state, self.outcomes = self.folder / "check.json", dict[str, tuple[str, float, str]]()
         self._left_out: list[str] = []
-        bundle.parent.mkdir(parents=True, exist_ok=True)
         try:
+            bundle.parent.mkdir(parents=True, exist_ok=True)
             if bundle.exists():
                 zipfile.ZipFile(bundle).extractall(all_cards)
             before = json.loads(self._state.read_text()) if self._state.exists() else {}
