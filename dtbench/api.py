@@ -19,20 +19,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dtbench.model import Case, ClockKind, Header, Result, Run, Workload
-from dtbench.model.case import Instrument
-from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
-from dtbench.model.suites import Suite
 from dtbench.records.topology import Topology
+from dtbench.suite import Case, ClockKind, Header, Result, Run, Workload
+from dtbench.suite.case import Instrument
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
+from dtbench.suite.suites import Suite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from dtbench.bench.clock import Clock
-    from dtbench.bench.sampling import Ranks
-    from dtbench.judge.compare import Comparison
+    from dtbench.comparison.runs import Comparison
+    from dtbench.engine.clock import Clock
+    from dtbench.engine.ranks import LiveWorld
+    from dtbench.engine.sampling import Ranks
     from dtbench.records.frame import Runs
-    from dtbench.world.ranks import LiveWorld
 
 Function = Callable[[], object]
 _calls = itertools.count()
@@ -52,12 +52,12 @@ class Results(Run):
     """A run, which `print` and a notebook show as a table."""
 
     def __repr__(self) -> str:
-        from dtbench.bench.progress import summary_of
+        from dtbench.engine.progress import summary_of
 
         return f"<Results {self.path}: {summary_of(self.results)}>"
 
     def __str__(self) -> str:
-        from dtbench.show.tables import tables_of
+        from dtbench.reporting.tables import tables_of
 
         return tables_of(self)
 
@@ -71,7 +71,7 @@ class Results(Run):
         Raises:
             UsageError: nothing to draw, or several suites and none chosen.
         """
-        from dtbench.show.plot import plot
+        from dtbench.reporting.plot import plot
 
         return plot(self.results, suite, y, ax)
 
@@ -152,7 +152,7 @@ def compare(base: Runs, new: Runs) -> Comparison:
     Raises:
         UnreadableRunError: a file that is no run.
     """
-    from dtbench.judge import compare as judge
+    from dtbench.comparison import runs as judge
     from dtbench.records.frame import as_runs
 
     return judge.compare(as_runs(base), as_runs(new))
@@ -193,7 +193,7 @@ def report(
         UnreadableRunError: a file that is none of these. OutputError: the page cannot be written.
     """
     from dtbench.records.frame import as_runs
-    from dtbench.show.report import gather, write_report
+    from dtbench.reporting.html import gather, write_report
 
     several = [of] if isinstance(of, (Run, str, Path)) else list(of)
     runs = [one for one in several if isinstance(one, Run)]
@@ -210,7 +210,7 @@ def report(
 def _run_in_ranks(
     names: Sequence[str], options: Mapping[str, object], output: str | Path | None, progress: bool
 ) -> Results:
-    from dtbench.world.place import find_place
+    from dtbench.engine.place import find_place
 
     if find_place() is not None:
         raise UsageError(
@@ -242,8 +242,8 @@ def _words(names: Sequence[str], options: Mapping[str, object]) -> list[str]:
 def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
     """Runs dtbench in a process of its own and shows its lines, each in place of the one before; the exit code and
     the last line. An interrupt is handed on, so that what was measured is kept."""
-    from dtbench.bench.progress import Line
-    from dtbench.world.workers import Program
+    from dtbench.engine.progress import Line
+    from dtbench.engine.workers import Program
 
     last, line, errors = "", Line(progress), []
     reading, writing = os.pipe()
@@ -294,14 +294,14 @@ def _suite_of(what: object, clock: Literal["host", "device"]) -> Suite:
 def _run_here(
     suite: Suite, output: str | Path | None, progress: bool, timeout_s: float, functions: bool = False
 ) -> Results:
-    from dtbench.bench.options import RunOptions, list_tasks
-    from dtbench.bench.progress import Line
-    from dtbench.bench.runner import Sweep, budget_of
-    from dtbench.bench.sampling import Budget
-    from dtbench.bench.session import instruments_of
+    from dtbench.engine.failure import ActiveCase
+    from dtbench.engine.options import RunOptions, list_tasks
+    from dtbench.engine.progress import Line
+    from dtbench.engine.runner import Sweep, budget_of
+    from dtbench.engine.sampling import Budget
+    from dtbench.engine.session import instruments_of
     from dtbench.machine.provenance import local_rank_info, provenance
     from dtbench.records.atomic import refuse_taken
-    from dtbench.world.failure import ActiveCase
 
     if suite.world == "own":
         raise UsageError(f"{suite.name} starts processes of its own: give its name, {suite.name!r}")
@@ -426,9 +426,7 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, C
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    from dtbench.machine.device import gpus
-    from dtbench.model.mesh import default_mesh
-    from dtbench.world.ranks import (
+    from dtbench.engine.ranks import (
         AloneRanks,
         LiveWorld,
         StoreRanks,
@@ -436,6 +434,8 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, C
         simulated_world,
         world_of_one,
     )
+    from dtbench.machine.device import gpus
+    from dtbench.suite.mesh import default_mesh
 
     there = dist.is_initialized()
     cuda = bool(gpus().count()) and (not there or "nccl" in dist.get_backend())

@@ -18,7 +18,7 @@ def answer(cli: click.Command) -> int | None:
 
 def suites(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """The built-in suites and files."""
-    from dtbench.model.suites import read_builtin
+    from dtbench.suite.suites import read_builtin
 
     found = [
         CompletionItem(name, help=what) for name, what in read_builtin().items() if name.startswith(begun)

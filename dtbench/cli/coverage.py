@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dtbench.cli import options
-from dtbench.model.errors import EXIT_OK, EXIT_REGRESSION
+from dtbench.suite.errors import EXIT_OK, EXIT_REGRESSION
 
 
 @click.command("coverage")
@@ -31,7 +31,7 @@ def coverage_command(runs: tuple[Path, ...], base: Path | None, outputs: tuple[P
       dtbench run coverage --impl core -o run.jsonl
       dtbench coverage run.jsonl --base results/coverage-core.json
     """
-    from dtbench.judge import op_verdicts as verdicts
+    from dtbench.comparison import op_verdicts as verdicts
     from dtbench.records.run import read_run
     from dtbench.records.verdicts import read_baseline, write_baseline
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtbench.bench.options import LAUNCH_TIMEOUT_S, parse_duration, split_target
 from dtbench.cli import options
 from dtbench.cli.completion import suites
-from dtbench.model.errors import EXIT_INTERRUPTED, OutputError, complain, plain
+from dtbench.engine.options import LAUNCH_TIMEOUT_S, parse_duration, split_target
+from dtbench.suite.errors import EXIT_INTERRUPTED, OutputError, complain, plain
 
 if TYPE_CHECKING:
     from dtbench.gate.comment import PullRequest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from dtbench.model.errors import UsageError
-from dtbench.world.lab import network
+from dtbench.suite.errors import UsageError
+from dtbench.tests.lab import network
 
 _RATE_HELP = "Of each host's link, each way: 100mbit, 1.6gbit."
 _NAME_OPTION = click.option("--name", default=network.DEFAULT_NAME, help="Of the lab; host 0 is NAME-0.")
@@ -49,8 +49,8 @@ def run(ranks_per_host: int, name: str, hosts: int | None, rate: str | None, com
     It is `dtbench run ...`, a script.py or a program. Each host has an agent of torch's elastic launcher, as under
     torchrun; ranks are numbered host by host. The first host's output is shown. The exit code is the command's.
     """
-    from dtbench.world.lab.run import program_of
-    from dtbench.world.lab.run import run as run_on_hosts
+    from dtbench.tests.lab.run import program_of
+    from dtbench.tests.lab.run import run as run_on_hosts
 
     if (hosts is None) != (rate is None):
         raise click.UsageError("--hosts and --rate go together: they make a lab for this command")

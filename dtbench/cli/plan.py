@@ -12,9 +12,9 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from dtbench.bench.options import SHORT_DTYPES
 from dtbench.cli import options
-from dtbench.model.mesh import Mesh, parse_mesh
+from dtbench.engine.options import SHORT_DTYPES
+from dtbench.suite.mesh import Mesh, parse_mesh
 
 if TYPE_CHECKING:
     from dtbench.cost.plan.machines import Links, Machine

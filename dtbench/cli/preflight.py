@@ -46,7 +46,7 @@ def preflight_command(
       srun dtbench preflight --expect topology.json -o preflight.html
       torchrun --nproc-per-node 8 --no-python dtbench preflight --expect h100-8x
     """
-    from dtbench.bench.options import RunOptions
+    from dtbench.engine.options import RunOptions
     from dtbench.preflight.show import check_outputs
 
     check_outputs(outputs)

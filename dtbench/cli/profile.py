@@ -33,7 +33,7 @@ def profile_command(target: str, filter: str, nvtx: bool, output: Path | None, *
       dtbench profile dispatch/add -o add
       dtbench profile tensor_parallel --filter "pass=forward" --nproc 2
     """
-    from dtbench.bench.options import RunOptions
+    from dtbench.engine.options import RunOptions
     from dtbench.profile.profile import profile
     from dtbench.profile.request import make_request
 

@@ -23,7 +23,7 @@ from click.exceptions import Exit
 from dtbench._version import __version__
 from dtbench.cli import completion, interrupt_is_answered
 from dtbench.machine.limits import refuse_place
-from dtbench.model.errors import (
+from dtbench.suite.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_OWN_FAULT,
@@ -229,7 +229,7 @@ def _own_fault(error: Exception) -> int:
 
 def _refuse(text: str, code: int) -> int:
     """One line on stderr, from one rank: in a launched world all ranks come here alike."""
-    from dtbench.world.rank import complain_once
+    from dtbench.engine.rank import complain_once
 
     complain_once(mask_echoes(text, sys.argv[1:]))
     return code

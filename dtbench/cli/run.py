@@ -11,7 +11,9 @@ from typing import TypeVar
 import click
 from click.core import ParameterSource
 
-from dtbench.bench.options import (
+from dtbench.cli import options
+from dtbench.cli.completion import suites
+from dtbench.engine.options import (
     CALIBRATION_LAUNCHES,
     RunOptions,
     parse_duration,
@@ -20,10 +22,8 @@ from dtbench.bench.options import (
     split_words,
     sweep_of,
 )
-from dtbench.cli import options
-from dtbench.cli.completion import suites
-from dtbench.model.errors import UsageError
-from dtbench.model.suites import read_builtin
+from dtbench.suite.errors import UsageError
+from dtbench.suite.suites import read_builtin
 
 _C = TypeVar("_C", bound=Callable[..., object])
 
@@ -160,7 +160,7 @@ def run_command(context: click.Context, /, words: tuple[str, ...], **given: opti
       dtbench run collectives -b 8 -e 128M -f 2 --filter all_reduce
       dtbench run collectives redistribute --max-size 64MiB -o run.jsonl
     """
-    from dtbench.bench.run import run
+    from dtbench.engine.rank_run import run
 
     argv = sys.argv[1:]
     if given["resume"] and given["output"] is not None and not words and _asks_for_nothing_else(context):
@@ -234,7 +234,7 @@ def list_command(
     if not words and not asked:
         _list_suites(as_json)
         return
-    from dtbench.bench.run import job_here
+    from dtbench.engine.rank_run import job_here
 
     job = job_here(options_of(words, **given))
     if as_json:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from dtbench.cli import options
-from dtbench.model.errors import UsageError
+from dtbench.suite.errors import UsageError
 
 if TYPE_CHECKING:
-    from dtbench.judge.settings.buckets import Choice
-    from dtbench.judge.settings.nccl import Winner
+    from dtbench.cost.settings.buckets import Choice
+    from dtbench.cost.settings.nccl import Winner
 
 
 _NO_RUN = (
@@ -88,12 +88,12 @@ def settings_command(
       dtbench settings sweep/*.jsonl -o tuner.csv
     """
     if forced:
-        from dtbench.judge.settings.sweep import script
+        from dtbench.cost.settings.sweep import script
 
         click.echo(script(forced, words, launches, "sweep" if output is None else output, seed), nl=False)
         return
-    from dtbench.judge.settings.buckets import MEASURE, choose, held_out_loss, sweeps_of
-    from dtbench.judge.settings.nccl import arm_of, times_of, winners_of
+    from dtbench.cost.settings.buckets import MEASURE, choose, held_out_loss, sweeps_of
+    from dtbench.cost.settings.nccl import arm_of, times_of, winners_of
     from dtbench.records.run import read_run
     from dtbench.text.variables import parse_variables
 
@@ -143,7 +143,7 @@ def _print_as_json(
 
 
 def _print_buckets(choices: Sequence[Choice], losses: Sequence[float | None]) -> None:
-    from dtbench.judge.settings.buckets import INDUCTOR, MEASURE, MIB
+    from dtbench.cost.settings.buckets import INDUCTOR, MEASURE, MIB
     from dtbench.text.terminal import new_console, print_columns, print_line
     from dtbench.text.units import format_size
 
@@ -202,7 +202,7 @@ def _print_winners(winners: Sequence[Winner]) -> None:
 
 
 def _write_tuner(path: Path, winners: Sequence[Winner], nodes: int) -> None:
-    from dtbench.judge.settings.nccl import HEAD, rows_of
+    from dtbench.cost.settings.nccl import HEAD, rows_of
     from dtbench.records.atomic import write_atomically
 
     if not winners:

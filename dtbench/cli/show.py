@@ -42,8 +42,8 @@ def show_command(
     """
     from dtbench.records.exports import points_of, write_exports
     from dtbench.records.run import read_run
-    from dtbench.show.choose import choose
-    from dtbench.show.tables import print_csv, print_runs, print_runs_json
+    from dtbench.reporting.choose import choose
+    from dtbench.reporting.tables import print_csv, print_runs, print_runs_json
 
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
@@ -113,7 +113,7 @@ def report_command(
       dtbench report results/nightly -o report.html
     """
     from dtbench.records import baselines
-    from dtbench.show.report import gather, write_index, write_report
+    from dtbench.reporting.html import gather, write_index, write_report
 
     if index is not None:
         if files or baseline or topology or peaks:

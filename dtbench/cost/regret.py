@@ -30,12 +30,12 @@ from dtbench.cost.calibration.layout import builtin_link
 from dtbench.cost.calibration.models import devices_per_host
 from dtbench.cost.calibration.setups import device_type
 from dtbench.cost.price import times_of
-from dtbench.model import Result, Run
-from dtbench.model.errors import UsageError
-from dtbench.model.grouping import group_by
 from dtbench.records.cost_model import DecisionGroup, Regret, RegretScore
 from dtbench.records.topology import Topology
 from dtbench.stats import drawn_again, interval
+from dtbench.suite import Result, Run
+from dtbench.suite.errors import UsageError
+from dtbench.suite.grouping import group_by
 from dtbench_core.cost import topology as planner
 from dtbench_core.cost.prices import DimPrices, Kind, joint_prices
 from dtbench_core.cost.ring import GIB, INTRA_HOST, LOCAL_COPY_US, guessed_links

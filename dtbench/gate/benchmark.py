@@ -10,9 +10,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from dtbench.model import CaseKey, Plan
-from dtbench.model.errors import UnreadableRunError
 from dtbench.records.atomic import replace_file
+from dtbench.suite import CaseKey, Plan
+from dtbench.suite.errors import UnreadableRunError
 
 Key = CaseKey
 

@@ -10,8 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, Plan, Workload, World, suite
 
 NAME = "gate-control"
 KIND = "DTBENCH_GATE_CONTROL"  # "torch" or "python"; set by the gate in every launch of both arms

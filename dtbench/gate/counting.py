@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dtbench.bench.clock import HostClock
-from dtbench.bench.measure import Subject, measure
-from dtbench.bench.options import Task
-from dtbench.bench.runner import to_result
-from dtbench.bench.sampling import Outcome
+from dtbench.engine.clock import HostClock
+from dtbench.engine.measure import Subject, measure
+from dtbench.engine.options import Task
+from dtbench.engine.runner import to_result
+from dtbench.engine.sampling import Outcome
 from dtbench.gate.benchmark import CALL_S
 from dtbench.gate.sampler import warm_up_calls
-from dtbench.model import Result
-from dtbench.suite import World
+from dtbench.suite import Result, World
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

@@ -7,17 +7,17 @@ import os
 from collections.abc import Sequence
 from multiprocessing.connection import Pipe
 
-from dtbench.bench import budget
-from dtbench.bench.options import RunOptions, Task, list_tasks
-from dtbench.bench.progress import about
+from dtbench.engine import budget
+from dtbench.engine.options import RunOptions, Task, list_tasks
+from dtbench.engine.progress import about
+from dtbench.engine.workers import Fork
 from dtbench.gate.benchmark import Selection
 from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES_S
 from dtbench.gate.schedule import SCREEN_ROUNDS, TEST_LOOKS
-from dtbench.model import CHOOSABLE_IMPLS
-from dtbench.model.errors import DtbenchError
-from dtbench.model.suites import load
+from dtbench.suite import CHOOSABLE_IMPLS
+from dtbench.suite.errors import DtbenchError
+from dtbench.suite.suites import load
 from dtbench.text.units import plural
-from dtbench.world.workers import Fork
 
 # Loading both arms and counting, on two cores; of a launch, forking and setting up its benchmarks. 31 benchmarks took
 # 37 s in 15 launches there, 28 of them sampling.

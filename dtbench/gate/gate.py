@@ -16,8 +16,8 @@ from typing import Literal
 import click
 import msgspec
 
-from dtbench.bench.options import LAUNCH_TIMEOUT_S, RunOptions
-from dtbench.bench.progress import about, said_if_slow
+from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunOptions
+from dtbench.engine.progress import about, said_if_slow
 from dtbench.gate import control, outputs
 from dtbench.gate.arms import Arm, open_arms, repository
 from dtbench.gate.benchmark import Benchmark, Key, Selection
@@ -26,15 +26,15 @@ from dtbench.gate.launcher import Counted, Launcher, Limits
 from dtbench.gate.schedule import MOST_LAUNCHES, OutOfTimeError, Schedule
 from dtbench.gate.verdict import exit_code_of, judged, rises, trust_of, words_of
 from dtbench.machine.device import DEFAULT_CPU_RANKS
-from dtbench.model import Plan
-from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.model.mesh import Mesh, ranks_of
 from dtbench.records import exports
 from dtbench.records.atomic import write_atomically
 from dtbench.records.gate import Arm as ArmFacts
 from dtbench.records.gate import Gate, State, Trust, text_of
 from dtbench.records.judged import Judged, Verdict
 from dtbench.records.read import BadFieldError, decode, into
+from dtbench.suite import Plan
+from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.suite.mesh import Mesh, ranks_of
 from dtbench.text.units import format_bytes
 
 STATE = "gate.state.json"
@@ -301,7 +301,7 @@ def _of(counted: Counted, benchmark: Benchmark) -> Mapping[str, float]:
 
 
 def _refuse_ranks() -> None:
-    from dtbench.world.place import find_place
+    from dtbench.engine.place import find_place
 
     if find_place() is not None:
         raise UsageError("a gate starts its own launches: run `dtbench gate` once, without torchrun or srun")

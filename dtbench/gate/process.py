@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
+from dtbench.engine.signals import how_ended
+from dtbench.engine.workers import Program, hand_over, left_s
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import LOG
 from dtbench.gate.loader import ENDED, GO, PID, READY, Launch
 from dtbench.gate.logs import LOOK_S, CappedLog
-from dtbench.model.errors import last_line, plain
-from dtbench.world.signals import how_ended
-from dtbench.world.workers import Program, hand_over, left_s
+from dtbench.suite.errors import last_line, plain
 
 # What belongs to the job that the gate runs in, not to a launch.
 _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -30,10 +30,10 @@ from dtbench._version import __version__
 from dtbench.machine.device import REHEARSAL, Nvml
 from dtbench.machine.device import gpus as gpus_of_torch
 from dtbench.machine.git import run_git
-from dtbench.model import SCHEMA, SWEEP_ARM, Gpu, Header, Machine, MeshShape, Plan, RankFacts
-from dtbench.model.errors import UsageError
-from dtbench.model.mesh import Mesh
-from dtbench.model.result import Checkout, Checkouts, Cpu, NvLinks
+from dtbench.suite import SCHEMA, SWEEP_ARM, Gpu, Header, Machine, MeshShape, Plan, RankFacts
+from dtbench.suite.errors import UsageError
+from dtbench.suite.mesh import Mesh
+from dtbench.suite.result import Checkout, Checkouts, Cpu, NvLinks
 from dtbench.text.masking import is_secret, mask_arguments, mask_options, mask_variables
 from dtbench.text.variables import masked_list
 

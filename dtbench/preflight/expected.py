@@ -9,12 +9,12 @@ from statistics import median
 
 from dtbench.cost.plan.machines import Machine, NodeLinks, built_in, find_machine
 from dtbench.cost.price import estimate
-from dtbench.model.errors import UnreadableRunError, UsageError
-from dtbench.model.mesh import format_mesh
 from dtbench.preflight.examine import Examination
 from dtbench.records.preflight import Finding, Preflight
 from dtbench.records.read import BadFieldError, into, read_json, shown
 from dtbench.records.topology import Topology, read_topology
+from dtbench.suite.errors import UnreadableRunError, UsageError
+from dtbench.suite.mesh import format_mesh
 
 MAX_BYTES = 2**28
 _WHAT = "a topology, or what `dtbench preflight --json` printed"

@@ -8,28 +8,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from dtbench.bench.options import RunOptions
-from dtbench.bench.progress import said_if_slow, say
+from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.engine.launch import start_ranks
+from dtbench.engine.options import RunOptions
+from dtbench.engine.place import Place, find_place
+from dtbench.engine.progress import said_if_slow, say
+from dtbench.engine.rank import Rank, quiet_torch
+from dtbench.engine.ranks import backend_of
 from dtbench.machine.device import choose_device, count_ranks
-from dtbench.model.errors import (
+from dtbench.preflight.examine import LEVEL, NAMED, Command, Examination, Examining, World, examine
+from dtbench.preflight.expected import Expected, compare_with, read_expected
+from dtbench.preflight.show import write_all
+from dtbench.records.atomic import refuse_taken
+from dtbench.records.preflight import Link, Preflight
+from dtbench.suite.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_REGRESSION,
     UsageError,
     complain,
 )
-from dtbench.model.mesh import Mesh
-from dtbench.preflight.examine import LEVEL, NAMED, Command, Examination, Examining, World, examine
-from dtbench.preflight.expected import Expected, compare_with, read_expected
-from dtbench.preflight.show import write_all
-from dtbench.records.atomic import refuse_taken
-from dtbench.records.preflight import Link, Preflight
+from dtbench.suite.mesh import Mesh
 from dtbench.text.units import plural
-from dtbench.world.failure import ActiveCase, Diagnosis
-from dtbench.world.launch import start_ranks
-from dtbench.world.place import Place, find_place
-from dtbench.world.rank import Rank, quiet_torch
-from dtbench.world.ranks import backend_of
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtbench.bench.job import prepare
-from dtbench.bench.options import RunOptions, Task, matcher, split_target
+from dtbench.engine.job import prepare
+from dtbench.engine.launch import OUTPUT
+from dtbench.engine.options import RunOptions, Task, matcher, split_target
 from dtbench.machine.device import choose_device
-from dtbench.model import DeviceType
-from dtbench.model.errors import UsageError
-from dtbench.model.suites import load
-from dtbench.world.launch import OUTPUT
+from dtbench.suite import DeviceType
+from dtbench.suite.errors import UsageError
+from dtbench.suite.suites import load
 
 # A profile is read case by case; each takes seconds to measure and some hundred events to draw.
 MOST_CASES = 24

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
-from dtbench.bench.options import Task
-from dtbench.bench.progress import say
+from dtbench.engine import clocks
+from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.engine.options import Task
+from dtbench.engine.place import Place
+from dtbench.engine.progress import say
+from dtbench.engine.rank import Rank
+from dtbench.engine.ranks import LiveWorld, backend_of
 from dtbench.machine.device import is_gpu
-from dtbench.model import DeviceType
-from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
-from dtbench.model.mesh import Mesh, format_mesh, groups_in
 from dtbench.profile import sections, trace
 from dtbench.profile.gpu import Sampler, counters_of
 from dtbench.profile.recording import RankRecording
@@ -20,12 +22,10 @@ from dtbench.profile.request import Request
 from dtbench.profile.text import section_tables, write_and_tell
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import Ranks
+from dtbench.suite import DeviceType
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
+from dtbench.suite.mesh import Mesh, format_mesh, groups_in
 from dtbench.text.units import plural
-from dtbench.world import clocks
-from dtbench.world.failure import ActiveCase, Diagnosis
-from dtbench.world.place import Place
-from dtbench.world.rank import Rank
-from dtbench.world.ranks import LiveWorld, backend_of
 
 
 class _Part(NamedTuple):

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import pytest
 
-from dtbench.bench.options import RunOptions, Task, list_tasks
-from dtbench.bench.sampling import Ranks
+from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.engine.options import RunOptions, Task, list_tasks
+from dtbench.engine.place import Place, find_place
+from dtbench.engine.rank import Rank, quiet_torch
+from dtbench.engine.ranks import AloneRanks, LiveWorld, device_of, simulated_world, world_of_one
+from dtbench.engine.sampling import Ranks
 from dtbench.machine.device import DEFAULT_CPU_RANKS, choose_device
-from dtbench.model.errors import UsageError, complain
-from dtbench.model.suites import Suite
-from dtbench.world.failure import ActiveCase, Diagnosis
-from dtbench.world.place import Place, find_place
-from dtbench.world.rank import Rank, quiet_torch
-from dtbench.world.ranks import AloneRanks, LiveWorld, device_of, simulated_world, world_of_one
+from dtbench.suite.errors import UsageError, complain
+from dtbench.suite.suites import Suite
 
 # Seconds for which a collective may hang before its group gives up.
 TIMEOUT_S = 60.0

@@ -9,10 +9,10 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from dtbench.model import Header, Run
-from dtbench.model.errors import DtbenchError, OutputError, UsageError
 from dtbench.records.atomic import replace_file
 from dtbench.records.run import read_header, read_run
+from dtbench.suite import Header, Run
+from dtbench.suite.errors import DtbenchError, OutputError, UsageError
 
 FOLDER = Path(".dtbench", "baselines")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

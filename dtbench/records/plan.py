@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from dtbench.model.fields import Amount, Count, Real, Time
+from dtbench.suite.fields import Amount, Count, Real, Time
 
 
 class LayoutRow(Struct, frozen=True, kw_only=True):

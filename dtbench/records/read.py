@@ -20,8 +20,8 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
-from dtbench.model.errors import UnreadableRunError
-from dtbench.model.fields import MAX_INT
+from dtbench.suite.errors import UnreadableRunError
+from dtbench.suite.fields import MAX_INT
 
 _T = TypeVar("_T")
 _Json = Any  # what stands in a file, before it is checked

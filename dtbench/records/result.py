@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from dtbench.model import Param, Result, Timing
 from dtbench.records.read import BadFieldError, into, shown
 from dtbench.stats import SHARES, figures_of
+from dtbench.suite import Param, Result, Timing
 
 # Params that a suite got later, and what its results meant before: old files have the keys of new ones.
 _LATER_PARAMS: Mapping[str, Mapping[str, Param]] = {

@@ -28,11 +28,11 @@ from typing import Any, Self
 
 import msgspec
 
-from dtbench.model import SCHEMA, STATUSES, Header, Result, ResultKey, Run
-from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.read import BadFieldError, decode, into, read_lines, shown
 from dtbench.records.result import result_in, result_of
+from dtbench.suite import SCHEMA, STATUSES, Header, Result, ResultKey, Run
+from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 
 # A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
 # these limits a file is not a run, and reading it would only fill the memory.

@@ -13,10 +13,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from dtbench.model import Result, Run, Status
-from dtbench.model.errors import UnreadableRunError
-from dtbench.model.fields import Count
 from dtbench.records.read import BadFieldError, into, read_json
+from dtbench.suite import Result, Run, Status
+from dtbench.suite.errors import UnreadableRunError
+from dtbench.suite.fields import Count
 
 # Worst first. An op has the worst verdict of its cases; what each means stands in the suite.
 VERDICTS = ("wrong", "hang", "died", "differs", "error", "no rule", "random differs", "refused", "pass")

@@ -14,12 +14,12 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 import dtbench
+from dtbench.comparison.references import read_systems
 from dtbench.cost.plan.job import Job
 from dtbench.cost.plan.machines import NodeLinks, find_machine
 from dtbench.cost.plan.models import find_model
 from dtbench.cost.plan.search import RESERVED_BYTES, plan
 from dtbench.cost.plan.show import plan_file
-from dtbench.judge.references import read_systems
 from dtbench.records.topology import read_topology
 from dtbench.text.units import format_size
 

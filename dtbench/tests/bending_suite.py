@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
-from dtbench.bench.refine import sizes_between
-from dtbench.model import Case, Param, Plan, Workload
-from dtbench.suite import Refinement, World, suite
+from dtbench.engine.refine import sizes_between
+from dtbench.suite import Case, Param, Plan, Refinement, Workload, World, suite
 
 JUMP_BYTES, BROKEN_BYTES = 16 * 2**10, 8 * 2**10
 

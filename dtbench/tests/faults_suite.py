@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from dtbench.model import Case, Plan, Skip, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, Plan, Skip, Workload, World, suite
 
 
 def reduced(world: World, *, wrong: bool = False, alone: Callable[[], None] | None = None) -> Workload:

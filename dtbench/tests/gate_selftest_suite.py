@@ -12,8 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, Plan, Workload, World, suite
 
 VARIABLE = "DTBENCH_SELFTEST_EXTRA"
 NAME = "gate-selftest"

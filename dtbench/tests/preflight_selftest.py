@@ -26,10 +26,11 @@ from typing import Any
 
 import click
 
-from dtbench.bench.options import RunOptions
-from dtbench.bench.progress import say
-from dtbench.model.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
-from dtbench.model.mesh import groups_by_dim
+from dtbench.engine.options import RunOptions
+from dtbench.engine.place import find_place
+from dtbench.engine.progress import say
+from dtbench.engine.rank import quiet_torch
+from dtbench.engine.scratch import scratch
 from dtbench.preflight.examine import (
     COPY,
     FIRST_BYTES,
@@ -50,11 +51,10 @@ from dtbench.preflight.examine import fitting_bytes as fitting
 from dtbench.preflight.preflight import Coordinator, Request
 from dtbench.preflight.rounds import rounds_of
 from dtbench.records.atomic import refuse_taken, write_atomically
-from dtbench.world.lab import network
-from dtbench.world.lab.run import run as run_on_hosts
-from dtbench.world.place import find_place
-from dtbench.world.rank import quiet_torch
-from dtbench.world.scratch import scratch
+from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
+from dtbench.suite.mesh import groups_by_dim
+from dtbench.tests.lab import network
+from dtbench.tests.lab.run import run as run_on_hosts
 
 HOSTS, RATE = 8, 100_000_000
 SLOW_HOST = 5

@@ -17,8 +17,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from core.tests.gloo_world import START
-from dtbench.world.launch import DEAF_TO_CTRL_C
-from dtbench.world.parent import end_with_launcher
+from dtbench.engine.launch import DEAF_TO_CTRL_C
+from dtbench.engine.parent import end_with_launcher
 
 LIMIT_S = 240  # for a whole command: a hang, not slowness
 FRESH = (sys.executable, "-P", "-m", "dtbench")

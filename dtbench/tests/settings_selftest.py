@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dtbench.judge.settings.nccl import Arm, Case, Times, winners_of
-from dtbench.model.errors import DtbenchError, UsageError, complain
+from dtbench.cost.settings.nccl import Arm, Case, Times, winners_of
+from dtbench.suite.errors import DtbenchError, UsageError, complain
 from dtbench.text.terminal import new_console, print_columns, print_line
 
 # By how much an arm changes a size, drawn for each.

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from dtbench.judge.settings.buckets import Sweep, choose, held_out_loss, sweeps_of
-from dtbench.model.errors import UsageError
+from dtbench.cost.settings.buckets import Sweep, choose, held_out_loss, sweeps_of
+from dtbench.suite.errors import UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from dtbench.bench import budget, runner
-from dtbench.bench.options import RunOptions, Task, list_tasks
-from dtbench.bench.progress import Progress
-from dtbench.bench.refine import is_calibrated_with
-from dtbench.bench.sampling import Outcome
-from dtbench.model import Case, Param, Result
-from dtbench.model.errors import UsageError
-from dtbench.model.suites import Suite, WorldKind, load
+from dtbench.engine import budget, runner
+from dtbench.engine.failure import ActiveCase
+from dtbench.engine.options import RunOptions, Task, list_tasks
+from dtbench.engine.progress import Progress
+from dtbench.engine.refine import is_calibrated_with
+from dtbench.engine.sampling import Outcome
+from dtbench.suite import Case, Param, Result
+from dtbench.suite.errors import UsageError
+from dtbench.suite.suites import Suite, WorldKind, load
 from dtbench.tests import made_up
-from dtbench.world.failure import ActiveCase
 
 
 def build(_world: Any) -> Any:

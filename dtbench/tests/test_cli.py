@@ -16,12 +16,12 @@ import click
 import pytest
 
 from dtbench.cli.program import cli
+from dtbench.engine.ranks import backend_of
 from dtbench.machine.device import count_ranks
-from dtbench.model import Plan
-from dtbench.model import suites as registry
-from dtbench.model.errors import EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE, UsageError
+from dtbench.suite import Plan
+from dtbench.suite import suites as registry
+from dtbench.suite.errors import EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE, UsageError
 from dtbench.tests.made_up import Cli
-from dtbench.world.ranks import backend_of
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
 
@@ -270,8 +270,8 @@ def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.Monk
 
 
 def test_only_rank_0_speaks(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtbench.world.rank.LET_RANK_0_SPEAK_S", 0.0)
-    monkeypatch.setattr("dtbench.world.rank._LET_RANK_0_SERVE_S", 0.0)
+    monkeypatch.setattr("dtbench.engine.rank.LET_RANK_0_SPEAK_S", 0.0)
+    monkeypatch.setattr("dtbench.engine.rank._LET_RANK_0_SERVE_S", 0.0)
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "1")
@@ -338,7 +338,7 @@ def test_a_run_to_calibrate_with_has_five_launches_and_refines(
     dtbench: Cli, monkeypatch: pytest.MonkeyPatch, args: str, launches: int, refines: bool
 ) -> None:
     got = []
-    monkeypatch.setattr("dtbench.bench.run.run", lambda options, argv: got.append(options) or 0)
+    monkeypatch.setattr("dtbench.engine.rank_run.run", lambda options, argv: got.append(options) or 0)
     assert dtbench("run", "collectives", *args.split())[0] == EXIT_OK
     (options,) = got
     assert options.suites == ("collectives",) and options.launches == launches
@@ -366,7 +366,7 @@ def test_a_file_that_imports_a_built_in_suite_is_not_that_suite(tmp_path: Path) 
         "from dtbench.suite import suite\nfrom dtbench_suites import overlap\n"
         "@suite('mine', world='ranks', help='x')\ndef mine(plan):\n    yield from overlap.overlap.cases(plan)\n"
     )
-    program = "from dtbench.model import suites as suite; print([s.name for s in suite.load(['mine.py'])])"
+    program = "from dtbench.suite import suites as suite; print([s.name for s in suite.load(['mine.py'])])"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "['mine']\n", done.stderr
 

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from dtbench.bench.options import refuse_foreign_options, split_words
-from dtbench.judge import op_verdicts as coverage
-from dtbench.judge.op_verdicts import baseline_of, became_worse, markdown
-from dtbench.model import Plan, Result, Run
-from dtbench.model.errors import UnreadableRunError, UsageError
-from dtbench.model.suites import Suite
+from dtbench.comparison import op_verdicts as coverage
+from dtbench.comparison.op_verdicts import baseline_of, became_worse, markdown
+from dtbench.engine.options import refuse_foreign_options, split_words
 from dtbench.records.verdicts import Baseline, OpVerdict, read_baseline, verdicts_of, write_baseline
+from dtbench.suite import Plan, Result, Run
+from dtbench.suite.errors import UnreadableRunError, UsageError
+from dtbench.suite.suites import Suite
 from dtbench.tests import made_up
 
 

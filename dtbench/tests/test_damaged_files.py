@@ -24,14 +24,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from dtbench.comparison.references import TABLE, read_systems
 from dtbench.cost.plan.machines import find_machine
 from dtbench.cost.plan.models import find_model
 from dtbench.cost.plan.tables import measured_steps, read_table
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
 from dtbench.importers.registry import parse
-from dtbench.judge.references import TABLE, read_systems
-from dtbench.model.errors import DtbenchError
 from dtbench.preflight.expected import read_expected
 from dtbench.records.history import read_history
 from dtbench.records.plan import LayoutRow, PlanFile, StepRow, StepsFile
@@ -39,8 +38,9 @@ from dtbench.records.preflight import DimTimes, Finding, Link, Preflight
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
 from dtbench.records.verdicts import read_baseline
-from dtbench.show.report.profiles import spans_of
-from dtbench.show.report.sources import gather
+from dtbench.reporting.html.profiles import spans_of
+from dtbench.reporting.html.sources import gather
+from dtbench.suite.errors import DtbenchError
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.faults.test_random_commands import damaged
 from dtbench.tests.made_up import Cli

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dtbench.world.failure import INTERRUPTED, Diagnosis, RankState, diagnose
+from dtbench.engine.failure import INTERRUPTED, Diagnosis, RankState, diagnose
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 
@@ -47,7 +47,7 @@ def test_a_rank_that_an_exception_of_its_libraries_ended_has_said_it() -> None:
 def test_an_exception_of_cpp_that_nobody_catches_is_told_in_place_of_being_printed() -> None:
     program = """if True:
         import ctypes, os
-        from dtbench.world.deaths import catch_terminate
+        from dtbench.engine.deaths import catch_terminate
         catch_terminate(lambda words: (print(words, flush=True), os._exit(3)))
         ctypes.CDLL("libstdc++.so.6")["_ZSt20__throw_length_errorPKc"](b"too long a ring")"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

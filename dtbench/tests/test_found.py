@@ -7,15 +7,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dtbench.bench.before import Before, find_before
-from dtbench.bench.findings import findings, next_commands
-from dtbench.bench.live import Lines
-from dtbench.bench.options import parse_nccl_size, sweep_of
 from dtbench.cli.run import _begun_with, options_of
-from dtbench.model import Result
-from dtbench.model.errors import UsageError
+from dtbench.engine.before import Before, find_before
+from dtbench.engine.findings import findings, next_commands
+from dtbench.engine.live import Lines
+from dtbench.engine.options import parse_nccl_size, sweep_of
 from dtbench.records import baselines
 from dtbench.records.run import RunWriter
+from dtbench.suite import Result
+from dtbench.suite.errors import UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.model.errors import UsageError
+from dtbench.engine.signals import refuse_if_ending, signals_held
+from dtbench.engine.workers import Program
+from dtbench.suite.errors import UsageError
+from dtbench.tests.lab import network, run
+from dtbench.tests.lab.agent import Orders
 from dtbench.tests.made_up import Cli
-from dtbench.world.lab import network, run
-from dtbench.world.lab.agent import Orders
-from dtbench.world.signals import refuse_if_ending, signals_held
-from dtbench.world.workers import Program
 
 LAB = network.Lab("ab", 3, 400_000_000)
 
@@ -283,7 +283,7 @@ def test_the_exit_code_is_the_commands(
 
 
 def test_a_report_is_heard_and_leaves_out_those_that_the_launcher_ended() -> None:
-    code = "import sys; from dtbench.world.workers import connection_at; c = connection_at(sys.argv[1]); "
+    code = "import sys; from dtbench.engine.workers import connection_at; c = connection_at(sys.argv[1]); "
     code += "c.send([(2, -15), (3, 7)]); c.recv()"
     agent = run._Agent("ab-0", Program([sys.executable, "-c", code], connected=True), None)
     assert waited([agent]) == 0

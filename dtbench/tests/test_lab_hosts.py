@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.model.errors import UsageError
 from dtbench.records.run import read_run
+from dtbench.suite.errors import UsageError
+from dtbench.tests.lab import network
 from dtbench.tests.made_up import Cli
 from dtbench.tests.programs import FRESH, LIMIT_S, environment, start_fresh
-from dtbench.world.lab import network
 
 REQUIRED = bool(os.environ.get("CI") or os.environ.get("DTBENCH_REQUIRE_LAB"))
 FAULTS = str(Path(__file__).with_name("faults_suite.py"))

@@ -12,16 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from dtbench.comparison.runs import MAX_LAUNCHES, compare
 from dtbench.cost.calibration.points import quartiles
-from dtbench.judge.compare import MAX_LAUNCHES, compare
-from dtbench.model import Run
-from dtbench.model.errors import UnreadableRunError
 from dtbench.records.layout import from_last_arrival_s, from_last_arrivals_s
 from dtbench.records.read import decode
 from dtbench.records.result import result_in, result_of
 from dtbench.records.run import read_run
-from dtbench.show.report.sources import gather
-from dtbench.show.tables import print_runs
+from dtbench.reporting.html.sources import gather
+from dtbench.reporting.tables import print_runs
+from dtbench.suite import Run
+from dtbench.suite.errors import UnreadableRunError
 from dtbench.tests import large_run, made_up
 from dtbench.tests.made_up import Cli
 from dtbench.text.terminal import MAX_ROWS
@@ -127,7 +127,7 @@ def test_what_a_command_read_is_not_searched_for_garbage(
     def spy(*_: object, **__: object) -> None:
         searched.append(gc.isenabled())
 
-    monkeypatch.setattr("dtbench.show.tables.print_runs", spy)
+    monkeypatch.setattr("dtbench.reporting.tables.print_runs", spy)
     assert dtbench("show", "a.jsonl")[0] == 0
     assert searched == [False] and gc.isenabled()
 
@@ -143,7 +143,7 @@ def test_in_a_folder_samples_are_held_of_the_last_run_alone(
         whole.extend([path.name] * with_samples)
         return read_run(path, with_samples=with_samples)
 
-    monkeypatch.setattr("dtbench.show.report.sources.read_run", reading)
+    monkeypatch.setattr("dtbench.reporting.html.sources.read_run", reading)
     found = gather([tmp_path])
     assert whole == ["2.jsonl"] and len(found.histories[0].points) == 3
     assert found.runs == (read_run(tmp_path / "2.jsonl"),)

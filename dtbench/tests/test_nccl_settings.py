@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtbench.judge.settings.nccl import Arm, arm_of, rows_of, times_of, winners_of
-from dtbench.model import Run
-from dtbench.model.errors import UsageError
-from dtbench.show.report.sources import Sources, _apart
+from dtbench.cost.settings.nccl import Arm, arm_of, rows_of, times_of, winners_of
+from dtbench.reporting.html.sources import Sources, _apart
+from dtbench.suite import Run
+from dtbench.suite.errors import UsageError
 from dtbench.tests import made_up
 from dtbench.tests.html_page import section
 from dtbench.tests.made_up import Cli

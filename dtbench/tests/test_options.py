@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dtbench.bench import options
-from dtbench.bench.options import RunOptions
-from dtbench.model import Case, Plan
-from dtbench.model.errors import UsageError
-from dtbench.model.mesh import default_mesh, format_mesh, parse_mesh
-from dtbench.model.suites import Suite, WorldKind
+from dtbench.engine import options
+from dtbench.engine.options import RunOptions
+from dtbench.suite import Case, Plan
+from dtbench.suite.errors import UsageError
+from dtbench.suite.mesh import default_mesh, format_mesh, parse_mesh
+from dtbench.suite.suites import Suite, WorldKind
 from dtbench.tests import made_up
 
 PLAN = Plan(mesh=(("tp", 2),), sizes_bytes=(1024,))

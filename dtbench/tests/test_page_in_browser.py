@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dtbench.cost import calibration
-from dtbench.show import report as reporting
+from dtbench.reporting import report as reporting
 from dtbench.tests import made_up, made_up_findings
 
 REQUIRED = os.environ.get("DTBENCH_REQUIRE_CHROMIUM") == "1"

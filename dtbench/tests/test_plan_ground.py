@@ -17,8 +17,8 @@ from dtbench.cost.plan.machines import Error, NodeLinks, built_in, find_machine,
 from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.models import built_in_models, model_called
 from dtbench.cost.plan.step import model_flops, predict_step
-from dtbench.model.errors import UsageError
-from dtbench.show.public import public_systems
+from dtbench.reporting.public import public_systems
+from dtbench.suite.errors import UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.test_plan import GOOD, GPT, LINKS, MACHINE, STEPS, TITLES, job, layout, total
 

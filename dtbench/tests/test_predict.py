@@ -17,9 +17,9 @@ from dtbench.cost import price as curves
 from dtbench.cost.plan import show
 from dtbench.cost.plan.communication import Setup, communication
 from dtbench.cost.plan.models import Model, built_in_models, find_model
-from dtbench.model.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.records.plan import Communication
 from dtbench.records.topology import Layout, Residuals, Topology, write_topology
+from dtbench.suite.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology, ring_dim
 

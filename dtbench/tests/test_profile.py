@@ -123,7 +123,7 @@ def test_what_cannot_be_profiled_is_refused_in_one_line(
 
 
 BROKEN = """
-from dtbench.model import Case, Skip, Workload
+from dtbench.suite import Case, Skip, Workload
 from dtbench.suite import suite
 
 def build(world, how):

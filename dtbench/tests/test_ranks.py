@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dtbench.model.errors import UsageError, WorldBrokenError
-from dtbench.world.launch import Note
-from dtbench.world.parent import NOTE
-from dtbench.world.place import Place, find_place, first_host
-from dtbench.world.rank import Rank
-from dtbench.world.ranks import LiveWorld, StoreRanks, store_of
+from dtbench.engine.launch import Note
+from dtbench.engine.parent import NOTE
+from dtbench.engine.place import Place, find_place, first_host
+from dtbench.engine.rank import Rank
+from dtbench.engine.ranks import LiveWorld, StoreRanks, store_of
+from dtbench.suite.errors import UsageError, WorldBrokenError
 
 TORCHRUN = {
     "RANK": "3",

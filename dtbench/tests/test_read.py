@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dtbench.model.errors import UnreadableRunError
-from dtbench.model.fields import Amount, Count, Name, Rank, Whole
 from dtbench.records.read import BadFieldError, decode, into, read_json
+from dtbench.suite.errors import UnreadableRunError
+from dtbench.suite.fields import Amount, Count, Name, Rank, Whole
 
 keys = st.sampled_from(["a", "b", "a:b", ":", "µ", "", '"'])
 texts = st.sampled_from(["", ":", "a:b:c", "µ", "\n", '\\"', "x" * 9])

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench.bench import options
-from dtbench.bench.options import RunOptions, further_tasks
-from dtbench.bench.refine import MOST_ADDED, middles, sizes_between
-from dtbench.model import Case, Param, Plan, Result
-from dtbench.model.errors import UsageError
-from dtbench.model.suites import Refinement, Suite
+from dtbench.engine import options
+from dtbench.engine.options import RunOptions, further_tasks
+from dtbench.engine.refine import MOST_ADDED, middles, sizes_between
 from dtbench.records.run import read_run
 from dtbench.stats import summarize
+from dtbench.suite import Case, Param, Plan, Result
+from dtbench.suite.errors import UsageError
+from dtbench.suite.suites import Refinement, Suite
 from dtbench.tests import made_up
 from dtbench.tests.test_runs import here, kinds, run  # noqa: F401 - `here` is a fixture
 

@@ -11,10 +11,10 @@ import pytest
 from msgspec import structs
 
 from dtbench.cost.regret import NOTHING, planner_topology, price_us, regret
-from dtbench.model import Result, Run
-from dtbench.model.errors import UsageError
 from dtbench.records.run import RunWriter
 from dtbench.records.topology import MeasuredCurve, Topology, write_topology
+from dtbench.suite import Result, Run
+from dtbench.suite.errors import UsageError
 from dtbench.tests.made_up import MIB, Cli, header, result, run
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology
 from dtbench_core.cost.topology import MeshConstants

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtbench.model import STATUSES, Header, Result, Timing
-from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.model.fields import MAX_NUMBER
 from dtbench.records import run as run_file
 from dtbench.records.read import into
 from dtbench.records.run import RunWriter, read_run
 from dtbench.stats import summarize
+from dtbench.suite import STATUSES, Header, Result, Timing
+from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.suite.fields import MAX_NUMBER
 
 HEADER: dict[str, Any] = {
     "kind": "run",
@@ -355,8 +355,8 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """A real limit of the kernel on the file's size, met in the middle of a line."""
     script = """
         import resource, sys
-        from dtbench.model.errors import OutputError
-        from dtbench.model import Result
+        from dtbench.suite.errors import OutputError
+        from dtbench.suite import Result
         from dtbench.records.run import RunWriter
         writer = RunWriter.create(sys.argv[1], {"run_id": "r"})
         writer.append(Result("s", "first", "core", {}, "ok"))

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.bench.options import RunOptions
-from dtbench.bench.run import run as run_here
-from dtbench.model import Result, Run
+from dtbench.engine.launch import Note
+from dtbench.engine.options import RunOptions
+from dtbench.engine.rank_run import run as run_here
 from dtbench.records.run import read_run
+from dtbench.suite import Result, Run
 from dtbench.tests.programs import FRESH, LIMIT_S, environment, start, start_fresh
-from dtbench.world.launch import Note
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--no-python")
@@ -187,7 +187,7 @@ def test_ranks_that_are_lost_whatever_they_measure_end_the_run(
         starts.append(began_s)
         return Note(code=5, reported=True, lost="rank 0 died")
 
-    monkeypatch.setattr("dtbench.bench.run.start_ranks", lose)
+    monkeypatch.setattr("dtbench.engine.rank_run.start_ranks", lose)
     assert run_here(RunOptions(suites=(SUITE,), device="cpu", output=here / "x.jsonl"), []) == 5
     assert len(starts) == 5 and starts[0] is None and starts[1] is not None
     assert "like 5 starts in a row that measured nothing" in capsys.readouterr().err.splitlines()[-1]

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.engine.scratch import scratch
 from dtbench.tests.faults.table import SUITE
 from dtbench.tests.programs import start
-from dtbench.world.scratch import scratch
 
 # Prints its folder with a file in it and a child that knows the folder, and waits to be told to end.
 _HOLDS = """
 import subprocess
-from dtbench.world.scratch import scratch
+from dtbench.engine.scratch import scratch
 with scratch() as folder:
     (folder / "x").touch()
     env = {"PATH": "/bin:/usr/bin", "PLACE": f"{folder}/x"}

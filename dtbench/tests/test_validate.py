@@ -13,11 +13,11 @@ import pytest
 
 from dtbench.cost.calibration import calibrate
 from dtbench.cost.calibration.validate import validate, validate_split
-from dtbench.model import Result, Run
-from dtbench.model.errors import EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.records.cost_model import Validation
 from dtbench.records.run import RunWriter
 from dtbench.records.topology import Topology, write_topology
+from dtbench.suite import Result, Run
+from dtbench.suite.errors import EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli, slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES

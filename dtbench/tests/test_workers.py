@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.world.workers import Fork, Program, hand_over
+from dtbench.engine.workers import Fork, Program, hand_over
 
 ECHO = """
 import sys
-from dtbench.world.workers import connection_at, take_over
+from dtbench.engine.workers import connection_at, take_over
 ours = connection_at(sys.argv[1])
 ours.send(take_over(ours).recv())
 """

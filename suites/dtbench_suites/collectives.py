@@ -23,7 +23,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from dtbench.bench.refine import is_calibrated_with, sizes_between
+from dtbench.engine.refine import is_calibrated_with, sizes_between
 from dtbench.suite import Case, Param, Plan, Refinement, Workload, World, suite
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtbench.model.mesh import joint_dim
 from dtbench.suite import Plan, Skip
+from dtbench.suite.mesh import joint_dim
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

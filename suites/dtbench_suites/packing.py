@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from dtbench.machine.device import gpus
-from dtbench.model import ClockKind
-from dtbench.suite import Case, Plan, Workload, World, suite
+from dtbench.suite import Case, ClockKind, Plan, Workload, World, suite
 from dtbench_core import comm
 from dtbench_suites import SUITES, bucketer_reference
 from dtbench_suites.bucketer import KIB, MIB, bucketer_of, copy, counters_of, send_all

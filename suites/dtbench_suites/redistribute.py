@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from dtbench.bench.refine import is_calibrated_with
+from dtbench.engine.refine import is_calibrated_with
 from dtbench.suite import Case, Plan, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.collectives import accompanying_sizes, calls_of, params_of, refinement_of, swept

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute as torch_planner
 
-from dtbench.model.errors import UsageError
 from dtbench.suite import Case, Param, Plan, Workload, World, suite
+from dtbench.suite.errors import UsageError
 from dtbench_core.cost.topology import Topology, TopologyError
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.redistribute import route as redistribute

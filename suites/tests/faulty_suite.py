@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 import dtbench_core
-from dtbench.model import Case, Plan, Workload
-from dtbench.model.suites import load, suite
+from dtbench.suite import Case, Plan, Workload
+from dtbench.suite.suites import load, suite
 from dtbench_core import comm
 from dtbench_suites import bucketer, bucketer_reference, collectives, embedding, overlap, tensor_parallel
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtbench.bench.options import RunOptions
-from dtbench.model import Case, Plan
-from dtbench.model.suites import load
+from dtbench.engine.options import RunOptions
+from dtbench.suite import Case, Plan
+from dtbench.suite.suites import load
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_suites import collectives, dispatch, redistribute, tensor_parallel
 from dtbench_suites.dispatch_programs import PROGRAMS

@@ -14,11 +14,11 @@ import torch.distributed as dist
 pytest.importorskip("expecttest", reason="torch's op database imports it")
 
 import dtbench_core as core
-from dtbench.judge.op_verdicts import VARIANTS
-from dtbench.model import Plan
-from dtbench.model.errors import UsageError
+from dtbench.comparison.op_verdicts import VARIANTS
 from dtbench.records.verdicts import PROGRAMS
 from dtbench.suite import Case as PlannedCase
+from dtbench.suite import Plan
+from dtbench.suite.errors import UsageError
 from dtbench_suites.compat.judge import Seen, _seen, judge_program, kind_of, together
 from dtbench_suites.compat.program import Entry, Given, programs, randn
 from dtbench_suites.compat.suite import compat

@@ -16,12 +16,12 @@ import torch.distributed as dist
 pytest.importorskip("expecttest", reason="torch's op database imports it")
 
 import dtbench_core as core
-from dtbench.bench.options import RunOptions, split_words
-from dtbench.bench.run import run
 from dtbench.cli.program import cli
-from dtbench.judge.op_verdicts import MODES
-from dtbench.model.errors import UsageError
+from dtbench.comparison.op_verdicts import MODES
+from dtbench.engine.options import RunOptions, split_words
+from dtbench.engine.rank_run import run
 from dtbench.records.verdicts import OpVerdict
+from dtbench.suite.errors import UsageError
 from dtbench_core.simulate import ThreadWorld
 from dtbench_suites.coverage import judge, pool, samples
 from dtbench_suites.coverage.verdicts import RANKS, Caps, Case, Job, summarize

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtbench.model import Plan
+from dtbench.suite import Plan
 from dtbench_suites import bucketer_reference
 from dtbench_suites.bucketer_reference import ReferenceBucketer
 from dtbench_suites.packing import IMPLS, build, packing

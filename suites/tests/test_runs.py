@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench.bench.options import RunOptions, list_tasks
-from dtbench.model import Plan, Result
-from dtbench.model.suites import load
+from dtbench.engine.options import RunOptions, list_tasks
 from dtbench.records.run import read_run
+from dtbench.suite import Plan, Result
+from dtbench.suite.suites import load
 from dtbench.tests.programs import start, start_fresh
 
 FAULTY = Path(__file__).parent / "faulty_suite.py"

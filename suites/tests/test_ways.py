@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtbench.model import Plan
-from dtbench.model.errors import UsageError
-from dtbench.model.suites import load
 from dtbench.records.run import read_run
+from dtbench.suite import Plan
+from dtbench.suite.errors import UsageError
+from dtbench.suite.suites import load
 from dtbench.tests.programs import start
 from dtbench_suites import regret as suite
 from dtbench_suites.ways import (

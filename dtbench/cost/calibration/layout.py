@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from dtbench.cost.calibration.points import Tagged, quartiles, samples_us
-from dtbench.model.mesh import Groups
 from dtbench.records.layout import DimLayout
 from dtbench.records.topology import Layout
+from dtbench.suite.mesh import Groups
 from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, Link
 
 # Groups of one dim that take this much longer than others, at the median over what they measured

@@ -22,10 +22,10 @@ from dtbench.cost.plan.shardings import (
     tensor_calls,
 )
 from dtbench.cost.price import estimate
-from dtbench.model.errors import UsageError
-from dtbench.model.mesh import format_mesh
 from dtbench.records.plan import CallRow, Communication, ShardingRow, Times
 from dtbench.records.topology import Dim, Topology
+from dtbench.suite.errors import UsageError
+from dtbench.suite.mesh import format_mesh
 from dtbench.text.units import format_bandwidth, format_seconds
 from dtbench_core.cost.ring import busbw_factor
 

@@ -18,8 +18,8 @@ from statistics import median
 
 from dtbench.cost.plan.columns import BYTES, COLUMNS, SECONDS, TIMES, UNUSED, find_columns
 from dtbench.cost.plan.models import MAX_VALUE
-from dtbench.model.errors import UnreadableRunError, UsageError
 from dtbench.records.read import read_bytes
+from dtbench.suite.errors import UnreadableRunError, UsageError
 
 MAX_FILE_BYTES = 2**24
 _WHAT = "a table of measured steps in CSV"

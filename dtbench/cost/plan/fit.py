@@ -16,8 +16,8 @@ from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.step import predict_step
 from dtbench.cost.plan.tables import Measured
 from dtbench.cost.plan.validate import halves, predict_rows, residuals, steps_file
-from dtbench.model.errors import UsageError
 from dtbench.records.plan import StepsFile
+from dtbench.suite.errors import UsageError
 
 # Steps off by more than this count less and less: a measured table holds runs that went wrong.
 USUAL_ERROR = 0.05

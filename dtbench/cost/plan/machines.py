@@ -16,9 +16,9 @@ import msgspec
 from msgspec import structs
 
 from dtbench.cost.price import estimate
-from dtbench.model.errors import UsageError
 from dtbench.records.read import BadFieldError, decode, into, read_json
 from dtbench.records.topology import Dim, Topology
+from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
 
 MAX_FILE_BYTES = 2**20

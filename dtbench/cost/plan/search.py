@@ -11,7 +11,7 @@ from dtbench.cost.plan.job import RECOMPUTE, Job, Layout
 from dtbench.cost.plan.machines import FasterNetwork, Links, Machine
 from dtbench.cost.plan.memory import Memory, memory_of
 from dtbench.cost.plan.step import Step, predict_step
-from dtbench.model.errors import UsageError
+from dtbench.suite.errors import UsageError
 from dtbench.text.units import format_bytes, format_ratio, format_seconds
 
 BEST = 10

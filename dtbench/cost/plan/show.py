@@ -10,7 +10,6 @@ from rich.console import Console
 from dtbench.cost.plan.ground import interval
 from dtbench.cost.plan.machines import Machine, built_in, find_machine
 from dtbench.cost.plan.search import Candidate, Plan, explain
-from dtbench.model.mesh import format_mesh
 from dtbench.records.plan import (
     CallRow,
     Communication,
@@ -20,6 +19,7 @@ from dtbench.records.plan import (
     StepsFile,
     Times,
 )
+from dtbench.suite.mesh import format_mesh
 from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line, print_prose
 from dtbench.text.units import format_bytes, format_seconds, plural, significant
 

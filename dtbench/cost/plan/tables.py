@@ -19,8 +19,8 @@ from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.models import Model, model_called
 from dtbench.cost.plan.search import RESERVED_BYTES
 from dtbench.cost.plan.step import model_flops
-from dtbench.model.errors import UsageError
-from dtbench.model.grouping import group_by
+from dtbench.suite.errors import UsageError
+from dtbench.suite.grouping import group_by
 
 __all__ = ["Measured", "Steps", "Table", "all_reduces", "gpt", "measured_steps", "read_steps", "read_table"]
 

@@ -18,9 +18,9 @@ from dtbench.cost.plan.machines import Links, Machine, NodeLinks, find_machine, 
 from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.step import model_flops, predict_step
 from dtbench.cost.plan.tables import SEQUENCE, Measured, read_steps
-from dtbench.model.errors import UsageError
-from dtbench.model.grouping import group_by
 from dtbench.records.plan import StepRow, StepsFile
+from dtbench.suite.errors import UsageError
+from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 from dtbench_core.cost.curve import Curve
 

@@ -64,7 +64,7 @@ def run_file(**changes: object) -> None:
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x1b[1A\u202e\x9b1m"
 HOSTILE_SUITE = f"""
-from dtbench.model import Case, Workload
+from dtbench.suite import Case, Workload
 from dtbench.suite import suite
 
 def fail(world):
@@ -78,7 +78,7 @@ def hostile(plan):
 
 WANDERING_SUITE = """
 import os, tempfile
-from dtbench.model import Case, Workload
+from dtbench.suite import Case, Workload
 from dtbench.suite import suite
 
 @suite("wanders", world="ranks", help="cases that change the current folder")

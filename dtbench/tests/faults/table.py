@@ -20,10 +20,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from dtbench.bench.progress import summary_of
+from dtbench.engine.progress import summary_of
 from dtbench.records.run import read_run
+from dtbench.tests.lab import network
 from dtbench.tests.programs import FRESH, LIMIT_S, Forked, environment, start
-from dtbench.world.lab import network
 
 SUITE = Path(__file__).parents[1] / "faults_suite.py"
 # Names in a row's command line that stand for something long.

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from dtbench.cli import program as cli
-from dtbench.model.errors import EXIT_OWN_FAULT
+from dtbench.suite.errors import EXIT_OWN_FAULT
 from dtbench.tests import made_up
 from dtbench.tests.faults.conftest import TABLE
 from dtbench.tests.made_up import Cli

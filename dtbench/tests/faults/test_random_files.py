@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dtbench.model.errors import EXIT_OWN_FAULT
+from dtbench.suite.errors import EXIT_OWN_FAULT
 from dtbench.tests import made_up
 from dtbench.tests.faults.conftest import TABLE
 from dtbench.tests.faults.test_random_commands import TOPOLOGY, damaged

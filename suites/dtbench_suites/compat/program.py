@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench.judge.op_verdicts import WRITTEN
+from dtbench.comparison.op_verdicts import WRITTEN
 from dtbench_suites.compat.variants import grid, laid_out, ranks_of, shard_of
 from dtbench_suites.data import dtensor_api, parallel_api, placement
 

@@ -6,11 +6,10 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from dtbench.judge.op_verdicts import VARIANTS, WRITTEN
-from dtbench.model import CHOOSABLE_IMPLS
-from dtbench.model.errors import UsageError
+from dtbench.comparison.op_verdicts import VARIANTS, WRITTEN
 from dtbench.records.verdicts import PROGRAMS
-from dtbench.suite import Case, Plan, suite
+from dtbench.suite import CHOOSABLE_IMPLS, Case, Plan, suite
+from dtbench.suite.errors import UsageError
 from dtbench_suites import SUITES
 from dtbench_suites.coverage.suite import judged_by, not_timed, number, pattern
 

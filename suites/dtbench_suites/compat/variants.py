@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtbench.judge.op_verdicts import WRITTEN
+from dtbench.comparison.op_verdicts import WRITTEN
 from dtbench_suites.coverage.samples import stepped, transposed
 from dtbench_suites.coverage.verdicts import RANKS
 

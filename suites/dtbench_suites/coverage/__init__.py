@@ -8,7 +8,7 @@ Reading order:
     pool     the worker processes: hands out ops, watches the time
     suite    `dtbench run coverage`
 
-`dtbench.judge.op_verdicts` makes the tables.
+`dtbench.comparison.op_verdicts` makes the tables.
 """
 
 from dtbench_suites.coverage.suite import coverage

@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 
-from dtbench.model.errors import last_line
+from dtbench.engine.signals import how_ended
+from dtbench.engine.workers import Program, connection_at, left_s
 from dtbench.records.verdicts import OpVerdict
-from dtbench.world.signals import how_ended
-from dtbench.world.workers import Program, connection_at, left_s
+from dtbench.suite.errors import last_line
 from dtbench_suites.coverage.verdicts import Case, Job, summarize
 
 # The slowest op takes some seconds for all its cases on a core of its own, and starting ten; a busy

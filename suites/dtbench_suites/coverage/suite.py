@@ -6,12 +6,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from dtbench.judge.op_verdicts import MODES
-from dtbench.model import CHOOSABLE_IMPLS, Result
-from dtbench.model.errors import UsageError, WorldBrokenError
-from dtbench.model.suites import Measure
+from dtbench.comparison.op_verdicts import MODES
 from dtbench.records.verdicts import SUITE
-from dtbench.suite import Case, Plan, Workload, suite
+from dtbench.suite import CHOOSABLE_IMPLS, Case, Plan, Result, Workload, suite
+from dtbench.suite.errors import UsageError, WorldBrokenError
+from dtbench.suite.suites import Measure
 from dtbench_suites import SUITES
 from dtbench_suites.coverage import pool
 from dtbench_suites.coverage.verdicts import Caps, Job

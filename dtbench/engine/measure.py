@@ -1,0 +1,143 @@
+"""The one loop that measures: builds the impls of a case, warms them up, checks, samples, checks again, closes.
+
+    build -> warm up -> check -> sample -> check -> finish -> close
+
+How often, in which order and who decides is a schedule's: adaptive and voted on by all ranks (`sampling`, for
+`dtbench run`), fixed and in turns (a gate's launches), counted (a gate's counters), recorded (`dtbench profile`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from dtbench.machine.device import gpus
+from dtbench.suite import Case, Skip, Status, Workload
+from dtbench.suite.errors import describe, place_in
+from dtbench.suite.suites import World
+from dtbench.text.masking import mask
+
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False)
+class Subject:
+    """One impl of a case on this rank. What its code raises, or gets wrong, ends it and nothing else.
+
+    entering: called before any of its code runs. raised: told of a failure, in one line. bad: its status and
+    why, once it has ended; from then on none of its code runs but `close`.
+    """
+
+    case: Case
+    impl: str
+    entering: Callable[[], None] = lambda: None
+    raised: Callable[[str], None] = lambda _reason: None
+    workload: Workload = field(default_factory=lambda: Workload(run=lambda: None))
+    bad: tuple[Status, str] | None = None
+
+    def attempt(self, step: Callable[[], _T]) -> _T | None:
+        """What the step gives; None where it raises, or the subject has ended."""
+        if self.bad is not None:
+            return None
+        self.entering()
+        try:
+            return step()
+        except Skip as skip:
+            self.bad = ("skipped", str(skip))
+        except Exception as error:
+            reason = mask(describe(error)) + place_in(error, self.case.build.get(self.impl))
+            self.bad = ("failed", reason)
+            self.raised(reason)
+        return None
+
+    def build(self, world: World) -> None:
+        """Sets it up in the live world."""
+        self.attempt(lambda: self._build(world))
+
+    def _build(self, world: World) -> None:
+        made = self.case.build[self.impl](world)
+        if not isinstance(made, Workload):
+            raise TypeError(f"its build gave {made!r:.80}, expected a dtbench.suite.Workload")
+        self.workload = made
+
+    def ready(self) -> None:
+        """What must precede a call."""
+        if self.workload.before is not None:
+            self.workload.before()
+
+    def call(self, times: int = 1) -> None:
+        """Calls that nobody times."""
+        for _ in range(times):
+            self.ready()
+            self.workload.run()
+
+    def check(self, when: str) -> None:
+        """Ends it where its data is wrong."""
+        if self.workload.check is not None:
+            wrong = self.attempt(self.workload.check)
+            if wrong is not None:
+                self.bad = ("wrong", f"{wrong} ({when})")
+
+    def close(self) -> None:
+        """Frees what it holds, once."""
+        workload, self.workload = self.workload, Workload(run=lambda: None)
+        if workload.close is not None:
+            try:
+                workload.close()
+            except Exception as error:  # says nothing new of what has ended already
+                self.bad = self.bad or ("failed", mask(describe(error)))
+
+
+class Schedule(Protocol):
+    """How subjects are measured. Each method goes through all of them."""
+
+    def warm_up(self) -> None: ...
+
+    def sample(self) -> None: ...
+
+    def finish(self) -> None:
+        """After the last check, before they are closed."""
+        ...
+
+
+def measure(subjects: Sequence[Subject], world: World, schedule: Schedule) -> None:
+    """Takes the subjects through the loop; they say themselves how they ended. What the schedule raises ends it."""
+    with no_collections():
+        try:
+            for subject in subjects:
+                subject.build(world)
+            schedule.warm_up()
+            for subject in subjects:
+                subject.check("after the warm-up")
+            schedule.sample()
+            for subject in subjects:
+                subject.check("after the samples")
+            schedule.finish()
+        finally:
+            for subject in subjects:
+                subject.close()
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Collects garbage now and not meanwhile."""
+    gc.collect()
+    # What survived is modules, caches and results. Left unfrozen, the next case's collection would walk
+    # through all of torch again: longer than a short case takes.
+    gc.freeze()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def release_memory() -> None:
+    """Gives back what closed subjects held, so that running out of memory ends one case, not the run."""
+    gc.collect()
+    gpus().free_cached()
