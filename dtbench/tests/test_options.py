@@ -203,7 +203,7 @@ def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
     ):
         options.list_tasks([Suite("s", fails, "ranks", "")], PLAN)
 
-    with pytest.raises(UsageError, match=r"TypeError: it gave 1, expected a dtbench\.model\.Case"):
+    with pytest.raises(UsageError, match=r"TypeError: it gave 1, expected a dtbench\.suite\.Case"):
         options.list_tasks([Suite("s", lambda plan: iter([1]), "ranks", "")], PLAN)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="world='rank', expected one of ranks, simulated, own"):
         Suite("s", fails, "rank", "")  # type: ignore[arg-type]
