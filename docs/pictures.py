@@ -34,8 +34,7 @@ PAGES = {
 REPORT = "dtbench report {files} -o {{page}}"
 COMMANDS = {
     "calibrate": (REPORT.format(files="results/lab/2x2-400mbit.topology.json"), "#redistribute figure"),
-    "regret": (REPORT.format(files="results/lab/2x2-400mbit-regret.json"), "#redistribute figure"),
-    "settings": (REPORT.format(files="results/settings/buckets-cpu-2ranks.jsonl"), "#bucketer figure"),
+    "buckets": (REPORT.format(files="results/buckets-cpu-2ranks.jsonl"), "#bucketer figure"),
     "stages": (REPORT.format(files="results/profile/add"), "#dispatch figure"),
     "timeline": (REPORT.format(files="results/profile/mlp"), "#bucketer figure >> nth=1"),
     "history": (REPORT.format(files="results/history/*.jsonl"), "#history figure"),

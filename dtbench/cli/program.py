@@ -41,7 +41,6 @@ _COMMANDS = {
     "Measure": ("run", "list", "profile", "preflight", "doctor", "suite"),
     "Read results": ("show", "report", "import"),
     "Judge": ("compare", "gate"),
-    "Choose settings": ("settings",),
     "Model costs": ("calibrate", "plan", "export"),
 }
 _SHOWN = tuple(name for names in _COMMANDS.values() for name in names)
