@@ -42,7 +42,6 @@ SOUND = (
     "run nosuch nosuch-either --quick -o out.jsonl",
     "gate --base rubbish --head rubbish dispatch -o out.gate",
     "profile nosuch nosuch-either",
-    "lab up --rate rubbish --hosts 1",
     "doctor nosuch nosuch-either",
 )
 # Nothing here names a place outside the current folder that could be written.
