@@ -1,6 +1,6 @@
-# `make bench` measures, calibrates and reports; `make lab` calibrates two hosts made on this machine. `make test`
-# checks all but what is slow, `make test-all` everything, `make coverage` every op against a committed table, `make gpu`
-# measures what one GPU can show in nine minutes. All install first.
+# `make bench` measures, calibrates and reports. `make test` checks all but what is slow, `make test-all` everything,
+# `make coverage` every op against a committed table, `make gpu` measures what one GPU can show in nine minutes. All
+# install first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,10 +11,7 @@ PAGE := reports/bench-$(STAMP).html
 COVERAGE := results/run-coverage-$(STAMP)
 COMPAT := results/run-compat-$(STAMP)
 
-LAB := results/lab-$(STAMP)
-HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
-
-.PHONY: pictures bench lab plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage compat docs size install checks lint types imports fast slow clean
+.PHONY: pictures bench plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage compat docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -25,17 +22,6 @@ bench: install
 	@echo "results:  $(RUN).jsonl"
 	@echo "topology: $(RUN).topology.json"
 	@echo "report:   $(CURDIR)/$(PAGE)"
-
-# Two hosts on this machine with a link of 400 Mbit/s between them (needs root; half an hour): calibrates, then
-# says how well new launches at other sizes are predicted, and what the choices of each model cost.
-lab: install
-	@mkdir -p results
-	$(HOSTS) collectives redistribute --max-size 4MiB --filter mode=isolated -o $(LAB).jsonl
-	$(BIN)/dtbench calibrate $(LAB).jsonl -o $(LAB).topology.json
-	$(HOSTS) collectives redistribute --size 1536B:1536KiB:4x --launches 2 --filter "groups=together mode=isolated" -o $(LAB)-new.jsonl
-	$(BIN)/dtbench calibrate --validate $(LAB).topology.json $(LAB)-new.jsonl
-	$(HOSTS) regret --filter redistribute --topology $(LAB).topology.json --launches 3 --timeout 120 -o $(LAB)-ways.jsonl
-	$(BIN)/dtbench calibrate --regret $(LAB).topology.json $(LAB)-ways.jsonl
 
 # What one GPU can show, by worth; what results/gpu.zip holds already is not done again. Then: the same commands on this
 # CPU, with a fake GPU; no figure counts. Without `make` the script needs python3 and .wheels alone, see `wheels`.

@@ -32,6 +32,7 @@ COMMANDS = {
         REPORT.format(files="results/baseline-cpu-gloo-4ranks.topology.json"),
         "#redistribute figure",
     ),
+    "buckets": (REPORT.format(files="results/buckets-cpu-2ranks.jsonl"), "#bucketer figure"),
     "stages": (REPORT.format(files="results/profile/add"), "#dispatch figure"),
     "preflight": ("dtbench preflight --nproc 4 --device cpu -o {page}", "#preflight figure"),
 }

@@ -186,7 +186,7 @@ def report(
 ) -> Path:
     """Writes one HTML page of what was measured; its path.
 
-    of: runs, or paths of what `dtbench report` takes: run files, topologies, the JSON of gate or regret, profiles.
+    of: runs, or paths of what `dtbench report` takes: run files, topologies, the JSON of a gate, profiles.
     base: what to compare the runs with.
 
     Raises:

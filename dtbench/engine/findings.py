@@ -57,7 +57,7 @@ def next_commands(run: Run) -> list[str]:
     if any(r.params.get("groups") == "together" for r in run.ok("collectives")):
         commands.append(f"dtbench calibrate {path} -o {path.with_suffix('.topology.json')}")
     if run.ok("bucketer"):
-        commands.append(f"dtbench settings {path}")
+        commands.append(f"dtbench calibrate {path}")
     if any(map(has_verdicts, run.results)):
         commands.append(f"dtbench coverage {path}")
     commands.append(f"dtbench report {path} -o {path.with_suffix('.html')}")

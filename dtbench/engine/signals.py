@@ -1,4 +1,4 @@
-"""Signals that end a process: held back while it has something to put in order first, and by name."""
+"""Signals that end a process: answered while it has something to put in order first, and by name."""
 
 from __future__ import annotations
 
@@ -17,18 +17,6 @@ def ending_signals() -> frozenset[signal.Signals]:
 
 
 @contextmanager
-def signals_held(*more: signal.Signals) -> Iterator[frozenset[signal.Signals]]:
-    """Within the block the ending signals and `more` wait, to be asked for (`refuse_if_ending`) or
-    waited for. Yields all of them. Processes started in the block hold them too."""
-    held = ending_signals() | set(more)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
-    try:
-        yield held
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
 def answered(
     numbers: Set[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
@@ -39,16 +27,6 @@ def answered(
     finally:
         for number, other in before.items():
             signal.signal(number, other)
-
-
-def refuse_if_ending() -> None:
-    """A place where it is safe to stop.
-
-    Raises:
-        KeyboardInterrupt: a held signal tells us to.
-    """
-    if signal.sigpending() & ending_signals():
-        raise KeyboardInterrupt
 
 
 def how_ended(code: int) -> str:

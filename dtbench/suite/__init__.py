@@ -17,7 +17,6 @@ from dtbench.suite.case import (
 from dtbench.suite.result import (
     SCHEMA,
     STATUSES,
-    SWEEP_ARM,
     CaseKey,
     Checkout,
     Checkouts,
@@ -45,7 +44,6 @@ __all__ = [
     "SCHEMA",
     "STAGES",
     "STATUSES",
-    "SWEEP_ARM",
     "Case",
     "CaseKey",
     "Checkout",

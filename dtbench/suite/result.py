@@ -17,8 +17,6 @@ from dtbench.suite.fields import MAX_INT, Amount, Count, Name, Whole
 from dtbench.suite.mesh import MAX_RANKS
 
 SCHEMA = 1
-# The variable by which a run knows its arm of `dtbench settings --sweep`, whatever the arm forces.
-SWEEP_ARM = "DTBENCH_SWEEP_ARM"
 _ReadInt = Annotated[int, msgspec.Meta(ge=-MAX_INT, le=MAX_INT)]
 _ReadParam = str | bool | float | _ReadInt
 Status = Literal["ok", "failed", "skipped", "wrong"]

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from dtbench.reporting import report as reporting
+from dtbench.reporting import html as reporting
 from dtbench.reporting.html import Sources
 from dtbench.reporting.html.parts import PARTS
 from dtbench.reporting.html.section import Material, Section

@@ -91,10 +91,9 @@ def test_help_shows_ten_options_before_those_that_few_need(dtbench: Cli, name: s
 @pytest.mark.parametrize(
     ("args", "meant"),
     [
-        ("settngs", "Did you mean 'settings'?; `dtbench --help`"),
+        ("calibrat", "Did you mean 'calibrate'?; `dtbench --help`"),
         ("covrage", "Did you mean 'coverage'?; `dtbench --help`"),
         ("suite chek", "Did you mean 'check'?; `dtbench suite --help`"),
-        ("lab stats", "Did you mean 'status'?; `dtbench lab --help`"),
         ("--versio", "Did you mean '--version'?; `dtbench --help`"),
         ("show --jso", "Did you mean '--json'?; `dtbench show --help`"),
         ("run SUITE --filtr x", "`dtbench run --help` shows what there is. Did you mean '--filter'?"),
@@ -107,15 +106,10 @@ def test_the_nearest_name_is_suggested(dtbench: Cli, args: str, meant: str) -> N
 
 
 def test_no_command_is_described_by_half_a_sentence(dtbench: Cli) -> None:
-    for group in ((), ("suite",), ("lab",)):
+    for group in ((), ("suite",)):
         code, out, _ = dtbench(*group, "--help")
         commands = [line for line in out.splitlines() if re.match(r"  [a-z][a-z-]+  ", line)]
         assert code == 0 and commands and not [line for line in commands if line.endswith("...")]
-
-
-def test_settings_without_a_run_says_what_it_takes(dtbench: Cli) -> None:
-    code, out, err = dtbench("settings")
-    assert (code, out) == (EXIT_USAGE, "") and err.startswith("dtbench: RUN missing: give runs of bucketer")
 
 
 def test_a_suite_is_not_written_over_another(dtbench: Cli) -> None:

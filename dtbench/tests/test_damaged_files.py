@@ -178,7 +178,6 @@ READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "packed trace": (lambda: gzip.compress(trace()), profile),
     "coverage": (committed("compat-core.json"), read_baseline),
     "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
-    "regret": (committed("lab/2x2-400mbit-regret.json"), report_of),
     "resumed run": (run_file, resumed),
     "preflight": (lambda: msgspec.json.encode(PREFLIGHT), report_of),
     "what is expected of a preflight": (lambda: msgspec.json.encode(PREFLIGHT), read_expected),

@@ -25,7 +25,6 @@ WRITTEN = {
 COMMITTED = {
     "profile": "profile/add/table.json",
     "profile of ranks": "profile/mlp/table.json",
-    "regret": "lab/2x2-400mbit-regret.json",
 }
 
 

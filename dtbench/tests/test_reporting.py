@@ -74,7 +74,7 @@ def whole(text: str) -> Page:
 
 def test_every_section_has_its_figure_and_table(whole: Page) -> None:
     order = [attrs["id"] for tag, attrs in whole.tags if tag == "section" and attrs.get("id")]
-    assert order == [*SECTIONS, "settings", "method", "provenance"]
+    assert order == [*SECTIONS, "method", "provenance"]
     assert "dtbench run" not in whole.section_text["dispatch"]
     drawn = (
         "bandwidth0",

@@ -226,7 +226,6 @@ def test_wrong_usage_is_one_line(dtbench: Cli) -> None:
         ("--validate t.json t.json", "t.json"),
         ("--validate cut.json fitted.jsonl", "cut.json is not a topology"),
         ("--validate nosuch.json fitted.jsonl", "cannot read nosuch.json"),
-        ("--regret nosuch.json fitted.jsonl", "cannot read nosuch.json"),
     ):
         code, out, err = dtbench("calibrate", *args.split())
         assert (code, out, err.count("\n")) == (EXIT_USAGE, "", 1) and says in err, args

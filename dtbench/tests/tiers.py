@@ -20,7 +20,6 @@ SLOW = {
     "dtbench/tests/faults/test_random_*.py::*[?000*": "thousands of commands",
     "dtbench/tests/test_damaged_files.py::*[*-400]": "hundreds of damaged files of each kind",
     "dtbench/tests/test_extreme_figures.py::*[plan]": "a hundred reports",
-    "dtbench/tests/test_extreme_figures.py::*[regret]": "a hundred reports",
     # What of a user's machine it takes.
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
@@ -38,7 +37,6 @@ SLOW = {
     "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",
     "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",
     "dtbench/tests/test_refine.py::test_real_ranks*": "sweeps of real ranks in two launches",
-    "suites/tests/test_ways.py::test_every_way_is_right_on_real_ranks": "all ways of a redistribution on four ranks",
     "core/tests/test_compile.py::test_inductor*": "code that inductor makes and a compiler builds",
     "core/tests/test_compile_from_local.py::test_inductor*": "the same of other graphs",
     "core/tests/test_compile_from_local.py::test_what*[leaves]": "some twenty graphs",

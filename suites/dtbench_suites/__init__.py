@@ -15,6 +15,5 @@ SUITES = {
     "overlap": "waiting for collectives at first use, and at once",
     "packing": "what bundling costs the host, with nothing sent (only when named)",
     "redistribute": "time to change a DTensor's placement, per mesh dim",
-    "regret": "the candidate ways of redistributions and products, for `calibrate --regret` (only when named)",
     "tensor_parallel": "the parts of a transformer, cut over one mesh dim",
 }

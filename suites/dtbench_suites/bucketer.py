@@ -13,7 +13,7 @@ The large cases are 64 MiB in the bucketers' default buckets. They have no `unbu
 seconds per sample, and the small ones have no `copy` and no `core_held`.
 
 With `--size`, which then are the sizes of buckets, the 64 MiB in tensors of 256 KiB are sent through each of them:
-the sweep that `dtbench settings` chooses from.
+the sizes that `dtbench calibrate` chooses from.
 
 Counters, per pass over all tensors: collectives issued, bytes_copied on this rank, and peak_bytes of
 buffers besides the inputs and the results.

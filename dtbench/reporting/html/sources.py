@@ -15,8 +15,6 @@ from typing import Any
 import msgspec
 
 from dtbench.cost.calibration import setup_of
-from dtbench.cost.settings.nccl import arm_of
-from dtbench.records.cost_model import Regret
 from dtbench.records.gate import Gate
 from dtbench.records.history import Line, read_history
 from dtbench.records.plan import PlanFile, StepsFile
@@ -39,8 +37,7 @@ MAX_TRACE_BYTES = 32 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = (
-    "a run, a topology, results of gate, regret, plan, preflight or profile, a history, "
-    "or a table of verdicts on ops"
+    "a run, a topology, results of gate, plan, preflight or profile, a history, or a table of verdicts on ops"
 )
 
 
@@ -52,7 +49,6 @@ _JSON: Mapping[str, tuple[str, type[msgspec.Struct], str]] = {
     "preflight": ("preflights", Preflight, "result of `dtbench preflight --json`"),
     "plan": ("plans", PlanFile, "result of `dtbench plan --json`"),
     "plan validation": ("steps", StepsFile, "result of `dtbench plan --validate`"),
-    "regret": ("regret", Regret, "result of `dtbench calibrate --regret --json`"),
 }
 
 
@@ -69,7 +65,6 @@ class Sources:
     """Everything that a report may be made of; only some of it has to be there.
 
     systems: runs of collectives of several setups, each with its launches; the first one's are `runs`, too.
-    sweep: runs with forced variables and without; the latter are `runs`, too.
     spans: section of a rank profile -> what each rank did in one iteration of it.
     recorded: the words of a profiled case -> its flame graph, or the trace of its ranks.
     verdicts: runs of the suite `coverage`, baseline tables of it. peaks: mesh dim -> bytes per second that no
@@ -80,7 +75,6 @@ class Sources:
     baseline: tuple[Run, ...] = ()
     topology: Topology | None = None
     gate: Changes | None = None
-    regret: Regret | None = None
     calls: tuple[Call, ...] = ()
     ranks: tuple[Section, ...] = ()
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
@@ -91,7 +85,6 @@ class Sources:
     plans: tuple[PlanFile, ...] = ()
     preflights: tuple[Preflight, ...] = ()
     steps: tuple[StepsFile, ...] = ()
-    sweep: tuple[Run, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)
     recorded: Mapping[frozenset[str], Path] = field(default_factory=dict)
@@ -118,11 +111,7 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
 
 
 def _apart(sources: Sources) -> Sources:
-    """Runs of collectives on several systems, or with several settings, stand beside each other; the rest of the page
-    is of the first system's, and of the launches without forced variables."""
-    arms = group_by(sources.runs, lambda run: arm_of(run.header.env))
-    if len(arms) > 1 and () in arms:
-        sources = replace(sources, runs=tuple(arms[()]), sweep=sources.runs)
+    """Runs of collectives on several systems stand beside each other; the rest of the page is of the first system's."""
     groups = tuple(map(tuple, group_by(sources.runs, lambda run: repr(setup_of(run))).values()))
     if len(groups) < 2 or not all(any(r.suite == "collectives" for r in run.results) for run in sources.runs):
         return sources
@@ -151,8 +140,6 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, object]) -> Sour
         return _add(sources, path, "topology", read_topology(path))
     if {"torch", "verdicts"} <= set(data):
         return _add(sources, path, "verdict_tables", read_baseline(path))
-    if {"mesh", "groups"} <= set(data):
-        kind = "regret"
     if not isinstance(kind, str) or kind not in _JSON:
         raise UnreadableRunError(
             f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
@@ -173,7 +160,7 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, object]) -> Sour
 def _add(sources: Sources, path: Path, name: str, *found: object) -> Sources:
     there = getattr(sources, name)
     if there is not None and not isinstance(there, tuple):
-        words = {"topology": "topology", "gate": "result of a gate", "regret": "result of regret"}
+        words = {"topology": "topology", "gate": "result of a gate"}
         raise UsageError(f"{path} is a second {words[name]}: a report shows one; give one of them")
     more: dict[str, Any] = {name: found[0] if there is None else (*there, *found)}
     return replace(sources, **more)

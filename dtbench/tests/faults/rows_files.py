@@ -24,7 +24,6 @@ READERS = {
     "coverage": "coverage {}",
     "import": "import {} -o i.jsonl",
     "validate": "calibrate --validate {} {}",
-    "regret": "calibrate --regret {} {}",
     "export": "export {} --to torch -o e.py",
     "predict": "plan --topology {} --mesh dp=2 --model llama-70b",
 }
@@ -135,7 +134,6 @@ ROWS = [
         for words in (
             "plan --topology t.json --mesh dp=2,tp=2 --model llama-8b",
             "calibrate --validate t.json x.jsonl",
-            "calibrate --regret t.json x.jsonl",
             "show t.json",
         )
     ),

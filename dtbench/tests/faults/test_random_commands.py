@@ -33,20 +33,15 @@ SOUND = (
     "coverage run.jsonl --base coverage-core.json",
     "calibrate run.jsonl -o out.json",
     f"calibrate --validate {TOPOLOGY} run.jsonl",
-    f"calibrate --regret {TOPOLOGY} run.jsonl",
     f"plan --topology {TOPOLOGY} --mesh dp=2,tp=2 --model llama-70b",
     f"export {TOPOLOGY} --to torch -o out.py",
     "list collectives --device cpu",
     "plan --model llama-8b --gpus 16 --batch 64",
     "plan --validate a100-64-gpus.csv",
-    "settings run.jsonl",
-    "settings run.jsonl -o out.csv",
-    "settings --sweep NCCL_ALGO=Tree --sweep NCCL_ALGO=Ring -o out -- dtbench run collectives",
     # Whatever word is changed, another is left that ends it before it measures.
     "run nosuch nosuch-either --quick -o out.jsonl",
     "gate --base rubbish --head rubbish dispatch -o out.gate",
     "profile nosuch nosuch-either",
-    "lab up --rate rubbish --hosts 1",
     "doctor nosuch nosuch-either",
 )
 # Nothing here names a place outside the current folder that could be written.

@@ -47,15 +47,11 @@ COMMANDS = {
         "calibrate FILE run.jsonl -o out.json",
         f"calibrate --validate {TOPOLOGY} FILE",
         "calibrate --split FILE",
-        "settings FILE",
-        "settings FILE run.jsonl -o out.csv",
-        "settings --arm NCCL_ALGO=Ring FILE --arm '' run.jsonl -o out.csv",
+        "calibrate FILE",
         "run nosuch --resume -o FILE",
     ),
-    "ways.jsonl": (f"calibrate --regret {TOPOLOGY} FILE", f"calibrate --regret {TOPOLOGY} FILE --json"),
     TOPOLOGY: (
         "calibrate --validate FILE run.jsonl",
-        "calibrate --regret FILE ways.jsonl",
         f"plan --topology FILE {MODEL} llama-70b",
         "export FILE --to torch -o out.py",
         "export FILE --to inductor -o out.py",
@@ -82,7 +78,6 @@ COMMANDS = {
     ),
     "gate.json": ("report FILE -o out.html",),
     "history.jsonl": ("report FILE -o out.html",),
-    "regret.json": ("report FILE -o out.html",),
     "plan.json": ("report FILE -o out.html",),
     "steps.json": ("report FILE -o out.html",),
     "preflight.json": ("report FILE -o out.html", "preflight --expect FILE --mesh nosuch"),
@@ -121,12 +116,9 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
         "coverage-core.json": "compat-core.json",
         "gate.json": "gate/same.json",
         "history.jsonl": "history/intel-r-xeon-r-processor-2c-dee4835e.jsonl",
-        "regret.json": "lab/2x2-400mbit-regret.json",
         "calls.json": "profile/add/table.json",
     }
     made |= {name: (RESULTS / path).read_bytes() for name, path in committed.items()}
-    ways = (RESULTS / "lab/2x2-400mbit-ways.jsonl").read_bytes().splitlines(keepends=True)
-    made["ways.jsonl"] = b"".join(ways[:40])
     written = {
         "plan.json": f"plan --model llama-8b {PLAN} --json",
         "steps.json": "plan --validate a100-64-gpus.csv --json",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dtbench.cost.settings.buckets import choose, sweeps_of
+from dtbench.cost.bucket_size import bucket_choices
 from dtbench.records import profile
 from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import bandwidth_tick, seconds_tick, value_axis
@@ -28,7 +28,6 @@ from dtbench.reporting.html.figures import (
 from dtbench.reporting.html.impls import CORE, FLOOR, TORCH, bandwidths, named
 from dtbench.reporting.html.profiles import MAX_SPANS, Span
 from dtbench.reporting.html.section import Material, Part, Section
-from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, format_size, plural
 
@@ -75,11 +74,9 @@ def fill(section: Section, of: Material) -> None:
 
 
 def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
-    """How much faster buckets of the size are that settings would choose, else of the largest."""
-    try:
-        chosen = {one.group[:4]: one.bucket for one in map(choose, sweeps_of(of.sources.runs))}
-    except UsageError:  # no sweep over sizes
-        chosen = {}
+    """How much faster buckets of the size are that `dtbench calibrate` chooses, else of the largest; and that size."""
+    choices = bucket_choices(of.sources.runs)
+    chosen = {tuple(choice.group): choice.bucket_bytes for choice in choices}
     largest = max(c.number("bucket_bytes") for c in cases)
     there = [
         (c, ratio)
@@ -95,10 +92,16 @@ def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
             f"{plural(len(ratios), 'case')}, from {t.faster(max(ratios))} to {t.faster(min(ratios))}"
         )
         section.headlines.append((t.faster(geometric_mean(ratios)), words))
+    for choice in choices:
+        if choice.bucket_cap_mb is not None:
+            words = (
+                f"bucket_cap_mb for {choice.group.dtype} over {choice.group.mesh_dim}={choice.group.ranks}"
+            )
+            section.headlines.append((format_size(choice.bucket_bytes), words))
 
 
 def _group(case: Case) -> tuple[str, int, str, int]:
-    """As `dtbench.cost.settings.buckets.Group` begins."""
+    """As `dtbench.cost.bucket_size.BucketGroup`."""
     return (
         str(case.get("mesh_dim")),
         case.number("ranks"),

@@ -40,7 +40,7 @@ def title(of: Material, verdict: Verdict, sections: Sequence[Section]) -> str:
         return "Ops on distributed tensors"
     if sources.calls or sources.ranks:
         return "Profile"
-    return "Cost model" if sources.topology is not None or sources.regret is not None else "History"
+    return "Cost model" if sources.topology is not None else "History"
 
 
 def _times(of: Material) -> str:

@@ -1,13 +1,15 @@
-"""Cost models on the terminal: what `calibrate` fits, and how good models are (`--validate`, `--regret`)."""
+"""What `dtbench calibrate` prints: a fitted topology, how good models are (`--validate`), and bucket sizes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
 
+from dtbench.cost.bucket_size import MEASURE, MIB, BucketChoice
 from dtbench.cost.calibration.validate import REGIMES
-from dtbench.cost.regret import CHOOSERS
-from dtbench.records.cost_model import CallGroup, Regret, Validation
+from dtbench.records.cost_model import CallGroup, Validation
 from dtbench.records.topology import Dim, Topology
 from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line, print_prose
 from dtbench.text.units import format_ratio, format_size, significant
@@ -93,34 +95,40 @@ def _print_group(console: Console, group: CallGroup, models: dict[str, str]) -> 
     print_columns(console, [("model", [models[model] for model in group.scores])], figures)
 
 
-def print_regret(found: Regret, as_json: bool = False) -> None:
-    """Per library, kind and size a row per model: what its choices cost more than the best."""
-    if as_json:
-        print_json(msgspec.to_builtins(found))
-        return
-    console = new_console()
-    for group in found.groups:
-        head = f"{group.name} by {group.library}, {format_size(group.size_bytes)}, {found.mesh}: "
-        counts = f"{next(iter(group.scores.values())).decisions} decisions, {group.launches} launches"
-        print_line(console, head + counts, style="bold")
-        scores = list(group.scores.values())
-        figures: list[Column] = [
-            ("mean regret", [_percent(s.mean) for s in scores]),
-            ("90 % interval", [" to ".join(map(_percent, s.interval)) for s in scores]),
-            ("largest", [_percent(s.worst) for s in scores]),
-            ("within 10 %", [_share(s.near) for s in scores]),
-            ("pairs in order", [_share(s.ranked_right) for s in scores]),
-            ("no preference", [_share(s.ties) for s in scores]),
-        ]
-        print_columns(console, [("chosen by", [CHOOSERS[model] for model in group.scores])], figures)
-        print_line(console, "")
-    for note in found.notes:
-        print_line(console, f"note: {note}")
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.{1 if share >= 0.1 else 2}f} %"
+
+
+def print_buckets(choices: Sequence[BucketChoice], as_json: bool = False) -> None:
+    """Per mesh dim, dtype and size of tensors the bucket to set, its interval, and where to set it."""
+    if as_json:
+        print_json({"kind": "buckets", "buckets": msgspec.to_builtins(choices)})
+        return
+    console = new_console()
+    figures: list[Column] = [
+        ("ranks", [str(c.group.ranks) for c in choices]),
+        ("tensors", [format_size(c.group.tensor_bytes) for c in choices]),
+        ("launches", [str(c.launches) for c in choices]),
+        ("bucket_cap_mb", ["-" if c.bucket_cap_mb is None else f"{c.bucket_cap_mb:g}" for c in choices]),
+        ("90% interval", [_bucket_interval(c) for c in choices]),
+        ("fastest", [f"{c.fastest_bytes / MIB:g}" for c in choices]),
+        ("loss", [f"{c.loss:.1%}" for c in choices]),
+    ]
+    words: list[Column] = [
+        ("mesh dim", [c.group.mesh_dim for c in choices]),
+        ("dtype", [c.group.dtype for c in choices]),
+    ]
+    print_columns(console, words, figures)
+    for edge in dict.fromkeys(c.edge for c in choices if c.edge):
+        print_prose(console, f"no bucket_cap_mb: {edge}; {MEASURE}, with sizes beyond it")
+    print_prose(
+        console,
+        "in MiB, for DistributedDataParallel(model, bucket_cap_mb=...) and torch._inductor.config."
+        "aten_distributed_optimizations.pre_bucketing_fsdp_collectives_bucket_cap_mb",
+    )
+
+
+def _bucket_interval(choice: BucketChoice) -> str:
+    if choice.low_bytes is None or choice.high_bytes is None:
+        return "-"
+    return f"{choice.low_bytes / MIB:g} to {choice.high_bytes / MIB:g}"
