@@ -108,6 +108,11 @@ def on_ranks(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_S
     return _with_fixture(fn, "ranks", world_size)
 
 
+def on_gloo_ranks(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
+    """As `on_ranks`, on real gloo processes: for what threads of one process cannot show."""
+    return _with_fixture(fn, "gloo_ranks", world_size)
+
+
 def on_worlds(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
     """As `on_ranks`, in both flavours: see the fixture `worlds`."""
     return _with_fixture(fn, "worlds", world_size)
@@ -170,8 +175,7 @@ def _answer(call: Call, payload: bytes) -> bytes:
             _apply_filters(call.filters)
             fn = call.load()
             args, kwargs = pickle.loads(payload)
-            with _checked(call.module):
-                return pickle.dumps((True, fn(*args, **kwargs)))
+            return pickle.dumps((True, checked(fn)(*args, **kwargs)))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         summary = "".join(traceback.format_exception_only(error)).strip()
@@ -183,13 +187,17 @@ def _answer(call: Call, payload: bytes) -> bytes:
         return pickle.dumps((False, (summary, text, carried)))
 
 
-def _checked(module: str) -> contextlib.AbstractContextManager[None]:
+def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Has the ranks compared at every op in tests of whole programs. Those of single ops look at what an op sends."""
-    if not module.endswith(PROGRAMS):
-        return contextlib.nullcontext()
+    if not fn.__module__.endswith(PROGRAMS):
+        return fn
     from dtbench_core import check_ranks
 
-    return check_ranks()
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with check_ranks():
+            return fn(*args, **kwargs)
+
+    return run
 
 
 def _apply_filters(filters: Sequence[tuple[Any, ...]]) -> None:
@@ -326,6 +334,19 @@ def _error(
     return error
 
 
+def refuse(
+    run: Callable[..., Any], fn: Callable[..., Any], *args: Any, told: str, error: type = object
+) -> None:
+    """Asserts that `fn(*args)` raises on every rank, this error with a message that matches `told`."""
+    try:
+        run(fn, *args)
+    except RankError as caught:
+        assert re.search(told, str(caught)), caught
+        assert isinstance(caught.__cause__, error) and len(caught.failures) == WORLD_SIZE, caught
+    else:
+        raise AssertionError(f"{fn.__qualname__} raised nothing, expected {told!r}")
+
+
 class Worlds:
     """The worlds of a test session, one per size, started when first asked for."""
 
@@ -355,15 +376,7 @@ class Worlds:
                 del self._worlds[world_size]
                 world.close()
 
-    def refuse(self, fn: Callable[..., Any], *args: Any, told: str, error: type = object) -> None:
-        """Asserts that `fn(*args)` raises on every rank, this error with a message that matches `told`."""
-        try:
-            self(fn, *args)
-        except RankError as caught:
-            assert re.search(told, str(caught)), caught
-            assert isinstance(caught.__cause__, error) and len(caught.failures) == WORLD_SIZE, caught
-        else:
-            raise AssertionError(f"{fn.__qualname__} raised nothing, expected {told!r}")
+    refuse = refuse
 
     def pids(self, world_size: int = WORLD_SIZE) -> list[int | None]:
         return self._worlds[world_size].pids if world_size in self._worlds else []

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
 from core.tests.placing import sharded
 from dtbench_core import (
     CoreError,
@@ -150,7 +151,7 @@ def _load_the_neighbours(path: str) -> None:
     torch.load(f"{path}/{3 - dist.get_rank()}.pt")
 
 
-def test_another_ranks_part_is_refused(ranks: Worlds, tmp_path: Path) -> None:
+def test_another_ranks_part_is_refused(ranks: ThreadWorlds, tmp_path: Path) -> None:
     # Rows 2, 2, 1, 0 over the ranks: no rank's mirror image holds as many.
     told = "every rank loads the part that it saved itself"
     ranks.refuse(_load_the_neighbours, str(tmp_path), told=told, error=LayoutError)
@@ -160,7 +161,7 @@ def _save_alone(path: str) -> None:
     torch.save(_tensor(LAYOUTS[0]), f"{path}/{dist.get_rank()}.pt")
 
 
-def test_loading_without_a_world_is_refused(ranks: Worlds, tmp_path: Path) -> None:
+def test_loading_without_a_world_is_refused(ranks: ThreadWorlds, tmp_path: Path) -> None:
     ranks(_save_alone, str(tmp_path))
     with pytest.raises(MeshError, match="no process group, expected the world it was saved in"):
         torch.load(tmp_path / "0.pt")
@@ -242,7 +243,7 @@ def _checkpoint_of_terms(path: str) -> None:
     dcp.save({"x": DTensor.from_local(torch.ones(3), mesh_of((4,)), [Partial()])}, checkpoint_id=path)
 
 
-def test_a_partial_cannot_be_saved(ranks: Worlds, tmp_path: Path) -> None:
+def test_a_partial_cannot_be_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
     told = "expected Shard or Replicate: redistribute it before"
     ranks.refuse(_checkpoint_of_terms, str(tmp_path), told=told)
 

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from core.tests.gloo_world import RankError, Worlds, on_ranks
-from core.tests.local_world import AnyWorlds
+from core.tests.gloo_world import RankError, on_ranks
+from core.tests.local_world import AnyWorlds, ThreadWorlds
 from core.tests.on_device import torch
 from core.tests.torch_version import BEFORE_213
 from dtbench_core import ArgumentError, CommTensor
@@ -192,7 +192,7 @@ def _plain_input() -> None:
         work.wait()
 
 
-def test_a_collective_that_passes_by_is_told(ranks: Worlds) -> None:
+def test_a_collective_that_passes_by_is_told(ranks: ThreadWorlds) -> None:
     with pytest.raises(RankError, match="wrap the input too") as caught:
         ranks(_plain_input)
     assert isinstance(caught.value.__cause__, ArgumentError) and len(caught.value.failures) == N
@@ -220,7 +220,7 @@ def _plain_output_traced() -> None:
 
 
 @pytest.mark.parametrize("program", [_plain_output, _plain_output_traced])
-def test_outputs_must_be_wrapped(ranks: Worlds, program: Any) -> None:
+def test_outputs_must_be_wrapped(ranks: ThreadWorlds, program: Any) -> None:
     text = (
         "Type of output tensors from collective communication during tracing should always be CommTensor instead of "
         "torch.Tensor"
@@ -350,7 +350,7 @@ def _gather_traced() -> None:
     make_fx(program)(torch.ones(2))
 
 
-def test_other_collectives_are_not_traced(ranks: Worlds) -> None:
+def test_other_collectives_are_not_traced(ranks: ThreadWorlds) -> None:
     with pytest.raises(RankError, match="expected one of _allgather_base_, _reduce_scatter_base_") as caught:
         ranks(_gather_traced)
     assert isinstance(caught.value.__cause__, ArgumentError) and len(caught.value.failures) == N

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
 from core.tests.placing import full, place
 from dtbench_core import (
     CoreError,
@@ -196,5 +197,5 @@ def _dtypes_that_kernels_refuse(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["product", "index", "normalisation", "of what moves first"])
-def test_every_rank_refuses_a_dtype(ranks: Worlds, case: str) -> None:
+def test_every_rank_refuses_a_dtype(ranks: ThreadWorlds, case: str) -> None:
     ranks.refuse(_dtypes_that_kernels_refuse, case, told="dtype", error=RuntimeError)

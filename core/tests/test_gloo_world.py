@@ -53,38 +53,38 @@ def _nothing() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_results_by_rank(ranks: Worlds, world_size: int) -> None:
-    results = ranks(_sum_of_ranks, 10, world_size=world_size)
+def test_results_by_rank(gloo_ranks: Worlds, world_size: int) -> None:
+    results = gloo_ranks(_sum_of_ranks, 10, world_size=world_size)
     total = 10.0 * sum(range(world_size))
     assert [r for r, _, _ in results] == list(range(world_size))
     assert all(torch.equal(value, torch.tensor([total])) for _, value, _ in results)
     assert {threads for _, _, threads in results} == {1}
 
 
-def test_world_outlives_calls(ranks: Worlds) -> None:
-    ranks(_nothing)
-    before = ranks.pids()
-    ranks(_nothing)
-    assert ranks.pids() == before
+def test_world_outlives_calls(gloo_ranks: Worlds) -> None:
+    gloo_ranks(_nothing)
+    before = gloo_ranks.pids()
+    gloo_ranks(_nothing)
+    assert gloo_ranks.pids() == before
 
 
-def test_warnings_of_the_test_hold_on_ranks(ranks: Worlds) -> None:
+def test_warnings_of_the_test_hold_on_ranks(gloo_ranks: Worlds) -> None:
     with pytest.raises(RankError, match="DeprecationWarning: an old name"):
-        ranks(_warn, world_size=2)
+        gloo_ranks(_warn, world_size=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ranks(_warn, world_size=2)
+        gloo_ranks(_warn, world_size=2)
 
 
-def test_exception_on_every_rank_keeps_the_world(ranks: Worlds) -> None:
-    ranks(_nothing, world_size=2)
-    before = ranks.pids(2)
+def test_exception_on_every_rank_keeps_the_world(gloo_ranks: Worlds) -> None:
+    gloo_ranks(_nothing, world_size=2)
+    before = gloo_ranks.pids(2)
     with pytest.raises(RankError, match=r"rank 0 in _raise_everywhere.*CustomError: rank 0") as caught:
-        ranks(_raise_everywhere, world_size=2)
+        gloo_ranks(_raise_everywhere, world_size=2)
     assert type(caught.value.__cause__).__name__ == "CustomError"
     assert set(caught.value.failures) == {0, 1}
     assert "test_gloo_world.py" in caught.value.failures[1]
-    assert ranks.pids(2) == before
+    assert gloo_ranks.pids(2) == before
 
 
 @pytest.mark.parametrize(
@@ -95,15 +95,15 @@ def test_exception_on_every_rank_keeps_the_world(ranks: Worlds) -> None:
         (_hang_on, "(?s)rank 1 in _hang_on: did not answer.*_hang_on"),
     ],
 )
-def test_broken_world_is_named_and_rebuilt(ranks: Worlds, fn: object, told: str) -> None:
-    ranks(_nothing, world_size=2)
-    before = ranks.pids(2)
+def test_broken_world_is_named_and_rebuilt(gloo_ranks: Worlds, fn: object, told: str) -> None:
+    gloo_ranks(_nothing, world_size=2)
+    before = gloo_ranks.pids(2)
     with pytest.raises(RankError, match=told):
-        ranks(fn, 1, world_size=2, timeout_s=5.0)  # type: ignore[arg-type]
-    assert ranks(_sum_of_ranks, 1, world_size=2)[0][1].item() == 1.0
-    assert not set(ranks.pids(2)) & set(before)
+        gloo_ranks(fn, 1, world_size=2, timeout_s=5.0)  # type: ignore[arg-type]
+    assert gloo_ranks(_sum_of_ranks, 1, world_size=2)[0][1].item() == 1.0
+    assert not set(gloo_ranks.pids(2)) & set(before)
 
 
-def test_function_must_be_findable(ranks: Worlds) -> None:
+def test_function_must_be_findable(gloo_ranks: Worlds) -> None:
     with pytest.raises(TypeError, match=r"got .*<lambda>, expected a function defined at module level"):
-        ranks(lambda: None, world_size=2)
+        gloo_ranks(lambda: None, world_size=2)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.local_world import ThreadWorlds
 from core.tests.placing import full
 from dtbench_core import (
     DTensor,
@@ -97,7 +98,7 @@ def _trained(optimizer: str, form: str, layout: int | None, clip: dict[str, Any]
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=["rows", "columns", "both"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training(ranks: Worlds, optimizer: str, form: str, layout: int) -> None:
+def test_training(ranks: ThreadWorlds, optimizer: str, form: str, layout: int) -> None:
     expected = _trained(optimizer, form, None)
     for got in ranks(_trained, optimizer, form, layout):
         torch.testing.assert_close(got, expected)
@@ -107,7 +108,7 @@ def test_training(ranks: Worlds, optimizer: str, form: str, layout: int) -> None
 @pytest.mark.parametrize(
     "clip", [{"foreach": True}, {"foreach": False}, {}, {"norm_type": float("inf")}, {"norm_type": 1}]
 )
-def test_clipping(ranks: Worlds, clip: dict[str, Any], layout: int) -> None:
+def test_clipping(ranks: ThreadWorlds, clip: dict[str, Any], layout: int) -> None:
     clip = {"max_norm": 0.05, **clip}
     expected = _trained("sgd", "default", None, clip)
     for got in ranks(_trained, "sgd", "default", layout, clip):

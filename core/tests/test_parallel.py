@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.tests.gloo_world import RankError, Worlds, mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import RankError, mesh_of, on_ranks, on_worlds
+from core.tests.local_world import ThreadWorlds
 from core.tests.parallel_models import (
     BATCH,
     HIDDEN,
@@ -338,7 +339,7 @@ def _source_rank(src: int | None) -> tuple[list[float], list[float]]:
     return module[0].weight.to_local().flatten().tolist(), module[0].bias.to_local().tolist()
 
 
-def test_values_come_from_the_source_rank_or_are_the_ranks_own(ranks: Worlds) -> None:
+def test_values_come_from_the_source_rank_or_are_the_ranks_own(ranks: ThreadWorlds) -> None:
     for src in (0, 1):
         assert ranks(_source_rank, src, world_size=2) == [([src, src], [src, src])] * 2
     assert ranks(_source_rank, None, world_size=2) == [([0.0, 0.0], [0.0]), ([1.0, 1.0], [1.0])]
@@ -353,7 +354,7 @@ def test_representation() -> None:
     )
 
 
-def test_a_style_of_ones_own(ranks: Worlds) -> None:
+def test_a_style_of_ones_own(ranks: ThreadWorlds) -> None:
     with pytest.raises(RankError, match="RecordingStyle was applied with 1"):
         ranks(_own_style, world_size=2)
 

@@ -16,7 +16,8 @@ import torch.utils.checkpoint
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
 from dtbench_core.layout import in_step
 from dtbench_core.layout import rng as random
@@ -63,7 +64,7 @@ def _drawn_in_a_graph() -> list[torch.Tensor]:
     return [draw(x).to_local() for draw in compiled for _ in range(2)]
 
 
-def test_replicas_draw_alike_in_graphs(ranks: Worlds) -> None:
+def test_replicas_draw_alike_in_graphs(ranks: ThreadWorlds) -> None:
     drawn = ranks(_drawn_in_a_graph)
     torch.testing.assert_close(drawn[:2], [drawn[0], drawn[0]], rtol=0, atol=0)
     torch.testing.assert_close(drawn[2:], [drawn[2], drawn[2]], rtol=0, atol=0)
@@ -250,7 +251,7 @@ def _moved_differently(placements: list[Any]) -> list[torch.Tensor]:
     ("placements", "leaders"), [([R, R], [0, 0, 0, 0]), ([S0, R], [0, 0, 2, 2]), ([R, S0], [0, 1, 0, 1])]
 )
 def test_ranks_that_move_differently_follow_the_first(
-    ranks: Worlds, placements: list[Any], leaders: list[int]
+    ranks: ThreadWorlds, placements: list[Any], leaders: list[int]
 ) -> None:
     for rank, drawn in enumerate(ranks(_moved_differently, placements)):
         torch.manual_seed(40 + leaders[rank])
@@ -305,7 +306,7 @@ def _mixed_draws(seeds: list[int]) -> list[list[torch.Tensor]]:
     return drawn
 
 
-def test_meshes_that_share_a_generator(ranks: Worlds) -> None:
+def test_meshes_that_share_a_generator(ranks: ThreadWorlds) -> None:
     torch.manual_seed(11)
     want = [torch.rand(8, 3) for _ in range(11)]
     for drawn in ranks(_mixed_draws, []):
@@ -313,7 +314,7 @@ def test_meshes_that_share_a_generator(ranks: Worlds) -> None:
 
 
 @pytest.mark.parametrize("seeds", [[1, 2, 3, 4], [1, 1, 2, 2], [1, 2, 1, 2]], ids=str)
-def test_replicas_of_several_meshes_stay_alike(ranks: Worlds, seeds: list[int]) -> None:
+def test_replicas_of_several_meshes_stay_alike(ranks: ThreadWorlds, seeds: list[int]) -> None:
     drawn = ranks(_mixed_draws, seeds)
     same: dict[int, tuple[tuple[int, int], ...]] = {
         0: ((0, 1), (0, 2), (0, 3)),

@@ -107,8 +107,8 @@ def _moved_about(order: Any) -> None:
 
 
 @pytest.mark.parametrize("order", [LINES[1], *GRIDS[:3]], ids=str)
-def test_simulated_ranks(thread_ranks: ThreadWorlds, order: Any) -> None:
-    thread_ranks(_moved_about, order)
+def test_simulated_ranks(ranks: ThreadWorlds, order: Any) -> None:
+    ranks(_moved_about, order)
     LocalWorlds()(_moved_about, order)
 
 

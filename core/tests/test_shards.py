@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
-from core.tests.local_world import AnyWorlds
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.local_world import AnyWorlds, ThreadWorlds
 from dtbench_core import (
     DTensor,
     LayoutError,
@@ -320,7 +320,7 @@ def _elsewhere(use: str) -> None:
 
 @pytest.mark.parametrize("use", ["run_check", "full_tensor", "redistribute", "fallback"])
 @pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
-def test_offsets_that_contradict_the_placements(ranks: Worlds, use: str) -> None:
+def test_offsets_that_contradict_the_placements(ranks: ThreadWorlds, use: str) -> None:
     told = r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)"
     ranks.refuse(_elsewhere, use, told=told, error=LayoutError)
 
@@ -341,7 +341,7 @@ def _some_plain() -> None:
     DTensor.from_local(held, mesh_of((4,)), [S0], shape=(ROWS, WIDTH), stride=(WIDTH, 1))
 
 
-def test_shards_on_all_ranks_or_on_none(ranks: Worlds) -> None:
+def test_shards_on_all_ranks_or_on_none(ranks: ThreadWorlds) -> None:
     ranks.refuse(_some_plain, told="shards on all ranks or on none", error=LayoutError)
 
 
@@ -351,7 +351,7 @@ def _computes() -> None:
     torch.nn.functional.embedding(indices, table)
 
 
-def test_computing_on_shards_is_refused_on_every_rank(ranks: Worlds) -> None:
+def test_computing_on_shards_is_refused_on_every_rank(ranks: ThreadWorlds) -> None:
     told = r"embedding.default is not supported for LocalShardsWrapper!"
     ranks.refuse(_computes, told=told, error=NoRuleError)
 
@@ -416,7 +416,7 @@ def _save_outside(folder: str) -> None:
     dcp.save({"t": table}, checkpoint_id=folder)
 
 
-def test_a_shard_outside_its_table_is_not_saved(ranks: Worlds, tmp_path: Path) -> None:
+def test_a_shard_outside_its_table_is_not_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
     ranks.refuse(_save_outside, str(tmp_path), told="expected one that lies within")
 
 

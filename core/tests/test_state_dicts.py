@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
 from core.tests.parallel_models import WIDTH, Block, seeded, whole
 from dtbench_core import (
     DTensor,
@@ -143,7 +144,7 @@ ONES = torch.ones(2)
         ),
     ],
 )
-def test_other_states_are_refused_on_every_rank(ranks: Worlds, full: Any, like: Any, told: str) -> None:
+def test_other_states_are_refused_on_every_rank(ranks: ThreadWorlds, full: Any, like: Any, told: str) -> None:
     ranks.refuse(_loaded, full, like, told=told)
 
 
@@ -304,7 +305,7 @@ def _load_smaller(path: str) -> None:
     _same(got, steps)
 
 
-def test_a_smaller_world_loads_what_was_saved(ranks: Worlds, tmp_path: Path) -> None:
+def test_a_smaller_world_loads_what_was_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
     ranks(_save, str(tmp_path))
     ranks(_load_smaller, str(tmp_path), world_size=2)
 

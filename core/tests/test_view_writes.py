@@ -157,8 +157,8 @@ def _wrong(sizes: tuple[int, ...], placements: Placements, *, grad: bool) -> dic
 @pytest.mark.filterwarnings("ignore:no sharding rule covers")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_writes_to_a_part_of_a_sharded_dim(thread_ranks: ThreadWorlds, mesh: str, grad: bool) -> None:
-    for wrong in thread_ranks(_wrong, *MESHES[mesh], grad=grad):
+def test_writes_to_a_part_of_a_sharded_dim(ranks: ThreadWorlds, mesh: str, grad: bool) -> None:
+    for wrong in ranks(_wrong, *MESHES[mesh], grad=grad):
         assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
 
 
@@ -170,8 +170,8 @@ def _in_turn_uncounted() -> None:
         torch.testing.assert_close(x.full_tensor(), plain)
 
 
-def test_views_show_writes_that_torch_does_not_count(thread_ranks: ThreadWorlds) -> None:
-    thread_ranks(_in_turn_uncounted)
+def test_views_show_writes_that_torch_does_not_count(ranks: ThreadWorlds) -> None:
+    ranks(_in_turn_uncounted)
 
 
 def test_simulated_ranks_refuse_what_real_ones_store() -> None:
@@ -197,5 +197,5 @@ def _padded_sequences() -> None:
     assert torch.equal(full(padded), torch.nn.utils.rnn.pad_sequence(parts, batch_first=True))
 
 
-def test_sequences_are_padded(thread_ranks: ThreadWorlds) -> None:
-    thread_ranks(_padded_sequences)
+def test_sequences_are_padded(ranks: ThreadWorlds) -> None:
+    ranks(_padded_sequences)
