@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.tests.gloo_world import Worlds
+from core.tests.gloo_world import Worlds, forget_meshes
 from core.tests.local_world import AnyWorlds, LocalWorlds, ThreadWorlds
 from core.tests.on_device import DEVICE_TYPE
 from dtbench.tests.tiers import pytest_collection_modifyitems  # noqa: F401 - a hook of pytest
@@ -56,6 +56,7 @@ def fake_world() -> Iterator[Callable[..., None]]:
 
     yield start
     dist.destroy_process_group()
+    forget_meshes()
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -44,7 +45,7 @@ START.set_forkserver_preload(["core.tests.preload"])
 CALL_TIMEOUT_S = 60.0
 # Test files whose ranks are compared by `check_ranks`; others count what is sent, or ask where gradients lie, which is
 # not the same under a mode.
-PROGRAMS = ("test_parallel", "test_parallel_2d", "test_parallel_styles", "test_optim", "test_view_writes")
+PROGRAMS = ("test_parallel", "test_parallel_2d", "test_parallel_styles", "test_optim")
 # Below the call's timeout, so that a collective without its peers raises where it stands.
 GROUP_TIMEOUT_S = 45.0
 # What the other ranks get to finish in once one rank has failed.
@@ -208,26 +209,35 @@ def _apply_filters(filters: Sequence[tuple[Any, ...]]) -> None:
         warnings.filterwarnings(action, pattern, category, where, lineno)
 
 
+# Groups are costly, so a rank's meshes are kept: a rank may be a thread.
+_meshes: weakref.WeakKeyDictionary[threading.Thread, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
-    """On a rank: the mesh of the first ranks in this shape, made once per world (its groups are costly).
+    """On a rank: the mesh of the first ranks in this shape, made once per world.
 
     Every rank of the world must ask for the same meshes in the same order.
     """
-    return _mesh_of(shape, names, threading.get_ident())  # a rank may be a thread
-
-
-@functools.cache
-def _mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None, thread: int) -> Any:
     import torch
+
+    return mesh_in(torch.arange(int(torch.tensor(shape).prod())).reshape(shape).tolist(), names)
+
+
+def mesh_in(order: list[Any], names: tuple[str, ...] | None = None) -> Any:
+    """As `mesh_of`, of these ranks in this order."""
     from torch.distributed.device_mesh import DeviceMesh
 
     from core.tests.on_device import DEVICE_TYPE
 
-    count = int(torch.tensor(shape).prod())
-    return DeviceMesh(DEVICE_TYPE, torch.arange(count).reshape(shape), mesh_dim_names=names)
+    mine, key = _meshes.setdefault(threading.current_thread(), {}), f"{order} {names}"
+    if key not in mine:
+        mine[key] = DeviceMesh(DEVICE_TYPE, order, mesh_dim_names=names)
+    return mine[key]
 
 
-forget_meshes = _mesh_of.cache_clear  # for worlds of this process, whose meshes end with them
+def forget_meshes() -> None:
+    """For worlds of this thread, whose meshes end with them."""
+    _meshes.pop(threading.current_thread(), None)
 
 
 # --- the test's side -------------------------------------------------------------------------------

@@ -59,7 +59,6 @@ class ThreadWorlds:
         failed = sorted((o for o in outcomes if o.error or o.stopped), key=lambda o: (o.stopped, o.rank))
         if not failed:
             return [o.value for o in outcomes]
-        forget_meshes()  # the ranks may be new threads from here on
         lines = {o.rank: "".join(traceback.format_exception_only(o.error)).strip() for o in failed}
         why = diverged(outcomes) or ""
         message = "\n".join([why, *(f"rank {r} in {fn.__qualname__}: {line}" for r, line in lines.items())])
@@ -71,7 +70,6 @@ class ThreadWorlds:
     def close(self) -> None:
         for world in self._worlds.values():
             world.close()
-        forget_meshes()
 
 
 AnyWorlds = Worlds | ThreadWorlds | LocalWorlds

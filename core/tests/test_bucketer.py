@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
 from core.tests.on_device import torch
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.bucketer import bucket as module
@@ -348,7 +348,7 @@ def test_group_of_others() -> None:
             ReduceScatterBucketer().reduce_scatter_async([torch.ones(1)], group)
 
 
-@on_ranks(world_size=2)
+@on_gloo_ranks(world_size=2)
 def test_transport_errors_reach_the_caller() -> None:
     bucketer = ReduceScatterBucketer()
     bucketer.reduce_scatter_async([torch.ones(2, dtype=torch.int16)] * 2, dist.group.WORLD)

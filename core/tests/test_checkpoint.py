@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
 from core.tests.local_world import ThreadWorlds
 from core.tests.placing import sharded
 from dtbench_core import (
@@ -225,7 +225,7 @@ def test_checkpoints_reshard(tmp_path: Path, saved: Layout, shape: tuple[int, ..
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[4]], ids=str)
-@on_ranks
+@on_gloo_ranks
 def test_asynchronous_checkpoints(tmp_path: Path, layout: Layout) -> None:
     """What was saved is what the tensor held then, though it is changed before the file is written; a plain tensor
     loads it."""

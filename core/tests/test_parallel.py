@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -214,8 +215,8 @@ def test_index_outside_the_table_fails_on_every_rank(rows: int, index: int) -> N
 SEED_TEXT = "Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan"
 
 
-@on_ranks(world_size=2)
-def test_plans() -> None:
+def test_plans(fake_world: Callable[[int], None]) -> None:
+    fake_world(2)
     mesh, two_dims = mesh_of((2,), ("tp",)), mesh_of((1, 2), ("dp", "tp"))
 
     with pytest.warns(UserWarning, match="no parallelize_plan and changes nothing"):
@@ -268,8 +269,8 @@ def test_plans() -> None:
     assert not parallelize_module(frozen, mesh, ColwiseParallel()).weight.requires_grad
 
 
-@on_ranks(world_size=2)
-def test_refusals() -> None:
+def test_refusals(fake_world: Callable[[int], None]) -> None:
+    fake_world(2)
     mesh = mesh_of((2,), ("tp",))
 
     def refuses(kind: type[Exception], told: str, module: nn.Module, *styles: ParallelStyle) -> None:

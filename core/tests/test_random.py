@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
 
-from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
 from core.tests.local_world import ThreadWorlds
 from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
 from dtbench_core.layout import in_step
@@ -188,7 +188,7 @@ def _draws_after(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S0]], ids=str)
-@on_ranks
+@on_gloo_ranks
 def test_ranks_that_stay_in_step_send_nothing(placements: list[Any]) -> None:
     x = _replicas(placements)
     with comm.count_collectives() as sent:
@@ -208,7 +208,7 @@ def test_ranks_that_stay_in_step_send_nothing(placements: list[Any]) -> None:
 @pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S0]], ids=str)
 @pytest.mark.parametrize("movers", [[0], [3], [0, 1], [1, 2, 3]], ids=str)
 @pytest.mark.parametrize("way", ["draw", "seed"])
-@on_ranks
+@on_gloo_ranks
 def test_ranks_that_move_without_the_others_are_brought_back(
     placements: list[Any], movers: list[int], way: str
 ) -> None:
@@ -267,7 +267,7 @@ def test_ranks_that_move_differently_follow_the_first(
             )
 
 
-@on_ranks
+@on_gloo_ranks
 def test_late_rank_follows_the_decision() -> None:
     """All ranks seed, and one comes to draw after the others have given it up."""
     x = _replicas([R, R])
@@ -340,7 +340,7 @@ def test_checkpoint_draws_again_what_it_drew() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), out.full_tensor())
 
 
-@on_ranks
+@on_gloo_ranks
 def test_a_captured_draw_asks_no_generator_and_sends_nothing() -> None:
     """As on a mesh of GPUs while a CUDA graph is captured, where asking for the state is an error."""
     x = _replicas([R, R])
@@ -368,7 +368,7 @@ def test_replicas_draw_alike_without_a_rule() -> None:
     torch.testing.assert_close(got, torch.multinomial(torch.ones(8, 3), 2))
 
 
-@on_ranks(world_size=2)
+@on_gloo_ranks(world_size=2)
 def test_one_of_two_ranks_draws_alone() -> None:
     x = _replicas([R], (2,))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

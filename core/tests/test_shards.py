@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds, ThreadWorlds
 from dtbench_core import (
     DTensor,
@@ -396,7 +396,7 @@ def test_scattered_column_shards_are_saved_where_they_lie(tmp_path: Path) -> Non
     assert torch.equal(whole["t"], _table())
 
 
-@on_ranks
+@on_gloo_ranks
 def test_asynchronous_checkpoints(tmp_path: Path) -> None:
     table = _tensor("column shards")
     saving = dcp.async_save({"t": table}, checkpoint_id=tmp_path)
