@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.tests.gloo_world import WORLD_SIZE, RankError, Worlds, checked, forget_meshes, refuse
+from core.tests.gloo_world import WORLD_SIZE, RankError, Worlds, forget_meshes, refuse
 from dtbench_core import clear_caches
 from dtbench_core.simulate import LocalTensorMode, ThreadWorld, per_rank
 from dtbench_core.simulate.threads import diverged
@@ -54,8 +54,7 @@ class ThreadWorlds:
         """
         if world_size not in self._worlds:
             self._worlds[world_size] = ThreadWorld(world_size)
-        run = checked(inspect.unwrap(fn))
-        outcomes = self._worlds[world_size].outcomes(run, *args, **kwargs)
+        outcomes = self._worlds[world_size].outcomes(inspect.unwrap(fn), *args, **kwargs)
         failed = sorted((o for o in outcomes if o.error or o.stopped), key=lambda o: (o.stopped, o.rank))
         if not failed:
             return [o.value for o in outcomes]

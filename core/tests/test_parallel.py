@@ -60,7 +60,7 @@ BATCHES = (BATCH, SEQ, WIDTH)
         (Attention, (), BATCHES),
     ],
 )
-@on_ranks
+@on_ranks(checked=True)
 def test_modules_train_like_the_plain_ones(make: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     """Outputs, input gradients, every parameter gradient, and parameters after SGD steps."""
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
@@ -100,7 +100,7 @@ MODEL_PLAN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@on_ranks
+@on_ranks(checked=True)
 def test_model_trains_like_the_plain_one(tied: bool) -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
     plain, parallel = seeded(Transformer, 2), seeded(Transformer, 2)
