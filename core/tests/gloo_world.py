@@ -36,7 +36,7 @@ CALL_TIMEOUT_S = 60.0
 # Below the call's timeout, so that a collective without its peers raises where it stands.
 GROUP_TIMEOUT_S = 45.0
 # What the other ranks get to finish in once one rank has failed.
-GRACE_S = 3.0
+GRACE_S = 10.0
 STDERR_TAIL = 4000  # characters of a rank's stderr shown with its failure
 
 
