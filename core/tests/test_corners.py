@@ -64,7 +64,7 @@ def test_checked_replicas_agree_in_everything() -> None:
 
 @on_ranks
 def test_the_same_size_as_a_plain_tensor() -> None:
-    x = distribute_tensor(torch.ones(5, 6), mesh_of((4,)), [S(0)], src_data_rank=None)
+    x = place(torch.ones(5, 6), S(0))
     assert x.is_same_size(torch.ones(5, 6)) and torch.ones(5, 6).is_same_size(x)
     assert not torch.is_same_size(x, torch.ones(5)) and torch.is_same_size(x, x)
 
@@ -84,7 +84,7 @@ def test_strided_shards_of_any_length() -> None:
             assert torch.equal(x.redistribute(placements=[placed]).full_tensor(), full), (size, factor)
         assert torch.equal((x * 2 + x).flatten().full_tensor(), (full * 3).flatten())
         assert torch.equal(x.sum(0).full_tensor(), full.sum(0))
-        grid = distribute_tensor(full, mesh_of((2, 2)), [StridedShard(0, factor), S(0)], src_data_rank=None)
+        grid = place(full, StridedShard(0, factor), S(0), mesh=(2, 2))
         assert torch.equal(grid.full_tensor(), full) and torch.equal((grid + grid).full_tensor(), full * 2)
 
 
@@ -146,7 +146,7 @@ def test_duplicates_share_memory_as_the_originals_do(duplicate: Any) -> None:
 @on_ranks
 def test_a_copied_view_of_an_expanded_tensor() -> None:
     """It is read as it should be; which of its elements a write would leave in the base is not known."""
-    x = distribute_tensor(torch.arange(2.0), mesh_of((4,)), [S(0)], src_data_rank=None)
+    x = place(torch.arange(2.0), S(0))
     seen = x.expand(2, 2).diagonal()
     with pytest.raises(PlacementError, match="the write would be lost"):
         seen.fill_(2)
@@ -168,7 +168,7 @@ def test_names_of_torch() -> None:
             assert ours == torchs_extents(shape, mesh, [theirs.Shard(d) for d in dims]), (shape, dims, rank)
     model = distribute_module(nn.Linear(3, 2), mesh_of((4,)))
     with debug.CommDebugMode() as mode:
-        model(distribute_tensor(torch.ones(2, 3), mesh_of((4,)), src_data_rank=None))
+        model(place(torch.ones(2, 3)))
     assert mode.get_sharding_info() == {"Linear.weight": (R,), "Linear.bias": (R,)}
 
 
