@@ -42,9 +42,10 @@ wheels: install
 		$(foreach n,2_17 2_27 2_28 2014,--platform=manylinux$(if $(filter 2014,$n),,_)$n_x86_64) \
 		-c .ci/constraints.txt -d .wheels $(WHEELS)
 
-# The checks beside the tests: these wait for each other's ranks a third of the time.
+# The checks first: the tests keep two cores busy.
 test: install
-	@$(MAKE) --no-print-directory -j2 --output-sync=line checks fast
+	@$(MAKE) --no-print-directory checks
+	@$(MAKE) --no-print-directory fast
 
 checks: install
 	@$(MAKE) --no-print-directory lint
@@ -126,10 +127,10 @@ types: install
 imports: install
 	$(BIN)/lint-imports
 
-# One thread per rank: the worlds of the tests hold more ranks than small machines have cores. Two files at
-# a time: ranks often wait for each other. Which test is of which tier stands in dtbench/tests/tiers.py.
+# One thread per rank: the worlds of the tests hold more ranks than small machines have cores. A worker that is done
+# takes tests from the other. Which test is of which tier stands in dtbench/tests/tiers.py.
 fast slow: install
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m $@
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m $@
 
 # Lines of Python per room: `make size` as checked out, `make size AT=v0.1` at that revision.
 size:

@@ -55,9 +55,6 @@ SLOW = {
     "dtbench/tests/test_gate_runs.py::test_an_arm_that_brings*": "two of them",
     "dtbench/tests/test_gate_runs.py::test_what_is_launched_again*": "three of them",
     "core/tests/test_state_dicts.py::test_torchs_functions_learn*": "which of two a fresh process imports first",
-    "core/tests/test_gloo_world.py::test_broken_world*": "ranks of the tests' own worlds that die",
-    # The fast tier runs these on simulated ranks: as LocalTensors, or threads.
-    "core/tests/test_*.py::test_*_on_gloo*": "real gloo ranks",
     "core/tests/*[gloo*": "real gloo ranks, where simulated ones run the same program",
 }
 
@@ -66,5 +63,11 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Marks each test `fast` or `slow`; called by every conftest that imports it, so once per test counts."""
     for item in items:
         if not {mark.name for mark in item.iter_markers()} & {"fast", "slow"}:
-            slow = any(fnmatch.fnmatchcase(item.nodeid, pattern.replace("[", "[[]")) for pattern in SLOW)
-            item.add_marker(pytest.mark.slow if slow else pytest.mark.fast)
+            item.add_marker(pytest.mark.slow if _is_slow(item) else pytest.mark.fast)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    # Real ranks are processes that wait for each other; the fast tier has ranks in threads.
+    return "gloo_ranks" in getattr(item, "fixturenames", ()) or any(
+        fnmatch.fnmatchcase(item.nodeid, pattern.replace("[", "[[]")) for pattern in SLOW
+    )
