@@ -24,6 +24,6 @@ from dtbench_core.simulate.local_mode import (
     tensor_map,
 )
 from dtbench_core.simulate.local_tensor import LocalTensor
-from dtbench_core.simulate.threads import Outcome, ThreadWorld, run_ranks
+from dtbench_core.simulate.threads import RankResult, ThreadWorld, run_ranks
 
 __all__ = sorted(name for name, value in vars().items() if callable(value))

@@ -179,7 +179,7 @@ def counted_once(run: RankRun, count: bool) -> Iterator[None]:
     counters, in_step, fallbacks = comm.counters.get(), rng.in_step.get(), fallback.seen.get()
     sent, show, warned = comm.CommCount(), warnings.showwarning, []
     warnings.showwarning = lambda *args, **kwargs: warned.append((args, kwargs))
-    mine, ran = weakref.WeakSet(in_step), fallback.Seen(warned=set(fallbacks.warned))
+    mine, ran = weakref.WeakSet(in_step), fallback.FallbackLog(warned=set(fallbacks.warned))
     try:
         with entered(
             (comm.counters, [sent] if count and counters else []), (rng.in_step, mine), (fallback.seen, ran)

@@ -67,7 +67,7 @@ _one_call = threading.Lock()  # the process state can belong to one world at a t
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankResult:
     """What became of a call on one rank: `value`, or the `error` it ended with.
 
     stopped: the rank waited in a collective that could not come about (or issued one that contradicts
@@ -84,7 +84,7 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingCollective:
     """One collective that not all ranks of a group have called yet."""
 
     signature: Signature
@@ -92,13 +92,13 @@ class Pending:
     missing: int
     done: bool = False
     error: str | None = None
-    waiters: list[Rank] = field(default_factory=list)
+    waiters: list[SimulatedRank] = field(default_factory=list)
 
 
 class ThreadWork(SimulatedWork):
     """A collective of one rank. `wait` lets the other ranks run until all have called it."""
 
-    def __init__(self, pending: Pending, rank: Rank, results: Any) -> None:
+    def __init__(self, pending: PendingCollective, rank: SimulatedRank, results: Any) -> None:
         super().__init__(results)
         self._pending, self._rank = pending, rank
 
@@ -123,16 +123,16 @@ class Meeting:
 
     def reset(self) -> None:
         """Forgets the collectives under way, after a call that failed."""
-        self.open: deque[Pending] = deque()
+        self.open: deque[PendingCollective] = deque()
         self._first = 0  # the number of open[0]
         self._turns = [0] * len(self.ranks)  # calls so far, by group rank
 
-    def arrive(self, arrival: Arrival) -> Pending:
+    def arrive(self, arrival: Arrival) -> PendingCollective:
         """Records a rank's call, and does the collective if it is the last. A failure is in `error`."""
         turn = self._turns[arrival.group_rank] - self._first
         self._turns[arrival.group_rank] += 1
         if turn == len(self.open):
-            self.open.append(Pending(arrival.signature, [None] * len(self.ranks), len(self.ranks)))
+            self.open.append(PendingCollective(arrival.signature, [None] * len(self.ranks), len(self.ranks)))
         pending = self.open[turn]
         if pending.signature != arrival.signature:
             others = [r for r, c in zip(self.ranks, pending.calls, strict=True) if c is not None]
@@ -155,7 +155,7 @@ class Meeting:
 # ---- ranks ----
 
 
-class Rank:
+class SimulatedRank:
     """One simulated rank: its thread, and what is its own while others run."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
@@ -166,9 +166,9 @@ class Rank:
         self.generator_states: dict[torch.Generator, State] = {}
         # Ops that run on replicated inputs are counted, and warned of, for all ranks together.
         self.own = fresh(besides=[fallback.seen])
-        self.waiting: Pending | None = None
+        self.waiting: PendingCollective | None = None
         self.stopped = False
-        self.outcome: Outcome | None = None
+        self.outcome: RankResult | None = None
         self.thread = threading.Thread(target=self._serve, name=f"simulated-rank-{rank}", daemon=True)
 
     # ---- the thread ----
@@ -183,7 +183,7 @@ class Rank:
             self.world.pass_on()
             self.baton.acquire()
 
-    def _run(self, call: Callable[[], Any]) -> Outcome:
+    def _run(self, call: Callable[[], Any]) -> RankResult:
         self.stopped = False
         set_states(self.world.caller_states)
         try:
@@ -192,9 +192,9 @@ class Rank:
                 torch.inference_mode(self.world.inference),
                 torch.set_grad_enabled(self.world.grad),
             ):
-                return Outcome(self.rank, call(), None, self.stopped)
+                return RankResult(self.rank, call(), None, self.stopped)
         except BaseException as error:
-            return Outcome(self.rank, None, error, self.stopped)
+            return RankResult(self.rank, None, error, self.stopped)
 
     # ---- collectives ----
 
@@ -216,7 +216,7 @@ class Rank:
             pending.waiters = []  # they run again
         return ThreadWork(pending, self, arrival.results)
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: PendingCollective) -> None:
         """Lets other ranks run until `pending` is done."""
         if not pending.done and self.world.broken is None:
             self.waiting = pending
@@ -259,11 +259,11 @@ class ThreadWorld:
         self.call: Callable[[], Any] | None = None
         self.running = False
         self.broken: str | None = None  # why the call cannot go on
-        self.ready: deque[Rank] = deque()
+        self.ready: deque[SimulatedRank] = deque()
         self.meetings: dict[tuple[str, tuple[int, ...]], Meeting] = {}
         self.caller_states = default_states()
         self.grad, self.inference = True, False
-        self._ranks: list[Rank] = []
+        self._ranks: list[SimulatedRank] = []
         self._lost = False
         self._caller = threading.Lock()  # free: the call has ended
         self._caller.acquire()
@@ -293,7 +293,7 @@ class ThreadWorld:
         own = next((o.error for o in outcomes if o.error is not None and not o.stopped), None)
         raise SimulationError(diverged(outcomes)) from own
 
-    def outcomes(self, fn: Call, *args: object, **kwargs: object) -> list[Outcome]:
+    def outcomes(self, fn: Call, *args: object, **kwargs: object) -> list[RankResult]:
         """As `run`, but tells what became of each rank instead of raising."""
         if not self._ranks:
             self._start()
@@ -302,7 +302,7 @@ class ThreadWorld:
             self._recover()
         return outcomes
 
-    def _call(self, call: Callable[[], Any]) -> list[Outcome]:
+    def _call(self, call: Callable[[], Any]) -> list[RankResult]:
         if getattr(_here, "rank", None) is not None:
             raise SimulationError(
                 "a simulated rank cannot start a world: call it outside the ranks' function"
@@ -335,7 +335,7 @@ class ThreadWorld:
 
     # ---- turns ----
 
-    def next_rank(self) -> Rank:
+    def next_rank(self) -> SimulatedRank:
         """Who runs next, when the running rank cannot. Somebody waits, or this is not called."""
         if not self.ready:
             self._stop_all()
@@ -378,7 +378,7 @@ class ThreadWorld:
 
     def _start(self) -> None:
         c10d_state.register_device_guard()
-        self._ranks = [Rank(self, rank) for rank in range(self.world_size)]
+        self._ranks = [SimulatedRank(self, rank) for rank in range(self.world_size)]
         self.meetings = {}
         for rank in self._ranks:
             rank.thread.start()
@@ -416,7 +416,7 @@ class ThreadWorld:
             rank.thread.join()
 
 
-def run_ranks(fn: Call, world_size: int, *args: object, **kwargs: object) -> list[Outcome]:
+def run_ranks(fn: Call, world_size: int, *args: object, **kwargs: object) -> list[RankResult]:
     """`fn(*args, **kwargs)` on every rank of a new world of simulated ranks: what became of each.
 
     For results alone, and an error when there is one: `with ThreadWorld(n) as world: world.run(...)`.
@@ -425,7 +425,7 @@ def run_ranks(fn: Call, world_size: int, *args: object, **kwargs: object) -> lis
         return world.outcomes(fn, *args, **kwargs)
 
 
-def diverged(outcomes: Sequence[Outcome]) -> str | None:
+def diverged(outcomes: Sequence[RankResult]) -> str | None:
     """How the ranks went apart, or None if all returned or all raised by themselves."""
     stopped = next((o.error for o in outcomes if o.stopped and o.error is not None), None)
     if stopped is not None:
@@ -437,12 +437,12 @@ def diverged(outcomes: Sequence[Outcome]) -> str | None:
     )
 
 
-def _deed(outcome: Outcome | None) -> str:
+def _deed(outcome: RankResult | None) -> str:
     return "returned" if outcome is None or outcome.error is None else raised(outcome.error)
 
 
 def _my_c10d() -> c10d_state.RankC10d | None:
-    rank: Rank | None = getattr(_here, "rank", None)
+    rank: SimulatedRank | None = getattr(_here, "rank", None)
     return None if rank is None else rank.c10d
 
 
@@ -468,13 +468,13 @@ def _without_property_lock() -> Callable[[], None]:
 
 
 def _initialise() -> None:
-    rank: Rank = _here.rank
+    rank: SimulatedRank = _here.rank
     c10d_state.initialise(_BACKEND, rank.rank, rank.world.world_size)
 
 
 def _make_group(options: Any, _: object) -> SimulatedGroup:
     """What c10d calls for each new group, in the thread of the rank that makes it."""
-    rank: Rank | None = getattr(_here, "rank", None)
+    rank: SimulatedRank | None = getattr(_here, "rank", None)
     if rank is None:
         raise SimulationError(
             f"the backend {_BACKEND!r} belongs to simulated ranks: start them with ThreadWorld(n).run(fn)"
