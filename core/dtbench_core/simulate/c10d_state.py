@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -39,24 +40,25 @@ class RankC10d(distributed_c10d._World):
 
 
 class _ByThread:
-    """Stands for c10d's `_world`: the running thread's own, or the process'."""
+    """In place of c10d's `_world`: the running thread's tables, or the process'."""
 
-    def __init__(self, mine: Callable[[], RankC10d | None], process: Any) -> None:
-        object.__setattr__(self, "_mine", mine)
+    def __init__(self, of_thread: Callable[[], RankC10d | None], process: Any) -> None:
+        object.__setattr__(self, "_of_thread", of_thread)
         object.__setattr__(self, "_process", process)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._mine() or self._process, name)
+        return getattr(self._of_thread() or self._process, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._mine() or self._process, name, value)
+        setattr(self._of_thread() or self._process, name, value)
 
 
-def per_thread(mine: Callable[[], RankC10d | None], backend: str) -> Callable[[], None]:
-    """Lets each thread have its own groups, where `mine` gives it some. Returns what undoes it.
+@contextmanager
+def per_thread(of_thread: Callable[[], RankC10d | None], backend: str) -> Iterator[None]:
+    """Inside, each thread has groups of its own, where `of_thread` gives it tables.
 
     DeviceMesh tells the meshes of threads apart (in `==`, and so in every cache of torch keyed by a
-    mesh) for one backend, known to it by name: for `backend` it is told that name.
+    mesh) for one backend, known to it by name: `backend` answers to that name.
     """
     process, get_backend = distributed_c10d._world, _device_mesh.get_backend
 
@@ -64,16 +66,15 @@ def per_thread(mine: Callable[[], RankC10d | None], backend: str) -> Callable[[]
         name = get_backend(group)
         return "threaded" if name == backend else name
 
-    distributed_c10d._world = cast("Any", _ByThread(mine, process))
+    distributed_c10d._world = cast("Any", _ByThread(of_thread, process))
     _device_mesh.get_backend = name_of_backend
     _c10d._set_thread_isolation_mode(True)
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         distributed_c10d._world = process
         _device_mesh.get_backend = get_backend
         _c10d._set_thread_isolation_mode(False)
-
-    return undo
 
 
 def register_backend(name: str, make_group: Callable[[Any, Any], dist.ProcessGroup]) -> None:

@@ -89,18 +89,12 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def name_deeds(deeds: Mapping[int, str]) -> list[str]:
-    """`["rank 0 returned", "ranks 1, 2 raised ..."]` of what each rank did."""
-    did: dict[str, list[int]] = {}
-    for rank, what in deeds.items():
-        did.setdefault(what, []).append(rank)
-    return [f"{name_ranks(ranks)} {what}" for what, ranks in did.items()]
-
-
-def raised(error: BaseException) -> str:
-    """`raised ValueError: the first line of it`."""
-    text = str(error).strip().split("\n", 1)[0]
-    return f"raised {type(error).__name__}: {text[:200]}{'...' if len(text) > 200 else ''}"
+def group_actions(actions: Mapping[int, str]) -> list[str]:
+    """rank -> what it did, as `["rank 0 returned", "ranks 1, 2 raised ..."]`."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, action in actions.items():
+        ranks_of.setdefault(action, []).append(rank)
+    return [f"{name_ranks(ranks)} {action}" for action, ranks in ranks_of.items()]
 
 
 # ---- the maths ----

@@ -107,7 +107,7 @@ _IN_PLACE: dict[str, tuple[str, tuple[str, ...], str | None]] = {
 def _in_place(method: str, taken: tuple[str, ...], given_back: str | None) -> Handler:
     def handle(a: Any, mine: SimulatedGroup) -> Any:
         options = _options(getattr(a, "reduce_op", None), getattr(a, "root_rank", 0))
-        getattr(mine, method)(*(getattr(a, name) for name in taken), options)
+        getattr(mine, method)(*(getattr(a, name) for name in taken), options).wait()
         return given_back and getattr(a, given_back)
 
     return handle
@@ -157,7 +157,7 @@ def _functional(method: str, output_of: Callable[[torch.Tensor, int], torch.Tens
         outputs = [a.out] if hasattr(a, "out") else [output_of(t, mine.size()) for t in inputs]
         options = _options(getattr(a, "reduce_op", None), getattr(a, "src", 0))
         given = (outputs,) if output_of in (_same, _clone) else (outputs, inputs)
-        getattr(mine, method)(*given, options)
+        getattr(mine, method)(*given, options).wait()
         return outputs if several else outputs[0]
 
     return handle
@@ -166,14 +166,14 @@ def _functional(method: str, output_of: Callable[[torch.Tensor, int], torch.Tens
 def _all_to_all(a: Any, mine: SimulatedGroup) -> Any:
     rows, splits = a.input.shape[0], a.output_split_sizes
     output = a.input.new_empty((sum(splits) if splits else rows, *a.input.shape[1:]))
-    mine.all_to_all_single(output, a.input, splits, a.input_split_sizes)
+    mine.all_to_all_single(output, a.input, splits, a.input_split_sizes).wait()
     return output
 
 
 def _shard_dim_all_to_all(a: Any, mine: SimulatedGroup) -> Any:
     """Everybody's part along `gather_dim`, cut along `shard_dim`."""
     parts = [torch.empty_like(a.input, memory_format=torch.contiguous_format) for _ in range(mine.size())]
-    mine.allgather([parts], [a.input])
+    mine.allgather([parts], [a.input]).wait()
     return torch.cat(parts, a.gather_dim).chunk(mine.size(), a.shard_dim)[mine.rank()].contiguous()
 
 

@@ -300,7 +300,7 @@ def _values(number: Any) -> Any:
 # ---- one value for all ranks, and back ----
 
 
-class Parts:
+class RankParts:
     """Takes a rank's parts out of values, and knows again what it gave out.
 
     copies: of plain tensors that ranks write to.
@@ -351,7 +351,7 @@ class Parts:
         return found[1] if found is not None else None
 
 
-def joined(values: Mapping[int, Any], parts: Parts, what: str) -> Any:
+def joined(values: Mapping[int, Any], parts: RankParts, what: str) -> Any:
     """One value for what the ranks gave: tensors become a LocalTensor, numbers that differ one per rank."""
     first = next(iter(values.values()))
     kinds = {type(v) for v in values.values()}
@@ -440,7 +440,7 @@ def run_on_each(
     ranks = ranks or ranks_of(args, kwargs)
     assert ranks is not None  # an argument is a LocalTensor, or the mode gave its ranks
     copies = PlainCopies(op, args, kwargs)
-    parts = Parts(copies)
+    parts = RankParts(copies)
     results = {}
     for rank in ranks:
         given = parts.of((args, kwargs), rank)

@@ -59,7 +59,6 @@ class Mode(Protocol):
         kwargs: dict[str, Any] | None = None,
         *,
         what: str,
-        keep: bool = True,
         seen: bool = True,
     ) -> Any: ...
 
@@ -266,7 +265,7 @@ def _mover(original: Call, step: Any, source: DTensorSpec) -> Any:
             return original(step, source)(plain_part(shard, source))
 
     what = f"redistribute ({step})"
-    return lambda local: _simulation().across(move, [step, source, local], what=what, keep=False, seen=False)
+    return lambda local: _simulation().across(move, [step, source, local], what=what, seen=False)
 
 
 def _wrapped(original: Call, local: torch.Tensor, spec: Any, *args: object) -> Any:
