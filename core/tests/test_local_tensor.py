@@ -407,7 +407,10 @@ def _raise() -> None:
 @pytest.mark.parametrize(
     ("of_rank_2", "message"),
     [
-        (lambda: None, r"hang: rank 2 returned while ranks 0, 1, 3 waited in all_reduce\(sum, float32\[1\]\)"),
+        (
+            lambda: None,
+            r"hang: rank 2 returned while ranks 0, 1, 3 waited in all_reduce\(sum, float32\[1\]\)",
+        ),
         (_raise, "hang: rank 2 raised ValueError: bad luck while ranks 0, 1, 3 waited in all_reduce"),
         (
             lambda: dist.broadcast(torch.ones(1), 0),

@@ -11,16 +11,10 @@ from dtbench_core.simulate.local_groups import declare_group
 from dtbench_core.simulate.local_int import LocalIntNode, local_int
 from dtbench_core.simulate.local_mode import (
     LocalTensorMode,
-    enabled_local_tensor_mode,
-    get_generator_seed_for_device_type,
-    get_local_tensor_mode_list,
     local_tensor_mode,
-    maybe_disable_local_tensor_mode,
-    maybe_enable_local_tracker,
     maybe_run_for_local_tensor,
     per_rank,
     rank_map,
-    reconcile_args,
     tensor_map,
 )
 from dtbench_core.simulate.local_tensor import LocalTensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -16,27 +17,38 @@ _c10d: Any = torch._C._distributed_c10d
 _device_mesh: Any = device_mesh
 
 
+_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+
+
 class RankC10d(distributed_c10d._World):
     """One rank's tables of process groups.
 
     torch's class keeps them in module globals behind properties; these attributes stand before them.
+
+    Args:
+        process: tables in which groups are looked up that are not the rank's own.
     """
 
     default_pg: Any = None
+    group_count: Any = 0
     pg_map: Any = None
     pg_names: Any = None
     pg_group_ranks: Any = None
     pg_backend_config: Any = None
-    group_count: Any = 0
     tags_to_pg: Any = None
     pg_to_tag: Any = None
 
-    def __init__(self) -> None:
+    def __init__(self, process: Any = None) -> None:
         super().__init__()
-        self.default_pg = None
-        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
-        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
-        self.group_count = 0
+        self.ends: dict[dist.ProcessGroup, Any] = {}  # of the process' groups
+        for name in _TABLES:
+            setattr(self, name, {} if process is None else ChainMap({}, getattr(process, name)))
+
+    def add(self, group: dist.ProcessGroup, end: Any, backend: str) -> None:
+        """Registers `end`, the rank's end of a group of the process."""
+        self.ends[group] = end
+        self.pg_map[end], self.pg_names[end] = (backend, None), end.group_name
+        self.pg_group_ranks[end] = {rank: at for at, rank in enumerate(end.ranks)}
 
 
 class _ByThread:
@@ -77,6 +89,19 @@ def per_thread(of_thread: Callable[[], RankC10d | None], backend: str) -> Iterat
         _c10d._set_thread_isolation_mode(False)
 
 
+@contextmanager
+def of_process() -> Iterator[None]:
+    """Inside, also where each thread has groups of its own, those of the process."""
+    outer = distributed_c10d._world
+    distributed_c10d._world = getattr(outer, "_process", outer)
+    _c10d._set_thread_isolation_mode(False)
+    try:
+        yield
+    finally:
+        distributed_c10d._world = outer
+        _c10d._set_thread_isolation_mode(isinstance(outer, _ByThread))
+
+
 def register_backend(name: str, make_group: Callable[[Any, Any], dist.ProcessGroup]) -> None:
     """Registers `name` as a backend on CPUs and CUDA devices; `make_group(options, None)` makes each group."""
     if name not in dist.Backend.backend_list:
@@ -90,6 +115,13 @@ def initialise(backend: str, rank: int, world_size: int) -> None:
         dist.init_process_group(backend, store=_c10d.HashStore(), rank=rank, world_size=world_size)
     finally:
         sys.excepthook = hook
+
+
+def name_group(group: Any) -> None:
+    """Functional collectives of the calling thread that name `group` call it: of a thread with groups of its own."""
+    if not group.named:
+        _c10d._register_process_group(group.group_name, group)
+        group.named = True
 
 
 def register_device_guard() -> None:

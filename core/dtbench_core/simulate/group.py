@@ -7,13 +7,22 @@ transport. What that answers with a hang or with garbage (another op, root, shap
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork, Work, _resolve_process_group
+from torch._ops import OpOverload
+from torch.distributed.distributed_c10d import GroupName
+from torch.utils._pytree import tree_leaves
 
 from dtbench_core.errors import SimulationError
+from dtbench_core.op_types import Args, Kwargs
+from dtbench_core.rules.base import bound
+from dtbench_core.simulate import c10d_state
 
 Tensors = Sequence[torch.Tensor]
 # What the ranks of a group must agree on: (name, what else, the metadata of the tensors).
@@ -207,27 +216,6 @@ def _cut(tensor: torch.Tensor, splits: list[int], n: int) -> Tensors:
 # ---- what c10d sees ----
 
 
-class SimulatedWork(dist.Work):
-    """A collective that is done."""
-
-    def __init__(self, results: Any) -> None:
-        super().__init__()
-        self._results = results
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        """A future that is already set: asking for it waits."""
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._results)
-        return future
-
-
 def _meta(tensors: Tensors) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     return tuple([(t.shape, t.dtype) for t in tensors])
 
@@ -272,6 +260,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(group_rank, len(ranks))
         self.ranks, self._me, self._n = ranks, group_rank, len(ranks)
         self._name, self._backend, self._arrive = name, backend, arrive
+        self.named = False  # whether functional collectives can call it by its name
 
     @property
     def group_name(self) -> str:
@@ -381,3 +370,79 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+# ---- the collectives of c10d as ops, which a dispatch mode sees ----
+
+NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+
+# Op -> (the group's method, the op's arguments that it takes before the options, the one that the op returns).
+_IN_PLACE: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    "allreduce_": ("allreduce", ("tensors",), "tensors"),
+    "allreduce_coalesced_": ("allreduce", ("tensors",), "tensors"),
+    "reduce_": ("reduce", ("tensors",), "tensors"),
+    "broadcast_": ("broadcast", ("tensors",), "tensors"),
+    "allgather_": ("allgather", ("output_tensors", "input_tensors"), "output_tensors"),
+    "allgather_coalesced_": ("allgather_coalesced", ("output_lists", "input_list"), "output_lists"),
+    "_allgather_base_": ("all_gather_single", ("output_tensor", "input_tensor"), "output_tensor"),
+    "allgather_into_tensor_coalesced_": ("all_gather_single_coalesced", ("outputs", "inputs"), "outputs"),
+    "gather_": ("gather", ("output_tensors", "input_tensors"), "output_tensors"),
+    "scatter_": ("scatter", ("output_tensors", "input_tensors"), "output_tensors"),
+    "reduce_scatter_": ("reduce_scatter", ("output_tensors", "input_tensors"), "output_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter_single", ("output_tensor", "input_tensor"), "output_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_single_coalesced", ("outputs", "inputs"), "outputs"),
+    "alltoall_": ("alltoall", ("output_tensors", "input_tensors"), "output_tensors"),
+    "alltoall_base_": (
+        "all_to_all_single",
+        ("output", "input", "output_split_sizes", "input_split_sizes"),
+        "output",
+    ),
+    "barrier": ("barrier", (), None),
+    "monitored_barrier_": ("barrier", (), None),
+}
+
+
+def group_of(op: OpOverload, args: Args, kwargs: Kwargs) -> dist.ProcessGroup | None:
+    """The group of the process that a collective is issued on; None of one that has none, such as waiting."""
+    named = bound(op, args, kwargs)
+    group = named.get("process_group", named.get("group_name"))
+    if isinstance(group, str):
+        with c10d_state.of_process():
+            return _resolve_process_group(GroupName(group))
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    return dist.ProcessGroup.unbox(group)
+
+
+def issue(op: OpOverload, args: Args, kwargs: Kwargs, end: SimulatedGroup | None) -> Any:
+    """Runs the collective `op` as one rank, whose end of the group is `end`.
+
+    Returns:
+        What the op returns; the other ranks' data has arrived.
+    """
+    if op.namespace != "c10d":  # torch's kernels of these call the methods of the group
+        if end is None:
+            return op(*args, **kwargs)
+        c10d_state.name_group(end)
+        result = op(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+        return result
+    method, taken, returned = _IN_PLACE.get(op._schema.name.partition("::")[2], ("", (), None))
+    if end is None or not method:
+        raise SimulationError(
+            f"{op} is not simulated: use a collective, or ThreadWorld, which runs each rank by itself"
+        )
+    named = bound(op, args, kwargs)
+    reduce_op = SimpleNamespace(op=named["reduce_op"].op()) if "reduce_op" in named else None
+    options = SimpleNamespace(reduceOp=reduce_op, rootRank=named.get("root_rank", 0))
+    getattr(end, method)(*(named[name] for name in taken), options).wait()
+    result = returned and named[returned]
+    returns = [_done() if "Work" in str(r.type) else result for r in op._schema.returns]
+    return tuple(returns) if len(returns) > 1 else returns[0]
+
+
+@functools.cache
+def _done() -> Any:
+    """A Work that is done: one for all, so that the ranks' results are the same."""
+    return Work.boxed(FakeWork())

@@ -1,6 +1,6 @@
 """Which ranks meet in a collective when only one process stands for all of them.
 
-The process is one rank of a fake world, and knows just that rank's groups. But a group of a DeviceMesh
+The process is one rank of a fake world, and has just that rank's groups. But a group of a DeviceMesh
 dim is one of several that lie side by side (its fibres): in the mesh [[0, 1], [2, 3]] the groups of the
 inner dim are 0-1 and 2-3, and a call on the one is, on the other ranks, a call on the other.
 """
@@ -22,39 +22,29 @@ from dtbench_core.torch_compat import mesh_dim_groups, mesh_group_names
 Fibres = tuple[tuple[int, ...], ...]
 
 
-# ---- meshes ----
-
-
 _dims: weakref.WeakKeyDictionary[DeviceMesh, dict[int, Fibres]] = weakref.WeakKeyDictionary()
 
 
 def fibres_of_dim(mesh: DeviceMesh, dim: int) -> Fibres:
     """The ranks of every group along `dim` of `mesh`, or of its siblings where it is a slice."""
-    known = _dims.setdefault(mesh, {})
-    if dim not in known:
-        known[dim] = mesh_dim_groups(mesh, dim)
-    return known[dim]
+    fibres = _dims.setdefault(mesh, {})
+    if dim not in fibres:
+        fibres[dim] = mesh_dim_groups(mesh, dim)
+    return fibres[dim]
 
 
 def coordinate_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
     """Where `rank` stands in `mesh`, or in the sibling of it that holds `rank`; None outside."""
-    found = []
-    for dim in range(mesh.ndim):
-        fibre = next((f for f in fibres_of_dim(mesh, dim) if rank in f), None)
-        if fibre is None:
-            return None
-        found.append(fibre.index(rank))
-    return tuple(found)
+    fibres = [next((f for f in fibres_of_dim(mesh, d) if rank in f), None) for d in range(mesh.ndim)]
+    return None if None in fibres else tuple(f.index(rank) for f in fibres if f is not None)
 
 
-# ---- process groups ----
-
-# Told with `declare_group`, or found.
+# As declared, or as their meshes say.
 _groups: weakref.WeakKeyDictionary[ProcessGroup, Fibres] = weakref.WeakKeyDictionary()
 
 
 def declare_group(group: ProcessGroup, fibres: Sequence[Sequence[int]]) -> None:
-    """Tells a simulation which ranks call a collective on `group`, or on their own counterpart of it.
+    """Declares which ranks call a collective on `group`, or on their own counterpart of it.
 
     Needed only for groups made by hand: those of a DeviceMesh are known.
 
@@ -78,22 +68,22 @@ def declare_group(group: ProcessGroup, fibres: Sequence[Sequence[int]]) -> None:
 def fibres_of_group(group: ProcessGroup) -> Fibres:
     """The groups that meet in a collective on `group`."""
     if group not in _groups:
-        _groups[group] = _find(group)
+        _groups[group] = _fibres_by_mesh(group)
     return _groups[group]
 
 
-def _find(group: ProcessGroup) -> Fibres:
+def _fibres_by_mesh(group: ProcessGroup) -> Fibres:
     own = tuple(dist.get_process_group_ranks(group))
     if not group.group_desc.startswith("mesh"):
         return (own,)
     # A group does not know its mesh. Looking through all objects is slow, and done once per group.
-    for found in gc.get_objects():
-        if issubclass(type(found), DeviceMesh):  # isinstance would ask objects, which may do anything
-            for dim, name in enumerate(mesh_group_names(found)):
+    for mesh in gc.get_objects():
+        if issubclass(type(mesh), DeviceMesh):  # isinstance would read attributes of any object
+            for dim, name in enumerate(mesh_group_names(mesh)):
                 if name == group.group_name:
-                    fibres = fibres_of_dim(found, dim)
-                    # A world that is gone used the same names: its meshes tell other ranks.
-                    known = any(set(own) == set(fibre) for fibre in fibres)
-                    if known and max(map(max, fibres)) < dist.get_world_size():
+                    fibres = fibres_of_dim(mesh, dim)
+                    # A mesh of a destroyed world may have used the same name for other ranks.
+                    is_own = any(set(own) == set(fibre) for fibre in fibres)
+                    if is_own and max(map(max, fibres)) < dist.get_world_size():
                         return tuple(tuple(sorted(fibre)) for fibre in fibres)  # as torch makes groups
     return (own,)

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm
 from dtbench_core.dispatch import fallback
@@ -21,9 +21,9 @@ from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Args, Call, Kwargs
 from dtbench_core.runtime import entered
 from dtbench_core.simulate import rank_answers
+from dtbench_core.simulate.c10d_state import RankC10d, per_thread
 from dtbench_core.simulate.dtensor_parts import CoreParts
-from dtbench_core.simulate.group import Arrival, describe, name_ranks
-from dtbench_core.simulate.local_collectives import NAMESPACES, issue
+from dtbench_core.simulate.group import NAMESPACES, Arrival, describe, group_of, issue, name_ranks
 from dtbench_core.simulate.local_int import local_int
 from dtbench_core.simulate.local_random import RankStates, default_generators, set_states
 from dtbench_core.simulate.local_tensor import (
@@ -64,6 +64,7 @@ class LocalTensorMode(TorchDispatchMode):
             raise SimulationError(f"got ranks {ranks}, expected at least one, from 0 on")
         self._alone: int | None = None  # the rank of `as_rank`
         self._threads = RankThreads()
+        self._tables: dict[int, RankC10d] = {}
         self._starts: dict[torch.Generator, dict[int, torch.Tensor]] = {}  # of the ranks that run
 
     def __enter__(self) -> LocalTensorMode:
@@ -86,6 +87,7 @@ class LocalTensorMode(TorchDispatchMode):
         super().__exit__(kind, error, trace)
         self._leave.close()
         self._threads.close()
+        self._tables = {}
 
     # ---- where code runs ----
 
@@ -120,7 +122,7 @@ class LocalTensorMode(TorchDispatchMode):
         self._refuse_within("as_rank")
         self._alone, self._starts = rank, self.random.start(default_generators())
         try:
-            with _knowing_meshes(rank), self.random.as_rank(rank, self._starts):
+            with self._c10d_of([rank]), _knowing_meshes(rank), self.random.as_rank(rank, self._starts):
                 yield
         finally:
             self._alone = None
@@ -155,12 +157,21 @@ class LocalTensorMode(TorchDispatchMode):
         if any(issubclass(kind, Wrapper) for kind in types):
             return self._dispatch_core(op, args, kwargs)
         if op.namespace in NAMESPACES:
-            copies = PlainCopies(op, args, kwargs)
-            parts, issue_one = CoreParts(self.ranks, copies), functools.partial(self._issue, op)
-            result = self.across(issue_one, args, kwargs, what=str(op), parts=parts)
-            copies.write_back(str(op))
-            return result
+            return self._dispatch_collective(op, args, kwargs)
         return self._dispatch_all(op, args, kwargs)
+
+    def _dispatch_collective(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
+        copies, group = PlainCopies(op, args, kwargs), group_of(op, args, kwargs)
+        for rank in ranks_of(args, kwargs) or self.ranks:
+            if group is not None:  # refused before any rank has sent
+                rank_answers.rank_group(group, rank)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._issue(op, args, kwargs)
+
+        result = self.across(run, args, kwargs, what=str(op), parts=CoreParts(self.ranks, copies), seen=False)
+        copies.write_back(str(op))
+        return result
 
     def _dispatch_all(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
         ranks = ranks_of(args, kwargs)
@@ -212,7 +223,7 @@ class LocalTensorMode(TorchDispatchMode):
         if _others(types):
             return NotImplemented
         if op.namespace in NAMESPACES:
-            return self._issue(op, *args, **kwargs)
+            return self._issue(op, args, kwargs)
         if is_random(op):
             for generator in _generators((args, kwargs)):
                 if generator not in self._starts:
@@ -222,19 +233,34 @@ class LocalTensorMode(TorchDispatchMode):
 
     # ---- collectives ----
 
-    def _issue(self, op: Any, /, *args: object, **kwargs: object) -> Any:
-        rank = self.current
+    def tables_of(self, rank: int) -> RankC10d:
+        """What c10d knows of groups where code runs as `rank`: those of the process, and the rank's ends of them."""
+        if rank not in self._tables:
+            self._tables[rank] = RankC10d(dist.distributed_c10d._world)
+            self._tables[rank].default_pg = rank_answers.rank_group(dist.group.WORLD, rank)
+        return self._tables[rank]
+
+    def _c10d_of(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
+        """Inside, c10d sees the tables of the rank that runs, one of these."""
+        for rank in ranks:
+            self.tables_of(rank)
+        return per_thread(
+            lambda: None if self.current is None else self._tables[self.current], rank_answers.BACKEND
+        )
+
+    def _issue(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
+        rank, group = self.current, group_of(op, args, kwargs)
         assert rank is not None
-        return issue(op, args, kwargs, lambda group: rank_answers.rank_group(group, rank))
+        end = None if group is None else rank_answers.rank_group(group, rank)
+        if end is not None and running_rank() is None:
+            raise _alone(str(op), end.ranks)
+        return issue(op, args, kwargs, end)
 
     def arrive(self, arrival: Arrival) -> dist.Work:
         """A collective called by the rank that runs."""
         rank = running_rank()
         if rank is None:
-            raise SimulationError(
-                f"{describe(arrival.signature)} was called on the group of {name_ranks(arrival.ranks)}, in code that "
-                "runs as one rank alone: run it in a function under rank_map, which lets the others come"
-            )
+            raise _alone(describe(arrival.signature), arrival.ranks)
         return rank.arrive(arrival)
 
     # ---- rank by rank ----
@@ -277,9 +303,10 @@ class LocalTensorMode(TorchDispatchMode):
                 return fn(*mine, **named)
 
         try:
-            results = self._threads.take_turns(
-                lambda rank: contexts[rank].run(on_rank, rank), ranks, self._starts
-            )
+            with self._c10d_of(ranks):
+                results = self._threads.take_turns(
+                    lambda rank: contexts[rank].run(on_rank, rank), ranks, self._starts
+                )
         finally:
             self._threads.meetings.clear()
             self.random.finish(self._starts)
@@ -301,6 +328,13 @@ class LocalTensorMode(TorchDispatchMode):
 
         self.across(run, [local_int({r: r for r in ranks}), tensor], what=_name(fn), ranks=ranks)
         return joined({r: v for r, v in results.items() if v is not None}, RankParts(), _name(fn))
+
+
+def _alone(what: str, ranks: Sequence[int]) -> SimulationError:
+    return SimulationError(
+        f"{what} was called on the group of {name_ranks(ranks)}, in code that runs as one rank alone: run it in a "
+        "function under rank_map, which lets the others come"
+    )
 
 
 # What the core knows of meshes as one rank, or as all of these.
@@ -350,52 +384,6 @@ def local_tensor_mode() -> LocalTensorMode | None:
     """The mode that is active, if any."""
     mode = rank_answers.active()
     return mode if isinstance(mode, LocalTensorMode) else None
-
-
-def get_local_tensor_mode_list() -> list[LocalTensorMode]:
-    """The modes that are active, of which there is one at most. (The name is torch's, as those below.)"""
-    mode = local_tensor_mode()
-    return [] if mode is None else [mode]
-
-
-def enabled_local_tensor_mode() -> LocalTensorMode | None:
-    """The mode that is active and sees ops: not inside its `disable()`."""
-    mode = local_tensor_mode()
-    return None if mode is None or _suspended.get() else mode
-
-
-def maybe_disable_local_tensor_mode() -> AbstractContextManager[None]:
-    """`disable()` of the mode that is active, if any."""
-    mode = local_tensor_mode()
-    return nullcontext() if mode is None else mode.disable()
-
-
-def maybe_enable_local_tracker(
-    device_type: str, distribute_region_enabled: bool, spec: object, generator: torch.Generator | None
-) -> AbstractContextManager[None] | None:
-    """A context for random ops on DTensors inside a mode, None without one. A mode keeps the states of all ranks and
-    each of these draws its part as on one device, so that there is nothing for it to do."""
-    return None if enabled_local_tensor_mode() is None else nullcontext()
-
-
-def get_generator_seed_for_device_type(device_type: str) -> int:
-    """The seed in the state of the device type's default generator; inside a mode, a number per rank where they
-    differ."""
-    module = torch if device_type == "cpu" else torch.get_device_module(device_type)
-    seed: int = rank_map(lambda _: int(module.get_rng_state()[:8].view(torch.int64).item()))
-    return seed
-
-
-def reconcile_args(args: Args, kwargs: Kwargs | None = None) -> tuple[Args, Kwargs]:
-    """(args, kwargs) with the tensor that all ranks have in the place of each LocalTensor.
-
-    Raises:
-        RankDependentError: one that differs between ranks.
-    """
-    made: tuple[Args, Kwargs] = tree_map(
-        lambda leaf: leaf.reconcile() if isinstance(leaf, LocalTensor) else leaf, (args, kwargs or {})
-    )
-    return made
 
 
 def _mode_for_all() -> LocalTensorMode | None:

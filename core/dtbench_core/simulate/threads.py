@@ -52,7 +52,6 @@ from dtbench_core.simulate.group import (
     Arrival,
     Signature,
     SimulatedGroup,
-    SimulatedWork,
     combine,
     describe,
     group_actions,
@@ -95,12 +94,12 @@ class PendingCollective:
     waiters: list[SimulatedRank] = field(default_factory=list)
 
 
-class ThreadWork(SimulatedWork):
+class ThreadWork(dist.Work):
     """A collective of one rank. `wait` lets the other ranks run until all have called it."""
 
     def __init__(self, pending: PendingCollective, rank: SimulatedRank, results: Any) -> None:
-        super().__init__(results)
-        self._pending, self._rank = pending, rank
+        super().__init__()
+        self._pending, self._rank, self._results = pending, rank, results
 
     def wait(self, timeout: object = None) -> bool:
         """Raises SimulationError when the collective cannot complete."""
@@ -110,6 +109,13 @@ class ThreadWork(SimulatedWork):
 
     def is_completed(self) -> bool:
         return self._pending.done
+
+    def get_future(self) -> Any:
+        """A future that is already set: asking for it waits."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
 
 
 class Meeting:
