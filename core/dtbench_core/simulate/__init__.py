@@ -7,7 +7,7 @@ shows every rank's tensor side by side.
 # mypy: implicit-reexport
 # ruff: noqa: F401
 
-from dtbench_core.simulate.local_groups import declare_group
+from dtbench_core.simulate.group import declare_group
 from dtbench_core.simulate.local_int import LocalIntNode, local_int
 from dtbench_core.simulate.local_mode import (
     LocalTensorMode,

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm
@@ -132,18 +132,6 @@ class LocalTensorMode(TorchDispatchMode):
         if self.current is not None:
             raise SimulationError(f"{what} was called in code that runs as rank {self.current}")
 
-    @contextmanager
-    def _seen(self) -> Iterator[None]:
-        """This mode sees the ops inside: torch takes a mode off while it handles one."""
-        if self in _get_current_dispatch_mode_stack():
-            yield
-            return
-        TorchDispatchMode.__enter__(self)
-        try:
-            yield
-        finally:
-            TorchDispatchMode.__exit__(self, None, None, None)
-
     # ---- ops ----
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -155,23 +143,14 @@ class LocalTensorMode(TorchDispatchMode):
         if _others(types, Wrapper):
             return NotImplemented
         if any(issubclass(kind, Wrapper) for kind in types):
-            return self._dispatch_core(op, args, kwargs)
+            return self._on_each_rank(op, args, kwargs, functools.partial(_below_autograd, op))
         if op.namespace in NAMESPACES:
-            return self._dispatch_collective(op, args, kwargs)
+            group = group_of(op, args, kwargs)
+            for rank in ranks_of(args, kwargs) or self.ranks:
+                if group is not None:  # refused before any rank has sent
+                    rank_answers.rank_group(group, rank)
+            return self._on_each_rank(op, args, kwargs, functools.partial(self._issue, op))
         return self._dispatch_all(op, args, kwargs)
-
-    def _dispatch_collective(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
-        copies, group = PlainCopies(op, args, kwargs), group_of(op, args, kwargs)
-        for rank in ranks_of(args, kwargs) or self.ranks:
-            if group is not None:  # refused before any rank has sent
-                rank_answers.rank_group(group, rank)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return self._issue(op, args, kwargs)
-
-        result = self.across(run, args, kwargs, what=str(op), parts=CoreParts(self.ranks, copies), seen=False)
-        copies.write_back(str(op))
-        return result
 
     def _dispatch_all(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
         ranks = ranks_of(args, kwargs)
@@ -187,15 +166,10 @@ class LocalTensorMode(TorchDispatchMode):
                 return op(*args, **kwargs)
         return run_on_each(op, args, kwargs, ranks or self.ranks)
 
-    def _dispatch_core(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
-        """An op on DTensors: each rank's on its own, through the core's dispatch."""
+    def _on_each_rank(self, op: Any, args: Args, kwargs: Kwargs, run: Call) -> Any:
+        """An op on DTensors, through the core's dispatch, or a collective: each rank's on its own."""
         copies, what = PlainCopies(op, args, kwargs), str(op)
         parts = CoreParts(self.ranks, copies)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():  # as here
-                return op(*args, **kwargs)
-
         result = self.across(run, args, kwargs, what=what, parts=parts, seen=False)
         if op._schema.is_mutable:
             parts.settle(what)
@@ -223,7 +197,7 @@ class LocalTensorMode(TorchDispatchMode):
         if _others(types):
             return NotImplemented
         if op.namespace in NAMESPACES:
-            return self._issue(op, args, kwargs)
+            return self._issue(op, *args, **kwargs)
         if is_random(op):
             for generator in _generators((args, kwargs)):
                 if generator not in self._starts:
@@ -248,7 +222,7 @@ class LocalTensorMode(TorchDispatchMode):
             lambda: None if self.current is None else self._tables[self.current], rank_answers.BACKEND
         )
 
-    def _issue(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _issue(self, op: Any, /, *args: object, **kwargs: object) -> Any:
         rank, group = self.current, group_of(op, args, kwargs)
         assert rank is not None
         end = None if group is None else rank_answers.rank_group(group, rank)
@@ -294,11 +268,7 @@ class LocalTensorMode(TorchDispatchMode):
         contexts = {rank: copy_context() for rank in ranks}
 
         def on_rank(rank: int) -> Any:
-            with (
-                _counted(rank == ranks[0]),
-                _knowing_meshes(rank),
-                self._seen() if seen else nullcontext(),
-            ):
+            with _counted(rank == ranks[0]), _knowing_meshes(rank), _Seen(self) if seen else nullcontext():
                 mine, named = parts.of((args, kwargs or {}), rank)
                 return fn(*mine, **named)
 
@@ -328,6 +298,22 @@ class LocalTensorMode(TorchDispatchMode):
 
         self.across(run, [local_int({r: r for r in ranks}), tensor], what=_name(fn), ranks=ranks)
         return joined({r: v for r, v in results.items() if v is not None}, RankParts(), _name(fn))
+
+
+class _Seen(TorchDispatchMode):
+    """In a rank's thread: the mode sees the ops."""
+
+    def __init__(self, mode: LocalTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        return self._mode.__torch_dispatch__(op, types, args, kwargs)
+
+
+def _below_autograd(op: Any, /, *args: object, **kwargs: object) -> Any:
+    with DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
+        return op(*args, **kwargs)
 
 
 def _alone(what: str, ranks: Sequence[int]) -> SimulationError:

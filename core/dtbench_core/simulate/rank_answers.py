@@ -30,8 +30,14 @@ from dtbench_core.parallel import region
 from dtbench_core.redistribute import route as redistribute
 from dtbench_core.runtime import simulation
 from dtbench_core.simulate import c10d_state, dtensor_parts
-from dtbench_core.simulate.group import Arrival, SimulatedGroup, describe, name_ranks
-from dtbench_core.simulate.local_groups import coordinate_of, fibres_of_group
+from dtbench_core.simulate.group import (
+    Arrival,
+    SimulatedGroup,
+    coordinate_of,
+    describe,
+    fibres_of_group,
+    name_ranks,
+)
 from dtbench_core.simulate.local_int import local_int, values_of
 from dtbench_core.simulate.local_random import default_generators
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states

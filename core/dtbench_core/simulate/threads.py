@@ -88,7 +88,6 @@ class PendingCollective:
 
     signature: Signature
     calls: list[Any]  # by group rank: what its method recorded
-    missing: int
     done: bool = False
     error: str | None = None
     waiters: list[SimulatedRank] = field(default_factory=list)
@@ -121,40 +120,28 @@ class ThreadWork(dist.Work):
 class Meeting:
     """What the ranks of one process group share. `ranks` are the world's, in the order of the group."""
 
-    __slots__ = ("_first", "_turns", "open", "ranks")
-
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets the collectives under way, after a call that failed."""
-        self.open: deque[PendingCollective] = deque()
-        self._first = 0  # the number of open[0]
-        self._turns = [0] * len(self.ranks)  # calls so far, by group rank
+        self.open: dict[int, PendingCollective] = {}  # by number: the n-th call of each rank belongs together
+        self._calls = [0] * len(ranks)  # so far, by group rank
 
     def arrive(self, arrival: Arrival) -> PendingCollective:
         """Records a rank's call, and does the collective if it is the last. A failure is in `error`."""
-        turn = self._turns[arrival.group_rank] - self._first
-        self._turns[arrival.group_rank] += 1
-        if turn == len(self.open):
-            self.open.append(PendingCollective(arrival.signature, [None] * len(self.ranks), len(self.ranks)))
-        pending = self.open[turn]
+        number, n = self._calls[arrival.group_rank], len(self.ranks)
+        self._calls[arrival.group_rank] += 1
+        pending = self.open.setdefault(number, PendingCollective(arrival.signature, [None] * n))
         if pending.signature != arrival.signature:
             others = [r for r, c in zip(self.ranks, pending.calls, strict=True) if c is not None]
             pending.error = mismatch(arrival, others, pending.signature)
             return pending
         pending.calls[arrival.group_rank] = arrival.call
-        pending.missing -= 1
-        if not pending.missing:
+        if None not in pending.calls:
             try:
                 combine(arrival, pending.calls)
             except SimulationError as error:
                 pending.error = str(error)
-            pending.done = True
-            pending.calls = []
-            self.open.popleft()  # all ranks called this one, hence every earlier one
-            self._first += 1
+            pending.done, pending.calls = True, []
+            del self.open[number]
         return pending
 
 
@@ -347,7 +334,7 @@ class RankThreads:
         waited: dict[tuple[str, tuple[str, tuple[int, ...]]], list[int]] = {}
         for rank in self.members:
             if rank.waiting is not None:
-                group = next(g for g, meeting in self.meetings.items() if rank.waiting in meeting.open)
+                group = next(g for g, m in self.meetings.items() if rank.waiting in m.open.values())
                 waited.setdefault((describe(rank.waiting.signature), group), []).append(rank.rank)
         several = len({group for _, group in waited}) > 1
         where = ", ".join(
@@ -362,8 +349,7 @@ class RankThreads:
 
     def reset(self) -> None:
         """Forgets the collectives under way, after ranks ended otherwise than by returning."""
-        for meeting in self.meetings.values():
-            meeting.reset()
+        self.meetings = {key: Meeting(key[1]) for key in self.meetings}
 
     def close(self) -> None:
         """Ends the threads. A later call starts new ones."""
