@@ -345,12 +345,6 @@ class RankThreads:
         )
         return f"hang: {', '.join(ended)} while {where}" if ended else f"hang: {where}"
 
-    # ---- after a call ----
-
-    def reset(self) -> None:
-        """Forgets the collectives under way, after ranks ended otherwise than by returning."""
-        self.meetings = {key: Meeting(key[1]) for key in self.meetings}
-
     def close(self) -> None:
         """Ends the threads. A later call starts new ones."""
         ranks, self._ranks, self.meetings = list(self._ranks.values()), {}, {}
@@ -427,8 +421,8 @@ class ThreadWorld:
 
     Calls are independent of each other: each starts on every rank with the caller's states of the default
     generators and grad mode, and the caller's generators are as before afterwards. What a rank made (groups,
-    meshes, thread-local variables) it has again in the next call. After a call in which ranks diverged,
-    groups that not all of their members made are dropped with all others, and the threads start afresh.
+    meshes, thread-local variables) it has again in the next call. After a call in which a rank raised, ranks may
+    differ in their groups: all are dropped, and the threads start afresh.
 
     Raises:
         SimulationError: world_size < 1.
@@ -464,7 +458,7 @@ class ThreadWorld:
             self._start()
         results = self._call(lambda: fn(*args, **kwargs))
         if any(r.error is not None or r.stopped for r in results):
-            self._recover()
+            self.close()
         return results
 
     def _call(self, call: Callable[[], Any]) -> list[RankResult]:
@@ -498,18 +492,6 @@ class ThreadWorld:
         except BaseException:
             self._c10d = []
             raise
-
-    def _recover(self) -> None:
-        """Makes the world usable after ranks ended otherwise than by returning."""
-        self._threads.reset()
-        holders: dict[str, list[int]] = {}
-        for rank, tables in enumerate(self._c10d):
-            for name in tables.pg_names.values():
-                holders.setdefault(name, []).append(rank)
-        groups = {(name, tuple(ranks)) for name, ranks in holders.items()}
-        counts = {tables.group_count for tables in self._c10d}
-        if len(counts) > 1 or groups != {(n, tuple(sorted(r))) for n, r in self._threads.meetings}:
-            self.close()
 
     def close(self) -> None:
         """Ends the threads and destroys the groups. A later call starts new ones."""
