@@ -127,7 +127,7 @@ class _Flight:
 
 
 @dataclass
-class _Memory:
+class _CommMemory:
     """The collectives in flight on a piece of memory, for all views of it. See Note [Who waits]."""
 
     writing: list[_Flight] = field(default_factory=list)
@@ -168,7 +168,7 @@ class CommTensor(torch.Tensor):
     """
 
     _tensor: torch.Tensor
-    _memory: _Memory
+    _memory: _CommMemory
 
     __torch_function__ = disabled_torch_function
 
@@ -179,7 +179,7 @@ class CommTensor(torch.Tensor):
         if tensor.requires_grad and torch.is_grad_enabled():
             made: CommTensor = _Wrap.apply(tensor)
             return made
-        return _wrapped(tensor, _Memory())
+        return _wrapped(tensor, _CommMemory())
 
     def wait(self) -> torch.Tensor:
         """The plain tensor, complete."""
@@ -230,14 +230,14 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor) -> CommTensor:
-        return _wrapped(tensor.detach(), _Memory())
+        return _wrapped(tensor.detach(), _CommMemory())
 
     @staticmethod
     def backward(ctx: Ctx, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
-def _wrapped(tensor: torch.Tensor, memory: _Memory) -> CommTensor:
+def _wrapped(tensor: torch.Tensor, memory: _CommMemory) -> CommTensor:
     # By position: storage offset, memory format, dtype, layout, device, pinned, requires grad.
     made: Value = make_wrapper(
         CommTensor,
@@ -270,7 +270,7 @@ def _result(result: torch.Tensor, owners: Sequence[CommTensor], waited: bool) ->
     for owner in owners:
         if share_memory(result, owner._tensor):
             return _wrapped(result, owner._memory)
-    return result if waited else _wrapped(result, _Memory())
+    return result if waited else _wrapped(result, _CommMemory())
 
 
 def _arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> Iterator[tuple[Any, bool]]:

@@ -29,16 +29,6 @@ from dtbench_core import (
     distribute_module,
     distribute_tensor,
 )
-from dtbench_core.simulate import (
-    LocalTensorMode,
-    enabled_local_tensor_mode,
-    get_generator_seed_for_device_type,
-    get_local_tensor_mode_list,
-    maybe_disable_local_tensor_mode,
-    maybe_enable_local_tracker,
-    rank_map,
-    reconcile_args,
-)
 
 S, R, P = Shard, Replicate(), Partial()
 
@@ -170,16 +160,3 @@ def test_names_of_torch() -> None:
     with debug.CommDebugMode() as mode:
         model(place(torch.ones(2, 3)))
     assert mode.get_sharding_info() == {"Linear.weight": (R,), "Linear.bias": (R,)}
-
-
-def test_helpers_of_simulated_ranks(mode: LocalTensorMode) -> None:
-    assert get_local_tensor_mode_list() == [mode] and enabled_local_tensor_mode() is mode
-    with maybe_disable_local_tensor_mode():
-        assert enabled_local_tensor_mode() is None and type(torch.ones(1)) is torch.Tensor
-        assert maybe_enable_local_tracker("cpu", True, None, None) is None
-    assert maybe_enable_local_tracker("cpu", True, None, None) is not None
-    torch.manual_seed(3)
-    assert get_generator_seed_for_device_type("cpu") == 3
-    same = rank_map(lambda _: torch.ones(2))
-    (args, named) = reconcile_args((same, 1), {"x": same})
-    assert type(args[0]) is type(named["x"]) is torch.Tensor and args[1] == 1

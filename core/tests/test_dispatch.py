@@ -30,7 +30,7 @@ from dtbench_core.dispatch import metadata
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.rules.base import Row, Strategy
+from dtbench_core.rules.base import PlacementRow, Strategy
 
 
 def distribute_tensor(full: torch.Tensor, device_mesh: DeviceMesh, placements: Any) -> DTensor:
@@ -337,7 +337,9 @@ def test_a_wrong_rule_is_noticed(x: DTensor) -> None:
     from dtbench_core.rules import base
 
     op = torch.ops.aten.trace.default
-    base._rules[op] = lambda call: Strategy([Row((Shard(0),), (Partial(),))], local_op=lambda local: local)
+    base._rules[op] = lambda call: Strategy(
+        [PlacementRow((Shard(0),), (Partial(),))], local_op=lambda local: local
+    )
     try:
         with pytest.raises(CoreError, match=r"the rule of aten\.trace\.default is wrong"):
             x.trace()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dtbench_core as dt
 from dtbench_core.dispatch import entry as dispatch
-from dtbench_core.dispatch.plan import CALLING, Moving
+from dtbench_core.dispatch.op_plan import CALLING, Moving
 from dtbench_core.interop import stopwatch
 
 

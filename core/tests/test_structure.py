@@ -25,7 +25,7 @@ COLLECTIVES = {
 # Owners of such a name that send nothing: our own functions, and ops on one rank's tensors.
 LOCAL = re.compile(r"comm|functools|checkpoint|above|aten(\.\w+)?")
 # torch_compat gives names one spelling over torch's versions; the others are the simulated transport itself.
-EXEMPT = {"torch_compat.py", "simulate/group.py", "simulate/local_collectives.py"}
+EXEMPT = {"torch_compat.py", "simulate/group.py"}
 
 
 def _calls_of_c10d(tree: ast.AST) -> list[str]:

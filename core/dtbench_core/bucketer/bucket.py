@@ -17,8 +17,8 @@ from dtbench_core.bucketer.packing import (
     FIRST_ELEMENTS,
     BucketCounters,
     BucketError,
-    Held,
-    Pool,
+    BufferPool,
+    HeldInputs,
     Rows,
     Source,
     check_unchanged,
@@ -34,7 +34,7 @@ Finish = tuple[tuple[int, ...] | None, Callable[[Tensor], Tensor] | None]
 
 
 @dataclass
-class Outcome:
+class PendingCallbacks:
     """What an operation brings about, kept until its bookkeeping is done: callbacks may use the bucketer."""
 
     due: list[tuple[list[Callback | None], list[Tensor]]] = field(default_factory=list)  # with their results
@@ -125,7 +125,7 @@ class Reduction:
 class PendingBucket:
     """One bucketful, from its first input to its callbacks."""
 
-    packing: Rows | Held | None  # None: an input reduced alone
+    packing: Rows | HeldInputs | None  # None: an input reduced alone
     # Of each input: elements per shard, callback. By index: what is special about its result.
     numels: list[int] = field(default_factory=list)
     callbacks: list[Callback | None] = field(default_factory=list)
@@ -162,7 +162,7 @@ class Bucket:
     def __post_init__(self) -> None:
         self.offset = 0  # elements per shard that wait for a flush
         self.world_size = self.group.size()
-        self.pool = Pool(self.reduction.dtype_of(self.dtype), self.device, self.counters)
+        self.pool = BufferPool(self.reduction.dtype_of(self.dtype), self.device, self.counters)
         self._pending: PendingBucket | None = None
         self._flying: deque[PendingBucket] = deque()  # in order of issue
         self._checking = self.check_ranks != "never" and can_check(self.group)
@@ -205,7 +205,7 @@ class Bucket:
         outcome = None
         if packing.used + numel > packing.room:
             assert isinstance(packing, Rows)  # what is held has room for a whole bucket
-            outcome = Outcome()
+            outcome = PendingCallbacks()
             room = min(max(packing.used + numel, 2 * packing.room), self.capacity)
             self._make_room(room * self.world_size, outcome)
             packing.grow(room)
@@ -235,7 +235,7 @@ class Bucket:
         pending = self._pending
         if pending is None or not 0 < numel <= self.capacity - self.offset or not tensor.is_contiguous():
             return False
-        assert isinstance(pending.packing, Held)
+        assert isinstance(pending.packing, HeldInputs)
         try:
             pending.packing.add_flat(tensor, numel)
         except RuntimeError:  # of inference mode
@@ -249,7 +249,7 @@ class Bucket:
         self, source: Source, numel: int, callback: Callback | None, finish: Finish | None
     ) -> None:
         """What does not go into the bucket that is filling: into the next, or into none."""
-        outcome = Outcome()
+        outcome = PendingCallbacks()
         if numel > self.capacity or not self.capacity:
             pending = PendingBucket(None)
             pending.note(numel, callback, finish)
@@ -257,7 +257,7 @@ class Bucket:
         else:
             self.close(outcome)
             if self.hold_inputs:
-                packing: Rows | Held = Held(self.pool, self.world_size, self.capacity)
+                packing: Rows | HeldInputs = HeldInputs(self.pool, self.world_size, self.capacity)
             else:
                 room = max(numel, self.predictor.next_total() or FIRST_ELEMENTS)
                 packing = Rows(self.pool, self.world_size, min(room, self.capacity))
@@ -267,7 +267,7 @@ class Bucket:
             self._pending.note(numel, callback, finish)
         outcome.end()
 
-    def _make_room(self, numel: int, outcome: Outcome) -> None:
+    def _make_room(self, numel: int, outcome: PendingCallbacks) -> None:
         """Ends what is under way if with a buffer of `numel` elements there would be more than two buckets."""
         most = 2 * self.capacity * self.world_size
         in_use = self.pool.in_use // self.pool.dtype.itemsize
@@ -276,7 +276,7 @@ class Bucket:
 
     # --- reducing ----------------------------------------------------------------------------------
 
-    def close(self, outcome: Outcome, *, by_flush: bool = False) -> None:
+    def close(self, outcome: PendingCallbacks, *, by_flush: bool = False) -> None:
         """Issues the collective for what waits, then ends the one before it."""
         pending = self._pending
         if pending is not None:
@@ -295,7 +295,7 @@ class Bucket:
         elif len(self._flying) > 1:
             self.wait_for(self._flying[0], outcome)
 
-    def drain(self, outcome: Outcome) -> None:
+    def drain(self, outcome: PendingCallbacks) -> None:
         """Ends what is under way now, in order of issue, and calls the callbacks."""
         outcome.call()
         for pending in tuple(self._flying):
@@ -347,7 +347,7 @@ class Bucket:
         self.counters.hold(-pending.copied)
         pending.packing = pending.work = pending.output = pending.buffer = pending.lent = None
 
-    def wait_for(self, pending: PendingBucket, outcome: Outcome) -> None:
+    def wait_for(self, pending: PendingBucket, outcome: PendingCallbacks) -> None:
         """Waits for a collective; its callbacks are then due."""
         self._flying.remove(pending)
         try:
@@ -389,7 +389,7 @@ class Bucket:
             results[index] = shaped if rewrap is None else rewrap(shaped)
         return results
 
-    def _reduce_alone(self, source: Source, pending: PendingBucket, outcome: Outcome) -> None:
+    def _reduce_alone(self, source: Source, pending: PendingBucket, outcome: PendingCallbacks) -> None:
         """An input larger than a bucket, or any without buckets: straight from where it lies, if it can.
 
         Waits, unless inputs are held.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dtbench_core.bucketer.bucket import Bucket, Callback, Op, Outcome, Reduction
+from dtbench_core.bucketer.bucket import Bucket, Callback, Op, PendingCallbacks, Reduction
 from dtbench_core.bucketer.check import CHECK_RANKS, CheckRanks
 from dtbench_core.bucketer.inputs import Intake, check_group, flattened, take_in
 from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters, BucketError
@@ -156,7 +156,7 @@ class ReduceScatterBucketer:
         Raises:
             Exception: what a callback raised, once all buckets are flushed; an ExceptionGroup of several.
         """
-        outcome = Outcome()
+        outcome = PendingCallbacks()
         buckets = list(self.buckets.values())
         for bucket in buckets:  # all are under way before the first is waited for
             bucket.close(outcome, by_flush=True)

@@ -2,7 +2,7 @@
 
 Two ways. `Rows` copies each input when it comes, so that the caller may reuse it at once: into the n
 rows of a buffer. Rows as long as they turn out to be filled are the collective's input as they are; if
-the length was guessed wrong, they are copied once more, closer together. `Held` keeps the inputs and
+the length was guessed wrong, they are copied once more, closer together. `HeldInputs` keeps the inputs and
 copies them all in one call when the bucket closes: half the work for small inputs.
 """
 
@@ -65,7 +65,7 @@ class BucketCounters:
 
 
 @dataclass(eq=False)
-class Pool:
+class BufferPool:
     """Flat buffers of one dtype and device, allocated when none of the free ones is large enough."""
 
     dtype: torch.dtype
@@ -115,7 +115,7 @@ class Pool:
 class Rows:
     """Copies each input on arrival, into n rows of `room` elements."""
 
-    def __init__(self, pool: Pool, world_size: int, room: int) -> None:
+    def __init__(self, pool: BufferPool, world_size: int, room: int) -> None:
         self.used, self.room = 0, room
         self._pool, self._n = pool, world_size
         self._buffer = pool.take(world_size * room)
@@ -157,10 +157,10 @@ class Rows:
         self._pool.give(self._buffer)
 
 
-class Held:
+class HeldInputs:
     """Keeps the inputs until the bucket closes; they must not change before."""
 
-    def __init__(self, pool: Pool, world_size: int, room: int) -> None:
+    def __init__(self, pool: BufferPool, world_size: int, room: int) -> None:
         self.used, self.room = 0, room
         self._pool, self._n = pool, world_size
         self._tensors: list[Tensor] = []  # all that inputs consist of, and the versions of these

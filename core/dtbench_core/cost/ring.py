@@ -17,7 +17,7 @@ from typing import NamedTuple
 GIB = 1024**3  # torch's cost functions divide bytes by 1024^3, whatever "GB/s" their comments say
 
 
-class Link(NamedTuple):
+class RingLink(NamedTuple):
     """What joins two neighbours of a ring. bandwidth: GiB/s. latency_us: per hop."""
 
     bandwidth: float
@@ -28,8 +28,8 @@ class Link(NamedTuple):
 # torch/distributed/tensor/_collective_utils.py (unchanged from 2.0 to 2.13): the Ring/LL entries for Ampere of
 # NCCL's src/graph/tuning.cc. 0.22 is PyTorch's ratio of network to NVLink bandwidth.
 BASE_LATENCY_US = 6.6  # hard-coded in each of torch's cost functions
-INTRA_HOST = Link(87.7, 0.6)
-INTER_HOST = Link(INTRA_HOST.bandwidth * 0.22, 2.7)
+INTRA_HOST = RingLink(87.7, 0.6)
+INTER_HOST = RingLink(INTRA_HOST.bandwidth * 0.22, 2.7)
 # torch's surcharge on Shard -> Shard; here it stands for the copies around the exchange.
 ALL_TO_ALL_PENALTY_US = 1.0
 # Cutting a replica sends nothing but copies, as the reshuffle of an all-to-all does: priced alike, so that
@@ -56,7 +56,7 @@ def busbw_factor(collective: str, ranks: int) -> float:
     return 1.0 if collective in ONE_WAY else hops(collective, ranks) / ranks
 
 
-def guessed_links(shape: Sequence[int], devices_per_host: int) -> list[Link]:
+def guessed_links(shape: Sequence[int], devices_per_host: int) -> list[RingLink]:
     """By mesh dim, as torch guesses: a dim crosses hosts once it and the dims inside it hold more ranks than a
     host has devices. Where the ranks really are it does not ask."""
     inside = [math.prod(shape[dim:]) for dim in range(len(shape))]

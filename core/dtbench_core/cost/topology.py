@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtbench_core.cost.curve import Curve
-from dtbench_core.cost.ring import BASE_LATENCY_US, Link
+from dtbench_core.cost.ring import BASE_LATENCY_US, RingLink
 from dtbench_core.errors import CoreError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class MeshConstants:
     joint_curves: Mapping[str, Curve] = field(default_factory=dict)
 
     @staticmethod
-    def of_links(ranks: Sequence[int], links: Sequence[Link], source: str = "built-in") -> MeshConstants:
+    def of_links(ranks: Sequence[int], links: Sequence[RingLink], source: str = "built-in") -> MeshConstants:
         """Mesh dims of so many ranks, joined by these."""
         bandwidths, latencies = zip(*links, strict=True)
         return MeshConstants(None, tuple(ranks), bandwidths, latencies, source=source)

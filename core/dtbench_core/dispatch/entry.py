@@ -8,7 +8,7 @@
 4. `torch_dispatch`: one aten op, below autograd. Its plan is in `plans`, by op, specs and arguments.
 5. On a miss, make_plan.py: the op's rule lists placements, the cheapest row is chosen per mesh dim, and
    the op on meta tensors tells the result's shape. No row: op by op (composites) or replicated (fallback.py).
-6. `plan.run` (plan.py) moves the inputs that must move, runs the op on the shards, wraps what comes out.
+6. `plan.run` (op_plan.py) moves the inputs that must move, runs the op on the shards, wraps what comes out.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dtbench_core.dispatch.learnt_calls import (
 )
 from dtbench_core.dispatch.make_plan import build, first_run
 from dtbench_core.dispatch.op_info import OpInfo
+from dtbench_core.dispatch.op_plan import OpPlan
 from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
-from dtbench_core.dispatch.plan import Plan
 from dtbench_core.errors import CoreError, NoRuleError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.wrapper import Wrapper, followed, held_by, let_follow
@@ -63,8 +63,8 @@ judged: set[Call] = set()
 by_type: set[Call] = set()
 # The plans of ops, and of functions that are one op. None: no rule fits, replicate and run; or recorded, and not fit
 # to be fast.
-plans: dict[Key, Plan | None] = {}
-functions: dict[Key, Plan | None] = {}
+plans: dict[Key, OpPlan | None] = {}
+functions: dict[Key, OpPlan | None] = {}
 default_dtype: torch.dtype | None = None  # for which they hold
 _MISSING: Any = object()
 
@@ -290,7 +290,7 @@ def torch_dispatch(
         default_dtype = get_default_dtype()
         clear_caches()
     key, locals_, local_kwargs = key_of(cls, info, info.by_type, args, kwargs)
-    plan: Plan | None
+    plan: OpPlan | None
     try:
         plan = plans.get(key, _MISSING)
     except TypeError:  # an argument that cannot be hashed, so no plan can be kept

@@ -45,14 +45,14 @@ class FallbackWarning(UserWarning):
 
 
 @dataclass(slots=True, eq=False)
-class Seen:
+class FallbackLog:
     """How often ops ran on replicated inputs, and which of them warned."""
 
     counts: Counter[OpOverload] = field(default_factory=Counter)
     warned: set[OpOverload] = field(default_factory=set)
 
 
-seen: PerRank[Seen] = PerRank("dispatch.fallbacks", Seen)
+seen: PerRank[FallbackLog] = PerRank("dispatch.fallbacks", FallbackLog)
 
 
 def fallbacks() -> Counter[OpOverload]:

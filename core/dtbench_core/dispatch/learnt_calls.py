@@ -12,17 +12,19 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core.dispatch.op_info import OpInfo, numbers_by_type
-from dtbench_core.dispatch.plan import Plan, gives_list
+from dtbench_core.dispatch.op_plan import OpPlan, gives_list
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 
 # An op that ran, as (plan, args, kwargs, result); the plan is None for one that ran without.
-Recorded = tuple[Plan | None, Args, Kwargs, Value]
+Recorded = tuple[OpPlan | None, Args, Kwargs, Value]
 
 
 aten = torch.ops.aten
 
 
-def plan_of_call(func: Call, args: Args, kwargs: Kwargs, seen: list[Recorded], result: Value) -> Plan | None:
+def plan_of_call(
+    func: Call, args: Args, kwargs: Kwargs, seen: list[Recorded], result: Value
+) -> OpPlan | None:
     """The plan that stands for the whole call, if the call was one functional op."""
     if "requires_grad" in kwargs:  # the op does not hear of it
         return None
@@ -109,7 +111,7 @@ def _accounts_for(
     kwargs: Kwargs,
     op_args: Args,
     op_kwargs: Kwargs,
-    plan: Plan,
+    plan: OpPlan,
 ) -> bool:
     """Whether the op got just the function's tensors and no number but the function's own.
 

@@ -1,4 +1,4 @@
-"""Making a plan: what an op on given specs does, worked out once and kept (plan.py says how it runs)."""
+"""Making a plan: what an op on given specs does, worked out once and kept (op_plan.py says how it runs)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dtbench_core.dispatch.metadata import (
     written_by,
 )
 from dtbench_core.dispatch.op_info import OpInfo
+from dtbench_core.dispatch.op_plan import Move, OpPlan, plan_of_kind, sorted_by_name, with_spec_strides
 from dtbench_core.dispatch.overlap import error_of_plain, refuse_overlapping_itself
-from dtbench_core.dispatch.plan import Move, Plan, plan_of_kind, sorted_by_name, with_spec_strides
 from dtbench_core.errors import CoreError, MeshError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.local_shards import holds_shards
@@ -34,7 +34,7 @@ from dtbench_core.rules.base import OpCall, Placed, Strategy, by_tensor
 from dtbench_core.torch_compat import dispatch_modes_active
 
 
-def build(info: OpInfo, args: Args, kwargs: Kwargs) -> Plan | None:
+def build(info: OpInfo, args: Args, kwargs: Kwargs) -> OpPlan | None:
     """The plan of `info.op` for these arguments, or None: no rule fits, replicate and run (fallback.py).
 
     Every rank builds the same one, or raises.
@@ -76,7 +76,7 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> Plan | None:
     return _plan_for(info, call, structure, strategy, *chosen, of_copy=of_copy, to_copy=to_copy)
 
 
-def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> Plan | None:
+def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> OpPlan | None:
     """The plan of `op(..., out=x)` where the op's rule can leave its result just where `x` lies."""
     functional, name = out_and_resize.functional_of(info.op), info.returned
     out = call.kwargs.get(name)
@@ -119,7 +119,7 @@ def _plan_for(
     *,
     of_copy: DTensorSpec | None,
     to_copy: bool,
-) -> Plan:
+) -> OpPlan:
     mesh = call.inputs[0].info
     specs = [
         None if meta is None else DTensorSpec.of(mesh, placed, *meta)
@@ -274,13 +274,13 @@ def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
 
 
 def first_run(
-    plan: Plan,
+    plan: OpPlan,
     cls: type[Wrapper],
     args: Args,
     kwargs: Kwargs,
     locals_: list[Value],
     local_kwargs: Kwargs,
-) -> tuple[Plan, Any]:
+) -> tuple[OpPlan, Any]:
     """(the plan to keep, the result): a rule that misjudges a shape must not pass silently. Nor a local op that
     copies, on these shards, where the op gives a view, or that leaves its result otherwise in memory than it does
     on the whole: that is put right on this rank, as the others need not see the same.

@@ -1,7 +1,7 @@
 """Ops that write to a tensor in a way that a sharded kernel cannot: `out=`, and new shapes in place.
 
 Both run the functional form of the op and put its result where the caller wants it. Plain in-place
-ops (`add_`) are not here: they run on the shards like any other op (plan.py).
+ops (`add_`) are not here: they run on the shards like any other op (op_plan.py).
 """
 
 from __future__ import annotations

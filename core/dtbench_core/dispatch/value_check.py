@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm
 from dtbench_core.dispatch.metadata import flattened, is_spec
-from dtbench_core.dispatch.plan import sorted_by_name
+from dtbench_core.dispatch.op_plan import sorted_by_name
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE, Placements, local_extents
 from dtbench_core.op_types import Args, Call, Value

@@ -15,7 +15,7 @@ from typing import Any
 from dtbench_core import comm
 from dtbench_core.dispatch import cache_key, make_plan
 from dtbench_core.dispatch import entry as dispatch
-from dtbench_core.dispatch.plan import CALLING, Moving, Plan
+from dtbench_core.dispatch.op_plan import CALLING, Moving, OpPlan
 from dtbench_core.layout import shard_layout as layout
 from dtbench_core.layout import wrapper
 from dtbench_core.op_types import Call
@@ -149,12 +149,12 @@ def _holders(function: Call) -> list[tuple[Any, str]]:
     return [(m, name) for m in modules for name, held in list(vars(m).items()) if held is function]
 
 
-def _timed_run(kind: type[Plan], log: Log) -> Call:
+def _timed_run(kind: type[OpPlan], log: Log) -> Call:
     """`run` of this kind of plan, with a stopwatch around the local op that it is given."""
     run = kind.run
     timed_op = stopwatch(lambda call: stopwatch(call, "local op", log), BOOKKEEPING, log)
 
-    def timed_run(self: Plan, cls: Any, call: Any, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
+    def timed_run(self: OpPlan, cls: Any, call: Any, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
         return run(self, cls, timed_op(call), args, given, locals_, kwargs)
 
     return timed_run

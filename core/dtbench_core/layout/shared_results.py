@@ -16,7 +16,7 @@ import torch
 from dtbench_core.layout.spec import DTensorSpec
 
 
-class Window(NamedTuple):
+class StorageWindow(NamedTuple):
     """Where the elements of a tensor begin in the memory of which it is a window: all in bytes, but the sizes."""
 
     offset: int
@@ -24,17 +24,17 @@ class Window(NamedTuple):
     strides: tuple[int, ...]
 
 
-def window(spec: DTensorSpec, offset: int) -> Window:
+def window(spec: DTensorSpec, offset: int) -> StorageWindow:
     """Of a tensor that begins `offset` bytes behind its memory's start. The bytes of an element are its last dim."""
     size = spec.dtype.itemsize
-    return Window(offset, (*spec.shape, size), (*(step * size for step in spec.stride), 1))
+    return StorageWindow(offset, (*spec.shape, size), (*(step * size for step in spec.stride), 1))
 
 
 # As many multiples of one stride are tried; windows of which more would have to be are taken to meet.
 _MOST_MULTIPLES = 16
 
 
-def windows_meet(one: Window, other: Window) -> bool:
+def windows_meet(one: StorageWindow, other: StorageWindow) -> bool:
     """Whether a byte lies in both. Exact where strides nest, as those of views of one tensor mostly do."""
     if 0 in one.sizes or 0 in other.sizes:
         return False
@@ -67,12 +67,12 @@ class SharedResults:
 
     known: ClassVar[bool] = False
 
-    def __init__(self, results: list[tuple[Window, bool]] | None = None) -> None:
+    def __init__(self, results: list[tuple[StorageWindow, bool]] | None = None) -> None:
         SharedResults.known = True
         self.results = results or []
         self._calls = threading.local()
 
-    def __reduce__(self) -> tuple[type[SharedResults], tuple[list[tuple[Window, bool]]]]:
+    def __reduce__(self) -> tuple[type[SharedResults], tuple[list[tuple[StorageWindow, bool]]]]:
         return SharedResults, (self.results,)
 
     def of_call(self, index: int) -> dict[int, ReferenceType[torch.Tensor]]:

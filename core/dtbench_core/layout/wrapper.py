@@ -38,7 +38,7 @@ from dtbench_core.traced_collectives import see_uneven_shards
 Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
 
-class Memory:
+class SharedMemory:
     """What tensors share that are views of each other.
 
     writes: how many there were, by ops on any of them; in_history: whether autograd has recorded one. of_input: whether
@@ -77,15 +77,15 @@ class Memory:
             self.writes += 1
         return self.writes
 
-    def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
-        return Memory, ()  # the count of a file's tensors starts anew
+    def __reduce__(self) -> tuple[type[SharedMemory], tuple[()]]:
+        return SharedMemory, ()  # the count of a file's tensors starts anew
 
 
-class Counts(NamedTuple):
+class WriteCounts(NamedTuple):
     """How often a tensor and all that share its memory were written to: `memory` knows of ops, `counted` (which shares
     torch's count with the tensor, and has no values) of graphs."""
 
-    memory: Memory
+    memory: SharedMemory
     counted: torch.Tensor | None = None
 
     def now(self) -> tuple[int, int | None]:
@@ -95,7 +95,7 @@ class Counts(NamedTuple):
 class Borrowed(NamedTuple):
     """What a copied view that a graph returned has of the writes to all those by way of which it has its values."""
 
-    lenders: tuple[Counts, ...]
+    lenders: tuple[WriteCounts, ...]
     seen: tuple[tuple[int, int | None], ...]
 
     def is_current(self) -> bool:
@@ -114,7 +114,7 @@ class Wrapper(torch.Tensor):
     _spec: DTensorSpec
     # The memory of which this and other tensors are windows, and where in it this one begins, in bytes of the global
     # tensor. None: no view was taken.
-    _memory: tuple[Memory, int] | None = None
+    _memory: tuple[SharedMemory, int] | None = None
     # Of a graph that is traced: whether it is a view of an input, and how it is given out as a tensor of its own.
     _views_input = False
     _parted: Parted | None = None
@@ -161,7 +161,7 @@ def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_gr
 def _show_tracer(made: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Tells the tracers of compilers, if there is one, what they cannot see of a wrapper."""
     if is_fake(local):  # of an input, which another one may share memory with
-        Memory.traced = True
+        SharedMemory.traced = True
         share_storage(made, local)
     if not spec.is_even():
         see_uneven_shards()
@@ -203,11 +203,11 @@ def data_of(tensor: Wrapped) -> Wrapped:
     return made
 
 
-def share_memory(base: Wrapper, view: Wrapper, offset: int) -> Memory:
+def share_memory(base: Wrapper, view: Wrapper, offset: int) -> SharedMemory:
     """Notes that `view` begins so many bytes behind `base`, in the memory of the global tensor."""
     memory = base._memory
     if memory is None:
-        memory = base._memory = (Memory(), 0)
+        memory = base._memory = (SharedMemory(), 0)
     view._memory = (memory[0], memory[1] + offset) if offset else memory
     if memory[0].of_input:
         view._views_input = True
@@ -225,7 +225,7 @@ def shares_memory(tensor: Wrapper) -> bool:
     return True
 
 
-def _is_watched(memory: Memory) -> bool:
+def _is_watched(memory: SharedMemory) -> bool:
     return memory.of_input or memory.follow is not None
 
 
@@ -235,10 +235,10 @@ def _holders(tensor: Value) -> tuple[int, int]:
     return getrefcount(memory), getrefcount(memory[0])
 
 
-_ALONE = _holders(SimpleNamespace(_memory=(Memory(), 0)))
+_ALONE = _holders(SimpleNamespace(_memory=(SharedMemory(), 0)))
 
 
-# Who has to follow a write, once autograd has recorded it: what `Memory.follow` says, of which tensor.
+# Who has to follow a write, once autograd has recorded it: what `SharedMemory.follow` says, of which tensor.
 followed: PerRank[list[tuple[Callable[[Wrapper], None], Wrapper]]] = PerRank("wrapper.followed", list)
 
 
@@ -273,27 +273,27 @@ def let_follow(followers: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> No
 
 # The memory of copied views, while it lives. It is noted on the storage of the local tensor that they were taken of: a
 # graph's result does not know the input that it is a view of, nor other windows on the memory.
-_lent: set[ReferenceType[Memory]] = set()
+_lent: set[ReferenceType[SharedMemory]] = set()
 
 
-def _note_lent(local: torch.Tensor, memory: Memory) -> None:
+def _note_lent(local: torch.Tensor, memory: SharedMemory) -> None:
     # Not by the number of the storage, which another one may have once this is gone, on one rank and not on the others.
     vars(local.untyped_storage()).setdefault("borrowers", WeakSet()).add(memory)
     _lent.add(ref(memory, _lent.discard))
 
 
-def _borrowers(local: torch.Tensor) -> list[Memory]:
+def _borrowers(local: torch.Tensor) -> list[SharedMemory]:
     return list(vars(local.untyped_storage()).get("borrowers", ())) if local.__class__ is torch.Tensor else []
 
 
-def count_by_storage(base: Wrapper, memory: Memory) -> None:
+def count_by_storage(base: Wrapper, memory: SharedMemory) -> None:
     """From now on `memory` counts the writes to all that hold what `base` does, though they may not know of it."""
     local = held_by(base)
     if local.__class__ is torch.Tensor:
         _note_lent(local, memory)
 
 
-def note_copy(view: Wrapper, lenders: tuple[Counts, ...]) -> None:
+def note_copy(view: Wrapper, lenders: tuple[WriteCounts, ...]) -> None:
     """Notes on the storage of a copied view who lent its values: a graph may return a view of it once it is gone."""
     local = held_by(view)
     if local.__class__ is torch.Tensor:
@@ -308,20 +308,20 @@ def note_counter(tensor: Wrapper) -> None:
         noted["counter"] = counter_of(tensor)
 
 
-def counts_of(tensor: Wrapper) -> Counts:
+def counts_of(tensor: Wrapper) -> WriteCounts:
     """Those of a tensor that a copied view was taken of."""
     assert tensor._memory is not None
-    return Counts(tensor._memory[0], counter_of(tensor))
+    return WriteCounts(tensor._memory[0], counter_of(tensor))
 
 
 def borrow(view: Wrapper, source: torch.Tensor) -> None:
     """Notes that `view` has its values from the tensor that holds `source`."""
     lent = next((memory for memory in _borrowers(source) if memory.source is not None), None)
     if lent is None:
-        lent = Memory(source)
+        lent = SharedMemory(source)
         _note_lent(source, lent)
     noted = vars(source.untyped_storage())
-    lenders = (Counts(lent, noted.get("counter")), *noted.get("lenders", ()))
+    lenders = (WriteCounts(lent, noted.get("counter")), *noted.get("lenders", ()))
     view._source, view._memory = source, (lent, 0)
     view._borrowed = Borrowed(lenders, tuple(lender.now() for lender in lenders))
     note_copy(view, lenders)

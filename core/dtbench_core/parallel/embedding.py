@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtbench_core.layout.placement import REPLICATE, Shard
 from dtbench_core.op_types import Ctx
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, rule
+from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, rule
 
 _library = torch.library.Library("dtbench_core", "FRAGMENT")
 _library.define("embedding_rows_backward(Tensor grad, Tensor indices, int rows, int padding_idx) -> Tensor")
@@ -28,7 +28,7 @@ _backward = torch.ops.dtbench_core.embedding_rows_backward.default
 @rule(_backward)
 def embedding_rows_backward(call: OpCall) -> Strategy:
     """(grad [..., width], indices [...]) -> gradient of the weight [rows, width], by rows."""
-    return Strategy([Row((REPLICATE, REPLICATE), (Shard(0),))], localize=_own_rows)
+    return Strategy([PlacementRow((REPLICATE, REPLICATE), (Shard(0),))], localize=_own_rows)
 
 
 def _own_rows(placed: Placed) -> Callable[..., Tensor]:

@@ -33,7 +33,7 @@ from dtbench_core.redistribute.movers import Exchange, Mover, mover
 from dtbench_core.runtime import on_clear, remember
 
 
-class Step(NamedTuple):
+class RedistributeStep(NamedTuple):
     """One transition, of one mesh dim or of several at once.
 
     src, dst: per mesh dim of `mesh_dims`. shape: of the tensor that the ranks of these mesh dims share.
@@ -57,7 +57,7 @@ class Step(NamedTuple):
         )
 
 
-class Route(tuple[Step, ...]):
+class Route(tuple[RedistributeStep, ...]):
     """The steps from one spec to another, ready to run; printed, what they are expected to cost.
 
     source, result: the specs at its ends. gradient: the placements that a gradient goes back to.
@@ -69,7 +69,7 @@ class Route(tuple[Step, ...]):
     movers: tuple[Mover, ...]
 
     @staticmethod
-    def of(source: DTensorSpec, dst: Placements, steps: Sequence[Step]) -> Route:
+    def of(source: DTensorSpec, dst: Placements, steps: Sequence[RedistributeStep]) -> Route:
         made = Route(steps)
         made.source = made.result = source
         if steps:
@@ -227,7 +227,7 @@ def along(src: DTensorSpec, transitions: Sequence[cost.Transition]) -> Route:
     for mesh_dims, before, after, collective, nbytes, us in transitions:
         shared = [REPLICATE if d in mesh_dims else placement for d, placement in enumerate(state)]
         shape, _ = local_extents(src.shape, tuple(shared), info.sizes, coordinate)
-        steps.append(Step(mesh_dims, before, after, shape, collective, nbytes, us))
+        steps.append(RedistributeStep(mesh_dims, before, after, shape, collective, nbytes, us))
         for mesh_dim, placement in zip(mesh_dims, after, strict=True):
             state[mesh_dim] = placement
     return Route.of(src, tuple(state), steps)
@@ -237,7 +237,7 @@ def _averages(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _movers(steps: Sequence[Step], source: DTensorSpec, result: DTensorSpec) -> tuple[Mover, ...]:
+def _movers(steps: Sequence[RedistributeStep], source: DTensorSpec, result: DTensorSpec) -> tuple[Mover, ...]:
     """What runs the steps. Shards travel with their dims in the order of memory, so that they keep it and no step
     copies them for it."""
     order = memory_order(result.shape, result.stride)
@@ -252,7 +252,7 @@ def _movers(steps: Sequence[Step], source: DTensorSpec, result: DTensorSpec) -> 
     return lambda local: local.permute(order), *movers, lambda local: local.permute(places)
 
 
-def _mover(step: Step, spec: DTensorSpec) -> Mover:
+def _mover(step: RedistributeStep, spec: DTensorSpec) -> Mover:
     info, dims = spec.info, step.mesh_dims
     mine = info.my_coordinate()
     group = info.groups[dims[0]] if len(dims) == 1 else info.whole

@@ -1,6 +1,6 @@
 """Sharding rules, one file per family of ops; importing the package registers them all.
 
-base      what a rule is (Row, Strategy, OpCall) and the table of rules
+base      what a rule is (PlacementRow, Strategy, OpCall) and the table of rules
 labels    rows from labels of dims, batch dims, broadcasting
 choose    picks one row per mesh dim
 pointwise elementwise ops, copies, casts, *_like

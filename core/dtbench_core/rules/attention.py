@@ -12,7 +12,7 @@ import torch
 from dtbench_core.layout.placement import REPLICATE, Placement, Placements, Shard
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Call
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, ops_named, rule
+from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, ops_named, rule
 from dtbench_core.rules.labels import SUM
 
 BATCH, HEAD = 0, 1  # of query, key, value [batch, head, length, width]
@@ -54,7 +54,7 @@ def attention(call: OpCall) -> Strategy:
         call.outputs = (output, logsumexp._replace(dtype=torch.float64))
     query, key, value, *mask = call.inputs
     rows = [
-        Row(
+        PlacementRow(
             (*(Shard(d),) * 3, *(_along(m, query, d) for m in mask)),
             (*(Shard(d),) * 2, *(REPLICATE,) * len(rest)),
             nonempty=() if for_cpu else ((0, d),),
@@ -105,5 +105,5 @@ def attention_backward(call: OpCall) -> Strategy:
         if len(call.outputs) > 3:
             along = REPLICATE if mask is None else _along(mask, query, dim)
             grads.append(along if along.is_shard() else SUM)
-        rows.append(Row(inputs, tuple(grads), nonempty=((0, dim),) if nonempty else ()))
+        rows.append(PlacementRow(inputs, tuple(grads), nonempty=((0, dim),) if nonempty else ()))
     return Strategy(rows)

@@ -1,6 +1,6 @@
 """What a rule is: for one op and its global inputs, the ways it may run on one mesh dim.
 
-A rule never sees the mesh. It lists `Row`s, each saying: if the inputs are placed so on a mesh dim,
+A rule never sees the mesh. It lists `PlacementRow`s, each saying: if the inputs are placed so on a mesh dim,
 running the op on the local shards gives outputs placed so. `choose` (choose.py) picks one row per
 mesh dim. That keeps the work linear in mesh dims, and a rule a short table one can check by eye.
 """
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlacementRow:
     """One way to run an op on one mesh dim: placements of all tensor inputs and outputs, in order.
 
     even, nonempty: tensor dims that every rank must hold equally much, or some, of. As pairs
@@ -65,7 +65,7 @@ class Strategy:
         the specs, so that other cuts will do.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[PlacementRow]
     local_shape_args: tuple[int, ...] = ()
     local_op: Call | None = None
     localize: Callable[[Placed], Call | None] | None = None
@@ -194,36 +194,38 @@ def ops_with_rules() -> Iterable[OpOverload]:
     return _rules.keys()
 
 
-def by_tensor(rows: Sequence[Row]) -> Chosen:
+def by_tensor(rows: Sequence[PlacementRow]) -> Chosen:
     """What a row per mesh dim comes to: the placements of all inputs, and of all outputs."""
     inputs, outputs = [row.inputs for row in rows], [row.outputs for row in rows]
     return tuple(zip(*inputs, strict=True)), tuple(zip(*outputs, strict=True))
 
 
-def along(dims: Iterable[int], ins: int, outs: int) -> list[Row]:
+def along(dims: Iterable[int], ins: int, outs: int) -> list[PlacementRow]:
     """Rows for ops that treat each of `dims` pointwise: all inputs and outputs Shard(d) alike."""
-    return [Row((Shard(d),) * ins, (Shard(d),) * outs) for d in dims]
+    return [PlacementRow((Shard(d),) * ins, (Shard(d),) * outs) for d in dims]
 
 
-def linear_rows(call: OpCall, ins: int, outs: int = 1, ops: tuple[str, ...] = ("sum", "avg")) -> list[Row]:
+def linear_rows(
+    call: OpCall, ins: int, outs: int = 1, ops: tuple[str, ...] = ("sum", "avg")
+) -> list[PlacementRow]:
     """Rows for ops that commute with the pending reductions `ops` of all their inputs."""
-    return [Row((Partial(op),) * ins, (Partial(op),) * outs) for op in _pending_of(call, ops)]
+    return [PlacementRow((Partial(op),) * ins, (Partial(op),) * outs) for op in _pending_of(call, ops)]
 
 
 def pending_rows(
     call: OpCall, *terms: tuple[int, ...], ops: Iterable[str] = ("sum", "avg"), count: int | None = None
-) -> list[Row]:
+) -> list[PlacementRow]:
     """Rows for ops through which pending reductions pass, of several inputs together: of each group of indices in
     `terms`, the others being whole. count: of the inputs that the rows are about, if not all."""
     inputs, outs = range(len(call.inputs) if count is None else count), len(call.outputs)
     return [
-        Row(tuple(Partial(op) if i in group else REPLICATE for i in inputs), (Partial(op),) * outs)
+        PlacementRow(tuple(Partial(op) if i in group else REPLICATE for i in inputs), (Partial(op),) * outs)
         for op in _pending_of(call, ops)
         for group in terms
     ]
 
 
-def along_others(call: OpCall, whole: Iterable[int], ins: int = 1, outs: int = 1) -> list[Row]:
+def along_others(call: OpCall, whole: Iterable[int], ins: int = 1, outs: int = 1) -> list[PlacementRow]:
     """`along` all dims of the first input but those that must be whole."""
     kept = set(whole)
     return along((d for d in range(call.inputs[0].ndim) if d not in kept), ins, outs)
@@ -240,5 +242,5 @@ def _pending_of(call: OpCall, ops: Iterable[str]) -> list[str]:
     return [op for op in ops if op in found] if found else []
 
 
-def replicated_row(call: OpCall) -> Row:
-    return Row((REPLICATE,) * len(call.inputs), (REPLICATE,) * len(call.outputs))
+def replicated_row(call: OpCall) -> PlacementRow:
+    return PlacementRow((REPLICATE,) * len(call.inputs), (REPLICATE,) * len(call.outputs))

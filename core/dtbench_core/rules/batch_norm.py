@@ -23,7 +23,7 @@ from dtbench_core.op_types import Value
 from dtbench_core.rules.base import (
     Chosen,
     OpCall,
-    Row,
+    PlacementRow,
     Strategy,
     aten,
     bound,
@@ -43,7 +43,7 @@ Three = tuple[Any, Any, Any]
 # ---- on the shards ----
 
 
-def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> Row:
+def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> PlacementRow:
     """All by channel: inputs and gradients on dim 1, whatever has one value per channel on dim 0."""
     channels = next(spec for spec in specs if spec.ndim > 1).shape[CHANNEL]
 
@@ -52,7 +52,7 @@ def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> Row:
             return Shard(CHANNEL)
         return Shard(0) if tuple(shape) == (channels,) else REPLICATE
 
-    return Row(
+    return PlacementRow(
         tuple(place(spec.shape) for spec in specs),
         tuple(REPLICATE if meta is None else place(meta.shape) for meta in outputs),
         nonempty=((next(i for i, spec in enumerate(specs) if spec.ndim > 1), CHANNEL),),
@@ -97,7 +97,7 @@ def batch_norm(call: OpCall) -> Strategy:
     rows = [by_channel]
     rest = (REPLICATE,) * (len(call.inputs) - 1)
     rows += [
-        Row((Shard(d), *rest), (Shard(d), *(REPLICATE,) * (len(call.outputs) - 1)))
+        PlacementRow((Shard(d), *rest), (Shard(d), *(REPLICATE,) * (len(call.outputs) - 1)))
         for d in _kept_dims(call.inputs[0])
     ]
     # No trial on meta tensors, whose kernels say other shapes.
@@ -114,13 +114,13 @@ def batch_norm_backward(call: OpCall) -> Strategy:
         rest = (REPLICATE,) * (len(call.inputs) - 2)
         rows += [
             # An empty shard would end the process: the CPU kernel divides by its length.
-            Row((Shard(d), Shard(d), *rest), (Shard(d), SUM, SUM), nonempty=((0, d),))
+            PlacementRow((Shard(d), Shard(d), *rest), (Shard(d), SUM, SUM), nonempty=((0, d),))
             for d in _kept_dims(call.inputs[0])
         ]
     return Strategy(rows)
 
 
-def _as_the_data(call: OpCall, by_channel: Row) -> Chosen:
+def _as_the_data(call: OpCall, by_channel: PlacementRow) -> Chosen:
     """All inputs and outputs by channel on the mesh dims where the data is: nothing that is written moves."""
     rows = [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
     return by_tensor(rows)

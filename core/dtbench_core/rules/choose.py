@@ -26,12 +26,12 @@ from dtbench_core.layout.placement import (
     chunk_extent,
 )
 from dtbench_core.layout.spec import normalize
-from dtbench_core.rules.base import OpCall, Row, Strategy, replicated_row
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, replicated_row
 
 
 def choose(
     call: OpCall, strategy: Strategy, written: tuple[int, ...], result: Placements | None = None
-) -> list[Row] | None:
+) -> list[PlacementRow] | None:
     """One row per mesh dim, outermost first, or None when no row is possible.
 
     written: indices of the inputs that are written, which must keep their placements. Where one of
@@ -52,11 +52,11 @@ def _choose(
     written: tuple[int, ...],
     result: Placements | None,
     others: Sequence[list[Shard]],
-) -> list[Row] | None:
+) -> list[PlacementRow] | None:
     info = call.inputs[0].info
     plain = [*strategy.rows, replicated_row(call)]
     held = _Lengths(call)
-    chosen: list[Row] = []
+    chosen: list[PlacementRow] = []
     for mesh_dim in range(info.ndim):
         rows = [*_restated(call, strategy, others[mesh_dim]), *plain] if others[mesh_dim] else plain
         given = tuple(spec.placements[mesh_dim] for spec in call.inputs)
@@ -80,7 +80,7 @@ def _other_layouts(call: OpCall, mesh_dim: int, result: Placements | None) -> li
     return [p for p in dict.fromkeys(placed) if isinstance(p, Shard) and type(p) is not Shard]
 
 
-def _restated(call: OpCall, strategy: Strategy, layouts: Sequence[Shard]) -> list[Row]:
+def _restated(call: OpCall, strategy: Strategy, layouts: Sequence[Shard]) -> list[PlacementRow]:
     """The rows with each of `layouts` in the place of their Shards, where that holds."""
     made = []
     for layout in layouts:
@@ -95,7 +95,9 @@ def _restated(call: OpCall, strategy: Strategy, layouts: Sequence[Shard]) -> lis
                 if isinstance(p, Shard) and shape
             }
             if len(lengths) == 1 and not row.even:
-                made.append(Row(_laid(row.inputs, layout), _laid(row.outputs, layout), nonempty=row.nonempty))
+                made.append(
+                    PlacementRow(_laid(row.inputs, layout), _laid(row.outputs, layout), nonempty=row.nonempty)
+                )
     return made
 
 
@@ -103,7 +105,7 @@ def _laid(placements: Placements, layout: Shard) -> Placements:
     return tuple(dataclasses.replace(layout, dim=p.dim) if isinstance(p, Shard) else p for p in placements)
 
 
-def _fit(call: OpCall, rows: Sequence[Row]) -> bool:
+def _fit(call: OpCall, rows: Sequence[PlacementRow]) -> bool:
     """Whether all tensors can have the layouts that the rows come to."""
     info = call.inputs[0].info
     try:
@@ -119,12 +121,12 @@ def _fit(call: OpCall, rows: Sequence[Row]) -> bool:
 
 def _best(
     call: OpCall,
-    candidates: Sequence[Row],
+    candidates: Sequence[PlacementRow],
     given: Placements,
     mesh_dim: int,
     held: _Lengths,
     written: tuple[int, ...],
-) -> Row | None:
+) -> PlacementRow | None:
     info = call.inputs[0].info
     parts = info.sizes[mesh_dim]
     allowed = [
@@ -150,7 +152,7 @@ def _best(
     return best
 
 
-def _keeps(call: OpCall, row: Row, given: Placements, written: tuple[int, ...]) -> bool:
+def _keeps(call: OpCall, row: PlacementRow, given: Placements, written: tuple[int, ...]) -> bool:
     """Whether the row leaves the written inputs where they are."""
     if not written:
         return True
@@ -160,7 +162,7 @@ def _keeps(call: OpCall, row: Row, given: Placements, written: tuple[int, ...]) 
     return all(row.inputs[i] == given[i] for i in written)
 
 
-def _unwraps(call: OpCall, row: Row, given: Placements) -> bool:
+def _unwraps(call: OpCall, row: PlacementRow, given: Placements) -> bool:
     """Whether a pending sum of integers would pass into a dtype that holds more: the terms may have wrapped around,
     which adds up in their own dtype alone, or in a smaller one."""
     made = [
@@ -211,7 +213,7 @@ class _Lengths:
         inputs, outputs = self._dims
         return inputs[index] if index >= 0 else outputs[-1 - index]
 
-    def allow(self, row: Row, parts: int) -> bool:
+    def allow(self, row: PlacementRow, parts: int) -> bool:
         """Whether the row's conditions hold when `parts` ranks split its shards."""
         for index, dim in row.even:
             most, least = self._tensor(index)[dim]
@@ -223,7 +225,7 @@ class _Lengths:
         )
 
     @staticmethod
-    def _placed(row: Row, index: int) -> Placement:
+    def _placed(row: PlacementRow, index: int) -> Placement:
         return row.inputs[index] if index >= 0 else row.outputs[-1 - index]
 
     @staticmethod
@@ -236,7 +238,7 @@ class _Lengths:
             return max(placement.lengths(most, parts)), min(placement.lengths(least, parts))
         return -(-most // parts), chunk_extent(least, parts, parts - 1)[0]
 
-    def split(self, row: Row, parts: int) -> None:
+    def split(self, row: PlacementRow, parts: int) -> None:
         """Applies the row's shards."""
         for tensors, placements in zip(self._dims, (row.inputs, row.outputs), strict=True):
             for lengths, placement in zip(tensors, placements, strict=True):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.op_types import Call, Value
-from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending, pending_rows, rule
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, pending, pending_rows, rule
 from dtbench_core.rules.labels import SUM, in_groups, label_rows
 
 
@@ -69,9 +69,9 @@ def convolution_backward(call: OpCall) -> Strategy:
     for op in ("sum", "avg"):
         if pending(call, op):
             term = Partial(op)
-            rows.append(Row((term, REPLICATE, REPLICATE), (term,) * 3))
-            rows.append(Row((REPLICATE, term, REPLICATE), (REPLICATE, term, REPLICATE)))
-            rows.append(Row((REPLICATE, REPLICATE, term), (term, REPLICATE, REPLICATE)))
+            rows.append(PlacementRow((term, REPLICATE, REPLICATE), (term,) * 3))
+            rows.append(PlacementRow((REPLICATE, term, REPLICATE), (REPLICATE, term, REPLICATE)))
+            rows.append(PlacementRow((REPLICATE, REPLICATE, term), (term, REPLICATE, REPLICATE)))
     return Strategy(rows, local_op=_own_groups(call, 1))
 
 

@@ -21,7 +21,17 @@ from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.op_types import Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
-from dtbench_core.rules.base import OpCall, Row, Rule, Strategy, aten, by_tensor, decomposition, rule, rule_of
+from dtbench_core.rules.base import (
+    OpCall,
+    PlacementRow,
+    Rule,
+    Strategy,
+    aten,
+    by_tensor,
+    decomposition,
+    rule,
+    rule_of,
+)
 from dtbench_core.rules.choose import choose
 from dtbench_core.rules.pointwise import is_pointwise, pointwise
 from dtbench_core.torch_compat import any_requires_grad, increment_version, is_grad_enabled, ranks_of_mesh
@@ -70,7 +80,7 @@ def _single(op: OpOverload) -> tuple[OpOverload, Rule]:
 # ---- columns ----
 
 
-class _Columns:
+class _ForeachArguments:
     """The tensor arguments of a call in schema order: lists by column, and tensors for all columns."""
 
     def __init__(self, call: OpCall) -> None:
@@ -93,7 +103,7 @@ FOREACH = _overloads([f"_foreach_{name}{suffix}" for name in NAMES.split() for s
 
 @rule(*FOREACH)
 def foreach(call: OpCall) -> Strategy:
-    columns = _Columns(call)
+    columns = _ForeachArguments(call)
     in_place = call.op._schema.name.endswith("_")
     placed: list[Placements] = [(REPLICATE,) * spec.info.ndim for spec in call.inputs]
     results: list[Placements] = []
@@ -134,7 +144,7 @@ def _place_column(
     # What all columns share is whole.
     rows = [row for row in strategy.rows if all(p == REPLICATE for p in row.inputs[len(inputs) :])]
     if in_place:
-        rows = [Row(r.inputs, r.inputs[:1], r.even, r.nonempty) for r in rows if _keeps(single, r)]
+        rows = [PlacementRow(r.inputs, r.inputs[:1], r.even, r.nonempty) for r in rows if _keeps(single, r)]
     given = inputs[0].placements if in_place else None
     chosen = choose(column, Strategy(rows), (0,) if in_place else (), result=given)
     if chosen is None:
@@ -143,7 +153,7 @@ def _place_column(
     return placed[: len(inputs)], results[0]
 
 
-def _keeps(single: OpOverload, row: Row) -> bool:
+def _keeps(single: OpOverload, row: PlacementRow) -> bool:
     """Whether the result of the row lies where its first input does; fresh zeros can lie anywhere."""
     return row.inputs[0] == row.outputs[0] or single is aten.zeros_like.default
 
@@ -227,7 +237,7 @@ FUSED = _overloads(["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adag
 def fused_step(call: OpCall) -> Strategy:
     """(parameters, gradients, state...): all of a column lie as the parameter does. The counts of steps, and
     what all columns share, are whole."""
-    columns = _Columns(call)
+    columns = _ForeachArguments(call)
     placed: list[Placements] = [(REPLICATE,) * spec.info.ndim for spec in call.inputs]
     for name, positions in columns.lists.items():
         for own, i in zip(columns.lists["self"], positions, strict=True):

@@ -15,7 +15,16 @@ from dtbench_core.errors import NoRuleError
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, aten, decomposition, pending_rows, rule
+from dtbench_core.rules.base import (
+    OpCall,
+    Placed,
+    PlacementRow,
+    Strategy,
+    aten,
+    decomposition,
+    pending_rows,
+    rule,
+)
 from dtbench_core.rules.labels import SUM, placed_along
 from dtbench_core.torch_compat import is_fake_mode_active
 
@@ -40,9 +49,9 @@ def embedding(call: OpCall) -> Strategy:
     Of sharded rows each rank looks up those it holds and gives 0 for the others: a pending sum.
     """
     ndim = call.inputs[1].ndim
-    rows = [Row((Shard(1), REPLICATE), (Shard(ndim),))]
-    rows += [Row((REPLICATE, Shard(d)), (Shard(d),)) for d in range(ndim)]
-    rows.append(Row((Shard(0), REPLICATE), (SUM,)))
+    rows = [PlacementRow((Shard(1), REPLICATE), (Shard(ndim),))]
+    rows += [PlacementRow((REPLICATE, Shard(d)), (Shard(d),)) for d in range(ndim)]
+    rows.append(PlacementRow((Shard(0), REPLICATE), (SUM,)))
     return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)], localize=_lookup, any_lengths=True)
 
 
@@ -73,9 +82,9 @@ def _lookup(placed: Placed) -> Callable[..., torch.Tensor] | None:
 def embedding_dense_backward(call: OpCall) -> Strategy:
     """(grad [..., width], indices [...]) -> grad of the weight: a sum over the indices."""
     grad, indices = call.inputs
-    rows = [Row((Shard(grad.ndim - 1), REPLICATE), (Shard(1),))]
+    rows = [PlacementRow((Shard(grad.ndim - 1), REPLICATE), (Shard(1),))]
     if not call["scale_grad_by_freq"]:  # frequencies are counted over all indices
-        rows += [Row((Shard(d), Shard(d)), (SUM,)) for d in range(indices.ndim)]
+        rows += [PlacementRow((Shard(d), Shard(d)), (SUM,)) for d in range(indices.ndim)]
     return Strategy([*rows, *pending_rows(call, (0,))])
 
 
@@ -103,11 +112,11 @@ def index(call: OpCall) -> Strategy:
         return Strategy([])  # masks: the shape of the result depends on their values
     dims, indices, shape, start = _indexed(call)
     rows = [
-        Row((Shard(d), *(REPLICATE,) * len(indices)), (Shard(out),))
+        PlacementRow((Shard(d), *(REPLICATE,) * len(indices)), (Shard(out),))
         for d, out in _kept_dims(call, dims, shape, start).items()
     ]
     rows += [
-        Row((REPLICATE, *(placed_along(i, dim, shape) for i in indices)), (Shard(start + dim),))
+        PlacementRow((REPLICATE, *(placed_along(i, dim, shape) for i in indices)), (Shard(start + dim),))
         for dim in range(len(shape))
     ]
     return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)])
@@ -129,24 +138,24 @@ def index_put(call: OpCall) -> Strategy:
     whole = torch.Size((*result[:start], *shape, *result[start:]))
     count = len(indices)
     rows = [
-        Row((Shard(d), *(REPLICATE,) * count, placed_along(values, out, whole)), (Shard(d),))
+        PlacementRow((Shard(d), *(REPLICATE,) * count, placed_along(values, out, whole)), (Shard(d),))
         for d, out in kept.items()
     ]
     if call["accumulate"]:
         rows += pending_rows(call, (0, len(call.inputs) - 1))
         for dim in range(len(shape)):
             placed = (placed_along(i, dim, shape) for i in indices)
-            rows.append(Row((SUM, *placed, placed_along(values, start + dim, whole)), (SUM,)))
+            rows.append(PlacementRow((SUM, *placed, placed_along(values, start + dim, whole)), (SUM,)))
     return Strategy(rows)
 
 
-def _mask_rows(call: OpCall) -> list[Row]:
+def _mask_rows(call: OpCall) -> list[PlacementRow]:
     """x[mask] = one value: elementwise, where the mask covers the leading dims of x."""
     self, mask, values = call.inputs[0], call.inputs[1], call.inputs[-1]
     if len(call.inputs) != 3 or values.shape.numel() != 1 or call["indices"][0] is None:
         return []
     return [
-        Row((Shard(d), Shard(d) if d < mask.ndim else REPLICATE, REPLICATE), (Shard(d),))
+        PlacementRow((Shard(d), Shard(d) if d < mask.ndim else REPLICATE, REPLICATE), (Shard(d),))
         for d in range(self.ndim)
     ]
 
@@ -157,9 +166,11 @@ def _mask_rows(call: OpCall) -> list[Row]:
 @rule(aten.index_select.default)
 def index_select(call: OpCall) -> Strategy:
     picked = call.dim()
-    rows = [Row((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim) if d != picked]
+    rows = [
+        PlacementRow((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim) if d != picked
+    ]
     if call.inputs[0].ndim and call.inputs[1].ndim:
-        rows.append(Row((REPLICATE, Shard(0)), (Shard(picked),)))
+        rows.append(PlacementRow((REPLICATE, Shard(0)), (Shard(picked),)))
     return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)])
 
 
@@ -168,7 +179,7 @@ def index_add(call: OpCall) -> Strategy:
     """(self, index, source): the rows added to are whole, and the sum is linear in self and source."""
     rows = _listed_rows(call)
     if call.inputs[1].ndim and call.inputs[2].ndim:
-        rows.append(Row((SUM, Shard(0), Shard(call.dim())), (SUM,)))
+        rows.append(PlacementRow((SUM, Shard(0), Shard(call.dim())), (SUM,)))
     return Strategy([*rows, *pending_rows(call, (0, 2))])
 
 
@@ -185,7 +196,9 @@ def index_fill(call: OpCall) -> Strategy:
     more = len(call.inputs) - 1
     filled = call.dim()
     rows = [
-        Row((Shard(d), *(REPLICATE,) * more), (Shard(d),)) for d in range(call.inputs[0].ndim) if d != filled
+        PlacementRow((Shard(d), *(REPLICATE,) * more), (Shard(d),))
+        for d in range(call.inputs[0].ndim)
+        if d != filled
     ]
     if more == 2:
         return Strategy([*rows, *pending_rows(call, (0, 2), ops=("sum", "max", "min"))])
@@ -193,11 +206,11 @@ def index_fill(call: OpCall) -> Strategy:
     return Strategy([*rows, *pending_rows(call, (0,), ops=ops)])
 
 
-def _listed_rows(call: OpCall) -> list[Row]:
+def _listed_rows(call: OpCall) -> list[PlacementRow]:
     """(self, index, source): dims other than the indexed one are a batch."""
     whole = call.dim()
     dims = (d for d in range(call.inputs[0].ndim) if d != whole)
-    return [Row((Shard(d), REPLICATE, Shard(d)), (Shard(d),)) for d in dims]
+    return [PlacementRow((Shard(d), REPLICATE, Shard(d)), (Shard(d),)) for d in dims]
 
 
 # ---- along one dim, an index per element ----
@@ -215,7 +228,7 @@ def gather(call: OpCall) -> Strategy:
     rows = []
     for d in range(source.ndim):
         aligned = d != picked and source.shape[d] == index.shape[d]
-        rows.append(Row((Shard(d) if aligned else REPLICATE, Shard(d)), (Shard(d),)))
+        rows.append(PlacementRow((Shard(d) if aligned else REPLICATE, Shard(d)), (Shard(d),)))
 
     def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
         held, index = placed.inputs
@@ -255,11 +268,11 @@ def scatter_add(call: OpCall) -> Strategy:
     self, index, src = call.inputs
     along = call.dim()
     if self.ndim and self.ndim == index.ndim == src.ndim and src.shape[along] == index.shape[along]:
-        rows.append(Row((SUM, Shard(along), Shard(along)), (SUM,)))
+        rows.append(PlacementRow((SUM, Shard(along), Shard(along)), (SUM,)))
     return Strategy([*rows, *pending_rows(call, (0, 2))])
 
 
-def _scatter_rows(call: OpCall) -> list[Row]:
+def _scatter_rows(call: OpCall) -> list[PlacementRow]:
     """(self, index, src?): a dim is a batch dim where all have it in full; indices may be fewer than rows."""
     self, *others = call.inputs
     if any(spec.ndim != self.ndim for spec in others):
@@ -268,7 +281,7 @@ def _scatter_rows(call: OpCall) -> list[Row]:
     dims = [
         d for d in range(self.ndim) if d != along and all(spec.shape[d] == self.shape[d] for spec in others)
     ]
-    return [Row((Shard(d),) * len(call.inputs), (Shard(d),)) for d in dims]
+    return [PlacementRow((Shard(d),) * len(call.inputs), (Shard(d),)) for d in dims]
 
 
 # ---- by index into the flattened tensor ----
@@ -276,7 +289,7 @@ def _scatter_rows(call: OpCall) -> list[Row]:
 
 @rule(aten.take.default)
 def take(call: OpCall) -> Strategy:
-    rows = [Row((REPLICATE, Shard(d)), (Shard(d),)) for d in range(call.inputs[1].ndim)]
+    rows = [PlacementRow((REPLICATE, Shard(d)), (Shard(d),)) for d in range(call.inputs[1].ndim)]
     return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)])
 
 
@@ -287,7 +300,7 @@ def put(call: OpCall) -> Strategy:
         return Strategy([])
     _, index, source = call.inputs
     dims = range(index.ndim) if index.shape == source.shape else ()
-    rows = [Row((SUM, Shard(d), Shard(d)), (SUM,)) for d in dims]
+    rows = [PlacementRow((SUM, Shard(d), Shard(d)), (SUM,)) for d in dims]
     return Strategy([*rows, *pending_rows(call, (0, 2))])
 
 
@@ -299,4 +312,4 @@ def histc(call: OpCall) -> Strategy:
     """Counts add up, if the bins are given; else they span the values of the whole tensor."""
     if call["min"] == call["max"]:
         return Strategy([])
-    return Strategy([Row((Shard(d),), (SUM,)) for d in range(call.inputs[0].ndim)])
+    return Strategy([PlacementRow((Shard(d),), (SUM,)) for d in range(call.inputs[0].ndim)])

@@ -15,7 +15,7 @@ from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Placeme
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Value
-from dtbench_core.rules.base import OpCall, Row, along
+from dtbench_core.rules.base import OpCall, PlacementRow, along
 
 SUM = Partial("sum")
 
@@ -34,7 +34,7 @@ def label_rows(
     *,
     even: bool = False,
     nonempty: bool = False,
-) -> list[Row]:
+) -> list[PlacementRow]:
     """A row per label; outputs that lack it become `missing` (a pending sum where it is contracted).
 
     even, nonempty: whether every rank must hold equally much, or some, of the label.
@@ -43,7 +43,7 @@ def label_rows(
     for label in labels:
         held = tuple([(i, dims.index(label)) for i, dims in enumerate(inputs) if label in dims])
         rows.append(
-            Row(
+            PlacementRow(
                 tuple([Shard(dims.index(label)) if label in dims else REPLICATE for dims in inputs]),
                 tuple([Shard(dims.index(label)) if label in dims else missing for dims in outputs]),
                 even=held if even else (),
@@ -53,7 +53,7 @@ def label_rows(
     return rows
 
 
-def batch_rows(call: OpCall, count: int) -> list[Row]:
+def batch_rows(call: OpCall, count: int) -> list[PlacementRow]:
     """Rows that shard one of the first `count` dims, if all inputs and outputs have them alike."""
     dims = range(count) if is_matching(call, count) else ()
     return along(dims, len(call.inputs), len(call.outputs))
@@ -65,9 +65,9 @@ def but(ndim: int, gone: Iterable[int], *, keepdim: bool = False) -> dict[int, i
     return {d: d if keepdim else d - sum(g < d for g in taken) for d in range(ndim) if d not in taken}
 
 
-def moved_rows(dims: Mapping[int, int], outs: int = 1) -> list[Row]:
+def moved_rows(dims: Mapping[int, int], outs: int = 1) -> list[PlacementRow]:
     """Rows of ops with one input: shards of its dim k become shards of dim dims[k] of every output."""
-    return [Row((Shard(src),), (Shard(dst),) * outs) for src, dst in dims.items()]
+    return [PlacementRow((Shard(src),), (Shard(dst),) * outs) for src, dst in dims.items()]
 
 
 def is_matching(call: OpCall, count: int) -> bool:

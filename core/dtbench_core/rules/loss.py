@@ -15,7 +15,7 @@ from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.op_types import Call, Value
-from dtbench_core.rules.base import OpCall, Row, Strategy, aten, decomposition, pending_rows, rule
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, decomposition, pending_rows, rule
 from dtbench_core.rules.labels import SUM, all_replicated, broadcast, whole
 from dtbench_core.torch_compat import DisableTorchFunction, is_fake_mode_active
 
@@ -33,7 +33,8 @@ def elementwise_loss(call: OpCall) -> Strategy:
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.inputs))
     kept = call["reduction"] == NONE
     rows = [
-        Row(broadcast(call.inputs, dim, shape), (Shard(dim) if kept else SUM,)) for dim in range(len(shape))
+        PlacementRow(broadcast(call.inputs, dim, shape), (Shard(dim) if kept else SUM,))
+        for dim in range(len(shape))
     ]
     local_op = _mean_of(call, shape) if call["reduction"] == MEAN else None
     return Strategy(rows, local_op=local_op, any_lengths=True)
@@ -70,7 +71,7 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
     rows = []
     for dim in range(len(shape)):
         of_grad = REPLICATE if reduced else Shard(dim)
-        rows.append(Row((of_grad, *broadcast(call.inputs[1:], dim, shape)), (Shard(dim),)))
+        rows.append(PlacementRow((of_grad, *broadcast(call.inputs[1:], dim, shape)), (Shard(dim),)))
     rows += pending_rows(call, (0,))
     local_op = _mean_backward(call) if call["reduction"] == MEAN else None
     return Strategy(rows, local_op=local_op, any_lengths=True)
@@ -105,7 +106,7 @@ def nll_loss(call: OpCall) -> Strategy:
     rows = []
     for dim, own in _batch_dims(call.inputs[0].ndim):
         outputs = (Shard(own), REPLICATE) if reduction == NONE else (SUM, SUM)
-        rows.append(Row((Shard(dim), Shard(own), *weight), outputs))
+        rows.append(PlacementRow((Shard(dim), Shard(own), *weight), outputs))
     return Strategy(rows)
 
 
@@ -122,7 +123,9 @@ def nll_loss_backward(call: OpCall) -> Strategy:
     rows = []
     for dim, own in _batch_dims(call.inputs[1].ndim):
         of_grad = REPLICATE if reduced else Shard(own)
-        rows += [Row((of_grad, Shard(dim), Shard(own), *weight, total), (Shard(dim),)) for total in totals]
+        rows += [
+            PlacementRow((of_grad, Shard(dim), Shard(own), *weight, total), (Shard(dim),)) for total in totals
+        ]
     return Strategy([*rows, *pending_rows(call, (0,))])
 
 

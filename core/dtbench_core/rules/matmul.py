@@ -6,7 +6,7 @@ A label shards every tensor that has it. A contracted label (not in the output) 
 from __future__ import annotations
 
 from dtbench_core.layout.placement import Shard
-from dtbench_core.rules.base import OpCall, Row, Strategy, aten, pending_rows, rule
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, pending_rows, rule
 from dtbench_core.rules.labels import SUM, label_rows, letters, placed_along
 
 PRODUCTS = {
@@ -32,7 +32,7 @@ ADDED = {
 }
 
 
-def einsum_rows(call: OpCall, equation: str) -> list[Row]:
+def einsum_rows(call: OpCall, equation: str) -> list[PlacementRow]:
     """Rows of a product of tensors whose dims are labelled as `equation` says."""
     given, output = equation.split("->")
     inputs = given.split(",")
@@ -54,7 +54,7 @@ def added(call: OpCall) -> Strategy:
     for row in einsum_rows(call, ADDED[call.op]):
         (placed,) = row.outputs
         wanted = placed_along(bias, placed.dim, shape) if isinstance(placed, Shard) else placed
-        rows.append(Row((wanted, *row.inputs), row.outputs))
+        rows.append(PlacementRow((wanted, *row.inputs), row.outputs))
     return Strategy(rows)
 
 

@@ -12,7 +12,7 @@ from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import (
     OpCall,
     Placed,
-    Row,
+    PlacementRow,
     Strategy,
     along,
     aten,
@@ -31,7 +31,9 @@ def cross(call: OpCall) -> Strategy:
     meta = call.outputs[0]
     shape = meta.shape if meta is not None else ()
     dim = call.dim("dim", len(shape))
-    rows = [Row(broadcast(call.inputs, d, shape), (Shard(d),)) for d in range(len(shape)) if d != dim]
+    rows = [
+        PlacementRow(broadcast(call.inputs, d, shape), (Shard(d),)) for d in range(len(shape)) if d != dim
+    ]
     return Strategy([*rows, *pending_rows(call, (0,), (1,))])
 
 
@@ -44,7 +46,9 @@ def native_layer_norm(call: OpCall) -> Strategy:
     _restate_statistics(call)
     batch = call.inputs[0].ndim - len(call["normalized_shape"])
     parameters = (REPLICATE,) * (len(call.inputs) - 1)
-    return Strategy([Row((Shard(d), *parameters), (Shard(d),) * len(call.outputs)) for d in range(batch)])
+    return Strategy(
+        [PlacementRow((Shard(d), *parameters), (Shard(d),) * len(call.outputs)) for d in range(batch)]
+    )
 
 
 def _restate_statistics(call: OpCall) -> None:
@@ -69,7 +73,8 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
     activations = outs + 1  # grad, input and the statistics
     parameters = (REPLICATE,) * (len(call.inputs) - activations)
     rows = [
-        Row((Shard(d),) * activations + parameters, (Shard(d), *(SUM,) * (outs - 1))) for d in range(batch)
+        PlacementRow((Shard(d),) * activations + parameters, (Shard(d), *(SUM,) * (outs - 1)))
+        for d in range(batch)
     ]
     return Strategy([*rows, *pending_rows(call, (0,))])
 
@@ -174,7 +179,7 @@ def cdist_backward(call: OpCall) -> Strategy:
     return Strategy([*_cdist_rows(call, ("pr", "p.", "r.", "pr"), ("p.",)), *pending_rows(call, (0,))])
 
 
-def _cdist_rows(call: OpCall, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> list[Row]:
+def _cdist_rows(call: OpCall, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> list[PlacementRow]:
     """Rows of the last two dims, and of the leading ones where no tensor broadcasts over them."""
     batch = call.inputs[0].shape[:-2]
     if not is_matching(call, len(batch)):

@@ -22,7 +22,7 @@ from dtbench_core.rules import base
 from dtbench_core.rules.base import (
     OpCall,
     Placed,
-    Row,
+    PlacementRow,
     Strategy,
     along,
     aten,
@@ -107,11 +107,13 @@ def pointwise(call: OpCall) -> Strategy:
     """The rule of every pointwise op; inputs broadcast to the first output's shape."""
     outs = len(call.outputs)
     shape = call.outputs[0].shape if call.outputs and call.outputs[0] is not None else torch.Size()
-    rows = [Row(broadcast(call.inputs, dim, shape), (Shard(dim),) * outs) for dim in range(len(shape))]
+    rows = [
+        PlacementRow(broadcast(call.inputs, dim, shape), (Shard(dim),) * outs) for dim in range(len(shape))
+    ]
     return Strategy([*rows, *_partial_rows(call)])
 
 
-def _partial_rows(call: OpCall) -> list[Row]:
+def _partial_rows(call: OpCall) -> list[PlacementRow]:
     count = len(call.inputs)
     # A plain number added to a pending sum would be added once per rank.
     if call.op in LINEAR and not _adds_number(call):
@@ -289,7 +291,7 @@ def complex_pairs(call: OpCall) -> Strategy:
 @rule(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
 def looked_up(call: OpCall) -> Strategy:
     """(elements, table): each element is looked up in the whole table."""
-    return Strategy([Row((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim)])
+    return Strategy([PlacementRow((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim)])
 
 
 @rule(aten.searchsorted.Tensor)
@@ -301,7 +303,7 @@ def searchsorted(call: OpCall) -> Strategy:
     for dim in range(values.ndim):
         shared = table.ndim == 1 or dim == values.ndim - 1
         placed = REPLICATE if shared else Shard(dim)
-        rows.append(Row((placed, Shard(dim), *(placed,) * more), (Shard(dim),)))
+        rows.append(PlacementRow((placed, Shard(dim), *(placed,) * more), (Shard(dim),)))
     return Strategy(rows)
 
 
@@ -309,7 +311,9 @@ def searchsorted(call: OpCall) -> Strategy:
 def like(call: OpCall) -> Strategy:
     """Fresh values of the input's shape: its shards are kept, a Partial's values are not read."""
     rows = along(range(call.inputs[0].ndim), 1, 1)
-    return Strategy([*rows, *(Row((Partial(op),), (REPLICATE,)) for op in REDUCE_OPS if pending(call, op))])
+    return Strategy(
+        [*rows, *(PlacementRow((Partial(op),), (REPLICATE,)) for op in REDUCE_OPS if pending(call, op))]
+    )
 
 
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)
@@ -329,9 +333,9 @@ def new_strided(call: OpCall) -> Strategy:
     return Strategy(_new_rows(call), local_shape_args=(1,), local_op=local_op, any_lengths=True)
 
 
-def _new_rows(call: OpCall) -> list[Row]:
+def _new_rows(call: OpCall) -> list[PlacementRow]:
     same = tuple(call["size"]) == tuple(call.inputs[0].shape)
     rows = along(range(call.inputs[0].ndim), 1, 1) if same else []
     # The input's values are not read, so it need not move: the result is whole.
     unread = {p for p in call.inputs[0].placements if not same or p.is_partial()}
-    return [*rows, *(Row((p,), (REPLICATE,)) for p in sorted(unread, key=str))]
+    return [*rows, *(PlacementRow((p,), (REPLICATE,)) for p in sorted(unread, key=str))]

@@ -12,7 +12,7 @@ from dtbench_core.layout.placement import Partial, Shard
 from dtbench_core.op_types import Value
 from dtbench_core.rules.base import (
     OpCall,
-    Row,
+    PlacementRow,
     Strategy,
     along_others,
     aten,
@@ -101,7 +101,7 @@ def col2im(call: OpCall) -> Strategy:
     batch = "n" * (call.inputs[0].ndim - 2)
     rows = label_rows(batch, [batch + "ck"], [batch + "chw"])
     channels = Shard(len(batch))
-    rows.append(Row((channels,), (channels,), even=((-1, len(batch)),)))
+    rows.append(PlacementRow((channels,), (channels,), even=((-1, len(batch)),)))
     return Strategy([*rows, *linear_rows(call, 1)])
 
 

@@ -15,7 +15,17 @@ from dtbench_core.layout import rng as random
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Shard
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, ops_named, rule
+from dtbench_core.rules.base import (
+    OpCall,
+    Placed,
+    PlacementRow,
+    Strategy,
+    along,
+    aten,
+    linear_rows,
+    ops_named,
+    rule,
+)
 from dtbench_core.rules.pointwise import like, neutral_term
 
 
@@ -82,6 +92,6 @@ def native_dropout(call: OpCall) -> Strategy:
 
         return run
 
-    rows = [Row((Shard(d),), (Shard(d), Shard(d))) for d in range(call.inputs[0].ndim)]
-    rows += [Row((Partial(op),), (Partial(op), REPLICATE)) for op in ("sum", "avg")]
+    rows = [PlacementRow((Shard(d),), (Shard(d), Shard(d))) for d in range(call.inputs[0].ndim)]
+    rows += [PlacementRow((Partial(op),), (Partial(op), REPLICATE)) for op in ("sum", "avg")]
     return Strategy(rows, localize=localize, any_lengths=True)

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import Partial, Placement, Shard, splits_evenly
 from dtbench_core.op_types import Call, Value
-from dtbench_core.rules.base import OpCall, Row, Strategy, aten, linear_rows, pending, rule
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear_rows, pending, rule
 from dtbench_core.rules.labels import SUM, but, moved_rows
 
 # Of these an empty list of dims reduces nothing; for the others it means all dims.
@@ -32,15 +32,15 @@ def reduced_dims(call: OpCall) -> tuple[tuple[int, ...], bool]:
     return dims, bool(call["keepdim"]) if "keepdim" in names else False
 
 
-def kept_rows(call: OpCall, reduced: Collection[int], keepdim: bool, outs: int = 1) -> list[Row]:
+def kept_rows(call: OpCall, reduced: Collection[int], keepdim: bool, outs: int = 1) -> list[PlacementRow]:
     """Rows that shard a dim which is not reduced; it moves forward where reduced dims vanish."""
     return moved_rows(but(call.inputs[0].ndim, reduced, keepdim=keepdim), outs)
 
 
-def _pending_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -> list[Row]:
+def _pending_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -> list[PlacementRow]:
     """All rows of a reduction whose ranks' results combine as `outputs` say."""
     reduced, keepdim = reduced_dims(call)
-    rows = [Row((Shard(d),), outputs, nonempty=((0, d),) if nonempty else ()) for d in reduced]
+    rows = [PlacementRow((Shard(d),), outputs, nonempty=((0, d),) if nonempty else ()) for d in reduced]
     return [*kept_rows(call, reduced, keepdim, outs=len(outputs)), *rows]
 
 
@@ -52,7 +52,7 @@ def sum_(call: OpCall) -> Strategy:
     return Strategy([*_pending_rows(call, SUM), *_linear(call)])
 
 
-def _linear(call: OpCall) -> list[Row]:
+def _linear(call: OpCall) -> list[PlacementRow]:
     """Terms may be added before or after, unless each is changed to another kind of number first."""
     given, made = call.inputs[0].dtype, call.outputs[0].dtype if call.outputs[0] is not None else None
     if given == made and not _inexact(given):
@@ -87,8 +87,10 @@ def mean(call: OpCall) -> Strategy:
     chunks = all(type(p) is Shard or not p.is_shard() for p in spec.placements)
     if chunks and all(splits_evenly(spec.shape[d], d, spec.placements, spec.info.sizes) for d in reduced):
         average = Partial("avg")
-        return Strategy([*rows, *(Row((Shard(d),), (average,), ((0, d),), ((0, d),)) for d in reduced)])
-    shares = [Row((Shard(d),), (SUM,)) for d in reduced]
+        return Strategy(
+            [*rows, *(PlacementRow((Shard(d),), (average,), ((0, d),), ((0, d),)) for d in reduced)]
+        )
+    shares = [PlacementRow((Shard(d),), (SUM,)) for d in reduced]
     return Strategy([*rows, *shares], local_op=_share_of_mean(call, reduced), any_lengths=True)
 
 
@@ -118,7 +120,7 @@ def trace(call: OpCall) -> Strategy:
 
     if call.inputs[0].dtype is torch.bool:  # which the op refuses, unlike a sum
         return Strategy([])
-    rows = [Row((Shard(d),), (SUM,)) for d in (0, 1)]
+    rows = [PlacementRow((Shard(d),), (SUM,)) for d in (0, 1)]
     return Strategy([*rows, *_linear(call)], localize=localize, any_lengths=True)
 
 
@@ -132,7 +134,7 @@ def prod(call: OpCall) -> Strategy:
         return Strategy(kept_rows(call, reduced, keepdim))
     rows = _pending_rows(call, Partial("product"))
     if pending(call, "product") and call["dtype"] is None:
-        rows.append(Row((Partial("product"),), (Partial("product"),)))
+        rows.append(PlacementRow((Partial("product"),), (Partial("product"),)))
     return Strategy(rows)
 
 

@@ -10,7 +10,7 @@ from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import REPLICATE, Placement
 from dtbench_core.layout.spec import normalize_one
 from dtbench_core.rules import base
-from dtbench_core.rules.base import OpCall, Row, Strategy
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy
 from dtbench_core.runtime import rules_changed
 
 PlacementList = Sequence[Placement | None]
@@ -56,7 +56,7 @@ def _strategy(call: OpCall, function: ShardingFunction) -> Strategy:
     return Strategy([_row(call, outputs, inputs) for outputs, inputs in function(*call.args, **call.kwargs)])
 
 
-def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> Row:
+def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> PlacementRow:
     placed = [p for p in inputs if p is not None]
     made = list(outputs)
     if len(placed) != len(call.inputs) or len(made) != len(call.outputs):
@@ -67,7 +67,7 @@ def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> Row:
         )
     ranks = [spec.ndim for spec in call.inputs]
     result_ranks = [0 if meta is None else len(meta.shape) for meta in call.outputs]
-    return Row(
+    return PlacementRow(
         tuple(normalize_one(p, ndim) for p, ndim in zip(placed, ranks, strict=True)),
         tuple(
             REPLICATE if p is None else normalize_one(p, ndim)

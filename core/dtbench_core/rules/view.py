@@ -15,12 +15,22 @@ from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
-from dtbench_core.rules.base import OpCall, Placed, Row, Strategy, along, aten, linear_rows, ops_named, rule
+from dtbench_core.rules.base import (
+    OpCall,
+    Placed,
+    PlacementRow,
+    Strategy,
+    along,
+    aten,
+    linear_rows,
+    ops_named,
+    rule,
+)
 from dtbench_core.rules.labels import but, moved_rows
 from dtbench_core.rules.regroup import kept
 
 
-def mapped_rows(call: OpCall, dims: Mapping[int, int], outs: int = 1) -> list[Row]:
+def mapped_rows(call: OpCall, dims: Mapping[int, int], outs: int = 1) -> list[PlacementRow]:
     """Rows for an op that moves input dim k to output dim dims[k] and leaves its shards whole."""
     return moved_rows(dims, outs) + linear_rows(call, 1, outs, ops=REDUCE_OPS)
 
@@ -35,9 +45,9 @@ def view(call: OpCall) -> Strategy:
         if src is None or dst is None:
             continue
         if before[src] == after[dst]:
-            rows.append(Row((Shard(src),), (Shard(dst),)))
+            rows.append(PlacementRow((Shard(src),), (Shard(dst),)))
         else:
-            rows.append(Row((Shard(src),), (Shard(dst),), even=((0, src), (-1, dst))))
+            rows.append(PlacementRow((Shard(src),), (Shard(dst),), even=((0, src), (-1, dst))))
     rows += linear_rows(call, 1, ops=REDUCE_OPS)
     spec = call.inputs[0]
     placed = kept(spec.placements, spec.info.sizes, before, after, groups)
@@ -152,7 +162,7 @@ def diag_embed(call: OpCall) -> Strategy:
 def written_over(call: OpCall) -> Strategy:
     """(self, src) -> self with src in a window of it."""
     dims = _WRITES[call.op](call, call.inputs[0].ndim)
-    rows = [Row((Shard(d), Shard(own)), (Shard(d),)) for d, own in dims.items()]
+    rows = [PlacementRow((Shard(d), Shard(own)), (Shard(d),)) for d, own in dims.items()]
     return Strategy([*rows, *linear_rows(call, 2, ops=REDUCE_OPS)])
 
 
@@ -178,7 +188,11 @@ def squeeze(call: OpCall) -> Strategy:
 def expand(call: OpCall) -> Strategy:
     before, after = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
     lead = len(after) - len(before)
-    rows = [Row((Shard(d),), (Shard(d + lead),)) for d in range(len(before)) if before[d] == after[d + lead]]
+    rows = [
+        PlacementRow((Shard(d),), (Shard(d + lead),))
+        for d in range(len(before))
+        if before[d] == after[d + lead]
+    ]
     return Strategy([*rows, *linear_rows(call, 1, ops=REDUCE_OPS)], local_shape_args=(1,))
 
 
@@ -198,7 +212,7 @@ def cat(call: OpCall) -> Strategy:
     ndim = len(call.outputs[0].shape)  # type: ignore[union-attr]
     joined = call.dim(ndim=ndim)
     rows = [
-        Row(tuple(Shard(d) if s.ndim == ndim else REPLICATE for s in call.inputs), (Shard(d),))
+        PlacementRow(tuple(Shard(d) if s.ndim == ndim else REPLICATE for s in call.inputs), (Shard(d),))
         for d in range(ndim)
         if d != joined
     ]
@@ -210,7 +224,7 @@ def stack(call: OpCall) -> Strategy:
     ndim = call.inputs[0].ndim
     new = call.dim(ndim=ndim + 1)
     count = len(call.inputs)
-    rows = [Row((Shard(d),) * count, (Shard(d + (d >= new)),)) for d in range(ndim)]
+    rows = [PlacementRow((Shard(d),) * count, (Shard(d + (d >= new)),)) for d in range(ndim)]
     return Strategy([*rows, *linear_rows(call, count, ops=REDUCE_OPS)])
 
 

@@ -7,23 +7,17 @@ shows every rank's tensor side by side.
 # mypy: implicit-reexport
 # ruff: noqa: F401
 
-from dtbench_core.simulate.local_groups import declare_group
+from dtbench_core.simulate.group import declare_group
 from dtbench_core.simulate.local_int import LocalIntNode, local_int
 from dtbench_core.simulate.local_mode import (
     LocalTensorMode,
-    enabled_local_tensor_mode,
-    get_generator_seed_for_device_type,
-    get_local_tensor_mode_list,
     local_tensor_mode,
-    maybe_disable_local_tensor_mode,
-    maybe_enable_local_tracker,
     maybe_run_for_local_tensor,
     per_rank,
     rank_map,
-    reconcile_args,
     tensor_map,
 )
 from dtbench_core.simulate.local_tensor import LocalTensor
-from dtbench_core.simulate.threads import Outcome, ThreadWorld, run_ranks
+from dtbench_core.simulate.threads import RankResult, ThreadWorld, run_ranks
 
 __all__ = sorted(name for name, value in vars().items() if callable(value))

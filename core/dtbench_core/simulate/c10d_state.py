@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,48 +17,60 @@ _c10d: Any = torch._C._distributed_c10d
 _device_mesh: Any = device_mesh
 
 
+_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+
+
 class RankC10d(distributed_c10d._World):
     """One rank's tables of process groups.
 
     torch's class keeps them in module globals behind properties; these attributes stand before them.
+
+    Args:
+        process: tables in which groups are looked up that are not the rank's own.
     """
 
     default_pg: Any = None
+    group_count: Any = 0
     pg_map: Any = None
     pg_names: Any = None
     pg_group_ranks: Any = None
     pg_backend_config: Any = None
-    group_count: Any = 0
     tags_to_pg: Any = None
     pg_to_tag: Any = None
 
-    def __init__(self) -> None:
+    def __init__(self, process: Any = None) -> None:
         super().__init__()
-        self.default_pg = None
-        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
-        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
-        self.group_count = 0
+        self.ends: dict[dist.ProcessGroup, Any] = {}  # of the process' groups
+        for name in _TABLES:
+            setattr(self, name, {} if process is None else ChainMap({}, getattr(process, name)))
+
+    def add(self, group: dist.ProcessGroup, end: Any, backend: str) -> None:
+        """Registers `end`, the rank's end of a group of the process."""
+        self.ends[group] = end
+        self.pg_map[end], self.pg_names[end] = (backend, None), end.group_name
+        self.pg_group_ranks[end] = {rank: at for at, rank in enumerate(end.ranks)}
 
 
 class _ByThread:
-    """Stands for c10d's `_world`: the running thread's own, or the process'."""
+    """In place of c10d's `_world`: the running thread's tables, or the process'."""
 
-    def __init__(self, mine: Callable[[], RankC10d | None], process: Any) -> None:
-        object.__setattr__(self, "_mine", mine)
+    def __init__(self, of_thread: Callable[[], RankC10d | None], process: Any) -> None:
+        object.__setattr__(self, "_of_thread", of_thread)
         object.__setattr__(self, "_process", process)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._mine() or self._process, name)
+        return getattr(self._of_thread() or self._process, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._mine() or self._process, name, value)
+        setattr(self._of_thread() or self._process, name, value)
 
 
-def per_thread(mine: Callable[[], RankC10d | None], backend: str) -> Callable[[], None]:
-    """Lets each thread have its own groups, where `mine` gives it some. Returns what undoes it.
+@contextmanager
+def per_thread(of_thread: Callable[[], RankC10d | None], backend: str) -> Iterator[None]:
+    """Inside, each thread has groups of its own, where `of_thread` gives it tables.
 
     DeviceMesh tells the meshes of threads apart (in `==`, and so in every cache of torch keyed by a
-    mesh) for one backend, known to it by name: for `backend` it is told that name.
+    mesh) for one backend, known to it by name: `backend` answers to that name.
     """
     process, get_backend = distributed_c10d._world, _device_mesh.get_backend
 
@@ -64,16 +78,28 @@ def per_thread(mine: Callable[[], RankC10d | None], backend: str) -> Callable[[]
         name = get_backend(group)
         return "threaded" if name == backend else name
 
-    distributed_c10d._world = cast("Any", _ByThread(mine, process))
+    distributed_c10d._world = cast("Any", _ByThread(of_thread, process))
     _device_mesh.get_backend = name_of_backend
     _c10d._set_thread_isolation_mode(True)
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         distributed_c10d._world = process
         _device_mesh.get_backend = get_backend
         _c10d._set_thread_isolation_mode(False)
 
-    return undo
+
+@contextmanager
+def of_process() -> Iterator[None]:
+    """Inside, also where each thread has groups of its own, those of the process."""
+    outer = distributed_c10d._world
+    distributed_c10d._world = getattr(outer, "_process", outer)
+    _c10d._set_thread_isolation_mode(False)
+    try:
+        yield
+    finally:
+        distributed_c10d._world = outer
+        _c10d._set_thread_isolation_mode(isinstance(outer, _ByThread))
 
 
 def register_backend(name: str, make_group: Callable[[Any, Any], dist.ProcessGroup]) -> None:
@@ -89,6 +115,13 @@ def initialise(backend: str, rank: int, world_size: int) -> None:
         dist.init_process_group(backend, store=_c10d.HashStore(), rank=rank, world_size=world_size)
     finally:
         sys.excepthook = hook
+
+
+def name_group(group: Any) -> None:
+    """Functional collectives of the calling thread that name `group` call it: of a thread with groups of its own."""
+    if not group.named:
+        _c10d._register_process_group(group.group_name, group)
+        group.named = True
 
 
 def register_device_guard() -> None:

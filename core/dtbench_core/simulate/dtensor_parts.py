@@ -19,12 +19,12 @@ from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_tables
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.redistribute.copied_view import copied_view
-from dtbench_core.simulate.local_groups import coordinate_of
+from dtbench_core.simulate.group import coordinate_of
 from dtbench_core.simulate.local_int import values_of
-from dtbench_core.simulate.local_tensor import LocalTensor, Parts, PlainCopies, joined
+from dtbench_core.simulate.local_tensor import LocalTensor, PlainCopies, RankParts, joined
 
 
-class CoreParts(Parts):
+class CoreParts(RankParts):
     """Also takes DTensors, specs and mesh infos apart, and puts them together."""
 
     def __init__(self, ranks: Sequence[int], copies: PlainCopies | None = None) -> None:

@@ -7,13 +7,26 @@ transport. What that answers with a hang or with garbage (another op, root, shap
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork, Work, _resolve_process_group
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
+from torch.utils._pytree import tree_leaves
 
 from dtbench_core.errors import SimulationError
+from dtbench_core.op_types import Args, Kwargs
+from dtbench_core.rules.base import bound
+from dtbench_core.simulate import c10d_state
+from dtbench_core.torch_compat import mesh_dim_groups, mesh_group_names
 
 Tensors = Sequence[torch.Tensor]
 # What the ranks of a group must agree on: (name, what else, the metadata of the tensors).
@@ -89,18 +102,12 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def name_deeds(deeds: Mapping[int, str]) -> list[str]:
-    """`["rank 0 returned", "ranks 1, 2 raised ..."]` of what each rank did."""
-    did: dict[str, list[int]] = {}
-    for rank, what in deeds.items():
-        did.setdefault(what, []).append(rank)
-    return [f"{name_ranks(ranks)} {what}" for what, ranks in did.items()]
-
-
-def raised(error: BaseException) -> str:
-    """`raised ValueError: the first line of it`."""
-    text = str(error).strip().split("\n", 1)[0]
-    return f"raised {type(error).__name__}: {text[:200]}{'...' if len(text) > 200 else ''}"
+def group_actions(actions: Mapping[int, str]) -> list[str]:
+    """rank -> what it did, as `["rank 0 returned", "ranks 1, 2 raised ..."]`."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, action in actions.items():
+        ranks_of.setdefault(action, []).append(rank)
+    return [f"{name_ranks(ranks)} {action}" for action, ranks in ranks_of.items()]
 
 
 # ---- the maths ----
@@ -213,27 +220,6 @@ def _cut(tensor: torch.Tensor, splits: list[int], n: int) -> Tensors:
 # ---- what c10d sees ----
 
 
-class SimulatedWork(dist.Work):
-    """A collective that is done."""
-
-    def __init__(self, results: Any) -> None:
-        super().__init__()
-        self._results = results
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        """A future that is already set: asking for it waits."""
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._results)
-        return future
-
-
 def _meta(tensors: Tensors) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     return tuple([(t.shape, t.dtype) for t in tensors])
 
@@ -278,6 +264,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(group_rank, len(ranks))
         self.ranks, self._me, self._n = ranks, group_rank, len(ranks)
         self._name, self._backend, self._arrive = name, backend, arrive
+        self.named = False  # whether functional collectives can call it by its name
 
     @property
     def group_name(self) -> str:
@@ -387,3 +374,154 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+# ---- the collectives of c10d as ops, which a dispatch mode sees ----
+
+NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+
+# Op -> (the group's method, the op's arguments that it takes before the options, the one that the op returns).
+_IN_PLACE: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    "allreduce_": ("allreduce", ("tensors",), "tensors"),
+    "allreduce_coalesced_": ("allreduce", ("tensors",), "tensors"),
+    "reduce_": ("reduce", ("tensors",), "tensors"),
+    "broadcast_": ("broadcast", ("tensors",), "tensors"),
+    "allgather_": ("allgather", ("output_tensors", "input_tensors"), "output_tensors"),
+    "allgather_coalesced_": ("allgather_coalesced", ("output_lists", "input_list"), "output_lists"),
+    "_allgather_base_": ("all_gather_single", ("output_tensor", "input_tensor"), "output_tensor"),
+    "allgather_into_tensor_coalesced_": ("all_gather_single_coalesced", ("outputs", "inputs"), "outputs"),
+    "gather_": ("gather", ("output_tensors", "input_tensors"), "output_tensors"),
+    "scatter_": ("scatter", ("output_tensors", "input_tensors"), "output_tensors"),
+    "reduce_scatter_": ("reduce_scatter", ("output_tensors", "input_tensors"), "output_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter_single", ("output_tensor", "input_tensor"), "output_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_single_coalesced", ("outputs", "inputs"), "outputs"),
+    "alltoall_": ("alltoall", ("output_tensors", "input_tensors"), "output_tensors"),
+    "alltoall_base_": (
+        "all_to_all_single",
+        ("output", "input", "output_split_sizes", "input_split_sizes"),
+        "output",
+    ),
+    "barrier": ("barrier", (), None),
+    "monitored_barrier_": ("barrier", (), None),
+}
+
+
+def group_of(op: OpOverload, args: Args, kwargs: Kwargs) -> dist.ProcessGroup | None:
+    """The group of the process that a collective is issued on; None of one that has none, such as waiting."""
+    named = bound(op, args, kwargs)
+    group = named.get("process_group", named.get("group_name"))
+    if isinstance(group, str):
+        with c10d_state.of_process():
+            return _resolve_process_group(GroupName(group))
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    return dist.ProcessGroup.unbox(group)
+
+
+def issue(op: OpOverload, args: Args, kwargs: Kwargs, end: SimulatedGroup | None) -> Any:
+    """Runs the collective `op` as one rank, whose end of the group is `end`.
+
+    Returns:
+        What the op returns; the other ranks' data has arrived.
+    """
+    if op.namespace != "c10d":  # torch's kernels of these call the methods of the group
+        if end is None:
+            return op(*args, **kwargs)
+        c10d_state.name_group(end)
+        result = op(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+        return result
+    method, taken, returned = _IN_PLACE.get(op._schema.name.partition("::")[2], ("", (), None))
+    if end is None or not method:
+        raise SimulationError(
+            f"{op} is not simulated: use a collective, or ThreadWorld, which runs each rank by itself"
+        )
+    named = bound(op, args, kwargs)
+    reduce_op = SimpleNamespace(op=named["reduce_op"].op()) if "reduce_op" in named else None
+    options = SimpleNamespace(reduceOp=reduce_op, rootRank=named.get("root_rank", 0))
+    getattr(end, method)(*(named[name] for name in taken), options).wait()
+    result = returned and named[returned]
+    returns = [_done() if "Work" in str(r.type) else result for r in op._schema.returns]
+    return tuple(returns) if len(returns) > 1 else returns[0]
+
+
+@functools.cache
+def _done() -> Any:
+    """A Work that is done: one for all, so that the ranks' results are the same."""
+    return Work.boxed(FakeWork())
+
+
+# ---- which ranks meet in a collective ----
+
+# The process has just its own rank's groups. But a group of a DeviceMesh dim is one of several that lie side by side
+# (its fibres): in the mesh [[0, 1], [2, 3]] the groups of the inner dim are 0-1 and 2-3, and a call on the one is, on
+# the other ranks, a call on the other.
+Fibres = tuple[tuple[int, ...], ...]
+
+
+_dims: weakref.WeakKeyDictionary[DeviceMesh, dict[int, Fibres]] = weakref.WeakKeyDictionary()
+
+
+def fibres_of_dim(mesh: DeviceMesh, dim: int) -> Fibres:
+    """The ranks of every group along `dim` of `mesh`, or of its siblings where it is a slice."""
+    fibres = _dims.setdefault(mesh, {})
+    if dim not in fibres:
+        fibres[dim] = mesh_dim_groups(mesh, dim)
+    return fibres[dim]
+
+
+def coordinate_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
+    """Where `rank` stands in `mesh`, or in the sibling of it that holds `rank`; None outside."""
+    fibres = [next((f for f in fibres_of_dim(mesh, d) if rank in f), None) for d in range(mesh.ndim)]
+    return None if None in fibres else tuple(f.index(rank) for f in fibres if f is not None)
+
+
+# As declared, or as their meshes say.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Fibres] = weakref.WeakKeyDictionary()
+
+
+def declare_group(group: dist.ProcessGroup, fibres: Sequence[Sequence[int]]) -> None:
+    """Declares which ranks call a collective on `group`, or on their own counterpart of it.
+
+    Needed only for groups made by hand: those of a DeviceMesh are known.
+
+    Args:
+        fibres: the global ranks of each group, in group order; one of them is `group`'s own. Ranks in
+            none of them take no part.
+
+    Raises:
+        SimulationError: `group`'s own ranks are not among them.
+    """
+    listed = tuple(tuple(ranks) for ranks in fibres)
+    own = tuple(dist.get_process_group_ranks(group))
+    if own not in listed:
+        raise SimulationError(
+            f"declare_group got {list(map(list, listed))} for the group of {name_ranks(own)}, expected the ranks of "
+            "all groups, this one's among them"
+        )
+    _groups[group] = listed
+
+
+def fibres_of_group(group: dist.ProcessGroup) -> Fibres:
+    """The groups that meet in a collective on `group`."""
+    if group not in _groups:
+        _groups[group] = _fibres_by_mesh(group)
+    return _groups[group]
+
+
+def _fibres_by_mesh(group: dist.ProcessGroup) -> Fibres:
+    own = tuple(dist.get_process_group_ranks(group))
+    if not group.group_desc.startswith("mesh"):
+        return (own,)
+    # A group does not know its mesh. Looking through all objects is slow, and done once per group.
+    for mesh in gc.get_objects():
+        if issubclass(type(mesh), DeviceMesh):  # isinstance would read attributes of any object
+            for dim, name in enumerate(mesh_group_names(mesh)):
+                if name == group.group_name:
+                    fibres = fibres_of_dim(mesh, dim)
+                    # A mesh of a destroyed world may have used the same name for other ranks.
+                    is_own = any(set(own) == set(fibre) for fibre in fibres)
+                    if is_own and max(map(max, fibres)) < dist.get_world_size():
+                        return tuple(tuple(sorted(fibre)) for fibre in fibres)  # as torch makes groups
+    return (own,)

@@ -5,36 +5,42 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from dtbench_core import comm
+from dtbench_core.dispatch import fallback
 from dtbench_core.errors import SimulationError, describe_ranks
 from dtbench_core.layout.mesh import MeshTables, mesh_tables
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Args, Call, Kwargs
 from dtbench_core.runtime import entered
 from dtbench_core.simulate import rank_answers
+from dtbench_core.simulate.c10d_state import RankC10d, per_thread
 from dtbench_core.simulate.dtensor_parts import CoreParts
-from dtbench_core.simulate.group import Arrival, describe, name_ranks
-from dtbench_core.simulate.local_collectives import NAMESPACES, issue
+from dtbench_core.simulate.group import NAMESPACES, Arrival, describe, group_of, issue, name_ranks
 from dtbench_core.simulate.local_int import local_int
-from dtbench_core.simulate.local_random import RankStates, default_generators
+from dtbench_core.simulate.local_random import RankStates, default_generators, set_states
 from dtbench_core.simulate.local_tensor import (
     LocalTensor,
-    Parts,
     PlainCopies,
+    RankParts,
     is_plain,
     is_random,
     joined,
     ranks_of,
     run_on_each,
 )
-from dtbench_core.simulate.rank_runs import Inputs, RankRun, counted_once, meet, verdict
+from dtbench_core.simulate.threads import RankThreads, running_rank, values_of_ranks
 from dtbench_core.torch_compat import DisableTorchFunction
+
+# Whether the mode is off, inside its `disable()`.
+_suspended: ContextVar[bool] = ContextVar("dtbench_core.simulate.suspended", default=False)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,9 +62,10 @@ class LocalTensorMode(TorchDispatchMode):
         self.ranks: tuple[int, ...] = tuple(range(ranks) if isinstance(ranks, int) else sorted(set(ranks)))
         if not self.ranks or self.ranks[0] < 0:
             raise SimulationError(f"got ranks {ranks}, expected at least one, from 0 on")
-        self._run: RankRun | None = None  # the rank that runs alone
-        self._alone = False  # by the user's wish
-        self._suspended = False
+        self._alone: int | None = None  # the rank of `as_rank`
+        self._threads = RankThreads()
+        self._tables: dict[int, RankC10d] = {}
+        self._starts: dict[torch.Generator, dict[int, torch.Tensor]] = {}  # of the ranks that run
 
     def __enter__(self) -> LocalTensorMode:
         if not dist.is_initialized() or dist.get_world_size() <= self.ranks[-1]:
@@ -79,27 +86,30 @@ class LocalTensorMode(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         self._leave.close()
+        self._threads.close()
+        self._tables = {}
 
     # ---- where code runs ----
 
     @property
     def current(self) -> int | None:
-        """The rank that code runs as, None where it stands for all."""
-        return None if self._run is None else self._run.rank
+        """The rank that code runs as, None where it runs for all."""
+        rank = running_rank()
+        return self._alone if rank is None else rank.rank
 
     @property
     def for_all(self) -> bool:
-        """Whether code stands for all ranks."""
-        return self._run is None and not self._suspended
+        """Whether code runs for all ranks."""
+        return self.current is None and not _suspended.get()
 
     @contextmanager
     def disable(self) -> Iterator[None]:
         """Inside, ops are torch's own again, and tensors made there are plain. (The name is torch's.)"""
-        kept, self._suspended = self._suspended, True
+        token = _suspended.set(True)
         try:
             yield
         finally:
-            self._suspended = kept
+            _suspended.reset(token)
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
@@ -109,63 +119,37 @@ class LocalTensorMode(TorchDispatchMode):
         """
         if rank not in self.ranks:
             raise SimulationError(f"got rank {rank}, expected one of {describe_ranks(self.ranks)}")
-        states = self.random.start(default_generators())
-        self._alone = True
+        self._refuse_within("as_rank")
+        self._alone, self._starts = rank, self.random.start(default_generators())
         try:
-            with self._as(RankRun(rank), states, states):
+            with self._c10d_of([rank]), _knowing_meshes(rank), self.random.as_rank(rank, self._starts):
                 yield
         finally:
-            self._alone = False
-            self.random.finish(states)
+            self._alone = None
+            self.random.finish(self._starts)
 
-    @contextmanager
-    def _as(
-        self, run: RankRun, states: dict[Any, Any], begin: dict[Any, Any], seen: bool = True
-    ) -> Iterator[None]:
-        """Code runs as `run`'s rank, with the random `states`; `begin` holds those of all ranks."""
-        if self._run is not None:
-            raise SimulationError(f"got rank {run.rank} inside code that runs as rank {self._run.rank}")
-        self._run, self._states, self._begin = run, states, begin
-        try:
-            with (
-                _knowing_meshes(run.rank),
-                self._seen() if seen else nullcontext(),
-                self.random.as_rank(run.rank, states),
-            ):
-                yield
-        finally:
-            self._run = None
-
-    @contextmanager
-    def _seen(self) -> Iterator[None]:
-        """This mode sees the ops inside: torch takes a mode off while it handles one."""
-        if self in _get_current_dispatch_mode_stack():
-            yield
-            return
-        TorchDispatchMode.__enter__(self)
-        try:
-            yield
-        finally:
-            TorchDispatchMode.__exit__(self, None, None, None)
+    def _refuse_within(self, what: str) -> None:
+        if self.current is not None:
+            raise SimulationError(f"{what} was called in code that runs as rank {self.current}")
 
     # ---- ops ----
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._suspended:
+        if _suspended.get():
             return op(*args, **kwargs)
-        if self._run is not None:
-            return self._dispatch_alone(self._run, op, types, args, kwargs)
+        if self.current is not None:
+            return self._dispatch_alone(self.current, op, types, args, kwargs)
         if _others(types, Wrapper):
             return NotImplemented
         if any(issubclass(kind, Wrapper) for kind in types):
-            return self._dispatch_core(op, args, kwargs)
+            return self._on_each_rank(op, args, kwargs, functools.partial(_below_autograd, op))
         if op.namespace in NAMESPACES:
-            copies = PlainCopies(op, args, kwargs)
-            parts, issue_one = CoreParts(self.ranks, copies), functools.partial(self._issue, op)
-            result = self.across(issue_one, args, kwargs, what=str(op), parts=parts, keep=False)
-            copies.write_back(str(op))
-            return result
+            group = group_of(op, args, kwargs)
+            for rank in ranks_of(args, kwargs) or self.ranks:
+                if group is not None:  # refused before any rank has sent
+                    rank_answers.rank_group(group, rank)
+            return self._on_each_rank(op, args, kwargs, functools.partial(self._issue, op))
         return self._dispatch_all(op, args, kwargs)
 
     def _dispatch_all(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -182,16 +166,10 @@ class LocalTensorMode(TorchDispatchMode):
                 return op(*args, **kwargs)
         return run_on_each(op, args, kwargs, ranks or self.ranks)
 
-    def _dispatch_core(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
-        """An op on DTensors: each rank's on its own, through the core's dispatch."""
+    def _on_each_rank(self, op: Any, args: Args, kwargs: Kwargs, run: Call) -> Any:
+        """An op on DTensors, through the core's dispatch, or a collective: each rank's on its own."""
         copies, what = PlainCopies(op, args, kwargs), str(op)
         parts = CoreParts(self.ranks, copies)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with DisableTorchFunction():  # below autograd, as here
-                return op(*args, **kwargs)
-
-        # Inputs are put back whatever the schema says: batch norm's does not tell that it writes.
         result = self.across(run, args, kwargs, what=what, parts=parts, seen=False)
         if op._schema.is_mutable:
             parts.settle(what)
@@ -210,37 +188,54 @@ class LocalTensorMode(TorchDispatchMode):
         finally:
             self.random.finish(states)
 
-    def _dispatch_alone(self, run: RankRun, op: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _dispatch_alone(self, rank: int, op: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         if LocalTensor in types:
             raise SimulationError(
-                f"{op} got a LocalTensor in code that runs as rank {run.rank}: take its part, x.shard({run.rank}), or "
-                "pass it as an argument of the function"
+                f"{op} got a LocalTensor in code that runs as rank {rank}: take its part, x.shard({rank}), or pass it "
+                "as an argument of the function"
             )
         if _others(types):
             return NotImplemented
         if op.namespace in NAMESPACES:
             return self._issue(op, *args, **kwargs)
         if is_random(op):
-            for given in _generators((args, kwargs)):
-                if given not in self._states:
-                    self._states[given] = dict(self._begin.setdefault(given, self.random.of(given)))
+            for generator in _generators((args, kwargs)):
+                if generator not in self._starts:
+                    self._starts[generator] = self.random.of(generator)
+                    set_states({generator: self._starts[generator][rank]})
         return op(*args, **kwargs)
 
     # ---- collectives ----
 
+    def tables_of(self, rank: int) -> RankC10d:
+        """What c10d knows of groups where code runs as `rank`: those of the process, and the rank's ends of them."""
+        if rank not in self._tables:
+            self._tables[rank] = RankC10d(dist.distributed_c10d._world)
+            self._tables[rank].default_pg = rank_answers.rank_group(dist.group.WORLD, rank)
+        return self._tables[rank]
+
+    def _c10d_of(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
+        """Inside, c10d sees the tables of the rank that runs, one of these."""
+        for rank in ranks:
+            self.tables_of(rank)
+        return per_thread(
+            lambda: None if self.current is None else self._tables[self.current], rank_answers.BACKEND
+        )
+
     def _issue(self, op: Any, /, *args: object, **kwargs: object) -> Any:
-        run = self._run
-        assert run is not None
-        return issue(op, args, kwargs, lambda group: rank_answers.rank_group(group, run.rank))
+        rank, group = self.current, group_of(op, args, kwargs)
+        assert rank is not None
+        end = None if group is None else rank_answers.rank_group(group, rank)
+        if end is not None and running_rank() is None:
+            raise _alone(str(op), end.ranks)
+        return issue(op, args, kwargs, end)
 
     def arrive(self, arrival: Arrival) -> dist.Work:
         """A collective called by the rank that runs."""
-        if self._run is None or self._alone:
-            raise SimulationError(
-                f"{describe(arrival.signature)} was called on the group of {name_ranks(arrival.ranks)}, in code that "
-                "runs as one rank alone: run it in a function under rank_map, which lets the others come"
-            )
-        return self._run.arrive(arrival)
+        rank = running_rank()
+        if rank is None:
+            raise _alone(describe(arrival.signature), arrival.ranks)
+        return rank.arrive(arrival)
 
     # ---- rank by rank ----
 
@@ -253,7 +248,6 @@ class LocalTensorMode(TorchDispatchMode):
         what: str,
         ranks: Sequence[int] | None = None,
         parts: CoreParts | None = None,
-        keep: bool = True,
         seen: bool = True,
     ) -> Any:
         """`fn` once as each rank, with the rank's parts of the arguments; the results as one.
@@ -261,75 +255,72 @@ class LocalTensorMode(TorchDispatchMode):
         Args:
             what: `fn`, for messages.
             ranks: by default those of the arguments, or all.
-            keep: put inputs back before a rank starts again; not needed where `fn` only reads them.
             seen: whether this mode sees the ops of `fn`; not needed for the core, whose groups are the rank's.
 
         Raises:
             SimulationError: ranks diverged, or results that cannot be one.
             Exception: what `fn` raised on every rank.
         """
-        if self._run is not None:
-            raise SimulationError(f"{what} was called in code that runs as rank {self._run.rank}")
+        self._refuse_within(what)
         parts = parts or CoreParts(self.ranks)
         ranks = ranks or parts.ranks_of(args, kwargs) or ranks_of(args, kwargs) or self.ranks
-        runs = {rank: RankRun(rank) for rank in ranks}
-        inputs = Inputs() if keep else None
-        begin = self.random.start([*default_generators(), *_generators((args, kwargs))])
-        ended = {generator: dict(states) for generator, states in begin.items()}
+        self._starts = self.random.start([*default_generators(), *_generators((args, kwargs))])
+        contexts = {rank: copy_context() for rank in ranks}
 
-        def attempt(run: RankRun) -> None:
-            states = {generator: dict(held) for generator, held in begin.items()}
-            with counted_once(run, run.rank == ranks[0]), self._as(run, states, begin, seen):
-                mine, named = parts.of((args, kwargs or {}), run.rank)
-                if inputs is not None:
-                    with self.disable():
-                        inputs.keep((mine, named))
-                run.attempt(lambda: fn(*mine, **named))
-                if not run.over and inputs is not None:
-                    with self.disable():
-                        inputs.put_back()
-            for generator, held in states.items():
-                if run.over:
-                    ended.setdefault(generator, dict(begin[generator]))[run.rank] = held[run.rank]
+        def on_rank(rank: int) -> Any:
+            with _counted(rank == ranks[0]), _knowing_meshes(rank), _Seen(self) if seen else nullcontext():
+                mine, named = parts.of((args, kwargs or {}), rank)
+                return fn(*mine, **named)
 
         try:
-            self._until_over(runs, attempt)
+            with self._c10d_of(ranks):
+                results = self._threads.take_turns(
+                    lambda rank: contexts[rank].run(on_rank, rank), ranks, self._starts
+                )
         finally:
-            self.random.finish(ended)
-        verdict(runs)
-        return joined({rank: run.result for rank, run in runs.items()}, parts, what)
-
-    def _until_over(self, runs: dict[int, RankRun], attempt: Callable[[RankRun], None]) -> None:
-        """Attempts all runs, with collectives between, until they are over; one that fails or is stuck ends it."""
-        while True:
-            for run in runs.values():
-                if not run.over:
-                    attempt(run)
-            if all(run.over for run in runs.values()) or any(run.error for run in runs.values()):
-                return
-            with self.disable():
-                if not meet(runs):
-                    return
+            self._threads.meetings.clear()
+            self.random.finish(self._starts)
+        return joined(dict(zip(ranks, values_of_ranks(results), strict=True)), parts, what)
 
     def rank_map(self, fn: Callable[[int], Any]) -> Any:
-        """`fn(rank)` as each rank: its tensors as a LocalTensor, its numbers as one or per rank.
-
-        Args:
-            fn: without side effects, as it may run several times. It may call collectives.
-        """
+        """`fn(rank)` as each rank: its tensors as a LocalTensor, its numbers as one or per rank. It may call
+        collectives."""
         return self.across(fn, [local_int({r: r for r in self.ranks})], what=_name(fn), ranks=self.ranks)
 
     def tensor_map(self, tensor: torch.Tensor, fn: Callable[[int, torch.Tensor], Any]) -> Any:
         """`fn(rank, its tensor)` as each rank. Ranks for which it gives None hold nothing of the result."""
         _refuse_grad(tensor)
         ranks = ranks_of(tensor) or self.ranks
-        kept: dict[int, Any] = {}
+        results: dict[int, Any] = {}
 
-        def run(rank: int, held: torch.Tensor) -> None:
-            kept[rank] = fn(rank, held)
+        def run(rank: int, shard: torch.Tensor) -> None:
+            results[rank] = fn(rank, shard)
 
         self.across(run, [local_int({r: r for r in ranks}), tensor], what=_name(fn), ranks=ranks)
-        return joined({r: v for r, v in kept.items() if v is not None}, Parts(), _name(fn))
+        return joined({r: v for r, v in results.items() if v is not None}, RankParts(), _name(fn))
+
+
+class _Seen(TorchDispatchMode):
+    """In a rank's thread: the mode sees the ops."""
+
+    def __init__(self, mode: LocalTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        return self._mode.__torch_dispatch__(op, types, args, kwargs)
+
+
+def _below_autograd(op: Any, /, *args: object, **kwargs: object) -> Any:
+    with DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
+        return op(*args, **kwargs)
+
+
+def _alone(what: str, ranks: Sequence[int]) -> SimulationError:
+    return SimulationError(
+        f"{what} was called on the group of {name_ranks(ranks)}, in code that runs as one rank alone: run it in a "
+        "function under rank_map, which lets the others come"
+    )
 
 
 # What the core knows of meshes as one rank, or as all of these.
@@ -338,6 +329,14 @@ _meshes: dict[int | tuple[int, ...], MeshTables] = {}
 
 def _knowing_meshes(ranks: int | tuple[int, ...]) -> AbstractContextManager[None]:
     return entered((mesh_tables, _meshes.setdefault(ranks, MeshTables())))
+
+
+def _counted(counted: bool) -> AbstractContextManager[None]:
+    """Of all ranks, the collectives and replicated ops of one are counted; what has warned is known to all."""
+    if counted:
+        return nullcontext()
+    warned = fallback.seen.get().warned
+    return entered((comm.counters, []), (fallback.seen, fallback.FallbackLog(warned=warned)))
 
 
 def _others(types: Iterable[type], known: type = LocalTensor) -> bool:
@@ -371,52 +370,6 @@ def local_tensor_mode() -> LocalTensorMode | None:
     """The mode that is active, if any."""
     mode = rank_answers.active()
     return mode if isinstance(mode, LocalTensorMode) else None
-
-
-def get_local_tensor_mode_list() -> list[LocalTensorMode]:
-    """The modes that are active, of which there is one at most. (The name is torch's, as those below.)"""
-    mode = local_tensor_mode()
-    return [] if mode is None else [mode]
-
-
-def enabled_local_tensor_mode() -> LocalTensorMode | None:
-    """The mode that is active and sees ops: not inside its `disable()`."""
-    mode = local_tensor_mode()
-    return None if mode is None or mode._suspended else mode
-
-
-def maybe_disable_local_tensor_mode() -> AbstractContextManager[None]:
-    """`disable()` of the mode that is active, if any."""
-    mode = local_tensor_mode()
-    return nullcontext() if mode is None else mode.disable()
-
-
-def maybe_enable_local_tracker(
-    device_type: str, distribute_region_enabled: bool, spec: object, generator: torch.Generator | None
-) -> AbstractContextManager[None] | None:
-    """A context for random ops on DTensors inside a mode, None without one. A mode keeps the states of all ranks and
-    each of these draws its part as on one device, so that there is nothing for it to do."""
-    return None if enabled_local_tensor_mode() is None else nullcontext()
-
-
-def get_generator_seed_for_device_type(device_type: str) -> int:
-    """The seed in the state of the device type's default generator; inside a mode, a number per rank where they
-    differ."""
-    module = torch if device_type == "cpu" else torch.get_device_module(device_type)
-    seed: int = rank_map(lambda _: int(module.get_rng_state()[:8].view(torch.int64).item()))
-    return seed
-
-
-def reconcile_args(args: Args, kwargs: Kwargs | None = None) -> tuple[Args, Kwargs]:
-    """(args, kwargs) with the tensor that all ranks have in the place of each LocalTensor.
-
-    Raises:
-        RankDependentError: one that differs between ranks.
-    """
-    made: tuple[Args, Kwargs] = tree_map(
-        lambda leaf: leaf.reconcile() if isinstance(leaf, LocalTensor) else leaf, (args, kwargs or {})
-    )
-    return made
 
 
 def _mode_for_all() -> LocalTensorMode | None:
@@ -457,5 +410,5 @@ def maybe_run_for_local_tensor(fn: Callable[P, R]) -> Callable[P, R]:
 
 def per_rank(value: object, ranks: Iterable[int]) -> list[Any]:
     """`value` as each of `ranks` has it."""
-    parts = Parts()
+    parts = RankParts()
     return [parts.of(value, rank) for rank in ranks]

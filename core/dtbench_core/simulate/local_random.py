@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 State = torch.Tensor
+States = dict[torch.Generator, State]
 
 
 def default_generators() -> list[torch.Generator]:
@@ -24,13 +25,10 @@ def default_generators() -> list[torch.Generator]:
     return found
 
 
-def default_states() -> dict[torch.Generator, State]:
-    return {generator: generator.get_state() for generator in default_generators()}
-
-
-def set_states(states: Mapping[torch.Generator, State]) -> None:
+def set_states(states: States) -> None:
     for generator, state in states.items():
-        generator.set_state(state)
+        if not torch.equal(generator.get_state(), state):
+            generator.set_state(state)
 
 
 class RankStates:
@@ -59,39 +57,28 @@ class RankStates:
 
     def set(self, generator: torch.Generator, states: Mapping[int, State]) -> None:
         """Gives ranks their states."""
-        self._keep(generator, {**self.of(generator), **states})
+        self.finish({generator: {**self.of(generator), **states}})
 
-    def _keep(self, generator: torch.Generator, states: dict[int, State]) -> None:
-        first = states[self._ranks[0]]
-        if all(state is first or torch.equal(state, first) for state in states.values()):
-            self._states.pop(generator, None)
-        else:
-            self._states[generator] = states
-        _take(generator, first)
+    def finish(self, states: dict[torch.Generator, dict[int, State]]) -> None:
+        """Keeps the states in which the ranks ended."""
+        for generator, of_rank in states.items():
+            first = of_rank[self._ranks[0]]
+            if all(state is first or torch.equal(state, first) for state in of_rank.values()):
+                self._states.pop(generator, None)
+            else:
+                self._states[generator] = of_rank
+            set_states({generator: first})
 
     def start(self, generators: Iterable[torch.Generator]) -> dict[torch.Generator, dict[int, State]]:
-        """The states that `as_rank` starts from."""
+        """generator -> rank -> the state from which the rank draws."""
         return {g: self.of(g) for g in generators}
 
     @contextmanager
     def as_rank(self, rank: int, states: dict[torch.Generator, dict[int, State]]) -> Iterator[None]:
-        """The generators draw as `rank`'s; what they hold at the end goes into `states`."""
-        for generator, held in states.items():
-            _take(generator, held[rank])
+        """The generators draw as `rank`'s; their states at the end go into `states`."""
+        set_states({generator: of_rank[rank] for generator, of_rank in states.items()})
         try:
             yield
         finally:
-            for generator, held in states.items():
-                now = generator.get_state()
-                if not torch.equal(now, held[rank]):
-                    held[rank] = now
-
-    def finish(self, states: dict[torch.Generator, dict[int, State]]) -> None:
-        """Keeps what the ranks' runs left in `states`."""
-        for generator, held in states.items():
-            self._keep(generator, held)
-
-
-def _take(generator: torch.Generator, state: State) -> None:
-    if not torch.equal(generator.get_state(), state):
-        generator.set_state(state)
+            for generator, of_rank in states.items():
+                of_rank[rank] = generator.get_state()

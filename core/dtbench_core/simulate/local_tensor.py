@@ -19,7 +19,7 @@ The program is run once, and stands for all ranks:
   `mesh.get_coordinate()`, `item()`. One can compute with it; to branch on it is an error (local_int.py).
 - What has to run rank by rank goes into a function: `rank_map(lambda rank: torch.full((2,), rank))`,
   or `@maybe_run_for_local_tensor` on one that takes a rank's tensors and numbers and gives new ones.
-  Collectives are allowed there. It may run several times: it must not have side effects.
+  Collectives are allowed there.
 - `with mode.as_rank(2):` is rank 2 alone: its coordinates, its random numbers, plain tensors.
 - Autograd sees LocalTensors like tensors. Every rank has its own random state; `torch.manual_seed`
   sets all.
@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dtbench_core.dispatch.metadata import written_arguments
 from dtbench_core.errors import RankDependentError, SimulationError, describe_ranks
@@ -300,18 +301,21 @@ def _values(number: Any) -> Any:
 # ---- one value for all ranks, and back ----
 
 
-class Parts:
-    """Takes a rank's parts out of values, and knows again what it gave out.
+class RankParts:
+    """Takes a rank's parts out of values, and puts what the ranks give together again.
 
     copies: of plain tensors that ranks write to.
     """
 
     def __init__(self, copies: PlainCopies | None = None) -> None:
-        self._given: dict[int, tuple[Any, Any]] = {}  # id of a part -> (the part, of what)
+        self._wholes: dict[int, tuple[Any, Any]] = {}  # id of a part -> (the part, what it was taken from)
         self._copies = copies
 
     def of(self, value: object, rank: int) -> Any:
         """`value` as `rank` has it; containers are looked into."""
+        return tree_map(lambda leaf: self._part(leaf, rank), value)
+
+    def _part(self, value: object, rank: int) -> Any:
         if self._copies is not None and (copy := self._copies.of(value, rank)) is not None:
             return self.remember(copy, value)
         if isinstance(value, LocalTensor):
@@ -321,17 +325,8 @@ class Parts:
                     "a tensor too, or let only those ranks take part"
                 )
             return self.remember(value._local_tensors[rank], value)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            numbers = values_of(value)
-            return value if numbers is None else numbers[rank]
-        if isinstance(value, torch.Size):
-            return torch.Size([self.of(v, rank) for v in value])
-        if isinstance(value, (list, tuple)):
-            parts = [self.of(v, rank) for v in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        if isinstance(value, dict):
-            return type(value)((k, self.of(v, rank)) for k, v in value.items())
-        return self.other(value, rank)
+        numbers = values_of(value)
+        return self.other(value, rank) if numbers is None else numbers[rank]
 
     def other(self, value: object, rank: int) -> Any:
         """For kinds of values that a subclass knows."""
@@ -342,19 +337,29 @@ class Parts:
         return NotImplemented
 
     def remember(self, part: Any, whole: Any) -> Any:
-        self._given[id(part)] = (part, whole)
+        self._wholes[id(part)] = (part, whole)
         return part
 
     def whole_of(self, part: Any) -> Any:
         """What `part` was taken from, None if it was not."""
-        found = self._given.get(id(part))
-        return found[1] if found is not None else None
+        return self._wholes.get(id(part), (None, None))[1]
 
 
-def joined(values: Mapping[int, Any], parts: Parts, what: str) -> Any:
+def joined(values: Mapping[int, Any], parts: RankParts, what: str) -> Any:
     """One value for what the ranks gave: tensors become a LocalTensor, numbers that differ one per rank."""
+    flat = {rank: tree_flatten(value) for rank, value in values.items()}
+    first, form = next(iter(flat.values()))
+    if all(spec == form for _, spec in flat.values()):
+        leaves = [
+            _joined_leaf({r: leaves[i] for r, (leaves, _) in flat.items()}, parts, what)
+            for i in range(len(first))
+        ]
+        return tree_unflatten(leaves, form)
+    raise _different(values, what)
+
+
+def _joined_leaf(values: Mapping[int, Any], parts: RankParts, what: str) -> Any:
     first = next(iter(values.values()))
-    kinds = {type(v) for v in values.values()}
     whole = parts.whole_of(first)
     if whole is not None and all(parts.whole_of(v) is whole for v in values.values()):
         return whole
@@ -363,20 +368,19 @@ def joined(values: Mapping[int, Any], parts: Parts, what: str) -> Any:
         return special
     if all(isinstance(v, torch.Tensor) for v in values.values()):
         return join_tensors(values, what)
-    if kinds <= {int, float, bool}:
+    if {type(v) for v in values.values()} <= {int, float, bool}:
         return local_number(values)
-    if len(kinds) == 1 and isinstance(first, (list, tuple)) and len({len(v) for v in values.values()}) == 1:
-        items = [joined({r: v[i] for r, v in values.items()}, parts, what) for i in range(len(first))]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    if len(kinds) == 1 and isinstance(first, dict) and len({tuple(v) for v in values.values()}) == 1:
-        return type(first)((k, joined({r: v[k] for r, v in values.items()}, parts, what)) for k in first)
     if any(v is not first and (type(v) is not type(first) or v != first) for v in values.values()):
-        listed = {r: _outline(v) for r, v in values.items()}
-        raise RankDependentError(
-            f"{what} gave the ranks different things, {describe_values(listed)}; expected tensors, numbers, equally "
-            "long lists of them, or the same on every rank"
-        )
+        raise _different(values, what)
     return first
+
+
+def _different(values: Mapping[int, Any], what: str) -> RankDependentError:
+    listed = describe_values({rank: _outline(value) for rank, value in values.items()})
+    return RankDependentError(
+        f"{what} gave the ranks different things, {listed}; expected tensors, numbers, equally long lists of them, or "
+        "the same on every rank"
+    )
 
 
 def join_tensors(values: Mapping[int, torch.Tensor], what: str) -> torch.Tensor:
@@ -406,22 +410,20 @@ def _outline(value: object) -> Any:
 
 def ranks_of(*values: object) -> tuple[int, ...] | None:
     """The ranks of the LocalTensors and rank-dependent numbers in `values`; None if there are none."""
-    found: tuple[int, ...] | None = None
-    for value in values:
+    ranks: tuple[int, ...] | None = None
+    for value in tree_leaves(values):
         if isinstance(value, LocalTensor):
-            ranks: tuple[int, ...] | None = value.ranks
-        elif isinstance(value, (list, tuple, dict)):
-            ranks = ranks_of(*(value.values() if isinstance(value, dict) else value))
+            others: tuple[int, ...] | None = value.ranks
         else:
             numbers = values_of(value)
-            ranks = None if numbers is None else tuple(sorted(numbers))
-        if ranks is not None and found is not None and ranks != found:
+            others = None if numbers is None else tuple(sorted(numbers))
+        if ranks is not None and others is not None and ranks != others:
             raise SimulationError(
-                f"got tensors or numbers of ranks {describe_ranks(found)} together with some of ranks "
-                f"{describe_ranks(ranks)}, expected the same ranks: what should the others do?"
+                f"got tensors or numbers of ranks {describe_ranks(ranks)} together with some of ranks "
+                f"{describe_ranks(others)}, expected the same ranks: what should the others do?"
             )
-        found = ranks or found
-    return found
+        ranks = others or ranks
+    return ranks
 
 
 def run_on_each(
@@ -440,7 +442,7 @@ def run_on_each(
     ranks = ranks or ranks_of(args, kwargs)
     assert ranks is not None  # an argument is a LocalTensor, or the mode gave its ranks
     copies = PlainCopies(op, args, kwargs)
-    parts = Parts(copies)
+    parts = RankParts(copies)
     results = {}
     for rank in ranks:
         given = parts.of((args, kwargs), rank)
@@ -488,7 +490,7 @@ def _tensors_written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.T
     values = [
         named.get(name) for name in (*written, "running_mean", "running_var")
     ]  # some batch norms write to these
-    return [t for t in torch.utils._pytree.tree_leaves(values) if t is not None]
+    return [t for t in tree_leaves(values) if t is not None]
 
 
 class PlainCopies:
@@ -501,9 +503,7 @@ class PlainCopies:
         if op.namespace == "aten":
             given = _tensors_written(op, args, kwargs)
         else:
-            given = [
-                t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-            ]
+            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         self._plain = {id(t): t for t in given if is_plain(type(t))}
         self._copies: dict[int, dict[int, torch.Tensor]] = {key: {} for key in self._plain}
 

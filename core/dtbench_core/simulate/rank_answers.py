@@ -10,14 +10,13 @@ cost nothing without one.
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import RankDependentError, SimulationError, describe_ranks
@@ -30,68 +29,54 @@ from dtbench_core.op_types import Call
 from dtbench_core.parallel import region
 from dtbench_core.redistribute import route as redistribute
 from dtbench_core.runtime import simulation
-from dtbench_core.simulate import dtensor_parts
-from dtbench_core.simulate.group import Arrival, SimulatedGroup, describe, name_ranks
-from dtbench_core.simulate.local_groups import coordinate_of, fibres_of_group
+from dtbench_core.simulate import c10d_state, dtensor_parts
+from dtbench_core.simulate.group import (
+    Arrival,
+    SimulatedGroup,
+    coordinate_of,
+    describe,
+    fibres_of_group,
+    name_ranks,
+)
 from dtbench_core.simulate.local_int import local_int, values_of
-from dtbench_core.simulate.local_random import RankStates, default_generators
+from dtbench_core.simulate.local_random import default_generators
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
 from dtbench_core.tensor import distribute
 from dtbench_core.tensor import dtensor as tensor
 
-
-class Mode(Protocol):
-    """What answers need of a LocalTensorMode."""
-
-    ranks: tuple[int, ...]
-    random: RankStates
-
-    @property
-    def current(self) -> int | None: ...
-    @property
-    def for_all(self) -> bool: ...
-    def disable(self) -> AbstractContextManager[None]: ...
-    def arrive(self, arrival: Arrival) -> dist.Work: ...
-    def across(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None = None,
-        *,
-        what: str,
-        keep: bool = True,
-        seen: bool = True,
-    ) -> Any: ...
+if TYPE_CHECKING:
+    from dtbench_core.simulate.local_mode import LocalTensorMode
 
 
-_mode: Mode | None = None
+_mode: LocalTensorMode | None = None
 
 
-def active() -> Mode | None:
+def active() -> LocalTensorMode | None:
     """The mode that answers now."""
     return _mode
 
 
-_BACKEND = "dtbench_local_tensor"
-_ends: weakref.WeakKeyDictionary[ProcessGroup, dict[int, SimulatedGroup]] = weakref.WeakKeyDictionary()
+BACKEND = "dtbench_local_tensor"
 
 
 def rank_group(group: ProcessGroup, rank: int) -> SimulatedGroup:
     """`rank`'s end of `group`, or of the group that is its counterpart there."""
     if isinstance(group, SimulatedGroup):
         return group
-    ends = _ends.setdefault(group, {})
-    if rank not in ends:
+    tables = _simulation().tables_of(rank)
+    if group not in tables.ends:
         fibres = fibres_of_group(group)
         ranks = next((f for f in fibres if rank in f), None)
         if ranks is None:
             raise SimulationError(
                 f"got a collective on the group of ranks {describe_ranks(fibres[0])}, which does not say what rank "
-                f"{rank} does: use the group of a DeviceMesh dim, or tell with declare_group(group, [[0, 1], ...]) "
+                f"{rank} does: use the group of a DeviceMesh dim, or declare with declare_group(group, [[0, 1], ...]) "
                 "which ranks call it together, and take only those (tensor_map)"
             )
-        ends[rank] = SimulatedGroup(ranks.index(rank), ranks, group.group_name, _BACKEND, _arrive)
-    return ends[rank]
+        end = SimulatedGroup(ranks.index(rank), ranks, group.group_name, BACKEND, _arrive)
+        tables.add(group, end, BACKEND)
+    end: SimulatedGroup = tables.ends[group]
+    return end
 
 
 def _arrive(arrival: Arrival) -> dist.Work:
@@ -106,7 +91,7 @@ def _arrive(arrival: Arrival) -> dist.Work:
 # ---- answers ----
 
 
-def _simulation() -> Mode:
+def _simulation() -> LocalTensorMode:
     assert _mode is not None  # patched only while one is active
     return _mode
 
@@ -122,33 +107,14 @@ def _get_rank(_: object, group: ProcessGroup | None = None) -> Any:
     return local_int({r: next((f.index(r) for f in fibres if r in f), -1) for r in ranks})
 
 
-def _of_rank_alone(original: Call, group: Any = None, *args: object, **kwargs: object) -> Any:
-    """torch.distributed's own questions: it is rank 0 of the fake world, unless code runs as one rank."""
-    now = _simulation()
-    if now.current is None or (group is not None and not isinstance(group, SimulatedGroup)):
-        return original(group, *args, **kwargs)
-    return now.current if group is None else group.rank()
-
-
 def _end_of(original: Callable[..., ProcessGroup | None], *args: object, **kwargs: object) -> Any:
-    """A group, of which the rank that runs gets its end."""
-    now, group = _simulation(), original(*args, **kwargs)
-    return group if group is None or now.current is None else rank_group(group, now.current)
-
-
-def _of_simulated(answer: Call) -> Call:
-    """What is asked of a group, answered where it is a simulated one."""
-
-    def ask(original: Call, group: ProcessGroup | None = None, *args: object, **kwargs: object) -> Any:
-        function = answer if isinstance(group, SimulatedGroup) else original
-        return function(group, *args, **kwargs)
-
-    return ask
-
-
-def _backend(original: Callable[..., str], group: ProcessGroup | None = None) -> str:
-    alone = _simulation().current is not None or isinstance(group, SimulatedGroup)
-    return _BACKEND if alone else original(group)
+    """A group of the process, of which the rank that runs gets its end."""
+    rank = _simulation().current
+    if rank is None:
+        return original(*args, **kwargs)
+    with c10d_state.of_process():
+        group = original(*args, **kwargs)
+    return None if group is None else rank_group(group, rank)
 
 
 def _get_coordinate(_: object, mesh: DeviceMesh) -> Any:
@@ -178,7 +144,7 @@ def _get_local_rank(_: object, mesh: DeviceMesh, mesh_dim: int | str | None = No
 
 def _outside(original: Call, *args: object, **kwargs: object) -> Any:
     """Makes a mesh: a matter of the process, not of its ranks."""
-    with _simulation().disable():
+    with _simulation().disable(), c10d_state.of_process():
         given = torch.utils._pytree.tree_map(
             lambda x: x.reconcile() if isinstance(x, LocalTensor) else x, (args, kwargs)
         )
@@ -266,7 +232,7 @@ def _mover(original: Call, step: Any, source: DTensorSpec) -> Any:
             return original(step, source)(plain_part(shard, source))
 
     what = f"redistribute ({step})"
-    return lambda local: _simulation().across(move, [step, source, local], what=what, keep=False, seen=False)
+    return lambda local: _simulation().across(move, [step, source, local], what=what, seen=False)
 
 
 def _wrapped(original: Call, local: torch.Tensor, spec: Any, *args: object) -> Any:
@@ -285,17 +251,6 @@ def _core_manual_seed(original: Callable[..., None], seed: Any, device_mesh: Dev
 # (of what, name, the answer, which is given the original first)
 _ANSWERS: list[tuple[Any, str, Call]] = [
     (dist, "get_rank", _get_rank),
-    (distributed_c10d, "get_rank", _of_rank_alone),
-    (distributed_c10d, "_get_default_group", _end_of),
-    (
-        distributed_c10d,
-        "get_group_rank",
-        _of_simulated(lambda group, global_rank: group.ranks.index(global_rank)),
-    ),
-    (distributed_c10d, "get_global_rank", _of_simulated(lambda group, group_rank: group.ranks[group_rank])),
-    (distributed_c10d, "get_process_group_ranks", _of_simulated(lambda group: list(group.ranks))),
-    (distributed_c10d, "get_backend", _backend),
-    (dist, "get_backend", _backend),
     (DeviceMesh, "get_rank", lambda original, mesh: _get_rank(original)),
     (DeviceMesh, "get_coordinate", _get_coordinate),
     (DeviceMesh, "get_local_rank", _get_local_rank),
@@ -335,7 +290,7 @@ _ANSWERS: list[tuple[Any, str, Call]] = [
 
 
 @contextmanager
-def answering_for(mode: Mode) -> Iterator[None]:
+def answering_for(mode: LocalTensorMode) -> Iterator[None]:
     """Inside, `mode` answers."""
     global _mode
     if _mode is not None:

@@ -28,7 +28,7 @@ from dtbench_core.layout.placement import (
     held_runs,
 )
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import MEMORIES, Memory, Wrapper, held_by, wrap
+from dtbench_core.layout.wrapper import MEMORIES, SharedMemory, Wrapper, held_by, wrap
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, kept_origin
 
 if TYPE_CHECKING:
@@ -128,14 +128,14 @@ def _rank_in(mesh: DeviceMesh) -> tuple[int, ...] | None:
 
 # For torch.load(weights_only=True), torch's default.
 torch.serialization.add_safe_globals(
-    [rebuild, rebuild_view, Memory, DeviceMesh, Shard, RaggedShard, StridedShard, Replicate, Partial]
+    [rebuild, rebuild_view, SharedMemory, DeviceMesh, Shard, RaggedShard, StridedShard, Replicate, Partial]
 )
 
 
 # ---- checkpoints ----
 
 
-class Block(NamedTuple):
+class ShardBlock(NamedTuple):
     """A box of the global tensor that this rank holds: offset and shape there, offset in the local tensor."""
 
     offset: tuple[int, ...]
@@ -143,7 +143,7 @@ class Block(NamedTuple):
     local_offset: tuple[int, ...]
 
 
-def blocks(spec: DTensorSpec) -> list[Block]:
+def blocks(spec: DTensorSpec) -> list[ShardBlock]:
     """The boxes that make up this rank's part, empty ones left out unless the whole tensor is empty."""
     info = spec.info
     if info.coordinate is None:
@@ -158,7 +158,7 @@ def blocks(spec: DTensorSpec) -> list[Block]:
     found = []
     for box in itertools.product(*pieces):
         offset, shape, start = (tuple(piece[i] for piece in box) for i in range(3))
-        found.append(Block(offset, shape, start))
+        found.append(ShardBlock(offset, shape, start))
     return [b for b in found if 0 in spec.shape or 0 not in b.shape]
 
 

@@ -10,7 +10,7 @@ import torch
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.shared_results import NOT_ALONE, OF_BASE, Parted, Place, SharedResults, window
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Memory, Wrapper, held_by, note_counter
+from dtbench_core.layout.wrapper import SharedMemory, Wrapper, held_by, note_counter
 from dtbench_core.redistribute.copied_view import is_copied, read_again
 from dtbench_core.torch_compat import (
     as_functional,
@@ -70,7 +70,7 @@ def _as_result(tensor: Wrapper) -> Parted | None:
     return Parted(from_input, memory.results, len(memory.results.results) - 1, place=place)
 
 
-def _place(tensor: Wrapper, memory: Memory) -> Place | None:
+def _place(tensor: Wrapper, memory: SharedMemory) -> Place | None:
     """Where a window on an input that the graph writes to lies in its local tensor: torch gives out the value that was
     written, and not the memory. None: not known, or autograd has recorded a write, which torch makes to a clone."""
     if memory.in_history or 0 in tensor._spec.shape:
@@ -85,7 +85,7 @@ def _place(tensor: Wrapper, memory: Memory) -> Place | None:
     return place if known else None
 
 
-def _as_it_came(memory: Memory) -> torch.Tensor:
+def _as_it_came(memory: SharedMemory) -> torch.Tensor:
     """The local tensor of an input of a graph that is traced, whatever the graph has written to it since.
 
     Raises:
@@ -101,11 +101,11 @@ def _as_it_came(memory: Memory) -> torch.Tensor:
     return as_functional(memory.source)
 
 
-def memory_of_input(local: torch.Tensor, spec: DTensorSpec) -> Memory:
+def memory_of_input(local: torch.Tensor, spec: DTensorSpec) -> SharedMemory:
     """What is noted of the memory of an input, of that local tensor, of a graph that is traced."""
-    made, trace = Memory(value_of_functional(local), of_input=True), functionalization()
+    made, trace = SharedMemory(value_of_functional(local), of_input=True), functionalization()
     if trace is not None and 0 not in spec.shape:
-        others = vars(trace).setdefault("dtbench_core", dict[int, Memory]())
+        others = vars(trace).setdefault("dtbench_core", dict[int, SharedMemory]())
         first = others.setdefault(storage_of_wrapper(local), made)
         first.twice = made.twice = first is not made
     return made

@@ -12,7 +12,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as keep_version
 
-from dtbench_core.layout.wrapper import Memory, Wrapped, Wrapper
+from dtbench_core.layout.wrapper import SharedMemory, Wrapped, Wrapper
 from dtbench_core.op_types import Ctx
 
 # Sizes, strides and storage offset.
@@ -40,7 +40,7 @@ def note_lender(made: Wrapped, local: torch.Tensor) -> Wrapped:
         base is not None and base.dtype == local.dtype
     ):  # which may be used where nobody holds `local` any more
         window = (local.size(), local.stride(), local.storage_offset())
-    memory = Memory()
+    memory = SharedMemory()
     memory.follow = partial(_follow, ref(local if base is None or window is None else base), window)
     made._memory = (memory, 0)
     return made

@@ -28,7 +28,7 @@ from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import (
-    Memory,
+    SharedMemory,
     Wrapper,
     count_write,
     held_by,
@@ -57,7 +57,7 @@ class Move(NamedTuple):
     placements: Placements
 
 
-class Plan:
+class OpPlan:
     """kernel: what runs on the shards. out: the spec of the result; a list of specs, and Nones where the op gives
     none or a number; None for a Python value. functional: whether the op makes new tensors and runs as it is. even:
     whether all ranks hold equally much of what is written or viewed; None: not asked.
@@ -90,22 +90,22 @@ class Plan:
         """
         raise NotImplementedError
 
-    def for_function(self) -> Plan:
+    def for_function(self) -> OpPlan:
         """This plan for calls that do not pass through torch, which would count the writes."""
         kind = self.__class__
         return kind(self.info, self.kernel, self.out, self.functional, counts=True) if self.writes else self
 
-    def showing(self, index: int) -> Plan:
+    def showing(self, index: int) -> OpPlan:
         """This plan for a function that gives out result `index` of the op alone."""
         return Functional(self.info, self.kernel, self.out[index], self.functional)
 
-    def copying(self) -> Plan:
+    def copying(self) -> OpPlan:
         """This plan of a view, where the local op turns out to copy."""
         made = CopiedViews(self.info, self.kernel, self.out, self.functional)
         made.placements, made.offsets = None, getattr(self, "offsets", ())
         return made
 
-    def with_spec_strides(self) -> Plan:
+    def with_spec_strides(self) -> OpPlan:
         """This plan, where the local op leaves its results otherwise in memory than their specs say."""
         kernel, out = self.kernel, self.out
 
@@ -126,7 +126,7 @@ def with_spec_strides(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     return local if spec.lays_out(local) else laid_out(local, spec)
 
 
-def _counted(plan: Plan, call: Call, tensors: Sequence[Value], *, view: bool = False) -> Call:
+def _counted(plan: OpPlan, call: Call, tensors: Sequence[Value], *, view: bool = False) -> Call:
     """`call` on the shards of `tensors` so that torch counts writes to them: compiled backward passes saved shards, and
     compare their counts. Where shards differ in length each rank saves what is small, and one alone must not refuse."""
     wrappers = [tensor for tensor in tensors if isinstance(tensor, Wrapper)]
@@ -139,7 +139,7 @@ def _counted(plan: Plan, call: Call, tensors: Sequence[Value], *, view: bool = F
 # ---- new tensors ----
 
 
-class Functional(Plan):
+class Functional(OpPlan):
     """One new tensor."""
 
     __slots__ = ()
@@ -148,7 +148,7 @@ class Functional(Plan):
         return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
 
 
-class SeveralResults(Plan):
+class SeveralResults(OpPlan):
     """Several tensors, or a Python value. Among the ops are some that also write to an argument."""
 
     __slots__ = ()
@@ -164,14 +164,14 @@ class SeveralResults(Plan):
 # ---- views ----
 
 
-class View(Plan):
+class View(OpPlan):
     """One window on the memory of the first argument. offsets: of the results in it, in bytes."""
 
     __slots__ = ("offsets",)
     offsets: tuple[int, ...]
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
-        if Memory.traced:
+        if SharedMemory.traced:
             call = _counted(self, call, args[:1], view=True)
         result, base = call(*locals_, **kwargs) if kwargs else call(*locals_), args[0]
         if is_inference_mode_enabled():
@@ -199,7 +199,7 @@ class Views(View):
     __slots__ = ()
 
     def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
-        if Memory.traced:
+        if SharedMemory.traced:
             call = _counted(self, call, args[:1], view=True)
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         if is_inference_mode_enabled():
@@ -255,7 +255,7 @@ def _copied(leaf: Value) -> Value:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-class InPlace(Plan):
+class InPlace(OpPlan):
     """The written argument is the result. overlaps: what is known of other arguments that share its memory; see
     overlap.py."""
 
@@ -274,7 +274,7 @@ class InPlace(Plan):
         # Elementwise, over itself, is as good as apart.
         if (shared or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
-        if Memory.traced:
+        if SharedMemory.traced:
             call = _counted(self, call, (written,))
         try:
             call(*locals_, **kwargs)
@@ -297,7 +297,7 @@ class Out(InPlace):
         shared = isinstance(written, Wrapper) and shares_memory(written)
         if (shared or not self.info.elementwise) and met_twice(args, given):
             refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
-        if Memory.traced:
+        if SharedMemory.traced:
             call = _counted(self, call, (written,))
         call(*locals_, **kwargs)
         if shared:
@@ -307,7 +307,7 @@ class Out(InPlace):
         return written
 
 
-class InPlaceLists(Plan):
+class InPlaceLists(OpPlan):
     """Lists are written, and nothing is returned. torch leaves their members out when it counts writes."""
 
     __slots__ = ("gives",)
@@ -328,7 +328,7 @@ class InPlaceLists(Plan):
         views = [one for each in lists for one in each if isinstance(one, Wrapper) and shares_memory(one)]
         if views and met_twice(args, given):
             refuse_overlap(self.info.op, [one for written in lists for one in written], args, given, {})
-        if Memory.traced:
+        if SharedMemory.traced:
             call = _counted(self, call, [one for each in lists for one in each])
         try:
             call(*locals_, **kwargs)
@@ -347,36 +347,36 @@ def gives_list(info: OpInfo) -> bool:
 
 
 # The kinds that call the op themselves.
-CALLING: tuple[type[Plan], ...] = (Functional, SeveralResults, View, InPlace, Out, InPlaceLists)
+CALLING: tuple[type[OpPlan], ...] = (Functional, SeveralResults, View, InPlace, Out, InPlaceLists)
 
 
 # ---- around another plan ----
 
 
-class Around(Plan):
+class Around(OpPlan):
     __slots__ = ("inner",)
 
-    def __init__(self, inner: Plan) -> None:
+    def __init__(self, inner: OpPlan) -> None:
         super().__init__(inner.info, inner.kernel, inner.out, inner.functional)
         self.inner = inner
 
-    def _around(self, inner: Plan) -> Plan:
+    def _around(self, inner: OpPlan) -> OpPlan:
         made = copy.copy(self)
         made.inner, made.out, made.kernel = inner, inner.out, inner.kernel
         made.functional = self.functional and inner.functional
         return made
 
-    def for_function(self) -> Plan:
+    def for_function(self) -> OpPlan:
         inner = self.inner.for_function()
         return self if inner is self.inner else self._around(inner)
 
-    def showing(self, index: int) -> Plan:
+    def showing(self, index: int) -> OpPlan:
         return self._around(self.inner.showing(index))
 
-    def copying(self) -> Plan:
+    def copying(self) -> OpPlan:
         return self._around(self.inner.copying())
 
-    def with_spec_strides(self) -> Plan:
+    def with_spec_strides(self) -> OpPlan:
         return self._around(self.inner.with_spec_strides())
 
 
@@ -385,7 +385,7 @@ class LocalShape(Around):
 
     __slots__ = ("replaced",)
 
-    def __init__(self, inner: Plan, replaced: tuple[tuple[int, Any], ...]) -> None:
+    def __init__(self, inner: OpPlan, replaced: tuple[tuple[int, Any], ...]) -> None:
         super().__init__(inner)
         self.replaced, self.functional = replaced, False
 
@@ -417,7 +417,7 @@ class Moving(Around):
 
     __slots__ = ("moves",)
 
-    def __init__(self, inner: Plan, moves: tuple[Move, ...]) -> None:
+    def __init__(self, inner: OpPlan, moves: tuple[Move, ...]) -> None:
         super().__init__(inner)
         self.moves = moves
 
@@ -489,10 +489,10 @@ def plan_of_kind(
     of_copy: DTensorSpec | None = None,
     to_copy: bool = False,
     offsets: tuple[int, ...] = (),
-) -> Plan:
+) -> OpPlan:
     """The plan of an op that runs as itself, or as `local_op`. of_copy: of the first argument, if it is a copied view.
     to_copy: whether one is written to. offsets: of views, see `View`."""
-    kind: type[Plan]
+    kind: type[OpPlan]
     if info.returned is not None:
         kind = Out if info.returned.__class__ is str else InPlace
     elif info.mutated and not info.op._schema.returns:
@@ -501,7 +501,7 @@ def plan_of_kind(
         kind = CopiedViews if moves or of_copy else View if out.__class__ is DTensorSpec else Views
     else:
         kind = Functional if out.__class__ is DTensorSpec else SeveralResults
-    plan: Plan = kind(info, local_op or info.kernel, out, info.functional and local_op is None)
+    plan: OpPlan = kind(info, local_op or info.kernel, out, info.functional and local_op is None)
     if isinstance(plan, View):
         plan.offsets = offsets
     if isinstance(plan, CopiedViews):
