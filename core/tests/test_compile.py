@@ -156,9 +156,7 @@ def test_compiled(
 
 
 @pytest.mark.parametrize(
-    ("fn", "args"),
-    [(_ops, ()), (_methods, ()), (_parallel, (False,))],
-    ids=["ops", "methods", "block"],
+    ("fn", "args"), [(_ops, ()), (_methods, ()), (_parallel, (False,))], ids=["ops", "methods", "block"]
 )
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
 def test_inductor(ranks: ThreadWorlds, fn: Callable[..., Any], args: tuple[bool, ...]) -> None:

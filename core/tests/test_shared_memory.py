@@ -246,10 +246,7 @@ def _mlp(inplace: bool, *, local: bool) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 4)).double()
     parts = copy.deepcopy(plain)
-    styles = {
-        "0": ColwiseParallel(use_local_output=local),
-        "2": RowwiseParallel(use_local_output=local),
-    }
+    styles = {"0": ColwiseParallel(use_local_output=local), "2": RowwiseParallel(use_local_output=local)}
     return parallelize_module(parts, mesh_of((RANKS,)), styles), plain
 
 

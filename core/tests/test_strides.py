@@ -16,14 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from core.tests.gloo_world import Worlds
 from core.tests.local_world import ThreadWorlds
-from dtbench_core import (
-    DTensor,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
+from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
 LAST = torch.channels_last
 IS_2_14 = torch.__version__.startswith("2.14.")
