@@ -15,11 +15,11 @@ from matplotlib.axes import Axes
 
 import dtbench
 from dtbench.comparison.references import read_systems
-from dtbench.cost.plan.job import Job
-from dtbench.cost.plan.machines import NodeLinks, find_machine
+from dtbench.cost.plan.links import NodeLinks
+from dtbench.cost.plan.machines import find_machine
 from dtbench.cost.plan.models import find_model
-from dtbench.cost.plan.search import RESERVED_BYTES, plan
-from dtbench.cost.plan.show import plan_file
+from dtbench.cost.plan.search import RESERVED_BYTES, search_layouts
+from dtbench.cost.plan.training import TrainingJob
 from dtbench.records.topology import read_topology
 from dtbench.text.units import format_size
 
@@ -98,9 +98,9 @@ def model(axes: Axes) -> None:
 def shardings(axes: Axes) -> None:
     """The best layouts of a plan."""
     machine = find_machine("a100-8x")
-    job = Job(find_model("llama-8b"), 64, 512, 4096)
+    job = TrainingJob(find_model("llama-8b"), 64, 512, 4096)
     limit = machine.memory_GiB * 2**30 - RESERVED_BYTES
-    best = plan_file(plan(job, machine, NodeLinks(machine), limit), ()).best[:6][::-1]
+    best = search_layouts(job, machine, NodeLinks(machine), limit).best[:6][::-1]
     times = [one.step_s for one in best]
     spans = [
         [one.step_s - (one.low_s or 0.0) for one in best],

@@ -244,7 +244,7 @@ def _software(row: CsvRow, software: Software) -> Software:
         software = replace(software, zero=int(zero))
     if text := row.text("precision").lower():
         words = {*re.split(r"[^a-z0-9]+", text)}
-        if words & {"fp8", "mxfp8"}:
+        if words & {"fp8", "mxfp8", "float8"}:
             return replace(software, precision="fp8")
         if not words & {"bf16", "fp16", "bfloat16", "float16"}:
             raise InexpressibleError(f"the precision {text[:20]}: expected bf16, fp16 or fp8")

@@ -19,7 +19,6 @@ from dtbench.cost.settings.nccl import arm_of
 from dtbench.records.cost_model import Regret
 from dtbench.records.gate import Gate
 from dtbench.records.history import Line, read_history
-from dtbench.records.plan import PlanFile, StepsFile
 from dtbench.records.preflight import Preflight
 from dtbench.records.profile import Call, Calls, Ranks, Section
 from dtbench.records.read import BadFieldError, decode, into, opened, read_json, shown
@@ -39,7 +38,7 @@ MAX_TRACE_BYTES = 32 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = (
-    "a run, a topology, results of gate, regret, plan, preflight or profile, a history, "
+    "a run, a topology, results of gate, regret, preflight or profile, a history, "
     "or a table of verdicts on ops"
 )
 
@@ -50,8 +49,6 @@ _JSON: Mapping[str, tuple[str, type[msgspec.Struct], str]] = {
     "profile of calls": ("calls", Calls, "table of `dtbench profile`"),
     "profile of ranks": ("ranks", Ranks, "table of `dtbench profile`"),
     "preflight": ("preflights", Preflight, "result of `dtbench preflight --json`"),
-    "plan": ("plans", PlanFile, "result of `dtbench plan --json`"),
-    "plan validation": ("steps", StepsFile, "result of `dtbench plan --validate`"),
     "regret": ("regret", Regret, "result of `dtbench calibrate --regret --json`"),
 }
 
@@ -88,9 +85,7 @@ class Sources:
     verdict_tables: tuple[Baseline, ...] = ()
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
-    plans: tuple[PlanFile, ...] = ()
     preflights: tuple[Preflight, ...] = ()
-    steps: tuple[StepsFile, ...] = ()
     sweep: tuple[Run, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)

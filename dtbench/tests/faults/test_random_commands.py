@@ -34,7 +34,7 @@ SOUND = (
     "calibrate run.jsonl -o out.json",
     f"calibrate --validate {TOPOLOGY} run.jsonl",
     f"calibrate --regret {TOPOLOGY} run.jsonl",
-    f"plan --topology {TOPOLOGY} --mesh dp=2,tp=2 --model llama-70b",
+    f"plan --topology {TOPOLOGY} --model llama-8b --gpus 16 --batch 64",
     f"export {TOPOLOGY} --to torch -o out.py",
     "list collectives --device cpu",
     "plan --model llama-8b --gpus 16 --batch 64",
