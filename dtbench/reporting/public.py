@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dtbench.comparison.references import Collective, System, read_systems
-from dtbench.cost.plan.machines import Machine, built_in, find_machine
+from dtbench.cost.plan.machines import MachineSpec, built_in, find_machine
 
 
 def public_systems() -> tuple[System, ...]:
@@ -22,9 +22,9 @@ def _of_machines() -> Iterator[System]:
             yield from _systems(machine)
 
 
-def _systems(machine: Machine) -> Iterator[System]:
+def _systems(machine: MachineSpec) -> Iterator[System]:
     gpu = machine.name.rpartition("-")[0] or machine.name
-    tables = machine.collectives | {"all_reduce": machine.all_reduce}
+    tables = machine.all_collectives
     for ranks in sorted({ranks for table in tables.values() for ranks in table}, key=int):
         yield System(
             name=f"{ranks}x{machine.name}",

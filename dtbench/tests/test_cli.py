@@ -378,7 +378,6 @@ def test_a_shell_gets_its_script(dtbench: Cli, monkeypatch: pytest.MonkeyPatch, 
         ("dtbench ca", "calibrate"),
         ("dtbench run disp", "dispatch"),
         ("dtbench run --imp", "--impl"),
-        ("dtbench plan --model llama-7", "llama-70b"),
         ("dtbench show res", "file"),
     ],
 )

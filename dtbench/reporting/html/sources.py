@@ -17,7 +17,6 @@ import msgspec
 from dtbench.cost.calibration import setup_of
 from dtbench.records.gate import Gate
 from dtbench.records.history import Line, read_history
-from dtbench.records.plan import PlanFile, StepsFile
 from dtbench.records.preflight import Preflight
 from dtbench.records.profile import Call, Calls, Ranks, Section
 from dtbench.records.read import BadFieldError, decode, into, opened, read_json, shown
@@ -37,7 +36,7 @@ MAX_TRACE_BYTES = 32 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = (
-    "a run, a topology, results of gate, plan, preflight or profile, a history, or a table of verdicts on ops"
+    "a run, a topology, results of gate, preflight or profile, a history, or a table of verdicts on ops"
 )
 
 
@@ -47,8 +46,6 @@ _JSON: Mapping[str, tuple[str, type[msgspec.Struct], str]] = {
     "profile of calls": ("calls", Calls, "table of `dtbench profile`"),
     "profile of ranks": ("ranks", Ranks, "table of `dtbench profile`"),
     "preflight": ("preflights", Preflight, "result of `dtbench preflight --json`"),
-    "plan": ("plans", PlanFile, "result of `dtbench plan --json`"),
-    "plan validation": ("steps", StepsFile, "result of `dtbench plan --validate`"),
 }
 
 
@@ -82,9 +79,7 @@ class Sources:
     verdict_tables: tuple[Baseline, ...] = ()
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
-    plans: tuple[PlanFile, ...] = ()
     preflights: tuple[Preflight, ...] = ()
-    steps: tuple[StepsFile, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)
     recorded: Mapping[frozenset[str], Path] = field(default_factory=dict)

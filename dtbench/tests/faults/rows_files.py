@@ -25,7 +25,7 @@ READERS = {
     "import": "import {} -o i.jsonl",
     "validate": "calibrate --validate {} {}",
     "export": "export {} --to torch -o e.py",
-    "predict": "plan --topology {} --mesh dp=2 --model llama-70b",
+    "predict": "plan --topology {} --gpus 8 --batch 8 --model llama-8b",
 }
 
 
@@ -132,7 +132,7 @@ ROWS = [
             also=nothing_for_the_terminal,
         )
         for words in (
-            "plan --topology t.json --mesh dp=2,tp=2 --model llama-8b",
+            "plan --topology t.json --gpus 8 --batch 8 --model llama-8b",
             "calibrate --validate t.json x.jsonl",
             "show t.json",
         )
@@ -155,10 +155,10 @@ ROWS = [
     *(
         Fault(f"a name of 300 characters: {what}", words, says=says)
         for what, words, says in (
-            ("a topology", "plan --topology LONG --mesh dp=2 --model llama-70b", "File name too long"),
+            ("a topology", "plan --topology LONG --gpus 8 --batch 8 --model llama-8b", "File name too long"),
             (
                 "a model",
-                f"plan --topology {TOPOLOGY} --mesh dp=2 --model LONG",
+                f"plan --topology {TOPOLOGY} --gpus 8 --batch 8 --model LONG",
                 "is not known: expected one of",
             ),
             ("results", "report LONG -o out.html", "File name too long"),
@@ -173,7 +173,7 @@ ROWS = [
     *(
         Fault(
             f"a topology whose {key} is {value}",
-            "plan --topology t.json --mesh dp=2 --model llama-8b",
+            "plan --topology t.json --gpus 8 --batch 8 --model llama-8b",
             says=r"t\.json",
             given=partial(topology_with, key, value),
         )
@@ -188,7 +188,7 @@ ROWS = [
     *(
         Fault(
             f"a model whose {key} is {value}",
-            f"plan --topology {TOPOLOGY} --mesh dp=2 --model m.json",
+            f"plan --topology {TOPOLOGY} --gpus 8 --batch 8 --model m.json",
             says=r"m\.json",
             given=partial(model_with, key, value),
         )

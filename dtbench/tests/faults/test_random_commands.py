@@ -33,7 +33,7 @@ SOUND = (
     "coverage run.jsonl --base coverage-core.json",
     "calibrate run.jsonl -o out.json",
     f"calibrate --validate {TOPOLOGY} run.jsonl",
-    f"plan --topology {TOPOLOGY} --mesh dp=2,tp=2 --model llama-70b",
+    f"plan --topology {TOPOLOGY} --model llama-8b --gpus 16 --batch 64",
     f"export {TOPOLOGY} --to torch -o out.py",
     "list collectives --device cpu",
     "plan --model llama-8b --gpus 16 --batch 64",

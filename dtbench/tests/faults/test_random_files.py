@@ -27,7 +27,6 @@ from dtbench.tests.test_coverage import result
 from dtbench.tests.test_damaged_files import LLAMA, RESULTS
 from dtbench.tests.test_damaged_files import READERS as MADE
 
-MODEL = "--mesh dp=2,tp=2 --model"
 PLAN = "--gpus 16 --batch 64"
 
 # Kind -> command lines that take a file of it, as FILE.
@@ -52,7 +51,6 @@ COMMANDS = {
     ),
     TOPOLOGY: (
         "calibrate --validate FILE run.jsonl",
-        f"plan --topology FILE {MODEL} llama-70b",
         "export FILE --to torch -o out.py",
         "export FILE --to inductor -o out.py",
         "export FILE --to autoparallel -o out.py",
@@ -61,8 +59,7 @@ COMMANDS = {
         f"plan --model llama-8b {PLAN} --topology FILE",
         "preflight --expect FILE --mesh nosuch",
     ),
-    "config.json": (f"plan --topology {TOPOLOGY} {MODEL} FILE", f"plan --model FILE {PLAN}"),
-    "model.toml": (f"plan --topology {TOPOLOGY} {MODEL} FILE", f"plan --model FILE {PLAN}"),
+    "config.json": (f"plan --model FILE {PLAN}",),
     "machine.json": (f"plan --model llama-8b {PLAN} --machine FILE",),
     "a100-64-gpus.csv": (
         "plan --validate FILE",
@@ -78,8 +75,6 @@ COMMANDS = {
     ),
     "gate.json": ("report FILE -o out.html",),
     "history.jsonl": ("report FILE -o out.html",),
-    "plan.json": ("report FILE -o out.html",),
-    "steps.json": ("report FILE -o out.html",),
     "preflight.json": ("report FILE -o out.html", "preflight --expect FILE --mesh nosuch"),
     "calls.json": ("report FILE -o out.html",),
     "trace.json.gz": ("report traced -o out.html",),
@@ -107,7 +102,6 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
         "ml-engineering.log": MADE["ml-engineering"][0](),
         "trace.json.gz": gzip.compress(MADE["trace"][0]()),
         "preflight.json": MADE["preflight"][0](),
-        "model.toml": MADE["model in TOML"][0](),
         "verdicts.jsonl": verdicts(),
     }
     committed = {
@@ -120,8 +114,6 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
     }
     made |= {name: (RESULTS / path).read_bytes() for name, path in committed.items()}
     written = {
-        "plan.json": f"plan --model llama-8b {PLAN} --json",
-        "steps.json": "plan --validate a100-64-gpus.csv --json",
         "machine.json": "plan --fit a100-64-gpus.csv -o machine.json",
         "page.html": "report run.jsonl -o page.html",
     }

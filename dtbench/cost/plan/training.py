@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from dtbench.cost.plan.models import Model
+from dtbench.cost.plan.models import TransformerModel
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -37,10 +37,10 @@ PLAIN = Software(flash=False, sequence_parallel=False, overlap=False, zero=0)
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """batch: sequences of one step over all ranks. sequence: tokens of one."""
 
-    model: Model
+    model: TransformerModel
     gpus: int
     batch: int
     sequence: int
@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TrainingLayout:
     """Ranks of each parallelism; tp innermost, then cp, dp and pp.
 
     dp: ranks that see different sequences. fsdp: ranks that share one copy of the weights, 1 for none; a divisor of
@@ -92,7 +92,7 @@ class Layout:
 
 
 @lru_cache(maxsize=2**12)
-def stage_layers(model: Model, pp: int, by_cost: bool = False) -> tuple[int, ...]:
+def stage_layers(model: TransformerModel, pp: int, by_cost: bool = False) -> tuple[int, ...]:
     """Layers of each pipeline stage; the first has the embedding and the last the head, too.
 
     As many each, where pp divides them; else, where that comes out even, with embedding and head counted as a layer
@@ -115,7 +115,9 @@ def stage_layers(model: Model, pp: int, by_cost: bool = False) -> tuple[int, ...
     return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
 
 
-def stage_elements(model: Model, layout: Layout, layers: Sequence[int] | None = None) -> float:
+def stage_elements(
+    model: TransformerModel, layout: TrainingLayout, layers: Sequence[int] | None = None
+) -> float:
     """Parameters on the fullest rank before any sharding over dp: its layers, and an embedding or the head."""
     counts = layers or stage_layers(model, layout.pp)
     one = model.layer_elements(layout.tp, layout.ep)
