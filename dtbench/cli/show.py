@@ -104,7 +104,7 @@ def report_command(
     """One HTML page of what was measured and found out.
 
     FILEs are told apart by what they hold: runs, a topology, the JSON of gate or regret, a profile's folder, a
-    history of gates, verdicts on ops. Of a folder of runs the last is shown, and how each case moved from run to run.
+    history of gates. Of a folder of runs the last is shown, and how each case moved from run to run.
 
     \b
     Examples:

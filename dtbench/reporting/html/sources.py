@@ -25,7 +25,6 @@ from dtbench.records.profile import Call, Calls, Ranks, Section
 from dtbench.records.read import BadFieldError, decode, into, opened, read_json, shown
 from dtbench.records.run import read_run
 from dtbench.records.topology import Topology, read_topology
-from dtbench.records.verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.reporting.html.changes import Changes, of_gate
 from dtbench.reporting.html.profiles import Span, spans_of
 from dtbench.suite import Run
@@ -39,8 +38,7 @@ MAX_TRACE_BYTES = 32 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = (
-    "a run, a topology, results of gate, regret, plan, preflight or profile, a history, "
-    "or a table of verdicts on ops"
+    "a run, a topology, results of gate, regret, plan, preflight or profile, or a history"
 )
 
 
@@ -72,7 +70,7 @@ class Sources:
     sweep: runs with forced variables and without; the latter are `runs`, too.
     spans: section of a rank profile -> what each rank did in one iteration of it.
     recorded: the words of a profiled case -> its flame graph, or the trace of its ranks.
-    verdicts: runs of the suite `coverage`, baseline tables of it. peaks: mesh dim -> bytes per second that no
+    peaks: mesh dim -> bytes per second that no
     collective over it can pass, as the user knows.
     """
 
@@ -84,8 +82,6 @@ class Sources:
     calls: tuple[Call, ...] = ()
     ranks: tuple[Section, ...] = ()
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
-    verdict_runs: tuple[Run, ...] = ()
-    verdict_tables: tuple[Baseline, ...] = ()
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
     plans: tuple[PlanFile, ...] = ()
@@ -139,9 +135,7 @@ def _with(sources: Sources, path: Path) -> Sources:
     if first is not None and first[1] == b"history":
         return _add(sources, path, "histories", _history(path))
     if first is not None:
-        run = read_run(path)
-        verdicts = run.results and all(has_verdicts(r) for r in run.results)
-        return _add(sources, path, "verdict_runs" if verdicts else "runs", run)
+        return _add(sources, path, "runs", read_run(path))
     return _with_json(sources, path, read_json(path, KINDS, MAX_JSON_BYTES))
 
 
@@ -149,8 +143,6 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, object]) -> Sour
     kind = data.get("kind")
     if kind == "topology":
         return _add(sources, path, "topology", read_topology(path))
-    if {"torch", "verdicts"} <= set(data):
-        return _add(sources, path, "verdict_tables", read_baseline(path))
     if {"mesh", "groups"} <= set(data):
         kind = "regret"
     if not isinstance(kind, str) or kind not in _JSON:
@@ -252,8 +244,6 @@ def _revision(path: Path) -> tuple[str, str, tuple[str, ...], Line] | None:
     """(when, file, setup, times) of a run, None of one of verdicts; the run itself is not kept, as a folder may hold
     more than the memory does."""
     run = read_run(path, with_samples=False)
-    if run.results and has_verdicts(run.results[0]):
-        return None
     return run.header.started or "", path.name, _setup(run), _line(run)
 
 
