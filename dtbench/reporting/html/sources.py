@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -15,31 +13,23 @@ from typing import Any
 import msgspec
 
 from dtbench.cost.calibration import setup_of
-from dtbench.cost.settings.nccl import arm_of
-from dtbench.records.cost_model import Regret
 from dtbench.records.gate import Gate
 from dtbench.records.history import Line, read_history
-from dtbench.records.plan import PlanFile, StepsFile
 from dtbench.records.preflight import Preflight
 from dtbench.records.profile import Call, Calls, Ranks, Section
-from dtbench.records.read import BadFieldError, decode, into, opened, read_json, shown
+from dtbench.records.read import BadFieldError, into, opened, read_json, shown
 from dtbench.records.run import read_run
 from dtbench.records.topology import Topology, read_topology
 from dtbench.reporting.html.changes import Changes, of_gate
-from dtbench.reporting.html.profiles import Span, spans_of
 from dtbench.suite import Run
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 
 MAX_JSON_BYTES = 64 * 2**20
-# Uncompressed. What is larger is for Perfetto; the page says so.
-MAX_TRACE_BYTES = 32 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
-KINDS = (
-    "a run, a topology, results of gate, regret, plan, preflight or profile, or a history"
-)
+KINDS = "a run, a topology, a result of gate, preflight or profile, or a history"
 
 
 # What has the `kind` in a JSON file: the field of `Sources`, the struct, and whose output it is.
@@ -48,9 +38,6 @@ _JSON: Mapping[str, tuple[str, type[msgspec.Struct], str]] = {
     "profile of calls": ("calls", Calls, "table of `dtbench profile`"),
     "profile of ranks": ("ranks", Ranks, "table of `dtbench profile`"),
     "preflight": ("preflights", Preflight, "result of `dtbench preflight --json`"),
-    "plan": ("plans", PlanFile, "result of `dtbench plan --json`"),
-    "plan validation": ("steps", StepsFile, "result of `dtbench plan --validate`"),
-    "regret": ("regret", Regret, "result of `dtbench calibrate --regret --json`"),
 }
 
 
@@ -67,9 +54,6 @@ class Sources:
     """Everything that a report may be made of; only some of it has to be there.
 
     systems: runs of collectives of several setups, each with its launches; the first one's are `runs`, too.
-    sweep: runs with forced variables and without; the latter are `runs`, too.
-    spans: section of a rank profile -> what each rank did in one iteration of it.
-    recorded: the words of a profiled case -> its flame graph, or the trace of its ranks.
     peaks: mesh dim -> bytes per second that no
     collective over it can pass, as the user knows.
     """
@@ -78,23 +62,17 @@ class Sources:
     baseline: tuple[Run, ...] = ()
     topology: Topology | None = None
     gate: Changes | None = None
-    regret: Regret | None = None
     calls: tuple[Call, ...] = ()
     ranks: tuple[Section, ...] = ()
-    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
-    plans: tuple[PlanFile, ...] = ()
     preflights: tuple[Preflight, ...] = ()
-    steps: tuple[StepsFile, ...] = ()
-    sweep: tuple[Run, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)
-    recorded: Mapping[frozenset[str], Path] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        aside = ("baseline", "spans", "notes", "peaks", "recorded")
+        aside = ("baseline", "notes", "peaks")
         return not any(getattr(self, one.name) for one in fields(self) if one.name not in aside)
 
 
@@ -114,11 +92,7 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
 
 
 def _apart(sources: Sources) -> Sources:
-    """Runs of collectives on several systems, or with several settings, stand beside each other; the rest of the page
-    is of the first system's, and of the launches without forced variables."""
-    arms = group_by(sources.runs, lambda run: arm_of(run.header.env))
-    if len(arms) > 1 and () in arms:
-        sources = replace(sources, runs=tuple(arms[()]), sweep=sources.runs)
+    """Runs of collectives on several systems stand beside each other; the rest of the page is of the first system's."""
     groups = tuple(map(tuple, group_by(sources.runs, lambda run: repr(setup_of(run))).values()))
     if len(groups) < 2 or not all(any(r.suite == "collectives" for r in run.results) for run in sources.runs):
         return sources
@@ -127,8 +101,11 @@ def _apart(sources: Sources) -> Sources:
 
 def _with(sources: Sources, path: Path) -> Sources:
     if os.path.isdir(path):  # noqa: PTH112 - Path's raises where a name is too long
+        table = path / "table.json"  # of a profile
         return (
-            _with_profile(sources, path) if (path / "table.json").is_file() else _with_folder(sources, path)
+            _with_json(sources, table, read_json(table, KINDS, MAX_JSON_BYTES))
+            if table.is_file()
+            else _with_folder(sources, path)
         )
     head = _head(path)
     first = _FIRST_KIND.match(head)
@@ -143,8 +120,6 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, object]) -> Sour
     kind = data.get("kind")
     if kind == "topology":
         return _add(sources, path, "topology", read_topology(path))
-    if {"mesh", "groups"} <= set(data):
-        kind = "regret"
     if not isinstance(kind, str) or kind not in _JSON:
         raise UnreadableRunError(
             f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
@@ -165,7 +140,7 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, object]) -> Sour
 def _add(sources: Sources, path: Path, name: str, *found: object) -> Sources:
     there = getattr(sources, name)
     if there is not None and not isinstance(there, tuple):
-        words = {"topology": "topology", "gate": "result of a gate", "regret": "result of regret"}
+        words = {"topology": "topology", "gate": "result of a gate"}
         raise UsageError(f"{path} is a second {words[name]}: a report shows one; give one of them")
     more: dict[str, Any] = {name: found[0] if there is None else (*there, *found)}
     return replace(sources, **more)
@@ -180,36 +155,6 @@ def _head(path: Path) -> bytes:
     if not head.strip():
         raise UnreadableRunError(f"{path} is empty: expected {KINDS}")
     return head
-
-
-def _with_profile(sources: Sources, folder: Path) -> Sources:
-    table = folder / "table.json"
-    calls, known = len(sources.calls), len(sources.ranks)
-    sources = _with_json(sources, table, read_json(table, KINDS, MAX_JSON_BYTES))
-    trace, flame = folder / "trace.json.gz", folder / "flame.svg"
-    if pictured := next((path for path in (flame, trace) if path.is_file()), None):
-        labels = [*(c.label for c in sources.calls[calls:]), *(r.label for r in sources.ranks[known:])]
-        recorded = {words_of(label): pictured for label in labels}
-        sources = replace(sources, recorded={**sources.recorded, **recorded})
-    if len(sources.ranks) == known or not trace.is_file():
-        return sources
-    try:
-        with gzip.open(trace, "rb") as file:
-            data = file.read(MAX_TRACE_BYTES + 1)
-        if len(data) > MAX_TRACE_BYTES:
-            note = f"{trace.name} has more than {MAX_TRACE_BYTES >> 20} MiB and is not drawn: open it in Perfetto"
-            return replace(sources, notes=(*sources.notes, note))
-        spans = spans_of(decode(data))
-    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
-        raise UnreadableRunError(
-            f"{trace} is damaged: {error}; expected a trace of `dtbench profile`"
-        ) from error
-    return replace(sources, spans={**sources.spans, **spans})
-
-
-def words_of(label: str) -> frozenset[str]:
-    """The words of a case's label, whatever their order, without the impl in parentheses."""
-    return frozenset(word for word in label.split() if not word.startswith("("))
 
 
 def _with_folder(sources: Sources, folder: Path) -> Sources:

@@ -12,7 +12,6 @@ from dtbench.reporting.html.cases import Case, distinct, main_dtype
 from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves, line
 from dtbench.reporting.html.impls import CORE, TORCH, add_dots, core_beside_torch, named, times
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
-from dtbench.reporting.html.parts.regret import add_regret
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, format_size, plural
@@ -38,7 +37,7 @@ STYLES = {
 
 
 def fill(section: Section, of: Material) -> None:
-    topology, regret, moved = of.sources.topology, of.sources.regret, of.cases("redistribute")
+    topology, moved = of.sources.topology, of.cases("redistribute")
     if moved:
         section.lead = (
             "Time to bring a tensor from one placement to another over mesh dims, with real process groups. "
@@ -53,8 +52,6 @@ def fill(section: Section, of: Material) -> None:
         _add_cases(section, moved)
     if topology is not None:
         add_model(section, topology)
-    if regret is not None:
-        add_regret(section, regret)
     section.missing = (
         "dtbench run redistribute collectives -o RUN.jsonl, dtbench calibrate RUN.jsonl -o TOPOLOGY.json, then name "
         "both in this report"
