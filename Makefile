@@ -8,10 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(shell date -u +%Y%m%dT%H%M%SZ)
 RUN := results/bench-$(STAMP)
 PAGE := reports/bench-$(STAMP).html
-COVERAGE := results/run-coverage-$(STAMP)
-COMPAT := results/run-compat-$(STAMP)
 
-.PHONY: pictures bench plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage compat docs size install checks lint types imports fast slow clean
+.PHONY: pictures bench plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -68,18 +66,10 @@ large: install
 against-torch: install
 	$(BIN)/python -m dtbench.tests.against_torch results/run-against-torch-benchmark.md
 
-# Is every op that was right still right? Measures the core as results/coverage-core.json was made (4
-# ranks in a process, all modes) and exits with an error if an op became worse.
+# Is every op that was right still right? Judges the core as results/coverage-core.json was made (four ranks in a process,
+# all modes) and exits with an error and their names if an op became worse.
 coverage: install
-	@mkdir -p results
-	$(BIN)/dtbench run coverage --impl core --quick -o $(COVERAGE).jsonl > $(COVERAGE).log || test $$? -eq 5
-	$(BIN)/dtbench coverage $(COVERAGE).jsonl --base results/coverage-core.json
-
-# Does what worked with PyTorch's other machinery still work? As `coverage`, against results/compat-core.json.
-compat: install
-	@mkdir -p results
-	$(BIN)/dtbench run compat --impl core --workers 2 -o $(COMPAT).jsonl > $(COMPAT).log || test $$? -eq 5
-	$(BIN)/dtbench coverage $(COMPAT).jsonl --base results/compat-core.json
+	$(BIN)/python -m core.tests.coverage --base results/coverage-core.json
 
 # Published steps and collectives beside what `dtbench plan` predicts: results/plan, a minute.
 STEPS := results/reference/step-times

@@ -45,7 +45,6 @@ _COMMANDS = {
 }
 _SHOWN = tuple(name for names in _COMMANDS.values() for name in names)
 # For those who work on dtbench itself: CONTRIBUTING.md describes them.
-_HIDDEN = ("coverage",)
 # A command stands in a file of this package that bears its name; but these.
 _MODULES = {"list": "run", "report": "show", "import": "import_logs"}
 # They end with what they read: to look for garbage in it, again and again, takes as long as all their work.

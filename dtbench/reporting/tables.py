@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
-from dtbench.comparison.op_verdicts import not_judged_lines, summary_rows
 from dtbench.records.layout import DimLayout, layout_of
-from dtbench.records.verdicts import VERDICTS as CASE_VERDICTS
-from dtbench.records.verdicts import OpVerdict, has_verdicts
 from dtbench.reporting.fit import Figures, fit, print_cases
 from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
 from dtbench.suite.grouping import group_by, known_first
@@ -73,17 +70,13 @@ def tables_of(run: Run) -> str:
 
 
 def _print_results(console: Console, run: Run, grouped: bool = True) -> None:
-    verdicts = [OpVerdict.of(r) for r in run.results if has_verdicts(r)]
-    suites = group_by((r for r in run.results if not has_verdicts(r)), lambda r: r.suite)
+    suites = group_by(run.results, lambda r: r.suite)
     for place, (suite, results) in enumerate(islice(suites.items(), MAX_TABLES)):
         if place:
             print_line(console, "")
         _print_suite(console, suite, run, results, grouped)
     print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
-    if verdicts:
-        _print_verdicts(console, verdicts)
-    if not verdicts or len(verdicts) < len(run.results):
-        _print_not_ok(console, run)
+    _print_not_ok(console, run)
 
 
 def print_runs_json(runs: Sequence[Run]) -> None:
@@ -164,20 +157,6 @@ def _span(span: tuple[int, int] | None) -> str:
     return str(span[0]) if span[0] == span[1] else f"{span[0]}..{span[1]}"
 
 
-def _print_verdicts(console: Console, verdicts: Sequence[OpVerdict]) -> None:
-    """Per mode and impl how many ops have which verdict, then each op that does not pass, then what was not judged."""
-    head, rows = summary_rows(verdicts)
-    columns = list(zip(head, zip(*rows, strict=True), strict=True))
-    print_line(console, "")
-    print_columns(console, columns[:2], columns[2:])  # mode and impl, then counts
-    bad = [v for word in CASE_VERDICTS[:-1] for v in verdicts if v.verdict == word]
-    for v in bad[:MAX_ROWS]:
-        print_line(console, f"{v.verdict}: {v.impl} {v.mode} {v.op}: {v.reason}")
-    print_rest(console, len(bad), "ops", _ALL)
-    for line in not_judged_lines(verdicts)[:MAX_ROWS]:
-        print_line(console, line)
-
-
 def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
@@ -238,7 +217,7 @@ def _figures(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[
 
 def _print_not_ok(console: Console, run: Run) -> None:
     # With a reason also a good time with a reservation: its GPU was throttled.
-    told = [r for r in run.results if not has_verdicts(r) and (r.status != "ok" or r.reason)]
+    told = [r for r in run.results if r.status != "ok" or r.reason]
     groups = group_by(told, lambda r: (r.status, r.suite, r.impl, r.reason))
     print_line(console, "")
     for (status, suite, impl, reason), results in islice(groups.items(), MAX_ROWS):

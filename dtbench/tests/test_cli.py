@@ -92,7 +92,6 @@ def test_help_shows_ten_options_before_those_that_few_need(dtbench: Cli, name: s
     ("args", "meant"),
     [
         ("calibrat", "Did you mean 'calibrate'?; `dtbench --help`"),
-        ("covrage", "Did you mean 'coverage'?; `dtbench --help`"),
         ("suite chek", "Did you mean 'check'?; `dtbench suite --help`"),
         ("--versio", "Did you mean '--version'?; `dtbench --help`"),
         ("show --jso", "Did you mean '--json'?; `dtbench show --help`"),

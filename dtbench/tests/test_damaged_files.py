@@ -37,7 +37,6 @@ from dtbench.records.history import read_history
 from dtbench.records.preflight import DimTimes, Finding, Link, Preflight
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
-from dtbench.records.verdicts import read_baseline
 from dtbench.reporting.html.profiles import spans_of
 from dtbench.reporting.html.sources import gather
 from dtbench.suite.errors import DtbenchError
@@ -131,7 +130,6 @@ READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "profile of ranks": (committed("profile/mlp/table.json"), report_of),
     "trace": (trace, profile),
     "packed trace": (lambda: gzip.compress(trace()), profile),
-    "coverage": (committed("compat-core.json"), read_baseline),
     "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
     "resumed run": (run_file, resumed),
     "preflight": (lambda: msgspec.json.encode(PREFLIGHT), report_of),

@@ -231,3 +231,30 @@ def test_resume_refuses_a_run_of_something_else() -> None:
     ]:
         with pytest.raises(UsageError, match=says):
             options.refuse_other_run(made_up.read(header), plan, suites, launches, path)
+
+
+def suite_with(name: str, **declared: str) -> Suite:
+    return Suite(name, lambda plan: iter(()), "ranks", "", options=declared)
+
+
+def test_words_are_suites_and_options() -> None:
+    words = ["a", "--mode", "even", "b.py", "--ops=x=y"]
+    assert options.split_words(words) == (("a", "b.py"), {"mode": "even", "ops": "x=y"})
+    assert options.split_words(["--last"]) == ((), {"last": ""})
+    with pytest.raises(UsageError, match="--mode is given twice"):
+        options.split_words(["--mode", "a", "--mode=b"])
+
+
+@pytest.mark.parametrize(
+    ("suite", "given", "says"),
+    [
+        (suite_with("a", mode=""), {"nonsense": "1"}, "No such option '--nonsense'.* a has --mode"),
+        (suite_with("a", mode=""), {"mode": ""}, "--mode needs a value"),
+        (suite_with("a", mode=""), {"mode": "--other"}, "--mode needs a value"),
+        (suite_with("a"), {"-x": "1"}, "No such option '-x'"),
+    ],
+)
+def test_options_nobody_declared_are_refused(suite: Suite, given: dict[str, str], says: str) -> None:
+    options.refuse_foreign_options([suite_with("a", mode=""), suite_with("b")], {"mode": "x"})
+    with pytest.raises(UsageError, match=says):
+        options.refuse_foreign_options([suite], given)

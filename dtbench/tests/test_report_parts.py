@@ -29,7 +29,7 @@ from dtbench.reporting.html.section import Material
 from dtbench.suite import Run
 from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.tests import made_up, made_up_findings
-from dtbench.tests import test_coverage as verdicts
+
 from dtbench.tests.html_page import HOSTILE, Page, cells, harmless, hostile, section
 
 

@@ -43,10 +43,8 @@ SLOW = {
     "core/tests/test_same_graph.py::*[inductor]": "a hundred graphs",
     "core/tests/test_compile_kinds.py::test_graphs_in_pieces*": "many graphs, compiled piece by piece",
     # Workers that die or hang are waited for.
-    "suites/tests/test_coverage.py::test_a_dead_worker*": "a worker of the coverage suite that dies",
-    "suites/tests/test_coverage.py::test_a_worker_that_takes_too_long*": "one that hangs",
-    "suites/tests/test_compat.py::test_a_program*": "ranks of the compat suite that die or wait",
-    "suites/tests/test_compat.py::test_workers*": "a worker of it and its ranks",
+    "core/tests/test_coverage_tool.py::test_a_worker_*": "a worker that dies, and one that is waited for",
+    "core/tests/test_with_pytorch.py::test_*_of_torchs_database*": "hundreds of options of modules and optimizers",
     # The gate's launches are such starts, too; the fast tier judges made-up ones.
     "dtbench/tests/test_gate_runs.py::test_real_launches*": "four launches that import torch",
     "dtbench/tests/test_gate_runs.py::test_compared_launches*": "five of them",

@@ -33,12 +33,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Case:
-    """One case with the impls that were measured for it. profile: the address of its flame graph or trace."""
+    """One case with the impls that were measured for it."""
 
     name: str
     params: Mapping[str, Param]
     impls: Mapping[str, Measured]
-    profile: str = ""
 
     def get(self, param: str) -> Param:
         """The param's value, "" where the case lacks it."""

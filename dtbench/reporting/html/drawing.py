@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from dtbench.reporting.html.svg import FONT_PX, LINK, STAND_IN
+from dtbench.reporting.html.svg import FONT_PX, STAND_IN
 from dtbench.suite.errors import plain
 
 # Of a mark: where it is, in pixels from the left and the top, and what it says.
@@ -40,14 +40,10 @@ def note(axes: Axes, text: str, place: int, colour: str = "muted") -> None:
     )
 
 
-def label_rows(axes: Axes, labels: Sequence[str], hrefs: Sequence[str] = ()) -> None:
-    """hrefs: where each label leads to, "" nowhere."""
+def label_rows(axes: Axes, labels: Sequence[str]) -> None:
     axes.set_ylim(len(labels) - 0.4, -0.6)
-    written = axes.set_yticks(range(len(labels)), list(map(plain, labels)))
+    axes.set_yticks(range(len(labels)), list(map(plain, labels)))
     axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=FONT_PX)
-    for tick, href in zip(written, hrefs, strict=False):
-        if href:
-            tick.label1.set_url(LINK + href)
 
 
 def points(axes: Axes, marks: Sequence[tuple[float, float, str]]) -> list[Point]:

@@ -231,15 +231,13 @@ def _paint_curves(of: Curves, styles: Mapping[str, Style], x: Axis, y: Axis, can
 @dataclass(frozen=True)
 class Row:
     """A line of a plot of dots. values: series -> value, where it was measured. note: at its right end. spans:
-    series -> from where to where (None: open), a thin line through the mark. shade: a range that is marked. href: where
-    its label leads to."""
+    series -> from where to where (None: open), a thin line through the mark. shade: a range that is marked."""
 
     label: str
     values: Mapping[str, float]
     note: str = ""
     spans: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
     shade: tuple[float, float] | None = None
-    href: str = ""
 
 
 def dots(
@@ -303,7 +301,7 @@ def _paint_dots(
     for name, style in styles.items():
         _marks(axes, rows, name, style, x, intervals)
     x.apply(axes, "x")
-    label_rows(axes, labels, [row.href for row in rows])
+    label_rows(axes, labels)
     axes.grid(axis="y", linewidth=0.35)
     marks = [
         (value, place, f"{row.label}, {name}: {x.precisely(value)}")

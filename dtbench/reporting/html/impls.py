@@ -39,7 +39,7 @@ def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop:
     rest = [", ".join(f"{k}={v}" for k, v in sorted(c.params.items()) if k not in known) for c in cases]
     return [
         *(t.text(title, column) for title, column in words.items() if title == "Mesh dim"),
-        t.text(of_name, [c.name for c in cases], [c.profile for c in cases]),
+        t.text(of_name, [c.name for c in cases]),
         *(t.text(title, column) for title, column in words.items() if title != "Mesh dim"),
         *([t.text("Other parameters", rest)] if any(rest) else []),
         *(t.sizes(params[p], [format_size(c.number(p)) for c in cases]) for p in sizes),
@@ -107,7 +107,7 @@ def _row(case: Case, label: str) -> Row:
     ratio = case.ratio("core", "torch")
     values = {impl: m.estimate_s for impl, m in case.impls.items()}
     spans = {impl: (m.estimate_s, m.p75_s) for impl, m in case.impls.items()}
-    return Row(label, values, "" if ratio is None else t.faster(ratio), spans, href=case.profile)
+    return Row(label, values, "" if ratio is None else t.faster(ratio), spans)
 
 
 def core_beside_torch(section: Section, cases: Sequence[Case], what: str, where: str) -> str:

@@ -62,11 +62,11 @@ def write_report(sources: Sources, path: str | Path) -> None:
         UsageError: nothing to report, or runs of different machines, meshes or backends.
         OutputError: the place cannot be written, or holds a file that is no report.
     """
-    write_atomically(Path(path), render(sources, Path(path).parent), is_report, "report of dtbench")
+    write_atomically(Path(path), render(sources), is_report, "report of dtbench")
 
 
-def render(sources: Sources, folder: Path | None = None) -> str:
-    """The page as text; the same sources give the same bytes. folder: where it will lie, for links to other files.
+def render(sources: Sources) -> str:
+    """The page as text; the same sources give the same bytes.
 
     Raises:
         UsageError: nothing to report, or runs of different machines, meshes or backends.
@@ -76,7 +76,7 @@ def render(sources: Sources, folder: Path | None = None) -> str:
     if sources.runs:
         check_same_setup(sources.runs)
     with settings():
-        return _render(Material(sources, folder))
+        return _render(Material(sources))
 
 
 def _render(of: Material) -> str:

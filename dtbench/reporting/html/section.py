@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
-from urllib.parse import quote
 
 from dtbench.comparison.runs import compare
 from dtbench.records.layout import crowded
 from dtbench.reporting.html.cases import Case, collect
 from dtbench.reporting.html.changes import Changes, of_comparison
 from dtbench.reporting.html.figures import MAX_PANELS, Figure
-from dtbench.reporting.html.sources import Sources, words_of
+from dtbench.reporting.html.sources import Sources
 from dtbench.reporting.html.tables import Table
-from dtbench.suite import Param
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Material:
-    """Everything that a page is made of. folder: where the page will lie, if it is known."""
+    """Everything that a page is made of."""
 
     sources: Sources
-    folder: Path | None = None
 
     @cached_property
     def suites(self) -> Mapping[str, Sequence[Case]]:
         """The cases of the runs, by suite."""
-        return {
-            suite: [replace(c, profile=self.profile_of(suite, c.name, c.params)) for c in cases]
-            for suite, cases in collect(self.sources.runs).items()
-        }
-
-    def profile_of(self, suite: str, name: str, params: Mapping[str, Param]) -> str:
-        """The address of a case's flame graph or trace, as seen from the page; "" where none was recorded."""
-        label = " ".join([suite, name, *(f"{key}={value}" for key, value in params.items())])
-        path = self.sources.recorded.get(words_of(label)) if self.sources.recorded else None
-        return "" if path is None or self.folder is None else quote(os.path.relpath(path, self.folder))
+        return collect(self.sources.runs)
 
     @cached_property
     def crowded(self) -> str:

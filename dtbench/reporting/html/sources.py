@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,25 +17,19 @@ from dtbench.records.gate import Gate
 from dtbench.records.history import Line, read_history
 from dtbench.records.preflight import Preflight
 from dtbench.records.profile import Call, Calls, Ranks, Section
-from dtbench.records.read import BadFieldError, decode, into, opened, read_json, shown
+from dtbench.records.read import BadFieldError, into, opened, read_json, shown
 from dtbench.records.run import read_run
 from dtbench.records.topology import Topology, read_topology
-from dtbench.records.verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.reporting.html.changes import Changes, of_gate
-from dtbench.reporting.html.profiles import Span, spans_of
 from dtbench.suite import Run
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 
 MAX_JSON_BYTES = 64 * 2**20
-# Uncompressed. What is larger is for Perfetto; the page says so.
-MAX_TRACE_BYTES = 32 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
-KINDS = (
-    "a run, a topology, results of gate, preflight or profile, a history, or a table of verdicts on ops"
-)
+KINDS = "a run, a topology, a result of gate, preflight or profile, or a history"
 
 
 # What has the `kind` in a JSON file: the field of `Sources`, the struct, and whose output it is.
@@ -64,7 +56,7 @@ class Sources:
     systems: runs of collectives of several setups, each with its launches; the first one's are `runs`, too.
     spans: section of a rank profile -> what each rank did in one iteration of it.
     recorded: the words of a profiled case -> its flame graph, or the trace of its ranks.
-    verdicts: runs of the suite `coverage`, baseline tables of it. peaks: mesh dim -> bytes per second that no
+    peaks: mesh dim -> bytes per second that no
     collective over it can pass, as the user knows.
     """
 
@@ -74,19 +66,15 @@ class Sources:
     gate: Changes | None = None
     calls: tuple[Call, ...] = ()
     ranks: tuple[Section, ...] = ()
-    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
-    verdict_runs: tuple[Run, ...] = ()
-    verdict_tables: tuple[Baseline, ...] = ()
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
     preflights: tuple[Preflight, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)
-    recorded: Mapping[frozenset[str], Path] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        aside = ("baseline", "spans", "notes", "peaks", "recorded")
+        aside = ("baseline", "notes", "peaks")
         return not any(getattr(self, one.name) for one in fields(self) if one.name not in aside)
 
 
@@ -115,17 +103,18 @@ def _apart(sources: Sources) -> Sources:
 
 def _with(sources: Sources, path: Path) -> Sources:
     if os.path.isdir(path):  # noqa: PTH112 - Path's raises where a name is too long
+        table = path / "table.json"  # of a profile
         return (
-            _with_profile(sources, path) if (path / "table.json").is_file() else _with_folder(sources, path)
+            _with_json(sources, table, read_json(table, KINDS, MAX_JSON_BYTES))
+            if table.is_file()
+            else _with_folder(sources, path)
         )
     head = _head(path)
     first = _FIRST_KIND.match(head)
     if first is not None and first[1] == b"history":
         return _add(sources, path, "histories", _history(path))
     if first is not None:
-        run = read_run(path)
-        verdicts = run.results and all(has_verdicts(r) for r in run.results)
-        return _add(sources, path, "verdict_runs" if verdicts else "runs", run)
+        return _add(sources, path, "runs", read_run(path))
     return _with_json(sources, path, read_json(path, KINDS, MAX_JSON_BYTES))
 
 
@@ -133,8 +122,6 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, object]) -> Sour
     kind = data.get("kind")
     if kind == "topology":
         return _add(sources, path, "topology", read_topology(path))
-    if {"torch", "verdicts"} <= set(data):
-        return _add(sources, path, "verdict_tables", read_baseline(path))
     if not isinstance(kind, str) or kind not in _JSON:
         raise UnreadableRunError(
             f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
@@ -172,36 +159,6 @@ def _head(path: Path) -> bytes:
     return head
 
 
-def _with_profile(sources: Sources, folder: Path) -> Sources:
-    table = folder / "table.json"
-    calls, known = len(sources.calls), len(sources.ranks)
-    sources = _with_json(sources, table, read_json(table, KINDS, MAX_JSON_BYTES))
-    trace, flame = folder / "trace.json.gz", folder / "flame.svg"
-    if pictured := next((path for path in (flame, trace) if path.is_file()), None):
-        labels = [*(c.label for c in sources.calls[calls:]), *(r.label for r in sources.ranks[known:])]
-        recorded = {words_of(label): pictured for label in labels}
-        sources = replace(sources, recorded={**sources.recorded, **recorded})
-    if len(sources.ranks) == known or not trace.is_file():
-        return sources
-    try:
-        with gzip.open(trace, "rb") as file:
-            data = file.read(MAX_TRACE_BYTES + 1)
-        if len(data) > MAX_TRACE_BYTES:
-            note = f"{trace.name} has more than {MAX_TRACE_BYTES >> 20} MiB and is not drawn: open it in Perfetto"
-            return replace(sources, notes=(*sources.notes, note))
-        spans = spans_of(decode(data))
-    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
-        raise UnreadableRunError(
-            f"{trace} is damaged: {error}; expected a trace of `dtbench profile`"
-        ) from error
-    return replace(sources, spans={**sources.spans, **spans})
-
-
-def words_of(label: str) -> frozenset[str]:
-    """The words of a case's label, whatever their order, without the impl in parentheses."""
-    return frozenset(word for word in label.split() if not word.startswith("("))
-
-
 def _with_folder(sources: Sources, folder: Path) -> Sources:
     """Runs of other machines or meshes than the last one's are left out, and it is said."""
     found = [
@@ -234,8 +191,6 @@ def _revision(path: Path) -> tuple[str, str, tuple[str, ...], Line] | None:
     """(when, file, setup, times) of a run, None of one of verdicts; the run itself is not kept, as a folder may hold
     more than the memory does."""
     run = read_run(path, with_samples=False)
-    if run.results and has_verdicts(run.results[0]):
-        return None
     return run.header.started or "", path.name, _setup(run), _line(run)
 
 

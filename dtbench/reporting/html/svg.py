@@ -29,7 +29,6 @@ _NAMES = ("ink", "muted", "rule", "surface", "s0", "s1", "s2", "s3", "s4", "s5")
 STAND_IN = {name: f"#0a0b{0x10 + i:02x}" for i, name in enumerate(_NAMES)}
 
 FONT_PX = 12.0
-LINK = "page:"  # before an address that is one of the page, not of the drawing
 _REFERENCE = re.compile(r'xlink:href="#([^"]*)"|url\(#([^)]*)\)')
 _SERIES = re.compile(r"s\d+[bn]?")  # `figures.ids_of`
 _RC: dict[str, object] = {
@@ -114,7 +113,6 @@ def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc:
     body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in asked or _SERIES.fullmatch(m[1]) else "", body)
     body = re.sub(r'\bid="([^"]*)"', rf'id="{prefix}-\1"', body)
     body = re.sub(r'\bxlink:href="#([^"]*)"', rf'href="#{prefix}-\1"', body)
-    body = body.replace(f'xlink:href="{LINK}', 'href="').replace(' target="_blank"', "")
     body = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}-\1)", body)
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
     body = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", body)
@@ -125,9 +123,8 @@ def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc:
     opening = f'<svg class="plot" viewBox="0 0 {width:g} {height:g}"'
     if not title:
         return f'{opening} aria-hidden="true">{body}</svg>'
-    role = "group" if "<a " in body else "img"  # of what has links in it
     return (
-        f'{opening} role="{role}" aria-labelledby="{prefix}-t {prefix}-d">'
+        f'{opening} role="img" aria-labelledby="{prefix}-t {prefix}-d">'
         f'<title id="{prefix}-t">{html.escape(plain(title))}</title>'
         f'<desc id="{prefix}-d">{html.escape(plain(desc))}</desc>{body}</svg>'
     )

@@ -15,13 +15,12 @@ LONG = 40  # characters
 
 @dataclass(frozen=True)
 class Column:
-    """hrefs: where each cell leads to, "" nowhere. screen: not printed, where paper is too narrow for all."""
+    """screen: not printed, where paper is too narrow for all."""
 
     header: str
     cells: Sequence[str]
     numeric: bool = False
     unit: str = ""
-    hrefs: Sequence[str] = ()
     screen: bool = False
 
     @cached_property  # asked for every cell
@@ -57,12 +56,11 @@ class Table:
         return len(self.columns[0].cells) if self.columns else 0
 
     @property
-    def rows(self) -> list[tuple[str, str, list[str], list[str]]]:
-        """Anchor, tag, where its cells lead to and the cells per row, as the template writes them."""
-        rows = [list(row) for row in zip(*(c.cells[: self.most] for c in self.columns), strict=True)]
+    def rows(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Anchor, tag and the cells per row, as the template writes them."""
+        rows = list(zip(*(c.cells[: self.most] for c in self.columns), strict=True))
         nothing = [""] * len(rows)
-        links = [list(row) for row in zip(*(c.hrefs or nothing for c in self.columns), strict=False)]
-        return list(zip(self.ids or nothing, self.tags or nothing, links, rows, strict=False))
+        return list(zip(self.ids or nothing, self.tags or nothing, rows, strict=False))
 
 
 def compact(table: Table) -> Table:
@@ -76,8 +74,8 @@ def compact(table: Table) -> Table:
     return replace(table, columns=kept, note=note.strip())
 
 
-def text(header: str, cells: Sequence[object], hrefs: Sequence[str] = ()) -> Column:
-    return Column(header, [str(cell) if cell not in ("", None) else MISSING for cell in cells], hrefs=hrefs)
+def text(header: str, cells: Sequence[object]) -> Column:
+    return Column(header, [str(cell) if cell not in ("", None) else MISSING for cell in cells])
 
 
 def sizes(header: str, cells: Sequence[str]) -> Column:

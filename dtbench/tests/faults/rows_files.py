@@ -21,7 +21,6 @@ READERS = {
     "compare": "compare {} {}",
     "calibrate": "calibrate {} -o t.json",
     "report": "report {} -o p.html",
-    "coverage": "coverage {}",
     "import": "import {} -o i.jsonl",
     "validate": "calibrate --validate {} {}",
     "export": "export {} --to torch -o e.py",

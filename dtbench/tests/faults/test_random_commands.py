@@ -30,7 +30,6 @@ SOUND = (
     "report run.jsonl -o out.html",
     "import nccl.log -o out.jsonl",
     "compare run.jsonl run.jsonl",
-    "coverage run.jsonl --base coverage-core.json",
     "calibrate run.jsonl -o out.json",
     f"calibrate --validate {TOPOLOGY} run.jsonl",
     f"plan --topology {TOPOLOGY} --model llama-8b --gpus 16 --batch 64",
@@ -72,7 +71,7 @@ def files(tmp_path: Path) -> list[str]:
     (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "nccl.log").write_text(LOG)
     root = Path(__file__).parents[3] / "results"
-    known = ("coverage-core.json", TOPOLOGY, "reference/step-times/a100-64-gpus.csv")
+    known = (TOPOLOGY, "reference/step-times/a100-64-gpus.csv")
     for name in known:
         (tmp_path / name.rpartition("/")[2]).write_bytes((root / name).read_bytes())
     os.mkfifo(tmp_path / "pipe")

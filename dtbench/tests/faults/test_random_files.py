@@ -23,7 +23,6 @@ from dtbench.tests import made_up
 from dtbench.tests.faults.conftest import TABLE
 from dtbench.tests.faults.test_random_commands import TOPOLOGY, damaged
 from dtbench.tests.made_up import Cli
-from dtbench.tests.test_coverage import result
 from dtbench.tests.test_damaged_files import LLAMA, RESULTS
 from dtbench.tests.test_damaged_files import READERS as MADE
 
@@ -66,13 +65,6 @@ COMMANDS = {
         "plan --validate FILE --json",
         "plan --fit FILE -o out.json",
     ),
-    "coverage-core.json": ("coverage verdicts.jsonl --base FILE", "report FILE -o out.html"),
-    "verdicts.jsonl": (
-        "coverage FILE --base coverage-core.json",
-        "coverage FILE -o out.md",
-        "show FILE",
-        "report FILE -o out.html",
-    ),
     "gate.json": ("report FILE -o out.html",),
     "history.jsonl": ("report FILE -o out.html",),
     "preflight.json": ("report FILE -o out.html", "preflight --expect FILE --mesh nosuch"),
@@ -102,12 +94,10 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
         "ml-engineering.log": MADE["ml-engineering"][0](),
         "trace.json.gz": gzip.compress(MADE["trace"][0]()),
         "preflight.json": MADE["preflight"][0](),
-        "verdicts.jsonl": verdicts(),
     }
     committed = {
         TOPOLOGY: TOPOLOGY,
         "a100-64-gpus.csv": "reference/step-times/a100-64-gpus.csv",
-        "coverage-core.json": "compat-core.json",
         "gate.json": "gate/same.json",
         "history.jsonl": "history/intel-r-xeon-r-processor-2c-dee4835e.jsonl",
         "calls.json": "profile/add/table.json",
@@ -173,12 +163,3 @@ def test_no_file_ends_a_command_in_a_traceback(
 
 def without_quotes(words: str) -> list[str]:
     return [word.replace("''", "") for word in words.split()]
-
-
-def verdicts() -> bytes:
-    """A run of the suite compat."""
-    programs = json.loads((RESULTS / "compat-core.json").read_bytes())["verdicts"]
-    results = [result(name, "pass", "eager") for name in islice(programs, 4)]
-    results += [result("sub", "no rule"), result("add", "wrong", impl="torch")]
-    lines = [{**msgspec.to_builtins(one), "suite": "compat"} for one in results]
-    return b"".join(json.dumps(line).encode() + b"\n" for line in (made_up.header(), *lines, {"kind": "end"}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dtbench.cost.bucket_size import bucket_choices
@@ -26,7 +26,6 @@ from dtbench.reporting.html.figures import (
     stacked,
 )
 from dtbench.reporting.html.impls import CORE, FLOOR, TORCH, bandwidths, named
-from dtbench.reporting.html.profiles import MAX_SPANS, Span
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, format_size, plural
@@ -45,7 +44,6 @@ OVERLAP_STYLES = {
     "local": replace(FLOOR, words="the computation alone"),
 }
 BUSY = {"compute": "computing", "overlap": "both", "exposed": "communicating", "host": "neither"}
-LANES = {"communication": ("s1", 1.0), "compute": ("s0", 1.0)}
 # More lines than this in one panel are not read: each mesh dim has panels of its own then.
 MOST_LINES = 10
 MAX_SECTIONS = 3
@@ -67,7 +65,7 @@ def fill(section: Section, of: Material) -> None:
     section.add(_overlap(overlaps), _overlap_table(overlaps))
     ranks = of.sources.ranks
     folded = bool(section.figures)  # beside the suites' own figures
-    section.add(_parts(ranks, folded), _timeline(of.sources.spans, folded), _parts_table(ranks))
+    section.add(_parts(ranks, folded), _parts_table(ranks))
 
 
 # ------------------------------------------------------------------------------------ buckets
@@ -275,37 +273,6 @@ def _parts(profiles: Sequence[profile.Section], folded: bool) -> Figure | None:
         f"At most {MAX_SECTIONS} sections and {MAX_RANKS} ranks are drawn; the table has all.",
         seconds_tick,
         folded="What each rank does in an iteration" if folded else "",
-    )
-
-
-def _timeline(spans: Mapping[str, Sequence[Span]], folded: bool) -> Figure | None:
-    """A panel per section: the middle iteration, two lanes per rank."""
-    panels = {
-        section: [
-            Bar(
-                f"rank {rank} {lane}",
-                [
-                    (lane, s.start_us * 1e-6, (s.end_us - s.start_us) * 1e-6)
-                    for s in found
-                    if (s.rank, s.lane) == (rank, lane)
-                ],
-            )
-            for rank in sorted({span.rank for span in found})[:MAX_RANKS]
-            for lane in LANES
-        ]
-        for section, found in list(spans.items())[:MAX_SECTIONS]
-    }
-    return bars(
-        "timeline",
-        panels,
-        LANES,
-        "One iteration as a timeline: for each rank when it communicates (from its call until the transport is done) "
-        "and when it computes, on rank 0’s clock. Bars above each other of different length: a rank waits for another. "
-        f"At most {MAX_SECTIONS} sections, {MAX_RANKS} ranks and {MAX_SPANS} spans of a lane are drawn; the whole "
-        "trace opens in Perfetto.",
-        seconds_tick,
-        named=False,
-        folded="One iteration as a timeline" if folded else "",
     )
 
 

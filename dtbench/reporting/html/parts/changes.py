@@ -93,10 +93,10 @@ def fill(section: Section, of: Material) -> None:
     changes = of.changes
     if changes is None or not changes.changes:
         return
-    section.add(_intervals(section, of, changes), _table(of, changes.changes))
+    section.add(_intervals(section, changes), _table(changes.changes))
 
 
-def _intervals(section: Section, of: Material, changes: Changes) -> Figure | None:
+def _intervals(section: Section, changes: Changes) -> Figure | None:
     """All that changed or may have, and of the others as many as there is room for; the slowest first."""
     known = [c for c in changes.changes if c.ratio and c.matters]
     changed = sum(c.verdict != judged.Verdict.PASS for c in known)
@@ -107,7 +107,6 @@ def _intervals(section: Section, of: Material, changes: Changes) -> Figure | Non
         )
     values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
     several = len({c.impl for c in drawn}) > 1
-    place = {id(c): _anchor(i) for i, c in enumerate(changes.changes)}
     rows = []
     for c in sorted(drawn, key=lambda c: -(c.ratio or 0)):
         assert c.ratio is not None and c.matters is not None
@@ -121,7 +120,6 @@ def _intervals(section: Section, of: Material, changes: Changes) -> Figure | Non
                 f"{c.verdict.shape} {t.factor(c.ratio)}",
                 {style: (c.low, c.high)},
                 (1 / (1 + c.matters), 1 + c.matters),
-                of.profile_of(c.suite, c.name, c.params) or f"#{place[id(c)]}",
             )
         )
 
@@ -135,15 +133,14 @@ def _intervals(section: Section, of: Material, changes: Changes) -> Figure | Non
         STYLES,
         "Time now over time before, the slowest first, on a logarithmic axis; the line at 1 is no change, the grey "
         "band is too small to count. What lies right of it with its whole interval is slower. An arrowhead "
-        f"at the end of an interval: no bound yet on that side. {changes.bounds} A name leads to its flame graph or "
-        "trace where one was recorded, else to its row.",
+        f"at the end of an interval: no bound yet on that side. {changes.bounds}",
         axis,
         desc=lambda of: f"Ratios of {len(of)} cases with their intervals; {slower} are slower.",
         intervals=True,
     )
 
 
-def _table(of: Material, changes: Sequence[Judged]) -> t.Table:
+def _table(changes: Sequence[Judged]) -> t.Table:
     def bound(header: str, values: Sequence[float | None]) -> t.Column:
         cells = ["open" if v is None else t.factor(v) for v in values]
         known = [c.ratio is not None for c in changes]
@@ -164,11 +161,7 @@ def _table(of: Material, changes: Sequence[Judged]) -> t.Table:
         [
             t.text("Verdict", [f"{c.verdict.shape} {c.verdict}" for c in changes]),
             t.text("Suite", [c.suite for c in changes]),
-            t.text(
-                "Case",
-                [c.words for c in changes],
-                [of.profile_of(c.suite, c.name, c.params) for c in changes],
-            ),
+            t.text("Case", [c.words for c in changes]),
             t.text("Impl", [c.impl for c in changes]),
             *t.times([("base", [c.base_s for c in changes]), ("now", [c.head_s for c in changes])]),
             t.ratios("ratio", [c.ratio for c in changes]),

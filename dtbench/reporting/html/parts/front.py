@@ -36,8 +36,6 @@ def title(of: Material, verdict: Verdict, sections: Sequence[Section]) -> str:
         return words[0].upper() + words[1:] if words.split()[0].isalpha() else words
     if sources.runs:
         return _times(of) or f"Mesh {mesh_words(sources.runs[0].header) or 'unknown'}"
-    if sources.verdict_runs or sources.verdict_tables:
-        return "Ops on distributed tensors"
     if sources.calls or sources.ranks:
         return "Profile"
     return "Cost model" if sources.topology is not None else "History"
@@ -55,8 +53,7 @@ def _times(of: Material) -> str:
 
 def started(sources: Sources) -> str:
     """When the runs were measured, for the index."""
-    runs = (*sources.runs, *sources.verdict_runs)
-    return max((str(run.header.started or "") for run in runs), default="")
+    return max((str(run.header.started or "") for run in sources.runs), default="")
 
 
 CORE_IS = (
