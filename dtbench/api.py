@@ -295,7 +295,7 @@ def _run_here(
     suite: Suite, output: str | Path | None, progress: bool, timeout_s: float, functions: bool = False
 ) -> Results:
     from dtbench.engine.failure import ActiveCase
-    from dtbench.engine.options import RunOptions, list_tasks
+    from dtbench.engine.options import RunRequest, list_tasks
     from dtbench.engine.progress import Line
     from dtbench.engine.runner import Sweep, budget_of
     from dtbench.engine.sampling import Budget
@@ -309,7 +309,7 @@ def _run_here(
         if output is not None and ranks.rank == 0:
             refuse_taken(Path(output))
         device = world.device
-        plan = RunOptions().plan("cuda" if device.type == "cuda" else "cpu", world.world_size)
+        plan = RunRequest().resolve("cuda" if device.type == "cuda" else "cpu", world.world_size)
         results: list[Result] = []
         info = local_rank_info(str(device))
         infos = ranks.agree(info, lambda votes: votes)

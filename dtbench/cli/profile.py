@@ -33,8 +33,8 @@ def profile_command(target: str, filter: str, nvtx: bool, output: Path | None, *
       dtbench profile dispatch/add -o add
       dtbench profile tensor_parallel --filter "pass=forward" --nproc 2
     """
-    from dtbench.engine.options import RunOptions
+    from dtbench.engine.options import RunRequest
     from dtbench.profile.profile import profile
     from dtbench.profile.request import make_request
 
-    return profile(make_request(target, filter, output, nvtx, RunOptions(**given)), sys.argv[1:])
+    return profile(make_request(target, filter, output, nvtx, RunRequest(**given)), sys.argv[1:])

@@ -15,7 +15,7 @@ from dtbench.cli import options
 from dtbench.cli.completion import suites
 from dtbench.engine.options import (
     CALIBRATION_LAUNCHES,
-    RunOptions,
+    RunRequest,
     parse_duration,
     parse_nccl_size,
     parse_size,
@@ -201,7 +201,7 @@ def options_of(
     maxbytes: int | None,
     stepfactor: int | None,
     **given: options.Given,
-) -> RunOptions:
+) -> RunRequest:
     suites, own = split_words(words)
     if minbytes is not None or maxbytes is not None or stepfactor is not None:
         if given["sizes_bytes"] is not None:
@@ -213,7 +213,7 @@ def options_of(
         given["sizes_bytes"] = sweep_of(minbytes, maxbytes, stepfactor or 2)
     if launches is None:
         launches = 1 if given["max_size_bytes"] is None else CALIBRATION_LAUNCHES
-    return RunOptions(suites=suites, suite_options=own, launches=launches, **given)
+    return RunRequest(suites=suites, suite_options=own, launches=launches, **given)
 
 
 @click.command("list", cls=_List, context_settings={"ignore_unknown_options": True})

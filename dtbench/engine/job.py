@@ -18,7 +18,7 @@ from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.findings import findings, next_commands
 from dtbench.engine.launch import OUTPUT
 from dtbench.engine.options import (
-    RunOptions,
+    RunRequest,
     Task,
     list_tasks,
     refuse_foreign_options,
@@ -29,7 +29,7 @@ from dtbench.engine.ranks import backend_of
 from dtbench.machine.provenance import provenance
 from dtbench.records import baselines
 from dtbench.records.run import RunWriter, read_run
-from dtbench.suite import DeviceType, Plan, Result, Run
+from dtbench.suite import DeviceType, Result, Run, RunOptions
 from dtbench.suite.errors import (
     EXIT_CASE_FAILED,
     EXIT_OK,
@@ -47,8 +47,8 @@ from dtbench.text.masking import mask_arguments, mask_options
 class Job:
     """What a run is to do, the same on every rank and in the launcher."""
 
-    options: RunOptions
-    plan: Plan
+    options: RunRequest
+    plan: RunOptions
     suites: tuple[Suite, ...]
     tasks: tuple[Task, ...]  # to measure, in this order
     listed: tuple[Task, ...]  # all that the options name; --budget may leave some out
@@ -69,13 +69,13 @@ class Job:
         return self.suites[0].world == "own"
 
 
-def prepare(options: RunOptions, device_type: DeviceType, world_size: int) -> Job:
+def prepare(options: RunRequest, device_type: DeviceType, world_size: int) -> Job:
     """Validates all that can be validated before ranks exist.
 
     Raises:
         UsageError: options that cannot be followed.
     """
-    plan = options.plan(device_type, world_size)
+    plan = options.resolve(device_type, world_size)
     suites = tuple({suite.name: suite for suite in load(options.suites)}.values())
     refuse_foreign_options(suites, options.suite_options)
     listed = tasks = list_tasks(suites, plan, options.filter)
@@ -123,7 +123,7 @@ def _digest(path: Path) -> str:
         return "none"
 
 
-def output_of(options: RunOptions) -> Path:
+def output_of(options: RunRequest) -> Path:
     """The run file: -o, or a name by the time in the current folder."""
     if options.output is not None:
         return options.output
@@ -171,7 +171,7 @@ def exit_code_of(results: Iterable[Result]) -> int:
     return EXIT_OK if statuses and not statuses & {"failed", "wrong"} else EXIT_CASE_FAILED
 
 
-def say_ended(options: RunOptions, path: Path, before: Before | None) -> None:
+def say_ended(options: RunRequest, path: Path, before: Before | None) -> None:
     """The last lines of a run that is whole: what it found, what became of it, what to type next.
 
     Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from dtbench.suite import CHOOSABLE_IMPLS, Case, DeviceType, Header, Plan, Result, ResultKey
+from dtbench.suite import CHOOSABLE_IMPLS, Case, DeviceType, Header, Result, ResultKey, RunOptions
 from dtbench.suite.errors import UnknownOptionError, UsageError, describe, place_in
 from dtbench.suite.mesh import Mesh, default_mesh, format_mesh, ranks_of
 from dtbench.suite.suites import Suite
@@ -69,7 +69,7 @@ def split_target(text: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunRequest:
     """`dtbench run`, validated as far as is possible without knowing the machine."""
 
     suites: tuple[str, ...] = ()
@@ -132,8 +132,8 @@ class RunOptions:
         """How many are asked for, by --nproc or --mesh."""
         return self.nproc or (ranks_of(self.mesh) if self.mesh else None)
 
-    def plan(self, device_type: DeviceType, world_size: int) -> Plan:
-        """The plan for a world of `world_size` ranks.
+    def resolve(self, device_type: DeviceType, world_size: int) -> RunOptions:
+        """The options of a run in a world of `world_size` ranks.
 
         Raises:
             UsageError: another number of ranks is asked for.
@@ -149,7 +149,7 @@ class RunOptions:
                 f"give a mesh of {world_size}, for example --mesh {format_mesh(default_mesh(world_size))}"
             )
         planned = None if self.max_size_bytes is None else sizes_up_to(self.max_size_bytes)
-        return Plan(
+        return RunOptions(
             mesh,
             self.sizes_bytes or planned or parse_sizes(_DEFAULT_SIZES[device_type, self.quick]),
             self.dtypes,
@@ -366,7 +366,7 @@ def _words(line: str) -> list[str]:
         return line.split()
 
 
-def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task]:
+def list_tasks(suites: Sequence[Suite], plan: RunOptions, text: str = "") -> list[Task]:
     """Every case of the suites under the plan, simulated worlds first, with the impls it is to be
     measured with; those only that `text` matches, see `matcher`.
 
@@ -404,7 +404,7 @@ def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task
     return found
 
 
-def _cases_of(suite: Suite, plan: Plan) -> Iterator[Case]:
+def _cases_of(suite: Suite, plan: RunOptions) -> Iterator[Case]:
     try:
         for case in suite.cases(plan):
             if not isinstance(case, Case):
@@ -431,7 +431,7 @@ def remaining(tasks: Iterable[Task], done: Container[ResultKey], launch: int) ->
 
 
 def further_tasks(
-    suites: Sequence[Suite], plan: Plan, text: str, results: Sequence[Result], launch: int
+    suites: Sequence[Suite], plan: RunOptions, text: str, results: Sequence[Result], launch: int
 ) -> list[Task]:
     """What to measure beyond the listed cases (`Refinement`), whether that is done already or not.
 
@@ -468,7 +468,9 @@ def further_tasks(
     return list(found.values())
 
 
-def refuse_other_run(header: Header, plan: Plan, suites: Sequence[str], launches: int, path: Path) -> None:
+def refuse_other_run(
+    header: Header, plan: RunOptions, suites: Sequence[str], launches: int, path: Path
+) -> None:
     """Checks that the run to resume asks for the same as the options do.
 
     Raises:

@@ -47,7 +47,7 @@ from dtbench.suite.errors import (
     EXIT_USAGE,
     DtbenchError,
     OutputError,
-    RanksDifferError,
+    RankMismatchError,
     WorldBrokenError,
     complain,
     describe,
@@ -126,7 +126,7 @@ class Rank:
             ranks, by the names that users know it by.
 
         Raises:
-            RanksDifferError: it is not, or a rank was refused something.
+            RankMismatchError: it is not, or a rank was refused something.
             WorldBrokenError: their store does not answer.
         """
         from dtbench.machine.provenance import installed, local_rank_info
@@ -148,7 +148,7 @@ class Rank:
             mine = {"info": local_rank_info(str(self.device), transport), "same": versions | dict(same or {})}
             self.infos, fault = ranks.agree(mine, _judge)
         if fault:
-            raise RanksDifferError(fault)
+            raise RankMismatchError(fault)
         hosts = [info["host"] for info in self.infos]
         self._detector.join(self.connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
         self.ranks = ranks
@@ -214,7 +214,7 @@ class Rank:
             self._leave()
         elif isinstance(error, DtbenchError) and not self._joining:
             return  # the command line says it, once for all ranks
-        elif isinstance(error, RanksDifferError):
+        elif isinstance(error, RankMismatchError):
             if self.place.rank == 0:
                 complain(str(error))
                 self.note(code=error.exit_code, reported=True)

@@ -21,7 +21,7 @@ from dtbench.engine.job import (
     words_on_kept,
 )
 from dtbench.engine.launch import Note, start_ranks
-from dtbench.engine.options import RunOptions, remaining
+from dtbench.engine.options import RunRequest, remaining
 from dtbench.engine.place import find_place
 from dtbench.engine.progress import make_progress, said_if_slow, say
 from dtbench.engine.rank import quiet_torch
@@ -40,7 +40,7 @@ from dtbench.text.units import plural
 MAX_FRUITLESS = 5
 
 
-def run(options: RunOptions, argv: Sequence[str]) -> int:
+def run(options: RunRequest, argv: Sequence[str]) -> int:
     """Does what the options say; the exit code.
 
     argv: the command line without the program's name, which the ranks are started with again.
@@ -69,7 +69,7 @@ def run(options: RunOptions, argv: Sequence[str]) -> int:
     return _measure_in_ranks(job, argv, output, {result.key for result in before.results} if before else ())
 
 
-def job_here(options: RunOptions) -> Job:
+def job_here(options: RunRequest) -> Job:
     """What the options ask for on this machine, on ranks of our own.
 
     Raises:

@@ -34,7 +34,7 @@ from dtbench.engine.job import (
     say_ended,
 )
 from dtbench.engine.launch import AGAIN, launch_number, start_again
-from dtbench.engine.options import RunOptions, Task, further_tasks, remaining
+from dtbench.engine.options import RunRequest, Task, further_tasks, remaining
 from dtbench.engine.place import Place
 from dtbench.engine.progress import make_progress, say
 from dtbench.engine.rank import Rank
@@ -62,7 +62,7 @@ _Further = tuple[str, str, dict[str, Param], list[str]]
 class Session:
     """This rank's part in one launch of a run. `go` never returns."""
 
-    def __init__(self, options: RunOptions, place: Place, argv: Sequence[str]) -> None:
+    def __init__(self, options: RunRequest, place: Place, argv: Sequence[str]) -> None:
         self._options = options
         self._argv = argv
         self._launch = launch_number()

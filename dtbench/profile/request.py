@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dtbench.engine.job import prepare
 from dtbench.engine.launch import OUTPUT
-from dtbench.engine.options import RunOptions, Task, matcher, split_target
+from dtbench.engine.options import RunRequest, Task, matcher, split_target
 from dtbench.machine.device import choose_device
 from dtbench.suite import DeviceType
 from dtbench.suite.errors import UsageError
@@ -33,7 +33,7 @@ class Request:
     """`dtbench profile`: options as `dtbench run` has them (its `suites` is the one of the target), the
     case's name ("": all of the suite), the folder to make, and whether to push NVTX ranges."""
 
-    options: RunOptions
+    options: RunRequest
     case: str
     folder: Path
     nvtx: bool = False
@@ -69,7 +69,7 @@ class Request:
 
 
 def make_request(
-    target: str, filter_text: str, output: Path | None, nvtx: bool, options: RunOptions
+    target: str, filter_text: str, output: Path | None, nvtx: bool, options: RunRequest
 ) -> Request:
     """From the command line. `options` has everything but the suite; without -o the folder is named by
     the time, and ranks take the name that their launcher chose.

@@ -69,7 +69,7 @@ class RankProfile:
         rank, ranks, request = self._rank, self._rank.ranks, self._request
         self._epoch_ns = int(ranks.agree(time.time_ns(), lambda votes: votes[0]))
         host_clock = rank.clock_offset(time.time_ns)
-        plan = request.options.plan(device_type, ranks.size)
+        plan = request.options.resolve(device_type, ranks.size)
         if ranks.rank == 0:
             refuse_taken(request.folder, "remove it")
             where = f"{ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})"

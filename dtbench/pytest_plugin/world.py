@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from dtbench.engine.failure import ActiveCase, Diagnosis
-from dtbench.engine.options import RunOptions, Task, list_tasks
+from dtbench.engine.options import RunRequest, Task, list_tasks
 from dtbench.engine.place import Place, find_place
 from dtbench.engine.rank import Rank, quiet_torch
 from dtbench.engine.ranks import AloneRanks, LiveWorld, device_of, simulated_world, world_of_one
@@ -35,7 +35,7 @@ class Up(NamedTuple):
 class Live:
     """The world that is up, of one kind at a time: first the simulated one, then the ranks'."""
 
-    def __init__(self, place: Place | None, options: RunOptions, show: Callable[[], None]) -> None:
+    def __init__(self, place: Place | None, options: RunRequest, show: Callable[[], None]) -> None:
         self._show = show
         self._kind = ""
         self._up: Up
@@ -47,9 +47,9 @@ class Live:
             self._life.enter_context(self.rank)
         self.device_type = choose_device(options.device)
         size = options.ranks or DEFAULT_CPU_RANKS
-        self.plan = options.plan(self.device_type, place.world_size if place else size)
+        self.plan = options.resolve(self.device_type, place.world_size if place else size)
         # Without a launcher, suites of ranks whose cases do not follow from the number of ranks run on one.
-        self._single = None if self.rank or options.mesh else options.plan(self.device_type, 1)
+        self._single = None if self.rank or options.mesh else options.resolve(self.device_type, 1)
 
     def tasks(self, suite: Suite) -> list[Task]:
         """The cases of a suite.
@@ -123,7 +123,7 @@ def live_of(config: pytest.Config) -> Live:
         # Ranks that share cores and each start a thread per core would measure the fight for them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         option = config.option
-        options = RunOptions(
+        options = RunRequest(
             mesh=option.dtbench_mesh,
             sizes_bytes=option.dtbench_size,
             dtypes=option.dtbench_dtype,

@@ -18,7 +18,7 @@ import pytest
 from dtbench.cli.program import cli
 from dtbench.engine.ranks import backend_of
 from dtbench.machine.device import count_ranks
-from dtbench.suite import Plan
+from dtbench.suite import RunOptions
 from dtbench.suite import suites as registry
 from dtbench.suite.errors import EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE, UsageError
 from dtbench.tests.made_up import Cli
@@ -235,7 +235,7 @@ def test_an_error_echoes_no_secret_of_its_command_line(dtbench: Cli, tmp_path: P
 
 
 def test_a_sweep_goes_through_what_the_run_asks_for() -> None:
-    plan = Plan((("dp", 2), ("pp", 1), ("tp", 4)), (1024, 2048), ("float32", "bfloat16"))
+    plan = RunOptions((("dp", 2), ("pp", 1), ("tp", 4)), (1024, 2048), ("float32", "bfloat16"))
     points = [tuple(at.params.values()) for at in registry.sweep(plan)]
     assert points[:3] == [("dp", 2, "float32", 1024), ("dp", 2, "float32", 2048), ("dp", 2, "bfloat16", 1024)]
     assert len(points) == len(set(points)) == 8 and points[-1] == ("tp", 4, "bfloat16", 2048)
@@ -342,7 +342,7 @@ def test_a_run_to_calibrate_with_has_five_launches_and_refines(
     assert dtbench("run", "collectives", *args.split())[0] == EXIT_OK
     (options,) = got
     assert options.suites == ("collectives",) and options.launches == launches
-    assert options.plan("cpu", 4).refine == refines
+    assert options.resolve("cpu", 4).refine == refines
 
 
 def test_suites_of_an_earlier_revision_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from dtbench.comparison import op_verdicts as coverage
 from dtbench.comparison.op_verdicts import baseline_of, became_worse, markdown
 from dtbench.engine.options import refuse_foreign_options, split_words
 from dtbench.records.verdicts import Baseline, OpVerdict, read_baseline, verdicts_of, write_baseline
-from dtbench.suite import Plan, Result, Run
+from dtbench.suite import Result, Run, RunOptions
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.suites import Suite
 from dtbench.tests import made_up
@@ -245,4 +245,4 @@ def test_options_nobody_declared_are_refused(suites: list[Suite], given: dict[st
 
 def test_declared_options_pass() -> None:
     refuse_foreign_options([suite_of("a", mode=""), suite_of("b")], {"mode": "x"})
-    assert Plan((("tp", 2),), (1,), options={"mode": "x"}).options["mode"] == "x"
+    assert RunOptions((("tp", 2),), (1,), options={"mode": "x"}).options["mode"] == "x"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtbench.engine.launch import Note
-from dtbench.engine.options import RunOptions
+from dtbench.engine.options import RunRequest
 from dtbench.engine.rank_run import run as run_here
 from dtbench.records.run import read_run
 from dtbench.suite import Result, Run
@@ -188,7 +188,7 @@ def test_ranks_that_are_lost_whatever_they_measure_end_the_run(
         return Note(code=5, reported=True, lost="rank 0 died")
 
     monkeypatch.setattr("dtbench.engine.rank_run.start_ranks", lose)
-    assert run_here(RunOptions(suites=(SUITE,), device="cpu", output=here / "x.jsonl"), []) == 5
+    assert run_here(RunRequest(suites=(SUITE,), device="cpu", output=here / "x.jsonl"), []) == 5
     assert len(starts) == 5 and starts[0] is None and starts[1] is not None
     assert "like 5 starts in a row that measured nothing" in capsys.readouterr().err.splitlines()[-1]
 

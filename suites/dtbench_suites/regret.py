@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute as torch_planner
 
-from dtbench.suite import Case, Param, Plan, Workload, World, suite
+from dtbench.suite import Case, Param, RunOptions, Workload, World, suite
 from dtbench.suite.errors import UsageError
 from dtbench_core.cost.topology import Topology, TopologyError
 from dtbench_core.layout.spec import DTensorSpec
@@ -150,7 +150,7 @@ def matrix_of(size_bytes: int, itemsize: int, ranks: int) -> tuple[int, int]:
     return rows, max(round(size_bytes / itemsize / rows / ranks), 1) * ranks
 
 
-def topology_of(plan: Plan) -> Topology | None:
+def topology_of(plan: RunOptions) -> Topology | None:
     """The topology whose favourites are measured too.
 
     Raises:
@@ -174,7 +174,7 @@ def topology_of(plan: Plan) -> Topology | None:
     help=SUITES["regret"],
     options={"topology": "a calibrated topology whose favourite ways are measured, too"},
 )
-def regret(plan: Plan) -> Iterator[Case]:
+def regret(plan: RunOptions) -> Iterator[Case]:
     dims = shared_dims(plan)
     if len(dims) != 2:
         shape = ",".join(f"{name}={n}" for name, n in plan.mesh)
@@ -189,7 +189,7 @@ def regret(plan: Plan) -> Iterator[Case]:
 
 
 def decisions(
-    plan: Plan, topology: Topology | None, dtype_name: str, size: int, library: str
+    plan: RunOptions, topology: Topology | None, dtype_name: str, size: int, library: str
 ) -> Iterator[Case]:
     """The redistributions of a tensor of about so many bytes, and the products."""
     dims = shared_dims(plan)

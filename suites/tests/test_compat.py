@@ -17,7 +17,7 @@ import dtbench_core as core
 from dtbench.comparison.op_verdicts import VARIANTS
 from dtbench.records.verdicts import PROGRAMS
 from dtbench.suite import Case as PlannedCase
-from dtbench.suite import Plan
+from dtbench.suite import RunOptions
 from dtbench.suite.errors import UsageError
 from dtbench_suites.compat.judge import Seen, _seen, judge_program, kind_of, together
 from dtbench_suites.compat.program import Entry, Given, programs, randn
@@ -206,7 +206,7 @@ def test_what_torch_compile_does_not_do_with_plain_tensors_is_no_verdict(
 
 
 def _cases_of(options: dict[str, str]) -> Iterator[PlannedCase]:
-    yield from compat.cases(Plan(mesh=(), sizes_bytes=(), options=options))
+    yield from compat.cases(RunOptions(mesh=(), sizes_bytes=(), options=options))
 
 
 def test_a_share_of_the_programs_runs_in_a_variant() -> None:

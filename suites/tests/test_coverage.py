@@ -18,7 +18,7 @@ pytest.importorskip("expecttest", reason="torch's op database imports it")
 import dtbench_core as core
 from dtbench.cli.program import cli
 from dtbench.comparison.op_verdicts import MODES
-from dtbench.engine.options import RunOptions, split_words
+from dtbench.engine.options import RunRequest, split_words
 from dtbench.engine.rank_run import run
 from dtbench.records.verdicts import OpVerdict
 from dtbench.suite.errors import UsageError
@@ -377,13 +377,13 @@ def test_a_run_its_table_and_its_baseline(tmp_path: Path, capsys: pytest.Capture
 def test_options_that_cannot_be_followed(words: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=re.escape(says)):
         suites, own = split_words(words.split())
-        run(RunOptions(suites=suites, suite_options=own, output=tmp_path / "run.jsonl"), [])
+        run(RunRequest(suites=suites, suite_options=own, output=tmp_path / "run.jsonl"), [])
     assert not (tmp_path / "run.jsonl").exists()
 
 
 def test_options_about_ranks_are_refused(tmp_path: Path) -> None:
     own, output = {"ops": "^add$"}, tmp_path / "run.jsonl"
-    options = RunOptions(suites=("coverage",), suite_options=own, nproc=2, launches=2, output=output)
+    options = RunRequest(suites=("coverage",), suite_options=own, nproc=2, launches=2, output=output)
     with pytest.raises(UsageError, match="coverage starts no ranks: leave --nproc, --launches out"):
         run(options, [])
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dtbench.records.run import read_run
-from dtbench.suite import Plan
+from dtbench.suite import RunOptions
 from dtbench.suite.errors import UsageError
 from dtbench.suite.suites import load
 from dtbench.tests.programs import start
@@ -29,7 +29,7 @@ from dtbench_suites.ways import (
 
 DIMS = (("dp", 2), ("tp", 4))
 SHAPE = (64, 32)
-PLAN = Plan((("dp", 2), ("tp", 4)), (65536,), sizes_chosen=True)
+PLAN = RunOptions((("dp", 2), ("tp", 4)), (65536,), sizes_chosen=True)
 
 
 def ways(src: tuple[str, ...], dst: tuple[str, ...]) -> list[str]:
@@ -86,7 +86,7 @@ def test_ways_of_torch_take_one_mesh_dim_at_a_time() -> None:
 def test_a_mesh_without_a_choice_is_refused() -> None:
     for mesh in ((("tp", 4),), (("dp", 1), ("tp", 4)), (("a", 2), ("b", 2), ("c", 2))):
         with pytest.raises(UsageError, match=r"expected two mesh dims .*--mesh dp=2,tp=2"):
-            list(load(["regret"])[0].cases(Plan(mesh, (4096,))))
+            list(load(["regret"])[0].cases(RunOptions(mesh, (4096,))))
 
 
 def test_every_way_is_right_on_real_ranks(tmp_path: Path) -> None:

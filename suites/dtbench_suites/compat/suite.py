@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dtbench.comparison.op_verdicts import VARIANTS, WRITTEN
 from dtbench.records.verdicts import PROGRAMS
-from dtbench.suite import CHOOSABLE_IMPLS, Case, Plan, suite
+from dtbench.suite import CHOOSABLE_IMPLS, Case, RunOptions, suite
 from dtbench.suite.errors import UsageError
 from dtbench_suites import SUITES
 from dtbench_suites.coverage.suite import judged_by, not_timed, number, pattern
@@ -29,7 +29,7 @@ OPTIONS = {
     options=OPTIONS,
     by_default=False,
 )
-def compat(plan: Plan) -> Iterator[Case]:
+def compat(plan: RunOptions) -> Iterator[Case]:
     number(plan, "workers", 1)
     wanted = pattern(plan, "programs")
     chosen = plan.options.get("variants", ",".join(VARIANTS)).split(",")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from dtbench.comparison.op_verdicts import MODES
 from dtbench.records.verdicts import SUITE
-from dtbench.suite import CHOOSABLE_IMPLS, Case, Plan, Result, Workload, suite
+from dtbench.suite import CHOOSABLE_IMPLS, Case, Result, RunOptions, Workload, suite
 from dtbench.suite.errors import UsageError, WorldBrokenError
 from dtbench.suite.suites import Measure
 from dtbench_suites import SUITES
@@ -31,7 +31,7 @@ def judged_by(module: str, of: str, workers: int) -> Measure:
     """What measures a suite of verdicts: the judge of a module. of: the suite; workers: unless the plan says."""
 
     def measure(
-        plan: Plan, tasks: Sequence[tuple[Case, tuple[str, ...]]], record: Callable[[Result], None]
+        plan: RunOptions, tasks: Sequence[tuple[Case, tuple[str, ...]]], record: Callable[[Result], None]
     ) -> None:
         caps = caps_of(plan)
         jobs = [
@@ -56,7 +56,7 @@ def judged_by(module: str, of: str, workers: int) -> Measure:
     options=OPTIONS,
     by_default=False,
 )
-def coverage(plan: Plan) -> Iterator[Case]:
+def coverage(plan: RunOptions) -> Iterator[Case]:
     caps_of(plan)
     chosen = plan.options.get("mode", ",".join(MODES)).split(",")
     if unknown := [mode for mode in chosen if mode not in MODES]:
@@ -81,20 +81,20 @@ def not_timed(world: object) -> Workload:
     raise NotImplementedError("verdicts come from `measure`")
 
 
-def caps_of(plan: Plan) -> Caps:
+def caps_of(plan: RunOptions) -> Caps:
     """How much is tried per op."""
     least = QUICK if plan.quick else Caps()
     return Caps(number(plan, "samples", least.samples), number(plan, "places", least.places))
 
 
-def pattern(plan: Plan, name: str) -> re.Pattern[str]:
+def pattern(plan: RunOptions, name: str) -> re.Pattern[str]:
     try:
         return re.compile(plan.options.get(name, ""))
     except re.error as error:
         raise UsageError(f"--{name} {plan.options[name]}: no regular expression ({error})") from error
 
 
-def number(plan: Plan, name: str, default: int) -> int:
+def number(plan: RunOptions, name: str, default: int) -> int:
     text = plan.options.get(name, str(default))
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--{name} {text}: expected a number of at least 1")
