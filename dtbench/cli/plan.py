@@ -39,7 +39,7 @@ def models(context: click.Context, parameter: click.Parameter, begun: str) -> li
     ]
 
 
-class PlanCommand(options.Command):
+class PlanCommand(options.AdvancedCommand):
     """What a search takes is shown first."""
 
     first = (

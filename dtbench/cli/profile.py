@@ -8,11 +8,10 @@ from pathlib import Path
 import click
 
 from dtbench.cli import options
-from dtbench.cli.completion import suites
 
 
 @click.command("profile")
-@click.argument("target", metavar="SUITE[/CASE]", shell_complete=suites)
+@click.argument("target", metavar="SUITE[/CASE]")
 @options.IMPL
 @options.FILTER
 @options.MESH

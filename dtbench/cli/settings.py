@@ -23,7 +23,7 @@ _NO_RUN = (
 )
 
 
-class _Settings(options.Command):
+class _Settings(options.AdvancedCommand):
     first = ("--json", "-o", "--sweep", "--launches")
 
 

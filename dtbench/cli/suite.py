@@ -68,8 +68,8 @@ def check(context: click.Context, /, file: Path, nproc: int) -> int:
     Example:
       dtbench suite check mine.py
     """
-    from dtbench.engine.rank_run import run
-    from dtbench.engine.scratch import scratch
+    from dtbench.engine.launch import run
+    from dtbench.engine.workers import scratch
 
     if file.suffix != ".py":
         raise click.UsageError(f"got {file}, expected the .py file of a suite")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean, median
 
 from dtbench.records.layout import crowded
-from dtbench.records.verdicts import has_verdicts
 from dtbench.suite import Result, Run
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import (
@@ -56,10 +55,6 @@ def next_commands(run: Run) -> list[str]:
     commands = [f"dtbench show {path}" + ("  # with the reasons of what is not ok" if bad else "")]
     if any(r.params.get("groups") == "together" for r in run.ok("collectives")):
         commands.append(f"dtbench calibrate {path} -o {path.with_suffix('.topology.json')}")
-    if run.ok("bucketer"):
-        commands.append(f"dtbench settings {path}")
-    if any(map(has_verdicts, run.results)):
-        commands.append(f"dtbench coverage {path}")
     commands.append(f"dtbench report {path} -o {path.with_suffix('.html')}")
     return [f"{'next:' if not number else '     '} {command}" for number, command in enumerate(commands)]
 

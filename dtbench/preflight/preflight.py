@@ -11,9 +11,9 @@ from typing import NoReturn
 from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.launch import start_ranks
 from dtbench.engine.options import RunRequest
-from dtbench.engine.place import Place, find_place
+from dtbench.engine.place import RankPlace, find_place
 from dtbench.engine.progress import said_if_slow, say
-from dtbench.engine.rank import Rank, quiet_torch
+from dtbench.engine.rank import LaunchedRank, quiet_torch
 from dtbench.engine.ranks import backend_of
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.preflight.examine import LEVEL, NAMED, Command, Examination, Examining, World, examine
@@ -81,10 +81,10 @@ def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
 class Coordinator:
     """This rank's part; on rank 0 it also asks for what is measured, and concludes. `go` never returns."""
 
-    def __init__(self, request: Request, place: Place, expected: Expected | None) -> None:
+    def __init__(self, request: Request, place: RankPlace, expected: Expected | None) -> None:
         self._request = request
         self._expected = expected
-        self._rank = Rank(place, _report)
+        self._rank = LaunchedRank(place, _report)
 
     def go(self) -> NoReturn:
         with self._rank as rank:

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtbench.engine.job import prepare
-from dtbench.engine.launch import OUTPUT
-from dtbench.engine.options import RunRequest, Task, matcher, split_target
+from dtbench.engine.options import RunRequest, Task, matcher, prepare, split_target
+from dtbench.engine.place import OUTPUT
 from dtbench.machine.device import choose_device
 from dtbench.suite import DeviceType
 from dtbench.suite.errors import UsageError
-from dtbench.suite.suites import load
 
 # A profile is read case by case; each takes seconds to measure and some hundred events to draw.
 MOST_CASES = 24
@@ -58,11 +56,6 @@ class Request:
         Raises:
             UsageError: no such suite or case, or too many.
         """
-        for suite in load(self.options.suites):
-            if suite.world == "own":
-                raise UsageError(
-                    f"{suite.name} times nothing that a profile could take apart: name another suite"
-                )
         # The filter comes after the case's name, so that a message can name the nearest.
         listed = prepare(self.options, device_type, world_size)
         return choose(listed.tasks, self.case, self.filter_text)

@@ -30,18 +30,14 @@ if TYPE_CHECKING:
 # The package whose modules are the built-in suites, its SUITES. Named, not imported: they load torch.
 BUILTIN_PACKAGE = "dtbench_suites"
 
-WorldKind = Literal["ranks", "simulated", "own"]
-
-# How a suite of the "own" kind answers cases: given the plan and (case, impls) still to be answered, it
-# calls the last argument with each result as soon as it is there.
-Measure = Callable[[RunOptions, Sequence[tuple[Case, tuple[str, ...]]], Callable[[Result], None]], None]
+WorldKind = Literal["ranks", "simulated"]
 
 
 @dataclass(frozen=True)
 class Refinement:
     """How a suite of ranks measures more where its sweep turns out too coarse (`--refine`).
 
-    wanted: given the plan, what the first launch measured of the listed cases and what it has measured
+    wanted: given the options, what the first launch measured of the listed cases and what it has measured
         beyond them, the (name, params) of cases to measure too. Called again with their results until it
         wants nothing new. Only rank 0 calls it.
     case: the case of such a name and params, the same on every rank; it may adjust the params (trim a
@@ -106,7 +102,7 @@ class World(Protocol):
 
 @dataclass(frozen=True)
 class Suite:
-    """world: where the cases run. "own": no ranks are started, `measure` answers in this process.
+    """world: where the cases run: on real ranks, or on simulated ones in one process.
     options: name -> help of the options of `dtbench run` that are this suite's; the values stand as text
         in `RunOptions.options`, and the suite checks them. by_default: whether it runs when no suite is named.
     refinement: what to measure beyond the cases, found while measuring. budget_priority: the cases of which --budget
@@ -117,7 +113,6 @@ class Suite:
     cases: Callable[[RunOptions], Iterator[Case]]
     world: WorldKind
     help: str
-    measure: Measure | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     by_default: bool = True
     refinement: Refinement | None = None
@@ -128,8 +123,6 @@ class Suite:
             raise ValueError(
                 f"the suite {self.name} has world={self.world!r}, expected one of {', '.join(get_args(WorldKind))}"
             )
-        if (self.world == "own") != (self.measure is not None):
-            raise ValueError(f'the suite {self.name}: expected measure= with world="own", and only there')
 
 
 _registered: dict[str, Suite] = {}
@@ -140,7 +133,6 @@ def suite(
     *,
     world: WorldKind,
     help: str,
-    measure: Measure | None = None,
     options: Mapping[str, str] | None = None,
     by_default: bool = True,
     refinement: Refinement | None = None,
@@ -149,11 +141,10 @@ def suite(
     """Registers a generator of cases as the suite `name`; see `Suite` for the arguments."""
 
     def register(cases: Callable[[RunOptions], Iterator[Case]]) -> Suite:
-        made = Suite(
-            name, cases, world, help, measure, options or {}, by_default, refinement, budget_priority
+        _registered[name] = registered = Suite(
+            name, cases, world, help, options or {}, by_default, refinement, budget_priority
         )
-        _registered[name] = made
-        return made
+        return registered
 
     return register
 

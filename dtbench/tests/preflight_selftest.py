@@ -30,7 +30,7 @@ from dtbench.engine.options import RunRequest
 from dtbench.engine.place import find_place
 from dtbench.engine.progress import say
 from dtbench.engine.rank import quiet_torch
-from dtbench.engine.scratch import scratch
+from dtbench.engine.workers import scratch
 from dtbench.preflight.examine import (
     COPY,
     FIRST_BYTES,

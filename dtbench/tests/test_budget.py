@@ -13,7 +13,7 @@ from dtbench.engine.failure import ActiveCase
 from dtbench.engine.options import RunRequest, Task, list_tasks
 from dtbench.engine.progress import Progress
 from dtbench.engine.refine import is_calibrated_with
-from dtbench.engine.sampling import Outcome
+from dtbench.engine.sampling import ImplOutcome
 from dtbench.suite import Case, Param, Result
 from dtbench.suite.errors import UsageError
 from dtbench.suite.suites import Suite, WorldKind, load
@@ -136,8 +136,8 @@ def test_a_sweep_leaves_out_what_there_is_no_time_for(monkeypatch: pytest.Monkey
         def __init__(self, _case: Case, impls: tuple[str, ...], *_given: Any) -> None:
             self.impls = impls
 
-        def run(self, _world: Any) -> dict[str, Outcome]:
-            return {impl: Outcome("skipped") for impl in self.impls}
+        def run(self, _world: Any) -> dict[str, ImplOutcome]:
+            return {impl: ImplOutcome("skipped") for impl in self.impls}
 
     monkeypatch.setattr(runner, "Adaptive", Measured)
     deadlines = budget.Deadlines(OPS, end_s=2.0)

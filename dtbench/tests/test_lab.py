@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dtbench.engine.signals import refuse_if_ending, signals_held
-from dtbench.engine.workers import Program
+from dtbench.engine.workers import StartedProgram
 from dtbench.suite.errors import UsageError
 from dtbench.tests.lab import network, run
 from dtbench.tests.lab.agent import Orders
@@ -208,7 +208,7 @@ def test_held_signals_wait() -> None:
 
 def agents_of(*scripts: str) -> list[run._Agent]:
     return [
-        run._Agent(f"ab-{i}", Program(["sh", "-c", script, "sh"], connected=True), None)
+        run._Agent(f"ab-{i}", StartedProgram(["sh", "-c", script, "sh"], connected=True), None)
         for i, script in enumerate(scripts)
     ]
 
@@ -285,7 +285,7 @@ def test_the_exit_code_is_the_commands(
 def test_a_report_is_heard_and_leaves_out_those_that_the_launcher_ended() -> None:
     code = "import sys; from dtbench.engine.workers import connection_at; c = connection_at(sys.argv[1]); "
     code += "c.send([(2, -15), (3, 7)]); c.recv()"
-    agent = run._Agent("ab-0", Program([sys.executable, "-c", code], connected=True), None)
+    agent = run._Agent("ab-0", StartedProgram([sys.executable, "-c", code], connected=True), None)
     assert waited([agent]) == 0
     assert agent.failed and agent.failures == [(3, 7)]
 

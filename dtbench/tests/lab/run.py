@@ -20,9 +20,8 @@ from pathlib import Path
 
 import click
 
-from dtbench.engine.scratch import scratch
 from dtbench.engine.signals import how_ended, signals_held
-from dtbench.engine.workers import Program
+from dtbench.engine.workers import StartedProgram, scratch
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError
 from dtbench.tests.lab import network
 from dtbench.tests.lab.agent import Orders
@@ -73,7 +72,7 @@ class _Agent:
     exit code) of its ranks, once one of them failed and all have ended."""
 
     hostname: str
-    program: Program
+    program: StartedProgram
     output: Path | None
     failures: list[tuple[int, int]] = field(default_factory=list)
 
@@ -147,7 +146,7 @@ def _start(lab: network.Lab, host: int, ranks_per_host: int, program: Sequence[s
     command = [*entry_of(lab.namespaces[host]), sys.executable, "-P", "-m", "dtbench.tests.lab.agent"]
     output = None if host == 0 else own / "output"
     with output.open("wb") if output else nullcontext() as file:
-        started = Program(command, out=file, connected=True)
+        started = StartedProgram(command, out=file, connected=True)
     with suppress(BrokenPipeError):  # it ended at once, which `_wait` finds
         started.connection.send(orders)
     return _Agent(lab.hostnames[host], started, output)

@@ -35,9 +35,8 @@ from torch.utils._pytree import tree_flatten
 import dtbench_core as core
 import dtbench_core.parallel
 from dtbench.comparison.op_verdicts import VARIANTS, WRITTEN
-from dtbench.engine.scratch import scratch
 from dtbench.engine.signals import how_ended
-from dtbench.engine.workers import Fork, left_s
+from dtbench.engine.workers import Fork, left_s, scratch
 from dtbench.records.verdicts import NOTHING
 from dtbench_suites.compat.program import Entry, Given, Opaque, programs
 from dtbench_suites.compat.variants import ranks_of, why_left_out

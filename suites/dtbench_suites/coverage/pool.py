@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtbench.engine.signals import how_ended
-from dtbench.engine.workers import Program, connection_at, left_s
+from dtbench.engine.workers import StartedProgram, connection_at, left_s
 from dtbench.records.verdicts import OpVerdict
 from dtbench.suite.errors import last_line
 from dtbench_suites.coverage.verdicts import Case, Job, summarize
@@ -99,7 +99,7 @@ class Worker:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         command = [sys.executable, "-m", __name__, judge_module]
-        self.program = Program(command, out=self._said, env=env, connected=True)
+        self.program = StartedProgram(command, out=self._said, env=env, connected=True)
         self.alive = True
         self.judged = 0
         live.append(self)
