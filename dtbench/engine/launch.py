@@ -18,9 +18,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from dtbench.engine.failure import INTERRUPTED, ActiveCase, Diagnosis, kept_in, record_failure
-from dtbench.engine.options import RunJob, RunRequest, output_of, prepare, remaining
+from dtbench.engine.options import RunJob, RunRequest, prepare, remaining
 from dtbench.engine.parent import LAUNCHER, NOTE
-from dtbench.engine.place import AGAIN, LAUNCH, OUTPUT, Note, find_place
+from dtbench.engine.place import AGAIN, LAUNCH, OUTPUT, Note, find_place, output_of
 from dtbench.engine.progress import said_if_slow, say
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.session import Session, run_to_resume, say_complete
@@ -63,7 +63,7 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
         baselines.named(request.save_baseline)
     with said_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):
         job = job_here(request)
-    output = output_of(request)
+    output = output_of(request.output)
     before = run_to_resume(job, output) if request.resume else None
     if before is None:
         refuse_taken(output, resumable=True)

@@ -11,10 +11,8 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 import shlex
-import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +20,6 @@ from types import MappingProxyType
 from typing import Literal
 
 from dtbench.engine import budget
-from dtbench.engine.place import OUTPUT
 from dtbench.suite import CHOOSABLE_IMPLS, Case, DeviceType, Header, Result, ResultKey, RunOptions
 from dtbench.suite.errors import UnknownOptionError, UsageError, describe, place_in
 from dtbench.suite.mesh import Mesh, default_mesh, format_mesh, ranks_of
@@ -541,13 +538,6 @@ def _digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     except OSError:
         return "none"
-
-
-def output_of(request: RunRequest) -> Path:
-    """The run file: -o, or a name by the time in the current folder, which the launcher tells its ranks."""
-    if request.output is not None:
-        return request.output
-    return Path(os.environ.get(OUTPUT) or time.strftime("run-%Y%m%dT%H%M%SZ.jsonl", time.gmtime()))
 
 
 def refuse_other_run(

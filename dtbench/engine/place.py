@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ _MAX_PORT = 65535
 def launch_number(environ: Mapping[str, str] = os.environ) -> int:
     """Which launch this process belongs to."""
     return int(environ.get(LAUNCH, "0"))
+
+
+def output_of(chosen: Path | None) -> Path:
+    """The run file: that of -o, or a name by the time in the current folder, which the launcher tells its ranks."""
+    return chosen or Path(os.environ.get(OUTPUT) or time.strftime("run-%Y%m%dT%H%M%SZ.jsonl", time.gmtime()))
 
 
 def start_again(launch: int, output: Path) -> NoReturn:

@@ -24,13 +24,12 @@ from dtbench.engine.options import (
     RunRequest,
     Task,
     further_tasks,
-    output_of,
     prepare,
     refuse_other_run,
     remaining,
     same_on_all_ranks,
 )
-from dtbench.engine.place import AGAIN, RankPlace, launch_number, start_again
+from dtbench.engine.place import AGAIN, RankPlace, launch_number, output_of, start_again
 from dtbench.engine.progress import make_progress, say, summary_of
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.ranks import AloneRanks, backend_of, simulated_world
@@ -62,7 +61,7 @@ class Session:
         self._request = request
         self._argv = argv
         self._launch = launch_number()
-        self._output = output_of(request)
+        self._output = output_of(request.output)
         self._began_s = float(os.environ.get(AGAIN) or time.monotonic())
         self._recorder: RunRecorder | None = None  # on rank 0
         self._rank = LaunchedRank(place, self._report, self._launch)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtbench.engine import budget, runner
+from dtbench.engine import budget, sampling
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.options import RunRequest, Task, list_tasks
 from dtbench.engine.progress import Progress
@@ -139,11 +139,11 @@ def test_a_sweep_leaves_out_what_there_is_no_time_for(monkeypatch: pytest.Monkey
         def run(self, _world: Any) -> dict[str, ImplOutcome]:
             return {impl: ImplOutcome("skipped") for impl in self.impls}
 
-    monkeypatch.setattr(runner, "Adaptive", Measured)
+    monkeypatch.setattr(sampling, "Adaptive", Measured)
     deadlines = budget.Deadlines(OPS, end_s=2.0)
     seconds = iter(range(100))
     results: list[Result] = []
-    sweep = runner.Sweep(
+    sweep = sampling.TaskSweep(
         0,
         60.0,
         ActiveCase(),
