@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dtbench.comparison.runs import Comparison
     from dtbench.engine.clock import Clock
     from dtbench.engine.ranks import LiveWorld
-    from dtbench.engine.sampling import Ranks
+    from dtbench.engine.sampling import RankGroup
     from dtbench.records.frame import Runs
 
 Function = Callable[[], object]
@@ -242,13 +242,13 @@ def _words(names: Sequence[str], options: Mapping[str, object]) -> list[str]:
 def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
     """Runs dtbench in a process of its own and shows its lines, each in place of the one before; the exit code and
     the last line. An interrupt is handed on, so that what was measured is kept."""
-    from dtbench.engine.progress import Line
-    from dtbench.engine.workers import Program
+    from dtbench.engine.progress import ProgressLine
+    from dtbench.engine.workers import StartedProgram
 
-    last, line, errors = "", Line(progress), []
+    last, line, errors = "", ProgressLine(progress), []
     reading, writing = os.pipe()
     with os.fdopen(reading, errors="replace") as said, os.fdopen(writing, "wb") as out:
-        program = Program([sys.executable, "-P", "-m", "dtbench", *words], out=out)
+        program = StartedProgram([sys.executable, "-P", "-m", "dtbench", *words], out=out)
         out.close()
         try:
             for text in said:
@@ -295,28 +295,25 @@ def _run_here(
     suite: Suite, output: str | Path | None, progress: bool, timeout_s: float, functions: bool = False
 ) -> Results:
     from dtbench.engine.failure import ActiveCase
-    from dtbench.engine.options import RunOptions, list_tasks
-    from dtbench.engine.progress import Line
-    from dtbench.engine.runner import Sweep, budget_of
-    from dtbench.engine.sampling import Budget
+    from dtbench.engine.options import RunRequest, list_tasks
+    from dtbench.engine.progress import ProgressLine
+    from dtbench.engine.sampling import Budget, TaskSweep, budget_of
     from dtbench.engine.session import instruments_of
     from dtbench.machine.provenance import local_rank_info, provenance
     from dtbench.records.atomic import refuse_taken
 
-    if suite.world == "own":
-        raise UsageError(f"{suite.name} starts processes of its own: give its name, {suite.name!r}")
     with _world(suite, timeout_s) as (world, ranks, barrier):
         if output is not None and ranks.rank == 0:
             refuse_taken(Path(output))
         device = world.device
-        plan = RunOptions().plan("cuda" if device.type == "cuda" else "cpu", world.world_size)
+        plan = RunRequest().resolve("cuda" if device.type == "cuda" else "cpu", world.world_size)
         results: list[Result] = []
         info = local_rank_info(str(device))
         infos = ranks.agree(info, lambda votes: votes)
         header = provenance(
             argv=[], plan=plan, suites=[suite.name], mesh=plan.mesh, ranks=infos, backend=None, launches=1
         )
-        line = Line(progress and ranks.rank == 0)
+        line = ProgressLine(progress and ranks.rank == 0)
         budget = (
             Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S) if functions else budget_of(suite.world, quick=False)
         )
@@ -329,7 +326,7 @@ def _run_here(
             results.append(result)
             line.result(result)
 
-        sweep = Sweep(
+        sweep = TaskSweep(
             0, timeout_s, ActiveCase(), record, lambda _task: None, lambda _s: contextlib.nullcontext()
         )
         try:
@@ -399,7 +396,9 @@ def _with_circumstances(result: Result, of: Callable[[ClockKind], Mapping[str, f
     return msgspec.structs.replace(result, counters=counters, reason="; ".join(doubts))
 
 
-def _shared(header: Header, results: Sequence[Result], ranks: Ranks, output: str | Path | None) -> Results:
+def _shared(
+    header: Header, results: Sequence[Result], ranks: RankGroup, output: str | Path | None
+) -> Results:
     """Rank 0's results on every rank, and in the file."""
     import msgspec
 
@@ -419,7 +418,7 @@ def _shared(header: Header, results: Sequence[Result], ranks: Ranks, output: str
 
 
 @contextlib.contextmanager
-def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, Callable[[], None]]]:
+def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, RankGroup, Callable[[], None]]]:
     """The world of this process, the votes of its ranks and their barrier: of the process group that is there, else
     of this rank alone."""
     import torch
@@ -452,7 +451,7 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, C
     if there:
         size, rank = dist.get_world_size(), dist.get_rank()
         store = PrefixStore(f"dtbench/{next(_calls)}", dist.distributed_c10d._get_default_store())
-        ranks: Ranks = StoreRanks(store, rank, size, None, timedelta(seconds=timeout_s))
+        ranks: RankGroup = StoreRanks(store, rank, size, None, timedelta(seconds=timeout_s))
         yield LiveWorld(rank, size, device, default_mesh(size)), ranks, barrier_of(device)
         return
     with world_of_one(device) as (world, barrier):

@@ -22,7 +22,7 @@ from dtbench.suite.mesh import parse_mesh
 Given: TypeAlias = Any
 
 
-class Command(click.Command):
+class AdvancedCommand(click.Command):
     """A command with many options: its help shows those of `first`, by name, and below them what few need."""
 
     first: tuple[str, ...] = ()

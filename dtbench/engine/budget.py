@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from dtbench.engine.options import Task
 from dtbench.engine.progress import about
 from dtbench.text.units import plural
+
+if TYPE_CHECKING:
+    from dtbench.engine.options import Task
 
 # Of one impl of a case on two cores with 4 gloo ranks, in the ratios of a full run; scaled to a run of 426 results that
 # took 98 s there with nothing beside. A GPU takes less. A machine that is slower measures fewer: see `Deadlines`.

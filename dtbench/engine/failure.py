@@ -5,11 +5,12 @@ asleep in the kernel until something happens; while times are taken nothing beat
 
 - for signals: a launcher that sees a rank die sends SIGTERM to the others; Ctrl-C arrives as SIGINT;
 - for an event in the store: another rank raised, found a failure, or tells all to stop;
-- for the timeout of the case in hand.
+- for the timeout of the case at work.
 
 On a failure every rank that can writes its state into the store. Who is missing after `ANSWER_S` is dead
 or frozen. The lowest living rank reports, and all leave by `os._exit`, since their main threads may never
-come back from where they wait.
+come back from where they wait. `record_failure` makes the failed result of it, in our launcher or, under another's, in
+the rank that reports.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from dtbench.engine.deaths import explain, oom_kills
-from dtbench.suite import Param
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED
+from dtbench.records.run import RunWriter, read_run
+from dtbench.suite import Param, Result
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, OutputError, UnreadableRunError, complain
 from dtbench.suite.grouping import group_by
 
 if TYPE_CHECKING:
@@ -48,10 +49,6 @@ FAREWELL_S = 10.0
 DYING_S = 0.3
 _FOREVER = timedelta(days=7)
 _OUR_FOLDERS = {Path(__file__).parent}
-
-
-class UnreachableError(RuntimeError):
-    """Nothing answers where the store is served, as if the network were cut."""
 
 
 @dataclass
@@ -99,8 +96,7 @@ class RankState:
 
     case, step: how many cases and samples it has begun. where: file, line and function its main
     thread is in. waits: whether that is inside torch or the harness, so that it probably waits for
-    others. raised_at: seconds since 1970, 0 if it did not raise. oom: whether the kernel has ended a process of
-    the rank's host for lack of memory. words: of the exception that has ended the rank, which answers all the same.
+    others. raised_at: seconds since 1970, 0 if it did not raise.
     """
 
     cause: str  # "died", "interrupted", "timeout", "raised", "event"
@@ -111,14 +107,12 @@ class RankState:
     case: int = 0
     raised: str | None = None
     raised_at: float = 0.0
-    oom: bool = False
-    words: str = ""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """What ended the world. rank: whose fault it is, where that can be told; code: the exit code;
-    blames_case: whether the case in hand has failed, rather than been cut short."""
+    blames_case: whether the case at work has failed, rather than been cut short."""
 
     sentence: str
     rank: int | None
@@ -139,12 +133,8 @@ def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], timeout_s: f
     def named(ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
 
-    missing = [rank for rank in range(len(hosts)) if rank not in states or states[rank].words]
-    if missing:
-        oom = any(state.oom for rank, state in states.items() if hosts[rank] == hosts[missing[0]])
-        words = "".join(states[rank].words for rank in missing if rank in states)
-        sentence, faulty = explain(named(missing), words, oom, "died or did not answer")
-        return Diagnosis(sentence, missing[0] if faulty else None)
+    if missing := [rank for rank in range(len(hosts)) if rank not in states]:
+        return Diagnosis(f"{named(missing)} died or did not answer", missing[0])
     raised = [rank for rank, state in states.items() if state.raised]
     if raised:
         first = min(raised, key=lambda rank: (states[rank].raised_at, rank))
@@ -174,6 +164,64 @@ def _latecomers(states: Mapping[int, RankState]) -> list[int]:
     return few if len(few) * 2 < len(states) else []
 
 
+def record_failure(
+    diagnosis: Diagnosis,
+    case: ActiveCase,
+    output: Path,
+    writer: RunWriter | None = None,
+    *,
+    goes_on: bool = False,
+) -> bool:
+    """Records the case at work as failed, and says in one line what ended the ranks and what is kept.
+
+    writer: the open file, where this process has it. goes_on: whether new ranks may follow a failed case. Whether they
+    do.
+    """
+    sentence, failed = diagnosis.during(case), diagnosis.blames_case and bool(case.name)
+    try:
+        kept = _record(diagnosis, case, output, writer) if failed else kept_in(output)
+    except OutputError as error:
+        complain(f"{sentence}: {error}")
+        return False
+    if failed and goes_on:
+        complain(f"{sentence}: recorded as failed; going on with new ranks")
+        return True
+    complain(f"{sentence}: {kept}")
+    return False
+
+
+def _record(diagnosis: Diagnosis, case: ActiveCase, output: Path, writer: RunWriter | None) -> str:
+    try:
+        with nullcontext(writer) if writer is not None else RunWriter.resume(output) as file:
+            for impl in case.blamed:
+                result = Result(
+                    suite=case.suite,
+                    name=case.name,
+                    impl=impl,
+                    params=case.params,
+                    status="failed",
+                    reason=diagnosis.sentence,
+                    rank=diagnosis.rank,
+                    launch=case.launch,
+                )
+                if result.key not in file.results:
+                    file.append(result)
+    except UnreadableRunError:  # it has not even a header
+        pass
+    return kept_in(output)
+
+
+def kept_in(output: Path) -> str:
+    """`3 results are in x.jsonl; go on with --resume -o x.jsonl`."""
+    try:
+        count = len(read_run(output, with_samples=False).results)
+    except UnreadableRunError:
+        return "nothing was measured"
+    return (
+        f"{count} {'result is' if count == 1 else 'results are'} in {output}; go on with --resume -o {output}"
+    )
+
+
 class FailureDetector:
     """One rank's. Signals are waited for from its making on; all else from `join` on.
 
@@ -197,10 +245,8 @@ class FailureDetector:
         self._connect: Callable[[bool], Store] | None = None
         self._store: Store | None = None  # opened when a failure is noticed
         self._votes: Callable[[], int] = lambda: 0
-        self._oom_kills = oom_kills()
         self._raised: tuple[int, str] = (-1, "")  # how many votes were decided, and the reason
         self._raised_at = 0.0
-        self._words = ""
         self._ending = threading.Lock()  # held for ever by the thread that ends the process
         self._finished: int | None = None
         self._main = threading.main_thread().ident
@@ -250,11 +296,6 @@ class FailureDetector:
         """This rank cannot go on, and nothing foresaw why: ends the world."""
         self._now.raised, self._raised_at = reason, time.time()
         self.end_world("raised")
-
-    def died(self, words: str) -> NoReturn:
-        """An exception of its libraries ends this rank."""
-        self._words = words
-        self.end_world("died")
 
     def stop_others(self, code: int) -> None:
         """Rank 0 cannot go on (its file cannot be written, say): all other ranks leave with `code`."""
@@ -317,11 +358,6 @@ class FailureDetector:
 
     # ---- the end ----
 
-    def give_up(self, sentence: str, reports: bool) -> NoReturn:
-        """The others do not come."""
-        self._ending.acquire()
-        self._end(Diagnosis(sentence, None), reports=reports)
-
     def end_world(self, cause: str) -> NoReturn:
         """Ends this process once all ranks were asked for their state. Any thread, any number of times."""
         self._ending.acquire()
@@ -329,33 +365,24 @@ class FailureDetector:
         if cause == "interrupted":
             self._end(INTERRUPTED, reports=self._rank == 0)
         if not self.joined:
-            self._end(
-                Diagnosis(state.raised or self._words or "ended while the ranks were starting", None),
-                reports=self._rank == 0,
-            )
+            sentence = state.raised or "ended while the ranks were starting"
+            self._end(Diagnosis(sentence, None), reports=self._rank == 0)
         if cause == "died":
             time.sleep(DYING_S)
         try:
             states = self._ask_all(state)
-        except RuntimeError as error:
+        except RuntimeError:
             first_here = self._rank == self._hosts.index(self._hosts[self._rank])
             after_server = self._serving_rank == 0 and self._rank == 1
-            self._end(self._without_store(error), reports=first_here or after_server)
+            self._end(self._without_store(), reports=first_here or after_server)
         diagnosis = diagnose(states, self._hosts, self._timeout_s)
         self._end(diagnosis, reports=self._rank == min(states))
 
-    def _without_store(self, error: RuntimeError) -> Diagnosis:
+    def _without_store(self) -> Diagnosis:
         """The store is gone, and with it whoever served it; the other ranks cannot be asked."""
-        if isinstance(error, UnreachableError):
-            here = f"rank {self._rank} on {self._hosts[self._rank]}"
-            return Diagnosis(
-                f"{here} no longer reaches the store of the ranks ({error}): the network between them is cut or "
-                "too slow, or that host is down",
-                None,
-                blames_case=False,
-            )
         if self._serving_rank is None:
-            return Diagnosis("the process that started the ranks died", None, blames_case=False)
+            sentence = "the process that started the ranks died or cannot be reached"
+            return Diagnosis(sentence, None, blames_case=False)
         who = f"rank {self._serving_rank} on {self._hosts[self._serving_rank]}"
         return Diagnosis(f"{who} died or did not answer", self._serving_rank)
 
@@ -394,10 +421,7 @@ class FailureDetector:
         where, waits = _where(sys._current_frames().get(self._main or 0))
         votes, reason = self._raised
         raised = now.raised or (reason if votes == self._votes() else None)
-        oom = oom_kills() > self._oom_kills
-        return RankState(
-            cause, now.label, now.step, where, waits, now.case, raised, self._raised_at, oom, self._words
-        )
+        return RankState(cause, now.label, now.step, where, waits, now.case, raised, self._raised_at)
 
     def _connect_again(self) -> Store:
         assert self._connect is not None

@@ -1,7 +1,6 @@
-"""Starting ranks: our own launcher on one machine, and a fresh world per launch under another's.
+"""`dtbench run`: a rank of somebody's world joins it; otherwise this process starts the ranks and waits for them.
 
-A rank is always `dtbench run` with the same arguments, whoever starts it. What our launcher has to
-add travels in environment variables, and what rank 0 has to tell it in a small note file.
+A rank is always `dtbench run` with the same arguments, whoever starts it.
 """
 
 from __future__ import annotations
@@ -11,40 +10,38 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass, field
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import msgspec
-
-from dtbench.engine.deaths import explain, oom_kills, other_words
-from dtbench.engine.failure import INTERRUPTED, ActiveCase, Diagnosis
-from dtbench.engine.parent import INTERRUPTED_MARK, LAUNCHER, NOTE
-from dtbench.engine.scratch import scratch
+from dtbench.engine.failure import INTERRUPTED, ActiveCase, Diagnosis, kept_in, record_failure
+from dtbench.engine.options import RunJob, RunRequest, prepare, remaining
+from dtbench.engine.parent import LAUNCHER, NOTE
+from dtbench.engine.place import AGAIN, LAUNCH, OUTPUT, Note, find_place, output_of
+from dtbench.engine.progress import said_if_slow, say
+from dtbench.engine.rank import quiet_torch
+from dtbench.engine.session import Session, run_to_resume, say_complete
 from dtbench.engine.signals import answered, ending_signals, how_ended
+from dtbench.machine.device import choose_device, count_ranks
 from dtbench.machine.limits import refuse_to_start
-from dtbench.records.atomic import replace_file
+from dtbench.records import baselines
+from dtbench.records.atomic import refuse_taken
 from dtbench.suite.errors import (
     EXIT_CASE_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_OK,
     EXIT_OWN_FAULT,
     EXIT_USAGE,
-    OutputError,
     WorldBrokenError,
     complain,
 )
+from dtbench.text.units import plural
 
-LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
-AGAIN = (
-    "DTBENCH_AGAIN"  # where ranks of this launch were lost and these go on: its start, on the monotonic clock
-)
-OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
-
-# Ctrl-C is the launcher's to answer: in a rank's first imports Python's answer is a traceback. `__main__` ends this.
-DEAF_TO_CTRL_C = ("/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh")
+# Starts of new ranks in a row without a result, after which it is the machine that fails, not a case.
+MAX_FRUITLESS = 5
 # What the survivors of a fault get to write the last line in before they are killed. They need the
 # answers of all ranks (2 s) and a few seconds for a slow disk.
 _SHUTDOWN_S = 15
@@ -52,40 +49,73 @@ _SHUTDOWN_S = 15
 _SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OWN_FAULT)
 
 
-def launch_number(environ: Mapping[str, str] = os.environ) -> int:
-    """Which launch this process belongs to."""
-    return int(environ.get(LAUNCH, "0"))
+def run(request: RunRequest, argv: Sequence[str]) -> int:
+    """Does what the request says; the exit code.
 
-
-@dataclass(frozen=True)
-class Note:
-    """What rank 0 tells the launcher: what it is doing, and how the launch ended.
-
-    good: how many results of the run are ok. code: the exit code, once the launch is over. reported: whether that
-    was said, so that the launcher need not. whole: whether all that there was has been measured. lost: what ended the
-    ranks, in words that are left to the launcher to say, since it knows how the run goes on.
+    argv: the command line without the program's name, which the ranks are started with again.
     """
+    place = find_place()
+    if place is not None:
+        Session(request, place, argv).go()
+    if request.baseline is not None:
+        baselines.find(request.baseline)
+    if request.save_baseline is not None:
+        baselines.named(request.save_baseline)
+    with said_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):
+        job = job_here(request)
+    output = output_of(request.output)
+    before = run_to_resume(job, output) if request.resume else None
+    if before is None:
+        refuse_taken(output, resumable=True)
+    elif before.complete:
+        return say_complete(before)
+    ranks = plural(job.options.world_size, "process")
+    say(f"starting {ranks}, which load{'' if job.options.world_size > 1 else 's'} torch and meet")
+    done = {result.key for result in before.results} if before else set()
+    code = EXIT_OK
+    for launch in range(request.launches):
+        last = launch + 1 == request.launches
+        # What a refined launch lacks is known to its ranks only.
+        if last or job.options.refine or remaining(job.tasks, done, launch):
+            note = _measure_launch(job, argv, launch, output)
+            code = EXIT_INTERRUPTED if note.code is None else note.code
+            if not note.whole:
+                break
+    return code
 
-    case: ActiveCase = field(default_factory=ActiveCase)
-    good: int = 0
-    code: int | None = None
-    reported: bool = False
-    whole: bool = False
-    lost: str | None = None
 
-    def write(self, path: str) -> bool:
-        """Replaces the note, and says whether it could."""
-        with suppress(OSError):  # a full disk must not end a run that writes elsewhere
-            replace_file(Path(path), msgspec.json.encode(self))
-            return True
-        return False
+def job_here(request: RunRequest) -> RunJob:
+    """What the request asks for on this machine, on ranks of our own.
 
-    @classmethod
-    def read(cls, path: str | Path) -> Note:
-        try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except (OSError, ValueError, msgspec.MsgspecError):
-            return cls()
+    Raises:
+        UsageError: options that cannot be followed.
+    """
+    quiet_torch()
+    device_type = choose_device(request.device)
+    job = prepare(request, device_type, count_ranks(request.ranks, device_type, request.backend))
+    if job.simulated and request.ranks is None:
+        # Ranks beside the one that measures would only wait, unless the cases follow from their number.
+        single = prepare(request, device_type, 1)
+        if [task.label for task in single.tasks] == [task.label for task in job.tasks]:
+            return single
+    return job
+
+
+def _measure_launch(job: RunJob, argv: Sequence[str], launch: int, output: Path) -> Note:
+    """One launch: while cases cost it its ranks, new ones go on with those that are left."""
+    fruitless, good, now_s, began_s = 0, 0, time.monotonic(), None
+    while True:
+        note = start_ranks(argv, job.options.world_size, launch, output, began_s=began_s)
+        if note.diagnosis is None:
+            return note
+        fruitless = 0 if note.good > good else fruitless + 1
+        good = max(good, note.good)
+        goes_on = job.request.on_failure == "continue" and fruitless < MAX_FRUITLESS
+        if not record_failure(note.diagnosis, note.case, output, goes_on=goes_on):
+            if fruitless == MAX_FRUITLESS:
+                complain(f"{MAX_FRUITLESS} starts in a row measured nothing: {kept_in(output)}")
+            return note
+        began_s = now_s
 
 
 def start_ranks(
@@ -93,38 +123,36 @@ def start_ranks(
     nproc: int,
     launch: int,
     output: Path,
-    report: Callable[[Diagnosis, ActiveCase], str | None],
+    report: Callable[[Diagnosis, ActiveCase], object] = lambda _diagnosis, _case: None,
     *,
     began_s: float | None = None,
 ) -> Note:
-    """Starts `nproc` fresh ranks of `dtbench ARGUMENTS` here and waits for them; the last note of rank 0, with
-    the launch's exit code.
+    """Starts `nproc` fresh ranks of `dtbench ARGUMENTS` here and waits for them; their last note, with the launch's
+    exit code.
 
     They are started through torch's elastic launcher, which waits for them, hosts their store and ends
     the others when one dies. Its log and its tables are not shown: the ranks say what happened.
 
-    report: called with what ended the ranks and what they were doing, where none was left to say so; gives what
-        it has left unsaid. began_s: where others of this launch were lost, when the first of them were started.
+    report: called with what ended the ranks and what they were doing. began_s: where others of this launch were lost,
+        when the first of them were started.
 
     Raises:
         UsageError: fewer files may be open than they need, or they could not meet.
         WorldBrokenError: they cannot be started.
     """
     refuse_to_start(nproc)
-    with scratch() as folder:
-        note_path = str(folder / "note.json")
-        told = {LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path, LAUNCHER: str(os.getpid())}
-        os.environ.update(told | {AGAIN: str(began_s or "")})
+    with tempfile.TemporaryDirectory(prefix="dtbench-", ignore_cleanup_errors=True) as folder:
+        note_path = str(Path(folder, "note.json"))
+        os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})
+        os.environ.update({LAUNCHER: str(os.getpid()), AGAIN: str(began_s or "")})
         # Ranks that share cores and each start a thread per core would measure the fight for them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         failures: list[tuple[int, int]] = []
-        killed_before = oom_kills()
-        run_elastic(
-            [*DEAF_TO_CTRL_C, sys.executable, "-P", "-m", "dtbench", *arguments],
-            str(folder),
+        ended_by = run_elastic(
+            [sys.executable, "-P", "-m", "dtbench", *arguments],
+            folder,
             failures.extend,
             shutdown_s=_SHUTDOWN_S,
-            interrupted_by=ending_signals(),
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=nproc,
@@ -133,30 +161,23 @@ def start_ranks(
             local_addr="localhost",  # no look-up of this host's name, which may hang
         )
         note = Note.read(note_path)
-        print(other_words(folder), end="", file=sys.stderr, flush=True)  # noqa: T201
-    # The first to end counts: those that the launcher ended for it come after it.
-    if (
-        failures and failures[0][1] in _SAID_WHY and not note.reported
-    ):  # refused, or the note could not be written
-        note = dataclasses.replace(note, code=failures[0][1], reported=True)
-    if note.reported and note.code is not None:
+    if note.code is not None:
         return note
-    diagnosis = _diagnose(failures, oom_kills() > killed_before)
-    lost = None
-    try:
-        lost = report(diagnosis, note.case)
-    except OutputError as error:
-        complain(f"{diagnosis.during(note.case)}: {error}")
-    return dataclasses.replace(note, code=diagnosis.code, lost=lost)
+    if (
+        note.diagnosis is None and failures and failures[0][1] in _SAID_WHY
+    ):  # refused, or no note can be written
+        return dataclasses.replace(note, code=failures[0][1])
+    diagnosis = INTERRUPTED if ended_by else note.diagnosis or _diagnose(failures)
+    report(diagnosis, note.case)
+    return dataclasses.replace(note, code=diagnosis.code, diagnosis=diagnosis)
 
 
-def _diagnose(failures: Sequence[tuple[int, int]], oom: bool) -> Diagnosis:
-    """failures: (rank, exit code), first to last. oom: whether the kernel ended a process for lack of memory."""
+def _diagnose(failures: Sequence[tuple[int, int]]) -> Diagnosis:
+    """failures: (rank, exit code), first to last: those that the launcher ended for the first come after it."""
     if not failures or failures[0][1] == EXIT_INTERRUPTED:
         return INTERRUPTED
     rank, code = failures[0]
-    sentence, faulty = explain(f"rank {rank}", "", oom and code == -signal.SIGKILL, how_ended(code))
-    return Diagnosis(sentence, rank if faulty else None)
+    return Diagnosis(f"rank {rank} {how_ended(code)}", rank)
 
 
 def run_elastic(
@@ -165,7 +186,6 @@ def run_elastic(
     on_failure: Callable[[list[tuple[int, int]]], None],
     *,
     shutdown_s: float,
-    interrupted_by: Set[signal.Signals] = frozenset({signal.SIGINT}),
     **chosen: Any,
 ) -> int:
     """Runs the command on ranks through torch's elastic launcher, without its log, which repeats what ranks say.
@@ -189,29 +209,26 @@ def run_elastic(
     config = LaunchConfig(
         rdzv_backend="c10d",
         max_restarts=0,
-        # The launcher passes over a name that is none, where nothing is left to it.
-        signals_to_handle=",".join(number.name for number in ending_signals() - interrupted_by),
+        signals_to_handle="",  # `interrupt` answers them
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         **chosen,
     )
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        # Before ranks are told: those that are still deaf to it look for this once they are not.
-        with suppress(OSError):
-            Path(folder, INTERRUPTED_MARK).touch()
-        raise SignalException(f"got signal {number}", sigval=signal.SIGINT)
+    def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+        # Ranks get a SIGTERM, which ends one that still imports without a traceback.
+        raise SignalException(f"got signal {number}", sigval=signal.SIGTERM)
 
     logged = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         # The launcher fills in `${local_rank}`, and reads `$$` as `$`.
-        with answered(interrupted_by, interrupt):
+        with answered(ending_signals(), interrupt):
             elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
     except ChildFailedError as error:
-        found = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        on_failure([(rank, failure.exitcode) for rank, failure in found])
-    except SignalException as ended:
-        return int(ended.sigval)
+        ended = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        on_failure([(rank, failure.exitcode) for rank, failure in ended])
+    except SignalException as end:
+        return int(end.sigval)
     except (RuntimeError, OSError) as error:
         reason = str(error).partition("\n")[0]
         count = chosen["nproc_per_node"]
@@ -219,11 +236,3 @@ def run_elastic(
     finally:
         logging.disable(logged)
     return 0
-
-
-def start_again(launch: int, output: Path) -> NoReturn:
-    """Under another's launcher: this rank becomes a fresh process of the next launch."""
-    os.environ.update({LAUNCH: str(launch), OUTPUT: str(output)})
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

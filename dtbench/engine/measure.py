@@ -1,4 +1,5 @@
 """The one loop that measures: builds the impls of a case, warms them up, checks, samples, checks again, closes.
+What comes out of it is a result (`to_result`).
 
     build -> warm up -> check -> sample -> check -> finish -> close
 
@@ -14,8 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+import msgspec
+
+from dtbench.engine.options import Task
 from dtbench.machine.device import gpus
-from dtbench.suite import Case, Skip, Status, Workload
+from dtbench.stats import summarize
+from dtbench.suite import Case, Result, Skip, Status, Workload, estimator_of
 from dtbench.suite.errors import describe, place_in
 from dtbench.suite.suites import World
 from dtbench.text.masking import mask
@@ -58,10 +63,10 @@ class Subject:
         self.attempt(lambda: self._build(world))
 
     def _build(self, world: World) -> None:
-        made = self.case.build[self.impl](world)
-        if not isinstance(made, Workload):
-            raise TypeError(f"its build gave {made!r:.80}, expected a dtbench.suite.Workload")
-        self.workload = made
+        workload = self.case.build[self.impl](world)
+        if not isinstance(workload, Workload):
+            raise TypeError(f"its build gave {workload!r:.80}, expected a dtbench.suite.Workload")
+        self.workload = workload
 
     def ready(self) -> None:
         """What must precede a call."""
@@ -91,7 +96,7 @@ class Subject:
                 self.bad = self.bad or ("failed", mask(describe(error)))
 
 
-class Schedule(Protocol):
+class SamplingSchedule(Protocol):
     """How subjects are measured. Each method goes through all of them."""
 
     def warm_up(self) -> None: ...
@@ -103,7 +108,7 @@ class Schedule(Protocol):
         ...
 
 
-def measure(subjects: Sequence[Subject], world: World, schedule: Schedule) -> None:
+def measure(subjects: Sequence[Subject], world: World, schedule: SamplingSchedule) -> None:
     """Takes the subjects through the loop; they say themselves how they ended. What the schedule raises ends it."""
     with no_collections():
         try:
@@ -141,3 +146,54 @@ def release_memory() -> None:
     """Gives back what closed subjects held, so that running out of memory ends one case, not the run."""
     gc.collect()
     gpus().free_cached()
+
+
+@dataclass
+class ImplOutcome:
+    """One impl's end. samples_s: per sample, the max over participating ranks; seconds per call. The ranks'
+    own are as in `Result`.
+    """
+
+    status: Status
+    reason: str = ""
+    rank: int | None = None
+    samples_s: tuple[float, ...] = ()
+    rank_samples_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    rank_arrivals_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+def to_result(task: Task, impl: str, outcome: ImplOutcome, launch: int = 0) -> Result:
+    """The line of the run file for one impl of a task."""
+    case = task.case
+    result = Result(
+        suite=task.suite.name,
+        name=case.name,
+        impl=impl,
+        params=case.params,
+        status=outcome.status,
+        reason=outcome.reason,
+        rank=outcome.rank,
+        size_bytes=case.size_bytes,
+        launch=launch,
+        clock=case.clock,
+    )
+    if outcome.status != "ok" or not outcome.samples_s:
+        return msgspec.structs.replace(result, counters=outcome.counters)
+    try:
+        timing = summarize(outcome.samples_s)
+    except ValueError as error:
+        return msgspec.structs.replace(result, status="failed", reason=str(error))
+    estimate_s = getattr(timing, estimator_of(case))
+    algbw = None if case.size_bytes is None or estimate_s <= 0 else case.size_bytes / estimate_s
+    busbw = None if algbw is None or case.busbw_factor is None else algbw * case.busbw_factor
+    return msgspec.structs.replace(
+        result,
+        time_s=timing,
+        samples_s=outcome.samples_s,
+        rank_samples_s=outcome.rank_samples_s,
+        rank_arrivals_s=outcome.rank_arrivals_s,
+        algbw_Bps=algbw,
+        busbw_Bps=busbw,
+        counters=outcome.counters,
+    )

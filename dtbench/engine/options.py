@@ -1,4 +1,6 @@
-"""The options of a run, parsed and validated once, before anything is measured. Pure: no torch.
+"""The options of a run, parsed, validated and turned into what there is to measure, before anything is. No torch.
+
+    words of the command line -> RunRequest -> RunOptions on a world, suites, tasks: a RunJob
 
 Everything here raises `UsageError` with what was got, what was expected and what to do.
 """
@@ -6,6 +8,7 @@ Everything here raises `UsageError` with what was got, what was expected and wha
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -16,10 +19,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from dtbench.suite import CHOOSABLE_IMPLS, Case, DeviceType, Header, Plan, Result, ResultKey
+from dtbench.engine import budget
+from dtbench.suite import CHOOSABLE_IMPLS, Case, DeviceType, Header, Result, ResultKey, RunOptions
 from dtbench.suite.errors import UnknownOptionError, UsageError, describe, place_in
 from dtbench.suite.mesh import Mesh, default_mesh, format_mesh, ranks_of
-from dtbench.suite.suites import Suite
+from dtbench.suite.suites import Suite, load
 from dtbench.text.masking import mask, mask_options
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
@@ -69,7 +73,7 @@ def split_target(text: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunRequest:
     """`dtbench run`, validated as far as is possible without knowing the machine."""
 
     suites: tuple[str, ...] = ()
@@ -132,8 +136,8 @@ class RunOptions:
         """How many are asked for, by --nproc or --mesh."""
         return self.nproc or (ranks_of(self.mesh) if self.mesh else None)
 
-    def plan(self, device_type: DeviceType, world_size: int) -> Plan:
-        """The plan for a world of `world_size` ranks.
+    def resolve(self, device_type: DeviceType, world_size: int) -> RunOptions:
+        """The options of a run in a world of `world_size` ranks.
 
         Raises:
             UsageError: another number of ranks is asked for.
@@ -149,7 +153,7 @@ class RunOptions:
                 f"give a mesh of {world_size}, for example --mesh {format_mesh(default_mesh(world_size))}"
             )
         planned = None if self.max_size_bytes is None else sizes_up_to(self.max_size_bytes)
-        return Plan(
+        return RunOptions(
             mesh,
             self.sizes_bytes or planned or parse_sizes(_DEFAULT_SIZES[device_type, self.quick]),
             self.dtypes,
@@ -269,7 +273,7 @@ def parse_dtypes(text: str) -> tuple[str, ...]:
 def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     """The words of `dtbench run` that are none of its own options: (suites, options of suites).
 
-    `coverage --mode even --ops=add` -> (("coverage",), {"mode": "even", "ops": "add"}).
+    `mine.py --mode even --ops=add` -> (("mine.py",), {"mode": "even", "ops": "add"}).
 
     Raises:
         UsageError: an option given twice.
@@ -291,28 +295,23 @@ def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def refuse_foreign_options(suites: Sequence[Suite], given: Mapping[str, str]) -> None:
-    """Checks that each option belongs to a suite of the run, and that the suites can run together.
+    """Checks that each option belongs to a suite of the run.
 
     Raises:
-        UsageError: an option that none declares; a suite that needs no ranks beside others.
+        UsageError: an option that none declares.
     """
-    known = {option for suite in suites for option in suite.options}
+    declared = {option for suite in suites for option in suite.options}
     for name, value in given.items():
-        if name not in known:
+        if name not in declared:
             dashed = name if name.startswith("-") else f"--{name}"
-            own = "".join(f", {s.name} has --{', --'.join(s.options)}" for s in suites if s.options)
+            of_suites = "".join(f", {s.name} has --{', --'.join(s.options)}" for s in suites if s.options)
             raise UnknownOptionError(
                 dashed,
-                [f"--{option}" for option in known],
-                f"No such option '{dashed}'; `dtbench run --help` shows what there is{own}",
+                [f"--{option}" for option in declared],
+                f"No such option '{dashed}'; `dtbench run --help` shows what there is{of_suites}",
             )
         if not value or value.startswith("--"):
             raise UsageError(f"--{name} needs a value: expected --{name} VALUE")
-    alone = [suite.name for suite in suites if suite.world == "own"]
-    if alone and len(suites) > 1:
-        raise UsageError(
-            f"{alone[0]} measures without ranks, the other suites with them: give it a run of its own"
-        )
 
 
 # --------------------------------------------------------------------------------- what there is to do
@@ -366,8 +365,8 @@ def _words(line: str) -> list[str]:
         return line.split()
 
 
-def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task]:
-    """Every case of the suites under the plan, simulated worlds first, with the impls it is to be
+def list_tasks(suites: Sequence[Suite], options: RunOptions, text: str = "") -> list[Task]:
+    """Every case of the suites under the options, simulated worlds first, with the impls it is to be
     measured with; those only that `text` matches, see `matcher`.
 
     Raises:
@@ -378,7 +377,7 @@ def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task
     total = 0
     for suite in sorted(suites, key=lambda s: s.world != "simulated"):
         seen: set[tuple[object, ...]] = set()
-        for case in _cases_of(suite, plan):
+        for case in _cases_of(suite, options):
             key = (case.name, *sorted(case.params.items()))
             if key in seen:
                 raise UsageError(
@@ -386,7 +385,7 @@ def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task
                     f"expected params that tell its cases apart"
                 )
             seen.add(key)
-            impls = tuple(impl for impl in case.build if plan.wants(impl))
+            impls = tuple(impl for impl in case.build if options.wants(impl))
             if not impls:
                 continue
             total += 1
@@ -404,9 +403,9 @@ def list_tasks(suites: Sequence[Suite], plan: Plan, text: str = "") -> list[Task
     return found
 
 
-def _cases_of(suite: Suite, plan: Plan) -> Iterator[Case]:
+def _cases_of(suite: Suite, options: RunOptions) -> Iterator[Case]:
     try:
-        for case in suite.cases(plan):
+        for case in suite.cases(options):
             if not isinstance(case, Case):
                 raise TypeError(f"it gave {case!r:.80}, expected a dtbench.suite.Case")
             yield case
@@ -431,7 +430,7 @@ def remaining(tasks: Iterable[Task], done: Container[ResultKey], launch: int) ->
 
 
 def further_tasks(
-    suites: Sequence[Suite], plan: Plan, text: str, results: Sequence[Result], launch: int
+    suites: Sequence[Suite], options: RunOptions, text: str, results: Sequence[Result], launch: int
 ) -> list[Task]:
     """What to measure beyond the listed cases (`Refinement`), whether that is done already or not.
 
@@ -446,36 +445,111 @@ def further_tasks(
     for suite in suites:
         if suite.refinement is None:
             continue
-        listed = {(case.name, tuple(sorted(case.params.items()))) for case in _cases_of(suite, plan)}
+        listed = {(case.name, tuple(sorted(case.params.items()))) for case in _cases_of(suite, options)}
         first = [r for r in results if r.suite == suite.name and r.launch == 0]
         swept = [r for r in first if (r.name, tuple(sorted(r.params.items()))) in listed]
         added = [r for r in first if (r.name, tuple(sorted(r.params.items()))) not in listed]
         try:
             wanted = [(r.name, r.params) for r in added]  # a run may have ended between two impls of one
             if launch == 0:
-                wanted += suite.refinement.wanted(plan, swept, added)
-            cases = [suite.refinement.case(plan, name, params) for name, params in wanted]
+                wanted += suite.refinement.wanted(options, swept, added)
+            cases = [suite.refinement.case(options, name, params) for name, params in wanted]
         except Exception as error:
             raise UsageError(
                 f"the suite {suite.name} failed to refine its sweep: {type(error).__name__}: {error}; "
                 f"correct the suite, or measure without --refine"
             ) from error
         for case in cases:
-            task = Task(suite, case, tuple(impl for impl in case.build if plan.wants(impl)))
+            task = Task(suite, case, tuple(impl for impl in case.build if options.wants(impl)))
             name = (case.name, tuple(sorted(case.params.items())))
             if name not in listed and task.impls and matches(task.label):
                 found.setdefault(task.key("", launch), task)
     return list(found.values())
 
 
-def refuse_other_run(header: Header, plan: Plan, suites: Sequence[str], launches: int, path: Path) -> None:
+@dataclass(frozen=True)
+class RunJob:
+    """What a run is to do, the same on every rank and in the launcher."""
+
+    request: RunRequest
+    options: RunOptions
+    suites: tuple[Suite, ...]
+    tasks: tuple[Task, ...]  # to measure, in this order
+    listed: tuple[Task, ...]  # all that the options name; --budget may leave some out
+
+    @property
+    def suite_names(self) -> list[str]:
+        """As the header has them."""
+        return [suite.name for suite in self.suites]
+
+    @property
+    def simulated(self) -> bool:
+        """Whether one process measures all of it, which simulates its ranks."""
+        return all(task.suite.world == "simulated" for task in self.tasks)
+
+
+def prepare(request: RunRequest, device_type: DeviceType, world_size: int) -> RunJob:
+    """Validates all that can be validated before ranks exist.
+
+    Raises:
+        UsageError: options that cannot be followed.
+    """
+    options = request.resolve(device_type, world_size)
+    suites = tuple({suite.name: suite for suite in load(request.suites)}.values())
+    refuse_foreign_options(suites, request.suite_options)
+    listed = tasks = list_tasks(suites, options, request.filter)
+    if request.budget_s is not None:
+        tasks = budget.choose(listed, request.budget_s, options.quick)
+    return RunJob(request, options, suites, tuple(tasks), tuple(listed))
+
+
+def same_on_all_ranks(job: RunJob) -> dict[str, str]:
+    """What ranks have to agree in, by the names that users know; else they would wait in different collectives, or
+    measure different things."""
+    request, options = job.request, job.options
+    files = {
+        Path(suite.cases.__code__.co_filename) for suite in job.suites if hasattr(suite.cases, "__code__")
+    }
+    listed = [f"{task.label} {','.join(task.impls)}" for task in job.tasks]
+    return {
+        "suites": " ".join(job.suite_names),
+        "--mesh": format_mesh(options.mesh),
+        "--device": options.device_type,
+        "--backend": request.backend,
+        "--impl": ",".join(options.impls),
+        "--size": ",".join(map(str, options.sizes_bytes)),
+        "--dtype": ",".join(options.dtypes),
+        "--filter": request.filter,
+        "--quick": str(options.quick),
+        "--refine": str(options.refine),
+        "--launches": str(request.launches),
+        "--budget": str(request.budget_s),
+        "--timeout": f"{request.timeout_s:g}",
+        "--on-failure": request.on_failure,
+        "--resume": str(request.resume),
+        **{f"--{name}": value for name, value in mask_options(options.options).items()},
+        **{f"the file {path.name} with sha256": _digest(path) for path in sorted(files)},
+        "a list": f"of {len(listed)} cases, sha256 {hashlib.sha256(repr(listed).encode()).hexdigest()[:12]}",
+    }
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return "none"
+
+
+def refuse_other_run(
+    header: Header, options: RunOptions, suites: Sequence[str], launches: int, path: Path
+) -> None:
     """Checks that the run to resume asks for the same as the options do.
 
     Raises:
         UsageError: with the first difference, as the file has it and as the options have it.
     """
     was: dict[str, object] = {"options": {}, "refine": False} | header.plan
-    asked = dataclasses.asdict(plan) | {"options": mask_options(plan.options)}
+    asked = dataclasses.asdict(options) | {"options": mask_options(options.options)}
     now: dict[str, object] = json.loads(json.dumps(asked))
     was |= {"suites": list(header.suites), "launches": header.launches}
     now |= {"suites": list(suites), "launches": launches}

@@ -1,20 +1,84 @@
-"""This process's place in a world that a launcher has started, as torchrun or Slurm tell it."""
+"""This process's place in a world that a launcher has started, as torchrun, Slurm or our own launcher tell it.
+
+What our launcher tells its ranks beyond torchrun's variables stands in others, and what they tell it in a note.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
+import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
 
+import msgspec
+
+from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.records.atomic import replace_file
 from dtbench.suite.errors import UsageError
+
+LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
+AGAIN = "DTBENCH_AGAIN"  # where ranks of this launch were lost: when it began, on the monotonic clock
+OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
 
 _MAX_PORT = 65535
 
 
+def launch_number(environ: Mapping[str, str] = os.environ) -> int:
+    """Which launch this process belongs to."""
+    return int(environ.get(LAUNCH, "0"))
+
+
+def output_of(chosen: Path | None) -> Path:
+    """The run file: that of -o, or a name by the time in the current folder, which the launcher tells its ranks."""
+    return chosen or Path(os.environ.get(OUTPUT) or time.strftime("run-%Y%m%dT%H%M%SZ.jsonl", time.gmtime()))
+
+
+def start_again(launch: int, output: Path) -> NoReturn:
+    """Under another's launcher: this rank becomes a fresh process of the next launch."""
+    os.environ.update({LAUNCH: str(launch), OUTPUT: str(output)})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 @dataclass(frozen=True)
-class Place:
+class Note:
+    """What the ranks tell our launcher.
+
+    case: what they are at. good: how many results of the run are ok. code: the exit code, once the launch is over and
+    that was said. whole: whether all that there was has been measured. diagnosis: what ended them, which the launcher
+    records and says.
+    """
+
+    case: ActiveCase = field(default_factory=ActiveCase)
+    good: int = 0
+    code: int | None = None
+    whole: bool = False
+    diagnosis: Diagnosis | None = None
+
+    def write(self, path: str) -> bool:
+        """Replaces the note, and says whether it could."""
+        with suppress(OSError):  # a full disk must not end a run that writes elsewhere
+            replace_file(Path(path), msgspec.json.encode(self))
+            return True
+        return False
+
+    @classmethod
+    def read(cls, path: str | Path) -> Note:
+        try:
+            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except (OSError, ValueError, msgspec.MsgspecError):
+            return cls()
+
+
+@dataclass(frozen=True)
+class RankPlace:
     """This process in a world that a launcher has started.
 
     agent_store: the launcher hosts the store, so that it outlives the ranks; otherwise rank 0 does.
@@ -29,7 +93,7 @@ class Place:
     agent_store: bool
     attempt: int = 0  # torchrun may start the ranks again, on the same store
 
-    def of_launch(self, launch: int) -> Place:
+    def of_launch(self, launch: int) -> RankPlace:
         """With a port for this launch where rank 0 hosts the store: that of the launch before may linger."""
         return (
             self if self.agent_store else dataclasses.replace(self, port=min(self.port + launch, _MAX_PORT))
@@ -46,7 +110,7 @@ class Place:
         return self.local_world_size == self.world_size
 
 
-def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
+def find_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
     """The place that torchrun or Slurm gave this process; None when nobody started ranks.
 
     A Slurm step of a single task is no world: our own launcher starts the ranks inside it.
@@ -62,7 +126,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
     return None
 
 
-def _torchrun_place(environ: Mapping[str, str]) -> Place:
+def _torchrun_place(environ: Mapping[str, str]) -> RankPlace:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing:
         raise UsageError(
@@ -72,7 +136,7 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place:
     world_size = _number("WORLD_SIZE", environ["WORLD_SIZE"], 1)
     rank = _number("RANK", environ["RANK"], 0, world_size - 1, f" below WORLD_SIZE={world_size}")
     local = environ.get("LOCAL_WORLD_SIZE")
-    return Place(
+    return RankPlace(
         rank=rank,
         world_size=world_size,
         local_rank=_number("LOCAL_RANK", environ.get("LOCAL_RANK", str(rank))),
@@ -84,7 +148,7 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place:
     )
 
 
-def _slurm_place(environ: Mapping[str, str], world_size: int) -> Place:
+def _slurm_place(environ: Mapping[str, str], world_size: int) -> RankPlace:
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     address = environ.get("MASTER_ADDR") or first_host(hosts)
     if not address:
@@ -96,7 +160,7 @@ def _slurm_place(environ: Mapping[str, str], world_size: int) -> Place:
     step = _number("SLURM_STEP_ID", environ["SLURM_STEP_ID"])
     # Spread jobs and steps over the registered ports below Linux's ephemeral range (from 32768).
     port = environ.get("MASTER_PORT") or str(20000 + (job * 7 + step) % 12000)
-    return Place(
+    return RankPlace(
         rank=_number(
             "SLURM_PROCID", environ["SLURM_PROCID"], 0, world_size - 1, f" below {world_size} tasks"
         ),

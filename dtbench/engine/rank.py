@@ -1,6 +1,6 @@
 """A rank's life, the same in every command: it joins its world, does its part, and leaves with an exit code.
 
-with Rank(place, report) as rank:
+with LaunchedRank(place, report) as rank:
     ...                          # a DtbenchError here is raised on all ranks alike: options are refused
     rank.join(device_type)       # from here on, what goes wrong on one rank ends all of them
     with rank.process_group(mesh, timeout_s) as (world, barrier):
@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -24,14 +26,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+import msgspec
+
 from dtbench._version import __version__
 from dtbench.engine import clocks
-from dtbench.engine.deaths import catch_terminate, keep_words, words_file
 from dtbench.engine.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now, farewell
-from dtbench.engine.joining import Joining
-from dtbench.engine.launch import Note, launch_number
 from dtbench.engine.parent import NOTE
-from dtbench.engine.place import Place, find_place
+from dtbench.engine.place import Note, RankPlace, find_place, launch_number
 from dtbench.engine.ranks import (
     LiveWorld,
     StoreRanks,
@@ -44,10 +45,9 @@ from dtbench.engine.ranks import (
 from dtbench.machine.limits import refuse_torch
 from dtbench.suite.errors import (
     EXIT_OK,
-    EXIT_USAGE,
     DtbenchError,
-    OutputError,
-    RanksDifferError,
+    RankMismatchError,
+    UsageError,
     WorldBrokenError,
     complain,
     describe,
@@ -60,6 +60,15 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
 
+JOIN_TIMEOUT = "DTBENCH_JOIN_TIMEOUT"  # seconds
+# Thousands of ranks that load torch from one file system need minutes.
+_JOIN_TIMEOUT_S = 300.0
+# How long it is not said whom a rank waits for; our own launcher ends a start of which a rank has ended.
+_PATIENCE_S, _PATIENCE_HERE_S = 5.0, 60.0
+_TRIES_EVERY_S = 0.2
+_MOST_NAMED = 8
+# A launcher kills the others when the first rank leaves: the one that says why gets so long.
+_SPEAKS_S = 1.0
 # Options that are refused on every rank are said by rank 0. The others give it time to: a launcher kills the remaining
 # ranks as soon as one of them has left.
 LET_RANK_0_SPEAK_S = 10.0
@@ -72,11 +81,11 @@ _MAX_SHOWN_CHARS = 60
 _LEAST_GROUP_S = 60.0
 
 
-class Rank:
+class LaunchedRank:
     """This process as a rank of a world that a launcher started. Entered before torch is loaded.
 
-    report: called once, on the lowest living rank and in a helper thread, with what ended the world and what it was
-        doing; it writes the failed result, and gives the words that it leaves to our launcher to say.
+    report: called once, on the lowest living rank of another's launcher and in a helper thread, with what ended the
+        world and what it was doing; our own launcher is told, and reports itself.
     code: what the process is to exit with, once all went well. infos: what each rank says of itself.
     """
 
@@ -86,7 +95,7 @@ class Rank:
     device: torch.device
 
     def __init__(
-        self, place: Place, report: Callable[[Diagnosis, ActiveCase], str | None], launch: int = 0
+        self, place: RankPlace, report: Callable[[Diagnosis, ActiveCase], object], launch: int = 0
     ) -> None:
         self.place = place.of_launch(launch)
         self.now = ActiveCase(launch=launch)
@@ -100,11 +109,8 @@ class Rank:
     def __enter__(self) -> Self:
         block_signals()
         quiet_torch()
-        place = self.place
-        if self._note_path:
-            keep_words(words_file(self._note_path, place.rank))
-        self._detector = FailureDetector(self.now, place.rank, place.world_size, self._report_failure)
-        catch_terminate(self._detector.died)
+        size = self.place.world_size
+        self._detector = FailureDetector(self.now, self.place.rank, size, self._report_failure)
         self.limit = self._detector.limit
         return self
 
@@ -126,8 +132,8 @@ class Rank:
             ranks, by the names that users know it by.
 
         Raises:
-            RanksDifferError: it is not, or a rank was refused something.
-            WorldBrokenError: their store does not answer.
+            RankMismatchError: it is not, or a rank was refused something.
+            WorldBrokenError: they do not come, or their store does not answer.
         """
         from dtbench.machine.provenance import installed, local_rank_info
 
@@ -135,20 +141,15 @@ class Rank:
         self._backend = transport or backend_of(device_type)
         place = self.place
         versions = {"dtbench": __version__, "torch": installed("torch") or ""}
-        with Joining(place, self.connect, self.ours, self._detector.give_up) as joining:
-            try:
-                self.store = joining.store()
-            except RuntimeError as error:
-                raise WorldBrokenError(
-                    f"rank {place.rank} cannot reach the store of the ranks at {place.address}:"
-                    f"{place.port} ({describe(error)}); check MASTER_ADDR, MASTER_PORT and the firewall"
-                ) from error
-            ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
-            self.device = device_of(device_type, place.local_rank)
-            mine = {"info": local_rank_info(str(self.device), transport), "same": versions | dict(same or {})}
-            self.infos, fault = ranks.agree(mine, _judge)
+        limit_s = join_timeout_s()
+        self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
+        ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
+        self.device = device_of(device_type, place.local_rank)
+        mine = {"info": local_rank_info(str(self.device), transport), "same": versions | dict(same or {})}
+        with self.limit(limit_s):
+            self.infos, fault = ranks.agree(mine, _compare)
         if fault:
-            raise RanksDifferError(fault)
+            raise RankMismatchError(fault)
         hosts = [info["host"] for info in self.infos]
         self._detector.join(self.connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
         self.ranks = ranks
@@ -184,7 +185,7 @@ class Rank:
             except DtbenchError as error:
                 complain(str(error))
                 code, whole = error.exit_code, False
-            self.note(code=code, reported=True, whole=whole)
+            self.note(code=code, whole=whole)
         self.code = self.ranks.agree(code, lambda votes: votes[0] or EXIT_OK)
 
     def note(self, **fields: Any) -> bool:
@@ -195,12 +196,19 @@ class Rank:
         if self._note_path is None:
             return False
         with self._noting:
-            said = Note.read(self._note_path)
-            return dataclasses.replace(said, **fields).write(self._note_path)
+            before = Note.read(self._note_path)
+            return dataclasses.replace(before, **fields).write(self._note_path)
+
+    def starting(self, good: int, *, alone: bool) -> None:
+        """On rank 0, which begins a case. good: results of the run that are ok. alone: without the other ranks, which
+        then do not see which case it is."""
+        self.note(case=self.now, good=good)
+        if alone:
+            self.store.set("now", msgspec.json.encode(self.now).decode())
 
     def stop_all(self, code: int) -> NoReturn:
         """On rank 0, which has said why: all ranks leave."""
-        self.note(code=code, reported=True)
+        self.note(code=code)
         self._detector.stop_others(code)
         exit_now(code)
 
@@ -214,10 +222,10 @@ class Rank:
             self._leave()
         elif isinstance(error, DtbenchError) and not self._joining:
             return  # the command line says it, once for all ranks
-        elif isinstance(error, RanksDifferError):
+        elif isinstance(error, RankMismatchError):
             if self.place.rank == 0:
                 complain(str(error))
-                self.note(code=error.exit_code, reported=True)
+                self.note(code=error.exit_code)
             self._detector.leave(error.exit_code, self.store)
             exit_now(error.exit_code)
         elif isinstance(error, DtbenchError) and (self.place.rank == 0 or not self._detector.joined):
@@ -232,15 +240,108 @@ class Rank:
         self._detector.leave(self.code, self.store if self._joining else None)
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
-        lost = None
+        case = self._active_case()
+        if not self.note(diagnosis=diagnosis, **({"case": case} if case.name else {})):
+            self._report(diagnosis, case)
+
+    def _active_case(self) -> ActiveCase:
+        """This rank's, else rank 0's, which may have died in its simulated world."""
+        if not self.now.name and self.place.rank != 0 and self.joined and not self.ours:
+            with contextlib.suppress(RuntimeError, msgspec.MsgspecError):
+                store = self.connect(False)
+                if store.check(["now"]):
+                    return msgspec.json.decode(store.get("now"), type=ActiveCase)
+        return self.now
+
+
+# --------------------------------------------------------------------------------- meeting
+
+
+def join_timeout_s() -> float:
+    """How long a rank waits for its world.
+
+    Raises:
+        UsageError: the environment has no number of seconds.
+    """
+    text = os.environ.get(JOIN_TIMEOUT, "")
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text or _JOIN_TIMEOUT_S)) < 1e6:
+            return seconds
+    raise UsageError(f"the environment has {JOIN_TIMEOUT}={text[:40]!r}: expected seconds above 0")
+
+
+def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, patience_s: float) -> Store:
+    """The store of the ranks, once all have come. After `patience_s` one rank of each host says whom it waits for.
+
+    Raises:
+        WorldBrokenError: the store is not served, or not all ranks have come within the limit.
+    """
+    began_s, where = time.monotonic(), f"{place.address}:{place.port}"
+    store = _store_within(place, connect, limit_s, patience_s, place.local_rank == 0)
+    store.set(f"hello/{place.rank}", "")
+    for until_s in (patience_s, limit_s):
+        left_s = max(began_s + until_s - time.monotonic(), 0.1)
         try:
-            lost = self._report(diagnosis, self.now)
-        except OutputError as error:
-            if self.ours:  # what holds the file may end with the ranks: the launcher tries again
-                return
-            complain(f"{diagnosis.during(self.now)}: {error}")
-        if not self.note(code=diagnosis.code, reported=True, lost=lost) and lost:
-            complain(lost)
+            store.wait([f"hello/{rank}" for rank in range(place.world_size)], timedelta(seconds=left_s))
+            return store
+        except RuntimeError:
+            missing = [rank for rank in range(place.world_size) if not store.check([f"hello/{rank}"])]
+        lowest = next((rank for rank in range(place.world_size) if rank not in missing), place.rank)
+        named = ", ".join(f"rank {rank}" for rank in missing[:_MOST_NAMED])
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        whom = f"{named}{more} of {place.world_size}" if missing else f"the store of the ranks at {where}"
+        if until_s < limit_s and place.rank == lowest:
+            _say_waiting(place, whom, limit_s - until_s)
+    if place.rank != lowest:
+        time.sleep(_SPEAKS_S)
+        exit_now(WorldBrokenError.exit_code)
+    raise WorldBrokenError(f"rank {place.rank} waited {limit_s:g} s for {whom}: nothing was measured")
+
+
+def _store_within(
+    place: RankPlace,
+    connect: Callable[[bool], Store],
+    limit_s: float,
+    patience_s: float = math.inf,
+    speaks: bool = False,
+) -> Store:
+    began_s, where = time.monotonic(), f"the store of the ranks at {place.address}:{place.port}"
+    while why := _unreachable(place):
+        waited_s = time.monotonic() - began_s
+        if waited_s > limit_s:
+            raise WorldBrokenError(
+                f"rank {place.rank} waited {limit_s:g} s for {where} ({why}): nothing was measured; check MASTER_ADDR, "
+                "MASTER_PORT and the firewall"
+            )
+        if waited_s > patience_s and speaks:
+            _say_waiting(place, f"{where} ({why})", limit_s - patience_s)
+            speaks = False
+        time.sleep(_TRIES_EVERY_S)
+    try:
+        return connect(True)
+    except RuntimeError as error:
+        raise WorldBrokenError(
+            f"rank {place.rank} cannot reach {where} ({describe(error)}); "
+            "check MASTER_ADDR, MASTER_PORT and the firewall"
+        ) from error
+
+
+def _unreachable(place: RankPlace) -> str:
+    """Why nobody is there to connect to; "" where somebody is."""
+    try:
+        if place.serves:
+            socket.getaddrinfo(place.address, place.port)
+        else:
+            socket.create_connection((place.address, place.port), timeout=5.0).close()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    except UnicodeError:
+        return "no name of a host"
+    return ""
+
+
+def _say_waiting(place: RankPlace, whom: str, left_s: float) -> None:
+    complain(f"rank {place.rank} waits for {whom}; up to {left_s:.0f} s more ({JOIN_TIMEOUT})")
 
 
 def quiet_torch() -> None:
@@ -255,7 +356,7 @@ def quiet_torch() -> None:
         warnings.simplefilter("ignore")
 
 
-def _judge(votes: list[dict[str, Any]]) -> tuple[list[Any], str]:
+def _compare(votes: list[dict[str, Any]]) -> tuple[list[Any], str]:
     """On rank 0: what the ranks say of themselves, and why they cannot work together; "" where they can."""
     refused = [f"rank {rank}: {vote['refused']}" for rank, vote in enumerate(votes) if "refused" in vote]
     if refused:
@@ -293,11 +394,11 @@ def complain_once(text: str) -> None:
     time.sleep(max(began_s + LET_RANK_0_SPEAK_S - time.monotonic(), 0.0))
 
 
-def _tell_rank_0(place: Place, line: str) -> None:
+def _tell_rank_0(place: RankPlace, line: str) -> None:
     """In place of this rank's vote when all join."""
     quiet_torch()
-    joining = Joining(place, store_of(place, launch_number()), False, lambda *_: exit_now(EXIT_USAGE))
-    store = joining.store(time.monotonic() + _LET_RANK_0_SERVE_S)
+    store = _store_within(place, store_of(place, launch_number()), _LET_RANK_0_SERVE_S)
     store.set(f"vote/0/{place.rank}", json.dumps({"refused": line}))
+    store.set(f"hello/{place.rank}", "")
     store.wait(["decision/0"], timedelta(seconds=_LET_RANK_0_JOIN_S))
     farewell(store, place.rank, place.world_size)

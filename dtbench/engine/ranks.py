@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from dtbench.engine.failure import UnreachableError
-from dtbench.engine.place import Place
+from dtbench.engine.place import RankPlace
 from dtbench.machine.device import gpus
 from dtbench.suite.errors import WorldBrokenError
 from dtbench.suite.mesh import Mesh, default_mesh
@@ -41,11 +40,11 @@ GROUP_GRACE_S = 30.0
 # --------------------------------------------------------------------------------- the shared store
 
 
-def store_of(place: Place, launch: int) -> Callable[[bool], Store]:
+def store_of(place: RankPlace, launch: int) -> Callable[[bool], Store]:
     """How to reach the store of this launch: a function that opens a new connection (True: the first
     of this process, which also serves where no launcher does).
 
-    Each launch has its own keys. place: of this launch, see `Place.of_launch`.
+    Each launch has its own keys. place: of this launch, see `RankPlace.of_launch`.
     """
 
     def connect(first: bool) -> Store:
@@ -78,14 +77,12 @@ def _expect_server(address: str, port: int) -> None:
             with contextlib.suppress(TimeoutError):
                 if not probe.recv(1):
                     raise ConnectionResetError("the connection was dropped")
-    except (ConnectionRefusedError, ConnectionResetError) as error:
-        raise RuntimeError(f"nobody serves the store at {address}:{port}: {error}") from error
     except OSError as error:
-        raise UnreachableError(f"{address}:{port}: {(error.strerror or str(error)).lower()}") from error
+        raise RuntimeError(f"nobody serves the store at {address}:{port}: {error}") from error
 
 
 class StoreRanks:
-    """`Ranks` over a store. Waiting ranks sleep in the kernel: nothing polls while another one works.
+    """`RankGroup` over a store. Waiting ranks sleep in the kernel: nothing polls while another one works.
 
     patience: how long a rank whose call raised waits for the others, which may wait for it in a collective, or have
         ended; from then on it waits `AFTER_RAISING` times as long at most. None where somebody watches the world,
@@ -110,13 +107,13 @@ class StoreRanks:
         self._raised_now = False
 
     def raised(self, reason: str) -> None:
-        """See `Ranks.raised`."""
+        """See `RankGroup.raised`."""
         self._reason, self._raised_now = reason, True
         if self._on_raised is not None:
             self._on_raised(reason)
 
     def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
-        """See `Ranks.agree`. One round trip per rank, two for rank 0.
+        """See `RankGroup.agree`. One round trip per rank, two for rank 0.
 
         Raises:
             WorldBrokenError: a call raised here, and the others do not come.
@@ -166,7 +163,7 @@ def _sent(value: _V) -> _V:
 
 
 class AloneRanks:
-    """`Ranks` of the simulated world: rank 0 measures while the others wait."""
+    """`RankGroup` of the simulated world: rank 0 measures while the others wait."""
 
     rank = 0
     size = 1
@@ -182,7 +179,7 @@ class AloneRanks:
 
 
 class LiveWorld:
-    """`registry.World`: this rank's place in a live process group, and meshes over all its ranks."""
+    """`suite.World`: this rank's place in a live process group, and meshes over all its ranks."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, mesh: Mesh) -> None:
         self.rank = rank
@@ -249,7 +246,7 @@ def world_of_one(device: torch.device) -> Iterator[tuple[LiveWorld, Callable[[],
 
 @contextlib.contextmanager
 def real_world(
-    place: Place, store: Store, device: torch.device, mesh: Mesh, timeout_s: float, backend: str
+    place: RankPlace, store: Store, device: torch.device, mesh: Mesh, timeout_s: float, backend: str
 ) -> Iterator[LiveWorld]:
     """The world of all ranks. backend: see `backend_of`."""
     import torch.distributed as dist

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dtbench.records.layout import from_last_arrival_s
 from dtbench.stats import quantile
-from dtbench.suite import Case, Param, Plan, Result
+from dtbench.suite import Case, Param, Result, RunOptions
 from dtbench.suite.mesh import groups_in
 
 MISS = math.log(1.10)
@@ -37,7 +37,7 @@ def is_calibrated_with(measured: Case | Result) -> bool:
 
 
 def sizes_between(
-    plan: Plan, swept: Sequence[Result], added: Sequence[Result]
+    plan: RunOptions, swept: Sequence[Result], added: Sequence[Result]
 ) -> Iterator[tuple[str, Mapping[str, Param]]]:
     """The (name, params) to measure next, for suites whose params are a mesh dim, `groups`, `mode` and
     `size`; see `Refinement.wanted`. Only the sweeps of all groups together, isolated, are refined.
@@ -108,7 +108,7 @@ def _name(result: Result) -> Name:
     return result.name, tuple(sorted((k, v) for k, v in result.params.items() if k != "size"))
 
 
-def _samples(plan: Plan, result: Result) -> tuple[float, ...]:
+def _samples(plan: RunOptions, result: Result) -> tuple[float, ...]:
     """From the last rank's arrival, as calibration counts; without the ranks' readings the longest."""
     groups = groups_in(plan.mesh, result.params.get("mesh_dim"))
     return from_last_arrival_s(result, groups) or result.samples_s

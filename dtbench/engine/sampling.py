@@ -1,6 +1,6 @@
 """How one case is timed on every rank of a world: the adaptive schedule of the measuring loop, and what is voted.
 
-The ranks talk about counts and verdicts through `Ranks.agree`, never through the collectives that are
+The ranks talk about counts and verdicts through `RankGroup.agree`, never through the collectives that are
 being measured: each rank casts a vote, rank 0 decides, all ranks act on the decision. So they always
 make the same number of calls, and a fault on one of them is known to all before the next phase.
 
@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict, TypeVar, cast
 
-from dtbench.engine.arrivals import lateness_s
 from dtbench.engine.clock import Clock
-from dtbench.engine.clocks import Offset, halfway
+from dtbench.engine.clocks import Offset, halfway, lateness_s
 from dtbench.engine.failure import ActiveCase
-from dtbench.engine.measure import Schedule, Subject, measure, release_memory
-from dtbench.suite import Case, Status
+from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, release_memory, to_result
+from dtbench.engine.options import Task
+from dtbench.suite import Case, Result, Status
 from dtbench.suite.case import Instrument
 from dtbench.suite.suites import World
 
@@ -47,7 +49,7 @@ _V = TypeVar("_V")
 _D = TypeVar("_D")
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """The ranks of a world, reached outside its collectives."""
 
     rank: int
@@ -90,21 +92,6 @@ class Instruments:
     monotonic: Callable[[], float] = time.monotonic
 
 
-@dataclass
-class Outcome:
-    """One impl's end. samples_s: per sample, the max over participating ranks; seconds per call. The ranks'
-    own are as in `Result`.
-    """
-
-    status: Status
-    reason: str = ""
-    rank: int | None = None
-    samples_s: tuple[float, ...] = ()
-    rank_samples_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    rank_arrivals_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    counters: dict[str, float] = field(default_factory=dict)
-
-
 # impl -> its status, the reason, and the rank that said so; None where rank 0 decided it.
 _Verdicts = dict[str, tuple[Status, str, int | None]]
 
@@ -133,18 +120,18 @@ class TooSlow(Exception):  # noqa: N818 - rank 0's decision, not an error
     """What is left of the timeout does not hold what comes next; the message says why."""
 
 
-class CollectiveSchedule(Schedule):
+class CollectiveSchedule(SamplingSchedule):
     """What schedules share whose ranks act together: each verdict on an impl is a vote of all. Used once."""
 
-    def __init__(self, case: Case, impls: Sequence[str], ranks: Ranks, now: ActiveCase) -> None:
+    def __init__(self, case: Case, impls: Sequence[str], ranks: RankGroup, now: ActiveCase) -> None:
         self.case = case
         self.ranks = ranks
         self.live = {impl: self._subject(impl) for impl in impls}
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, ImplOutcome] = {}
         self._now = now
         self._ended: list[Subject] = []  # to be closed
 
-    def run(self, world: World) -> dict[str, Outcome]:
+    def run(self, world: World) -> dict[str, ImplOutcome]:
         """Measures the impls; their outcomes."""
         try:
             measure(list(self.live.values()), world, self)
@@ -187,7 +174,7 @@ class CollectiveSchedule(Schedule):
 
     def _end(self, bad: _Verdicts) -> None:
         for impl, (status, reason, rank) in bad.items():
-            self.outcomes[impl] = Outcome(status, reason, rank)
+            self.outcomes[impl] = ImplOutcome(status, reason, rank)
             if impl in self.live:
                 subject = self.live.pop(impl)
                 subject.bad = (status, reason)
@@ -212,7 +199,7 @@ class Adaptive(CollectiveSchedule):
         self,
         case: Case,
         impls: Sequence[str],
-        ranks: Ranks,
+        ranks: RankGroup,
         instruments: Instruments,
         now: ActiveCase,
         timeout_s: float,
@@ -311,7 +298,7 @@ class Adaptive(CollectiveSchedule):
         self.vote(mine, gathered.extend)
         for impl in self.live:
             parts = [of[impl] for of in gathered]
-            self.outcomes[impl] = combine(parts, self._calls[impl]) if parts else Outcome("ok")
+            self.outcomes[impl] = combine(parts, self._calls[impl]) if parts else ImplOutcome("ok")
 
     def _part(self, impl: str, subject: Subject) -> RankPart:
         count, participates = subject.workload.counters, subject.workload.participates
@@ -414,7 +401,7 @@ def _worst(votes: Sequence[Mapping[str, tuple[Status, str]]]) -> _Verdicts:
     return worst
 
 
-def combine(parts: Sequence[RankPart], calls: int = 1) -> Outcome:
+def combine(parts: Sequence[RankPart], calls: int = 1) -> ImplOutcome:
     """The outcome of an impl from what each rank has: its samples (None: it only waited), when they
     began, its counters, what throttled it. A round that some rank missed is left out.
 
@@ -425,11 +412,11 @@ def combine(parts: Sequence[RankPart], calls: int = 1) -> Outcome:
     """
     own = {rank: part["samples"] for rank, part in enumerate(parts) if part["samples"] is not None}
     if not own:
-        return Outcome("failed", "no rank takes part in it: expected `participates` on at least one rank")
+        return ImplOutcome("failed", "no rank takes part in it: expected `participates` on at least one rank")
     whole = [i for i, row in enumerate(zip(*own.values(), strict=True)) if None not in row]
     rounds = [tuple(s for samples in own.values() if (s := samples[i]) is not None) for i in whole]
     if not rounds:
-        return Outcome("failed", "no sample was completed by all ranks")
+        return ImplOutcome("failed", "no sample was completed by all ranks")
     counters: dict[str, float] = dict(parts[min(own)]["counters"] or {})
     by_rank: dict[str, tuple[float, ...]] = {}
     arrivals: dict[str, tuple[float, ...]] = {}
@@ -446,7 +433,7 @@ def combine(parts: Sequence[RankPart], calls: int = 1) -> Outcome:
     if throttled:
         counters["throttled"] = 1.0
     reason = "; ".join(f"the GPU of rank {rank} was throttled: {why}" for rank, why in throttled.items())
-    return Outcome("ok", reason, None, tuple(max(row) for row in rounds), by_rank, arrivals, counters)
+    return ImplOutcome("ok", reason, None, tuple(max(row) for row in rounds), by_rank, arrivals, counters)
 
 
 def _arrivals(
@@ -462,3 +449,65 @@ def _arrivals(
     late = lateness_s(began, kernels, {r: Offset(*p["offset"]) for r, p in parts.items() if p["offset"]})
     # Nanoseconds: more digits would only fill the file.
     return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}
+
+
+# --------------------------------------------------------------------------------- task by task
+
+
+def budget_of(world: str, quick: bool) -> Budget:
+    """How much is measured per impl of a case.
+
+    Host latencies need rounds enough for a steady quartile, and cost microseconds each; collectives
+    between processes on one machine cost milliseconds, and five say what thirty say within the noise
+    between launches. Seconds are set so that the whole `--quick` job stays in minutes on two cores.
+    """
+    seconds = 0.02 if quick else 0.10
+    least, most = (20, 50) if world == "simulated" else (5, 30)
+    return Budget(samples_s=seconds, least=least, most=most, warmup_s=seconds)
+
+
+@dataclass
+class TaskSweep:
+    """Measures tasks and hands on their results.
+
+    record: called on rank 0 with each result as soon as it is there. starting: called on every rank
+        before a task. limit: a context that ends the run if a task is still in it after so many
+        seconds. go_on: called on every rank before a task: whether there is time for it.
+    """
+
+    launch: int
+    timeout_s: float
+    now: ActiveCase
+    record: Callable[[Result], None]
+    starting: Callable[[Task], None]
+    limit: Callable[[float], AbstractContextManager[None]]
+    go_on: Callable[[Task, RankGroup], bool] = lambda _task, _ranks: True
+
+    def measure(
+        self, tasks: Sequence[Task], world: World, ranks: RankGroup, instruments: Instruments
+    ) -> None:
+        """Measures the tasks in order, all ranks of `ranks` together."""
+        for task in tasks:
+            if not self.go_on(task, ranks):
+                continue
+            case, now = task.case, self.now
+            now.begin(task.suite.name, case.name, case.params, task.impls)
+            self.starting(task)
+            with self.limit(self.timeout_s), _kept_folder():
+                schedule = Adaptive(case, task.impls, ranks, instruments, now, self.timeout_s)
+                outcomes = schedule.run(world)
+            if ranks.rank == 0:
+                for impl in task.impls:
+                    self.record(to_result(task, impl, outcomes[impl], self.launch))
+            now.end()
+
+
+@contextmanager
+def _kept_folder() -> Iterator[None]:
+    """The current folder afterwards is that of before, to which the run file's path may be relative."""
+    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)

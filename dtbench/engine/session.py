@@ -1,7 +1,7 @@
 """What a rank does in a run: measure with the others what is left to measure, and, on rank 0, write it down.
 
-The way of a case: all ranks agree on the tasks (`_agree_on_tasks`), `Sweep` measures one after another in a live
-world, and rank 0's `Recorder` writes each result and shows it.
+The way of a case: all ranks agree on the tasks (`_agree_on_tasks`), `TaskSweep` measures one after another in a live
+world, and rank 0's `RunRecorder` writes each result and shows it.
 """
 
 from __future__ import annotations
@@ -9,45 +9,40 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
-
-import msgspec
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dtbench.engine import budget
-from dtbench.engine.before import Before, find_before
 from dtbench.engine.clock import clocks_of
 from dtbench.engine.clocks import Offset
-from dtbench.engine.failure import ActiveCase, Diagnosis
-from dtbench.engine.job import (
-    Job,
-    exit_code_of,
-    open_run_file,
-    output_of,
+from dtbench.engine.failure import ActiveCase, Diagnosis, record_failure
+from dtbench.engine.findings import findings, next_commands
+from dtbench.engine.options import (
+    RunJob,
+    RunRequest,
+    Task,
+    further_tasks,
     prepare,
-    report_failure,
-    run_to_resume,
+    refuse_other_run,
+    remaining,
     same_on_all_ranks,
-    say_complete,
-    say_ended,
 )
-from dtbench.engine.launch import AGAIN, launch_number, start_again
-from dtbench.engine.options import RunOptions, Task, further_tasks, remaining
-from dtbench.engine.place import Place
-from dtbench.engine.progress import make_progress, say
-from dtbench.engine.rank import Rank
+from dtbench.engine.place import AGAIN, RankPlace, launch_number, output_of, start_again
+from dtbench.engine.progress import make_progress, say, summary_of
+from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.ranks import AloneRanks, backend_of, simulated_world
-from dtbench.engine.runner import Sweep, budget_of
-from dtbench.engine.sampling import Budget, Instruments, Ranks
+from dtbench.engine.sampling import Budget, Instruments, RankGroup, TaskSweep, budget_of
 from dtbench.machine import provenance as machine
 from dtbench.machine.device import choose_device, is_gpu
-from dtbench.records.run import RunWriter, read_header
-from dtbench.suite import Param, Result
-from dtbench.suite.errors import UsageError
+from dtbench.records import baselines
+from dtbench.records.run import RunWriter, read_header, read_run
+from dtbench.suite import Param, Result, Run
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK
 from dtbench.suite.mesh import format_mesh
-from dtbench.text.units import format_seconds, plural
+from dtbench.text.masking import mask_arguments
+from dtbench.text.units import plural
 
 if TYPE_CHECKING:
     import torch
@@ -62,68 +57,63 @@ _Further = tuple[str, str, dict[str, Param], list[str]]
 class Session:
     """This rank's part in one launch of a run. `go` never returns."""
 
-    def __init__(self, options: RunOptions, place: Place, argv: Sequence[str]) -> None:
-        self._options = options
+    def __init__(self, request: RunRequest, place: RankPlace, argv: Sequence[str]) -> None:
+        self._request = request
         self._argv = argv
         self._launch = launch_number()
-        self._output = output_of(options)
+        self._output = output_of(request.output)
         self._began_s = float(os.environ.get(AGAIN) or time.monotonic())
-        self._recorder: Recorder | None = None  # on rank 0
-        self._rank = Rank(place, self._report, self._launch)
+        self._recorder: RunRecorder | None = None  # on rank 0
+        self._rank = LaunchedRank(place, self._report, self._launch)
 
     def go(self) -> NoReturn:
         """Measures and exits."""
         place = self._rank.place
         with self._rank as rank:
-            job = prepare(self._options, choose_device(self._options.device), place.world_size)
-            if job.alone:
-                name = job.suites[0].name
-                raise UsageError(
-                    f"{name} needs no ranks, but a launcher has started some: run `dtbench run {name}` without it"
-                )
+            job = prepare(self._request, choose_device(self._request.device), place.world_size)
             try:
                 self._run(job)
             finally:
                 if self._recorder is not None:
                     self._recorder.progress.close()
-        if self._launch + 1 < self._options.launches and not rank.ours:
+        if self._launch + 1 < self._request.launches and not rank.ours:
             start_again(self._launch + 1, self._output)
         rank.exit()
 
-    def _run(self, job: Job) -> None:
-        rank, device_type = self._rank, job.plan.device_type
+    def _run(self, job: RunJob) -> None:
+        rank, device_type = self._rank, job.options.device_type
         sends = any(task.suite.world == "ranks" for task in job.tasks)
-        transport = backend_of(device_type, self._options.backend) if sends else None
+        transport = backend_of(device_type, self._request.backend) if sends else None
         rank.join(device_type, transport, same_on_all_ranks(job) | {"launch": str(self._launch)})
         # Each rank has named the file by its own clock.
         self._output = Path(*rank.ranks.agree([str(self._output)], lambda votes: votes[0]))
         if rank.place.rank == 0:
-            self._recorder = Recorder(job, self._open(job), self._launch)
-            self._recorder.compare_with(self._options.baseline)
+            self._recorder = RunRecorder(job, self._open(job), self._launch)
+            self._recorder.compare_with(self._request.baseline)
         tasks = self._agree_on_tasks(job)
         if self._recorder is not None:
             self._recorder.begin(tasks)
         self._measure(job, tasks)
         rank.conclude(lambda: self._on_rank_0.end())
 
-    def _open(self, job: Job) -> RunWriter:
+    def _open(self, job: RunJob) -> RunWriter:
         if self._launch > 0 or os.environ.get(AGAIN):
             return RunWriter.resume(self._output)
-        before = run_to_resume(job, self._output) if self._options.resume else None
+        before = run_to_resume(job, self._output) if self._request.resume else None
         if before is not None and before.complete:
             self._rank.stop_all(say_complete(before))
         return open_run_file(job, self._argv, self._output, self._rank.infos, before)
 
     @property
-    def _on_rank_0(self) -> Recorder:
+    def _on_rank_0(self) -> RunRecorder:
         assert self._recorder is not None
         return self._recorder
 
-    def _measure(self, job: Job, tasks: Sequence[Task]) -> None:
-        rank, quick = self._rank, job.plan.quick
-        sweep = Sweep(
+    def _measure(self, job: RunJob, tasks: Sequence[Task]) -> None:
+        rank, quick = self._rank, job.options.quick
+        sweep = TaskSweep(
             launch=self._launch,
-            timeout_s=self._options.timeout_s,
+            timeout_s=self._request.timeout_s,
             now=rank.now,
             record=lambda result: self._on_rank_0.record(result),
             starting=self._starting,
@@ -143,7 +133,7 @@ class Session:
         real = real or self._agree_on_more(job)
         if not real:
             return
-        with rank.process_group(job.plan.mesh, self._options.timeout_s) as (group, barrier):
+        with rank.process_group(job.options.mesh, self._request.timeout_s) as (group, barrier):
             tools = instruments(
                 barrier=barrier,
                 budget=budget_of("ranks", quick),
@@ -157,17 +147,17 @@ class Session:
 
     # ---- what all ranks agree on ----
 
-    def _agree_on_tasks(self, job: Job) -> list[Task]:
+    def _agree_on_tasks(self, job: RunJob) -> list[Task]:
         """What is left to measure, by rank 0's file."""
         ranks = self._rank.ranks
         chosen: list[list[str]] = ranks.agree(None, lambda _votes: self._on_rank_0.impls_left())
         pairs = zip(job.tasks, chosen, strict=True)
         return [Task(task.suite, task.case, tuple(impls)) for task, impls in pairs if impls]
 
-    def _agree_on_more(self, job: Job) -> list[Task]:
+    def _agree_on_more(self, job: RunJob) -> list[Task]:
         """What the suites want to measure beyond their cases, as rank 0 finds from its results; names and params
         travel, and each rank builds the cases of them."""
-        if not job.plan.refine:
+        if not job.options.refine:
             return []
         suites = {suite.name: suite for suite in job.suites}
         wanted: list[_Further] = self._rank.ranks.agree(None, lambda _votes: self._on_rank_0.further())
@@ -175,58 +165,45 @@ class Session:
         for name, case, params, impls in wanted:
             refinement = suites[name].refinement
             assert refinement is not None
-            tasks.append(Task(suites[name], refinement.case(job.plan, case, params), tuple(impls)))
+            tasks.append(Task(suites[name], refinement.case(job.options, case, params), tuple(impls)))
         return tasks
 
-    def _go_on(self, tasks: Sequence[Task]) -> Callable[[Task, Ranks], bool]:
+    def _go_on(self, tasks: Sequence[Task]) -> Callable[[Task, RankGroup], bool]:
         """Whether --budget has time for a task, as rank 0 finds."""
-        if self._options.budget_s is None:
+        if self._request.budget_s is None:
             return lambda _task, _ranks: True
-        deadlines = budget.Deadlines(tasks, self._began_s + self._options.budget_s)
+        deadlines = budget.Deadlines(tasks, self._began_s + self._request.budget_s)
         return lambda task, ranks: bool(
             ranks.agree(None, lambda _votes: deadlines.allows(task, time.monotonic()))
         )
 
-    # ---- which case is in hand, for whoever reports its failure ----
+    # ---- for whoever reports a failure ----
 
     def _starting(self, task: Task) -> None:
-        rank = self._rank
         if self._recorder is not None:
-            rank.note(case=rank.now, good=self._recorder.good)
-            if task.suite.world == "simulated":  # the other ranks do not see which case it is
-                rank.store.set("now", msgspec.json.encode(rank.now).decode())
+            self._rank.starting(self._recorder.good, alone=task.suite.world == "simulated")
 
-    def _case_in_hand(self) -> ActiveCase:
-        rank = self._rank
-        if not rank.now.name and rank.place.rank != 0 and rank.joined:
-            with suppress(RuntimeError, msgspec.MsgspecError):  # rank 0 may have died in its simulated world
-                store = rank.connect(False)
-                if store.check(["now"]):
-                    return msgspec.json.decode(store.get("now"), type=ActiveCase)
-        return rank.now
-
-    def _report(self, diagnosis: Diagnosis, _case: ActiveCase) -> str | None:
-        """On the lowest living rank, in a helper thread: the failed result, and the last line where no launcher of
-        ours is to go on."""
+    def _report(self, diagnosis: Diagnosis, case: ActiveCase) -> None:
+        """Under another's launcher, on the lowest living rank, in a helper thread: the failed result and the last
+        line."""
         writer = None
         if self._recorder is not None:
             writer = self._recorder.writer
             with suppress(Exception):  # whatever the terminal does, the last line comes
                 self._recorder.progress.close()
-        goes_on = self._rank.ours and self._options.on_failure == "continue"
-        return report_failure(diagnosis, self._case_in_hand(), self._output, writer, goes_on=goes_on)
+        record_failure(diagnosis, case, self._output, writer)
 
 
-class Recorder:
+class RunRecorder:
     """On rank 0: the run file, what is left to do by it, and the terminal."""
 
-    def __init__(self, job: Job, writer: RunWriter, launch: int) -> None:
+    def __init__(self, job: RunJob, writer: RunWriter, launch: int) -> None:
         self.writer = writer
         self.progress = make_progress()
         self._job = job
         self._launch = launch
         self.good = sum(result.status == "ok" for result in writer.results.values())
-        self._before: Before | None = None
+        self._before: baselines.EarlierTimes | None = None
 
     def compare_with(self, baseline: str | None) -> None:
         """The baseline of that name or file, else the last run of such cases.
@@ -234,7 +211,7 @@ class Recorder:
         Raises:
             UsageError: there is no such baseline.
         """
-        self._before = find_before(read_header(self.writer.path), self.writer.path, baseline)
+        self._before = baselines.find_earlier(read_header(self.writer.path), self.writer.path, baseline)
 
     def left(self, tasks: Iterable[Task]) -> list[Task]:
         return remaining(tasks, self.writer.results, self._launch)
@@ -247,7 +224,7 @@ class Recorder:
     def further(self) -> list[_Further]:
         """What the suites want beyond the job's tasks, by the results so far."""
         job, results = self._job, list(self.writer.results.values())
-        more = further_tasks(job.suites, job.plan, job.options.filter, results, self._launch)
+        more = further_tasks(job.suites, job.options, job.request.filter, results, self._launch)
         left = self.left(more)
         if left:
             self.progress.more(sum(len(task.impls) for task in left))
@@ -255,19 +232,19 @@ class Recorder:
 
     def begin(self, tasks: Sequence[Task]) -> None:
         """The first line."""
-        plan, launches = self._job.plan, self._job.options.launches
+        options, request = self._job.options, self._job.request
         total = sum(len(task.impls) for task in tasks)
         alone = dict.fromkeys(task.suite.name for task in tasks if task.suite.world == "simulated")
-        ranks = f"on {plan.world_size} {plan.device_type} ranks ({format_mesh(plan.mesh)})"
+        ranks = f"on {options.world_size} {options.device_type} ranks ({format_mesh(options.mesh)})"
         if self._job.simulated:
             ranks = "in one process, which simulates its ranks"
         elif alone:
             ranks += f", of {' and '.join(alone)} in one process"
         words = [
             f"{plural(total, 'result')} to measure {ranks},",
-            f"launch {self._launch + 1} of {launches}," if launches > 1 else "",
-            "" if self._job.options.brief else f"into {self.writer.path}:",
-            budget.forecast(tasks, self._job.listed, plan.quick),
+            f"launch {self._launch + 1} of {request.launches}," if request.launches > 1 else "",
+            "" if request.brief else f"into {self.writer.path}:",
+            budget.forecast(tasks, self._job.listed, options.quick),
         ]
         self.progress.begin(" ".join(word for word in words if word), total)
 
@@ -278,25 +255,84 @@ class Recorder:
         self.progress.result(written, "" if change is None else change.words)
 
     def end(self) -> int:
-        """When all is measured: the end of the file and the last line. The exit code."""
-        options, writer = self._job.options, self.writer
-        results = writer.results
-        last = self._launch + 1 >= options.launches
+        """When all is measured: the end of the file and the last lines. The exit code."""
+        request, results = self._job.request, self.writer.results
+        last = self._launch + 1 >= request.launches
         if last:
-            writer.end()
-        writer.close()
+            self.writer.end()
+        self.writer.close()
         self.progress.close()
         if last:
             left = self.left(self._job.listed)
-            if options.budget_s is not None and left:
+            if request.budget_s is not None and left:
                 say(f"left out for --budget: {budget.name_left_out(self._job.listed, left)}")
-            if moved := writer.clock_moved_s:
-                say(
-                    f"the clock was set {format_seconds(abs(moved))} {'ahead' if moved > 0 else 'back'} meanwhile, or "
-                    "the host slept: the file's stamps show it, its times are of another clock"
-                )
-            say_ended(options, writer.path, self._before)
+            say_ended(request, self.writer.path, self._before)
         return exit_code_of(results.values())
+
+
+def run_to_resume(job: RunJob, output: Path) -> Run:
+    """The run to go on with.
+
+    Raises:
+        UnreadableRunError: it is no run.
+        UsageError: it was asked for something else.
+    """
+    run = read_run(output)
+    refuse_other_run(run.header, job.options, job.suite_names, job.request.launches, output)
+    return run
+
+
+def open_run_file(
+    job: RunJob, argv: Sequence[str], output: Path, ranks: Sequence[Mapping[str, Any]], before: Run | None
+) -> RunWriter:
+    """The file of the run to go on with, or a new one. ranks: what each says of itself.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    if before is not None:
+        return RunWriter.resume(before, {"argv": mask_arguments(argv)})
+    header = machine.provenance(
+        argv=argv,
+        plan=job.options,
+        suites=job.suite_names,
+        mesh=() if job.simulated else job.options.mesh,
+        ranks=ranks,
+        backend=backend_of(job.options.device_type, job.request.backend),
+        launches=job.request.launches,
+    )
+    return RunWriter.create(output, header)
+
+
+def exit_code_of(results: Iterable[Result]) -> int:
+    """0, or 5 where a result failed or is wrong, or there is none."""
+    statuses = {result.status for result in results}
+    return EXIT_OK if statuses and not statuses & {"failed", "wrong"} else EXIT_CASE_FAILED
+
+
+def say_ended(request: RunRequest, path: Path, before: baselines.EarlierTimes | None) -> None:
+    """The last lines of a run that is whole: its findings, what became of it since an earlier run, what to type next.
+
+    Raises:
+        OutputError: the baseline cannot be kept.
+    """
+    run = read_run(path)
+    lines = [] if request.brief else findings(run)
+    if before is not None and (summary := before.summary(run.results)):
+        lines.append(summary)
+    of = ", ".join(request.suites) if request.brief else path  # whose file is not kept
+    lines.append(f"{of}: {summary_of(run.results)}")
+    if request.save_baseline is not None:
+        kept = baselines.save(path, request.save_baseline)
+        lines.append(f"kept as the baseline {request.save_baseline}: {kept}")
+    for line in lines if request.brief else [*lines, *next_commands(run)]:
+        say(line)
+
+
+def say_complete(run: Run) -> int:
+    """There is nothing to resume; the exit code."""
+    say(f"{run.path} is complete already: {summary_of(run.results)}; nothing to go on with")
+    return exit_code_of(run.results)
 
 
 def instruments_of(

@@ -1,7 +1,7 @@
 """Processes that we start, talk to and end: each is reaped, and what it has started ends with it.
 
-    Program   another program, in a session of its own: an interrupt of the terminal reaches it through us
-    Fork      this process again, which runs a function; in a process of one thread only
+    StartedProgram   another program, in a session of its own: an interrupt of the terminal reaches it through us
+    Fork             this process again, which runs a function; in a process of one thread only
 
 A connection is multiprocessing's: one side makes the `Pipe`, `send` and `recv` take any object, and `wait` waits for
 several. Its end tells that the other side is gone. Imports the standard library alone, so that a process that is about
@@ -15,16 +15,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO
 
 
-class Program:
+class StartedProgram:
     """A started program; `with` ends it.
 
     command: its argv. out: takes what it and all that it starts print. connected: has a connection, whose other end it
@@ -92,7 +93,7 @@ class Program:
             self._connection.close()
         return code
 
-    def __enter__(self) -> Program:
+    def __enter__(self) -> StartedProgram:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,6 +153,13 @@ def leave_with(target: Callable[[], int]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A new temporary folder, removed in the end."""
+    with tempfile.TemporaryDirectory(prefix="dtbench-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def connection_at(fd: int | str) -> Connection:

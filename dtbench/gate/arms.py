@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dtbench.engine.scratch import scratch
+from dtbench.engine.workers import scratch
 from dtbench.gate.benchmark import Selection
 from dtbench.machine.git import run_git
 from dtbench.suite.errors import ArmError, UsageError, last_line, plain

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Pipe
 
 from dtbench.engine import budget
-from dtbench.engine.options import RunOptions, Task, list_tasks
+from dtbench.engine.options import RunRequest, Task, list_tasks
 from dtbench.engine.progress import about
 from dtbench.engine.workers import Fork
 from dtbench.gate.benchmark import Selection
@@ -26,7 +26,7 @@ COUNT_S, LAUNCH_S = 8.0, 0.2
 LIST_S = 15.0
 
 
-def forecast(selections: Sequence[Selection], impls: Sequence[str], options: RunOptions, ranks: int) -> str:
+def forecast(selections: Sequence[Selection], impls: Sequence[str], options: RunRequest, ranks: int) -> str:
     """`31 benchmarks: about 40 s at the least, if nothing moved, ...`; nothing where they cannot be listed here in a
     while. In a process of its own: suites are programs of others, which may hang or print.
 
@@ -51,9 +51,9 @@ def forecast(selections: Sequence[Selection], impls: Sequence[str], options: Run
     return ""
 
 
-def _forecast(selections: Sequence[Selection], impls: Sequence[str], options: RunOptions, ranks: int) -> str:
+def _forecast(selections: Sequence[Selection], impls: Sequence[str], options: RunRequest, ranks: int) -> str:
     try:
-        plan = options.plan("cpu", ranks)
+        plan = options.resolve("cpu", ranks)
         tasks = {
             task.label: task for one in selections for task in list_tasks(load([one.suite]), plan, one.text)
         }

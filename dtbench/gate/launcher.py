@@ -38,7 +38,7 @@ from dtbench.gate.logs import CappedLog
 from dtbench.gate.process import Round, Started, run_alone, take_turns
 from dtbench.gate.schedule import ArmName, Launch, OutOfTimeError
 from dtbench.records.run import read_run
-from dtbench.suite import Plan, Result, Run
+from dtbench.suite import Result, Run, RunOptions
 from dtbench.suite.errors import ArmError, DtbenchError
 from dtbench.suite.mesh import format_mesh
 
@@ -83,7 +83,7 @@ class Launcher:
         self,
         arms: Mapping[str, Arm],
         selections: Mapping[str, Sequence[Selection]],
-        plan: Plan,
+        plan: RunOptions,
         folder: Path,
         limits: Limits,
         variables: Mapping[str, str] | None = None,

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from dtbench.engine.clock import Clock
-from dtbench.engine.measure import Subject, measure
+from dtbench.engine.measure import ImplOutcome, Subject, measure, to_result
 from dtbench.engine.options import Task
-from dtbench.engine.runner import to_result
-from dtbench.engine.sampling import Outcome
 from dtbench.gate.benchmark import label_of
 from dtbench.suite import Case, Result, World
 from dtbench.suite.case import Instrument
@@ -94,8 +92,8 @@ def measure_in_turns(
         schedule = _InTurns(group, clocks, starting, await_turn)
         measure(schedule.subjects, world, schedule)
         for (task, impl, _), subject, taken_s in zip(group, schedule.subjects, schedule.taken_s, strict=True):
-            good = Outcome("ok", samples_s=tuple(taken_s))
-            yield to_result(task, impl, Outcome(*subject.bad) if subject.bad else good)
+            good = ImplOutcome("ok", samples_s=tuple(taken_s))
+            yield to_result(task, impl, ImplOutcome(*subject.bad) if subject.bad else good)
 
 
 class _InTurns:

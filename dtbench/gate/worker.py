@@ -37,7 +37,7 @@ from dtbench.gate.benchmark import (
     write_listing,
 )
 from dtbench.records.run import RunWriter
-from dtbench.suite import Plan, estimator_of
+from dtbench.suite import RunOptions, estimator_of
 from dtbench.suite import suites as registry
 from dtbench.suite.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 
@@ -75,7 +75,7 @@ def main(stem: Path, await_turn: Callable[[int], None]) -> int:
 # ------------------------------------------------------------------------------ which cases
 
 
-def selected(selections: Sequence[Selection], plan: Plan) -> tuple[list[Task], list[str]]:
+def selected(selections: Sequence[Selection], plan: RunOptions) -> tuple[list[Task], list[str]]:
     """The tasks of the selections, each once, and why a selection has none."""
     tasks: dict[tuple[object, ...], Task] = {}
     problems: list[str] = []
@@ -87,9 +87,6 @@ def selected(selections: Sequence[Selection], plan: Plan) -> tuple[list[Task], l
             problems.append(str(error))
             continue
         for task in found:
-            if task.suite.world == "own":
-                problems.append(f"{task.suite.name} gives verdicts and no times: it has no place in a gate")
-                break
             tasks.setdefault((task.suite.name, task.case.name, *sorted(task.case.params.items())), task)
     return list(tasks.values()), problems
 
@@ -184,7 +181,9 @@ class _Note:
 
 
 @contextlib.contextmanager
-def _launch(plan: Plan, stem: Path, tasks: Sequence[Task]) -> Iterator[tuple[RunWriter, LiveWorld, _Note]]:
+def _launch(
+    plan: RunOptions, stem: Path, tasks: Sequence[Task]
+) -> Iterator[tuple[RunWriter, LiveWorld, _Note]]:
     """The run file, the simulated world and the note of the case in hand; the file is whole in the end."""
     from dtbench.engine.ranks import device_of, simulated_world
     from dtbench.machine.provenance import local_rank_info, provenance

@@ -43,9 +43,10 @@ def import_logs(
     for log in logs:
         checks.check(log, collective=collective, ranks=ranks)
     header, results = convert.to_run(logs, argv, mesh, dim)
-    with RunWriter.create(output, header, resumable=False) as writer:
+    with RunWriter.create(output, header) as writer:
         try:
-            writer.append_all(results)
+            for result in results:
+                writer.append(result)
             writer.end()
         except BaseException:
             with contextlib.suppress(OSError):

@@ -30,7 +30,7 @@ from dtbench._version import __version__
 from dtbench.machine.device import REHEARSAL, Nvml
 from dtbench.machine.device import gpus as gpus_of_torch
 from dtbench.machine.git import run_git
-from dtbench.suite import SCHEMA, Gpu, Header, Machine, MeshShape, Plan, RankFacts
+from dtbench.suite import SCHEMA, Gpu, Header, Machine, MeshShape, RankFacts, RunOptions
 from dtbench.suite.mesh import Mesh
 from dtbench.suite.result import Checkout, Checkouts, Cpu, NvLinks
 from dtbench.text.masking import is_secret, mask_arguments, mask_options, mask_variables
@@ -89,7 +89,7 @@ _NOT_THROTTLING = frozenset({"gpu_idle", "applications_clocks_setting", "display
 def provenance(
     *,
     argv: Sequence[str],
-    plan: Plan,
+    plan: RunOptions,
     suites: Sequence[str],
     mesh: Mesh,
     ranks: Sequence[Mapping[str, object]],

@@ -13,8 +13,8 @@ from dtbench.engine import clocks
 from dtbench.engine.clock import HostClock
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.options import Task
-from dtbench.engine.sampling import CollectiveSchedule, Ranks
-from dtbench.engine.scratch import scratch
+from dtbench.engine.sampling import CollectiveSchedule, RankGroup
+from dtbench.engine.workers import scratch
 from dtbench.machine.device import gpus
 from dtbench.profile import trace
 from dtbench.profile.request import Request
@@ -41,7 +41,7 @@ class RankRecording(CollectiveSchedule):
         self,
         task: Task,
         impl: str,
-        ranks: Ranks,
+        ranks: RankGroup,
         now: ActiveCase,
         barrier: Callable[[], None],
         epoch_ns: int,

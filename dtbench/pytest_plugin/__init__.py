@@ -176,8 +176,6 @@ def _items(collector: pytest.Module | pytest.Class, suite: Suite) -> Iterator[py
     from dtbench.pytest_plugin.world import live_of
     from dtbench.suite.errors import DtbenchError
 
-    if suite.world == "own":
-        return  # it answers in processes of its own, and times nothing
     if not collector.config.pluginmanager.hasplugin("benchmark"):
         raise pytest.UsageError(
             f"the suite {suite.name} is measured with pytest-benchmark: pip install 'dtbench[pytest]'"
@@ -275,7 +273,7 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
         timeout_s: float = 60.0,
     ) -> Results:
         import dtbench
-        from dtbench.engine.live import line_of
+        from dtbench.engine.progress import line_of
 
         results = dtbench.run(what, progress=False, clock=clock, output=output, timeout_s=timeout_s)
         lines = config.stash.setdefault(_TIMED, [])

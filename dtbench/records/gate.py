@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from dtbench.records.judged import Judged, Verdict
-from dtbench.suite import Plan, errors
+from dtbench.suite import RunOptions, errors
 from dtbench.suite.fields import Amount, Count
 
 GateCode = Literal[0, 1, 3, 4, 5]
@@ -90,7 +90,7 @@ class State(Struct, frozen=True, kw_only=True):
     base: str
     head: str
     selections: tuple[tuple[str, str], ...]
-    plan: Plan
+    plan: RunOptions
     cpu: str | None
     host: str
     seed: int

@@ -1,5 +1,5 @@
 """What a benchmark is, plain data without torch. All that a suite imports, ours or a user's:
-`from dtbench.suite import Case, Plan, Workload, suite`.
+`from dtbench.suite import Case, RunOptions, Workload, suite`.
 """
 
 from dtbench.suite.case import (
@@ -10,7 +10,7 @@ from dtbench.suite.case import (
     DeviceType,
     Estimator,
     Param,
-    Plan,
+    RunOptions,
     Skip,
     Workload,
 )
@@ -60,13 +60,13 @@ __all__ = [
     "NvLinkPeers",
     "NvLinks",
     "Param",
-    "Plan",
     "RankFacts",
     "Record",
     "Refinement",
     "Result",
     "ResultKey",
     "Run",
+    "RunOptions",
     "Skip",
     "Status",
     "Timing",

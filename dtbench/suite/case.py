@@ -38,7 +38,7 @@ CHOOSABLE_IMPLS = ("core", "torch")
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunOptions:
     """What to measure: the options of one run, validated. Suites derive their cases from it."""
 
     mesh: tuple[tuple[str, int], ...]  # (dim name, size), outermost first

@@ -3,7 +3,7 @@
     DtbenchError                a mistake or a fault that has a one-line explanation   exit 2
     +-- UsageError              options that cannot be followed                        exit 2
     |   +-- UnknownOptionError  an option that neither `run` nor a suite of it has      exit 2
-    |   +-- RanksDifferError    what differs between ranks, found by all of them        exit 2
+    |   +-- RankMismatchError   what differs between ranks, found by all of them        exit 2
     +-- UnreadableRunError      a file that is not ours, too new, or damaged           exit 2
     +-- OutputError             a place that cannot be written (full, forbidden, taken) exit 2
     +-- WorldBrokenError        a rank died or hung: the run cannot go on              exit 5
@@ -56,7 +56,7 @@ class UnknownOptionError(UsageError):
         self.of_suites = of_suites
 
 
-class RanksDifferError(UsageError):
+class RankMismatchError(UsageError):
     """What has to be the same on all ranks and is not, or what one of them was refused. All ranks raise it at once."""
 
 

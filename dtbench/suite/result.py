@@ -225,7 +225,7 @@ class ImportedLog(Record, frozen=True, kw_only=True):
 
 
 class Header(Record, frozen=True, kw_only=True):
-    """The first line of a run file: how it was measured. plan: the options of the run, as `Plan` has them."""
+    """The first line of a run file: how it was measured. plan: the options of the run, as `RunOptions` has them."""
 
     kind: Literal["run"] = "run"
     schema: Whole

@@ -1,10 +1,10 @@
 """What a suite is, and how suites are found: ours by name, a user's by the path of a file.
 
-A suite is a function of the plan that yields cases:
+A suite is a function of the options that yields cases:
 
     @suite("hello", world="ranks", help="an all-reduce per mesh dim, dtype and size")
-    def hello(plan: Plan) -> Iterator[Case]:
-        for at in sweep(plan):
+    def hello(options: RunOptions) -> Iterator[Case]:
+        for at in sweep(options):
             yield Case("all_reduce", at.params, build={"c10d": lambda world, at=at: ...})
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from dtbench.suite import Case, Param, Plan, Result
+from dtbench.suite import Case, Param, Result, RunOptions
 from dtbench.suite.errors import UsageError, describe
 
 if TYPE_CHECKING:
@@ -30,30 +30,28 @@ if TYPE_CHECKING:
 # The package whose modules are the built-in suites, its SUITES. Named, not imported: they load torch.
 BUILTIN_PACKAGE = "dtbench_suites"
 
-WorldKind = Literal["ranks", "simulated", "own"]
-
-# How a suite of the "own" kind answers cases: given the plan and (case, impls) still to be answered, it
-# calls the last argument with each result as soon as it is there.
-Measure = Callable[[Plan, Sequence[tuple[Case, tuple[str, ...]]], Callable[[Result], None]], None]
+WorldKind = Literal["ranks", "simulated"]
 
 
 @dataclass(frozen=True)
 class Refinement:
     """How a suite of ranks measures more where its sweep turns out too coarse (`--refine`).
 
-    wanted: given the plan, what the first launch measured of the listed cases and what it has measured
+    wanted: given the options, what the first launch measured of the listed cases and what it has measured
         beyond them, the (name, params) of cases to measure too. Called again with their results until it
         wants nothing new. Only rank 0 calls it.
     case: the case of such a name and params, the same on every rank; it may adjust the params (trim a
         size) as long as those of its own cases stay as they are.
     """
 
-    wanted: Callable[[Plan, Sequence[Result], Sequence[Result]], Iterable[tuple[str, Mapping[str, Param]]]]
-    case: Callable[[Plan, str, Mapping[str, Param]], Case]
+    wanted: Callable[
+        [RunOptions, Sequence[Result], Sequence[Result]], Iterable[tuple[str, Mapping[str, Param]]]
+    ]
+    case: Callable[[RunOptions, str, Mapping[str, Param]], Case]
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One of the combinations of a sweep. ranks: of the mesh dim; dtype: its name in torch."""
 
     mesh_dim: str
@@ -68,21 +66,21 @@ class Point:
 
 
 def sweep(
-    plan: Plan,
+    options: RunOptions,
     dims: Iterable[tuple[str, int]] | None = None,
     dtypes: Iterable[str] | None = None,
     sizes: Iterable[int] | None = None,
-) -> Iterator[Point]:
+) -> Iterator[SweepPoint]:
     """Every mesh dim of several ranks with every dtype and size of the run, dims outermost.
 
     dims: (name, ranks) in their place. dtypes: names of torch's in place of `--dtype`. sizes: bytes, where the user
     chose none with `--size`.
     """
-    shared = tuple(dim for dim in plan.mesh if dim[1] > 1)
-    sizes_bytes = plan.sizes_bytes if sizes is None or plan.sizes_chosen else sizes
-    axes = shared if dims is None else dims, plan.dtypes if dtypes is None else dtypes, sizes_bytes
+    shared = tuple(dim for dim in options.mesh if dim[1] > 1)
+    sizes_bytes = options.sizes_bytes if sizes is None or options.sizes_chosen else sizes
+    axes = shared if dims is None else dims, options.dtypes if dtypes is None else dtypes, sizes_bytes
     for (mesh_dim, ranks), dtype, size_bytes in itertools.product(*axes):
-        yield Point(mesh_dim, ranks, dtype, size_bytes)
+        yield SweepPoint(mesh_dim, ranks, dtype, size_bytes)
 
 
 class World(Protocol):
@@ -104,18 +102,17 @@ class World(Protocol):
 
 @dataclass(frozen=True)
 class Suite:
-    """world: where the cases run. "own": no ranks are started, `measure` answers in this process.
+    """world: where the cases run: on real ranks, or on simulated ones in one process.
     options: name -> help of the options of `dtbench run` that are this suite's; the values stand as text
-        in `Plan.options`, and the suite checks them. by_default: whether it runs when no suite is named.
+        in `RunOptions.options`, and the suite checks them. by_default: whether it runs when no suite is named.
     refinement: what to measure beyond the cases, found while measuring. budget_priority: the cases of which --budget
         measures three sizes before it comes to the others; without it all that have a sweep.
     """
 
     name: str
-    cases: Callable[[Plan], Iterator[Case]]
+    cases: Callable[[RunOptions], Iterator[Case]]
     world: WorldKind
     help: str
-    measure: Measure | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     by_default: bool = True
     refinement: Refinement | None = None
@@ -126,8 +123,6 @@ class Suite:
             raise ValueError(
                 f"the suite {self.name} has world={self.world!r}, expected one of {', '.join(get_args(WorldKind))}"
             )
-        if (self.world == "own") != (self.measure is not None):
-            raise ValueError(f'the suite {self.name}: expected measure= with world="own", and only there')
 
 
 _registered: dict[str, Suite] = {}
@@ -138,32 +133,26 @@ def suite(
     *,
     world: WorldKind,
     help: str,
-    measure: Measure | None = None,
     options: Mapping[str, str] | None = None,
     by_default: bool = True,
     refinement: Refinement | None = None,
     budget_priority: Callable[[Case], bool] | None = None,
-) -> Callable[[Callable[[Plan], Iterator[Case]]], Suite]:
+) -> Callable[[Callable[[RunOptions], Iterator[Case]]], Suite]:
     """Registers a generator of cases as the suite `name`; see `Suite` for the arguments."""
 
-    def register(cases: Callable[[Plan], Iterator[Case]]) -> Suite:
-        made = Suite(
-            name, cases, world, help, measure, options or {}, by_default, refinement, budget_priority
+    def register(cases: Callable[[RunOptions], Iterator[Case]]) -> Suite:
+        _registered[name] = registered = Suite(
+            name, cases, world, help, options or {}, by_default, refinement, budget_priority
         )
-        _registered[name] = made
-        return made
+        return registered
 
     return register
 
 
 def read_builtin() -> Mapping[str, str]:
-    """The built-in suites, name -> what it measures, without importing them.
-
-    A gate's arm may be a revision that named them only: in SUITES, or in __all__ after importing them all.
-    """
-    package = importlib.import_module(BUILTIN_PACKAGE)
-    named = getattr(package, "SUITES", None) or package.__all__
-    return named if isinstance(named, Mapping) else dict.fromkeys(named, "")
+    """The built-in suites, name -> what it measures, without importing them."""
+    builtin: Mapping[str, str] = importlib.import_module(BUILTIN_PACKAGE).SUITES
+    return builtin
 
 
 def load(names: Iterable[str] = ()) -> list[Suite]:
@@ -219,6 +208,6 @@ def _load_file(path: Path) -> list[Suite]:
     new = [s for name, s in _registered.items() if before.get(name) is not s and not _is_builtin(s)]
     if not new:
         raise UsageError(
-            f"{path} registers no suite: decorate a function of the plan with @dtbench.suite.suite"
+            f"{path} registers no suite: decorate a function of the options with @dtbench.suite.suite"
         )
     return new

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 
 from dtbench.engine.scratch import scratch
+
 from dtbench.engine.signals import answered
 from dtbench.suite.errors import UsageError
 

@@ -26,11 +26,11 @@ from typing import Any
 
 import click
 
-from dtbench.engine.options import RunOptions
+from dtbench.engine.options import RunRequest
 from dtbench.engine.place import find_place
 from dtbench.engine.progress import say
 from dtbench.engine.rank import quiet_torch
-from dtbench.engine.scratch import scratch
+from dtbench.engine.workers import scratch
 from dtbench.preflight.examine import (
     COPY,
     FIRST_BYTES,
@@ -104,7 +104,7 @@ class Gathering(Coordinator):
     def __init__(self, path: Path) -> None:
         place = find_place()
         assert place is not None
-        super().__init__(Request(RunOptions(device="cpu", timeout_s=600.0)), place, None)
+        super().__init__(Request(RunRequest(device="cpu", timeout_s=600.0)), place, None)
         self._path = path
 
     def examining(self, world: World) -> Examining:

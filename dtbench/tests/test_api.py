@@ -13,7 +13,7 @@ import torch
 
 import dtbench
 from dtbench.records.run import RunWriter
-from dtbench.suite import Case, Plan, Result, Skip, Workload
+from dtbench.suite import Case, Result, RunOptions, Skip, Workload
 from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.suite.suites import Suite
 from dtbench.tests import made_up
@@ -176,7 +176,7 @@ def test_a_suite_object_is_measured_in_this_process(world: str, size: int):
     def skipping(_world: object) -> Workload:
         raise Skip("not here")
 
-    def cases(_plan: Plan) -> Iterator[Case]:
+    def cases(_plan: RunOptions) -> Iterator[Case]:
         def build(live: object) -> Workload:
             return Workload(lambda: None, check=lambda: None if live.world_size == size else "another world")
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from dtbench.reporting.html.profiles import spans_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,6 @@ from dtbench.records.history import read_history
 from dtbench.records.preflight import DimTimes, Finding, Link, Preflight
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
-from dtbench.reporting.html.profiles import spans_of
 from dtbench.reporting.html.sources import gather
 from dtbench.suite.errors import DtbenchError
 from dtbench.tests import made_up, made_up_logs

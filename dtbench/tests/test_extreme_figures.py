@@ -66,7 +66,9 @@ def test_a_machine_of_a_figure_near_0_is_a_line(dtbench: Cli, tmp_path: Path) ->
     for place, value in figures_of(whole):
         if value == 5e-324:
             Path("m.json").write_text(json.dumps(with_value(whole, place, value)))
-            code, _, err = dtbench(*"plan --model llama-8b --gpus 16 --batch 64 --machine m.json".split())
+            code, _, err = dtbench(
+                *["plan", "--model", "llama-8b", "--gpus", "16", "--batch", "64", "--machine", "m.json"]
+            )
             assert (code, err.count("\n")) == (2, 1), (place, err)
 
 

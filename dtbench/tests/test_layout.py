@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtbench.engine.arrivals import lateness_s
-from dtbench.engine.clocks import SAME_CLOCK, Offset
+from dtbench.engine.clocks import SAME_CLOCK, Offset, lateness_s
 from dtbench.records.frame import cases_frame, cells, results_frame
 from dtbench.records.layout import from_last_arrival_s, layout_of, mesh_groups
 from dtbench.records.run import RunWriter, read_run

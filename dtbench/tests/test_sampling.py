@@ -13,7 +13,7 @@ import pytest
 
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import Subject
-from dtbench.engine.sampling import Adaptive, Budget, Instruments, Outcome, combine
+from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine
 from dtbench.suite import Case, Skip, Workload
 from dtbench.suite.errors import describe
 
@@ -103,11 +103,11 @@ class Trial:
         self.ranks = Threads(size)
         self.states: list[Any] = [None, None]
 
-    def run(self, case: Case) -> list[dict[str, Outcome]]:
+    def run(self, case: Case) -> list[dict[str, ImplOutcome]]:
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(lambda rank: self._on(rank, case), range(self.size)))
 
-    def _on(self, rank: int, case: Case) -> dict[str, Outcome]:
+    def _on(self, rank: int, case: Case) -> dict[str, ImplOutcome]:
         def barrier() -> None:
             self.barriers[rank] += 1
 

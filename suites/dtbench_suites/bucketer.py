@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import dtbench_core
-from dtbench.suite import Case, Plan, Workload, World, suite
+from dtbench.suite import Case, RunOptions, Workload, World, suite
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import reduce_scatter_single
 from dtbench_suites import SUITES
@@ -204,16 +204,18 @@ def _gains_most(case: Case) -> bool:
 
 
 @suite("bucketer", world="ranks", help=SUITES["bucketer"], budget_priority=_gains_most)
-def bucketer(plan: Plan) -> Iterator[Case]:
+def bucketer(options: RunOptions) -> Iterator[Case]:
     sweeps: list[tuple[str, Sweep, tuple[str, ...]]] = [
-        ("reduce_scatter", QUICK if plan.quick else SWEEPS[plan.device_type], SMALL_IMPLS)
+        ("reduce_scatter", QUICK if options.quick else SWEEPS[options.device_type], SMALL_IMPLS)
     ]
-    if plan.sizes_chosen and not plan.quick:
-        sweeps = [("reduce_scatter_buckets", (64 * MIB, (256 * KIB,), plan.sizes_bytes), ("core", "limit"))]
-    elif not plan.quick:
+    if options.sizes_chosen and not options.quick:
+        sweeps = [
+            ("reduce_scatter_buckets", (64 * MIB, (256 * KIB,), options.sizes_bytes), ("core", "limit"))
+        ]
+    elif not options.quick:
         sweeps.append(("reduce_scatter_large", LARGE, LARGE_IMPLS))
-    for mesh_dim, n in shared_dims(plan):
-        for dtype_name in plan.dtypes:
+    for mesh_dim, n in shared_dims(options):
+        for dtype_name in options.dtypes:
             for name, (total_bytes, tensor_sizes, bucket_sizes), impls in sweeps:
                 for tensor_bytes, bucket_bytes in itertools.product(tensor_sizes, bucket_sizes):
                     dtype = torch_dtype(dtype_name)

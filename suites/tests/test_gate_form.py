@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtbench.engine.options import RunOptions, list_tasks
+from dtbench.engine.options import RunRequest, list_tasks
 from dtbench.gate import gate as gates
 from dtbench.gate.benchmark import label_of
 from dtbench.gate.gate import GateOptions
@@ -36,7 +36,7 @@ def form(
 ) -> tuple[Any, list[str]]:
     """The plugin with as many tests, of which the gate will say so, and their labels."""
     tests = GateTests(SimpleNamespace(option=OPTION))  # type: ignore[arg-type]
-    tasks = list_tasks(load(["dispatch"]), RunOptions().plan("cpu", 4), "relu")
+    tasks = list_tasks(load(["dispatch"]), RunRequest().resolve("cpu", 4), "relu")
     pairs = [(task, impl) for task in tasks for impl in task.impls][: len(verdicts)]
 
     def gate(options: GateOptions) -> Gate:
