@@ -34,9 +34,9 @@ def import_command(
 ) -> int:
     """Reads logs of other benchmarks into a run file.
 
-    Of nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering; - is standard input, and what gzip packed is
-    unpacked. Each row is checked (size / time = algbw, busbw / algbw = the collective's factor, wrong data); one
-    that fails is recorded with the reason and no time, and the exit code is 5.
+    Of nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering; - is standard input. Each row is checked (size / time
+    = algbw, busbw / algbw = the collective's factor, wrong data); one that fails is recorded with the reason and no
+    time, and the exit code is 5.
 
     \b
     Examples:

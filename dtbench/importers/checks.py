@@ -1,7 +1,6 @@
 """What the figures of a table must satisfy.
 
     algbw = S / time          busbw = algbw * factor(collective, ranks)
-    the printed average = the mean of busbw over all rows and both placements
 
 A printed number stands for an interval, so that nothing is found wrong which only was rounded. A
 row that breaks a law keeps its place and loses its numbers; a table whose rows break it is refused.
@@ -12,15 +11,21 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from statistics import fmean
+from collections.abc import Iterable, Iterator
 
-from dtbench.importers.model import ITEMSIZE, SPELT, Figure, Log, Printed, Row, Table
+from dtbench.importers.model import ITEMSIZE, SPELT, Log, LogFigure, LogRow, LogTable, Printed
 from dtbench.suite.mesh import MAX_RANKS
-from dtbench_core.cost.ring import ONE_WAY, busbw_factor
+from dtbench_core.cost.ring import busbw_factor
 
 # In nccl-tests the count is one rank's part of the size; elsewhere it is the whole.
 _PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_REDUCING = (
+    "all_reduce",
+    "reduce_scatter",
+    "reduce",
+    "sendrecv",
+)  # nccl-tests prints a redop of sendrecv, too
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 # nccl-tests 2.0 to 2.12 print the largest deviation; what they allow is from their src/common.cu.
 _ALLOWED_DEVIATION = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-5, "float64": 1e-12}
 _SLACK = 1 + 1e-6  # of the arithmetic here
@@ -53,15 +58,15 @@ def check(log: Log, *, collective: str | None = None, ranks: int | None = None) 
 
 
 @contextlib.contextmanager
-def _refusing(table: Table) -> Iterator[None]:
+def _refusing(table: LogTable) -> Iterator[None]:
     try:
         yield
     except _RefusedError as refused:
         table.refusal = str(refused)
 
 
-def _identify(log: Log, table: Table, collective: str | None, ranks: int | None) -> None:
-    _find_groups(table)
+def _identify(log: Log, table: LogTable, collective: str | None, ranks: int | None) -> None:
+    _list_ranks(table)
     _refuse_mixed(table)
     _find_ranks(log, table, ranks)
     if table.ranks is not None and not 1 <= table.ranks <= MAX_RANKS:
@@ -74,40 +79,27 @@ def _identify(log: Log, table: Table, collective: str | None, ranks: int | None)
         raise _RefusedError("one rank: nothing is sent, so its bandwidths are of memory or mean nothing")
 
 
-def _check_laws(log: Log, table: Table) -> None:
+def _check_laws(log: Log, table: LogTable) -> None:
     _check_rows(log, table)
     _check_data(table)
-    _check_average(log, table)
-    if not (table.ended or table.elided) and table.rows:
+    if not table.ended and table.rows:
         log.say(table.rows[-1].line, "the table has no end: the log was cut, or the benchmark did not finish")
 
 
 # -------------------------------------------------------------------------- what the log says of ranks
 
 
-def _find_groups(table: Table) -> None:
-    groups = {device.group for device in table.devices}
-    table.groups = max(len(groups), 1)
-    if not table.devices:
-        return
-    sizes = {sum(d.group == group for d in table.devices) for group in groups}
-    listed = max(device.rank for device in table.devices) + 1
-    if table.groups == 1:
-        table.ranks, table.ranks_from = listed, "the list of ranks"
-    elif len(sizes) == 1 and len(table.devices) == listed:
-        table.ranks, table.ranks_from = sizes.pop(), "the list of ranks and their groups"
-    else:
-        raise _RefusedError(
-            f"{len(table.devices)} ranks in {table.groups} groups are listed, of different sizes or not all "
-            "of them: how many ranks took part in one collective cannot be told"
-        )
+def _list_ranks(table: LogTable) -> None:
+    if len({device.group for device in table.devices}) > 1:
+        raise _RefusedError("groups of ranks ran side by side: give a log of one group")
+    if table.devices:
+        table.ranks = max(device.rank for device in table.devices) + 1
+        table.ranks_from = "the list of ranks"
 
 
-def _refuse_mixed(table: Table) -> None:
+def _refuse_mixed(table: LogTable) -> None:
     """Refuses rows of several processes that each took themselves for the whole world."""
     rows = [(row.size_bytes, row.dtype, row.redop, row.root) for row in table.rows if row.size_bytes]
-    if table.continues is not None and table.continues.refusal:
-        raise _RefusedError(table.continues.refusal)
     if table.mixed and len(set(rows)) < len(rows):
         raise _RefusedError(
             "several processes printed into it at once, each as rank 0: nccl-tests was built without MPI, so "
@@ -115,7 +107,7 @@ def _refuse_mixed(table: Table) -> None:
         )
 
 
-def _find_sizes(log: Log, table: Table) -> None:
+def _find_sizes(log: Log, table: LogTable) -> None:
     for row in table.rows:
         row.size_bytes *= (table.ranks or 1) if table.sizes_are_parts else 1
     for row in [row for row in table.rows if row.size_bytes > _MAX_BYTES]:
@@ -123,17 +115,17 @@ def _find_sizes(log: Log, table: Table) -> None:
         table.rows.remove(row)
 
 
-def _find_ranks(log: Log, table: Table, given: int | None) -> None:
+def _find_ranks(log: Log, table: LogTable, given: int | None) -> None:
     """From the list of ranks, the size over the count, and what the user says: a list may be cut, so that he says
     more than it."""
-    parts = {p for row in table.rows if (p := _parts(row)) is not None}
-    if len(parts) == 1 and (only := parts.pop()) > 1 and table.ranks != only:
+    parts = {_parts(row) for row in table.rows} - {None}
+    part = parts.pop() if len(parts) == 1 else None
+    if part is not None and part > 1 and part != table.ranks:
         if table.ranks is not None:
             log.say(
-                table.line,
-                f"{table.ranks_from} gives {table.ranks} ranks, size over count gives {only}: the latter is taken",
+                table.line, f"{table.ranks} ranks are listed, size over count gives {part}, which is taken"
             )
-        table.ranks, table.ranks_from = only, "size and count"
+        table.ranks, table.ranks_from = part, "size and count"
     if given is None or given == table.ranks:
         return
     if table.ranks is not None and (given < table.ranks or table.ranks_from != "the list of ranks"):
@@ -143,7 +135,7 @@ def _find_ranks(log: Log, table: Table, given: int | None) -> None:
     table.ranks, table.ranks_from = given, "--ranks"
 
 
-def _parts(row: Row) -> int | None:
+def _parts(row: LogRow) -> int | None:
     """Into how many parts of `count` elements the size falls; None where that says nothing."""
     itemsize = ITEMSIZE.get(row.dtype)
     if not row.count or not itemsize or not row.size_bytes:
@@ -152,7 +144,7 @@ def _parts(row: Row) -> int | None:
     return whole if not rest else None
 
 
-def _ratios(table: Table) -> list[tuple[float, float]]:
+def _ratios(table: LogTable) -> list[tuple[float, float]]:
     """The intervals of busbw / algbw, where they are not printed too coarsely to say anything."""
     return [
         (b.low / a.high / _SLACK, b.high / a.low * _SLACK)
@@ -165,75 +157,29 @@ def _ratios(table: Table) -> list[tuple[float, float]]:
 # ------------------------------------------------------------------------------- which collective it is
 
 
-def _collective(log: Log, table: Table, given: str | None) -> str:
+def _collective(log: Log, table: LogTable, given: str | None) -> str:
+    """What the log says, else the user, else the name of the file; of the latter two the rows may say otherwise."""
     if table.collective is not None:
         if given is not None and given != table.collective:
             raise _RefusedError(f"--collective {given} contradicts it: the log says {table.collective}")
         return table.collective
-    fitting = _fitting(table)
-    several = " or ".join(fitting)
-    if given is not None:
-        if fitting and given not in fitting:
-            raise _RefusedError(f"--collective {given} contradicts its rows, which fit {several}")
-        return given
-    named = _named(log.name)
-    if len(fitting) > 1 and named in fitting:
-        log.say(table.line, f"{named} by the name of the file: the rows fit {several} as well")
-        fitting = [named]
-    if len(fitting) != 1:
-        fit = f" ({several} fit its rows)" if fitting else ""
-        raise _RefusedError(f"which collective it is cannot be told{fit}: give --collective NAME")
-    return fitting[0]
+    name = given or _named(log.name)
+    if name is None:
+        raise _RefusedError("which collective it is is not in the log: give --collective NAME")
+    reduces = any(row.redop not in ("", "none") for row in table.rows)
+    rooted = any((row.root or -1) >= 0 for row in table.rows)
+    if (reduces and name not in _REDUCING) or (rooted and name not in _ROOTED):
+        of = "--collective" if given else "the name of the file"
+        raise _RefusedError(f"{name} by {of} contradicts its rows, which name a reduction or a root")
+    if given is None:
+        log.say(table.line, f"{name} by the name of the file: the log does not say which collective it is")
+    return name
 
 
 def _named(name: str) -> str | None:
     letters = re.sub(r"[^a-z0-9]", "", name.lower())
-    found = {name for hint, name in _HINTS.items() if hint in letters}
-    return found.pop() if len(found) == 1 else None
-
-
-def _fitting(table: Table) -> list[str]:
-    """The collectives whose rows look like these."""
-    rows = [row for row in table.rows if row.size_bytes]
-    if table.tool == "ml-engineering":
-        return ["all_reduce"]  # its older script knows no other
-    parts = {_parts(row) for row in rows} - {None}
-    reduces = any(row.redop not in ("", "none") for row in rows)
-    rooted = any(row.root is not None and row.root >= 0 for row in rows)
-    found = _of_parts(table, rows, reduces, rooted) if parts and parts != {1} else ["all_reduce", "sendrecv"]
-    if not (parts and parts != {1}) and rooted:
-        found = ["reduce"] if reduces else ["broadcast"]
-    ratios = _ratios(table)
-    return [c for c in found if _mostly(_may_have(ratio, c, table.ranks) for ratio in ratios)]
-
-
-def _of_parts(table: Table, rows: Sequence[Row], reduces: bool, rooted: bool) -> list[str]:
-    """Of those in which each rank has a part of the size."""
-    if reduces:
-        return ["reduce_scatter"]
-    if rooted:
-        return ["gather", "scatter"]
-    if not table.redop_column:
-        return ["all_gather"]  # nccl-tests 2.0 to 2.12 print no such column for it
-    checked = {figure.in_place for row in rows for figure in row.figures if figure.wrong is not None}
-    # They leave all_to_all's redop blank; it is never checked in place.
-    if (rows and not rows[0].redop) or checked == {False}:
-        return ["all_to_all"]
-    return ["all_gather", "all_to_all"]
-
-
-def _may_have(ratio: tuple[float, float], collective: str, ranks: int | None) -> bool:
-    low, high = ratio
-    if collective in ONE_WAY:
-        return low <= 1 <= high
-    if ranks is not None:
-        return low <= busbw_factor(collective, ranks) <= high or _is_old(collective, ratio)
-    return (high >= 1 and low < 2) if collective == "all_reduce" else low < 1 or _is_old(collective, ratio)
-
-
-def _is_old(collective: str, ratio: tuple[float, float]) -> bool:
-    """Whether algbw holds the factor already, as until 2020 (nccl-tests, commit ec1b5e2)."""
-    return collective in ("all_gather", "reduce_scatter") and ratio[0] <= 1 <= ratio[1]
+    names = {name for hint, name in _HINTS.items() if hint in letters}
+    return names.pop() if len(names) == 1 else None
 
 
 def _mostly(holds: Iterable[bool]) -> bool:
@@ -245,18 +191,11 @@ def _mostly(holds: Iterable[bool]) -> bool:
 # ------------------------------------------------------------------------------------- the laws of rows
 
 
-def _check_rows(log: Log, table: Table) -> None:
+def _check_rows(log: Log, table: LogTable) -> None:
     assert table.collective is not None and table.ranks is not None
     factor = busbw_factor(table.collective, table.ranks)
     ratios = _ratios(table)
-    fits = _mostly(low <= factor <= high for low, high in ratios)
-    old = table.error_column and not fits and _mostly(_is_old(table.collective, ratio) for ratio in ratios)
-    if old:
-        log.say(
-            table.line,
-            f"algbw holds the factor {factor:.4g} of busbw already, as until 2020: it is taken out again",
-        )
-    elif not fits:
+    if not _mostly(low <= factor <= high for low, high in ratios):
         low, high = sorted(ratios)[len(ratios) // 2]
         raise _RefusedError(
             f"busbw is {(low + high) / 2:.4g} x algbw, {table.collective} among {table.ranks} ranks "
@@ -267,11 +206,11 @@ def _check_rows(log: Log, table: Table) -> None:
         if row.root is not None and not -1 <= row.root < table.ranks:  # -1: it has none
             figure.fail(f"its root is rank {row.root} of {table.ranks}")
         _check_count(row, figure, table.ranks if table.collective in _PARTS else 1)
-        _check_figure(row, figure, factor, old)
-    _derive_times(table, factor, factor if old else 1.0)
+        _check_figure(row, figure, factor)
+    _derive_times(table, factor)
 
 
-def _check_count(row: Row, figure: Figure, parts: int) -> None:
+def _check_count(row: LogRow, figure: LogFigure, parts: int) -> None:
     itemsize = ITEMSIZE.get(row.dtype)
     if row.count is None or itemsize is None or row.count * itemsize * parts == row.size_bytes:
         return
@@ -282,26 +221,23 @@ def _check_count(row: Row, figure: Figure, parts: int) -> None:
     )
 
 
-def _check_figure(row: Row, figure: Figure, factor: float, old: bool) -> None:
+def _check_figure(row: LogRow, figure: LogFigure, factor: float) -> None:
     """Each pair of time, algbw and busbw: two that agree with a coarse third may still contradict each other."""
     time, algbw, busbw = figure.time, figure.algbw, figure.busbw
     if figure.fault or algbw is None or busbw is None:
         return
-    expected = 1.0 if old else factor
-    carried = row.size_bytes * (factor if old else 1.0)
     timed = time is not None and row.size_bytes > 0 and not figure.time_is_separate
     if timed:
-        _check_time(figure, "algbw", carried, algbw)
-    if not _overlap(algbw.low * expected, algbw.high * expected, busbw):
+        _check_time(figure, "algbw", row.size_bytes, algbw)
+    if not _overlap(algbw.low * factor, algbw.high * factor, busbw):
         figure.fail(
-            f"its busbw of {busbw.value / 1e9:.6g} GB/s is not {expected:.4g} x its algbw "
-            f"of {algbw.value / 1e9:.6g}"
+            f"its busbw of {busbw.value / 1e9:.6g} GB/s is not {factor:.4g} x its algbw of {algbw.value / 1e9:.6g}"
         )
     if timed:
-        _check_time(figure, "busbw", carried * expected, busbw)
+        _check_time(figure, "busbw", row.size_bytes * factor, busbw)
 
 
-def _check_time(figure: Figure, name: str, carried: float, bandwidth: Printed) -> None:
+def _check_time(figure: LogFigure, name: str, carried: float, bandwidth: Printed) -> None:
     """Whether so many bytes in the figure's time are this bandwidth."""
     time = figure.time
     assert time is not None
@@ -318,33 +254,28 @@ def _overlap(low: float, high: float, value: Printed) -> bool:
     return low / _SLACK <= value.high * _SLACK and high * _SLACK >= value.low / _SLACK
 
 
-def _derive_times(table: Table, factor: float, carried: float) -> None:
-    """Gives figures without a time the one that their bandwidth implies. carried: of the size, by algbw."""
+def _derive_times(table: LogTable, factor: float) -> None:
+    """Gives figures without a time, or with one coarser than their bandwidth, that which the bandwidth implies."""
     for row, figure in table.figures:
         if figure.fault or not row.size_bytes:
             continue
         time, by_bandwidth = figure.time, figure.algbw or (figure.busbw and figure.busbw.scaled(1 / factor))
-        coarse = (
-            time is not None
-            and by_bandwidth is not None
-            and time.coarseness > max(5e-3, by_bandwidth.coarseness)
-        )
-        if time is not None and not coarse:
+        finer = by_bandwidth is not None and time is not None and time.coarseness > by_bandwidth.coarseness
+        if time is not None and not (finer and time.coarseness > 5e-3):
             if time.value <= 0:
                 figure.fail("its time is 0")
-            continue
-        if by_bandwidth is None or by_bandwidth.coarseness > _MAX_COARSENESS:
-            given = "nothing" if by_bandwidth is None else f"{by_bandwidth.value / 1e9:.6g} GB/s"
-            figure.fail(f"it has no time, and its bandwidth ({given}) is too coarse to derive one")
-            continue
-        seconds = row.size_bytes * carried / by_bandwidth.value
-        figure.time, figure.time_is_derived = Printed(seconds, seconds * by_bandwidth.coarseness), True
+        elif by_bandwidth is None or by_bandwidth.coarseness > _MAX_COARSENESS:
+            bandwidth = "nothing" if by_bandwidth is None else f"{by_bandwidth.value / 1e9:.6g} GB/s"
+            figure.fail(f"it has no time, and its bandwidth ({bandwidth}) is too coarse to derive one")
+        else:
+            seconds = row.size_bytes / by_bandwidth.value
+            figure.time, figure.time_is_derived = Printed(seconds, seconds * by_bandwidth.coarseness), True
 
 
 # --------------------------------------------------------------------------------- the data it checked
 
 
-def _check_data(table: Table) -> None:
+def _check_data(table: LogTable) -> None:
     bad = False
     for row, figure in table.figures:
         if figure.wrong is None:
@@ -360,18 +291,3 @@ def _check_data(table: Table) -> None:
                 f"the table ends with {table.failed_values} values out of bounds, and no row says which",
                 wrong_data=True,
             )
-
-
-def _check_average(log: Log, table: Table) -> None:
-    average = table.average_busbw
-    values = [figure.busbw for _, figure in table.figures if figure.busbw is not None]
-    if average is None or not values or len(values) < sum(len(row.figures) for row in table.rows):
-        return
-    mean, slack = fmean(v.value for v in values), fmean(v.half for v in values) + average.half
-    if abs(mean - average.value) > slack * _SLACK + abs(mean) * 1e-6:
-        why = "rows were left out of the log" if table.elided else "rows are missing or were altered"
-        log.say(
-            table.average_line,
-            f"the average bus bandwidth is given as {average.value / 1e9:.6g} GB/s, the rows have "
-            f"{mean / 1e9:.6g}: {why}",
-        )

@@ -1,23 +1,21 @@
 """A run of the tables of logs: its header and its results.
 
 What DTensor's collectives do is the suite `collectives`, which `calibrate` fits: all_reduce and
-broadcast in place, the others out of place, sums. All else that the tables hold (the other
-placement, other reductions and roots, rows without data, tables that cannot be used) is the suite
-`collectives_other`.
+broadcast in place, the others out of place, sums. All else that usable tables hold (the other
+placement, other reductions and roots) is the suite `collectives_other`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TypeVar
 
 import msgspec
 
 from dtbench._version import __version__
-from dtbench.importers.model import IN_PLACE, Figure, Log, Row, Table
+from dtbench.importers.model import IN_PLACE, Log, LogFigure, LogRow, LogTable
 from dtbench.stats import summarize
 from dtbench.suite import (
     SCHEMA,
@@ -38,10 +36,9 @@ from dtbench_core.cost.ring import busbw_factor
 
 SUITE, OTHER = "collectives", "collectives_other"
 BACKENDS = {"osu": "mpi"}  # of the others it is nccl, which torch calls RCCL too
-WORLD, GROUP = "world", "group"  # the mesh dims of a run whose logs name none
+WORLD = "world"  # the mesh dim of a run whose logs name none
 
-_F = TypeVar("_F")
-Layout = tuple[int, ...]  # per rank its host, numbered by first appearance
+HostOrder = tuple[int, ...]  # per rank its host, numbered by first appearance
 
 
 def to_run(
@@ -55,24 +52,26 @@ def to_run(
     Raises:
         UsageError: no figure that can be used; tables of different machines; a table of no dim.
     """
-    tables = [(log, table) for log in logs for table in log.tables]
-    usable = [(log, table) for log, table in tables if not table.refusal and _has_figures(table)]
+    usable = [
+        (log, table)
+        for log in logs
+        for table in log.tables
+        if not table.refusal and any(row.size_bytes and f.time and not f.fault for row, f in table.figures)
+    ]
     if not usable:
         raise UsageError(_why_nothing(logs))
-    _same_machine(usable)
+    _agree(usable, mesh is not None)
     dims = _dims(usable, mesh, dim)
-    shape = mesh or _own_mesh(usable[0][1])
+    shape = mesh or ((WORLD, usable[0][1].ranks or 1),)
     results = _numbered(
-        result for log, table in tables for result in _results(log, table, dims.get(id(table)), shape)
+        result
+        for _, table in usable
+        for result in _results(table, dims[id(table)], table.ranks == ranks_of(shape))
     )
     several = mesh is not None and len(mesh) > 1
     ranks = _mesh_layout(usable, dims, shape) if several else {facts.rank: facts for facts in _places(usable)}
     results.sort(key=lambda result: result.suite != SUITE)  # what counts comes first
     return _header(logs, usable, argv, shape, results, ranks), results
-
-
-def _has_figures(table: Table) -> bool:
-    return any(row.size_bytes and f.time and not f.fault for row, f in table.figures)
 
 
 def _why_nothing(logs: Sequence[Log]) -> str:
@@ -93,41 +92,43 @@ def _why_nothing(logs: Sequence[Log]) -> str:
 # --------------------------------------------------------------------------------- what goes together
 
 
-def _same_machine(usable: Sequence[tuple[Log, Table]]) -> None:
-    """Raises UsageError where the tables say that they are of different machines."""
-    facts: dict[str, Callable[[Table], str]] = {
+def _agree(usable: Sequence[tuple[Log, LogTable]], one_mesh: bool) -> None:
+    """Raises UsageError where the tables are of different machines or, unless of dims of one mesh, ranks and hosts."""
+    facts: dict[str, Callable[[LogTable], Hashable]] = {
         "device names": lambda t: ", ".join(sorted({d.name for d in t.devices if d.name})),
         "backends": lambda t: BACKENDS.get(t.tool, "nccl"),
         "device types": lambda t: t.device_type,
     }
+    if not one_mesh:
+        facts["ranks"] = lambda t: t.ranks
+        facts["hosts"] = _hosts
     for what, fact_of in facts.items():
-        seen = _seen(usable, fact_of)
+        seen: dict[Hashable, str] = {}
+        for log, table in usable:
+            if fact := fact_of(table):
+                seen.setdefault(fact, log.name)
         if len(seen) > 1:
             (a, first), (b, second), *_ = seen.items()
             raise UsageError(
                 f"{first} and {second} have different {what} ({a} and {b}): import them into a file each"
+                + ("" if one_mesh else ", or give --mesh NAME=RANKS,... where each is a dim of one mesh")
             )
 
 
-def _seen(usable: Sequence[tuple[Log, Table]], fact_of: Callable[[Table], _F | None]) -> dict[_F, str]:
-    """What the tables say, where they say something, and the first log that says so."""
-    seen: dict[_F, str] = {}
-    for log, table in usable:
-        if fact := fact_of(table):
-            seen.setdefault(fact, log.name)
-    return seen
+def _hosts(table: LogTable) -> str | None:
+    layout = _layout(table)
+    return layout and f"{max(layout) + 1} host(s), in the order {', '.join(map(str, layout[:16]))}"
 
 
-def _dims(usable: Sequence[tuple[Log, Table]], mesh: Mesh | None, dim: str | None) -> dict[int, str]:
+def _dims(usable: Sequence[tuple[Log, LogTable]], mesh: Mesh | None, dim: str | None) -> dict[int, str]:
     """Per table (by its id) the mesh dim it is of."""
     if mesh is None:
         if dim is not None:
             raise UsageError(f"--dim {dim} needs the mesh that it is a dim of: give --mesh NAME=RANKS,...")
-        _agree(usable)
         return {id(table): WORLD for _, table in usable}
     if dim is not None and dim not in dict(mesh):
         raise UsageError(f"--dim {dim} is no dim of --mesh {format_mesh(mesh)}")
-    found = {}
+    dims = {}
     for log, table in usable:
         fitting = [name for name, size in mesh if size == table.ranks and dim in (None, name)]
         if len(fitting) != 1:
@@ -135,43 +136,21 @@ def _dims(usable: Sequence[tuple[Log, Table]], mesh: Mesh | None, dim: str | Non
             if fitting:
                 why = f"those of {' and of '.join(fitting)}: say which with --dim"
             raise UsageError(f"{log.name} line {table.line}: its {table.ranks} ranks are {why}")
-        found[id(table)] = fitting[0]
-    return found
+        dims[id(table)] = fitting[0]
+    return dims
 
 
-def _agree(usable: Sequence[tuple[Log, Table]]) -> None:
-    """Raises UsageError unless all tables are of one number of ranks and one layout of hosts."""
-    sizes, layouts = _seen(usable, lambda table: (table.ranks, table.groups)), _seen(usable, _layout)
-    if len(sizes) > 1:
-        each = ", ".join(f"{ranks} in {name}" for (ranks, _), name in sizes.items())
-        raise UsageError(
-            f"the logs are of groups of different sizes ({each} ranks): import each into a file of its own, "
-            "or give --mesh NAME=RANKS,... where each is a dim of one mesh"
-        )
-    if len(layouts) > 1:
-        (a, first), (b, second), *_ = layouts.items()
-        raise UsageError(
-            f"{first} has {len(a)} ranks on {max(a) + 1} host(s), {second} has them on {max(b) + 1} or in "
-            "another order: import them into a file each, or give --mesh NAME=RANKS,... and --dim"
-        )
-
-
-def _layout(table: Table) -> Layout | None:
-    """Per rank its host, numbered by first appearance, ranks by group; None where some are not listed."""
-    devices = sorted(table.devices, key=lambda d: (d.group, d.rank))
-    if len(devices) != (table.ranks or 0) * table.groups or not all(d.host for d in devices):
+def _layout(table: LogTable) -> HostOrder | None:
+    """Per rank its host, numbered by first appearance; None where some are not listed."""
+    devices = sorted(table.devices, key=lambda d: d.rank)
+    if len(devices) != table.ranks or not all(d.host for d in devices):
         return None
     order: dict[str, int] = {}
     return tuple(order.setdefault(device.host, len(order)) for device in devices)
 
 
-def _own_mesh(table: Table) -> Mesh:
-    world = ((WORLD, table.ranks or 1),)
-    return ((GROUP, table.groups), *world) if table.groups > 1 else world
-
-
 def _mesh_layout(
-    usable: Sequence[tuple[Log, Table]], dims: Mapping[int, str], mesh: Mesh
+    usable: Sequence[tuple[Log, LogTable]], dims: Mapping[int, str], mesh: Mesh
 ) -> dict[int, RankFacts]:
     """Per rank of the mesh its host, if each dim's logs show it within a host or one rank per host; else {}."""
     spans: dict[str, set[int]] = {}
@@ -191,13 +170,12 @@ def _mesh_layout(
     return ranks
 
 
-def _places(usable: Sequence[tuple[Log, Table]]) -> Iterator[RankFacts]:
-    """Per rank what the most telling table lists of it, ranks in the order of the mesh."""
+def _places(usable: Sequence[tuple[Log, LogTable]]) -> Iterator[RankFacts]:
+    """Per rank what the most telling table lists of it."""
     table = max((table for _, table in usable), key=lambda t: len(t.devices))
-    for position, device in enumerate(sorted(table.devices, key=lambda d: (d.group, d.rank))):
-        rank = position if table.groups > 1 else device.rank
+    for device in sorted(table.devices, key=lambda d: d.rank):
         yield RankFacts(
-            rank=rank,
+            rank=device.rank,
             host=device.host or None,
             local_rank=device.index,
             device=f"{table.device_type}:{device.index}",
@@ -207,18 +185,13 @@ def _places(usable: Sequence[tuple[Log, Table]]) -> Iterator[RankFacts]:
 # --------------------------------------------------------------------------------------- the results
 
 
-def _results(log: Log, table: Table, dim: str | None, mesh: Mesh) -> Iterator[Result]:
-    if table.refusal or dim is None:
-        for row, figure in table.figures:
-            yield _skipped(table, row, figure, table.refusal or figure.fault or "no data")
-        return
+def _results(table: LogTable, dim: str, together: bool) -> Iterator[Result]:
     first = table.collective in IN_PLACE
     placements = {f.in_place for _, f in table.figures if f.time and not f.fault}
     main = first if first in placements else not first
-    together = table.groups > 1 or table.ranks == ranks_of(mesh)
     # Rows of one size, type, reduction and root together: cycles that rccl-tests was told to repeat.
     repeated = group_by(
-        table.rows,
+        (row for row in table.rows if row.size_bytes),
         lambda row: (row.size_bytes, row.dtype, row.redop, row.root, tuple(f.in_place for f in row.figures)),
     )
     for rows in repeated.values():
@@ -226,36 +199,23 @@ def _results(log: Log, table: Table, dim: str | None, mesh: Mesh) -> Iterator[Re
             yield _result(table, rows[0], figures, dim, together, figures[0].in_place == main)
 
 
-def _params(table: Table, row: Row, figure: Figure) -> dict[str, Param]:
+def _result(
+    table: LogTable, row: LogRow, figures: Sequence[LogFigure], dim: str, together: bool, main: bool
+) -> Result:
+    assert table.collective is not None and table.ranks is not None
     params: dict[str, Param] = {
         "mode": table.mode,
         "dtype": row.dtype,
         "size": row.size_bytes,
-        "in_place": figure.in_place,
+        "in_place": figures[0].in_place,
+        "ranks": table.ranks,
     }
-    if table.ranks is not None:
-        params["ranks"] = table.ranks
     if row.redop not in ("", "none", "sum"):
         params["redop"] = row.redop
     if (row.root or 0) > 0 and row.root is not None:
         params["root"] = row.root
-    return params
-
-
-def _skipped(table: Table, row: Row, figure: Figure, reason: str) -> Result:
-    params, name = _params(table, row, figure), table.collective or "unknown"
-    return Result(OTHER, name, table.tool, params, "skipped", reason, size_bytes=row.size_bytes)
-
-
-def _result(
-    table: Table, row: Row, figures: Sequence[Figure], dim: str, together: bool, main: bool
-) -> Result:
-    assert table.collective is not None and table.ranks is not None
-    if not row.size_bytes:
-        return _skipped(table, row, figures[0], "0 bytes: nothing is sent")
-    params = _params(table, row, figures[0])
-    params |= {"mesh_dim": dim, "groups": "together" if together else "alone"}
     suite = SUITE if main and not {"redop", "root"} & params.keys() else OTHER
+    params |= {"mesh_dim": dim, "groups": "together" if together else "alone"}
     blank = Result(suite, table.collective, table.tool, params, "failed", "", size_bytes=row.size_bytes)
     good = [f for f in figures if not f.fault and f.time is not None]
     bad = next((f for f in figures if f.fault), None)
@@ -273,20 +233,9 @@ def _result(
         reason="" if derived is None else f"the time is the size over the bandwidth, known to {derived:.1%}",
         time_s=timing,
         samples_s=tuple(samples),
-        rank_samples_s=_rank_samples(table, good[0]) if len(good) == 1 else {},
         algbw_Bps=algbw,
         busbw_Bps=algbw * busbw_factor(table.collective, table.ranks),
-        counters={} if table.iterations is None else {"iterations": table.iterations},
     )
-
-
-def _rank_samples(table: Table, figure: Figure) -> Mapping[str, tuple[float, ...]]:
-    """The ranks' own samples, by their place in the mesh."""
-    if table.groups == 1 or not figure.rank_samples_s:
-        return figure.rank_samples_s
-    order = sorted(table.devices, key=lambda d: (d.group, d.rank))
-    places = {str(device.rank): str(position) for position, device in enumerate(order)}
-    return {places[rank]: samples for rank, samples in figure.rank_samples_s.items() if rank in places}
 
 
 def _numbered(results: Iterator[Result]) -> list[Result]:
@@ -306,7 +255,7 @@ def _numbered(results: Iterator[Result]) -> list[Result]:
 
 def _header(
     logs: Sequence[Log],
-    usable: Sequence[tuple[Log, Table]],
+    usable: Sequence[tuple[Log, LogTable]],
     argv: Sequence[str],
     mesh: Mesh,
     results: Sequence[Result],
@@ -351,9 +300,9 @@ def _header(
     )
 
 
-def _versions(usable: Sequence[tuple[Log, Table]]) -> dict[str, str]:
-    found: dict[str, set[str]] = {}
+def _versions(usable: Sequence[tuple[Log, LogTable]]) -> dict[str, str]:
+    versions: dict[str, set[str]] = {}
     for _, table in usable:
         for name, version in table.versions.items():
-            found.setdefault(name, set()).add(version)
-    return {name: ", ".join(sorted(versions)) for name, versions in found.items()}
+            versions.setdefault(name, set()).add(version)
+    return {name: ", ".join(sorted(several)) for name, several in versions.items()}

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import IN_PLACE, TIMES, Figure, Log, Printed, Row, Table, amount, collective_of
+from dtbench.importers.model import (
+    IN_PLACE,
+    TIMES,
+    Log,
+    LogFigure,
+    LogRow,
+    LogTable,
+    Printed,
+    amount,
+    collective_of,
+)
 from dtbench.importers.text import pattern, scan
 
 _TITLE = pattern(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
@@ -28,7 +38,7 @@ def applies(text: str) -> bool:
 
 def read(text: str, log: Log) -> None:
     """Adds the tables of a text to its log."""
-    table: Table | None = None
+    table: LogTable | None = None
     units: tuple[bool, str, str] | None = None
     for number, kind, match in scan(text, _LINES):
         if kind == "title":
@@ -44,8 +54,8 @@ def read(text: str, log: Log) -> None:
             table.rows.append(_row(match, number, table, units))
 
 
-def _table(name: str, ranks: int, number: int) -> Table:
-    table = Table("deepspeed", number, ranks=ranks, ranks_from="its title", ended=True)
+def _table(name: str, ranks: int, number: int) -> LogTable:
+    table = LogTable("deepspeed", number, ranks=ranks, ranks_from="its title", ended=True)
     if (found := collective_of(name)) in _COLLECTIVES:
         table.collective = found
     else:
@@ -53,13 +63,13 @@ def _table(name: str, ranks: int, number: int) -> Table:
     return table
 
 
-def _row(match: re.Match[str], number: int, table: Table, units: tuple[bool, str, str]) -> Row:
+def _row(match: re.Match[str], number: int, table: LogTable, units: tuple[bool, str, str]) -> LogRow:
     raw, throughput_unit, busbw_unit = units
     count, itemsize = int(match[3]), int(match[4])
     time = amount(match[5], TIMES["us" if raw else match[6] or "us"])
     tput = amount(match[7], _BANDWIDTHS.get(throughput_unit, 1.0))
     busbw = amount(match[8], _BANDWIDTHS.get(busbw_unit, 1.0))
-    figure = Figure(table.collective in IN_PLACE, time, None, busbw)
+    figure = LogFigure(table.collective in IN_PLACE, time, None, busbw)
     if not raw and match[6] is None:
         figure.fail("its time has no unit")
     if time is None or tput is None or busbw is None:
@@ -68,10 +78,10 @@ def _row(match: re.Match[str], number: int, table: Table, units: tuple[bool, str
     else:
         size = _size(table, count * itemsize, time, tput, figure)
     # The element type is not printed: its width is all that is known.
-    return Row(number, size, None, f"{8 * itemsize}-bit", "", None, [figure])
+    return LogRow(number, size, None, f"{8 * itemsize}-bit", "", None, [figure])
 
 
-def _size(table: Table, described: int, time: Printed, tput: Printed, figure: Figure) -> int:
+def _size(table: LogTable, described: int, time: Printed, tput: Printed, figure: LogFigure) -> int:
     """S in bytes. all_gather describes one rank's part or the whole, by version; all_reduce's
     throughput counts S twice, or once: whichever the printed throughput agrees with.
     """

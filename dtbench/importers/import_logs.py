@@ -1,22 +1,87 @@
-"""`dtbench import`: reads logs, says what was found in them, and writes a run."""
+"""`dtbench import`: finds out what logs are, reads them, says what was found in them, and writes a run."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from dtbench.importers import checks, convert
-from dtbench.importers.model import COLLECTIVES, Log, Problem, Table
-from dtbench.importers.registry import read_logs
+from dtbench.importers import checks, convert, deepspeed, json_logs, ml_engineering, nccl_text, osu
+from dtbench.importers.model import COLLECTIVES, Log, LogTable, Problem
+from dtbench.records.read import read_bytes
 from dtbench.records.run import RunWriter, without_collecting
 from dtbench.suite import Result
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, plain
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, UnreadableRunError, UsageError, plain
 from dtbench.suite.mesh import Mesh
 
 # How many problems of one log are spelled out.
 _SHOWN = 12
+# Logs with NCCL_DEBUG=INFO of a thousand ranks have some 100 MB.
+MAX_FILE_BYTES = 512 * 2**20
+
+STDIN = Path("-")
+
+# Whether a text may be of the tool, and what adds its tables to a log.
+_Reader = tuple[Callable[[str], bool], Callable[[str, Log], None]]
+# JSON is tried first and alone; of the texts a log may hold several.
+JSON: dict[str, _Reader] = {
+    "rccl-tests JSON": (json_logs.is_rccl, json_logs.read_rccl),
+    "nccl-tests JSON": (json_logs.is_nccl, json_logs.read_nccl),
+}
+TEXTS: dict[str, _Reader] = {
+    "nccl-tests text": (nccl_text.applies, nccl_text.read),
+    "DeepSpeed": (deepspeed.applies, deepspeed.read),
+    "OSU": (osu.applies, osu.read),
+    "ml-engineering": (ml_engineering.applies, ml_engineering.read),
+}
+EXPECTED = "the output of nccl-tests or rccl-tests (text or JSON), DeepSpeed, OSU or ml-engineering"
+
+
+def read_logs(paths: Sequence[str | Path]) -> list[Log]:
+    """Each file's tables, as they stand there.
+
+    Raises:
+        UnreadableRunError: a file that cannot be read or holds no such output.
+        UsageError: one file twice: its figures would count as two launches.
+    """
+    logs: list[Log] = []
+    for path in map(Path, paths):
+        log = parse(_bytes_of(path), "standard input" if path == STDIN else path.name)
+        for other in logs:
+            if other.sha256 == log.sha256:
+                raise UsageError(f"{path} and {other.name} are the same log: give it once")
+        logs.append(log)
+    return logs
+
+
+def _bytes_of(path: Path) -> bytes:
+    if path != STDIN:
+        return read_bytes(path, EXPECTED, MAX_FILE_BYTES)
+    data = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise UnreadableRunError(f"standard input holds over {MAX_FILE_BYTES >> 20} MiB: expected {EXPECTED}")
+    return data
+
+
+def parse(data: bytes, name: str) -> Log:
+    """The log that the bytes of a file are.
+
+    Raises:
+        UnreadableRunError: no output of a tool that is known.
+    """
+    text = data.decode("utf-8-sig", "replace")
+    log = Log(name, hashlib.sha256(data).hexdigest())
+    readers = [(title, read) for title, (applies, read) in JSON.items() if applies(text)][:1]
+    readers = readers or [(title, read) for title, (applies, read) in TEXTS.items() if applies(text)]
+    if not readers:
+        raise UnreadableRunError(f"{name} holds no table of a benchmark that is known: expected {EXPECTED}")
+    for _, read in readers:
+        read(text, log)
+    log.format = " and ".join(title for title, _ in readers)
+    return log
 
 
 @without_collecting()
@@ -70,26 +135,26 @@ def report(log: Log) -> Iterator[str]:
         yield f"  ! and {len(problems) - _SHOWN} more"
 
 
-def _table(table: Table) -> str:
+def _table(table: LogTable) -> str:
     name = table.collective or "a table"
     if table.refusal:
         return f"{name} at line {table.line}, {len(table.rows)} rows NOT USED: {table.refusal}"
     hosts = {device.host for device in table.devices if device.host}
-    complete = len(table.devices) == (table.ranks or 0) * table.groups
+    complete = len(table.devices) == table.ranks
     where = f" on {len(hosts)} host(s)" if hosts and complete else ""
     sizes = [row.size_bytes for row in table.rows if row.size_bytes]
     span = f", {min(sizes)} to {max(sizes)} bytes" if sizes else ""
     return f"{name} among {table.ranks} ranks{where} ({table.ranks_from}): {len(table.rows)} rows{span}"
 
 
-def _faults(table: Table) -> Iterable[Problem]:
+def _faults(table: LogTable) -> Iterable[Problem]:
     return dict.fromkeys(Problem(row.line, figure.fault) for row, figure in table.figures if figure.fault)
 
 
 def _total(results: Sequence[Result], output: Path) -> str:
     counts = Counter(result.status for result in results)
     usable = sum(r.suite == convert.SUITE and r.status == "ok" for r in results)
-    bad = ", ".join(f"{counts[s]} {s}" for s in ("wrong", "failed", "skipped") if counts[s])
+    bad = ", ".join(f"{counts[s]} {s}" for s in ("wrong", "failed") if counts[s])
     return plain(
         f"{counts['ok']} figures are in {output}, {usable} of them for dtbench calibrate"
         + (f"; {bad}" if bad else "")

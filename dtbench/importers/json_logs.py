@@ -13,7 +13,17 @@ from typing import Literal
 
 from msgspec import Struct
 
-from dtbench.importers.model import DTYPES, Device, Figure, Log, Printed, Problem, Row, Table, collective_of
+from dtbench.importers.model import (
+    DTYPES,
+    ListedRank,
+    Log,
+    LogFigure,
+    LogRow,
+    LogTable,
+    Printed,
+    Problem,
+    collective_of,
+)
 from dtbench.importers.nccl_text import library_version, name_table
 from dtbench.importers.text import lines_of, pattern
 from dtbench.records.read import BadFieldError, decode, into, shown
@@ -35,9 +45,9 @@ def _decimal(value: Shown, unit: float) -> Printed | None:
     return Printed(value, _HALF_DECIMAL).scaled(unit)
 
 
-def _figure(in_place: bool, time: Shown, algbw: Shown, busbw: Shown, wrong: Shown, names: str) -> Figure:
+def _figure(in_place: bool, time: Shown, algbw: Shown, busbw: Shown, wrong: Shown, names: str) -> LogFigure:
     """time: us; algbw, busbw: GB/s. names: the tool's, for the message."""
-    figure = Figure(in_place, _decimal(time, 1e-6), _decimal(algbw, 1e9), _decimal(busbw, 1e9))
+    figure = LogFigure(in_place, _decimal(time, 1e-6), _decimal(algbw, 1e9), _decimal(busbw, 1e9))
     if None in (figure.time, figure.algbw, figure.busbw):
         figure.fail(f"it has no number for {names}")
     if isinstance(wrong, str) and wrong.strip().isascii() and wrong.strip().isdigit():
@@ -62,15 +72,12 @@ class _Device(Struct, frozen=True):
 
 
 class _Config(Struct, frozen=True):
-    nthreads: int | None = None
-    ngpus: int | None = None
-    iterations: Count | None = None
     blocking_collectives: str | int = "false"
     devices: tuple[_Device, ...] = ()
 
 
 class _Times(Struct, frozen=True):
-    """Of one placement: us, GB/s, wrong elements. cpu_time: the host's, which some versions print instead of time."""
+    """Of one placement: us, GB/s, wrong elements. cpu_time: the host's, which -C prints instead of time."""
 
     time: Shown = None
     cpu_time: Shown = None
@@ -80,11 +87,10 @@ class _Times(Struct, frozen=True):
 
 
 class _Iterations(Struct, frozen=True):
-    """Single iterations, us, each the longest over the processes, and those of each process."""
+    """Single iterations, us, each the longest over the processes."""
 
     times_us: tuple[float, ...] | None = None
     skipped_iterations: Count = 0
-    per_process_max_times_us: tuple[tuple[float, ...], ...] | None = None
 
 
 class _Entry(Struct, frozen=True):
@@ -103,10 +109,6 @@ class _Checked(Struct, frozen=True):
     count: Count | None = None
 
 
-class _Average(Struct, frozen=True):
-    bandwidth: Shown = None
-
-
 class _File(Struct, frozen=True):
     version: Literal[1, 2, 3, 4]
     config: _Config
@@ -115,7 +117,7 @@ class _File(Struct, frozen=True):
     start_time: str = ""
     nccl_version: Count | None = None
     out_of_bounds: _Checked = _Checked()
-    average_bus_bandwidth: _Average | None = None
+    average_bus_bandwidth: object = None
     errors: tuple[str, ...] | None = None
 
 
@@ -142,13 +144,12 @@ def read_nccl(text: str, log: Log) -> None:
     log.failures += [Problem(0, f"the file says: {text}") for text in said]
 
 
-def _table(file: _File) -> Table:
-    config, average = file.config, file.average_bus_bandwidth
-    table = Table("nccl-tests", 0, redop_column=True, ended=average is not None)
-    table.iterations = config.iterations
+def _table(file: _File) -> LogTable:
+    config = file.config
+    table = LogTable("nccl-tests", 0, ended=file.average_bus_bandwidth is not None)
     table.mode = "back_to_back" if config.blocking_collectives in ("false", "0", 0) else "isolated"
     table.devices = [
-        Device(d.rank, d.group, d.hostname[:255], d.device, d.device_info[:120], d.pid)
+        ListedRank(d.rank, d.group, d.hostname[:255], d.device, d.device_info[:120], d.pid)
         for d in config.devices
     ]
     table.started = file.start_time[:40]
@@ -156,20 +157,15 @@ def _table(file: _File) -> Table:
         table.versions["nccl"] = library_version(file.nccl_version)
     if program := _PROGRAM.fullmatch(file.args[0][:4096] if file.args else ""):
         name_table(table, program[1])
-    # The file does not say over how many threads; their per-process times are one rank's only
-    # where a process has one GPU.
-    one_each = config.nthreads == 1 and config.ngpus == 1
-    table.rows = [_row(entry, index, one_each) for index, entry in enumerate(file.results)]
+    table.rows = [_row(entry, index) for index, entry in enumerate(file.results)]
     table.failed_values = file.out_of_bounds.count
-    if average is not None and isinstance(average.bandwidth, float):
-        table.average_busbw = Printed(average.bandwidth, _HALF_DECIMAL).scaled(1e9)
     return table
 
 
-def _row(entry: _Entry, index: int, one_each: bool) -> Row:
+def _row(entry: _Entry, index: int) -> LogRow:
     root = str(entry.root).strip()
     dtype = DTYPES.get(entry.type, (entry.type[:20], 0))[0]
-    row = Row(
+    row = LogRow(
         index + 1, entry.size, entry.count, dtype, entry.redop[:20], None, []
     )  # rows stand for lines here
     row.root = int(root) if root.isascii() and root.lstrip("-").isdigit() and len(root) < 10 else None
@@ -180,28 +176,16 @@ def _row(entry: _Entry, index: int, one_each: bool) -> Row:
         if of is None:
             continue
         names = "time, alg_bw or bus_bw"
-        time = of.time if of.cpu_time is None else of.cpu_time
-        figure = _figure(in_place, time, of.alg_bw, of.bus_bw, of.nwrong, names)
+        figure = _figure(in_place, of.time, of.alg_bw, of.bus_bw, of.nwrong, names)
         if of.cpu_time is not None:
-            figure.time = None  # the bandwidths are the device's
-        if iterations is not None:
-            _add_iterations(figure, iterations, one_each)
+            figure.fail("its times are the host's (cpu_time): run nccl-tests without -C")
+        if iterations is not None and (times := iterations.times_us) and min(times) > 0:
+            skip = iterations.skipped_iterations if iterations.skipped_iterations < len(times) else 0
+            figure.samples_s = tuple(us * 1e-6 for us in times[skip:])
         row.figures.append(figure)
     if not row.figures:
         raise BadFieldError(f"results[{index}] has neither out_of_place nor in_place")
     return row
-
-
-def _add_iterations(figure: Figure, of: _Iterations, one_each: bool) -> None:
-    times, ranks = of.times_us or (), of.per_process_max_times_us or ()
-    if not times or min(times) <= 0:
-        return
-    skip = of.skipped_iterations if of.skipped_iterations < len(times) else 0
-    figure.samples_s = tuple(us * 1e-6 for us in times[skip:])
-    if one_each and all(len(own) == len(times) and min(own) > 0 for own in ranks):
-        figure.rank_samples_s = {
-            str(rank): tuple(us * 1e-6 for us in own[skip:]) for rank, own in enumerate(ranks)
-        }
 
 
 # ---------------------------------------------------------------------------------------- rccl-tests
@@ -232,8 +216,8 @@ def is_rccl(text: str) -> bool:
 
 def read_rccl(text: str, log: Log) -> None:
     """Adds a table per collective, ranks and cycle to its log."""
-    tables: dict[tuple[object, ...], Table] = {}
-    rows: dict[tuple[object, ...], Row] = {}
+    tables: dict[tuple[object, ...], LogTable] = {}
+    rows: dict[tuple[object, ...], LogRow] = {}
     found = ((number, m) for number, line in enumerate(lines_of(text), 1) for m in _OBJECT.finditer(line))
     for number, match in found:
         if match[0] == "{":
@@ -250,7 +234,7 @@ def read_rccl(text: str, log: Log) -> None:
             tables[key] = _table_of(record, number)
         if place not in rows:
             dtype = DTYPES.get(record.type, (record.type[:20], 0))[0]
-            rows[place] = Row(number, record.size, None, dtype, record.redop[:20], None, [])
+            rows[place] = LogRow(number, record.size, None, dtype, record.redop[:20], None, [])
             tables[key].rows.append(rows[place])
         names, in_place = "time, algBw or busBw", bool(record.inPlace)
         made = _figure(in_place, record.time, record.algBw, record.busBw, record.wrong, names)
@@ -258,8 +242,8 @@ def read_rccl(text: str, log: Log) -> None:
     log.tables += tables.values()
 
 
-def _table_of(record: _Record, number: int) -> Table:
-    table = Table("rccl-tests", number, redop_column=True, ended=True)
+def _table_of(record: _Record, number: int) -> LogTable:
+    table = LogTable("rccl-tests", number, ended=True)
     table.collective = collective_of(record.name)
     if table.collective is None:
         table.refusal = f"{shown(record.name)} is no collective of rccl-tests that is known here"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import COLLECTIVES, TIMES, Figure, Log, Printed, Row, Table, amount
+from dtbench.importers.model import COLLECTIVES, TIMES, Log, LogFigure, LogRow, LogTable, Printed, amount
 from dtbench.importers.text import lines_of, pattern
 
 _TITLE = pattern(
@@ -33,7 +33,7 @@ def applies(text: str) -> bool:
 
 def read(text: str, log: Log) -> None:
     """Adds the tables of a text to its log."""
-    tables: list[Table] = []
+    tables: list[LogTable] = []
     columns: list[str] = []
     title: re.Match[str] | None = None
     for number, line in enumerate(lines_of(text), start=1):
@@ -66,22 +66,22 @@ def _collectives(columns: list[str]) -> list[str]:
     return list(dict.fromkeys(pair[1] for pair in pairs if pair))
 
 
-def _tables(columns: list[str], title: re.Match[str] | None, number: int) -> list[Table]:
+def _tables(columns: list[str], title: re.Match[str] | None, number: int) -> list[LogTable]:
     tables = []
     # all_reduce_bench.py knows one collective only; its table without the line above names none.
-    for name in _collectives(columns) or [title[1] if title and title[1] else ""]:
-        table = Table("ml-engineering", number, ended=True)
+    for name in _collectives(columns) or [(title and title[1]) or "all_reduce"]:
+        table = LogTable("ml-engineering", number, ended=True)
         if title is not None:
             table.ranks, table.ranks_from = int(title[2]), "its title"
         if name in _NAMES:
             table.collective = name
-        elif name:
+        else:
             table.refusal = f"{name[:40]!r} is no collective that is known here"
         tables.append(table)
     return tables
 
 
-def _add(tables: list[Table], number: int, columns: list[str], cells: list[str]) -> None:
+def _add(tables: list[LogTable], number: int, columns: list[str], cells: list[str]) -> None:
     row = dict(zip(columns, cells, strict=False))
     surplus = len(cells) - len(columns)
     if not _collectives(columns):
@@ -101,13 +101,13 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line[start:].strip().strip("|").split("|")]
 
 
-def _row(number: int, cells: dict[str, str], surplus: int) -> Row:
+def _row(number: int, cells: dict[str, str], surplus: int) -> LogRow:
     size = _SIZE.fullmatch(cells["payload"])
     assert size is not None
     size_bytes = float(size[1]) * _POWERS[size[2][0]]
     busbw, algbw = (_scaled(_BANDWIDTH, cells.get(k, ""), _BANDWIDTHS) for k in ("busbw", "algbw"))
     time = _scaled(_TIME, cells.get("latency median", ""), _TIMES)
-    figure = Figure(True, time, algbw, busbw, time_is_separate=time is not None)
+    figure = LogFigure(True, time, algbw, busbw, time_is_separate=time is not None)
     if surplus:
         figure.fail(f"it has {abs(surplus)} cell(s) {'more' if surplus > 0 else 'less'} than its header")
     elif size_bytes % 1:
@@ -116,7 +116,7 @@ def _row(number: int, cells: dict[str, str], surplus: int) -> Row:
         figure.fail("it has no number for busbw, algbw or the latency's median")
     elif busbw is None and cells.get("busbw"):
         figure.fail(f"its busbw is {cells['busbw'][:20]}")
-    return Row(number, int(size_bytes), None, "float32", "", None, [figure])
+    return LogRow(number, int(size_bytes), None, "float32", "", None, [figure])
 
 
 def _scaled(pattern: re.Pattern[str], cell: str, units: dict[str, float]) -> Printed | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -29,13 +28,11 @@ SPELT = {name.replace("_", ""): name for name in COLLECTIVES} | {
     "pt2pt": "sendrecv",  # DeepSpeed
 }
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-# As nccl-tests, rccl-tests and NCCL 1's tests name them -> torch's name, bytes per element.
+# As nccl-tests and rccl-tests name them -> torch's name, bytes per element.
 DTYPES = {
     "int8": ("int8", 1),
     "uint8": ("uint8", 1),
-    "char": ("int8", 1),
     "int32": ("int32", 4),
-    "int": ("int32", 4),
     "uint32": ("uint32", 4),
     "int64": ("int64", 8),
     "uint64": ("uint64", 8),
@@ -101,7 +98,7 @@ def amount(text: str, unit: float = 1.0) -> Printed | None:
 
 
 @dataclass(slots=True)
-class Figure:
+class LogFigure:
     """One measurement of a row. `fault`: why it is no measurement; its numbers then say nothing.
 
     time: seconds per call. algbw, busbw: bytes per second, as printed. wrong: wrong elements (or, in
@@ -119,7 +116,6 @@ class Figure:
     time_is_derived: bool = False
     time_is_separate: bool = False  # of another measurement than the bandwidths
     samples_s: tuple[float, ...] = ()
-    rank_samples_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def fail(self, reason: str, *, wrong_data: bool = False) -> None:
         """Keeps the first reason; wrong data outdo what is merely inconsistent."""
@@ -128,7 +124,7 @@ class Figure:
 
 
 @dataclass(slots=True)
-class Row:
+class LogRow:
     """One line of a table. size_bytes: S as nccl-tests counts it. count: elements as printed."""
 
     line: int
@@ -137,11 +133,11 @@ class Row:
     dtype: str
     redop: str
     root: int | None
-    figures: list[Figure]
+    figures: list[LogFigure]
 
 
 @dataclass(frozen=True)
-class Device:
+class ListedRank:
     """What a log says of one rank."""
 
     rank: int
@@ -153,7 +149,7 @@ class Device:
 
 
 @dataclass
-class Table:
+class LogTable:
     """One table of a log, in the words of the log until `checks.check` has been over it.
 
     collective, ranks: what the log states; None where it does not. ranks_from: where `ranks` is from.
@@ -163,31 +159,24 @@ class Table:
 
     tool: str
     line: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LogRow] = field(default_factory=list)
     collective: str | None = None
     ranks: int | None = None
     ranks_from: str = ""
-    groups: int = 1
-    devices: list[Device] = field(default_factory=list)
+    devices: list[ListedRank] = field(default_factory=list)
     refusal: str = ""
     error_column: bool = False
-    redop_column: bool = False
     mode: str = "back_to_back"
     device_type: str = "cuda"
     versions: dict[str, str] = field(default_factory=dict)
-    iterations: int | None = None
-    average_busbw: Printed | None = None
-    average_line: int = 0
     failed_values: int | None = None  # of the footer "Out of bounds values"
-    elided: bool = False
     ended: bool = False
     mixed: bool = False  # several processes said they were rank 0 above it
-    continues: Table | None = None  # the table whose rows it goes on with, after its end
     started: str = ""
     sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are known
 
     @property
-    def figures(self) -> list[tuple[Row, Figure]]:
+    def figures(self) -> list[tuple[LogRow, LogFigure]]:
         """Every figure, with its row."""
         return [(row, figure) for row in self.rows for figure in row.figures]
 
@@ -210,7 +199,7 @@ class Log:
     name: str
     sha256: str
     format: str = ""
-    tables: list[Table] = field(default_factory=list)
+    tables: list[LogTable] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     failures: list[Problem] = field(default_factory=list)  # where the benchmark itself said it failed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.importers.model import IN_PLACE, TIMES, Figure, Log, Row, Table, amount, collective_of
+from dtbench.importers.model import IN_PLACE, TIMES, Log, LogFigure, LogRow, LogTable, amount, collective_of
 from dtbench.importers.text import pattern, scan
 
 _TITLE = pattern(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
@@ -29,7 +29,7 @@ def applies(text: str) -> bool:
 
 def read(text: str, log: Log) -> None:
     """Adds the tables of a text to its log; sizes of parts become S once the ranks are known."""
-    table: Table | None = None
+    table: LogTable | None = None
     unit = 0.0
     columns: list[str] = []
     dtype, ranks = "unknown", None
@@ -54,8 +54,8 @@ def read(text: str, log: Log) -> None:
             _add(table, match, number, dtype, unit, columns)
 
 
-def _table(title: re.Match[str], number: int) -> Table:
-    table = Table("osu", number, ended=True, mode="isolated")
+def _table(title: re.Match[str], number: int) -> LogTable:
+    table = LogTable("osu", number, ended=True, mode="isolated")
     table.device_type = "cuda" if title[1] else "cpu"
     if title[3]:
         table.versions["osu"] = title[3]
@@ -76,18 +76,18 @@ def _columns(rest: str) -> list[str]:
 
 
 def _add(
-    table: Table, match: re.Match[str], number: int, dtype: str, unit: float, columns: list[str]
+    table: LogTable, match: re.Match[str], number: int, dtype: str, unit: float, columns: list[str]
 ) -> None:
     words = match[2].split()
     values = dict(zip(columns, words, strict=False))
     time = amount(values.get("avg", ""), unit)
     if len(words) != len(columns) and (time is None or len(words) > len(columns)):
         return  # another line that begins with a number
-    figure = Figure(table.collective in IN_PLACE, time)
+    figure = LogFigure(table.collective in IN_PLACE, time)
     if time is None:
         figure.fail(f"its time is {words[0][:20]}")
     elif len(words) < len(columns):
         figure.fail(f"it has {len(words)} of the {len(columns)} values that its header names")
     if values.get("validation", "pass").lower() != "pass":
         figure.fail("its validation failed", wrong_data=True)
-    table.rows.append(Row(number, int(match[1]), None, dtype, "", None, [figure]))
+    table.rows.append(LogRow(number, int(match[1]), None, dtype, "", None, [figure]))

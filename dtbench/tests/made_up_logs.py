@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtbench.importers import checks
+from dtbench.importers.import_logs import parse
 from dtbench.importers.model import Log
-from dtbench.importers.registry import parse
 from dtbench_core.cost.ring import busbw_factor
 
 PROGRAMS = {"all_to_all": "alltoall"}
 PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 REDUCES = ("all_reduce", "reduce_scatter", "reduce", "sendrecv")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-ITEMSIZE = {"float": 4, "half": 2, "double": 8, "int8": 1, "bfloat16": 2, "f8e4m3": 1, "int64": 8}
 SIZES = tuple(1024 * 4**k for k in range(9))  # 1 KiB to 64 MiB
 
 NCCL = "node-7:4242:4343 [0] NCCL INFO AllReduce: 1024 Bytes -> Algo RING proto LL\n"
@@ -40,7 +38,7 @@ def digits(value: float, width: int) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a table is printed. era: modern (2.13 on), error (2.0 to 2.12), old (until 2020), cputime.
+    """How a table is printed. era: modern (2.13 on) or error (2.0 to 2.12).
 
     tag: what a launcher puts before each line. cut: what is printed between the three parts of a row.
     """
@@ -58,7 +56,6 @@ def table(
     ranks: int = 8,
     sizes: Sequence[int] = SIZES,
     *,
-    dtype: str = "float",
     redop: str | None = None,
     hosts: int = 1,
     layout: Layout = Layout(),
@@ -79,19 +76,14 @@ def table(
             f"#  Rank {r:2} Group  0 Pid {9000 + r} on node-{7 + r * hosts // ranks} device {r:2} [1b:00] NVIDIA H100"
             for r in range(ranks)
         ]
+    rows = [_row(collective, ranks, size, redop, layout, time, wrong) for size in sizes]
+    checks = [wrong(size, in_place) for size in sizes for in_place in (False, True)]
+    bad = sum(text != "0" for text in checks) if layout.era == "modern" else 0
     lines += ["#", *_titles(collective, layout.era)]
-    rows, busbws = [], []
-    for size in sizes:
-        printed, bandwidths = _row(collective, ranks, size, dtype, redop, layout, time, wrong)
-        rows.append(printed)
-        busbws += bandwidths
+    foot = []
     if layout.foot:
-        checks = [wrong(size, in_place) for size in sizes for in_place in (False, True)]
-        bad = sum(text != "0" for text in checks) if layout.checked and layout.era == "modern" else 0
-        foot = [f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}"]
-        foot += [f"# Avg bus bandwidth    : {sum(busbws) / len(busbws):.6g} ", "#"]
-    else:
-        foot = []
+        foot += [f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}"]
+        foot += ["# Avg bus bandwidth    : 1.0 ", "#"]
     return "".join(_tagged(layout, [*(f"{x}\n" for x in lines), *rows, *(f"{x}\n" for x in foot)]))
 
 
@@ -102,13 +94,12 @@ def _tagged(layout: Layout, texts: Sequence[str]) -> list[str]:
 def _titles(collective: str, era: str) -> list[str]:
     first = "#       size         count      type"
     units = "#        (B)    (elements)"
-    if era in ("modern", "cputime"):
+    if era == "modern":
         first, check = f"{first}   redop    root", "#wrong"
     else:
         first += "   redop" if collective in (*REDUCES, "all_to_all") else ""
         first, check = first + ("    root" if collective in ROOTED else ""), "error"
-    clock = "cputime" if era == "cputime" else "time"
-    group, unit = f"  {clock:>7}   algbw   busbw  {check}", "     (us)  (GB/s)  (GB/s)        "
+    group, unit = f"     time   algbw   busbw  {check}", "     (us)  (GB/s)  (GB/s)        "
     return [
         "#                 out-of-place            in-place",
         first + 2 * group,
@@ -120,34 +111,28 @@ def _row(
     collective: str,
     ranks: int,
     size: int,
-    dtype: str,
     redop: str | None,
     layout: Layout,
     time: Callable[[int, bool], float],
     wrong: Callable[[int, bool], str],
-) -> tuple[str, list[float]]:
-    count = size // ITEMSIZE[dtype] // (ranks if collective in PARTS else 1)
-    start = f"{size:12}  {count:12}  {dtype:>8}"
+) -> str:
+    count = size // 4 // (ranks if collective in PARTS else 1)
+    start = f"{size:12}  {count:12}     float"
     op = redop or ("sum" if collective in REDUCES else "none")
-    if layout.era in ("modern", "cputime"):
+    if layout.era == "modern":
         start += f"  {op:>6}  {0 if collective in ROOTED else -1:6}"
     else:  # up to 2.12 a column is there where the collective needs it, and empty for alltoall
         start += f"  {op:>6}" if collective in REDUCES else ""
         start += f"  {0:6}" if collective in ROOTED else ""
         start += " " * 8 if collective == "all_to_all" else ""
-    parts, busbws = [start], []
+    parts = [start]
     for in_place in (False, True):
         us = time(size, in_place)
         factor = busbw_factor(collective, ranks)
         algbw = size / us / 1e3
-        old = layout.era == "old" and collective in ("all_gather", "reduce_scatter")
-        algbw *= factor if old else 1.0
-        busbw = algbw if old else algbw * factor
-        shown = us / 7 if layout.era == "cputime" else us
         check = wrong(size, in_place) if layout.checked else "N/A"
-        parts.append(f"  {digits(shown, 7)}  {digits(algbw, 6)}  {digits(busbw, 6)}  {check:>6}")
-        busbws.append(busbw)
-    return "".join(part + layout.cut(i) for i, part in enumerate(parts)) + "\n", busbws
+        parts.append(f"  {digits(us, 7)}  {digits(algbw, 6)}  {digits(algbw * factor, 6)}  {check:>6}")
+    return "".join(part + layout.cut(i) for i, part in enumerate(parts)) + "\n"
 
 
 def document(
@@ -182,7 +167,6 @@ def document(
                 entry[f"{key}_per_iter"] = {
                     "skipped_iterations": 1,
                     "times_us": times,
-                    "per_process_max_times_us": [[t * (1 - r / 100) for t in times] for r in range(ranks)],
                 }
         entry |= {"actual_iterations": 20, "experiment_name": ""}
         results.append(entry)
@@ -200,11 +184,8 @@ def document(
             "devices": [
                 {
                     "rank": r,
-                    "group": 0,
                     "pid": 9000 + r,
                     "hostname": f"node-{r * 2 // ranks}",
-                    "device": r,
-                    "device_hex": "0000:06:00",
                     "device_info": "NVIDIA H100",
                 }
                 for r in range(ranks)
@@ -222,18 +203,6 @@ def document(
 def json_text(**changes: Any) -> str:
     """`document` as the tool writes it: in one line, slashes escaped."""
     return json.dumps(document(**changes), separators=(",", ":")).replace("/", "\\/")
-
-
-def side_by_side() -> str:
-    """all_reduce in two groups of 4 ranks at once; ranks are dealt out to the groups in turn."""
-    ranks = [
-        f"#  Rank {r:2} Group {r % 2:2} Pid {9000 + r} on node-{r // 4} device {r % 4:2} [0000:1b:00] NVIDIA H100\n"
-        for r in range(8)
-    ]
-    text = table("all_reduce", 4)
-    listed = re.search(r"(#  Rank.*\n)+", text)
-    assert listed is not None
-    return text.replace(listed[0], "".join(ranks))
 
 
 def read(text: str, name: str = "some.log", **given: object) -> Log:

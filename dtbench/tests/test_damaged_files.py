@@ -32,7 +32,7 @@ from dtbench.cost.plan.measured_steps import read_steps
 from dtbench.cost.plan.models import find_model
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
-from dtbench.importers.registry import parse
+from dtbench.importers.import_logs import parse
 from dtbench.preflight.expected import read_expected
 from dtbench.records.history import read_history
 from dtbench.records.preflight import DimTimes, Finding, Link, Preflight

@@ -16,6 +16,7 @@ from dtbench.tests.test_damaged_files import READERS
 
 Value = Any  # of JSON
 RESULTS = Path(__file__).parents[2] / "results"
+SEARCH = ("--model", "llama-8b", "--gpus", "16", "--batch", "64")
 EXTREMES = (0, 5e-324, 1e-300, 1e308)
 COMMITTED = {
     "profile": "profile/add/table.json",
@@ -66,9 +67,7 @@ def test_a_machine_of_a_figure_near_0_is_a_line(dtbench: Cli, tmp_path: Path) ->
     for place, value in figures_of(whole):
         if value == 5e-324:
             Path("m.json").write_text(json.dumps(with_value(whole, place, value)))
-            code, _, err = dtbench(
-                *["plan", "--model", "llama-8b", "--gpus", "16", "--batch", "64", "--machine", "m.json"]
-            )
+            code, _, err = dtbench("plan", *SEARCH, "--machine", "m.json")
             assert (code, err.count("\n")) == (2, 1), (place, err)
 
 

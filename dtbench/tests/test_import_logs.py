@@ -1,0 +1,583 @@
+"""Logs of every format come out as the rows they hold, and what is wrong in them never becomes a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtbench.importers import checks, convert
+from dtbench.importers.import_logs import EXPECTED, parse, report
+from dtbench.importers.model import LogTable, printed
+from dtbench.suite import Result
+from dtbench.suite.errors import DtbenchError, UnreadableRunError, UsageError
+from dtbench.tests.made_up_logs import (
+    DEEPSPEED,
+    DEEPSPEED_ROW,
+    ML_ENGINEERING,
+    NCCL,
+    OSU,
+    SIZES,
+    UNRELATED,
+    Layout,
+    document,
+    json_text,
+    read,
+    table,
+    time_us,
+)
+
+GENUINE = Path(__file__).parent / "data" / "nccl-tests"
+
+
+def only(text: str, name: str = "some.log", **options: object) -> LogTable:
+    (one,) = read(text, name, **options).tables
+    return one
+
+
+def assert_as_printed(log: LogTable, sizes: tuple[int, ...] = SIZES) -> None:
+    """Every figure is there, right to the digits that were printed, and nothing is held against it."""
+    assert not log.refusal
+    assert [row.size_bytes for row in log.rows] == list(sizes)
+    for row in log.rows:
+        assert [figure.in_place for figure in row.figures] == [False, True]
+        for figure in row.figures:
+            assert figure.fault == "" and figure.time is not None
+            expected = time_us(row.size_bytes, figure.in_place) * 1e-6
+            assert figure.time.value == pytest.approx(expected, rel=6e-3)
+
+
+def times_us(log: LogTable) -> list[float]:
+    """Of the first placement."""
+    return [row.figures[0].time.value * 1e6 for row in log.rows if row.figures[0].time]
+
+
+def faults(text: str) -> dict[int, list[str]]:
+    """Line -> what is wrong with its figures."""
+    reasons = {
+        row.line: [figure.fault for figure in row.figures if figure.fault]
+        for one in read(text).tables
+        for row in one.rows
+    }
+    return {line: several for line, several in reasons.items() if several}
+
+
+def run_of(text: str) -> list[Result]:
+    return convert.to_run([read(text)], [])[1]
+
+
+def line_of(text: str, size: int) -> int:
+    return next(i for i, line in enumerate(text.splitlines(), 1) if re.match(rf" +{size} ", line))
+
+
+# --------------------------------------------------------------------------------- nccl-tests' text
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "sendrecv")
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("era", ["modern", "error"])
+def test_every_collective_of_every_era(collective: str, era: str) -> None:
+    log = only(table(collective, 12, tuple(s // 48 * 48 for s in SIZES), layout=Layout(era)))
+    assert (log.collective, log.ranks) == (collective, 12)
+    assert_as_printed(log, tuple(s // 48 * 48 for s in SIZES))
+
+
+TAGS = (
+    "",
+    "[1,0]<stdout>:",
+    "   [1,0]<stdout>: ",
+    "(head, rank=0, pid=3808) [1,0]<stdout>:",
+    "x3211c0s37b0n0: ",
+    "0: ",
+    "> ",
+)
+CUTS = {
+    "whole rows": lambda part: "",
+    "NCCL glued to every part": lambda part: NCCL,
+    "other lines inside a row": lambda part: "\n" + UNRELATED + NCCL if part < 2 else "",
+    "many of them": lambda part: NCCL * 50 + UNRELATED,
+}
+
+
+@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_tags_and_rows_in_pieces(tag: str, cut: str) -> None:
+    log = only(table(hosts=2, layout=Layout(tag=tag, cut=CUTS[cut])))
+    assert (log.collective, log.ranks) == ("all_reduce", 8)
+    assert {device.host for device in log.devices} == {"node-7", "node-8"}
+    assert_as_printed(log)
+
+
+@pytest.mark.parametrize("host", ["7up", "10.0.0.5", "e5-node"])
+def test_hosts_whose_names_could_be_part_of_the_number_before_them(host: str) -> None:
+    info = NCCL.replace("node-7", host)
+    log = only(info + table(layout=Layout(cut=lambda part: info)).replace("node-7", host))
+    assert_as_printed(log)
+
+
+def test_all_types_in_one_table_and_every_one_known() -> None:
+    types = {
+        "int8": "int8", "uint8": "uint8", "int32": "int32", "uint32": "uint32", "int64": "int64", "uint64": "uint64",
+        "half": "float16", "float": "float32", "double": "float64", "bfloat16": "bfloat16",
+        "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
+    }  # fmt: skip
+    one = table(sizes=(65536,))
+    row = next(line for line in one.splitlines() if " 65536 " in line)
+    counts = {8: 8192, 4: 16384, 2: 32768, 1: 65536}
+    widths = dict(zip(types, (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1), strict=True))
+    rows = [row.replace("   16384 ", f"   {counts[widths[t]]} ").replace(" float ", f" {t} ") for t in types]
+    log = only(one.replace(row, "\n".join(rows)))
+    assert [r.dtype for r in log.rows] == list(types.values())
+    assert not any(figure.fault for r in log.rows for figure in r.figures)
+
+
+def test_ranks_that_no_list_names_are_asked_for() -> None:
+    text = table("all_reduce", 72, tuple(1728 * s for s in SIZES), layout=Layout(head=False))
+    assert "give --ranks N" in only(text, "all_reduce.log").refusal
+    assert only(text, "all_reduce.log", ranks=72).ranks == 72
+    assert "would have 1.75" in only(text, collective="all_reduce", ranks=8).refusal
+    # What has a part per rank tells them by size over count.
+    text = table("all_gather", 10, tuple(240 * s for s in SIZES), layout=Layout(head=False))
+    assert only(text, "all_gather.log").ranks == 10
+
+
+def test_a_list_of_ranks_that_was_cut_is_not_believed() -> None:
+    lines = table(ranks=16).splitlines()
+    ranks = [line for line in lines if "Rank" in line]
+    text = "\n".join(line for line in lines if line not in ranks[4:])
+    assert only(text).refusal
+    log = read(text, ranks=16)
+    assert log.tables[0].ranks == 16 and "the list is cut" in str(log.problems[0])
+    assert_as_printed(log.tables[0])
+
+
+def test_the_collective_is_what_the_log_the_user_or_the_name_of_the_file_says() -> None:
+    bare = table(ranks=2, layout=Layout(head=False))
+    assert only("$ mpirun -np 2 ./build/all_reduce_perf -g 1\n" + bare, ranks=2).collective == "all_reduce"
+    after = bare + "# Collective test concluded: all_reduce_perf\n"
+    assert only(after, ranks=2).collective == "all_reduce"
+    log = read(bare, "mine_allreduce_2n.log", ranks=2)
+    assert log.tables[0].collective == "all_reduce" and "by the name of the file" in str(log.problems[0])
+    assert only(bare, collective="all_reduce", ranks=2).collective == "all_reduce"
+    assert "give --collective" in only(bare, ranks=2).refusal
+    assert "contradicts its rows" in only(bare, collective="all_gather", ranks=2).refusal
+    assert "contradicts its rows" in only(bare, "all_gather.log", ranks=2).refusal
+    # A list of programs names none.
+    assert only("$ ls build\nall_reduce_perf sendrecv_perf\n" + bare, ranks=2).refusal
+
+
+def test_several_tables_in_a_file_keep_their_own_names_and_ranks() -> None:
+    kinds = (("all_reduce", 8, 2), ("broadcast", 2, 1), ("all_gather", 4, 4))
+    log = read("$ ./run.sh\n" + "\n$ \n".join(table(c, n, hosts=h) for c, n, h in kinds))
+    expected = [(name, ranks, len(SIZES)) for name, ranks, _ in kinds]
+    assert [(one.collective, one.ranks, len(one.rows)) for one in log.tables] == expected
+    assert not log.problems
+
+
+def test_columns_of_newer_versions_are_bound_by_their_names() -> None:
+    """Per-iteration statistics, bitwise checks and timestamps stand between and behind the usual columns."""
+    lines = []
+    for line in table(sizes=SIZES[:2]).splitlines():
+        if "algbw" in line:
+            line = line.replace("#wrong", "#wrong #bitdiff i_min i_max i_p99 i_cv%") + "  timestamp"
+        elif re.match(r" +\d", line):
+            line = re.sub(r"( 0)(?=  |$)", r"\1 0 1.00 99.0 98.0 3.50", line) + "  2026-01-01 12:00:00"
+        lines.append(line)
+    assert_as_printed(only("\n".join(lines)), SIZES[:2])
+    lines = [line + ("  algo proto nchannels" if "algbw" in line else "") for line in table().splitlines()]
+    lines = [line + ("  RING LL 2" if re.match(r" +\d", line) else "") for line in lines]
+    assert_as_printed(only("\n".join(lines)))
+
+
+TABLE = table()
+ROWS = "\n".join(line for line in TABLE.splitlines() if re.match(r" +\d", line))
+SIDE_BY_SIDE = re.sub(r"Group  0", "Group  1", TABLE, count=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        (f"== 1 node ==\n{ROWS}", "without the header above them"),
+        (TABLE.replace("  time ", "cputime "), "its times are the host's"),
+        (TABLE.replace("(us)", "(ms)"), "expected (GB/s) and (us)"),
+        (TABLE.replace("(us)", "(ms)", 1), "expected (GB/s) and (us)"),
+        (SIDE_BY_SIDE, "groups of ranks ran side by side"),
+        (table("reduce", 1), "one rank: nothing is sent"),
+        (table("broadcast").replace("broadcast_perf", "all_reduce_perf"), "all_reduce among 8 ranks"),
+        (TABLE.replace("all_reduce_perf", "hypercube_perf"), "'hypercube' is not read"),
+        (TABLE.replace("all_reduce_perf", "my_perf"), "no program of nccl-tests"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_refused(text: str, refusal: str) -> None:
+    assert refusal in only(text).refusal
+    with pytest.raises(UsageError, match=f"nothing can be imported.*{re.escape(refusal)}"):
+        run_of(text)
+
+
+def test_escapes_carriage_returns_and_other_encodings() -> None:
+    text = table().replace("#  Rank  0", "\x1b[32m#  Rank  0\x1b[0m").replace("\n", "\r\n")
+    assert_as_printed(only("\ufeff" + text))
+    assert_as_printed(only("progress 1%\rprogress 99%\r" + text))
+    latin = parse(b"\xff\xfe\x80" + table().encode("latin-1"), "x.log")
+    assert latin.rows == len(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "ranks", "largest_us"),
+    [
+        ("30-h100-p5-1n8g-allreduce-tagoutput.log", 32, 8, (62239, 62200)),
+        ("31-h100-p5-2n16g-allreduce-tagoutput-indented-elided.log", 7, 16, (9197.5, 9195.2)),
+        ("32-t4-efa-2n2g-allreduce-tagoutput-ncclinfo.log", 31, 2, (344981, 344454)),
+    ],
+)
+def test_genuine_logs(name: str, rows: int, ranks: int, largest_us: tuple[float, float]) -> None:
+    log = only((GENUINE / name).read_text(), name, ranks=ranks)
+    assert (log.collective, log.ranks, len(log.rows)) == ("all_reduce", ranks, rows)
+    assert not any(figure.fault for row in log.rows for figure in row.figures)
+    times = [figure.time.value * 1e6 for figure in log.rows[-1].figures if figure.time]
+    assert times == [pytest.approx(us, abs=1e-6) for us in largest_us]
+
+
+# ------------------------------------------------------------------------------- the other formats
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_json_of_nccl_tests(version: int) -> None:
+    log = read(json_text(version=version, average_bus_bandwidth={}))
+    (one,) = log.tables
+    assert (one.collective, one.ranks, len({d.host for d in one.devices})) == ("all_gather", 8, 2)
+    assert one.versions == {"nccl": "2.26.6"} and one.started == "2026-01-01 12:00:00"
+    assert_as_printed(one)
+    # The first iteration was to be skipped; the others are there.
+    assert len(one.rows[0].figures[0].samples_s) == (3 if version > 1 else 0)
+    assert not log.problems
+    assert "SECRET" not in repr(log) and "somebody" not in repr(log)
+
+
+@pytest.mark.parametrize("frame", ["[\n{}\n]\n", "{}\n", "{},\n"])
+def test_records_of_rccl_tests(frame: str) -> None:
+    records = []
+    for size in SIZES:
+        for in_place in (0, 1):
+            us = time_us(size, bool(in_place))
+            records.append(
+                '{"numCycle":0, "name":"AllReduce", "nodes":2, "ranks":8, "ranksPerNode":4, "gpusPerRank":1, '
+                f'"size":{size}, "type":"float", "redop":"sum", "inPlace":{in_place}, "time":{us:f}, '
+                f'"algBw":{size / us / 1e3:f}, "busBw":{size / us / 1e3 * 1.75:f}, "wrong":"0"}}'
+            )
+    text = frame.replace("{}", (",\n" if "[" in frame else "\n").join(records))
+    log = only(text)
+    assert (log.tool, log.collective, log.ranks) == ("rccl-tests", "all_reduce", 8)
+    assert_as_printed(log)
+    wrong = read(text.replace('"0"', '"7"', 1).replace('"time":', '"time":1', 1))
+    assert "wrong elements: 7" in wrong.tables[0].rows[0].figures[0].fault
+    cut = read(text[: len(text) - 40])
+    assert "cut" in str(cut.problems[-1]) and len(cut.tables[0].rows[-1].figures) == 1
+    assert not read(text.replace("AllReduce", "Hypercube")).tables[0].rows[0].figures[0].fault
+    assert "no collective" in read(text.replace("AllReduce", "Hypercube")).tables[0].refusal
+
+
+def test_deepspeed() -> None:
+    log = only(DEEPSPEED.format(name="all_reduce") + DEEPSPEED_ROW)
+    assert (log.collective, log.ranks) == ("all_reduce", 8)
+    assert (log.rows[0].size_bytes, log.rows[0].dtype) == (2**20, "32-bit")
+    assert times_us(log) == [pytest.approx(100)]
+    # all_gather describes one rank's part, in some versions the whole: the throughput tells.
+    for head in ("x3: 128.0 KB             32768x4  ", "x3: 1.0 MB               262144x4  "):
+        row = f"{head}              100.000 us           83.886               73.400\n"
+        log = only(DEEPSPEED.format(name="all_gather") + row)
+        assert log.rows[0].size_bytes == 2**20 and not log.rows[0].figures[0].fault
+    raw = DEEPSPEED.format(name="allreduce").replace("Duration  ", "Duration (us)").replace("Gbps", "GBps")
+    log = only(f"{raw}x3: 1048576              262144x4     100.000     20.972               18.350\n")
+    assert log.rows[0].figures[0].fault == "" and log.rows[0].size_bytes == 2**20
+
+
+@pytest.mark.parametrize(
+    ("program", "title", "name", "parts"),
+    [
+        ("allreduce", "Allreduce", "all_reduce", 1),
+        ("allgather", "Allgather", "all_gather", 4),
+        ("alltoall", "All-to-All Personalized Exchange", "all_to_all", 4),
+        ("bcast", "Broadcast", "broadcast", 1),
+        ("reduce_scatter", "Reduce_scatter", "reduce_scatter", 1),
+    ],
+)
+def test_osu(program: str, title: str, name: str, parts: int) -> None:
+    log = only(OSU.format(program=program, title=title))
+    assert (log.collective, log.ranks, log.mode, log.device_type) == (name, 4, "isolated", "cuda")
+    assert [row.size_bytes for row in log.rows] == [4 * parts, parts * 2**20]
+    assert times_us(log)[1] == pytest.approx(100)
+    assert log.rows[0].dtype == "float32"
+
+
+def test_ml_engineering() -> None:
+    log = only(ML_ENGINEERING)
+    assert (log.collective, log.ranks) == ("all_reduce", 4)
+    coarse, fine, large = (row.figures[0] for row in log.rows)
+    assert "too coarse" in coarse.fault
+    assert fine.time is not None and fine.time.value == pytest.approx(1e-4, rel=1e-3) and fine.time_is_derived
+    assert log.rows[2].size_bytes == 2**32 and not large.fault
+    for bare in (ML_ENGINEERING, OSU.format(program="x", title="Allreduce")):
+        bare = bare.split("\n", 1)[1]
+        assert "give --ranks" in only(bare).refusal and only(bare, ranks=4).ranks == 4
+
+
+def test_ml_engineering_with_latencies_and_several_collectives() -> None:
+    text = """The average bandwidth and the per-call latency of 2 collectives over 8 ranks (5 warmups / 20 trials):
+
+| payload | all_reduce busbw | all_reduce median | all_gather busbw | all_gather median |
+| ------: | ---------------: | ----------------: | ---------------: | ----------------: |
+|      4B |                  |              12.3 |                  |                   |
+|  32KiB |             1.44 |              39.9 |             1.40 |              20.2 |
+"""
+    reduce, gather = read(text).tables
+    assert times_us(reduce) == [pytest.approx(12.3), pytest.approx(39.9)]
+    assert [row.size_bytes for row in gather.rows] == [32768]
+    text = """The average bandwidth and the per-call latency of all_gather over 8 ranks (5 warmups):
+
+| payload |    busbw   |    algbw   | latency median |    p99    |    mean   | calls |
+| ------: | ---------: | ---------: | -------------: | --------: | --------: | ----: |
+|     1KiB |            |            |         20.5us |    22.0us |    20.6us |  1000 |
+|    1MiB |   9.18GBps |  10.49GBps |        103.0us |   111.0us |   104.0us |   100 |
+"""
+    log = only(text)
+    assert (log.collective, log.ranks) == ("all_gather", 8)
+    assert times_us(log) == [pytest.approx(20.5), pytest.approx(103)]
+    assert not any(row.figures[0].fault for row in log.rows)
+
+
+# ------------------------------------------------------------- what is wrong in a log
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "half"),
+    [
+        *(("12.30", 12.3, 0.005), ("123", 123, 0.5), ("1.04858e+06", 1048580, 5)),
+        *(("0e+00", 0, 0.5), ("-1", -1, 0.5)),
+    ],
+)
+def test_a_printed_number_is_an_interval(text: str, value: float, half: float) -> None:
+    number = printed(text)
+    assert number is not None and (number.value, number.half) == (value, pytest.approx(half))
+
+
+TAMPERED: dict[str, tuple[Callable[[str], str], str]] = {
+    "time": (lambda row: row.replace("61.94", "60.94"), "the row says"),
+    "size": (lambda row: row.replace("4194304 ", "4194305 "), "the row says 4194305"),
+    "count": (lambda row: row.replace("1048576 ", "1048577 "), "1048577 elements of float32"),
+    "type": (lambda row: row.replace(" float ", "double "), "elements of float64"),
+    "algbw": (lambda row: re.sub(r"67\.\d+", "76.54", row, count=1), "the row says 76.5"),
+    "busbw": (lambda row: re.sub(r"118\.\d+", "119.5", row, count=1), "is not 1.75 x its algbw"),
+    "a word for a number": (lambda row: re.sub(r"67\.\d+", "oops", row, count=1), ""),
+    "an added value": (lambda row: row + "  5", "1 value(s) more than the header has columns"),
+    "a negative time": (lambda row: row.replace("61.94", "-61.94"), "no number for time"),
+    "root": (lambda row: re.sub(r" -1 ", " 8 ", row, count=1), "its root is rank 8 of 8"),
+    "nan": (lambda row: re.sub(r"67\.\d+", "nan", row, count=1), "no number for algbw nan"),
+    "inf": (lambda row: re.sub(r"118\.\d+", "inf", row, count=1), "no number for busbw inf"),
+    "wrong": (lambda row: re.sub(r" 0$", " 7", row), "the data were wrong: wrong elements: 7"),
+    "wrong is nan": (lambda row: re.sub(r" 0$", " nan", row), "its check of the data says nan"),
+    "wrong is negative": (lambda row: re.sub(r" 0$", " -3", row), "wrong elements: -3"),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_a_row_that_was_altered_loses_its_numbers_and_no_other_does(what: str) -> None:
+    change, reason = TAMPERED[what]
+    line = line_of(TABLE, 4194304)
+    row = TABLE.splitlines()[line - 1]
+    text = TABLE.replace(row, change(row))
+    assert text != TABLE
+    by_line = faults(text)
+    if reason:
+        assert list(by_line) == [line] and any(reason in fault for fault in by_line[line])
+    else:  # it is not even whole: left out, and said so
+        log = read(text)
+        assert not by_line and len(log.tables[0].rows) == len(SIZES) - 1
+        assert log.problems[0].line == line and "incomplete" in log.problems[0].text
+    for result in run_of(text):
+        if result.status == "ok":
+            made = time_us(result.size_bytes or 0, bool(result.params["in_place"])) * 1e-6
+            assert result.time_s is not None and result.time_s.median == pytest.approx(made, rel=6e-3)
+        else:
+            assert result.time_s is None and result.samples_s == () and result.busbw_Bps is None
+            assert f"line {line}" in result.reason
+
+
+def test_each_figure_of_each_row_whose_first_digit_is_altered_is_refused() -> None:
+    lines = TABLE.splitlines()
+    for number, line in enumerate(lines):
+        words = list(re.finditer(r"(?<= )\d[\d.]*(?= |$)", line)) if re.match(" +1", line[:12]) else []
+        for word in words:
+            digit = str(int(word[0][0]) % 9 + 1)
+            altered = line[: word.start()] + digit + line[word.start() + 1 :]
+            by_line = faults("\n".join([*lines[:number], altered, *lines[number + 1 :]]))
+            assert list(by_line) == [number + 1], altered
+
+
+def test_processes_that_did_not_find_each_other_are_refused() -> None:
+    """nccl-tests built without MPI: each process prints a table of its own, all of them at once."""
+    one, two = (table("all_reduce", 2).replace("Pid 9000", f"Pid {pid}").splitlines() for pid in (1, 2))
+    mixed = "\n".join(line for pair in zip(one, two, strict=True) for line in pair)
+    tables = read(mixed).tables
+    assert tables and all("without MPI" in each.refusal for each in tables if each.rows)
+    with pytest.raises(UsageError, match="without MPI"):
+        run_of(mixed)
+
+
+def test_a_killed_run_and_its_repetition_in_one_file_are_two_launches() -> None:
+    cut = table(sizes=SIZES[:4], layout=Layout(foot=False)).replace("Pid 9000", "Pid 77")
+    results = run_of(cut + "Killed\n" + table())
+    assert {r.launch for r in results if r.size_bytes == SIZES[0]} == {0, 1}
+    assert {r.launch for r in results if r.size_bytes == SIZES[-1]} == {0}
+    assert "no end" in read(cut).problems[0].text
+
+
+def test_a_footer_that_counts_errors_which_no_row_shows_spoils_them_all() -> None:
+    text = table(layout=Layout(checked=False))
+    assert not faults(text)
+    with pytest.raises(UsageError, match="4 values out of bounds, and no row says which"):
+        run_of(text.replace("values : 0 OK", "values : 4 FAILED"))
+
+
+@pytest.mark.parametrize(
+    ("deviation", "bad"), [("2e-07", False), ("1e+00", True), ("nan", True), ("0e+00", False)]
+)
+def test_deviations_of_old_logs(deviation: str, bad: bool) -> None:
+    text = table(layout=Layout("error"), wrong=lambda _size, _in_place: deviation)
+    assert bool(faults(text)) == bad
+
+
+def test_a_benchmark_that_failed_says_so() -> None:
+    head = "\n".join(line for line in table().splitlines() if line.startswith("#") and "Rank" in line)
+    failed = (
+        head
+        + "\nnode-7: Test CUDA failure common.cu:1304 'CUDA-capable device(s) is/are busy or unavailable'\n"
+    )
+    with pytest.raises(UsageError, match=r"the benchmark failed, line 9: Test CUDA failure common.cu:1304"):
+        run_of(failed)
+    log = read(table() + " .. node-7 pid 662195: Test failure common.cu:1189\n")
+    assert log.failures and any("Test failure" in line for line in report(log))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n\n",
+        "hello",
+        "[1, 2]",
+        "\x00" * 100,
+        "{",
+        '{"a": 1}',
+        *(json_text()[:end] for end in (10, -1)),
+    ],
+)
+def test_other_files_are_refused(text: str) -> None:
+    with pytest.raises(UnreadableRunError) as refused:
+        read(text)
+    is_object = text.startswith('{"')
+    assert ("not a whole JSON file of nccl-tests" if is_object else EXPECTED) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("version",), 9, "version is 9, expected one of 1, 2, 3, 4"),
+        (("config",), None, "config is missing, expected an object"),
+        (("results", 0, "size"), -1, "size is -1"),
+        (("results", 0, "type"), 4, "type is 4, expected a string"),
+        (("config", "devices", 0, "rank"), -1, "rank is -1"),
+    ],
+)
+def test_json_with_other_fields_is_refused(path: tuple[str | int, ...], value: object, says: str) -> None:
+    made = document()
+    place = made
+    for key in path[:-1]:
+        place = place[key]  # type: ignore[index]
+    place[path[-1]] = value  # type: ignore[index]
+    with pytest.raises(UnreadableRunError, match=re.escape(says)):
+        read(json.dumps(made))
+
+
+def test_json_rows_with_bad_numbers_lose_them() -> None:
+    made = document()
+    made["results"][0]["out_of_place"]["time"] = "nan"
+    made["results"][1]["out_of_place"]["nwrong"] = 4.0
+    made["results"][2]["out_of_place"]["bus_bw"] *= 1.01
+    log = read(json.dumps(made))
+    reasons = [row.figures[0].fault for row in log.tables[0].rows[:4]]
+    assert reasons[3] == "" and "no number for time" in reasons[0] and "wrong elements: 4" in reasons[1]
+    assert "is not 0.875 x its algbw" in reasons[2]
+
+
+# ------------------------------------------------------------------------------------- anything at all
+
+BASES = (
+    table(hosts=2),
+    table("all_gather", 12, tuple(s // 48 * 48 for s in SIZES), layout=Layout("error", tag="[1,0]<stdout>:")),
+    json_text(version=3),
+    DEEPSPEED.format(name="all_reduce") + DEEPSPEED_ROW,
+    OSU.format(program="allgather", title="Allgather"),
+    ML_ENGINEERING,
+    '{"numCycle":0, "name":"AllReduce", "nodes":1, "ranks":8, "gpusPerRank":1, "size":1024, "type":"float", '
+    '"redop":"sum", "inPlace":0, "time":10.0, "algBw":0.1024, "busBw":0.1792, "wrong":"0"}\n' * 2,
+)
+WORDS = (
+    *("N/A", "nan", "-inf", "1e+99", "9" * 20, "9" * 40, "-1", "0", "...", "1.04858e+06", "1e-99", "٣"),
+    *("\x1b[2J", "float", "#", "|", "\ud7ff", '"', "null", "{"),
+    "Rank  0 Group  0 Pid 1 on x device  0 [00] y",
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> str:
+    """A log with words replaced, taken out or put in, lines moved or doubled, and cut somewhere."""
+    text = draw(st.sampled_from(BASES))
+    for _ in range(draw(st.integers(0, 6))):
+        words = list(re.finditer(r"\S+", text))
+        if not words:
+            break
+        word = words[draw(st.integers(0, len(words) - 1))]
+        new = draw(st.one_of(st.sampled_from(WORDS), st.text(max_size=8), st.integers(-10, 2**70).map(str)))
+        end = word.end() if draw(st.booleans()) else word.start()
+        text = text[: word.start()] + new + text[end:]
+    lines = text.split("\n")
+    if draw(st.booleans()):
+        lines.insert(draw(st.integers(0, len(lines))), lines[draw(st.integers(0, len(lines) - 1))])
+    return "\n".join(lines)[: draw(st.integers(0, len(text) + 1)) if draw(st.booleans()) else None]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.one_of(damaged(), st.text(max_size=300)))
+def test_nothing_breaks_it_and_what_passes_obeys_the_laws(text: str) -> None:
+    try:
+        log = parse(text.encode("utf-8", "surrogatepass"), "some_allreduce.log")
+        checks.check(log)
+        list(report(log))
+        header, results = convert.to_run([log], [])
+    except DtbenchError as error:
+        assert str(error)
+        return
+    assert header.mesh.shape[-1] >= 2
+    for result in results:
+        if result.status != "ok":
+            assert result.reason and result.time_s is None
+            continue
+        assert result.time_s is not None and result.size_bytes and result.algbw_Bps
+        assert 0 < result.time_s.min <= result.time_s.max < 1e12
+        assert result.algbw_Bps == pytest.approx(result.size_bytes / result.time_s.p25)
+
+
+def test_long_lines_and_many_lines_are_linear_work() -> None:
+    """A line of a megabyte, and a log with tens of thousands of NCCL's."""
+    text = "a " * 500_000 + "\n" + "1 " * 500_000 + "\n" + "(" * 500_000 + "\n" + table()
+    assert read(text).rows == len(SIZES)
+    info = "node-7:4242:4343 [0] NCCL INFO Channel 00 : 0[101c0] -> 8[101c0] [send] via NET/AWS Libfabric/1/GDRDMA\n"
+    assert read(info * 30_000 + table()).rows == len(SIZES)
