@@ -29,6 +29,7 @@ from dtbench.suite import CHOOSABLE_IMPLS, Plan
 from dtbench.suite.errors import OutputError, UsageError
 from dtbench.suite.mesh import Mesh, ranks_of
 
+FILES = ("gate.json", "junit.xml", "smaller-is-better.json")
 _NARROW = "name fewer benchmarks, such as dispatch/relu"
 
 
@@ -104,12 +105,9 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         )
         with contextlib.closing(launcher):
             report = GateRun(options, launcher, (base, head), say, bool(kind)).judge(began)
-        for name, text, mark in (
-            ("gate.json", text_of(report) + "\n", '"kind": "gate"'),
-            ("junit.xml", outputs.junit(report), "<testsuites"),
-            ("smaller-is-better.json", exports.github(outputs.points_of(report)), "["),
-        ):
-            write_atomically(folder / name, text, lambda start, mark=mark: mark in start, "file of a gate")
+        trend = exports.github(outputs.points_of(report))
+        for name, text in zip(FILES, (text_of(report) + "\n", outputs.junit(report), trend), strict=True):
+            write_atomically(folder / name, text, lambda _start: True, "file of a gate")
     return report
 
 
@@ -117,7 +115,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
 def _new_folder(folder: Path) -> Iterator[None]:
     """The folder of a gate, which does not stay where the gate is refused before it holds anything."""
     launches = folder / "launches"
-    if launches.exists() or (folder / "gate.json").exists():
+    if any((folder / name).exists() for name in ("launches", *FILES)):
         raise OutputError(f"{folder} holds a gate already: give another -o")
     try:
         launches.mkdir(parents=True)
