@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +13,14 @@ from dtbench.engine.options import LAUNCH_TIMEOUT_S, parse_duration, split_targe
 from dtbench.suite.errors import EXIT_INTERRUPTED, OutputError, complain, plain
 
 if TYPE_CHECKING:
-    from dtbench.gate.comment import PullRequest
     from dtbench.records.gate import Gate
 
 
-class _Gate(options.AdvancedCommand):
-    first = ("--base", "--head", "--impl", "--budget", "--allow-new", "-o", "--resume", "--comment", "--json")
+class GateCommand(options.AdvancedCommand):
+    first = ("--base", "--head", "--impl", "--budget", "--allow-new", "-o", "--json")
 
 
-@click.command("gate", cls=_Gate)
+@click.command("gate", cls=GateCommand)
 @click.argument("words", nargs=-1, metavar="[SUITE/TEXT]...")
 @click.option(
     "--base",
@@ -62,26 +61,19 @@ class _Gate(options.AdvancedCommand):
     "folder",
     type=options.FILE,
     show_default="gate-TIME",
-    help="The folder to make, for the launches, gate.json, junit.xml and smaller-is-better.json, which "
-    "github-action-benchmark reads.",
+    help="The folder to make, for gate.json, junit.xml and smaller-is-better.json, which github-action-benchmark "
+    "reads, and what launches print.",
 )
 @options.EXPORT
-@click.option(
-    "--comment", is_flag=True, help="In a GitHub job of a pull request: post the verdict there, or renew it."
-)
-@click.option("--resume", is_flag=True, help="Go on with the gate in -o FOLDER.")
 @options.JSON
-@click.option("--history", type=options.FILE, help="Folder of earlier results: show change points.")
-@click.option("--record", is_flag=True, help="Append head's times to --history.")
+@click.option("--history", type=options.FILE, help="Folder to append head's times to: `report` draws them.")
 def gate_command(
     words: tuple[str, ...],
     base: str,
     head: str,
     as_json: bool,
     history: Path | None,
-    record: bool,
     exports: tuple[tuple[str, Path], ...],
-    comment: bool,
     **given: Any,
 ) -> int:
     """Is HEAD slower than BASE? As many launches of both as it takes.
@@ -101,24 +93,24 @@ def gate_command(
     """
     import signal
 
+    from dtbench.gate import outputs
     from dtbench.gate.benchmark import Selection
-    from dtbench.gate.comment import PullRequest
     from dtbench.gate.gate import GateOptions, gate
-    from dtbench.gate.history import look_at
+    from dtbench.gate.history import append, history_file
+    from dtbench.records.exports import write_exports
 
-    if record and history is None:
-        raise click.UsageError("--record needs --history FOLDER: where to append")
-    if history is not None:
-        look_at(history, record=record)
     options = GateOptions(base, head, tuple(Selection(*split_target(word)) for word in words), **given)
-    pull_request = PullRequest.of_job() if comment else None
+    kept = None if history is None else history_file(history)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job cleans up as Ctrl-C does
     try:
         report = gate(options, _say)
     except KeyboardInterrupt:
-        complain("interrupted" + (f"; go on with --resume -o {options.folder}" if options.folder else ""))
+        complain("interrupted")
         return EXIT_INTERRUPTED
-    _tell(report, as_json, exports, history, record, pull_request)
+    _publish(report, as_json)
+    write_exports(outputs.points_of(report), exports)
+    if kept is not None:
+        _say(f"head's times are in {kept}" if append(kept, report) else f"no times to append to {kept}")
     return report.exit_code
 
 
@@ -126,28 +118,19 @@ def _say(text: str) -> None:
     click.echo(f"gate: {plain(text)}", err=True)
 
 
-def _tell(
-    report: Gate,
-    as_json: bool,
-    exports: Sequence[tuple[str, Path]],
-    history: Path | None,
-    record: bool,
-    pull_request: PullRequest | None,
-) -> None:
-    """Everywhere it is wanted."""
+def _publish(report: Gate, as_json: bool) -> None:
+    """The report on the terminal and, in a GitHub job, in its annotations and summary."""
     from dtbench.gate import outputs
-    from dtbench.gate.gate import publish
-    from dtbench.records.exports import write_exports
+    from dtbench.records.gate import text_of
 
-    publish(report, as_json)
-    write_exports(outputs.points_of(report), exports)
-    if history is not None:
-        from dtbench.gate.history import follow
-
-        for line in follow(history, report, record=record):
-            click.echo(line, err=as_json)
-    if pull_request is not None:
+    lines = [text_of(report)] if as_json else outputs.lines(report)
+    if os.environ.get("GITHUB_ACTIONS") == "true" and not as_json:
+        lines += outputs.annotations_of(report)
+    for line in lines:
+        click.echo(line)
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         try:
-            _say(f"the verdict is at {pull_request.publish(outputs.markdown(report))}")
-        except OutputError as error:  # the verdict is the gate's, whether GitHub takes it or not
-            complain(str(error))
+            with Path(summary).open("a", encoding="utf-8") as file:
+                file.write(outputs.markdown(report))
+        except OSError as error:
+            raise OutputError(f"cannot append to GITHUB_STEP_SUMMARY: {error.strerror or error}") from error

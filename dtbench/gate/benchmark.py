@@ -1,18 +1,14 @@
-"""What a gate and its launches tell each other: selections, orders, and the benchmarks (case and impl) of an arm.
-No torch."""
+"""What a gate and its launches tell each other: selections, orders and the benchmarks of an arm. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from dtbench.records.atomic import replace_file
 from dtbench.suite import CaseKey, RunOptions
-from dtbench.suite.errors import UnreadableRunError
 
 Key = CaseKey
 
@@ -21,10 +17,6 @@ Key = CaseKey
 DEFAULT_TOLERANCE = 0.05
 # Beside the counters of a counting launch: what a call took, seconds, roughly; base's says how both arms sample.
 CALL_S = "call_s"
-# Of the files of a launch: the order, what it found, what it says, the label in hand (for the gate to name when it
-# dies), the benchmarks of its arm.
-ORDER, RESULTS, LOG, IN_HAND, LISTING = ".full-order.json", ".jsonl", ".log", ".now", ".listing.json"
-_Module = Annotated[str, msgspec.Meta(pattern=r"^torch(\.[A-Za-z_]\w*)+$")]
 
 
 class Selection(NamedTuple):
@@ -38,8 +30,8 @@ class Selection(NamedTuple):
 class Benchmark:
     """One impl of a case, and how its launches are judged.
 
-    label: the case's line in `list` and the impl, see `label_of`. estimator: the order statistic that stands for a
-    launch. tolerance: the largest slowdown that a PASS has to exclude. floor_s: smaller changes are none.
+    label: see `label_of`. estimator: the order statistic that is taken of a launch's samples. tolerance: the largest
+    slowdown that a PASS has to exclude. floor_s: smaller changes are none.
     """
 
     key: Key
@@ -62,53 +54,21 @@ def label_of(case_label: str, impl: str) -> str:
 
 @dataclass(frozen=True)
 class Order:
-    """What a launch is to do: to list and count, or to time. arm: its identity.
+    """What a launch is to do: to list and count, or to time.
 
     without: labels not to count. call_s: label -> what a call takes in base, of what is to be timed.
     """
 
     mode: Literal["count", "time"]
-    arm: str
     selections: tuple[Selection, ...]
     plan: RunOptions
     without: tuple[str, ...] = ()
     call_s: Mapping[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        """The same text for the same order."""
-        return msgspec.json.encode(self, order="deterministic").decode()
-
-    def portable(self) -> str:
-        """What is compared when a gate goes on: without the folders that each gate makes anew."""
-        named = tuple(Selection(Path(s.suite).name, s.text) for s in self.selections)
-        return replace(self, selections=named).to_json()
-
 
 @dataclass(frozen=True)
 class Listing:
-    """An arm's benchmarks, and why a selection has none. python: its version, "3.11". loaded: by the label of a
-    benchmark, the modules of torch that it was the first to load; by "", those that the suites load.
-    """
+    """An arm's benchmarks, and why a selection has none."""
 
     benchmarks: tuple[Benchmark, ...]
     problems: tuple[str, ...]
-    python: str
-    torch: str
-    loaded: Mapping[str, tuple[_Module, ...]] = field(default_factory=dict)
-
-
-def write_listing(path: Path, listing: Listing) -> None:
-    """Writes what `read_listing` reads."""
-    replace_file(path, msgspec.json.encode(listing))
-
-
-def read_listing(path: Path) -> Listing:
-    """The listing that a worker wrote.
-
-    Raises:
-        UnreadableRunError: no listing, or a damaged one.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Listing)
-    except (OSError, ValueError) as error:
-        raise UnreadableRunError(f"{path} is no listing of an arm: {error}") from error

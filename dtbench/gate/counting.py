@@ -97,7 +97,7 @@ def _collectives(subject: Subject) -> dict[str, float]:
         leaves = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
         return sum(v.numel() * v.element_size() for v in leaves)
 
-    class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it so
+    class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it so
         def __torch_dispatch__(
             self,
             func: OpOverload,
@@ -112,7 +112,7 @@ def _collectives(subject: Subject) -> dict[str, float]:
             return out
 
     subject.ready()
-    with Mode():  # type: ignore[no-untyped-call]
+    with CollectiveCounter():  # type: ignore[no-untyped-call]
         subject.workload.run()
     return counted
 

@@ -1,11 +1,9 @@
-"""A gate from its options to its report: the folder, counting, timing, verdicts, what is told."""
+"""A gate from its options to its report: arms, counting, timing, verdicts, the files of its folder."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,36 +11,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import click
-import msgspec
-
 from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunRequest
+from dtbench.engine.place import find_place
 from dtbench.engine.progress import about, said_if_slow
 from dtbench.gate import control, outputs
 from dtbench.gate.arms import Arm, open_arms, repository
 from dtbench.gate.benchmark import Benchmark, Key, Selection
-from dtbench.gate.forecast import forecast, impls_to_launch
 from dtbench.gate.launcher import Counted, Launcher, Limits
-from dtbench.gate.schedule import MOST_LAUNCHES, OutOfTimeError, Schedule
+from dtbench.gate.schedule import MOST_LAUNCHES, GateSchedule, OutOfTimeError
 from dtbench.gate.verdict import exit_code_of, judged, rises, trust_of, words_of
 from dtbench.machine.device import DEFAULT_CPU_RANKS
 from dtbench.records import exports
 from dtbench.records.atomic import write_atomically
-from dtbench.records.gate import Arm as ArmFacts
-from dtbench.records.gate import Gate, State, Trust, text_of
+from dtbench.records.gate import ArmRecord, Gate, text_of
 from dtbench.records.judged import Judged, Verdict
-from dtbench.records.read import BadFieldError, decode, into
-from dtbench.suite import RunOptions
-from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.suite import CHOOSABLE_IMPLS, RunOptions
+from dtbench.suite.errors import OutputError, UsageError
 from dtbench.suite.mesh import Mesh, ranks_of
-from dtbench.text.units import format_bytes
 
-STATE = "gate.state.json"
+FILES = ("gate.json", "junit.xml", "smaller-is-better.json")
+_NARROW = "name fewer benchmarks, such as dispatch/relu"
 
 
 @dataclass(frozen=True)
 class GateOptions:
-    """What a gate is asked for."""
+    """The options of a gate, as the command line has them."""
 
     base: str
     head: str
@@ -60,16 +53,25 @@ class GateOptions:
     allow_new: bool = False
     counters: Literal["judge", "report"] = "judge"
     folder: Path | None = None
-    resume: bool = False
 
     def __post_init__(self) -> None:
         if not self.selections:
             raise UsageError("nothing is selected: name a suite, such as `dispatch`, or SUITE/TEXT")
         if self.timeout_s <= 0:
             raise UsageError(f"--launch-timeout {self.timeout_s:g}: expected seconds above 0")
-        if self.resume and self.folder is None:
-            raise UsageError("--resume needs -o FOLDER: the gate to go on with")
         RunRequest(mesh=self.mesh, nproc=self.nproc)  # checks that they agree
+
+    def plan(self, base: Arm, head: Arm) -> RunOptions:
+        """What both arms measure."""
+        gpus = min(base.gpus, head.gpus)
+        device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
+        if device == "cuda" and not gpus:
+            raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
+        # Those of the impls to judge that `--impl` of a run chooses between, else both.
+        impls = tuple(impl for impl in CHOOSABLE_IMPLS if impl in self.impls) or CHOOSABLE_IMPLS
+        options = RunRequest(impls=impls, mesh=self.mesh, sizes_bytes=self.sizes_bytes, dtypes=self.dtypes)
+        ranks = ranks_of(self.mesh) if self.mesh else self.nproc
+        return options.resolve(device, ranks or (gpus if device == "cuda" else 0) or DEFAULT_CPU_RANKS)
 
 
 def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) -> Gate:
@@ -81,23 +83,18 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         OutputError: the folder cannot be written, or holds another gate.
     """
     began = time.monotonic()
-    _refuse_ranks()
+    if find_place() is not None:
+        raise UsageError("a gate starts its own launches: run `dtbench gate` once, without torchrun or srun")
     limits = Limits(options.timeout_s)
     if options.budget_s is not None:
         limits = Limits(options.timeout_s, began + options.budget_s, f"{options.budget_s:g} s")
     folder = options.folder or Path(time.strftime("gate-%Y%m%dT%H%M%SZ", time.gmtime()))
-    with _made_folder(folder, options.resume), contextlib.ExitStack() as stack:
+    with _new_folder(folder), contextlib.ExitStack() as stack:
         with said_if_slow("making base and head ready", say):
             base, head = stack.enter_context(open_arms(options.base, options.head, say))
-        plan = _plan(options, base, head)
-        seed = _keep_state(folder, options, base, head, plan)
-        with said_if_slow("loading torch and the suites", say):
-            least = forecast(options.selections, options.impls, _run_options(options), _ranks(options))
-        if least:
-            budget = "" if options.budget_s is None else f"; the budget is {about(options.budget_s)}"
-            say(least + budget)
-        top = repository() if base.revision or head.revision else None
+        plan = options.plan(base, head)
         kind = control_kind(base, head)
+        top = repository() if base.revision or head.revision else None
         launcher = Launcher(
             {"base": base, "head": head},
             {name: arm.selections(options.selections, top) for name, arm in (("base", base), ("head", head))},
@@ -107,20 +104,31 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
             variables={control.KIND: kind},
         )
         with contextlib.closing(launcher):
-            report = _Gate(options, launcher, (base, head), seed, say, bool(kind)).judge(began)
-    _write(folder / "gate.json", text_of(report) + "\n", '"kind": "gate"')
-    _write(folder / "junit.xml", outputs.junit(report), "<testsuites")
-    _write(folder / "smaller-is-better.json", exports.github(outputs.points_of(report)), "[")
+            report = GateRun(options, launcher, (base, head), say, bool(kind)).judge(began)
+        trend = exports.github(outputs.points_of(report))
+        for name, text in zip(FILES, (text_of(report) + "\n", outputs.junit(report), trend), strict=True):
+            write_atomically(folder / name, text, lambda _start: True, "file of a gate")
     return report
 
 
-def _would_do(launches: int, spent_s: float) -> str:
-    """What a gate needs whose budget is spent, from what its launches took."""
-    narrow = "name fewer benchmarks, such as dispatch/relu"
-    if not launches:
-        return f": give --budget more, or {narrow}"
-    more_s = spent_s / launches * max(MOST_LAUNCHES - launches, 1)
-    return f": {about(more_s)} more would hold all; give --budget so much more, or {narrow}"
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    """The folder of a gate, which does not stay where the gate is refused before it holds anything."""
+    launches = folder / "launches"
+    if any((folder / name).exists() for name in ("launches", *FILES)):
+        raise OutputError(f"{folder} holds a gate already: give another -o")
+    try:
+        launches.mkdir(parents=True)
+    except OSError as error:
+        raise OutputError(
+            f"cannot make {folder}: {error.strerror or error}; give -o another folder"
+        ) from error
+    try:
+        yield
+    finally:
+        for empty in (launches, folder):
+            with contextlib.suppress(OSError):  # it holds something
+                empty.rmdir()
 
 
 def control_kind(base: Arm, head: Arm) -> str:
@@ -131,44 +139,60 @@ def control_kind(base: Arm, head: Arm) -> str:
 
 
 @dataclass
-class _Gate:
+class GateRun:
     """Counting, then timing, then the report."""
 
     options: GateOptions
     launcher: Launcher
     arms: tuple[Arm, Arm]
-    seed: int
     say: Callable[[str], None]
     with_control: bool
     notes: list[str] = field(default_factory=list)
     judged: dict[Key, Judged] = field(default_factory=dict)
 
     def judge(self, began: float) -> Gate:
-        """The whole gate, after its arms are built."""
-        trust, launches, stopped = Trust(), 0, ""
+        """The whole gate, after its arms are built. began: on the monotonic clock."""
+        seed, trust, launches = self.options.seed, trust_of(None, None, measured=False), 0
+        seed = random.SystemRandom().randrange(2**31) if seed is None else seed
         try:
             old, new = self._count()
         except OutOfTimeError as error:
             spent_s = time.monotonic() - began
             more = f"give --budget {math.ceil(3 * spent_s)}s or more"
             raise UsageError(f"{error}, and not all is counted after {about(spent_s)}: {more}") from error
-        benchmarks = self._sort_out(old, new)
+        benchmarks = self._comparable(old, new)
         with contextlib.suppress(OutOfTimeError):
             self._compare_counters(benchmarks, old, new)
         left = [b for b in benchmarks if b.key not in self.judged]
-        controls = [b for b in new.listing.benchmarks if b.key[0] == control.NAME and self.with_control]
         if left:
-            launcher = self.launcher
-            schedule = Schedule(left, controls, launcher.launch, self.seed, self.say, launcher.prepare)
+            controls = [b for b in new.listing.benchmarks if b.key[0] == control.NAME and self.with_control]
+            schedule = GateSchedule(left, controls, self.launcher.launch, seed, self.say)
             timed = time.monotonic()
-            found, trust = schedule.run()
-            self.judged |= {j.key: j for j in found}
+            verdicts, trust = schedule.run()
+            self.judged |= {j.key: j for j in verdicts}
             launches, stopped = schedule.evidence.launches, schedule.evidence.stopped
             if stopped:
-                stopped += _would_do(launches, time.monotonic() - timed)
-        else:
-            trust = trust_of(None, None, measured=False)
-        return self._report(old, new, trust, launches, stopped, began)
+                self.notes.append(stopped + _remedy(launches, time.monotonic() - timed))
+        if not self.with_control:
+            self.notes.append(
+                "the arms share neither torch nor Python: base against itself is the only check"
+            )
+        order = dict.fromkeys(b.key for b in [*old.listing.benchmarks, *new.listing.benchmarks])
+        ended = tuple(self.judged[key] for key in order if key in self.judged)
+        base, head = (_record_of(arm) for arm in self.arms)
+        allow_new = self.options.allow_new
+        return Gate(
+            exit_code=exit_code_of(ended, trust, allow_new=allow_new),
+            trust=trust,
+            notes=tuple(dict.fromkeys(self.notes)),
+            base=base,
+            head=head,
+            seed=seed,
+            launches=launches,
+            duration_s=time.monotonic() - began,
+            allow_new=allow_new,
+            benchmarks=ended,
+        )
 
     def _count(self) -> tuple[Counted, Counted]:
         self.say("counting what one call of each benchmark does, in base and in head")
@@ -176,14 +200,20 @@ class _Gate:
         for name, counted in (("base", old), ("head", new)):
             self.notes += [f"in {name}: {problem}" for problem in counted.listing.problems]
         if not self._wanted(old) and not self._wanted(new):
-            known = ", ".join(sorted({b.key[2] for b in new.listing.benchmarks if b.key[0] != control.NAME}))
+            impls = sorted({b.key[2] for b in new.listing.benchmarks if b.key[0] != control.NAME})
             empty = (
-                f"the selection holds no benchmark of --impl {','.join(self.options.impls)}: it has {known}"
+                f"the selection holds no benchmark of --impl {','.join(self.options.impls)}: "
+                f"it has {', '.join(impls)}"
             )
             raise UsageError("; ".join(new.listing.problems) or empty)
         return old, new
 
-    def _sort_out(self, old: Counted, new: Counted) -> list[Benchmark]:
+    def _wanted(self, counted: Counted) -> list[Benchmark]:
+        impls, only = self.options.impls, self.options.only
+        kept = [b for b in counted.listing.benchmarks if b.key[0] != control.NAME]
+        return [b for b in kept if (not impls or b.key[2] in impls) and (not only or b.label in only)]
+
+    def _comparable(self, old: Counted, new: Counted) -> list[Benchmark]:
         """Those in both arms that can be measured; the others have their verdicts."""
         before, after = ({b.key: b for b in self._wanted(counted)} for counted in (old, new))
         skipped = before.keys() & after.keys() & old.skipped.keys() & new.skipped.keys()
@@ -205,29 +235,26 @@ class _Gate:
             self.judged[key] = judged(benchmark, *why)
         return left
 
-    def _wanted(self, counted: Counted) -> list[Benchmark]:
-        impls = self.options.impls
-        kept = [b for b in counted.listing.benchmarks if b.key[0] != control.NAME]
-        only = self.options.only
-        return [b for b in kept if (not impls or b.key[2] in impls) and (not only or b.label in only)]
-
     def _compare_counters(self, benchmarks: Sequence[Benchmark], old: Counted, new: Counted) -> None:
         """A rise is a regression, once a second launch of each arm has counted the same."""
         ignored = frozenset[str]()
         if self.arms[0].python_version.split(".")[:2] != self.arms[1].python_version.split(".")[:2]:
             ignored = frozenset({"python_calls"})
             self.notes.append("Python calls are not compared: the arms run different versions of Python")
-        risen = {b.key: r for b in benchmarks if (r := rises(_of(old, b), _of(new, b), ignored))}
+        risen = {
+            b: rise
+            for b in benchmarks
+            if (rise := rises(old.counters.get(b.key, {}), new.counters.get(b.key, {}), ignored))
+        }
         if not risen:
             return
         self.say(f"{len(risen)} benchmark(s) do more per call in head: counting again")
-        again = self.launcher.count("base", "head")
-        for benchmark in benchmarks:
-            rise = risen.get(benchmark.key, {})
+        again = [side.counters for side in self.launcher.count("base", "head")]
+        for benchmark, rise in risen.items():
             sure = {
                 name: pair
                 for name, pair in rise.items()
-                if [_of(side, benchmark).get(name) for side in again] == [pair.base, pair.head]
+                if [side.get(benchmark.key, {}).get(name) for side in again] == [pair.base, pair.head]
             }
             if len(sure) < len(rise):
                 unsure = ", ".join(name for name in rise if name not in sure)
@@ -240,48 +267,6 @@ class _Gate:
             elif sure:
                 self.notes.append(f"{benchmark.label}: {words_of(sure)} (--counters report)")
 
-    def _report(
-        self, old: Counted, new: Counted, trust: Trust, launches: int, stopped: str, began: float
-    ) -> Gate:
-        order = [b.key for b in [*old.listing.benchmarks, *new.listing.benchmarks]]
-        places = {key: i for i, key in reversed(list(enumerate(order)))}
-        ended = tuple(sorted(self.judged.values(), key=lambda j: places[j.key]))
-        if stopped:
-            self.notes.append(stopped)
-        self.launcher.close()
-        if left_out := self.launcher.left_out:
-            self.notes.append(
-                f"launches printed {format_bytes(left_out)} more than their logs keep, the first and last MiB of each"
-            )
-        if not self.with_control:
-            self.notes.append(
-                "the arms share neither torch nor Python: base against itself is the only check"
-            )
-        allow_new = self.options.allow_new
-        base, head = (
-            ArmFacts(
-                arm=arm.text,
-                commit=arm.revision or None,
-                built=arm.note,
-                python=arm.python_version,
-                torch=arm.torch_version,
-            )
-            for arm in self.arms
-        )
-        return Gate(
-            exit_code=exit_code_of(ended, trust, allow_new=allow_new),
-            trust=trust,
-            notes=tuple(dict.fromkeys(self.notes)),
-            base=base,
-            head=head,
-            seed=self.seed,
-            launches=launches,
-            reused_launches=self.launcher.reused,
-            duration_s=time.monotonic() - began,
-            allow_new=allow_new,
-            benchmarks=ended,
-        )
-
 
 def _broken(key: Key, counted: Mapping[str, Counted]) -> tuple[Verdict, str] | None:
     """Why a benchmark that both arms have cannot be timed."""
@@ -293,116 +278,19 @@ def _broken(key: Key, counted: Mapping[str, Counted]) -> tuple[Verdict, str] | N
     return None
 
 
-def _of(counted: Counted, benchmark: Benchmark) -> Mapping[str, float]:
-    return counted.counters.get(benchmark.key, {})
+def _remedy(launches: int, spent_s: float) -> str:
+    """What a gate needs whose budget is spent, from what its launches took."""
+    if not launches:
+        return f": give --budget more, or {_NARROW}"
+    more_s = spent_s / launches * max(MOST_LAUNCHES - launches, 1)
+    return f": {about(more_s)} more would hold all; give --budget so much more, or {_NARROW}"
 
 
-# --------------------------------------------------------------------------------- before it starts
-
-
-def _refuse_ranks() -> None:
-    from dtbench.engine.place import find_place
-
-    if find_place() is not None:
-        raise UsageError("a gate starts its own launches: run `dtbench gate` once, without torchrun or srun")
-
-
-def _plan(options: GateOptions, base: Arm, head: Arm) -> RunOptions:
-    """The same in both arms."""
-    gpus = min(base.gpus, head.gpus)
-    device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
-    if device == "cuda" and not gpus:
-        raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
-    return _run_options(options).resolve(device, _ranks(options, gpus if device == "cuda" else 0))
-
-
-def _run_options(options: GateOptions) -> RunRequest:
-    """Of the launches."""
-    impls = impls_to_launch(options.impls)
-    return RunRequest(impls=impls, mesh=options.mesh, sizes_bytes=options.sizes_bytes, dtypes=options.dtypes)
-
-
-def _ranks(options: GateOptions, gpus: int = 0) -> int:
-    asked = ranks_of(options.mesh) if options.mesh else options.nproc
-    return asked or gpus or DEFAULT_CPU_RANKS
-
-
-@contextlib.contextmanager
-def _made_folder(folder: Path, resume: bool) -> Iterator[None]:
-    """It is gone again where the gate is refused before it holds anything."""
-    if (folder / STATE).exists() and not resume:
-        raise OutputError(f"{folder} holds a gate already: give another -o, or --resume to go on with it")
-    if resume and not (folder / STATE).exists():
-        raise UsageError(
-            f"{folder} holds no gate to go on with: leave --resume out, or give its folder to -o"
-        )
-    try:
-        (folder / "launches").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"cannot make {folder}: {error.strerror or error}; give -o another folder"
-        ) from error
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # they hold something
-            (folder / "launches").rmdir()
-            folder.rmdir()
-
-
-def _keep_state(folder: Path, options: GateOptions, base: Arm, head: Arm, plan: RunOptions) -> int:
-    """Writes what the gate is about, or checks that it is the same; the seed of its order."""
-    from dtbench.machine.provenance import cpu
-
-    now = State(
-        base=base.identity,
-        head=head.identity,
-        selections=options.selections,
-        plan=plan,
-        cpu=cpu().model,
-        host=os.uname().nodename,
-        seed=random.SystemRandom().randrange(2**31) if options.seed is None else options.seed,
+def _record_of(arm: Arm) -> ArmRecord:
+    return ArmRecord(
+        arm=arm.text,
+        commit=arm.revision or None,
+        built=arm.note,
+        python=arm.python_version,
+        torch=arm.torch_version,
     )
-    path = folder / STATE
-    if not options.resume:
-        _write(path, json.dumps(msgspec.to_builtins(now), indent=2), "gate state")
-        return now.seed
-    try:
-        was = into(decode(path.read_bytes()), State)
-    except (OSError, BadFieldError) as error:
-        raise UnreadableRunError(f"{path} cannot be read: {error}; start anew with another -o") from error
-    for name, value in msgspec.structs.asdict(now).items():
-        before = getattr(was, name)
-        if before != value and name != "seed":
-            raise UsageError(
-                f"cannot go on with {folder}: its {name} is {str(before)[:200]}, now it is {str(value)[:200]}; "
-                "give what the first gate was given, on the same machine, or another -o"
-            )
-    return was.seed
-
-
-def _write(path: Path, text: str, mark: str) -> None:
-    write_atomically(path, text, lambda head: mark in head, "file of a gate")
-
-
-# --------------------------------------------------------------------------------- what is told
-
-
-def publish(report: Gate, as_json: bool = False) -> None:
-    """The report on the terminal and, in a GitHub job, in its annotations and summary.
-
-    Raises:
-        OutputError: the summary cannot be written.
-    """
-    lines = [text_of(report)] if as_json else outputs.lines(report)
-    if os.environ.get("GITHUB_ACTIONS") == "true" and not as_json:
-        lines = [*lines, *outputs.annotations_of(report)]
-    for line in lines:
-        click.echo(line)
-    summary = os.environ.get("GITHUB_STEP_SUMMARY")
-    if summary:
-        try:
-            with Path(summary).open("a", encoding="utf-8") as file:
-                file.write(outputs.markdown(report))
-        except OSError as error:
-            raise OutputError(f"cannot append to GITHUB_STEP_SUMMARY: {error.strerror or error}") from error

@@ -1,8 +1,7 @@
 """The process that launches are forked off: it loads what all of them need, and each then loads its arm's code.
 
-    gate ---> python -P -m dtbench.gate.loader ...       a fresh process for every round of launches
-                load torch and the harness
-                READY
+    gate ---> python -P -m dtbench.gate.loader FD     a fresh process for every round of launches
+                load torch and the harness; READY
        ---> launch: fork, path and variables of one arm, set up; READY, wait for GO, a sample, READY, ...; ENDED
        ---> launch: the same of another arm
 
@@ -15,138 +14,71 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import NamedTuple
 
-from dtbench.engine.workers import Fork, connection_at, leave_with, take_over
+from dtbench.engine.workers import Fork, connection_at, take_over
 
-# What a launch and the gate say to each other: what, and a number (pid, sample, CPU or exit code).
-PID, READY, GO, ENDED = "pid", "ready", "go", "ended"
-HARNESS = "dtbench"  # the same for all arms
+# What a launch tells the gate: the benchmark it is at (a label), an arm's Listing and a Result (msgpack), that it is
+# ready for its next sample (its number), its end (exit code). GO is the gate's answer to READY (a CPU, -1 for any).
+NOW, LISTING, RESULT, READY, ENDED, GO = "now", "listing", "result", "ready", "ended", "go"
 
 
-class Launch(NamedTuple):
-    """What the gate asks for. stem: how its files begin; root, path, env: of its arm."""
+class LaunchRequest(NamedTuple):
+    """What the gate asks for: an Order (msgpack), for an arm; log takes what the launch prints."""
 
-    stem: str
+    order: bytes
+    log: str
     root: str
     path: tuple[str, ...]
     env: dict[str, str]
 
 
-class Running(NamedTuple):
-    """A launch that was forked off, and the connection on which it talks to the gate."""
-
-    process: Fork
-    connection: Connection
-
-
 def main(argv: Sequence[str]) -> int:
-    """argv: the modules to load and the paths of all arms, as JSON, and the connection to the gate; or the modules, the
-    stem of a launch that shares nothing, and its connection.
-    """
+    """argv: the descriptor of the connection to the gate."""
     from dtbench.gate import worker
 
-    asked = json.loads(argv[0])
-    worker.load(asked["load"])
-    connection = connection_at(argv[1])
-    if "stem" in asked:
-        leave_with(partial(_carry_out, asked["stem"], connection))
-    paths = asked["paths"]
-    # A fork has none of the other threads, whose locks stay as they were.
-    shared = threading.active_count() == 1 and (len(paths) == 1 or not _shadowed(paths))
+    connection = connection_at(argv[0])
+    worker.load()
     gc.collect()
     gc.freeze()  # what is collected later writes to no page of these
-    _send(connection, READY, 0)
-    running: list[Running] = []
+    with contextlib.suppress(OSError):  # the gate may be gone
+        connection.send((READY, 0))
+    running: list[tuple[Fork, Connection]] = []
     while True:
-        ready = wait([connection, *(launch.process.ended for launch in running)])
-        for one in [one for one in running if one.process.ended in ready]:
-            running.remove(one)
-            with one.connection:
-                _send(one.connection, ENDED, one.process.code())
+        ready = wait([connection, *(fork.ended for fork, _ in running)])
+        for fork, own in [one for one in running if one[0].ended in ready]:
+            running.remove((fork, own))
+            with own, contextlib.suppress(OSError):
+                own.send((ENDED, fork.code()))
         if connection in ready:
             try:
-                launch = Launch(*connection.recv())
+                request = LaunchRequest(*connection.recv())
                 own = take_over(connection)
             except (EOFError, OSError):  # the gate wants no more, or is gone
                 return 0
-            others = [connection, *(one.connection for one in running)]
-            if shared:
-                target = partial(_share, launch, own, others, len(paths) > 1)
-            else:
-                target = partial(_load_anew, launch, own, others, asked["load"])
-            running.append(Running(Fork(target), own))
+            others = [connection, *(other for _, other in running)]
+            running.append((Fork(partial(_launch, request, own, others)), own))
 
 
-def _shadowed(paths: Sequence[Sequence[str]]) -> bool:
-    """Whether an arm would have found something else of what is loaded: its revision may be that of a library."""
-    loaded = {name.partition(".")[0] for name in sys.modules} - {HARNESS}
-    folders = {Path(folder) for path in paths for folder in path}
-    return any(entry.name.partition(".")[0] in loaded for f in folders if f.is_dir() for entry in f.iterdir())
+def _launch(request: LaunchRequest, connection: Connection, others: Sequence[Connection]) -> int:
+    """In the fork: takes on the arm and carries out the order."""
+    from dtbench.gate import worker
 
-
-def _share(launch: Launch, connection: Connection, others: Sequence[Connection], several: bool) -> int:
-    """In the fork: the launch, with what is loaded."""
-    _become(launch, others)
-    if several:
-        sys.path[:1] = launch.path  # it was started with the folder of the harness alone
-    return _carry_out(launch.stem, connection)
-
-
-def _load_anew(
-    launch: Launch, connection: Connection, others: Sequence[Connection], load: Sequence[str]
-) -> int:
-    """In the fork: the launch in a program of its own."""
-    _become(launch, others)
-    os.set_inheritable(connection.fileno(), True)
-    alone = json.dumps({"load": load, "stem": launch.stem})  # others can read a command line: no variables
-    command = [sys.executable, "-P", "-m", "dtbench.gate.loader", alone, str(connection.fileno())]
-    os.execv(command[0], command)
-
-
-def _become(launch: Launch, others: Sequence[Connection]) -> None:
-    """Takes on the arm."""
-    log = os.open(f"{launch.stem}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     for other in others:
         other.close()
-    os.chdir(launch.root)
-    os.environ.update(launch.env, PYTHONPATH=os.pathsep.join(launch.path))
-
-
-def _carry_out(stem: str, connection: Connection) -> int:
-    from dtbench.gate import worker
-
-    _send(connection, PID, os.getpid())
-    return worker.main(Path(stem), partial(_await_turn, connection))
-
-
-def _await_turn(connection: Connection, number: int) -> None:
-    """Says that it can go on with a sample of this number, and returns when it is this launch's turn, on the CPU that
-    the gate names; ends it where the gate is gone.
-    """
-    _send(connection, READY, number)
-    try:
-        _, cpu = connection.recv()
-    except (EOFError, OSError):
-        raise SystemExit("the gate is gone") from None
-    if cpu >= 0 and os.sched_getaffinity(0) != {cpu}:
-        with contextlib.suppress(OSError):  # then it is only noisier
-            os.sched_setaffinity(0, {cpu})
-
-
-def _send(connection: Connection, what: str, number: int) -> None:
-    with contextlib.suppress(OSError):  # the gate may be gone
-        connection.send((what, number))
+    shared = len(os.environ["PYTHONPATH"].split(os.pathsep))  # entries that the loader was started with
+    sys.path[:shared] = request.path
+    os.environ.update(request.env, PYTHONPATH=os.pathsep.join(request.path))
+    os.chdir(request.root)
+    return worker.main(request.order, connection)
 
 
 if __name__ == "__main__":

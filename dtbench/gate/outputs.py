@@ -59,19 +59,19 @@ def lines(report: Gate) -> list[str]:
     cut = [j for j in shown if j.verdict is Verdict.INCONCLUSIVE and j.reason.startswith("the budget of")]
     if len(cut) > CUT_LISTED:  # a note says what budget would do
         shown = [j for j in shown if j not in cut]
-    made = [f"{j.verdict.name:<12}  {plain(j.label)}\n{'':14}{plain(words(j))}" for j in shown]
+    rows = [f"{j.verdict.name:<12}  {plain(j.label)}\n{'':14}{plain(words(j))}" for j in shown]
     if len(cut) > CUT_LISTED:
-        made.append(f"{'INCONCLUSIVE':<12}  {len(cut)} benchmarks, for which the budget was too small")
+        rows.append(f"{'INCONCLUSIVE':<12}  {len(cut)} benchmarks, for which the budget was too small")
     left = report.count(Verdict.PASS) if len(report.benchmarks) > LISTED else 0
-    made += [f"{'PASS':<12}  {left} more"] if left else []
+    rows += [f"{'PASS':<12}  {left} more"] if left else []
     trust = report.trust
     moves = (("control", trust.control, trust.control_pairs), ("base/base", trust.null, trust.null_pairs))
-    made += [
+    rows += [
         f"{name}: {ratio - 1:+.2%} over {pairs} pairs" for name, ratio, pairs in moves if ratio is not None
     ]
-    made += [f"UNTRUSTED: {plain(reason)}: no verdict by time holds" for reason in report.trust.reasons]
-    made += [f"note: {plain(note)}" for note in report.notes]
-    return [*made, report.sentence]
+    rows += [f"UNTRUSTED: {plain(reason)}: no verdict by time holds" for reason in report.trust.reasons]
+    rows += [f"note: {plain(note)}" for note in report.notes]
+    return [*rows, report.sentence]
 
 
 # --------------------------------------------------------------------------------- other tools
@@ -120,15 +120,15 @@ def junit(report: Gate) -> str:
 
 def annotations_of(report: Gate) -> list[str]:
     """Workflow commands, which GitHub shows beside the change."""
-    made = []
+    lines = []
     for judged in ordered(report.benchmarks):
         if judged.verdict.is_grave:
             title = f"{judged.verdict.name} {judged.label}"
-            made.append(f"::error title={_property(title)}::{_data(words(judged))}")
-    if len(made) > ANNOTATIONS:
-        made = [*made[: ANNOTATIONS - 1], f"::error title=gate::{_data(report.sentence)}"]
-    made += [f"::warning title=UNTRUSTED::{_data(reason)}" for reason in report.trust.reasons]
-    return made
+            lines.append(f"::error title={_property(title)}::{_data(words(judged))}")
+    if len(lines) > ANNOTATIONS:
+        lines = [*lines[: ANNOTATIONS - 1], f"::error title=gate::{_data(report.sentence)}"]
+    lines += [f"::warning title=UNTRUSTED::{_data(reason)}" for reason in report.trust.reasons]
+    return lines
 
 
 def _data(text: str) -> str:
@@ -143,13 +143,13 @@ def markdown(report: Gate) -> str:
     """The summary of a job: the sentence, a table of what is not plainly fine, the rest folded away."""
     first = [j for j in ordered(report.benchmarks) if j.verdict is not Verdict.PASS]
     rest = [j for j in report.benchmarks if j.verdict is Verdict.PASS]
-    made = [f"### {md.escaped(report.sentence)}", ""]
-    made += [f"- **UNTRUSTED**: {md.escaped(reason)}" for reason in report.trust.reasons]
-    made += [f"- {md.escaped(note)}" for note in report.notes]
-    made += ["", *_table(first)] if first else []
+    lines = [f"### {md.escaped(report.sentence)}", ""]
+    lines += [f"- **UNTRUSTED**: {md.escaped(reason)}" for reason in report.trust.reasons]
+    lines += [f"- {md.escaped(note)}" for note in report.notes]
+    lines += ["", *_table(first)] if first else []
     if rest:
-        made += ["", f"<details><summary>{len(rest)} PASS</summary>", "", *_table(rest), "", "</details>"]
-    return "\n".join(made) + "\n"
+        lines += ["", f"<details><summary>{len(rest)} PASS</summary>", "", *_table(rest), "", "</details>"]
+    return "\n".join(lines) + "\n"
 
 
 def _table(judged: Sequence[Judged]) -> list[str]:

@@ -41,7 +41,7 @@ class OutOfTimeError(Exception):
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchTimes:
     """One launch of one arm. times_s: the estimates, control included. samples_s: what was sampled in turn with the
     launches beside it, the first with the first. bad: what failed, and why.
     """
@@ -52,7 +52,7 @@ class Launch:
 
 
 # Makes one launch of the benchmarks per arm, next to each other, in this order.
-LaunchArms = Callable[[Sequence[ArmName], Sequence[Benchmark]], Sequence[Launch]]
+LaunchArms = Callable[[Sequence[ArmName], Sequence[Benchmark]], Sequence[LaunchTimes]]
 
 
 Pair = tuple[float, float]  # base and head, seconds
@@ -70,7 +70,7 @@ class Evidence:
     stopped: str = ""
 
 
-class Schedule:
+class GateSchedule:
     """A gate's launches. `run` makes them and returns the verdicts, in the order of the benchmarks."""
 
     def __init__(
@@ -80,15 +80,12 @@ class Schedule:
         launch: LaunchArms,
         seed: int,
         say: Callable[[str], None] = lambda _text: None,
-        prepare: Callable[[int], None] = lambda _rounds: None,
     ) -> None:
-        """prepare: is told how many rounds or pairs are sure to follow."""
         self._benchmarks = list(benchmarks)
         self._control = list(control)
         self._launch = launch
         self._random = random.Random(seed)
         self._say = say
-        self._prepare = prepare
         self.evidence = Evidence()
         self._judged: dict[Key, Judged] = {}
 
@@ -122,15 +119,14 @@ class Schedule:
                 self._judge(benchmark, Verdict.PASS, "", "screen", (effect, base_s, head_s))
 
     def _rounds(self, count: int) -> None:
-        self._prepare(count)
         for number in range(count):
             arms: list[ArmName] = ["base", "head", "null"]
             self._random.shuffle(arms)
             left = self._left()
             self._say(f"screen {number + 1} of {count}: {len(left)} benchmarks")
-            made = self._together(arms, left)
-            self._keep(self.evidence.screen, made["base"], made["head"])
-            _compare(self.evidence.null, made["base"], made["null"], self._left())
+            launches = self._together(arms, left)
+            self._keep(self.evidence.screen, launches["base"], launches["head"])
+            _compare(self.evidence.null, launches["base"], launches["null"], self._left())
 
     def _confirm(self) -> None:
         left = self._left()
@@ -140,7 +136,6 @@ class Schedule:
         last = max(TEST_LOOKS[-1], fewest_pairs(family))
         looks = [*TEST_LOOKS[:-1], last]
         alpha = alpha_of(family, len(looks))
-        self._prepare(FIRST_PASS_LOOK)
         for number in range(1, last + 1):
             left = self._left()
             if not left:
@@ -148,8 +143,8 @@ class Schedule:
             self._say(f"fresh pair {number} of at most {last}: {len(left)} benchmarks")
             arms: list[ArmName] = ["base", "head"]
             self._random.shuffle(arms)
-            made = self._together(arms, left)
-            self._keep(self.evidence.fresh, made["base"], made["head"])
+            launches = self._together(arms, left)
+            self._keep(self.evidence.fresh, launches["base"], launches["head"])
             if number >= FIRST_PASS_LOOK:
                 for benchmark in self._left():
                     self._look(benchmark, alpha if number in looks else None, number == last)
@@ -171,15 +166,17 @@ class Schedule:
 
     # ---- parts ----
 
-    def _together(self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark]) -> dict[ArmName, Launch]:
+    def _together(
+        self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark]
+    ) -> dict[ArmName, LaunchTimes]:
         """Launches of the arms next to each other."""
-        made = dict(zip(arms, self._launch(arms, benchmarks), strict=True))
-        self.evidence.launches += len(made)
-        for arm, launch in made.items():
+        launches = dict(zip(arms, self._launch(arms, benchmarks), strict=True))
+        self.evidence.launches += len(launches)
+        for arm, launch in launches.items():
             self._sort_out("head" if arm == "head" else "base", launch, benchmarks)
-        return made
+        return launches
 
-    def _sort_out(self, who: str, launch: Launch, benchmarks: Sequence[Benchmark]) -> None:
+    def _sort_out(self, who: str, launch: LaunchTimes, benchmarks: Sequence[Benchmark]) -> None:
         """What has no time in this launch has its verdict."""
         for benchmark in benchmarks:
             key = benchmark.key
@@ -194,7 +191,7 @@ class Schedule:
                 reason = f"a launch of {who} measured {time_s:g} s: below what the clock resolves, or no time"
                 self._judge(benchmark, Verdict.INCONCLUSIVE, reason)
 
-    def _keep(self, evidence: dict[Key, list[Pair]], base: Launch, head: Launch) -> None:
+    def _keep(self, evidence: dict[Key, list[Pair]], base: LaunchTimes, head: LaunchTimes) -> None:
         for benchmark in self._left():
             evidence.setdefault(benchmark.key, []).append(pair_of(base, head, benchmark.key))
         _compare(self.evidence.control, base, head, self._control)
@@ -226,12 +223,12 @@ class Schedule:
             return
         effect, base_s, head_s = effect_and_times(pairs)
         smallest = effect.smallest_detectable
-        found = f"with {effect.pairs} pairs of this spread a change of {smallest:.1%} would be found"
-        reason = f"{why}; {found if math.isfinite(smallest) else 'one pair shows nothing'}"
+        detectable = f"with {effect.pairs} pairs of this spread a change of {smallest:.1%} would be found"
+        reason = f"{why}; {detectable if math.isfinite(smallest) else 'one pair shows nothing'}"
         self._judge(benchmark, Verdict.INCONCLUSIVE, reason, "", (effect, base_s, head_s))
 
 
-def pair_of(base: Launch, head: Launch, key: Key) -> Pair:
+def pair_of(base: LaunchTimes, head: LaunchTimes, key: Key) -> Pair:
     """What the launches say of a benchmark: base's estimate, and head's as far from it as samples taken together are
     from each other in the median. Noise that lasts longer than two samples is in both, and the median
     leaves out what is not; the estimates themselves where nothing was sampled in turn, or a sample is no time.
@@ -242,7 +239,9 @@ def pair_of(base: Launch, head: Launch, key: Key) -> Pair:
     return base_s, base_s * math.exp(median(math.log(h / b) for b, h in zip(ours, theirs, strict=True)))
 
 
-def _compare(pairs: list[Pair], one: Launch, other: Launch, benchmarks: Sequence[Benchmark]) -> None:
+def _compare(
+    pairs: list[Pair], one: LaunchTimes, other: LaunchTimes, benchmarks: Sequence[Benchmark]
+) -> None:
     """Adds two launches as a whole, by the benchmarks that both measured, if there are any."""
     times = [one.times_s, other.times_s]
     keys = [b.key for b in benchmarks if all(0 < t.get(b.key, 0.0) < math.inf for t in times)]

@@ -1,4 +1,4 @@
-"""What `dtbench gate` writes: its result, and what it goes on from."""
+"""What `dtbench gate` writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from dtbench.records.judged import Judged, Verdict
-from dtbench.suite import RunOptions, errors
+from dtbench.suite import errors
 from dtbench.suite.fields import Amount, Count
 
 GateCode = Literal[0, 1, 3, 4, 5]
@@ -26,7 +26,7 @@ class Trust(Struct, frozen=True, kw_only=True):
     null_pairs: Count = 0
 
 
-class Arm(Struct, frozen=True, kw_only=True):
+class ArmRecord(Struct, frozen=True, kw_only=True):
     """A revision or environment, and how it was built."""
 
     arm: str | None = None
@@ -44,11 +44,10 @@ class Gate(Struct, frozen=True, kw_only=True):
     exit_code: GateCode
     trust: Trust
     notes: tuple[str, ...] = ()
-    base: Arm | None = None
-    head: Arm | None = None
+    base: ArmRecord | None = None
+    head: ArmRecord | None = None
     seed: int | None = None
     launches: Count = 0
-    reused_launches: Count = 0
     duration_s: Amount | None = None
     allow_new: bool = False
     benchmarks: tuple[Judged, ...]
@@ -60,7 +59,7 @@ class Gate(Struct, frozen=True, kw_only=True):
     @property
     def sentence(self) -> str:
         """The end in one line."""
-        said = (
+        counts = (
             ", ".join(f"{self.count(v)} {v.name}" for v in Verdict if self.count(v)) or "nothing was judged"
         )
         meaning = {
@@ -70,27 +69,13 @@ class Gate(Struct, frozen=True, kw_only=True):
             errors.EXIT_NOTHING: "a benchmark is missing in one arm",
             errors.EXIT_CASE_FAILED: "a benchmark failed",
         }
-        return f"gate: {meaning[self.exit_code]} ({said}); exit code {self.exit_code}"
+        return f"gate: {meaning[self.exit_code]} ({counts}); exit code {self.exit_code}"
 
 
 def text_of(gate: Gate) -> str:
     """The file: verdicts by their names, and how many there are of each."""
-    made = msgspec.to_builtins(gate)
-    for row, judged in zip(made["benchmarks"], gate.benchmarks, strict=True):
+    fields = msgspec.to_builtins(gate)
+    for row, judged in zip(fields["benchmarks"], gate.benchmarks, strict=True):
         row["verdict"] = judged.verdict.name
-    made["counts"] = {v.name: gate.count(v) for v in Verdict}
-    return json.dumps(made, indent=2, allow_nan=False)
-
-
-class State(Struct, frozen=True, kw_only=True):
-    """What a gate was asked for, which one that goes on with its folder has to be asked for too; and the seed of
-    its order. base, head: identities of the arms. selections: suite, text."""
-
-    kind: Literal["gate state"] = "gate state"
-    base: str
-    head: str
-    selections: tuple[tuple[str, str], ...]
-    plan: RunOptions
-    cpu: str | None
-    host: str
-    seed: int
+    fields["counts"] = {v.name: gate.count(v) for v in Verdict}
+    return json.dumps(fields, indent=2, allow_nan=False)

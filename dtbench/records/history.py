@@ -1,4 +1,4 @@
-"""The history that `dtbench gate --record` appends to: JSON Lines, one revision each, of one kind of machine."""
+"""The history that `dtbench gate --history` appends to: JSON Lines, one revision each, of one kind of machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_LINES = 10_000
 _Seconds = Annotated[float, Meta(gt=0, lt=1e6, description="seconds above 0")]
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class HistoryLine(Struct, frozen=True, kw_only=True):
     """A revision: seconds by benchmark, on a machine described by what has to agree for times to be comparable."""
 
     kind: Literal["history"] = "history"
@@ -31,7 +31,7 @@ class Line(Struct, frozen=True, kw_only=True):
     times_s: Mapping[str, _Seconds]
 
 
-def read_history(path: Path, machine: Mapping[str, object] | None = None) -> list[Line]:
+def read_history(path: Path, machine: Mapping[str, object] | None = None) -> list[HistoryLine]:
     """The revisions in a file, oldest first. A last line cut short is left out.
 
     machine: the one they have to be of; None takes that of the first line.
@@ -39,7 +39,7 @@ def read_history(path: Path, machine: Mapping[str, object] | None = None) -> lis
     Raises:
         UnreadableRunError: damaged, too large, of a newer schema, or of another machine.
     """
-    lines: list[Line] = []
+    lines: list[HistoryLine] = []
     try:
         for number, data in read_lines(path, "a history of `dtbench gate`", MAX_FILE_BYTES, MAX_LINE_BYTES):
             if not data.endswith(b"\n"):
@@ -59,14 +59,14 @@ def read_history(path: Path, machine: Mapping[str, object] | None = None) -> lis
     return lines
 
 
-def _line(data: bytes, number: int) -> Line:
+def _line(data: bytes, number: int) -> HistoryLine:
     try:
-        made = decode(data)
-        if made.get("kind") != "history" or made.get("schema") != SCHEMA:
+        line = decode(data)
+        if line.get("kind") != "history" or line.get("schema") != SCHEMA:
             raise BadFieldError(
-                f"kind {shown(made.get('kind'))}, schema {shown(made.get('schema'))}: "
+                f"kind {shown(line.get('kind'))}, schema {shown(line.get('schema'))}: "
                 f"no line of a history of schema {SCHEMA}"
             )
-        return into(made, Line)
+        return into(line, HistoryLine)
     except BadFieldError as error:
         raise BadFieldError(f"line {number}: {error}") from error

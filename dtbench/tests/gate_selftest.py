@@ -28,10 +28,10 @@ from dtbench.gate import control
 from dtbench.gate.arms import open_arms
 from dtbench.gate.benchmark import Benchmark, Selection
 from dtbench.gate.launcher import Launcher, Limits
-from dtbench.gate.schedule import ArmName, Launch, LaunchArms, OutOfTimeError, Schedule
+from dtbench.gate.schedule import ArmName, GateSchedule, LaunchArms, LaunchTimes, OutOfTimeError
 from dtbench.machine.device import DEFAULT_CPU_RANKS
+from dtbench.machine.provenance import local_rank_info, provenance
 from dtbench.records.judged import Judged, Verdict
-from dtbench.records.run import read_run
 from dtbench.suite import RunOptions
 from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.tests import gate_selftest_suite
@@ -52,7 +52,7 @@ def plan_on(device: str) -> RunOptions:
 
 
 # Launches next to each other: "base", "same" and "null" of the same code, and "slowed".
-Round = Mapping[str, Launch]
+Round = Mapping[str, LaunchTimes]
 
 
 @dataclass
@@ -70,9 +70,7 @@ class Tally:
     found: dict[int, int] = field(default_factory=dict)
 
 
-def selftest(
-    budget_s: float | None, folder: Path | None, resume: bool, device: str, say: Callable[[str], None]
-) -> int:
+def selftest(budget_s: float | None, folder: Path | None, device: str, say: Callable[[str], None]) -> int:
     """Makes the pool, runs the trials, prints what came out; 0 where the goals are met, else 3. device: "cuda" judges
     the GPU's times, all others the host's.
 
@@ -80,30 +78,38 @@ def selftest(
         UsageError: a budget that holds too few launches.
     """
     folder = folder or Path(time.strftime("gate-selftest-%Y%m%dT%H%M%SZ", time.gmtime()))
-    if (folder / "launches").exists() and not resume:
-        raise UsageError(f"{folder} exists already: give another -o, or --resume to go on with its pool")
-    (folder / "launches").mkdir(parents=True, exist_ok=True)
+    if (folder / "launches").exists():
+        raise UsageError(f"{folder} exists already: give another -o")
+    (folder / "launches").mkdir(parents=True)
     rounds, benchmarks, controls = _pool(folder, budget_s or DEFAULT_BUDGET_S, device, say)
     if len(rounds) < FEWEST_ROUNDS:
         raise UsageError(
-            f"the budget held {len(rounds)} rounds of four launches, trials need {FEWEST_ROUNDS}: "
-            f"give --budget more, with --resume -o {folder} to keep these"
+            f"the budget held {len(rounds)} rounds of four launches, trials need {FEWEST_ROUNDS}: give --budget more"
         )
     unchanged = trials(rounds, benchmarks, controls, slowed=False, count=TRIALS, seed=1)
     changed = trials(rounds, benchmarks, controls, slowed=True, count=TRIALS, seed=2)
-    said = lines(unchanged, changed, len(rounds))
-    for line in said:
+    report = lines(unchanged, changed, len(rounds))
+    for line in report:
         click.echo(line)
-    found = {"rounds": len(rounds), "unchanged": vars(unchanged), "changed": vars(changed), "lines": said}
-    (folder / "selftest.json").write_text(json.dumps(_where_from(folder) | found, indent=1) + "\n")
+    pool = {"rounds": len(rounds), "unchanged": vars(unchanged), "changed": vars(changed), "lines": report}
+    (folder / "selftest.json").write_text(json.dumps(_where_from(device) | pool, indent=1) + "\n")
     return EXIT_OK if meets_goals(unchanged, changed) else EXIT_INCONCLUSIVE
 
 
-def _where_from(folder: Path) -> dict[str, Any]:
-    """The machine and builds, as the pool's first launch says."""
-    header = read_run(min((folder / "launches").glob("*.jsonl"))).header
-    known = msgspec.to_builtins(header)
-    kept = {key: known[key] for key in ("started", "versions", "git", "machine")}
+def _where_from(device: str) -> dict[str, Any]:
+    """The machine and builds."""
+    plan = plan_on(device)
+    header = provenance(
+        argv=sys.argv[1:],
+        plan=plan,
+        suites=[gate_selftest_suite.NAME],
+        mesh=(),
+        ranks=[local_rank_info(plan.device_type)],
+        backend=None,
+        launches=1,
+    )
+    fields = msgspec.to_builtins(header)
+    kept = {key: fields[key] for key in ("started", "versions", "git", "machine")}
     return {"kind": "gate-selftest", "schema": 1, **kept}
 
 
@@ -131,7 +137,6 @@ def _pool(
             (counted,) = launcher.count("base")
             for benchmark in counted.listing.benchmarks:
                 (controls if benchmark.key[0] == control.NAME else benchmarks).append(benchmark)
-            launcher.prepare(sys.maxsize)
             while True:
                 names = ["base", "same", "null", "slowed"]
                 order.shuffle(names)
@@ -156,7 +161,7 @@ def trials(
     tally = Tally()
     for number in range(count):
         drawn = random.Random(f"{seed}/{number}").sample(list(rounds), len(rounds))
-        schedule = Schedule(benchmarks, controls, _replay(drawn, slowed=slowed), seed=number)
+        schedule = GateSchedule(benchmarks, controls, _replay(drawn, slowed=slowed), seed=number)
         judged, trust = schedule.run()
         _tell(tally, judged, slowed=slowed)
         tally.untrusted += bool(trust.reasons)
@@ -168,7 +173,7 @@ def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArms:
     """Gives the launches of the drawn rounds, a round for each pair."""
     asked = {"base": 0, "head": 0, "null": 0}
 
-    def one(arm: ArmName) -> Launch:
+    def one(arm: ArmName) -> LaunchTimes:
         at = asked[arm]
         if at == len(drawn):
             raise OutOfTimeError("the pool is used up")
@@ -247,11 +252,10 @@ def lines(unchanged: Tally, changed: Tally, rounds: int) -> list[str]:
 @click.option("--budget", "budget_s", metavar="TIME", type=parse_duration, help="For the launches.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Whose times are judged.")
 @click.option("-o", "--output", "folder", type=click.Path(path_type=Path), help="The folder for the pool.")
-@click.option("--resume", is_flag=True, help="Go on with the pool in -o FOLDER.")
-def main(budget_s: float | None, device: str, folder: Path | None, resume: bool) -> None:
+def main(budget_s: float | None, device: str, folder: Path | None) -> None:
     """Measures this machine's false alarms and detection."""
     try:
-        sys.exit(selftest(budget_s, folder, resume, device, lambda text: click.echo(text, err=True)))
+        sys.exit(selftest(budget_s, folder, device, lambda text: click.echo(text, err=True)))
     except DtbenchError as error:
         complain(str(error))
         sys.exit(error.exit_code)

@@ -4,9 +4,8 @@ LACKS=add,view   benchmarks that the arm does not have     SKIPS=add   those it 
 SLOW=1.1         all its times, times this                 CALLS=43    Python calls per call
 CRASHES=add      dies with SIGKILL in that benchmark       HANGS=add   never ends there
 RAISES=add       fails in it                               CONTROL=1.1 the control's times, times this
-TIME=0           the time itself                           SCHEMA=99   of the run file
-MUTE=1           dies before it lists anything             FLAKY=1     the calls differ between launches
-SLEEPS=1         a timed launch lasts so many seconds longer
+TIME=0           the time itself                           FLAKY=1     the calls differ between launches
+MUTE=1           dies before it lists anything             SLEEPS=1    a timed launch lasts so many seconds longer
 """
 
 from __future__ import annotations
@@ -20,68 +19,56 @@ from dtbench.engine import workers
 from dtbench.gate import loader
 from dtbench.gate.arms import Arm
 from dtbench.gate.verdict import exit_code_of
-from dtbench.records.gate import Arm as Facts
-from dtbench.records.gate import Gate, Trust
+from dtbench.records.gate import ArmRecord, Gate, Trust
 from dtbench.records.judged import Judged
 
-NAMES = ("add", "mul", "view")
-
 WORKER = """
-import hashlib, json, os, random, signal, sys, time
+import hashlib, os, random, signal, sys, time
+import msgspec
 
-def load(more):
+def load():
     pass
 
-def main(stem, await_turn):
-    order, out = json.load(open(f"{stem}.full-order.json")), f"{stem}.jsonl"
-    env = os.environ.get
+def main(order, connection):
+    order, env = msgspec.msgpack.decode(order), os.environ.get
+    counting = order["mode"] == "count"
     listed = lambda name: env(name, "").split(",")
+    send = lambda what, value: connection.send((what, msgspec.msgpack.encode(value)))
     if env("MUTE"):
         sys.exit("no such luck")
     names = [n for n in ("add", "mul", "view") if n not in listed("LACKS")]
-    benchmarks = [("fake", n, "core") for n in names] + [("gate-control", "add", "plain")]
+    control = ("gate-control", "add", "plain")
+    benchmarks = [("fake", n, "core") for n in names] + [control]
     label = lambda b: f"{b[0]} {b[1]} [{b[2]}]"
-    draw = random.Random(hashlib.sha256((out + env("SEED", "")).encode()).hexdigest())
-    if order["mode"] == "count":
+    draw = random.Random(f"{time.time_ns()} {os.getpid()}")
+    if counting:
         lines = [{"key": [*b, []], "label": label(b), "world": "simulated", "estimator": "min"} for b in benchmarks]
         problems = [] if names else ["no suite is called 'fake'"]
-        json.dump({"python": "3.11", "torch": "0", "problems": problems,
-                   "benchmarks": lines if names else lines[-1:]}, open(f"{stem}.listing.json", "w"))
-        benchmarks = benchmarks[:-1]
-    lines = [{"kind": "run", "schema": int(env("SCHEMA", "1")), "run_id": "made up"}]
-    def flush():
-        with open(out, "w") as file:
-            file.writelines(json.dumps(line) + "\\n" for line in lines)
+        send("listing", {"problems": problems, "benchmarks": lines})
+        benchmarks.remove(control)
     for b in benchmarks:
-        control = b[0] == "gate-control"
-        if not control and order["mode"] == "count" and label(b) in order["without"]:
+        if label(b) in order["without"] or (b != control and not counting and label(b) not in order["call_s"]):
             continue
-        if not control and order["mode"] == "time" and label(b) not in order["call_s"]:
-            continue
-        flush()
-        with open(f"{stem}.now", "w") as file:
-            file.write(label(b))
-        if b[1] in listed("CRASHES") and not control:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if b[1] in listed("HANGS") and not control:
-            time.sleep(600)
+        connection.send(("now", label(b)))
         result = {"kind": "result", "suite": b[0], "name": b[1], "impl": b[2], "params": {}, "status": "ok"}
-        if b[1] in listed("RAISES") and not control:
+        if b != control and b[1] in listed("CRASHES"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if b != control and b[1] in listed("HANGS"):
+            time.sleep(600)
+        if b != control and b[1] in listed("RAISES"):
             result |= {"status": "failed", "reason": "ValueError: <b>|no`"}
-        elif b[1] in listed("SKIPS") and not control:
+        elif b != control and b[1] in listed("SKIPS"):
             result |= {"status": "skipped", "reason": "not here"}
-        elif order["mode"] == "count":
+        elif counting:
             calls = float(env("CALLS", "41")) + (draw.random() if env("FLAKY") else 0)
             result["counters"] = {"python_calls": calls, "call_s": 1e-4}
         else:
-            factor = float(env("CONTROL" if control else "SLOW", "1"))
+            factor = float(env("CONTROL" if b == control else "SLOW", "1"))
             t = float(env("TIME", "1e-4")) * factor * draw.lognormvariate(0, 0.002)
             result["time_s"] = dict.fromkeys(("min", "p25", "median", "p75", "p95", "max", "mean"), t) | {"n": 10}
-        lines.append(result)
-    if order["mode"] == "time":
+        send("result", result)
+    if not counting:
         time.sleep(float(env("SLEEPS", "0")))
-    lines.append({"kind": "end"})
-    flush()
     return 0
 """
 
@@ -95,7 +82,7 @@ def concluded(
         exit_code=exit_code_of(judged, trust),
         trust=trust,
         notes=tuple(notes),
-        head=Facts(commit=head, arm="rev:x", torch="2.13"),
+        head=ArmRecord(commit=head, arm="rev:x", torch="2.13"),
         benchmarks=tuple(judged),
     )
 
@@ -103,7 +90,7 @@ def concluded(
 def made_up_arm(folder: Path, **variables: str) -> Arm:
     """An arm of the worker above."""
     package = folder / "sources" / "dtbench"
-    for room in (package, package / "gate", package / "world"):
+    for room in (package, package / "gate", package / "engine"):
         room.mkdir(parents=True, exist_ok=True)
         (room / "__init__.py").touch()
     (package / "gate" / "worker.py").write_text(WORKER)
@@ -111,4 +98,4 @@ def made_up_arm(folder: Path, **variables: str) -> Arm:
         (package / Path(*module.__name__.split(".")[1:])).with_suffix(".py").write_text(getsource(module))
     text = "env:" + ",".join(f"{k}={v}" for k, v in variables.items())
     path = (str(folder / "sources"),)
-    return Arm(text, text, "made up", sys.executable, path, variables, folder, "", "3.11.7", "0")
+    return Arm(text, "made up", sys.executable, path, variables, folder, "", "3.11.7", "0")

@@ -35,17 +35,17 @@ TIED = [[1.0, 1.0, -1.0, 2.0, 3.0, 0.0], [0.5] * 4, [1.0, -1.0], [2.0, 2.0, -2.0
 
 
 @pytest.mark.parametrize("differences", [*NORMAL, *TIED])
-def test_the_signed_rank_test_is_exact_with_ties_and_zeros(differences: list[float]):
+def test_the_signed_rank_test_is_exact_with_ties_and_zeros(differences: list[float]) -> None:
     values = np.array(differences)
     assert signed_rank_p(values) == pytest.approx(enumerated_p(values))
 
 
-def test_no_difference_shows_nothing():
+def test_no_difference_shows_nothing() -> None:
     assert signed_rank_p(np.zeros(4)) == 1.0
 
 
 @pytest.mark.parametrize("n", [5, 6, 8, 10, 11])
-def test_bounds_cover_as_they_say(n: int):
+def test_bounds_cover_as_they_say(n: int) -> None:
     """The k-th Walsh average lies above the truth as often as the signed-rank sum is below k."""
     sums = [
         sum(r for r, s in zip(range(1, n + 1), signs, strict=True) if s)
@@ -61,7 +61,7 @@ def test_bounds_cover_as_they_say(n: int):
     assert effect.sd == pytest.approx(np.std(logs, ddof=1))
 
 
-def test_four_pairs_have_no_bound_of_95_percent():
+def test_four_pairs_have_no_bound_of_95_percent() -> None:
     effect = effect_of([1.0] * 4, [1.0, 1.01, 0.99, 1.0])
     assert (effect.low, effect.high) == (0.0, math.inf)
     assert effect_of([1.0], [1.0]).sd == math.inf
@@ -78,12 +78,12 @@ def test_four_pairs_have_no_bound_of_95_percent():
         ([1.0], [-1.0]),
     ],
 )
-def test_what_is_no_time_has_no_effect(base: list[float], head: list[float]):
+def test_what_is_no_time_has_no_effect(base: list[float], head: list[float]) -> None:
     with pytest.raises(ValueError, match="got"):
         effect_of(base, head)
 
 
-def test_the_smallest_detectable_change_is_found_four_times_in_five():
+def test_the_smallest_detectable_change_is_found_four_times_in_five() -> None:
     """By simulation of a one-sided test at 1% of normal log ratios of known spread."""
     n, sd = 20, 0.02
     effect = Effect(1.0, 1.0, 1.0, sd, n)
@@ -92,13 +92,13 @@ def test_the_smallest_detectable_change_is_found_four_times_in_five():
     assert np.mean(z > 2.3263) == pytest.approx(0.80, abs=0.01)
 
 
-def test_a_change_matters_above_2_percent_its_floor_and_a_fifth_of_a_microsecond():
+def test_a_change_matters_above_2_percent_its_floor_and_a_fifth_of_a_microsecond() -> None:
     assert smallest_change(1e-3) == 0.02
     assert smallest_change(1e-6) == pytest.approx(0.2)
     assert smallest_change(1e-3, floor_s=1e-4) == pytest.approx(0.1)
 
 
-def test_a_pass_needs_a_small_effect_and_a_bound_within_the_tolerance():
+def test_a_pass_needs_a_small_effect_and_a_bound_within_the_tolerance() -> None:
     def effect(ratio: float, high: float) -> Effect:
         return Effect(ratio, 0.9, high, 0.01, 5)
 
@@ -110,20 +110,20 @@ def test_a_pass_needs_a_small_effect_and_a_bound_within_the_tolerance():
     assert not passes(wide, effect(1.0, math.inf), 1e-3)
 
 
-def test_the_level_shrinks_with_the_family_and_the_looks():
+def test_the_level_shrinks_with_the_family_and_the_looks() -> None:
     assert alpha_of(1, 1) == 0.01
     assert alpha_of(50, 1) == pytest.approx(0.001)
     assert alpha_of(50, 2) == pytest.approx(0.0005)
 
 
-def test_only_hard_counters_that_rise_count():
+def test_only_hard_counters_that_rise_count() -> None:
     base = {"python_calls": 41.0, "allocations": 2.0, "skew_s": 0.1, "collectives": 1.0}
     head = {"python_calls": 43.0, "allocations": 1.0, "skew_s": 0.2, "collectives": 1.0, "bytes_copied": 9.0}
     assert rises(base, head) == {"python_calls": Counts(41.0, 43.0)}
     assert rises(base, head, frozenset({"python_calls"})) == {}
 
 
-def test_what_moves_by_chance_is_trusted_and_what_moves_always_is_not():
+def test_what_moves_by_chance_is_trusted_and_what_moves_always_is_not() -> None:
     always = effect_of([1.0] * 5, [1.02, 1.015, 1.02, 1.03, 1.02])
     once = effect_of([1.0] * 5, [1.03, 1.02, 0.98, 1.03, 1.02])
     scattered = effect_of([1.0] * 5, [1.5, 1.04, 0.98, 1.4, 0.97])
@@ -152,12 +152,12 @@ def test_what_moves_by_chance_is_trusted_and_what_moves_always_is_not():
         ([], True, 4),
     ],
 )
-def test_exit_codes(verdicts: list[Verdict], trusted: bool, code: int):
+def test_exit_codes(verdicts: list[Verdict], trusted: bool, code: int) -> None:
     trust = Trust(reasons=() if trusted else ("moved",))
     assert exit_code_of([judged(ANY, v, stage="confirmed") for v in verdicts], trust) == code
 
 
-def test_what_was_counted_needs_no_trust_and_new_ones_may_be_allowed():
+def test_what_was_counted_needs_no_trust_and_new_ones_may_be_allowed() -> None:
     counted = [judged(ANY, Verdict.REGRESSION, stage="counters")]
     assert exit_code_of(counted, Trust(reasons=("moved",))) == 1
     assert exit_code_of([judged(ANY, Verdict.NEW), judged(ANY, Verdict.PASS)], Trust(), allow_new=True) == 0

@@ -14,7 +14,7 @@ import msgspec
 
 from dtbench.cost.calibration import setup_of
 from dtbench.records.gate import Gate
-from dtbench.records.history import Line, read_history
+from dtbench.records.history import HistoryLine, read_history
 from dtbench.records.preflight import Preflight
 from dtbench.records.profile import Call, Calls, Ranks, Section
 from dtbench.records.read import BadFieldError, into, opened, read_json, shown
@@ -46,7 +46,7 @@ class History:
     """The revisions of one kind of machine, oldest first."""
 
     machine: str
-    points: tuple[Line, ...]
+    points: tuple[HistoryLine, ...]
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _with_folder(sources: Sources, folder: Path) -> Sources:
     )
 
 
-def _revision(path: Path) -> tuple[str, str, tuple[str, ...], Line] | None:
+def _revision(path: Path) -> tuple[str, str, tuple[str, ...], HistoryLine] | None:
     """(when, file, setup, times) of a run, None of one of verdicts; the run itself is not kept, as a folder may hold
     more than the memory does."""
     run = read_run(path, with_samples=False)
@@ -204,7 +204,7 @@ def _setup(run: Run) -> tuple[str, ...]:
     return (*devices, world, hosts, str(header.versions.get("backend") or "no backend"))
 
 
-def _line(run: Run) -> Line:
+def _line(run: Run) -> HistoryLine:
     """A run as a revision: of each case the median over launches."""
     times: dict[str, list[float]] = {}
     for result in run.results:
@@ -214,7 +214,7 @@ def _line(run: Run) -> Line:
                 result.estimate_s
             )
     started = run.header.started or run.path.stem
-    return Line(
+    return HistoryLine(
         machine={},
         time=started,
         revision=started[5:16].replace("T", " ") if run.header.started else started,

@@ -148,7 +148,7 @@ ROWS = [
     ),
     Fault(
         "a history that cannot be appended to",
-        "gate --base env: --head env: --history /proc/history --record dispatch",
+        "gate --base env: --head env: --history /proc/history dispatch",
         says="cannot append to /proc/history/.*give --history a folder",
     ),
     *(
