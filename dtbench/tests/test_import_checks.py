@@ -285,15 +285,15 @@ def test_truncated_json_is_refused() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("version",), 9, "version is 9, expected one of 1, 2, 3, 4"),
-        (("version",), True, "version is True, expected one of 1, 2, 3, 4"),
-        (("config",), None, "config is missing, expected an object"),
-        (("results",), {}, "results is {}"),
+        (("version",), 9, "version: invalid enum value 9"),
+        (("version",), True, "version: "),
+        (("config",), None, "config: expected object, got null"),
+        (("results",), {}, "results: expected array"),
         (("results", 0), 3, "results"),
-        (("results", 0, "size"), -1, "size is -1"),
-        (("results", 0, "size"), "big", "size is 'big'"),
-        (("results", 0, "type"), 4, "type is 4, expected a string"),
-        (("config", "devices", 0, "rank"), -1, "rank is -1"),
+        (("results", 0, "size"), -1, "size: expected int >= 0"),
+        (("results", 0, "size"), "big", "size: expected"),
+        (("results", 0, "type"), 4, "type: expected"),
+        (("config", "devices", 0, "rank"), -1, "rank: expected int >= 0"),
     ],
 )
 def test_json_with_other_fields_is_refused(path: tuple[str | int, ...], value: object, says: str) -> None:
