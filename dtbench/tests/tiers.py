@@ -17,7 +17,6 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 SLOW = {
-    "dtbench/tests/faults/test_random_*.py::*[?000*": "thousands of commands",
     "dtbench/tests/test_damaged_files.py::*[*-400]": "hundreds of damaged files of each kind",
     "dtbench/tests/test_extreme_figures.py::*[plan]": "a hundred reports",
     "dtbench/tests/test_extreme_figures.py::*[regret]": "a hundred reports",
