@@ -52,8 +52,8 @@ checks: install
 
 test-all: test slow
 
-# Ranks that die, full disks, hostile files, Ctrl-C, links that are cut: starts every fault of dtbench/tests/faults and
-# writes what was seen to results/faults.md (as root, with faketime and nftables, it leaves none out).
+# Ranks that die, full disks, hostile files, Ctrl-C: starts every fault of dtbench/tests/faults and writes what was seen
+# to results/faults.md.
 faults: install
 	OMP_NUM_THREADS=1 DTBENCH_FAULTS_TABLE=results/faults.md $(BIN)/pytest -q dtbench/tests/faults
 

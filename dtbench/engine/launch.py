@@ -161,8 +161,8 @@ def start_ranks(
             local_addr="localhost",  # no look-up of this host's name, which may hang
         )
         note = Note.read(note_path)
-    if note.code is not None:
-        return note
+    if note.code is not None:  # over, whatever came after
+        return dataclasses.replace(note, diagnosis=None)
     if (
         note.diagnosis is None and failures and failures[0][1] in _SAID_WHY
     ):  # refused, or no note can be written

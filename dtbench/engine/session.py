@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dtbench.engine import budget
 from dtbench.engine.clock import clocks_of
 from dtbench.engine.clocks import Offset
-from dtbench.engine.failure import ActiveCase, Diagnosis, record_failure
+from dtbench.engine.failure import ActiveCase, Diagnosis, kept_in, record_failure
 from dtbench.engine.findings import findings, next_commands
 from dtbench.engine.options import (
     RunJob,
@@ -39,7 +39,7 @@ from dtbench.machine.device import choose_device, is_gpu
 from dtbench.records import baselines
 from dtbench.records.run import RunWriter, read_header, read_run
 from dtbench.suite import Param, Result, Run
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
 from dtbench.suite.mesh import format_mesh
 from dtbench.text.masking import mask_arguments
 from dtbench.text.units import plural
@@ -249,7 +249,10 @@ class RunRecorder:
         self.progress.begin(" ".join(word for word in words if word), total)
 
     def record(self, result: Result) -> None:
-        written = self.writer.append(result)
+        try:
+            written = self.writer.append(result)
+        except OutputError as error:
+            raise OutputError(f"{error}: {kept_in(self.writer.path)}") from error
         self.good += written.status == "ok"
         change = None if self._before is None else self._before.change([written])
         self.progress.result(written, "" if change is None else change.words)

@@ -171,8 +171,7 @@ class RunWriter:
                     os.ftruncate(self._fd, self._length)
                 if isinstance(error, OSError):
                     raise OutputError(
-                        f"cannot write to {self.path}: {_reason(error)}; the results in it are kept: make space and "
-                        f"go on with --resume -o {self.path}, or give another -o"
+                        f"cannot write to {self.path}: {_reason(error)}; make space, or give another -o"
                     ) from error
                 raise
             self._length += len(line)

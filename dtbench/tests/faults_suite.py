@@ -13,15 +13,17 @@ import torch.distributed as dist
 from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
 
 
-def reduced(world: World, *, wrong: bool = False, alone: Callable[[], None] | None = None) -> Workload:
-    """An all-reduce of ones; `alone` is called on rank 1 before it, once warm."""
+def reduced(
+    world: World, *, wrong: bool = False, alone: Callable[[], object] | None = None, on: int = 1
+) -> Workload:
+    """An all-reduce of ones; `alone` is called on one rank before it, once warm."""
     x = torch.ones(4)
     calls = 0
 
     def run() -> None:
         nonlocal calls
         calls += 1
-        if alone is not None and world.rank == 1 and calls == 3:
+        if alone is not None and world.rank == on and calls == 3:
             alone()
         dist.all_reduce(x)
 
@@ -32,58 +34,51 @@ def reduced(world: World, *, wrong: bool = False, alone: Callable[[], None] | No
     return Workload(run, before=lambda: x.fill_(1), check=check, counters=lambda: {"bytes": 16.0})
 
 
+def fail(error: Exception) -> None:
+    raise error
+
+
 def refuse(world: World) -> Workload:
     raise Skip("not for this world")
 
 
 def break_on_rank_1(world: World) -> Workload:
     if world.rank == 1:
-        raise ValueError("no such shape\nand a second line")
+        fail(ValueError("no such shape\nand a second line"))
     return Workload(lambda: None)
 
 
-def raise_everywhere(world: World) -> Workload:
-    def run() -> None:
-        raise RuntimeError("nobody can do this")
-
-    return Workload(run)
+def raise_everywhere(error: Exception) -> Callable[[World], Workload]:
+    return lambda world: Workload(lambda: fail(error))
 
 
-def run_out_of_memory(world: World) -> Workload:
-    def run() -> None:
-        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
-
-    return Workload(run)
+def end_by(number: signal.Signals, rank: int = 1) -> Callable[[World], Workload]:
+    """That rank gets a signal, once warm."""
+    return lambda world: reduced(world, alone=lambda: os.kill(os.getpid(), number), on=rank)
 
 
-def take_two_seconds(world: World) -> Workload:
-    return Workload(lambda: time.sleep(2))
-
-
-def die(world: World) -> Workload:
-    return reduced(world, alone=lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def die_on_rank_0(world: World) -> Workload:
-    x = torch.ones(4)
-
+def die_at_once(world: World) -> Workload:
     def run() -> None:
         if world.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(x)
 
     return Workload(run)
 
 
-def raise_alone(world: World) -> Workload:
-    def fail() -> None:
-        raise ValueError("only I")
+def raise_in(where: str) -> Callable[[World], Workload]:
+    """On rank 0 alone; the others are in a collective meanwhile."""
 
-    return reduced(world, alone=fail)
+    def build(world: World) -> Workload:
+        def step() -> None:
+            if world.rank == 0:
+                fail(ValueError(f"in its {where}"))
+            dist.barrier()
 
+        if where == "build":
+            step()
+        return Workload(reduced(world).run, check=step if where == "check" else None)  # type: ignore[arg-type]
 
-def hang(world: World) -> Workload:
-    return reduced(world, alone=lambda: time.sleep(600))
+    return build
 
 
 def differ_in_size(world: World) -> Workload:
@@ -91,27 +86,11 @@ def differ_in_size(world: World) -> Workload:
     return Workload(lambda: dist.all_reduce(x))
 
 
-def take_all_memory(world: World) -> Workload:
-    return reduced(world, alone=lambda: [b"x" * 2**28 for _ in range(40)])
-
-
-def leave_children(world: World) -> Workload:
-    for session in (False, True):
-        os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=session)
-    return reduced(world)
-
-
-def leave_children_and_die(world: World) -> Workload:
-    leave_children(world)
-    return die(world)
-
-
 @suite("good", world="ranks", help="cases that work")
 def good(options: RunOptions) -> Iterator[Case]:
     for n in (1, 2, 3):
-        yield Case(
-            "all_reduce", {"n": n}, {"core": reduced, "c10d": reduced}, size_bytes=16, busbw_factor=0.5
-        )
+        build = {"core": reduced, "c10d": reduced}
+        yield Case("all_reduce", {"n": n}, build, size_bytes=16, busbw_factor=0.5)
 
 
 @suite("long", world="ranks", help="more cases than anybody waits for")
@@ -127,79 +106,30 @@ def simulated(options: RunOptions) -> Iterator[Case]:
         return Workload(lambda: x + x)
 
     yield Case("add", {}, {"core": add, "local": add}, clock="host", calls_per_sample=10, warmup_calls=20)
-    yield Case("die", {}, {"core": die_on_rank_0}, clock="host")
+    yield Case("die", {}, {"core": die_at_once}, clock="host")
 
 
 @suite("bad", world="ranks", help="cases that go wrong")
 def bad(options: RunOptions) -> Iterator[Case]:
+    no_memory = torch.OutOfMemoryError("tried to allocate 1 TiB")
     yield Case("mild", {"how": "skips"}, {"core": refuse, "c10d": reduced})
     yield Case("mild", {"how": "breaks"}, {"core": break_on_rank_1, "c10d": reduced})
-    yield Case("mild", {"how": "raises"}, {"core": raise_everywhere, "c10d": reduced})
-    yield Case("mild", {"how": "memory"}, {"core": run_out_of_memory, "c10d": reduced})
+    yield Case(
+        "mild",
+        {"how": "raises"},
+        {"core": raise_everywhere(RuntimeError("nobody can do this")), "c10d": reduced},
+    )
+    yield Case("mild", {"how": "memory"}, {"core": raise_everywhere(no_memory), "c10d": reduced})
     yield Case("mild", {"how": "wrong"}, {"core": lambda w: reduced(w, wrong=True), "c10d": reduced})
-    yield Case("mild", {"how": "slow"}, {"core": take_two_seconds})
+    yield Case("mild", {"how": "slow"}, {"core": lambda world: Workload(lambda: time.sleep(2))})
     yield Case("mild", {"how": "none"}, {"c10d": reduced})
-    yield Case("grave", {"how": "dies"}, {"core": die, "c10d": reduced})
-    yield Case("grave", {"how": "rank0"}, {"core": die_on_rank_0})
-    yield Case("grave", {"how": "alone"}, {"core": raise_alone})
-    yield Case("grave", {"how": "hangs"}, {"core": hang})
-
-
-@suite("gone", world="ranks", help="ranks that end, each for another reason")
-def gone(options: RunOptions) -> Iterator[Case]:
-    yield Case("sizes", {}, {"core": differ_in_size})
-    yield Case("memory", {}, {"core": take_all_memory})
-    yield Case("children", {}, {"core": leave_children})
-    yield Case("parent_dies", {}, {"core": leave_children_and_die})
-
-
-def on_rank_0(where: str) -> Callable[[World], Workload]:
-    """Raises there, on rank 0 alone; the others may be in a collective meanwhile."""
-
-    def fail(world: World) -> None:
-        if world.rank == 0:
-            raise ValueError(f"in its {where}")
-
-    def build(world: World) -> Workload:
-        if where == "build":
-            fail(world)
-            dist.barrier()
-        made = reduced(world)
-
-        def check() -> str | None:
-            if where == "check":
-                fail(world)
-                dist.barrier()
-            return None
-
-        return Workload(made.run, before=made.before, check=check)
-
-    return build
-
-
-def fork_and_die_on_rank_0(world: World) -> Workload:
-    def fork() -> None:
-        if os.fork() == 0:
-            time.sleep(600)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def run() -> None:
-        if world.rank == 0:
-            fork()
-        dist.barrier()
-
-    return Workload(run)
-
-
-def differ_in_dtype(world: World) -> Workload:
-    x = torch.ones(64, dtype=torch.float64 if world.rank else torch.float32)
-    return Workload(lambda: dist.all_reduce(x))
-
-
-@suite("first", world="ranks", help="cases that go wrong on rank 0 alone, or differ")
-def first(options: RunOptions) -> Iterator[Case]:
-    yield Case("alone", {"how": "build"}, {"core": on_rank_0("build")})
-    yield Case("alone", {"how": "check"}, {"core": on_rank_0("check")})
-    yield Case("forks", {}, {"core": fork_and_die_on_rank_0})
-    yield Case("dtypes", {}, {"core": differ_in_dtype})
+    for rank in range(4):
+        yield Case("grave", {"how": "dies", "rank": rank}, {"core": end_by(signal.SIGKILL, rank)})
+    yield Case("grave", {"how": "stops"}, {"core": end_by(signal.SIGSTOP)})
+    yield Case(
+        "grave", {"how": "alone"}, {"core": lambda w: reduced(w, alone=lambda: fail(ValueError("only I")))}
+    )
+    yield Case("grave", {"how": "hangs"}, {"core": lambda w: reduced(w, alone=lambda: time.sleep(600))})
+    yield Case("grave", {"how": "build"}, {"core": raise_in("build")})
+    yield Case("grave", {"how": "check"}, {"core": raise_in("check")})
+    yield Case("grave", {"how": "sizes"}, {"core": differ_in_size})

@@ -41,11 +41,27 @@ from dtbench.records.topology import read_topology
 from dtbench.reporting.html.sources import gather
 from dtbench.suite.errors import DtbenchError
 from dtbench.tests import made_up, made_up_logs
-from dtbench.tests.faults.test_random_commands import damaged
 from dtbench.tests.made_up import Cli
 
 EXAMPLES = (8, int(os.environ.get("DTBENCH_DAMAGED", "400")))
 RESULTS = Path(__file__).parents[2] / "results"
+
+
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """Cut, with bits flipped, a part repeated, or a value that has another type."""
+    at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+    values = [b"null", b"[]", b"{}", b'"x"', b"-1", b"1e400", b"true", b"9" * 40, b"\xff\x00"]
+    match rng.randrange(4):
+        case 0:
+            return data[:at]
+        case 1:
+            return data[:at] + bytes(b ^ 1 << rng.randrange(8) for b in data[at : at + 3]) + data[at + 3 :]
+        case 2:
+            return data[:end] + data[at:end] + data[end:]
+    colons = [n for n, byte in enumerate(data[:20_000]) if byte == ord(":")]
+    start = rng.choice(colons or [at]) + 1
+    ends = [n for n in (data.find(c, start) for c in (b",", b"}")) if n >= 0]
+    return data[:start] + rng.choice(values) + data[min(ends, default=start) :]
 
 
 def run_file() -> bytes:

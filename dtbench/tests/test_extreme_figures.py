@@ -80,7 +80,7 @@ def test_launches_of_a_topology_that_took_no_time_are_a_line(dtbench: Cli, tmp_p
     assert (code, err.count("\n")) == (
         2,
         1,
-    ) and "launch_us[0] is 5e-324, expected a number of at least 1e-30" in err
+    ) and "launch_us[0]: expected float >= 1e-30" in err
 
 
 def test_a_preflight_of_work_that_took_no_time_is_a_page(dtbench: Cli, tmp_path: Path) -> None:
@@ -96,4 +96,4 @@ def test_a_gate_of_ratios_near_0_is_a_line_and_of_such_bounds_a_page(dtbench: Cl
     assert dtbench("report", "g.json", "-o", "g.html")[::2] == (0, "")
     Path("g.json").write_text(re.sub(r'"ratio": [\d.]+', '"ratio": 5e-324', text))
     code, _, err = dtbench("report", "g.json", "-o", "h.html")
-    assert (code, err.count("\n")) == (2, 1) and "ratio is 5e-324, expected a number of at least 1e-30" in err
+    assert (code, err.count("\n")) == (2, 1) and "ratio: expected float >= 1e-30" in err

@@ -327,7 +327,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(path)], capture_output=True, text=True, check=True
     )
-    assert f"cannot write to {path}: file too large; the results in it are kept" in done.stdout
+    assert f"cannot write to {path}: file too large; make space" in done.stdout
     assert [r.name for r in read_run(path).results] == ["first", "third"]
 
 

@@ -17,7 +17,6 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 SLOW = {
-    "dtbench/tests/faults/test_random_*.py::*[?000*": "thousands of commands",
     "dtbench/tests/test_damaged_files.py::*[*-400]": "hundreds of damaged files of each kind",
     # What of a user's machine it takes.
     "dtbench/tests/test_page_in_browser.py::*": "a browser",

@@ -1,0 +1,331 @@
+"""The table of faults. `make faults` starts every row and writes what was seen to results/faults.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from dtbench.tests import made_up
+from dtbench.tests.faults.table import Ended, Fault, Running
+
+RUN = "DTBENCH run SUITE --quick --nproc 2 -o x.jsonl"
+RESULTS = Path(__file__).parents[3] / "results"
+RESUMED = f"{RUN} --filter good --resume"
+
+
+def at_two_results(number: signal.Signals) -> Callable[[Running], object]:
+    def during(running: Running) -> None:
+        running.wait_for_results(2)
+        os.kill(running.process.pid, number)
+
+    return during
+
+
+def after(*seconds: float, number: signal.Signals, group: bool = False) -> Callable[[Running], object]:
+    def during(running: Running) -> None:
+        for wait_s in seconds:
+            time.sleep(wait_s)
+            if running.process.poll() is None:
+                (os.killpg if group else os.kill)(running.process.pid, number)
+
+    return during
+
+
+def a_run(**changes: object) -> None:
+    results = [
+        json.dumps(msgspec.to_builtins(result)) for result in islice(made_up.collectives(samples=5), 12)
+    ]
+    Path("r.jsonl").write_text("\n".join([json.dumps(made_up.header(**changes)), *results]) + "\n")
+
+
+def a_torn_run() -> None:
+    """Of two results and half of a third, as a machine leaves it that loses its power."""
+    from dtbench.tests.faults.table import SUITE
+    from dtbench.tests.programs import start
+
+    done = start("run", str(SUITE), "--quick", "--nproc", "2", "--filter", "good", "-o", "x.jsonl")
+    assert done.returncode == 0, done.stderr
+    lines = Path("x.jsonl").read_bytes().splitlines(keepends=True)
+    Path("x.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:40])
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x1b[1A\u202e\x9b1m"
+HOSTILE_SUITE = f"""
+from dtbench.suite import Case, Workload, suite
+
+def fail(world):
+    raise ValueError({HOSTILE!r})
+
+@suite("hostile", world="simulated", help="names that a terminal obeys")
+def hostile(options):
+    for build in (fail, lambda world: Workload(lambda: None)):
+        yield Case("c" + {HOSTILE!r}, {{"n" + {HOSTILE!r}: build.__name__ + {HOSTILE!r}}}, {{"core": build}})
+"""
+
+
+def a_hostile_topology() -> None:
+    text = (RESULTS / "baseline-cpu-gloo-4ranks.topology.json").read_text()
+    Path("t.json").write_text(text.replace('"tp', f'"tp{json.dumps(HOSTILE)[1:-1]}'))
+    a_run()
+
+
+def no_escape(ended: Ended) -> None:
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", ended.out + ended.err), ended
+
+
+def lost(rank: str, why: str, case: str) -> tuple[str]:
+    return (
+        rf"^dtbench: rank {rank}{why} during bad grave how={case}.*: recorded as failed; going on with new ranks$",
+    )
+
+
+# Ranks that another launcher started, whose place stands in the environment.
+ALONE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29631"}
+ALONE |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "DTBENCH_JOIN_TIMEOUT": "7"}
+UNDER_TORCHRUN = "TORCHRUN bash -c 'exec DTBENCH run SUITE --quick -o x.jsonl {}'"
+INTERRUPTED = r"^dtbench: interrupted: \d+ results are in x.jsonl; go on with --resume -o x.jsonl$"
+
+ROWS = [
+    # ---- 1: nothing finished is lost
+    *(
+        Fault(
+            1,
+            f"{number.name} of the launcher while cases are measured",
+            f"{RUN} --filter long",
+            130,
+            (INTERRUPTED,),
+            during=at_two_results(number),
+        )
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ),
+    Fault(
+        1,
+        "SIGKILL of the launcher while cases are measured",
+        f"{RUN} --filter long",
+        -9,
+        ("^dtbench: the process that started the ranks died or cannot be reached: .* go on with --resume",),
+        during=at_two_results(signal.SIGKILL),
+        then="DTBENCH run SUITE --quick --nproc 1 --filter 'good n=1' -o y.jsonl",
+        makes=("x.jsonl", "y.jsonl"),
+    ),
+    Fault(
+        1,
+        "the disk is full",
+        f"ulimit -f 8; {RUN} --filter long",
+        2,
+        ("^dtbench: cannot write to x.jsonl: file too large; make space.*: .* results are in x.jsonl",),
+    ),
+    Fault(
+        1,
+        "a last line that is torn",
+        f"{RUN} --filter good --resume",
+        0,
+        before=a_torn_run,
+        results="6 ok",
+    ),
+    Fault(
+        1,
+        "a rank is killed, --on-failure stop",
+        f"{RUN} --filter 'good n=1\nhow=dies rank=1' --on-failure stop",
+        5,
+        (r"^dtbench: rank 1 on \S+ died or did not answer during bad .*: 3 results are in x.jsonl; go on",),
+        results="2 ok, 1 failed, cut short",
+    ),
+    Fault(
+        1, "a run file that is there", "DTBENCH run SUITE -o r.jsonl", says=("exists already",), before=a_run
+    ),
+    # ---- 2: no rank outlives its parent
+    *(
+        Fault(
+            2,
+            f"SIGKILL of the launcher of four ranks {seconds:g} s after its start",
+            f"{RUN.replace('nproc 2', 'nproc 4')} --filter good",
+            (-9, 0),
+            during=after(seconds, number=signal.SIGKILL),
+        )
+        for seconds in (1.0, 3.0, 5.0, 8.0)
+    ),
+    *(
+        Fault(
+            2,
+            f"{number.name} of the launcher {' and '.join(f'{s:g} s' for s in seconds)} after its start",
+            f"{RUN} --filter long",
+            (130, -number),
+            ("interrupted",),
+            during=after(*seconds, number=number),
+        )
+        for number, seconds in (
+            (signal.SIGINT, (0.5,)),
+            (signal.SIGINT, (3.0, 0.5)),
+            (signal.SIGTERM, (2.0,)),
+            (signal.SIGTERM, (5.0,)),
+        )
+    ),
+    # ---- 3: a hang or a lost rank ends the case, and the sweep goes on
+    *(
+        Fault(
+            3,
+            f"rank {rank} of four is killed",
+            f"{RUN.replace('nproc 2', 'nproc 4')} --filter 'how=none\nhow=dies rank={rank}'",
+            5,
+            lost(str(rank), r" on \S+ died or did not answer", f"dies rank={rank}"),
+            results="1 ok, 1 failed",
+        )
+        for rank in range(4)
+    ),
+    Fault(
+        3,
+        "the only rank is killed",
+        f"{RUN.replace('nproc 2', 'nproc 1')} --filter 'how=dies rank=0'",
+        5,
+        lost("0", " died of SIGKILL", "dies rank=0"),
+        results="1 failed",
+    ),
+    Fault(
+        3,
+        "rank 0 is killed while it simulates ranks",
+        f"{RUN} --filter 'simulated\nhow=none'",
+        5,
+        (
+            r"^dtbench: rank 0 on \S+ died or did not answer during simulated die \(core\): recorded as failed",
+        ),
+        results="3 ok, 1 failed",
+    ),
+    *(
+        Fault(
+            3,
+            name,
+            f"{RUN} --timeout 3 --filter 'how=none\nhow={case}'",
+            5,
+            lost(rank, why, case),
+            results="1 ok, 1 failed",
+        )
+        for name, case, rank, why in (
+            (
+                "a rank hangs",
+                "hangs",
+                "1",
+                r" on \S+ did not finish .* \(at faults_suite.py:\d+ .*\)",
+            ),
+            ("a rank is stopped", "stops", "1", r" on \S+ died or did not answer"),
+            (
+                "a rank raises alone",
+                "alone",
+                "1",
+                r" on \S+ raised ValueError: only I \(faults_suite.py:\d+\).*",
+            ),
+            ("rank 0 alone raises in a build", "build", "0", r" on \S+ raised ValueError: in its build .*"),
+            ("rank 0 alone raises in a check", "check", "0", r" on \S+ raised ValueError: in its check .*"),
+            ("ranks reduce tensors of different sizes", "sizes", r"\d", r" .*"),
+        )
+    ),
+    Fault(
+        3,
+        "a rank is killed under torchrun",
+        UNDER_TORCHRUN.format('--filter "how=dies rank=1"'),
+        1,
+        (r"^dtbench: rank 1 on \S+ died or did not answer during bad .*: 1 result is in x.jsonl; go on",),
+        results="1 failed, cut short",
+    ),
+    Fault(
+        3,
+        "a rank never comes",
+        RUN,
+        5,
+        (
+            "rank 0 waits for rank 1 of 2; up to 2 s",
+            "rank 0 waited 7 s for rank 1 of 2: nothing",
+        ),
+        env=ALONE,
+    ),
+    Fault(
+        3,
+        "an address that no name server knows",
+        RUN,
+        5,
+        (
+            "waits for the store of the ranks at no.invalid:29631",
+            "waited 7 s for the store of the ranks at no.invalid",
+        ),
+        env=ALONE | {"MASTER_ADDR": "no.invalid"},
+    ),
+    # ---- 4: a mistake or a damaged file is a line
+    Fault(
+        4,
+        "ranks with other options under torchrun",
+        UNDER_TORCHRUN.format('--filter "good n=$((RANK + 1))"'),
+        1,
+        ("^dtbench: rank 1 has --filter good n=2, rank 0 has good n=1: expected the same on every rank$",),
+    ),
+    Fault(
+        4,
+        "a bad option under torchrun",
+        UNDER_TORCHRUN.format("--nope 1"),
+        1,
+        ("^dtbench: No such option '--nope'",),
+    ),
+    Fault(
+        4,
+        "names and errors of a suite that a terminal would obey",
+        "DTBENCH run ./hostile.py --quick -o y.jsonl",
+        5,
+        before=lambda: Path("hostile.py").write_text(HOSTILE_SUITE),
+        makes=("y.jsonl",),
+        also=no_escape,
+        then="DTBENCH show y.jsonl",
+    ),
+    Fault(
+        4,
+        "dims of a topology that a terminal would obey",
+        "DTBENCH calibrate --validate t.json r.jsonl",
+        (0, 2, 4),
+        ("",),
+        before=a_hostile_topology,
+        also=no_escape,
+    ),
+    *(
+        Fault(4, f"`{words.split()[1]}` of {what}", words, says=("is not a regular file",), before=before)
+        for what, words, before in (
+            ("/dev/zero", "DTBENCH show /dev/zero", None),
+            ("a pipe that nobody writes to", "DTBENCH calibrate pipe -o t.json", lambda: os.mkfifo("pipe")),
+            ("a folder", "DTBENCH compare folder folder", lambda: Path("folder").mkdir()),
+        )
+    ),
+    *(
+        Fault(4, what, words, says=(says,), before=a_run)
+        for what, words, says in (
+            (
+                "a run of other options resumed",
+                "DTBENCH run dispatch --nproc 2 --resume -o r.jsonl",
+                "cannot resume",
+            ),
+            ("a name of 300 characters", "DTBENCH run SUITE -o LONG", "File name too long; give another -o"),
+            ("a place that cannot be written", "DTBENCH run SUITE -o /proc/out.jsonl", "/proc"),
+            (
+                "a folder that is gone",
+                "mkdir gone; cd gone; rmdir ../gone; DTBENCH doctor",
+                "current folder is gone",
+            ),
+            ("`ulimit -v 700000`", f"ulimit -v 700000; {RUN}", "out of memory: torch cannot be loaded"),
+            ("`ulimit -n 12`", f"ulimit -n 12; {RUN}", "12 open files are allowed"),
+        )
+    ),
+    Fault(
+        4,
+        "all standard streams closed",
+        f"{RUN} --filter 'good n=1' <&- >&- 2>&-",
+        0,
+        results="2 ok",
+    ),
+    Fault(
+        4, "a reader that takes one line", "set -o pipefail; DTBENCH show r.jsonl | head -1", 0, before=a_run
+    ),
+]
