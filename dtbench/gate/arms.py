@@ -29,7 +29,7 @@ from dtbench.engine.scratch import scratch
 from dtbench.gate.benchmark import Selection
 from dtbench.machine.git import run_git
 from dtbench.suite.errors import ArmError, UsageError, last_line, plain
-from dtbench.text.masking import mask, mask_variables
+from dtbench.text.masking import mask, mask_options
 from dtbench.text.variables import masked_list, parse_variables
 
 _GIT_TIMEOUT_S = 300.0
@@ -137,7 +137,7 @@ def _open(text: str, folder: Path) -> Arm:
         note = f"{len(variables)} variable(s) set, with this gate's sources"
     snapshot = folder / "sources"
     _snapshot(sources, snapshot)
-    asked = json.dumps([kind, revision, python, mask_variables(variables)])
+    asked = json.dumps([kind, revision, python, mask_options(variables)])
     shown = f"env:{masked_list(rest)}" if kind == "env" else mask(text)
     return Arm(shown, asked, note, python, (str(snapshot), *extra), variables, root, revision)
 

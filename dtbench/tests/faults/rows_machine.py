@@ -103,8 +103,6 @@ ROWS = [
             given=a_run,
         )
         for limit, words, says in (
-            ("-v 300000", "report r.jsonl -o p.html", "out of memory: 292 MiB of addresses are allowed"),
-            ("-v 700000", RUN, "out of memory: torch cannot be loaded with the 683 MiB"),
             ("-n 12", RUN, "12 open files are allowed"),
             ("-n 24", RUN, "24 open files are allowed"),
         )
