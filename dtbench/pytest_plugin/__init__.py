@@ -74,6 +74,7 @@ def silence_others(config: pytest.Config) -> None:
     place = find_place()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if place is not None and place.rank != 0 and reporter is not None:
+        config.option.verbose = -10  # no header either
         config.pluginmanager.unregister(reporter)
         config.pluginmanager.register(_OtherRank(place.rank))
 
