@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dtbench.records.topology import Topology
-from dtbench.suite import Case, ClockKind, Header, Result, Run, Workload
-from dtbench.suite.case import Instrument
+from dtbench.suite import Case, Header, Result, Run, Workload
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
 from dtbench.suite.suites import Suite
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dtbench.comparison.runs import Comparison
-    from dtbench.engine.clock import Clock
     from dtbench.engine.ranks import LiveWorld
     from dtbench.engine.sampling import RankGroup
     from dtbench.records.frame import Runs
@@ -44,7 +42,6 @@ SAMPLES_S, FEWEST, MOST = 0.25, 10, 100
 # Half of the samples within this share of the median, or the figure is called scattered; torch.utils.benchmark warns
 # from the same 10 % on (`Measurement.meets_confidence`).
 SCATTERED = 0.10
-_EMPTY_CALLS = 10_000  # some 0.4 ms of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +117,13 @@ def run(
     """
     if isinstance(what, (str, Path)) or (isinstance(what, Sequence) and what):
         names = [what] if isinstance(what, (str, Path)) else what
-        given = {"nproc": nproc, "timeout": timeout_s, **options}
-        return _run_in_ranks([str(name) for name in names], given, output, progress)
+        options = {"nproc": nproc, "timeout": timeout_s, **options}
+        return _run_in_ranks([str(name) for name in names], options, output, progress)
     if nproc is not None or options:
-        given = {"nproc": nproc, **options} if nproc is not None else options
+        words = ", ".join([*(["nproc"] if nproc is not None else []), *options])
         raise UsageError(
-            f"{', '.join(given)}: for suites by name or file; functions and suites given as objects are measured in "
-            f"this process, or in the ranks of its process group"
+            f"{words}: for suites by name or file; functions and suites given as objects are measured in this process, "
+            "or in the ranks of its process group"
         )
     if isinstance(what, Suite):
         return _run_here(what, output, progress, timeout_s)
@@ -219,11 +216,12 @@ def _run_in_ranks(
         )
     with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
         path = Path(folder) / "run.jsonl" if output is None else Path(output)
-        code, said = _follow([*_words(names, options), "-o", str(path)], progress)
+        code, last = _follow([*_words(names, options), "-o", str(path)], progress)
         if code not in (EXIT_OK, EXIT_CASE_FAILED) or not path.is_file():
-            error = DtbenchError(said.removeprefix("dtbench: "))
+            message = last.removeprefix("dtbench: ")
+            error = UsageError(message) if code == UsageError.exit_code else DtbenchError(message)
             error.exit_code = code
-            raise UsageError(str(error)) if code == UsageError.exit_code else error
+            raise error
         return load(path)
 
 
@@ -243,30 +241,33 @@ def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
     """Runs dtbench in a process of its own and shows its lines, each in place of the one before; the exit code and
     the last line. An interrupt is handed on, so that what was measured is kept."""
     from dtbench.engine.progress import ProgressLine
-    from dtbench.engine.workers import StartedProgram
 
     last, line, errors = "", ProgressLine(progress), []
-    reading, writing = os.pipe()
-    with os.fdopen(reading, errors="replace") as said, os.fdopen(writing, "wb") as out:
-        program = StartedProgram([sys.executable, "-P", "-m", "dtbench", *words], out=out)
-        out.close()
+    command = [sys.executable, "-P", "-m", "dtbench", *words]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
         try:
-            for text in said:
+            for text in process.stdout:
                 last = text.rstrip() or last
                 if last.startswith("dtbench: "):
                     errors.append(last)  # what ends the run is raised; to show it too would be twice
                 else:
                     line.show(last)
         except KeyboardInterrupt:
-            program.tell(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
             raise
         finally:
-            code = program.wait()
-            if code in (EXIT_OK, EXIT_CASE_FAILED):
-                for error in errors:
-                    line.show(error)
+            code = process.wait()
+            for error in errors if code in (EXIT_OK, EXIT_CASE_FAILED) else ():
+                line.show(error)
             line.close()
-    assert code is not None
     return code, last
 
 
@@ -318,13 +319,10 @@ def _run_here(
             Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S) if functions else budget_of(suite.world, quick=False)
         )
         tools = instruments_of(device, barrier=barrier, budget=budget)
-        circumstances = _circumstances(tools.clocks)
 
         def record(result: Result) -> None:
-            if functions:
-                result = _with_circumstances(result, circumstances)
-            results.append(result)
-            line.result(result)
+            results.append(_with_doubts(result) if functions else result)
+            line.result(results[-1])
 
         sweep = TaskSweep(
             0, timeout_s, ActiveCase(), record, lambda _task: None, lambda _s: contextlib.nullcontext()
@@ -336,62 +334,22 @@ def _run_here(
         return _shared(header, results, ranks, output)
 
 
-def _circumstances(clocks: Mapping[Instrument, Clock]) -> Callable[[ClockKind], dict[str, float]]:
-    """What a function's time depends on beside the function, as counters of its result: torch's threads, the load of
-    the machine and how many threads of others ran before, and what a call of an empty function takes, which is part of
-    every time."""
+def _with_doubts(result: Result) -> Result:
+    """With a warning where the samples of a function are few or scattered, and torch's threads as a counter."""
+    import msgspec
     import torch
 
-    threads, load, others = torch.get_num_threads(), os.getloadavg()[0], _others_running()
-
-    def of(clock: ClockKind) -> dict[str, float]:
-        empty_s = min(clocks[clock].measure(_nothing, _EMPTY_CALLS) for _ in range(5))
-        return {
-            "threads": threads,
-            "load_before": round(load, 2),
-            "others_running": others,
-            "empty_call_s": empty_s,
-        }
-
-    return functools.cache(of)
-
-
-def _others_running() -> int:
-    """Threads beside this one that want a core all the time; 0 where the system does not say."""
-    seen = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for _ in range(5):
-            seen.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1)
-            time.sleep(1e-3)
-    return max(min(seen, default=0), 0)
-
-
-def _nothing() -> None:
-    """What is called to find what a call takes."""
-
-
-def _with_circumstances(result: Result, of: Callable[[ClockKind], Mapping[str, float]]) -> Result:
-    """With what it was measured under, and a warning where its samples are few or scattered."""
-    import msgspec
-
-    from dtbench.machine.provenance import usable_cpus
-
-    counters = {**result.counters, **of(result.clock)}
+    counters = {**result.counters, "threads": torch.get_num_threads()}
     doubts = [result.reason] if result.reason else []
     if result.status == "ok" and (time_s := result.time_s) is not None:
         if time_s.n < FEWEST:
             doubts.append(f"only {time_s.n} samples, expected {FEWEST}: give it a larger timeout_s")
-        load, cores = counters["load_before"], len(usable_cpus())
-        if counters["threads"] > 1 and counters["others_running"] + counters["threads"] > cores:
-            doubts.append(
-                f"contended: torch's {counters['threads']} threads wait for each other where others run on the {cores} "
-                f"cores (load {load:.1f}): call torch.set_num_threads(1), or wait until the machine is quiet"
-            )
         spread = (time_s.p75 - time_s.p25) / time_s.median if time_s.median else 0.0
         if spread > SCATTERED:
             doubts.append(
-                f"scattered: half of the samples span {spread:.0%} of the median; the load was {load:.1f} on "
-                f"{cores} cores, and torch has {counters['threads']} threads"
+                f"scattered: half of the samples span {spread:.0%} of the median; the load is {os.getloadavg()[0]:.1f} "
+                f"on {os.cpu_count()} cores, and torch has {counters['threads']} threads: wait until the machine is "
+                "quiet, or call torch.set_num_threads(1)"
             )
     return msgspec.structs.replace(result, counters=counters, reason="; ".join(doubts))
 
@@ -413,8 +371,7 @@ def _shared(
             for result in results:
                 writer.append(result)
             writer.end()
-    made = tuple(into(row, Result) for row in rows)
-    return Results(path, into(head, Header), made, complete=True)
+    return Results(path, into(head, Header), tuple(into(row, Result) for row in rows), complete=True)
 
 
 @contextlib.contextmanager

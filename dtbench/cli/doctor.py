@@ -11,7 +11,7 @@ import click
 from dtbench.cli import options
 
 if TYPE_CHECKING:
-    from dtbench.machine.doctor import Finding
+    from dtbench.machine.doctor import MachineFinding
 
 
 @click.command("doctor")
@@ -28,7 +28,7 @@ def doctor_command(as_json: bool) -> None:
     print_findings(examine(), as_json)
 
 
-def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
+def print_findings(findings: Sequence[MachineFinding], as_json: bool = False) -> None:
     """What disturbs a measurement first, each with effect and remedy; then what is in order."""
     from rich.text import Text
 

@@ -114,6 +114,5 @@ EXPORT = click.option(
     multiple=True,
     metavar="FORMAT:FILE",
     callback=_export,
-    help="Write the times for another tool too: github (github-action-benchmark), bmf (Bencher) or prometheus. "
-    "Repeatable.",
+    help="Write the times for another tool too: github (github-action-benchmark) or bmf (Bencher). Repeatable.",
 )

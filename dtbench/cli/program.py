@@ -34,7 +34,7 @@ from dtbench.suite.errors import (
     is_out_of_memory,
 )
 from dtbench.text.clean import clean_output
-from dtbench.text.masking import mask_arguments, mask_echoes
+from dtbench.text.masking import mask, mask_arguments
 
 # Task -> the commands that the first screen shows for it.
 _COMMANDS = {
@@ -224,5 +224,5 @@ def _refuse(text: str, code: int) -> int:
     """One line on stderr, from one rank: in a launched world all ranks come here alike."""
     from dtbench.engine.rank import complain_once
 
-    complain_once(mask_echoes(text, sys.argv[1:]))
+    complain_once(mask(text))
     return code

@@ -44,49 +44,8 @@ class Event(Protocol):
         ...
 
 
-class Gpus(Protocol):
-    """What the harness uses of GPUs."""
-
-    def count(self) -> int: ...
-
-    def current(self) -> torch.device: ...
-
-    def select(self, index: int) -> torch.device:
-        """Makes a GPU the current one."""
-        ...
-
-    def event(self) -> Event: ...
-
-    def synchronize(self) -> None:
-        """Returns when the current GPU has nothing left to do."""
-        ...
-
-    def occupy(self, seconds: float) -> None:
-        """Gives the current stream work that lasts at least so long and needs no memory."""
-        ...
-
-    def captured(self, run: Callable[[], object]) -> Callable[[], object]:
-        """A function that repeats, in one launch, the GPU's work of a call of `run`: a CUDA graph. `run` is called
-        once to warm up and once to be recorded; it may not wait for the GPU."""
-        ...
-
-    def l2_bytes(self, device: torch.device) -> int: ...
-
-    def free_cached(self) -> None:
-        """Gives memory back that nobody uses, where any was taken."""
-        ...
-
-    def uuid(self, index: int) -> str | None:
-        """Of a GPU that this process works with; None where it works with none yet."""
-        ...
-
-    def nvml(self) -> Nvml | None:
-        """The NVML bindings, initialised; None where they or the driver's library are missing or broken."""
-        ...
-
-
-class CudaGpus:
-    """Torch's CUDA devices."""
+class Gpus:
+    """What the harness uses of GPUs: torch's CUDA devices. A rehearsal has another class with these methods."""
 
     def count(self) -> int:
         import torch
@@ -99,6 +58,7 @@ class CudaGpus:
         return torch.device("cuda", torch.cuda.current_device())
 
     def select(self, index: int) -> torch.device:
+        """Makes a GPU the current one."""
         import torch
 
         torch.cuda.set_device(index)
@@ -108,20 +68,24 @@ class CudaGpus:
         import torch
 
         event: Any = torch.cuda.Event  # its constructor has no types
-        made: Event = event(enable_timing=True)
-        return made
+        timed: Event = event(enable_timing=True)
+        return timed
 
     def synchronize(self) -> None:
+        """Returns when the current GPU has nothing left to do."""
         import torch
 
         torch.cuda.synchronize()
 
     def occupy(self, seconds: float) -> None:
+        """Gives the current stream work that lasts at least so long and needs no memory."""
         import torch
 
         torch.cuda._sleep(math.ceil(seconds * _FASTEST_HZ))  # type: ignore[no-untyped-call]
 
     def captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        """A function that repeats, in one launch, the GPU's work of a call of `run`: a CUDA graph. `run` is called
+        once to warm up and once to be recorded; it may not wait for the GPU."""
         import torch
 
         # What a first call sets up (libraries' handles, memory) is not captured.
@@ -142,18 +106,21 @@ class CudaGpus:
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
     def free_cached(self) -> None:
+        """Gives memory back that nobody uses, where any was taken."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def uuid(self, index: int) -> str | None:
+        """Of a GPU that this process works with; None where it works with none yet."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return None
-        found = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-        return None if found is None else str(found)
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        return None if uuid is None else str(uuid)
 
     def nvml(self) -> Nvml | None:
+        """The NVML bindings, initialised; None where they or the driver's library are missing or broken."""
         return loaded_nvml()
 
 
@@ -175,13 +142,13 @@ def rehearsing(environ: Mapping[str, str] = os.environ) -> bool:
 
 def gpus() -> Gpus:
     """What stands for the GPUs of this process."""
-    return _rehearsed(os.environ[REHEARSAL]) if rehearsing() else CudaGpus()
+    return _rehearsed(os.environ[REHEARSAL]) if rehearsing() else Gpus()
 
 
 @lru_cache(maxsize=1)
 def _rehearsed(file: str) -> Gpus:
-    made: Gpus = runpy.run_path(file)["rehearsed"]()  # its functions keep its globals
-    return made
+    gpus: Gpus = runpy.run_path(file)["rehearsed"]()  # its functions keep its globals
+    return gpus
 
 
 def is_gpu(device: torch.device) -> bool:

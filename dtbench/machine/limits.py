@@ -5,51 +5,32 @@ Needs neither torch nor anything else that may not be loadable then.
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 from dtbench.suite.errors import UsageError
 
-# numpy and OpenBLAS ended or never came with less than 500 MB of addresses, torch for CPUs with less than 700 MB.
-_LEAST_ADDRESSES = 640 * 2**20
 # A launcher, and a process of two ranks, opened 34 files; each further rank costs the launcher and its peers some.
 _FILES, _FILES_PER_RANK = 32, 8
 _ENOUGH_FILES = 4096
-_TRIAL_S = 120.0
 _LOOPBACK_S = 5.0
-# What a launcher or a rank of a small case takes beyond its imports: stacks of threads, arenas, tensors.
-_HEADROOM = 512 * 2**20
-_TRIAL = "import resource as r; r.setrlimit(r.RLIMIT_AS, ({0}, {0})); import torch, torch.distributed"
 
 
 def refuse_place() -> None:
-    """Checks what every command needs.
-
-    Raises:
-        UsageError: the current folder is gone, or too little memory may be addressed.
-    """
+    """Raises UsageError where the current folder is gone."""
     try:
         Path.cwd()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"the current folder is gone ({reason}): cd to another, or cd to it anew") from error
-    allowed = _addresses()
-    if allowed is not None and allowed < _LEAST_ADDRESSES:
-        raise UsageError(
-            f"out of memory: {allowed >> 20} MiB of addresses are allowed (ulimit -v), expected "
-            f"{_LEAST_ADDRESSES >> 20} MiB to read files and several GiB to load torch; raise the limit"
-        )
 
 
 def refuse_torch(ranks: int = 1) -> None:
     """Before torch is loaded. ranks: how many processes meet.
 
     Raises:
-        UsageError: it could not be, or the ranks could not be reached.
+        UsageError: too few files may be open for them.
     """
     files = _raised_files()
     wanted = _FILES + _FILES_PER_RANK * ranks
@@ -57,12 +38,6 @@ def refuse_torch(ranks: int = 1) -> None:
         processes = "a process" if ranks == 1 else f"{ranks} processes"
         raise UsageError(
             f"{files} open files are allowed (ulimit -n), expected at least {wanted} for {processes}; raise the limit"
-        )
-    allowed = _addresses()
-    if allowed is not None and "torch" not in sys.modules and not _loads_torch(allowed):
-        raise UsageError(
-            f"out of memory: torch cannot be loaded with the {allowed >> 20} MiB of addresses that are allowed "
-            "(ulimit -v); raise the limit"
         )
 
 
@@ -90,12 +65,6 @@ def refuse_to_start(ranks: int) -> None:
     )
 
 
-def _addresses() -> int | None:
-    """Bytes; None without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def _raised_files() -> int:
     """How many files may be open, once the limit is as high as it may be set."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -104,13 +73,3 @@ def _raised_files() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return _ENOUGH_FILES if soft == resource.RLIM_INFINITY else soft
-
-
-def _loads_torch(allowed: int) -> bool:
-    """A library that runs out of memory ends its process, so it is tried in another one."""
-    command = [sys.executable, "-P", "-c", _TRIAL.format(max(allowed - _HEADROOM, 0))]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, env=dict(os.environ))
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return done.returncode == 0

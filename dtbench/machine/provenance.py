@@ -7,13 +7,11 @@ allow-list of names that change what is measured, never whole: run files are pas
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import os
 import platform
 import re
 import socket
-import struct
 import subprocess
 import sys
 import uuid
@@ -22,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,37 +31,34 @@ from dtbench.machine.git import run_git
 from dtbench.suite import SCHEMA, Gpu, Header, Machine, MeshShape, RankFacts, RunOptions
 from dtbench.suite.mesh import Mesh
 from dtbench.suite.result import Checkout, Checkouts, Cpu, NvLinks
-from dtbench.text.masking import is_secret, mask_arguments, mask_options, mask_variables
+from dtbench.text.masking import is_secret, mask, mask_arguments, mask_options
 
 # Whole families whose members tune transport, threads or the process group.
 _ENV_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_")
-# Single names that change a measured time: thread counts, device choice and order, synchronous
-# launches, allocators, checks that torch.distributed adds to each collective, logging, hash seed.
-# TORCHELASTIC_* stays out: it holds ids and paths of the launch, and none changes a time.
-_ENV_NAMES = frozenset(
-    {
-        "MKL_NUM_THREADS",
-        "MKL_DYNAMIC",
-        "OPENBLAS_NUM_THREADS",
+# Single names that change a measured time. TORCHELASTIC_* stays out: it holds ids and paths of the launch, and none
+# changes a time.
+_ENV_NAMES = {
+    *("MKL_NUM_THREADS", "MKL_DYNAMIC", "OPENBLAS_NUM_THREADS"),  # thread counts
+    *(
         "CUDA_VISIBLE_DEVICES",
         "CUDA_DEVICE_ORDER",
         "CUDA_DEVICE_MAX_CONNECTIONS",
-        "CUDA_LAUNCH_BLOCKING",
-        "CUDA_MODULE_LOADING",
+    ),  # choice and order of devices
+    *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING"),
+    *(
         "PYTORCH_ALLOC_CONF",
         "PYTORCH_CUDA_ALLOC_CONF",
-        "TORCH_CPP_LOG_LEVEL",
-        "TORCH_DISTRIBUTED_DEBUG",
-        "TORCH_SHOW_CPP_STACKTRACES",
         "LD_PRELOAD",
         "MALLOC_CONF",
         "MALLOC_ARENA_MAX",
-        "PYTHONHASHSEED",
-        "PYTHONOPTIMIZE",
-        "PYTHONDEVMODE",
-        REHEARSAL,
-    }
-)
+    ),  # allocators
+    *(
+        "TORCH_CPP_LOG_LEVEL",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "TORCH_SHOW_CPP_STACKTRACES",
+    ),  # checks of each collective
+    *("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONDEVMODE", REHEARSAL),
+}
 
 # Why a GPU's clock is where it is. Source: NVML API reference, nvmlClocksEventReasons.
 _CLOCK_REASONS = {
@@ -127,7 +122,7 @@ def provenance(
 
 def boot_id() -> str | None:
     """What names the running kernel; its processes share one monotonic clock."""
-    return _read(Path("/proc/sys/kernel/random/boot_id"))
+    return _read(Path("/proc/sys/kernel/random/boot_id")) or None
 
 
 def segments(snmp: Path = Path("/proc/net/snmp")) -> tuple[int, int]:
@@ -148,9 +143,10 @@ def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
 
     device: as torch spells it ("cpu", "cuda:1"). backend: what it will send through, "gloo" or "nccl"; None
     where nothing is sent.
-    `boot_id` names the running kernel: it tells hosts of one name apart. `interface` is None where NCCL
+    `boot_id` names the running kernel: it tells hosts of one name apart. `interface` is None where the backend
     was not told which to take, and chooses itself.
     """
+    interface = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME") if backend else None
     info = {
         "rank": _env_int("RANK"),
         "host": socket.gethostname(),
@@ -159,7 +155,7 @@ def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
         "device": device,
         "pid": os.getpid(),
         "numa_nodes": numa_nodes(),
-        "interface": _interface(backend),
+        "interface": interface,
     }
     kind, _, index = device.partition(":")
     return info | (_gpu_place(int(index or 0)) if kind == "cuda" else {})
@@ -167,62 +163,27 @@ def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
 
 def numa_nodes(root: Path = Path("/")) -> list[int]:
     """The NUMA nodes of the CPUs that this process may run on; empty where the kernel does not say."""
-    if not hasattr(os, "sched_getaffinity"):
-        return []
-    mine = os.sched_getaffinity(0)
+    mine = set(usable_cpus())
     return sorted(
         int(folder.name.removeprefix("node"))
         for folder in root.glob("sys/devices/system/node/node[0-9]*")
-        if mine & cpu_list(_read(folder / "cpulist") or "")
+        if mine & cpu_list(_read(folder / "cpulist"))
     )
 
 
 def cpu_list(text: str) -> set[int]:
     """`0-2,8` -> {0, 1, 2, 8}, as the kernel spells sets of CPUs."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if first.isdigit():
-            found.update(range(int(first), int(last or first) + 1))
-    return found
-
-
-def _interface(backend: str | None) -> str | None:
-    """The network interface that the backend is told to use; gloo takes that of the address of the host's
-    name otherwise (ProcessGroupGloo::createDefaultDevice)."""
-    told = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME") if backend else None
-    if told or backend != "gloo":
-        return told
-    with contextlib.suppress(OSError, UnicodeError):
-        return _interface_of(socket.gethostbyname(socket.gethostname()))
-    return None
-
-
-def _interface_of(address: str) -> str | None:
-    """The interface that has this IPv4 address (Linux only)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # an interface without an address
-                # SIOCGIFADDR (linux/sockios.h); the answer is a struct ifreq, its address at byte 20.
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    # Linux answers on all of 127/8, the rest of which (Debian's 127.0.1.1) no interface lists.
-    return "lo" if address.startswith("127.") else None
+    spans = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return {cpu for first, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The allowed part of an environment, each value as `mask_variables` shows it, cut to 200 characters."""
-    allowed = {
-        name: value
+    """The allowed part of an environment."""
+    return {
+        name: mask(value)
         for name, value in sorted(env.items())
         if (name in _ENV_NAMES or name.startswith(_ENV_PREFIXES)) and not is_secret(name)
     }
-    shown = mask_variables(allowed)
-    return {name: mask_arguments([value])[0] for name, value in shown.items()}
 
 
 def _env_int(name: str) -> int:
@@ -274,9 +235,8 @@ def _own_checkout() -> Checkout | None:
     A virtual environment may lie inside somebody's checkout: only a tracked file counts.
     """
     package = Path(__file__).parents[1]
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    return _checkout(package)
+    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    return _checkout(package) if tracked else None
 
 
 def _git(folder: Path, *args: str) -> str | None:
@@ -292,7 +252,7 @@ def _git(folder: Path, *args: str) -> str | None:
 
 def cpu(root: Path = Path("/")) -> Cpu:
     """Of this host."""
-    info = _read(root / "proc/cpuinfo") or ""
+    info = _read(root / "proc/cpuinfo")
     governors = {_read(p) for p in root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
     return Cpu(
         model=_cpu_model(info),
@@ -328,15 +288,16 @@ def _physical_cores(cpuinfo: str) -> int | None:
 
 
 def _memory_bytes(root: Path) -> int | None:
-    found = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE)
+    found = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Path) -> str:
+    """The text of a file of the kernel; empty where there is none."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
-        return None
+        return ""
 
 
 # ---------------------------------------------------------------------------------- GPUs
@@ -347,7 +308,7 @@ def nvml() -> Nvml | None:
     return gpus_of_torch().nvml()
 
 
-def ask(query: Callable[..., Nvml] | None, *args: object) -> Nvml | None:
+def _ask(query: Callable[..., Nvml] | None, *args: object) -> Nvml | None:
     """What NVML answers, or None: old bindings and drivers lack queries, a virtual GPU forbids some."""
     if query is None:
         return None
@@ -359,7 +320,7 @@ def ask(query: Callable[..., Nvml] | None, *args: object) -> Nvml | None:
 
 
 @dataclass(frozen=True)
-class Device:
+class NvmlDevice:
     """A GPU by NVML's handle of it."""
 
     library: Nvml
@@ -367,7 +328,11 @@ class Device:
 
     def ask(self, name: str, *args: object) -> Nvml | None:
         """What the query of this name says of it; None where it cannot be asked."""
-        return ask(getattr(self.library, name, None), self.handle, *args)
+        return _ask(getattr(self.library, name, None), self.handle, *args)
+
+    def clock_MHz(self, of: Literal["SM", "MEM"], most: Literal["", "Max"] = "") -> int | None:  # noqa: N802
+        """The clock of its multiprocessors or memory, now or at most."""
+        return self.ask(f"nvmlDeviceGet{most}ClockInfo", getattr(self.library, f"NVML_CLOCK_{of}"))
 
     @property
     def links(self) -> range:
@@ -380,33 +345,51 @@ class Device:
         return {link: bool(state) for link, state in states.items() if state is not None}
 
     def clock_reasons(self) -> list[str] | None:
-        """What holds its clock where it is, None where NVML does not say."""
-        mask = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if mask is None:  # the name before driver 535
-            mask = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        return None if mask is None else clock_reasons(mask)
+        """What holds its clock where it is, None where NVML does not say; an unknown bit shows as its number."""
+        bits = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        if bits is None:
+            return None
+        unknown = bits & ~sum(_CLOCK_REASONS)
+        names = [name for bit, name in _CLOCK_REASONS.items() if bits & bit]
+        return names + ([f"unknown_{unknown:#x}"] if unknown else [])
 
 
-def devices(library: Nvml | None) -> dict[int, Device]:
+def devices(library: Nvml | None) -> dict[int, NvmlDevice]:
     """All GPUs of this host by their numbers in NVML (PCI order), whether visible to CUDA or not."""
     if library is None:
         return {}
-    handles = [
-        ask(library.nvmlDeviceGetHandleByIndex, i) for i in range(ask(library.nvmlDeviceGetCount) or 0)
-    ]
-    return {i: Device(library, handle) for i, handle in enumerate(handles) if handle is not None}
+    count = _ask(library.nvmlDeviceGetCount) or 0
+    handles = {i: _ask(library.nvmlDeviceGetHandleByIndex, i) for i in range(count)}
+    return {i: NvmlDevice(library, handle) for i, handle in handles.items() if handle is not None}
 
 
-def cuda_device(index: int) -> Device | None:
+def cuda_device(index: int) -> NvmlDevice | None:
     """index: as torch numbers CUDA devices in this process. None where NVML cannot tell which it is."""
     library = nvml()
     handle = None if library is None else handle_of(library, index)
-    return None if handle is None else Device(library, handle)
+    return None if handle is None else NvmlDevice(library, handle)
+
+
+def handle_of(library: Nvml, index: int) -> Nvml | None:
+    """NVML's handle of a CUDA device: CUDA_VISIBLE_DEVICES renumbers, and CUDA may sort otherwise."""
+    by_uuid = getattr(library, "nvmlDeviceGetHandleByUUID", None)
+    device_id = gpus_of_torch().uuid(index)
+    for text in (f"GPU-{device_id}", f"MIG-{device_id}") if device_id is not None else ():
+        if (handle := _ask(by_uuid, text)) is not None:
+            return handle
+    visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
+    if not visible:
+        return _ask(library.nvmlDeviceGetHandleByIndex, index)
+    if index >= len(visible):
+        return None
+    if visible[index].isdigit():
+        return _ask(library.nvmlDeviceGetHandleByIndex, int(visible[index]))
+    return _ask(by_uuid, visible[index])
 
 
 def driver_version() -> str | None:
     """The NVIDIA driver's version, or None."""
-    return ask(getattr(nvml(), "nvmlSystemGetDriverVersion", None))
+    return _ask(getattr(nvml(), "nvmlSystemGetDriverVersion", None))
 
 
 def gpus() -> list[Gpu]:
@@ -414,33 +397,32 @@ def gpus() -> list[Gpu]:
     return [_gpu(index, device) for index, device in devices(nvml()).items()]
 
 
-def _gpu(index: int, device: Device) -> Gpu:
-    library = device.library
-    memory = device.ask("nvmlDeviceGetMemoryInfo")
-    power = device.ask("nvmlDeviceGetEnforcedPowerLimit")
-    persistence = device.ask("nvmlDeviceGetPersistenceMode")
-    mig = device.ask("nvmlDeviceGetMigMode")
+def _gpu(index: int, device: NvmlDevice) -> Gpu:
+    memory, mig = device.ask("nvmlDeviceGetMemoryInfo"), device.ask("nvmlDeviceGetMigMode")
+    persistence, links = device.ask("nvmlDeviceGetPersistenceMode"), device.link_states()
     return Gpu(
         index=index,
         name=device.ask("nvmlDeviceGetName"),
         memory_bytes=None if memory is None else int(memory.total),
-        sm_clock_MHz=device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM),
-        sm_clock_max_MHz=device.ask("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_SM),
-        memory_clock_MHz=device.ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_MEM),
-        memory_clock_max_MHz=device.ask("nvmlDeviceGetMaxClockInfo", library.NVML_CLOCK_MEM),
-        power_limit_W=None if power is None else power / 1000,
+        sm_clock_MHz=device.clock_MHz("SM"),
+        sm_clock_max_MHz=device.clock_MHz("SM", "Max"),
+        memory_clock_MHz=device.clock_MHz("MEM"),
+        memory_clock_max_MHz=device.clock_MHz("MEM", "Max"),
+        power_limit_W=_watts(device.ask("nvmlDeviceGetEnforcedPowerLimit")),
         persistence=None if persistence is None else bool(persistence),
         mig=None if mig is None else bool(mig[0]),
-        nvlink=_nvlink(device),
+        nvlink=NvLinks(
+            links=len(links),
+            active_links=sum(links.values()),
+            version=device.ask("nvmlDeviceGetNvLinkVersion", min(links)),
+        )
+        if links
+        else None,
     )
 
 
-def _nvlink(device: Device) -> NvLinks | None:
-    states = device.link_states()
-    if not states:
-        return None
-    version = device.ask("nvmlDeviceGetNvLinkVersion", min(states))
-    return NvLinks(links=len(states), active_links=sum(states.values()), version=version)
+def _watts(milliwatts: float | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
 
 
 def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, object]:
@@ -453,7 +435,7 @@ def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, object]:
     bus_id = None if device is None else _bus_id(device.ask("nvmlDeviceGetPciInfo"))
     if device is None or bus_id is None:
         return {"pci_bus_id": None, "device_numa_node": None, "nvlink": None}
-    node = _read(root / "sys/bus/pci/devices" / bus_id / "numa_node") or ""
+    node = _read(root / "sys/bus/pci/devices" / bus_id / "numa_node")
     return {
         "pci_bus_id": bus_id,
         "device_numa_node": int(node) if node.isdigit() else None,  # -1: the kernel does not know
@@ -469,7 +451,7 @@ def _bus_id(info: object) -> str | None:
     return f"{int(found[1], 16):04x}{found[2].lower()}" if found else None
 
 
-def _nvlink_peers(device: Device) -> dict[str, object] | None:
+def _nvlink_peers(device: NvmlDevice) -> dict[str, object] | None:
     """What the links that are up lead to; None where no link is known."""
     states = device.link_states()
     if not states:
@@ -485,62 +467,26 @@ def _nvlink_peers(device: Device) -> dict[str, object] | None:
     return {"neighbours": dict(neighbours), "switch_links": switch_links}
 
 
-class GpuState(TypedDict):
-    """Of a moment; None where NVML does not say. reasons: all that NVML gives for the present clock; throttled_by: only
-    those that slow the GPU against its setting: a result whose reading before or after names one was throttled."""
+def gpu_state(index: int) -> dict[str, Any] | None:
+    """Clocks, temperature, power and what holds the clock down, right now; None without NVML, or where it does not say.
 
-    sm_clock_MHz: int | None  # as results hold it
-    memory_clock_MHz: int | None
-    temperature_C: int | None
-    power_W: float | None
-    reasons: list[str] | None
-    throttled_by: list[str]
-
-
-def gpu_state(index: int) -> GpuState | None:
-    """Clocks, temperature, power and what holds the clock down, right now; None without NVML.
-
-    index: as torch numbers CUDA devices in this process.
+    index: as torch numbers CUDA devices in this process. reasons: all that NVML gives for the present clock;
+    throttled_by: those that slow the GPU against its setting.
     """
     device = cuda_device(index)
     if device is None:
         return None
     reasons = device.clock_reasons()
-    power = device.ask("nvmlDeviceGetPowerUsage")
     return {
-        "sm_clock_MHz": device.ask("nvmlDeviceGetClockInfo", device.library.NVML_CLOCK_SM),
-        "memory_clock_MHz": device.ask("nvmlDeviceGetClockInfo", device.library.NVML_CLOCK_MEM),
+        "sm_clock_MHz": device.clock_MHz("SM"),
+        "memory_clock_MHz": device.clock_MHz("MEM"),
         "temperature_C": device.ask("nvmlDeviceGetTemperature", device.library.NVML_TEMPERATURE_GPU),
-        "power_W": None if power is None else power / 1000,
+        "power_W": _watts(device.ask("nvmlDeviceGetPowerUsage")),
         "reasons": reasons,
         "throttled_by": throttling(reasons or []),
     }
 
 
-def clock_reasons(mask: int) -> list[str]:
-    """The names in NVML's mask of clock event reasons; an unknown bit shows as its number."""
-    names = [name for bit, name in _CLOCK_REASONS.items() if mask & bit]
-    unknown = mask & ~sum(_CLOCK_REASONS)
-    return names + ([f"unknown_{unknown:#x}"] if unknown else [])
-
-
 def throttling(reasons: Sequence[str]) -> list[str]:
     """Those of the reasons that slow a GPU against its setting."""
     return [r for r in reasons if r not in _NOT_THROTTLING]
-
-
-def handle_of(library: Nvml, index: int) -> Nvml | None:
-    """NVML's handle of a CUDA device: CUDA_VISIBLE_DEVICES renumbers, and CUDA may sort otherwise."""
-    device_id = gpus_of_torch().uuid(index)
-    for text in (f"GPU-{device_id}", f"MIG-{device_id}") if device_id is not None else ():
-        handle = ask(getattr(library, "nvmlDeviceGetHandleByUUID", None), text)
-        if handle is not None:
-            return handle
-    visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
-    if not visible:
-        return ask(library.nvmlDeviceGetHandleByIndex, index)
-    if index >= len(visible):
-        return None
-    if visible[index].isdigit():
-        return ask(library.nvmlDeviceGetHandleByIndex, int(visible[index]))
-    return ask(getattr(library, "nvmlDeviceGetHandleByUUID", None), visible[index])

@@ -4,7 +4,6 @@ configuration names it.
 
     pytest my_suite.py                                        in this process
     torchrun --nproc-per-node 4 -m pytest my_suite.py         on 4 ranks
-    pytest my_suite.py --dtbench-gate --dtbench-base rev:main -k relu      judged by `dtbench gate`, a test per verdict
 
 The cases and the world are those of `dtbench run`; sampling and files are pytest-benchmark's. Besides, the fixture
 `dtbench_run` times functions of one's own tests. Loaded with every pytest: nothing heavy is imported until a suite or
@@ -25,58 +24,22 @@ from dtbench.engine.place import find_place
 
 if TYPE_CHECKING:
     from dtbench.api import Function, Results
-    from dtbench.engine.options import Task
-    from dtbench.pytest_plugin.gate import GateTests
     from dtbench.suite import Param
     from dtbench.suite.suites import Suite
 
-# What an item measures: the task and one of its impls.
-PAIR: pytest.StashKey[tuple[Task, str]] = pytest.StashKey()
+# Of an item that measures a suite's case: the kind of world that it needs.
+_WORLD: pytest.StashKey[str] = pytest.StashKey()
 _TIMED: pytest.StashKey[list[str]] = pytest.StashKey()
-# pytest-benchmark's own table is 180 characters wide.
-_COLUMNS = ["min", "median", "iqr", "rounds"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("dtbench_files", "Files whose suites are tests, unless named: glob patterns.", "linelist")
     group = parser.getgroup("dtbench", "what suites measure; as for `dtbench run`")
     group.addoption("--dtbench-quick", action="store_true", help="Fewer cases, sizes and rounds.")
-    group.addoption(
-        "--dtbench-mesh", type=_mesh, metavar="DIMS", help="Mesh dims, outermost first: dp=2,tp=2."
-    )
-    group.addoption("--dtbench-size", type=_sizes, metavar="SIZES", help="1KiB:16MiB:4x, or a comma list.")
-    group.addoption("--dtbench-dtype", type=_dtypes, default=("float32",), metavar="LIST", help="Comma list.")
-    group.addoption(
-        "--dtbench-rounds", type=int, metavar="N", help="Samples per benchmark [default: 20, quick: 5]."
-    )
-    group.addoption(
-        "--dtbench-gate", action="store_true", help="Judge by `dtbench gate` instead of timing here."
-    )
-    group.addoption(
-        "--dtbench-base", metavar="ARM", help="What is compared with: rev:REVISION, python:PATH, env:..."
-    )
-    group.addoption(
-        "--dtbench-head", metavar="ARM", default="env:", help="What is judged [default: this checkout]."
-    )
-    group.addoption("--dtbench-budget", metavar="TIME", help="At most so long: 5m.")
-
-
-def _mesh(text: str) -> object:
-    from dtbench.suite.mesh import parse_mesh
-
-    return parse_mesh(text)
-
-
-def _sizes(text: str) -> object:
-    from dtbench.engine.options import parse_sizes
-
-    return parse_sizes(text)
-
-
-def _dtypes(text: str) -> object:
-    from dtbench.engine.options import parse_dtypes
-
-    return parse_dtypes(text)
+    group.addoption("--dtbench-mesh", metavar="DIMS", help="Mesh dims, outermost first: dp=2,tp=2.")
+    group.addoption("--dtbench-size", metavar="SIZES", help="1KiB:16MiB:4x, or a comma list.")
+    group.addoption("--dtbench-dtype", default="float32", metavar="LIST", help="Comma list.")
+    group.addoption("--dtbench-rounds", type=int, metavar="N", help="Samples per case [20; quick: 5].")
 
 
 # ----------------------------------------------------------------------------- one rank writes
@@ -84,10 +47,6 @@ def _dtypes(text: str) -> object:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-benchmark reads its options: only rank 0 has anything to save or to compare with."""
-    if config.option.dtbench_gate:
-        from dtbench.pytest_plugin.gate import GateTests
-
-        config.pluginmanager.register(GateTests(config), "dtbench-gate")
     place = find_place()
     if place is None or place.rank == 0 or not config.pluginmanager.hasplugin("benchmark"):
         return
@@ -95,25 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
         setattr(config.option, f"benchmark_{name}", None)
     config.option.benchmark_cprofile_dump = None
     config.option.benchmark_quiet = True
-    if _names_suites(config):
-        config.option.verbose = -10  # no header either
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_update_json(
-    config: pytest.Config, benchmarks: object, output_json: dict[str, object]
-) -> None:
-    """Says whose figures these are."""
-    import dtbench
-    from dtbench.suite import SCHEMA
-
-    output_json["dtbench"] = {"version": dtbench.__version__, "schema": SCHEMA}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Where files of suites are named, before anything is printed."""
-    if _names_suites(session.config):
+    """Where files of suites are named, the other ranks are silent before anything is printed."""
+    if any(b"dtbench.suite" in path.read_bytes() for path in _named_files(session.config)):
         silence_others(session.config)
 
 
@@ -123,15 +69,12 @@ def _named_files(config: pytest.Config) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def _names_suites(config: pytest.Config) -> bool:
-    return any(b"dtbench.suite" in path.read_bytes() for path in _named_files(config))
-
-
 def silence_others(config: pytest.Config) -> None:
     """The other ranks are silent: their reports say what rank 0's say."""
     place = find_place()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if place is not None and place.rank != 0 and reporter is not None:
+        config.option.verbose = -10  # no header either
         config.pluginmanager.unregister(reporter)
         config.pluginmanager.register(_OtherRank(place.rank))
 
@@ -166,14 +109,11 @@ def _holds_suites(collector: pytest.Collector) -> bool:
     if any(path.match(pattern) for pattern in config.getini("dtbench_files")):
         return True
     of_tests = any(path.match(pattern) for pattern in config.getini("python_files"))
-    module = collector.getparent(pytest.Module)
-    has_tests = module is not None and any(name.lower().startswith("test") for name in vars(module.obj))
-    return path.resolve() in _named_files(config) and not (of_tests and has_tests)
+    return path.resolve() in _named_files(config) and not of_tests
 
 
 def _items(collector: pytest.Module | pytest.Class, suite: Suite) -> Iterator[pytest.Item]:
-    from dtbench.pytest_plugin.rounds import test_of
-    from dtbench.pytest_plugin.world import live_of
+    from dtbench.pytest_plugin.measure import live_of, test_of
     from dtbench.suite.errors import DtbenchError
 
     if not collector.config.pluginmanager.hasplugin("benchmark"):
@@ -181,8 +121,8 @@ def _items(collector: pytest.Module | pytest.Class, suite: Suite) -> Iterator[py
             f"the suite {suite.name} is measured with pytest-benchmark: pip install 'dtbench[pytest]'"
         )
     silence_others(collector.config)
-    live = live_of(collector.config)
     try:
+        live = live_of(collector.config)
         tasks = live.tasks(suite)
     except DtbenchError as error:
         raise pytest.Collector.CollectError(str(error)) from error
@@ -199,7 +139,7 @@ def _items(collector: pytest.Module | pytest.Class, suite: Suite) -> Iterator[py
             )
             # An impl that does not get as far as its rounds has its own reason for it.
             item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
-            item.stash[PAIR] = task, impl
+            item.stash[_WORLD] = suite.world
             yield item
 
 
@@ -209,46 +149,28 @@ def id_of(name: str, params: Mapping[str, Param], impl: str) -> str:
     return "-".join(re.sub(r"[^\w:+./]+", "-", re.sub(r"[()\[\]]", "", word)).strip("-") for word in words)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is simulated comes first: one kind of world is up at a time, and ranks join once."""
+    places = [place for place, item in enumerate(items) if _WORLD in item.stash]
+    ordered = sorted((items[place] for place in places), key=lambda item: item.stash[_WORLD] == "ranks")
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Tests of other kinds find no process group of ours."""
-    if PAIR in item.stash and (nextitem is None or PAIR not in nextitem.stash):
-        from dtbench.pytest_plugin.world import live_of
+    if _WORLD in item.stash and (nextitem is None or _WORLD not in nextitem.stash):
+        from dtbench.pytest_plugin.measure import live_of
 
         live_of(item.config).leave()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is simulated comes first: one kind of world is up at a time, and ranks join once."""
-    places = [place for place, item in enumerate(items) if PAIR in item.stash]
-    ours = sorted(
-        (items[place] for place in places), key=lambda item: item.stash[PAIR][0].suite.world == "ranks"
-    )
-    for place, item in zip(places, ours, strict=True):
-        items[place] = item
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where all that is timed is ours, pytest-benchmark's table keeps to what fits on a line."""
-    timed = [item for item in session.items if "benchmark" in getattr(item, "fixturenames", ())]
-    benchmarks = getattr(session.config, "_benchmarksession", None)
-    chosen = any(
-        str(word).startswith("--benchmark-columns") for word in session.config.invocation_params.args
-    )
-    if benchmarks is not None and timed and not chosen and all(PAIR in item.stash for item in timed):
-        benchmarks.columns = _COLUMNS
-
-
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if "dtbench.pytest_plugin.world" in sys.modules:
-        from dtbench.pytest_plugin.world import close
+    if "dtbench.pytest_plugin.measure" in sys.modules:
+        from dtbench.pytest_plugin.measure import close
 
         close(config)
-
-
-def gate_of(config: pytest.Config) -> GateTests | None:
-    """The gate that judges, where one does."""
-    return config.pluginmanager.get_plugin("dtbench-gate")
 
 
 # ----------------------------------------------------------------------------- functions of one's own tests

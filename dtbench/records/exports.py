@@ -1,4 +1,4 @@
-"""Times in formats of other tools: github-action-benchmark, Bencher, Prometheus. Names are foreign and escaped."""
+"""Times in formats of other tools: github-action-benchmark and Bencher. Names are foreign and escaped."""
 
 from __future__ import annotations
 
@@ -81,46 +81,17 @@ def github(points: Sequence[Point]) -> str:
 
 def bmf(points: Sequence[Point]) -> str:
     """Bencher Metric Format: the measure `latency`, nanoseconds."""
-    made = {}
+    metrics = {}
     for point in points:
         figures = {"value": point.time_s, "lower_value": point.low_s, "upper_value": point.high_s}
-        made[point.label] = {"latency": {name: s * 1e9 for name, s in figures.items() if s is not None}}
-    return json.dumps(made, indent=2, allow_nan=False) + "\n"
-
-
-def prometheus(points: Sequence[Point]) -> str:
-    """The text format of Prometheus, version 0.0.4, for node_exporter's textfile collector; seconds."""
-    gauges: dict[str, tuple[str, Callable[[Point], float | None]]] = {
-        "dtbench_time_seconds": ("Time per call.", lambda p: p.time_s),
-        "dtbench_time_low_seconds": ("Lower bound of the time per call.", lambda p: p.low_s),
-        "dtbench_time_high_seconds": ("Upper bound of the time per call.", lambda p: p.high_s),
-        "dtbench_verdict": ("1 for the verdict that the label names.", lambda p: 1 if p.verdict else None),
-    }
-    lines = []
-    for name, (text, value_of) in gauges.items():
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
-        for point in points:
-            value = value_of(point)
-            suite, case, impl, _ = point.key
-            labels = {"suite": suite, "name": case, "impl": impl, "params": point.params}
-            if name == "dtbench_verdict":
-                labels["verdict"] = point.verdict
-            if value is not None:
-                lines.append(f"{name}{_labels(labels)} {value!r}")
-    return "\n".join(lines) + "\n"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    """A line end is spelled out by `plain`; what is left to escape is the backslash and the quote."""
-    escaped = {k: plain(v).replace("\\", "\\\\").replace('"', '\\"') for k, v in labels.items()}
-    return "{" + ",".join(f'{k}="{v}"' for k, v in escaped.items()) + "}"
+        metrics[point.label] = {"latency": {name: s * 1e9 for name, s in figures.items() if s is not None}}
+    return json.dumps(metrics, indent=2, allow_nan=False) + "\n"
 
 
 # Name -> the format, and what tells a file of it from others, which are not replaced.
 FORMATS: Mapping[str, tuple[Callable[[Sequence[Point]], str], str]] = {
     "github": (github, '"unit": "us"'),
     "bmf": (bmf, '"latency": {'),
-    "prometheus": (prometheus, "# HELP dtbench_"),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ POINTS = [
     Point(("s", HOSTILE, "core", (("n", 1),)), 2e-6, 1e-6, 3e-6, "REGRESSION", HOSTILE),
     Point(("s", "plain", "torch", ()), 4e-6),
 ]
-# https://prometheus.io/docs/instrumenting/exposition_formats: a sample whose label values escape \, " and line ends.
-SAMPLE = re.compile(r'[a-z_]+\{([a-z]+="(?:[^"\\\n]|\\[\\"n])*"(?:,|(?=\})))+\} [0-9.e+-]+')
 
 
 def test_bmf_is_what_bencher_reads():
@@ -46,14 +43,6 @@ def test_github_is_what_the_action_reads():
     assert first["extra"].startswith("REGRESSION: a")
     assert "\n" not in first["name"] + first["extra"]
     assert second == {"name": "s plain [torch]", "unit": "us", "value": pytest.approx(4)}
-
-
-def test_prometheus_holds_one_sample_a_line():
-    lines = exports.prometheus(POINTS).splitlines()
-    samples = [line for line in lines if not line.startswith("# ")]
-    assert len(samples) == 5  # two times, two bounds, a verdict
-    assert all(SAMPLE.fullmatch(line) for line in samples), samples
-    assert sum(line.startswith("# TYPE ") for line in lines) == 4
 
 
 def test_points_are_medians_over_launches_with_their_range():
@@ -94,12 +83,7 @@ def test_commands_export(tmp_path: Path, dtbench: made_up.Cli):
         writer.append(made_up.result("dispatch", "add", "core", {}, [1e-6, 2e-6]))
         writer.end()
     out = tmp_path / "out.json"
-    assert (
-        dtbench("show", str(run), "--export", f"bmf:{out}", "--export", f"prometheus:{tmp_path / 'x.prom'}")[
-            0
-        ]
-        == 0
-    )
+    assert dtbench("show", str(run), "--export", f"bmf:{out}", "--export", f"github:{tmp_path / 'x'}")[0] == 0
     assert list(json.loads(out.read_text())) == ["dispatch add [core]"]
     dtbench("compare", str(run), str(run), "--export", f"bmf:{out}")
     assert list(json.loads(out.read_text())) == ["dispatch add [core]"]

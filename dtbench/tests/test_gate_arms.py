@@ -136,7 +136,7 @@ def test_gits_own_reason_is_said(repository: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "text", ["rev:https://x:hunter2@h", "python:/opt/token=hunter2/python", "env:A --key hunter2"]
+    "text", ["rev:https://x:hunter2@h", "python:/opt/token=hunter2/python", "env:A --api-key hunter2"]
 )
 def test_errors_echo_no_secret(repository: Path, text: str) -> None:
     with pytest.raises(UsageError) as caught, open_arms("env:", text):

@@ -84,11 +84,6 @@ def test_the_header_is_one_that_the_store_reads_back(tmp_path: Path) -> None:
     assert read.launches == 2
 
 
-def test_each_run_has_its_own_id_and_may_have_another_mesh() -> None:
-    assert header().run_id != header().run_id
-    assert header(mesh=[("world", 8)]).mesh == MeshShape(dim_names=("world",), shape=(8,))
-
-
 def test_this_module_does_not_load_torch() -> None:
     code = "import sys, dtbench.machine.doctor, dtbench.cli.doctor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -133,155 +128,58 @@ def test_the_numa_nodes_of_the_cpus_that_a_rank_may_use(
         assert machine.numa_nodes(tmp_path) == nodes
 
 
-def test_the_interface_is_the_one_told_or_that_of_the_hosts_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(machine.socket, "gethostbyname", lambda _name: "127.0.0.1")
-    assert machine.local_rank_info("cpu", "gloo")["interface"] == "lo"
-    assert machine.local_rank_info("cpu")["interface"] is None
-    assert machine.local_rank_info("cuda:0", "nccl")["interface"] is None
+def test_the_interface_is_the_one_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert machine.local_rank_info("cpu", "gloo")["interface"] == "eth7"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-
-    def unknown(_name: str) -> str:
-        raise OSError("no such host")
-
-    monkeypatch.setattr(machine.socket, "gethostbyname", unknown)
-    assert machine.local_rank_info("cpu", "gloo")["interface"] is None
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    told = [machine.local_rank_info("cpu", backend)["interface"] for backend in ("gloo", "nccl", None)]
+    assert told == ["eth7", None, None]
 
 
 # ------------------------------------------------------------------------------ no secrets
 
 
 def test_the_environment_is_recorded_by_an_allow_list() -> None:
-    env = {
+    recorded = {
         "NCCL_DEBUG": "INFO",
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
         "TORCH_NCCL_BLOCKING_WAIT": "1",
         "CUDA_VISIBLE_DEVICES": "0,1",
-        "NCCL_LONG": "1," * 500,
-        "AWS_SECRET_ACCESS_KEY": "leak",
-        "HF_TOKEN": "leak",
-        "HOME": "/home/leak",
-        "PATH": "/leak",
-        "TORCHELASTIC_ERROR_FILE": "/leak",
-        "NCCL_API_TOKEN": "leak",
-        "XOMP_": "leak",
-        "NCCL_NET_PLUGIN": "tok=leak",
-        "NCCL_PROXY": "https://me:leak@host",
     }
-    kept = machine.environment(env)
-    assert set(kept) == {
-        "NCCL_DEBUG",
-        "GLOO_SOCKET_IFNAME",
-        "OMP_NUM_THREADS",
-        "TORCH_NCCL_BLOCKING_WAIT",
-        "CUDA_VISIBLE_DEVICES",
-        "NCCL_LONG",
-        "NCCL_NET_PLUGIN",
-        "NCCL_PROXY",
-    }
-    assert "leak" not in str(kept)
-    assert len(kept["NCCL_LONG"]) == 200
+    refused = (
+        "AWS_SECRET_ACCESS_KEY",
+        "HF_TOKEN",
+        "HOME",
+        "TORCHELASTIC_ERROR_FILE",
+        "NCCL_API_TOKEN",
+        "XOMP_",
+    )
+    masked = {"NCCL_NET_PLUGIN": "token=leak", "NCCL_PROXY": "https://me:leak@host"}
+    kept = machine.environment(recorded | masked | dict.fromkeys(refused, "leak"))
+    assert kept == recorded | {"NCCL_NET_PLUGIN": "token=***", "NCCL_PROXY": "https://***@host"}
 
 
 @pytest.mark.parametrize(
     ("argv", "shown"),
     [
-        (["run", "-o", "x.jsonl"], ["run", "-o", "x.jsonl"]),
-        (["--filter", "pass=forward key_size=8 tokens=4096 author=me"],) * 2,
+        (["run", "-o", "x.jsonl", "a" * 500], ["run", "-o", "x.jsonl", "a" * 500]),
+        (["--filter", "pass=forward tokens=4096 author=me token_bytes=2 key=1"],) * 2,
         (["--token", "leak", "run"], ["--token", "***", "run"]),
         (["--api-key=leak"], ["--api-key=***"]),
-        (["--key=leak", "--key", "leak"], ["--key=***", "--key", "***"]),
-        (["--header", "Authorization: Bearer leak leak"], ["--header", "Authorization: ***"]),
-        (["--header=X-Api-Key:leak"], ["--header=X-Api-Key:***"]),
-        (["-H", "cookie: a=leak; b=leak"], ["-H", "cookie: ***"]),
+        (["--header", "Authorization: Bearer leak"], ["--header", "Authorization: ***"]),
         (["WANDB_API_KEY=leak"], ["WANDB_API_KEY=***"]),
-        (["env:A=1,DB_PASS=le,ak,B=2"], ["env:A=1,DB_PASS=***,B=2"]),
-        (['{"a": 1, "password": "leak", "b": 2}'], ['{"a": 1, "password": ***, "b": 2}']),
-        (["https://me:leak@host/x?sig=leak&y=1"], ["https://***@host/x?sig=***&y=1"]),
-        (["--api-key leak"], ["--api-key ***"]),
-        (["-x 1 --password le ak --y 2"], ["-x 1 --password *** --y 2"]),
-        (["say Bearer leak"], ["say Bearer ***"]),
-        ([f"with ghp_{'x' * 36} inside"], ["with *** inside"]),
-        (["https://me:le@ak@host/x", "https://me:le/ak@host"], ["https://***@host/x", "https://***@host"]),
-        (["curl -u me:leak --user=me:leak x"], ["curl -u me:*** --user=me:*** x"]),
-        (["AccountKey=leak;E=1", "sharedSig=leak"], ["AccountKey=***;E=1", "sharedSig=***"]),
-        (["PASS=leak", "--pw", "leak", "creds=leak"], ["PASS=***", "--pw", "***", "creds=***"]),
-        ([r"{\"password\": \"leak\"}", "password%3Dleak"], [r"{\"password\": ***", "password%3D***"]),
-        (["-----BEGIN PRIVATE KEY-----\nleak\n-----END"], ["-----BEGIN PRIVATE KEY-----***-----END"]),
-        ([f"nvapi-{'x' * 20} npm_{'x' * 36}"], ["*** ***"]),
-        (["--monkey=1", "turkey: 1", "mode=pass"], ["--monkey=1", "turkey: 1", "mode=pass"]),
-        (["a" * 500], ["a" * 197 + "..."]),
+        (["env:A=1,DB_PASSWORD=leak,B=2"], ["env:A=1,DB_PASSWORD=***,B=2"]),
+        (['{"a": 1, "password": "leak", "b": 2}'], ['{"a": 1, "password": "***", "b": 2}']),
+        (
+            ["https://me:leak@host/x?y=1", "https:/me:leak@host"],
+            ["https://***@host/x?y=1", "https:/***@host"],
+        ),
+        (["-x 1 --password leak --y 2"], ["-x 1 --password *** --y 2"]),
     ],
 )
 def test_arguments_lose_their_secrets(argv: list[str], shown: list[str]) -> None:
     assert masking.mask_arguments(argv) == shown
-
-
-def test_a_run_of_arguments_is_limited() -> None:
-    assert len(masking.mask_arguments(["x"] * 10_000)) == 200
-
-
-def test_what_is_said_of_arguments_loses_their_secrets() -> None:
-    argv = ["show", "https://me:leak@host/x", "--to=token=leak", "--api-key", "leak", "-o", "x"]
-    said = "no https:/me:leak@host/x, no token=leak nor 'leak'; leaks and x stay"
-    assert masking.mask_echoes(said, argv) == "no https://***@host/x, no *** nor '***'; leaks and x stay"
-
-
-def test_variables_keep_a_mark_of_their_secrets() -> None:
-    shown = masking.mask_variables({"TOKEN": "leak", "A": "1", "NCCL_NET_PLUGIN": "tok=leak"})
-    assert (
-        shown["A"] == "1"
-        and "leak" not in str(shown)
-        and all(shown[n].startswith("***") for n in shown if n != "A")
-    )
-    assert shown["TOKEN"] != masking.mask_variables({"TOKEN": "other"})["TOKEN"]
-
-
-def test_of_variables_numbers_known_words_and_paths_are_kept() -> None:
-    kept = (
-        "",
-        "4",
-        "-1",
-        "0x1f",
-        "4194304",
-        "4MiB",
-        "0.5",
-        "0-3,8",
-        "Ring",
-        "^Tree",
-        "allreduce:tree;broadcast:ring",
-        "INIT,NET",
-        "=eth0",
-        "^docker0,lo",
-        "enp65s0f0",
-        "mlx5_0:1,mlx5_1:1",
-        "expandable_segments:True,max_split_size_mb:128",
-        "granularity=fine,compact,1,0",
-        "{0:4}:8:4",
-        "10.0.0.1:1234",
-        "/var/log/nccl.%h.txt",
-        "../step.so",
-        "/usr/lib/libjemalloc.so.2:libtcmalloc.so",
-        "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
-    )
-    hidden = (
-        "--password leak",
-        "leak",
-        "hunter2",
-        "a=leak",
-        "/opt/token=leak/bin",
-        "https://me:leak@host",
-        "1 leak",
-    )
-    hidden += ("Ring --api-key leak", "x" * 40, "ghp_" + "x" * 36, "/a b", "deadbeefcafe")
-    for value in kept:
-        assert masking.mask_variables({"A": value}) == {"A": value}
-    for value in hidden:
-        assert masking.mask_variables({"A": value})["A"].startswith("***"), value
+    assert masking.is_whole(shown) == (argv == shown)
 
 
 # -------------------------------------------------------------------------------------- git
@@ -316,7 +214,9 @@ def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None
 # -------------------------------------------------------------------------------------- CPU
 
 
-def test_the_cpu_of_a_foreign_machine(tmp_path: Path) -> None:
+def test_the_cpu_of_a_foreign_machine_and_of_one_that_tells_nothing(tmp_path: Path) -> None:
+    nothing = machine.cpu(tmp_path)
+    assert (nothing.governor, nothing.numa_nodes, nothing.physical_cores) == (None, None, None)
     (tmp_path / "proc").mkdir()
     blocks = [
         f"processor\t: {i}\nmodel name\t: Some CPU @ 3 GHz\nphysical id\t: {i // 4}\ncore id\t\t: {i % 2}\n"
@@ -329,15 +229,8 @@ def test_the_cpu_of_a_foreign_machine(tmp_path: Path) -> None:
         (folder / "scaling_governor").write_text("powersave\n")
         (tmp_path / f"sys/devices/system/node/node{i}").mkdir(parents=True)
     cpu = machine.cpu(tmp_path)
-    assert cpu.model == "Some CPU @ 3 GHz"
-    assert cpu.physical_cores == 4
-    assert cpu.governor == "powersave"
-    assert cpu.numa_nodes == 2
-
-
-def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
-    cpu = machine.cpu(tmp_path)
-    assert (cpu.governor, cpu.numa_nodes, cpu.physical_cores) == (None, None, None)
+    assert (cpu.model, cpu.physical_cores) == ("Some CPU @ 3 GHz", 4)
+    assert (cpu.governor, cpu.numa_nodes) == ("powersave", 2)
 
 
 # ------------------------------------------------------------------------------------- GPUs
@@ -404,25 +297,20 @@ def test_a_cuda_device_is_found_behind_visible_devices(
     assert (machine.gpu_state(index) is None) == (handle is None)
 
 
-def test_a_broken_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+@pytest.mark.parametrize("broken", ["pynvml", "pynvml.nvmlInit"])
+def test_missing_bindings_or_a_broken_library_are_no_error(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def init() -> None:
         raise OSError("libnvidia-ml.so.1: file too short")
 
     loaded_nvml.cache_clear()
-    monkeypatch.setattr("pynvml.nvmlInit", broken)
+    if broken == "pynvml":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    else:
+        monkeypatch.setattr(broken, init)
     try:
-        assert machine.nvml() is None
-        assert machine.gpus() == []
-        assert machine.gpu_state(0) is None
+        assert (machine.nvml(), machine.gpus(), machine.gpu_state(0)) == (None, [], None)
         assert machine.driver_version() is None
-    finally:
-        loaded_nvml.cache_clear()
-
-
-def test_missing_bindings_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded_nvml.cache_clear()
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    try:
-        assert machine.nvml() is None
     finally:
         loaded_nvml.cache_clear()

@@ -1,4 +1,4 @@
-"""`pytest FILE`: its suites are tests, with names for -k, files for other tools and a table that fits."""
+"""`pytest FILE`: its suites are tests, with names for -k and files for other tools; a fixture times functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sums(plan):
 
 @suite("sim", world="simulated", help="of one process")
 def sim(plan):
-    params = {"placements": "S(0),R", "a long name of a parameter": "and as long a value of it", "size": 2**20}
+    params = {"placements": "S(0),R", "size": 2**20}
     yield Case("add", params, build={"core": lambda world: build(world, 8), "torch": lambda world: build(world, 8)})
 
 
@@ -41,8 +41,8 @@ def build(world, n):
     a = torch.ones(n, n)
     return Workload(run=lambda: a @ a)
 """
+OWN = "\n\ndef test_of_ones_own():\n    assert not torch.distributed.is_initialized()\n"
 TESTS = """
-import pytest
 import torch
 import dtbench
 
@@ -56,6 +56,15 @@ def test_a_step(dtbench_run):
 def test_what_raises_fails(dtbench_run):
     dtbench_run(lambda: 1 / 0)
 """
+FILES = {"my_suite.py": SUITE, "test_own.py": TESTS, "test_mixed.py": SUITE + OWN, "mixed.py": SUITE + OWN}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("user")
+    for name, text in (FILES | {"pytest.ini": "[pytest]\n"}).items():
+        (folder / name).write_text(text)
+    return folder
 
 
 def run_pytest(folder: Path, *words: str) -> str:
@@ -76,15 +85,6 @@ def run_pytest(folder: Path, *words: str) -> str:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("user")
-    (made / "my_suite.py").write_text(SUITE)
-    (made / "test_own.py").write_text(TESTS)
-    (made / "pytest.ini").write_text("[pytest]\n")
-    return made
-
-
 def test_the_cases_of_a_suite_are_tests(folder: Path) -> None:
     out = run_pytest(folder, "my_suite.py", "--dtbench-quick", "--benchmark-json=x.json", "-v")
     # What does not follow from the number of ranks runs on one; the sums say what they need.
@@ -92,30 +92,34 @@ def test_the_cases_of_a_suite_are_tests(folder: Path) -> None:
     assert "2 skipped: needs several ranks: torchrun --nproc-per-node 4 -m pytest" in out
     ids = re.findall(r"my_suite\.py::(\S+)", out)
     assert len(set(ids)) == 6 and not [name for name in ids if set(name) & set("=(), ")]
-    tables = out[out.index("benchmark '") : out.index("Legend:")].splitlines()
-    assert len(tables) > 10 and max(map(len, tables)) <= 120
     text = (folder / "x.json").read_text()
     assert "UNSERIALIZABLE" not in text
-    found = {b["fullname"]: b for b in json.loads(text)["benchmarks"]}
-    assert found["my_suite.py::matmul[matmul-n:16-plain]"]["extra_info"]["params"] == {"n": 16}
-    assert {b["stats"]["rounds"] for b in found.values()} == {5}
+    benchmarks = {b["fullname"]: b for b in json.loads(text)["benchmarks"]}
+    assert benchmarks["my_suite.py::matmul[matmul-n:16-plain]"]["extra_info"]["params"] == {"n": 16}
+    assert {b["stats"]["rounds"] for b in benchmarks.values()} == {5}
 
 
-def test_tests_of_ones_own_keep_their_suites_and_find_no_process_group(folder: Path) -> None:
-    own = "\n\ndef test_of_ones_own():\n    assert not torch.distributed.is_initialized()\n"
-    (folder / "test_mixed.py").write_text(SUITE + own)
-    (folder / "mixed.py").write_text(SUITE + own)
-    few = ("--dtbench-quick", "--dtbench-rounds", "1", "-k", "own or add")
-    assert "1 passed in" in run_pytest(folder, "test_mixed.py", *few)
-    assert "3 passed, 4 deselected" in run_pytest(folder, "mixed.py", *few)
-    listed = ("-o", "dtbench_files=test_mixed.py")
-    assert "3 passed, 4 deselected" in run_pytest(folder, "test_mixed.py", *few, *listed)
+QUICK = ("--dtbench-quick", "--dtbench-rounds", "1", "-k")
 
 
-def test_names_can_be_chosen_by_k(folder: Path) -> None:
-    quick = ("my_suite.py", "--dtbench-quick", "--dtbench-rounds", "1", "-k")
-    assert "1 passed, 5 deselected" in run_pytest(folder, *quick, "n:16")
-    assert "1 passed, 5 deselected" in run_pytest(folder, *quick, "S0-R and torch and size:1048576")
+@pytest.mark.parametrize(
+    ("words", "outcome"),
+    [
+        (("my_suite.py", *QUICK, "n:16"), "1 passed, 5 deselected"),
+        (("my_suite.py", *QUICK, "S0-R and torch and size:1048576"), "1 passed, 5 deselected"),
+        # Files of tests keep their suites to themselves, and find no process group of a suite's.
+        (("test_mixed.py", *QUICK, "own or add"), "1 passed in"),
+        (("mixed.py", *QUICK, "own or add"), "3 passed, 4 deselected"),
+        (
+            ("test_mixed.py", *QUICK, "own or add", "-o", "dtbench_files=test_mixed.py"),
+            "3 passed, 4 deselected",
+        ),
+        (("my_suite.py", "--dtbench-size", "much"), "expected"),
+    ],
+)
+def test_which_suites_are_measured(folder: Path, words: tuple[str, ...], outcome: str) -> None:
+    out = run_pytest(folder, *words)
+    assert outcome in out, out
 
 
 def test_a_fixture_times_functions_of_ones_own_tests(folder: Path) -> None:

@@ -17,7 +17,7 @@ from dtbench.cli.doctor import print_findings
 from dtbench.comparison.runs import compare
 from dtbench.comparison.tables import print_comparison
 from dtbench.engine.progress import line_of
-from dtbench.machine.doctor import Finding
+from dtbench.machine.doctor import MachineFinding
 from dtbench.records.frame import cases_frame, results_frame
 from dtbench.records.frame import cells as cells_of
 from dtbench.reporting.tables import print_runs, print_runs_json
@@ -362,7 +362,7 @@ def test_text_from_a_file_can_not_steer_the_terminal(capsys: Capture) -> None:
     )
     print_runs([one])
     print_comparison(compare([one], [one]))
-    print_findings([Finding(evil, False, evil, evil, evil)])
+    print_findings([MachineFinding(evil, False, evil, evil, evil)])
     out = capsys.readouterr().out
     assert not set("\x1b\x07\u202e\r") & set(out)
     assert "[red]x[/red]" in out  # shown, and not taken as markup
@@ -427,9 +427,9 @@ def test_two_sides_without_a_case_in_common_are_one_line(capsys: Capture) -> Non
 def test_findings_name_effect_and_remedy(capsys: Capture) -> None:
     print_findings(
         [
-            Finding("governor", False, "powersave", "slow start", "cpupower"),
-            Finding("swap", True, "none"),
-            Finding("turbo", None, "unknown: no switch"),
+            MachineFinding("governor", False, "powersave", "slow start", "cpupower"),
+            MachineFinding("swap", True, "none"),
+            MachineFinding("turbo", None, "unknown: no switch"),
         ]
     )
     out = capsys.readouterr().out
@@ -453,7 +453,7 @@ def test_json_is_strict_and_alone_on_stdout(capsys: Capture) -> None:
     assert "samples_s" not in shown
     print_comparison(compare([one], [one]), as_json=True)
     assert load()["rows"][0]["verdict"] == "inconclusive"
-    print_findings([Finding("a", None, "b")], as_json=True)
+    print_findings([MachineFinding("a", None, "b")], as_json=True)
     assert load() == [{"check": "a", "ok": None, "got": "b", "effect": "", "remedy": ""}]
 
 

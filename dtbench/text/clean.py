@@ -18,35 +18,14 @@ _COLOURS = r"\x1b\[[0-9;]*m"
 _OF_BARS = rf"{_COLOURS}|\r|\x1b\[[0-9]*[AK]|\x1b\[\?25[lh]"
 
 
-# click takes a stream of ASCII for misconfigured and writes into its buffer, past what cleans: it has another name.
-_ASCII = "dtbench_ascii"
-
-
-def _find_codec(name: str) -> codecs.CodecInfo | None:
-    if name != _ASCII:
-        return None
-    codec = codecs.lookup("ascii")
-    return codecs.CodecInfo(
-        codec.encode,
-        codec.decode,
-        codec.streamreader,
-        codec.streamwriter,
-        codec.incrementalencoder,
-        codec.incrementaldecoder,
-        name=_ASCII,
-    )
-
-
-codecs.register(_find_codec)
-
-
 class CleanStream(io.TextIOWrapper):
     """A text stream over another one's buffer, in which controls are written as `\\x1b`."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(
             stream.buffer,
-            encoding=_ASCII if codecs.lookup(stream.encoding).name == "ascii" else stream.encoding,
+            # click writes past a stream of ASCII, which it takes for misconfigured.
+            encoding="utf-8" if codecs.lookup(stream.encoding).name == "ascii" else stream.encoding,
             errors="backslashreplace",
             line_buffering=bool(stream.line_buffering),
             write_through=getattr(stream, "write_through", False),

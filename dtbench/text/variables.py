@@ -1,11 +1,11 @@
-"""Lists of variables on the command line, of an arm of a gate or of a sweep."""
+"""Lists of variables on the command line, of an arm of a gate."""
 
 from __future__ import annotations
 
 import re
 
 from dtbench.suite.errors import UsageError
-from dtbench.text.masking import mask, mask_variables
+from dtbench.text.masking import mask, mask_options
 
 # An arm that set these would not measure what it says.
 _OWN_VARIABLES = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -33,9 +33,9 @@ def parse_variables(text: str) -> dict[str, str]:
 
 
 def masked_list(text: str) -> str:
-    """The list, each value as `mask_variables` shows it.
+    """The list, each value as `mask_options` shows it.
 
     Raises:
         UsageError: as `parse_variables`.
     """
-    return ",".join(f"{name}={value}" for name, value in mask_variables(parse_variables(text)).items())
+    return ",".join(f"{name}={value}" for name, value in mask_options(parse_variables(text)).items())

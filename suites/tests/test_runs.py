@@ -137,7 +137,8 @@ CHOICE = "detach or (redistribute and not dispatch) or (collectives and all_redu
 def pytest_form(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Some cases on 2 ranks, saved twice: as a file and in pytest-benchmark's storage."""
     folder = tmp_path_factory.mktemp("pytest_form")
-    words = "-m torch.distributed.run --nproc-per-node 2 -m pytest suites --quick --size 4KiB --rounds 7"
+    options = "--dtbench-quick --dtbench-size 4KiB --dtbench-rounds 7"
+    words = f"-m torch.distributed.run --nproc-per-node 2 -m pytest suites {options}"
     files = (
         f"--benchmark-json={folder}/run.json --benchmark-storage=file://{folder}/storage --benchmark-autosave"
     )
@@ -149,7 +150,6 @@ def test_pytest_writes_one_file_with_the_agreed_times(pytest_form: Any):
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list((folder / "storage").rglob("*.json"))) == 1
     data = json.loads((folder / "run.json").read_text())
-    assert data["dtbench"]["schema"] == 1
     names = [b["fullname"] for b in data["benchmarks"]]
     assert len(set(names)) == len(names)
     suites = Counter(b["extra_info"]["suite"] for b in data["benchmarks"])
@@ -184,7 +184,17 @@ def test_pytest_benchmark_compares_the_files(pytest_form: Any):
 
 
 def test_one_process_measures_simulated_suites_and_says_what_the_others_need():
-    words = ["-m", "pytest", "suites", "--quick", "--rounds", "3", "-p", "no:cacheprovider", "-k"]
+    words = [
+        "-m",
+        "pytest",
+        "suites",
+        "--dtbench-quick",
+        "--dtbench-rounds",
+        "3",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+    ]
     done = start_python(*words, "detach or scatter")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest" in done.stdout

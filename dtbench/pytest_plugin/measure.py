@@ -1,0 +1,246 @@
+"""A case's impl as a pytest-benchmark test, and the world it runs in: ranks, simulated ranks, or one rank alone.
+
+A round is one sample of the harness: `calls_per_sample` calls after a barrier. What is recorded is the
+slowest rank's time of each round, per call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from dtbench.engine.clock import clocks_of
+from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.engine.options import RunRequest, Task, list_tasks, parse_dtypes, parse_sizes
+from dtbench.engine.place import RankPlace, find_place
+from dtbench.engine.rank import LaunchedRank, quiet_torch
+from dtbench.engine.ranks import AloneRanks, LiveWorld, device_of, simulated_world, world_of_one
+from dtbench.engine.sampling import CollectiveSchedule, RankGroup
+from dtbench.machine.device import DEFAULT_CPU_RANKS, choose_device
+from dtbench.stats import summarize
+from dtbench.suite import estimator_of
+from dtbench.suite.errors import UsageError, complain
+from dtbench.suite.mesh import parse_mesh
+from dtbench.suite.suites import Suite
+
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+ROUNDS, QUICK_ROUNDS = 20, 5
+# Seconds for which a collective may hang before its group gives up.
+TIMEOUT_S = 60.0
+_LIVE: pytest.StashKey[Live] = pytest.StashKey()
+
+
+# ----------------------------------------------------------------------------- worlds
+
+
+class Up(NamedTuple):
+    """A world, its ranks' votes and their barrier."""
+
+    world: LiveWorld
+    ranks: RankGroup
+    barrier: Callable[[], None]
+
+
+class Live:
+    """The world that is up, of one kind at a time: first the simulated one, then the ranks'."""
+
+    def __init__(self, place: RankPlace | None, options: RunRequest, show: Callable[[], None]) -> None:
+        self._show = show
+        self._kind = ""
+        self._up: Up
+        self._world = contextlib.ExitStack()
+        self._life = contextlib.ExitStack()
+        quiet_torch()
+        self.rank = LaunchedRank(place, self._report) if place and place.world_size > 1 else None
+        if self.rank is not None:
+            self._life.enter_context(self.rank)
+        self.device_type = choose_device(options.device)
+        size = options.ranks or DEFAULT_CPU_RANKS
+        self.plan = options.resolve(self.device_type, place.world_size if place else size)
+        # Without a launcher, suites of ranks whose cases do not follow from the number of ranks run on one.
+        self._single = None if self.rank or options.mesh else options.resolve(self.device_type, 1)
+
+    def tasks(self, suite: Suite) -> list[Task]:
+        """The cases of a suite; raises UsageError where it cannot list them."""
+        return list_tasks([suite], self.plan)
+
+    def runs_alone(self, suite: Suite) -> bool:
+        """Whether a suite of ranks has the same cases on one rank."""
+        if self._single is None:
+            return False
+        try:
+            single = [task.label for task in list_tasks([suite], self._single)]
+        except UsageError:
+            return False
+        return single == [task.label for task in self.tasks(suite)]
+
+    def enter(self, kind: str, *, alone: bool = False) -> Up:
+        """The world of this kind, made where another one is up; skips the test where there is none to be had.
+
+        alone: one rank will do.
+        """
+        if kind == "ranks" and self.rank is None:
+            if not alone:
+                pytest.skip(
+                    "needs several ranks: torchrun --nproc-per-node 4 -m pytest, with the same arguments"
+                )
+            kind = "alone"
+        if kind != self._kind:
+            self._world.close()
+            self._up = self._make(kind)
+            self._kind = kind
+        if kind == "simulated" and self.rank is not None and self.rank.place.rank != 0:
+            pytest.skip("rank 0 measures alone")
+        return self._up
+
+    def _make(self, kind: str) -> Up:
+        device = device_of(self.device_type, self.rank.place.local_rank if self.rank else 0)
+        if kind == "alone":
+            world, barrier = self._world.enter_context(world_of_one(device))
+            return Up(world, AloneRanks(), barrier)
+        if kind == "simulated" or self.rank is None:
+            return Up(self._world.enter_context(simulated_world(device)), AloneRanks(), lambda: None)
+        if not self.rank.joined:
+            self.rank.join(self.device_type)
+        world, barrier = self._world.enter_context(self.rank.process_group(self.plan.mesh, TIMEOUT_S))
+        return Up(world, self.rank.ranks, barrier)
+
+    def _report(self, diagnosis: Diagnosis, _case: ActiveCase) -> None:
+        """On the lowest living rank, in a helper thread, before this process ends."""
+        self._show()
+        complain(diagnosis.sentence)
+
+    def leave(self) -> None:
+        """The world that is up; the next to enter one makes it again."""
+        self._world.close()
+        self._kind = ""
+
+    def close(self) -> None:
+        self.leave()
+        self._life.close()
+
+
+def live_of(config: pytest.Config) -> Live:
+    """Made once per session; raises UsageError where the options cannot be followed."""
+    if _LIVE not in config.stash:
+        # RankGroup that share cores and each start a thread per core would measure the fight for them.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        option = config.option
+        options = RunRequest(
+            mesh=parse_mesh(option.dtbench_mesh) if option.dtbench_mesh else None,
+            sizes_bytes=parse_sizes(option.dtbench_size) if option.dtbench_size else None,
+            dtypes=parse_dtypes(option.dtbench_dtype),
+            quick=option.dtbench_quick,
+        )
+        capture = config.pluginmanager.get_plugin("capturemanager")
+        show = capture.suspend_global_capture if capture else lambda: None
+        config.stash[_LIVE] = Live(find_place(), options, show)
+    return config.stash[_LIVE]
+
+
+def close(config: pytest.Config) -> None:
+    """Leaves the world, if there is one."""
+    if _LIVE in config.stash:
+        config.stash[_LIVE].close()
+
+
+# ----------------------------------------------------------------------------- rounds
+
+
+def test_of(task: Task, impl: str, *, alone: bool) -> Callable[..., None]:
+    """The test function. alone: a suite of ranks that runs on one."""
+
+    def test(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> None:
+        option = request.config.option
+        rounds = option.dtbench_rounds or (QUICK_ROUNDS if option.dtbench_quick else ROUNDS)
+        up = live_of(request.config).enter(task.suite.world, alone=alone)
+        bad = Rounds(benchmark, (task, impl), up, rounds).run(up.world).get(impl)
+        if bad is None:
+            return
+        if benchmark.stats is not None:  # rounds were timed already: not to be written
+            benchmark.has_error = True
+            benchmark.stats.stats.data.clear()
+        if bad.status == "skipped" or up.ranks.rank != 0:
+            pytest.skip(bad.reason)
+        pytest.fail(f"{bad.status} on rank {bad.rank}: {bad.reason}", pytrace=False)
+
+    return test
+
+
+class Rounds(CollectiveSchedule):
+    """The schedule of one impl of a case under pytest-benchmark: so many rounds on all ranks, then what they mean.
+
+    pytest-benchmark counts the rounds; their times are those of the harness's clock."""
+
+    def __init__(self, benchmark: BenchmarkFixture, task: tuple[Task, str], up: Up, rounds: int) -> None:
+        self.task, self.impl = task
+        super().__init__(self.task.case, [self.impl], up.ranks, ActiveCase())
+        self.benchmark, self.barrier, self.rounds = benchmark, up.barrier, rounds
+        self.clock = clocks_of(up.world.device)[self.case.instrument]
+        self.subject = self.live[self.impl]
+        self.samples: list[float] = []
+
+    def agree(self) -> None:
+        """What stops one rank stops all."""
+        self.vote(None, lambda _votes: None)
+
+    def warm_up(self) -> None:
+        self.agree()
+
+    def sample(self) -> None:
+        self.agree()
+        self.subject.attempt(self.time_rounds)
+        self.agree()
+
+    def time_rounds(self) -> None:
+        calls = self.case.calls_per_sample
+
+        def setup() -> None:
+            self.subject.ready()
+            self.clock.settle()
+            if self.case.clock == "device":
+                self.barrier()
+
+        def sample() -> None:
+            self.samples.append(self.clock.measure(self.subject.workload.run, calls))
+
+        warmup_rounds = -(-self.case.warmup_calls // calls)
+        self.benchmark.pedantic(sample, setup=setup, rounds=self.rounds, warmup_rounds=warmup_rounds)
+
+    def finish(self) -> None:
+        """Puts the agreed times in the place of this rank's, and beside them what they mean."""
+        workload, case, stats = self.subject.workload, self.case, self.benchmark.stats
+        count = workload.counters or dict
+        counters = self.subject.attempt(lambda: dict(count()))
+        mine = self.samples[-self.rounds :] if stats is not None and workload.participates else None
+        agreed = self.vote(mine, slowest)
+        if stats is None:  # --benchmark-disable
+            return
+        stats.stats.data[:] = agreed
+        stats.iterations = case.calls_per_sample
+        # A table of each case, whose rows are its impls.
+        stats.group = " ".join([self.task.suite.name, case.name, *map(str, case.params.values())])
+        stats.name = self.impl
+        info: dict[str, object] = {
+            "suite": self.task.suite.name,
+            "impl": self.impl,
+            "params": dict(case.params),
+        }
+        if case.size_bytes is not None:
+            info["size_bytes"] = case.size_bytes
+            algbw_Bps = case.size_bytes / getattr(summarize(stats.stats.data), estimator_of(case))  # noqa: N806
+            info["algbw_Bps"] = algbw_Bps
+            if case.busbw_factor is not None:
+                info["busbw_Bps"] = algbw_Bps * case.busbw_factor
+        self.benchmark.extra_info |= info | ({"counters": counters} if counters else {})
+
+
+def slowest(votes: list[list[float] | None]) -> list[float]:
+    """Round by round, over the ranks that took part."""
+    return [max(samples) for samples in zip(*(v for v in votes if v is not None), strict=True)]
