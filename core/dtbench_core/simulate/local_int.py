@@ -168,7 +168,6 @@ _NUMBERS: dict[str, Call] = {
     "round": round,
     "sym_int": int,
     "is_integer": lambda a: float(a).is_integer(),
-    "sym_ite": lambda a, then, otherwise: then if a else otherwise,
 }
 
 
