@@ -1,6 +1,6 @@
-# `make bench` measures, calibrates and reports; `make lab` calibrates two hosts made on this machine. `make test`
-# checks all but what is slow, `make test-all` everything, `make coverage` every op against a committed table, `make gpu`
-# measures what one GPU can show in nine minutes. All install first.
+# `make bench` measures, calibrates and reports. `make test` checks all but what is slow, `make test-all` everything,
+# `make coverage` every op against a committed table, `make gpu` measures what one GPU can show in nine minutes. All
+# install first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,13 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(shell date -u +%Y%m%dT%H%M%SZ)
 RUN := results/bench-$(STAMP)
 PAGE := reports/bench-$(STAMP).html
-COVERAGE := results/run-coverage-$(STAMP)
-COMPAT := results/run-compat-$(STAMP)
 
-LAB := results/lab-$(STAMP)
-HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
-
-.PHONY: pictures bench lab plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage compat docs size install checks lint types imports fast slow clean
+.PHONY: pictures bench plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -25,17 +20,6 @@ bench: install
 	@echo "results:  $(RUN).jsonl"
 	@echo "topology: $(RUN).topology.json"
 	@echo "report:   $(CURDIR)/$(PAGE)"
-
-# Two hosts on this machine with a link of 400 Mbit/s between them (needs root; half an hour): calibrates, then
-# says how well new launches at other sizes are predicted, and what the choices of each model cost.
-lab: install
-	@mkdir -p results
-	$(HOSTS) collectives redistribute --max-size 4MiB --filter mode=isolated -o $(LAB).jsonl
-	$(BIN)/dtbench calibrate $(LAB).jsonl -o $(LAB).topology.json
-	$(HOSTS) collectives redistribute --size 1536B:1536KiB:4x --launches 2 --filter "groups=together mode=isolated" -o $(LAB)-new.jsonl
-	$(BIN)/dtbench calibrate --validate $(LAB).topology.json $(LAB)-new.jsonl
-	$(HOSTS) regret --filter redistribute --topology $(LAB).topology.json --launches 3 --timeout 120 -o $(LAB)-ways.jsonl
-	$(BIN)/dtbench calibrate --regret $(LAB).topology.json $(LAB)-ways.jsonl
 
 # What one GPU can show, by worth; what results/gpu.zip holds already is not done again. Then: the same commands on this
 # CPU, with a fake GPU; no figure counts. Without `make` the script needs python3 and .wheels alone, see `wheels`.
@@ -56,9 +40,10 @@ wheels: install
 		$(foreach n,2_17 2_27 2_28 2014,--platform=manylinux$(if $(filter 2014,$n),,_)$n_x86_64) \
 		-c .ci/constraints.txt -d .wheels $(WHEELS)
 
-# The checks beside the tests: these wait for each other's ranks a third of the time.
+# The checks first: the tests keep two cores busy.
 test: install
-	@$(MAKE) --no-print-directory -j2 --output-sync=line checks fast
+	@$(MAKE) --no-print-directory checks
+	@$(MAKE) --no-print-directory fast
 
 checks: install
 	@$(MAKE) --no-print-directory lint
@@ -81,18 +66,10 @@ large: install
 against-torch: install
 	$(BIN)/python -m dtbench.tests.against_torch results/run-against-torch-benchmark.md
 
-# Is every op that was right still right? Measures the core as results/coverage-core.json was made (4
-# ranks in a process, all modes) and exits with an error if an op became worse.
+# Is every op that was right still right? Judges the core as results/coverage-core.json was made (four ranks in a process,
+# all modes) and exits with an error and their names if an op became worse.
 coverage: install
-	@mkdir -p results
-	$(BIN)/dtbench run coverage --impl core --quick -o $(COVERAGE).jsonl > $(COVERAGE).log || test $$? -eq 5
-	$(BIN)/dtbench coverage $(COVERAGE).jsonl --base results/coverage-core.json
-
-# Does what worked with PyTorch's other machinery still work? As `coverage`, against results/compat-core.json.
-compat: install
-	@mkdir -p results
-	$(BIN)/dtbench run compat --impl core --workers 2 -o $(COMPAT).jsonl > $(COMPAT).log || test $$? -eq 5
-	$(BIN)/dtbench coverage $(COMPAT).jsonl --base results/compat-core.json
+	$(BIN)/python -m core.tests.coverage --base results/coverage-core.json
 
 # Published steps and collectives beside what `dtbench plan` predicts: results/plan, a minute.
 STEPS := results/reference/step-times
@@ -115,7 +92,7 @@ docs: install
 # The picture of the README's first screen and those of the pages, of what the commands write from committed files; the
 # latter need a chromium.
 pictures: install
-	$(BIN)/python -m dtbench.tests.answers docs/pages/answers.png
+	$(BIN)/python docs/answers.py docs/pages/answers.png
 	$(BIN)/python docs/pictures.py
 
 install: $(VENV)/installed
@@ -140,10 +117,10 @@ types: install
 imports: install
 	$(BIN)/lint-imports
 
-# One thread per rank: the worlds of the tests hold more ranks than small machines have cores. Two files at
-# a time: ranks often wait for each other. Which test is of which tier stands in dtbench/tests/tiers.py.
+# One thread per rank: the worlds of the tests hold more ranks than small machines have cores. A worker that is done
+# takes tests from the other. Which test is of which tier stands in dtbench/tests/tiers.py.
 fast slow: install
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m $@
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m $@
 
 # Lines of Python per room: `make size` as checked out, `make size AT=v0.1` at that revision.
 size:

@@ -24,26 +24,16 @@ FOLDER = ROOT / "docs" / "pages" / "pictures"
 SCREEN = {"width": 1280, "height": 820}
 
 # Pages as they are, of which the first screen is seen.
-PAGES = {
-    "report": "reports/example.html",
-    "gate": "reports/example-gate.html",
-    "import": "reports/example-imported.html",
-    "flame": "results/profile/to_local/flame.svg",
-}
+PAGES = {"report": "reports/example.html", "gate": "reports/example-gate.html"}
 # Commands that write {page}, and what of it is seen.
 REPORT = "dtbench report {files} -o {{page}}"
 COMMANDS = {
-    "calibrate": (REPORT.format(files="results/lab/2x2-400mbit.topology.json"), "#redistribute figure"),
-    "regret": (REPORT.format(files="results/lab/2x2-400mbit-regret.json"), "#redistribute figure"),
-    "settings": (REPORT.format(files="results/settings/buckets-cpu-2ranks.jsonl"), "#bucketer figure"),
-    "stages": (REPORT.format(files="results/profile/add"), "#dispatch figure"),
-    "timeline": (REPORT.format(files="results/profile/mlp"), "#bucketer figure >> nth=1"),
-    "history": (REPORT.format(files="results/history/*.jsonl"), "#history figure"),
-    "plan": (
-        "dtbench plan --model llama-70b --gpus 512 --batch 1024 --json > {page}.json && "
-        + REPORT.format(files="{page}.json"),
-        "#plan figure",
+    "calibrate": (
+        REPORT.format(files="results/baseline-cpu-gloo-4ranks.topology.json"),
+        "#redistribute figure",
     ),
+    "buckets": (REPORT.format(files="results/buckets-cpu-2ranks.jsonl"), "#bucketer figure"),
+    "stages": (REPORT.format(files="results/profile/add"), "#dispatch figure"),
     "preflight": ("dtbench preflight --nproc 4 --device cpu -o {page}", "#preflight figure"),
 }
 
@@ -55,10 +45,10 @@ def main() -> None:
         for name, page in PAGES.items():
             take(browser, ROOT / page, name)
         for name, (command, seen) in COMMANDS.items():
-            made = Path(folder) / f"{name}.html"
-            command = command.format(page=made).replace("dtbench ", f"{sys.executable} -m dtbench ")
+            written = Path(folder) / f"{name}.html"
+            command = command.format(page=written).replace("dtbench ", f"{sys.executable} -m dtbench ")
             subprocess.run(command, shell=True, cwd=ROOT, check=False)  # 1 where preflight finds a slow link
-            take(browser, made, name, seen)
+            take(browser, written, name, seen)
         browser.close()
     with ThreadWorld(8) as world:
         (FOLDER / "sharding.svg").write_text(world.run(sharding)[0])

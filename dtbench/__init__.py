@@ -1,7 +1,8 @@
 """dtbench measures what distributed tensors cost and turns the measurements into decisions.
 
-Reading order: `model` (the data), `suite` (what a suite imports), `bench` (how a case is timed), `world` (who runs it),
-`records` (where results go), then `cost`, `judge` and `show`.
+Reading order: `suite` (what a benchmark is), `engine` (how a case is timed, and who runs it), `records` (what is
+written), then `cost`, `comparison`, `gate` and `reporting`. The rooms are not called `run`, `compare` and `report`, as
+a package of that name would take the place of the function `dtbench.run`.
 """
 
 from __future__ import annotations

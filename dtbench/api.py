@@ -19,20 +19,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dtbench.model import Case, ClockKind, Header, Result, Run, Workload
-from dtbench.model.case import Instrument
-from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
-from dtbench.model.suites import Suite
 from dtbench.records.topology import Topology
+from dtbench.suite import Case, ClockKind, Header, Result, Run, Workload
+from dtbench.suite.case import Instrument
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
+from dtbench.suite.suites import Suite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from dtbench.bench.clock import Clock
-    from dtbench.bench.sampling import Ranks
-    from dtbench.judge.compare import Comparison
+    from dtbench.comparison.runs import Comparison
+    from dtbench.engine.clock import Clock
+    from dtbench.engine.ranks import LiveWorld
+    from dtbench.engine.sampling import RankGroup
     from dtbench.records.frame import Runs
-    from dtbench.world.ranks import LiveWorld
 
 Function = Callable[[], object]
 _calls = itertools.count()
@@ -52,12 +52,12 @@ class Results(Run):
     """A run, which `print` and a notebook show as a table."""
 
     def __repr__(self) -> str:
-        from dtbench.bench.progress import summary_of
+        from dtbench.engine.progress import summary_of
 
         return f"<Results {self.path}: {summary_of(self.results)}>"
 
     def __str__(self) -> str:
-        from dtbench.show.tables import tables_of
+        from dtbench.reporting.tables import tables_of
 
         return tables_of(self)
 
@@ -71,7 +71,7 @@ class Results(Run):
         Raises:
             UsageError: nothing to draw, or several suites and none chosen.
         """
-        from dtbench.show.plot import plot
+        from dtbench.reporting.plot import plot
 
         return plot(self.results, suite, y, ax)
 
@@ -152,7 +152,7 @@ def compare(base: Runs, new: Runs) -> Comparison:
     Raises:
         UnreadableRunError: a file that is no run.
     """
-    from dtbench.judge import compare as judge
+    from dtbench.comparison import runs as judge
     from dtbench.records.frame import as_runs
 
     return judge.compare(as_runs(base), as_runs(new))
@@ -186,14 +186,14 @@ def report(
 ) -> Path:
     """Writes one HTML page of what was measured; its path.
 
-    of: runs, or paths of what `dtbench report` takes: run files, topologies, the JSON of gate or regret, profiles.
+    of: runs, or paths of what `dtbench report` takes: run files, topologies, the JSON of a gate, profiles.
     base: what to compare the runs with.
 
     Raises:
         UnreadableRunError: a file that is none of these. OutputError: the page cannot be written.
     """
     from dtbench.records.frame import as_runs
-    from dtbench.show.report import gather, write_report
+    from dtbench.reporting.html import gather, write_report
 
     several = [of] if isinstance(of, (Run, str, Path)) else list(of)
     runs = [one for one in several if isinstance(one, Run)]
@@ -210,7 +210,7 @@ def report(
 def _run_in_ranks(
     names: Sequence[str], options: Mapping[str, object], output: str | Path | None, progress: bool
 ) -> Results:
-    from dtbench.world.place import find_place
+    from dtbench.engine.place import find_place
 
     if find_place() is not None:
         raise UsageError(
@@ -242,13 +242,13 @@ def _words(names: Sequence[str], options: Mapping[str, object]) -> list[str]:
 def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
     """Runs dtbench in a process of its own and shows its lines, each in place of the one before; the exit code and
     the last line. An interrupt is handed on, so that what was measured is kept."""
-    from dtbench.bench.progress import Line
-    from dtbench.world.workers import Program
+    from dtbench.engine.progress import ProgressLine
+    from dtbench.engine.workers import StartedProgram
 
-    last, line, errors = "", Line(progress), []
+    last, line, errors = "", ProgressLine(progress), []
     reading, writing = os.pipe()
     with os.fdopen(reading, errors="replace") as said, os.fdopen(writing, "wb") as out:
-        program = Program([sys.executable, "-P", "-m", "dtbench", *words], out=out)
+        program = StartedProgram([sys.executable, "-P", "-m", "dtbench", *words], out=out)
         out.close()
         try:
             for text in said:
@@ -294,29 +294,26 @@ def _suite_of(what: object, clock: Literal["host", "device"]) -> Suite:
 def _run_here(
     suite: Suite, output: str | Path | None, progress: bool, timeout_s: float, functions: bool = False
 ) -> Results:
-    from dtbench.bench.options import RunOptions, list_tasks
-    from dtbench.bench.progress import Line
-    from dtbench.bench.runner import Sweep, budget_of
-    from dtbench.bench.sampling import Budget
-    from dtbench.bench.session import instruments_of
+    from dtbench.engine.failure import ActiveCase
+    from dtbench.engine.options import RunRequest, list_tasks
+    from dtbench.engine.progress import ProgressLine
+    from dtbench.engine.sampling import Budget, TaskSweep, budget_of
+    from dtbench.engine.session import instruments_of
     from dtbench.machine.provenance import local_rank_info, provenance
     from dtbench.records.atomic import refuse_taken
-    from dtbench.world.failure import ActiveCase
 
-    if suite.world == "own":
-        raise UsageError(f"{suite.name} starts processes of its own: give its name, {suite.name!r}")
     with _world(suite, timeout_s) as (world, ranks, barrier):
         if output is not None and ranks.rank == 0:
             refuse_taken(Path(output))
         device = world.device
-        plan = RunOptions().plan("cuda" if device.type == "cuda" else "cpu", world.world_size)
+        plan = RunRequest().resolve("cuda" if device.type == "cuda" else "cpu", world.world_size)
         results: list[Result] = []
         info = local_rank_info(str(device))
         infos = ranks.agree(info, lambda votes: votes)
         header = provenance(
             argv=[], plan=plan, suites=[suite.name], mesh=plan.mesh, ranks=infos, backend=None, launches=1
         )
-        line = Line(progress and ranks.rank == 0)
+        line = ProgressLine(progress and ranks.rank == 0)
         budget = (
             Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S) if functions else budget_of(suite.world, quick=False)
         )
@@ -329,7 +326,7 @@ def _run_here(
             results.append(result)
             line.result(result)
 
-        sweep = Sweep(
+        sweep = TaskSweep(
             0, timeout_s, ActiveCase(), record, lambda _task: None, lambda _s: contextlib.nullcontext()
         )
         try:
@@ -399,7 +396,9 @@ def _with_circumstances(result: Result, of: Callable[[ClockKind], Mapping[str, f
     return msgspec.structs.replace(result, counters=counters, reason="; ".join(doubts))
 
 
-def _shared(header: Header, results: Sequence[Result], ranks: Ranks, output: str | Path | None) -> Results:
+def _shared(
+    header: Header, results: Sequence[Result], ranks: RankGroup, output: str | Path | None
+) -> Results:
     """Rank 0's results on every rank, and in the file."""
     import msgspec
 
@@ -419,16 +418,14 @@ def _shared(header: Header, results: Sequence[Result], ranks: Ranks, output: str
 
 
 @contextlib.contextmanager
-def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, Callable[[], None]]]:
+def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, RankGroup, Callable[[], None]]]:
     """The world of this process, the votes of its ranks and their barrier: of the process group that is there, else
     of this rank alone."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    from dtbench.machine.device import gpus
-    from dtbench.model.mesh import default_mesh
-    from dtbench.world.ranks import (
+    from dtbench.engine.ranks import (
         AloneRanks,
         LiveWorld,
         StoreRanks,
@@ -436,6 +433,8 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, C
         simulated_world,
         world_of_one,
     )
+    from dtbench.machine.device import gpus
+    from dtbench.suite.mesh import default_mesh
 
     there = dist.is_initialized()
     cuda = bool(gpus().count()) and (not there or "nccl" in dist.get_backend())
@@ -452,7 +451,7 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, Ranks, C
     if there:
         size, rank = dist.get_world_size(), dist.get_rank()
         store = PrefixStore(f"dtbench/{next(_calls)}", dist.distributed_c10d._get_default_store())
-        ranks: Ranks = StoreRanks(store, rank, size, None, timedelta(seconds=timeout_s))
+        ranks: RankGroup = StoreRanks(store, rank, size, None, timedelta(seconds=timeout_s))
         yield LiveWorld(rank, size, device, default_mesh(size)), ranks, barrier_of(device)
         return
     with world_of_one(device) as (world, barrier):

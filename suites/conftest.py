@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.bench.options import parse_dtypes, parse_sizes
-from dtbench.model.mesh import parse_mesh
-from dtbench.world.place import find_place
+from dtbench.engine.options import parse_dtypes, parse_sizes
+from dtbench.engine.place import find_place
+from dtbench.suite.mesh import parse_mesh
 
 TESTS = Path(__file__).parent / "tests"
 

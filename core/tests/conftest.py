@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.tests.gloo_world import Worlds
+from core.tests.gloo_world import Worlds, forget_meshes
 from core.tests.local_world import AnyWorlds, LocalWorlds, ThreadWorlds
 from core.tests.on_device import DEVICE_TYPE
 from dtbench.tests.tiers import pytest_collection_modifyitems  # noqa: F401 - a hook of pytest
@@ -17,28 +17,28 @@ from dtbench_core.simulate import LocalTensorMode
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Worlds]:
-    """`ranks(fn, *args, world_size=4)` executes a module-level function on real gloo ranks."""
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
-
-
-@pytest.fixture(scope="session")
-def thread_ranks() -> Iterator[ThreadWorlds]:
-    """As `ranks`, on ranks that are threads of this process."""
+def ranks() -> Iterator[ThreadWorlds]:
+    """`ranks(fn, *args, world_size=4)` runs a function on ranks that are threads of this process."""
     worlds = ThreadWorlds()
     yield worlds
     worlds.close()
 
 
-@pytest.fixture(params=["gloo", "local"])
+@pytest.fixture(scope="session")
+def gloo_ranks() -> Iterator[Worlds]:
+    """As `ranks`, for a function defined at module level, on real gloo processes: slow, see tiers.py."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture(params=["threads", "local"])
 def worlds(request: pytest.FixtureRequest) -> AnyWorlds:
-    """As `ranks`, for a test of two flavours: on real gloo ranks, and run once for all ranks as LocalTensors."""
+    """As `ranks`, for a test of two flavours: on threads, and run once for all ranks as LocalTensors."""
     if request.param == "local":
         return LocalWorlds()
-    found: Worlds = request.getfixturevalue("ranks")
-    return found
+    threads: ThreadWorlds = request.getfixturevalue("ranks")
+    return threads
 
 
 @pytest.fixture(scope="session", autouse=DEVICE_TYPE == "cuda")
@@ -56,6 +56,7 @@ def fake_world() -> Iterator[Callable[..., None]]:
 
     yield start
     dist.destroy_process_group()
+    forget_meshes()
 
 
 @pytest.fixture

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.tests.gloo_world import WORLD_SIZE, RankError, Worlds, forget_meshes
+from core.tests.gloo_world import WORLD_SIZE, RankError, Worlds, forget_meshes, refuse
 from dtbench_core import clear_caches
 from dtbench_core.simulate import LocalTensorMode, ThreadWorld, per_rank
+from dtbench_core.simulate.threads import diverged
 
 
 class LocalWorlds:
@@ -36,7 +38,7 @@ class LocalWorlds:
 
 
 class ThreadWorlds:
-    """Called as `gloo_world.Worlds` is: ranks that are threads of this process, kept from call to call."""
+    """Ranks that are threads of this process, kept from call to call."""
 
     def __init__(self) -> None:
         self._worlds: dict[int, ThreadWorld] = {}
@@ -44,18 +46,29 @@ class ThreadWorlds:
     def __call__(
         self, fn: Callable[..., Any], *args: Any, world_size: int = WORLD_SIZE, **kwargs: Any
     ) -> list[Any]:
+        """`fn(*args, **kwargs)` on every rank: the results, by rank.
+
+        Raises:
+            RankError: a rank raised (its exception is the cause); `failures` has those that were not merely stopped
+                because they waited for it.
+        """
         if world_size not in self._worlds:
             self._worlds[world_size] = ThreadWorld(world_size)
-        try:
-            return self._worlds[world_size].run(inspect.unwrap(fn), *args, **kwargs)
-        except Exception:
-            forget_meshes()  # the ranks may be new threads from here on
-            raise
+        outcomes = self._worlds[world_size].outcomes(inspect.unwrap(fn), *args, **kwargs)
+        failed = sorted((o for o in outcomes if o.error or o.stopped), key=lambda o: (o.stopped, o.rank))
+        if not failed:
+            return [o.value for o in outcomes]
+        lines = {o.rank: "".join(traceback.format_exception_only(o.error)).strip() for o in failed}
+        why = diverged(outcomes) or ""
+        message = "\n".join([why, *(f"rank {r} in {fn.__qualname__}: {line}" for r, line in lines.items())])
+        own = {o.rank: lines[o.rank] for o in failed if not o.stopped}
+        raise RankError(message.strip(), own) from failed[0].error
+
+    refuse = refuse
 
     def close(self) -> None:
         for world in self._worlds.values():
             world.close()
-        forget_meshes()
 
 
-AnyWorlds = Worlds | LocalWorlds
+AnyWorlds = Worlds | ThreadWorlds | LocalWorlds

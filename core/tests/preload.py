@@ -17,10 +17,6 @@ import torch.distributed.checkpoint
 import torch.distributed.launcher.api
 import torch.profiler  # noqa: F401
 
-import dtbench.bench.run
-import dtbench.machine.provenance
-import dtbench.profile.calls
-import dtbench.world.rank  # noqa: F401
 import dtbench_core._public
 import dtbench_core.parallel
 import dtbench_core.simulate  # noqa: F401

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -350,35 +349,6 @@ def test_memory_stays_below_two_buckets(
 
 
 @pytest.mark.parametrize("hold", [False, True])
-@on_ranks(world_size=2)
-def test_callbacks_may_fill_more_buckets(hold: bool) -> None:
-    """While callbacks of a bucket are called, they fill others."""
-    group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    bucketer = ReduceScatterBucketer(4096 / MIB, hold_inputs=hold)
-    got: dict[float, Tensor] = {}
-
-    def give(value: float, more: int) -> None:
-        def keep(result: Tensor) -> None:
-            got[value] = result
-            for extra in range(more):
-                give(100 * value + extra, 0)
-
-        whole = torch.full((n, 128), value) * (torch.arange(n) + 1.0)[:, None] + rank
-        bucketer.reduce_scatter_async(whole.view(-1), group, keep)
-
-    for value in range(1, 11):
-        give(float(value), 9 if value in (2, 7) else 0)
-    while any(bucket.pending or bucket.in_flight for bucket in bucketer.buckets.values()):
-        bucketer.flush()
-    assert len(got) == 10 + 2 * 9
-    for value, result in got.items():
-        same(result, torch.full((128,), n * value * (rank + 1) + n * (n - 1) / 2))
-    assert bucketer.counters.peak_bytes <= 2 * 4096
-    bucketer.teardown()
-    assert bucketer.counters.held_bytes == 0
-
-
-@pytest.mark.parametrize("hold", [False, True])
 def test_a_teardown_in_a_callback_frees_all_and_loses_nothing(group: dist.ProcessGroup, hold: bool) -> None:
     bucketer, got = ReduceScatterBucketer(1, hold_inputs=hold), []
 
@@ -492,22 +462,6 @@ def test_a_group_of_one(fake_world: Callable[[int], None], hold: bool) -> None:
         for result, tensor in zip(got, inputs, strict=True):
             same(result, tensor)
         got.clear()
-
-
-def test_the_docstring_says_what_happens(
-    group: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ReduceScatterBucketer.__doc__ is not None
-    usage = ReduceScatterBucketer.__doc__.partition("Usage::")[2].partition("Every rank")[0]
-    names = {
-        "ReduceScatterBucketer": ReduceScatterBucketer,
-        "group": group,
-        "small": [torch.ones(8)] * 8,
-        "large": [torch.ones(8 * MIB // 8)] * 8,
-    }
-    exec(textwrap.dedent(usage), names)
-    assert capsys.readouterr().out == "large\nsmall\n"
-    assert '# prints "large", "small"' in usage
 
 
 @pytest.mark.parametrize(

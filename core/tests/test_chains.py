@@ -141,5 +141,5 @@ def _as_plain(chain: Chain) -> None:
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(chain=chains())
-def test_a_chain_equals_the_plain_one(thread_ranks: ThreadWorlds, chain: Chain) -> None:
-    thread_ranks(_as_plain, chain, world_size=math.prod(chain.mesh))
+def test_a_chain_equals_the_plain_one(ranks: ThreadWorlds, chain: Chain) -> None:
+    ranks(_as_plain, chain, world_size=math.prod(chain.mesh))

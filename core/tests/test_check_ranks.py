@@ -36,16 +36,16 @@ def differ(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", CASES)
-def test_ranks_that_differ_raise_alike(thread_ranks: ThreadWorlds, how: str) -> None:
-    refused(thread_ranks, how)
+def test_ranks_that_differ_raise_alike(ranks: ThreadWorlds, how: str) -> None:
+    refused(ranks, how)
 
 
-def test_ranks_that_differ_raise_alike_on_gloo(ranks: Worlds) -> None:
+def test_ranks_that_differ_raise_alike_on_gloo(gloo_ranks: Worlds) -> None:
     for how in CASES:
-        refused(ranks, how)
+        refused(gloo_ranks, how)
 
 
-def refused(ranks: Worlds | ThreadWorlds, how: str) -> None:
+def refused(ranks: ThreadWorlds | ThreadWorlds, how: str) -> None:
     messages = ranks(caught, how, world_size=2)
     assert messages[0] == messages[1], messages
     assert "rank 0 has" in messages[0] and "rank 1 has" in messages[0] and "float32" in messages[0], messages[
@@ -63,8 +63,8 @@ def caught(how: str) -> str:
     return str(error.value)
 
 
-def test_ranks_that_do_the_same_are_left_alone(thread_ranks: ThreadWorlds) -> None:
-    thread_ranks(the_same, world_size=4)
+def test_ranks_that_do_the_same_are_left_alone(ranks: ThreadWorlds) -> None:
+    ranks(the_same, world_size=4)
 
 
 def the_same() -> None:

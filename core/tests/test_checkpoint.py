@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
+from core.tests.local_world import ThreadWorlds
 from core.tests.placing import sharded
 from dtbench_core import (
     CoreError,
@@ -150,7 +151,7 @@ def _load_the_neighbours(path: str) -> None:
     torch.load(f"{path}/{3 - dist.get_rank()}.pt")
 
 
-def test_another_ranks_part_is_refused(ranks: Worlds, tmp_path: Path) -> None:
+def test_another_ranks_part_is_refused(ranks: ThreadWorlds, tmp_path: Path) -> None:
     # Rows 2, 2, 1, 0 over the ranks: no rank's mirror image holds as many.
     told = "every rank loads the part that it saved itself"
     ranks.refuse(_load_the_neighbours, str(tmp_path), told=told, error=LayoutError)
@@ -160,7 +161,7 @@ def _save_alone(path: str) -> None:
     torch.save(_tensor(LAYOUTS[0]), f"{path}/{dist.get_rank()}.pt")
 
 
-def test_loading_without_a_world_is_refused(ranks: Worlds, tmp_path: Path) -> None:
+def test_loading_without_a_world_is_refused(ranks: ThreadWorlds, tmp_path: Path) -> None:
     ranks(_save_alone, str(tmp_path))
     with pytest.raises(MeshError, match="no process group, expected the world it was saved in"):
         torch.load(tmp_path / "0.pt")
@@ -175,7 +176,7 @@ def _sharded_module() -> nn.Module:
 
 
 @on_ranks
-def test_modules_load_and_cast() -> None:
+def test_modules_load_states_in_place_and_by_assignment() -> None:
     module, twin = _sharded_module(), _sharded_module()
     with torch.no_grad():
         for parameter in twin.parameters():
@@ -190,19 +191,6 @@ def test_modules_load_and_cast() -> None:
         p.to_local().data_ptr() == state[name].to_local().data_ptr() and p.requires_grad  # type: ignore[operator]
         for name, p in twin.named_parameters()
     )
-    doubled = copy.deepcopy(module).double()
-    assert all(
-        p.dtype == torch.float64 == p.to_local().dtype and isinstance(p, nn.Parameter)  # type: ignore[attr-defined]
-        for p in doubled.parameters()
-    )
-    narrow = copy.deepcopy(module).to(torch.bfloat16)
-    assert all(
-        p.to_local().dtype == torch.bfloat16 and p.placements == q.placements  # type: ignore[attr-defined]
-        for p, q in zip(narrow.parameters(), module.parameters(), strict=True)
-    )
-    zeroed = copy.deepcopy(module)
-    zeroed.requires_grad_(False)
-    assert not any(p.requires_grad for p in zeroed.parameters())
 
 
 # ---- torch.distributed.checkpoint ----
@@ -223,8 +211,8 @@ def test_checkpoints_reshard(tmp_path: Path, saved: Layout, shape: tuple[int, ..
         assert state["step"] == 7 and _same(state["x"], _tensor(layout, shape)), layout
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[4]], ids=str)
-@on_ranks
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[4]], ids=str)
+@on_gloo_ranks
 def test_asynchronous_checkpoints(tmp_path: Path, layout: Layout) -> None:
     """What was saved is what the tensor held then, though it is changed before the file is written; a plain tensor
     loads it."""
@@ -242,33 +230,9 @@ def _checkpoint_of_terms(path: str) -> None:
     dcp.save({"x": DTensor.from_local(torch.ones(3), mesh_of((4,)), [Partial()])}, checkpoint_id=path)
 
 
-def test_a_partial_cannot_be_saved(ranks: Worlds, tmp_path: Path) -> None:
+def test_a_partial_cannot_be_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
     told = "expected Shard or Replicate: redistribute it before"
     ranks.refuse(_checkpoint_of_terms, str(tmp_path), told=told)
-
-
-@on_ranks
-def test_training_state(tmp_path: Path) -> None:
-    """Model and optimizer, saved and loaded into fresh ones."""
-    module = _sharded_module()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    dcp.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
-    fresh = _sharded_module()
-    other = torch.optim.AdamW(fresh.parameters(), lr=0.2)
-    for parameter in fresh.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    other.step()
-    state = {"model": fresh.state_dict(), "optimizer": other.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path)
-    fresh.load_state_dict(state["model"])
-    other.load_state_dict(state["optimizer"])
-    moments = zip(optimizer.state.values(), other.state.values(), strict=True)
-    assert all(_same(a, b) for a, b in zip(fresh.parameters(), module.parameters(), strict=True)) and all(  # type: ignore[arg-type]
-        _same(a["exp_avg"], b["exp_avg"]) for a, b in moments
-    )
 
 
 @on_ranks

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import _collective_utils as torch_utils
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import ArgumentError, count_collectives
 from dtbench_core.cost import search as cost
 from dtbench_core.interop import collective_utils
@@ -87,7 +88,7 @@ def test_exchange_of_dims(mesh_shape: tuple[int, ...], shape: tuple[int, ...], d
         assert torch.equal(got, want) and got.is_contiguous(), (mesh_dim, src, dst)
 
 
-@on_ranks
+@on_gloo_ranks
 def test_the_fallback_on_cpu_is_told_once() -> None:
     collective_utils._tell_fallback.cache_clear()
     records: list[str] = []
@@ -178,7 +179,7 @@ def _checked(which: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["dtype", "grad", "shape", "stride"])
-def test_metadata_that_differ_raise_on_every_rank(ranks: Worlds, which: str) -> None:
+def test_metadata_that_differ_raise_on_every_rank(ranks: ThreadWorlds, which: str) -> None:
     assert ranks(_checked, "") == [None] * 4
     text = r"Inconsistent tensor metadata \(including shape and stride\) across ranks\."
     # The notes: who has what.

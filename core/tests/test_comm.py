@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from core.tests.gloo_world import Worlds, on_ranks
-from core.tests.local_world import AnyWorlds, ThreadWorlds
+from core.tests.gloo_world import on_ranks
+from core.tests.local_world import AnyWorlds
 from core.tests.on_device import torch
 from dtbench_core import ArgumentError, comm, count_collectives
 
@@ -16,10 +16,11 @@ N = 4
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
 
 
-@pytest.fixture(params=["gloo", "simulated"])
-def everywhere(request: pytest.FixtureRequest, ranks: Worlds, thread_ranks: ThreadWorlds) -> AnyWorlds:
+@pytest.fixture(params=["gloo", "threads"])
+def everywhere(request: pytest.FixtureRequest) -> AnyWorlds:
     """Runs a body on four ranks, real ones or simulated ones."""
-    return ranks if request.param == "gloo" else thread_ranks  # type: ignore[return-value]
+    worlds: AnyWorlds = request.getfixturevalue("gloo_ranks" if request.param == "gloo" else "ranks")
+    return worlds
 
 
 def _world() -> dist.ProcessGroup:

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from core.tests.gloo_world import RankError, Worlds, on_ranks
-from core.tests.local_world import AnyWorlds
+from core.tests.gloo_world import RankError, Worlds, on_gloo_ranks
+from core.tests.local_world import LocalWorlds
 from core.tests.on_device import torch
 from core.tests.torch_version import BEFORE_213
 from dtbench_core import ArgumentError, CommTensor
@@ -106,7 +106,7 @@ def test_every_supported_collective_has_a_program() -> None:
 
 
 @pytest.mark.parametrize("name", ON_GLOO)
-@on_ranks
+@on_gloo_ranks
 def test_eager_waits_at_first_use(name: str) -> None:
     outs: list[Any] = PROGRAMS[name](_input(), CommTensor)
     assert all(len(out._memory.writing) == 1 for out in outs) and "in flight" in repr(outs[0])
@@ -124,12 +124,12 @@ def _simulated() -> list[list[float]]:
     return used.tolist()  # type: ignore[no-any-return]
 
 
-def test_on_every_kind_of_ranks(worlds: AnyWorlds) -> None:
+def test_ranks_as_local_tensors() -> None:
     want = (sum(map(_of, range(N))) + 1).tolist()  # type: ignore[union-attr]
-    assert worlds(_simulated) == [want] * N
+    assert LocalWorlds()(_simulated) == [want] * N
 
 
-@on_ranks
+@on_gloo_ranks
 def test_who_waits() -> None:
     rank = float(dist.get_rank())
     base = CommTensor(torch.full((4, 2), rank))
@@ -192,9 +192,9 @@ def _plain_input() -> None:
         work.wait()
 
 
-def test_a_collective_that_passes_by_is_told(ranks: Worlds) -> None:
+def test_a_collective_that_passes_by_is_told(gloo_ranks: Worlds) -> None:
     with pytest.raises(RankError, match="wrap the input too") as caught:
-        ranks(_plain_input)
+        gloo_ranks(_plain_input)
     assert isinstance(caught.value.__cause__, ArgumentError) and len(caught.value.failures) == N
 
 
@@ -220,13 +220,13 @@ def _plain_output_traced() -> None:
 
 
 @pytest.mark.parametrize("program", [_plain_output, _plain_output_traced])
-def test_outputs_must_be_wrapped(ranks: Worlds, program: Any) -> None:
+def test_outputs_must_be_wrapped(gloo_ranks: Worlds, program: Any) -> None:
     text = (
         "Type of output tensors from collective communication during tracing should always be CommTensor instead of "
         "torch.Tensor"
     )
     with pytest.raises(RankError, match=text) as caught:
-        ranks(program)
+        gloo_ranks(program)
     assert isinstance(caught.value.__cause__, RuntimeError) and len(caught.value.failures) == N
 
 
@@ -249,7 +249,7 @@ def _nodes(graph: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ON_GLOO)
-@on_ranks
+@on_gloo_ranks
 def test_a_traced_graph_runs_with_fresh_inputs(name: str) -> None:
     def program(x: torch.Tensor) -> Any:
         outs = PROGRAMS[name](x, CommTensor)
@@ -314,7 +314,7 @@ def _overwritten(x: torch.Tensor) -> Any:
     return [out.clone() for out in outs], source + 0
 
 
-@on_ranks
+@on_gloo_ranks
 def test_graphs() -> None:
     programs = (_consecutive, _of_a_view, _returned, _alone, _never_read, _overwritten)
     consecutive, of_a_view, returned, alone, never_read, overwritten = (
@@ -350,7 +350,7 @@ def _gather_traced() -> None:
     make_fx(program)(torch.ones(2))
 
 
-def test_other_collectives_are_not_traced(ranks: Worlds) -> None:
+def test_other_collectives_are_not_traced(gloo_ranks: Worlds) -> None:
     with pytest.raises(RankError, match="expected one of _allgather_base_, _reduce_scatter_base_") as caught:
-        ranks(_gather_traced)
+        gloo_ranks(_gather_traced)
     assert isinstance(caught.value.__cause__, ArgumentError) and len(caught.value.failures) == N

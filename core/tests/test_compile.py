@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of
+from core.tests.local_world import ThreadWorlds
 from core.tests.torch_version import BEFORE_213
 from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -144,7 +145,9 @@ def _parallel(backend: str, sequence: bool) -> list[tuple[torch.Tensor, torch.Te
     ids=["ops", "ops on a 2-D mesh", "methods", "block", "sequence parallel block"],
 )
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_compiled(ranks: Worlds, fn: Callable[..., Any], args: tuple[bool, ...], world_size: int) -> None:
+def test_compiled(
+    ranks: ThreadWorlds, fn: Callable[..., Any], args: tuple[bool, ...], world_size: int
+) -> None:
     if BEFORE_213 and fn is not _ops:
         pytest.skip("before torch 2.13 Dynamo takes no mesh into a graph")
     for pairs in ranks(fn, "aot_eager", *args, world_size=world_size):
@@ -153,12 +156,10 @@ def test_compiled(ranks: Worlds, fn: Callable[..., Any], args: tuple[bool, ...],
 
 
 @pytest.mark.parametrize(
-    ("fn", "args"),
-    [(_ops, ()), (_methods, ()), (_parallel, (False,))],
-    ids=["ops", "methods", "block"],
+    ("fn", "args"), [(_ops, ()), (_methods, ()), (_parallel, (False,))], ids=["ops", "methods", "block"]
 )
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_inductor(ranks: Worlds, fn: Callable[..., Any], args: tuple[bool, ...]) -> None:
+def test_inductor(ranks: ThreadWorlds, fn: Callable[..., Any], args: tuple[bool, ...]) -> None:
     # Each rank has a C++ compiler build each graph: seconds apiece on a busy machine without a cache.
     for pairs in ranks(fn, "inductor", *args, world_size=RANKS, timeout_s=240.0):
         for got, wanted in pairs:

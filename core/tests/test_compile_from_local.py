@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import mesh_of
+from core.tests.local_world import ThreadWorlds
 from core.tests.torch_version import needs_213
 from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, local_map
 
@@ -170,7 +171,7 @@ IDS = ["leaves", "uneven leaves", "results", "inside", "training"]
 @pytest.mark.parametrize(("fn", "args"), CASES, ids=IDS)
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
 def test_what_from_local_makes_compiles(
-    ranks: Worlds, fn: Callable[..., Pairs], args: tuple[Any, ...]
+    ranks: ThreadWorlds, fn: Callable[..., Pairs], args: tuple[Any, ...]
 ) -> None:
     for pairs in ranks(fn, "aot_eager", *args, world_size=RANKS):
         for got, wanted in pairs:
@@ -181,7 +182,7 @@ def test_what_from_local_makes_compiles(
 @pytest.mark.parametrize(("fn", "args"), [CASES[1], *CASES[3:]], ids=[IDS[1], *IDS[3:]])
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
 def test_inductor_of_what_from_local_makes(
-    ranks: Worlds, fn: Callable[..., Pairs], args: tuple[Any, ...]
+    ranks: ThreadWorlds, fn: Callable[..., Pairs], args: tuple[Any, ...]
 ) -> None:
     for pairs in ranks(fn, "inductor", *args, world_size=RANKS, timeout_s=240.0):
         for got, wanted in pairs:
@@ -190,5 +191,5 @@ def test_inductor_of_what_from_local_makes(
 
 @needs_213("Dynamo takes no mesh into a graph")
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_graphs_do_not_ask_other_ranks(ranks: Worlds) -> None:
+def test_graphs_do_not_ask_other_ranks(ranks: ThreadWorlds) -> None:
     ranks(_lengths_of_others, world_size=RANKS)

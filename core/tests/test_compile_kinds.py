@@ -18,7 +18,8 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
 from core.tests.torch_version import needs_213
 from dtbench_core import (
     CoreError,
@@ -131,7 +132,7 @@ def _asking_for_values() -> Pairs:
     "programs", [_alone_without_a_part, _split_by_cost, _other_sizes, _asking_for_values]
 )
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_ranks_compile_alike(ranks: Worlds, programs: Callable[[], Pairs]) -> None:
+def test_ranks_compile_alike(ranks: ThreadWorlds, programs: Callable[[], Pairs]) -> None:
     for pairs in ranks(programs, world_size=2):
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted)
@@ -184,7 +185,7 @@ def _in_pieces(backend: str) -> Pairs:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_graphs_in_pieces(ranks: Worlds) -> None:
+def test_graphs_in_pieces(ranks: ThreadWorlds) -> None:
     for pairs in ranks(_in_pieces, "aot_eager", world_size=2):
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted)

@@ -8,36 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from core.tests.gloo_world import mesh_of, on_ranks
-from core.tests.torch_version import needs_213
-from dtbench_core import PlacementError, Replicate, Shard, distribute_tensor
+from core.tests.compiling import (
+    RANKS,
+    assert_equal,
+    compiled,
+    mesh_in_graphs,
+    numbers,
+    placed,
+    quiet,
+    slow_but,
+)
+from core.tests.gloo_world import on_ranks
+from dtbench_core import PlacementError, Replicate, Shard
 
-RANKS = 2
-
-
-def _view_after_write(x: Any) -> Any:
-    x.mul_(2)
-    return x.t()
-
-
-def _same_after_write(x: Any) -> Any:
-    x.mul_(2)
-    return x
-
-
-def _two_after_write(x: Any) -> Any:
-    x.add_(1)
-    return x[:, :1], x.view(2, 4, 4)
-
-
-def _detached_after_write(x: Any) -> Any:
-    x.mul_(2)
-    return x.detach()
-
-
-def _new_after_write(x: Any) -> Any:
-    x.mul_(2)
-    return (x + 1).t()
+pytestmark = [mesh_in_graphs, quiet]
+slow = pytest.mark.slow
+S0, R = Shard(0), Replicate()
+Program = Callable[..., Any]
 
 
 def _views_around_a_write(x: Any) -> Any:
@@ -47,49 +34,43 @@ def _views_around_a_write(x: Any) -> Any:
     return columns.t(), x
 
 
-# A write to the first result of "rows" must be refused where x is sharded by rows.
-RETURNED: dict[str, Callable[[Any], Any]] = {
+# The first result of each is written to, which must be refused of "rows" where x is sharded by rows.
+RETURNED: dict[str, Program] = {
     "view": lambda x: x.t(),
     "columns": lambda x: (x[:, 1:3], x * 2),
     "rows": lambda x: (x[1:3], x * 2),
-    "view after a write": _view_after_write,
-    "two views after a write": _two_after_write,
+    "view after a write": lambda x: (x.mul_(2), x.t())[1],
+    "two views after a write": lambda x: (x.add_(1), (x[:, :1], x.view(2, 4, 4)))[1],
     "views around a write": _views_around_a_write,
-    "detached after a write": _detached_after_write,
-    "the same after a write": _same_after_write,
-    "new after a write": _new_after_write,
+    "detached after a write": lambda x: (x.mul_(2), x.detach())[1],
+    "the same after a write": lambda x: (x.mul_(2), x)[1],
+    "new after a write": lambda x: (x.mul_(2), (x + 1).t())[1],
 }
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@pytest.mark.parametrize("name", slow_but(RETURNED, "rows", "view after a write"))
 @on_ranks(world_size=RANKS)
-def test_an_input_follows_a_write_to_its_view() -> None:
-    for name, fn in RETURNED.items():
-        for placement in (Shard(0), Replicate()):
-            torch._dynamo.reset()
-            plain = torch.arange(32.0).view(8, 4)
-            x = distribute_tensor(plain, mesh_of((RANKS,)), [placement], src_data_rank=None)
-            first, wanted = (
-                result[0] if isinstance(result, tuple) else result
-                for result in (torch.compile(fn, backend="aot_eager")(x), fn(plain))
-            )
-            assert torch.equal(first.full_tensor(), wanted), name
-            if name == "rows" and placement == Shard(0):
-                with pytest.raises(
-                    PlacementError, match=r"a view of its input that a compiled .* return a clone"
-                ):
-                    first.add_(1)
-                continue
-            for write in (
-                lambda x, view: view.add_(1),
-                lambda x, view: x.mul_(3),
-                lambda x, view: x[2:].mul_(3),
+def test_an_input_follows_a_write_to_its_view(name: str) -> None:
+    writes = (lambda x, view: view.add_(1), lambda x, view: x.mul_(3), lambda x, view: x[2:].mul_(3))
+    for placement in (S0, R):
+        torch._dynamo.reset()
+        plain = numbers()
+        x = placed(plain, placement)
+        first, expected = (
+            result[0] if isinstance(result, tuple) else result
+            for result in (compiled(RETURNED[name])(x), RETURNED[name](plain))
+        )
+        assert_equal([first], [expected])
+        if name == "rows" and placement == S0:
+            with pytest.raises(
+                PlacementError, match=r"a view of its input that a compiled .* return a clone"
             ):
-                write(x, first)
-                write(plain, wanted)
-                assert torch.equal(first.full_tensor(), wanted), name
-                assert torch.equal(x.full_tensor(), plain), name
+                first.add_(1)
+            continue
+        for write in writes:
+            write(x, first)
+            write(plain, expected)
+            assert_equal((first, x), (expected, plain))
 
 
 def _after_a_write_apart_from_autograd(x: Any) -> Any:
@@ -98,32 +79,25 @@ def _after_a_write_apart_from_autograd(x: Any) -> Any:
     return x.t(), x.detach()
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @on_ranks(world_size=RANKS)
 def test_views_of_a_parameter_that_a_graph_wrote_to_show_later_writes() -> None:
-    plain = torch.arange(32.0).view(8, 4)
-    for given in (plain.t().clone().t(), plain[:, 1:3]):  # strides and an offset of its own
+    for values in (numbers().t().clone().t(), numbers()[:, 1:3]):  # strides and an offset of its own
         torch._dynamo.reset()
-        full = given.clone(memory_format=torch.preserve_format).requires_grad_()
-        x = distribute_tensor(
-            full.detach(), mesh_of((RANKS,)), [Shard(0)], src_data_rank=None
-        ).requires_grad_()
-        fast = torch.compile(_after_a_write_apart_from_autograd, backend="aot_eager")
-        for run, tensor in ((fast, x), (_after_a_write_apart_from_autograd, full)):
+        plain = values.clone(memory_format=torch.preserve_format).requires_grad_()
+        x, shown = placed(plain), []
+        fn = _after_a_write_apart_from_autograd
+        for run, tensor in ((compiled(fn), x), (fn, plain)):
             view, detached = run(tensor)
             with torch.no_grad():
                 tensor.add_(1)
                 detached.mul_(2)
             (view * view).sum().backward()
-            shown = view.detach(), detached, tensor.detach(), tensor.grad
-            if tensor is x:
-                found = [one.full_tensor() for one in shown]
-        assert all(torch.equal(one, other) for one, other in zip(found, shown, strict=True))
+            shown.append((view.detach(), detached, tensor.detach(), tensor.grad))
+        assert_equal(*shown)
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @on_ranks(world_size=RANKS)
 def test_copied_views_see_writes_to_windows_that_graphs_returned() -> None:
     """A graph's window does not know of the others of its memory."""
@@ -132,7 +106,7 @@ def test_copied_views_see_writes_to_windows_that_graphs_returned() -> None:
         lambda x, compiled: (lambda r: (r[:, 1:3].t(), r))(compiled(lambda a: a.t())(x)),
         lambda x, compiled: (lambda r: (r[1:3], x[2:4], r)[1:])(compiled(lambda a: a.detach())(x)),
     ]
-    writes: list[Callable[..., Any]] = [
+    writes: list[Program] = [
         lambda x, copy, window: window.add_(1),
         lambda x, copy, window: x.mul_(2),
         lambda x, copy, window: copy.fill_(3),
@@ -141,15 +115,13 @@ def test_copied_views_see_writes_to_windows_that_graphs_returned() -> None:
     for order in orders:
         for write in writes:
             torch._dynamo.reset()
-            plain = torch.arange(32.0).view(8, 4)
-            x = distribute_tensor(plain, mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
-            got = x, *order(x, lambda fn: torch.compile(fn, backend="aot_eager"))
-            wanted = plain, *order(plain, lambda fn: fn)
+            plain = numbers()
+            x = placed(plain)
+            got, expected = (x, *order(x, compiled)), (plain, *order(plain, lambda fn: fn))
             for _ in range(2):
                 write(*got)
-                write(*wanted)
-                for one, other in zip(got, wanted, strict=True):
-                    assert torch.equal(one.full_tensor(), other)
+                write(*expected)
+                assert_equal(got, expected)
 
 
 SAVED_AND_WRITTEN: dict[str, Callable[[Any], object]] = {
@@ -164,49 +136,43 @@ SAVED_AND_WRITTEN: dict[str, Callable[[Any], object]] = {
 }
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@pytest.mark.parametrize("name", slow_but(SAVED_AND_WRITTEN, "by a view"))
 @on_ranks(world_size=RANKS)
-def test_a_compiled_backward_pass_refuses_saved_tensors_that_were_written_to() -> None:
-    def outcome(x: Any, compiled: Callable[..., Any], which: str, write: Callable[[Any], object]) -> Any:
+def test_a_compiled_backward_pass_refuses_saved_tensors_that_were_written_to(name: str) -> None:
+    def outcome(x: Any, compiled: Program, which: str) -> Any:
         y = x * 1
-        given = y.t() if which == "view" else y
-        z = compiled(torch.exp if which == "result" else torch.sin)(given)
-        write(z if which == "result" else y)
+        z = compiled(torch.exp if which == "result" else torch.sin)(y.t() if which == "view" else y)
+        SAVED_AND_WRITTEN[name](z if which == "result" else y)
         try:
             z.sum().backward()
         except RuntimeError as error:
             return str(error)[:80]
         return x.grad.full_tensor() if hasattr(x, "full_tensor") else x.grad
 
-    for name, write in SAVED_AND_WRITTEN.items():
-        for which in ("result", "input", "view"):
-            torch._dynamo.reset()
-            plain = torch.arange(32.0).view(8, 4).div(8).requires_grad_()
-            x = distribute_tensor(plain.detach(), mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
-            got = outcome(x.requires_grad_(), lambda fn: torch.compile(fn, backend="aot_eager"), which, write)
-            wanted = outcome(plain, lambda fn: fn, which, write)
-            if isinstance(wanted, str):
-                assert got == wanted, (name, which)
-            else:
-                torch.testing.assert_close(got, wanted)
+    for which in ("result", "input", "view"):
+        torch._dynamo.reset()
+        plain = numbers().div(8).requires_grad_()
+        got, expected = outcome(placed(plain), compiled, which), outcome(plain, lambda fn: fn, which)
+        if isinstance(expected, str):
+            assert got == expected, which
+        else:
+            torch.testing.assert_close(got, expected)
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @on_ranks(world_size=RANKS)
 def test_no_rank_alone_refuses_saved_tensors_that_were_written_to() -> None:
     """A rank without a part saves others than those with one."""
     torch._dynamo.reset()
-    x = distribute_tensor(torch.ones(1, 4), mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
-    y = x.requires_grad_() * 1
-    z = torch.compile(lambda t: t.sin().softmax(0), backend="aot_eager")(y)
+    x = placed(torch.ones(1, 4, requires_grad=True))
+    y = x * 1
+    z = compiled(lambda t: t.sin().softmax(0))(y)
     y.detach().mul_(2)
     z.sum().backward()
     assert x.grad is not None and x.grad.full_tensor().shape == (1, 4)
 
 
-def _of_sum(views: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _of_sum(views: Program) -> Program:
     return lambda x: views(x + 1)
 
 
@@ -220,8 +186,8 @@ def _read_inside(x: Any) -> Any:
     return y * y[1:].sum(), y
 
 
-# name -> (compiled function, whether writes to its results must be refused where x is sharded by rows: to which)
-SHARING: dict[str, tuple[Callable[[Any], Any], str]] = {
+# name -> (compiled function, whether a write to each of its results must be refused where x is sharded by rows)
+SHARING: dict[str, tuple[Program, str]] = {
     "rows, transposed": (_of_sum(lambda y: (y[1:], y.t())), "yy"),
     "base, rows": (_of_sum(lambda y: (y, y[1:])), "yy"),
     "two copies": (_of_sum(lambda y: (y[1:], y[:3])), "yy"),
@@ -236,39 +202,32 @@ SHARING: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
 @pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", slow_but(SHARING, "rows that do not meet"))
 @on_ranks(world_size=RANKS)
-def test_results_of_one_memory_follow_a_write_or_it_is_refused(requires_grad: bool) -> None:
-    for name, (fn, refused) in SHARING.items():
-        torch._dynamo.reset()
-        fast = torch.compile(fn, backend="aot_eager")
-        for at, which in enumerate(refused):
-            plain = torch.arange(32.0).view(8, 4).requires_grad_(requires_grad)
-            x = distribute_tensor(plain.detach(), mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
-            results, wanted = fast(x.requires_grad_(requires_grad)), fn(plain)
-            with torch.no_grad():
-                if which == "y":
-                    with pytest.raises(PlacementError, match=r"a compiled function returned.* a clone"):
-                        results[at].add_(1)
-                elif (
-                    not requires_grad or name != "chunks"
-                ):  # autograd keeps writes from several views of one op
+def test_results_of_one_memory_follow_a_write_or_it_is_refused(name: str, requires_grad: bool) -> None:
+    fn, refused = SHARING[name]
+    torch._dynamo.reset()
+    fast = compiled(fn)
+    for at, which in enumerate(refused):
+        plain = numbers(requires_grad)
+        x = placed(plain)
+        results, expected = fast(x), fn(plain)
+        with torch.no_grad():
+            if which == "y":
+                with pytest.raises(PlacementError, match=r"a compiled function returned.* a clone"):
                     results[at].add_(1)
-                    wanted[at].add_(1)
-            for one, other in zip((*results, x), (*wanted, plain), strict=True):
-                assert torch.equal(one.full_tensor(), other), (name, at)
+            elif not requires_grad or name != "chunks":  # autograd keeps writes from several views of one op
+                results[at].add_(1)
+                expected[at].add_(1)
+        assert_equal((*results, x), (*expected, plain), at)
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @on_ranks(world_size=RANKS)
 def test_a_result_whose_others_are_gone_is_written_to() -> None:
-    fast = torch.compile(_of_sum(lambda y: (y[1:], y.t())), backend="aot_eager")
-    again = torch.compile(lambda a: a.mul_(3), backend="aot_eager")
-    plain = torch.arange(32.0).view(8, 4)
-    x = distribute_tensor(plain, mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
+    fast, again = compiled(_of_sum(lambda y: (y[1:], y.t()))), compiled(lambda a: a.mul_(3))
+    x = placed(numbers())
     rows, transposed = fast(x)
     with pytest.raises(RuntimeError, match="what another of its results holds that a compiled"):  # of Dynamo
         again(rows)
@@ -277,50 +236,48 @@ def test_a_result_whose_others_are_gone_is_written_to() -> None:
     rows.add_(1)
     rows.t()[1:].mul_(2)
     again(rows)
-    wanted = (plain + 1)[1:] + 1
-    wanted[:, 1:] *= 2
-    assert torch.equal(rows.full_tensor(), wanted * 3)
-    assert torch.equal(others[1].full_tensor(), (plain + 1).t())
+    expected = (numbers() + 1)[1:] + 1
+    expected[:, 1:] *= 2
+    assert_equal((rows, others[1]), (expected * 3, (numbers() + 1).t()))
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @on_ranks(world_size=RANKS)
 def test_gradients_pass_copied_views_that_a_graph_returns() -> None:
-    functions: list[Callable[[Any], Any]] = [lambda x: (x[1:],), lambda x: (x[1:], x.t()), _of_both]
+    functions: list[Program] = [lambda x: (x[1:],), lambda x: (x[1:], x.t()), _of_both]
     for fn in functions:
         torch._dynamo.reset()
-        plain = torch.arange(32.0).view(8, 4).requires_grad_()
-        x = distribute_tensor(plain.detach(), mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
-        x.requires_grad_()
-        fast = torch.compile(fn, backend="aot_eager")
-        for given, run in ((x, fast), (plain, fn)):
-            sum((one * one).sum() for one in run(given)).backward()
-        assert torch.equal(x.grad.full_tensor(), plain.grad)
+        plain = numbers(True)
+        x = placed(plain)
+        for leaf, run in ((x, compiled(fn)), (plain, fn)):
+            sum((one * one).sum() for one in run(leaf)).backward()
+        assert_equal([x.grad], [plain.grad])
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+VIEWS: dict[str, Program] = {
+    "detached": lambda x: x.detach(),
+    "transposed": lambda x: x.t(),
+    "columns": lambda x: x[:, 1:3],
+    "rows": lambda x: x[1:3],
+}
+
+
+@pytest.mark.parametrize("name", slow_but(VIEWS, "rows"))
 @on_ranks(world_size=RANKS)
-def test_a_write_to_one_of_two_inputs_of_one_memory_is_refused() -> None:
-    views: dict[str, Callable[[Any], Any]] = {
-        "detached": lambda x: x.detach(),
-        "transposed": lambda x: x.t(),
-        "columns": lambda x: x[:, 1:3],
-        "rows": lambda x: x[1:3],
-    }
-    for name, view in views.items():
-        for placement in (Shard(0), Replicate()):
-            torch._dynamo.reset()
-            x = distribute_tensor(torch.ones(8, 4), mesh_of((RANKS,)), [placement], src_data_rank=None)
-            with pytest.raises(RuntimeError, match="shares memory with another argument"):
-                torch.compile(lambda a, b: (a.mul_(2), b + 1)[1], backend="aot_eager")(x, view(x))
-            assert torch.equal(x.full_tensor(), torch.ones(8, 4)), name
-            empty = torch.compile(lambda a, b: (a.mul_(2), b + 1)[1], backend="aot_eager")(x, x[:, :0])
-            assert empty.shape == (8, 0) and torch.equal(x.full_tensor(), torch.full((8, 4), 2.0))
-            # Without a write both may be given.
-            both = torch.compile(lambda a, b: a.sum() + b.sum(), backend="aot_eager")(x, view(x))
-            assert torch.equal(both.full_tensor(), x.full_tensor().sum() + view(x.full_tensor()).sum()), name
+def test_a_write_to_one_of_two_inputs_of_one_memory_is_refused(name: str) -> None:
+    view = VIEWS[name]
+    for placement in (S0, R):
+        torch._dynamo.reset()
+        x = placed(torch.ones(8, 4), placement)
+        with pytest.raises(RuntimeError, match="shares memory with another argument"):
+            compiled(lambda a, b: (a.mul_(2), b + 1)[1])(x, view(x))
+        assert_equal([x], [torch.ones(8, 4)])
+        empty = compiled(lambda a, b: (a.mul_(2), b + 1)[1])(x, x[:, :0])
+        assert empty.shape == (8, 0)
+        assert_equal([x], [torch.full((8, 4), 2.0)])
+        # Without a write both may be given.
+        both = compiled(lambda a, b: a.sum() + b.sum())(x, view(x))
+        assert_equal([both], [x.full_tensor().sum() + view(x.full_tensor()).sum()])
 
 
 def _written_after_view(x: Any) -> Any:
@@ -335,45 +292,36 @@ def _view_written(x: Any) -> Any:
     return columns, rows
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @on_ranks(world_size=RANKS)
 def test_a_graph_returns_copied_views_as_later_writes_in_it_left_them() -> None:
-    functions = [
+    functions: list[Program] = [
         _written_after_view,
         _view_written,
         _of_sum(_written_after_view),
-        lambda x: (x.tensor_split(2, -2)[1], x.add_(1))[0],
+        lambda x: (x.tensor_split(2, -2)[1], x.add_(1))[:1],
         lambda x: (x[1:].t()[:, 2:], x.add_(1)),
     ]
     for fn in functions:
         for shape in ((8, 4), (2, 3), (2, 0)):
-            for placement in (Shard(0), Replicate()):
+            for placement in (S0, R):
                 torch._dynamo.reset()
                 plain = torch.arange(float(torch.Size(shape).numel())).view(shape)
-                x = distribute_tensor(plain, mesh_of((RANKS,)), [placement], src_data_rank=None)
-                got, wanted = torch.compile(fn, backend="aot_eager", fullgraph=True)(x), fn(plain)
-                results = (got, wanted) if isinstance(got, tuple) else ((got,), (wanted,))
-                for one, other in zip((*results[0], x), (*results[1], plain), strict=True):
-                    assert torch.equal(one.full_tensor(), other), (shape, placement)
+                x = placed(plain, placement)
+                got, expected = compiled(fn, fullgraph=True)(x), fn(plain)
+                assert_equal((*got, x), (*expected, plain), (shape, placement))
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @on_ranks(world_size=RANKS)
 def test_views_without_elements_are_given_to_graphs() -> None:
-    for shape in ((1, 2), (3, 2)):
-        for placement in (Shard(0), Shard(1), Replicate()):
+    views: list[Program] = [lambda t: t[3:], lambda t: t[:, :0], lambda t: t.tensor_split(4)[-1]]
+    for plain in (torch.ones(1, 2), torch.ones(3, 2)):
+        for placement in (S0, Shard(1), R):
             torch._dynamo.reset()
-            fast = torch.compile(lambda a: (a * 2).sum(0), backend="aot_eager", fullgraph=True)
-            plain = torch.ones(shape)
-            x = distribute_tensor(plain, mesh_of((RANKS,)), [placement], src_data_rank=None)
-            for view in (lambda t: t[3:], lambda t: t[:, :0], lambda t: t.tensor_split(4)[-1]):
-                assert torch.equal(fast(view(x)).full_tensor(), (view(plain) * 2).sum(0)), (shape, placement)
-
-
-def _compiled_write(x: Any) -> None:
-    torch.compile(lambda a: a.mul_(2), backend="aot_eager")(x)
+            fast, x = compiled(lambda a: (a * 2).sum(0), fullgraph=True), placed(plain, placement)
+            for view in views:
+                assert_equal([fast(view(x))], [(view(plain) * 2).sum(0)], placement)
 
 
 WRITES: dict[str, Callable[[Any], object]] = {
@@ -384,45 +332,39 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "to a list": lambda x: torch._foreach_add_([x], 1.0),
     "out": lambda x: torch.add(x.clone(), 1, out=x),
     "by index": lambda x: x.__setitem__(slice(3, 5), 7.0),
-    "compiled": _compiled_write,
+    "compiled": lambda x: compiled(lambda a: a.mul_(2))(x),
 }
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @pytest.mark.parametrize("requires_grad", [False, True])
 @on_ranks(world_size=RANKS)
 def test_a_copied_view_that_a_graph_returned_is_not_read_after_a_write_to_its_input(
     requires_grad: bool,
 ) -> None:
-    views: dict[str, Callable[[Any], Any]] = {
-        "rows": lambda x: x[1:],
-        "chain": lambda x: x.t()[:, 2:].t()[1:],
-    }
-    for view in views.values():
+    views: list[Program] = [lambda x: x[1:], lambda x: x.t()[:, 2:].t()[1:]]
+    reads: list[Program] = [lambda v: v.full_tensor(), lambda v: (v + 1).full_tensor() - 1]
+    for view in views:
         torch._dynamo.reset()
-        fast = torch.compile(view, backend="aot_eager")
+        fast = compiled(view)
         for name, write in WRITES.items():
-            for placement in (Shard(0), Replicate()):
-                plain = torch.arange(32.0).view(8, 4).requires_grad_(requires_grad)
-                x = distribute_tensor(plain.detach(), mesh_of((RANKS,)), [placement], src_data_rank=None)
+            for placement in (S0, R):
+                plain = numbers(requires_grad)
+                x = placed(plain, placement)
                 other = x.clone()
-                before, wanted = fast(x.requires_grad_(requires_grad)), view(plain)
+                before, expected = fast(x), view(plain)
                 with torch.no_grad():
                     other.add_(1)
-                    assert torch.equal(before.full_tensor(), wanted), name
+                    assert_equal([before], [expected], name)
                     write(x)
                     write(plain)
-                    # A window follows.
-                    for read in (lambda v: v.full_tensor(), lambda v: (v + 1).full_tensor() - 1):
-                        if placement == Shard(0):
-                            with pytest.raises(
-                                PlacementError, match=r"a compiled function returned.*old values"
-                            ):
-                                read(before)
-                        else:
-                            assert torch.equal(read(before), wanted), name
-                    assert torch.equal(fast(x).full_tensor(), wanted), name
+                    for read in reads:
+                        if placement == R:  # a window follows
+                            assert torch.equal(read(before), expected), name
+                            continue
+                        with pytest.raises(PlacementError, match=r"a compiled function returned.*old values"):
+                            read(before)
+                    assert_equal([fast(x)], [expected], name)
 
 
 def _rows_after_a_write(x: Any) -> Any:
@@ -436,140 +378,120 @@ def _rows_before_a_write(x: Any) -> Any:
     return rows
 
 
-def _rows_and_more(x: Any) -> Any:
+def _rows_of_several(x: Any) -> Any:
     x[0:2].add_(1)
     return x[3:5], x[2:4], x * 2
 
 
-Views = list[tuple[Callable[[Any], Any], bool]]
-
-# name -> the functions by way of which a view is taken, and whether each is compiled
-VIEWS_OF_VIEWS: dict[str, Views] = {
-    "after a write": [(_rows_after_a_write, True)],
-    "before a write": [(_rows_before_a_write, True)],
-    "of several": [(lambda x: _rows_and_more(x)[1], True)],
-    "two graphs": [(lambda x: x[1:6], True), (lambda r: r[1:3], True)],
-    "two graphs, a window": [(lambda x: x[1:6], True), (lambda r: r.t(), True)],
-    "three graphs": [(lambda x: x[1:6], True), (lambda r: r[1:4], True), (lambda r: r.detach()[1:], True)],
-    "a graph after a write, a graph": [(_rows_after_a_write, True), (lambda r: r[1:], True)],
-    "a copy, a graph": [(lambda x: x[1:6], False), (lambda r: r[1:3], True)],
-    "a copy, a graph with a window": [(lambda x: x[1:6], False), (lambda r: r.t(), True)],
-    "a window, a graph": [(lambda x: x.t(), False), (lambda r: r[:, 1:3], True)],
-    "a graph, a copy": [(lambda x: x[1:6], True), (lambda r: r[1:3], False)],
-    "a graph, a copy, a graph": [
-        (lambda x: x[1:7], True),
-        (lambda r: r[1:6], False),
-        (lambda r: r[1:3], True),
-    ],
+# name -> the functions by way of which a view is taken: compiled ones are marked g, others c
+VIEWS_OF_VIEWS: dict[str, tuple[str, list[Program]]] = {
+    "after a write": ("g", [_rows_after_a_write]),
+    "before a write": ("g", [_rows_before_a_write]),
+    "of several": ("g", [lambda x: _rows_of_several(x)[1]]),
+    "two graphs": ("gg", [lambda x: x[1:6], lambda r: r[1:3]]),
+    "two graphs, a window": ("gg", [lambda x: x[1:6], lambda r: r.t()]),
+    "three graphs": ("ggg", [lambda x: x[1:6], lambda r: r[1:4], lambda r: r.detach()[1:]]),
+    "a graph after a write, a graph": ("gg", [_rows_after_a_write, lambda r: r[1:]]),
+    "a copy, a graph": ("cg", [lambda x: x[1:6], lambda r: r[1:3]]),
+    "a copy, a graph with a window": ("cg", [lambda x: x[1:6], lambda r: r.t()]),
+    "a window, a graph": ("cg", [lambda x: x.t(), lambda r: r[:, 1:3]]),
+    "a graph, a copy": ("gc", [lambda x: x[1:6], lambda r: r[1:3]]),
+    "a graph, a copy, a graph": ("gcg", [lambda x: x[1:7], lambda r: r[1:6], lambda r: r[1:3]]),
 }
 
 
 def _views_of_views(backend: str) -> list[tuple[str, str, bool]]:
     """(views, write, whether reading the result was refused) of each; what is read is compared here."""
-    seen = []
-    for name, views in VIEWS_OF_VIEWS.items():
+    outcomes = []
+    for name, (kinds, views) in VIEWS_OF_VIEWS.items():
         torch._dynamo.reset()
         for write in ("none", "in place", "to a view", "compiled"):
-            plain = torch.arange(32.0).view(8, 4)
-            x = distribute_tensor(plain, mesh_of((RANKS,)), [Shard(0)], src_data_rank=None)
-            taken, wanted = x, plain
-            for view, compiled in views:
-                taken = (torch.compile(view, backend=backend) if compiled else view)(taken)
-                wanted = view(wanted)
+            plain = numbers()
+            x = placed(plain)
+            taken, expected = x, plain
+            for kind, view in zip(kinds, views, strict=True):
+                taken = (compiled(view, backend=backend) if kind == "g" else view)(taken)
+                expected = view(expected)
             for written in (x, plain):
                 if write == "compiled":
-                    torch.compile(lambda a: a.mul_(2), backend=backend)(written)
+                    compiled(lambda a: a.mul_(2), backend=backend)(written)
                 elif write != "none":
                     WRITES[write](written)
-            assert torch.equal(x.full_tensor(), plain), (name, write)
+            assert_equal([x], [plain], (name, write))
             try:
-                assert torch.equal(taken.full_tensor(), wanted), (name, write)
-                seen.append((name, write, False))
+                assert_equal([taken], [expected], (name, write))
+                outcomes.append((name, write, False))
             except PlacementError:
-                seen.append((name, write, True))
-    return seen
+                outcomes.append((name, write, True))
+    return outcomes
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_views_of_views_by_way_of_graphs_are_not_read_after_a_write(ranks: Any, backend: str) -> None:
-    for seen in ranks(_views_of_views, backend, world_size=RANKS, timeout_s=240.0):
-        assert len(seen) == 4 * len(VIEWS_OF_VIEWS)
-        assert all(refused == (write != "none") for _, write, refused in seen), seen
+    for outcomes in ranks(_views_of_views, backend, world_size=RANKS, timeout_s=240.0):
+        assert len(outcomes) == 4 * len(VIEWS_OF_VIEWS)
+        assert all(refused == (write != "none") for _, write, refused in outcomes), outcomes
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @on_ranks(world_size=RANKS)
 def test_a_graph_with_a_recorded_write_and_a_copied_view_is_refused() -> None:
     for fn in (_rows_after_a_write, _rows_before_a_write):
         torch._dynamo.reset()
-        plain = torch.arange(32.0).view(8, 4)
-        leaf = distribute_tensor(plain, mesh_of((RANKS,)), [Shard(0)]).requires_grad_()
+        leaf = placed(numbers(True))
         with pytest.raises(RuntimeError, match=r"recorded by autograd.* return a clone"):  # of Dynamo
-            torch.compile(fn, backend="aot_eager")(leaf * 1)
+            compiled(fn)(leaf * 1)
     with torch.no_grad():
-        taken = torch.compile(_rows_after_a_write, backend="aot_eager")(leaf)
-        assert torch.equal(taken.full_tensor(), _rows_after_a_write(plain))
+        assert_equal([compiled(_rows_after_a_write)(leaf)], [_rows_after_a_write(numbers())])
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @on_ranks(world_size=RANKS)
 def test_a_write_in_a_graph_to_a_copied_view_is_refused() -> None:
-    views: list[Callable[[Any], Any]] = [
+    views: list[Program] = [
         lambda x: x[1:3],
         lambda x: x.chunk(2)[0].t(),
-        lambda x: torch.compile(lambda a: a[1:], backend="aot_eager")(x),
-        lambda x: torch.compile(lambda a: a[1:], backend="aot_eager")(x[2:]),
+        lambda x: compiled(lambda a: a[1:])(x),
+        lambda x: compiled(lambda a: a[1:])(x[2:]),
     ]
-    writes: list[Callable[[Any], Any]] = [
+    writes: list[Program] = [
         lambda v: v.fill_(0),
         lambda v: v.t()[1:].mul_(3),
         lambda v: (v.add_(1), v * 2)[1],
     ]
     for view in views:
         for write in writes:
-            for placement in (Shard(0), Replicate()):
+            for placement in (S0, R):
                 torch._dynamo.reset()
-                plain = torch.arange(32.0).view(8, 4)
-                x = distribute_tensor(plain, mesh_of((RANKS,)), [placement], src_data_rank=None)
-                taken, wanted, read = (
-                    view(x),
-                    view(plain),
-                    torch.compile(lambda v: v + 1, backend="aot_eager"),
-                )
-                fast = torch.compile(write, backend="aot_eager")
-                assert torch.equal(read(taken).full_tensor(), wanted + 1)
-                if placement == Shard(0):
+                plain = numbers()
+                x = placed(plain, placement)
+                taken, expected, fast = view(x), view(plain), compiled(write)
+                assert_equal([compiled(lambda v: v + 1)(taken)], [expected + 1])
+                if placement == S0:
                     with pytest.raises(RuntimeError, match=r"a view.* would not follow"):  # of Dynamo
                         fast(taken)
-                    assert torch.equal(x.full_tensor(), plain)
                 else:
-                    assert torch.equal(fast(taken).full_tensor(), write(wanted))
-                    assert torch.equal(x.full_tensor(), plain)
-                assert torch.equal(taken.full_tensor(), wanted)
+                    assert_equal([fast(taken)], [write(expected)])
+                assert_equal((x, taken), (plain, expected))
 
 
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
+@slow
 @on_ranks(world_size=RANKS)
 def test_what_a_function_gave_back_as_it_was_is_given_out_beside_it() -> None:
-    functions: list[Callable[[Any], Any]] = [
+    functions: list[Program] = [
         lambda v: (lambda a: (a, a.contiguous()))(v.squeeze()),
         lambda v: (lambda a: (a, a.float(), a.contiguous().contiguous()))(v.t()),
         lambda v: (lambda a: (a, a.to(torch.float32), a * 2))(v.view(-1)),
     ]
     for fn in functions:
         for shape in ((8, 4), (0, 3), (4, 0)):
-            for placement in (Shard(0), Shard(1), Replicate()):
+            for placement in (S0, Shard(1), R):
                 torch._dynamo.reset()
                 plain = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
-                x = distribute_tensor(plain.detach(), mesh_of((RANKS,)), [placement]).requires_grad_()
-                results = torch.compile(fn, backend="aot_eager")(x * 1)
-                for one, other in zip(results, fn(plain * 1), strict=True):
-                    assert torch.equal(one.full_tensor(), other)
+                x = placed(plain, placement)
+                results, expected = compiled(fn)(x * 1), fn(plain * 1)
+                assert_equal(results, expected)
                 sum(one.sum() for one in results).backward()
-                sum(one.sum() for one in fn(plain * 1)).backward()
+                sum(one.sum() for one in expected).backward()
                 torch.testing.assert_close(x.grad.full_tensor(), plain.grad)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.placing import place
 from dtbench_core import (
     DTensor,
     ExplicitRedistributionContext,
@@ -21,7 +22,6 @@ from dtbench_core import (
     Replicate,
     Shard,
     count_collectives,
-    distribute_tensor,
     implicit_replication,
 )
 
@@ -30,7 +30,7 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 def _cut(placement: Any, shape: tuple[int, ...] = (8, 4)) -> DTensor:
     full = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    return distribute_tensor(full, mesh_of((4,)), [placement], src_data_rank=None)
+    return place(full, placement)
 
 
 # ---- implicit replication ----

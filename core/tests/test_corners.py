@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as torchs_extents
 
-import dtbench_core
 from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.placing import place
 from dtbench_core import (
     DTensor,
     LayoutError,
@@ -26,11 +26,8 @@ from dtbench_core import (
     StridedShard,
     compute_local_shape_and_global_offset,
     debug,
-    device_mesh,
     distribute_module,
     distribute_tensor,
-    experimental,
-    placement_types,
 )
 
 S, R, P = Shard, Replicate(), Partial()
@@ -57,7 +54,7 @@ def test_checked_replicas_agree_in_everything() -> None:
 
 @on_ranks
 def test_the_same_size_as_a_plain_tensor() -> None:
-    x = distribute_tensor(torch.ones(5, 6), mesh_of((4,)), [S(0)], src_data_rank=None)
+    x = place(torch.ones(5, 6), S(0))
     assert x.is_same_size(torch.ones(5, 6)) and torch.ones(5, 6).is_same_size(x)
     assert not torch.is_same_size(x, torch.ones(5)) and torch.is_same_size(x, x)
 
@@ -74,14 +71,10 @@ def test_strided_shards_of_any_length() -> None:
         ]
         assert torch.equal(x.to_local(), torch.cat(pieces)), (size, factor)
         for placed in (R, S(0), StridedShard(0, 2)):
-            assert torch.equal(x.redistribute(placements=[placed]).full_tensor(), full), (
-                size,
-                factor,
-                placed,
-            )
+            assert torch.equal(x.redistribute(placements=[placed]).full_tensor(), full), (size, factor)
         assert torch.equal((x * 2 + x).flatten().full_tensor(), (full * 3).flatten())
         assert torch.equal(x.sum(0).full_tensor(), full.sum(0))
-        grid = distribute_tensor(full, mesh_of((2, 2)), [StridedShard(0, factor), S(0)], src_data_rank=None)
+        grid = place(full, StridedShard(0, factor), S(0), mesh=(2, 2))
         assert torch.equal(grid.full_tensor(), full) and torch.equal((grid + grid).full_tensor(), full * 2)
 
 
@@ -110,50 +103,32 @@ def test_functions_whose_outputs_are_not_all_used() -> None:
     assert local.grad is not None and not local.grad.any()
 
 
+def _through_a_file(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(held, file)
+    file.seek(0)
+    return torch.load(file)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, _through_a_file], ids=["copied", "saved"])
 @on_ranks
-def test_saved_views_share_memory_with_their_base() -> None:
-    mesh = mesh_of((4,))
-    for placed in (S(0), R, S(1)):
-        for names in ("xvt", "vxt"):
-            loaded = []
-            for full in (torch.arange(20.0).view(10, 2), None):
-                base = torch.arange(20.0).view(10, 2)
-                x = base if full is not None else distribute_tensor(base, mesh, [placed], src_data_rank=None)
-                held = {"x": x, "v": x[1:4], "t": x.t()[:, 2:]}
-                held["x"].add_(1)
-                file = io.BytesIO()
-                torch.save({name: held[name] for name in names}, file)
-                file.seek(0)
-                made = torch.load(file)
-                made["x"][2].zero_()
-                made["v"].mul_(2)
-                loaded.append(
-                    [(t.full_tensor() if isinstance(t, DTensor) else t) for t in map(made.get, "xvt")]
-                )
-            for wanted, got in zip(*loaded, strict=True):
-                assert torch.equal(got, wanted), (placed, names)
-
-
-@on_ranks
-def test_tensors_that_are_copied_together_share_memory() -> None:
-    mesh = mesh_of((4,))
-
-    def copied(x: torch.Tensor, names: str) -> list[torch.Tensor]:
+def test_duplicates_share_memory_as_the_originals_do(duplicate: Any) -> None:
+    def written(x: torch.Tensor, names: str) -> list[torch.Tensor]:
         held = {"x": x, "v": x[1:4], "t": x.t()[:, 2:], "w": x[1:4][1]}
         held["x"].add_(1)
-        made = copy.deepcopy({name: held[name] for name in names})
+        made = duplicate({name: held[name] for name in names})
         made["x"][2].zero_()
         made["v"].mul_(2)
         made["t"].add_(1)
         made["w"][0].sub_(5)
-        held["v"].fill_(9)  # which none of the copies has
+        held["v"].fill_(9)  # which none of the duplicates has
         return [made[name] for name in sorted(names)]
 
+    values = torch.arange(20.0).view(10, 2)
     for names in ("xvtw", "vxwt", "twvx"):
-        wanted = copied(torch.arange(20.0).view(10, 2), names)
+        wanted = written(values.clone(), names)
         for placed in (S(0), R, S(1)):
-            base = distribute_tensor(torch.arange(20.0).view(10, 2), mesh, [placed], src_data_rank=None)
-            for full, got in zip(wanted, copied(base, names), strict=True):
+            for full, got in zip(wanted, written(place(values.clone(), placed), names), strict=True):
                 assert isinstance(got, DTensor) and got.storage_offset() == full.storage_offset()
                 assert torch.equal(got.full_tensor(), full), (placed, names)
 
@@ -161,7 +136,7 @@ def test_tensors_that_are_copied_together_share_memory() -> None:
 @on_ranks
 def test_a_copied_view_of_an_expanded_tensor() -> None:
     """It is read as it should be; which of its elements a write would leave in the base is not known."""
-    x = distribute_tensor(torch.arange(2.0), mesh_of((4,)), [S(0)], src_data_rank=None)
+    x = place(torch.arange(2.0), S(0))
     seen = x.expand(2, 2).diagonal()
     with pytest.raises(PlacementError, match="the write would be lost"):
         seen.fill_(2)
@@ -181,15 +156,7 @@ def test_names_of_torch() -> None:
         for dims in ((0, 1), (0, 0), (1, 0)):
             ours = compute_local_shape_and_global_offset(shape, mesh, [S(d) for d in dims])
             assert ours == torchs_extents(shape, mesh, [theirs.Shard(d) for d in dims]), (shape, dims, rank)
-    assert {*experimental.__all__} == {"implicit_replication", "local_map", "register_sharding"}
-    placements, meshes = ("Placement", "Shard", "Replicate", "Partial"), ("DeviceMesh", "init_device_mesh")
-    for own, other, names in (
-        (dtbench_core, theirs, placements + meshes),
-        (device_mesh, theirs.device_mesh, meshes),
-        (placement_types, theirs.placement_types, placements),
-    ):
-        assert all(hasattr(own, name) and hasattr(other, name) for name in names), own
     model = distribute_module(nn.Linear(3, 2), mesh_of((4,)))
     with debug.CommDebugMode() as mode:
-        model(distribute_tensor(torch.ones(2, 3), mesh_of((4,)), src_data_rank=None))
+        model(place(torch.ones(2, 3)))
     assert mode.get_sharding_info() == {"Linear.weight": (R,), "Linear.bias": (R,)}

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
 from core.tests.placing import full, place
 from dtbench_core import (
     CoreError,
@@ -66,8 +67,8 @@ def test_an_op_without_a_rule_gives_what_plain_torch_gives(name: str, placements
     assert _same(FUNCTIONS[name](_into(full, placements)), FUNCTIONS[name](full))
 
 
-@on_ranks
-def test_a_fallback_is_counted_and_warns_once() -> None:
+def test_a_fallback_is_counted_and_warns_once(fake_world: Callable[[int], None]) -> None:
+    fake_world(4)
     clear_fallbacks()
     x = distribute_tensor(torch.eye(4), mesh_of((4,)), [S(0)])
     with warnings.catch_warnings(record=True) as seen:
@@ -131,18 +132,23 @@ def test_a_pending_sum_is_added_to_by_a_rule() -> None:
     assert not fallbacks()
 
 
+def _resized() -> list[DTensor]:
+    y = _into(torch.arange(15.0).reshape(5, 3), [S(0)])
+    return [torch.mul(y, 2, out=_into(torch.empty(size), [place])) for size, place in ((0, R), (2, S(0)))]  # type: ignore[return-value]
+
+
+@pytest.mark.filterwarnings("ignore:aten.mul.out got out= of shape")
 @on_ranks
 def test_out_is_resized_as_torch_does() -> None:
-    full = torch.arange(15.0).reshape(5, 3)
-    y = _into(full, [S(0)])
-    empty = _into(torch.empty(0), [R])
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.mul(y, 2, out=empty)
-        small = _into(torch.empty(2), [S(0)])
-        torch.mul(y, 2, out=small)
-    assert _same(empty, full * 2) and _same(small, full * 2) and small.shape == (5, 3)
-    assert len(seen) == 1 and "resized" in str(seen[0].message)
+    for out in _resized():
+        assert _same(out, torch.arange(15.0).reshape(5, 3) * 2) and out.shape == (5, 3)
+
+
+def test_a_resized_out_that_held_something_warns(fake_world: Callable[[int], None]) -> None:
+    fake_world(4)
+    with pytest.warns(UserWarning, match=r"out= of shape \[2\].*resized") as seen:
+        _resized()
+    assert len(seen) == 1
 
 
 @quiet
@@ -196,5 +202,5 @@ def _dtypes_that_kernels_refuse(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["product", "index", "normalisation", "of what moves first"])
-def test_every_rank_refuses_a_dtype(ranks: Worlds, case: str) -> None:
+def test_every_rank_refuses_a_dtype(ranks: ThreadWorlds, case: str) -> None:
     ranks.refuse(_dtypes_that_kernels_refuse, case, told="dtype", error=RuntimeError)

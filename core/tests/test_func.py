@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_map
 
-from core.tests.gloo_world import forget_meshes, mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks, on_worlds
 from core.tests.placing import full, place, sharded
 from core.tests.torch_version import needs_213
 from dtbench_core import (
@@ -69,10 +69,25 @@ def _pulled(function: Callable[[Parameters], torch.Tensor], parameters: Paramete
     return out, pull(torch.ones_like(out))
 
 
+# Levels of forward mode are a process's own, so ranks in threads mix theirs up.
+FORWARD_MODE = {"jvp", "jvp of grad", "hessian", "jacobian, forward", "forward over forward", "dual numbers"}
+
+
 @pytest.mark.parametrize("placement", [R, S0], ids=str)
-@pytest.mark.parametrize("name", OF_MODULES)
+@pytest.mark.parametrize("name", [n for n in OF_MODULES if n not in FORWARD_MODE])
 @on_ranks
 def test_functions_of_modules(name: str, placement: Placement) -> None:
+    _compare_of_modules(name, placement)
+
+
+@pytest.mark.parametrize("placement", [R, S0], ids=str)
+@on_gloo_ranks
+def test_forward_mode_of_modules(placement: Placement) -> None:
+    for name in filter(FORWARD_MODE.__contains__, OF_MODULES):
+        _compare_of_modules(name, placement)
+
+
+def _compare_of_modules(name: str, placement: Placement) -> None:
     plain = _network()
     net, x = sharded(plain), torch.arange(20.0).double().reshape(5, 4).cos()
     want = OF_MODULES[name](plain, {k: v.detach() for k, v in plain.named_parameters()}, x)
@@ -99,9 +114,20 @@ OF_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
-@pytest.mark.parametrize("name", OF_TENSORS)
+@pytest.mark.parametrize("name", [n for n in OF_TENSORS if n not in FORWARD_MODE])
 @on_ranks
 def test_functions_of_tensors(name: str, placement: Placement) -> None:
+    _compare_of_tensors(name, placement)
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+@on_gloo_ranks
+def test_forward_mode_of_tensors(placement: Placement) -> None:
+    for name in filter(FORWARD_MODE.__contains__, OF_TENSORS):
+        _compare_of_tensors(name, placement)
+
+
+def _compare_of_tensors(name: str, placement: Placement) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of rules there are none for
         for size in (4, 3):
@@ -117,7 +143,7 @@ def test_a_pending_sum_is_captured() -> None:
     assert (got == vmap(lambda row: x @ row + x[0])(x)).all()
 
 
-@on_ranks
+@on_gloo_ranks
 def test_tangents_enter_leave_and_move() -> None:
     x = torch.arange(12.0).reshape(4, 3).sin()
     rank = mesh_of((4,)).get_local_rank()
@@ -206,11 +232,9 @@ def test_gradients_are_those_of_torch() -> None:
 
 
 @pytest.fixture
-def x(fake_world: Any) -> Iterator[DTensor]:
+def x(fake_world: Any) -> DTensor:
     fake_world(4)
-    made: DTensor = distribute_tensor(torch.ones(8, 4), mesh_of((4,)), [Shard(0)]).requires_grad_()
-    yield made
-    forget_meshes()
+    return distribute_tensor(torch.ones(8, 4), mesh_of((4,)), [Shard(0)]).requires_grad_()
 
 
 def test_what_torch_refuses_is_refused(x: DTensor) -> None:

@@ -1,16 +1,18 @@
-"""The test world itself: what it returns, and how it reports ranks that raise, die or hang."""
+"""The worlds of tests: what they return, and how they report ranks that raise, die or hang."""
 
 from __future__ import annotations
 
 import os
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from core.tests.gloo_world import RankError, Worlds
+from core.tests.local_world import ThreadWorlds
 
 
 class CustomError(Exception):
@@ -29,7 +31,7 @@ def _raise_on(rank: int) -> None:
     dist.barrier()
 
 
-def _raise_everywhere() -> None:
+def _raise_everywhere(_: int) -> None:
     raise CustomError(f"rank {dist.get_rank()}")
 
 
@@ -48,62 +50,61 @@ def _warn() -> None:
     warnings.warn("an old name", DeprecationWarning, stacklevel=1)
 
 
-def _nothing() -> None:
-    pass
+def test_results_by_rank_of_a_world_that_outlives_calls(gloo_ranks: Worlds) -> None:
+    before = None
+    for _ in range(2):
+        results = gloo_ranks(_sum_of_ranks, 10)
+        assert [r for r, _, _ in results] == [0, 1, 2, 3]
+        assert all(value.tolist() == [60.0] for _, value, _ in results)
+        assert {threads for _, _, threads in results} == {1}
+        assert before in (None, gloo_ranks.pids())
+        before = gloo_ranks.pids()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_results_by_rank(ranks: Worlds, world_size: int) -> None:
-    results = ranks(_sum_of_ranks, 10, world_size=world_size)
-    total = 10.0 * sum(range(world_size))
-    assert [r for r, _, _ in results] == list(range(world_size))
-    assert all(torch.equal(value, torch.tensor([total])) for _, value, _ in results)
-    assert {threads for _, _, threads in results} == {1}
-
-
-def test_world_outlives_calls(ranks: Worlds) -> None:
-    ranks(_nothing)
-    before = ranks.pids()
-    ranks(_nothing)
-    assert ranks.pids() == before
-
-
-def test_warnings_of_the_test_hold_on_ranks(ranks: Worlds) -> None:
+def test_warnings_of_the_test_hold_on_ranks(gloo_ranks: Worlds) -> None:
     with pytest.raises(RankError, match="DeprecationWarning: an old name"):
-        ranks(_warn, world_size=2)
+        gloo_ranks(_warn, world_size=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ranks(_warn, world_size=2)
-
-
-def test_exception_on_every_rank_keeps_the_world(ranks: Worlds) -> None:
-    ranks(_nothing, world_size=2)
-    before = ranks.pids(2)
-    with pytest.raises(RankError, match=r"rank 0 in _raise_everywhere.*CustomError: rank 0") as caught:
-        ranks(_raise_everywhere, world_size=2)
-    assert type(caught.value.__cause__).__name__ == "CustomError"
-    assert set(caught.value.failures) == {0, 1}
-    assert "test_gloo_world.py" in caught.value.failures[1]
-    assert ranks.pids(2) == before
+        gloo_ranks(_warn, world_size=2)
 
 
 @pytest.mark.parametrize(
-    ("fn", "told"),
+    ("fn", "message", "failed"),
     [
-        (_raise_on, "rank 1 in _raise_on: .*CustomError: no luck"),
-        (_die_on, r"rank 1 in _die_on: died \(exit 7\)"),
-        (_hang_on, "(?s)rank 1 in _hang_on: did not answer.*_hang_on"),
+        (_raise_everywhere, "rank 0 in _raise_everywhere: .*CustomError: rank 0", {0, 1}),
+        (_raise_on, "rank 1 in _raise_on: .*CustomError: no luck", {0, 1}),
+        (_die_on, r"rank 1 in _die_on: died \(exit 7\)", {0, 1}),
+        (_hang_on, "(?s)rank 1 in _hang_on: did not answer.*_hang_on", {1}),
     ],
 )
-def test_broken_world_is_named_and_rebuilt(ranks: Worlds, fn: object, told: str) -> None:
-    ranks(_nothing, world_size=2)
-    before = ranks.pids(2)
-    with pytest.raises(RankError, match=told):
-        ranks(fn, 1, world_size=2, timeout_s=5.0)  # type: ignore[arg-type]
-    assert ranks(_sum_of_ranks, 1, world_size=2)[0][1].item() == 1.0
-    assert not set(ranks.pids(2)) & set(before)
+def test_a_broken_world_is_named_and_rebuilt(
+    gloo_ranks: Worlds, fn: Any, message: str, failed: set[int]
+) -> None:
+    gloo_ranks(_sum_of_ranks, 1, world_size=2)
+    before = gloo_ranks.pids(2)
+    with pytest.raises(RankError, match=message) as caught:
+        gloo_ranks(fn, 1, world_size=2, timeout_s=5.0 if fn is _hang_on else 60.0)
+    assert set(caught.value.failures) == failed
+    if fn in (_raise_everywhere, _raise_on):
+        assert type(caught.value.__cause__).__name__ == "CustomError"
+    assert gloo_ranks(_sum_of_ranks, 1, world_size=2)[0][1].item() == 1.0
+    assert not set(gloo_ranks.pids(2)) & set(before)
 
 
-def test_function_must_be_findable(ranks: Worlds) -> None:
+def test_function_must_be_findable(gloo_ranks: Worlds) -> None:
     with pytest.raises(TypeError, match=r"got .*<lambda>, expected a function defined at module level"):
-        ranks(lambda: None, world_size=2)
+        gloo_ranks(lambda: None, world_size=2)
+
+
+# ---- ranks in threads ----
+
+
+def test_threads_tell_who_raised(ranks: ThreadWorlds) -> None:
+    with pytest.raises(RankError, match=r"rank 1 in _raise_on: .*CustomError: no luck") as caught:
+        ranks(_raise_on, 1)
+    assert set(caught.value.failures) == {1} and isinstance(caught.value.__cause__, CustomError)
+    with pytest.raises(RankError, match=r"rank 3 in _raise_everywhere: .*CustomError: rank 3") as caught:
+        ranks(_raise_everywhere, 1)
+    assert set(caught.value.failures) == {0, 1, 2, 3}
+    assert ranks(_sum_of_ranks, 1)[3][1].item() == 6.0

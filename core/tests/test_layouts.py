@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.placing import place
 from dtbench_core import (
     DTensor,
     LayoutError,
@@ -43,8 +44,7 @@ B = torch.linspace(-2, 2, 32).reshape(8, 4)
 
 
 def _cut(full: Tensor, placement: Placement | list[Placement], mesh: tuple[int, ...] = (4,)) -> DTensor:
-    placements = placement if isinstance(placement, list) else [placement]
-    return distribute_tensor(full, mesh_of(mesh), placements, src_data_rank=None)
+    return place(full, *(placement if isinstance(placement, list) else [placement]), mesh=mesh)
 
 
 # ---- the example: rows 1, 3, 1, 3 ----

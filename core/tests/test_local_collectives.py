@@ -12,13 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from core.tests.test_local_tensor import RANKS, held
 from dtbench_core import torch_compat
 from dtbench_core.errors import SimulationError
-from dtbench_core.simulate import (
-    LocalTensor,
-    LocalTensorMode,
-    declare_group,
-    per_rank,
-    tensor_map,
-)
+from dtbench_core.simulate import LocalTensor, LocalTensorMode, declare_group, per_rank, tensor_map
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.gloo_world import on_ranks
+from core.tests.placing import place
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -17,17 +19,13 @@ from dtbench_core import (
     Shard,
     clear_caches,
     count_collectives,
-    distribute_tensor,
     local_map,
     register_sharding,
 )
+from dtbench_core.rules import base
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 A, B = torch.arange(32.0).reshape(8, 4), torch.arange(24.0).reshape(4, 6)
-
-
-def _cut(full: torch.Tensor, placement: Any) -> DTensor:
-    return distribute_tensor(full, mesh_of((4,)), [placement], src_data_rank=None)
 
 
 # ---- local_map ----
@@ -36,7 +34,7 @@ def _cut(full: torch.Tensor, placement: Any) -> DTensor:
 @on_ranks
 def test_shards_in_and_placements_out() -> None:
     """A product over a sharded inner dim: each rank has a term."""
-    a, b = _cut(A, S1).requires_grad_(), _cut(B, S0).requires_grad_()
+    a, b = place(A, S1).requires_grad_(), place(B, S0).requires_grad_()
     types = []
 
     def multiply(x: torch.Tensor, y: torch.Tensor, scale: float, *, bias: float) -> torch.Tensor:
@@ -48,7 +46,7 @@ def test_shards_in_and_placements_out() -> None:
     out.redistribute(placements=[R]).sum().backward()
     assert a.grad is not None
     moved = local_map(multiply, (P,), ([S1], [S0], None), redistribute_inputs=True)
-    again = moved(_cut(A, S0), _cut(B, R), 2.0, bias=0.0)
+    again = moved(place(A, S0), place(B, R), 2.0, bias=0.0)
     assert all(x is y is torch.Tensor for x, y, _ in types) and types[0][2] == (8, 1), "plain"
     assert out.full_tensor().tolist() == again.full_tensor().tolist() == (A @ B * 2).tolist(), "value"
     assert a.grad.full_tensor().tolist() == (torch.ones(8, 6) @ B.t() * 2).tolist(), "grad"
@@ -62,11 +60,11 @@ def test_several_results_and_gradients() -> None:
     def parts(x: torch.Tensor, w: torch.Tensor) -> Any:
         return x * w, "text", (x * w).sum()
 
-    w = _cut(torch.ones(4), R).requires_grad_()
-    scaled, text, total = parts(_cut(A, S0), w)
+    w = place(torch.ones(4), R).requires_grad_()
+    scaled, text, total = parts(place(A, S0), w)
     total.redistribute(placements=[R]).backward()
     assert w.grad is not None
-    plain = parts(_cut(A, S0), torch.ones(4))[0]  # a plain tensor is passed as it is
+    plain = parts(place(A, S0), torch.ones(4))[0]  # a plain tensor is passed as it is
     assert scaled.full_tensor().tolist() == plain.full_tensor().tolist() == A.tolist(), "scaled"
     assert text == "text", "text"
     assert float(total.full_tensor().detach()) == float(A.sum()), "total"
@@ -78,7 +76,7 @@ def _identity(x: Any, *_: Any) -> Any:
 
 
 def _wraps(x: torch.Tensor) -> DTensor:
-    return _cut(A, S0)
+    return place(A, S0)
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
@@ -113,7 +111,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 def test_mistakes(name: str) -> None:
     call, told = MISTAKES[name]
     with pytest.raises(CoreError, match=told):
-        call(_cut(A, S0))
+        call(place(A, S0))
 
 
 # ---- register_sharding ----
@@ -156,7 +154,7 @@ def test_custom_ops_get_rules() -> None:
         seen.append((tuple(x.shape), x.ndim, x.dtype, scale, len(others), x.placements))
         return [([Shard(d), P], [Shard(d), None, Shard(d)]) for d in range(-x.ndim, 0)]
 
-    a, same, across = _cut(A, S0), _cut(A, S0), _cut(A, S1)
+    a, same, across = place(A, S0), place(A, S0), place(A, S1)
     with count_collectives() as count:
         out, total = ops.combine(a, 2.0, [same])
     with count_collectives() as moving:
@@ -182,15 +180,16 @@ def test_rules_that_do_not_fit_are_told(answer: Any, told: str) -> None:
     op = _library().backwards.default
     register_sharding(op)(lambda x: answer)
     with pytest.raises(CoreError, match=told):
-        op(_cut(A, S0))
+        op(place(A, S0))
 
 
 @on_ranks
 def test_rules_are_replaced() -> None:
     """A rule of the core's is replaced for plans made before, too; the value of a number may matter to it."""
     op = torch.ops.aten.mul.Scalar
-    x = _cut(A, S0)
+    x = place(A, S0)
     assert [op(x, s).placements for s in (2.0, 3.0)] == [(S0,), (S0,)]
+    dist.barrier()  # ranks may be threads, with one table of rules
     told = register_sharding(op)(
         lambda x, other: [([S0], [S0])] if other == 2.0 else [([R], [R])]  # type: ignore[arg-type]
     )
@@ -201,9 +200,8 @@ def test_rules_are_replaced() -> None:
             assert scaled.placements == (placement,)
             assert scaled.full_tensor().equal(A * scale)
     finally:
-        from dtbench_core.rules import base
-
-        base._rules.pop(op)
+        dist.barrier()
+        base._rules.pop(op, None)
         base._overridden.discard(op)
         clear_caches()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -198,26 +196,6 @@ def test_conversions_keep_what_a_parameter_is() -> None:
     module.to("meta").to_empty(device="cpu").load_state_dict(plain.state_dict())
     assert module[0].weight.placements == (S0,)
     torch.testing.assert_close(module(place(torch.ones(2, 4))).full_tensor(), plain(torch.ones(2, 4)))
-
-
-@on_ranks
-def test_copies_and_files() -> None:
-    weight = nn.Parameter(place(torch.arange(12.0).reshape(4, 3), S0))
-    weight.square().sum().backward()
-    twin = copy.deepcopy(weight)
-    assert isinstance(twin, nn.Parameter) and twin.is_leaf and twin.grad is None  # as of a plain one
-    with torch.no_grad():
-        twin.zero_()
-    assert weight.full_tensor().sum() > 0
-    for weights_only in (True, False):
-        file = io.BytesIO()
-        torch.save({"weight": weight, "rows": weight.detach()[1:], "rank": dist.get_rank()}, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=weights_only)
-        assert isinstance(loaded["weight"], nn.Parameter) and loaded["weight"].requires_grad
-        assert loaded["weight"].placements == (S0,) and loaded["rank"] == dist.get_rank()
-        assert (loaded["weight"].full_tensor() == weight.full_tensor()).all()
-        assert (loaded["rows"].full_tensor() == weight.full_tensor()[1:]).all()
 
 
 @on_ranks

@@ -104,19 +104,19 @@ def _run_op(name: str, mesh_shape: tuple[int, ...], uneven: bool, most: int = 4)
 @pytest.mark.filterwarnings("ignore:torch.triangular_solve")  # deprecated, and in the database still
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", OPS)
-def test_op_equals_plain_torch(thread_ranks: ThreadWorlds, name: str, uneven: bool) -> None:
+def test_op_equals_plain_torch(ranks: ThreadWorlds, name: str, uneven: bool) -> None:
     # Even shards on the one mesh and uneven ones on the other; every second op the other way round.
     mesh_shape = MESHES[(list(OPS).index(name) + uneven) % 2]
     # Two placements of even shards: of planted faults, four found no other.
-    thread_ranks(_run_op, name, mesh_shape, uneven, 4 if uneven else 2)
+    ranks(_run_op, name, mesh_shape, uneven, 4 if uneven else 2)
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @pytest.mark.filterwarnings("ignore:torch.triangular_solve")
 @pytest.mark.parametrize("name", OPS)
-def test_op_equals_plain_torch_on_gloo(ranks: Worlds, name: str) -> None:
+def test_op_equals_plain_torch_on_gloo(gloo_ranks: Worlds, name: str) -> None:
     """What differs there are the transport's own ways, so two placements are enough."""
-    ranks(_run_op, name, MESHES[list(OPS).index(name) % 2], True, most=2)
+    gloo_ranks(_run_op, name, MESHES[list(OPS).index(name) % 2], True, most=2)
 
 
 # One or two of each family, for the second flavour: the simulation is the same for all.

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
-from core.tests.placing import full
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.local_world import ThreadWorlds
+from core.tests.placing import full, place
 from dtbench_core import (
     DTensor,
     MixedTensorError,
@@ -97,7 +98,7 @@ def _trained(optimizer: str, form: str, layout: int | None, clip: dict[str, Any]
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=["rows", "columns", "both"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training(ranks: Worlds, optimizer: str, form: str, layout: int) -> None:
+def test_training(ranks: ThreadWorlds, optimizer: str, form: str, layout: int) -> None:
     expected = _trained(optimizer, form, None)
     for got in ranks(_trained, optimizer, form, layout):
         torch.testing.assert_close(got, expected)
@@ -107,7 +108,7 @@ def test_training(ranks: Worlds, optimizer: str, form: str, layout: int) -> None
 @pytest.mark.parametrize(
     "clip", [{"foreach": True}, {"foreach": False}, {}, {"norm_type": float("inf")}, {"norm_type": 1}]
 )
-def test_clipping(ranks: Worlds, clip: dict[str, Any], layout: int) -> None:
+def test_clipping(ranks: ThreadWorlds, clip: dict[str, Any], layout: int) -> None:
     clip = {"max_norm": 0.05, **clip}
     expected = _trained("sgd", "default", None, clip)
     for got in ranks(_trained, "sgd", "default", layout, clip):
@@ -154,9 +155,9 @@ def _mixed() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     plain, mixed = [], []
     places: list[tuple[tuple[int, ...], list[Placement]] | None]
     places = [((4,), [S0]), None, ((2, 2), [R, S1]), ((4,), [R]), None, ((2, 2), [S0, S1])]
-    for place in places:
+    for layout in places:
         values, grad = (torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2))
-        for made, here in ((plain, None), (mixed, place)):
+        for made, here in ((plain, None), (mixed, layout)):
             whole = [values.clone(), grad.clone()]
             if here is not None:
                 mesh = mesh_of(here[0])
@@ -206,7 +207,7 @@ def test_clipping_beside_plain_parameters() -> None:
 
 @on_worlds
 def test_a_plain_tensor_is_scaled_by_a_distributed_number() -> None:
-    factor = distribute_tensor(torch.tensor(2.0), mesh_of((4,)), [R], src_data_rank=None)
+    factor = place(torch.tensor(2.0), R)
     written = torch.ones(3)
     assert written.mul_(factor) is written and torch.equal(written, torch.full((3,), 2.0))
     with pytest.raises(MixedTensorError, match=r"mul got a plain torch\.Tensor"):
@@ -217,7 +218,7 @@ def test_a_plain_tensor_is_scaled_by_a_distributed_number() -> None:
 def test_a_state_of_whole_tensors_is_loaded() -> None:
     values = torch.arange(20.0).view(5, 4)
     plain = nn.Parameter(values.clone())
-    spread = nn.Parameter(distribute_tensor(values, mesh_of((4,)), [S0], src_data_rank=None))
+    spread = nn.Parameter(place(values, S0))
     first, second = (torch.optim.Adam([p], 0.1) for p in (plain, spread))
     plain.sin().sum().backward()
     first.step()
@@ -239,7 +240,7 @@ def test_unscaling_beside_plain_parameters() -> None:
             last = torch.ones(6, 5)
             last[5, 4] = bad  # one rank's
             if parameters is mixed:
-                last = distribute_tensor(last, mesh_of((2, 2)), [S0, S1], src_data_rank=None)
+                last = place(last, S0, S1, mesh=(2, 2))
             found = torch.zeros(1)
             torch._amp_foreach_non_finite_check_and_unscale_([*grads, last], found, torch.full((1,), 0.5))
             assert bool(found == float(bad == float("inf")))

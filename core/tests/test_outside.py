@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import (
     DTensor,
     ExplicitRedistributionContext,
@@ -85,7 +86,7 @@ def _program() -> dict[str, Any]:
     return told
 
 
-def test_the_same_program_runs_outside(ranks: Worlds) -> None:
+def test_the_same_program_runs_outside(ranks: ThreadWorlds) -> None:
     inside, _, outside, other = ranks(_program)
     assert outside == other
     for name, told in inside.items():

@@ -68,8 +68,8 @@ def _written(
     return full
 
 
-def test_writes_over_shared_memory(thread_ranks: ThreadWorlds) -> None:
-    thread_ranks(_writes)  # which tell at once if one of them has raised alone
+def test_writes_over_shared_memory(ranks: ThreadWorlds) -> None:
+    ranks(_writes)  # which tell at once if one of them has raised alone
 
 
 def _writes() -> None:
@@ -267,8 +267,8 @@ def test_a_layer_whose_weight_is_a_vector() -> None:
             assert F.linear(x, x).item() == F.linear(plain, plain).item()
 
 
-def test_windows_that_are_gone_are_not_asked_about_again(thread_ranks: ThreadWorlds) -> None:
-    thread_ranks(_gone)
+def test_windows_that_are_gone_are_not_asked_about_again(ranks: ThreadWorlds) -> None:
+    ranks(_gone)
 
 
 def _gone() -> None:
@@ -317,8 +317,8 @@ def test_a_result_gets_another_shape_under_autograd_after_a_view() -> None:
     assert x.grad is not None and plain.grad is not None and torch.equal(x.grad.full_tensor(), plain.grad)
 
 
-def test_empty_results_are_written_to_out(thread_ranks: ThreadWorlds) -> None:
-    thread_ranks(_empty_out)
+def test_empty_results_are_written_to_out(ranks: ThreadWorlds) -> None:
+    ranks(_empty_out)
 
 
 def _empty_out() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.tests.gloo_world import RankError, Worlds, mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import RankError, mesh_of, on_ranks, on_worlds
+from core.tests.local_world import ThreadWorlds
 from core.tests.parallel_models import (
     BATCH,
     HIDDEN,
@@ -58,7 +60,7 @@ BATCHES = (BATCH, SEQ, WIDTH)
         (Attention, (), BATCHES),
     ],
 )
-@on_ranks
+@on_ranks(checked=True)
 def test_modules_train_like_the_plain_ones(make: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     """Outputs, input gradients, every parameter gradient, and parameters after SGD steps."""
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
@@ -98,7 +100,7 @@ MODEL_PLAN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@on_ranks
+@on_ranks(checked=True)
 def test_model_trains_like_the_plain_one(tied: bool) -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
     plain, parallel = seeded(Transformer, 2), seeded(Transformer, 2)
@@ -213,8 +215,8 @@ def test_index_outside_the_table_fails_on_every_rank(rows: int, index: int) -> N
 SEED_TEXT = "Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan"
 
 
-@on_ranks(world_size=2)
-def test_plans() -> None:
+def test_plans(fake_world: Callable[[int], None]) -> None:
+    fake_world(2)
     mesh, two_dims = mesh_of((2,), ("tp",)), mesh_of((1, 2), ("dp", "tp"))
 
     with pytest.warns(UserWarning, match="no parallelize_plan and changes nothing"):
@@ -267,8 +269,8 @@ def test_plans() -> None:
     assert not parallelize_module(frozen, mesh, ColwiseParallel()).weight.requires_grad
 
 
-@on_ranks(world_size=2)
-def test_refusals() -> None:
+def test_refusals(fake_world: Callable[[int], None]) -> None:
+    fake_world(2)
     mesh = mesh_of((2,), ("tp",))
 
     def refuses(kind: type[Exception], told: str, module: nn.Module, *styles: ParallelStyle) -> None:
@@ -338,7 +340,7 @@ def _source_rank(src: int | None) -> tuple[list[float], list[float]]:
     return module[0].weight.to_local().flatten().tolist(), module[0].bias.to_local().tolist()
 
 
-def test_values_come_from_the_source_rank_or_are_the_ranks_own(ranks: Worlds) -> None:
+def test_values_come_from_the_source_rank_or_are_the_ranks_own(ranks: ThreadWorlds) -> None:
     for src in (0, 1):
         assert ranks(_source_rank, src, world_size=2) == [([src, src], [src, src])] * 2
     assert ranks(_source_rank, None, world_size=2) == [([0.0, 0.0], [0.0]), ([1.0, 1.0], [1.0])]
@@ -353,7 +355,7 @@ def test_representation() -> None:
     )
 
 
-def test_a_style_of_ones_own(ranks: Worlds) -> None:
+def test_a_style_of_ones_own(ranks: ThreadWorlds) -> None:
     with pytest.raises(RankError, match="RecordingStyle was applied with 1"):
         ranks(_own_style, world_size=2)
 

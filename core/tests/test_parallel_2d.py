@@ -13,7 +13,8 @@ from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import parallel as torch_parallel
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.local_world import ThreadWorlds
 from core.tests.parallel_models import MLP, VOCAB, WIDTH, Transformer, assert_same_parameters, seeded
 from dtbench_core import (
     DTensor,
@@ -209,12 +210,12 @@ def _fully_shard_few_rows() -> None:
     fully_shard(parallelize_module(nn.Linear(4, 3), mesh, ColwiseParallel()), mesh=mesh)
 
 
-def test_fully_shard_of_fewer_rows_than_ranks_is_refused_on_every_rank(ranks: Worlds) -> None:
+def test_fully_shard_of_fewer_rows_than_ranks_is_refused_on_every_rank(ranks: ThreadWorlds) -> None:
     ranks.refuse(_fully_shard_few_rows, told=r"fully_shard got the parameter float32\[3, 4\]")
 
 
 @pytest.mark.parametrize("kind", ["all", "half", "no bias"])
-def test_fully_shard_names_shard_parameters(ranks: Worlds, kind: str) -> None:
+def test_fully_shard_names_shard_parameters(ranks: ThreadWorlds, kind: str) -> None:
     told = r"fully_shard got the parameter float32\[.*with dtbench_core\.parallel\.shard_parameters"
     ranks.refuse(_fully_shard, kind, told=told)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dtbench_core
-from core.tests.gloo_world import Worlds
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import Partial, Replicate, Shard, _public
 from dtbench_core.layout.placement import chunk_extent, chunk_lengths, describe, local_extents, splits_evenly
 
@@ -102,5 +102,5 @@ def _sum_of_ones() -> float:
     return float(distribute_tensor(torch.ones(8), mesh_of((4,)), [Shard(0)]).sum().full_tensor())
 
 
-def test_signatures_of_torch_run_here(ranks: Worlds) -> None:
+def test_signatures_of_torch_run_here(ranks: ThreadWorlds) -> None:
     assert ranks(_sum_of_ones) == [8.0] * 4

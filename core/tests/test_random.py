@@ -16,7 +16,8 @@ import torch.utils.checkpoint
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
 from dtbench_core.layout import in_step
 from dtbench_core.layout import rng as random
@@ -63,7 +64,7 @@ def _drawn_in_a_graph() -> list[torch.Tensor]:
     return [draw(x).to_local() for draw in compiled for _ in range(2)]
 
 
-def test_replicas_draw_alike_in_graphs(ranks: Worlds) -> None:
+def test_replicas_draw_alike_in_graphs(ranks: ThreadWorlds) -> None:
     drawn = ranks(_drawn_in_a_graph)
     torch.testing.assert_close(drawn[:2], [drawn[0], drawn[0]], rtol=0, atol=0)
     torch.testing.assert_close(drawn[2:], [drawn[2], drawn[2]], rtol=0, atol=0)
@@ -187,7 +188,7 @@ def _draws_after(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S0]], ids=str)
-@on_ranks
+@on_gloo_ranks
 def test_ranks_that_stay_in_step_send_nothing(placements: list[Any]) -> None:
     x = _replicas(placements)
     with comm.count_collectives() as sent:
@@ -207,7 +208,7 @@ def test_ranks_that_stay_in_step_send_nothing(placements: list[Any]) -> None:
 @pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S0]], ids=str)
 @pytest.mark.parametrize("movers", [[0], [3], [0, 1], [1, 2, 3]], ids=str)
 @pytest.mark.parametrize("way", ["draw", "seed"])
-@on_ranks
+@on_gloo_ranks
 def test_ranks_that_move_without_the_others_are_brought_back(
     placements: list[Any], movers: list[int], way: str
 ) -> None:
@@ -250,7 +251,7 @@ def _moved_differently(placements: list[Any]) -> list[torch.Tensor]:
     ("placements", "leaders"), [([R, R], [0, 0, 0, 0]), ([S0, R], [0, 0, 2, 2]), ([R, S0], [0, 1, 0, 1])]
 )
 def test_ranks_that_move_differently_follow_the_first(
-    ranks: Worlds, placements: list[Any], leaders: list[int]
+    ranks: ThreadWorlds, placements: list[Any], leaders: list[int]
 ) -> None:
     for rank, drawn in enumerate(ranks(_moved_differently, placements)):
         torch.manual_seed(40 + leaders[rank])
@@ -266,7 +267,7 @@ def test_ranks_that_move_differently_follow_the_first(
             )
 
 
-@on_ranks
+@on_gloo_ranks
 def test_late_rank_follows_the_decision() -> None:
     """All ranks seed, and one comes to draw after the others have given it up."""
     x = _replicas([R, R])
@@ -305,7 +306,7 @@ def _mixed_draws(seeds: list[int]) -> list[list[torch.Tensor]]:
     return drawn
 
 
-def test_meshes_that_share_a_generator(ranks: Worlds) -> None:
+def test_meshes_that_share_a_generator(ranks: ThreadWorlds) -> None:
     torch.manual_seed(11)
     want = [torch.rand(8, 3) for _ in range(11)]
     for drawn in ranks(_mixed_draws, []):
@@ -313,7 +314,7 @@ def test_meshes_that_share_a_generator(ranks: Worlds) -> None:
 
 
 @pytest.mark.parametrize("seeds", [[1, 2, 3, 4], [1, 1, 2, 2], [1, 2, 1, 2]], ids=str)
-def test_replicas_of_several_meshes_stay_alike(ranks: Worlds, seeds: list[int]) -> None:
+def test_replicas_of_several_meshes_stay_alike(ranks: ThreadWorlds, seeds: list[int]) -> None:
     drawn = ranks(_mixed_draws, seeds)
     same: dict[int, tuple[tuple[int, int], ...]] = {
         0: ((0, 1), (0, 2), (0, 3)),
@@ -339,7 +340,7 @@ def test_checkpoint_draws_again_what_it_drew() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), out.full_tensor())
 
 
-@on_ranks
+@on_gloo_ranks
 def test_a_captured_draw_asks_no_generator_and_sends_nothing() -> None:
     """As on a mesh of GPUs while a CUDA graph is captured, where asking for the state is an error."""
     x = _replicas([R, R])
@@ -367,7 +368,7 @@ def test_replicas_draw_alike_without_a_rule() -> None:
     torch.testing.assert_close(got, torch.multinomial(torch.ones(8, 3), 2))
 
 
-@on_ranks(world_size=2)
+@on_gloo_ranks(world_size=2)
 def test_one_of_two_ranks_draws_alone() -> None:
     x = _replicas([R], (2,))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

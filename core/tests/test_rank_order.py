@@ -4,9 +4,7 @@ coordinate. Compared with plain tensors."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.tests.gloo_world import on_ranks
+from core.tests.gloo_world import mesh_in, on_ranks
 from core.tests.local_world import LocalWorlds, ThreadWorlds
 from dtbench_core import (
     DTensor,
@@ -36,15 +34,6 @@ GRIDS = ([[3, 2], [1, 0]], [[3, 1], [2, 0]], [[0, 3], [2, 1]], [[1, 0], [2, 3]])
 MESHES = (*LINES, *GRIDS)
 
 
-def _mesh(order: Any) -> DeviceMesh:
-    return _made(str(order))
-
-
-@cache
-def _made(ranks: str) -> DeviceMesh:
-    return DeviceMesh("cpu", json.loads(ranks))
-
-
 def _placements(mesh: DeviceMesh, dims: int) -> list[tuple[Placement, ...]]:
     kinds = (R, *(Shard(d) for d in range(dims)))
     return list(itertools.product(kinds, repeat=mesh.ndim))
@@ -59,7 +48,7 @@ def _full(*shape: int) -> torch.Tensor:
 @on_ranks
 def test_every_way_between_placements(order: Any, shape: tuple[int, ...]) -> None:
     """From every placement to every other: by gather, exchange, cut, scatter and reduction."""
-    mesh, full = _mesh(order), _full(*shape)
+    mesh, full = mesh_in(order), _full(*shape)
     for source, placed in itertools.product((None, 0), _placements(mesh, 2)):
         x = distribute_tensor(full, mesh, placed, src_data_rank=source)
         assert torch.equal(x.full_tensor(), full), (source, placed)
@@ -78,7 +67,7 @@ def test_every_way_between_placements(order: Any, shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("order", MESHES, ids=str)
 @on_ranks
 def test_other_cuts_and_what_ranks_tell_each_other(order: Any) -> None:
-    mesh, full = _mesh(order), _full(8, 6)
+    mesh, full = mesh_in(order), _full(8, 6)
     more = [R] * (mesh.ndim - 1)
     size = mesh.size(0)
     counts = (1, 4, 0, 3)[:size] if size == 4 else (1, 7)
@@ -97,7 +86,7 @@ def test_other_cuts_and_what_ranks_tell_each_other(order: Any) -> None:
 
 
 def _moved_about(order: Any) -> None:
-    mesh, full = DeviceMesh("cpu", order), _full(5, 3)
+    mesh, full = mesh_in(order), _full(5, 3)
     for source, placed in itertools.product((None, 0), _placements(mesh, 2)):
         x = distribute_tensor(full, mesh, placed, src_data_rank=source)
         for wanted in _placements(mesh, 2):
@@ -107,8 +96,8 @@ def _moved_about(order: Any) -> None:
 
 
 @pytest.mark.parametrize("order", [LINES[1], *GRIDS[:3]], ids=str)
-def test_simulated_ranks(thread_ranks: ThreadWorlds, order: Any) -> None:
-    thread_ranks(_moved_about, order)
+def test_simulated_ranks(ranks: ThreadWorlds, order: Any) -> None:
+    ranks(_moved_about, order)
     LocalWorlds()(_moved_about, order)
 
 
@@ -132,7 +121,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @on_ranks
 def test_ops_and_gradients(order: Any, name: str) -> None:
-    mesh, program = _mesh(order), PROGRAMS[name]
+    mesh, program = mesh_in(order), PROGRAMS[name]
     for placed in (*_placements(mesh, 2), (P,) * mesh.ndim):
         plain = [_full(8, 4).requires_grad_(), _full(8, 4).flip(0).requires_grad_()]
         wanted = program(*plain)
@@ -153,7 +142,7 @@ def _placed(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 @pytest.mark.parametrize("order", [LINES[1], GRIDS[2]], ids=str)
 @on_ranks
 def test_random_numbers_are_those_of_one_device(order: Any) -> None:
-    mesh = _mesh(order)
+    mesh = mesh_in(order)
     full = _full(8, 4)
     for placed in _placements(mesh, 2):
         x = distribute_tensor(full, mesh, placed, src_data_rank=None)
@@ -173,7 +162,7 @@ def test_random_numbers_are_those_of_one_device(order: Any) -> None:
 @on_ranks
 def test_collectives_by_mesh_dim(order: Any) -> None:
     """Lists and sources go by the coordinate."""
-    mesh = _mesh(order)
+    mesh = mesh_in(order)
     at = mesh.get_coordinate()
     assert at is not None
     for dim in range(mesh.ndim):
@@ -195,7 +184,7 @@ def test_collectives_by_mesh_dim(order: Any) -> None:
 @pytest.mark.parametrize("order", MESHES, ids=str)
 @on_ranks
 def test_a_bucket_reduces_pending_gradients(order: Any) -> None:
-    mesh = _mesh(order)
+    mesh = mesh_in(order)
     full, at = _full(8, 4), mesh.get_coordinate()
     assert at is not None
     for dim, other in itertools.product(range(mesh.ndim), (R, Shard(0), Shard(1))):

@@ -111,10 +111,8 @@ def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
-def test_every_transition_moves_the_right_data(
-    thread_ranks: ThreadWorlds, mesh_shape: Any, shape: Any
-) -> None:
-    thread_ranks(_move_all, mesh_shape, shape, torch.float64)
+def test_every_transition_moves_the_right_data(ranks: ThreadWorlds, mesh_shape: Any, shape: Any) -> None:
+    ranks(_move_all, mesh_shape, shape, torch.float64)
 
 
 def test_every_transition_of_local_tensors() -> None:
@@ -282,10 +280,10 @@ def moves(draw: st.DrawFn) -> tuple[Any, ...]:
 @example(case=((2, 2), (), (P, P), (R, P)))
 @example(case=((2, 3), (4,), (P, P), (P, R)))
 @example(case=((2, 2), (4, 6), (Partial("avg"), Partial("avg")), (Partial("avg"), Shard(1))))
-def test_any_move(thread_ranks: ThreadWorlds, case: Any) -> None:
+def test_any_move(ranks: ThreadWorlds, case: Any) -> None:
     mesh_shape, shape, src, dst = case
     full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
-    _on_mesh(thread_ranks, _moved, mesh_shape, full, src, dst)
+    _on_mesh(ranks, _moved, mesh_shape, full, src, dst)
 
 
 @st.composite
@@ -316,10 +314,10 @@ def odd_moves(draw: st.DrawFn) -> tuple[Any, ...]:
 
 @settings(max_examples=80, deadline=None)
 @given(case=odd_moves())
-def test_moves_between_shards_of_any_cut(thread_ranks: ThreadWorlds, case: Any) -> None:
+def test_moves_between_shards_of_any_cut(ranks: ThreadWorlds, case: Any) -> None:
     mesh_shape, shape, src, dst = case
     full = torch.arange(float(math.prod(shape)), dtype=torch.float64).reshape(shape)
-    _on_mesh(thread_ranks, _moved, mesh_shape, full, src, dst)
+    _on_mesh(ranks, _moved, mesh_shape, full, src, dst)
 
 
 def _in_gradient(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements) -> None:
@@ -337,13 +335,13 @@ def _in_gradient(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placement
 
 @settings(max_examples=40, deadline=None)
 @given(case=moves())
-def test_any_gradient(thread_ranks: ThreadWorlds, case: Any) -> None:
+def test_any_gradient(ranks: ThreadWorlds, case: Any) -> None:
     mesh_shape, shape, src, dst = case
     # Which term of an extremum decided, and what the other factors were, a gradient would have to know.
     src = tuple(R if p.is_partial() and p not in (P, Partial("avg")) else p for p in src)
     dst = tuple(R if p.is_partial() else p for p in dst)
     full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    _on_mesh(thread_ranks, _in_gradient, mesh_shape, full, src, dst)
+    _on_mesh(ranks, _in_gradient, mesh_shape, full, src, dst)
 
 
 def _conjugated(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -358,8 +356,8 @@ def _conjugated(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (5, 3)], ids=str)
-def test_pending_conjugations_arrive(thread_ranks: ThreadWorlds, shape: Any) -> None:
-    _on_mesh(thread_ranks, _conjugated, (4,), shape)
+def test_pending_conjugations_arrive(ranks: ThreadWorlds, shape: Any) -> None:
+    _on_mesh(ranks, _conjugated, (4,), shape)
 
 
 # ---- dtypes that transports cannot reduce ----
@@ -455,8 +453,8 @@ def _predicted(mesh_shape: tuple[int, ...]) -> None:
         assert count.calls == calls and sum(count.bytes.values()) == route.nbytes, route
 
 
-def test_a_plan_expects_what_is_counted(thread_ranks: ThreadWorlds) -> None:
-    _on_mesh(thread_ranks, _predicted, (2, 4))
+def test_a_plan_expects_what_is_counted(ranks: ThreadWorlds) -> None:
+    _on_mesh(ranks, _predicted, (2, 4))
 
 
 def test_a_mesh_may_be_first_seen_under_a_fake_tensor_mode(mesh: DeviceMesh) -> None:

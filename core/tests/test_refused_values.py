@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import DTensor, Placement, Replicate, Shard, count_collectives, distribute_tensor
 
 S, R = Shard, Replicate()
@@ -121,7 +122,7 @@ def _refuses(name: str, mesh_shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_rank_raises_what_plain_tensors_raise(
-    ranks: Worlds, name: str, mesh_shape: tuple[int, ...]
+    ranks: ThreadWorlds, name: str, mesh_shape: tuple[int, ...]
 ) -> None:
     ranks(_refuses, name, mesh_shape)
 

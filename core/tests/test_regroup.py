@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.placing import place
 from dtbench_core import (
     Placement,
     RaggedShard,
@@ -122,8 +123,8 @@ def test_products_over_joined_dims_stay_local(
     """A matrix product over a joined dim, forward and backward, as a linear layer does it by views."""
     full = (torch.arange(float(math.prod(shape))).reshape(shape) / 10).requires_grad_()
     weight = (torch.arange(12.0).reshape(3, 4) / 10).requires_grad_()
-    x = distribute_tensor(full.detach(), mesh_of(mesh), placements, src_data_rank=None).requires_grad_()
-    w = distribute_tensor(weight.detach(), mesh_of(mesh), src_data_rank=None).requires_grad_()
+    x = place(full.detach(), *placements, mesh=mesh).requires_grad_()
+    w = place(weight.detach(), mesh=mesh).requires_grad_()
     out = F.gelu((full.view(-1, shape[-1]) @ weight.t()).view(*shape[:-1], 3))
     with count_collectives() as count:
         got = F.gelu((x.view(-1, shape[-1]) @ w.t()).view(*shape[:-1], 3))
@@ -141,5 +142,5 @@ def test_products_over_joined_dims_stay_local(
 @on_ranks
 def test_writes_through_joined_views() -> None:
     x = distribute_tensor(torch.zeros(2, 8), mesh_of((4,)), [S1])
-    x.view(16).add_(distribute_tensor(torch.arange(16.0), mesh_of((4,)), src_data_rank=None))
+    x.view(16).add_(place(torch.arange(16.0)))
     assert x.full_tensor().flatten().tolist() == [float(i) for i in range(16)]

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
-from core.tests.local_world import AnyWorlds
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.local_world import AnyWorlds, ThreadWorlds
 from dtbench_core import (
     DTensor,
     LayoutError,
@@ -148,6 +148,7 @@ def test_ops_of_a_state_dict() -> None:
     torch.save(held, saved)
     saved.seek(0)
     assert torch.equal(torch.load(saved, weights_only=True), held)
+    assert type(held.new_empty(held.shape)) is LocalShardsWrapper  # which asynchronous checkpoints ask for
 
 
 def test_copies_and_equality_over_other_cuts() -> None:
@@ -320,7 +321,7 @@ def _elsewhere(use: str) -> None:
 
 @pytest.mark.parametrize("use", ["run_check", "full_tensor", "redistribute", "fallback"])
 @pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
-def test_offsets_that_contradict_the_placements(ranks: Worlds, use: str) -> None:
+def test_offsets_that_contradict_the_placements(ranks: ThreadWorlds, use: str) -> None:
     told = r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)"
     ranks.refuse(_elsewhere, use, told=told, error=LayoutError)
 
@@ -341,7 +342,7 @@ def _some_plain() -> None:
     DTensor.from_local(held, mesh_of((4,)), [S0], shape=(ROWS, WIDTH), stride=(WIDTH, 1))
 
 
-def test_shards_on_all_ranks_or_on_none(ranks: Worlds) -> None:
+def test_shards_on_all_ranks_or_on_none(ranks: ThreadWorlds) -> None:
     ranks.refuse(_some_plain, told="shards on all ranks or on none", error=LayoutError)
 
 
@@ -351,7 +352,7 @@ def _computes() -> None:
     torch.nn.functional.embedding(indices, table)
 
 
-def test_computing_on_shards_is_refused_on_every_rank(ranks: Worlds) -> None:
+def test_computing_on_shards_is_refused_on_every_rank(ranks: ThreadWorlds) -> None:
     told = r"embedding.default is not supported for LocalShardsWrapper!"
     ranks.refuse(_computes, told=told, error=NoRuleError)
 
@@ -396,27 +397,13 @@ def test_scattered_column_shards_are_saved_where_they_lie(tmp_path: Path) -> Non
     assert torch.equal(whole["t"], _table())
 
 
-@on_ranks
-def test_asynchronous_checkpoints(tmp_path: Path) -> None:
-    table = _tensor("column shards")
-    saving = dcp.async_save({"t": table}, checkpoint_id=tmp_path)
-    held: Any = table.to_local()
-    for shard in held.shards:
-        shard.fill_(-1)
-    saving.result()
-    whole = {"t": torch.zeros(ROWS, WIDTH)}
-    dcp.load(whole, checkpoint_id=tmp_path)
-    assert torch.equal(whole["t"], _table())
-    assert type(held.new_empty(held.shape)) is LocalShardsWrapper
-
-
 def _save_outside(folder: str) -> None:
     held = LocalShardsWrapper([torch.zeros(2, WIDTH)], [(2 * dist.get_rank(), WIDTH)])
     table = DTensor.from_local(held, mesh_of((4,)), [S0], run_check=False)
     dcp.save({"t": table}, checkpoint_id=folder)
 
 
-def test_a_shard_outside_its_table_is_not_saved(ranks: Worlds, tmp_path: Path) -> None:
+def test_a_shard_outside_its_table_is_not_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
     ranks.refuse(_save_outside, str(tmp_path), told="expected one that lies within")
 
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor, randn
 from dtbench_core.layout.wrapper import shares_memory
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -245,10 +246,7 @@ def _mlp(inplace: bool, *, local: bool) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 4)).double()
     parts = copy.deepcopy(plain)
-    styles = {
-        "0": ColwiseParallel(use_local_output=local),
-        "2": RowwiseParallel(use_local_output=local),
-    }
+    styles = {"0": ColwiseParallel(use_local_output=local), "2": RowwiseParallel(use_local_output=local)}
     return parallelize_module(parts, mesh_of((RANKS,)), styles), plain
 
 
@@ -291,7 +289,7 @@ def _drawn(rank_draws: bool) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*takes back the state")
 @pytest.mark.parametrize("rank_draws", [True, False])
-def test_replicas_are_drawn_alike_whatever_ranks_did_before(ranks: Worlds, rank_draws: bool) -> None:
+def test_replicas_are_drawn_alike_whatever_ranks_did_before(ranks: ThreadWorlds, rank_draws: bool) -> None:
     one, other = ranks(_drawn, rank_draws, world_size=RANKS)
     for mine, theirs in zip(one, other, strict=True):
         assert torch.equal(mine, theirs)

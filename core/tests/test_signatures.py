@@ -32,7 +32,7 @@ LEFT_OUT = {
 # Parameters that newer releases of torch have and the core does not.
 PARAMETERS_LEFT_OUT = {
     # Marks tensors for a checker of torch's, an extra package that knows its DTensor alone.
-    ("local_map", "spmd_types"),
+    ("local_map", "spmd_types")
 }
 
 

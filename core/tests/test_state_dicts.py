@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
+from core.tests.local_world import ThreadWorlds
 from core.tests.parallel_models import WIDTH, Block, seeded, whole
 from dtbench_core import (
     DTensor,
@@ -143,7 +144,7 @@ ONES = torch.ones(2)
         ),
     ],
 )
-def test_other_states_are_refused_on_every_rank(ranks: Worlds, full: Any, like: Any, told: str) -> None:
+def test_other_states_are_refused_on_every_rank(ranks: ThreadWorlds, full: Any, like: Any, told: str) -> None:
     ranks.refuse(_loaded, full, like, told=told)
 
 
@@ -176,7 +177,7 @@ def test_torchs_functions_get_whole_states(kind: str) -> None:
 
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@on_ranks
+@on_gloo_ranks
 def test_torchs_functions_load_whole_states(kind: str, broadcast: bool) -> None:
     model, optimizer = _trained(kind)
     options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
@@ -206,7 +207,7 @@ def test_torchs_functions_load_whole_states(kind: str, broadcast: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated")
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup")
-@on_ranks
+@on_gloo_ranks
 def test_a_whole_state_is_loaded_into_a_model_on_meta() -> None:
     mesh = mesh_of((4,))
     source = seeded(nn.Linear, 6, 8)
@@ -220,7 +221,7 @@ def test_a_whole_state_is_loaded_into_a_model_on_meta() -> None:
     assert model.weight.placements == (Shard(0),) and isinstance(model.weight, nn.Parameter)
 
 
-@on_ranks
+@on_gloo_ranks
 def test_torchs_own_tensors_are_gathered_and_spread_as_before() -> None:
     mesh = mesh_of((4,))
     model = seeded(nn.Linear, 6, 8)
@@ -304,7 +305,7 @@ def _load_smaller(path: str) -> None:
     _same(got, steps)
 
 
-def test_a_smaller_world_loads_what_was_saved(ranks: Worlds, tmp_path: Path) -> None:
+def test_a_smaller_world_loads_what_was_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
     ranks(_save, str(tmp_path))
     ranks(_load_smaller, str(tmp_path), world_size=2)
 

@@ -16,14 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from core.tests.gloo_world import Worlds
 from core.tests.local_world import ThreadWorlds
-from dtbench_core import (
-    DTensor,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
+from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
 LAST = torch.channels_last
 IS_2_14 = torch.__version__.startswith("2.14.")
@@ -345,15 +338,15 @@ def sweep(shape: tuple[int, ...], placements: list[list[Placement]] | None = Non
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
-def test_strides_are_those_of_plain_torch(thread_ranks: ThreadWorlds) -> None:
-    for found in thread_ranks(sweep, (2, 2), [[Shard(0), Shard(1)]]):
+def test_strides_are_those_of_plain_torch(ranks: ThreadWorlds) -> None:
+    for found in ranks(sweep, (2, 2), [[Shard(0), Shard(1)]]):
         assert not found, "\n".join(found)
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_strides_of_all_placements_on_gloo(ranks: Worlds, shape: tuple[int, ...]) -> None:
-    for found in ranks(sweep, shape):
+def test_strides_of_all_placements_on_gloo(gloo_ranks: Worlds, shape: tuple[int, ...]) -> None:
+    for found in gloo_ranks(sweep, shape):
         assert not found, "\n".join(found)
 
 
@@ -373,5 +366,5 @@ def _gradients_of_a_transposed_convolution() -> None:
         torch.testing.assert_close(one.full_tensor(), plainly)
 
 
-def test_a_transposed_convolution_of_strided_tensors_has_gradients(thread_ranks: ThreadWorlds) -> None:
-    thread_ranks(_gradients_of_a_transposed_convolution)
+def test_a_transposed_convolution_of_strided_tensors_has_gradients(ranks: ThreadWorlds) -> None:
+    ranks(_gradients_of_a_transposed_convolution)

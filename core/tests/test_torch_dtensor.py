@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from torch.distributed import tensor as theirs
 from torch.distributed.tensor import placement_types
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import (
     DTensor,
     Partial,
@@ -235,7 +236,7 @@ def _refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_what_the_other_has_not_is_refused(ranks: Worlds, name: str) -> None:
+def test_what_the_other_has_not_is_refused(ranks: ThreadWorlds, name: str) -> None:
     ranks.refuse(_refused, name, told=REFUSED[name][1])
 
 

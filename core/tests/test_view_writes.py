@@ -13,7 +13,7 @@ import torch
 
 from core.tests.gloo_world import mesh_of
 from core.tests.local_world import LocalWorlds, ThreadWorlds
-from core.tests.placing import full
+from core.tests.placing import full, place
 from dtbench_core import Replicate, Shard, distribute_tensor
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import Placements
@@ -157,21 +157,21 @@ def _wrong(sizes: tuple[int, ...], placements: Placements, *, grad: bool) -> dic
 @pytest.mark.filterwarnings("ignore:no sharding rule covers")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_writes_to_a_part_of_a_sharded_dim(thread_ranks: ThreadWorlds, mesh: str, grad: bool) -> None:
-    for wrong in thread_ranks(_wrong, *MESHES[mesh], grad=grad):
+def test_writes_to_a_part_of_a_sharded_dim(ranks: ThreadWorlds, mesh: str, grad: bool) -> None:
+    for wrong in ranks(_wrong, *MESHES[mesh], grad=grad):
         assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
 
 
 def _in_turn_uncounted() -> None:
     with torch.inference_mode():
-        plain, x = _x(), distribute_tensor(_x(), mesh_of((4,)), [Shard(0)], src_data_rank=None)
+        plain, x = _x(), place(_x(), Shard(0))
         for t in (plain, x):
             _in_turn(t, lambda value: value)
         torch.testing.assert_close(x.full_tensor(), plain)
 
 
-def test_views_show_writes_that_torch_does_not_count(thread_ranks: ThreadWorlds) -> None:
-    thread_ranks(_in_turn_uncounted)
+def test_views_show_writes_that_torch_does_not_count(ranks: ThreadWorlds) -> None:
+    ranks(_in_turn_uncounted)
 
 
 def test_simulated_ranks_refuse_what_real_ones_store() -> None:
@@ -179,7 +179,7 @@ def test_simulated_ranks_refuse_what_real_ones_store() -> None:
 
 
 def _refused_in_simulation() -> None:
-    x = distribute_tensor(_x(), mesh_of((4,)), [Shard(0)], src_data_rank=None)
+    x = place(_x(), Shard(0))
     view = x[2:5]
     with pytest.raises(PlacementError, match="the write would be lost"):
         x[2:5].mul_(2)
@@ -192,10 +192,10 @@ def _refused_in_simulation() -> None:
 def _padded_sequences() -> None:
     """Which writes a plain tensor by an op with DTensors beside it."""
     parts = [torch.arange(n * 4.0).view(n, 4) for n in (3, 5, 2)]
-    rows = [distribute_tensor(part, mesh_of((4,)), [Shard(1)], src_data_rank=None) for part in parts]
+    rows = [place(part, Shard(1)) for part in parts]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     assert torch.equal(full(padded), torch.nn.utils.rnn.pad_sequence(parts, batch_first=True))
 
 
-def test_sequences_are_padded(thread_ranks: ThreadWorlds) -> None:
-    thread_ranks(_padded_sequences)
+def test_sequences_are_padded(ranks: ThreadWorlds) -> None:
+    ranks(_padded_sequences)

@@ -20,23 +20,9 @@ def main() -> NoReturn:
             _answer_signals()
         from dtbench.cli.program import main as program
     except KeyboardInterrupt:
-        interrupt_is_answered()
         sys.stderr.write("dtbench: interrupted\n")
         sys.exit(130)  # EXIT_INTERRUPTED, which may not be imported yet
     program()
-
-
-def interrupt_is_answered() -> None:
-    """What ends now ends with its exit code, and another Ctrl-C ends it at once.
-
-    An interrupt inside an `exec` of source, as dataclasses and named tuples do while modules load, makes CPython end
-    in a signal though it was caught (`unhandled_keyboard_interrupt` of Python/pythonrun.c); the next `exec` of source
-    takes that back.
-    """
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    exec("")
 
 
 def _answer_signals() -> None:
@@ -52,15 +38,10 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Standard streams that were closed lead nowhere: a file opened later would take their place."""
+    """Standard streams that were closed lead nowhere: a run file opened later would take their place."""
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(nowhere, True)
+    os.close(nowhere)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this one
-            if nowhere != number:
-                os.dup2(nowhere, number)
-                os.close(nowhere)
-            os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115

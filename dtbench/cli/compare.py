@@ -47,8 +47,8 @@ def compare_command(
         return _compare_with_reference(base, system, as_json)
     if system is not None:
         raise click.UsageError("--system goes with --reference")
-    from dtbench.judge.compare import compare
-    from dtbench.judge.tables import print_comparison
+    from dtbench.comparison.runs import compare
+    from dtbench.comparison.tables import print_comparison
     from dtbench.records import baselines
     from dtbench.records.exports import write_exports
 
@@ -63,9 +63,9 @@ def compare_command(
 def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int:
     import msgspec
 
-    from dtbench.judge import references
+    from dtbench.comparison import references
     from dtbench.records.run import read_run
-    from dtbench.show.public import public_systems
+    from dtbench.reporting.public import public_systems
     from dtbench.text.terminal import print_json
 
     comparison = references.compare_with_reference(

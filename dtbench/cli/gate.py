@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtbench.bench.options import LAUNCH_TIMEOUT_S, parse_duration, split_target
 from dtbench.cli import options
-from dtbench.cli.completion import suites
-from dtbench.model.errors import EXIT_INTERRUPTED, OutputError, complain, plain
+from dtbench.engine.options import LAUNCH_TIMEOUT_S, parse_duration, split_target
+from dtbench.suite.errors import EXIT_INTERRUPTED, OutputError, complain, plain
 
 if TYPE_CHECKING:
     from dtbench.gate.comment import PullRequest
     from dtbench.records.gate import Gate
 
 
-class _Gate(options.Command):
+class _Gate(options.AdvancedCommand):
     first = ("--base", "--head", "--impl", "--budget", "--allow-new", "-o", "--resume", "--comment", "--json")
 
 
 @click.command("gate", cls=_Gate)
-@click.argument("words", nargs=-1, metavar="[SUITE/TEXT]...", shell_complete=suites)
+@click.argument("words", nargs=-1, metavar="[SUITE/TEXT]...")
 @click.option(
     "--base",
     required=True,

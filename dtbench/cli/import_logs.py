@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dtbench.cli import options
-from dtbench.model.mesh import Mesh, parse_mesh
+from dtbench.suite.mesh import Mesh, parse_mesh
 
 
 @click.command("import")

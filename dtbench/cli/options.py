@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import click
 
-from dtbench.bench.options import (
+from dtbench.engine.options import (
     DEFAULT_TIMEOUT_S,
     DTYPES,
     SHORT_DTYPES,
@@ -15,14 +15,14 @@ from dtbench.bench.options import (
     parse_list,
     parse_sizes,
 )
-from dtbench.model import CHOOSABLE_IMPLS
-from dtbench.model.mesh import parse_mesh
+from dtbench.suite import CHOOSABLE_IMPLS
+from dtbench.suite.mesh import parse_mesh
 
 # The value of an option on its way from click, by the parameter's name, into the struct that checks it.
 Given: TypeAlias = Any
 
 
-class Command(click.Command):
+class AdvancedCommand(click.Command):
     """A command with many options: its help shows those of `first`, by name, and below them what few need."""
 
     first: tuple[str, ...] = ()

@@ -46,10 +46,10 @@ def preflight_command(
       srun dtbench preflight --expect topology.json -o preflight.html
       torchrun --nproc-per-node 8 --no-python dtbench preflight --expect h100-8x
     """
-    from dtbench.bench.options import RunOptions
+    from dtbench.engine.options import RunRequest
     from dtbench.preflight.show import check_outputs
 
     check_outputs(outputs)
     from dtbench.preflight.preflight import Request, preflight
 
-    return preflight(Request(RunOptions(**given), outputs, expect, as_json, sys.argv[1:]))
+    return preflight(Request(RunRequest(**given), outputs, expect, as_json, sys.argv[1:]))

@@ -8,11 +8,10 @@ from pathlib import Path
 import click
 
 from dtbench.cli import options
-from dtbench.cli.completion import suites
 
 
 @click.command("profile")
-@click.argument("target", metavar="SUITE[/CASE]", shell_complete=suites)
+@click.argument("target", metavar="SUITE[/CASE]")
 @options.IMPL
 @options.FILTER
 @options.MESH
@@ -33,8 +32,8 @@ def profile_command(target: str, filter: str, nvtx: bool, output: Path | None, *
       dtbench profile dispatch/add -o add
       dtbench profile tensor_parallel --filter "pass=forward" --nproc 2
     """
-    from dtbench.bench.options import RunOptions
+    from dtbench.engine.options import RunRequest
     from dtbench.profile.profile import profile
     from dtbench.profile.request import make_request
 
-    return profile(make_request(target, filter, output, nvtx, RunOptions(**given)), sys.argv[1:])
+    return profile(make_request(target, filter, output, nvtx, RunRequest(**given)), sys.argv[1:])

@@ -19,11 +19,11 @@ from typing import NoReturn
 
 import click
 from click.exceptions import Exit
+from click.shell_completion import shell_complete
 
 from dtbench._version import __version__
-from dtbench.cli import completion, interrupt_is_answered
 from dtbench.machine.limits import refuse_place
-from dtbench.model.errors import (
+from dtbench.suite.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_OWN_FAULT,
@@ -38,17 +38,16 @@ from dtbench.text.masking import mask_arguments, mask_echoes
 
 # Task -> the commands that the first screen shows for it.
 _COMMANDS = {
-    "Measure": ("run", "list", "profile", "preflight", "doctor", "suite"),
+    "Measure": ("run", "list", "profile", "preflight", "doctor"),
     "Read results": ("show", "report", "import"),
     "Judge": ("compare", "gate"),
-    "Choose settings": ("settings",),
     "Model costs": ("calibrate", "plan", "export"),
 }
 _SHOWN = tuple(name for names in _COMMANDS.values() for name in names)
-# For those who work on dtbench itself: CONTRIBUTING.md describes them.
-_HIDDEN = ("coverage", "lab")
+_HIDDEN = ("suite",)  # for suites of one's own, as their guide says
 # A command stands in a file of this package that bears its name; but these.
 _MODULES = {"list": "run", "report": "show", "import": "import_logs"}
+_COMPLETE = "_DTBENCH_COMPLETE"  # set by a shell that asks, as click does it
 # They end with what they read: to look for garbage in it, again and again, takes as long as all their work.
 _READERS = {"show", "report", "compare", "calibrate"}
 
@@ -61,9 +60,9 @@ class _Commands(click.Group):
         if name not in (*_SHOWN, *_HIDDEN):
             return None
         module = importlib.import_module(f"dtbench.cli.{_MODULES.get(name, name)}")
-        found = getattr(module, f"{name.replace('-', '_')}_command")
-        assert isinstance(found, click.Command)
-        return found
+        command = getattr(module, f"{name}_command")
+        assert isinstance(command, click.Command)
+        return command
 
     def resolve_command(
         self, context: click.Context, args: list[str]
@@ -77,14 +76,9 @@ class _Commands(click.Group):
         column = max(map(len, _SHOWN))
         for task, commands in _COMMANDS.items():
             with formatter.section(task):
-                found = [(name, self.get_command(context, name)) for name in commands]
-                formatter.write_dl(
-                    [
-                        (name.ljust(column), command.get_short_help_str(80))
-                        for name, command in found
-                        if command
-                    ]
-                )
+                shown = [(name, self.get_command(context, name)) for name in commands]
+                helps = [(name.ljust(column), of.get_short_help_str(80)) for name, of in shown if of]
+                formatter.write_dl(helps)
 
 
 @click.group(
@@ -121,8 +115,8 @@ def main() -> NoReturn:
 
 def _run() -> int:
     try:
-        if (answered := completion.answer(cli)) is not None:
-            return answered
+        if (asked := os.environ.get(_COMPLETE)) is not None:
+            return shell_complete(cli, {}, "dtbench", _COMPLETE, asked)
         # Not `cli.main`, which ends with 1, a regression, where a reader has gone.
         with cli.make_context("dtbench", sys.argv[1:]) as context:
             code = cli.invoke(context)
@@ -140,7 +134,6 @@ def _run() -> int:
     except click.ClickException as error:
         code = _refuse(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        interrupt_is_answered()
         code = _refuse("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone
         code = EXIT_OK
@@ -229,7 +222,7 @@ def _own_fault(error: Exception) -> int:
 
 def _refuse(text: str, code: int) -> int:
     """One line on stderr, from one rank: in a launched world all ranks come here alike."""
-    from dtbench.world.rank import complain_once
+    from dtbench.engine.rank import complain_once
 
     complain_once(mask_echoes(text, sys.argv[1:]))
     return code

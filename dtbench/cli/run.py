@@ -11,24 +11,23 @@ from typing import TypeVar
 import click
 from click.core import ParameterSource
 
-from dtbench.bench.options import (
+from dtbench.cli import options
+from dtbench.engine.options import (
     CALIBRATION_LAUNCHES,
-    RunOptions,
+    RunRequest,
     parse_duration,
     parse_nccl_size,
     parse_size,
     split_words,
     sweep_of,
 )
-from dtbench.cli import options
-from dtbench.cli.completion import suites
-from dtbench.model.errors import UsageError
-from dtbench.model.suites import read_builtin
+from dtbench.suite.errors import UsageError
+from dtbench.suite.suites import read_builtin
 
 _C = TypeVar("_C", bound=Callable[..., object])
 
 
-class _Run(options.Command):
+class _Run(options.AdvancedCommand):
     first: tuple[str, ...] = (
         "--mesh",
         "--nproc",
@@ -52,7 +51,7 @@ class _List(_Run):
 
 
 _OPTIONS = (
-    click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE]...", shell_complete=suites),
+    click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE]..."),
     options.IMPL,
     options.MESH,
     options.NPROC,
@@ -160,7 +159,7 @@ def run_command(context: click.Context, /, words: tuple[str, ...], **given: opti
       dtbench run collectives -b 8 -e 128M -f 2 --filter all_reduce
       dtbench run collectives redistribute --max-size 64MiB -o run.jsonl
     """
-    from dtbench.bench.run import run
+    from dtbench.engine.launch import run
 
     argv = sys.argv[1:]
     if given["resume"] and given["output"] is not None and not words and _asks_for_nothing_else(context):
@@ -201,7 +200,7 @@ def options_of(
     maxbytes: int | None,
     stepfactor: int | None,
     **given: options.Given,
-) -> RunOptions:
+) -> RunRequest:
     suites, own = split_words(words)
     if minbytes is not None or maxbytes is not None or stepfactor is not None:
         if given["sizes_bytes"] is not None:
@@ -213,7 +212,7 @@ def options_of(
         given["sizes_bytes"] = sweep_of(minbytes, maxbytes, stepfactor or 2)
     if launches is None:
         launches = 1 if given["max_size_bytes"] is None else CALIBRATION_LAUNCHES
-    return RunOptions(suites=suites, suite_options=own, launches=launches, **given)
+    return RunRequest(suites=suites, suite_options=own, launches=launches, **given)
 
 
 @click.command("list", cls=_List, context_settings={"ignore_unknown_options": True})
@@ -234,7 +233,7 @@ def list_command(
     if not words and not asked:
         _list_suites(as_json)
         return
-    from dtbench.bench.run import job_here
+    from dtbench.engine.launch import job_here
 
     job = job_here(options_of(words, **given))
     if as_json:

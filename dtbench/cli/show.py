@@ -42,8 +42,8 @@ def show_command(
     """
     from dtbench.records.exports import points_of, write_exports
     from dtbench.records.run import read_run
-    from dtbench.show.choose import choose
-    from dtbench.show.tables import print_csv, print_runs, print_runs_json
+    from dtbench.reporting.choose import choose
+    from dtbench.reporting.tables import print_csv, print_runs, print_runs_json
 
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
@@ -89,22 +89,18 @@ def _peak(text: str) -> tuple[str, float]:
     metavar="DIM=GB/S",
     help="What the links of a mesh dim can carry, drawn as their limit: tp=450; repeatable.",
 )
-@click.option(
-    "--index", type=options.FILE, metavar="FOLDER", help="Instead: a page that lists a folder's reports."
-)
 @click.option("-o", "--output", required=True, type=options.FILE, help="The page to write.")
 def report_command(
     files: tuple[Path, ...],
     baseline: tuple[Path, ...],
     topology: Path | None,
     peaks: tuple[tuple[str, float], ...],
-    index: Path | None,
     output: Path,
 ) -> None:
     """One HTML page of what was measured and found out.
 
-    FILEs are told apart by what they hold: runs, a topology, the JSON of gate or regret, a profile's folder, a
-    history of gates, verdicts on ops. Of a folder of runs the last is shown, and how each case moved from run to run.
+    FILEs are told apart by what they hold: runs, a topology, the JSON of a gate, a profile's folder, a history of
+    gates. Of a folder of runs the last is shown, and how each case moved from run to run.
 
     \b
     Examples:
@@ -113,14 +109,8 @@ def report_command(
       dtbench report results/nightly -o report.html
     """
     from dtbench.records import baselines
-    from dtbench.show.report import gather, write_index, write_report
+    from dtbench.reporting.html import gather, write_report
 
-    if index is not None:
-        if files or baseline or topology or peaks:
-            raise click.UsageError("--index takes a folder of reports and nothing else")
-        write_index(index, output)
-        click.echo(f"the index is in {output}")
-        return
     baseline = tuple(path if path.exists() else baselines.find(path) for path in baseline)
     sources = gather(files, baseline, topology)
     known = {dim for run in sources.runs for dim in run.header.mesh.dim_names}

@@ -12,11 +12,11 @@ from dtbench.cli.run import options_of, run_command
 NEW_SUITE = '''"""A suite of one's own: `dtbench run` measures what it yields."""
 
 import torch
-from dtbench.suite import Case, Plan, Workload, World, suite
+from dtbench.suite import Case, RunOptions, Workload, World, suite
 
 
 @suite("{name}", world="ranks", help="a matrix product on every rank")
-def cases(plan: Plan):
+def cases(options: RunOptions):
     for n in (256, 512):
         yield Case("matmul", {{"n": n}}, build={{"plain": lambda world, n=n: matmul(world, n)}})
 
@@ -68,8 +68,8 @@ def check(context: click.Context, /, file: Path, nproc: int) -> int:
     Example:
       dtbench suite check mine.py
     """
-    from dtbench.bench.run import run
-    from dtbench.world.scratch import scratch
+    from dtbench.engine.launch import run
+    from dtbench.engine.workers import scratch
 
     if file.suffix != ".py":
         raise click.UsageError(f"got {file}, expected the .py file of a suite")

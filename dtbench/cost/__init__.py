@@ -1,1 +1,1 @@
-"""What measurements say of cost models: calibration, regret, prediction, exports."""
+"""What measurements say of cost models: calibration, prediction, exports."""

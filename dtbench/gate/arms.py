@@ -25,12 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dtbench.engine.workers import scratch
 from dtbench.gate.benchmark import Selection
 from dtbench.machine.git import run_git
-from dtbench.model.errors import ArmError, UsageError, last_line, plain
+from dtbench.suite.errors import ArmError, UsageError, last_line, plain
 from dtbench.text.masking import mask, mask_variables
 from dtbench.text.variables import masked_list, parse_variables
-from dtbench.world.scratch import scratch
 
 _GIT_TIMEOUT_S = 300.0
 _PROBE_TIMEOUT_S = 120.0

@@ -10,9 +10,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from dtbench.model import CaseKey, Plan
-from dtbench.model.errors import UnreadableRunError
 from dtbench.records.atomic import replace_file
+from dtbench.suite import CaseKey, RunOptions
+from dtbench.suite.errors import UnreadableRunError
 
 Key = CaseKey
 
@@ -70,7 +70,7 @@ class Order:
     mode: Literal["count", "time"]
     arm: str
     selections: tuple[Selection, ...]
-    plan: Plan
+    plan: RunOptions
     without: tuple[str, ...] = ()
     call_s: Mapping[str, float] = field(default_factory=dict)
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from dtbench.model.errors import OutputError, UsageError, plain
+from dtbench.suite.errors import OutputError, UsageError, plain
 
 # GitHub takes 65,536 characters; what is cut is said.
 MAX_CHARS = 60_000

@@ -10,8 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, RunOptions, Workload, World, suite
 
 NAME = "gate-control"
 KIND = "DTBENCH_GATE_CONTROL"  # "torch" or "python"; set by the gate in every launch of both arms
@@ -23,7 +22,7 @@ WARMUP_CALLS = 100
 
 
 @suite(NAME, world="simulated", help="what no arm touches, beside every gate", by_default=False)
-def control(plan: Plan) -> Iterator[Case]:
+def control(options: RunOptions) -> Iterator[Case]:
     python = os.environ.get(KIND) == "python"
     builders = PYTHON if python else TORCH
     for name, build in builders.items():

@@ -11,15 +11,12 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dtbench.bench.clock import HostClock
-from dtbench.bench.measure import Subject, measure
-from dtbench.bench.options import Task
-from dtbench.bench.runner import to_result
-from dtbench.bench.sampling import Outcome
+from dtbench.engine.clock import HostClock
+from dtbench.engine.measure import ImplOutcome, Subject, measure, to_result
+from dtbench.engine.options import Task
 from dtbench.gate.benchmark import CALL_S
 from dtbench.gate.sampler import warm_up_calls
-from dtbench.model import Result
-from dtbench.suite import World
+from dtbench.suite import Result, World
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -32,7 +29,7 @@ def counted(task: Task, impl: str, world: World) -> Result:
     schedule = _Counting(Subject(task.case, impl))
     measure([schedule.subject], world, schedule)
     bad = schedule.subject.bad
-    return to_result(task, impl, Outcome(*bad) if bad else Outcome("ok", counters=schedule.counters))
+    return to_result(task, impl, ImplOutcome(*bad) if bad else ImplOutcome("ok", counters=schedule.counters))
 
 
 class _Counting:

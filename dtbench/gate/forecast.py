@@ -7,17 +7,17 @@ import os
 from collections.abc import Sequence
 from multiprocessing.connection import Pipe
 
-from dtbench.bench import budget
-from dtbench.bench.options import RunOptions, Task, list_tasks
-from dtbench.bench.progress import about
+from dtbench.engine import budget
+from dtbench.engine.options import RunRequest, Task, list_tasks
+from dtbench.engine.progress import about
+from dtbench.engine.workers import Fork
 from dtbench.gate.benchmark import Selection
 from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES_S
 from dtbench.gate.schedule import SCREEN_ROUNDS, TEST_LOOKS
-from dtbench.model import CHOOSABLE_IMPLS
-from dtbench.model.errors import DtbenchError
-from dtbench.model.suites import load
+from dtbench.suite import CHOOSABLE_IMPLS
+from dtbench.suite.errors import DtbenchError
+from dtbench.suite.suites import load
 from dtbench.text.units import plural
-from dtbench.world.workers import Fork
 
 # Loading both arms and counting, on two cores; of a launch, forking and setting up its benchmarks. 31 benchmarks took
 # 37 s in 15 launches there, 28 of them sampling.
@@ -26,7 +26,7 @@ COUNT_S, LAUNCH_S = 8.0, 0.2
 LIST_S = 15.0
 
 
-def forecast(selections: Sequence[Selection], impls: Sequence[str], options: RunOptions, ranks: int) -> str:
+def forecast(selections: Sequence[Selection], impls: Sequence[str], options: RunRequest, ranks: int) -> str:
     """`31 benchmarks: about 40 s at the least, if nothing moved, ...`; nothing where they cannot be listed here in a
     while. In a process of its own: suites are programs of others, which may hang or print.
 
@@ -51,9 +51,9 @@ def forecast(selections: Sequence[Selection], impls: Sequence[str], options: Run
     return ""
 
 
-def _forecast(selections: Sequence[Selection], impls: Sequence[str], options: RunOptions, ranks: int) -> str:
+def _forecast(selections: Sequence[Selection], impls: Sequence[str], options: RunRequest, ranks: int) -> str:
     try:
-        plan = options.plan("cpu", ranks)
+        plan = options.resolve("cpu", ranks)
         tasks = {
             task.label: task for one in selections for task in list_tasks(load([one.suite]), plan, one.text)
         }

@@ -16,8 +16,8 @@ from typing import Literal
 import click
 import msgspec
 
-from dtbench.bench.options import LAUNCH_TIMEOUT_S, RunOptions
-from dtbench.bench.progress import about, said_if_slow
+from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunRequest
+from dtbench.engine.progress import about, said_if_slow
 from dtbench.gate import control, outputs
 from dtbench.gate.arms import Arm, open_arms, repository
 from dtbench.gate.benchmark import Benchmark, Key, Selection
@@ -26,15 +26,15 @@ from dtbench.gate.launcher import Counted, Launcher, Limits
 from dtbench.gate.schedule import MOST_LAUNCHES, OutOfTimeError, Schedule
 from dtbench.gate.verdict import exit_code_of, judged, rises, trust_of, words_of
 from dtbench.machine.device import DEFAULT_CPU_RANKS
-from dtbench.model import Plan
-from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.model.mesh import Mesh, ranks_of
 from dtbench.records import exports
 from dtbench.records.atomic import write_atomically
 from dtbench.records.gate import Arm as ArmFacts
 from dtbench.records.gate import Gate, State, Trust, text_of
 from dtbench.records.judged import Judged, Verdict
 from dtbench.records.read import BadFieldError, decode, into
+from dtbench.suite import RunOptions
+from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.suite.mesh import Mesh, ranks_of
 from dtbench.text.units import format_bytes
 
 STATE = "gate.state.json"
@@ -69,7 +69,7 @@ class GateOptions:
             raise UsageError(f"--launch-timeout {self.timeout_s:g}: expected seconds above 0")
         if self.resume and self.folder is None:
             raise UsageError("--resume needs -o FOLDER: the gate to go on with")
-        RunOptions(mesh=self.mesh, nproc=self.nproc)  # checks that they agree
+        RunRequest(mesh=self.mesh, nproc=self.nproc)  # checks that they agree
 
 
 def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) -> Gate:
@@ -301,25 +301,25 @@ def _of(counted: Counted, benchmark: Benchmark) -> Mapping[str, float]:
 
 
 def _refuse_ranks() -> None:
-    from dtbench.world.place import find_place
+    from dtbench.engine.place import find_place
 
     if find_place() is not None:
         raise UsageError("a gate starts its own launches: run `dtbench gate` once, without torchrun or srun")
 
 
-def _plan(options: GateOptions, base: Arm, head: Arm) -> Plan:
+def _plan(options: GateOptions, base: Arm, head: Arm) -> RunOptions:
     """The same in both arms."""
     gpus = min(base.gpus, head.gpus)
     device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
     if device == "cuda" and not gpus:
         raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
-    return _run_options(options).plan(device, _ranks(options, gpus if device == "cuda" else 0))
+    return _run_options(options).resolve(device, _ranks(options, gpus if device == "cuda" else 0))
 
 
-def _run_options(options: GateOptions) -> RunOptions:
+def _run_options(options: GateOptions) -> RunRequest:
     """Of the launches."""
     impls = impls_to_launch(options.impls)
-    return RunOptions(impls=impls, mesh=options.mesh, sizes_bytes=options.sizes_bytes, dtypes=options.dtypes)
+    return RunRequest(impls=impls, mesh=options.mesh, sizes_bytes=options.sizes_bytes, dtypes=options.dtypes)
 
 
 def _ranks(options: GateOptions, gpus: int = 0) -> int:
@@ -350,7 +350,7 @@ def _made_folder(folder: Path, resume: bool) -> Iterator[None]:
             folder.rmdir()
 
 
-def _keep_state(folder: Path, options: GateOptions, base: Arm, head: Arm, plan: Plan) -> int:
+def _keep_state(folder: Path, options: GateOptions, base: Arm, head: Arm, plan: RunOptions) -> int:
     """Writes what the gate is about, or checks that it is the same; the seed of its order."""
     from dtbench.machine.provenance import cpu
 

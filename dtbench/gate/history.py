@@ -20,9 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from dtbench.model.errors import OutputError, plain
 from dtbench.records.gate import Gate
 from dtbench.records.history import Line, read_history
+from dtbench.suite.errors import OutputError, plain
 
 # Fewer points show nothing: a step needs a few on either side.
 FEWEST_POINTS = 8

@@ -37,10 +37,10 @@ from dtbench.gate.benchmark import (
 from dtbench.gate.logs import CappedLog
 from dtbench.gate.process import Round, Started, run_alone, take_turns
 from dtbench.gate.schedule import ArmName, Launch, OutOfTimeError
-from dtbench.model import Plan, Result, Run
-from dtbench.model.errors import ArmError, DtbenchError
-from dtbench.model.mesh import format_mesh
 from dtbench.records.run import read_run
+from dtbench.suite import Result, Run, RunOptions
+from dtbench.suite.errors import ArmError, DtbenchError
+from dtbench.suite.mesh import format_mesh
 
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.
 _MAX_FILTER_CHARS = 60_000
@@ -83,7 +83,7 @@ class Launcher:
         self,
         arms: Mapping[str, Arm],
         selections: Mapping[str, Sequence[Selection]],
-        plan: Plan,
+        plan: RunOptions,
         folder: Path,
         limits: Limits,
         variables: Mapping[str, str] | None = None,

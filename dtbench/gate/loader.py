@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from dtbench.world.workers import Fork, connection_at, leave_with, take_over
+from dtbench.engine.workers import Fork, connection_at, leave_with, take_over
 
 # What a launch and the gate say to each other: what, and a number (pid, sample, CPU or exit code).
 PID, READY, GO, ENDED = "pid", "ready", "go", "ended"

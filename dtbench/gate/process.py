@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
+from dtbench.engine.signals import how_ended
+from dtbench.engine.workers import StartedProgram, hand_over, left_s
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import LOG
 from dtbench.gate.loader import ENDED, GO, PID, READY, Launch
 from dtbench.gate.logs import LOOK_S, CappedLog
-from dtbench.model.errors import last_line, plain
-from dtbench.world.signals import how_ended
-from dtbench.world.workers import Program, hand_over, left_s
+from dtbench.suite.errors import last_line, plain
 
 # What belongs to the job that the gate runs in, not to a launch.
 _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -104,7 +104,7 @@ class _Loader:
         env = environment_of(variables, _for_loading(arm), path)
         with self.log.open() as out:
             command = _module(arm, ["dtbench.gate.loader", asked])
-            self._program = Program(command, out=out, cwd=arm.root, env=env, connected=True)
+            self._program = StartedProgram(command, out=out, cwd=arm.root, env=env, connected=True)
 
     def await_loaded(self, deadline: float) -> None:
         """Returns when it has loaded, when it has ended, or at the deadline."""
@@ -229,7 +229,7 @@ def run_alone(
     """`PYTHON -P -m MODULE...` of an arm, in a session that ends with it: what went wrong, as `Started.run`."""
     env = environment_of(variables, arm.env, arm.path)
     deadline = time.monotonic() + limit_s
-    with log.open() as out, Program(_module(arm, module), out=out, cwd=arm.root, env=env) as program:
+    with log.open() as out, StartedProgram(_module(arm, module), out=out, cwd=arm.root, env=env) as program:
         while (code := program.wait(min(left_s(deadline), LOOK_S))) is None and left_s(deadline):
             log.cut()
     log.cut(final=True)

@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dtbench.bench.clock import Clock
-from dtbench.bench.measure import Subject, measure
-from dtbench.bench.options import Task
-from dtbench.bench.runner import to_result
-from dtbench.bench.sampling import Outcome
+from dtbench.engine.clock import Clock
+from dtbench.engine.measure import ImplOutcome, Subject, measure, to_result
+from dtbench.engine.options import Task
 from dtbench.gate.benchmark import label_of
-from dtbench.model import Case, Result
-from dtbench.model.case import Instrument
-from dtbench.suite import World
+from dtbench.suite import Case, Result, World
+from dtbench.suite.case import Instrument
 
 SAMPLES, FEWEST_SAMPLES = 20, 10
 # A sample is the fastest of so many takes: the first meets caches that others have filled. Of one take each, thrice as
@@ -95,8 +92,8 @@ def measure_in_turns(
         schedule = _InTurns(group, clocks, starting, await_turn)
         measure(schedule.subjects, world, schedule)
         for (task, impl, _), subject, taken_s in zip(group, schedule.subjects, schedule.taken_s, strict=True):
-            good = Outcome("ok", samples_s=tuple(taken_s))
-            yield to_result(task, impl, Outcome(*subject.bad) if subject.bad else good)
+            good = ImplOutcome("ok", samples_s=tuple(taken_s))
+            yield to_result(task, impl, ImplOutcome(*subject.bad) if subject.bad else good)
 
 
 class _InTurns:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dtbench.gate.benchmark import Benchmark
-from dtbench.model import errors
 from dtbench.records.gate import GateCode, Trust
 from dtbench.records.judged import Change, Counts, Judged, Verdict
 from dtbench.stats import Effect, smallest_change
+from dtbench.suite import errors
 
 # What a screen lets pass: three quarters of the change that matters, 1.5% where that is 2%.
 SCREEN_SHARE = 0.75

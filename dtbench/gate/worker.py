@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dtbench.bench.clock import clocks_of
-from dtbench.bench.options import Task, list_tasks
+from dtbench.engine.clock import clocks_of
+from dtbench.engine.options import Task, list_tasks
+from dtbench.engine.rank import quiet_torch
 from dtbench.gate import control
 from dtbench.gate.benchmark import (
     DEFAULT_TOLERANCE,
@@ -35,14 +36,13 @@ from dtbench.gate.benchmark import (
     label_of,
     write_listing,
 )
-from dtbench.model import Plan, estimator_of
-from dtbench.model import suites as registry
-from dtbench.model.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.records.run import RunWriter
-from dtbench.world.rank import quiet_torch
+from dtbench.suite import RunOptions, estimator_of
+from dtbench.suite import suites as registry
+from dtbench.suite.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 
 if TYPE_CHECKING:
-    from dtbench.world.ranks import LiveWorld
+    from dtbench.engine.ranks import LiveWorld
 
 
 def load(more: Sequence[str]) -> None:
@@ -52,11 +52,6 @@ def load(more: Sequence[str]) -> None:
     quiet_torch()
     import torch.distributed
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
-
-    import dtbench.gate.counting
-    import dtbench.gate.sampler
-    import dtbench.machine.provenance
-    import dtbench.world.ranks  # noqa: F401
 
     for name in more:
         with contextlib.suppress(Exception):  # it is loaded again where it is needed, and fails there
@@ -80,7 +75,7 @@ def main(stem: Path, await_turn: Callable[[int], None]) -> int:
 # ------------------------------------------------------------------------------ which cases
 
 
-def selected(selections: Sequence[Selection], plan: Plan) -> tuple[list[Task], list[str]]:
+def selected(selections: Sequence[Selection], plan: RunOptions) -> tuple[list[Task], list[str]]:
     """The tasks of the selections, each once, and why a selection has none."""
     tasks: dict[tuple[object, ...], Task] = {}
     problems: list[str] = []
@@ -92,9 +87,6 @@ def selected(selections: Sequence[Selection], plan: Plan) -> tuple[list[Task], l
             problems.append(str(error))
             continue
         for task in found:
-            if task.suite.world == "own":
-                problems.append(f"{task.suite.name} gives verdicts and no times: it has no place in a gate")
-                break
             tasks.setdefault((task.suite.name, task.case.name, *sorted(task.case.params.items())), task)
     return list(tasks.values()), problems
 
@@ -189,10 +181,12 @@ class _Note:
 
 
 @contextlib.contextmanager
-def _launch(plan: Plan, stem: Path, tasks: Sequence[Task]) -> Iterator[tuple[RunWriter, LiveWorld, _Note]]:
+def _launch(
+    plan: RunOptions, stem: Path, tasks: Sequence[Task]
+) -> Iterator[tuple[RunWriter, LiveWorld, _Note]]:
     """The run file, the simulated world and the note of the case in hand; the file is whole in the end."""
+    from dtbench.engine.ranks import device_of, simulated_world
     from dtbench.machine.provenance import local_rank_info, provenance
-    from dtbench.world.ranks import device_of, simulated_world
 
     header = provenance(
         argv=sys.argv[1:],

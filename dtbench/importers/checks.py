@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 
 from dtbench.importers.model import ITEMSIZE, SPELT, Figure, Log, Printed, Row, Table
-from dtbench.model.mesh import MAX_RANKS
+from dtbench.suite.mesh import MAX_RANKS
 from dtbench_core.cost.ring import ONE_WAY, busbw_factor
 
 # In nccl-tests the count is one rank's part of the size; elsewhere it is the whole.

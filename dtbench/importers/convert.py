@@ -18,7 +18,8 @@ import msgspec
 
 from dtbench._version import __version__
 from dtbench.importers.model import IN_PLACE, Figure, Log, Row, Table
-from dtbench.model import (
+from dtbench.stats import summarize
+from dtbench.suite import (
     SCHEMA,
     Gpu,
     Header,
@@ -29,10 +30,9 @@ from dtbench.model import (
     RankFacts,
     Result,
 )
-from dtbench.model.errors import UsageError
-from dtbench.model.grouping import group_by
-from dtbench.model.mesh import Mesh, format_mesh, ranks_of
-from dtbench.stats import summarize
+from dtbench.suite.errors import UsageError
+from dtbench.suite.grouping import group_by
+from dtbench.suite.mesh import Mesh, format_mesh, ranks_of
 from dtbench.text.masking import mask_arguments
 from dtbench_core.cost.ring import busbw_factor
 

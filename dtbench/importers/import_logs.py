@@ -10,10 +10,10 @@ from pathlib import Path
 from dtbench.importers import checks, convert
 from dtbench.importers.model import COLLECTIVES, Log, Problem, Table
 from dtbench.importers.registry import read_logs
-from dtbench.model import Result
-from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, plain
-from dtbench.model.mesh import Mesh
 from dtbench.records.run import RunWriter, without_collecting
+from dtbench.suite import Result
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, plain
+from dtbench.suite.mesh import Mesh
 
 # How many problems of one log are spelled out.
 _SHOWN = 12
@@ -43,9 +43,10 @@ def import_logs(
     for log in logs:
         checks.check(log, collective=collective, ranks=ranks)
     header, results = convert.to_run(logs, argv, mesh, dim)
-    with RunWriter.create(output, header, resumable=False) as writer:
+    with RunWriter.create(output, header) as writer:
         try:
-            writer.append_all(results)
+            for result in results:
+                writer.append(result)
             writer.end()
         except BaseException:
             with contextlib.suppress(OSError):

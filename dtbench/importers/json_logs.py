@@ -16,9 +16,9 @@ from msgspec import Struct
 from dtbench.importers.model import DTYPES, Device, Figure, Log, Printed, Problem, Row, Table, collective_of
 from dtbench.importers.nccl_text import library_version, name_table
 from dtbench.importers.text import lines_of, pattern
-from dtbench.model.errors import UnreadableRunError
-from dtbench.model.fields import Count
 from dtbench.records.read import BadFieldError, decode, into, shown
+from dtbench.suite.errors import UnreadableRunError
+from dtbench.suite.fields import Count
 
 # A number, or the text that the tool prints for one that it does not have: "nan", "N/A".
 Shown = float | str | None

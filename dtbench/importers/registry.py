@@ -12,8 +12,8 @@ from pathlib import Path
 
 from dtbench.importers import deepspeed, json_logs, ml_engineering, nccl_text, osu
 from dtbench.importers.model import Log
-from dtbench.model.errors import UnreadableRunError, UsageError
 from dtbench.records.read import read_bytes
+from dtbench.suite.errors import UnreadableRunError, UsageError
 
 # Logs with NCCL_DEBUG=INFO of a thousand ranks have some 100 MB.
 MAX_FILE_BYTES = 512 * 2**20

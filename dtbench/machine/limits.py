@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dtbench.model.errors import UsageError
+from dtbench.suite.errors import UsageError
 
 # numpy and OpenBLAS ended or never came with less than 500 MB of addresses, torch for CPUs with less than 700 MB.
 _LEAST_ADDRESSES = 640 * 2**20

@@ -30,12 +30,10 @@ from dtbench._version import __version__
 from dtbench.machine.device import REHEARSAL, Nvml
 from dtbench.machine.device import gpus as gpus_of_torch
 from dtbench.machine.git import run_git
-from dtbench.model import SCHEMA, SWEEP_ARM, Gpu, Header, Machine, MeshShape, Plan, RankFacts
-from dtbench.model.errors import UsageError
-from dtbench.model.mesh import Mesh
-from dtbench.model.result import Checkout, Checkouts, Cpu, NvLinks
+from dtbench.suite import SCHEMA, Gpu, Header, Machine, MeshShape, RankFacts, RunOptions
+from dtbench.suite.mesh import Mesh
+from dtbench.suite.result import Checkout, Checkouts, Cpu, NvLinks
 from dtbench.text.masking import is_secret, mask_arguments, mask_options, mask_variables
-from dtbench.text.variables import masked_list
 
 # Whole families whose members tune transport, threads or the process group.
 _ENV_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_")
@@ -44,7 +42,6 @@ _ENV_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "TORCH_NCCL_", "TORC
 # TORCHELASTIC_* stays out: it holds ids and paths of the launch, and none changes a time.
 _ENV_NAMES = frozenset(
     {
-        SWEEP_ARM,
         "MKL_NUM_THREADS",
         "MKL_DYNAMIC",
         "OPENBLAS_NUM_THREADS",
@@ -92,7 +89,7 @@ _NOT_THROTTLING = frozenset({"gpu_idle", "applications_clocks_setting", "display
 def provenance(
     *,
     argv: Sequence[str],
-    plan: Plan,
+    plan: RunOptions,
     suites: Sequence[str],
     mesh: Mesh,
     ranks: Sequence[Mapping[str, object]],
@@ -225,9 +222,6 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
         if (name in _ENV_NAMES or name.startswith(_ENV_PREFIXES)) and not is_secret(name)
     }
     shown = mask_variables(allowed)
-    if SWEEP_ARM in allowed:  # a list of variables
-        with contextlib.suppress(UsageError):
-            shown[SWEEP_ARM] = masked_list(allowed[SWEEP_ARM])
     return {name: mask_arguments([value])[0] for name, value in shown.items()}
 
 

@@ -22,11 +22,11 @@ from typing import Any, Literal, Required, TypedDict, TypeVar
 
 import msgspec
 
-from dtbench.model.grouping import group_by
-from dtbench.model.mesh import Mesh, groups_by_dim
 from dtbench.preflight.rounds import Pair, Round, rounds_of
 from dtbench.records.preflight import DimTimes, Finding
 from dtbench.stats import hodges_lehmann_ratio, order_statistic, rank_test
+from dtbench.suite.grouping import group_by
+from dtbench.suite.mesh import Mesh, groups_by_dim
 
 # Shares of the peers' speed. A link at 80 % is to be found, and 10 % is what operators act on (Megatron-LM#4662).
 SUSPECT, NAMED = 0.93, 0.90

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from dtbench.cost.plan.machines import Machine, NodeLinks, built_in, find_machine
+from dtbench.cost.plan.links import NodeLinks
+from dtbench.cost.plan.machines import MachineSpec, built_in, find_machine
 from dtbench.cost.price import estimate
-from dtbench.model.errors import UnreadableRunError, UsageError
-from dtbench.model.mesh import format_mesh
 from dtbench.preflight.examine import Examination
 from dtbench.records.preflight import Finding, Preflight
 from dtbench.records.read import BadFieldError, into, read_json, shown
 from dtbench.records.topology import Topology, read_topology
+from dtbench.suite.errors import UnreadableRunError, UsageError
+from dtbench.suite.mesh import format_mesh
 
 MAX_BYTES = 2**28
 _WHAT = "a topology, or what `dtbench preflight --json` printed"
@@ -30,7 +31,7 @@ class Expected:
 
     before: Preflight | None = None
     topology: Topology | None = None
-    machine: Machine | None = None
+    machine: MachineSpec | None = None
 
 
 def read_expected(path: Path) -> Expected:
@@ -104,7 +105,7 @@ def _compared(expected: Expected, found: Examination) -> Iterator[tuple[str, str
             yield f"mesh dim {row.dim}", "all_reduce", median(row.times_s), median(now.times_s)
 
 
-def _public(machine: Machine, found: Examination) -> Iterator[tuple[str, str, float, float]]:
+def _public(machine: MachineSpec, found: Examination) -> Iterator[tuple[str, str, float, float]]:
     """All-reduces inside hosts beside what was published of such machines."""
     links = NodeLinks(machine)
     for name, of in found.dims.items():

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from dtbench.bench.clock import HostClock
+from dtbench.engine.clock import HostClock
+from dtbench.engine.ranks import LiveWorld
 from dtbench.machine.device import gpus
 from dtbench.machine.provenance import boot_id, segments, usable_cpus
 from dtbench.preflight.examine import COPY, MATMUL, WORK_S, Command
-from dtbench.world.ranks import LiveWorld
 
 # An operation is repeated until it takes about `WORK_S`; its size fits into caches of no CPU and fills a GPU.
 MATMUL_N = {"cpu": 512, "cuda": 8192}

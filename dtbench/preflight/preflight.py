@@ -8,35 +8,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from dtbench.bench.options import RunOptions
-from dtbench.bench.progress import said_if_slow, say
+from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.engine.launch import start_ranks
+from dtbench.engine.options import RunRequest
+from dtbench.engine.place import RankPlace, find_place
+from dtbench.engine.progress import said_if_slow, say
+from dtbench.engine.rank import LaunchedRank, quiet_torch
+from dtbench.engine.ranks import backend_of
 from dtbench.machine.device import choose_device, count_ranks
-from dtbench.model.errors import (
+from dtbench.preflight.examine import LEVEL, NAMED, Command, Examination, Examining, World, examine
+from dtbench.preflight.expected import Expected, compare_with, read_expected
+from dtbench.preflight.show import write_all
+from dtbench.records.atomic import refuse_taken
+from dtbench.records.preflight import Link, Preflight
+from dtbench.suite.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_REGRESSION,
     UsageError,
     complain,
 )
-from dtbench.model.mesh import Mesh
-from dtbench.preflight.examine import LEVEL, NAMED, Command, Examination, Examining, World, examine
-from dtbench.preflight.expected import Expected, compare_with, read_expected
-from dtbench.preflight.show import write_all
-from dtbench.records.atomic import refuse_taken
-from dtbench.records.preflight import Link, Preflight
+from dtbench.suite.mesh import Mesh
 from dtbench.text.units import plural
-from dtbench.world.failure import ActiveCase, Diagnosis
-from dtbench.world.launch import start_ranks
-from dtbench.world.place import Place, find_place
-from dtbench.world.rank import Rank, quiet_torch
-from dtbench.world.ranks import backend_of
 
 
 @dataclass(frozen=True)
 class Request:
     """What is asked for. outputs: files, by their endings a page, JSON or JUnit."""
 
-    options: RunOptions
+    options: RunRequest
     outputs: tuple[Path, ...] = ()
     expect: Path | None = None
     as_json: bool = False
@@ -58,7 +58,7 @@ def preflight(request: Request) -> int:
     with said_if_slow("loading torch", tell):
         device_type = choose_device(request.options.device)
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
-    request.options.plan(device_type, nproc)
+    request.options.resolve(device_type, nproc)
     _refuse_one(nproc)
     for path in request.outputs:
         refuse_taken(path)
@@ -81,17 +81,17 @@ def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
 class Coordinator:
     """This rank's part; on rank 0 it also asks for what is measured, and concludes. `go` never returns."""
 
-    def __init__(self, request: Request, place: Place, expected: Expected | None) -> None:
+    def __init__(self, request: Request, place: RankPlace, expected: Expected | None) -> None:
         self._request = request
         self._expected = expected
-        self._rank = Rank(place, _report)
+        self._rank = LaunchedRank(place, _report)
 
     def go(self) -> NoReturn:
         with self._rank as rank:
             _refuse_one(rank.place.world_size)
             options = self._request.options
             device_type = choose_device(options.device)
-            plan = options.plan(device_type, rank.place.world_size)
+            plan = options.resolve(device_type, rank.place.world_size)
             rank.join(device_type, backend_of(device_type))
             rank.now.name = "the first round"
             began = time.monotonic()

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 
-from dtbench.model.grouping import group_by
+from dtbench.suite.grouping import group_by
 
 Pair = tuple[int, int]
 Round = tuple[Pair, ...]

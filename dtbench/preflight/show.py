@@ -8,10 +8,10 @@ from statistics import median
 
 import msgspec
 
-from dtbench.model.errors import UsageError, plain
 from dtbench.preflight.rounds import BETWEEN
 from dtbench.records.atomic import write_atomically
 from dtbench.records.preflight import Finding, Preflight
+from dtbench.suite.errors import UsageError, plain
 from dtbench.text.junit import Outcome, Testcase, document
 from dtbench.text.terminal import new_console, print_columns, print_json, print_line
 from dtbench.text.units import bandwidth_unit, format_seconds, format_size, plural
@@ -39,7 +39,7 @@ def write_all(file: Preflight, paths: Sequence[Path], as_json: bool) -> None:
         print_all(file)
     for path in paths:
         if path.suffix == ".html":
-            from dtbench.show.report import Sources, write_report
+            from dtbench.reporting.html import Sources, write_report
 
             write_report(Sources(preflights=(file,)), path)
         else:

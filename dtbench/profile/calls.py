@@ -14,14 +14,14 @@ from statistics import fmean, median
 
 import msgspec
 
-from dtbench.bench.clock import HostClock
-from dtbench.bench.measure import Subject
-from dtbench.model import Workload
+from dtbench.engine.clock import HostClock
+from dtbench.engine.measure import Subject
 from dtbench.profile import counters, frames
 from dtbench.profile.flame import Graph
 from dtbench.profile.spans import Overhead, Span, quickest
 from dtbench.profile.stages import Breakdown, break_down, frame_pieces, named_pieces
 from dtbench.records.profile import Call
+from dtbench.suite import Workload
 from dtbench_core.interop import stopwatch
 
 # A block of calls lasts about so long: above the clock's and the loop's cost, below most disturbances.

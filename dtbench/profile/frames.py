@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar, cast
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dtbench.bench.clock import HostClock
+from dtbench.engine.clock import HostClock
 from dtbench.profile.spans import Overhead, Span
 
 _T = TypeVar("_T")

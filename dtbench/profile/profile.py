@@ -6,19 +6,19 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dtbench.bench.measure import Subject, measure
-from dtbench.bench.options import Task
-from dtbench.bench.progress import said_if_slow, say
+from dtbench.engine.launch import start_ranks
+from dtbench.engine.measure import Subject, measure
+from dtbench.engine.options import Task
+from dtbench.engine.place import find_place
+from dtbench.engine.progress import said_if_slow, say
+from dtbench.engine.rank import quiet_torch
+from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.machine.device import count_ranks
-from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.profile.request import FLAME_NAME, Request
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import Calls
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.text.units import plural
-from dtbench.world.launch import start_ranks
-from dtbench.world.place import find_place
-from dtbench.world.rank import quiet_torch
-from dtbench.world.ranks import SIMULATED_RANKS
 
 if TYPE_CHECKING:
     from dtbench.profile.calls import Profiled
@@ -55,8 +55,8 @@ def profile(request: Request, argv: Sequence[str]) -> int:
 
 def _profile_calls(request: Request, tasks: Sequence[Task], device_type: str) -> int:
     """Cases of simulated ranks, in this process."""
+    from dtbench.engine.ranks import device_of, simulated_world
     from dtbench.profile import calls
-    from dtbench.world.ranks import device_of, simulated_world
 
     say(
         f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"

@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from dtbench.bench.clock import HostClock
-from dtbench.bench.options import Task
-from dtbench.bench.sampling import CollectiveSchedule, Ranks
+from dtbench.engine import clocks
+from dtbench.engine.clock import HostClock
+from dtbench.engine.failure import ActiveCase
+from dtbench.engine.options import Task
+from dtbench.engine.sampling import CollectiveSchedule, RankGroup
+from dtbench.engine.workers import scratch
 from dtbench.machine.device import gpus
 from dtbench.profile import trace
 from dtbench.profile.request import Request
 from dtbench.records.profile import ITERATION
-from dtbench.world import clocks
-from dtbench.world.failure import ActiveCase
-from dtbench.world.scratch import scratch
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class RankRecording(CollectiveSchedule):
         self,
         task: Task,
         impl: str,
-        ranks: Ranks,
+        ranks: RankGroup,
         now: ActiveCase,
         barrier: Callable[[], None],
         epoch_ns: int,

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtbench.bench.job import prepare
-from dtbench.bench.options import RunOptions, Task, matcher, split_target
+from dtbench.engine.options import RunRequest, Task, matcher, prepare, split_target
+from dtbench.engine.place import OUTPUT
 from dtbench.machine.device import choose_device
-from dtbench.model import DeviceType
-from dtbench.model.errors import UsageError
-from dtbench.model.suites import load
-from dtbench.world.launch import OUTPUT
+from dtbench.suite import DeviceType
+from dtbench.suite.errors import UsageError
 
 # A profile is read case by case; each takes seconds to measure and some hundred events to draw.
 MOST_CASES = 24
@@ -33,7 +31,7 @@ class Request:
     """`dtbench profile`: options as `dtbench run` has them (its `suites` is the one of the target), the
     case's name ("": all of the suite), the folder to make, and whether to push NVTX ranges."""
 
-    options: RunOptions
+    options: RunRequest
     case: str
     folder: Path
     nvtx: bool = False
@@ -58,18 +56,13 @@ class Request:
         Raises:
             UsageError: no such suite or case, or too many.
         """
-        for suite in load(self.options.suites):
-            if suite.world == "own":
-                raise UsageError(
-                    f"{suite.name} times nothing that a profile could take apart: name another suite"
-                )
         # The filter comes after the case's name, so that a message can name the nearest.
         listed = prepare(self.options, device_type, world_size)
         return choose(listed.tasks, self.case, self.filter_text)
 
 
 def make_request(
-    target: str, filter_text: str, output: Path | None, nvtx: bool, options: RunOptions
+    target: str, filter_text: str, output: Path | None, nvtx: bool, options: RunRequest
 ) -> Request:
     """From the command line. `options` has everything but the suite; without -o the folder is named by
     the time, and ranks take the name that their launcher chose.

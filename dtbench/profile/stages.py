@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from dtbench.model import STAGES
-from dtbench.model.grouping import known_first
 from dtbench.profile.spans import HANDED_OVER, NOTHING, Overhead, Span, fold, self_times
 from dtbench.records.profile import Call, Stage
+from dtbench.suite import STAGES
+from dtbench.suite.grouping import known_first
 
 # Yields, for each piece of a call, (stage, ns in it, spans whose recording it bears).
 Pieces = Callable[[Span, Mapping[str, Overhead]], Iterator[tuple[str, float, float]]]

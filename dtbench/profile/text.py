@@ -11,12 +11,12 @@ from types import MappingProxyType
 
 import msgspec
 
-from dtbench.bench.progress import say
-from dtbench.model import STAGES
-from dtbench.model.grouping import known_first
+from dtbench.engine.progress import say
 from dtbench.profile.request import DATA_NAME, TABLE_NAME, TRACE_NAME
 from dtbench.records.atomic import write_folder
 from dtbench.records.profile import Call, Calls, Parts, Ranks, Section
+from dtbench.suite import STAGES
+from dtbench.suite.grouping import known_first
 from dtbench.text.units import significant
 
 

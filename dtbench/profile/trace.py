@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtbench.model.grouping import group_by
 from dtbench.profile.overlap import Interval, difference, intersection, length, union
 from dtbench.profile.spans import HANDED_OVER, Span
 from dtbench.records.profile import ITERATION, LANES, Parts
+from dtbench.suite.grouping import group_by
 
 # An event as torch and the viewers have it.
 Event = dict[str, Any]

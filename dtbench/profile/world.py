@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
-from dtbench.bench.options import Task
-from dtbench.bench.progress import say
+from dtbench.engine import clocks
+from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.engine.options import Task
+from dtbench.engine.place import RankPlace
+from dtbench.engine.progress import say
+from dtbench.engine.rank import LaunchedRank
+from dtbench.engine.ranks import LiveWorld, backend_of
 from dtbench.machine.device import is_gpu
-from dtbench.model import DeviceType
-from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
-from dtbench.model.mesh import Mesh, format_mesh, groups_in
 from dtbench.profile import sections, trace
 from dtbench.profile.gpu import Sampler, counters_of
 from dtbench.profile.recording import RankRecording
@@ -20,12 +22,10 @@ from dtbench.profile.request import Request
 from dtbench.profile.text import section_tables, write_and_tell
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import Ranks
+from dtbench.suite import DeviceType
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
+from dtbench.suite.mesh import Mesh, format_mesh, groups_in
 from dtbench.text.units import plural
-from dtbench.world import clocks
-from dtbench.world.failure import ActiveCase, Diagnosis
-from dtbench.world.place import Place
-from dtbench.world.rank import Rank
-from dtbench.world.ranks import LiveWorld, backend_of
 
 
 class _Part(NamedTuple):
@@ -40,10 +40,10 @@ class _Part(NamedTuple):
 class RankProfile:
     """This rank's part in a profile. `go` never returns."""
 
-    def __init__(self, request: Request, place: Place) -> None:
+    def __init__(self, request: Request, place: RankPlace) -> None:
         self._request = request
         self._place = place
-        self._rank = Rank(place, report_failure)
+        self._rank = LaunchedRank(place, report_failure)
         self._recordings: list[RankRecording] = []
         self._groups: dict[str, list[list[int]]] = {}
         self._failed = False
@@ -69,7 +69,7 @@ class RankProfile:
         rank, ranks, request = self._rank, self._rank.ranks, self._request
         self._epoch_ns = int(ranks.agree(time.time_ns(), lambda votes: votes[0]))
         host_clock = rank.clock_offset(time.time_ns)
-        plan = request.options.plan(device_type, ranks.size)
+        plan = request.options.resolve(device_type, ranks.size)
         if ranks.rank == 0:
             refuse_taken(request.folder, "remove it")
             where = f"{ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})"

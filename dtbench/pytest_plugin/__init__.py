@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from dtbench.world.place import find_place
+from dtbench.engine.place import find_place
 
 if TYPE_CHECKING:
     from dtbench.api import Function, Results
-    from dtbench.bench.options import Task
-    from dtbench.model import Param
-    from dtbench.model.suites import Suite
+    from dtbench.engine.options import Task
     from dtbench.pytest_plugin.gate import GateTests
+    from dtbench.suite import Param
+    from dtbench.suite.suites import Suite
 
 # What an item measures: the task and one of its impls.
 PAIR: pytest.StashKey[tuple[Task, str]] = pytest.StashKey()
@@ -62,19 +62,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _mesh(text: str) -> object:
-    from dtbench.model.mesh import parse_mesh
+    from dtbench.suite.mesh import parse_mesh
 
     return parse_mesh(text)
 
 
 def _sizes(text: str) -> object:
-    from dtbench.bench.options import parse_sizes
+    from dtbench.engine.options import parse_sizes
 
     return parse_sizes(text)
 
 
 def _dtypes(text: str) -> object:
-    from dtbench.bench.options import parse_dtypes
+    from dtbench.engine.options import parse_dtypes
 
     return parse_dtypes(text)
 
@@ -105,7 +105,7 @@ def pytest_benchmark_update_json(
 ) -> None:
     """Says whose figures these are."""
     import dtbench
-    from dtbench.model import SCHEMA
+    from dtbench.suite import SCHEMA
 
     output_json["dtbench"] = {"version": dtbench.__version__, "schema": SCHEMA}
 
@@ -154,7 +154,7 @@ def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> list[pytest.Item] | None:
     """A suite at the level of a module is a test for each of its cases and impls."""
-    suites = sys.modules.get("dtbench.model.suites")  # who makes a suite has loaded it
+    suites = sys.modules.get("dtbench.suite.suites")  # who makes a suite has loaded it
     if suites is None or not isinstance(obj, suites.Suite) or not _holds_suites(collector):
         return None
     return list(_items(collector, obj))
@@ -172,12 +172,10 @@ def _holds_suites(collector: pytest.Collector) -> bool:
 
 
 def _items(collector: pytest.Module | pytest.Class, suite: Suite) -> Iterator[pytest.Item]:
-    from dtbench.model.errors import DtbenchError
     from dtbench.pytest_plugin.rounds import test_of
     from dtbench.pytest_plugin.world import live_of
+    from dtbench.suite.errors import DtbenchError
 
-    if suite.world == "own":
-        return  # it answers in processes of its own, and times nothing
     if not collector.config.pluginmanager.hasplugin("benchmark"):
         raise pytest.UsageError(
             f"the suite {suite.name} is measured with pytest-benchmark: pip install 'dtbench[pytest]'"
@@ -275,7 +273,7 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
         timeout_s: float = 60.0,
     ) -> Results:
         import dtbench
-        from dtbench.bench.live import line_of
+        from dtbench.engine.progress import line_of
 
         results = dtbench.run(what, progress=False, clock=clock, output=output, timeout_s=timeout_s)
         lines = config.stash.setdefault(_TIMED, [])

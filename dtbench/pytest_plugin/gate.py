@@ -10,7 +10,7 @@ import pytest
 from dtbench.pytest_plugin import PAIR
 
 if TYPE_CHECKING:
-    from dtbench.bench.options import Task
+    from dtbench.engine.options import Task
     from dtbench.gate.gate import GateOptions
     from dtbench.records.gate import Gate
 
@@ -40,7 +40,7 @@ class GateTests:
             import tempfile
 
             from dtbench.gate.gate import gate
-            from dtbench.model.errors import DtbenchError
+            from dtbench.suite.errors import DtbenchError
 
             try:
                 with tempfile.TemporaryDirectory(prefix="dtbench-gate-") as folder:
@@ -50,7 +50,7 @@ class GateTests:
         return self._report
 
     def _options(self, folder: Path) -> GateOptions:
-        from dtbench.bench.options import parse_duration
+        from dtbench.engine.options import parse_duration
         from dtbench.gate.benchmark import Selection, label_of
         from dtbench.gate.gate import GateOptions
 

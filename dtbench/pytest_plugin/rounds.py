@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dtbench.bench.clock import clocks_of
-from dtbench.bench.options import Task
-from dtbench.bench.sampling import CollectiveSchedule
-from dtbench.model import estimator_of
+from dtbench.engine.clock import clocks_of
+from dtbench.engine.failure import ActiveCase
+from dtbench.engine.options import Task
+from dtbench.engine.sampling import CollectiveSchedule
 from dtbench.pytest_plugin import gate_of
 from dtbench.pytest_plugin.world import Up, live_of
 from dtbench.stats import summarize
-from dtbench.world.failure import ActiveCase
+from dtbench.suite import estimator_of
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture

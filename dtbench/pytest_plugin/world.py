@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import pytest
 
-from dtbench.bench.options import RunOptions, Task, list_tasks
-from dtbench.bench.sampling import Ranks
+from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.engine.options import RunRequest, Task, list_tasks
+from dtbench.engine.place import RankPlace, find_place
+from dtbench.engine.rank import LaunchedRank, quiet_torch
+from dtbench.engine.ranks import AloneRanks, LiveWorld, device_of, simulated_world, world_of_one
+from dtbench.engine.sampling import RankGroup
 from dtbench.machine.device import DEFAULT_CPU_RANKS, choose_device
-from dtbench.model.errors import UsageError, complain
-from dtbench.model.suites import Suite
-from dtbench.world.failure import ActiveCase, Diagnosis
-from dtbench.world.place import Place, find_place
-from dtbench.world.rank import Rank, quiet_torch
-from dtbench.world.ranks import AloneRanks, LiveWorld, device_of, simulated_world, world_of_one
+from dtbench.suite.errors import UsageError, complain
+from dtbench.suite.suites import Suite
 
 # Seconds for which a collective may hang before its group gives up.
 TIMEOUT_S = 60.0
@@ -28,28 +28,28 @@ class Up(NamedTuple):
     """A world, its ranks' votes and their barrier."""
 
     world: LiveWorld
-    ranks: Ranks
+    ranks: RankGroup
     barrier: Callable[[], None]
 
 
 class Live:
     """The world that is up, of one kind at a time: first the simulated one, then the ranks'."""
 
-    def __init__(self, place: Place | None, options: RunOptions, show: Callable[[], None]) -> None:
+    def __init__(self, place: RankPlace | None, options: RunRequest, show: Callable[[], None]) -> None:
         self._show = show
         self._kind = ""
         self._up: Up
         self._world = contextlib.ExitStack()
         self._life = contextlib.ExitStack()
         quiet_torch()
-        self.rank = Rank(place, self._report) if place and place.world_size > 1 else None
+        self.rank = LaunchedRank(place, self._report) if place and place.world_size > 1 else None
         if self.rank is not None:
             self._life.enter_context(self.rank)
         self.device_type = choose_device(options.device)
         size = options.ranks or DEFAULT_CPU_RANKS
-        self.plan = options.plan(self.device_type, place.world_size if place else size)
+        self.plan = options.resolve(self.device_type, place.world_size if place else size)
         # Without a launcher, suites of ranks whose cases do not follow from the number of ranks run on one.
-        self._single = None if self.rank or options.mesh else options.plan(self.device_type, 1)
+        self._single = None if self.rank or options.mesh else options.resolve(self.device_type, 1)
 
     def tasks(self, suite: Suite) -> list[Task]:
         """The cases of a suite.
@@ -120,10 +120,10 @@ class Live:
 def live_of(config: pytest.Config) -> Live:
     """Made once per session."""
     if _LIVE not in config.stash:
-        # Ranks that share cores and each start a thread per core would measure the fight for them.
+        # RankGroup that share cores and each start a thread per core would measure the fight for them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         option = config.option
-        options = RunOptions(
+        options = RunRequest(
             mesh=option.dtbench_mesh,
             sizes_bytes=option.dtbench_size,
             dtypes=option.dtbench_dtype,

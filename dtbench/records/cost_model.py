@@ -1,4 +1,4 @@
-"""How good cost models are: what `dtbench calibrate --validate` and `--regret` find, print and write with --json."""
+"""How good cost models are: what `dtbench calibrate --validate` prints, and writes with --json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from dtbench.model.fields import Amount, Count
+from dtbench.suite.fields import Amount, Count
 
 
 class Score(Struct, frozen=True, kw_only=True):
@@ -41,39 +41,3 @@ class Validation(Struct, frozen=True, kw_only=True):
     title: str
     groups: tuple[CallGroup, ...]
     notes: tuple[str, ...]
-
-
-class RegretScore(Struct, frozen=True, kw_only=True):
-    """A model's regret over decisions and launches. interval: 90 %, over decisions.
-
-    ranked_right: of the pairs of ways that differ clearly, the share whose prices have the
-    order of their times; None for a planner that has no prices. ties: share of decisions with no preference.
-    """
-
-    mean: Amount
-    interval: tuple[Amount, Amount]
-    worst: Amount
-    near: Amount
-    ranked_right: Amount | None
-    ties: Amount | None
-    decisions: Count
-
-
-class DecisionGroup(Struct, frozen=True, kw_only=True):
-    """Decisions of one library, kind and size, and how each model fares."""
-
-    library: str
-    name: str
-    size_bytes: Count
-    launches: Count
-    scores: dict[str, RegretScore]
-
-
-class Regret(Struct, frozen=True, kw_only=True):
-    """All groups; notes say what weakens them."""
-
-    kind: Literal["regret"] = "regret"
-    schema: Literal[1] = 1
-    mesh: str
-    groups: tuple[DecisionGroup, ...]
-    notes: tuple[str, ...] = ()

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from dtbench.model import CaseKey, Run
-from dtbench.model.errors import plain
-from dtbench.model.grouping import group_by
 from dtbench.records.atomic import write_atomically
 from dtbench.records.judged import Judged
+from dtbench.suite import CaseKey, Run
+from dtbench.suite.errors import plain
+from dtbench.suite.grouping import group_by
 
 # https://bencher.dev/docs/reference/bencher-metric-format: longer names are refused.
 MAX_NAME_CHARS = 1024

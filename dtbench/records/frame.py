@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dtbench.model import Param, Result, Run, Timing
-from dtbench.model.errors import UsageError
-from dtbench.model.grouping import group_by
 from dtbench.records.layout import from_last_arrivals_s, mesh_groups
 from dtbench.records.run import read_run
 from dtbench.stats import blocks_of, estimates_s
+from dtbench.suite import Param, Result, Run, Timing
+from dtbench.suite.errors import UsageError
+from dtbench.suite.grouping import group_by
 
 # One or several runs, read or by their paths.
 Runs = Run | str | Path | Iterable[Run | str | Path]
@@ -53,7 +53,7 @@ def results_frame(of: Runs, suite: str | None = None) -> pd.DataFrame:
             params), counted from 0 in the order of first appearance.
         status: ok, failed, skipped or wrong; reason: text; rank: the rank that failed.
         clock: host or device. samples: their number; estimate_s: the one of the following that stands for the
-            launch (`dtbench.model.estimator_of`); min_s, p25_s, median_s, p75_s, p95_s, max_s, mean_s: seconds
+            launch (`dtbench.suite.estimator_of`); min_s, p25_s, median_s, p75_s, p95_s, max_s, mean_s: seconds
             per call.
         size_bytes, algbw_Bps, busbw_Bps: bytes, and bytes per second.
         rank_spread: longest over shortest reading of the ranks in a sample, median over samples.

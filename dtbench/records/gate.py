@@ -8,9 +8,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from dtbench.model import Plan, errors
-from dtbench.model.fields import Amount, Count
 from dtbench.records.judged import Judged, Verdict
+from dtbench.suite import RunOptions, errors
+from dtbench.suite.fields import Amount, Count
 
 GateCode = Literal[0, 1, 3, 4, 5]
 
@@ -90,7 +90,7 @@ class State(Struct, frozen=True, kw_only=True):
     base: str
     head: str
     selections: tuple[tuple[str, str], ...]
-    plan: Plan
+    plan: RunOptions
     cpu: str | None
     host: str
     seed: int

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from dtbench.model.errors import UnreadableRunError
 from dtbench.records.read import BadFieldError, decode, into, read_lines, shown
+from dtbench.suite.errors import UnreadableRunError
 
 SCHEMA = 1
 MAX_FILE_BYTES = 256 * 2**20

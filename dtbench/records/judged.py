@@ -10,9 +10,9 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
-from dtbench.model import CaseKey, Param
-from dtbench.model.fields import Amount, Count, Positive, Time
 from dtbench.stats import smallest_change
+from dtbench.suite import CaseKey, Param
+from dtbench.suite.fields import Amount, Count, Positive, Time
 
 
 class Verdict(StrEnum):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from dtbench.model.fields import Amount, Count, Whole
+from dtbench.suite.fields import Amount, Count, Whole
 
 
 class Link(Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from dtbench.model.fields import Amount, Count, Rank, Real, Time
+from dtbench.suite.fields import Amount, Count, Rank, Real, Time
 
 # What an iteration of a rank is wrapped in: the name of a user annotation, then the section and the number.
 ITERATION = "dtbench iteration"

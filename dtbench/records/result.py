@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from dtbench.model import Param, Result, Timing
-from dtbench.records.read import BadFieldError, into, shown
+from dtbench.records.read import BadFieldError, decode, field_fault, shown
 from dtbench.stats import SHARES, figures_of
+from dtbench.suite import Param, Result, Timing
 
 # Params that a suite got later, and what its results meant before: old files have the keys of new ones.
 _LATER_PARAMS: Mapping[str, Mapping[str, Param]] = {
@@ -25,30 +25,20 @@ _decoder = msgspec.json.Decoder(Result)
 
 
 def result_in(data: bytes) -> Result | None:
-    """The result in a line; None where there is none: `decode` and `result_of` say why.
+    """The result in a line of a run file; None where the line is of another kind. Unknown fields are ignored.
 
     Raises:
-        BadFieldError: figures that do not agree with each other.
+        BadFieldError: no JSON object; a field that is missing, of the wrong type or out of range; figures that do not
+            agree with each other.
     """
     try:
         result = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        if decode(data).get("kind") != "result" or not isinstance(error, msgspec.ValidationError):
+            return None
+        raise BadFieldError(field_fault(error)) from error
     # As text it stands in no line without the field: the quotes inside of strings are escaped.
-    return _sound(result, has_clock=b'"clock"' in data)
-
-
-def result_of(line: Mapping[str, object]) -> Result:
-    """The result that a decoded line holds; unknown fields are ignored.
-
-    Raises:
-        BadFieldError: a field that is missing, of the wrong type or out of range.
-    """
-    return _sound(into(line, Result), has_clock="clock" in line)
-
-
-def _sound(result: Result, has_clock: bool) -> Result:
-    if not has_clock:
+    if b'"clock"' not in data:
         return _before_clocks(result)
     _check(result, result.estimate_s)
     return result

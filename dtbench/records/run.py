@@ -1,8 +1,7 @@
-"""The run file: JSON Lines, one durable line per finished case.
+"""The run file: JSON Lines, one for each result, written as soon as it is there.
 
-The first line is the header (`kind` run), then come results, `resume` lines where a run went on,
-and an `end` line. A line is written, flushed and fsynced before `RunWriter.append` returns, so
-what a killed run leaves is readable: at worst its last line is cut, and the reader drops that one.
+The first line is the header (`kind` run), then come results, `resume` lines where a run went on, and an `end` line.
+What a killed run leaves can be read: at worst its last line is cut, and that one is dropped.
 
 Files from elsewhere are not trusted: `dtbench.records.read` checks every field for type and range.
 """
@@ -10,7 +9,6 @@ Files from elsewhere are not trusted: `dtbench.records.read` checks every field 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import gc
 import json
@@ -18,7 +16,6 @@ import math
 import os
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -28,19 +25,16 @@ from typing import Any, Self
 
 import msgspec
 
-from dtbench.model import SCHEMA, STATUSES, Header, Result, ResultKey, Run
-from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.read import BadFieldError, decode, into, read_lines, shown
-from dtbench.records.result import result_in, result_of
+from dtbench.records.result import result_in
+from dtbench.suite import SCHEMA, STATUSES, Header, Result, ResultKey, Run
+from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 
 # A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
 # these limits a file is not a run, and reading it would only fill the memory.
 MAX_LINE_BYTES = 64 * 2**20
-_BLOCK_BYTES = 2**20  # of lines that are written at once
 MAX_FILE_BYTES = 2 * 2**30
-# What clocks drift by, and are corrected by, is less; a host that slept is told by it, too.
-CLOCK_MOVED_S = 10.0
 _WHAT = "a dtbench run (JSON Lines)"
 # A run that was killed: its ranks write their last line before they end.
 _LET_OTHERS_END_S = 6.0
@@ -53,58 +47,39 @@ _CUT = ""  # in place of the kind of a last line without its end
 class RunWriter:
     """Appends results to a run file; one writer per file, any thread.
 
-    A write that fails (no space, quota) is undone back to the last whole line before `OutputError`
-    is raised, so the file stays readable and can be resumed once there is space. Where the file itself is gone, all
-    that was written to it is saved beside it first.
+    A write that fails (no space, quota, Ctrl-C) is undone back to the last whole line.
     """
 
-    _if_it_fails = "what was measured before is kept, go on with --resume"
-
-    def __init__(self, path: Path, fd: int, end_of_last_line: int, results: Iterable[Result] = ()) -> None:
+    def __init__(self, path: Path, fd: int, length: int, results: Iterable[Result] = ()) -> None:
         self.path = path
-        self._place = path.absolute()  # what is measured may change the current folder
         self._fd: int | None = fd
-        self._length = end_of_last_line
+        self._length = length  # up to the end of the last whole line
         self._results = {result.key: result for result in results}
-        self._lock = threading.RLock()
-        _opened.add(self)
-        self._clock_ahead_s = time.time() - time.monotonic()
+        self._writing = threading.RLock()
 
     @classmethod
-    def create(
-        cls, path: str | Path, header: Mapping[str, object] | Header, *, resumable: bool = True
-    ) -> RunWriter:
-        """A new file that holds `header`. resumable: whether what is missing after a failure can be added.
+    def create(cls, path: str | Path, header: Mapping[str, object] | Header) -> RunWriter:
+        """A new file that holds `header`.
 
         Raises:
             OutputError: the file is there already, or cannot be made.
         """
         path = Path(path)
-        given = msgspec.to_builtins(header) if isinstance(header, Header) else header
-        line = {"kind": "run", **_strict(given), "schema": SCHEMA}
+        fields = msgspec.to_builtins(header) if isinstance(header, Header) else header
+        line = {"kind": "run", **_strict(fields), "schema": SCHEMA}
         try:
             into(line, Header)
         except BadFieldError as error:
             raise ValueError(f"the header of a run is malformed: {error}") from error
-        data = _encode(line)
-        fd = _named_once_written(path, data)
-        if fd is not None:
-            writer = cls(path, fd, len(data))
-        else:
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-            except OSError as error:
-                refuse_taken(path)
-                raise OutputError(f"cannot make {path}: {_reason(error)}; give another -o") from error
-            writer = cls(path, fd, 0)
-        writer._if_it_fails = "nothing was written: make space, or give another -o"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        except OSError as error:
+            refuse_taken(path)
+            raise OutputError(f"cannot make {path}: {_reason(error)}; give another -o") from error
+        writer = cls(path, fd, 0)
         try:
             _lock(fd, path)
-            if not writer._length:
-                writer._write(data)
-            _sync_folder(path)
-            if resumable:
-                writer._if_it_fails = cls._if_it_fails
+            writer._write(_encode(line))
         except BaseException:
             writer.close()
             path.unlink(missing_ok=True)
@@ -123,14 +98,13 @@ class RunWriter:
             OutputError: it cannot be written, or another dtbench is writing to it.
         """
         run = of if isinstance(of, Run) else read_run(of)
-        path = run.path
         try:
-            fd = os.open(path, os.O_RDWR | os.O_APPEND)
+            fd = os.open(run.path, os.O_RDWR | os.O_APPEND)
         except OSError as error:
-            raise OutputError(f"cannot append to {path}: {_reason(error)}; give another -o") from error
-        writer = cls(path, fd, 0, run.results)
+            raise OutputError(f"cannot append to {run.path}: {_reason(error)}; give another -o") from error
+        writer = cls(run.path, fd, 0, run.results)
         try:
-            _lock(fd, path, _LET_OTHERS_END_S)
+            _lock(fd, run.path, _LET_OTHERS_END_S)
             writer._drop_cut_line()
             if record is not None:
                 writer._write(_encode({"kind": "resume", "resumed": _now(), **_strict(record)}))
@@ -142,11 +116,11 @@ class RunWriter:
     @property
     def results(self) -> Mapping[ResultKey, Result]:
         """What the file holds, whatever its status: `--resume` repeats none."""
-        with self._lock:
+        with self._writing:
             return dict(self._results)
 
     def append(self, result: Result) -> Result:
-        """Writes one line and waits until it is on the disk.
+        """Writes one line.
 
         Returns the result as recorded: one that the file cannot hold (a time that is not finite,
         a line beyond the limit) is recorded as failed, with that reason.
@@ -155,49 +129,23 @@ class RunWriter:
             OutputError: the line cannot be written; the file ends with the line before it.
             UsageError: a param that is not a scalar, so the case has no name in the file.
         """
-        result, data = _recorded(result)
-        with self._lock:
-            self._write(data)
+        result, line = _recorded(result)
+        with self._writing:
+            self._write(line)
             self._results[result.key] = result
         return result
 
-    def append_all(self, results: Iterable[Result]) -> None:
-        """As `append` of each, but what is written is on the disk at the end alone: for what can be made again.
-
-        Raises:
-            OutputError, UsageError: as `append`; some of the lines may be written.
-        """
-        with self._lock:
-            block = bytearray()
-            for each in results:
-                result, data = _recorded(each)
-                block += data
-                self._results[result.key] = result
-                if len(block) > _BLOCK_BYTES:
-                    self._write(block, sync=False)
-                    block = bytearray()
-            self._write(block)
-
-    @property
-    def clock_moved_s(self) -> float:
-        """How far the clock of the stamps was set ahead since the file was opened; 0 below `CLOCK_MOVED_S`. No time
-        is measured by it."""
-        moved = time.time() - time.monotonic() - self._clock_ahead_s
-        return moved if abs(moved) > CLOCK_MOVED_S else 0.0
-
     def end(self) -> None:
         """Marks the run as complete."""
-        with self._lock:
-            found = Counter(result.status for result in self._results.values())
-            counts = {status: found[status] for status in STATUSES}
+        with self._writing:
+            statuses = Counter(result.status for result in self._results.values())
+            counts = {status: statuses[status] for status in STATUSES}
             line = {"kind": "end", "finished": _now(), "failed": counts["failed"], "counts": counts}
-            self._write(
-                _encode(line | ({"clock_moved_s": round(moved)} if (moved := self.clock_moved_s) else {}))
-            )
+            self._write(_encode(line))
 
     def close(self) -> None:
         """Closes the file; without `end` before it the run counts as incomplete."""
-        with self._lock:
+        with self._writing:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
@@ -210,66 +158,33 @@ class RunWriter:
     ) -> None:
         self.close()
 
-    def _write(self, data: bytes | bytearray, *, sync: bool = True) -> None:
-        with self._lock:
-            fd = self._fd
-            if fd is None:
+    def _write(self, line: bytes) -> None:
+        with self._writing:
+            if self._fd is None:
                 raise ValueError(f"the run file {self.path} is closed")
-            if self._is_gone(fd):
-                raise self._saved_beside(fd, bytes(data))
             try:
-                rest = memoryview(data)
+                rest = memoryview(line)
                 while rest:
-                    rest = rest[os.write(fd, rest) :]
-                if sync:
-                    _sync(fd)
+                    rest = rest[os.write(self._fd, rest) :]
             except BaseException as error:  # Ctrl-C between two partial writes counts too
                 with contextlib.suppress(OSError):
-                    os.ftruncate(fd, self._length)
+                    os.ftruncate(self._fd, self._length)
                 if isinstance(error, OSError):
                     raise OutputError(
-                        f"cannot write to {self.path}: {_reason(error)}; {self._if_it_fails}"
+                        f"cannot write to {self.path}: {_reason(error)}; the results in it are kept: make space and "
+                        f"go on with --resume -o {self.path}, or give another -o"
                     ) from error
                 raise
-            self._length += len(data)
-
-    def _is_gone(self, fd: int) -> bool:
-        """Whether the path leads to this file no more: somebody removed or replaced it."""
-        try:
-            return not os.path.samestat(self._place.stat(), os.fstat(fd))
-        except FileNotFoundError:
-            return True
-        except OSError:  # not known: a folder that may not be searched any more
-            return False
-
-    def _saved_beside(self, fd: int, line: bytes) -> OutputError:
-        """Writes the file that is gone and `line` under another name; the error that says so."""
-        gone = f"{self.path} was removed or replaced while it was written"
-        at = self._place
-        names = (at.with_name(f"{at.stem}-saved-{n}{at.suffix}") for n in range(1, 1000))
-        try:
-            other = next(name for name in names if not os.path.lexists(name))
-            with other.open("xb") as file:
-                file.write(os.pread(fd, self._length, 0) + line)
-                file.flush()
-                _sync(file.fileno())
-        except (OSError, StopIteration) as error:
-            return OutputError(f"{gone}, and what was measured cannot be saved beside it: {error}")
-        return OutputError(
-            f"{gone}: what was measured until then is in {other}; go on with --resume -o {other}"
-        )
+            self._length += len(line)
 
     def _drop_cut_line(self) -> None:
         assert self._fd is not None
         data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        tail = data[whole:]
-        if tail and _parse_tail(tail) is not None:  # only its newline is missing
-            os.write(self._fd, b"\n")
-            whole = len(data) + 1
-        else:
-            os.ftruncate(self._fd, whole)
-        self._length = whole
+        self._length = data.rfind(b"\n") + 1
+        if self._length < len(data) and not _is_cut(data[self._length :]):  # only its newline is missing
+            self._length = len(data)
+            self._write(b"\n")
+        os.ftruncate(self._fd, self._length)
 
 
 def _reason(error: OSError) -> str:
@@ -297,68 +212,13 @@ def _lock(fd: int, path: Path, patience_s: float = 0.0) -> None:
         return
 
 
-def _close_in_child() -> None:
-    """A process that a case forks off shares the lock, and would hold it when this one has died."""
-    for writer in list(_opened):
-        if writer._fd is not None:
-            os.close(writer._fd)
-            writer._fd = None
-
-
-_opened: weakref.WeakSet[RunWriter] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _named_once_written(path: Path, first: bytes) -> int | None:
-    """A new file that is never there without its first line, whenever we are killed; None where the file system or the
-    kernel lacks the means (Linux's O_TMPFILE), or something stands there."""
-    with contextlib.suppress(OSError, AttributeError):
-        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o644)
-        try:
-            if os.write(fd, first) == len(first):
-                _sync(fd)
-                # A `src_dir_fd`, which the path makes no use of, has Python call linkat; its link follows no symlink.
-                os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
-                return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-    return None
-
-
-def _sync(fd: int) -> None:
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a pipe or a file system that cannot
-            raise
-
-
-def _sync_folder(path: Path) -> None:
-    """Makes the new name durable too (a file can be synced while its folder's entry is not)."""
-    with contextlib.suppress(OSError):
-        fd = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _line(result: Result) -> dict[str, object]:
-    times = None if result.time_s is None else msgspec.to_builtins(result.time_s)
-    return {"kind": "result", **msgspec.structs.asdict(result), "time_s": times}
-
-
-_encoder = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-
-
-def _encode(line: Mapping[str, object]) -> bytes:
-    return _encoder.encode(line).encode("ascii") + b"\n"
+def _encode(line: Mapping[str, object] | Result) -> bytes:
+    plain = msgspec.to_builtins(line, enc_hook=float)  # numpy's numbers are no floats to msgspec
+    return json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def _strict(value: Any) -> Any:
@@ -380,42 +240,39 @@ def _text(text: str) -> str:
 
 
 def _recorded(result: Result) -> tuple[Result, bytes]:
-    """`result` and its line if what it says can be read back, else a failed one with the reason."""
+    """`result` and its line if it can be read back, else a failed one of the same case with the reason."""
     result = msgspec.structs.replace(result, reason=_text(result.reason))
     try:
-        line = _encode(_line(result))
-        if len(line) > MAX_LINE_BYTES:
-            raise BadFieldError(f"the line has {len(line)} bytes, the limit is {MAX_LINE_BYTES}")
-        if result_in(line) is None:
-            result_of(decode(line))
-    except (TypeError, ValueError) as error:
-        reason = f"the result cannot be recorded: {_fault(result, error)}"
-        failed = msgspec.structs.replace(_named(result), reason=_text(reason), rank=result.rank)
-        return failed, _encode(_line(failed))
-    return result, line
-
-
-def _named(result: Result) -> Result:
-    """A failed one of the same case, which without a name in the file could never be found again."""
-    named = Result(result.suite, result.name, result.impl, result.params, "failed", launch=result.launch)
+        return result, _line_of(result)
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = _text(f"the result cannot be recorded: {error}")
+    failed = Result(
+        result.suite,
+        result.name,
+        result.impl,
+        result.params,
+        "failed",
+        reason,
+        result.rank,
+        launch=result.launch,
+    )
     try:
-        result_of(decode(_encode(_line(named))))
-    except (TypeError, ValueError) as error:
+        return failed, _line_of(failed)
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(
-            f"the case {result.suite}/{result.name} [{result.impl}] cannot be named in a run file: "
-            f"{_fault(named, error)}; expected names and, as params, strings, bools and finite numbers"
+            f"the case {result.suite}/{result.name} [{result.impl}] cannot be named in a run file: {error}; "
+            "expected names and, as params, strings, bools and finite numbers"
         ) from error
-    return named
 
 
-def _fault(result: Result, error: Exception) -> str:
-    """What is wrong with a result that JSON cannot hold; the encoder itself does not name the field."""
-    for name, value in _line(result).items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError):
-            return f"{name} holds {shown(value)}, which JSON cannot"
-    return str(error)
+def _line_of(result: Result) -> bytes:
+    line = _encode(result)
+    if len(line) > MAX_LINE_BYTES:
+        raise BadFieldError(f"the line has {len(line)} bytes, the limit is {MAX_LINE_BYTES}")
+    read = result_in(line)
+    if read is None or read.key != result.key:
+        raise BadFieldError("its name and params would not be read back as they are")
+    return line
 
 
 # --------------------------------------------------------------------------------- reading
@@ -485,16 +342,13 @@ def _line_in(data: bytes) -> Result | str:
     """The result in a line after the first, or the kind of the line, `_CUT` where it ends before its end.
 
     Raises:
-        ValueError: it is damaged.
+        BadFieldError: it is damaged.
     """
+    if not data.endswith(b"\n") and _is_cut(data):
+        return _CUT
     if (result := result_in(data)) is not None:
         return result
-    line = decode(data) if data.endswith(b"\n") else _parse_tail(data)
-    if line is None:
-        return _CUT
-    match line.get("kind"):
-        case "result":
-            return result_of(line)
+    match decode(data).get("kind"):
         case "run":
             raise BadFieldError("a second header: two runs were joined in one file, split them")
         case str(kind):
@@ -526,9 +380,10 @@ def _first_line(path: Path, data: bytes) -> Header:
         raise UnreadableRunError(f"{path}: line 1 is damaged: {error}") from error
 
 
-def _parse_tail(data: bytes) -> dict[str, object] | None:
-    """A last line without its newline: whole if it is an object all the same, else None."""
+def _is_cut(tail: bytes) -> bool:
+    """Whether a last line without its newline lacks more than that."""
     try:
-        return decode(data)
+        decode(tail)
     except ValueError:
-        return None
+        return True
+    return False

@@ -13,11 +13,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from dtbench.model import MeshShape
-from dtbench.model.errors import UnreadableRunError
-from dtbench.model.fields import MAX_INT, MAX_NUMBER, Amount, Count, Positive, Whole
 from dtbench.records.atomic import write_atomically
 from dtbench.records.read import BadFieldError, into, read_json, shown
+from dtbench.suite import MeshShape
+from dtbench.suite.errors import UnreadableRunError
+from dtbench.suite.fields import MAX_INT, MAX_NUMBER, Amount, Count, Positive, Whole
 
 SCHEMA = 2
 # The largest mesh has few dims and each some hundred points; beyond this it is another file.

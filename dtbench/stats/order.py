@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.model import Case, Result, Timing, estimator_of
+from dtbench.suite import Case, Result, Timing, estimator_of
 
 _K = TypeVar("_K", bound=Hashable)
 
@@ -85,7 +85,7 @@ def summarize(samples_s: Sequence[float]) -> Timing:
 
 
 def estimate_s(samples_s: Sequence[float], of: Case | Result) -> float:
-    """What stands for these samples: the order statistic that `dtbench.model.estimator_of` names.
+    """What stands for these samples: the order statistic that `dtbench.suite.estimator_of` names.
 
     Raises:
         ValueError: no samples, or one that is negative or not finite.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
-from dtbench.bench.refine import sizes_between
-from dtbench.model import Case, Param, Plan, Workload
-from dtbench.suite import Refinement, World, suite
+from dtbench.engine.refine import sizes_between
+from dtbench.suite import Case, Param, Refinement, RunOptions, Workload, World, suite
 
 JUMP_BYTES, BROKEN_BYTES = 16 * 2**10, 8 * 2**10
 
@@ -29,7 +28,7 @@ def sleep(size: int, world: World) -> Workload:
     return Workload(run)
 
 
-def case_of(plan: Plan, name: str, params: Mapping[str, Param]) -> Case:
+def case_of(options: RunOptions, name: str, params: Mapping[str, Param]) -> Case:
     size = int(params["size"]) // 256 * 256
     return Case(
         name,
@@ -40,6 +39,6 @@ def case_of(plan: Plan, name: str, params: Mapping[str, Param]) -> Case:
 
 
 @suite("bends", world="ranks", help="", refinement=Refinement(sizes_between, case_of))
-def bends(plan: Plan) -> Iterator[Case]:
-    for size in plan.sizes_bytes:
-        yield case_of(plan, "jump", {"size": size})
+def bends(options: RunOptions) -> Iterator[Case]:
+    for size in options.sizes_bytes:
+        yield case_of(options, "jump", {"size": size})

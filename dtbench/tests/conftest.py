@@ -37,7 +37,9 @@ def of_no_told_width() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def legible() -> Iterator[None]:
     """No text of a drawing lies on another, on any page that a test of these makes in its process."""
-    figures = sys.modules.get("dtbench.show.report.figures")  # imported where tests draw; it takes a second
+    figures = sys.modules.get(
+        "dtbench.reporting.html.figures"
+    )  # imported where tests draw; it takes a second
     if figures is None:
         yield
         return
@@ -63,7 +65,7 @@ def dtbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """The program in this process: (exit code, stdout, stderr) of a command line."""
     monkeypatch.chdir(tmp_path)
     # What is slow on a busy machine is not told.
-    monkeypatch.setattr("dtbench.bench.progress.SILENT_S", 3600.0)
+    monkeypatch.setattr("dtbench.engine.progress.SILENT_S", 3600.0)
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from dtbench.model import Case, Plan, Skip, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
 
 
 def reduced(world: World, *, wrong: bool = False, alone: Callable[[], None] | None = None) -> Workload:
@@ -108,7 +107,7 @@ def leave_children_and_die(world: World) -> Workload:
 
 
 @suite("good", world="ranks", help="cases that work")
-def good(plan: Plan) -> Iterator[Case]:
+def good(options: RunOptions) -> Iterator[Case]:
     for n in (1, 2, 3):
         yield Case(
             "all_reduce", {"n": n}, {"core": reduced, "c10d": reduced}, size_bytes=16, busbw_factor=0.5
@@ -116,13 +115,13 @@ def good(plan: Plan) -> Iterator[Case]:
 
 
 @suite("long", world="ranks", help="more cases than anybody waits for")
-def long(plan: Plan) -> Iterator[Case]:
+def long(options: RunOptions) -> Iterator[Case]:
     for n in range(2000):
         yield Case("wait", {"n": n}, {"core": lambda world: Workload(lambda: time.sleep(0.01))})
 
 
 @suite("simulated", world="simulated", help="a case on the simulated world")
-def simulated(plan: Plan) -> Iterator[Case]:
+def simulated(options: RunOptions) -> Iterator[Case]:
     def add(world: World) -> Workload:
         x = torch.ones(world.world_size, device=world.device)
         return Workload(lambda: x + x)
@@ -132,7 +131,7 @@ def simulated(plan: Plan) -> Iterator[Case]:
 
 
 @suite("bad", world="ranks", help="cases that go wrong")
-def bad(plan: Plan) -> Iterator[Case]:
+def bad(options: RunOptions) -> Iterator[Case]:
     yield Case("mild", {"how": "skips"}, {"core": refuse, "c10d": reduced})
     yield Case("mild", {"how": "breaks"}, {"core": break_on_rank_1, "c10d": reduced})
     yield Case("mild", {"how": "raises"}, {"core": raise_everywhere, "c10d": reduced})
@@ -147,7 +146,7 @@ def bad(plan: Plan) -> Iterator[Case]:
 
 
 @suite("gone", world="ranks", help="ranks that end, each for another reason")
-def gone(plan: Plan) -> Iterator[Case]:
+def gone(options: RunOptions) -> Iterator[Case]:
     yield Case("sizes", {}, {"core": differ_in_size})
     yield Case("memory", {}, {"core": take_all_memory})
     yield Case("children", {}, {"core": leave_children})
@@ -199,7 +198,7 @@ def differ_in_dtype(world: World) -> Workload:
 
 
 @suite("first", world="ranks", help="cases that go wrong on rank 0 alone, or differ")
-def first(plan: Plan) -> Iterator[Case]:
+def first(options: RunOptions) -> Iterator[Case]:
     yield Case("alone", {"how": "build"}, {"core": on_rank_0("build")})
     yield Case("alone", {"how": "check"}, {"core": on_rank_0("check")})
     yield Case("forks", {}, {"core": fork_and_die_on_rank_0})

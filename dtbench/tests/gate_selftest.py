@@ -23,17 +23,17 @@ from typing import Any
 import click
 import msgspec
 
-from dtbench.bench.options import RunOptions, parse_duration
+from dtbench.engine.options import RunRequest, parse_duration
 from dtbench.gate import control
 from dtbench.gate.arms import open_arms
 from dtbench.gate.benchmark import Benchmark, Selection
 from dtbench.gate.launcher import Launcher, Limits
 from dtbench.gate.schedule import ArmName, Launch, LaunchArms, OutOfTimeError, Schedule
 from dtbench.machine.device import DEFAULT_CPU_RANKS
-from dtbench.model import Plan
-from dtbench.model.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.records.judged import Judged, Verdict
 from dtbench.records.run import read_run
+from dtbench.suite import RunOptions
+from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.tests import gate_selftest_suite
 
 DEFAULT_BUDGET_S = 1200.0
@@ -47,8 +47,8 @@ FALSE_PER_BENCHMARK, FALSE_PER_RUN = 0.005, 0.02
 FOUND = {3: 0.80, 5: 0.95, 10: 0.95}
 
 
-def plan_on(device: str) -> Plan:
-    return RunOptions(impls=("core",)).plan("cuda" if device == "cuda" else "cpu", DEFAULT_CPU_RANKS)
+def plan_on(device: str) -> RunOptions:
+    return RunRequest(impls=("core",)).resolve("cuda" if device == "cuda" else "cpu", DEFAULT_CPU_RANKS)
 
 
 # Launches next to each other: "base", "same" and "null" of the same code, and "slowed".

@@ -12,8 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-from dtbench.model import Case, Plan, Workload
-from dtbench.suite import World, suite
+from dtbench.suite import Case, RunOptions, Workload, World, suite
 
 VARIABLE = "DTBENCH_SELFTEST_EXTRA"
 NAME = "gate-selftest"
@@ -27,9 +26,9 @@ ROWS_ON_GPU = 4096
 
 
 @suite(NAME, world="simulated", help="ops with a known amount of extra work", by_default=False)
-def selftest(plan: Plan) -> Iterator[Case]:
+def selftest(options: RunOptions) -> Iterator[Case]:
     slowed = os.environ.get(VARIABLE) == "1"
-    on_gpu = plan.device_type == "cuda"
+    on_gpu = options.device_type == "cuda"
     rows = ROWS_ON_GPU if on_gpu else ROWS
     for number in range(BENCHMARKS):
         extra = EXTRA[number % len(EXTRA)]

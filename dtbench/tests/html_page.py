@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from dtbench.model import Result, Run
-from dtbench.show import report as reporting
-from dtbench.show.report import Sources
-from dtbench.show.report.parts import PARTS
-from dtbench.show.report.section import Material, Section
+from dtbench.reporting import html as reporting
+from dtbench.reporting.html import Sources
+from dtbench.reporting.html.parts import PARTS
+from dtbench.reporting.html.section import Material, Section
+from dtbench.suite import Result, Run
 from dtbench.tests import made_up
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dtbench.model import Header, Param, Result, Run
 from dtbench.records.read import into
 from dtbench.records.run import RunWriter
 from dtbench.stats import summarize
+from dtbench.suite import Header, Param, Result, Run
 
 # The program in this process (conftest.py).
 Cli = Callable[..., tuple[int, str, str]]

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from inspect import getsource
 from pathlib import Path
 
+from dtbench.engine import workers
 from dtbench.gate import loader
 from dtbench.gate.arms import Arm
 from dtbench.gate.verdict import exit_code_of
 from dtbench.records.gate import Arm as Facts
 from dtbench.records.gate import Gate, Trust
 from dtbench.records.judged import Judged
-from dtbench.world import workers
 
 NAMES = ("add", "mul", "view")
 

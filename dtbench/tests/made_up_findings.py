@@ -1,4 +1,4 @@
-"""Results of gate, regret, profile and history with made-up numbers, for tests of the report only."""
+"""Results of gate, profile and history with made-up numbers, for tests of the report only."""
 
 from __future__ import annotations
 
@@ -63,21 +63,6 @@ def gate(**changes: Any) -> dict[str, Any]:
         "head": arm | {"arm": "change"},
         "benchmarks": benchmarks,
     } | changes
-
-
-def regret() -> dict[str, Any]:
-    def score(mean: float) -> dict[str, Any]:
-        interval = [0.5 * mean, 1.5 * mean]
-        shares = {"near": 0.5, "ranked_right": None, "ties": None}
-        return {"mean": mean, "interval": interval, "worst": 3 * mean, "decisions": 4} | shares
-
-    scores = {"greedy": score(0.4), "constants": score(0.1), "oracle": score(0.02), "worst": score(3.0)}
-    twice = {model: score(0.5) for model in scores}
-    groups = [
-        {"library": "core", "name": "product", "size_bytes": 2**19, "launches": 2, "scores": scores},
-        {"library": "core", "name": "chain", "size_bytes": 2**20, "launches": 2, "scores": twice},
-    ]
-    return {"mesh": "dp=2, tp=2", "groups": groups, "notes": ["hardly told apart"]}
 
 
 def calls() -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from msgspec import structs
 
-from dtbench.model import MeshShape
 from dtbench.records.topology import (
     SCHEMA,
     Dim,
@@ -19,6 +18,7 @@ from dtbench.records.topology import (
     TableRow,
     Topology,
 )
+from dtbench.suite import MeshShape
 from dtbench_core.cost.ring import BASE_LATENCY_US, Ring
 
 GIB = 1024**3

@@ -26,10 +26,11 @@ from typing import Any
 
 import click
 
-from dtbench.bench.options import RunOptions
-from dtbench.bench.progress import say
-from dtbench.model.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
-from dtbench.model.mesh import groups_by_dim
+from dtbench.engine.options import RunRequest
+from dtbench.engine.place import find_place
+from dtbench.engine.progress import say
+from dtbench.engine.rank import quiet_torch
+from dtbench.engine.workers import scratch
 from dtbench.preflight.examine import (
     COPY,
     FIRST_BYTES,
@@ -50,11 +51,9 @@ from dtbench.preflight.examine import fitting_bytes as fitting
 from dtbench.preflight.preflight import Coordinator, Request
 from dtbench.preflight.rounds import rounds_of
 from dtbench.records.atomic import refuse_taken, write_atomically
-from dtbench.world.lab import network
-from dtbench.world.lab.run import run as run_on_hosts
-from dtbench.world.place import find_place
-from dtbench.world.rank import quiet_torch
-from dtbench.world.scratch import scratch
+from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
+from dtbench.suite.mesh import groups_by_dim
+from dtbench.tests import lab as hosts
 
 HOSTS, RATE = 8, 100_000_000
 SLOW_HOST = 5
@@ -105,7 +104,7 @@ class Gathering(Coordinator):
     def __init__(self, path: Path) -> None:
         place = find_place()
         assert place is not None
-        super().__init__(Request(RunOptions(device="cpu", timeout_s=600.0)), place, None)
+        super().__init__(Request(RunRequest(device="cpu", timeout_s=600.0)), place, None)
         self._path = path
 
     def examining(self, world: World) -> Examining:
@@ -215,7 +214,7 @@ def judge(pools: Sequence[Mapping[str, Any]], trials: int, slow: int | None) -> 
 
 
 @contextmanager
-def _throttled(lab: network.Lab, host: int) -> Iterator[None]:
+def _throttled(lab: hosts.Lab, host: int) -> Iterator[None]:
     """Stops the processes of a host for half of the time."""
     over = threading.Event()
 
@@ -224,7 +223,7 @@ def _throttled(lab: network.Lab, host: int) -> Iterator[None]:
         looked = 0.0
         while not over.is_set():
             if time.monotonic() - looked > 1:
-                pids, looked = network.pids_in(lab.namespaces[host]), time.monotonic()
+                pids, looked = hosts.pids_in(lab.namespaces[host]), time.monotonic()
             for number in (signal.SIGSTOP, signal.SIGCONT):
                 for pid in pids:
                     with suppress(ProcessLookupError):
@@ -240,8 +239,17 @@ def _throttled(lab: network.Lab, host: int) -> Iterator[None]:
         thread.join()
 
 
+def _drop(lab: hosts.Lab, host: int, share: float) -> None:
+    """Loses this share of the packets that reach one host, drawn by chance."""
+    inside = ("ip", "netns", "exec", lab.namespaces[host], "nft", "add")
+    hosts.run_tool(*inside, "table", "ip", "dtlab")
+    hosts.run_tool(*inside, "chain", "ip", "dtlab", "input", "{ type filter hook input priority 0 ; }")
+    rule = ("numgen", "random", "mod", "1000", "<", str(round(1000 * share)), "drop")
+    hosts.run_tool(*inside, "rule", "ip", "dtlab", "input", *rule)
+
+
 @contextmanager
-def _as_it_is(_lab: network.Lab, _host: int) -> Iterator[None]:
+def _as_it_is(_lab: hosts.Lab, _host: int) -> Iterator[None]:
     yield
 
 
@@ -250,16 +258,16 @@ class State:
     """What is done to the slow host before and while the ranks are at work, and how many launches gather."""
 
     name: str
-    prepare: Callable[[network.Lab, int], None] = lambda _lab, _host: None
-    meanwhile: Callable[[network.Lab, int], Any] = _as_it_is
+    prepare: Callable[[hosts.Lab, int], None] = lambda _lab, _host: None
+    meanwhile: Callable[[hosts.Lab, int], Any] = _as_it_is
     launches: int = 2
 
 
 STATES = (
     State("healthy", launches=3),
-    State("link at 80 %", lambda lab, host: network.reshape(lab, host, RATE * 8 // 10)),
-    State("link at 50 %", lambda lab, host: network.reshape(lab, host, RATE // 2)),
-    State("link that loses 2 % of its packets", lambda lab, host: network.drop(lab, host, 0.02), launches=1),
+    State("link at 80 %", lambda lab, host: hosts.shape(lab, host, RATE * 8 // 10)),
+    State("link at 50 %", lambda lab, host: hosts.shape(lab, host, RATE // 2)),
+    State("link that loses 2 % of its packets", lambda lab, host: _drop(lab, host, 0.02), launches=1),
     State("CPU that works half of the time", meanwhile=_throttled, launches=1),
 )
 
@@ -271,7 +279,7 @@ def selftest(output: Path) -> int:
         UsageError: this machine cannot make hosts, or the file is taken.
     """
     refuse_taken(output)
-    network.require_abilities()
+    hosts.require_abilities()
     rows, reached = [], True
     for state in STATES:
         try:
@@ -312,13 +320,13 @@ def _interval(count: int, of: int) -> tuple[float, float]:
 def _gather(state: State) -> dict[str, Any]:
     """One launch of real ranks, one per host."""
     say(f"gathering: {state.name}")
-    lab = network.Lab(f"p{os.getpid() % 100000}", HOSTS, RATE)
-    with scratch() as folder, network.temporary(lab):
+    lab = hosts.Lab(f"p{os.getpid() % 100000}", HOSTS, RATE)
+    with scratch() as folder, hosts.temporary(lab):
         state.prepare(lab, SLOW_HOST)
         path = folder / "pool.json"
         command = [sys.executable, "-P", "-m", __spec__.name, "--gather", str(path)]
         with state.meanwhile(lab, SLOW_HOST):
-            code = run_on_hosts(lab, 1, command)
+            code = hosts.run(lab, 1, command)
         if code > 128:  # a signal, which is meant for the self-test
             raise KeyboardInterrupt
         if code or not path.exists():

@@ -17,8 +17,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from core.tests.gloo_world import START
-from dtbench.world.launch import DEAF_TO_CTRL_C
-from dtbench.world.parent import end_with_launcher
 
 LIMIT_S = 240  # for a whole command: a hang, not slowness
 FRESH = (sys.executable, "-P", "-m", "dtbench")
@@ -87,7 +85,6 @@ def _enter(argv: list[str], env: dict[str, str], files: list[str], cwd: str) -> 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    end_with_launcher()
     tempfile.tempdir = None  # of the server's environment
     signal.signal(
         signal.SIGINT, signal.default_int_handler
@@ -98,9 +95,8 @@ def _enter(argv: list[str], env: dict[str, str], files: list[str], cwd: str) -> 
     from dtbench.cli import program as cli
 
     def fork(_handler: SubprocessHandler, command: Sequence[str], env: dict[str, str]) -> Forked:
-        start = (*DEAF_TO_CTRL_C, *FRESH)
-        assert tuple(command[: len(start)]) == start, command
-        return Forked(["dtbench", *command[len(start) :]], env, files, Path.cwd())
+        assert tuple(command[: len(FRESH)]) == FRESH, command
+        return Forked(["dtbench", *command[len(FRESH) :]], env, files, Path.cwd())
 
     SubprocessHandler._popen = fork  # type: ignore[assignment, method-assign]
     # A fork can reach the server it comes from, and would start another: it is not that one's parent.

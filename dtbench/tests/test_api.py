@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import dtbench
-from dtbench.model import Case, Plan, Result, Skip, Workload
-from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.model.suites import Suite
 from dtbench.records.run import RunWriter
+from dtbench.suite import Case, Result, RunOptions, Skip, Workload
+from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.suite.suites import Suite
 from dtbench.tests import made_up
 
 HOSTILE = "<script>alert(1)</script>"
@@ -139,7 +139,7 @@ def test_a_function_says_under_what_it_was_measured_and_warns(monkeypatch: pytes
     ]:
         clock = ScatteringClock(call_s)
         monkeypatch.setattr(
-            "dtbench.bench.session.clocks_of", lambda _device, c=clock: {"host": c, "device": c}
+            "dtbench.engine.session.clocks_of", lambda _device, c=clock: {"host": c, "device": c}
         )
         (result,) = dtbench.run(lambda: None, progress=False, timeout_s=timeout_s).results
         assert result.status == "ok"
@@ -176,7 +176,7 @@ def test_a_suite_object_is_measured_in_this_process(world: str, size: int):
     def skipping(_world: object) -> Workload:
         raise Skip("not here")
 
-    def cases(_plan: Plan) -> Iterator[Case]:
+    def cases(_plan: RunOptions) -> Iterator[Case]:
         def build(live: object) -> Workload:
             return Workload(lambda: None, check=lambda: None if live.world_size == size else "another world")
 
@@ -245,7 +245,7 @@ def test_calibrate_compare_and_report_take_runs_and_paths(tmp_path: Path):
 def test_a_suite_file_is_measured_in_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     suite = tmp_path / "mine.py"
     suite.write_text(
-        "from dtbench.model import Case, Workload\n"
+        "from dtbench.suite import Case, Workload\n"
         "from dtbench.suite import suite\n\n"
         "@suite('mine', world='ranks', help='a test')\n"
         "def mine(plan):\n"

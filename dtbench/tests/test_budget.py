@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from dtbench.bench import budget, runner
-from dtbench.bench.options import RunOptions, Task, list_tasks
-from dtbench.bench.progress import Progress
-from dtbench.bench.refine import is_calibrated_with
-from dtbench.bench.sampling import Outcome
-from dtbench.model import Case, Param, Result
-from dtbench.model.errors import UsageError
-from dtbench.model.suites import Suite, WorldKind, load
+from dtbench.engine import budget, sampling
+from dtbench.engine.failure import ActiveCase
+from dtbench.engine.options import RunRequest, Task, list_tasks
+from dtbench.engine.progress import Progress
+from dtbench.engine.refine import is_calibrated_with
+from dtbench.engine.sampling import ImplOutcome
+from dtbench.suite import Case, Param, Result
+from dtbench.suite.errors import UsageError
+from dtbench.suite.suites import Suite, WorldKind, load
 from dtbench.tests import made_up
-from dtbench.world.failure import ActiveCase
 
 
 def build(_world: Any) -> Any:
@@ -58,7 +58,7 @@ def test_every_curve_has_a_size_before_one_has_the_next() -> None:
 
 
 def test_what_a_suite_calls_telling_has_three_sizes_before_the_rest_has_one() -> None:
-    listed = list_tasks(load(["collectives"]), RunOptions().plan("cpu", 4))
+    listed = list_tasks(load(["collectives"]), RunRequest().resolve("cpu", 4))
     ordered = budget.by_importance(listed)
     curves = {t.label.split(" size=")[0] for t in listed if is_calibrated_with(t.case)}
     first = ordered[: 3 * len(curves)]
@@ -92,7 +92,7 @@ def test_a_budget_that_holds_nothing_holds_a_case_of_every_suite() -> None:
 
 
 def test_a_curve_over_buckets_comes_before_other_tensors() -> None:
-    listed = list_tasks(load(["bucketer"]), RunOptions().plan("cpu", 4))
+    listed = list_tasks(load(["bucketer"]), RunRequest().resolve("cpu", 4))
     first = [t.case.params for t in budget.by_importance(listed)[:6]]
     assert {p["tensor_bytes"] for p in first} == {2**14}
     assert [p["bucket_bytes"] for p in first] == [2**18] * 2 + [25 * 2**20] * 2 + [2**20] * 2
@@ -128,7 +128,7 @@ def test_what_is_said_before_and_after() -> None:
 @pytest.mark.parametrize("given", [{"launches": 2}, {"refine": True}, {"max_size_bytes": 4096}])
 def test_a_budget_beside_what_asks_for_more_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--budget measures in one launch what fits into a time"):
-        RunOptions(budget_s=60.0, **given)
+        RunRequest(budget_s=60.0, **given)
 
 
 def test_a_sweep_leaves_out_what_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +136,14 @@ def test_a_sweep_leaves_out_what_there_is_no_time_for(monkeypatch: pytest.Monkey
         def __init__(self, _case: Case, impls: tuple[str, ...], *_given: Any) -> None:
             self.impls = impls
 
-        def run(self, _world: Any) -> dict[str, Outcome]:
-            return {impl: Outcome("skipped") for impl in self.impls}
+        def run(self, _world: Any) -> dict[str, ImplOutcome]:
+            return {impl: ImplOutcome("skipped") for impl in self.impls}
 
-    monkeypatch.setattr(runner, "Adaptive", Measured)
+    monkeypatch.setattr(sampling, "Adaptive", Measured)
     deadlines = budget.Deadlines(OPS, end_s=2.0)
     seconds = iter(range(100))
     results: list[Result] = []
-    sweep = runner.Sweep(
+    sweep = sampling.TaskSweep(
         0,
         60.0,
         ActiveCase(),

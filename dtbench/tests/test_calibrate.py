@@ -15,11 +15,11 @@ import pytest
 
 from dtbench.cost import calibration
 from dtbench.cost.calibration import fit
-from dtbench.cost.tables import print_topology
-from dtbench.model import Result, Run
-from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.cost.show import print_topology
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import Dim, Layout, Topology, read_topology, write_topology
+from dtbench.suite import Result, Run
+from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES, Ring
@@ -449,6 +449,6 @@ def test_what_is_no_topology_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_no_torch_is_loaded() -> None:
-    rooms = "dtbench.cost.regret, dtbench.cost.calibration, dtbench.show.report"
+    rooms = "dtbench.cost.calibration, dtbench.reporting.html"
     code = f"import sys, {rooms}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from dtbench.cost import calibration
 from dtbench.cost.calibration import intervals
 from dtbench.cost.calibration.points import QUANTILE, Launch, Point, points_of
-from dtbench.model import Result
 from dtbench.stats import interval
+from dtbench.suite import Result
 from dtbench.tests import made_up
 
 Array = NDArray[np.float64]

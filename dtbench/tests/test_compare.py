@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from dtbench.judge.compare import Comparison, compare
-from dtbench.model import Header, Result, Run
+from dtbench.comparison.runs import Comparison, compare
 from dtbench.records.judged import Change, Judged
 from dtbench.records.read import into
 from dtbench.stats import summarize
+from dtbench.suite import Header, Result, Run
 
 
 def result(

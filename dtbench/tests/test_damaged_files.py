@@ -21,26 +21,25 @@ from typing import Any
 
 import msgspec
 import pytest
+from dtbench.reporting.html.profiles import spans_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from dtbench.comparison.references import TABLE, read_systems
+from dtbench.cost.plan.csv_table import read_table
 from dtbench.cost.plan.machines import find_machine
+from dtbench.cost.plan.measured_steps import read_steps
 from dtbench.cost.plan.models import find_model
-from dtbench.cost.plan.tables import measured_steps, read_table
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
 from dtbench.importers.registry import parse
-from dtbench.judge.references import TABLE, read_systems
-from dtbench.model.errors import DtbenchError
 from dtbench.preflight.expected import read_expected
 from dtbench.records.history import read_history
-from dtbench.records.plan import LayoutRow, PlanFile, StepRow, StepsFile
 from dtbench.records.preflight import DimTimes, Finding, Link, Preflight
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
-from dtbench.records.verdicts import read_baseline
-from dtbench.show.report.profiles import spans_of
-from dtbench.show.report.sources import gather
+from dtbench.reporting.html.sources import gather
+from dtbench.suite.errors import DtbenchError
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.faults.test_random_commands import damaged
 from dtbench.tests.made_up import Cli
@@ -98,42 +97,6 @@ def named(suffix: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return lambda path: read(path.replace(path.with_suffix(suffix)))
 
 
-PLAN = PlanFile(
-    title="a job",
-    model={"name": "tiny"},
-    machine="a100-8x",
-    gpus=8,
-    global_batch=64,
-    sequence=4096,
-    limit_bytes=8e10,
-    considered=3,
-    fitting=1,
-    best=(
-        LayoutRow(
-            words="dp=8",
-            layout={"dp": 8, "recompute": "full"},
-            step_s=1.5,
-            low_s=1.0,
-            high_s=None,
-            mfu=0.5,
-            exposed_s=0.1,
-            parts_s={"compute": 1.4},
-            memory_bytes={"weights": 1e9},
-            why="the fastest",
-        ),
-    ),
-    changes=("more memory",),
-    assumptions=("bfloat16",),
-)
-STEPS = StepsFile(
-    title="measured steps",
-    rows=(StepRow(label="dp=8", group="7B", measured_s=1.5, predicted_s=1.4, error=-0.07),),
-    mean_error=0.07,
-    pairs=3,
-    pairs_in_order=2,
-    cost_of_choice=(0.0, 0.01),
-    verdict=("close",),
-)
 PREFLIGHT = Preflight(
     time="2026-01-02T03:04:05+00:00",
     seconds=3.5,
@@ -148,15 +111,6 @@ PREFLIGHT = Preflight(
     named=0.8,
     level=0.01,
 )
-TOML = b"""name = "tiny"
-hidden = 4096
-layers = 32
-heads = 32
-kv_heads = 8
-ffn = 14336
-vocab = 128256
-gated = true
-"""
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -176,24 +130,22 @@ READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "profile of ranks": (committed("profile/mlp/table.json"), report_of),
     "trace": (trace, profile),
     "packed trace": (lambda: gzip.compress(trace()), profile),
-    "coverage": (committed("compat-core.json"), read_baseline),
     "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
-    "regret": (committed("lab/2x2-400mbit-regret.json"), report_of),
     "resumed run": (run_file, resumed),
     "preflight": (lambda: msgspec.json.encode(PREFLIGHT), report_of),
     "what is expected of a preflight": (lambda: msgspec.json.encode(PREFLIGHT), read_expected),
-    "plan": (lambda: msgspec.json.encode(PLAN), report_of),
-    "predicted steps": (lambda: msgspec.json.encode(STEPS), report_of),
     "measured steps": (
         committed("reference/step-times/a100-64-gpus.csv"),
-        lambda path: measured_steps(read_table(path), find_machine("a100-8x")),
+        lambda path: read_steps(read_table(path), find_machine("a100-8x")),
     ),
     "machine": (
         lambda: msgspec.json.encode(find_machine("a100-8x")),
         named(".json", lambda path: find_machine(str(path))),
     ),
-    "model in TOML": (lambda: TOML, named(".toml", lambda path: find_model(str(path)))),
-    "model config": (lambda: json.dumps(LLAMA).encode(), lambda p: find_model(str(p))),
+    "model config": (
+        lambda: json.dumps(LLAMA).encode(),
+        named(".json", lambda path: find_model(str(path))),
+    ),
     "reference systems": (TABLE.read_bytes, read_systems),
     "nccl-tests text": (
         lambda: made_up_logs.table().encode(),

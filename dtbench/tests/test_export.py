@@ -27,8 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench.cost.export.module import export, literal, render
 from dtbench.cost.price import price
-from dtbench.model.errors import OutputError, UsageError
 from dtbench.records.topology import FromRun, Layout, MeasuredCurve, Topology, write_topology
+from dtbench.suite.errors import OutputError, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology, ring_curve, ring_dim
 

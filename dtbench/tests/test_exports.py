@@ -13,16 +13,16 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
+from dtbench.comparison.runs import compare
 from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.comment import MAX_CHARS, PullRequest
 from dtbench.gate.schedule import effect_and_times
 from dtbench.gate.verdict import judged
-from dtbench.judge.compare import compare
-from dtbench.model.errors import OutputError, UsageError
 from dtbench.records import exports
 from dtbench.records.exports import MAX_NAME_CHARS, Point, points_of, write_exports
 from dtbench.records.judged import Verdict
 from dtbench.records.run import RunWriter
+from dtbench.suite.errors import OutputError, UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up_arm import concluded
 

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from dtbench.world.failure import INTERRUPTED, Diagnosis, RankState, diagnose
+from dtbench.engine.failure import INTERRUPTED, Diagnosis, RankState, diagnose
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 
@@ -35,23 +32,6 @@ def test_ranks_that_do_not_answer_are_dead() -> None:
     assert diagnose(there, HOSTS, 60) == Diagnosis("rank 2 on n2 died or did not answer", 2, 5)
     del there[1]
     assert diagnose(there, HOSTS, 60).sentence == "rank 1 on n1, rank 2 on n2 died or did not answer"
-
-
-def test_a_rank_that_an_exception_of_its_libraries_ended_has_said_it() -> None:
-    there = states(
-        r1=of("died", words="no memory for the ring"), r2=of("raised", raised="closed", raised_at=5.0)
-    )
-    assert diagnose(there, HOSTS, 60) == Diagnosis("rank 1 on n1 died: no memory for the ring", 1, 5)
-
-
-def test_an_exception_of_cpp_that_nobody_catches_is_told_in_place_of_being_printed() -> None:
-    program = """if True:
-        import ctypes, os
-        from dtbench.world.deaths import catch_terminate
-        catch_terminate(lambda words: (print(words, flush=True), os._exit(3)))
-        ctypes.CDLL("libstdc++.so.6")["_ZSt20__throw_length_errorPKc"](b"too long a ring")"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "too long a ring\n", "")
 
 
 def test_a_rank_that_raised_alone_is_named_and_the_first_if_several_did() -> None:

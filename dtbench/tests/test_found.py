@@ -7,15 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dtbench.bench.before import Before, find_before
-from dtbench.bench.findings import findings, next_commands
-from dtbench.bench.live import Lines
-from dtbench.bench.options import parse_nccl_size, sweep_of
 from dtbench.cli.run import _begun_with, options_of
-from dtbench.model import Result
-from dtbench.model.errors import UsageError
+from dtbench.engine.findings import findings, next_commands
+from dtbench.engine.options import parse_nccl_size, sweep_of
+from dtbench.engine.progress import ResultLines
 from dtbench.records import baselines
 from dtbench.records.run import RunWriter
+from dtbench.suite import Result
+from dtbench.suite.errors import UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 
@@ -37,7 +36,7 @@ def collective(name: str, size: int, seconds: float, dtype: str = "float32", **c
 
 
 def lines(*results: Result) -> list[str]:
-    shown = Lines()
+    shown = ResultLines()
     return [line for result in results for line in shown.of(result)]
 
 
@@ -210,14 +209,14 @@ def timed(seconds: float, high: float | None = None, name: str = "a", launch: in
 def test_a_change_is_one_beyond_the_spread(
     old: tuple[float, float], new: tuple[float, float], words: str
 ) -> None:
-    before = Before(made_up.run([timed(*old)]), "main")
+    before = baselines.EarlierTimes(made_up.run([timed(*old)]), "main")
     change = before.change([timed(*new)])
     assert change is not None and change.words == words
     assert before.change([timed(*new, name="b")]) is None
 
 
 def test_the_changes_of_a_run_are_counted_and_the_largest_named() -> None:
-    before = Before(made_up.run([timed(1.0, name=name) for name in "abc"]), "main")
+    before = baselines.EarlierTimes(made_up.run([timed(1.0, name=name) for name in "abc"]), "main")
     now = [timed(1.0, name="a"), timed(2.0, name="b"), timed(0.5, name="c"), timed(9.0, name="new")]
     said = "against main: 1 without change, 1 slower (s b n=1 core slower by 2x), 1 faster (s c n=1 core faster by 50%)"
     assert before.summary(now) == said
@@ -226,7 +225,7 @@ def test_the_changes_of_a_run_are_counted_and_the_largest_named() -> None:
 
 def test_the_last_run_of_such_cases_is_found_beside_the_new_one(tmp_path: Path) -> None:
     new = made_up.run([timed(1.0)], suites=["s"])
-    assert find_before(new.header, tmp_path / "new.jsonl", None) is None
+    assert baselines.find_earlier(new.header, tmp_path / "new.jsonl", None) is None
     for name, started, changes in (
         ("old", "2026-01-01", {}),
         ("newer", "2026-01-02", {}),
@@ -239,7 +238,7 @@ def test_the_last_run_of_such_cases_is_found_beside_the_new_one(tmp_path: Path) 
     with RunWriter.create(tmp_path / "cut.jsonl", made_up.header(suites=["s"], started="2026-01-05")):
         pass  # no end
     (tmp_path / "no-run.jsonl").write_text("nothing\n")
-    found = find_before(new.header, tmp_path / "new.jsonl", None)
+    found = baselines.find_earlier(new.header, tmp_path / "new.jsonl", None)
     assert found is not None and found.path == tmp_path / "newer.jsonl"
 
 

@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtbench.cli.program import cli
-from dtbench.model import STATUSES, Result, Run
 from dtbench.records.frame import TIME_COLUMNS, cases_frame, cells, impls_of, params_of, results_frame
 from dtbench.records.run import RunWriter
-from dtbench.show.tables import print_csv
+from dtbench.reporting.tables import print_csv
 from dtbench.stats import summarize
+from dtbench.suite import STATUSES, Result, Run
 from dtbench.tests import made_up
 
 EVIL = ("=1+1", "+1", "-1", "@SUM(A1)", "a\0b", "a\0c", "\x1b[2J", '","', "\r\nnext", "\u202e", "'", " ", "é")
@@ -299,7 +299,7 @@ def test_reading_a_run_as_a_frame_loads_no_torch() -> None:
 def test_json_and_comparisons_do_not_wait_for_pandas() -> None:
     code = (
         "import sys, pathlib\n"
-        "from dtbench.judge import compare, tables as comparisons; from dtbench.show import tables\n"
+        "from dtbench.comparison import runs as compare, tables as comparisons; from dtbench.reporting import tables\n"
         "from dtbench.tests import made_up\n"
         "run = made_up.run(made_up.NOT_OK)\n"
         "tables.print_runs_json([run])\n"

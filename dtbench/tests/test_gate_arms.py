@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.bench.options import parse_duration
+from dtbench.engine.options import parse_duration
 from dtbench.gate import arms
 from dtbench.gate.arms import open_arms, parse_variables
 from dtbench.gate.benchmark import Selection
 from dtbench.gate.process import environment_of
 from dtbench.machine import provenance
-from dtbench.model.errors import ArmError, UsageError
+from dtbench.suite.errors import ArmError, UsageError
 from dtbench.tests.made_up_arm import made_up_arm
 
 

@@ -10,9 +10,9 @@ import pytest
 from dtbench.gate import history
 from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.verdict import judged
-from dtbench.model.errors import UnreadableRunError
 from dtbench.records.gate import Gate
 from dtbench.records.judged import Verdict
+from dtbench.suite.errors import UnreadableRunError
 from dtbench.tests.made_up_arm import concluded
 
 MACHINE = {"cpu": "Some CPU @ 2 GHz", "cores": 2}

@@ -14,10 +14,10 @@ import pytest
 from dtbench.gate import outputs, verdict
 from dtbench.gate.benchmark import Benchmark, Listing, read_listing, write_listing
 from dtbench.gate.schedule import effect_and_times
-from dtbench.model.errors import UnreadableRunError
 from dtbench.records.gate import Gate, text_of
 from dtbench.records.judged import Counts, Judged, Verdict
 from dtbench.records.read import decode, into
+from dtbench.suite.errors import UnreadableRunError
 from dtbench.tests.made_up_arm import concluded
 
 HOSTILE = "a|b`c<script>alert(1)</script>&\"'%0A::error::\r\n\x1b[31m\x00\x07\ud800\u202e]]>*_[x](y)"

@@ -24,7 +24,7 @@ from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import Benchmark, Selection
 from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES
 from dtbench.gate.schedule import OutOfTimeError
-from dtbench.model.errors import ArmError, UsageError
+from dtbench.suite.errors import ArmError, UsageError
 from dtbench.tests import gate_selftest
 from dtbench.tests.gate_selftest import plan_on
 from dtbench.tests.gate_selftest_suite import selftest
@@ -279,7 +279,7 @@ def test_an_interpreter_that_cannot_run_the_harness_is_named(dtbench: Cli, tmp_p
 
 SUITE = """
 import os
-from dtbench.model import Case, Workload
+from dtbench.suite import Case, Workload
 from dtbench.suite import suite
 
 MORE = "TINY_MORE" in os.environ
@@ -447,7 +447,7 @@ def test_a_loader_that_fails_is_told_as_its_launches_end(tmp_path: Path):
 
 TIMED = """
 import os
-from dtbench.model import Case, Workload
+from dtbench.suite import Case, Workload
 from dtbench.suite import suite
 
 def see(what):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dtbench.bench.clock import HostClock
-from dtbench.bench.options import Task
+from dtbench.engine.clock import HostClock
+from dtbench.engine.options import Task
 from dtbench.gate import sampler
 from dtbench.gate.sampler import Sampling, measure_in_turns, sampling_for
-from dtbench.model import Case, Result, Workload
-from dtbench.model.suites import Suite
+from dtbench.suite import Case, Result, Workload
+from dtbench.suite.suites import Suite
 
 SUITE = Suite("made_up", lambda _plan: iter(()), "simulated", "", None, {}, False, None)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from dtbench.bench import clock as module
-from dtbench.bench.clock import GpuClock, HostClockOnBusyGpu, HostClockOnGpu, clocks_of
-from dtbench.bench.sampling import combine
-from dtbench.bench.session import instruments_of
+from dtbench.engine import clock as module
+from dtbench.engine.clock import GpuClock, HostClockOnBusyGpu, HostClockOnGpu, clocks_of
+from dtbench.engine.sampling import combine
+from dtbench.engine.session import instruments_of
 from dtbench.machine import device
 from dtbench.machine import provenance as machine
 from dtbench.tests.gpu import fake_gpu

@@ -15,8 +15,8 @@ from dtbench.importers import checks, convert
 from dtbench.importers.import_logs import report
 from dtbench.importers.model import printed
 from dtbench.importers.registry import EXPECTED, parse
-from dtbench.model import Result
-from dtbench.model.errors import DtbenchError, UnreadableRunError, UsageError
+from dtbench.suite import Result
+from dtbench.suite.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.tests.made_up_logs import (
     DEEPSPEED,
     DEEPSPEED_ROW,

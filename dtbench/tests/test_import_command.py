@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.comparison import references as reference
 from dtbench.importers import convert
-from dtbench.judge import references as reference
-from dtbench.model import MeshShape, Run
-from dtbench.model.errors import EXIT_CASE_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE, UnreadableRunError
 from dtbench.records.run import read_run
 from dtbench.records.topology import read_topology
+from dtbench.suite import MeshShape, Run
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE, UnreadableRunError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import SIZES, json_text, read, side_by_side, table, time_us

@@ -11,18 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtbench.bench.arrivals import lateness_s
-from dtbench.model import Header, Result
-from dtbench.model.errors import UnreadableRunError
-from dtbench.model.mesh import groups_of
+from dtbench.engine.clocks import SAME_CLOCK, Offset, lateness_s
 from dtbench.records.frame import cases_frame, cells, results_frame
 from dtbench.records.layout import from_last_arrival_s, layout_of, mesh_groups
 from dtbench.records.run import RunWriter, read_run
-from dtbench.show.tables import print_runs
+from dtbench.reporting.tables import print_runs
 from dtbench.stats import summarize
+from dtbench.suite import Header, Result
+from dtbench.suite.errors import UnreadableRunError
+from dtbench.suite.mesh import groups_of
 from dtbench.tests import made_up
 from dtbench.tests.test_tables import table_of
-from dtbench.world.clocks import SAME_CLOCK, Offset
 
 
 def header(mesh: dict[str, int], hosts: list[str], **facts: list[Any]) -> dict[str, Any]:

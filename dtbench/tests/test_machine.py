@@ -15,15 +15,15 @@ import pytest
 
 from dtbench.machine import provenance as machine
 from dtbench.machine.device import loaded_nvml
-from dtbench.model import Header, MeshShape, Plan, Result
-from dtbench.model.result import Checkouts, NvLinks
 from dtbench.records.layout import layout_of
 from dtbench.records.run import RunWriter, read_run
+from dtbench.suite import Header, MeshShape, Result, RunOptions
+from dtbench.suite.result import Checkouts, NvLinks
 from dtbench.tests import made_up
 from dtbench.tests.gpu.fake_gpu import fake_nvml as fake_nvml_of
 from dtbench.text import masking
 
-PLAN = Plan((("dp", 2), ("tp", 2)), (1024, 4096), quick=True)
+PLAN = RunOptions((("dp", 2), ("tp", 2)), (1024, 4096), quick=True)
 
 
 def header(**changes: Any) -> Header:

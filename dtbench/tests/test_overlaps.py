@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from matplotlib.figure import Figure
 
-from dtbench.show.report import figures
-from dtbench.show.report.axes import Axis
-from dtbench.show.report.drawing import axes_in
-from dtbench.show.report.svg import settings
+from dtbench.reporting.html import figures
+from dtbench.reporting.html.axes import Axis
+from dtbench.reporting.html.drawing import axes_in
+from dtbench.reporting.html.svg import settings
 from dtbench.tests.overlaps import overlapping_texts
 
 

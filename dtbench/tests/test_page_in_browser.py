@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dtbench.cost import calibration
-from dtbench.show import report as reporting
+from dtbench.reporting import html as reporting
 from dtbench.tests import made_up, made_up_findings
 
 REQUIRED = os.environ.get("DTBENCH_REQUIRE_CHROMIUM") == "1"
@@ -66,7 +66,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page without runs, for what takes its time on a large one."""
     folder = tmp_path_factory.mktemp("small")
-    findings = [made_up_findings.gate(), made_up_findings.calls(), made_up_findings.regret()]
+    findings = [made_up_findings.gate(), made_up_findings.calls()]
     files = [made_up_findings.write(folder, f"{i}.json", finding) for i, finding in enumerate(findings)]
     files.append(made_up_findings.write_profile(folder / "profile"))
     path = folder / "page.html"

@@ -1,52 +1,40 @@
-"""Planning: counts by hand and from papers, a search that misses nothing, tables read strictly, fits."""
+"""The model of a training step and the search: counts by hand and from papers, and a search that misses nothing."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec import structs
 
-from dtbench.cost.plan import search, tables, validate
-from dtbench.cost.plan.fit import fit_machine
-from dtbench.cost.plan.job import PLAIN, Job, Layout, Software
-from dtbench.cost.plan.machines import (
-    Fitted,
-    Machine,
-    Network,
-    NodeLinks,
-    TopologyLinks,
-    built_in,
-    find_machine,
-)
+from dtbench.cost.plan import measured_steps, search
+from dtbench.cost.plan.links import NodeLinks, TopologyLinks
+from dtbench.cost.plan.machines import FittedConstants, MachineSpec, Network, find_machine
 from dtbench.cost.plan.memory import memory_of
-from dtbench.cost.plan.models import built_in_models
+from dtbench.cost.plan.models import TransformerModel, built_in_models, find_model, model_called
 from dtbench.cost.plan.step import model_flops, predict_step
-from dtbench.model.errors import DtbenchError, UsageError
+from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout, stage_layers
 from dtbench.records.topology import Layout as Place
-from dtbench.records.topology import write_topology
-from dtbench.tests.made_up import Cli
+from dtbench.suite.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.tests.made_up_topology import made_topology, ring_dim
-from dtbench.text.units import format_seconds
 
-STEPS = Path(__file__).parents[2] / "results" / "reference" / "step-times"
-GPT = tables.gpt(hidden=1024, layers=8, heads=16, vocab=51200)
+GPT = measured_steps.gpt(hidden=1024, layers=8, heads=16)
+LLAMA = built_in_models()["llama-8b"]
+H100 = find_machine("h100-8x")
 # Round figures: a step's parts can be added up by hand. A node's all-reduce of n bytes takes n / 100 GB/s.
-MACHINE = Machine(
+MACHINE = MachineSpec(
     name="round",
     source="made up",
     gpus_per_node=8,
     memory_GiB=80,
     peak_tflops=100,
     memory_GBps=1000,
-    fitted=Fitted(
+    fitted=FittedConstants(
         matmul=1.0, memory=1.0, host_us=1, host_tp_us=1, layer_us=1e-6, logit_bytes=1e-6, step_us=1e-6
     ),
     fitted_on="nothing",
@@ -56,15 +44,15 @@ MACHINE = Machine(
 LINKS = NodeLinks(MACHINE)
 
 
-def job(gpus: int, batch: int = 32, software: Software = PLAIN, **model: Any) -> Job:
-    return Job(structs.replace(GPT, **model), gpus, batch, 1024, software)
+def job(gpus: int, batch: int = 32, software: Software = PLAIN, **model: Any) -> TrainingJob:
+    return TrainingJob(structs.replace(GPT, **model), gpus, batch, 1024, software)
 
 
-def layout(tp: int = 1, pp: int = 1, dp: int = 1, micro_batch: int = 1, **more: Any) -> Layout:
-    return Layout(tp, pp, dp, more.pop("fsdp", 1), micro_batch, **more)
+def layout(tp: int = 1, pp: int = 1, dp: int = 1, micro_batch: int = 1, **more: Any) -> TrainingLayout:
+    return TrainingLayout(tp, pp, dp, more.pop("fsdp", 1), micro_batch, **more)
 
 
-def total(of: Job, how: Layout, machine: Machine = MACHINE) -> float:
+def total(of: TrainingJob, how: TrainingLayout, machine: MachineSpec = MACHINE) -> float:
     return predict_step(of, how, machine, NodeLinks(machine)).total_s
 
 
@@ -190,22 +178,118 @@ def test_the_first_stage_holds_a_micro_batch_per_stage() -> None:
     assert four == pytest.approx(one, rel=1e-3)  # a quarter of the layers, four micro batches
 
 
+# --------------------------------------------------------------------- stages, experts, sequences
+
+
+def test_stages_may_be_uneven() -> None:
+    assert stage_layers(built_in_models()["llama-405b"], 16) == (7, *[8] * 14, 7)
+    assert stage_layers(structs.replace(GPT, layers=11), 4) == (3, 3, 3, 2)
+    # nanotron's, of which a head costs as much as four layers: the last of four stages has one and the head
+    assert stage_layers(built_in_models()["nanotron-1b"], 4, by_cost=True) == (5, 5, 5, 1)
+    for pp in range(1, 33):
+        for by_cost in (False, True):
+            assert sum(stage_layers(LLAMA, pp, by_cost)) == LLAMA.layers
+    even, uneven = (total(job(4, vocab=1, layers=layers), layout(pp=4)) for layers in (8, 9))
+    assert uneven == pytest.approx(even * 3 / 2, rel=0.1)  # as slow as its slowest stage
+
+
+def test_a_ring_pays_for_every_rank_so_its_bandwidth_falls_with_the_nodes() -> None:
+    slow = NodeLinks(structs.replace(MACHINE, network=structs.replace(MACHINE.network, latency_us=50)))
+    for nodes in (2, 4, 64):
+        ranks = 8 * nodes
+        sent = 2**28 * (ranks - 1) / ranks / 100e9
+        assert slow.collective("all_gather", 2**28, ranks, 1) == pytest.approx(sent + 50e-6 * (ranks - 1))
+    assert slow.collective("all_reduce", 1, 512, 1) == pytest.approx(12 * 50e-6, rel=1e-3)  # a tree's
+
+
+def test_between_two_measured_numbers_of_ranks_times_lie_between() -> None:
+    curve = {"2": [(1e3, 1.0), (1e9, 1e4)], "8": [(1e3, 4.0), (1e9, 9e4)]}
+    links = NodeLinks(
+        structs.replace(MACHINE, all_reduce=curve, collectives={"all_to_all": {"8": curve["8"]}})
+    )
+    assert links.in_node("all_reduce", 1e9, 4) == pytest.approx(3e-2)
+    assert links.in_node("all_to_all", 1e9, 4) == pytest.approx(9e-2 * (3 / 4) / (7 / 8))
+    assert links.in_node("all_gather", 1e9, 8) == pytest.approx(9e-2 / 2)
+
+
+def test_weights_stay_gathered_in_a_pipeline_that_shards_them() -> None:
+    """torchtitan: no resharding between micro batches, gradients summed whole in float32."""
+    model, how = built_in_models()["llama-405b"], TrainingLayout(8, 8, 8, 8, 4, 1, "full")
+    held = memory_of(TrainingJob(model, 512, 256, 8192), how, structs.replace(H100.fitted, gradient_bytes=4))
+    elements = 16 * model.layer_elements(8)  # of the inner stages; the first has 15 and the embedding
+    assert held.weights == pytest.approx(2 * elements * (1 + 1 / 8))
+    assert held.gradients == pytest.approx(4 * elements * (1 + 1 / 8))
+    assert held.optimizer == pytest.approx(12 * elements / 8)
+    assert memory_of(job(8, software=Software(zero=2)), layout(dp=8)).gradients == pytest.approx(
+        2 * GPT.elements() / 8
+    )
+
+
+def test_experts_are_shared_by_expert_parallel_ranks_which_exchange_tokens() -> None:
+    moe = TrainingJob(structs.replace(LLAMA, experts=8, experts_per_token=2), 8, 8, 4096)
+    alone, shared = layout(dp=8), layout(dp=8, ep=8)
+    assert memory_of(moe, alone).weights - memory_of(moe, shared).weights == pytest.approx(
+        2 * 32 * 7 * LLAMA.mlp_elements()
+    )
+    step = predict_step(moe, shared, MACHINE, LINKS)
+    routed = 4096 * 2 * 4096 * 2
+    assert step.tensor_s == pytest.approx(32 * 4 * LINKS.collective("all_to_all", routed, 8, 1))
+    assert predict_step(moe, alone, MACHINE, LINKS).tensor_s == 0
+
+
+def test_a_sequence_is_shared_by_context_parallel_ranks() -> None:
+    of = TrainingJob(LLAMA, 8, 8, 65536)
+    one, four = layout(dp=8), layout(dp=2, cp=4)
+    assert memory_of(of, four).activations == pytest.approx(memory_of(of, one).activations / 4)
+    long = predict_step(of, four, MACHINE, LINKS)
+    assert four.ranks == 8
+    assert long.compute_s == pytest.approx(
+        predict_step(of, layout(dp=2), MACHINE, LINKS).compute_s / 4, rel=1e-3
+    )
+
+
+def test_products_in_fp8_flash_attention_and_experts_have_prices_of_their_own() -> None:
+    def seconds(software: Software, of: Any = LLAMA, **fitted: float) -> float:
+        machine = structs.replace(MACHINE, fitted=structs.replace(MACHINE.fitted, **fitted))
+        return predict_step(TrainingJob(of, 1, 1, 8192, software), layout(), machine, LINKS).compute_s
+
+    head = 6 * 8192 * LLAMA.vocab * LLAMA.hidden / 1e14
+    products = 6 * 8192 * 32 * (LLAMA.layer_elements() - 2 * LLAMA.hidden) / 1e14
+    plain = seconds(Software())
+    assert plain - seconds(Software(precision="fp8"), fp8=2.0) == pytest.approx(products / 2)
+    scores = 3.5 * 4 * 8192 * 8192 * 32 * 4096 / 1e14
+    assert plain - seconds(Software(), attention=2.0) == pytest.approx(scores / 2)
+    moe = structs.replace(LLAMA, experts=8, experts_per_token=2)
+    slower = seconds(Software(), moe, grouped=0.5) - seconds(Software(), moe, grouped=1.0)
+    assert slower == pytest.approx(6 * 8192 * 32 * 2 * LLAMA.mlp_elements() / 1e14)
+    assert 0 < head < plain
+
+
+def test_the_host_waits_longer_where_a_pipeline_crosses_nodes() -> None:
+    waits = structs.replace(MACHINE, fitted=structs.replace(MACHINE.fitted, wait_us=1e5))
+    inside, across = (
+        total(job(gpus, software=Software()), layout(tp=2, pp=2, dp=gpus // 4), waits) for gpus in (8, 16)
+    )
+    assert across > 2 * inside
+    assert total(job(16, software=Software()), layout(tp=2, dp=8), waits) < inside
+
+
 # ---------------------------------------------------------------------------------------- search
 
 
-def planned(of: Job, machine: Machine = MACHINE, limit: float = 80 * 2**30) -> search.Plan:
-    return search.plan(of, machine, NodeLinks(machine), limit)
+def planned(of: TrainingJob, limit: float = 80 * 2**30) -> search.PlanFile:
+    return search.search_layouts(of, MACHINE, LINKS, limit)
 
 
 def test_the_best_layout_is_the_best_of_all() -> None:
     of = job(16, software=Software())
-    found = planned(of)
+    plan = planned(of)
     everything = list(search.all_layouts(of, MACHINE))
-    assert len(everything) == len(set(everything)) == found.considered
+    assert len(everything) == len(set(everything)) == plan.considered
     times = {how: total(of, how) for how in everything if memory_of(of, how).total <= 80 * 2**30}
-    assert len(times) == found.fitting
-    assert found.best[0].step.total_s == min(times.values())
-    splits = [(one.layout.tp, one.layout.pp, one.layout.dp, one.layout.fsdp) for one in found.best]
+    assert len(times) == plan.fitting
+    assert plan.best[0].step_s == min(times.values())
+    splits = [tuple(one.layout[name] for name in ("tp", "pp", "dp", "fsdp")) for one in plan.best]
     assert len(set(splits)) == len(splits)
 
 
@@ -216,51 +300,28 @@ def test_every_layout_uses_all_gpus_and_shares_the_batch() -> None:
         assert how.micro_batches(96) * how.micro_batch * how.dp == 96
         assert GPT.layers % (how.pp * how.chunks) == 0
         assert how.chunks == 1 or how.micro_batches(96) % how.pp == 0
-
-
-def test_all_layouts_of_the_tp_and_pp_that_divide_are_there() -> None:
-    found = {(how.tp, how.pp) for how in search.all_layouts(job(16, batch=16), MACHINE)}
-    assert found == {(tp, pp) for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)) if tp * pp <= 16}
+    splits = {(how.tp, how.pp) for how in search.all_layouts(job(16, batch=16), MACHINE)}
+    assert splits == {(tp, pp) for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)) if tp * pp <= 16}
 
 
 def test_less_memory_takes_another_layout_or_none() -> None:
     of = job(8, batch=64, software=Software())
     wide, narrow = planned(of), planned(of, limit=2**30)
     assert narrow.fitting < wide.fitting
-    assert narrow.best[0].memory.total <= 2**30
-    assert narrow.best[0].step.total_s >= wide.best[0].step.total_s
+    assert sum(narrow.best[0].memory_bytes.values()) <= 2**30
+    assert narrow.best[0].step_s >= wide.best[0].step_s
     with pytest.raises(
         UsageError, match=r"does not fit on 8 GPUs with 1\.000 MiB each: the smallest layout .* needs"
     ):
         planned(of, limit=2**20)
 
 
-def test_what_would_change_the_answer_is_said() -> None:
-    of = job(32, batch=64, software=Software())
-    slow = structs.replace(MACHINE, network=structs.replace(MACHINE.network, GBps=20))
-    changes = planned(of, slow).changes
-    assert [line.split(":")[0] for line in changes] == [
-        "half the network",
-        "twice the network",
-        "matrix products 20 % slower",
-        "a quarter less memory",
-        "a quarter more memory",
-    ]
-    doubled = planned(of, structs.replace(slow, network=structs.replace(slow.network, GBps=40))).best[0]
-    assert doubled.layout.words() in changes[1] or "the same layout" in changes[1]
-
-
-def test_a_job_of_one_node_has_no_network_to_be_faster() -> None:
-    changes = planned(job(8, batch=64)).changes
-    assert (
-        "no time of the step is priced between nodes of 8 GPUs" in changes[0]
-        and "between nodes" in changes[1]
-    )
-
-
 def test_ten_thousand_ranks_are_a_search_of_some_thousand_layouts() -> None:
-    of = Job(built_in_models()["llama-405b"], 10_000, 20_000, 4096)
-    assert 0 < sum(1 for _ in search.all_layouts(of, find_machine("h100-8x"))) < 5_000
+    of = TrainingJob(built_in_models()["llama-405b"], 10_000, 20_000, 4096)
+    assert 0 < sum(1 for _ in search.all_layouts(of, H100)) < 5_000
+
+
+# ----------------------------------------------------------------------------------------- links
 
 
 @pytest.mark.parametrize(("inner", "slower"), [(1, 1), (2, 4), (4, 4), (8, 1)])
@@ -270,7 +331,7 @@ def test_groups_that_share_a_nodes_adapters_reach_a_share_of_them(inner: int, sl
         NodeLinks(structs.replace(MACHINE, network=structs.replace(MACHINE.network, shared=share)))
         for share in (1.0, 0.25)
     )
-    times = [links.all_reduce(2**30, 16, inner) for links in (alone, shared)]
+    times = [links.collective("all_reduce", 2**30, 16, inner) for links in (alone, shared)]
     assert times[1] == pytest.approx(slower * times[0], rel=1e-6)
 
 
@@ -280,357 +341,102 @@ def test_links_of_a_topology_price_a_node_and_the_network() -> None:
         for name, n, bw, kind in (("dp", 4, 10.0, "inter-host"), ("tp", 8, 100.0, "intra-host"))
     ]
     links = TopologyLinks(made_topology(*dims), gpus_per_node=8)
-    assert links.all_reduce(2**28, 1, 1) == 0
-    assert links.all_reduce(2**28, 4, 8) > 5 * links.all_reduce(2**28, 8, 1) > 0
+    assert links.collective("all_reduce", 2**28, 1, 1) == 0
+    assert links.collective("all_reduce", 2**28, 4, 8) > 5 * links.collective("all_reduce", 2**28, 8, 1) > 0
     assert links.send(2**28, 1, 8) > links.send(2**28, 1, 1)
 
 
-# ----------------------------------------------------------------------------- measured steps, the fit
+# ----------------------------------------------------------------------------------------- models
 
-
-def test_constants_are_found_again() -> None:
-    """Steps made by a machine of other constants: the fit predicts them, also those it has not seen."""
-    truth = structs.replace(
-        MACHINE,
-        fitted=Fitted(
-            matmul=0.6, memory=0.5, host_us=2000, host_tp_us=2500, layer_us=800, logit_bytes=60, step_us=3000
-        ),
-        network=Network(GBps=40, latency_us=10, shared=0.5),
-    )
-    made = [
-        tables.Measured(of, how, total(of, how, truth))
-        for hidden, layers, batch in ((1024, 8, 64), (2048, 16, 64), (4096, 8, 128))
-        for tp, pp, dp in (
-            (1, 1, 8),
-            (2, 1, 4),
-            (8, 1, 1),
-            (2, 2, 2),
-            (1, 4, 2),
-            (2, 1, 16),
-            (8, 1, 4),
-            (1, 1, 32),
-        )
-        for micro in (1, 2, 4)
-        for of in [
-            job(
-                tp * pp * dp,
-                batch,
-                hidden=hidden,
-                layers=layers,
-                heads=16,
-                head_dim=hidden // 16,
-                ffn=4 * hidden,
-            )
-        ]
-        if batch % (dp * micro) == 0
-        for how in [layout(tp, pp, dp, micro)]
-    ]
-    start = structs.replace(
-        truth, fitted=find_machine("a100-8x").fitted, network=Network(GBps=100, latency_us=10)
-    )
-    assert validate.steps_file("", validate.predict_rows(made, start, NodeLinks(start))).mean_error > 0.05
-    fit = fit_machine(made, start, "made up")
-    assert fit.held_out.mean_error < 0.01
-    assert fit.machine.network.GBps == pytest.approx(40, rel=0.05)
-    assert fit.machine.network.shared == pytest.approx(0.5, rel=0.1)
-    assert fit.machine.fitted.matmul == pytest.approx(0.6, rel=0.05)
-    assert fit.machine.error is not None
-    assert fit.machine.error.low <= 1 <= fit.machine.error.high
-    with pytest.raises(UsageError, match="too few"):
-        fit_machine(made[:7], start, "made up")
-
-
-@pytest.mark.parametrize("name", built_in())
-def test_built_in_machines_have_a_source(name: str) -> None:
-    machine = find_machine(name)
-    assert machine.source
-    assert machine.fitted_on
-    assert (machine.error is None) == ("no step was measured" in machine.fitted_on)
+# 2 layers; a layer has 2 * 8 * 8 (query, output) + 2 * 8 * 4 (key, value) + 3 * 8 * 16 (MLP) + 2 * 8 (norms)
+SMALL_LAYER, SMALL_ENDS = 128 + 64 + 384 + 16, 2 * 32 * 8 + 8
 
 
 @pytest.mark.parametrize(
-    ("file", "most"), [("a100-one-node", 0.08), ("a100-64-gpus", 0.12), ("a100-256-gpus", 0.12)]
-)
-def test_measured_steps_are_predicted_about_as_well_as_the_docs_say(
-    file: str, most: float, dtbench: Cli
-) -> None:
-    """most: what the profiling predictor vTrain publishes is 8.4 % and 14.7 %."""
-    code, out, _ = dtbench("plan", "--validate", str(STEPS / f"{file}.csv"), "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["kind"] == "plan validation"
-    errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in found["rows"]]
-    assert found["mean_error"] == pytest.approx(sum(errors) / len(errors))
-    assert found["mean_error"] < most
-
-
-def test_of_an_all_reduce_table_the_other_sizes_are_predicted(tmp_path: Path, dtbench: Cli) -> None:
-    sizes = [2**20 * (i + 1) for i in range(1024)]
-    noise = np.random.default_rng(1).normal(1, 0.005, len(sizes))
-    rows = [
-        f"{s},{s // 4},float,{(30e3 + s / 0.2) * n:.0f},1.0,1,1" for s, n in zip(sizes, noise, strict=True)
-    ]
-    path = tmp_path / "table.txt"
-    path.write_text("size(B),count,type,time(ns),busbw(GB/s),time(ns),busbw(GB/s)\n" + "\n".join(rows) + "\n")
-    code, out, _ = dtbench("plan", "--validate", str(path), "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert len(found["rows"]) == 1024 - validate.ALL_REDUCE_FITTED
-    assert found["mean_error"] < 0.01
-
-
-TITLES = (
-    "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"
-    "data parallelism,pipeline parallelism,iteration time (ms)"
-)
-MEGATRON_TITLES = (
-    "Number of GPUs,Global batch size,Microbatch size,Hidden size,Attention heads,Num layers,Sequence length,"
-    "Tensor model-parallel size,Data-parallel size,Pipeline model-parallel size,Step time (ms)"
-)
-GOOD = "8,32,4,1024,16,24,1024,2,2,2,219.7"
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
+    ("name", "parameters"),
     [
-        ("", "has no rows"),
-        (TITLES, "has no rows"),
-        (
-            f"{TITLES}\n{GOOD.replace('219.7', '-1')}",
-            "line 2: iteration time is '-1', expected a number above 0",
-        ),
-        (f"{TITLES}\n{GOOD.replace('219.7', 'nan')}", "line 2: iteration time is 'nan'"),
-        (
-            f"{TITLES}\n{GOOD}\n{GOOD.replace('8,32', '9,32', 1)}",
-            "line 3: tensor x data x pipeline parallelism is 8",
-        ),
-        (f"{TITLES}\n{GOOD.replace(',4,', ',5,', 1)}", "the global batch 32 is no multiple"),
-        (f"{TITLES}\n{GOOD.replace('1024,16', '1000,16')}", "hidden size 1000 is no multiple"),
-        (f"{TITLES.replace('# layers', 'depth')}\n{GOOD}", "has no column 'layers'"),
-        (
-            f"{TITLES},recomputation\n{GOOD},some",
-            "recomputation is 'some', expected one of none, selective, full",
-        ),
-        ("\0,\0\n1,2", "has no column 'gpus'"),
-        (f"{TITLES.replace(' (ms)', '')}\n{GOOD}", "the unit of iteration time is not said"),
-        (f"{TITLES}\n{GOOD.rpartition(',')[0]}", "line 2: iteration time is '', expected a number above 0"),
-        (
-            f"{TITLES}\n\n64,64,1,1024,16,24,1024,64,1,1,9",
-            "line 3: tensor parallelism is 64, expected at most the 16",
-        ),
-        (
-            f"{TITLES}\n64,64,1,1024,16,24,1024,1,1,64,9",
-            "line 2: pipeline parallelism x chunks is 64, expected at",
-        ),
-        (f"{TITLES},flash attention\n{GOOD},maybe", "line 2: got 'maybe', expected yes or no"),
-        ("size(B),count\n8,2", "has no column 'gpus'"),
-        ("size(B),time(ns)\n8,2\n9,x", "line 3: time is 'x', expected a number above 0"),
-        (f"size(B),time(ns)\n8,2\n{'9' * 400},3", "line 3: bytes is '999"),
-        ("size(KB),time(ns)\n8,2\n9,3", "the unit of the sizes is 'kb', expected B, KiB or MiB"),
-        ("size(B),time(ns)\n8,2\n8,3", "has 1 sizes, expected at least 3"),
+        # safetensors' count of parameters on huggingface.co
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+        ("llama-405b", 405_853_388_800),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("gpt3-175b", pytest.approx(174.6e9, rel=1e-3)),  # biases and positions are not counted
     ],
 )
-def test_a_table_that_cannot_be_is_refused_in_a_line(
-    text: str, says: str, tmp_path: Path, dtbench: Cli
-) -> None:
-    path = tmp_path / "steps.csv"
-    path.write_text(text)
-    code, _, err = dtbench("plan", "--validate", str(path))
-    assert code == 2
-    assert says in err
-    assert len(err.splitlines()) == 1
+def test_built_in_models_have_their_published_parameters(name: str, parameters: int) -> None:
+    assert built_in_models()[name].elements() == parameters
+
+
+def test_ranks_share_a_layer() -> None:
+    small = TransformerModel("small", hidden=8, layers=2, heads=4, kv_heads=2, ffn=16, vocab=32)
+    assert (small.layer_elements(), small.end_elements()) == (SMALL_LAYER, SMALL_ENDS)
+    # 4 ranks: one head and half a key-value head, which two ranks hold whole; a quarter of the MLP; all norms
+    assert small.layer_elements(4) == 8 * 2 * (1 + 2 * 1 + 1) + 384 // 4 + 16
+
+
+GOOD = {"hidden": 8, "layers": 2, "heads": 4, "ffn": 16, "vocab": 32}
+
+
+def test_a_file_is_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(GOOD | {"kv_heads": 2}))
+    assert find_model(str(path)).elements() == 2 * SMALL_LAYER + SMALL_ENDS
+    config = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 32,
+        "tie_word_embeddings": True,
+        "rope_theta": 500000.0,
+    }
+    path.write_text(json.dumps(config))
+    assert find_model(str(path)).elements() == 2 * SMALL_LAYER + 32 * 8 + 8
 
 
 @pytest.mark.parametrize(
-    ("titles", "row"),
+    ("content", "message"),
     [
-        ("\ufeff" + TITLES, GOOD),
-        (f"{TITLES}\r", f"{GOOD}\r"),
-        (TITLES.replace(",", ";"), GOOD.replace(",", ";").replace("219.7", "219,7")),
-        (TITLES.replace(",", "\t"), GOOD.replace(",", "\t")),
-        ("\nSteps of one node\n" + TITLES, f"\n{GOOD}\n,,,,"),
-        (f"run,{TITLES},notes", f"a,{GOOD},slow"),
-        (",".join(reversed(TITLES.split(","))), ",".join(reversed(GOOD.split(",")))),
-        (TITLES.replace("(ms)", "[us]"), GOOD.replace("219.7", "219700")),
-        (TITLES.replace("data parallelism,", ""), GOOD.replace("2,2,2,", "2,2,")),
-        ("gpus,batch,mbs,hidden,heads,layers,seq_len,tp,dp,pp,time_ms", GOOD),
-        (MEGATRON_TITLES, GOOD),
+        ("", "not JSON"),
+        ('{"hidden": 8,', "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "expected a JSON object"),
+        ("{}", "hidden is missing, expected a whole number"),
+        (GOOD | {"hidden": True}, "hidden is True, expected a whole number"),
+        (GOOD | {"layers": 0}, "layers is 0"),
+        (GOOD | {"layers": 2**41}, "from 1 to 2"),
+        (GOOD | {"ffn": 1.5}, "ffn is 1.5"),
+        (GOOD | {"gated": 1}, "gated is 1, expected true or false"),
+        (GOOD | {"depth\x1b[2J": 1}, r"the key 'depth\\x1b\[2J' is not known"),
+        (GOOD | {"heads": 3}, "no multiple of heads 3"),
+        (GOOD | {"kv_heads": 8}, "heads 4 is no multiple of kv_heads 8"),
+        (GOOD | {"kv_heads": 3}, "heads 4 is no multiple of kv_heads 3"),
+        ({"hidden_size": 8, "model_type": "bloom"}, "model_type 'bloom', expected one of llama"),
+        ({"model_type": "gpt2", "n_embd": 768}, "model_type 'gpt2', expected one of llama"),
+        ({"model_type": "llava", "text_config": {}}, "model_type 'llava', expected one of llama"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "num_experts_per_tok is missing"),
     ],
 )
-def test_a_table_is_known_by_its_words(titles: str, row: str, tmp_path: Path) -> None:
-    path = tmp_path / "steps.csv"
-    path.write_text(f"{titles}\n{row}\n", newline="")
-    (one,) = tables.measured_steps(tables.read_table(path), MACHINE)
-    assert one.time_s == pytest.approx(0.2197)
-    assert one.layout == layout(tp=2, pp=2, dp=2, micro_batch=4)
-    assert one.job == Job(tables.gpt(1024, 24, 16, tables.GPT_VOCAB), 8, 32, 1024, PLAIN)
+def test_what_is_no_model_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(DtbenchError, match=message):
+        find_model(str(path))
 
 
-def test_sizes_that_stand_more_than_once_count_by_their_median(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    path.write_text("size (KiB),time_us\n1,3\n4,9\n1,5\n2,6\n1,4\n")
-    assert tables.all_reduces(tables.read_table(path)) == [
-        (1024, pytest.approx(4e-6)),
-        (2048, pytest.approx(6e-6)),
-        (4096, pytest.approx(9e-6)),
-    ]
-
-
-def test_what_a_table_says_is_used(tmp_path: Path) -> None:
-    path = tmp_path / "steps.csv"
-    path.write_text(
-        f"{TITLES.replace('(ms)', '(s)')},recomputation,vocabulary,flash attention\n{GOOD},selective,32000,yes\n"
-    )
-    (one,) = tables.measured_steps(tables.read_table(path), MACHINE)
-    assert one.time_s == 219.7
-    assert (one.layout.tp, one.layout.dp, one.layout.pp, one.layout.recompute) == (2, 2, 2, "selective")
-    assert one.job.model.vocab == 32000
-    assert one.job.software == replace(PLAIN, flash=True)
-
-
-def test_a_model_that_does_not_fit_without_recomputed_in_all_its_rows(tmp_path: Path) -> None:
-    path = tmp_path / "steps.csv"
-    large = "8,64,{micro},4096,32,32,2048,8,1,1,900"
-    path.write_text("\n".join([TITLES, large.format(micro=1), large.format(micro=64), GOOD]) + "\n")
-    read = tables.measured_steps(tables.read_table(path), MACHINE)
-    assert [one.layout.recompute for one in read] == ["full", "full", "none"]
-
-
-# --------------------------------------------------------------------------------- the command line
-
-
-def test_a_plan_and_its_page(tmp_path: Path, dtbench: Cli) -> None:
-    code, out, _ = dtbench("plan", "--model", "llama-8b", "--gpus", "16", "--batch", "32", "--json")
-    found = json.loads(out)
-    assert code == 0
-    best = found["best"][0]
-    assert best["step_s"] == pytest.approx(sum(best["parts_s"].values()))
-    assert best["low_s"] < best["step_s"] < best["high_s"]
-    assert all(sum(one["memory_bytes"].values()) <= found["limit_bytes"] for one in found["best"])
-    (tmp_path / "plan.json").write_text(out)
-    _, steps, _ = dtbench("plan", "--validate", str(STEPS / "a100-256-gpus.csv"), "--json")
-    (tmp_path / "steps.json").write_text(steps)
-    page = tmp_path / "plan.html"
-    code, _, err = dtbench(
-        "report", str(tmp_path / "plan.json"), str(tmp_path / "steps.json"), "-o", str(page)
-    )
-    assert code == 0, err
-    assert "How to shard" in page.read_text()
-    assert best["words"] in page.read_text()
-    code, out, _ = dtbench("plan", "--model", "llama-8b", "--gpus", "16", "--batch", "32")
-    assert code == 0
-    assert best["words"] in out
-    assert "with half the network" in out
-
-
-def test_a_machine_is_fitted_and_used(tmp_path: Path, dtbench: Cli) -> None:
-    made = tmp_path / "machine.json"
-    few = tmp_path / "few.csv"
-    few.write_text("\n".join([TITLES, *[GOOD] * 7]))
-    code, out, err = dtbench("plan", "--fit", str(few), "-o", str(made))
-    assert (code, "too few" in err) == (2, True)
-    code, out, err = dtbench("plan", "--fit", str(STEPS / "a100-64-gpus.csv"), "-o", str(made))
-    assert code == 0, err
-    assert "mean error" in out
-    assert find_machine(str(made)).fitted_on == "a100-64-gpus.csv"
-    code, out, err = dtbench(
-        "plan", "--validate", str(STEPS / "a100-256-gpus.csv"), "--machine", str(made), "--json"
-    )
-    assert json.loads(out)["mean_error"] < 0.12  # 6.5 % seen
-    code, _, err = dtbench(
-        "plan", "--machine", str(made), "--model", "llama-8b", "--gpus", "8", "--batch", "8"
-    )
-    assert code == 0, err
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ([], "--model, --gpus, --batch missing"),
-        (["--model", "llama-8b", "--gpus", "8"], "--batch missing"),
-        (["--model", "no-such", "--gpus", "8", "--batch", "8"], "--model no-such is not known"),
-        (
-            ["--model", "llama-8b", "--gpus", "7", "--batch", "8"],
-            "no layout shares a batch of 8 sequences over all 7",
-        ),
-        (["--model", "llama-405b", "--gpus", "8", "--batch", "8"], "does not fit on 8 GPUs"),
-        (
-            ["--model", "llama-8b", "--gpus", "8", "--batch", "8", "--memory", "3"],
-            "--memory 3 leaves nothing",
-        ),
-        (
-            ["--model", "llama-8b", "--gpus", "8", "--batch", "8", "--machine", "abacus"],
-            "--machine abacus is not known",
-        ),
-        (["--model", "llama-8b", "--gpus", "8", "--batch", "8", "--memory", "nan"], "--memory is nan"),
-        (["--validate", "a.csv", "--fit", "b.csv"], "exclude each other"),
-        (
-            ["--validate", "a.csv", "--model", "llama-8b"],
-            "--validate TABLE says what is predicted: leave --model out",
-        ),
-        (
-            ["--fit", "a.csv", "--memory", "40", "-o", "b.json"],
-            "--fit TABLE says what is predicted: leave --memory out",
-        ),
-        (["--fit", "b.csv"], "give -o FILE.json"),
-        (["-o", "b.json"], "-o is for --fit"),
-        (["--validate", "/dev/zero"], "is not a regular file"),
-    ],
-)
-def test_wrong_input_is_told_in_a_line(given: list[str], says: str, dtbench: Cli) -> None:
-    code, _, err = dtbench("plan", *given)
-    assert code == 2
-    assert says in err
-    assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"peak_tflops": -1}, "peak_tflops is -1, expected a number of at least 1e-12"),
-        ({"gpus_per_node": 0}, "gpus_per_node is 0"),
-        ({"all_reduce": {}}, "all_reduce is empty"),
-        ({"all_reduce": {"9": [[1, 1]]}}, "all_reduce.9 is not a number of ranks"),
-        ({"all_reduce": {"8": [[2, 1], [1, 1]]}}, "rows of growing bytes"),
-        ({"all_reduce": {"8": [[1, 2], [2, 1]]}}, "times that never fall"),
-        ({"all_reduce": {"8": [[0.5, 1], [0.6, 2]]}}, "all_reduce.8 must have rows of growing bytes"),
-        ({"error": {"low": 2, "high": 1}}, "error.low is above high"),
-        ({"fitted": None}, "fitted is missing"),
-    ],
-)
-def test_a_machine_that_cannot_be_is_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
-    content = json.loads((Path(search.__file__).parent / "machines" / "a100-8x.json").read_text()) | change
-    path = tmp_path / "machine.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(DtbenchError, match="--machine") as raised:
-        find_machine(str(path))
-    assert says in str(raised.value)
-
-
-def test_a_topology_without_dims_prices_no_links(tmp_path: Path, dtbench: Cli) -> None:
-    path = tmp_path / "none.json"
-    write_topology(made_topology(), path)
-    code, _, err = dtbench(
-        "plan", "--model", "llama-8b", "--gpus", "8", "--batch", "8", "--topology", str(path)
-    )
-    assert code == 2
-    assert "the topology holds no mesh dim" in err
-
-
-def test_a_topology_prices_the_links(tmp_path: Path, dtbench: Cli) -> None:
-    times = []
-    for bandwidth in (20.0, 2.0):
-        dim = ring_dim("dp", 4, bandwidth, 5.0, "all_reduce")
-        path = tmp_path / f"{bandwidth:g}.json"
-        write_topology(made_topology(dim), path)
-        code, out, err = dtbench(
-            "plan", "--model", "llama-8b", "--gpus", "64", "--batch", "64", "--topology", str(path), "--json"
-        )
-        assert code == 0, err
-        times.append(json.loads(out)["best"][0]["step_s"])
-        changes = {line.partition(":")[0]: line for line in json.loads(out)["changes"]}
-        same = format_seconds(times[-1])
-        for what in ("half the network", "twice the network"):  # scale what prices the links, whatever it is
-            assert "same layout" not in changes[what] or same not in changes[what]
-    assert times[1] > times[0] * 1.1
-    assert math.isfinite(times[1])
+def test_a_model_is_known_by_its_name_and_by_those_of_tables(tmp_path: Path) -> None:
+    names = {
+        "LLAMA3.1_405B": "llama-405b",
+        "1B": "nanotron-1b",
+        "1b": "mpt-1b",
+        "Qwen3 30B a3B (w/o MTP)": "qwen3-30b-a3b",
+    }
+    for name, model in names.items():
+        assert model_called(name) == find_model(model)
+    assert model_called("no such") is None
+    with pytest.raises(UsageError, match="expected one of llama-8b, llama-70b"):
+        find_model("lama-8b")
+    with pytest.raises(UnreadableRunError, match="cannot read"):
+        find_model(str(tmp_path / "none.json"))

@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 
 from dtbench.cost.plan.machines import NodeLinks
 from dtbench.machine.provenance import segments
-from dtbench.model.errors import UsageError
-from dtbench.model.mesh import default_mesh
 from dtbench.preflight import show
 from dtbench.preflight.examine import (
     MATMUL,
@@ -36,6 +34,8 @@ from dtbench.preflight.examine import (
 from dtbench.preflight.preflight import file_of, names_of
 from dtbench.preflight.rounds import ALL_PAIRS_UP_TO, BETWEEN, INSIDE, matchings, rounds_of
 from dtbench.records.preflight import DimTimes, Preflight
+from dtbench.suite.errors import UsageError
+from dtbench.suite.mesh import default_mesh
 from dtbench.tests import preflight_selftest as selftest
 from dtbench.tests import programs
 from dtbench.tests.made_up import Cli

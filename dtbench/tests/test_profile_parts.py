@@ -16,12 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtbench.bench.options import Task, split_target
+from dtbench.engine import clocks
+from dtbench.engine.options import Task, split_target
+from dtbench.engine.ranks import StoreRanks
 from dtbench.machine import provenance as machine
-from dtbench.model import STAGES, Case
-from dtbench.model.errors import OutputError, UsageError
-from dtbench.model.mesh import groups_in
-from dtbench.model.suites import Suite
 from dtbench.profile import flame, gpu, overlap, sections, spans, stages, text, trace
 from dtbench.profile.frames import short_name
 from dtbench.profile.request import choose
@@ -29,8 +27,10 @@ from dtbench.profile.sections import skews
 from dtbench.profile.spans import Overhead, Span
 from dtbench.records.atomic import refuse_taken, write_folder
 from dtbench.records.profile import ITERATION, LANES, Calls, Parts, Ranks
-from dtbench.world import clocks
-from dtbench.world.ranks import StoreRanks
+from dtbench.suite import STAGES, Case
+from dtbench.suite.errors import OutputError, UsageError
+from dtbench.suite.mesh import groups_in
+from dtbench.suite.suites import Suite
 
 # ------------------------------------------------------------------------------- intervals
 

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dtbench.model.errors import UsageError, WorldBrokenError
-from dtbench.world.launch import Note
-from dtbench.world.parent import NOTE
-from dtbench.world.place import Place, find_place, first_host
-from dtbench.world.rank import Rank
-from dtbench.world.ranks import LiveWorld, StoreRanks, store_of
+from dtbench.engine.parent import NOTE
+from dtbench.engine.place import Note, RankPlace, find_place, first_host
+from dtbench.engine.rank import LaunchedRank
+from dtbench.engine.ranks import LiveWorld, StoreRanks, store_of
+from dtbench.suite.errors import UsageError, WorldBrokenError
 
 TORCHRUN = {
     "RANK": "3",
@@ -49,7 +48,7 @@ def test_nobody_started_ranks() -> None:
 
 def test_torchrun() -> None:
     place = find_place(TORCHRUN)
-    assert place == Place(3, 8, 1, 2, "n1", 29500, True, attempt=2)
+    assert place == RankPlace(3, 8, 1, 2, "n1", 29500, True, attempt=2)
     assert not place.one_host
     alone = find_place(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"})
     assert alone is not None and alone.one_host
@@ -148,7 +147,7 @@ def test_a_store_whose_server_is_dying_is_given_up_before_torch_asks_it() -> Non
             taken.close()
 
         threading.Thread(target=die, daemon=True).start()
-        place = Place(1, 2, 1, 2, "localhost", server.getsockname()[1], True)
+        place = RankPlace(1, 2, 1, 2, "localhost", server.getsockname()[1], True)
         with pytest.raises(RuntimeError, match=r"nobody serves the store at localhost:.*dropped"):
             store_of(place, 0)(False)
 
@@ -157,7 +156,7 @@ def test_a_store_that_is_served_takes_more_connections() -> None:
     from torch.distributed import TCPStore
 
     server = TCPStore("localhost", 0, None, True, wait_for_workers=False)
-    place = Place(1, 2, 1, 2, "localhost", server.port, True)
+    place = RankPlace(1, 2, 1, 2, "localhost", server.port, True)
     store_of(place, 0)(False).set("a", "1")
     assert store_of(place, 0)(False).get("a") == b"1"
 
@@ -167,7 +166,7 @@ def test_a_note_keeps_what_two_threads_tell(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv(NOTE, str(path))
     place = find_place(TORCHRUN)
     assert place is not None
-    rank = Rank(place, lambda diagnosis, case: None)
+    rank = LaunchedRank(place, lambda diagnosis, case: None)
     write = Note.write
     reads = threading.Event()
 
@@ -180,9 +179,9 @@ def test_a_note_keeps_what_two_threads_tell(monkeypatch: pytest.MonkeyPatch, tmp
     measuring = threading.Thread(target=rank.note, kwargs={"good": 3})
     measuring.start()
     assert reads.wait(5)
-    rank.note(code=130, reported=True)
+    rank.note(code=130)
     measuring.join()
-    assert (Note.read(path).good, Note.read(path).code, Note.read(path).reported) == (3, 130, True)
+    assert (Note.read(path).good, Note.read(path).code) == (3, 130)
 
 
 def test_gloo_ranks_that_share_a_gpu_have_no_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

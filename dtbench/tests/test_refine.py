@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench.bench import options
-from dtbench.bench.options import RunOptions, further_tasks
-from dtbench.bench.refine import MOST_ADDED, middles, sizes_between
-from dtbench.model import Case, Param, Plan, Result
-from dtbench.model.errors import UsageError
-from dtbench.model.suites import Refinement, Suite
+from dtbench.engine import options
+from dtbench.engine.options import RunRequest, further_tasks
+from dtbench.engine.refine import MOST_ADDED, middles, sizes_between
 from dtbench.records.run import read_run
 from dtbench.stats import summarize
+from dtbench.suite import Case, Param, Result, RunOptions
+from dtbench.suite.errors import UsageError
+from dtbench.suite.suites import Refinement, Suite
 from dtbench.tests import made_up
 from dtbench.tests.test_runs import here, kinds, run  # noqa: F401 - `here` is a fixture
 
 SUITE = str(Path(__file__).with_name("bending_suite.py"))
 KIB = 1024
 SIZES = tuple(KIB * 4**k for k in range(8))  # 1 KiB to 16 MiB
-PLAN = Plan((("dp", 2), ("tp", 2)), SIZES, refine=True)
+PLAN = RunOptions((("dp", 2), ("tp", 2)), SIZES, refine=True)
 WHERE: dict[str, Param] = {"mesh_dim": "tp", "groups": "together", "mode": "isolated"}
 Curve = Callable[[int], float]
 
@@ -198,7 +198,7 @@ def build(_world: Any) -> Any:
     raise AssertionError("listing builds nothing")
 
 
-def case_of(_plan: Plan, name: str, params: Mapping[str, Param]) -> Case:
+def case_of(_plan: RunOptions, name: str, params: Mapping[str, Param]) -> Case:
     size = int(params["size"]) // 4 * 4
     return Case(name, {**params, "size": size}, {"core": build, "torch": build})
 
@@ -228,7 +228,7 @@ def test_filter_and_impls_hold_for_what_is_added() -> None:
     first = [result("x", size, jump(size), "core") for size in SIZES]
     only = further_tasks([made_suite()], PLAN, f"size={32 * KIB}", first, launch=0)
     assert [t.case.params["size"] for t in only] == [32 * KIB]
-    torch_only = Plan(PLAN.mesh, SIZES, impls=("torch",), refine=True)
+    torch_only = RunOptions(PLAN.mesh, SIZES, impls=("torch",), refine=True)
     assert {t.impls for t in further_tasks([made_suite()], torch_only, "", first, 0)} == {("torch",)}
 
 
@@ -258,11 +258,11 @@ def test_a_suite_that_cannot_refine_is_named() -> None:
     ],
 )
 def test_max_size_ends_the_sweep(last: int, sizes: list[int]) -> None:
-    plan = RunOptions(max_size_bytes=last).plan("cpu", 4)
+    plan = RunRequest(max_size_bytes=last).resolve("cpu", 4)
     assert list(plan.sizes_bytes) == sizes and plan.refine and not plan.sizes_chosen
-    assert not RunOptions(max_size_bytes=last, refine=False).plan("cpu", 4).refine
-    assert RunOptions(sizes_bytes=(7,), refine=True).plan("cpu", 4).refine
-    assert not RunOptions().plan("cpu", 4).refine
+    assert not RunRequest(max_size_bytes=last, refine=False).resolve("cpu", 4).refine
+    assert RunRequest(sizes_bytes=(7,), refine=True).resolve("cpu", 4).refine
+    assert not RunRequest().resolve("cpu", 4).refine
 
 
 @pytest.mark.parametrize(
@@ -274,16 +274,16 @@ def test_max_size_ends_the_sweep(last: int, sizes: list[int]) -> None:
 )
 def test_sizes_that_contradict(given: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        RunOptions(**given)
+        RunRequest(**given)
 
 
 def test_a_run_from_before_refinement_is_resumed_without_it() -> None:
     header = {"plan": {"mesh": [["tp", 2]], "sizes_bytes": [1], "dtypes": ["float32"], "device_type": "cpu"}}
     header["plan"] |= {"impls": ["core", "torch"], "quick": False, "sizes_chosen": False}
     header |= {"suites": ["a"], "launches": 1}
-    plan = Plan((("tp", 2),), (1,))
+    plan = RunOptions((("tp", 2),), (1,))
     options.refuse_other_run(made_up.read(header), plan, ["a"], 1, Path("x.jsonl"))
-    refining = Plan((("tp", 2),), (1,), refine=True)
+    refining = RunOptions((("tp", 2),), (1,), refine=True)
     with pytest.raises(UsageError, match="its refine is False, the options ask for True"):
         options.refuse_other_run(made_up.read(header), refining, ["a"], 1, Path("x.jsonl"))
 

@@ -1,4 +1,4 @@
-"""The report's parts beyond the runs: verdict, changes, provenance, ranks, regret, stages, history, ops, limits."""
+"""The report's parts beyond the runs: verdict, changes, provenance, ranks, stages, history, ops, limits."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from urllib.parse import unquote
 import msgspec
 import numpy as np
 import pytest
-
-from dtbench.cost import calibration
-from dtbench.judge import op_verdicts as coverage
-from dtbench.model import Run
-from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.records.run import RunWriter
 from dtbench.records.verdicts import Baseline, write_baseline
-from dtbench.show import report as reporting
-from dtbench.show.report import Sources, data, gather, page, render
-from dtbench.show.report.parts import bucketer, changes, collectives, cost_model, ranks, regret
-from dtbench.show.report.parts.provenance import provenance
-from dtbench.show.report.profiles import spans_of
-from dtbench.show.report.section import Material
+from dtbench.reporting.html.profiles import spans_of
+
+from dtbench.comparison import op_verdicts as coverage
+from dtbench.cost import calibration
+from dtbench.records.run import RunWriter
+from dtbench.reporting import html as reporting
+from dtbench.reporting.html import Sources, data, gather, page, render
+from dtbench.reporting.html.parts import bucketer, changes, collectives, cost_model, ranks
+from dtbench.reporting.html.parts.provenance import provenance
+from dtbench.reporting.html.section import Material
+from dtbench.suite import Run
+from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.tests import made_up, made_up_findings
-from dtbench.tests import test_coverage as verdicts
 from dtbench.tests.html_page import HOSTILE, Page, cells, harmless, hostile, section
 
 
@@ -78,7 +77,6 @@ def finding_files(folder: Path) -> list[Path]:
     write_baseline(coverage.baseline_of(verdicts.RUN), table)
     return [
         made_up_findings.write(folder, "gate.json", made_up_findings.gate()),
-        made_up_findings.write(folder, "regret.json", made_up_findings.regret()),
         made_up_findings.write(folder, "calls.json", made_up_findings.calls()),
         made_up_findings.write_profile(folder / "profile"),
         made_up_findings.write_lines(folder, "history.jsonl", made_up_findings.history()),
@@ -280,14 +278,6 @@ def test_residuals_are_percent_of_the_measured() -> None:
     assert series["builtin"].y[0] == pytest.approx(built / true, rel=0.05)
 
 
-def test_regret_is_weighted_by_decisions(findings: Sources, shown: Page) -> None:
-    assert findings.regret is not None
-    assert regret.overall(findings.regret, "core", "greedy") == pytest.approx((0.4, 0.45, 0.5))
-    row = shown.row("core", "product", "512 KiB", "torch’s planner (greedy)")
-    assert row[4:] == ["40.0", "20.0 – 60.0", "120.0", "50.0", "4", "2"]
-    assert "Hardly told apart." in shown.section_text["redistribute"]
-
-
 def test_stages_add_up_in_the_table(shown: Page) -> None:
     assert shown.row(made_up_findings.LABEL, "core", "local op")[3:6] == ["2.50", "0.02", "62"]
     assert shown.row(made_up_findings.LABEL, "core", "entry")[3:6] == ["1.50", "0.02", "38"]
@@ -409,7 +399,6 @@ def test_samples_that_were_not_judged_are_counted() -> None:
 
 def test_files_are_told_apart_by_what_they_hold(findings: Sources) -> None:
     assert findings.gate is not None
-    assert findings.regret is not None
     assert len(findings.calls) == 2
     assert len(findings.ranks) == 1
     assert len(findings.histories) == 1
@@ -429,7 +418,6 @@ def test_files_are_told_apart_by_what_they_hold(findings: Sources) -> None:
         ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [3]}', "expected an object"),
         ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [], "exit_code": 9}', "exit_code is 9"),
         ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [], "exit_code": NaN}', "not JSON"),
-        ('{"mesh": "a", "groups": [{"library": 1}]}', "groups[0].library is 1, expected a string"),
         ('{"kind": "profile of calls", "cases": [{"label": "a"}]}', "impl is missing"),
         ('{"kind": "profile of ranks", "sections": {}}', "expected a list"),
         ('{"kind": "history", "schema": 7}\n', "no line of a history"),
@@ -478,8 +466,6 @@ def test_hostile_text_of_findings_stays_text(tmp_path: Path) -> None:
     for benchmark in gate["benchmarks"]:
         benchmark["params"] = {HOSTILE: HOSTILE}
         benchmark["counters"] = {HOSTILE: {"base": 1, "head": 2}}
-    regret = hostile(made_up_findings.regret(), kept)
-    regret["groups"][0]["scores"][HOSTILE] = regret["groups"][0]["scores"]["greedy"]
     history = [
         hostile(line, kept) | {"times_s": {HOSTILE: 1e-6 * (k + 1)}}
         for k, line in enumerate(made_up_findings.history(3))
@@ -497,14 +483,13 @@ def test_hostile_text_of_findings_stays_text(tmp_path: Path) -> None:
     (folder / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
     files = [
         made_up_findings.write(tmp_path, "gate.json", gate),
-        made_up_findings.write(tmp_path, "regret.json", regret),
         made_up_findings.write(tmp_path, "calls.json", hostile(made_up_findings.calls(), kept)),
         made_up_findings.write_lines(tmp_path, "h.jsonl", history),
         table,
         folder,
     ]
     shown = harmless(render(gather(files)))
-    parts = ("timeline0", "parts0", "stages0", "history0p0", "coverage0", "regret0", "forest0")
+    parts = ("timeline0", "parts0", "stages0", "history0p0", "coverage0", "forest0")
     assert {f"{part}-t" for part in parts} <= set(shown.ids())
 
 

@@ -13,15 +13,15 @@ import msgspec
 import pytest
 
 from dtbench.cost import calibration
-from dtbench.model import Result, Run
-from dtbench.model.errors import OutputError, UsageError
 from dtbench.records.topology import FromRun, Topology
-from dtbench.show.report import axes, cases, figures, page, tables
-from dtbench.show.report import sources as of_sources
-from dtbench.show.report.parts import PARTS, coverage, front
-from dtbench.show.report.parts.provenance import provenance
-from dtbench.show.report.section import Material
-from dtbench.show.report.svg import STAND_IN, settings
+from dtbench.reporting.html import axes, cases, figures, page, tables
+from dtbench.reporting.html import sources as of_sources
+from dtbench.reporting.html.parts import PARTS, coverage, front
+from dtbench.reporting.html.parts.provenance import provenance
+from dtbench.reporting.html.section import Material
+from dtbench.reporting.html.svg import STAND_IN, settings
+from dtbench.suite import Result, Run
+from dtbench.suite.errors import OutputError, UsageError
 from dtbench.tests import made_up
 from dtbench.tests.html_page import (
     HOSTILE,
@@ -74,7 +74,7 @@ def whole(text: str) -> Page:
 
 def test_every_section_has_its_figure_and_table(whole: Page) -> None:
     order = [attrs["id"] for tag, attrs in whole.tags if tag == "section" and attrs.get("id")]
-    assert order == [*SECTIONS, "settings", "method", "provenance"]
+    assert order == [*SECTIONS, "method", "provenance"]
     assert "dtbench run" not in whole.section_text["dispatch"]
     drawn = (
         "bandwidth0",

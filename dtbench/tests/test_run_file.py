@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtbench.model import STATUSES, Header, Result, Timing
-from dtbench.model.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.model.fields import MAX_NUMBER
 from dtbench.records import run as run_file
 from dtbench.records.read import into
 from dtbench.records.run import RunWriter, read_run
 from dtbench.stats import summarize
+from dtbench.suite import STATUSES, Header, Result, Timing
+from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.suite.fields import MAX_NUMBER
 
 HEADER: dict[str, Any] = {
     "kind": "run",
@@ -127,7 +127,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, made: list[Result]) -> Non
     assert run.header == into(HEADER, Header)
     assert list(run.results) == made
     assert run.complete
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
 
@@ -188,26 +188,6 @@ def test_a_file_cut_anywhere_can_be_read_and_resumed(tmp_path: Path) -> None:
         assert [json.loads(s)["kind"] for s in cut.read_text().splitlines()].count("resume") == 1
 
 
-def test_a_further_launch_needs_no_resume_line(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    RunWriter.create(path, HEADER).close()
-    with RunWriter.resume(path) as writer:
-        writer.append(good(launch=1))
-    assert [json.loads(s)["kind"] for s in path.read_text().splitlines()] == ["run", "result"]
-
-
-def test_end_counts_what_failed(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    with RunWriter.create(path, HEADER) as writer:
-        writer.append(good())
-        writer.append(Result("s", "a", "core", {}, "failed", "boom", rank=3))
-        writer.append(Result("s", "b", "core", {}, "wrong", "sum off"))
-        writer.end()
-    end = json.loads(path.read_text().splitlines()[-1])
-    assert (end["kind"], end["failed"]) == ("end", 1)
-    assert end["counts"] == {"ok": 1, "failed": 1, "skipped": 0, "wrong": 1}
-
-
 def test_the_last_line_about_a_result_counts(tmp_path: Path) -> None:
     path = written(tmp_path / "x.jsonl", line_of(status="failed", time_s=None), line_of())
     (result,) = read_run(path).results
@@ -240,7 +220,7 @@ def test_a_result_that_cannot_be_read_back_is_recorded_as_failed(tmp_path: Path,
     with RunWriter.create(path, HEADER) as writer:
         recorded = writer.append(bad)
     assert recorded.status == "failed"
-    assert recorded.reason.startswith("the result cannot be recorded: algbw_Bps ")
+    assert recorded.reason.startswith("the result cannot be recorded: ")
     assert recorded.key == bad.key
     assert read_run(path).results == (recorded,)
     assert b"NaN" not in path.read_bytes()
@@ -263,7 +243,7 @@ def test_a_param_that_is_no_scalar_is_refused(tmp_path: Path, value: Any) -> Non
     with RunWriter.create(tmp_path / "x.jsonl", HEADER) as writer:
         with pytest.raises(UsageError, match=r"the case dispatch/add \[core\] cannot be named"):
             writer.append(good(shape=value))
-        with pytest.raises(UsageError, match="name is ''"):
+        with pytest.raises(UsageError, match="name: expected str of length >= 1"):
             writer.append(good(name=""))
         writer.append(good())
     assert len(read_run(tmp_path / "x.jsonl").results) == 1
@@ -287,26 +267,6 @@ def test_a_malformed_header_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------ where to write
-
-
-@pytest.mark.parametrize("lacks", [False, True])
-def test_a_new_file_has_its_name_once_its_first_line_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: bool
-) -> None:
-    """So that a run that is killed at once leaves nothing that --resume cannot read."""
-    path, seen, sync = tmp_path / "x.jsonl", [], run_file._sync
-
-    def look(fd: int) -> None:
-        seen.append(path.exists())
-        sync(fd)
-
-    if lacks:  # a file system without unnamed files
-        monkeypatch.delattr("os.O_TMPFILE")
-    monkeypatch.setattr(run_file, "_sync", look)
-    with RunWriter.create(path, HEADER) as writer:
-        writer.append(good())
-    assert seen == [lacks, True] and read_run(path).results == (good(),)
-    assert [file.name for file in tmp_path.iterdir()] == ["x.jsonl"]
 
 
 def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
@@ -343,20 +303,12 @@ def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
     assert len(read_run(path).results) == 1
 
 
-def test_a_closed_writer_says_so(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "x.jsonl", HEADER)
-    writer.close()
-    writer.close()
-    with pytest.raises(ValueError, match="closed"):
-        writer.append(good())
-
-
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """A real limit of the kernel on the file's size, met in the middle of a line."""
     script = """
         import resource, sys
-        from dtbench.model.errors import OutputError
-        from dtbench.model import Result
+        from dtbench.suite.errors import OutputError
+        from dtbench.suite import Result
         from dtbench.records.run import RunWriter
         writer = RunWriter.create(sys.argv[1], {"run_id": "r"})
         writer.append(Result("s", "first", "core", {}, "ok"))
@@ -375,43 +327,8 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(path)], capture_output=True, text=True, check=True
     )
-    assert (
-        done.stdout
-        == f"cannot write to {path}: file too large; what was measured before is kept, go on with --resume\n"
-    )
+    assert f"cannot write to {path}: file too large; the results in it are kept" in done.stdout
     assert [r.name for r in read_run(path).results] == ["first", "third"]
-
-
-def test_what_is_measured_may_change_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with RunWriter.create("x.jsonl", HEADER) as writer:
-        monkeypatch.chdir("elsewhere")
-        writer.append(good())
-    assert len(read_run(tmp_path / "x.jsonl").results) == 1
-    assert not list((tmp_path / "elsewhere").iterdir())
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_removed_while_it_is_written_is_saved_beside(tmp_path: Path, replaced: bool) -> None:
-    path, other = tmp_path / "x.jsonl", tmp_path / "x-saved-2.jsonl"
-    (tmp_path / "x-saved-1.jsonl").write_text("of somebody else")
-    results = [msgspec.structs.replace(good(), name=f"op{n}") for n in range(3)]
-    with RunWriter.create(path, HEADER) as writer:
-        writer.append(results[0])
-        writer.append(results[1])
-        path.unlink()
-        if replaced:
-            path.write_text("of somebody else")
-        with pytest.raises(OutputError, match=r"removed or replaced .*--resume -o .*x-saved-2\.jsonl"):
-            writer.append(results[2])
-    assert [one.name for one in read_run(other).results] == ["op0", "op1", "op2"]
-    assert path.exists() == replaced
-    with RunWriter.resume(other) as writer:
-        writer.end()
-    assert read_run(other).complete
 
 
 def test_an_interrupt_inside_a_line_leaves_whole_lines(
@@ -437,29 +354,25 @@ def test_an_interrupt_inside_a_line_leaves_whole_lines(
 
 # ---------------------------------------------------------------------------- foreign files
 
+HEAD = b'{"kind":"run","schema":1,"run_id":"x","a":'
+
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"\n", "first line is not a JSON object"),
         (b"hello\n", "first line is not a JSON object"),
-        (b"\x89PNG\r\n\x1a\n", "not UTF-8"),
+        (b"\x89PNG\r\n\x1a\n", "not JSON"),
         (b"[1, 2]\n", "expected a JSON object"),
         (b"{}\n", 'kind missing, expected "run"'),
         (b'{"kind":"topology"}\n', "kind 'topology'"),
         (b'{"kind":"run","schema":2,"run_id":"x"}\n', "newer dtbench .schema 2.*upgrade"),
-        (b'{"kind":"run","schema":"1","run_id":"x"}\n', "schema is '1'"),
-        (b'{"kind":"run","schema":0,"run_id":"x"}\n', "schema is 0"),
-        (b'{"kind":"run","schema":true,"run_id":"x"}\n', "schema is True"),
-        (b'{"kind":"run","schema":1}\n', "run_id is missing"),
-        (b'{"kind":"run","schema":1,"run_id":"x","run_id":"y"}\n', "'run_id' appears twice"),
-        (b'{"kind":"run","schema":1,"run_id":"x","a":NaN}\n', "NaN is not JSON"),
-        (b'{"kind":"run","schema":1,"run_id":"x","a":1e999}\n', "out of range"),
-        (b'{"kind":"run","schema":1,"run_id":"x","a":' + b"9" * 5000 + b"}\n", "out of range"),
-        (b'{"kind":"run","schema":1,"run_id":"x","a":"\\ud800"}\n', "not UTF-8"),
-        (b'{"kind":"run","schema":1,"run_id":"x","a":' + b"[" * 100_000 + b"\n", "JSON"),
-        (b'{"kind":"run","schema":1,"run_id":"x","a":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "deep"),
+        (b'{"kind":"run","schema":true,"run_id":"x"}\n', "schema: expected int, got bool"),
+        (b'{"kind":"run","schema":1}\n', "line 1 is damaged: Object missing required field run_id"),
+        (HEAD + b"NaN}\n", "not JSON"),
+        (HEAD + b"1e999}\n", "out of range"),
+        (HEAD + b'"\\ud800"}\n', "not JSON"),
+        (HEAD + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "deep"),
     ],
 )
 def test_a_file_that_is_no_run(tmp_path: Path, content: bytes, message: str) -> None:
@@ -482,91 +395,60 @@ def test_a_path_that_is_no_file(tmp_path: Path) -> None:
             read_run(path)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("started", 3),
-        ("argv", "dtbench run"),
-        ("argv", [1]),
-        ("versions", {"torch": 2}),
-        ("versions", []),
-        ("git", None),
-        ("machine", {"gpus": {}}),
-        ("machine", {"cpu": "fast"}),
-        ("ranks", [{}]),
-        ("ranks", [{"rank": -1}]),
-        ("ranks", [{"rank": 0, "host": 3}]),
-        ("mesh", {"dim_names": ["dp"], "shape": [2, 2]}),
-        ("mesh", {"dim_names": ["dp"], "shape": [0]}),
-        ("mesh", {}),
-        ("env", {"A": 1}),
-        ("plan", []),
-        ("suites", "dispatch"),
-        ("launches", 0),
-    ],
-)
-def test_a_header_with_a_bad_field(tmp_path: Path, field: str, value: Any) -> None:
-    path = written(tmp_path / "x", header=HEADER | {field: value})
-    with pytest.raises(UnreadableRunError, match=rf"line 1 is damaged: {field}"):
-        read_run(path)
-
-
-def test_a_short_header_reads_as_empty_fields(tmp_path: Path) -> None:
-    header = read_run(written(tmp_path / "x", header={"kind": "run", "schema": 1, "run_id": "x"})).header
-    assert header == Header(schema=1, run_id="x")
-    assert header.mesh.shape == header.ranks == header.machine.gpus == ()
-
-
 TIMING = {"min": 1.0, "p25": 1.0, "median": 1.0, "p75": 1.0, "p95": 1.0, "max": 1.0, "mean": 1.0, "n": 1}
+BAD_FIELDS: dict[str, list[Any]] = {
+    "suite": ["", ...],
+    "impl": [None],
+    "params": [[], {"a": [1]}, {"a": None}],
+    "status": ["fine", [], ...],
+    "rank": [-1, 1.5, True],
+    "size_bytes": ["64", -1],
+    "time_s": [
+        3,
+        {},
+        TIMING | {"n": 0},
+        TIMING | {"min": -1.0},
+        TIMING | {"min": 2.0},
+        TIMING | {"mean": 2.0},
+        TIMING | {"max": "1"},
+        TIMING | {"n": 2},
+        TIMING | {"p75": 2.0, "p95": 2.0, "max": 2.0},
+    ],
+    "samples_s": [[1, -1], {"0": 1}, [None], [1e-6, 2e-6, 5e-6], [1e-6, 3e-6, 4e-6], [1e-6, 2e-6]],
+    "rank_samples_s": [{"a": [1]}, {"0": 1}],
+    "rank_arrivals_s": [{"-1": [1]}, {"0": [-1]}],
+    "algbw_Bps": [64.0, -1],
+    "busbw_Bps": [1e9, "fast"],
+    "counters": [{"a": "1"}, {"a": True}],
+    "launch": [-1],
+}
+BAD_HEADERS: dict[str, list[Any]] = {
+    "argv": ["dtbench run", [1]],
+    "versions": [{"torch": 2}, []],
+    "git": [None],
+    "machine": [{"gpus": {}}, {"cpu": "fast"}],
+    "ranks": [[{}], [{"rank": -1}], [{"rank": 0, "host": 3}]],
+    "mesh": [{"dim_names": ["dp"], "shape": [2, 2]}, {"dim_names": ["dp"], "shape": [0]}, {}],
+    "env": [{"A": 1}],
+    "launches": [0],
+}
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "number", "line"),
     [
-        ("suite", ""),
-        ("suite", ...),
-        ("name", 3),
-        ("impl", None),
-        ("params", []),
-        ("params", {"a": [1]}),
-        ("params", {"a": None}),
-        ("status", "fine"),
-        ("status", []),
-        ("status", ...),
-        ("reason", None),
-        ("rank", -1),
-        ("rank", 1.5),
-        ("rank", True),
-        ("size_bytes", "64"),
-        ("size_bytes", -1),
-        ("time_s", 3),
-        ("time_s", {}),
-        ("time_s", TIMING | {"n": 0}),
-        ("time_s", TIMING | {"min": -1.0}),
-        ("time_s", TIMING | {"min": 2.0}),
-        ("time_s", TIMING | {"mean": 2.0}),
-        ("time_s", TIMING | {"max": "1"}),
-        ("time_s", TIMING | {"n": 2}),
-        ("time_s", TIMING | {"p75": 2.0, "p95": 2.0, "max": 2.0}),
-        ("algbw_Bps", 64.0),
-        ("busbw_Bps", 1e9),
-        ("samples_s", [1, -1]),
-        ("samples_s", {"0": 1}),
-        ("samples_s", [None]),
-        ("rank_samples_s", {"a": [1]}),
-        ("rank_samples_s", {"0": 1}),
-        ("rank_arrivals_s", {"-1": [1]}),
-        ("rank_arrivals_s", {"0": [-1]}),
-        ("algbw_Bps", -1),
-        ("busbw_Bps", "fast"),
-        ("counters", {"a": "1"}),
-        ("counters", {"a": True}),
-        ("launch", -1),
+        *((field, 3, {field: value}) for field, values in BAD_FIELDS.items() for value in values),
+        *((field, 1, {field: value}) for field, values in BAD_HEADERS.items() for value in values),
     ],
 )
-def test_a_result_with_a_bad_field(tmp_path: Path, field: str, value: Any) -> None:
-    path = written(tmp_path / "x", line_of(), line_of(**{field: value}), line_of(name="later"))
-    with pytest.raises(UnreadableRunError, match=rf"line 3 is damaged: {field}"):
+def test_a_bad_field_is_named_with_its_line(
+    tmp_path: Path, field: str, number: int, line: dict[str, Any]
+) -> None:
+    if number == 1:
+        path = written(tmp_path / "x", line_of(), header=HEADER | line)
+    else:
+        path = written(tmp_path / "x", line_of(), line_of(**line), line_of(name="later"))
+    with pytest.raises(UnreadableRunError, match=rf"line {number} is damaged: .*{field}"):
         read_run(path)
 
 
@@ -577,7 +459,6 @@ def test_a_result_with_a_bad_field(tmp_path: Path, field: str, value: Any) -> No
         ("3", "expected a JSON object"),
         ("{}", "kind is missing"),
         ('{"kind":["result"]}', "expected a string"),
-        ('{"kind":"result","kind":"end"}', "appears twice"),
         (json.dumps(HEADER), "two runs were joined"),
     ],
 )
@@ -585,12 +466,6 @@ def test_a_damaged_line_before_the_end(tmp_path: Path, line: str, message: str) 
     path = written(tmp_path / "x", line, '{"kind":"end"}')
     with pytest.raises(UnreadableRunError, match=f"line 2 is damaged: .*{message}"):
         read_run(path)
-
-
-@pytest.mark.parametrize("samples", [[1e-6, 2e-6, 5e-6], [1e-6, 3e-6, 4e-6], [1e-6, 2e-6]])
-def test_statistics_that_are_not_those_of_the_samples(tmp_path: Path, samples: list[float]) -> None:
-    with pytest.raises(UnreadableRunError, match=r"line 2 is damaged: time_s\.\w+ is .* samples_s"):
-        read_run(written(tmp_path / "x", line_of(samples_s=samples), line_of(name="later")))
 
 
 def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
@@ -660,20 +535,3 @@ def test_any_bytes_are_refused_in_one_line(tmp_path: Path, junk: bytes, lines_be
     else:
         assert lines_before > 0
         assert len(run.results) == lines_before - 1
-
-
-def test_a_transition_from_before_its_regimes_was_measured_together_and_isolated(tmp_path: Path) -> None:
-    params = {"mesh_dim": "tp", "ranks": 2, "dtype": "float32", "size": 4096}
-    with RunWriter.create(tmp_path / "x.jsonl", {"run_id": "x"}) as writer:
-        writer.append(Result("redistribute", "P->R", "core", params, "ok"))
-        writer.append(Result("redistribute", "P->R", "core", params | {"groups": "alone", "mode": "m"}, "ok"))
-        writer.append(Result("other", "P->R", "core", params, "ok"))
-    path = tmp_path / "x.jsonl"
-    assert read_run(path).results[0].params == params  # of another's suite of that name, today
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text(
-        "".join(json.dumps({k: v for k, v in line.items() if k != "clock"}) + "\n" for line in lines)
-    )
-    read = [r.params for r in read_run(path).results]
-    assert read[0] == params | {"groups": "together", "mode": "isolated"}
-    assert read[1] == params | {"groups": "alone", "mode": "m"} and read[2] == params

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from dtbench.bench.measure import Subject
-from dtbench.bench.sampling import Adaptive, Budget, Instruments, Outcome, combine
-from dtbench.model import Case, Skip, Workload
-from dtbench.model.errors import describe
-from dtbench.world.failure import ActiveCase
+from dtbench.engine.failure import ActiveCase
+from dtbench.engine.measure import Subject
+from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine
+from dtbench.suite import Case, Skip, Workload
+from dtbench.suite.errors import describe
 
 BUDGET = Budget(samples_s=0.1, least=5, most=100, warmup_s=0.1)
 CHEAP = 1e-3
@@ -103,11 +103,11 @@ class Trial:
         self.ranks = Threads(size)
         self.states: list[Any] = [None, None]
 
-    def run(self, case: Case) -> list[dict[str, Outcome]]:
+    def run(self, case: Case) -> list[dict[str, ImplOutcome]]:
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(lambda rank: self._on(rank, case), range(self.size)))
 
-    def _on(self, rank: int, case: Case) -> dict[str, Outcome]:
+    def _on(self, rank: int, case: Case) -> dict[str, ImplOutcome]:
         def barrier() -> None:
             self.barriers[rank] += 1
 
@@ -315,7 +315,7 @@ def test_a_build_that_gives_no_workload_fails() -> None:
     trial = Trial(size=2)
     outcomes = trial.run(case_of({"none": lambda world: None, "core": trial.impl("core")}))  # type: ignore[arg-type,return-value]
     assert outcomes[0]["none"].status == "failed" and outcomes[0]["core"].status == "ok"
-    assert outcomes[0]["none"].reason == "TypeError: its build gave None, expected a dtbench.model.Workload"
+    assert outcomes[0]["none"].reason == "TypeError: its build gave None, expected a dtbench.suite.Workload"
 
 
 @pytest.mark.parametrize("at", [0, 2, 9])

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from dtbench.bench.progress import line_of
 from dtbench.cli.doctor import print_findings
-from dtbench.judge.compare import compare
-from dtbench.judge.tables import print_comparison
+from dtbench.comparison.runs import compare
+from dtbench.comparison.tables import print_comparison
+from dtbench.engine.progress import line_of
 from dtbench.machine.doctor import Finding
-from dtbench.model import Result, Run
-from dtbench.model.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING
 from dtbench.records.frame import cases_frame, results_frame
 from dtbench.records.frame import cells as cells_of
-from dtbench.show.tables import print_runs, print_runs_json
+from dtbench.reporting.tables import print_runs, print_runs_json
+from dtbench.suite import Result, Run
+from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.text.terminal import new_console, print_columns, print_line

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.world.workers import Fork, Program, hand_over
+from dtbench.engine.workers import Fork, StartedProgram, hand_over
 
 ECHO = """
 import sys
-from dtbench.world.workers import connection_at, take_over
+from dtbench.engine.workers import connection_at, take_over
 ours = connection_at(sys.argv[1])
 ours.send(take_over(ours).recv())
 """
@@ -26,7 +26,7 @@ def test_a_program_talks_on_its_connection_and_on_one_handed_over(tmp_path: Path
     from multiprocessing.connection import Pipe
 
     ours, theirs = Pipe()
-    with Program([sys.executable, "-c", ECHO], connected=True) as program:
+    with StartedProgram([sys.executable, "-c", ECHO], connected=True) as program:
         hand_over(program.connection, theirs)
         theirs.close()
         ours.send({"size": 3})
@@ -40,7 +40,7 @@ def test_a_program_talks_on_its_connection_and_on_one_handed_over(tmp_path: Path
 def test_the_end_of_a_program_is_that_of_what_it_started(tmp_path: Path, grace_s: float, code: int):
     script = "trap 'exit 3' TERM; sleep 600 & touch started; wait"
     read, written = os.pipe()
-    program = Program(["sh", "-c", script], cwd=tmp_path, out=written)
+    program = StartedProgram(["sh", "-c", script], cwd=tmp_path, out=written)
     os.close(written)
     while not (tmp_path / "started").exists():
         assert program.wait(0.01) is None

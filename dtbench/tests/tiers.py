@@ -19,12 +19,10 @@ hypothesis.settings.load_profile("untimed")
 SLOW = {
     "dtbench/tests/faults/test_random_*.py::*[?000*": "thousands of commands",
     "dtbench/tests/test_damaged_files.py::*[*-400]": "hundreds of damaged files of each kind",
-    "dtbench/tests/test_extreme_figures.py::*[plan]": "a hundred reports",
-    "dtbench/tests/test_extreme_figures.py::*[regret]": "a hundred reports",
     # What of a user's machine it takes.
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
-    "dtbench/tests/test_docs.py::test_commands*": "every command of six pages",
+    "dtbench/tests/test_docs.py::test_commands*": "every command of the start page",
     "dtbench/tests/test_docs.py::test_python_of*": "a measurement in ranks of its own",
     "dtbench/tests/test_api.py::test_*_in_ranks": "ranks that each import torch",
     "dtbench/tests/test_docs.py::test_the_site*": "MkDocs and all pages",
@@ -38,7 +36,6 @@ SLOW = {
     "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",
     "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",
     "dtbench/tests/test_refine.py::test_real_ranks*": "sweeps of real ranks in two launches",
-    "suites/tests/test_ways.py::test_every_way_is_right_on_real_ranks": "all ways of a redistribution on four ranks",
     "core/tests/test_compile.py::test_inductor*": "code that inductor makes and a compiler builds",
     "core/tests/test_compile_from_local.py::test_inductor*": "the same of other graphs",
     "core/tests/test_compile_from_local.py::test_what*[leaves]": "some twenty graphs",
@@ -46,10 +43,8 @@ SLOW = {
     "core/tests/test_same_graph.py::*[inductor]": "a hundred graphs",
     "core/tests/test_compile_kinds.py::test_graphs_in_pieces*": "many graphs, compiled piece by piece",
     # Workers that die or hang are waited for.
-    "suites/tests/test_coverage.py::test_a_dead_worker*": "a worker of the coverage suite that dies",
-    "suites/tests/test_coverage.py::test_a_worker_that_takes_too_long*": "one that hangs",
-    "suites/tests/test_compat.py::test_a_program*": "ranks of the compat suite that die or wait",
-    "suites/tests/test_compat.py::test_workers*": "a worker of it and its ranks",
+    "core/tests/test_coverage_tool.py::test_a_worker_*": "a worker that dies, and one that is waited for",
+    "core/tests/test_with_pytorch.py::test_*_of_torchs_database*": "hundreds of options of modules and optimizers",
     # The gate's launches are such starts, too; the fast tier judges made-up ones.
     "dtbench/tests/test_gate_runs.py::test_real_launches*": "four launches that import torch",
     "dtbench/tests/test_gate_runs.py::test_compared_launches*": "five of them",
@@ -57,9 +52,6 @@ SLOW = {
     "dtbench/tests/test_gate_runs.py::test_an_arm_that_brings*": "two of them",
     "dtbench/tests/test_gate_runs.py::test_what_is_launched_again*": "three of them",
     "core/tests/test_state_dicts.py::test_torchs_functions_learn*": "which of two a fresh process imports first",
-    "core/tests/test_gloo_world.py::test_broken_world*": "ranks of the tests' own worlds that die",
-    # The fast tier runs these on simulated ranks: as LocalTensors, or threads.
-    "core/tests/test_*.py::test_*_on_gloo*": "real gloo ranks",
     "core/tests/*[gloo*": "real gloo ranks, where simulated ones run the same program",
 }
 
@@ -68,5 +60,11 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Marks each test `fast` or `slow`; called by every conftest that imports it, so once per test counts."""
     for item in items:
         if not {mark.name for mark in item.iter_markers()} & {"fast", "slow"}:
-            slow = any(fnmatch.fnmatchcase(item.nodeid, pattern.replace("[", "[[]")) for pattern in SLOW)
-            item.add_marker(pytest.mark.slow if slow else pytest.mark.fast)
+            item.add_marker(pytest.mark.slow if _is_slow(item) else pytest.mark.fast)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    # Real ranks are processes that wait for each other; the fast tier has ranks in threads.
+    return "gloo_ranks" in getattr(item, "fixturenames", ()) or any(
+        fnmatch.fnmatchcase(item.nodeid, pattern.replace("[", "[[]")) for pattern in SLOW
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dtbench.model.errors import UsageError
+from dtbench.suite.errors import UsageError
 from dtbench.text.masking import mask, mask_variables
 
 # An arm that set these would not measure what it says.

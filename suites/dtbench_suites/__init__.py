@@ -7,14 +7,11 @@ Reading order: `data` (what all share), then any suite; each stands alone.
 SUITES = {
     "bucketer": "bucketed reduce-scatter of many small tensors",
     "collectives": "time and bandwidth of six collectives per mesh dim",
-    "coverage": "is every op of torch's database right on distributed tensors, forward and backward (only when named)",
-    "compat": "programs where PyTorch's machinery meets DTensors: compile, autograd, optimizers (only when named)",
     "compile": "compiled calls of ops and blocks over DTensors, and the time to compile them (only when named)",
     "dispatch": "host latency of an op on a DTensor, by op and placements",
     "embedding": "lookups in tables cut by rows, by columns, or one per rank",
     "overlap": "waiting for collectives at first use, and at once",
     "packing": "what bundling costs the host, with nothing sent (only when named)",
     "redistribute": "time to change a DTensor's placement, per mesh dim",
-    "regret": "the candidate ways of redistributions and products, for `calibrate --regret` (only when named)",
     "tensor_parallel": "the parts of a transformer, cut over one mesh dim",
 }

@@ -13,7 +13,7 @@ The large cases are 64 MiB in the bucketers' default buckets. They have no `unbu
 seconds per sample, and the small ones have no `copy` and no `core_held`.
 
 With `--size`, which then are the sizes of buckets, the 64 MiB in tensors of 256 KiB are sent through each of them:
-the sweep that `dtbench settings` chooses from.
+the sizes that `dtbench calibrate` chooses from.
 
 Counters, per pass over all tensors: collectives issued, bytes_copied on this rank, and peak_bytes of
 buffers besides the inputs and the results.
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import dtbench_core
-from dtbench.suite import Case, Plan, Workload, World, suite
+from dtbench.suite import Case, RunOptions, Workload, World, suite
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import reduce_scatter_single
 from dtbench_suites import SUITES
@@ -204,16 +204,18 @@ def _gains_most(case: Case) -> bool:
 
 
 @suite("bucketer", world="ranks", help=SUITES["bucketer"], budget_priority=_gains_most)
-def bucketer(plan: Plan) -> Iterator[Case]:
+def bucketer(options: RunOptions) -> Iterator[Case]:
     sweeps: list[tuple[str, Sweep, tuple[str, ...]]] = [
-        ("reduce_scatter", QUICK if plan.quick else SWEEPS[plan.device_type], SMALL_IMPLS)
+        ("reduce_scatter", QUICK if options.quick else SWEEPS[options.device_type], SMALL_IMPLS)
     ]
-    if plan.sizes_chosen and not plan.quick:
-        sweeps = [("reduce_scatter_buckets", (64 * MIB, (256 * KIB,), plan.sizes_bytes), ("core", "limit"))]
-    elif not plan.quick:
+    if options.sizes_chosen and not options.quick:
+        sweeps = [
+            ("reduce_scatter_buckets", (64 * MIB, (256 * KIB,), options.sizes_bytes), ("core", "limit"))
+        ]
+    elif not options.quick:
         sweeps.append(("reduce_scatter_large", LARGE, LARGE_IMPLS))
-    for mesh_dim, n in shared_dims(plan):
-        for dtype_name in plan.dtypes:
+    for mesh_dim, n in shared_dims(options):
+        for dtype_name in options.dtypes:
             for name, (total_bytes, tensor_sizes, bucket_sizes), impls in sweeps:
                 for tensor_bytes, bucket_bytes in itertools.product(tensor_sizes, bucket_sizes):
                     dtype = torch_dtype(dtype_name)

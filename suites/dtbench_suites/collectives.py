@@ -23,8 +23,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from dtbench.bench.refine import is_calibrated_with, sizes_between
-from dtbench.suite import Case, Param, Plan, Refinement, Workload, World, suite
+from dtbench.engine.refine import is_calibrated_with, sizes_between
+from dtbench.suite import Case, Param, Refinement, RunOptions, Workload, World, suite
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
 from dtbench_suites import SUITES
@@ -161,29 +161,29 @@ def calls_of(mode: str, size_bytes: int) -> int:
     return min(max(BACK_TO_BACK_BYTES // size_bytes, 2), BACK_TO_BACK_CALLS)
 
 
-def accompanying_sizes(plan: Plan, groups: str, mode: str) -> tuple[int, ...]:
+def accompanying_sizes(options: RunOptions, groups: str, mode: str) -> tuple[int, ...]:
     """Bytes of the regimes beside the sweep that calibration fits, of all groups together and isolated. One
     group alone tells by the largest size, which fills the links, how much the groups share."""
-    if plan.refine and not plan.sizes_chosen and (groups, mode) == ("alone", "isolated"):
-        return plan.sizes_bytes[-1:]
-    return plan.few_sizes_bytes
+    if options.refine and not options.sizes_chosen and (groups, mode) == ("alone", "isolated"):
+        return options.sizes_bytes[-1:]
+    return options.few_sizes_bytes
 
 
 def swept(
-    plan: Plan,
+    options: RunOptions,
     dims: Iterable[tuple[str, int]],
     names: Iterable[str],
-    sizes_of: Callable[[Plan, str, str], Iterable[int]],
+    sizes_of: Callable[[RunOptions, str, str], Iterable[int]],
     case_of: Callable[..., Case],
 ) -> Iterator[Case]:
     """The cases of all names on these mesh dims, in all regimes; sizes_of: of a regime, bytes asked for."""
-    for (mesh_dim, n), dtype, name in itertools.product(dims, plan.dtypes, names):
+    for (mesh_dim, n), dtype, name in itertools.product(dims, options.dtypes, names):
         cases = [
             case_of(name, mesh_dim, n, groups, mode, dtype, size)
             for groups, mode in REGIMES
             if groups != "alone"
-            or n < plan.world_size  # one that spans the world is alone and together at once
-            for size in sizes_of(plan, groups, mode)
+            or n < options.world_size  # one that spans the world is alone and together at once
+            for size in sizes_of(options, groups, mode)
         ]
         # Sizes below what the ranks can share are the same one.
         yield from {tuple(case.params.items()): case for case in cases}.values()
@@ -194,10 +194,10 @@ def refinement_of(case_of: Callable[..., Case]) -> Refinement:
     return Refinement(sizes_between, lambda _plan, name, params: case_of(name, **params))
 
 
-def sizes_of(plan: Plan, groups: str, mode: str) -> Sequence[int]:
-    if plan.refine and (groups, mode) != ("together", "isolated"):
-        return accompanying_sizes(plan, groups, mode)
-    return plan.sizes_bytes if mode == "isolated" else plan.coarse_sizes_bytes
+def sizes_of(options: RunOptions, groups: str, mode: str) -> Sequence[int]:
+    if options.refine and (groups, mode) != ("together", "isolated"):
+        return accompanying_sizes(options, groups, mode)
+    return options.sizes_bytes if mode == "isolated" else options.coarse_sizes_bytes
 
 
 def case_of(
@@ -234,5 +234,5 @@ def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: i
     refinement=refinement_of(case_of),
     budget_priority=is_calibrated_with,
 )
-def collectives(plan: Plan) -> Iterator[Case]:
-    yield from swept(plan, priced_dims(plan) or plan.mesh[-1:], COLLECTIVES, sizes_of, case_of)
+def collectives(options: RunOptions) -> Iterator[Case]:
+    yield from swept(options, priced_dims(options) or options.mesh[-1:], COLLECTIVES, sizes_of, case_of)

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtbench.suite import Case, Plan, Skip, Workload, World, suite
+from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.data import BEFORE_213, Place, hush_torch, mismatch, shared_dims
 from dtbench_suites.tensor_parallel import MODELS, finished, parallelize
@@ -402,12 +402,12 @@ def checked(compilation: Compilation, before: Callable[[], None]) -> str | None:
         return compilation.check()
 
 
-def variants(plan: Plan, name: str) -> Iterator[tuple[str, str, str]]:
+def variants(options: RunOptions, name: str) -> Iterator[tuple[str, str, str]]:
     """(backend, pass, call). A quick run times compiling with aot_eager and forward only."""
     for backend in BACKENDS:
         for passes in (FORWARD, BOTH):
             for call in (CACHED, FIRST, RECOMPILED):
-                if plan.quick and (
+                if options.quick and (
                     (passes == BOTH and name != "mlp")
                     or (call != CACHED and (backend, passes) != (BACKENDS[0], FORWARD))
                 ):
@@ -416,14 +416,14 @@ def variants(plan: Plan, name: str) -> Iterator[tuple[str, str, str]]:
 
 
 @suite("compile", world="ranks", by_default=False, help=SUITES["compile"])
-def compiled(plan: Plan) -> Iterator[Case]:
+def compiled(options: RunOptions) -> Iterator[Case]:
     programs: list[tuple[str, str, CompiledOp | str]] = [(op.name, op.placements, op) for op in OPS]
     programs += [(name, "", name) for name in BLOCKS]
-    for mesh_dim, n in shared_dims(plan):
+    for mesh_dim, n in shared_dims(options):
         for name, placements, program in programs:
-            if plan.quick and (name, placements) not in QUICK:
+            if options.quick and (name, placements) not in QUICK:
                 continue
-            for backend, passes, call in variants(plan, name):
+            for backend, passes, call in variants(options, name):
                 build = partial(build_impl, program, mesh_dim, passes, backend, call)
                 yield Case(
                     name=name,
@@ -441,7 +441,7 @@ def compiled(plan: Plan) -> Iterator[Case]:
                     samples=None
                     if call == CACHED
                     else COMPILE_SAMPLES_QUICK
-                    if plan.quick
+                    if options.quick
                     else COMPILE_SAMPLES,
                     warmup_calls=WARMUP_CALLS if call == CACHED else 1,
                 )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtbench.model.mesh import joint_dim
-from dtbench.suite import Plan, Skip
+from dtbench.suite import RunOptions, Skip
+from dtbench.suite.mesh import joint_dim
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,15 +89,15 @@ def shard_of(full: torch.Tensor, text: str, rank: int, ranks: int) -> torch.Tens
     return full.chunk(ranks, dim=int(text[2:-1]))[rank].contiguous()
 
 
-def shared_dims(plan: Plan) -> list[tuple[str, int]]:
+def shared_dims(options: RunOptions) -> list[tuple[str, int]]:
     """The mesh dims with more than one rank: (name, ranks)."""
-    return [(name, ranks) for name, ranks in plan.mesh if ranks > 1]
+    return [(name, ranks) for name, ranks in options.mesh if ranks > 1]
 
 
-def priced_dims(plan: Plan) -> list[tuple[str, int]]:
+def priced_dims(options: RunOptions) -> list[tuple[str, int]]:
     """The shared dims, and all of them as one ("dp+tp"): what the cost model has prices for."""
-    joint = joint_dim(plan.mesh)
-    return shared_dims(plan) + ([joint] if joint else [])
+    joint = joint_dim(options.mesh)
+    return shared_dims(options) + ([joint] if joint else [])
 
 
 def mesh_of_dim(world: World, mesh_dim: str) -> DeviceMesh:

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtbench.suite import Case, Plan, Skip, Workload, World, suite
+from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
 from dtbench_core.op_types import Args, Call, Value
 from dtbench_core.torch_compat import DisableTorchFunction
 from dtbench_suites import SUITES
@@ -357,10 +357,15 @@ def build_impl(
 
 
 def case_of(
-    plan: Plan, op: TimedOp | TimedProgram, shape: tuple[int, ...], passes: str, call: str, floor: bool
+    options: RunOptions,
+    op: TimedOp | TimedProgram,
+    shape: tuple[int, ...],
+    passes: str,
+    call: str,
+    floor: bool,
 ) -> Case:
     first, backward = call == "first", passes == "forward+backward"
-    build = partial(build_impl, op, shape, backward, first, plan.quick)
+    build = partial(build_impl, op, shape, backward, first, options.quick)
     impls = ["core", "torch", "local"][: 3 if floor else 2]
     if floor and not backward and isinstance(op, TimedOp) and op.name not in ("from_local", "to_local"):
         impls.append("wrapped")
@@ -376,19 +381,19 @@ def case_of(
         clock="host",
         busy=call == "busy",
         calls_per_sample=1 if first else CALLS_PER_SAMPLE[passes],
-        samples=None if not first else FIRST_SAMPLES_QUICK if plan.quick else FIRST_SAMPLES,
+        samples=None if not first else FIRST_SAMPLES_QUICK if options.quick else FIRST_SAMPLES,
         warmup_calls=FIRST_WARMUP_CALLS if first else WARMUP_CALLS,
     )
 
 
-def variants(plan: Plan, shape: tuple[int, ...], op: TimedOp) -> list[tuple[str, str]]:
+def variants(options: RunOptions, shape: tuple[int, ...], op: TimedOp) -> list[tuple[str, str]]:
     """(pass, call) to measure. A quick run leaves out what takes longest: on a 2-D mesh all but cached
     forward calls, and the first calls of backward passes."""
     passes = ("forward", "forward+backward") if op.backward else ("forward",)
     every = [(p, c) for p in passes for c in ("cached", "first")]
-    if plan.device_type == "cuda" and len(shape) == 1 and op.name in BUSY:
+    if options.device_type == "cuda" and len(shape) == 1 and op.name in BUSY:
         every.insert(1, ("forward", "busy"))
-    if not plan.quick:
+    if not options.quick:
         return every
     if len(shape) > 1:
         return [("forward", "cached")]
@@ -405,12 +410,12 @@ SLOW = frozenset(program.name for program in PROGRAMS if not program.quick)
     help=SUITES["dispatch"],
     budget_priority=lambda case: case.name not in SLOW,
 )
-def dispatch(plan: Plan) -> Iterator[Case]:
+def dispatch(options: RunOptions) -> Iterator[Case]:
     for shape, program in itertools.product(MESHES, PROGRAMS):
-        if (program.flat and len(shape) > 1) or (plan.quick and not program.quick):
+        if (program.flat and len(shape) > 1) or (options.quick and not program.quick):
             continue
-        for passes in program.passes[:1] if plan.quick else program.passes:
-            yield case_of(plan, program, shape, passes, "cached", program.local)
+        for passes in program.passes[:1] if options.quick else program.passes:
+            yield case_of(options, program, shape, passes, "cached", program.local)
     for shape, op in itertools.product(MESHES, OPS):
-        for passes, call in variants(plan, shape, op):
-            yield case_of(plan, op, shape, passes, call, call != "first")
+        for passes, call in variants(options, shape, op):
+            yield case_of(options, op, shape, passes, call, call != "first")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtbench.suite import Case, Plan, Workload, World, suite
+from dtbench.suite import Case, RunOptions, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.data import (
     MOVED_VALUES,
@@ -172,12 +172,12 @@ def build_impl(
 
 
 @suite("embedding", world="ranks", help=SUITES["embedding"])
-def embedding(plan: Plan) -> Iterator[Case]:
-    rows, width, lookups = QUICK if plan.quick else SHAPES[plan.device_type]
-    for mesh_dim, n in shared_dims(plan):
+def embedding(options: RunOptions) -> Iterator[Case]:
+    rows, width, lookups = QUICK if options.quick else SHAPES[options.device_type]
+    for mesh_dim, n in shared_dims(options):
         shape = rows, -(-width // n) * n, -(-lookups // n) * n  # parts of one length for every rank
         sizes = dict(zip(("rows", "width", "lookups"), shape, strict=True))
-        for dtype in plan.dtypes:
+        for dtype in options.dtypes:
             for sharding in SHARDINGS:
                 for passes in "forward", "forward+backward":
                     build = partial(build_impl, sharding, mesh_dim, passes, shape, torch_dtype(dtype))

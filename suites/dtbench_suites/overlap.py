@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from dtbench.suite import Case, Plan, Workload, World, suite, sweep
+from dtbench.suite import Case, RunOptions, Workload, World, suite, sweep
 from dtbench_core import CommTensor
 from dtbench_suites import SUITES
 from dtbench_suites.data import mismatch, sum_of_values, summed_values, torch_dtype
@@ -123,10 +123,10 @@ def _product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 @suite("overlap", world="ranks", help=SUITES["overlap"])
-def overlap(plan: Plan) -> Iterator[Case]:
-    usual, width = QUICK if plan.quick else SWEEPS[plan.device_type]
-    sizes = plan.sizes_bytes if plan.sizes_chosen else usual
-    for at in sweep(plan, sizes=sizes):
+def overlap(options: RunOptions) -> Iterator[Case]:
+    usual, width = QUICK if options.quick else SWEEPS[options.device_type]
+    sizes = options.sizes_bytes if options.sizes_chosen else usual
+    for at in sweep(options, sizes=sizes):
         for late_ms in (0, LATE_MS) if at.size_bytes == sizes[len(sizes) // 2] else (0,):
             build = partial(build_impl, at.mesh_dim, at.size_bytes, late_ms, width, torch_dtype(at.dtype))
             yield Case(

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from dtbench.machine.device import gpus
-from dtbench.model import ClockKind
-from dtbench.suite import Case, Plan, Workload, World, suite
+from dtbench.suite import Case, ClockKind, RunOptions, Workload, World, suite
 from dtbench_core import comm
 from dtbench_suites import SUITES, bucketer_reference
 from dtbench_suites.bucketer import KIB, MIB, bucketer_of, copy, counters_of, send_all
@@ -124,14 +123,14 @@ IMPLS = ("core", "core_held", "core_lists", "reference", "copy")
 
 
 @suite("packing", world="simulated", by_default=False, help=SUITES["packing"])
-def packing(plan: Plan) -> Iterator[Case]:
-    total = TOTAL_QUICK if plan.quick else TOTAL
-    for dtype_name in plan.dtypes:
+def packing(options: RunOptions) -> Iterator[Case]:
+    total = TOTAL_QUICK if options.quick else TOTAL
+    for dtype_name in options.dtypes:
         dtype = torch_dtype(dtype_name)
         for tensor_bytes in SIZES:
             number, count = total // tensor_bytes, tensor_bytes // dtype.itemsize
             ways: list[tuple[str, ClockKind, Callable[[Run], Run]]] = [("pack", "host", eager)]
-            if plan.device_type == "cuda":
+            if options.device_type == "cuda":
                 ways.append(("kernels", "device", captured))
             for name, clock, record in ways:
                 yield Case(

@@ -16,8 +16,8 @@ from functools import partial
 
 import torch
 
-from dtbench.bench.refine import is_calibrated_with
-from dtbench.suite import Case, Plan, Workload, World, suite
+from dtbench.engine.refine import is_calibrated_with
+from dtbench.suite import Case, RunOptions, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.collectives import accompanying_sizes, calls_of, params_of, refinement_of, swept
 from dtbench_suites.data import (
@@ -89,10 +89,10 @@ def build_impl(
     return Workload(run=run, check=check)
 
 
-def sizes_of(plan: Plan, groups: str, mode: str) -> Sequence[int]:
+def sizes_of(options: RunOptions, groups: str, mode: str) -> Sequence[int]:
     if (groups, mode) != ("together", "isolated"):
-        return accompanying_sizes(plan, groups, mode)
-    return plan.sizes_bytes if plan.refine else plan.coarse_sizes_bytes
+        return accompanying_sizes(options, groups, mode)
+    return options.sizes_bytes if options.refine else options.coarse_sizes_bytes
 
 
 def case_of(change: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtype: str, size: int) -> Case:
@@ -118,5 +118,5 @@ def case_of(change: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtyp
     refinement=refinement_of(case_of),
     budget_priority=is_calibrated_with,
 )
-def redistribute(plan: Plan) -> Iterator[Case]:
-    yield from swept(plan, priced_dims(plan), TRANSITIONS, sizes_of, case_of)
+def redistribute(options: RunOptions) -> Iterator[Case]:
+    yield from swept(options, priced_dims(options), TRANSITIONS, sizes_of, case_of)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtbench.suite import Case, Param, Plan, Workload, World, suite
+from dtbench.suite import Case, Param, RunOptions, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.data import dtensor_api, mismatch, parallel_api, shared_dims, torch_dtype
 
@@ -273,20 +273,20 @@ def build_impl(
     return Workload(run=run, check=check)
 
 
-def shape_for(plan: Plan, n: int) -> tuple[int, int, int, int]:
+def shape_for(options: RunOptions, n: int) -> tuple[int, int, int, int]:
     """(batch, seq, d_model, heads) with heads and positions that n ranks can share evenly, d_model as it comes."""
-    batch, seq, d_model, heads = SHAPES[plan.device_type]
+    batch, seq, d_model, heads = SHAPES[options.device_type]
     d_head, shared = d_model // heads, -(-heads // n) * n
     return batch, -(-seq // n) * n, d_head * shared, shared
 
 
 @suite("tensor_parallel", world="ranks", help=SUITES["tensor_parallel"])
-def tensor_parallel(plan: Plan) -> Iterator[Case]:
-    for mesh_dim, n in shared_dims(plan):
-        shape = shape_for(plan, n)
+def tensor_parallel(options: RunOptions) -> Iterator[Case]:
+    for mesh_dim, n in shared_dims(options):
+        shape = shape_for(options, n)
         sizes = dict(zip(("batch", "seq", "d_model", "heads"), shape, strict=True))
-        for dtype in plan.dtypes:
-            for block in QUICK if plan.quick else MODELS:
+        for dtype in options.dtypes:
+            for block in QUICK if options.quick else MODELS:
                 for passes in PASSES[block]:
                     where: dict[str, Param] = {
                         "mesh_dim": mesh_dim,

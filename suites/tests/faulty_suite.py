@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 import dtbench_core
-from dtbench.model import Case, Plan, Workload
-from dtbench.model.suites import load, suite
+from dtbench.suite import Case, RunOptions, Workload
+from dtbench.suite.suites import load, suite
 from dtbench_core import comm
 from dtbench_suites import bucketer, bucketer_reference, collectives, embedding, overlap, tensor_parallel
 
@@ -136,8 +136,8 @@ SPOILED = {
 
 
 @suite("faulty", world="ranks", help="every case with a fault")
-def faulty_suite(plan: Plan) -> Iterator[Case]:
+def faulty_suite(options: RunOptions) -> Iterator[Case]:
     for name, spoiled in SPOILED.items():
-        for case in load([name])[0].cases(plan):
+        for case in load([name])[0].cases(options):
             build = {impl: faulty(made, spoiled) for impl, made in case.build.items()}
             yield dataclasses.replace(case, name=f"{name} {case.name}", build=build, samples=2)

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtbench.bench.options import RunOptions
-from dtbench.model import Case, Plan
-from dtbench.model.suites import load
+from dtbench.engine.options import RunRequest
+from dtbench.suite import Case, RunOptions
+from dtbench.suite.suites import load
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_suites import collectives, dispatch, redistribute, tensor_parallel
 from dtbench_suites.dispatch_programs import PROGRAMS
@@ -30,12 +30,12 @@ LEAST = {
 }
 
 PLANS = {
-    "2x2": Plan((("dp", 2), ("tp", 2)), SIZES, ("float32", "bfloat16")),
-    "quick": Plan((("dp", 2), ("tp", 2)), SIZES, quick=True),
-    "one dim": Plan((("tp", 3),), SIZES, ("float64",)),
-    "a dim of one rank": Plan((("dp", 1), ("tp", 4)), SIZES),
-    "cuda": Plan((("dp", 4), ("tp", 8)), SIZES, device_type="cuda"),
-    "one rank": Plan((("tp", 1),), SIZES),
+    "2x2": RunOptions((("dp", 2), ("tp", 2)), SIZES, ("float32", "bfloat16")),
+    "quick": RunOptions((("dp", 2), ("tp", 2)), SIZES, quick=True),
+    "one dim": RunOptions((("tp", 3),), SIZES, ("float64",)),
+    "a dim of one rank": RunOptions((("dp", 1), ("tp", 4)), SIZES),
+    "cuda": RunOptions((("dp", 4), ("tp", 8)), SIZES, device_type="cuda"),
+    "one rank": RunOptions((("tp", 1),), SIZES),
 }
 # The impls of the run file, which calibrate and report read.
 IMPLS = {
@@ -60,7 +60,7 @@ PARAMS = {
 }
 
 
-def cases(suite: str, plan: Plan) -> list[Case]:
+def cases(suite: str, plan: RunOptions) -> list[Case]:
     return list(load([suite])[0].cases(plan))
 
 
@@ -72,7 +72,7 @@ def test_the_suites_are_found():
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 @pytest.mark.parametrize("suite", IMPLS)
-def test_cases_are_listed_without_a_world_and_told_apart(suite: str, plan: Plan):
+def test_cases_are_listed_without_a_world_and_told_apart(suite: str, plan: RunOptions):
     assert not dist.is_initialized()
     listed = cases(suite, plan)
     keys = [(case.name, *sorted(case.params.items())) for case in listed]
@@ -105,11 +105,11 @@ def test_only_dims_with_several_ranks_are_measured(suite: str):
 
 @pytest.mark.parametrize("suite", ["redistribute", "collectives"])
 def test_a_sweep_that_was_chosen_is_measured_whole(suite: str):
-    chosen = Plan((("tp", 2),), (2**10, 2**14, 2**18, 2**22), sizes_chosen=True)
+    chosen = RunOptions((("tp", 2),), (2**10, 2**14, 2**18, 2**22), sizes_chosen=True)
     assert set(map(frozenset, sizes_by_regime(suite, chosen).values())) == {frozenset(chosen.sizes_bytes)}
 
 
-def sizes_by_regime(suite: str, plan: Plan) -> dict[tuple[str, object, object], set[object]]:
+def sizes_by_regime(suite: str, plan: RunOptions) -> dict[tuple[str, object, object], set[object]]:
     found: dict[tuple[str, object, object], set[object]] = {}
     for case in cases(suite, plan):
         regime = (case.name, case.params["groups"], case.params["mode"])
@@ -122,7 +122,7 @@ def sizes_by_regime(suite: str, plan: Plan) -> dict[tuple[str, object, object], 
 def test_a_sweep_to_calibrate_with_is_whole_together_and_isolated(
     suite: str, mesh: tuple[tuple[str, int], ...]
 ):
-    plan = RunOptions(max_size_bytes=5 * 2**20, mesh=mesh).plan("cpu", math.prod(n for _, n in mesh))
+    plan = RunRequest(max_size_bytes=5 * 2**20, mesh=mesh).resolve("cpu", math.prod(n for _, n in mesh))
     for (_, groups, mode), sizes in sizes_by_regime(suite, plan).items():
         whole = (groups, mode) == ("together", "isolated")
         few = {5 * 2**20} if (groups, mode) == ("alone", "isolated") else {256 * 2**10}
@@ -134,7 +134,7 @@ def test_a_sweep_to_calibrate_with_is_whole_together_and_isolated(
 
 
 def test_other_regimes_of_a_transition_only_accompany_its_sweep():
-    default = RunOptions().plan("cpu", 4)
+    default = RunRequest().resolve("cpu", 4)
     sizes = sizes_by_regime("redistribute", default)
     assert sizes["P->R", "together", "isolated"] == set(default.coarse_sizes_bytes)
     assert {
@@ -149,7 +149,7 @@ def test_other_regimes_of_a_transition_only_accompany_its_sweep():
 
 @pytest.mark.parametrize("suite", ["redistribute", "collectives"])
 def test_a_refined_case_is_one_that_the_suite_would_list(suite: str):
-    plan = Plan((("dp", 2), ("tp", 3)), (1000, 70000), ("bfloat16",), sizes_chosen=True)
+    plan = RunOptions((("dp", 2), ("tp", 3)), (1000, 70000), ("bfloat16",), sizes_chosen=True)
     refinement = load([suite])[0].refinement
     assert refinement is not None
     for case in cases(suite, plan):
@@ -228,7 +228,7 @@ def test_powers_of_two_keep_their_size():
 
 def test_heads_and_positions_divide_by_the_ranks():
     for n in (2, 3, 5, 8):
-        _, seq, d_model, heads = tensor_parallel.shape_for(Plan((("tp", n),), SIZES), n)
+        _, seq, d_model, heads = tensor_parallel.shape_for(RunOptions((("tp", n),), SIZES), n)
         assert heads % n == 0 and seq % n == 0
         assert d_model % heads == 0
 
@@ -245,7 +245,7 @@ def test_dispatch_warms_up_and_takes_one_first_call_per_sample():
 
 def test_some_ops_are_measured_behind_a_busy_stream_on_a_gpu():
     for quick in (False, True):
-        on_cpu = Plan((("tp", 2),), (), quick=quick)
+        on_cpu = RunOptions((("tp", 2),), (), quick=quick)
         assert not any(case.busy for case in dispatch.dispatch.cases(on_cpu))
         found = [case for case in dispatch.dispatch.cases(replace(on_cpu, device_type="cuda")) if case.busy]
         assert {case.name for case in found} == dispatch.BUSY

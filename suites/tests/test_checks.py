@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtbench.model import Skip
-from dtbench.world.ranks import simulated_world
+from dtbench.engine.ranks import simulated_world
+from dtbench.suite import Skip
 from dtbench_suites import dispatch
 from dtbench_suites.data import (
     largest_exact,

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from dtbench.bench.options import RunOptions, list_tasks
+from dtbench.engine.options import RunRequest, list_tasks
 from dtbench.gate import gate as gates
 from dtbench.gate.benchmark import label_of
 from dtbench.gate.gate import GateOptions
 from dtbench.gate.verdict import judged
 from dtbench.gate.worker import benchmark_of
-from dtbench.model.suites import load
 from dtbench.pytest_plugin import PAIR
 from dtbench.pytest_plugin.gate import GateTests
 from dtbench.records.gate import Gate
 from dtbench.records.judged import Verdict
+from dtbench.suite.suites import load
 from dtbench.tests.made_up_arm import concluded
 
 OPTION = SimpleNamespace(
@@ -36,7 +36,7 @@ def form(
 ) -> tuple[Any, list[str]]:
     """The plugin with as many tests, of which the gate will say so, and their labels."""
     tests = GateTests(SimpleNamespace(option=OPTION))  # type: ignore[arg-type]
-    tasks = list_tasks(load(["dispatch"]), RunOptions().plan("cpu", 4), "relu")
+    tasks = list_tasks(load(["dispatch"]), RunRequest().resolve("cpu", 4), "relu")
     pairs = [(task, impl) for task in tasks for impl in task.impls][: len(verdicts)]
 
     def gate(options: GateOptions) -> Gate:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtbench.model import Plan
+from dtbench.suite import RunOptions
 from dtbench_suites import bucketer_reference
 from dtbench_suites.bucketer_reference import ReferenceBucketer
 from dtbench_suites.packing import IMPLS, build, packing
@@ -67,7 +67,7 @@ def test_a_recording_whose_replay_packs_nothing_is_seen(impl: str, world: Simple
 
 
 def test_on_a_gpu_the_hosts_time_and_that_of_kernels_are_cases_of_their_own():
-    found = packing.cases(Plan((("tp", 2),), (), device_type="cuda"))
+    found = packing.cases(RunOptions((("tp", 2),), (), device_type="cuda"))
     assert Counter((case.name, case.clock) for case in found) == {
         ("pack", "host"): 3,
         ("kernels", "device"): 3,
@@ -75,15 +75,15 @@ def test_on_a_gpu_the_hosts_time_and_that_of_kernels_are_cases_of_their_own():
 
 
 def test_the_sizes_add_up_to_64_mib():
-    plan = Plan((("tp", 2),), ())
-    cases = list(packing.cases(plan))
+    options = RunOptions((("tp", 2),), ())
+    cases = list(packing.cases(options))
     assert [(c.params["tensors"], c.params["tensor_bytes"]) for c in cases] == [
         (4096, 16 * 1024),
         (256, 256 * 1024),
         (64, MIB),
     ]
     assert {c.size_bytes for c in cases} == {64 * MIB}
-    quick = list(packing.cases(Plan((("tp", 2),), (), quick=True)))
+    quick = list(packing.cases(RunOptions((("tp", 2),), (), quick=True)))
     assert {c.size_bytes for c in quick} == {2 * MIB}
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench.bench.options import RunOptions, list_tasks
-from dtbench.model import Plan, Result
-from dtbench.model.suites import load
+from dtbench.engine.options import RunRequest, list_tasks
 from dtbench.records.run import read_run
+from dtbench.suite import Result, RunOptions
+from dtbench.suite.suites import load
 from dtbench.tests.programs import start, start_fresh
 
 FAULTY = Path(__file__).parent / "faulty_suite.py"
@@ -54,7 +54,7 @@ def results(quick: tuple[Path, subprocess.CompletedProcess[str]]) -> tuple[Resul
 
 
 def test_every_case_and_impl_is_ok(results: tuple[Result, ...], quick: Any):
-    plan: Plan = RunOptions(mesh=MESH, sizes_bytes=(4096,), quick=True).plan("cpu", 4)
+    plan: RunOptions = RunRequest(mesh=MESH, sizes_bytes=(4096,), quick=True).resolve("cpu", 4)
     listed = {task.key(impl, 0) for task in list_tasks(load(), plan, CASES) for impl in task.impls}
     assert {suite.name for suite in load()} == {key[0] for key in listed}
     assert {r.key for r in results} == listed

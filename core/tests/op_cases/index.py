@@ -72,10 +72,7 @@ def _listed(a: Any, b: Any) -> Any:
     """index_add and its kin: rows [2, -1, 0] written from b's first three."""
     rows = index_for(a, [2, 1, 0], R)
     source = b[:3]
-    outs = [
-        a.index_add(0, rows, source, alpha=2),
-        a.index_copy(0, rows, source),
-    ]
+    outs = [a.index_add(0, rows, source, alpha=2), a.index_copy(0, rows, source)]
     return flat(outs)
 
 

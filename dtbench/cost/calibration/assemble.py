@@ -28,8 +28,6 @@ from dtbench.cost.calibration.setups import (
     version_warnings,
 )
 from dtbench.cost.price import ring_us
-from dtbench.model import Run
-from dtbench.model.errors import UsageError
 from dtbench.records.topology import (
     SCHEMA,
     BuiltIn,
@@ -45,6 +43,8 @@ from dtbench.records.topology import (
     Topology,
 )
 from dtbench.stats import interval
+from dtbench.suite import Run
+from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, RING_COLLECTIVES, hops
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from dtbench.cost.calibration.points import Tagged, quartiles, samples_us
-from dtbench.model.mesh import Groups
 from dtbench.records.layout import DimLayout
 from dtbench.records.topology import Layout
-from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, Link
+from dtbench.suite.mesh import Groups
+from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, RingLink
 
 # Groups of one dim that take this much longer than others, at the median over what they measured
 # together, lie on other links: pairwise bandwidths of like links agree within 10 to 25 %.
@@ -77,7 +77,7 @@ def slowest_over_fastest(results: Sequence[Tagged], groups: Groups) -> float:
     return float(np.exp(of_group[slowest] - of_group[fastest]))
 
 
-def builtin_link(layout: Layout) -> Link | None:
+def builtin_link(layout: Layout) -> RingLink | None:
     """torch's constants for where the slowest group really is; None where the run does not say."""
     hosts = layout.hosts_per_group
     return None if hosts is None else INTER_HOST if hosts[1] > 1 else INTRA_HOST

@@ -18,10 +18,10 @@ from dtbench.cost.calibration.points import (
     series_by_name,
     tagged,
 )
-from dtbench.model import Run
-from dtbench.model.mesh import Groups, groups_by_dim
 from dtbench.records.layout import layout_of
 from dtbench.records.topology import Contention, Layout
+from dtbench.suite import Run
+from dtbench.suite.mesh import Groups, groups_by_dim
 
 Sharing = Literal["together", "alone"]
 IMPLS = ("core", "torch")  # whose changes of placement are priced apart

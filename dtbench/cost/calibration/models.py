@@ -10,8 +10,8 @@ import numpy as np
 from dtbench.cost.calibration.layout import builtin_link
 from dtbench.cost.calibration.points import COLLECTIVES
 from dtbench.cost.price import price, ring_us
-from dtbench.model import Header, MeshShape
 from dtbench.records.topology import Dim, Layout, MeasuredCurve
+from dtbench.suite import Header, MeshShape
 from dtbench_core.cost.ring import GIB, RING_COLLECTIVES, Ring, guessed_links
 
 # In order of what they know. The noise floor is no model: one launch's times as the forecast of another's.

@@ -22,10 +22,10 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.model import Result, Run
-from dtbench.model.mesh import Groups
 from dtbench.records.layout import from_last_arrivals_s
 from dtbench.stats import quantiles_of
+from dtbench.suite import Result, Run
+from dtbench.suite.mesh import Groups
 
 Array = NDArray[np.float64]
 Launch = tuple[str, int]  # run_id, number of the launch in that run

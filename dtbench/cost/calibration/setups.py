@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtbench.model import Header, Run
-from dtbench.model.errors import UsageError
 from dtbench.records.layout import hosts_of
 from dtbench.records.topology import FromRun
+from dtbench.suite import Header, Run
+from dtbench.suite.errors import UsageError
 
 
 def check_same_setup(runs: Sequence[Run]) -> None:

@@ -21,10 +21,10 @@ from dtbench.cost.calibration.models import WORDS, CurvesOnly, Models, devices_p
 from dtbench.cost.calibration.points import COLLECTIVES, Point, Series
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
 from dtbench.cost.price import price
-from dtbench.model import Run
-from dtbench.model.errors import UsageError
 from dtbench.records.cost_model import CallGroup, Score, Validation
 from dtbench.records.topology import Dim, MeasuredCurve, Topology
+from dtbench.suite import Run
+from dtbench.suite.errors import UsageError
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
 KIB, MIB = 1024, 1024**2

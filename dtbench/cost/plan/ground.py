@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from dtbench.cost.plan.job import Job, Layout
-from dtbench.cost.plan.machines import Error, Machine
+from dtbench.cost.plan.machines import ErrorBounds, MachineSpec
+from dtbench.cost.plan.training import TrainingJob, TrainingLayout
 from dtbench.text.units import format_ratio
 
 # Share of the steps on each side of an interval. Steps of one layout are alike, so new layouts lie further off: in four
@@ -26,24 +26,24 @@ LAUNCHES = (0.995, 1.004)
 WIDER, WIDER_NEW_KIND = 0.2, 0.4
 
 
-def kind_of(job: Job, layout: Layout, machine: Machine) -> str:
+def kind_of(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> str:
     """Steps whose predictions are about as far off."""
     if job.gpus <= machine.gpus_per_node:
         return "one node"
     return "pipelines over nodes" if layout.pp > 1 else "several nodes"
 
 
-def _measures(job: Job) -> dict[str, float]:
+def _measures(job: TrainingJob) -> dict[str, float]:
     return {"GPUs": job.gpus, "parameters": job.model.elements(), "tokens a sequence": job.sequence}
 
 
-def ground_of(jobs: Iterable[Job]) -> dict[str, tuple[float, float]]:
+def ground_of(jobs: Iterable[TrainingJob]) -> dict[str, tuple[float, float]]:
     """From the least to the most of what was measured."""
     measures = [_measures(job) for job in jobs]
     return {name: (min(m[name] for m in measures), max(m[name] for m in measures)) for name in measures[0]}
 
 
-def error_of(kinds: Sequence[str], ratios: Sequence[float]) -> Error:
+def error_of(kinds: Sequence[str], ratios: Sequence[float]) -> ErrorBounds:
     """Measured over predicted of steps that were not fitted: the ends of intervals for 90 % of
     steps of other layouts, of all and of each kind."""
 
@@ -58,12 +58,12 @@ def error_of(kinds: Sequence[str], ratios: Sequence[float]) -> Error:
         kind: [r for k, r in zip(kinds, ratios, strict=True) if k == kind] for kind in sorted({*kinds})
     }
     low, high = ends(ratios)
-    return Error(
+    return ErrorBounds(
         low=low, high=high, kinds={kind: ends(of) for kind, of in by_kind.items() if len(of) >= ENOUGH}
     )
 
 
-def interval(job: Job, layout: Layout, machine: Machine) -> tuple[float, float] | None:
+def interval(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> tuple[float, float] | None:
     """What 90 % of such steps take, over the predicted time; wider beyond the ground. None where nothing is known."""
     error = machine.error
     if error is None:
@@ -78,7 +78,7 @@ def interval(job: Job, layout: Layout, machine: Machine) -> tuple[float, float] 
     return low**wider, high**wider
 
 
-def _beyond(job: Job, machine: Machine) -> Iterator[tuple[str, float]]:
+def _beyond(job: TrainingJob, machine: MachineSpec) -> Iterator[tuple[str, float]]:
     """(what, by what factor it lies outside of what was measured)."""
     for name, value in _measures(job).items():
         least, most = machine.ground.get(name, (value, value))
@@ -86,7 +86,7 @@ def _beyond(job: Job, machine: Machine) -> Iterator[tuple[str, float]]:
             yield name, value / most if value > most else least / value
 
 
-def extrapolation(job: Job, machine: Machine) -> str | None:
+def extrapolation(job: TrainingJob, machine: MachineSpec) -> str | None:
     """A line that says what was measured and what is asked, where these differ."""
     measures = _measures(job)
     words = [

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 import re
-from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import structs
 
-from dtbench.cost.price import estimate
-from dtbench.model.errors import UsageError
 from dtbench.records.read import BadFieldError, decode, into, read_json
-from dtbench.records.topology import Dim, Topology
-from dtbench_core.cost.curve import Curve
+from dtbench.suite.errors import UsageError
 
 MAX_FILE_BYTES = 2**20
 
@@ -29,12 +22,12 @@ _Share = Annotated[float, msgspec.Meta(ge=1e-12, le=1.0)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 
 
-class Fitted(msgspec.Struct, frozen=True, kw_only=True):
+class FittedConstants(msgspec.Struct, frozen=True, kw_only=True):
     """What no data sheet says; `dtbench plan --fit` fits it to measured steps.
 
     Of the GPU: matmul, memory: share of the peak that matrix products and memory-bound operations reach.
 
-    Of the software (`SOFTWARE`), so that another machine's may stand in:
+    Of the software:
     attention: how many times as fast as matrix products flash attention is, all scores counted although causal
         kernels leave half of them out. fp8: how many times as fast as in bfloat16 matrix products in FP8 are.
         grouped: share of that speed that the products of experts reach.
@@ -66,23 +59,6 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
     overlaps: bool = True
 
 
-SOFTWARE = (
-    "attention",
-    "fp8",
-    "grouped",
-    "host_us",
-    "host_tp_us",
-    "wait_us",
-    "layer_us",
-    "logit_bytes",
-    "step_us",
-    "gradient_bytes",
-    "activations",
-    "stages_by_cost",
-    "overlaps",
-)
-
-
 class Network(msgspec.Struct, frozen=True, kw_only=True):
     """Between nodes. GBps: 10^9 bytes/s that one node sends, over all of its adapters. latency_us: of one hop: a ring
     has as many as ranks, which is why a collective's bandwidth falls with the number of nodes; a tree has few.
@@ -96,7 +72,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     shared: _Share = 1.0
 
 
-class Error(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorBounds(msgspec.Struct, frozen=True, kw_only=True):
     """90 % of the held-out steps took `low` to `high` times what was predicted; kinds: the same of steps of one kind,
     as `dtbench.cost.plan.ground` tells them apart."""
 
@@ -109,11 +85,11 @@ class Error(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("low is above high")
 
 
-Tables = dict[str, list[tuple[_Positive, _Positive]]]
+CollectiveTables = dict[str, list[tuple[_Positive, _Positive]]]
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class MachineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """peak_tflops: dense bfloat16. memory_GBps: 10^9 bytes/s. all_reduce, and by name other collectives: ranks of one
     node -> [[bytes, us], ...], measured; other numbers of ranks follow from the nearest, other collectives from the
     all-reduce. ground: what -> from the least to the most that steps were fitted on. licence: of what was measured.
@@ -126,12 +102,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     memory_GiB: _Positive  # noqa: N815 - the unit's name
     peak_tflops: _Positive
     memory_GBps: _Positive  # noqa: N815
-    fitted: Fitted
+    fitted: FittedConstants
     fitted_on: str
     network: Network
-    all_reduce: Tables
-    collectives: dict[str, Tables] = {}
-    error: Error | None = None
+    all_reduce: CollectiveTables
+    collectives: dict[str, CollectiveTables] = {}
+    error: ErrorBounds | None = None
     ground: dict[str, tuple[_Positive, _Positive]] = {}
     licence: str = ""
     stands_in: str = ""
@@ -141,7 +117,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.collectives:
             if name not in COLLECTIVES:
                 raise ValueError(f"collectives.{name[:40]} is not one of {', '.join(COLLECTIVES)}")
-        for name, tables in {"all_reduce": self.all_reduce, **self.collectives}.items():
+        for name, tables in self.all_collectives.items():
             if not tables:
                 raise ValueError(f"{name} is empty, expected at least one table of a node's ranks")
             for ranks, rows in tables.items():
@@ -157,6 +133,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{name} must have times that never fall")
 
     @property
+    def all_collectives(self) -> dict[str, CollectiveTables]:
+        """By name, the all-reduce first."""
+        return {"all_reduce": self.all_reduce, **self.collectives}
+
+    @property
     def flops(self) -> float:
         """Floating point operations per second that matrix products reach."""
         return self.peak_tflops * 1e12 * self.fitted.matmul
@@ -165,166 +146,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     def bytes_per_s(self) -> float:
         """Bytes per second that memory-bound operations reach."""
         return self.memory_GBps * 1e9 * self.fitted.memory
-
-
-class Links(Protocol):
-    """What communication costs, in seconds. inner: ranks between neighbours of a group (1: consecutive ranks)."""
-
-    def all_reduce(self, size_bytes: float, ranks: int, inner: int) -> float:
-        """Of a buffer of so many bytes on each rank."""
-
-    def gather(self, size_bytes: float, ranks: int, inner: int) -> float:
-        """An all-gather to, or a reduce-scatter of, a buffer of so many bytes."""
-
-    def all_to_all(self, size_bytes: float, ranks: int, inner: int) -> float:
-        """Each rank shares out a buffer of so many bytes."""
-
-    def send(self, size_bytes: float, tp: int, inner: int) -> float:
-        """From a pipeline stage to the next, of activations that `tp` ranks hold copies of."""
-
-
-@dataclass(frozen=True)
-class FasterNetwork:
-    """Links whose network between nodes carries `factor` times the bytes, whatever prices them: n bytes take what
-    n / factor took."""
-
-    links: Links
-    factor: float
-    gpus_per_node: int
-
-    def all_reduce(self, size_bytes: float, ranks: int, inner: int) -> float:
-        return self.links.all_reduce(self._size(size_bytes, ranks, inner), ranks, inner)
-
-    def gather(self, size_bytes: float, ranks: int, inner: int) -> float:
-        return self.links.gather(self._size(size_bytes, ranks, inner), ranks, inner)
-
-    def all_to_all(self, size_bytes: float, ranks: int, inner: int) -> float:
-        return self.links.all_to_all(self._size(size_bytes, ranks, inner), ranks, inner)
-
-    def send(self, size_bytes: float, tp: int, inner: int) -> float:
-        return self.links.send(size_bytes / (self.factor if inner >= self.gpus_per_node else 1), tp, inner)
-
-    def _size(self, size_bytes: float, ranks: int, inner: int) -> float:
-        crosses = group_in_node(self.gpus_per_node, ranks, inner) < ranks
-        return size_bytes / (self.factor if crosses else 1)
-
-
-class NodeLinks:
-    """The links of a machine file: measured collectives within a node, a ring over the nodes' adapters beyond."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self._curves = {"all_reduce": curves_of(machine.all_reduce)}
-        self._curves |= {name: curves_of(tables) for name, tables in machine.collectives.items()}
-        self.in_node = functools.lru_cache(maxsize=2**14)(self._price_in_node)
-
-    def all_reduce(self, size_bytes: float, ranks: int, inner: int) -> float:
-        hops = 2 * math.ceil(math.log2(max(2, ranks / self._per_node(ranks, inner))))
-        return self._ring("all_reduce", size_bytes, ranks, inner, 2.0, hops)
-
-    def gather(self, size_bytes: float, ranks: int, inner: int) -> float:
-        return self._ring("all_gather", size_bytes, ranks, inner, 1.0, ranks - 1)
-
-    def all_to_all(self, size_bytes: float, ranks: int, inner: int) -> float:
-        per_node = self._per_node(ranks, inner)
-        crossing = (ranks - per_node) / max(1, ranks - 1)  # share of the bytes that leave the node
-        return self._ring("all_to_all", size_bytes, ranks, inner, crossing, ranks // per_node)
-
-    def send(self, size_bytes: float, tp: int, inner: int) -> float:
-        network, per_node = self.machine.network, self.machine.gpus_per_node
-        if inner < per_node:  # both stages in one node: half an all-reduce of two ranks sends each byte once
-            return self.in_node("all_reduce", size_bytes, 2) / 2
-        # Each of the tp ranks sends its share, all pipelines of the node at once.
-        return size_bytes * per_node / min(tp, per_node) / (network.GBps * 1e9) + network.latency_us * 1e-6
-
-    def _per_node(self, ranks: int, inner: int) -> int:
-        return group_in_node(self.machine.gpus_per_node, ranks, inner)
-
-    def _ring(
-        self, collective: str, size_bytes: float, ranks: int, inner: int, copies: float, hops: int
-    ) -> float:
-        """copies: how often a node sends its share of the buffer."""
-        if ranks == 1:
-            return 0.0
-        per_node = self._per_node(ranks, inner)
-        if per_node >= ranks:
-            return self.in_node(collective, size_bytes, ranks)
-        # Every group that passes through a node sends its ring's share through the node's adapters.
-        groups = self.machine.gpus_per_node / per_node
-        network = self.machine.network
-        rate = network.GBps * 1e9 * (network.shared if per_node > 1 and groups > 1 else 1.0)
-        sent = copies * (ranks - 1) / ranks * size_bytes * groups
-        return sent / rate + hops * network.latency_us * 1e-6
-
-    def _price_in_node(self, collective: str, size_bytes: float, ranks: int) -> float:
-        """Seconds of a collective of so many ranks of one node."""
-        curves = self._curves.get(collective)
-        if curves is None:  # of a ring
-            return self._price_in_node("all_reduce", size_bytes, ranks) / 2
-        known = sorted(curves)
-        more = next((n for n in known if n >= ranks), known[-1])
-        if more == ranks or ranks < known[0] or ranks > known[-1]:
-            return curves[more].us(size_bytes) * 1e-6 * _ring_share(ranks) / _ring_share(more)
-        # Between two measured numbers of ranks a line of logarithms: n = 4 from 2 and 8 is 8 % off on H200, B300 and
-        # RTX PRO 6000.
-        less = known[known.index(more) - 1]
-        share = math.log(ranks / less) / math.log(more / less)
-        us: float = curves[less].us(size_bytes) ** (1 - share) * curves[more].us(size_bytes) ** share
-        return us * 1e-6
-
-
-def curves_of(tables: Tables) -> dict[int, Curve]:
-    """Ranks of one node -> time of a collective over bytes."""
-    return {
-        int(ranks): Curve(tuple(int(s) for s, _ in rows), tuple(us for _, us in rows))
-        for ranks, rows in tables.items()
-    }
-
-
-def _ring_share(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-def group_in_node(gpus_per_node: int, ranks: int, inner: int) -> int:
-    """How many ranks of one group share a node."""
-    return max(1, min(ranks, gpus_per_node // inner))
-
-
-@dataclass(frozen=True)
-class TopologyLinks:
-    """The links of a calibrated topology: its slowest dim within a host, and its slowest dim between hosts."""
-
-    topology: Topology
-    gpus_per_node: int
-
-    def all_reduce(self, size_bytes: float, ranks: int, inner: int) -> float:
-        if ranks == 1:
-            return 0.0
-        return self._us("all_reduce", size_bytes, ranks, self._within(ranks, inner)) * 1e-6
-
-    def gather(self, size_bytes: float, ranks: int, inner: int) -> float:
-        return self.all_reduce(size_bytes, ranks, inner) / 2
-
-    def all_to_all(self, size_bytes: float, ranks: int, inner: int) -> float:
-        if ranks == 1:
-            return 0.0
-        return self._us("all_to_all", size_bytes, ranks, self._within(ranks, inner)) * 1e-6
-
-    def _within(self, ranks: int, inner: int) -> bool:
-        return group_in_node(self.gpus_per_node, ranks, inner) >= ranks
-
-    def send(self, size_bytes: float, tp: int, inner: int) -> float:
-        return self._us("all_reduce", size_bytes / tp, 2, inner < self.gpus_per_node) * 1e-6 / 2
-
-    def _us(self, collective: str, size_bytes: float, ranks: int, within: bool) -> float:
-        return estimate(self._dim(within), collective, ranks, max(1, int(size_bytes))).time_us
-
-    def _dim(self, within: bool) -> Dim:
-        dims = self.topology.dims
-        fitting = [dim for dim in dims if (dim.layout.kind == "intra-host") == within]
-        if not dims:
-            raise UsageError("the topology holds no mesh dim: calibrate from a run with collectives")
-        return min(fitting or dims, key=lambda dim: dim.bandwidth_GiBps)
 
 
 def built_in() -> list[str]:
@@ -344,16 +165,7 @@ def machine_called(system: str) -> str | None:
     return next((name for name in built_in() if name.partition("-")[0] in words), None)
 
 
-def with_software(machine: Machine, of: Machine) -> Machine:
-    """The machine as another one's software drives it."""
-    values = {name: getattr(of.fitted, name) for name in SOFTWARE}
-    fitted = structs.replace(machine.fitted, **values)
-    return structs.replace(
-        machine, fitted=fitted, fsdp="", error=None, fitted_on=f"the software: {of.fitted_on}"
-    )
-
-
-def find_machine(name_or_path: str) -> Machine:
+def find_machine(name_or_path: str) -> MachineSpec:
     """A built-in machine by name, or the one in a JSON file.
 
     Raises:
@@ -369,6 +181,6 @@ def find_machine(name_or_path: str) -> Machine:
             f"--machine {name_or_path} is not known: expected one of {', '.join(built_in())}, or a JSON file"
         )
     try:
-        return into(content, Machine)
+        return into(content, MachineSpec)
     except BadFieldError as error:
         raise UsageError(f"--machine {name_or_path}: {error}") from error

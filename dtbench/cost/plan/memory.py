@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtbench.cost.plan.job import Job, Layout, stage_elements, stage_layers
-from dtbench.cost.plan.machines import Fitted
+from dtbench.cost.plan.machines import FittedConstants
+from dtbench.cost.plan.training import TrainingJob, TrainingLayout, stage_elements, stage_layers
 
 WEIGHT, GRADIENT, OPTIMIZER = 2, 2, 12  # bytes per parameter: bf16, bf16; float32 weight and two moments
 LOGIT = 6  # bytes per logit: bf16, and float32 for the loss
@@ -18,7 +18,7 @@ GATHERED_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes."""
 
     weights: float
@@ -31,7 +31,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def memory_of(job: Job, layout: Layout, fitted: Fitted | None = None) -> Memory:
+def memory_of(job: TrainingJob, layout: TrainingLayout, fitted: FittedConstants | None = None) -> MemoryUse:
     """Of the rank that holds most: of the first pipeline stage, which has most micro batches in flight, or the last,
     which has the logits. fitted: says in how many bytes gradients are summed, what else
     activations need, and where stages are cut."""
@@ -46,7 +46,7 @@ def memory_of(job: Job, layout: Layout, fitted: Fitted | None = None) -> Memory:
         # In a pipeline the weights stay gathered, and gradients are summed whole until the last micro batch.
         layers = elements if layout.pp > 1 else job.model.layer_elements(layout.tp, layout.ep)
         whole, gradients = layers * (1 if layout.pp > 1 else GATHERED_LAYERS), layers
-    return Memory(
+    return MemoryUse(
         WEIGHT * (elements / layout.fsdp + whole),
         gradient * (elements / cut + gradients),
         OPTIMIZER * elements / states,
@@ -54,7 +54,7 @@ def memory_of(job: Job, layout: Layout, fitted: Fitted | None = None) -> Memory:
     )
 
 
-def _activations(job: Job, layout: Layout, counts: tuple[int, ...]) -> float:
+def _activations(job: TrainingJob, layout: TrainingLayout, counts: tuple[int, ...]) -> float:
     tokens = layout.micro_batch * job.sequence // layout.cp
     one, working = _layer_bytes(job, layout)
     micro_batches = layout.micro_batches(job.batch)
@@ -69,7 +69,7 @@ def _activations(job: Job, layout: Layout, counts: tuple[int, ...]) -> float:
     return most + tokens * working
 
 
-def _layer_bytes(job: Job, layout: Layout) -> tuple[float, float]:
+def _layer_bytes(job: TrainingJob, layout: TrainingLayout) -> tuple[float, float]:
     """Bytes per token: kept of a layer for its backward pass, and held only while a layer is computed again."""
     model, software = job.model, job.software
     # Inputs of norms and of blocks; masks of dropout, which models with gated MLPs do without.

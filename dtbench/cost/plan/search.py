@@ -1,51 +1,79 @@
-"""All layouts of a job that fit into memory, the fastest ones, and what would change the answer."""
+"""All layouts of a job that fit into memory, and the fastest ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
 
-from msgspec import structs
+from msgspec import Struct
 
-from dtbench.cost.plan.job import RECOMPUTE, Job, Layout
-from dtbench.cost.plan.machines import FasterNetwork, Links, Machine
-from dtbench.cost.plan.memory import Memory, memory_of
-from dtbench.cost.plan.step import Step, predict_step
-from dtbench.model.errors import UsageError
-from dtbench.text.units import format_bytes, format_ratio, format_seconds
+from dtbench.cost.plan.ground import extrapolation, interval
+from dtbench.cost.plan.links import Links
+from dtbench.cost.plan.machines import MachineSpec
+from dtbench.cost.plan.memory import MemoryUse, memory_of
+from dtbench.cost.plan.models import TransformerModel
+from dtbench.cost.plan.step import StepTime, predict_step
+from dtbench.cost.plan.training import RECOMPUTE, TrainingJob, TrainingLayout
+from dtbench.suite.errors import UsageError
+from dtbench.text.units import format_bytes
 
 BEST = 10
 MAX_MICRO_BATCH = 64
 MAX_CHUNKS = 8
 # Of a GPU's memory: its context, the collectives' buffers and what the allocator cannot use. An assumption.
 RESERVED_BYTES = 4 * 2**30
-# A layout that wins by less than this in another setting is no other answer.
-SAME_WITHIN = 1.01
+# Of a step's time, as `StepTime` names them, and in words.
+PARTS = {
+    "compute": "",
+    "tensor": "tensor-parallel collectives",
+    "pipeline": "sends between stages",
+    "data": "gradients and weights over dp",
+    "bubble": "the pipeline's bubble",
+    "once": "the optimizer",
+}
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that fits."""
+class LayoutRow(Struct, frozen=True, kw_only=True):
+    """A way to shard. Times in seconds, memory in bytes; parts_s and memory_bytes: name -> share."""
 
-    layout: Layout
-    step: Step
-    memory: Memory
+    words: str
+    layout: dict[str, int | str]
+    step_s: float
+    low_s: float | None
+    high_s: float | None
+    mfu: float
+    exposed_s: float
+    parts_s: dict[str, float]
+    memory_bytes: dict[str, float]
+    why: str
 
 
-@dataclass(frozen=True)
-class Plan:
-    """best: the fastest first, one per layout of the ranks. considered, fitting: how many were priced."""
+class PlanFile(Struct, frozen=True, kw_only=True):
+    """What `dtbench plan --json` prints. best: the fastest first, one per layout of the ranks. considered, fitting:
+    how many layouts."""
 
-    job: Job
-    machine: Machine
+    kind: Literal["plan"] = "plan"
+    title: str
+    model: TransformerModel
+    parameters: int
+    machine: str
+    gpus: int
+    global_batch: int
+    sequence: int
     limit_bytes: float
-    best: tuple[Candidate, ...]
     considered: int
     fitting: int
-    changes: tuple[str, ...]
+    best: tuple[LayoutRow, ...]
+    assumptions: tuple[str, ...]
 
 
-def plan(job: Job, machine: Machine, links: Links, limit_bytes: float) -> Plan:
+def search_layouts(
+    job: TrainingJob,
+    machine: MachineSpec,
+    links: Links,
+    limit_bytes: float,
+) -> PlanFile:
     """The best layouts of `job` over its GPUs.
 
     limit_bytes: memory of one GPU that the training may use.
@@ -53,32 +81,64 @@ def plan(job: Job, machine: Machine, links: Links, limit_bytes: float) -> Plan:
     Raises:
         UsageError: no layout uses all GPUs with this batch, or none fits into memory.
     """
-    layouts = [(layout, memory_of(job, layout, machine.fitted)) for layout in all_layouts(job, machine)]
-    if not layouts:
+    memories = {layout: memory_of(job, layout, machine.fitted) for layout in all_layouts(job, machine)}
+    if not memories:
         raise UsageError(
             f"no layout shares a batch of {job.batch} sequences over all {job.gpus} GPUs: give --batch as a multiple "
             "of the GPUs, or of a large part of them"
         )
-    fitting = [found for found in layouts if found[1].total <= limit_bytes]
+    fitting = [layout for layout, memory in memories.items() if memory.total <= limit_bytes]
     if not fitting:
-        layout, needed = min(layouts, key=lambda found: found[1].total)
+        layout, needed = min(memories.items(), key=lambda item: item[1].total)
         raise UsageError(
             f"{job.model.name} does not fit on {job.gpus} GPUs with {format_bytes(limit_bytes)} each: the smallest "
             f"layout ({layout.words()}) needs {format_bytes(needed.total)}; give more GPUs or more memory"
         )
-    ranked = _ranked(job, fitting, machine, links)
-    return Plan(
-        job,
-        machine,
-        limit_bytes,
-        tuple(_distinct(ranked)),
-        len(layouts),
-        len(fitting),
-        tuple(_changes(job, layouts, ranked, machine, links, limit_bytes)),
+    steps = {layout: predict_step(job, layout, machine, links) for layout in fitting}
+    # Of equally fast layouts that which leaves more memory.
+    ranked = sorted(fitting, key=lambda layout: (steps[layout].total_s, memories[layout].total))
+    # The best of each way to split the ranks: ten micro batches of one split would say little.
+    best: dict[tuple[int, int, int, int], TrainingLayout] = {}
+    for layout in ranked:
+        best.setdefault((layout.tp, layout.pp, layout.dp, layout.fsdp), layout)
+    return PlanFile(
+        title=f"{job.model.name} on {job.gpus} GPUs of {machine.name}, {job.batch} sequences of {job.sequence} "
+        "tokens a step",
+        model=job.model,
+        parameters=job.model.elements(),
+        machine=machine.name,
+        gpus=job.gpus,
+        global_batch=job.batch,
+        sequence=job.sequence,
+        limit_bytes=limit_bytes,
+        considered=len(memories),
+        fitting=len(fitting),
+        best=tuple(
+            _row(job, machine, layout, steps[layout], memories[layout], limit_bytes)
+            for layout in list(best.values())[:BEST]
+        ),
+        assumptions=tuple(_assumptions(job, machine)),
     )
 
 
-def all_layouts(job: Job, machine: Machine) -> Iterator[Layout]:
+def _assumptions(job: TrainingJob, machine: MachineSpec) -> Iterator[str]:
+    yield f"{machine.name}: {machine.source}; constants fitted on {machine.fitted_on}"
+    if beyond := extrapolation(job, machine):
+        yield beyond
+    if machine.stands_in:
+        yield f"its collectives are those of {machine.stands_in}"
+    if not machine.error:
+        yield f"no step was measured on {machine.name}: how far off this is, is not known"
+    yield (
+        "bfloat16, flash attention as fast as other matrix products, sequence parallelism with tensor parallelism, an "
+        "optimizer sharded over dp, and data-parallel collectives that run behind computation"
+    )
+    yield f"{RESERVED_BYTES >> 30} GiB of each GPU are left to its context, buffers and fragmentation"
+    if job.model.experts > 1:
+        yield "experts are cut over tp as a dense MLP is, so no tokens are exchanged"
+
+
+def all_layouts(job: TrainingJob, machine: MachineSpec) -> Iterator[TrainingLayout]:
     """Every layout over exactly `job.gpus` ranks; tensor parallelism stays within a node."""
     model = job.model
     for tp in _divisors(job.gpus, machine.gpus_per_node):
@@ -93,7 +153,7 @@ def all_layouts(job: Job, machine: Machine) -> Iterator[Layout]:
                 yield from _of_ranks(job, machine, tp, pp, dp)
 
 
-def _of_ranks(job: Job, machine: Machine, tp: int, pp: int, dp: int) -> Iterator[Layout]:
+def _of_ranks(job: TrainingJob, machine: MachineSpec, tp: int, pp: int, dp: int) -> Iterator[TrainingLayout]:
     node = machine.gpus_per_node // tp
     shards = sorted({1, dp, *([node] if 1 < node < dp and dp % node == 0 else [])})
     per_rank = job.batch // dp
@@ -105,7 +165,7 @@ def _of_ranks(job: Job, machine: Machine, tp: int, pp: int, dp: int) -> Iterator
         for chunks in _chunks(job.model.layers, pp, per_rank // micro):
             for fsdp in shards:
                 for recompute in recomputes:
-                    yield Layout(tp, pp, dp, fsdp, micro, chunks, recompute)
+                    yield TrainingLayout(tp, pp, dp, fsdp, micro, chunks, recompute)
 
 
 def _chunks(layers: int, pp: int, micro_batches: int) -> list[int]:
@@ -119,79 +179,32 @@ def _divisors(number: int, largest: int) -> list[int]:
     return [one for one in range(1, min(number, largest) + 1) if number % one == 0]
 
 
-def _ranked(
-    job: Job, layouts: Sequence[tuple[Layout, Memory]], machine: Machine, links: Links
-) -> list[Candidate]:
-    found = [Candidate(layout, predict_step(job, layout, machine, links), held) for layout, held in layouts]
-    # Of equally fast ones that which leaves more memory.
-    return sorted(found, key=lambda one: (one.step.total_s, one.memory.total))
-
-
-def _distinct(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """The best of each way to split the ranks: ten micro batches of one split would say little."""
-    best: dict[tuple[int, int, int, int], Candidate] = {}
-    for one in ranked:
-        best.setdefault((one.layout.tp, one.layout.pp, one.layout.dp, one.layout.fsdp), one)
-    return list(best.values())[:BEST]
-
-
-def _changes(
-    job: Job,
-    layouts: Sequence[tuple[Layout, Memory]],
-    ranked: Sequence[Candidate],
-    machine: Machine,
-    links: Links,
+def _row(
+    job: TrainingJob,
+    machine: MachineSpec,
+    layout: TrainingLayout,
+    step: StepTime,
+    memory: MemoryUse,
     limit_bytes: float,
-) -> Iterator[str]:
-    """What the best layout would be on another machine, a line each."""
-    now = ranked[0].layout
-    fitting = [(one.layout, one.memory) for one in ranked]
-    less, more = ([one for one in layouts if one[1].total <= part * limit_bytes] for part in (0.75, 1.25))
-    others = [
-        ("half the network", fitting, machine, FasterNetwork(links, 0.5, machine.gpus_per_node)),
-        ("twice the network", fitting, machine, FasterNetwork(links, 2.0, machine.gpus_per_node)),
-        ("matrix products 20 % slower", fitting, _slower(machine, 0.8), links),
-        ("a quarter less memory", less, machine, links),
-        ("a quarter more memory", more, machine, links),
-    ]
-    for what, among, on, over in others:
-        if not among:
-            yield f"{what}: nothing fits"
-            continue
-        same = predict_step(job, now, on, over).total_s
-        layout, step = min(
-            ((layout, predict_step(job, layout, on, over)) for layout, _ in among),
-            key=lambda found: found[1].total_s,
-        )
-        kept = any(layout == now for layout, _ in among)
-        if over is not links and same == ranked[0].step.total_s:
-            yield f"{what}: the same, as no time of the step is priced between nodes of {machine.gpus_per_node} GPUs"
-        elif layout == now or (kept and same < step.total_s * SAME_WITHIN):
-            yield f"{what}: the same layout, {format_seconds(same)}"
-        else:
-            against = f", {format_ratio(same / step.total_s)} faster than the layout above" if kept else ""
-            yield f"{what}: {layout.words()}, {format_seconds(step.total_s)}{against}"
-
-
-def _slower(machine: Machine, factor: float) -> Machine:
-    fitted = machine.fitted
-    return structs.replace(machine, fitted=structs.replace(fitted, matmul=fitted.matmul * factor))
-
-
-def explain(one: Candidate, limit_bytes: float) -> str:
-    """What the step's time and the memory go to, in a line."""
-    step, memory = one.step, one.memory
-    parts = {
-        "the pipeline's bubble": step.bubble_s,
-        "tensor-parallel collectives": step.tensor_s,
-        "sends between stages": step.pipeline_s,
-        "gradients and weights over dp": step.data_s,
-        "the optimizer": step.once_s,
-    }
-    lost = [(share, what) for what, s in parts.items() if (share := s / step.total_s) >= 0.005]
-    waits = ", ".join(f"{share:.0%} {what}" for share, what in sorted(lost, reverse=True)[:2])
-    largest = max(
-        ("weights", "gradients", "optimizer", "activations"), key=lambda name: getattr(memory, name)
+) -> LayoutRow:
+    ends = interval(job, layout, machine)
+    parts = {name: getattr(step, f"{name}_s") for name in PARTS}
+    held = dataclasses.asdict(memory)
+    lost = [(s / step.total_s, PARTS[name]) for name, s in parts.items() if PARTS[name]]
+    waits = [f"{share:.0%} {what}" for share, what in sorted(lost, reverse=True)[:2] if share >= 0.005]
+    why = (
+        f"{', '.join(waits) or 'nothing waits'}; most memory for {max(held, key=held.__getitem__)}, "
+        f"{format_bytes(limit_bytes - memory.total)} spare"
     )
-    spare = format_bytes(limit_bytes - memory.total)
-    return f"{waits or 'nothing waits'}; most memory for {largest}, {spare} spare"
+    return LayoutRow(
+        words=layout.words(),
+        layout=dataclasses.asdict(layout),
+        step_s=step.total_s,
+        low_s=None if ends is None else step.total_s * ends[0],
+        high_s=None if ends is None else step.total_s * ends[1],
+        mfu=step.mfu(machine, job.gpus),
+        exposed_s=step.exposed_s,
+        parts_s=parts,
+        memory_bytes=held,
+        why=why,
+    )

@@ -9,15 +9,16 @@ step ends with what the reduction of the gradients does not hide, and with the o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from functools import lru_cache
 
-from dtbench.cost.plan.job import Job, Layout, stage_elements, stage_layers
-from dtbench.cost.plan.machines import Links, Machine
-from dtbench.cost.plan.models import Model
-from dtbench.cost.plan.shardings import BLOCKS, activation_bytes
+from dtbench.cost.plan.links import Links
+from dtbench.cost.plan.machines import MachineSpec
+from dtbench.cost.plan.models import TransformerModel
+from dtbench.cost.plan.training import TrainingJob, TrainingLayout, stage_elements, stage_layers
 
 ITEM = 2  # bytes of an element in bfloat16 or float16
+BLOCKS = 2  # of a layer: attention and MLP
 
 # Elements that memory-bound operations read and write per token and layer, forward and backward (twice the forward).
 # Not cut over tp: two layer norms (2 each forward), two biases with dropout and residual (3.5 each): 11, times 3.
@@ -34,7 +35,7 @@ OPTIMIZER_BYTES = 26
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """Seconds of one step, and where they go; the parts add up to `total_s`.
 
     compute_s: of the layers and the head on the slowest stage, on a rank that never waits. tensor_s, pipeline_s,
@@ -59,21 +60,13 @@ class Step:
         """Communication that is waited for."""
         return self.tensor_s + self.pipeline_s + self.data_s
 
-    def mfu(self, machine: Machine, gpus: int) -> float:
+    def mfu(self, machine: MachineSpec, gpus: int) -> float:
         """Model FLOPs utilization: without what is computed again (Chowdhery et al. 2022, arXiv 2204.02311)."""
         return self.model_flops / (self.total_s * gpus * machine.peak_tflops * 1e12)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Seconds of one layer and micro batch, forward and backward."""
-
-    busy: float  # without collectives, at least the host's
-    exposed: float  # collectives on top
-
-
-@lru_cache(maxsize=64)
-def _matmul_flops(model: Model, sequence: int) -> tuple[float, float]:
+@functools.lru_cache(maxsize=64)
+def _matmul_flops(model: TransformerModel, sequence: int) -> tuple[float, float]:
     """Forward, per token and layer: (of the weights, of the attention)."""
     width = model.heads * model.head_dim
     attention = 2 * model.hidden * (2 * width + 2 * model.kv_heads * model.head_dim)
@@ -81,31 +74,31 @@ def _matmul_flops(model: Model, sequence: int) -> tuple[float, float]:
     return attention + mlp, 4 * sequence * width
 
 
-def model_flops(job: Job) -> float:
+def model_flops(job: TrainingJob) -> float:
     """Floating point operations of a step, forward and backward, nothing computed twice."""
     weights, attention = _matmul_flops(job.model, job.sequence)
     head = 2 * job.model.hidden * job.model.vocab
     return 3 * job.batch * job.sequence * (job.model.layers * (weights + attention) + head)
 
 
-def predict_step(job: Job, layout: Layout, machine: Machine, links: Links) -> Step:
+def predict_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec, links: Links) -> StepTime:
     """What a step of `job` takes in this layout."""
-    layer = _layer(job, layout, machine, links)
+    layer_s, exposed_s = _layer(job, layout, machine, links)
     counts = stage_layers(job.model, layout.pp, machine.fitted.stages_by_cost)
     count = layout.micro_batches(job.batch)
     head = _head(job, layout, machine)
     sent = 0.0
     if layout.pp > 1:
-        size = activation_bytes(job.model, _tokens(job, layout), ITEM)
+        size = _tokens(job, layout) * job.model.hidden * ITEM
         sent = 2 * layout.chunks * links.send(size, layout.tp, layout.tp * layout.copies)
-    one = layer.busy + layer.exposed
+    one = layer_s + exposed_s
     # Of the stages either one with most layers is the slowest, or the last one, which has the head.
     slowest = max(((max(counts), 0.0), (counts[-1], head)), key=lambda stage: stage[0] * one + stage[1])
-    busy = slowest[0] * layer.busy + slowest[1]
+    busy = slowest[0] * layer_s + slowest[1]
     others = job.model.layers * one + head - (slowest[0] * one + slowest[1])
-    return Step(
+    return StepTime(
         compute_s=count * busy,
-        tensor_s=count * slowest[0] * layer.exposed,
+        tensor_s=count * slowest[0] * exposed_s,
         pipeline_s=(count + layout.pp - 2) * sent,
         data_s=_data_parallel(job, layout, machine, links, busy, count),
         bubble_s=others / layout.chunks,
@@ -114,12 +107,16 @@ def predict_step(job: Job, layout: Layout, machine: Machine, links: Links) -> St
     )
 
 
-def _tokens(job: Job, layout: Layout) -> int:
+def _tokens(job: TrainingJob, layout: TrainingLayout) -> int:
     """Of one micro batch on one rank."""
     return layout.micro_batch * job.sequence // layout.cp
 
 
-def _layer(job: Job, layout: Layout, machine: Machine, links: Links) -> _Layer:
+def _layer(
+    job: TrainingJob, layout: TrainingLayout, machine: MachineSpec, links: Links
+) -> tuple[float, float]:
+    """Seconds of one layer and micro batch, forward and backward: busy without collectives, at least the host's; and
+    exposed collectives on top."""
     model, software, fitted = job.model, job.software, machine.fitted
     tokens = _tokens(job, layout)
     weights, attention = _matmul_flops(model, job.sequence)
@@ -142,41 +139,42 @@ def _layer(job: Job, layout: Layout, machine: Machine, links: Links) -> _Layer:
     if layout.tp > 1 and layout.pp > 1 and job.gpus > machine.gpus_per_node:
         host += more * fitted.wait_us * 1e-6 * layout.tp + waits
     busy = max(device, host)
-    return _Layer(busy, max(device + exposed, host) - busy)
+    return busy, max(device + exposed, host) - busy
 
 
-def _in_layer(job: Job, layout: Layout, links: Links, forward: float, scores: float) -> tuple[float, float]:
+def _in_layer(
+    job: TrainingJob, layout: TrainingLayout, links: Links, forward: float, scores: float
+) -> tuple[float, float]:
     """Seconds of a layer's collectives, forward and backward, that its computation does not hide; and of these what
     an empty message takes. forward, scores: seconds of its matrix products and of its attention, forward."""
     model, tp, tokens = job.model, layout.tp, _tokens(job, layout)
     again = 1 if layout.recompute == "full" else 0
     exposed = waits = 0.0
     if tp > 1:
-        size = activation_bytes(model, tokens, ITEM)
+        size = tokens * model.hidden * ITEM
         # Backward the collectives run beside the block's weight gradients.
-        if (
-            job.software.sequence_parallel
-        ):  # a gather and a scatter per block; the backward pass gathers once more
-            one, empty = links.gather(size, tp, 1), links.gather(1, tp, 1)
+        name = "all_gather" if job.software.sequence_parallel else "all_reduce"
+        one, empty = (links.collective(name, size_bytes, tp, 1) for size_bytes in (size, 1))
+        if job.software.sequence_parallel:
+            # A gather and a scatter per block; the backward pass gathers once more.
             exposed += BLOCKS * (2 * (1 + again) * one + max(0.0, 3 * one - forward / BLOCKS))
             waits += BLOCKS * (5 + 2 * again) * empty
         else:
-            one, empty = links.all_reduce(size, tp, 1), links.all_reduce(1, tp, 1)
             exposed += BLOCKS * ((1 + again) * one + max(0.0, one - forward / BLOCKS))
             waits += BLOCKS * (2 + again) * empty
     if layout.cp > 1:
         # Keys and values of the whole sequence pass each rank, and their gradients back, beside the attention.
         kv_bytes = 2 * model.kv_heads * model.head_dim * ITEM * tokens * layout.cp / tp
-        one = links.gather(kv_bytes, layout.cp, tp)
+        one = links.collective("all_gather", kv_bytes, layout.cp, tp)
         exposed += (1 + again) * max(0.0, one - scores) + max(0.0, 2 * one - 2.5 * scores)
     if layout.ep > 1:
         # To the experts and back, in both passes; every expert is chosen as often as any other.
         routed_bytes = tokens * model.experts_per_token * model.hidden * ITEM / tp
-        exposed += (4 + 2 * again) * links.all_to_all(routed_bytes, layout.ep, 1)
+        exposed += (4 + 2 * again) * links.collective("all_to_all", routed_bytes, layout.ep, 1)
     return exposed, waits
 
 
-def _memory_bound(job: Job, layout: Layout) -> float:
+def _memory_bound(job: TrainingJob, layout: TrainingLayout) -> float:
     """Elements read and written per token and layer, forward and backward."""
     model, software = job.model, job.software
     cut: float = ATTENTION * model.heads * model.head_dim
@@ -189,7 +187,7 @@ def _memory_bound(job: Job, layout: Layout) -> float:
     return (whole + cut) / layout.tp if software.sequence_parallel else whole + cut / layout.tp
 
 
-def _head(job: Job, layout: Layout, machine: Machine) -> float:
+def _head(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> float:
     """Seconds of the head and the loss per micro batch, which the last stage computes."""
     logits = _tokens(job, layout) * job.model.vocab / layout.tp
     return 6 * logits * job.model.hidden / machine.flops + (
@@ -198,9 +196,15 @@ def _head(job: Job, layout: Layout, machine: Machine) -> float:
 
 
 def _data_parallel(
-    job: Job, layout: Layout, machine: Machine, links: Links, one_micro_batch: float, count: int
+    job: TrainingJob,
+    layout: TrainingLayout,
+    machine: MachineSpec,
+    links: Links,
+    one_micro_batch: float,
+    count: int,
 ) -> float:
-    """Seconds of reduced gradients, and of gathered weights, that are waited for."""
+    """Seconds of reduced gradients, and of gathered weights, that are waited for. one_micro_batch: seconds of its
+    computation; count: micro batches."""
     if layout.copies == 1:
         return 0.0
     counts = stage_layers(job.model, layout.pp, machine.fitted.stages_by_cost)
@@ -211,45 +215,33 @@ def _data_parallel(
     parts = [(elements - experts, layout.copies, layout.tp)]
     if experts:
         parts.append((experts, layout.copies * layout.tp // layout.ep, layout.ep))
-    return sum(_reduced(job, layout, machine, links, part, one_micro_batch, count, layers) for part in parts)
-
-
-def _reduced(
-    job: Job,
-    layout: Layout,
-    machine: Machine,
-    links: Links,
-    part: tuple[float, int, int],
-    one_micro_batch: float,
-    count: int,
-    layers: int,
-) -> float:
-    elements, copies, inner = part
-    # A collective per layer: FSDP has one, DDP's buckets and ZeRO's tensors are of that order.
-    gradients, weights = (elements * item / layers for item in (machine.fitted.gradient_bytes, ITEM))
-    overlap = job.software.overlap
+    gather = functools.partial(links.collective, "all_gather")
+    hidden_by = one_micro_batch if job.software.overlap else 0.0
     total = 0.0
-    shards = min(layout.fsdp, copies)
-    if shards > 1:
-        once, scattered = links.gather(weights, shards, inner), links.gather(gradients, shards, inner)
-        if layout.pp > 1:  # gathered for all micro batches, and summed before they are scattered
-            total += once + scattered
-        else:  # both passes of every micro batch gather, beside the computation
-            one = 2 * once + scattered
-            total += count * max(layers * one - (one_micro_batch if overlap else 0), one)
-    replicas = copies // shards
-    if replicas > 1:
-        across = inner * shards
-        if job.software.zero and shards == 1:
-            one = links.gather(gradients, replicas, across) + links.gather(weights, replicas, across)
-        else:
-            one = links.all_reduce(gradients / shards, replicas, across)
-        hidden_by = 2 / 3 * one_micro_batch if overlap else 0.0  # the last backward pass
-        total += max(layers * one - hidden_by, one)
+    for held, copies, inner in parts:
+        # A collective per layer: FSDP has one, DDP's buckets and ZeRO's tensors are of that order.
+        gradients, weights = (held * item / layers for item in (machine.fitted.gradient_bytes, ITEM))
+        shards = min(layout.fsdp, copies)
+        if shards > 1:
+            once, scattered = gather(weights, shards, inner), gather(gradients, shards, inner)
+            if layout.pp > 1:  # gathered for all micro batches, and summed before they are scattered
+                total += once + scattered
+            else:  # both passes of every micro batch gather, beside the computation
+                one = 2 * once + scattered
+                total += count * max(layers * one - hidden_by, one)
+        replicas = copies // shards
+        if replicas > 1:
+            across = inner * shards
+            if job.software.zero and shards == 1:
+                one = gather(gradients, replicas, across) + gather(weights, replicas, across)
+            else:
+                one = links.collective("all_reduce", gradients / shards, replicas, across)
+            # Two thirds of a micro batch are the last backward pass.
+            total += max(layers * one - 2 / 3 * hidden_by, one)
     return total
 
 
-def _optimizer(job: Job, layout: Layout, machine: Machine) -> float:
+def _optimizer(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> float:
     shards = layout.copies if job.software.zero else layout.fsdp
     moved = (OPTIMIZER_BYTES + machine.fitted.gradient_bytes) * stage_elements(job.model, layout)
     return moved / shards / machine.bytes_per_s

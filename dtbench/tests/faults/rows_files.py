@@ -21,12 +21,10 @@ READERS = {
     "compare": "compare {} {}",
     "calibrate": "calibrate {} -o t.json",
     "report": "report {} -o p.html",
-    "coverage": "coverage {}",
     "import": "import {} -o i.jsonl",
     "validate": "calibrate --validate {} {}",
-    "regret": "calibrate --regret {} {}",
     "export": "export {} --to torch -o e.py",
-    "predict": "plan --topology {} --mesh dp=2 --model llama-70b",
+    "predict": "plan --topology {} --gpus 8 --batch 8 --model llama-8b",
 }
 
 
@@ -64,7 +62,7 @@ def run_file(**changes: object) -> None:
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x1b[1A\u202e\x9b1m"
 HOSTILE_SUITE = f"""
-from dtbench.model import Case, Workload
+from dtbench.suite import Case, Workload
 from dtbench.suite import suite
 
 def fail(world):
@@ -78,7 +76,7 @@ def hostile(plan):
 
 WANDERING_SUITE = """
 import os, tempfile
-from dtbench.model import Case, Workload
+from dtbench.suite import Case, Workload
 from dtbench.suite import suite
 
 @suite("wanders", world="ranks", help="cases that change the current folder")
@@ -133,9 +131,8 @@ ROWS = [
             also=nothing_for_the_terminal,
         )
         for words in (
-            "plan --topology t.json --mesh dp=2,tp=2 --model llama-8b",
+            "plan --topology t.json --gpus 8 --batch 8 --model llama-8b",
             "calibrate --validate t.json x.jsonl",
-            "calibrate --regret t.json x.jsonl",
             "show t.json",
         )
     ),
@@ -157,10 +154,10 @@ ROWS = [
     *(
         Fault(f"a name of 300 characters: {what}", words, says=says)
         for what, words, says in (
-            ("a topology", "plan --topology LONG --mesh dp=2 --model llama-70b", "File name too long"),
+            ("a topology", "plan --topology LONG --gpus 8 --batch 8 --model llama-8b", "File name too long"),
             (
                 "a model",
-                f"plan --topology {TOPOLOGY} --mesh dp=2 --model LONG",
+                f"plan --topology {TOPOLOGY} --gpus 8 --batch 8 --model LONG",
                 "is not known: expected one of",
             ),
             ("results", "report LONG -o out.html", "File name too long"),
@@ -175,7 +172,7 @@ ROWS = [
     *(
         Fault(
             f"a topology whose {key} is {value}",
-            "plan --topology t.json --mesh dp=2 --model llama-8b",
+            "plan --topology t.json --gpus 8 --batch 8 --model llama-8b",
             says=r"t\.json",
             given=partial(topology_with, key, value),
         )
@@ -190,7 +187,7 @@ ROWS = [
     *(
         Fault(
             f"a model whose {key} is {value}",
-            f"plan --topology {TOPOLOGY} --mesh dp=2 --model m.json",
+            f"plan --topology {TOPOLOGY} --gpus 8 --batch 8 --model m.json",
             says=r"m\.json",
             given=partial(model_with, key, value),
         )

@@ -1,4 +1,4 @@
-"""Rows of `dtbench lab`: links that are cut or lose packets, clocks that differ, launchers that are killed."""
+"""Rows of several hosts: links that are cut or lose packets, clocks that differ, launchers that are killed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dtbench.tests.faults.table import Fault, Running
+from dtbench.tests import lab
+from dtbench.tests.faults.table import Done, Fault, Running
 
-LAB = "lab run --hosts 2 --rate 400mbit --"
+LAB = f"{sys.executable} -P -m dtbench.tests.lab --hosts 2 --mbit 400 --"
 RUN = "dtbench run SUITE --quick --timeout 10 -o x.jsonl --filter"
 PYTHON = f"{sys.executable} -P -m dtbench"
 CLOCKS = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
@@ -49,6 +50,12 @@ def at_two_results(number: int) -> Callable[[Running], None]:
     return during
 
 
+def a_later_lab_removes_what_is_left(_done: Done) -> None:
+    hosts = lab.Lab(f"p{os.getpid()}", 2, 400_000_000)
+    with lab.temporary(hosts):
+        assert lab.leftovers() == [] and lab.run(hosts, 1, ["true"]) == 0
+
+
 def with_another_clock() -> None:
     Path("rank.sh").write_text(
         f"case $(hostname) in *-1) export LD_PRELOAD={CLOCKS} FAKETIME=+60s FAKETIME_DONT_FAKE_MONOTONIC=1;; esac\n"
@@ -65,7 +72,7 @@ ROWS = [
             r"rank 1 on t\d+-1 died or did not answer during long wait",
             r"rank 1 on t\d+-1 no longer reaches the store of the ranks \(.*\): the network between them is cut",
         ),
-        how="fresh",
+        how="program",
         during=cut,
         makes=("x.jsonl",),
         needs=("lab",),
@@ -75,7 +82,7 @@ ROWS = [
         "lab: the link of a host is cut for a second",
         f"{LAB} {RUN} good",
         0,
-        how="fresh",
+        how="program",
         during=cut_and_restore,
         makes=("x.jsonl",),
         results="6 ok",
@@ -86,7 +93,7 @@ ROWS = [
         "lab: a host loses 10 % of its packets",
         f"{LAB} {RUN} 'good n=1'",
         0,
-        how="fresh",
+        how="program",
         during=lose_packets,
         makes=("x.jsonl",),
         results="2 ok",
@@ -98,7 +105,7 @@ ROWS = [
         f"{LAB} sh rank.sh {RUN.removeprefix('dtbench ')} good",
         0,
         given=with_another_clock,
-        how="fresh",
+        how="program",
         makes=("x.jsonl",),
         results="6 ok",
         needs=("lab", "faketime"),
@@ -109,27 +116,22 @@ ROWS = [
         f"{LAB} {RUN} long",
         130,
         "interrupted: .* go on with --resume",
-        how="fresh",
+        how="program",
         during=at_two_results(signal.SIGINT),
         makes=("x.jsonl",),
         needs=("lab",),
         slow=True,
     ),
     Fault(
-        "lab: `lab run` is killed",
+        "lab: what started the ranks is killed",
         f"{LAB} {RUN} long",
         -signal.SIGKILL,
         may_say="the process that started the ranks died: ",
-        how="fresh",
+        how="program",
         during=at_two_results(signal.SIGKILL),
         makes=("x.jsonl",),
-        then="lab run --hosts 2 --rate 400mbit -- true",
+        also=a_later_lab_removes_what_is_left,
         needs=("lab",),
         slow=True,
-    ),
-    Fault(
-        "lab up with the name of a temporary one",
-        "lab up --rate 400mbit --name t1",
-        says="t and a number name labs that end with a `lab run`; give another",
     ),
 ]

@@ -20,10 +20,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from dtbench.bench.progress import summary_of
+from dtbench.engine.progress import summary_of
 from dtbench.records.run import read_run
+from dtbench.tests import lab
 from dtbench.tests.programs import FRESH, LIMIT_S, Forked, environment, start
-from dtbench.world.lab import network
 
 SUITE = Path(__file__).parents[1] / "faults_suite.py"
 # Names in a row's command line that stand for something long.
@@ -198,7 +198,7 @@ def check(fault: Fault, done: Done, before: Mapping[str, bytes | None], folder: 
         assert after_all.returncode == 0, f"{fault.then}: {after_all.stderr}"
     wait_until_none_runs_in(folder)
     if "lab" in fault.needs:
-        assert all(network._is_used(name) for name in network.names()), "a lab is left"
+        assert not lab.leftovers(), "a lab is left"
     assert not list((folder / "tmp").iterdir()), f"temporary files are left\n{shown}"
 
 

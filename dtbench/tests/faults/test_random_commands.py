@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from dtbench.cli import program as cli
-from dtbench.model.errors import EXIT_OWN_FAULT
+from dtbench.suite.errors import EXIT_OWN_FAULT
 from dtbench.tests import made_up
 from dtbench.tests.faults.conftest import TABLE
 from dtbench.tests.made_up import Cli
@@ -30,23 +30,17 @@ SOUND = (
     "report run.jsonl -o out.html",
     "import nccl.log -o out.jsonl",
     "compare run.jsonl run.jsonl",
-    "coverage run.jsonl --base coverage-core.json",
     "calibrate run.jsonl -o out.json",
     f"calibrate --validate {TOPOLOGY} run.jsonl",
-    f"calibrate --regret {TOPOLOGY} run.jsonl",
-    f"plan --topology {TOPOLOGY} --mesh dp=2,tp=2 --model llama-70b",
+    f"plan --topology {TOPOLOGY} --model llama-8b --gpus 16 --batch 64",
     f"export {TOPOLOGY} --to torch -o out.py",
     "list collectives --device cpu",
     "plan --model llama-8b --gpus 16 --batch 64",
     "plan --validate a100-64-gpus.csv",
-    "settings run.jsonl",
-    "settings run.jsonl -o out.csv",
-    "settings --sweep NCCL_ALGO=Tree --sweep NCCL_ALGO=Ring -o out -- dtbench run collectives",
     # Whatever word is changed, another is left that ends it before it measures.
     "run nosuch nosuch-either --quick -o out.jsonl",
     "gate --base rubbish --head rubbish dispatch -o out.gate",
     "profile nosuch nosuch-either",
-    "lab up --rate rubbish --hosts 1",
     "doctor nosuch nosuch-either",
 )
 # Nothing here names a place outside the current folder that could be written.
@@ -77,7 +71,7 @@ def files(tmp_path: Path) -> list[str]:
     (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "nccl.log").write_text(LOG)
     root = Path(__file__).parents[3] / "results"
-    known = ("coverage-core.json", TOPOLOGY, "reference/step-times/a100-64-gpus.csv")
+    known = (TOPOLOGY, "reference/step-times/a100-64-gpus.csv")
     for name in known:
         (tmp_path / name.rpartition("/")[2]).write_bytes((root / name).read_bytes())
     os.mkfifo(tmp_path / "pipe")

@@ -18,16 +18,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dtbench.model.errors import EXIT_OWN_FAULT
+from dtbench.suite.errors import EXIT_OWN_FAULT
 from dtbench.tests import made_up
 from dtbench.tests.faults.conftest import TABLE
 from dtbench.tests.faults.test_random_commands import TOPOLOGY, damaged
 from dtbench.tests.made_up import Cli
-from dtbench.tests.test_coverage import result
 from dtbench.tests.test_damaged_files import LLAMA, RESULTS
 from dtbench.tests.test_damaged_files import READERS as MADE
 
-MODEL = "--mesh dp=2,tp=2 --model"
 PLAN = "--gpus 16 --batch 64"
 
 # Kind -> command lines that take a file of it, as FILE.
@@ -47,16 +45,11 @@ COMMANDS = {
         "calibrate FILE run.jsonl -o out.json",
         f"calibrate --validate {TOPOLOGY} FILE",
         "calibrate --split FILE",
-        "settings FILE",
-        "settings FILE run.jsonl -o out.csv",
-        "settings --arm NCCL_ALGO=Ring FILE --arm '' run.jsonl -o out.csv",
+        "calibrate FILE",
         "run nosuch --resume -o FILE",
     ),
-    "ways.jsonl": (f"calibrate --regret {TOPOLOGY} FILE", f"calibrate --regret {TOPOLOGY} FILE --json"),
     TOPOLOGY: (
         "calibrate --validate FILE run.jsonl",
-        "calibrate --regret FILE ways.jsonl",
-        f"plan --topology FILE {MODEL} llama-70b",
         "export FILE --to torch -o out.py",
         "export FILE --to inductor -o out.py",
         "export FILE --to autoparallel -o out.py",
@@ -65,26 +58,15 @@ COMMANDS = {
         f"plan --model llama-8b {PLAN} --topology FILE",
         "preflight --expect FILE --mesh nosuch",
     ),
-    "config.json": (f"plan --topology {TOPOLOGY} {MODEL} FILE", f"plan --model FILE {PLAN}"),
-    "model.toml": (f"plan --topology {TOPOLOGY} {MODEL} FILE", f"plan --model FILE {PLAN}"),
+    "config.json": (f"plan --model FILE {PLAN}",),
     "machine.json": (f"plan --model llama-8b {PLAN} --machine FILE",),
     "a100-64-gpus.csv": (
         "plan --validate FILE",
         "plan --validate FILE --json",
         "plan --fit FILE -o out.json",
     ),
-    "coverage-core.json": ("coverage verdicts.jsonl --base FILE", "report FILE -o out.html"),
-    "verdicts.jsonl": (
-        "coverage FILE --base coverage-core.json",
-        "coverage FILE -o out.md",
-        "show FILE",
-        "report FILE -o out.html",
-    ),
     "gate.json": ("report FILE -o out.html",),
     "history.jsonl": ("report FILE -o out.html",),
-    "regret.json": ("report FILE -o out.html",),
-    "plan.json": ("report FILE -o out.html",),
-    "steps.json": ("report FILE -o out.html",),
     "preflight.json": ("report FILE -o out.html", "preflight --expect FILE --mesh nosuch"),
     "calls.json": ("report FILE -o out.html",),
     "trace.json.gz": ("report traced -o out.html",),
@@ -112,24 +94,16 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
         "ml-engineering.log": MADE["ml-engineering"][0](),
         "trace.json.gz": gzip.compress(MADE["trace"][0]()),
         "preflight.json": MADE["preflight"][0](),
-        "model.toml": MADE["model in TOML"][0](),
-        "verdicts.jsonl": verdicts(),
     }
     committed = {
         TOPOLOGY: TOPOLOGY,
         "a100-64-gpus.csv": "reference/step-times/a100-64-gpus.csv",
-        "coverage-core.json": "compat-core.json",
         "gate.json": "gate/same.json",
         "history.jsonl": "history/intel-r-xeon-r-processor-2c-dee4835e.jsonl",
-        "regret.json": "lab/2x2-400mbit-regret.json",
         "calls.json": "profile/add/table.json",
     }
     made |= {name: (RESULTS / path).read_bytes() for name, path in committed.items()}
-    ways = (RESULTS / "lab/2x2-400mbit-ways.jsonl").read_bytes().splitlines(keepends=True)
-    made["ways.jsonl"] = b"".join(ways[:40])
     written = {
-        "plan.json": f"plan --model llama-8b {PLAN} --json",
-        "steps.json": "plan --validate a100-64-gpus.csv --json",
         "machine.json": "plan --fit a100-64-gpus.csv -o machine.json",
         "page.html": "report run.jsonl -o page.html",
     }
@@ -189,12 +163,3 @@ def test_no_file_ends_a_command_in_a_traceback(
 
 def without_quotes(words: str) -> list[str]:
     return [word.replace("''", "") for word in words.split()]
-
-
-def verdicts() -> bytes:
-    """A run of the suite compat."""
-    programs = json.loads((RESULTS / "compat-core.json").read_bytes())["verdicts"]
-    results = [result(name, "pass", "eager") for name in islice(programs, 4)]
-    results += [result("sub", "no rule"), result("add", "wrong", impl="torch")]
-    lines = [{**msgspec.to_builtins(one), "suite": "compat"} for one in results]
-    return b"".join(json.dumps(line).encode() + b"\n" for line in (made_up.header(), *lines, {"kind": "end"}))

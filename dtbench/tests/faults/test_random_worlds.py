@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.model.errors import EXIT_OK, EXIT_OWN_FAULT
 from dtbench.records.run import read_run
+from dtbench.suite.errors import EXIT_OK, EXIT_OWN_FAULT
 from dtbench.tests.faults.conftest import TABLE
 from dtbench.tests.faults.test_worlds import RUN, another_suite, run_world
 

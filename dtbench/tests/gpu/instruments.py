@@ -21,12 +21,12 @@ import torch.distributed.tensor as torch_dtensor
 from torch.profiler import ProfilerActivity, profile
 
 import dtbench_core
-from dtbench.bench.clock import Clock, HostClock, clocks_of
+from dtbench.engine.clock import Clock, HostClock, clocks_of
+from dtbench.engine.ranks import simulated_world, world_of_one
 from dtbench.machine import device as machine
-from dtbench.model.errors import describe
 from dtbench.profile.recording import events_of
 from dtbench.records.atomic import write_atomically
-from dtbench.world.ranks import simulated_world, world_of_one
+from dtbench.suite.errors import describe
 from dtbench_core.torch_compat import reduce_scatter_single
 from dtbench_suites import packing
 

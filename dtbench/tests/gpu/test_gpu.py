@@ -15,7 +15,7 @@ import pytest
 
 from dtbench.cli.program import cli
 from dtbench.machine import device
-from dtbench.model.suites import load
+from dtbench.suite.suites import load
 from dtbench.tests.gpu import __main__ as module
 from dtbench.tests.gpu import fake_gpu, instruments
 from dtbench.tests.gpu.steps import ROOT, Step, steps_of

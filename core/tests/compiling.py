@@ -1,0 +1,56 @@
+"""What the tests of compiled programs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from core.tests.placing import place
+from core.tests.torch_version import needs_213
+from dtbench_core import DTensor, Placement, Shard
+
+RANKS = 2
+mesh_in_graphs = needs_213("Dynamo takes no mesh into a graph")
+quiet = pytest.mark.filterwarnings("ignore")  # of torch's tracers
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def slow_but(names: Iterable[str], *fast: str) -> list[Any]:
+    """The names as parameters of a test, of which all but the `fast` ones are of the slow tier."""
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names]
+
+
+def compiled(fn: Callable[..., Any], **options: Any) -> Any:
+    """`fn` compiled afresh; its graphs are executed by eager kernels if `options` name no backend."""
+    return torch.compile(fn, **({"backend": "aot_eager"} | options))
+
+
+def numbers(requires_grad: bool = False) -> torch.Tensor:
+    """The full tensor of most tests."""
+    return torch.arange(32.0).view(8, 4).requires_grad_(requires_grad)
+
+
+def placed(full: torch.Tensor, placement: Placement | None = None) -> DTensor:
+    """A leaf as `full` is, sharded by rows if nothing else is said."""
+    return place(full.detach(), placement or Shard(0), mesh=(RANKS,)).requires_grad_(full.requires_grad)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """The full values, without their graph."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def assert_equal(got: Iterable[Any], expected: Iterable[torch.Tensor], where: object = None) -> None:
+    """Of each pair, bit by bit."""
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(whole(one), other), where
+
+
+def assert_close(pairs_by_rank: Iterable[Pairs], **tolerances: float) -> None:
+    """Of the pairs that every rank gives."""
+    for pairs in pairs_by_rank:
+        for got, expected in pairs:
+            torch.testing.assert_close(got, expected, **tolerances)

@@ -1,0 +1,379 @@
+"""One op in one mode: run on four simulated ranks, compared with the plain op on full tensors.
+
+A case is a sample, a placement of each of its tensors, a mode and a library. Compared are, on every rank, the number,
+shape and dtype of the results, their values gathered by `full_tensor`, and (but in-place and with out=) the gradients
+of the inputs for a fixed random cotangent. Strides and whether a result is a view are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as torch_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import dtbench_core as core
+from core.tests.coverage.samples import (
+    RANKS,
+    SEED,
+    OpSample,
+    Places,
+    database,
+    has_mode,
+    places_of,
+    samples_of,
+    stepped,
+)
+from dtbench_core.simulate import ThreadWorld
+from dtbench_core.simulate.threads import diverged
+
+LIBRARIES: dict[str, Any] = {"core": core, "torch": torch_tensor}
+
+# Worst first; an op has the worst of its cases. wrong: a value, shape, dtype or gradient differs; hang: a rank raised
+# or diverged while others waited; error: every rank raised; no rule: to say that there is no sharding rule; random
+# differs: other random numbers than the plain op's; refused: the core's PlacementError; n/a: nothing to compare.
+VERDICTS = ("wrong", "hang", "error", "no rule", "random differs", "refused", "pass")
+
+# What they return is whatever lay in memory: shape and dtype are all there is to compare.
+_UNINITIALISED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+# The database lists them for the CPU; their kernels are compiled for a GPU when they are called.
+_NEED_A_GPU = "jiterator_"
+
+# float32 has 24 bits (6e-8). A reduction of up to some thousand terms in another order, and the cancellation in a
+# formula of several steps, lose some of them: 1e-4 of the largest value of a result is allowed besides 1e-4 of the
+# value itself, torch's own scale for float32 comparisons of op implementations (op_db's overrides lie between 1e-5 and
+# 1e-3), and 1e-6 where the result is nought but for cancellation. Wrong placements are off by factors.
+_RTOL, _ATOL = 1e-4, 1e-6
+# Where a result depends on its inputs so strongly that float32 cannot say more (the gradient of a norm of nearly equal
+# values), it may differ by some times what the plain op itself changes by when its inputs change in their last bits;
+# never by more than 1e-3 of the largest value, or 1e-4.
+_NUDGE, _NUDGE_FACTOR = 2.0**-22, 8.0
+_MOST_RTOL, _MOST_ATOL = 1e-3, 1e-4
+
+
+@dataclass
+class OpOutcome:
+    """Of an op in a mode: its cases per verdict, why the first of the worst is no pass, samples tried and not judged
+    because the plain op or its gradient raises, and calls that the core ran on replicated inputs."""
+
+    cases: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict)
+    samples: int = 0
+    not_judged: int = 0
+    fallbacks: int = 0
+
+    @property
+    def verdict(self) -> str:
+        return next((v for v in VERDICTS if self.cases[v]), "n/a")
+
+    def add(self, verdict: str, reason: str) -> None:
+        self.cases[verdict] += 1
+        self.reasons.setdefault(verdict, reason)
+
+
+def judge_op(world: ThreadWorld, impl: str, name: str, mode: str, samples: int, places: int) -> OpOutcome:
+    """All cases of an op in a mode: at most so many samples, and placements of each."""
+    outcome = OpOutcome()
+    if not has_mode(name, mode) or name.startswith(_NEED_A_GPU):
+        return outcome
+    core.clear_caches()
+    before = sum(core.fallbacks().values())
+    drawn, ended = samples_of(name, mode, samples)
+    outcome.samples = outcome.not_judged = int(bool(ended))
+    for index, sample in enumerate(drawn):
+        wanted, raises = _reference(name, mode, sample)
+        tensors = [*sample.values, *(wanted.outs if wanted else ())]
+        ways = places_of(tensors, mode, places, f"{name} {index}") if wanted else []
+        outcome.not_judged += bool(raises)
+        outcome.samples += bool(raises or ways)
+        for placed in ways:
+            verdict, reason = _judge_case(world, impl, name, mode, sample, placed, wanted)
+            outcome.add(verdict, f"sample {index}, {' | '.join(map(','.join, placed))}: {reason}")
+    outcome.fallbacks = (sum(core.fallbacks().values()) - before) // RANKS
+    return outcome
+
+
+# ---- the plain op ----
+
+
+@dataclass(frozen=True)
+class OpReference:
+    """What the plain op gives. processed: what of it is determined. outs: for out=, empty tensors like the results.
+
+    grads: per input, or None where the op has none to compare. nudged: processed and grads for inputs that differ in
+    their last bits.
+    """
+
+    raw: list[Any]
+    processed: list[Any]
+    grads: list[torch.Tensor | None] | None
+    is_random: bool
+    outs: list[torch.Tensor]
+    nudged: Callable[[], tuple[list[Any], list[torch.Tensor | None]]]
+
+
+def _call(name: str, mode: str, sample: OpSample, tensors: Sequence[Any], outs: Sequence[Any]) -> Any:
+    """The op on these tensors in the place of the sample's."""
+    leaves = list(sample.leaves)
+    for index, tensor in zip(sample.tensors, tensors, strict=True):
+        leaves[index] = tensor
+    first, args, kwargs = tree_unflatten(leaves, sample.tree)
+    if outs:
+        kwargs = {**kwargs, "out": outs[0] if len(outs) == 1 else tuple(outs)}
+    torch.manual_seed(SEED)
+    op = database()[name]
+    return (op.inplace_variant if mode == "inplace" else op.op)(first, *args, **kwargs)
+
+
+def _require_grad(mode: str, sample: OpSample, inputs: Sequence[torch.Tensor]) -> None:
+    if mode not in ("inplace", "out"):
+        for tensor, requires_grad in zip(inputs, sample.requires_grad, strict=True):
+            tensor.requires_grad_(requires_grad)
+
+
+def _plain(name: str, mode: str, sample: OpSample, outs: Sequence[Any], copy: Any) -> tuple[Any, list[Any]]:
+    """(results, inputs) of the plain op on copies of the sample's tensors."""
+    tensors = [copy(value) for value in sample.values]
+    _require_grad(mode, sample, tensors)
+    return _call(name, mode, sample, tensors, [out.clone() for out in outs]), tensors
+
+
+def _nudged(value: torch.Tensor) -> torch.Tensor:
+    """The values changed in their last bits, some up and some down."""
+    if not value.is_floating_point():
+        return value.clone()
+    up = torch.rand(value.shape, generator=torch.Generator().manual_seed(SEED)) > 0.5
+    return value * torch.where(up, 1 + _NUDGE, 1 - _NUDGE)
+
+
+def _reference(name: str, mode: str, sample: OpSample) -> tuple[OpReference | None, str]:
+    """(what the plain op gives, or None where nothing can be compared; what it or its gradient raises)."""
+    outs: list[torch.Tensor] = []
+    copy = stepped if mode == "from_local" else torch.clone
+    try:
+        if mode == "out":
+            leaves = tree_flatten(_plain(name, "even", sample, (), torch.clone)[0])[0]
+            if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                return None, ""
+            outs = [torch.empty_like(leaf.detach()) for leaf in leaves]
+        result, inputs = _plain(name, mode, sample, outs, copy)
+        with _other_seeds():
+            again = tree_flatten(_plain(name, mode, sample, outs, copy)[0])[0]
+        raw, processed = tree_flatten(result)[0], tree_flatten(sample.process(result))[0]
+    except Exception as error:
+        return None, _brief(error)
+    if any(isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided for leaf in raw):
+        return None, ""
+    if not any(isinstance(leaf, torch.Tensor | bool | int | float | complex) for leaf in raw):
+        return None, ""
+    grads, raises = None, ""
+    try:
+        grads = _gradients(processed, inputs)
+    except Exception as error:
+        raises = _brief(error)
+
+    @functools.cache
+    def nudged() -> tuple[list[Any], list[torch.Tensor | None]]:
+        try:
+            result, inputs = _plain(name, mode, sample, outs, _nudged)
+            processed = tree_flatten(sample.process(result))[0]
+            return processed, (_gradients(processed, inputs) or []) if grads is not None else []
+        except Exception:
+            return [], []
+
+    is_random = name not in _UNINITIALISED and any(map(difference, raw, again))
+    raw, processed = (
+        [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        for leaves in (raw, processed)
+    )
+    return OpReference(raw, processed, grads, is_random, outs, nudged), raises
+
+
+@contextlib.contextmanager
+def _other_seeds() -> Iterator[None]:
+    """Inside, `torch.manual_seed` sets another seed: some ops of the database set one themselves."""
+    original = torch.manual_seed
+    torch.manual_seed = lambda seed: original(seed + 1)
+    try:
+        yield
+    finally:
+        torch.manual_seed = original
+
+
+def _gradients(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any] | None:
+    """Per input that requires grad, the gradient (or None) for fixed random cotangents; None without any."""
+    tensors = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+    wanted = [i for i in inputs if i.requires_grad]
+    if not tensors or not wanted:
+        return None
+    generator = torch.Generator().manual_seed(SEED)
+    cotangents = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in tensors]
+    return list(torch.autograd.grad(tensors, wanted, cotangents, allow_unused=True))
+
+
+# ---- comparing ----
+
+
+def difference(got: Any, wanted: Any, nudged: Any = None, values: bool = True) -> str:
+    """What is different about a result, or "". NaN equals NaN. `nudged`: the result for nudged inputs; see _NUDGE."""
+    if isinstance(got, torch.Tensor) != isinstance(wanted, torch.Tensor):
+        return f"got a {type(got).__name__}, expected a {type(wanted).__name__}"
+    if not isinstance(wanted, torch.Tensor):
+        same = got == wanted or (got != got and wanted != wanted)
+        return "" if same else f"got {got!r}, expected {wanted!r}"
+    if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
+        return f"got {got.dtype} of {list(got.shape)}, expected {wanted.dtype} of {list(wanted.shape)}"
+    got, wanted = got.detach(), wanted.detach()
+    if got.dtype is torch.complex32:  # which few ops take, comparisons not among them
+        got, wanted = got.to(torch.complex64), wanted.to(torch.complex64)
+    if not values or got.numel() == 0 or torch.equal(got, wanted):
+        return ""
+    if not (got.is_floating_point() or got.is_complex()):
+        return f"{int((got != wanted).sum())} of {got.numel()} elements differ"
+    real = not got.is_complex()
+    if not real:
+        got, wanted = torch.view_as_real(got.resolve_conj()), torch.view_as_real(wanted.resolve_conj())
+    finite = wanted[wanted.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    close = torch.isclose(got, wanted, rtol=_RTOL, atol=max(_RTOL * scale, _ATOL), equal_nan=True)
+    if not close.all() and real and nudged is not None and nudged.shape == wanted.shape:
+        change = float((nudged.detach() - wanted).abs().nan_to_num(0.0, 0.0, 0.0).max()) * _NUDGE_FACTOR
+        most = min(change, max(_MOST_RTOL * scale, _MOST_ATOL))
+        close |= torch.isclose(got, wanted, rtol=_RTOL, atol=most, equal_nan=True)
+    if close.all():
+        return ""
+    worst = float((got - wanted).abs()[~close].nan_to_num(math.inf).max())
+    return f"{int((~close).sum())} of {got.numel()} elements differ, by up to {worst:.3g} at a scale of {scale:.3g}"
+
+
+def _grad_difference(got: Any, wanted: torch.Tensor | None, nudged: Any = None) -> str:
+    if wanted is None or got is None:  # an input that does not matter has no gradient, or zeros
+        other = got if wanted is None else wanted
+        return "" if other is None or not other.any() else f"got {got!r}, expected {wanted!r}"
+    return difference(got, wanted, nudged)
+
+
+def _first(what: str, compare: Any, got: Sequence[Any], wanted: Sequence[Any], nudged: Any = None) -> str:
+    """The first difference; of those of values, that remains beside results for nudged inputs."""
+    for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        problem = compare(one, other)
+        if problem and nudged is not None:
+            problem = compare(one, other, next(iter(nudged()[index : index + 1]), None))
+        if problem:
+            return f"{what} {index}: {problem}"
+    return ""
+
+
+# ---- the op on ranks ----
+
+_of_thread = threading.local()  # .meshes of the rank
+
+
+def _mesh(mode: str) -> DeviceMesh:
+    grids = {"mesh2x2": [[0, 1], [2, 3]], "order": [[3, 1], [0, 2]]}
+    meshes: dict[str, DeviceMesh] = vars(_of_thread).setdefault("meshes", {})
+    name = mode if mode in grids else ""
+    if name not in meshes:
+        meshes[name] = DeviceMesh("cpu", torch.tensor(grids.get(mode, range(RANKS))))
+    return meshes[name]
+
+
+def _distribute(library: Any, full: torch.Tensor, mesh: DeviceMesh, place: Sequence[str], mode: str) -> Any:
+    """A rank's DTensor of `full`, whose storage no other rank sees."""
+    kinds = {"S": library.Shard, "P": library.Partial}
+    arguments = [one[2:-1] for one in place]
+    placements = [
+        kinds[one[0]](int(a) if a.isdecimal() else a) if a else library.Replicate()
+        for one, a in zip(place, arguments, strict=True)
+    ]
+    make = functools.partial(library.DTensor.from_local, run_check=False)
+    if mode == "from_local":  # each shard is cut from the whole, with its gaps
+        whole, dim = stepped(full.detach()), next((int(a) for a in arguments if a), None)
+        local = whole
+        if dim is not None:
+            local = (*whole.chunk(RANKS, dim), *[whole.narrow(dim, 0, 0)] * RANKS)[dist.get_rank()]
+        return make(stepped(local), mesh, placements, shape=full.shape, stride=whole.stride())
+    full = full.detach().clone()
+    if mode == "partial" and arguments[0]:
+        return make(_part(full, arguments[0], dist.get_rank()), mesh, placements)
+    return library.distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+def _part(full: torch.Tensor, op: str, rank: int) -> torch.Tensor:
+    """This rank's part of a Partial tensor. The parts differ, and reduced in order give `full` exactly."""
+    if op == "max":
+        return full if rank == 1 else full - 1.0 - rank
+    # The high bits, the low bits, and twice what cancels. What has no double does not: rank 0 has it.
+    high = full.bfloat16().to(full.dtype)
+    part = (high, full - high, full, -full)[rank]
+    doubles = full.abs() < torch.finfo(full.dtype).max / (4 * RANKS)
+    part = torch.where(doubles, part, full if rank == 0 else torch.zeros_like(full))
+    return part * RANKS if op == "avg" else part
+
+
+def _on_rank(
+    impl: str, name: str, mode: str, sample: OpSample, placed: Places, wanted: OpReference
+) -> tuple[str, str]:
+    """("", "") or (what is wrong: "wrong" or "random differs", the reason), as this rank sees it."""
+    library, mesh = LIBRARIES[impl], _mesh(mode)
+
+    def full(tensors: Sequence[Any]) -> list[Any]:
+        return [t.full_tensor() if isinstance(t, library.DTensor) else t for t in tensors]
+
+    values = [*sample.values, *wanted.outs]
+    tensors = [_distribute(library, v, mesh, p, mode) for v, p in zip(values, placed, strict=True)]
+    inputs, outs = tensors[: len(sample.values)], tensors[len(sample.values) :]
+    _require_grad(mode, sample, inputs)
+    leaves, tree = tree_flatten(_call(name, mode, sample, inputs, outs))
+    results = full(leaves)
+    if len(results) != len(wanted.raw):
+        return "wrong", f"got {len(results)} results, expected {len(wanted.raw)}"
+    problem = _first("result", functools.partial(difference, values=False), results, wanted.raw)
+    if problem or name in _UNINITIALISED:
+        return ("wrong" if problem else ""), problem
+    processed = tree_flatten(sample.process(tree_unflatten(results, tree)))[0]
+    problem = _first("result", difference, processed, wanted.processed, lambda: wanted.nudged()[0])
+    if not problem and mode in ("inplace", "out"):
+        written = inputs[:1] if mode == "inplace" else outs
+        problem = _first("what was written", difference, full(written), wanted.raw[: len(written)])
+    if problem:
+        return ("random differs" if wanted.is_random else "wrong"), problem
+    if wanted.grads is None:
+        return "", ""
+    grads = _gradients(processed, inputs)
+    if grads is None or len(grads) != len(wanted.grads):
+        return "wrong", "no result requires grad"
+    problem = _first("gradient", _grad_difference, full(grads), wanted.grads, lambda: wanted.nudged()[1])
+    return ("wrong" if problem else ""), problem
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _judge_case(world: ThreadWorld, impl: str, *case: Any) -> tuple[str, str]:
+    """(verdict, reason). case: what `_on_rank` takes."""
+    outcomes = world.outcomes(_on_rank, impl, *case)
+    apart = diverged(outcomes)
+    if apart is not None:
+        world.close()  # what the libraries keep per rank and mesh may have gone apart too: start afresh
+        # A rank that sees a difference leaves at once, and the others wait for it: that is no hang.
+        seen = next((o for o in outcomes if o.error is None and o.value[0]), None)
+        if seen is not None and all(o.stopped or o.error is None for o in outcomes):
+            return seen.value[0], f"{seen.value[1]} (on rank {seen.rank} alone)"
+        return "hang", apart
+    if (error := outcomes[0].error) is not None:
+        no_rule = isinstance(error, NotImplementedError) or "sharding strategy" in str(error)
+        refused = impl == "core" and isinstance(error, core.PlacementError)
+        return "no rule" if no_rule else "refused" if refused else "error", _brief(error)
+    return next((outcome.value for outcome in outcomes if outcome.value[0]), ("pass", ""))

@@ -1,0 +1,205 @@
+"""The samples of torch's op database, and the placements each is tried in.
+
+The database builds its samples from four module constants L, M, S, XS (20, 10, 5, 3). As in torch's own tests of
+DTensor they are set to multiples of the rank count where shards shall be even. In the mode `uneven` none is: with 4
+ranks, 5 gives shards of 2, 2, 1, 0 and 3 gives 1, 1, 1, 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten
+
+RANKS = 4
+SEED = 20251
+MODES = ("even", "uneven", "partial", "mesh2x2", "order", "strided", "from_local", "inplace", "out")
+
+# Per tensor of a sample (and then per tensor of out=), per mesh dim: "R", "S(0)", "P(sum)", "P(avg)", "P(max)".
+Places = tuple[tuple[str, ...], ...]
+
+# L, M, S, XS. Even: those of torch's test_dtensor_ops.py.
+_EVEN_SIZES, _UNEVEN_SIZES = (24, 12, 4, 2), (22, 10, 5, 3)
+# Their samples hold lengths that fit the database's own sizes alone; with others the plain op reads beyond its input.
+_OWN_SIZES = (20, 10, 5, 3)
+_NEED_OWN_SIZES = frozenset({"_segment_reduce.lengths", "_segment_reduce.offsets"})
+# Of a sample generator that has hundreds, the first so many are looked at and spread over.
+_SAMPLES_LOOKED_AT = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSample:
+    """One call of an op. `leaves` of the pytree (input, args, kwargs); `tensors`: their indices.
+
+    process: keeps what is determined of the output (singular vectors up to their sign, ...).
+    """
+
+    leaves: tuple[Any, ...]
+    tree: Any
+    tensors: tuple[int, ...]
+    requires_grad: tuple[bool, ...]
+    process: Callable[[Any], Any]
+    broadcasts_input: bool
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return [self.leaves[i] for i in self.tensors]
+
+
+@functools.cache
+def database() -> dict[str, Any]:
+    """torch's OpInfo of every op of its database with float32 on the CPU, by the op's full name."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    ops = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
+    return {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in ops}
+
+
+def has_mode(name: str, mode: str) -> bool:
+    """Whether the op has an in-place variant, or an out= argument, where the mode needs it."""
+    if mode == "inplace":
+        return database()[name].inplace_variant is not None
+    return mode != "out" or bool(database()[name].supports_out)
+
+
+def samples_of(name: str, mode: str, limit: int) -> tuple[list[OpSample], str]:
+    """(at most `limit` of the op's samples, spread over what its generator yields; the error that ended it or "").
+
+    The same every time. Some generators take a part of a tensor that is not there in the sizes set here.
+    """
+    op = database()[name]
+    sizes = _UNEVEN_SIZES if mode == "uneven" else _EVEN_SIZES
+    _set_sizes(_OWN_SIZES if name in _NEED_OWN_SIZES else sizes)
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+    generator = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+    samples, ended = [], ""
+    try:
+        for sample in itertools.islice(generator, _SAMPLES_LOOKED_AT):
+            samples.append(_sample(sample, _LAID_OUT.get(mode)))  # noqa: PERF401 - those before an error count
+    except (RuntimeError, ValueError, IndexError) as error:
+        ended = f"{type(error).__name__}: {error}"
+    usable = [s for s in samples if s.tensors and all(map(_can_distribute, s.values))]
+    if mode == "inplace":
+        usable = [s for s in usable if not s.broadcasts_input]
+    if len(usable) > limit:
+        usable = [usable[i * len(usable) // limit] for i in range(limit)]
+    return usable, ended
+
+
+def _sample(sample: Any, lay: Callable[[torch.Tensor], torch.Tensor] | None) -> OpSample:
+    leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
+    tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    requires_grad = tuple(leaves[i].requires_grad for i in tensors)
+    for i in tensors:
+        leaves[i] = leaves[i].detach()
+        if lay is not None and _can_distribute(leaves[i]):
+            leaves[i] = lay(leaves[i])
+    process, broadcasts = sample.output_process_fn_grad, bool(sample.broadcasts_input)
+    return OpSample(tuple(leaves), tree, tensors, requires_grad, process, broadcasts)
+
+
+def transposed(full: torch.Tensor) -> torch.Tensor:
+    """A copy whose dims lie in memory in the opposite order."""
+    backwards = tuple(range(full.ndim)[::-1])
+    return full.permute(backwards).contiguous().permute(backwards)
+
+
+def stepped(full: torch.Tensor) -> torch.Tensor:
+    """A copy with a gap after every element."""
+    return full.repeat_interleave(2, -1)[..., ::2] if full.ndim else full.clone()
+
+
+# How the inputs of these modes lie in memory.
+_LAID_OUT = {"strided": transposed, "from_local": stepped}
+
+
+def _can_distribute(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _set_sizes(sizes: tuple[int, int, int, int]) -> None:
+    for name, module in list(sys.modules.items()):
+        path = name.split(".")
+        if path[:3] == ["torch", "testing", "_internal"] and path[3:4] in (
+            ["opinfo"],
+            ["common_methods_invocations"],
+        ):
+            for constant, size in zip(("L", "M", "S", "XS"), sizes, strict=True):
+                if type(vars(module).get(constant)) is int:
+                    setattr(module, constant, size)
+
+
+# ---- placements ----
+
+
+def places_of(tensors: Sequence[torch.Tensor], mode: str, limit: int, salt: str) -> list[Places]:
+    """At most `limit` ways to place the tensors, each once; the same every time for the same `salt`.
+
+    First all replicated, then all tensors the same where they can be, then one tensor alone placed otherwise, in turn
+    with combinations drawn at random.
+    """
+    combinations = _combinations([_choices(tensor, mode) for tensor in tensors], salt)
+    return list(itertools.islice((c for c in combinations if _belongs(c, tensors, mode)), limit))
+
+
+def _choices(tensor: torch.Tensor, mode: str) -> list[tuple[str, ...]]:
+    shape = tensor.shape
+    dims = [d for d, size in enumerate(shape) if size]
+    if mode == "partial":
+        return [("R",), *([("P(sum)",), ("P(avg)",), ("P(max)",)] if tensor.is_floating_point() else [])]
+    if mode == "order":
+        return list(itertools.product(["R", *(f"S({d})" for d in dims)], repeat=2))
+    if mode == "mesh2x2":
+        halves = [d for d in dims if shape[d] % 2 == 0]
+        both = [(a, b) for a in halves for b in halves if a != b or shape[a] % RANKS == 0]
+        return [
+            ("R", "R"),
+            *((f"S({d})", "R") for d in halves),
+            *(("R", f"S({d})") for d in halves),
+            *((f"S({a})", f"S({b})") for a, b in both),
+        ]
+    any_size = mode in ("uneven", *_LAID_OUT)
+    return [("R",), *((f"S({d})",) for d in dims if any_size or shape[d] % RANKS == 0)]
+
+
+def _belongs(places: Places, tensors: Sequence[torch.Tensor], mode: str) -> bool:
+    if mode == "partial":
+        return any(place[0].startswith("P") for place in places)
+    return mode != "uneven" or any(
+        one.startswith("S") and tensor.shape[int(one[2:-1])] % RANKS
+        for place, tensor in zip(places, tensors, strict=True)
+        for one in place
+    )
+
+
+def _combinations(choices: list[list[tuple[str, ...]]], salt: str) -> Iterator[Places]:
+    """Every combination if they are few; otherwise the plain ones and some drawn, without repetition."""
+    rng = random.Random(salt)
+    if math.prod(map(len, choices)) <= 256:
+        drawn = list(itertools.product(*choices))
+        rng.shuffle(drawn)
+    else:
+        drawn = [tuple(rng.choice(own) for own in choices) for _ in range(1024)]
+    replicated = choices[0][0]
+    same = [
+        tuple(place if place in own else replicated for own in choices)
+        for place in dict.fromkeys(place for own in choices for place in own)
+    ]
+    alone = [
+        tuple(place if k == i else replicated for k in range(len(choices)))
+        for i, own in enumerate(choices)
+        for place in own[1:]
+    ]
+    mixed = itertools.chain.from_iterable(itertools.zip_longest(alone, drawn))
+    yield from dict.fromkeys(places for places in (*same, *mixed) if places is not None)

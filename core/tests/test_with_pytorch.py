@@ -1,0 +1,408 @@
+"""Programs where PyTorch's other machinery meets DTensors, each compared with itself on plain tensors."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from torch.optim import lr_scheduler as schedules
+from torch.testing._internal.common_modules import module_db
+from torch.testing._internal.common_optimizers import optim_db
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.flop_counter import FlopCounterMode
+
+from core.tests.coverage.judge import difference
+from core.tests.gloo_world import on_ranks
+from core.tests.placing import full, place, sharded
+from dtbench_core import CoreError, Placement, Replicate, Shard
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    """The same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 17))
+
+
+class Side:
+    """What a program makes its tensors with: plain ones, or DTensors on a mesh of four ranks."""
+
+    def __init__(self, distributed: bool) -> None:
+        self.distributed = distributed
+
+    def put(self, whole: torch.Tensor, placement: Placement = R, grad: bool = False) -> Any:
+        tensor = place(whole, placement) if self.distributed else whole.clone()
+        return tensor.requires_grad_(grad)
+
+    def rows(self, placement: Placement = S0) -> Any:
+        return self.put(randn(8, 4), placement)
+
+    def leaf(self, placement: Placement = S0) -> Any:
+        return self.put(randn(8, 4), placement, grad=True)
+
+    def spread(self, module: nn.Module, placement: Placement = S0) -> Any:
+        return sharded(module, placement) if self.distributed else copy.deepcopy(module)
+
+    def net(self, placement: Placement = S0) -> Any:
+        torch.manual_seed(1)
+        return self.spread(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), placement)
+
+    def linear(self, placement: Placement = S0) -> Any:
+        torch.manual_seed(1)
+        return self.spread(nn.Linear(4, 8), placement)
+
+    def trained(self, net: Any, optimizer: Any, steps: int = 2) -> Any:
+        """The parameters after some steps."""
+        for number in range(steps):
+            optimizer.zero_grad()
+            net(self.put(randn(8, 4, seed=number))).square().mean().backward()
+            optimizer.step()
+        return list(net.parameters())
+
+    def gradients(self, net: Any) -> Any:
+        """Output and gradients of a batch of eight."""
+        out = net(self.rows(R))
+        out.square().sum().backward()
+        return out, [p.grad for p in net.parameters()]
+
+
+Program = Callable[[Side], Any]
+
+# They compare with a plain tensor: the core raises its own error.
+REFUSED = ("nn.Transformer", "nn.TransformerEncoder")
+
+
+def _assert_same(name: str, program: Program) -> None:
+    """Every leaf of the result; what plain tensors refuse is refused with the same class of error."""
+    try:
+        want = tree_flatten(program(Side(distributed=False)))[0]
+    except Exception as error:
+        with pytest.raises(type(error)):
+            program(Side(distributed=True))
+        return
+    if name in REFUSED:
+        with pytest.raises(CoreError):
+            program(Side(distributed=True))
+        return
+    got = tree_flatten(full(program(Side(distributed=True))))[0]
+    assert [difference(one, other) for one, other in zip(got, want, strict=True)] == [""] * len(want)
+
+
+# ---- torch's databases of modules and optimizers ----
+
+
+def _module(w: Side, info: Any) -> Any:
+    """Results and gradients of four of the database's inputs, the batch sharded and then the parameters."""
+    torch.manual_seed(1)
+    inputs = list(info.module_inputs_func(info, "cpu", torch.float32, True, True))
+    drawn = random.Random(0).sample(inputs, min(len(inputs), 4))  # options alternate: no fixed step
+    return [_module_run(w, info, one, *way) for one in drawn for way in ((S0, R), (R, S0))]
+
+
+def _module_run(w: Side, info: Any, given: Any, batch: Placement, weights: Placement) -> Any:
+    torch.manual_seed(1)
+    net = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
+    leaves, tree = tree_flatten((given.forward_input.args, given.forward_input.kwargs))
+    if isinstance(net, nn.modules.lazy.LazyModuleMixin):
+        net(*leaves)  # type: ignore[operator]  # learns its sizes from a plain batch
+    net = w.spread(net, weights)
+    placed = [
+        w.put(leaf.detach(), batch if leaf.ndim else R, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = tree_unflatten(placed, tree)
+    torch.manual_seed(2)
+    out = net(*args, **kwargs)
+    results = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+    # The sum of squares of what is normalised has no gradient to compare.
+    torch.autograd.backward([t.pow(3).sum() for t in results])
+    grads = [leaf.grad for leaf in placed if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return out, grads, [p.grad for p in net.parameters()], list(net.buffers())
+
+
+@pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
+@on_ranks
+def test_modules_of_torchs_database(info: Any) -> None:
+    _assert_same(info.name, lambda w: _module(w, info))
+
+
+FORMS: dict[str, dict[str, bool]] = {"one by one": {"foreach": False}, "foreach": {"foreach": True}}
+# LBFGS flattens all parameters into one vector, Muon takes whole matrices, SparseAdam sparse gradients.
+FORMLESS = {"LBFGS": S0, "Muon": R}
+
+
+def _optimizer(w: Side, info: Any, form: dict[str, bool]) -> Any:
+    """Steps with each of the database's options, of a network beside plain and other parameters."""
+    make, results = info.optim_cls, []
+    for options in (given.kwargs for given in info.optim_inputs_func("cpu")):
+        if form.get("foreach") and isinstance(options.get("lr"), torch.Tensor):
+            continue  # torch refuses it but when captured on a GPU
+        net = w.net(FORMLESS.get(make.__name__, S0))
+        params = [p for p in net.parameters() if p.ndim == 2 or make is not torch.optim.Muon]
+        if make.__name__ not in FORMLESS:
+            params += [nn.Parameter(w.put(randn(7, 5), S1)), nn.Parameter(randn(6, seed=9))]
+        few = {"max_iter": 3} if make is torch.optim.LBFGS else {}
+        optimizer = make(params, **{"lr": 0.1, **copy.deepcopy(options), **form, **few})
+
+        def closure(net: Any = net, params: Any = params, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            for p in params[4:]:
+                p.sin().square().sum().backward()
+            loss = net(w.rows(R)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(1 if few else 2):  # more steps of LBFGS turn one rounding into 1e-3
+            optimizer.step(closure)
+        results.append(params)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("info", "form"),
+    [
+        pytest.param(info, form, id=f"{info.optim_cls.__name__}-{form}")
+        for info in optim_db
+        if info.optim_cls is not torch.optim.SparseAdam
+        for form in (["default"] if info.optim_cls.__name__ in FORMLESS else FORMS)
+    ],
+)
+@on_ranks
+def test_optimizers_of_torchs_database(info: Any, form: str) -> None:
+    _assert_same(form, lambda w: _optimizer(w, info, FORMS.get(form, {})))
+
+
+# ---- training ----
+
+
+def _schedule(make: Callable[[Any], Any]) -> Program:
+    def run(w: Side) -> Any:
+        net, rates = w.net(), []
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        schedule = make(optimizer)
+        for number in range(4):
+            w.trained(net, optimizer, 1)
+            by_loss = isinstance(schedule, schedules.ReduceLROnPlateau)
+            schedule.step(*([net(w.rows(R)).square().mean() * (1 + number)] if by_loss else []))
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates, list(net.parameters())
+
+    return run
+
+
+def _scaled(w: Side) -> Any:
+    """A step, one that is skipped because a gradient is infinite, and another."""
+    net = w.net()
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale((net(w.rows(R)) * factor).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale(), list(net.parameters())
+
+
+def _stepped_in_backward(w: Side) -> Any:
+    net = w.net()
+    for p in net.parameters():
+        optimizer = torch.optim.SGD([p], 0.1)
+        p.register_post_accumulate_grad_hook(lambda p, o=optimizer: (o.step(), o.zero_grad())[0])
+    net(w.rows(R)).square().mean().backward()
+    return list(net.parameters())
+
+
+def _grown(w: Side) -> Any:
+    net = w.net()
+    optimizer = torch.optim.Adam(net[0].parameters(), 0.1)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(net.parameters(), 0.01))
+    w.trained(net, optimizer, 1)
+    optimizer.add_param_group({"params": list(net[2].parameters()), "lr": 0.3})
+    return w.trained(net, optimizer)
+
+
+TRAINING: dict[str, Program] = {
+    "rate by plateau": _schedule(lambda o: schedules.ReduceLROnPlateau(o, factor=0.5, patience=0)),
+    "grad scaler": _scaled,
+    "optimizers in the backward pass": _stepped_in_backward,
+    "parameters and hooks added to an optimizer": _grown,
+}
+
+# ---- autograd ----
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(t: Any, factor: float) -> Any:
+        return t * factor, t.argmax(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor * 3, None
+
+
+class _Written(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Any) -> Any:
+        ctx.mark_dirty(t)
+        return t.mul_(2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
+
+
+def _through(fn: Callable[[Any], Any], power: int = 2) -> Program:
+    """Forward through the function of a leaf, and backward."""
+
+    def run(w: Side) -> Any:
+        x = w.leaf()
+        out = fn(x)
+        out.pow(power).sum().backward()
+        return out, x.grad
+
+    return run
+
+
+def _hooked(w: Side) -> Any:
+    """Hooks of tensors, nodes and modules, some of which replace what they see."""
+    x, seen = w.leaf(), []
+    y = x.sin()
+    y.retain_grad()
+    y.register_hook(lambda g: g * 3)
+    y.grad_fn.register_prehook(lambda g: (g[0] * 2,))
+    x.register_post_accumulate_grad_hook(lambda t: seen.append(t.grad * 2))
+    torch.autograd.graph.register_multi_grad_hook((x, y), lambda gs: seen.extend(gs))
+    net = w.linear()
+    net.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
+    net.register_forward_hook(lambda m, a, out: out + 1)
+    net.register_full_backward_pre_hook(lambda m, g: (g[0] * 3,))
+    net.register_full_backward_hook(lambda m, i, o: (i[0] * 2,))
+    net(y).square().sum().backward()
+    return x.grad, y.grad, seen, [p.grad for p in net.parameters()]
+
+
+def _packed(x: Any) -> Any:
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2),
+        torch.autograd.graph.save_on_cpu(),
+    ):
+        return x.sin().softmax(0)
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+
+AUTOGRAD: dict[str, Program] = {
+    "hooks": _hooked,
+    "custom function with setup_context": _through(lambda x: _Scaled.apply(x, 2.0)[0]),
+    "custom function that writes": _through(lambda x: _Written.apply(x * 1)),
+    "saved tensors packed": _through(_packed),
+    "checkpoint": _through(lambda x: checkpoint(lambda t: t.softmax(0).sin(), x, use_reentrant=False)),
+    "checkpoint with a selective policy": _through(
+        lambda x: checkpoint(lambda t: (t @ t.t()).relu(), x, use_reentrant=False, context_fn=_selective)
+    ),
+    "checkpoints in a row": _through(
+        lambda x: checkpoint_sequential([torch.sin, lambda t: t.cumsum(0)], 2, x, use_reentrant=False)
+    ),
+}
+
+# ---- what is done to modules ----
+
+
+def _init(fill: Callable[[Any], object]) -> Program:
+    def run(w: Side) -> Any:
+        torch.manual_seed(2)
+        weights = [nn.Parameter(w.put(torch.zeros(8, 6), placement)) for placement in (S0, S1, R)]
+        for weight in weights:
+            fill(weight)
+        return weights
+
+    return run
+
+
+def _pruned(prune_: Callable[[Any], object]) -> Program:
+    def run(w: Side) -> Any:
+        net = w.linear()
+        torch.manual_seed(4)
+        prune_(net)
+        out, _ = w.gradients(net)
+        mask, grad = net.weight_mask, net.weight_orig.grad
+        prune.remove(net, "weight")
+        return out, mask, grad, net.weight
+
+    return run
+
+
+@torch.library.custom_op("dtbench_tests::flipped", mutates_args=())
+def _flipped(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0) * 2
+
+
+_flipped.register_fake(torch.empty_like)
+_flipped.register_autograd(lambda ctx, g: g.flip(0) * 2)
+
+
+MODULES: dict[str, Program] = {
+    "initial values, normal": _init(nn.init.xavier_normal_),
+    "initial values, truncated": _init(lambda p: nn.init.trunc_normal_(p, std=0.3)),
+    "initial values, orthogonal": _init(nn.init.orthogonal_),
+    "pruned by size": _pruned(lambda net: prune.l1_unstructured(net, "weight", 5)),
+    "pruned by rows": _pruned(lambda net: prune.ln_structured(net, "weight", 2, n=2, dim=0)),
+    "pruned at random": _pruned(lambda net: prune.random_unstructured(net, "weight", 0.3)),
+    "symbolic trace": lambda w: w.gradients(torch.fx.symbolic_trace(w.net())),
+    "custom operator": _through(lambda x: _flipped(x)),
+    "fake quantization": _through(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7)),
+}
+
+# ---- values ----
+
+
+def _flops(w: Side) -> Any:
+    a, b = w.rows(R), w.put(randn(4, 8, seed=1))
+    with FlopCounterMode(display=False) as counted:
+        out = a @ b
+    return out, counted.get_total_flops()
+
+
+VALUES: dict[str, Program] = {
+    "batches of a dataset": lambda w: list(
+        DataLoader(TensorDataset(w.rows(), w.put(torch.arange(8), S0)), batch_size=3)
+    ),
+    "batches put together": lambda w: default_collate(
+        [{"row": row, "both": (row * 2, 1)} for row in w.rows()]
+    ),
+    "flops": _flops,
+    "padded sequences": lambda w: nn.utils.rnn.pad_sequence([w.put(randn(n, 4), S1) for n in (3, 5, 2)]),
+}
+
+PROGRAMS = TRAINING | AUTOGRAD | MODULES | VALUES
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks
+def test_programs_do_as_on_plain_tensors(name: str) -> None:
+    _assert_same(name, PROGRAMS[name])

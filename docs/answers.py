@@ -1,0 +1,123 @@
+"""The picture on the README's first screen, of committed measurements: `python docs/answers.py FILE.png`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+import dtbench
+from dtbench.text.units import format_size
+
+RESULTS = Path(__file__).parents[1] / "results"
+# Of each op the placements that need no communication.
+OPS = {
+    "add": "S(0),S(0)",
+    "addmm": "R,S(0),R",
+    "linear_3d": "S(0),R,R",
+    "softmax": "S(0)",
+    "layer_norm": "S(0),R,R",
+    "cat": "S(0),S(0)",
+    "sum_dim0": "S(0)",
+    "view": "S(0)",
+}
+
+
+def ops(axes: Axes) -> None:
+    """Cached forward calls on a mesh of 8."""
+    frame = dtbench.cases_frame(RESULTS / "dispatch-cpu-2cores.jsonl", "dispatch")
+    for name, value in {"mesh": "8", "pass": "forward", "call": "cached"}.items():
+        frame = frame[frame[f"param.{name}", ""] == value]
+    frame = frame.set_index([("name", ""), ("param.placements", "")])["estimate_s"] * 1e6
+    chosen = frame.loc[list(reversed(OPS.items()))]
+    names = [name for name, _ in chosen.index]
+    for impl, label, look in (
+        ("local", "plain tensors: the floor", {"marker": "|", "color": "0.4", "s": 90}),
+        ("core", "dtbench's core", {"marker": "o", "color": "C0"}),
+        ("torch", "torch's DTensor", {"marker": "s", "color": "C1"}),
+    ):
+        axes.scatter(chosen[impl], names, label=label, **look)
+    axes.set(title="What does an op cost on the host?", xlabel="µs per cached call", xlim=(0, None))
+    axes.legend(loc="lower right")
+
+
+def links(axes: Axes, topology: dict[str, Any]) -> None:
+    """The all-reduce of each mesh dim over size, with the fitted line and the line of PyTorch's constants."""
+    for color, dim in enumerate(topology["dims"]):
+        curve = dim["collectives"]["all_reduce"]
+        sizes = [row["size_bytes"] for row in curve["table"]]
+        axes.plot(sizes, [row["measured_us"] for row in curve["table"]], "o", color=f"C{color}", ms=4)
+        fitted = [curve["alpha_us"] + size / 2**30 / curve["beta_GiBps"] * 1e6 for size in sizes]
+        axes.plot(sizes, fitted, color=f"C{color}", label=f"{dim['name']}, {dim['ranks']} ranks: fitted line")
+    dim = topology["dims"][0]
+    builtin, hops = dim["builtin"], 2 * (dim["ranks"] - 1)
+    start = topology["base_latency_us"] + hops * builtin["latency_us_per_hop"]
+    slope = hops / dim["ranks"] / builtin["bandwidth_GiBps"] * 1e6
+    axes.plot(sizes, [start + size / 2**30 * slope for size in sizes], "k--", label="PyTorch's constants")
+    ticks = [2**k for k in (10, 14, 18, 22)]
+    axes.set(xscale="log", yscale="log", title="How fast is each mesh dim?", ylabel="µs, measured (dots)")
+    axes.set_xticks(ticks, [format_size(tick) for tick in ticks])
+    axes.set_xlabel("bytes of an all_reduce, gloo")
+    axes.set_ylim(None, 3e6)
+    axes.legend(loc="upper left")
+
+
+def model(axes: Axes, topology: dict[str, Any]) -> None:
+    """How far predicted times are from measured ones, over all collectives and changes of placement of a mesh dim."""
+    dims = topology["dims"][::-1]
+    for shift, color, label, factors in (
+        (0.2, "C1", "PyTorch's constants", [dim["builtin"]["geometric_mean_ratio"] for dim in dims]),
+        (-0.2, "C0", "calibrated", [dim["residuals"]["geometric_mean_ratio"] for dim in dims]),
+    ):
+        bars = axes.barh([k + shift for k in range(len(dims))], factors, 0.36, color=color, label=label)
+        axes.bar_label(bars, [f"{factor:.3g}x" for factor in factors], padding=3)
+    axes.set_yticks(range(len(dims)), [dim["name"] for dim in dims])
+    axes.set(title="Does the cost model fit this machine?", xscale="log", xlim=(1, 1e5))
+    axes.set_xlabel("off by this factor (1 is perfect)")
+    axes.legend(loc="center right")
+
+
+def gate(axes: Axes) -> None:
+    """Head over base of each benchmark, sorted, with its interval: a revision that was slowed on purpose."""
+    benchmarks = json.loads((RESULTS / "gate" / "slowed.json").read_text())["benchmarks"]
+    effects = sorted((one["effect"]["ratio"], one["effect"], one["verdict"]) for one in benchmarks)
+    for verdict, color in (("PASS", "0.4"), ("REGRESSION", "C3")):
+        rows = [(at, effect) for at, (_, effect, verdict_of) in enumerate(effects) if verdict_of == verdict]
+        if not rows:
+            continue
+        ratios = [(effect["ratio"] - 1) * 100 for _, effect in rows]
+        reach = [
+            [(effect["ratio"] - effect["low"]) * 100 for _, effect in rows],
+            [(effect["high"] - effect["ratio"]) * 100 for _, effect in rows],
+        ]
+        axes.errorbar([at for at, _ in rows], ratios, yerr=reach, fmt="o", ms=4, color=color)
+        axes.plot([], [], "o", color=color, label=f"{len(rows)} {verdict}")
+    axes.axhline(0, color="k", lw=0.8)
+    axes.set(title="Did a change make it slower?", ylabel="% slower than base", xticks=[])
+    axes.set_xlabel("benchmarks of a head slowed by 0.35 µs a call")
+    axes.legend(loc="upper left")
+
+
+def main(target: Path) -> None:
+    topology = json.loads((RESULTS / "baseline-cpu-gloo-4ranks.topology.json").read_text())
+    matplotlib.use("Agg")
+    with plt.rc_context({"font.size": 9, "legend.fontsize": 8, "axes.titlelocation": "left"}):
+        figure, grid = plt.subplots(2, 2, figsize=(8, 6), layout="constrained")
+        ops(grid[0, 0])
+        links(grid[0, 1], topology)
+        model(grid[1, 0], topology)
+        gate(grid[1, 1])
+        for axes in grid.flat:
+            axes.grid(alpha=0.3)
+            axes.title.set_fontweight("bold")
+        figure.savefig(target, dpi=200, metadata={"Software": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,256 @@
+"""Two sides, base and new: what became slower, and what cannot be said.
+
+Almost all variance of a host latency lies between processes, so a launch counts as one observation
+however many samples it holds: with one launch per side, 32% of identical pairs differ by 5% in
+their means. Hence no verdict of slower or faster below five launches on each side (the fewest for
+which the exact rank test can reach p < .01: 1/252), and `same` only where an interval shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from statistics import median
+from typing import Literal
+
+from msgspec import Struct
+
+from dtbench.records.exports import Point, relative
+from dtbench.records.judged import Change, Judged, Verdict
+from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S, hodges_lehmann_ratio, rank_test
+from dtbench.suite import CaseKey, Header, Result, Run, errors, estimator_of
+from dtbench.suite.grouping import group_by
+from dtbench.text.units import plural
+
+MIN_LAUNCHES = 5
+# Of one case on a side; the test looks at all pairs, so a hundred thousand launches would never end.
+MAX_LAUNCHES = 500
+SAME_WITHIN = 0.05
+SAME_CONFIDENCE = 0.95
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """All cases, in the order of the base's file, and notes on what weakens them. counts: of each verdict.
+    nothing_shared: the two sides in a line, where they have no case in common.
+    """
+
+    kind: Literal["comparison"] = "comparison"
+    exit_code: int
+    notes: tuple[str, ...]
+    counts: dict[Verdict, int]
+    rows: tuple[Judged, ...]
+    nothing_shared: str = ""
+
+    def count(self, verdict: Verdict) -> int:
+        """How many rows have this verdict."""
+        return self.counts[verdict]
+
+    @property
+    def of_single_launches(self) -> bool:
+        """Whether each side of all that can be compared is one launch."""
+        compared = [row for row in self.rows if row.effect is not None]
+        return bool(compared) and all(row.base_launches == row.head_launches == 1 for row in compared)
+
+    @property
+    def points(self) -> list[Point]:
+        """The new side's times, for other tools; bounds are those of the ratio times the base's time."""
+        points = (relative(row, row.verdict, row.reason) for row in self.rows)
+        return [point for point in points if point is not None]
+
+    def _repr_html_(self) -> str:
+        """A table in a notebook: the worst first."""
+        import pandas as pd
+
+        fields = ("suite", "name", "impl", "verdict", "base_s", "head_s", "ratio", "low", "high", "reason")
+        shown = [
+            {name: getattr(row, name) for name in fields}
+            | {"params": " ".join(f"{k}={v}" for k, v in row.params.items())}
+            for row in sorted(self.rows, key=lambda row: row.verdict.gravity)
+        ]
+        return str(pd.DataFrame(shown).to_html(index=False, max_rows=60))
+
+
+def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
+    """Every case and impl of either side with a verdict.
+
+    base, new: the files of each side; all launches of all files of a side count as its launches.
+    """
+    old, fresh = (
+        group_by((r for run in side for r in run.results), lambda r: r.case_key) for side in (base, new)
+    )
+    sides = {key: (old.get(key, []), fresh.get(key, [])) for key in old | fresh}
+    skipped = {k for k, side in sides.items() if all(r.status == "skipped" for r in chain(*side))}
+    rows = tuple(_row(key, *side) for key, side in sides.items() if key not in skipped)
+    notes = _notes(base, new, rows)
+    if skipped:
+        notes.append(f"{len(skipped)} case(s) were skipped on each side that has them, and are left out")
+    return Comparison(
+        exit_code=_exit_code(rows),
+        notes=tuple(dict.fromkeys(notes)),
+        counts={verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict},
+        rows=rows,
+        nothing_shared="" if old.keys() & fresh.keys() else _apart(old, fresh),
+    )
+
+
+def _apart(base: Collection[CaseKey], new: Collection[CaseKey]) -> str:
+    """Two sides without a case in common, in a line."""
+    sides = []
+    for name, keys in (("base", base), ("new", new)):
+        suites = ", ".join(sorted({suite for suite, *_ in keys}))
+        sides.append(f"{name} has {plural(len(keys), 'case')}{f' of {suites}' if suites else ''}")
+    return (
+        f"nothing to compare: the two sides have no case in common ({'; '.join(sides)}); "
+        "a case is matched by its suite, name, implementation and params"
+    )
+
+
+def _exit_code(rows: Sequence[Judged]) -> int:
+    """1 a regression, 4 nothing comparable, 3 something undecided, 0 all decided and none slower."""
+    there = {row.verdict for row in rows}
+    broke = any(row.verdict is Verdict.FAILED and row.base_launches for row in rows)
+    if broke or Verdict.REGRESSION in there:
+        return errors.EXIT_REGRESSION
+    if not there & {Verdict.IMPROVED, Verdict.PASS, Verdict.INCONCLUSIVE}:
+        return errors.EXIT_NOTHING
+    if there & {Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED}:
+        return errors.EXIT_INCONCLUSIVE
+    return errors.EXIT_OK
+
+
+def _row(key: CaseKey, base: list[Result], new: list[Result]) -> Judged:
+    old_times, new_times = _launch_times(base), _launch_times(new)
+    either = [*new, *base][0]
+    effect = None
+    if old_times and new_times and _why(new, "failed", "wrong") is None:
+        verdict, reason, effect = _judged(old_times, new_times)
+    else:
+        verdict, reason = _without_times(base, new)
+    suite, name, impl, params = key
+    return Judged(
+        suite=suite,
+        name=name,
+        impl=impl,
+        params=dict(params),
+        verdict=verdict,
+        reason=reason,
+        size_bytes=either.size_bytes,
+        estimator=estimator_of(either),
+        base_launches=len(old_times),
+        head_launches=len(new_times),
+        base_s=median(old_times) if old_times else None,
+        head_s=median(new_times) if new_times else None,
+        effect=effect,
+        tolerance=SAME_WITHIN,
+    )
+
+
+def _without_times(base: list[Result], new: list[Result]) -> tuple[Verdict, str]:
+    """The verdict where times do not decide, and why."""
+    broken = _why(new, "failed", "wrong")
+    if broken is not None:
+        return Verdict.FAILED, broken
+    if not base:
+        return Verdict.NEW, ""
+    if _launch_times(base):
+        return Verdict.MISSING, _why(new, "skipped") or "not measured in new"
+    if not _launch_times(new):
+        return Verdict.MISSING, "not timed in base, nor in new"
+    broken = _why(base, "failed", "wrong")
+    return Verdict.NEW, "skipped in base" if broken is None else f"no good time in base: {broken}"
+
+
+def _judged(base: list[float], new: list[float]) -> tuple[Verdict, str, Change | None]:
+    """The verdict, why it is none, and the figures behind it."""
+    if min(*base, *new) <= 0:
+        return Verdict.INCONCLUSIVE, "a launch measured 0 s: below what the clock resolves", None
+    base, new = base[:MAX_LAUNCHES], new[:MAX_LAUNCHES]
+    estimate = hodges_lehmann_ratio(base, new)
+    test = rank_test(base, new)
+    enough = min(len(base), len(new)) >= MIN_LAUNCHES
+    change = max(estimate.ratio, 1 / estimate.ratio) - 1
+    matters = change > MIN_CHANGE and abs(estimate.ratio - 1) * median(base) > MIN_CHANGE_S
+    verdict, reason = Verdict.INCONCLUSIVE, ""
+    if enough and matters and test.p_slower < MAX_P and estimate.ratio > 1:
+        verdict = Verdict.REGRESSION
+    elif enough and matters and test.p_faster < MAX_P and estimate.ratio < 1:
+        verdict = Verdict.IMPROVED
+    elif _within(estimate.low, estimate.high, estimate.confidence):
+        verdict = Verdict.PASS
+    elif not enough:
+        reason = f"fewer than {MIN_LAUNCHES} launches"
+    else:
+        reason = "neither a change of 2% and 0.2 µs nor sameness within 5% is shown"
+    return verdict, reason, Change(**vars(estimate), **vars(test))
+
+
+def _within(low: float | None, high: float | None, confidence: float | None) -> bool:
+    """Whether the interval shows sameness; one that covers less than 95% shows nothing."""
+    if low is None or high is None or confidence is None or confidence < SAME_CONFIDENCE:
+        return False
+    return low >= 1 - SAME_WITHIN and high <= 1 + SAME_WITHIN
+
+
+def _launch_times(results: list[Result]) -> list[float]:
+    return [r.estimate_s for r in results if r.status == "ok" and r.estimate_s is not None]
+
+
+def _why(results: list[Result], *statuses: str) -> str | None:
+    """The first result of these statuses, in words; None if there is none."""
+    found = next((r for r in results if r.status in statuses), None)
+    if found is None:
+        return None
+    return f"{found.status}: {found.reason}" if found.reason else found.status
+
+
+# ------------------------------------------------------------------------------------ notes
+
+
+def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Judged]) -> list[str]:
+    notes = [f"{run.path} is incomplete: it has no end line" for run in [*base, *new] if not run.complete]
+    few = [min(r.base_launches, r.head_launches) for r in rows if r.effect is not None]
+    if few and min(few) < MIN_LAUNCHES:
+        notes.append(
+            f"as few as {plural(min(few), 'launch')} per side: almost all variance lies between launches, so no "
+            f"case with fewer than {MIN_LAUNCHES} on each side is called slower or faster; "
+            f"measure with --launches {MIN_LAUNCHES}, better 10"
+        )
+    if any(max(r.base_launches, r.head_launches) > MAX_LAUNCHES for r in rows):
+        notes.append(f"of a case with more launches the first {MAX_LAUNCHES} of each side are compared")
+    if {run.header.run_id for run in base} & {run.header.run_id for run in new}:
+        notes.append("the same run is on both sides")
+    doubtful = sum(r.status == "ok" and bool(r.reason) for run in [*base, *new] for r in run.results)
+    if doubtful:
+        notes.append(
+            f"{doubtful} good result(s) have a reservation, such as a throttled GPU: see dtbench show"
+        )
+    names = sorted({name for run in [*base, *new] for name in run.header.env})
+    old, fresh = ([_facts(run.header, names) for run in side] for side in (base, new))
+    for title in dict.fromkeys(title for facts in [*old, *fresh] for title in facts):
+        sides = [frozenset(facts[title] for facts in side) for side in (old, fresh)]
+        if len(sides[0] | sides[1]) > 1:
+            notes.append(f"{title}: {_listed(sides[0])} in base, {_listed(sides[1])} in new")
+    return notes
+
+
+def _listed(facts: frozenset[str]) -> str:
+    text = " and ".join(sorted(fact or "unknown" for fact in facts)) or "nothing"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
+    """What should agree between two sides, or the difference may lie there."""
+    cpu, mesh, versions, dtypes = header.machine.cpu, header.mesh, header.versions, header.plan.get("dtypes")
+    cores = None if cpu.usable_cores is None else f"{cpu.usable_cores} cores"
+    names = ("torch", "python", "backend", "nccl")
+    facts: dict[str, Iterable[object]] = {
+        "the hosts differ": sorted({str(r.host) for r in header.ranks}),
+        "the CPU differs": (cpu.model, cores, cpu.governor),
+        "the GPUs differ": sorted({f"{gpu.name} at {gpu.power_limit_W} W" for gpu in header.machine.gpus}),
+        "the versions differ": (f"{name} {versions[name]}" for name in names if versions.get(name)),
+        "the mesh differs": (f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True)),
+        "the dtypes differ": dtypes if isinstance(dtypes, list) else (),
+        "one side measured less": ("--quick" if header.plan.get("quick") else "full",),
+    }
+    facts |= {f"{name} differs": (header.env.get(name, "unset"),) for name in variables}
+    return {title: ", ".join(str(p) for p in parts if p is not None) for title, parts in facts.items()}

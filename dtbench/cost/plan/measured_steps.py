@@ -1,0 +1,293 @@
+"""Rows of a table of measured steps as training jobs and layouts."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from msgspec import structs
+
+from dtbench.cost.plan.csv_table import CsvRow, CsvTable
+from dtbench.cost.plan.machines import MachineSpec, machine_called
+from dtbench.cost.plan.memory import memory_of
+from dtbench.cost.plan.models import TransformerModel, find_model, model_called
+from dtbench.cost.plan.search import RESERVED_BYTES
+from dtbench.cost.plan.step import model_flops
+from dtbench.cost.plan.training import PLAIN, RECOMPUTE, Recompute, Software, TrainingJob, TrainingLayout
+from dtbench.suite.errors import UsageError
+from dtbench.suite.grouping import group_by
+
+# GPT-2's 50,257 tokens, padded as Megatron-LM pads them for 8 tensor-parallel ranks: a multiple of 128 x 8.
+GPT_VOCAB = 51200
+SEQUENCE = 4096
+FP8_PEAK = 2  # times that of bfloat16
+# What is predicted to need more than so many times the memory there is was computed again.
+NOT_SURE = 1.3
+# Columns that may say a time, the most precise first.
+TIMES = ("iteration time", "tokens/s", "tokens/s/gpu")
+_FLAGS = {"sequence parallel": "sequence_parallel", "flash attention": "flash", "overlap": "overlap"}
+_MODEL_SIZES = ("hidden", "attention heads", "layers")
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A row of a table. memory: bytes of one GPU, 0 where not measured. line: in the file."""
+
+    job: TrainingJob
+    layout: TrainingLayout
+    time_s: float
+    memory: float = 0.0
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """left_out: reason -> lines of rows that the model cannot express. notes: what was assumed."""
+
+    steps: list[MeasuredStep]
+    left_out: Mapping[str, Sequence[int]]
+    notes: tuple[str, ...]
+
+
+class InexpressibleError(Exception):
+    """A row that the model has no words for, or that no run can have been; the message says why."""
+
+
+def read_steps(table: CsvTable, machine: MachineSpec, sequence: int = SEQUENCE) -> MeasuredSteps:
+    """Rows as jobs and layouts. Where the table does not say what is computed again: nothing if every layout of a
+    model on as many GPUs fits into memory so, else everything, as one script trained them all.
+
+    sequence: tokens of a sequence, where the table does not say.
+
+    Raises:
+        UsageError: a column that is missing; a value that cannot be, with its line; or no row is left.
+    """
+    size_columns = () if "model" in table.columns else _MODEL_SIZES
+    micro_batches = "micro batch or gradient accumulation"
+    table.require("gpus or nodes", "global batch", micro_batches, " or ".join(TIMES), *size_columns)
+    # Tables that name no model are Megatron-DeepSpeed's, of GPTs without flash attention and overlap.
+    overlap = "fsdp" in table.columns or machine.fitted.overlaps
+    software = PLAIN if size_columns else Software(overlap=overlap)
+    steps: list[MeasuredStep] = []
+    left_out: defaultdict[str, list[int]] = defaultdict(list)
+    for row in table.rows:
+        try:
+            steps.append(_measured(row, machine, software, sequence))
+        except InexpressibleError as error:
+            left_out[str(error)].append(row.line)
+    if not steps:
+        why, lines = max(left_out.items(), key=lambda item: len(item[1]))
+        raise UsageError(f"{table.path}: no row can be predicted; {len(lines)}: line {lines[0]}: {why}")
+    if "recomputation" not in table.columns:
+        steps = _with_assumed_recomputation(steps, machine)
+    return MeasuredSteps(steps, dict(left_out), tuple(_notes(table, steps, machine, software, sequence)))
+
+
+def _with_assumed_recomputation(steps: Sequence[MeasuredStep], machine: MachineSpec) -> list[MeasuredStep]:
+    """Per model and number of GPUs either all steps compute everything again, or none does."""
+    limit = NOT_SURE * (machine.memory_GiB * 2**30 - RESERVED_BYTES)
+
+    def needed(step: MeasuredStep) -> float:
+        return memory_of(step.job, step.layout, machine.fitted).total
+
+    def again(step: MeasuredStep) -> MeasuredStep:
+        return replace(step, layout=replace(step.layout, recompute="full"))
+
+    def recomputes(group: Sequence[MeasuredStep]) -> bool:
+        with_memory = [step for step in group if step.memory]
+        if not with_memory:
+            return any(needed(step) > limit for step in group)
+        off, off_again = (
+            median(abs(needed(way(step)) / step.memory - 1) for step in with_memory)
+            for way in (lambda step: step, again)
+        )
+        return off_again < off
+
+    groups = group_by(steps, _model_and_gpus)
+    recomputing = {key for key, group in groups.items() if recomputes(group)}
+    return [again(step) if _model_and_gpus(step) in recomputing else step for step in steps]
+
+
+def _model_and_gpus(step: MeasuredStep) -> tuple[str, int]:
+    return step.job.model.name, step.job.gpus
+
+
+def _notes(
+    table: CsvTable, steps: Sequence[MeasuredStep], machine: MachineSpec, software: Software, sequence: int
+) -> Iterator[str]:
+    """What the table does not say."""
+    yield from sorted({f"recomputation: {step.layout.recompute}" for step in steps})
+    yes = {True: "yes", False: "no"}
+    assumed = {
+        "sequence length": f"{sequence}",
+        "tensor parallel": "1",
+        "pipeline parallel": "1",
+        "flash attention": yes[software.flash],
+        "sequence parallel": yes[software.sequence_parallel],
+        "zero": f"{software.zero}",
+        "overlap": yes[software.overlap],
+    }
+    if missing := [f"{column} {value}" for column, value in assumed.items() if column not in table.columns]:
+        yield f"not in the table, assumed: {', '.join(missing)}"
+    fast = 0
+    for step in steps:
+        peak = (FP8_PEAK if step.job.software.precision == "fp8" else 1) * machine.peak_tflops * 1e12
+        fast += model_flops(step.job) / step.job.gpus / step.time_s > peak
+    if fast:
+        yield f"{fast} of {len(steps)} rows are faster than {machine.name} can be: another --machine?"
+    sources = {step.job.model.name: step.job.model.source for step in steps}
+    yield from (f"{name}: {source}" for name, source in sorted(sources.items()) if source)
+    time = next(column for column in TIMES if column in table.columns)
+    others = [column for column in TIMES if column in table.columns and column != time]
+    if others or table.unused:
+        yield f"the time is that of {time}; not used: {', '.join([*others, *table.unused])}"
+
+
+# ----------------------------------------------------------------------------------------- one row
+
+
+def _measured(row: CsvRow, machine: MachineSpec, software: Software, sequence: int) -> MeasuredStep:
+    time = _time_column(row)
+    _refuse(row, machine)
+    model = _model(row)
+    tp, pp, cp = (row.count(f"{kind} parallel", 1) for kind in ("tensor", "pipeline", "context"))
+    gpus = row.count("gpus", 0) or row.count("nodes") * machine.gpus_per_node
+    dp = row.count("data parallel", max(1, gpus // (tp * pp * cp)))
+    batch = row.count("global batch")
+    software = _software(row, software)
+    layout = TrainingLayout(
+        tp,
+        pp,
+        dp,
+        dp * cp if software.zero == 3 else _fsdp(row, dp * cp, cp),
+        _micro_batch(row, batch, dp),
+        row.count("interleaved chunks", 1),
+        _recompute(row),
+        cp,
+        row.count("expert parallel", 1),
+    )
+    job = TrainingJob(model, gpus, batch, row.count("sequence length", sequence), software)
+    _check(job, layout)
+    time_s = row.number(time)
+    if time != "iteration time":
+        time_s = job.batch * job.sequence / time_s / (1 if time == "tokens/s" else gpus)
+    return MeasuredStep(job, layout, time_s, row.number("memory") if row.text("memory") else 0.0, row.line)
+
+
+def _time_column(row: CsvRow) -> str:
+    time = next((column for column in TIMES if row.text(column)), None)
+    if time is None:
+        raise InexpressibleError("no time was measured")
+    if not row.text(time).strip("0."):
+        raise InexpressibleError(f"{time} is 0: rounded away")
+    return time
+
+
+def _refuse(row: CsvRow, machine: MachineSpec) -> None:
+    """Rows of which the model holds nothing like, or that are of another machine."""
+    if "lora" in row.text("training").lower():
+        raise InexpressibleError("training of low-rank adapters is not in the model")
+    system = row.text("system")
+    name = machine_called(system) if system else None
+    if name is not None and not machine.name.startswith(name):
+        raise InexpressibleError(f"{system} is not {machine.name}")
+
+
+def _model(row: CsvRow) -> TransformerModel:
+    name = row.text("model")
+    if not name:
+        return gpt(*(row.count(column) for column in _MODEL_SIZES))
+    model = find_model(name) if name.endswith(".json") else model_called(name)
+    if model is None:
+        raise InexpressibleError(
+            f"the model {name[:40]} is not known: give a model file, as --model takes it"
+        )
+    return model
+
+
+def gpt(hidden: int, heads: int, layers: int, vocab: int = GPT_VOCAB) -> TransformerModel:
+    """A model of GPT's kind: an MLP of four times the width, embedding and head one matrix."""
+    if hidden % heads:
+        raise InexpressibleError(f"the hidden size {hidden} is no multiple of the {heads} attention heads")
+    model = TransformerModel("", hidden, layers, heads, 4 * hidden, vocab, gated=False, tied=True)
+    return structs.replace(model, name=f"GPT {model.elements() / 1e9:.3g} B ({layers} x {hidden})")
+
+
+def _micro_batch(row: CsvRow, batch: int, dp: int) -> int:
+    accumulated = row.count("gradient accumulation", 0)
+    if not row.text("micro batch"):
+        if not accumulated or batch % (dp * accumulated):
+            raise InexpressibleError(
+                f"no micro batch: {batch} sequences over {dp} ranks and {accumulated} steps"
+            )
+        return batch // (dp * accumulated)
+    micro = row.count("micro batch")
+    if accumulated and micro * accumulated * dp != batch:
+        raise InexpressibleError(
+            "micro batch x gradient accumulation x data parallel is not the global batch"
+        )
+    return micro
+
+
+def _software(row: CsvRow, software: Software) -> Software:
+    for column, field in _FLAGS.items():
+        if row.text(column):
+            changes: dict[str, Any] = {field: row.flag(column)}
+            software = replace(software, **changes)
+    if zero := row.text("zero"):
+        if zero not in ("0", "1", "2", "3"):
+            raise row.wrong(f"zero is {ascii(zero)[:20]}, expected 0 to 3")
+        software = replace(software, zero=int(zero))
+    if text := row.text("precision").lower():
+        words = {*re.split(r"[^a-z0-9]+", text)}
+        if words & {"fp8", "mxfp8", "float8"}:
+            return replace(software, precision="fp8")
+        if not words & {"bf16", "fp16", "bfloat16", "float16"}:
+            raise InexpressibleError(f"the precision {text[:20]}: expected bf16, fp16 or fp8")
+    return software
+
+
+def _fsdp(row: CsvRow, copies: int, cp: int) -> int:
+    """Ranks that share one copy of the weights."""
+    text = row.text("fsdp")
+    if text == "FULL_SHARD":
+        return copies
+    if text in ("", "0"):
+        return 1
+    shards = row.count("fsdp")
+    return min(copies, shards * cp if shards < copies else shards)
+
+
+def _recompute(row: CsvRow) -> Recompute:
+    text = row.text("recomputation").lower()
+    word = {"": "none", "true": "full", "false": "none"}.get(text, text)
+    for kind in RECOMPUTE:
+        if kind == word:
+            return kind
+    raise row.wrong(f"recomputation is {ascii(text)[:40]}, expected one of none, selective, full")
+
+
+def _check(job: TrainingJob, layout: TrainingLayout) -> None:
+    """Raises InexpressibleError for what no run can have been."""
+    model, stages, samples = job.model, layout.pp * layout.chunks, layout.dp * layout.micro_batch
+    wrong = None
+    if job.batch % samples:
+        wrong = f"the global batch {job.batch} is no multiple of data parallelism x micro batch = {samples}"
+    elif layout.ranks != job.gpus:
+        wrong = (
+            f"tensor x context x data x pipeline parallelism is {layout.ranks}, expected the {job.gpus} GPUs"
+        )
+    elif layout.tp > model.heads:
+        wrong = f"tensor parallelism is {layout.tp}, expected at most the {model.heads} attention heads"
+    elif stages > model.layers + 2:
+        wrong = f"pipeline parallelism x chunks is {stages}, expected at most the {model.layers} layers"
+    elif layout.ep > model.experts:
+        wrong = f"expert parallelism is {layout.ep}, expected at most the {model.experts} experts"
+    elif job.sequence % layout.cp:
+        wrong = f"the sequence of {job.sequence} tokens is no multiple of context parallelism {layout.cp}"
+    if wrong:
+        raise InexpressibleError(wrong)

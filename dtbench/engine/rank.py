@@ -1,0 +1,404 @@
+"""A rank's life, the same in every command: it joins its world, does its part, and leaves with an exit code.
+
+with LaunchedRank(place, report) as rank:
+    ...                          # a DtbenchError here is raised on all ranks alike: options are refused
+    rank.join(device_type)       # from here on, what goes wrong on one rank ends all of them
+    with rank.process_group(mesh, timeout_s) as (world, barrier):
+        ...
+    rank.code = 0
+rank.exit()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import msgspec
+
+from dtbench._version import __version__
+from dtbench.engine import clocks
+from dtbench.engine.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now, farewell
+from dtbench.engine.parent import NOTE
+from dtbench.engine.place import Note, RankPlace, find_place, launch_number
+from dtbench.engine.ranks import (
+    LiveWorld,
+    StoreRanks,
+    backend_of,
+    barrier_of,
+    device_of,
+    real_world,
+    store_of,
+)
+from dtbench.machine.limits import refuse_torch
+from dtbench.suite.errors import (
+    EXIT_OK,
+    DtbenchError,
+    RankMismatchError,
+    UsageError,
+    WorldBrokenError,
+    complain,
+    describe,
+    plain,
+)
+from dtbench.suite.mesh import Mesh
+from dtbench.text.masking import mask
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
+
+JOIN_TIMEOUT = "DTBENCH_JOIN_TIMEOUT"  # seconds
+# Thousands of ranks that load torch from one file system need minutes.
+_JOIN_TIMEOUT_S = 300.0
+# How long it is not said whom a rank waits for; our own launcher ends a start of which a rank has ended.
+_PATIENCE_S, _PATIENCE_HERE_S = 5.0, 60.0
+_TRIES_EVERY_S = 0.2
+_MOST_NAMED = 8
+# A launcher kills the others when the first rank leaves: the one that says why gets so long.
+_SPEAKS_S = 1.0
+# Options that are refused on every rank are said by rank 0. The others give it time to: a launcher kills the remaining
+# ranks as soon as one of them has left.
+LET_RANK_0_SPEAK_S = 10.0
+# Where it is another rank's alone, rank 0 loads torch before it hears of it; where it serves the store, it may have
+# found the same and left.
+_LET_RANK_0_JOIN_S = 60.0
+_LET_RANK_0_SERVE_S = 20.0
+_MAX_SHOWN_CHARS = 60
+# Ranks may need long to find each other's addresses, and the GPU its first context.
+_LEAST_GROUP_S = 60.0
+
+
+class LaunchedRank:
+    """This process as a rank of a world that a launcher started. Entered before torch is loaded.
+
+    report: called once, on the lowest living rank of another's launcher and in a helper thread, with what ended the
+        world and what it was doing; our own launcher is told, and reports itself.
+    code: what the process is to exit with, once all went well. infos: what each rank says of itself.
+    """
+
+    infos: list[dict[str, Any]]
+    ranks: StoreRanks
+    store: Store
+    device: torch.device
+
+    def __init__(
+        self, place: RankPlace, report: Callable[[Diagnosis, ActiveCase], object], launch: int = 0
+    ) -> None:
+        self.place = place.of_launch(launch)
+        self.now = ActiveCase(launch=launch)
+        self.code = EXIT_OK
+        self.connect = store_of(self.place, launch)
+        self._report = report
+        self._note_path = os.environ.get(NOTE)
+        self._noting = threading.Lock()
+        self._joining = False
+
+    def __enter__(self) -> Self:
+        block_signals()
+        quiet_torch()
+        size = self.place.world_size
+        self._detector = FailureDetector(self.now, self.place.rank, size, self._report_failure)
+        self.limit = self._detector.limit
+        return self
+
+    @property
+    def ours(self) -> bool:
+        """Whether our own launcher started this rank; it starts those of the next launch too."""
+        return self._note_path is not None
+
+    @property
+    def joined(self) -> bool:
+        return self._detector.joined
+
+    def join(
+        self, device_type: str, transport: str | None = None, same: Mapping[str, str] | None = None
+    ) -> None:
+        """Meets the other ranks.
+
+        transport: of the process group that is to come, for the ranks' `infos`. same: what has to be the same on all
+            ranks, by the names that users know it by.
+
+        Raises:
+            RankMismatchError: it is not, or a rank was refused something.
+            WorldBrokenError: they do not come, or their store does not answer.
+        """
+        from dtbench.machine.provenance import installed, local_rank_info
+
+        self._joining = True
+        self._backend = transport or backend_of(device_type)
+        place = self.place
+        versions = {"dtbench": __version__, "torch": installed("torch") or ""}
+        limit_s = join_timeout_s()
+        self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
+        ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
+        self.device = device_of(device_type, place.local_rank)
+        mine = {"info": local_rank_info(str(self.device), transport), "same": versions | dict(same or {})}
+        with self.limit(limit_s):
+            self.infos, fault = ranks.agree(mine, _compare)
+        if fault:
+            raise RankMismatchError(fault)
+        hosts = [info["host"] for info in self.infos]
+        self._detector.join(self.connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
+        self.ranks = ranks
+
+    def clock_offset(self, now_ns: Callable[[], int]) -> clocks.Offset:
+        """From this rank's clock to rank 0's, and how far off that may be; all ranks call it."""
+        kernels = [info["boot_id"] for info in self.infos]
+        return clocks.to_rank_0(self.ranks, self.store, kernels, now_ns)
+
+    @contextlib.contextmanager
+    def process_group(self, mesh: Mesh, timeout_s: float) -> Iterator[tuple[LiveWorld, Callable[[], None]]]:
+        """The world of all ranks and its barrier. timeout_s: of a collective."""
+        with contextlib.ExitStack() as stack:
+            with self.limit(max(timeout_s, _LEAST_GROUP_S)):
+                here = (self.place, self.store, self.device)
+                world = stack.enter_context(real_world(*here, mesh, timeout_s, self._backend))
+                barrier = barrier_of(self.device)
+                barrier()
+            yield world, barrier
+            self.wait_for_all()  # nobody leaves the group while others use it
+
+    def wait_for_all(self) -> None:
+        """Asleep, and outside the process group."""
+        self.ranks.agree(None, lambda votes: None)
+
+    def conclude(self, write: Callable[[], int]) -> None:
+        """On rank 0 `write`s what came of it all and tells our launcher; all leave with the code that it gives, or with
+        that of the DtbenchError that it raises."""
+        code = None
+        if self.place.rank == 0:
+            try:
+                code, whole = write(), True
+            except DtbenchError as error:
+                complain(str(error))
+                code, whole = error.exit_code, False
+            self.note(code=code, whole=whole)
+        self.code = self.ranks.agree(code, lambda votes: votes[0] or EXIT_OK)
+
+    def note(self, **fields: Any) -> bool:
+        """Tells our launcher, if it is ours; see `Note`. Whether it could be told.
+
+        From any thread: the one that measures goes on while another reports what ends the run.
+        """
+        if self._note_path is None:
+            return False
+        with self._noting:
+            before = Note.read(self._note_path)
+            return dataclasses.replace(before, **fields).write(self._note_path)
+
+    def starting(self, good: int, *, alone: bool) -> None:
+        """On rank 0, which begins a case. good: results of the run that are ok. alone: without the other ranks, which
+        then do not see which case it is."""
+        self.note(case=self.now, good=good)
+        if alone:
+            self.store.set("now", msgspec.json.encode(self.now).decode())
+
+    def stop_all(self, code: int) -> NoReturn:
+        """On rank 0, which has said why: all ranks leave."""
+        self.note(code=code)
+        self._detector.stop_others(code)
+        exit_now(code)
+
+    def exit(self) -> NoReturn:
+        exit_now(self.code)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._leave()
+        elif isinstance(error, DtbenchError) and not self._joining:
+            return  # the command line says it, once for all ranks
+        elif isinstance(error, RankMismatchError):
+            if self.place.rank == 0:
+                complain(str(error))
+                self.note(code=error.exit_code)
+            self._detector.leave(error.exit_code, self.store)
+            exit_now(error.exit_code)
+        elif isinstance(error, DtbenchError) and (self.place.rank == 0 or not self._detector.joined):
+            complain(str(error))
+            self.stop_all(error.exit_code)
+        else:  # SystemExit in a suite's code is a fault like any other
+            if os.environ.get("DTBENCH_TRACEBACK"):
+                sys.excepthook(type(error), error, trace)
+            self._detector.fault(mask(describe(error)))
+
+    def _leave(self) -> None:
+        self._detector.leave(self.code, self.store if self._joining else None)
+
+    def _report_failure(self, diagnosis: Diagnosis) -> None:
+        case = self._active_case()
+        if not self.note(diagnosis=diagnosis, **({"case": case} if case.name else {})):
+            self._report(diagnosis, case)
+
+    def _active_case(self) -> ActiveCase:
+        """This rank's, else rank 0's, which may have died in its simulated world."""
+        if not self.now.name and self.place.rank != 0 and self.joined and not self.ours:
+            with contextlib.suppress(RuntimeError, msgspec.MsgspecError):
+                store = self.connect(False)
+                if store.check(["now"]):
+                    return msgspec.json.decode(store.get("now"), type=ActiveCase)
+        return self.now
+
+
+# --------------------------------------------------------------------------------- meeting
+
+
+def join_timeout_s() -> float:
+    """How long a rank waits for its world.
+
+    Raises:
+        UsageError: the environment has no number of seconds.
+    """
+    text = os.environ.get(JOIN_TIMEOUT, "")
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text or _JOIN_TIMEOUT_S)) < 1e6:
+            return seconds
+    raise UsageError(f"the environment has {JOIN_TIMEOUT}={text[:40]!r}: expected seconds above 0")
+
+
+def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, patience_s: float) -> Store:
+    """The store of the ranks, once all have come. After `patience_s` one rank of each host says whom it waits for.
+
+    Raises:
+        WorldBrokenError: the store is not served, or not all ranks have come within the limit.
+    """
+    began_s, where = time.monotonic(), f"{place.address}:{place.port}"
+    store = _store_within(place, connect, limit_s, patience_s, place.local_rank == 0)
+    store.set(f"hello/{place.rank}", "")
+    for until_s in (patience_s, limit_s):
+        left_s = max(began_s + until_s - time.monotonic(), 0.1)
+        try:
+            store.wait([f"hello/{rank}" for rank in range(place.world_size)], timedelta(seconds=left_s))
+            return store
+        except RuntimeError:
+            missing = [rank for rank in range(place.world_size) if not store.check([f"hello/{rank}"])]
+        lowest = next((rank for rank in range(place.world_size) if rank not in missing), place.rank)
+        named = ", ".join(f"rank {rank}" for rank in missing[:_MOST_NAMED])
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        whom = f"{named}{more} of {place.world_size}" if missing else f"the store of the ranks at {where}"
+        if until_s < limit_s and place.rank == lowest:
+            _say_waiting(place, whom, limit_s - until_s)
+    if place.rank != lowest:
+        time.sleep(_SPEAKS_S)
+        exit_now(WorldBrokenError.exit_code)
+    raise WorldBrokenError(f"rank {place.rank} waited {limit_s:g} s for {whom}: nothing was measured")
+
+
+def _store_within(
+    place: RankPlace,
+    connect: Callable[[bool], Store],
+    limit_s: float,
+    patience_s: float = math.inf,
+    speaks: bool = False,
+) -> Store:
+    began_s, where = time.monotonic(), f"the store of the ranks at {place.address}:{place.port}"
+    while why := _unreachable(place):
+        waited_s = time.monotonic() - began_s
+        if waited_s > limit_s:
+            raise WorldBrokenError(
+                f"rank {place.rank} waited {limit_s:g} s for {where} ({why}): nothing was measured; check MASTER_ADDR, "
+                "MASTER_PORT and the firewall"
+            )
+        if waited_s > patience_s and speaks:
+            _say_waiting(place, f"{where} ({why})", limit_s - patience_s)
+            speaks = False
+        time.sleep(_TRIES_EVERY_S)
+    try:
+        return connect(True)
+    except RuntimeError as error:
+        raise WorldBrokenError(
+            f"rank {place.rank} cannot reach {where} ({describe(error)}); "
+            "check MASTER_ADDR, MASTER_PORT and the firewall"
+        ) from error
+
+
+def _unreachable(place: RankPlace) -> str:
+    """Why nobody is there to connect to; "" where somebody is."""
+    try:
+        if place.serves:
+            socket.getaddrinfo(place.address, place.port)
+        else:
+            socket.create_connection((place.address, place.port), timeout=5.0).close()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    except UnicodeError:
+        return "no name of a host"
+    return ""
+
+
+def _say_waiting(place: RankPlace, whom: str, left_s: float) -> None:
+    complain(f"rank {place.rank} waits for {whom}; up to {left_s:.0f} s more ({JOIN_TIMEOUT})")
+
+
+def quiet_torch() -> None:
+    """Before torch loads: no log lines of its C++ side and no warnings about its own names.
+
+    Raises:
+        UsageError: it could not be loaded here.
+    """
+    refuse_torch()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def _compare(votes: list[dict[str, Any]]) -> tuple[list[Any], str]:
+    """On rank 0: what the ranks say of themselves, and why they cannot work together; "" where they can."""
+    refused = [f"rank {rank}: {vote['refused']}" for rank, vote in enumerate(votes) if "refused" in vote]
+    if refused:
+        return [], refused[0]
+    first: dict[str, str] = votes[0]["same"]
+    for rank, vote in enumerate(votes):
+        for name in [*first, *vote["same"]]:
+            theirs, ours = vote["same"].get(name, "none"), first.get(name, "none")
+            if theirs != ours:
+                return [], (
+                    f"rank {rank} has {name} {_short(theirs)}, rank 0 has {_short(ours)}: "
+                    "expected the same on every rank"
+                )
+    return [vote["info"] for vote in votes], ""
+
+
+def _short(value: str) -> str:
+    text = plain(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
+def complain_once(text: str) -> None:
+    """Before a rank has joined: rank 0 says it, of another rank too, which otherwise may have found the same."""
+    try:
+        place = find_place()
+    except DtbenchError:
+        place = None
+    line = " ".join(text.split())
+    if place is None or place.rank == 0:
+        complain(line)
+        return
+    began_s = time.monotonic()
+    with contextlib.suppress(Exception):
+        _tell_rank_0(place.of_launch(launch_number()), line)
+    time.sleep(max(began_s + LET_RANK_0_SPEAK_S - time.monotonic(), 0.0))
+
+
+def _tell_rank_0(place: RankPlace, line: str) -> None:
+    """In place of this rank's vote when all join."""
+    quiet_torch()
+    store = _store_within(place, store_of(place, launch_number()), _LET_RANK_0_SERVE_S)
+    store.set(f"vote/0/{place.rank}", json.dumps({"refused": line}))
+    store.set(f"hello/{place.rank}", "")
+    store.wait(["decision/0"], timedelta(seconds=_LET_RANK_0_JOIN_S))
+    farewell(store, place.rank, place.world_size)

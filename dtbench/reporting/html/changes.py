@@ -1,0 +1,127 @@
+"""Base and new, case by case, whoever compared them: the gate's result or two sides of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import asdict
+
+from dtbench.comparison.runs import MIN_LAUNCHES, SAME_CONFIDENCE, SAME_WITHIN, Comparison
+from dtbench.records.gate import Gate
+from dtbench.records.judged import Judged, Verdict
+from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S
+from dtbench.suite import errors
+from dtbench.text.units import format_seconds
+
+
+@dataclass(frozen=True)
+class Changes:
+    """All of them, the gravest first. outcome: the verdict on the whole, one of OUTCOMES; thresholds: what the
+    words mean here; bounds: what low and high are; notes: what to know of them, rises: what else the gate says, which
+    are counts that rose; sides: what base and new are; ends: their names, base and new."""
+
+    changes: tuple[Judged, ...]
+    outcome: str
+    thresholds: tuple[str, ...]
+    bounds: str
+    notes: tuple[str, ...] = ()
+    rises: tuple[str, ...] = ()
+    sides: tuple[tuple[str, str], ...] = ()
+    ends: tuple[str, ...] = ()
+
+
+# Outcome -> (shape, headline).
+OUTCOMES: Mapping[str, tuple[str, str]] = {
+    "slower": ("▲", "Slower"),
+    "failed": ("✕", "Failed"),
+    "missing": ("∅", "Incomplete"),
+    "untrusted": ("?", "Not to be trusted"),
+    "inconclusive": ("?", "Inconclusive"),
+    "nothing": ("∅", "Nothing could be compared"),
+    "ok": ("=", "No regression"),
+}
+
+
+def _sorted(changes: Sequence[Judged]) -> tuple[Judged, ...]:
+    return tuple(sorted(changes, key=lambda c: (c.verdict.gravity, -abs(c.severity))))
+
+
+# ------------------------------------------------------------------------------------ two sides of runs
+
+
+def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes:
+    """What `dtbench compare` finds."""
+    changes = _sorted(comparison.rows)
+    outcomes = {
+        errors.EXIT_OK: "ok",
+        errors.EXIT_REGRESSION: "slower" if comparison.count(Verdict.REGRESSION) else "failed",
+        errors.EXIT_INCONCLUSIVE: "inconclusive",
+        errors.EXIT_NOTHING: "nothing",
+    }
+    outcome = outcomes[comparison.exit_code]
+    thresholds = (
+        (
+            f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test at p < {MAX_P:g}, "
+            f"and a change of more than {MIN_CHANGE:.0%} and {format_seconds(MIN_CHANGE_S)}"
+        ),
+        f"same: the {SAME_CONFIDENCE:.0%} interval of the ratio lies within ±{SAME_WITHIN:.0%}",
+        "inconclusive: neither of these",
+    )
+    bounds = "Hodges-Lehmann over launches; the interval covers at most what so few launches allow."
+    return Changes(changes, outcome, thresholds, bounds, comparison.notes, ends=ends)
+
+
+# ------------------------------------------------------------------------------------ the gate's result
+
+
+def of_gate(gate: Gate) -> Changes:
+    """What `dtbench gate` wrote as JSON."""
+    tolerances = sorted({b.tolerance for b in gate.benchmarks})
+    ends = dict.fromkeys(tolerances[:1] + tolerances[-1:])
+    tolerance = " to ".join(f"{x:.0%}" for x in ends) or "5 %"
+    thresholds = (
+        (
+            f"slower, faster: an exact signed-rank test over pairs of launches at p < {MAX_P:g} (less where many "
+            f"benchmarks are judged at once), and a change of at least {MIN_CHANGE:.0%}, "
+            f"{format_seconds(MIN_CHANGE_S)} and the benchmark's own floor; or more of what is counted"
+        ),
+        f"same: the upper bound of the change lies below the benchmark's tolerance, {tolerance} here",
+        "inconclusive: neither, within the pairs that were measured",
+    )
+    sides = tuple(
+        (side, ", ".join(f"{key} {value}" for key, value in asdict(of).items() if value))
+        for side, of in (("base", gate.base), ("head", gate.head))
+        if of is not None
+    )
+    moves = (("the control", gate.trust.control), ("base against itself", gate.trust.null))
+    notes = (
+        *(f"Not to be trusted: {reason}" for reason in gate.trust.reasons),
+        *(f"{words} moved by {ratio - 1:+.2%}" for words, ratio in moves if ratio is not None),
+    )
+    undecided = "untrusted" if gate.trust.reasons else "inconclusive"
+    outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
+    bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."
+    changes = _sorted(gate.benchmarks)
+    arms = [
+        (of.arm or of.commit or "").removeprefix("rev:") for of in (gate.base, gate.head) if of is not None
+    ]
+    named = tuple(arms) if all(arms) else ()
+    return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, gate.notes, sides, named)
+
+
+def observations_of(case: Judged) -> str:
+    """`10 pairs`, `5 + 5 launches, interval of 99%`."""
+    if case.effect is not None and case.effect.pairs:
+        return f"{case.effect.pairs} pairs"
+    if case.stage or not (case.base_launches or case.head_launches):
+        return ""
+    confidence = case.effect.confidence if case.effect else None
+    interval = "" if confidence is None else f", interval of {confidence:.0%}"
+    return f"{case.base_launches} + {case.head_launches} launches{interval}"
+
+
+def why(case: Judged) -> str:
+    """What rose, and the reason."""
+    rises = [f"{name} {of.base:g} → {of.head:g}" for name, of in case.counters.items()]
+    return "; ".join([*rises, *([case.reason] if case.reason else [])])

@@ -1,0 +1,197 @@
+"""The page: its parts put together, and what is cut to keep it small."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from dtbench.cost.calibration import check_same_setup
+from dtbench.records.atomic import write_atomically
+from dtbench.reporting.html import data
+from dtbench.reporting.html.figures import Figure
+from dtbench.reporting.html.parts import PARTS, front
+from dtbench.reporting.html.parts.changes import ROW, verdict
+from dtbench.reporting.html.parts.provenance import provenance
+from dtbench.reporting.html.section import Material, Section
+from dtbench.reporting.html.sources import KINDS, Sources
+from dtbench.reporting.html.svg import settings
+from dtbench.reporting.html.tables import compact
+from dtbench.suite.errors import UsageError, plain
+
+GENERATOR = "dtbench report"
+BUDGET_BYTES = 2_000_000
+# Of a result as CSV: suite, case, impl, status, clock and eight times of six digits are more.
+LEAST_RESULT_BYTES = 80
+MAX_FIGURES = 80
+MAX_ROWS = 2000
+FEW_FACTS = 4  # of the provenance that are not folded
+TEMPLATES = Path(__file__).parent
+SCRIPT = (TEMPLATES / "page.js").read_text("utf-8")
+
+
+@dataclass(frozen=True)
+class Economy:
+    """How much the page may hold: the raw data, rows of all tables, drawings."""
+
+    data: bool
+    rows: int
+    figures: int
+
+
+# What is given up, in this order, until the page is within its budget.
+ECONOMIES = (
+    Economy(True, MAX_ROWS, MAX_FIGURES),
+    Economy(False, MAX_ROWS, MAX_FIGURES),
+    Economy(False, 500, MAX_FIGURES),
+    Economy(False, 200, 20),
+    Economy(False, 60, 8),
+)
+
+
+def write_report(sources: Sources, path: str | Path) -> None:
+    """Writes the report of these sources.
+
+    Raises:
+        UsageError: nothing to report, or runs of different machines, meshes or backends.
+        OutputError: the place cannot be written, or holds a file that is no report.
+    """
+    write_atomically(Path(path), render(sources), is_report, "report of dtbench")
+
+
+def render(sources: Sources) -> str:
+    """The page as text; the same sources give the same bytes.
+
+    Raises:
+        UsageError: nothing to report, or runs of different machines, meshes or backends.
+    """
+    if sources.is_empty:
+        raise UsageError(f"nothing to report: name at least one file, {KINDS}")
+    if sources.runs:
+        check_same_setup(sources.runs)
+    with settings():
+        return _render(Material(sources))
+
+
+def _render(of: Material) -> str:
+    sources = of.sources
+    sections = [section for part in PARTS if (section := part.section(of)) is not None]
+    context = {
+        "summary": front.summary(of),
+        "started": front.started(sources),
+        "warnings": front.warnings(of),
+        "provenance": provenance(sources),
+        "failures": front.failures(sources.runs),
+        "generator": GENERATOR,
+    }
+    # What cannot fit is not made to be thrown away: of a hundred thousand results that takes longer than all else.
+    results = sum(len(run.results) for run in (*sources.runs, *sources.baseline))
+    fits = results * LEAST_RESULT_BYTES <= BUDGET_BYTES
+    csv = data.csv_link(sources.runs) if sources.runs and fits else None
+    judged = verdict(of)
+    page = ""
+    for economy in ECONOMIES if fits else ECONOMIES[1:]:
+        fitted, cuts = _fit(sections, economy)
+        if sources.runs and not economy.data:
+            limit = f"to keep the page below {BUDGET_BYTES // 1_000_000} MB"
+            cuts.append(f"The raw data are left out {limit}; the run files have them.")
+        page = render_template(
+            "page.html.j2",
+            **context,
+            csv=csv if economy.data else None,
+            verdict=judged,
+            title=front.title(of, judged, fitted),
+            sections=[section for section in fitted if not section.missing],
+            missing=[section for section in fitted if section.missing],
+            cuts=cuts,
+            script=Markup(SCRIPT),
+            script_hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
+            few_facts=FEW_FACTS,
+            most_reasons=min(economy.rows, 200),
+        )
+        page = _reaching(page, fitted)
+        if len(page.encode()) <= BUDGET_BYTES:
+            break
+    return page
+
+
+def _reaching(page: str, sections: Sequence[Section]) -> str:
+    """Links to rows that were cut lead to their table's section."""
+    there = {id_ for section in sections for table in section.tables for id_, *_ in table.rows}
+    row = re.compile(rf'href="#({ROW}\d+)"')
+    return row.sub(lambda link: link[0] if link[1] in there else 'href="#changes"', page)
+
+
+def is_report(head: str) -> bool:
+    """Whether a file that begins so is a report."""
+    return f'<meta name="generator" content="{GENERATOR}">' in head
+
+
+# ------------------------------------------------------------------------------------ limits
+
+
+def _fit(sections: Sequence[Section], economy: Economy) -> tuple[list[Section], list[str]]:
+    """The sections with so many drawings and rows, one of each at least, and what was cut, in words."""
+    panels = [len(figure.panels) for section in sections for figure in section.figures]
+    rows = [table.total_rows for section in sections for table in section.tables]
+    most_panels, most_rows = share(panels, economy.figures), share(rows, economy.rows)
+    fitted = [
+        replace(
+            section,
+            figures=[_cut(figure, most_panels) for figure in section.figures],
+            tables=[replace(compact(table), most=most_rows) for table in section.tables],
+        )
+        for section in sections
+    ]
+    cuts = []
+    if sum(panels) > economy.figures:
+        shown = sum(min(count, most_panels) for count in panels)
+        cuts.append(f"{shown} of {sum(panels)} drawings are shown; the captions say where some are missing.")
+    if sum(rows) > economy.rows:
+        cuts.append(
+            f"Tables are cut after {most_rows} rows each, {economy.rows} in all; the longest has {max(rows)}. "
+            "The run files have them all."
+        )
+    return fitted, cuts
+
+
+def _cut(figure: Figure, most: int) -> Figure:
+    total = len(figure.panels)
+    if most >= total:
+        return figure
+    caption = f"{figure.caption} Here are {most} of {total} drawings."
+    return replace(figure, panels=figure.panels[:most], caption=caption)
+
+
+def share(wanted: Sequence[int], most: int) -> int:
+    """The largest cap for which capped wants add up to at most `most`, and at least 1: the small get all they want."""
+    caps = range(max(wanted, default=0), 1, -1)
+    return next((cap for cap in caps if sum(min(want, cap) for want in wanted) <= most), 1)
+
+
+# ------------------------------------------------------------------------------------ templates
+
+
+def render_template(name: str, **context: object) -> str:
+    """A template of this folder, everything escaped but what was made here."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_visible,
+    )
+    css = (TEMPLATES / "page.css").read_text("utf-8")
+    return environment.get_template(name).render(**context, css=Markup(css))
+
+
+def _visible(value: object) -> object:
+    """Control characters and marks that turn the reading direction become visible."""
+    return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,0 +1,317 @@
+"""Bucketed reduce-scatter: throughput over bucket size; and how much communication hides behind computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dtbench.cost.bucket_size import bucket_choices
+from dtbench.records import profile
+from dtbench.reporting.html import tables as t
+from dtbench.reporting.html.axes import bandwidth_tick, seconds_tick, value_axis
+from dtbench.reporting.html.cases import Case, distinct, geometric_mean
+from dtbench.reporting.html.figures import (
+    DASHES,
+    Bar,
+    Curves,
+    Figure,
+    Row,
+    Series,
+    Style,
+    bars,
+    curves,
+    dots,
+    line,
+    shades_of,
+    stacked,
+)
+from dtbench.reporting.html.impls import CORE, FLOOR, TORCH, bandwidths, named
+from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.suite.grouping import group_by
+from dtbench.text.units import format_seconds, format_size, plural
+
+BUCKET_STYLES = {
+    "core": CORE,
+    "unbucketed": Style("s3", "^", (5, 1.5, 1, 1.5), hollow=True),
+    "reference": Style("s4", "D", (8, 2), hollow=True),
+    "packed": Style("s5", "", (4, 1, 1, 1), words="as many collectives, nothing packed"),
+    "limit": Style("s2", "", (1.5, 1.5), words="one collective, nothing packed"),
+}
+OVERLAP_STYLES = {
+    "core": replace(CORE, words="core: waits at first use"),
+    "torch": replace(TORCH, words="torch: waits at first use"),
+    "wait_at_once": Style("s3", "^", None, hollow=True, words="waits at once"),
+    "local": replace(FLOOR, words="the computation alone"),
+}
+BUSY = {"compute": "computing", "overlap": "both", "exposed": "communicating", "host": "neither"}
+# More lines than this in one panel are not read: each mesh dim has panels of its own then.
+MOST_LINES = 10
+MAX_SECTIONS = 3
+MAX_RANKS = 8
+
+
+def fill(section: Section, of: Material) -> None:
+    buckets = [c for c in of.cases("bucketer") if any(m.algbw_Bps for m in c.impls.values())]
+    section.lead = "How much communication hides behind computation."
+    if buckets:
+        section.lead = (
+            "Many small tensors are reduced and scattered: through the bucketer, one call for each (unbucketed), and "
+            "as tensors of the same bytes that need no packing, a bucket each (packed) or all in one (limit). The "
+            "reference is fairscale’s algorithm. GB = 10⁹ bytes."
+        )
+        section.add(_throughput(section, buckets), _bucket_table(buckets))
+        _headline(section, of, buckets)
+    overlaps = of.cases("overlap")
+    section.add(_overlap(overlaps), _overlap_table(overlaps))
+    ranks = of.sources.ranks
+    folded = bool(section.figures)  # beside the suites' own figures
+    section.add(_parts(ranks, folded), _parts_table(ranks))
+
+
+# ------------------------------------------------------------------------------------ buckets
+
+
+def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
+    """How much faster buckets of the size are that `dtbench calibrate` chooses, else of the largest; and that size."""
+    choices = bucket_choices(of.sources.runs)
+    chosen = {tuple(choice.group): choice.bucket_bytes for choice in choices}
+    largest = max(c.number("bucket_bytes") for c in cases)
+    there = [
+        (c, ratio)
+        for c in cases
+        if c.number("bucket_bytes") == chosen.get(_group(c), largest)
+        and (ratio := c.ratio("core", "unbucketed")) is not None
+    ]
+    if there:
+        buckets = sorted({c.number("bucket_bytes") for c, _ in there})
+        ratios = [ratio for _, ratio in there]
+        words = (
+            f"in buckets of {' or '.join(map(format_size, buckets))} than one call for each tensor: geometric mean of "
+            f"{plural(len(ratios), 'case')}, from {t.faster(max(ratios))} to {t.faster(min(ratios))}"
+        )
+        section.headlines.append((t.faster(geometric_mean(ratios)), words))
+    for choice in choices:
+        if choice.bucket_cap_mb is not None:
+            words = (
+                f"bucket_cap_mb for {choice.group.dtype} over {choice.group.mesh_dim}={choice.group.ranks}"
+            )
+            section.headlines.append((format_size(choice.bucket_bytes), words))
+
+
+def _group(case: Case) -> tuple[str, int, str, int]:
+    """As `dtbench.cost.bucket_size.BucketGroup`."""
+    return (
+        str(case.get("mesh_dim")),
+        case.number("ranks"),
+        str(case.get("dtype")),
+        case.number("tensor_bytes"),
+    )
+
+
+def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
+    """A panel per size of the small tensors, with all mesh dims; the large ones have one bucket size."""
+    ordered = sorted(cases, key=lambda c: c.number("bucket_bytes"))
+    groups = group_by(
+        ordered, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes"), c.name)
+    )
+    grouped = {
+        key[:3]: of
+        for key, of in groups.items()
+        if key[3] == "reduce_scatter" or len({c.number("bucket_bytes") for c in of}) > 1
+    }
+    dims = distinct(str(dim) for dim, *_ in grouped)
+    impls = [i for i in BUCKET_STYLES if any(i in c.impls for c in cases)]
+    together = 1 < len(dims) <= len(DASHES) and len(dims) * len(impls) <= MOST_LINES
+    styles = _dim_styles(dims, impls) if together else BUCKET_STYLES
+    by_panel: dict[tuple[str, str, int], list[Series]] = {}
+    for (dim, dtype, tensor), of in sorted(grouped.items(), key=lambda i: i[0][2]):
+        series = by_panel.setdefault(("" if together else str(dim), str(dtype), tensor), [])
+        for impl in impls:
+            rates = [
+                (c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps or None)
+                for c in of
+                if impl in c.impls
+            ]
+            series += line(f"{impl} over {dim}" if together else impl, rates)
+    panels = []
+    for (dim, dtype, tensor), series in section.capped(list(by_panel.items()), "panels"):
+        best = max((max(one.y) for one in series if one.label.split()[0] == "core"), default=None)
+        reach = f"; the core reaches {best / 1e9:.3g} GB/s" if best else ""
+        title = f"{dim}, tensors" if dim else "Tensors"
+        panels.append(
+            Curves(
+                f"{title} of {format_size(tensor)}, {dtype}", series, f"Throughput over bucket size{reach}."
+            )
+        )
+    return curves(
+        "bucket",
+        panels,
+        styles,
+        "Throughput over bucket size, one panel per size of the small tensors. The nearer the core to the "
+        "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
+        y=lambda values: value_axis(values, bandwidth_tick, title="throughput"),
+        over="size of a bucket",
+        shown=3,
+    )
+
+
+def _dim_styles(dims: Sequence[str], impls: Sequence[str]) -> dict[str, Style]:
+    """Of each impl over each mesh dim: the colour and the mark are the impl's, the dash and the filling the dim's."""
+    return {
+        f"{impl} over {dim}": replace(
+            BUCKET_STYLES[impl],
+            dash=dash,
+            hollow=nth > 0,
+            words=f"{BUCKET_STYLES[impl].words or impl}, {dim}",
+        )
+        for impl in impls
+        for nth, (dim, dash) in enumerate(zip(dims, DASHES, strict=False))
+    }
+
+
+def _bucket_table(cases: Sequence[Case]) -> t.Table:
+    def counter(name: str) -> list[float | None]:
+        return [c.impls["core"].counters.get(name) if "core" in c.impls else None for c in cases]
+
+    params = {"mesh_dim": "Mesh dim", "dtype": "Dtype"}
+    sizes = {"tensor_bytes": "Tensor", "bucket_bytes": "Bucket", "total_bytes": "Total"}
+    return t.Table(
+        "Every bucket size and tensor size",
+        [
+            *named(cases, "Collective", params | sizes, "ranks"),
+            *bandwidths(cases),
+            t.speeds("core beside unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
+            t.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
+            t.counts("Collectives, core", counter("collectives")),
+            t.Column("Copied, core", t.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
+            t.Column("Peak memory, core", t.aligned(counter("peak_bytes"), 2**20), True, "MiB"),
+        ],
+        folded=True,
+    )
+
+
+# ------------------------------------------------------------------------------------ overlap
+
+
+def hidden(case: Case) -> float | None:
+    """The share of the collectives' time that the core hides: 1 where it costs no more than the computation."""
+    core, at_once, local = (case.seconds(i) for i in ("core", "wait_at_once", "local"))
+    if core is None or at_once is None or local is None or at_once <= local:
+        return None
+    return (at_once - core) / (at_once - local)
+
+
+def hidden_words(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}".replace("-", "−") + " hidden"
+
+
+def _gradient(case: Case) -> str:
+    late = case.number("late_ms")
+    return format_size(case.number("size")) + (f", a rank {late} ms late" if late else "")
+
+
+def _overlap(cases: Sequence[Case]) -> Figure | None:
+    """An all-reduce per layer, waited for at once or where it is used."""
+    rows = [
+        Row(
+            f"{c.get('mesh_dim')}, {_gradient(c)}",
+            {i: s for i in OVERLAP_STYLES if (s := c.seconds(i)) is not None},
+            hidden_words(hidden(c)),
+        )
+        for c in cases
+    ]
+    return dots(
+        "overlap",
+        {"Layers with an all-reduce each": rows},
+        OVERLAP_STYLES,
+        "Overlap: time of some layers with an all-reduce each. At the right, the share of the collectives’ time that "
+        "the core hides behind the computation; 100 % would cost no more than the computation alone, below 0 % "
+        "waiting at once is better.",
+        lambda values: value_axis(values, seconds_tick, most=4),
+    )
+
+
+def _overlap_table(cases: Sequence[Case]) -> t.Table:
+    columns = [(style.words, [c.seconds(impl) for c in cases]) for impl, style in OVERLAP_STYLES.items()]
+    return t.Table(
+        "Overlap: every size",
+        [
+            t.text("Mesh dim", [c.get("mesh_dim") for c in cases]),
+            t.text("Gradient", [_gradient(c) for c in cases]),
+            t.text("Dtype", [c.get("dtype") for c in cases]),
+            *t.times(columns),
+            t.percents("hidden by the core", [hidden(c) for c in cases], 0),
+        ],
+        folded=True,
+    )
+
+
+# ------------------------------------------------------------------------------------ profiles of ranks
+
+
+def _parts(profiles: Sequence[profile.Section], folded: bool) -> Figure | None:
+    """A panel per section: what each rank did in an iteration."""
+
+    def words(parts: profile.Parts) -> str:
+        communication = parts.overlap + parts.exposed
+        share = f", {hidden_words(parts.overlap / communication)}" if communication > 0 else ""
+        return f"{format_seconds(sum(getattr(parts, k) for k in BUSY) * 1e-6)}{share}"
+
+    panels = {
+        one.label: [
+            Bar(f"rank {rank}", stacked((BUSY[k], getattr(parts, k) * 1e-6) for k in BUSY), words(parts))
+            for rank, parts in _known(one)[:MAX_RANKS]
+        ]
+        for one in profiles[:MAX_SECTIONS]
+    }
+    return bars(
+        "parts",
+        panels,
+        shades_of(list(BUSY.values())),
+        "What each rank does in one iteration, mean over the profiled ones. “Communicating” is exposed: nothing is "
+        "computed meanwhile; “both” is what overlaps. "
+        f"At most {MAX_SECTIONS} sections and {MAX_RANKS} ranks are drawn; the table has all.",
+        seconds_tick,
+        folded="What each rank does in an iteration" if folded else "",
+    )
+
+
+def _parts_table(profiles: Sequence[profile.Section]) -> t.Table:
+    rows = [(one, rank, parts) for one in profiles for rank, parts in _known(one)]
+    slower = [one.profiled_us / one.plain_us if one.plain_us else None for one, *_ in rows]
+    return t.Table(
+        "Profile of ranks: time per iteration",
+        [
+            t.text("Section", [one.label for one, *_ in rows]),
+            t.text("Rank", [rank for _, rank, _ in rows]),
+            *t.times(
+                [(words, [getattr(parts, k) * 1e-6 for *_, parts in rows]) for k, words in BUSY.items()]
+            ),
+            t.counts("Iterations", [one.iterations for one, *_ in rows]),
+            t.ratios("profiled / plain", slower),
+            t.text("Who is late", ["; ".join(map(_late, one.skews)) for one, *_ in rows]),
+        ],
+        folded=True,
+    )
+
+
+def _known(section: profile.Section) -> list[tuple[str, profile.Parts]]:
+    """The ranks that something is known of."""
+    return [(rank, parts) for rank, parts in section.parts_us.items() if parts is not None]
+
+
+def _late(skew: profile.Skew) -> str:
+    last = "the clocks cannot tell who is last"
+    if skew.latest is not None:
+        last = f"rank {skew.latest} is last most often"
+    return f"{skew.kind}: the ranks arrive {skew.mean_us:.3g} µs apart on average, {last}"
+
+
+BUCKETER = Part(
+    "bucketer",
+    "Bucketed reduce-scatter and overlap",
+    fill,
+    ("bucketer", "overlap"),
+    "dtbench run bucketer overlap",
+    of_links=True,
+)

@@ -1,0 +1,186 @@
+"""What changed: the verdict in words, case by case a table to sort and filter, and the ratios with their intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dtbench.records import judged
+from dtbench.records.judged import Judged
+from dtbench.reporting.html import tables as t
+from dtbench.reporting.html.axes import Axis, ratio_axis
+from dtbench.reporting.html.changes import OUTCOMES, Changes, observations_of, why
+from dtbench.reporting.html.figures import Figure, Row, Style, dots
+from dtbench.reporting.html.section import Material, Part, Section
+
+ROW = "case-"  # before the number of a row, in the anchor that leads to it
+MOST_INTERVALS, MOST_CHANGED = 40, 300
+STYLES = {
+    "slower": Style("s1", "^"),
+    "faster": Style("s3", "v"),
+    "inconclusive": Style("s2", "D", hollow=True),
+    "same": Style("s0", "o"),
+    "failed": Style("s4", "X"),
+}
+
+
+# ------------------------------------------------------------------------------------ verdict
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many cases have a verdict, whose meaning is said; anchor: the row of the first."""
+
+    shape: str
+    words: str
+    anchor: str
+    count: int
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """outcome: one of OUTCOMES or "none"; sentence: what was found. thresholds, rises: for who wants to know more."""
+
+    outcome: str
+    shape: str
+    headline: str
+    sentence: str
+    tallies: tuple[Tally, ...] = ()
+    notes: tuple[str, ...] = ()
+    thresholds: tuple[str, ...] = ()
+    rises: tuple[str, ...] = ()
+
+
+def verdict(of: Material) -> Verdict:
+    changes = of.changes
+    if changes is None:
+        if not of.sources.runs:
+            said = "No cases of a run are part of this report, so none is called slower or faster."
+            return Verdict("none", "–", "Nothing to compare", said)
+        return Verdict("none", "–", "Measured, not compared", "There is nothing to compare with.")
+    places = {
+        word: [i for i, c in enumerate(changes.changes) if c.verdict == word] for word in judged.Verdict
+    }
+    tallies = [
+        Tally(word.shape, word, _anchor(of_word[0]), len(of_word), word.meaning)
+        for word, of_word in places.items()
+        if of_word
+    ]
+    total = len(changes.changes)
+    counted = ", ".join(f"{tally.count} {tally.words}" for tally in tallies)
+    sentence = f"{'1 case was' if total == 1 else f'{total} cases were'} compared: {counted}."
+    return Verdict(
+        changes.outcome,
+        *OUTCOMES[changes.outcome],
+        sentence if total else "There was nothing to compare.",
+        tuple(tallies),
+        changes.notes,
+        changes.thresholds,
+        changes.rises,
+    )
+
+
+def _anchor(index: int) -> str:
+    """Of the row of the table of changes."""
+    return f"{ROW}{index}"
+
+
+# ------------------------------------------------------------------------------------ section
+
+
+def fill(section: Section, of: Material) -> None:
+    changes = of.changes
+    if changes is None or not changes.changes:
+        return
+    section.add(_intervals(section, changes), _table(changes.changes))
+
+
+def _intervals(section: Section, changes: Changes) -> Figure | None:
+    """All that changed or may have, and of the others as many as there is room for; the slowest first."""
+    known = [c for c in changes.changes if c.ratio and c.matters]
+    changed = sum(c.verdict != judged.Verdict.PASS for c in known)
+    drawn = known[: max(min(changed, MOST_CHANGED), MOST_INTERVALS)]
+    if len(drawn) < len(known):
+        section.cuts.append(
+            f"{len(drawn)} of {len(known)} cases are drawn, the gravest; the table has them all."
+        )
+    values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
+    several = len({c.impl for c in drawn}) > 1
+    rows = []
+    for c in sorted(drawn, key=lambda c: -(c.ratio or 0)):
+        assert c.ratio is not None and c.matters is not None
+        style = c.verdict if c.verdict in STYLES else "inconclusive"
+        # Short enough for a figure: what tells the case from the others in it.
+        told = [str(value) for name, value in c.params.items() if len(values[name]) > 1]
+        rows.append(
+            Row(
+                " ".join([c.name, *told, *([f"({c.impl})"] if several else [])]),
+                {style: c.ratio},
+                f"{c.verdict.shape} {t.factor(c.ratio)}",
+                {style: (c.low, c.high)},
+                (1 / (1 + c.matters), 1 + c.matters),
+            )
+        )
+
+    def axis(ratios: Sequence[float]) -> Axis:
+        return ratio_axis(ratios, 0.9, 1.1, lambda ratio: f"{ratio:g}×")
+
+    slower = sum(c.verdict == "slower" for c in drawn)
+    return dots(
+        "forest",
+        {"New over base": rows},
+        STYLES,
+        "Time now over time before, the slowest first, on a logarithmic axis; the line at 1 is no change, the grey "
+        "band is too small to count. What lies right of it with its whole interval is slower. An arrowhead "
+        f"at the end of an interval: no bound yet on that side. {changes.bounds}",
+        axis,
+        desc=lambda of: f"Ratios of {len(of)} cases with their intervals; {slower} are slower.",
+        intervals=True,
+    )
+
+
+def _table(changes: Sequence[Judged]) -> t.Table:
+    def bound(header: str, values: Sequence[float | None]) -> t.Column:
+        cells = ["open" if v is None else t.factor(v) for v in values]
+        known = [c.ratio is not None for c in changes]
+        return t.Column(header, [x if k else t.MISSING for x, k in zip(cells, known, strict=True)], True)
+
+    noise = [c.effect.sd if c.effect else None for c in changes]
+    over = [t.MISSING if c.ratio is None or not c.matters else f"{c.severity:+.1f}" for c in changes]
+    details = [
+        t.percents("least that counts", [c.matters for c in changes]),
+        t.Column("over threshold", over, True),
+        *([t.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
+        t.text("Observations", [observations_of(c) for c in changes]),
+        t.text("Estimator", [c.estimator for c in changes]),
+        t.text("Why", [why(c) for c in changes]),
+    ]
+    return t.Table(
+        "Every case: before and now",
+        [
+            t.text("Verdict", [f"{c.verdict.shape} {c.verdict}" for c in changes]),
+            t.text("Suite", [c.suite for c in changes]),
+            t.text("Case", [c.words for c in changes]),
+            t.text("Impl", [c.impl for c in changes]),
+            *t.times([("base", [c.base_s for c in changes]), ("now", [c.head_s for c in changes])]),
+            t.ratios("ratio", [c.ratio for c in changes]),
+            bound("low", [c.low for c in changes]),
+            bound("high", [c.high for c in changes]),
+            *(replace(detail, screen=True) for detail in details),
+        ],
+        note="Base and now: the median over launches of each launch’s estimate. “Over threshold”: the change over the "
+        "least that counts for this case. “open”: so few observations bound it on no side.",
+        ids=[_anchor(i) for i in range(len(changes))],
+        tags=[c.verdict for c in changes],
+        filter="changes",
+    )
+
+
+CHANGES = Part(
+    "changes",
+    "Changes, case by case",
+    fill,
+    (),
+    "dtbench report NEW.jsonl --base EARLIER.jsonl; or name the result of dtbench gate",
+)

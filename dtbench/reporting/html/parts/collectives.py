@@ -1,0 +1,260 @@
+"""Collectives per mesh dim: bus bandwidth over size, who is late, and what sibling groups cost each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from dtbench.comparison.references import compare_with_reference
+from dtbench.records.layout import layout_of
+from dtbench.reporting.html import tables as t
+from dtbench.reporting.html.axes import bandwidths_axis
+from dtbench.reporting.html.cases import Case, distinct, main_dtype
+from dtbench.reporting.html.figures import DASHES, LOOKS, Curves, Figure, Series, Style, curves, line
+from dtbench.reporting.html.impls import named
+from dtbench.reporting.html.parts.ranks import add_ranks
+from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_size
+from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.reporting.public import public_systems
+from dtbench.suite import Gpu, Header, Param, Run
+from dtbench.suite.grouping import group_by, known_first
+from dtbench.text.units import format_bandwidth, format_size, plural
+
+# GB/s per link and direction, by NVML's number of the version (nvml.h, NVML_NVLINK_VERSION_*: 1.0, 2.0, 2.2,
+# 3.0, 3.1, 4.0, 5.0). Source: NVIDIA's NVLink page, GB/s of both directions over links (V100 300/6, A100 600/12,
+# H100 900/18, B200 1800/18) and the P100 white paper (160/4).
+NVLINK_GBPS = {"1": 20.0, "2": 25.0, "3": 25.0, "4": 25.0, "5": 25.0, "6": 25.0, "7": 50.0}
+OUT = "out of place"
+MAIN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+MODES = {"back_to_back": "calls back to back", "isolated": "isolated calls"}
+
+
+def limit_of(header: Header, dim: str) -> float | None:
+    """Bytes per second that no collective over the dim can pass: a GPU's NVLinks in one direction, where all ranks of
+    a group sit on one host and all pairs are linked; else None."""
+    layout = next((one for one in layout_of(header) if one.name == dim), None)
+    gpus = header.machine.gpus
+    if layout is None or layout.hosts_per_group != (1, 1) or not layout.nvlink or not gpus:
+        return None
+    found = {_nvlink_Bps(gpu) for gpu in gpus}
+    return found.pop() if layout.nvlink[0] == layout.nvlink[1] and len(found) == 1 else None
+
+
+def _nvlink_Bps(gpu: Gpu) -> float | None:  # noqa: N802
+    links = gpu.nvlink
+    if links is None:
+        return None
+    per_link, active = NVLINK_GBPS.get(str(links.version)), links.active_links
+    return None if per_link is None or active < 1 else per_link * active * 1e9
+
+
+def fill(section: Section, of: Material) -> None:
+    cases = [c for c in of.cases(*COLLECTIVES.suites) if c.impls and c.only.size_bytes]
+    if not cases:
+        return
+    header = of.sources.runs[0].header
+    dtype = main_dtype(cases)
+    drawn = _of_one_mode([c for c in cases if c.get("dtype") == dtype])
+    way = f"{dtype}, {MODES.get(str(drawn[0].get('mode')), 'isolated calls')}"
+    dims = distinct(str(c.get("mesh_dim")) for c in drawn)
+    given = {dim: peak for dim, peak in of.sources.peaks.items() if dim in dims}
+    limits = given | {
+        dim: limit for dim in dims if dim not in given and (limit := limit_of(header, dim)) is not None
+    }
+    sources = {dim: "as given" if dim in given else "the NVLinks of a GPU in one direction" for dim in limits}
+    known = "; ".join(f"over {dim} {sources[dim]}, {format_bandwidth(limits[dim])}" for dim in limits)
+    section.lead = (
+        "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
+        "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). “Alone”: one group of the "
+        "mesh dim works. “Together”: all its groups do, as in a program, and share what links they "
+        "share. Sizes are the whole tensor as one group holds it. "
+        + (
+            f"The limit drawn is {known}."
+            if known
+            else "The speed of these links is not known here, so no limit is drawn."
+        )
+    )
+    section.add(_bandwidths(section, [c for c in drawn if c.only.busbw_Bps], way, limits), _contention(drawn))
+    if not of.cases("redistribute") and of.sources.topology is None:
+        section.add(times_over_size(section, plain_cases(cases), folded="Time over size"))
+    add_ranks(section, of.sources.runs)
+    section.add(_table(cases))
+    _headlines(section, cases, limits)
+
+
+def _of_one_mode(cases: Sequence[Case]) -> Sequence[Case]:
+    """Those of isolated calls; of logs without any, those of the mode they have."""
+    by_mode = group_by(cases, lambda c: c.get("mode") or "isolated")
+    return by_mode.get("isolated") or next(iter(by_mode.values()))
+
+
+def _place(case: Case) -> str:
+    return {True: "in place", False: OUT}.get(case.get("in_place"), "")  # type: ignore[call-overload, no-any-return]
+
+
+def _headlines(section: Section, cases: Sequence[Case], limits: Mapping[str, float]) -> None:
+    """The first collective of each dim, the all_reduce if it was measured, at its best, all groups together."""
+    reduced = any(c.name == "all_reduce" for c in cases)
+    reduces = [c for c in cases if c.only.busbw_Bps and (c.name == "all_reduce" or not reduced)]
+    reduces = [c for c in reduces if c.name == reduces[0].name]
+    best = []
+    for dim, members in group_by(reduces, lambda c: str(c.get("mesh_dim"))).items():
+        together = [c for c in members if c.get("groups") == "together"] or members
+        case = max(together, key=lambda c: c.only.busbw_Bps or 0)
+        rate = case.only.busbw_Bps or 0.0
+        of = f" of {format_bandwidth(limits[dim])}, {rate / limits[dim]:.0%}" if dim in limits else ""
+        groups = f", groups {case.get('groups')}" if case.get("groups") else ""
+        words = f"is what {dim} gives{of}: bus bandwidth of {case.name} at {format_size(case.only.size_bytes)}{groups}"
+        section.headlines.append((format_bandwidth(rate), words))
+        best.append(f"{format_bandwidth(rate)} over {dim}{of.replace(',', ' or')}")
+    if best:
+        section.outcome = f"{reduces[0].name} reaches {', '.join(best[:3])}"
+
+
+def _bandwidths(
+    section: Section, cases: Sequence[Case], way: str, limits: Mapping[str, float]
+) -> Figure | None:
+    """A panel per collective, in it a colour per mesh dim and a dash per way: groups together or alone, places."""
+    dims = section.capped(distinct(map(_dim, cases)), "mesh dims", len(LOOKS))
+    ways = distinct(map(_way, sorted(cases, key=lambda c: (c.get("groups") != "together", _place(c) != OUT))))
+    styles: dict[str, Style] = {}
+    for (dim, ranks), look in zip(dims, LOOKS, strict=False):
+        for nth, of in enumerate(ways):
+            dash = DASHES[min(nth, len(DASHES) - 1)]
+            styles[_label((dim, ranks), of)] = replace(look, dash=dash, hollow=nth > 0)
+        if dim in limits:
+            styles[f"limit of {dim}"] = replace(look, marker="", dash=(1, 2))
+    ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
+    ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
+    panels = []
+    for name, members in group_by(ordered, lambda c: c.name).items():
+        lines = group_by(members, lambda c: _label(_dim(c), _way(c)))
+        series = [
+            one
+            for label, of in lines.items()
+            if label in styles
+            for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of])
+        ]
+        series += [
+            Series(label, ends, [limits[dim]] * 2) for dim in limits if (label := f"limit of {dim}") in styles
+        ]
+        peak = max(c.only.busbw_Bps or 0 for c in members)
+        desc = f"Bus bandwidth over size, {plural(len(series), 'line')}, at most {format_bandwidth(peak)}."
+        panels.append(Curves(name, series, desc))
+    names = known_first({one.title for one in panels}, MAIN)
+    return curves(
+        "bandwidth",
+        sorted(panels, key=lambda one: names.index(one.title)),
+        styles,
+        f"Bus bandwidth over tensor size, {way}; both axes logarithmic and common to all panels. A line that stops "
+        "rising has reached what the links give; where “together” lies below “alone”, the groups share a link.",
+        y=bandwidths_axis,
+    )
+
+
+def _dim(case: Case) -> tuple[str, Param]:
+    return str(case.get("mesh_dim")), case.get("ranks")
+
+
+def _way(case: Case) -> str:
+    return ", ".join(word for word in (str(case.get("groups")), _place(case)) if word)
+
+
+def _label(dim: tuple[str, Param], way: str) -> str:
+    name, ranks = dim
+    return ", ".join(word for word in (name, f"{ranks} ranks" if ranks else "", way) if word)
+
+
+# ------------------------------------------------------------------------------------ tables
+
+
+def _contention(cases: Sequence[Case]) -> t.Table:
+    """What the sibling groups cost: the largest size, alone and together."""
+    rows = []
+    for (dim, name), members in group_by(cases, lambda c: (c.get("mesh_dim"), c.name)).items():
+        size = max(c.only.size_bytes or 0 for c in members)
+        at = {c.get("groups"): c.only for c in members if c.only.size_bytes == size}
+        if {"alone", "together"} <= set(at):
+            rows.append((dim, name, size, at["alone"], at["together"]))
+    alone, together = [r[3] for r in rows], [r[4] for r in rows]
+    times = [("alone", [m.estimate_s for m in alone]), ("together", [m.estimate_s for m in together])]
+    bus = [("alone, bus", [m.busbw_Bps for m in alone]), ("together, bus", [m.busbw_Bps for m in together])]
+    return t.Table(
+        "Alone against together, at the largest size",
+        [
+            t.text("Mesh dim", [r[0] for r in rows]),
+            t.text("Collective", [r[1] for r in rows]),
+            t.sizes("Size", [format_size(r[2]) for r in rows]),
+            *t.times(times),
+            *t.bandwidths(bus),
+            t.ratios("time together / alone", [b.estimate_s / a.estimate_s for *_, a, b in rows]),
+        ],
+        folded=True,
+    )
+
+
+def _table(cases: Sequence[Case]) -> t.Table:
+    entries = [(c, m) for c in cases for m in c.impls.values()]
+    measured = [m for _, m in entries]
+    params = {
+        "mesh_dim": "Mesh dim",
+        "groups": "Groups",
+        "mode": "Mode",
+        "in_place": "In place",
+        "dtype": "Dtype",
+    }
+    quartiles = [
+        ("lower quartile", [m.p25_s for m in measured]),
+        ("median", [m.median_s for m in measured]),
+        ("upper", [m.p75_s for m in measured]),
+    ]
+    return t.Table(
+        "Every collective and size",
+        [
+            *named([c for c, _ in entries], "Collective", params, "ranks", "size"),
+            t.sizes("Size", [format_size(m.size_bytes) for m in measured]),
+            *t.times(quartiles),
+            *t.bandwidths(
+                [("algorithm", [m.algbw_Bps for m in measured]), ("bus", [m.busbw_Bps for m in measured])]
+            ),
+            t.ratios("longest / shortest rank", [m.rank_spread for m in measured]),
+        ],
+        folded=True,
+        note="Sizes are the whole tensor as one group holds it. A sample is the longest time of all ranks; bandwidths "
+        "are those of the lower quartile; the last column says how far the ranks’ own times lie apart.",
+    )
+
+
+def _beside_public(run: Run) -> t.Table:
+    """The largest size of each collective that public systems of the same kind were measured at, too."""
+    found = compare_with_reference(run, public_systems()).rows
+    groups = group_by(found, lambda row: (row.system, row.mesh_dim, row.collective, row.dtype))
+    rows = [max(of, key=lambda row: row.size_bytes) for of in groups.values()]
+    return t.Table(
+        "Beside public systems of the same GPU, ranks and hosts",
+        [
+            t.text("System", [row.system for row in rows]),
+            t.text("Mesh dim", [row.mesh_dim for row in rows]),
+            t.text("Collective", [row.collective for row in rows]),
+            t.sizes("Size", [format_size(row.size_bytes) for row in rows]),
+            *t.bandwidths(
+                [
+                    ("here, bus", [row.run_Bps for row in rows]),
+                    ("there, bus", [row.reference_Bps for row in rows]),
+                ]
+            ),
+            t.ratios("here / there", [row.ratio for row in rows]),
+        ],
+        folded=True,
+        note="Their software, network and day were theirs: `dtbench compare --reference RUN` names the sources.",
+    )
+
+
+COLLECTIVES = Part(
+    "collectives",
+    "Collectives per mesh dim",
+    fill,
+    ("collectives", "collectives_other"),  # of imported logs, what the cost model is not fitted to
+    "dtbench run collectives",
+    of_links=True,
+)

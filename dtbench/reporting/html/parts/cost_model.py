@@ -1,0 +1,271 @@
+"""The cost model: the fitted constants and torch's built-in ones, and how far each is off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from dtbench.cost.price import RingConstants, price, ring_us
+from dtbench.records.topology import Dim, Topology
+from dtbench.reporting.html import tables as t
+from dtbench.reporting.html.axes import ratio_axis
+from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves
+from dtbench.reporting.html.section import Section
+from dtbench.text.units import format_size, significant
+from dtbench_core.cost.ring import RING_COLLECTIVES
+
+RESIDUAL_STYLES = {
+    "fitted": Style("s0", "o", None, words="fitted constants"),
+    "builtin": Style("s1", "s", None, hollow=True, words="PyTorch’s built-in constants"),
+    "table": Style("s3", "^", None, hollow=True, words="its own table"),
+}
+
+# Of ratios, drawn as percent: half and double are equally far off.
+PERCENT_TICKS = (1e-4, 1e-3, 0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0, 1e3, 1e4)
+
+
+def ring_s(dim: Dim, name: str, size: float, constants: RingConstants | None) -> float | None:
+    """Seconds by torch's formula; None where it has none for the collective, or there are no constants."""
+    if constants is None or name not in RING_COLLECTIVES:
+        return None
+    return 1e-6 * ring_us(name, size, dim.ranks, constants)
+
+
+def between(sizes: Sequence[float]) -> list[float]:
+    """These sizes and more: what is linear in size is bent on a logarithmic axis and takes points to draw it."""
+    more = np.geomspace(min(sizes), max(sizes), 33) if max(sizes) > min(sizes) else ()
+    return sorted({*sizes, *(float(s) for s in more)})
+
+
+def add_model(section: Section, topology: Topology) -> None:
+    """How far the constants are off, and they and the tables themselves."""
+    section.lead += (
+        " DTensor chooses redistributions by a model of a ring: a base latency of "
+        f"{topology.base_latency_us:g} µs, a latency per hop, and the bytes over one bandwidth per mesh dim. Here its "
+        "two constants are fitted to the measured times; the built-in ones are those for the ranks’ hosts."
+    )
+    section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
+    section.add(_residuals(topology))
+    section.add(_constants(topology), _left_out(topology), _contention(topology))
+    section.add(_points(topology), _lines(topology))
+    found = []
+    for dim in topology.dims if topology.backend == "nccl" else ():
+        # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
+        if dim.builtin:
+            off, fit = dim.builtin.geometric_mean_ratio, dim.residuals.geometric_mean_ratio
+            words = f"is how far PyTorch’s built-in constants are off over {dim.name}; the fitted by {t.factor(fit)}"
+            section.headlines.append((t.factor(off), words))
+            found.append(f"{t.factor(off)} over {dim.name}")
+    if found:
+        section.outcome = section.outcome or f"PyTorch’s built-in constants are off by {', '.join(found)}"
+
+
+# ------------------------------------------------------------------------------------------ figures
+
+
+def fitted_on(dim: Dim) -> tuple[float, float]:
+    """The sizes that the constants are fitted on, with room beside them."""
+    low, high = dim.fitted_on.size_bytes
+    return low / 1.1, high * 1.1
+
+
+def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[Series]:
+    """Times by the built-in and by the fitted constants."""
+    at = between(sizes)
+    by = {"builtin": dim.builtin, "fitted": dim}
+    times = {
+        key: [s for size in at if (s := ring_s(dim, name, size, of)) is not None] for key, of in by.items()
+    }
+    return [Series(key, at, of) for key, of in times.items() if of]
+
+
+def table_lines(dim: Dim, name: str) -> list[Series]:
+    """The table of a collective with its interval, and the points it was made of."""
+    table = dim.collectives[name].table
+    ends = [float(row.size_bytes) for row in table]
+    sizes = between(ends)
+    prices = [price(dim.collectives[name], size) for size in sizes]
+    band = [p.low_us * 1e-6 for p in prices], [p.high_us * 1e-6 for p in prices]
+    expected = Series("table", sizes, [p.time_us * 1e-6 for p in prices], band)
+    return [expected, Series("measured", ends, [row.measured_us * 1e-6 for row in table])]
+
+
+def _residuals(topology: Topology) -> Figure | None:
+    """A panel per mesh dim: predicted over measured, in percent, over size."""
+    panels = [
+        Curves(
+            f"{dim.name}, {dim.ranks} ranks",
+            residuals_of(dim),
+            "Predicted over measured time in percent; the fitted constants are off by "
+            f"{dim.residuals.worst_ratio:.2f}× at worst.",
+            shade=fitted_on(dim),
+            level=1.0,
+        )
+        for dim in topology.dims
+    ]
+    return curves(
+        "residual",
+        panels,
+        RESIDUAL_STYLES,
+        "How much more (+) or less (−) time the model predicts than was measured, in percent of the measured, on a "
+        "logarithmic axis: −50 % is half, +100 % is double. On the line it is right. Shaded: what it was fitted on.",
+        y=lambda values: ratio_axis(values, 0.5, 2.0, percent_off, PERCENT_TICKS),
+        lines=False,
+        folded="How far the constants and the tables are off, over size",
+    )
+
+
+def residuals_of(dim: Dim) -> list[Series]:
+    pairs: dict[str, list[tuple[float, float]]] = {"builtin": [], "table": [], "fitted": []}
+    for point in dim.residuals.points:
+        name, size, measured = point.collective, point.size_bytes, point.measured_s
+        pairs["fitted"].append((size, point.predicted_s / measured))
+        if (built_in := ring_s(dim, name, size, dim.builtin)) is not None:
+            pairs["builtin"].append((size, built_in / measured))
+        if name in dim.collectives:
+            pairs["table"].append((size, 1e-6 * price(dim.collectives[name], size).time_us / measured))
+    return [Series(key, [p[0] for p in of], [p[1] for p in of]) for key, of in pairs.items() if of]
+
+
+def percent_off(ratio: float) -> str:
+    """0.5 is −50 %, 2 is +100 %."""
+    off = 100 * (ratio - 1)
+    if math.isclose(off, 0, abs_tol=1e-9):
+        return "0 %"
+    digits = 0 if abs(off) >= 1 and ratio >= 0.1 else 2
+    return f"{off:+.{digits}f} %".replace("-", "−").replace(".00", "")
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def _interval(pair: Sequence[float] | None) -> str:
+    return f"{significant(pair[0], 3)} – {significant(pair[1], 3)}" if pair else t.MISSING
+
+
+def _basis(dim: Dim) -> str:
+    """What a dim's constants were fitted on, in words."""
+    on = dim.fitted_on
+    low, high = (format_size(size) for size in on.size_bytes)
+    groups = "all groups together" if dim.groups_sharing == "together" else "one group alone"
+    return f"{dim.name} is fitted on {on.points} points from {low} to {high}, {groups}."
+
+
+def _constants(topology: Topology) -> t.Table:
+    dims = topology.dims
+    builtin = [dim.builtin for dim in dims]
+
+    def column(header: str, cells: Sequence[str], unit: str) -> t.Column:
+        return t.Column(header, cells, True, unit)
+
+    def ours(values: Iterable[float | None]) -> list[str]:
+        return [t.MISSING if value is None else significant(value, 3) for value in values]
+
+    bounds = ["≥ " if dim.bandwidth_is_lower_bound else "" for dim in dims]
+    bandwidths = [b + significant(d.bandwidth_GiBps, 3) for b, d in zip(bounds, dims, strict=True)]
+    latencies = [significant(dim.latency_us_per_hop, 3) for dim in dims]
+    return t.Table(
+        "Fitted constants beside PyTorch’s built-in ones",
+        [
+            t.text("Mesh dim", [dim.name for dim in dims]),
+            t.counts("Ranks", [dim.ranks for dim in dims]),
+            t.text("Layout", [dim.layout.kind or "unknown" for dim in dims]),
+            column("Bandwidth", bandwidths, "GiB/s"),
+            column("90 % interval", [_interval(dim.bandwidth_interval) for dim in dims], "GiB/s"),
+            column("built-in", ours(b.bandwidth_GiBps if b else None for b in builtin), "GiB/s"),
+            column("Latency per hop", latencies, "µs"),
+            column("90 % interval", [_interval(dim.latency_interval) for dim in dims], "µs"),
+            column("built-in", ours(b.latency_us_per_hop if b else None for b in builtin), "µs"),
+            t.ratios("Fit off by, mean", [dim.residuals.geometric_mean_ratio for dim in dims]),
+            t.ratios("worst", [dim.residuals.worst_ratio for dim in dims]),
+            t.ratios("Built-in off by, mean", [b.geometric_mean_ratio if b else None for b in builtin]),
+        ],
+        note=" ".join(
+            [
+                *(_basis(dim) for dim in dims),
+                *(f"Intervals: {i}." for i in sorted({dim.intervals for dim in dims} - {""})),
+                "“Off by”: the larger of predicted and measured time over the smaller; 1 is perfect.",
+                "GiB are 1024³ bytes, the unit of PyTorch’s model.",
+            ]
+        ),
+    )
+
+
+def _left_out(topology: Topology) -> t.Table:
+    left_out = topology.left_out
+    return t.Table(
+        "Mesh dims without constants",
+        [
+            t.text("Mesh dim", [dim.name for dim in left_out]),
+            t.counts("Ranks", [dim.ranks for dim in left_out]),
+            t.text("Why", [dim.reason for dim in left_out]),
+        ],
+    )
+
+
+def _contention(topology: Topology) -> t.Table:
+    rows = [(dim, name, ratio) for dim in topology.dims for name, ratio in dim.contention.items()]
+    return t.Table(
+        "Time of all groups at once over the time of one alone: 2 where two share one link",
+        [
+            t.text("Mesh dim", [dim.name for dim, _, _ in rows]),
+            t.text("Collective", [name for _, name, _ in rows]),
+            t.sizes("Size", [format_size(ratio.size_bytes) for _, _, ratio in rows]),
+            t.ratios("together / alone", [ratio.together_over_alone for _, _, ratio in rows]),
+        ],
+        folded=True,
+    )
+
+
+def _points(topology: Topology) -> t.Table:
+    rows = [(dim, p) for dim in topology.dims for p in dim.residuals.points]
+    predicted = [ring_s(dim, p.collective, p.size_bytes, dim.builtin) for dim, p in rows]
+    times: list[tuple[str, list[float | None]]] = [
+        ("measured", [p.measured_s for _, p in rows]),
+        ("fitted", [p.predicted_s for _, p in rows]),
+        ("built-in", predicted),
+    ]
+    off = [None if v is None else v / p.measured_s for v, (_, p) in zip(predicted, rows, strict=True)]
+    return t.Table(
+        "Every point: measured, fitted, built-in",
+        [
+            t.text("Mesh dim", [dim.name for dim, _ in rows]),
+            t.text("Collective", [p.collective for _, p in rows]),
+            t.sizes("Size", [format_size(p.size_bytes) for _, p in rows]),
+            *t.times(times),
+            t.ratios("fitted / measured", [p.predicted_s / p.measured_s for _, p in rows]),
+            t.factors("built-in / measured", off),
+        ],
+        folded=True,
+    )
+
+
+def _lines(topology: Topology) -> t.Table:
+    rows = [
+        (dim, what, name, curve)
+        for dim in topology.dims
+        for what, of in {"c10d": dim.collectives, **dim.transitions}.items()
+        for name, curve in of.items()
+    ]
+    lines = [curve for *_, curve in rows]
+    return t.Table(
+        "A line of its own for every collective and change of placement: time = α + size / β",
+        [
+            t.text("Mesh dim", [dim.name for dim, *_ in rows]),
+            t.text("Of", [what for _, what, _, _ in rows]),
+            t.text("Call", [name for _, _, name, _ in rows]),
+            t.Column("α", t.aligned([curve.alpha_us for curve in lines]), True, "µs"),
+            t.Column("90 % interval", [_interval(curve.alpha_interval) for curve in lines], True, "µs"),
+            t.Column("β", t.aligned([curve.beta_GiBps for curve in lines]), True, "GiB/s"),
+            t.Column("90 % interval", [_interval(curve.beta_interval) for curve in lines], True, "GiB/s"),
+            t.ratios("off by, mean", [curve.geometric_mean_ratio for curve in lines]),
+            t.counts("Points", [curve.points for curve in lines]),
+            t.counts("Launches", [curve.launches for curve in lines]),
+            t.Column("Sizes", [" – ".join(map(format_size, curve.size_bytes)) for curve in lines], True),
+        ],
+        note="What a call is expected to take is read from a table of measured times, which has the interval that a "
+        "new launch falls into nine times of ten; a line sums one up.",
+        folded=True,
+    )

@@ -1,0 +1,224 @@
+"""Dispatch latency: time per call on the host, cached and on the first call, and its stages."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from dtbench.records.profile import Call, Stage
+from dtbench.reporting.html import tables as t
+from dtbench.reporting.html.axes import Axis, seconds_tick, value_axis
+from dtbench.reporting.html.cases import Case, distinct, geometric_mean
+from dtbench.reporting.html.figures import (
+    Bar,
+    Curves,
+    Figure,
+    Series,
+    Style,
+    bars,
+    curves,
+    shades_of,
+    stacked,
+)
+from dtbench.reporting.html.impls import add_dots, core_beside_torch, named, times
+from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.suite import STAGES, Param
+from dtbench.suite.grouping import group_by, known_first
+from dtbench.text.units import format_seconds, plural
+
+PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
+MAX_CASES = 4
+FEWEST = 5  # ops whose shares make a curve
+MAX_STEPS = 400
+SPREAD_STYLES = {
+    "local": Style("s2", "", (1.5, 1.5), words="floor: plain torch"),
+    "core cached": Style("s0", "", words="core, cached"),
+    "torch cached": Style("s1", "", (5, 2), words="torch, cached"),
+    "core first": Style("s3", "", (8, 2), words="core, first call"),
+    "torch first": Style("s4", "", (3, 1, 1, 1), words="torch, first call"),
+}
+
+
+def fill(section: Section, of: Material) -> None:
+    cases, calls = of.cases("dispatch"), of.sources.calls
+    cached = [c for c in cases if c.get("call") not in ("first", "busy")]
+    busy = [c for c in cases if c.get("call") == "busy"]
+    section.add(_spread(cases))
+    section.lead = "Time of one call on the host, the minimum of the samples. "
+    if cached:
+        section.lead += (
+            "A call looks up the sharding, runs the local op and wraps the result. One process plays a rank of a "
+            "simulated world of 8, as a mesh of one dim (8) or two (2x4). The floor is the same op on plain local "
+            "tensors. "
+        )
+        _added(section, [c for c in cached if c.get("pass") in ("forward", "")])
+        section.lead += core_beside_torch(section, cached, "cached dispatch", "Over all cached calls the")
+        grouped = group_by(cached, lambda c: (c.get("mesh"), c.get("pass")))
+        add_dots(
+            section,
+            {f"mesh {mesh}, {direction}": of for (mesh, direction), of in grouped.items()},
+            lambda c: f"{c.name} {c.get('placements')}".strip(),
+            "Time per call, cached, with a line to the upper quartile; at the right, the core beside torch.",
+            sort=True,
+            each_axis=True,
+        )
+        section.add(_summary(grouped), _table(cached, cases))
+    elif cases:
+        caption = "Every op: time of a first call"
+        section.add(t.Table(caption, [*named(cases, "Op", PARAMS, "call"), *times(cases)], folded=True))
+    if busy and cached:
+        caption = "Cached calls while the GPU is at earlier work, as in a training step"
+        section.add(t.Table(caption, [*named(busy, "Op", PARAMS, "call"), *times(busy)]))
+    if calls:
+        section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
+
+
+def _added(section: Section, cases: Sequence[Case]) -> None:
+    """What distribution adds to an op on the host: the time beyond that of the plain op, the median over ops."""
+    said = []
+    for impl, name in (("torch", "DTensor"), ("core", "dtbench’s core")):
+        ops = [c.impls for c in cases if {impl, "local"} <= set(c.impls)]
+        if ops:
+            added_s = statistics.median(of[impl].estimate_s - of["local"].estimate_s for of in ops)
+            said.append((name, format_seconds(added_s), plural(len(ops), "cached op")))
+    if not said:
+        return
+    (first, its, count), *rest = said
+    other = "".join(f"; {name} adds {added}" for name, added, _ in rest)
+    words = f"is what {first} adds to an op on the host, median of {count}{other}"
+    section.headlines.append((f"+{its}", words))
+    section.outcome = f"{first} adds {its} to an op{''.join(f', {name} {added}' for name, added, _ in rest)}"
+
+
+def _summary(grouped: Mapping[tuple[Param, Param], Sequence[Case]]) -> t.Table:
+    both = [[r for c in of if (r := c.ratio("core", "torch")) is not None] for of in grouped.values()]
+    floors = [geometric_mean(c.ratio("core", "local") for c in of) for of in grouped.values()]
+    return t.Table(
+        "The core beside torch, cached calls, by mesh and pass",
+        [
+            t.text("Mesh", [mesh for mesh, _ in grouped]),
+            t.text("Pass", [direction for _, direction in grouped]),
+            t.counts("Cases with both", [len(r) for r in both]),
+            t.speeds("geometric mean", [geometric_mean(r) for r in both]),
+            t.speeds("best case", [min(r, default=None) for r in both]),
+            t.speeds("worst case", [max(r, default=None) for r in both]),
+            t.counts("Core slower by over 5 %", [sum(x > 1.05 for x in r) for r in both]),
+            t.ratios("core / floor, geometric mean", floors),
+        ],
+        folded=True,
+    )
+
+
+def _table(cached: Sequence[Case], cases: Sequence[Case]) -> t.Table:
+    def identity(case: Case) -> tuple[object, ...]:
+        return (case.name, *sorted((k, v) for k, v in case.params.items() if k != "call"))
+
+    first = {identity(c): c for c in cases if c.get("call") == "first"}
+    firsts = [first.get(identity(c)) for c in cached]
+    columns = [(f"{i}, first call", [f.seconds(i) if f else None for f in firsts]) for i in ("core", "torch")]
+    return t.Table(
+        "Every op: time per call",
+        [*named(cached, "Op", PARAMS, "call"), *times(cached), *t.times(columns)],
+        folded=True,
+        note="▲ marks where the core takes over 5 % more time than torch. "
+        "A first call has to find its sharding; a cached one looks it up.",
+    )
+
+
+def _spread(cases: Sequence[Case]) -> Figure | None:
+    """A panel per pass: which share of the ops takes at most so long."""
+    panels = []
+    for direction in distinct(c.get("pass") for c in cases):
+        series = _shares([c for c in cases if c.get("pass") == direction])
+        middles = [
+            f"{SPREAD_STYLES[one.label].words} {format_seconds(one.x[len(one.x) // 2])}" for one in series
+        ]
+        panels.append(Curves(str(direction) or "all calls", series, f"Median op: {'; '.join(middles)}."))
+    values = [v for panel in panels for one in panel.series for v in one.x]
+    if not values:
+        return None
+    return curves(
+        "ecdf",
+        panels,
+        SPREAD_STYLES,
+        "Share of the ops (both meshes, all placements) that take at most so long. The further left a line, the "
+        "faster; the distance to the floor is what distribution adds, that between first and cached calls what "
+        "finding a sharding costs once.",
+        x=value_axis(values, seconds_tick, log=True, most=6, title="time per call"),
+        y=lambda _: Axis(0, 1.02, False, lambda v: f"{v:.0%}", [0, 0.25, 0.5, 0.75, 1], "share of the ops"),
+    )
+
+
+def _shares(cases: Sequence[Case]) -> list[Series]:
+    series = []
+    for key in SPREAD_STYLES:
+        impl, _, call = key.partition(" ")
+        of = [c for c in cases if (c.get("call") or "cached") == (call or "cached")]
+        found = sorted(s for c in of if (s := c.seconds(impl)) is not None)
+        if len(found) < FEWEST:
+            continue
+        # A step at every op, from 0; of very many, at so many of them.
+        found = found[:: max(1, len(found) // MAX_STEPS)]
+        xs = [x for time in found for x in (time, time)]
+        ys = [y / len(found) for k in range(len(found)) for y in (k, k + 1)]
+        series.append(Series(key, xs, ys))
+    return series
+
+
+# ------------------------------------------------------------------------------------ stages
+
+
+def _stages(calls: Sequence[Call], folded: bool) -> Figure | None:
+    """A panel per case: a bar per impl, its parts the stages."""
+    panels = {
+        label: [
+            Bar(
+                c.impl,
+                stacked((row.stage, row.ns * 1e-9) for row in _rows(c)),
+                f"{format_seconds(c.whole_ns * 1e-9)} in all",
+                c.floor_ns * 1e-9 if c.floor_ns is not None else None,
+            )
+            for c in calls
+            if c.label == label
+        ]
+        for label in distinct(c.label for c in calls)[:MAX_CASES]
+    }
+    return bars(
+        "stages",
+        panels,
+        shades_of(_in_order(calls)),
+        "Where the time of one call goes, stage by stage, what recording costs taken off; the upright strokes are the "
+        "plain op alone, so what lies beyond its length is what distribution adds. Stages too short for their name "
+        f"are in the table; so are cases beyond the first {MAX_CASES}.",
+        seconds_tick,
+        folded="Where the time of a call goes, stage by stage" if folded else "",
+    )
+
+
+def _in_order(calls: Sequence[Call]) -> list[str]:
+    return known_first({row.stage for c in calls for row in c.rows}, STAGES)
+
+
+def _rows(call: Call) -> list[Stage]:
+    order = _in_order([call])
+    return sorted(call.rows, key=lambda row: order.index(row.stage))
+
+
+def _stage_table(calls: Sequence[Call]) -> t.Table:
+    rows = [(call, row) for call in calls for row in _rows(call)]
+    return t.Table(
+        "Every stage: time per call",
+        [
+            t.text("Case", [c.label for c, _ in rows]),
+            t.text("Impl", [c.impl for c, _ in rows]),
+            t.text("Stage", [row.stage for _, row in rows]),
+            t.Column("time", t.aligned([row.ns for _, row in rows], 1e3, 2), True, "µs"),
+            t.Column("plus or minus", t.aligned([row.plus_minus_ns for _, row in rows], 1e3, 2), True, "µs"),
+            t.percents("share", [row.ns / c.whole_ns if c.whole_ns else None for c, row in rows], 0),
+            t.text("Recorded by", [c.source for c, _ in rows]),
+        ],
+        folded=True,
+    )
+
+
+DISPATCH = Part("dispatch", "Dispatch latency", fill, ("dispatch",), "dtbench run dispatch")

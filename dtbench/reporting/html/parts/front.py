@@ -1,0 +1,147 @@
+"""The head of the page: title, summary, what to know first; and at its end what is not ok."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from dtbench.records import judged
+from dtbench.records.topology import Topology
+from dtbench.reporting.html.parts.changes import Verdict
+from dtbench.reporting.html.parts.provenance import by_one_process, hardware, hosts, mesh_words
+from dtbench.reporting.html.section import Material, Section
+from dtbench.reporting.html.sources import Sources
+from dtbench.suite import Result, Run
+from dtbench.suite.grouping import group_by
+from dtbench.text.units import format_seconds, plural
+
+NOT_OK = {
+    "wrong": "Wrong data: timed, but the result was not what it should be",
+    "failed": "Failed",
+    "skipped": "Skipped",
+}
+
+
+def title(of: Material, verdict: Verdict, sections: Sequence[Section]) -> str:
+    """The outcome: the verdict of a comparison, else what the first sections found."""
+    sources = of.sources
+    if of.changes is not None and verdict.tallies:
+        sides = " → ".join(of.changes.ends)
+        moved = [tally for tally in verdict.tallies if tally.words != judged.Verdict.PASS] or verdict.tallies
+        counts = ", ".join(f"{tally.count} {tally.words}" for tally in moved)
+        return f"{sides + ': ' if sides else ''}{counts} of {sum(tally.count for tally in verdict.tallies)}"
+    outcomes = [one.outcome for one in sections if one.outcome][:2]
+    if outcomes:
+        words = "; ".join(outcomes)
+        return words[0].upper() + words[1:] if words.split()[0].isalpha() else words
+    if sources.runs:
+        return _times(of) or f"Mesh {mesh_words(sources.runs[0].header) or 'unknown'}"
+    if sources.calls or sources.ranks:
+        return "Profile"
+    return "Cost model" if sources.topology is not None else "History"
+
+
+def _times(of: Material) -> str:
+    """Of suites that no section sums up: from the fastest to the slowest."""
+    cases = [case for members in of.suites.values() for case in members]
+    times = [measured.estimate_s for case in cases for measured in case.impls.values()]
+    if not times:
+        return ""
+    ends = " to ".join(dict.fromkeys(map(format_seconds, (min(times), max(times)))))
+    return f"{', '.join(of.suites)}: {plural(len(cases), 'case')}{' from' if ' to ' in ends else ','} {ends}"
+
+
+def started(sources: Sources) -> str:
+    """When the runs were measured, for the index."""
+    return max((str(run.header.started or "") for run in sources.runs), default="")
+
+
+CORE_IS = (
+    "“The core” is dtbench’s own DTensor, dtbench_core, written in Python on torch.distributed; “torch” is "
+    "torch.distributed.tensor. Both did the same in turn."
+)
+
+
+def summary(of: Material) -> list[str]:
+    """What was measured on what, and what the core is where it first stands."""
+    runs = of.sources.runs
+    if not runs:
+        return []
+    header = runs[0].header
+    cases = [case for members in of.suites.values() for case in members]
+    launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
+    torch = f", torch {header.versions['torch']}" if header.versions.get("torch") else ""
+    measured = f"{plural(len(cases), 'case')} in {launches} {'launch' if launches == 1 else 'launches'}"
+    said = [f"{measured} on {hardware(header)}{torch}. {_world(runs)}"]
+    if any({"core", "torch"} <= set(case.impls) for case in cases):
+        said.append(CORE_IS)
+    return said
+
+
+def _world(runs: Sequence[Run]) -> str:
+    """The mesh and its ranks; where one process measured everything, that."""
+    header = runs[0].header
+    if by_one_process(runs):
+        return "One process measured; the other ranks of its meshes are simulated."
+    if not mesh_words(header) and len(header.ranks) == 1:
+        return "One process measured."
+    ranks = f", {plural(len(header.ranks), 'rank')}" if header.ranks else ""
+    where = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""
+    backend = header.versions.get("backend") or "no backend"
+    return f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{where}."
+
+
+def warnings(of: Material) -> list[str]:
+    """What a reader has to know before believing a figure; the gravest first."""
+    sources, runs = of.sources, of.sources.runs
+    found = []
+    if cut := [run.path.name for run in runs if not run.complete]:
+        found.append(
+            f"Incomplete: {', '.join(cut)} has no end line; cases are missing. "
+            "`dtbench run --resume` goes on with it."
+        )
+    tally = Counter(result.status for run in runs for result in run.results)
+    if tally["wrong"]:
+        wrong = plural(tally["wrong"], "result")
+        found.append(f"{wrong} held wrong data: see Failures. No time of theirs is shown.")
+    if tally["failed"]:
+        found.append(f"{plural(tally['failed'], 'result')} failed: see Failures.")
+    if of.crowded and any(case.get("mesh_dim") for cases in of.suites.values() for case in cases):
+        found.append(
+            f"{of.crowded}: a rank waits for another to be scheduled, so times of collectives are not those of the "
+            "links. They are drawn below, and none of them is an answer here."
+        )
+    if any(run.header.plan.get("quick") for run in runs):
+        found.append("Measured with --quick: few samples, so small differences mean nothing.")
+    if sources.topology is not None and runs:
+        found += _of_topology(sources.topology, {run.header.run_id for run in runs})
+    return [*found, *sources.notes]
+
+
+def _of_topology(topology: Topology, known: set[str]) -> list[str]:
+    strangers = sorted(run.run_id for run in topology.runs if run.run_id not in known)
+    doubted = any(dim.warnings for dim in topology.dims)
+    other = f"The topology was fitted to another run ({', '.join(strangers)}): its points are not those here."
+    return [
+        *([other] if strangers else []),
+        *topology.warnings,
+        *(["The fit of the cost model has its doubts: its section says which."] if doubted else []),
+    ]
+
+
+def failures(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+    """(caption, its reasons with the results that gave them): a cause that meets many cases is told once."""
+    found = []
+    for status, caption in NOT_OK.items():
+        results = (r for run in runs for r in run.results if r.status == status)
+        by_reason = group_by(results, lambda result: result.reason or "no reason given")
+        if by_reason:
+            found.append((caption, [(reason, list(map(_named, of))) for reason, of in by_reason.items()]))
+    return found
+
+
+def _named(result: Result) -> str:
+    params = ", ".join(f"{k}={v}" for k, v in result.params.items())
+    rank = "" if result.rank is None else f", rank {result.rank}"
+    named = f"{result.suite} {result.name}, {result.impl}{f' ({params})' if params else ''}"
+    return f"{named}{rank}, launch {result.launch}"

@@ -1,0 +1,108 @@
+"""Times of earlier revisions, one kind of machine at a time: what moved most."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from dtbench.reporting.html import tables as t
+from dtbench.reporting.html.axes import Axis, close_axis
+from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves
+from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.reporting.html.sources import History
+
+MOST_PANELS = 6
+# A revision and what was there before it: fewer tell nothing.
+FEWEST = 2
+STYLES = {"time": Style("s0", "o", words="a revision, or a run")}
+_SHORT = 11
+
+# Benchmark -> (place of the revision, seconds).
+Times = dict[str, list[tuple[int, float]]]
+
+
+def fill(section: Section, of: Material) -> None:
+    section.lead = (
+        "Times that gates recorded for each revision, or of each run of a folder, one estimate each; only times of one "
+        "kind of machine stand in one series. There are no intervals, so a single step may be noise: what stays is a "
+        "change."
+    )
+    for index, one in enumerate(one for one in of.sources.histories if one.points):
+        times = _times(one)
+        section.add(_figure(section, index, one, times), _table(one, times))
+
+
+def _times(one: History) -> Times:
+    """What moved most at the last revision first."""
+    times: Times = {}
+    for place, point in enumerate(one.points):
+        for label, time_s in point.times_s.items():
+            times.setdefault(label, []).append((place, time_s))
+    return dict(sorted(times.items(), key=lambda item: (-abs(_change(item[1]) or 0), item[0])))
+
+
+def _before(points: list[tuple[int, float]]) -> float | None:
+    """The median of all times but the last."""
+    return median(time for _, time in points[:-1]) if len(points) >= FEWEST else None
+
+
+def _change(points: list[tuple[int, float]]) -> float | None:
+    before = _before(points)
+    return None if before is None else points[-1][1] / before - 1
+
+
+def _figure(section: Section, index: int, one: History, times: Times) -> Figure | None:
+    drawn = {label: points for label, points in times.items() if len(points) >= FEWEST}
+    if len(drawn) > MOST_PANELS:
+        section.cuts.append(
+            f"The figure shows the {MOST_PANELS} of {len(drawn)} benchmarks that moved most; the table has them all."
+        )
+    panels, names = [], _short(list(times))
+    for label, points in list(drawn.items())[:MOST_PANELS]:
+        values = [time for _, time in points]
+        desc = f"{len(points)} revisions; the last is {_change(points) or 0:+.1%} against the median of those before."
+        line = [Series("time", [float(place) for place, _ in points], values)]
+        own = close_axis(values, median(values))
+        panels.append(Curves(names[label], line, desc, level=_before(points), y=own))
+    places = range(0, len(one.points), max(1, (len(one.points) - 1) // 3))
+    return curves(
+        f"history{index}p",
+        panels,
+        STYLES,
+        f"Time per revision, oldest at the left, on {one.machine or 'a machine of unknown kind'}; the line across is "
+        "the median of all but the last. Ordered by how far the last lies from it. The axes do not begin at 0.",
+        x=Axis(
+            -0.3, len(one.points) - 0.7, False, lambda v: one.points[round(v)].revision[:_SHORT], list(places)
+        ),
+        y=lambda values: close_axis(values, median(values)),
+    )
+
+
+def _short(labels: list[str]) -> dict[str, str]:
+    """Without the suite and the params that all of them share, label by label."""
+    words = {label: label.split() for label in labels}
+    shared = set.intersection(*map(set, words.values())) if len(labels) > 1 else set[str]()
+    return {
+        label: " ".join(w for i, w in enumerate(of) if w not in shared or ("=" not in w and i > 0)) or label
+        for label, of in words.items()
+    }
+
+
+def _table(one: History, times: Times) -> t.Table:
+    found = list(times.values())
+    changes = [_change(of) for of in found]
+    before, last = [_before(of) for of in found], [of[-1][1] for of in found]
+    return t.Table(
+        f"Every benchmark on {one.machine or 'a machine of unknown kind'}",
+        [
+            t.text("Benchmark", list(times)),
+            t.counts("Revisions", [len(of) for of in found]),
+            *t.times([("median before", before), ("last", last)]),
+            t.Column("change", [t.MISSING if c is None else f"{100 * c:+.1f}" for c in changes], True, "%"),
+            t.text("Last revision", [one.points[of[-1][0]].revision for of in found]),
+            t.text("Recorded", [one.points[of[-1][0]].time for of in found]),
+        ],
+        folded=True,
+    )
+
+
+HISTORY = Part("history", "History", fill, (), "dtbench gate --base REV --head REV --history FOLDER --record")

@@ -1,0 +1,178 @@
+"""Where the results come from: command, machine, versions, commit."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from dtbench.reporting.html.sources import Sources
+from dtbench.suite import Checkout, Header, Run
+from dtbench.suite.grouping import group_by
+from dtbench.text.units import format_bytes
+
+
+def mesh_words(header: Header) -> str:
+    mesh = header.mesh
+    return " × ".join(f"{name} = {size}" for name, size in zip(mesh.dim_names, mesh.shape, strict=True))
+
+
+def hosts(header: Header) -> list[str]:
+    """Their names, as often as nodes bear them."""
+    return sorted(host for host, _ in dict.fromkeys(rank.node for rank in header.ranks) if host)
+
+
+def hardware(header: Header) -> str:
+    machine = header.machine
+    gpus = Counter(str(gpu.name or "GPU") for gpu in machine.gpus)
+    named = [f"{count} × {name}" if count > 1 else name for name, count in gpus.items()]
+    return ", ".join([*named, *([machine.cpu.model] if machine.cpu.model else [])]) or "unknown hardware"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A line of the provenance. was: the baseline's, where it differs."""
+
+    name: str
+    value: str
+    was: str = ""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """compared: whether there is a baseline whose differences are marked."""
+
+    facts: tuple[Fact, ...]
+    environment: tuple[Fact, ...]
+    compared: bool
+
+
+_UNSET = "unset"
+
+
+def provenance(sources: Sources) -> Provenance:
+    sides = [Fact(f"Gate, {side}", words) for side, words in (sources.gate.sides if sources.gate else ())]
+    if not sources.runs:
+        return Provenance(tuple(sides), (), False)
+    header = sources.runs[0].header
+    base = sources.baseline[0].header if sources.baseline else None
+    apart = by_one_process(sources.runs)
+    was = dict(_facts(base, apart)) if base else {}
+    facts = [
+        *(Fact("Command", _command(run.header.argv)) for run in sources.runs),
+        *(Fact("Run", _run_words(run)) for run in sources.runs),
+        *(Fact("Baseline", _run_words(run)) for run in sources.baseline),
+        *sides,
+    ]
+    now = dict(_facts(header, apart))
+    names = dict.fromkeys([*now, *was])
+    facts += [_fact(name, now.get(name, ""), was.get(name, "") if base else None) for name in names]
+    env, env_was = header.env, base.env if base else {}
+    environment = [
+        _fact(name, str(env.get(name, _UNSET)), str(env_was.get(name, _UNSET)) if base else None)
+        for name in sorted({*env, *env_was})
+    ]
+    return Provenance(
+        tuple(fact for fact in facts if fact.value or fact.was), tuple(environment), base is not None
+    )
+
+
+def _fact(name: str, value: str, was: str | None) -> Fact:
+    return Fact(
+        name, value or "nothing recorded", (was or "nothing recorded") if was not in (None, value) else ""
+    )
+
+
+def _run_words(run: Run) -> str:
+    words = [
+        run.header.run_id,
+        f"started {run.header.started or 'at an unknown time'}",
+        "complete" if run.complete else "incomplete",
+        f"file {run.path.name}",
+    ]
+    return ", ".join(words)
+
+
+def by_one_process(runs: Sequence[Run]) -> bool:
+    """Whether one process measured all there is: the ranks and the mesh are then not those of the times."""
+    suites = [(run, suite) for run in runs for suite in {r.suite for r in run.results}]
+    return bool(suites) and all(run.by_one_process(suite) for run, suite in suites)
+
+
+def _facts(header: Header, apart: bool) -> list[tuple[str, str]]:
+    """apart: without the mesh and its ranks."""
+    machine: dict[str, object] = msgspec.to_builtins(header.machine)
+    cpu = machine.pop("cpu")
+    del machine["gpus"]
+    plan = {k: v for k, v in header.plan.items() if k != "mesh"}
+    gpus = Counter(_described(msgspec.to_builtins(gpu)) for gpu in header.machine.gpus)
+    facts = [
+        ("Mesh", mesh_words(header)),
+        ("Ranks", _placement(header)),
+        ("Versions", ", ".join(f"{k} {v}" for k, v in header.versions.items() if v is not None)),
+        ("Checkout", _checkout(header.git)),
+        ("dtbench’s checkout", _checkout(header.git.dtbench)),
+        ("CPU", _described(cpu)),
+        ("GPUs", "; ".join(f"{count} × {words}" for words, count in gpus.items())),
+        *[(_words(k).capitalize(), _described(v, k)) for k, v in machine.items()],
+        ("Suites", ", ".join(header.suites)),
+        ("Launches", str(header.launches)),
+        ("Plan", _described(plan)),
+        ("Schema", str(header.schema)),
+    ]
+    return [(name, value) for name, value in facts if value and not (apart and name in ("Mesh", "Ranks"))]
+
+
+def _placement(header: Header) -> str:
+    """Host by host its ranks as ranges, with the kind of device: vm: 0-3 (cpu)."""
+    words = []
+    for (host, _), ranks in group_by(header.ranks, lambda rank: rank.node).items():
+        devices = dict.fromkeys(rank.device.partition(":")[0] for rank in ranks if rank.device)
+        kinds = f" ({', '.join(devices)})" if devices else ""
+        words.append(f"{host or 'unknown host'}: {_ranges([rank.rank for rank in ranks])}{kinds}")
+    return "; ".join(words)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3, 8"""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _command(argv: Sequence[str]) -> str:
+    line = shlex.join(str(arg) for arg in argv)
+    return line if not argv or Path(argv[0]).name == "dtbench" else f"dtbench {line}"
+
+
+def _checkout(git: Checkout | None) -> str:
+    if git is None or not git.commit:
+        return ""
+    dirty = git.dirty
+    return f"{git.commit}{', with uncommitted changes' if dirty is True else ', clean' if dirty is False else ''}"
+
+
+def _words(key: str) -> str:
+    return str(key).removesuffix("_bytes").replace("_", " ")
+
+
+def _described(value: object, key: str = "") -> str:
+    """A fact of the header in words; its shape is the machine's and not known here."""
+    if isinstance(value, Mapping):
+        there = {k: v for k, v in value.items() if v not in (None, "", [], {})}
+        return ", ".join(f"{_words(k)} {_described(v, str(k))}" for k, v in there.items())
+    if isinstance(value, list | tuple):
+        return " ".join(_described(v, key) for v in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if str(key).endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    return "" if value is None else str(value)

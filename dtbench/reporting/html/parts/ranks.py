@@ -1,0 +1,209 @@
+"""Rank by rank: a map of the mesh per dim, and who comes late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dtbench.records.layout import from_last_arrival_s, mesh_groups
+from dtbench.reporting.html import tables as t
+from dtbench.reporting.html.axes import seconds_tick, value_axis
+from dtbench.reporting.html.figures import Figure, Map, Row, Style, dots, maps
+from dtbench.reporting.html.section import Section
+from dtbench.stats import estimate_s
+from dtbench.suite import Header, Result, Run
+from dtbench.suite.mesh import Groups
+from dtbench.text.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, significant
+
+# A larger mesh is not told apart on a page; nor are more rows of ranks.
+MAX_CELLS = 1024
+MAX_RANKS = 48
+LATE = {"late": Style("s1", "D", words="median, with the lower and upper quartile")}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One collective over one mesh dim, rank by rank. busbw_Bps: of the rank's group, from the arrival of its
+    last rank on; whole_Bps: of all groups from the barrier on, as the tables have it. late_s: (lower quartile,
+    median, upper) of how much later than the first of its group the rank came. last: share of the samples in which
+    it was the last."""
+
+    dim: str
+    name: str
+    size_bytes: int
+    busbw_Bps: Mapping[int, float]  # noqa: N815 - bytes per second
+    whole_Bps: float  # noqa: N815
+    late_s: Mapping[int, tuple[float, float, float]]
+    last: Mapping[int, float]
+
+    @property
+    def words(self) -> str:
+        return f"{self.dim}: {self.name}, {format_size(self.size_bytes)}"
+
+
+def add_ranks(section: Section, runs: Sequence[Run]) -> None:
+    header, found = runs[0].header, ranks_of(runs)
+    section.add(_map(header, found), _skew(found), _table(found, header))
+
+
+def ranks_of(runs: Sequence[Run]) -> list[Ranks]:
+    """Per mesh dim the all_reduce (else the first collective) of the largest size, all groups at work."""
+    found = []
+    groups = mesh_groups(runs[0].header)
+    for dim in runs[0].header.mesh.dim_names if groups else ():
+        results = [
+            r
+            for run in runs
+            for r in run.ok("collectives")
+            if r.params.get("mesh_dim") == dim
+            and r.params.get("groups") in ("together", None)
+            and r.params.get("mode") in ("isolated", None)
+            and r.rank_samples_s
+            and r.size_bytes
+            and r.busbw_Bps
+            and r.algbw_Bps
+        ]
+        if results:
+            chosen = max(results, key=lambda r: (r.name == "all_reduce", r.size_bytes or 0))
+            same = [r for r in results if (r.name, r.size_bytes) == (chosen.name, chosen.size_bytes)]
+            found.append(_ranks_of(dim, same, groups[dim]))
+    return [one for one in found if one.late_s]
+
+
+def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> Ranks:
+    """Over launches the median."""
+    bandwidths: dict[int, list[float]] = {}
+    late: dict[int, list[np.ndarray]] = {}
+    for result in results:
+        assert result.busbw_Bps is not None and result.algbw_Bps is not None and result.size_bytes is not None
+        moved = result.size_bytes * result.busbw_Bps / result.algbw_Bps
+        for group in groups:
+            shared = min(len(result.rank_samples_s.get(str(rank), ())) for rank in group)
+            if len(group) < 2 or not shared:
+                continue
+            # Nothing where ranks hold unequally many samples, as a file from elsewhere may.
+            samples = from_last_arrival_s(result, [group])
+            from_last = estimate_s(samples, result) if samples else 0.0
+            for rank, behind in zip(group, _lateness_s(result, group, shared), strict=True):
+                late.setdefault(rank, []).append(behind)
+                if from_last > 0:
+                    bandwidths.setdefault(rank, []).append(moved / from_last)
+    together = {rank: np.concatenate(parts) for rank, parts in late.items()}
+    quartiles = {rank: np.quantile(x, (0.25, 0.5, 0.75)).tolist() for rank, x in together.items()}
+    return Ranks(
+        dim,
+        results[0].name,
+        results[0].size_bytes or 0,
+        {rank: float(np.median(values)) for rank, values in bandwidths.items()},
+        float(1 / np.median([1 / r.busbw_Bps for r in results if r.busbw_Bps])),
+        {rank: (low, middle, high) for rank, (low, middle, high) in quartiles.items()},
+        _last(groups, together),
+    )
+
+
+def _lateness_s(result: Result, group: Sequence[int], samples: int) -> np.ndarray:
+    """How much later than the first of its group each rank came; without a common clock, how much shorter its
+    reading is than the longest."""
+    came = [result.rank_arrivals_s.get(str(rank), ())[:samples] for rank in group]
+    if all(len(times) == samples for times in came):
+        arrivals = np.array(came)
+        return np.asarray(arrivals - arrivals.min(axis=0))
+    readings = np.array([result.rank_samples_s[str(rank)][:samples] for rank in group])
+    return np.asarray(readings.max(axis=0) - readings)
+
+
+def _last(groups: Groups, late: Mapping[int, np.ndarray]) -> dict[int, float]:
+    shares: dict[int, float] = {}
+    for group in groups:
+        there = [rank for rank in group if rank in late]
+        if there:
+            last = np.array([late[rank] for rank in there]).argmax(axis=0)
+            shares |= {rank: float((last == place).mean()) for place, rank in enumerate(there)}
+    return shares
+
+
+def _map(header: Header, found: Sequence[Ranks]) -> Figure | None:
+    """A map of the mesh per dim: which groups are slow."""
+    shape, names = header.mesh.shape, header.mesh.dim_names
+    drawn = [one for one in found if one.busbw_Bps]
+    if not drawn or math.prod(shape) > MAX_CELLS:
+        return None
+    columns = shape[-1]
+    panels = []
+    for one in drawn:
+        unit = bandwidth_unit(one.busbw_Bps.values())
+        ranks = [range(first, first + columns) for first in range(0, math.prod(shape), columns)]
+        cells = [[(f"rank {rank}", one.busbw_Bps.get(rank)) for rank in row] for row in ranks]
+        ends = [format_bandwidth(end(one.busbw_Bps.values())) for end in (min, max)]
+        desc = f"Bus bandwidth of each rank's group, from {ends[0]} to {ends[1]}."
+        scale = unit.scale
+        panels.append(
+            Map(f"{one.words}, {unit.name}", cells, lambda v, scale=scale: significant(v / scale, 3), desc)  # type: ignore[misc]
+        )
+    whole = ", ".join(f"{format_bandwidth(one.whole_Bps)} over {one.dim}" for one in drawn)
+    return maps(
+        "mesh",
+        panels,
+        (" × ".join(names[:-1]) or "all", names[-1]),
+        "A map of the mesh per dim: bus bandwidth of the group that the rank belongs to; the faster, the deeper. Cells "
+        "of one group are alike; a pale group is a slow link. Counted from the arrival of a group’s last rank, so it "
+        "lies above the other figures’ and tables’ bandwidth of the same calls, which counts the wait for that rank "
+        f"and the slowest group: {whole}.",
+        folded="Which group is slow: a map of the mesh",
+    )
+
+
+def _skew(found: Sequence[Ranks]) -> Figure | None:
+    """How late each rank comes."""
+    panels = {}
+    for one in found:
+        latest = sorted(one.late_s, key=lambda rank: -one.late_s[rank][1])[:MAX_RANKS]
+        panels[one.words] = [
+            Row(
+                f"rank {rank}",
+                {"late": one.late_s[rank][1]},
+                f"last {one.last.get(rank, 0):.0%}",
+                {"late": (one.late_s[rank][0], one.late_s[rank][2])},
+            )
+            for rank in (sorted(latest) if len(one.late_s) <= MAX_RANKS else latest)
+        ]
+
+    def desc(rows: Sequence[Row]) -> str:
+        worst = max(rows, key=lambda row: row.values["late"])
+        return f"{worst.label.capitalize()} comes latest, by {format_seconds(worst.values['late'])} in the median."
+
+    return dots(
+        "skew",
+        panels,
+        LATE,
+        "Rank skew: how much later than the first rank of its group each rank came to the collective, and in "
+        "which share of the samples it was the last. A rank that is last nearly always holds the others up.",
+        lambda values: value_axis([max(*values, 1e-9)], seconds_tick, log=False),
+        desc=desc,
+        folded="Who is late: rank by rank",
+    )
+
+
+def _table(found: Sequence[Ranks], header: Header) -> t.Table:
+    hosts = {rank.rank: rank.host for rank in header.ranks}
+    rows = [(one, rank) for one in found for rank in sorted(one.late_s)]
+    late = [one.late_s[rank] for one, rank in rows]
+    return t.Table(
+        "Every rank: how late it comes, and its group’s bandwidth",
+        [
+            t.text("Mesh dim", [one.dim for one, _ in rows]),
+            t.text("Collective", [one.name for one, _ in rows]),
+            t.sizes("Size", [format_size(one.size_bytes) for one, _ in rows]),
+            t.counts("Rank", [rank for _, rank in rows]),
+            t.text("Host", [hosts.get(rank) or "" for _, rank in rows]),
+            *t.times(
+                [(word, [of[i] for of in late]) for i, word in enumerate(("late, p25", "median", "p75"))]
+            ),
+            t.percents("last", [one.last.get(rank, 0) for one, rank in rows], 0, "% of samples"),
+            *t.bandwidths([("bus, group", [one.busbw_Bps.get(rank) for one, rank in rows])]),
+        ],
+        folded=True,
+    )

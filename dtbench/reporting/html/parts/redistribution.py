@@ -1,0 +1,182 @@
+"""Redistribution and the cost model: time over size of collectives, of the libraries, and as modelled."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from dtbench.records.topology import Topology
+from dtbench.reporting.html import tables as t
+from dtbench.reporting.html.axes import seconds_tick, times_axis
+from dtbench.reporting.html.cases import Case, distinct, main_dtype
+from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves, line
+from dtbench.reporting.html.impls import CORE, TORCH, add_dots, core_beside_torch, named, times
+from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
+from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.suite.grouping import group_by
+from dtbench.text.units import format_seconds, format_size, plural
+from dtbench_core.cost.ring import RING_COLLECTIVES
+
+# The change of placement that each collective does the work of.
+TRANSITION = {
+    "all_reduce": "P->R",
+    "all_gather": "S(0)->R",
+    "reduce_scatter": "P->S(0)",
+    "all_to_all": "S(0)->S(1)",
+}
+SHOWN = 3  # panels over size; the others are folded
+STYLES = {
+    "builtin": Style("s4", "", (1.5, 1.5), words="PyTorch’s built-in constants"),
+    "fitted": Style("s3", "", (6, 3), words="the fitted constants"),
+    "table": Style("s3", "", words="its own table, with the 90 % interval of a new launch"),
+    "measured": Style("ink", "o", None, hollow=True, words="measured, from the last arrival on"),
+    "c10d": Style("s2", "D", words="the collective alone, c10d"),
+    "core": Style(CORE.colour, "^", words="core’s redistribute"),
+    "torch": Style(TORCH.colour, "s", (5, 2), hollow=True, words="torch’s redistribute"),
+}
+
+
+def fill(section: Section, of: Material) -> None:
+    topology, moved = of.sources.topology, of.cases("redistribute")
+    if moved:
+        section.lead = (
+            "Time to bring a tensor from one placement to another over mesh dims, with real process groups. "
+            + core_beside_torch(section, moved, "redistribute", "Over all transitions and sizes the")
+        )
+    collectives = plain_cases([c for c in of.cases("collectives") if c.impls and c.only.size_bytes])
+    if moved or topology is not None:
+        section.add(times_over_size(section, collectives, plain_cases(moved), topology))
+    if moved:
+        _added(section, collectives, plain_cases(moved))
+    if moved:
+        _add_cases(section, moved)
+    if topology is not None:
+        add_model(section, topology)
+    section.missing = (
+        "dtbench run redistribute collectives -o RUN.jsonl, dtbench calibrate RUN.jsonl -o TOPOLOGY.json, then name "
+        "both in this report"
+    )
+
+
+def plain_cases(cases: Sequence[Case]) -> Sequence[Case]:
+    """Those of the main type, in isolated calls of all groups, out of place; of others where there are none such."""
+    if not cases:
+        return cases
+    dtype, usual = main_dtype(cases), (("groups", "together"), ("mode", "isolated"), ("in_place", False))
+    sweep = [c for c in cases if all(c.get(param) in ("", value) for param, value in usual)]
+    return [c for c in sweep or cases if c.get("dtype") == dtype]
+
+
+def times_over_size(
+    section: Section,
+    collectives: Sequence[Case],
+    moved: Sequence[Case] = (),
+    topology: Topology | None = None,
+    folded: str = "",
+) -> Figure | None:
+    """A panel per mesh dim and collective that some change of placement needs; without runs, those of the topology."""
+    fitted = {dim.name: dim for dim in (topology.dims if topology else ())}
+    raw = group_by(collectives, lambda c: (str(c.get("mesh_dim")), c.name))
+    made = group_by(moved, lambda c: (str(c.get("mesh_dim")), c.name))
+    dims = distinct([*(dim for dim, _ in (*raw, *made)), *fitted])
+    panels = []
+    for dim in dims:
+        for name in distinct(
+            [*TRANSITION, *RING_COLLECTIVES, *(fitted[dim].collectives if dim in fitted else ())]
+        ):
+            transition = TRANSITION.get(name, "")
+            series = _measured(raw.get((dim, name), ()), made.get((dim, transition), ()))
+            if not series and not raw and dim in fitted and name in fitted[dim].collectives:
+                series = table_lines(fitted[dim], name)
+            if not series or (raw and not transition):
+                continue
+            sizes = [size for one in series for size in one.x]
+            model = model_lines(fitted[dim], name, sizes) if dim in fitted else []
+            largest = seconds_tick(float(f"{max(max(one.y) for one in series):.2g}"))
+            panels.append(
+                Curves(
+                    f"{name} over {dim}{f': {transition}' if transition else ''}",
+                    [*model, *series],
+                    f"Time over tensor size, {plural(len(series), 'way')}, at most {largest}.",
+                    shade=fitted_on(fitted[dim]) if dim in fitted else None,
+                )
+            )
+    caption = "Time over tensor size, both axes logarithmic and common to all panels."
+    if moved:
+        caption += " The distance of the core and torch from c10d is what a redistribution costs beside its collective."
+    if fitted:
+        caption += (
+            " Where a model’s dashes leave the points, it misleads DTensor’s planner; it is fitted to times from the "
+            "last arrival of a rank on, on the sizes with a grey ground."
+        )
+    return curves(
+        "times", section.capped(panels, "panels"), STYLES, caption, y=times_axis, shown=SHOWN, folded=folded
+    )
+
+
+def _measured(collectives: Sequence[Case], moved: Sequence[Case]) -> list[Series]:
+    """The raw collective and the two libraries' change of placement."""
+    points = {"c10d": [(c.only.size_bytes or 0, c.only.estimate_s) for c in collectives]}
+    for impl in ("core", "torch"):
+        points[impl] = [(c.number("size"), s) for c in moved if (s := c.seconds(impl)) is not None]
+    return [one for label, of in points.items() for one in line(label, sorted(p for p in of if p[0] > 0))]
+
+
+def _added(section: Section, collectives: Sequence[Case], moved: Sequence[Case]) -> None:
+    """What a redistribution costs beside its collective, at the smallest size that both were measured at."""
+    raw = {
+        (c.get("mesh_dim"), TRANSITION.get(c.name), c.only.size_bytes): c.only.estimate_s for c in collectives
+    }
+    both = {key: c for c in moved if (key := (c.get("mesh_dim"), c.name, c.number("size"))) in raw}
+    least = min((size for *_, size in both), default=0)
+    said = []
+    for impl, name in (("torch", "DTensor"), ("core", "dtbench’s core")):
+        added = [
+            s - raw[key] for key, c in both.items() if key[2] == least and (s := c.seconds(impl)) is not None
+        ]
+        if added and (median := statistics.median(added)) > 0:
+            said.append((name, format_seconds(median), plural(len(added), "transition")))
+    if said:
+        (name, added_s, of), *rest = said
+        other = "".join(f"; {name} adds {s}" for name, s, _ in rest)
+        words = f"is what a redistribution by {name} adds to its collective"
+        section.headlines.insert(
+            0, (f"+{added_s}", f"{words} at {format_size(least)}, median of {of}{other}")
+        )
+        section.outcome = f"a redistribution by {name} adds {added_s} to its collective"
+
+
+def _add_cases(section: Section, cases: Sequence[Case]) -> None:
+    """Every transition at the smallest and the largest size, and all of them as a table."""
+    drawn = plain_cases(cases)
+    sizes = sorted({c.number("size") for c in drawn})
+    panels = {
+        f"{dim}, {format_size(size)}": [
+            c for c in drawn if (c.get("mesh_dim"), c.number("size")) == (dim, size)
+        ]
+        for dim in distinct(c.get("mesh_dim") for c in drawn)
+        for size in dict.fromkeys([*sizes[:1], *sizes[-1:]])
+    }
+    caption = (
+        f"Time per redistribute at the smallest and the largest size, {drawn[0].get('dtype')}; at the right, the core "
+        "beside torch."
+    )
+    add_dots(section, panels, lambda c: c.name, caption, each_axis=True)
+    params = {"mesh_dim": "Mesh dim", "dtype": "Dtype", "size": "Size"}
+    section.add(
+        t.Table(
+            "Every transition and size",
+            [*named(cases, "Transition", params, "ranks"), *times(cases)],
+            folded=True,
+            note="Sizes are the whole tensor as one group of the mesh dim holds it.",
+        )
+    )
+
+
+REDISTRIBUTION = Part(
+    "redistribute",
+    "Redistribution and the cost model",
+    fill,
+    ("redistribute",),
+    of_links=True,
+)

@@ -1,0 +1,106 @@
+"""Collectives of several systems beside each other: bus bandwidth over size, a line per system."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dtbench.reporting.html import tables as t
+from dtbench.reporting.html.axes import bandwidths_axis
+from dtbench.reporting.html.cases import Case, collect, distinct
+from dtbench.reporting.html.figures import LOOKS, Curves, Figure, curves, line
+from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.suite import Run
+from dtbench.text.units import format_bandwidth, format_size
+
+# More lines in a panel are not told apart.
+MAX_SYSTEMS = 6
+# Of a system: collective -> its cases by size.
+_Curves = Mapping[str, Sequence[Case]]
+
+
+def fill(section: Section, of: Material) -> None:
+    shown = section.capped(of.sources.systems, "systems", MAX_SYSTEMS)
+    if not shown:
+        return
+    systems = {_label(runs, of.sources.systems): _curves(runs) for runs in shown}
+    section.lead = (
+        "Bus bandwidth is comparable between numbers of ranks; types, places and modes are those of each file. "
+        f"The other sections are of {next(iter(systems))}."
+    )
+    best = {label: best for label, of_system in systems.items() if (best := _best(of_system))}
+    section.outcome = "at best " + ", ".join(
+        f"{label} {format_bandwidth(rate)}" for label, rate in best.items()
+    )
+    section.add(_figure(systems), _table(systems))
+
+
+def _label(runs: Sequence[Run], systems: Sequence[Sequence[Run]]) -> str:
+    """The name of the first file; of files of one name in several folders with its folder."""
+    names = [of[0].path.stem for of in systems]
+    path = runs[0].path
+    return path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}"
+
+
+def _curves(runs: Sequence[Run]) -> _Curves:
+    """Of each collective those of the largest group, all groups at work, isolated where that was measured."""
+    found: dict[str, list[Case]] = {}
+    cases = [c for c in collect(runs).get("collectives", []) if c.impls and c.only.busbw_Bps]
+    for name in distinct(c.name for c in cases):
+        of = [c for c in cases if c.name == name]
+        for param, wanted in (
+            ("ranks", max(c.number("ranks") for c in of)),
+            ("groups", "together"),
+            ("mode", "isolated"),
+            ("dtype", "float32"),
+        ):
+            of = [c for c in of if c.get(param) == wanted] or of
+        key = ("mesh_dim", "groups", "mode", "dtype", "in_place")
+        same = [c for c in of if all(c.get(param) == of[0].get(param) for param in key)]
+        found[name] = sorted(same, key=lambda c: c.only.size_bytes or 0)
+    return found
+
+
+def _best(of: _Curves) -> float | None:
+    """The best bus bandwidth of an all_reduce, else of the first collective."""
+    cases = of.get("all_reduce") or next(iter(of.values()), [])
+    return max((c.only.busbw_Bps or 0.0 for c in cases), default=None)
+
+
+def _figure(systems: Mapping[str, _Curves]) -> Figure | None:
+    panels = []
+    for name in distinct(name for of in systems.values() for name in of):
+        series = [
+            one
+            for label, of in systems.items()
+            for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of.get(name, ())])
+        ]
+        panels.append(Curves(name, series, f"Bus bandwidth of {name} over size on {len(series)} systems."))
+    # What one system alone has is in the table, and in the section of the first.
+    panels = [one for one in panels if len(one.series) > 1] or panels
+    return curves(
+        "systems",
+        panels,
+        dict(zip(systems, LOOKS, strict=False)),
+        "Bus bandwidth over tensor size; both axes logarithmic and common to all panels.",
+        y=bandwidths_axis,
+    )
+
+
+def _table(systems: Mapping[str, _Curves]) -> t.Table:
+    rows = [(label, name, of) for label, curves_of in systems.items() for name, of in curves_of.items()]
+    tops = [max(of, key=lambda c: c.only.busbw_Bps or 0.0) for *_, of in rows]
+    return t.Table(
+        "The best of each system",
+        [
+            t.text("System", [label for label, *_ in rows]),
+            t.text("Collective", [name for _, name, _ in rows]),
+            t.counts("Ranks", [top.number("ranks") for top in tops]),
+            t.text("Dtype", [top.get("dtype") for top in tops]),
+            t.sizes("Size", [format_size(top.only.size_bytes) for top in tops]),
+            *t.times([("Time", [top.only.estimate_s for top in tops])]),
+            *t.bandwidths([("bus", [top.only.busbw_Bps for top in tops])]),
+        ],
+    )
+
+
+SYSTEMS = Part("systems", "Systems beside each other", fill)

@@ -1,0 +1,102 @@
+"""What a part of the report is: what it claims, and how it fills its section from all that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+from dtbench.comparison.runs import compare
+from dtbench.records.layout import crowded
+from dtbench.reporting.html.cases import Case, collect
+from dtbench.reporting.html.changes import Changes, of_comparison
+from dtbench.reporting.html.figures import MAX_PANELS, Figure
+from dtbench.reporting.html.sources import Sources
+from dtbench.reporting.html.tables import Table
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Material:
+    """Everything that a page is made of."""
+
+    sources: Sources
+
+    @cached_property
+    def suites(self) -> Mapping[str, Sequence[Case]]:
+        """The cases of the runs, by suite."""
+        return collect(self.sources.runs)
+
+    @cached_property
+    def crowded(self) -> str:
+        """Why times of collectives are not those of the links: more ranks than cores on a host; else ""."""
+        return crowded(self.sources.runs[0].header) if self.sources.runs else ""
+
+    @cached_property
+    def changes(self) -> Changes | None:
+        """Base against new, by the gate, else by comparing the runs with a baseline."""
+        if self.sources.gate is None and self.sources.baseline and self.sources.runs:
+            ends = tuple(of[0].path.stem for of in (self.sources.baseline, self.sources.runs))
+            return of_comparison(compare(self.sources.baseline, self.sources.runs), ends)
+        return self.sources.gate
+
+    def cases(self, *suites: str) -> Sequence[Case]:
+        return [case for suite in suites for case in self.suites.get(suite, ())]
+
+
+@dataclass
+class Section:
+    """outcome: the section in a few words, for the title. headlines: (figure, what it says), the most telling ones.
+    cuts: what the figures leave out, and what to doubt. missing: the command that would fill it, where there is
+    nothing to show."""
+
+    id: str
+    title: str
+    lead: str = ""
+    outcome: str = ""
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    headlines: list[tuple[str, str]] = field(default_factory=list)
+    cuts: list[str] = field(default_factory=list)
+    missing: str = ""
+
+    def add(self, *shown: Figure | Table | None) -> None:
+        """Appends them; None and a table without rows are nothing to show."""
+        self.figures += [one for one in shown if isinstance(one, Figure)]
+        self.tables += [one for one in shown if isinstance(one, Table) and one.total_rows]
+
+    def capped(self, items: Sequence[_T], what: str, most: int = MAX_PANELS) -> Sequence[_T]:
+        """The first so many of them, for a figure; a cut is said."""
+        if len(items) > most:
+            self.cuts.append(
+                f"The figure shows the first {most} of {len(items)} {what}; the table has them all."
+            )
+        return items[:most]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the page. suites: those it claims, which are drawn nowhere else. fill: adds figures, tables and words.
+    missing: the command that makes what it shows, named where there is none of it; "": then it is left out. of_links:
+    whether its figures are those of links; where the page doubts these, none is an answer."""
+
+    id: str
+    title: str
+    fill: Callable[[Section, Material], None]
+    suites: tuple[str, ...] = ()
+    missing: str = ""
+    of_links: bool = False
+
+    def section(self, material: Material) -> Section | None:
+        section = Section(self.id, self.title)
+        self.fill(section, material)
+        if self.of_links and material.crowded:
+            section.outcome, section.headlines = "", []
+            section.cuts.insert(0, f"As {material.crowded}, these are not times of the links.")
+        if section.figures or section.tables:
+            section.missing = ""
+            return section
+        section.missing = section.missing or self.missing
+        return section if section.missing else None

@@ -1,0 +1,136 @@
+"""From a matplotlib figure to SVG that belongs to the page: its colours, its font, its ids.
+
+matplotlib knows neither CSS variables nor a second figure in the same document. So figures are
+drawn in stand-in colours that are replaced by `var(--name)`, which lets dark mode and print restyle
+them, and every id gets the figure's own prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
+
+from dtbench.suite.errors import plain
+
+# CSS variable -> stand-in. No stand-in may be a colour that anything else is drawn in.
+_NAMES = ("ink", "muted", "rule", "surface", "s0", "s1", "s2", "s3", "s4", "s5")
+STAND_IN = {name: f"#0a0b{0x10 + i:02x}" for i, name in enumerate(_NAMES)}
+
+FONT_PX = 12.0
+_REFERENCE = re.compile(r'xlink:href="#([^"]*)"|url\(#([^)]*)\)')
+_SERIES = re.compile(r"s\d+[bn]?")  # `figures.ids_of`
+_RC: dict[str, object] = {
+    "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
+    "svg.hashsalt": "dtbench",  # ids do not depend on the moment
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "font.size": FONT_PX,
+    "axes.unicode_minus": False,
+    "path.simplify": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "axes.edgecolor": STAND_IN["rule"],
+    "axes.labelcolor": STAND_IN["muted"],
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": STAND_IN["rule"],
+    "grid.linewidth": 0.7,
+    "xtick.color": STAND_IN["rule"],
+    "ytick.color": STAND_IN["rule"],
+    "xtick.labelcolor": STAND_IN["muted"],
+    "ytick.labelcolor": STAND_IN["muted"],
+    "xtick.minor.visible": False,
+    "ytick.minor.visible": False,
+    "text.color": STAND_IN["ink"],
+}
+
+
+@lru_cache(maxsize=4096)
+def text_px(text: str) -> float:
+    """The width of a text in DejaVu Sans, which is wider than most fonts that a browser takes."""
+    font = FontProperties(family="DejaVu Sans", size=FONT_PX)
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
+
+
+@contextlib.contextmanager
+def settings() -> Iterator[None]:
+    """What figures are drawn in: the same whatever a user's matplotlibrc says. Entered once per page."""
+    # rcdefaults first: a user's matplotlibrc is no input of a report.
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        # A name may hold letters that matplotlib's font lacks; the browser has its own.
+        warnings.filterwarnings("ignore", message=r"(?s).*Glyph .* missing from")
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_RC)  # type: ignore[arg-type]  # its stubs want literal keys
+        yield
+
+
+def draw(
+    width_px: float,
+    height_px: float,
+    paint: Callable[[Figure], None],
+    *,
+    prefix: str,
+    title: str = "",
+    desc: str = "",
+) -> Markup:
+    """The SVG that `paint` draws on a figure of this size, within `settings`; one unit is one CSS pixel.
+
+    prefix: unique in the page, letters and digits. title, desc: what a screen reader says; without a title nothing.
+    """
+    figure = Figure(figsize=(width_px / 72, height_px / 72))
+    FigureCanvasSVG(figure)
+    paint(figure)
+    buffer = io.StringIO()
+    figure.savefig(
+        buffer,
+        format="svg",
+        transparent=True,
+        metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+    )
+    return Markup(_adopt(buffer.getvalue(), width_px, height_px, prefix, title, desc))
+
+
+def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc: str) -> str:
+    body = svg[svg.index("<g id=") : svg.rindex("</svg>")]
+    # matplotlib's own style element would speak to the whole page.
+    body = re.sub(r"<style\b.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
+    # Nobody asks for most ids: those that are referred to stay, and those of series.
+    asked = {one or other for one, other in _REFERENCE.findall(body)}
+    body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in asked or _SERIES.fullmatch(m[1]) else "", body)
+    body = re.sub(r'\bid="([^"]*)"', rf'id="{prefix}-\1"', body)
+    body = re.sub(r'\bxlink:href="#([^"]*)"', rf'href="#{prefix}-\1"', body)
+    body = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}-\1)", body)
+    body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
+    body = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", body)
+    body = re.sub(r'(?<= )(d|x|y|transform)="[^"]*"', lambda m: _shorten(m[0]), body)
+    body = re.sub(r">\s+<", "><", body)
+    for name, stand_in in STAND_IN.items():
+        body = body.replace(stand_in, f"var(--{name})")
+    opening = f'<svg class="plot" viewBox="0 0 {width:g} {height:g}"'
+    if not title:
+        return f'{opening} aria-hidden="true">{body}</svg>'
+    return (
+        f'{opening} role="img" aria-labelledby="{prefix}-t {prefix}-d">'
+        f'<title id="{prefix}-t">{html.escape(plain(title))}</title>'
+        f'<desc id="{prefix}-d">{html.escape(plain(desc))}</desc>{body}</svg>'
+    )
+
+
+def _shorten(attribute: str) -> str:
+    """A hundredth of a pixel is fine enough."""
+    attribute = re.sub(r"(\.\d\d)\d+", r"\1", attribute)
+    return re.sub(r"\s+", " ", attribute)

@@ -1,0 +1,243 @@
+"""What `dtbench show` prints of runs: tables for people, strict JSON and CSV for machines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+
+from dtbench.records.layout import DimLayout, layout_of
+from dtbench.reporting.fit import Figures, fit, print_cases
+from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
+from dtbench.suite.grouping import group_by, known_first
+from dtbench.text.terminal import (
+    MAX_ROWS,
+    MAX_TABLES,
+    encodable,
+    new_console,
+    param_text,
+    print_columns,
+    print_json,
+    print_line,
+    print_rest,
+    split_params,
+    titled,
+)
+from dtbench.text.units import bandwidth_unit, format_ratio, format_spread, time_unit
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Core and its rival first, then the references that they are read against.
+_IMPL_ORDER = ("core", "torch", "local", "wrapped", "c10d", "unbucketed", "packed", "limit")
+_IMPL_TITLES = {"local": "floor (local)"}
+# How many cases are named where many share one reason; the rest is counted.
+_NAMED = 5
+_ALL = "--csv and --json give all"
+
+
+def print_runs(runs: Sequence[Run], grouped: bool = True) -> None:
+    """Of each run per suite one row per case with the impls side by side; then what is not ok, and the provenance.
+
+    grouped: whether the cases of a table that is too wide may be put under headings, which changes their order.
+    """
+    console = new_console()
+    for number, run in enumerate(runs):
+        if number:
+            print_line(console, "")
+        if len(runs) > 1:
+            print_line(console, str(run.path), style="bold")
+        _print_results(console, run, grouped)
+        print_line(console, "")
+        _print_provenance(console, run)
+        if not _by_one_process(run):
+            _print_layout(console, layout_of(run.header))
+
+
+def tables_of(run: Run) -> str:
+    """What `print_runs` prints of the results themselves, as text."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        _print_results(new_console(), run)
+    return out.getvalue().rstrip("\n")
+
+
+def _print_results(console: Console, run: Run, grouped: bool = True) -> None:
+    suites = group_by(run.results, lambda r: r.suite)
+    for place, (suite, results) in enumerate(islice(suites.items(), MAX_TABLES)):
+        if place:
+            print_line(console, "")
+        _print_suite(console, suite, run, results, grouped)
+    print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
+    _print_not_ok(console, run)
+
+
+def print_runs_json(runs: Sequence[Run]) -> None:
+    """The runs without their samples, which lie in their files."""
+    print_json([_run_json(run) for run in runs])
+
+
+def print_csv(runs: Sequence[Run]) -> None:
+    """The `dtbench.records.frame.results_frame` of the runs as CSV: a head, then one line per result."""
+    from dtbench.records.frame import results_frame
+    from dtbench.text import csv
+
+    sys.stdout.write(encodable(csv.of_frame(results_frame(runs))))
+
+
+# ------------------------------------------------------------------------------------- runs
+
+
+def _print_provenance(console: Console, run: Run) -> None:
+    header, versions = run.header, run.header.versions
+    commit, dirty = header.git.commit, header.git.dirty
+    cpu, gpus, ranks = header.machine.cpu, header.machine.gpus, header.ranks
+    mesh = MeshShape(dim_names=(), shape=()) if _by_one_process(run) else header.mesh
+    nodes = dict.fromkeys(r.node for r in ranks)  # of one name they are several all the same
+    hosts = [str(host) for host, _ in nodes]
+    cores = "" if cpu.usable_cores is None else f"{cpu.usable_cores} cores usable"
+    dims = ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
+    lines = {
+        "run": f"{run.path}" + ("" if run.complete else "  INCOMPLETE: no end line, go on with --resume"),
+        "started": header.started,
+        "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value),
+        "commit": f"{commit}{' with changes' if dirty else ''}" if commit else "",
+        "cpu": ", ".join(str(fact) for fact in (cpu.model, cores, cpu.governor) if fact),
+        "gpus": _counted(str(gpu.name) for gpu in gpus),
+        "ranks": f"{_ranks_words(run)} on {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}"
+        if ranks
+        else "",
+        "mesh": dims,
+    }
+    for name, value in lines.items():
+        if value:
+            print_line(console, f"{name + ':':<10}{value}")
+
+
+def _by_one_process(run: Run) -> bool:
+    suites = {r.suite for r in run.results}
+    return bool(suites) and all(map(run.by_one_process, suites))
+
+
+def _ranks_words(run: Run) -> str:
+    ranks = len(run.header.ranks)
+    return f"one process, beside {ranks - 1} that waited," if _by_one_process(run) else str(ranks)
+
+
+def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
+    """Per mesh dim where its groups lie, by what the ranks said; columns that nothing is known of stay out."""
+    if not dims:
+        return
+    figures = {
+        "ranks": [str(d.ranks) for d in dims],
+        "groups": [str(d.groups) for d in dims],
+        "hosts per group": [_span(d.hosts_per_group) for d in dims],
+        "ranks per host": [_span(d.ranks_per_host) for d in dims],
+        "groups per host pair": [str(d.groups_per_host_pair or "-") for d in dims],
+        "NUMA nodes per group": [_span(d.numa_nodes_per_group) for d in dims],
+        "NVLink pairs": ["-" if d.nvlink is None else f"{d.nvlink[0]} of {d.nvlink[1]}" for d in dims],
+    }
+    known = {title: column for title, column in figures.items() if set(column) != {"-"}}
+    print_line(console, "")
+    print_line(console, "layout: where the groups of each mesh dim lie", style="bold")
+    print_columns(console, [("mesh dim", [d.name for d in dims])], known.items())
+
+
+def _span(span: tuple[int, int] | None) -> str:
+    """`2`, or `1..2` where groups differ."""
+    if span is None:
+        return "-"
+    return str(span[0]) if span[0] == span[1] else f"{span[0]}..{span[1]}"
+
+
+def _counted(names: Iterable[str]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+
+
+def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Result], grouped: bool) -> None:
+    from dtbench.records.frame import cases_frame, cells, impls_of, params_of, results_frame
+
+    by_case = group_by(results_of, lambda r: (r.name, r.case_key[3]))
+    own = tuple(r for of_case in islice(by_case.values(), MAX_ROWS) for r in of_case)
+    statistic = " or ".join(sorted({estimator_of(r) for r in own}))
+    results = results_frame([dataclasses.replace(run, results=own)])
+    cases = cases_frame(results)
+    impls = known_first(impls_of(cases), _IMPL_ORDER)
+    params = params_of(cases)
+    varying, same = split_params(params)
+    words = [("case", cells(cases["name", ""]))]
+    words += [(name, [param_text(name, of_case.get(name)) for of_case in params]) for name in varying]
+    launches = results["launch"].nunique()
+    title = f"{suite}: {statistic} of the samples"
+    title += f", median over {launches} launches" if launches > 1 else ""
+    title += ", spread up to their upper quartile"
+    if run.by_one_process(suite):
+        title += f", by one process, not the run's {len(run.header.ranks)} ranks"
+    table = fit(console, words, _figures(cases, impls, "estimate_s"), grouped)
+    print_cases(console, titled(title, same), table)
+    print_rest(console, len(by_case), "cases", _ALL)
+
+
+def _figures(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[Figures]:
+    """A time per impl with its spread; those from the last rank's arrival; core/torch; bandwidths."""
+    from dtbench.records.frame import cells
+
+    times = {impl: cells(cases[statistic, impl]) for impl in impls}
+    unit = time_unit(t for column in times.values() for t in column if t is not None)
+    columns = []
+    for impl, column in times.items():
+        # Why there is no figure, or "-" where the case has no such impl.
+        instead = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
+        figures = [s if t is None else unit.format(t) for t, s in zip(column, instead, strict=True)]
+        columns.append(Figures("time", impl, _IMPL_TITLES.get(impl, impl), figures, unit.name))
+        spreads = list(map(format_spread, cells(cases["spread", impl])))
+        columns.append(Figures("spread", impl, "spread", spreads))
+    for impl in impls:
+        if any(from_last := cells(cases["from_last_s", impl])):
+            name = "from last" if len(impls) == 1 else f"{impl} from last"
+            columns.append(Figures("from last", impl, name, list(map(unit.format, from_last)), unit.name))
+    if {"core", "torch"} <= set(impls):
+        ratios = list(map(format_ratio, cells(cases["core/torch", statistic])))
+        columns.append(Figures("core/torch", "", "core/torch", ratios))
+    for which, short in (("algbw_Bps", "algbw"), ("busbw_Bps", "busbw")):
+        bandwidths = {i: b for i in impls if any(b := cells(cases[which, i]))}
+        scale = bandwidth_unit(b for column in bandwidths.values() for b in column if b is not None)
+        for impl, column in bandwidths.items():
+            name = short if len(impls) == 1 else f"{impl} {short}"
+            columns.append(Figures(short, impl, name, list(map(scale.format, column)), scale.name))
+    return columns
+
+
+def _print_not_ok(console: Console, run: Run) -> None:
+    # With a reason also a good time with a reservation: its GPU was throttled.
+    told = [r for r in run.results if r.status != "ok" or r.reason]
+    groups = group_by(told, lambda r: (r.status, r.suite, r.impl, r.reason))
+    print_line(console, "")
+    for (status, suite, impl, reason), results in islice(groups.items(), MAX_ROWS):
+        names = list(dict.fromkeys(_case_text(r.name, r.params) for r in results))
+        shown = "; ".join(names[:_NAMED]) + (
+            f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        )
+        print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
+    print_rest(console, len(groups), "reasons", _ALL)
+    print_line(console, _counted(r.status for r in run.results) or "no results")
+
+
+def _run_json(run: Run) -> dict[str, object]:
+    results = [msgspec.to_builtins(r) for r in run.results]
+    for result in results:
+        for name in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s"):
+            del result[name]
+    header = msgspec.to_builtins(run.header)
+    return {"path": str(run.path), "complete": run.complete, "header": header, "results": results}
+
+
+def _case_text(name: str, params: Mapping[str, Param]) -> str:
+    return " ".join([name, *(f"{key}={param_text(key, value)}" for key, value in params.items())])

@@ -1,0 +1,74 @@
+"""The choice of a bucket size: the smallest within 5% of the best, its interval, what `calibrate` prints of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from dtbench.cost.bucket_size import BucketChoice, BucketGroup, bucket_choices, choose
+from dtbench.tests import made_up
+from dtbench.tests.made_up import Cli
+
+RUN = str(Path(__file__).parents[2] / "results" / "buckets-cpu-2ranks.jsonl")
+MIB = 2**20
+
+
+def chosen(*launches: Sequence[float]) -> BucketChoice:
+    sizes = [MIB * 4**k for k in range(len(launches[0]))]
+    return choose(BucketGroup("dp", 2, "float32", 4096), sizes, np.asarray(launches, dtype=np.float64))
+
+
+@pytest.mark.parametrize(
+    ("launches", "mib", "cap_mb", "interval"),
+    [
+        ([[2.0, 1.06, 1.04, 1.0, 1.3]], 16, 16, None),
+        ([[3.0, 2.0, 1.0]], 16, None, None),  # the edge of the sizes measured is no recommendation
+        ([[1.0, 2.0, 3.0]], 1, None, None),
+        ([[3.0, 1.02, 1.0]], 4, 4, None),  # flat up to the edge
+        ([[1 / 0.951, 1.0]], 1, None, None),  # 5 % of the rate, not of the time
+        ([[1 / 0.949, 1.0]], 4, None, None),
+        ([[2.0, 1.0, 1.0]] * 6, 4, 4, (4, 4)),
+        ([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]] * 3, 1, None, (1, 16)),
+        # Launches of 1, 3 and 9 s: 4 MiB is 20 % faster in two of them, and has the larger median time.
+        ([[1.0, 0.8], [3.0, 3.6], [9.0, 7.2]], 4, None, (1, 4)),
+    ],
+)
+def test_the_smallest_size_within_5_percent_of_the_best_rate_is_chosen(
+    launches: Sequence[Sequence[float]], mib: int, cap_mb: float | None, interval: tuple[int, int] | None
+) -> None:
+    choice = chosen(*launches)
+    assert (choice.bucket_bytes, choice.bucket_cap_mb) == (mib * MIB, cap_mb)
+    assert (choice.low_bytes, choice.high_bytes) == (
+        (interval[0] * MIB, interval[1] * MIB) if interval else (None, None)
+    )
+
+
+def test_the_loss_is_against_the_fastest_size() -> None:
+    choice = chosen([2.0, 1.06, 1.04, 1.0, 1.3])
+    assert (choice.fastest_bytes, choice.loss) == (64 * MIB, pytest.approx(0.04))
+
+
+def test_only_launches_with_every_size_count() -> None:
+    cases = list(made_up.bucketer())
+    one_size = [r for r in cases if r.params["bucket_bytes"] == MIB]
+    half = [msgspec.structs.replace(r, launch=1) for r in one_size]
+    choices = bucket_choices([made_up.run([*cases, *half])])
+    assert [(c.group.tensor_bytes, c.launches) for c in choices] == [(2**14, 1), (2**18, 1)]
+    assert bucket_choices([made_up.run(one_size)]) == []
+
+
+def test_calibrate_prints_the_choice_of_a_bucketer_run(dtbench: Cli) -> None:
+    code, out, error = dtbench("calibrate", RUN)
+    assert (code, error) == (0, "") and "bucket_cap_mb" in out and "pre_bucketing_fsdp_collectives" in out
+    code, out, _ = dtbench("calibrate", RUN, "--json")
+    choices = msgspec.convert(json.loads(out)["buckets"], list[BucketChoice])
+    assert code == 0 and [c.group.dtype for c in choices] == ["float32", "bfloat16"]
+    assert all(c.edge or c.bucket_cap_mb == c.bucket_bytes / MIB for c in choices)
+    dispatch = str(Path(RUN).parent / "dispatch-cpu-2cores.jsonl")
+    code, out, error = dtbench("calibrate", dispatch)
+    assert (code, out) == (2, "") and error.count("\n") == 1 and "dtbench run bucketer --size" in error

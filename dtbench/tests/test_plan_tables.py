@@ -1,0 +1,461 @@
+"""`dtbench plan` on measured tables: the CSV format, fits, intervals, machine files, the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from dtbench.cost.plan import ground, machines, measured_steps, validate
+from dtbench.cost.plan.csv_table import read_table
+from dtbench.cost.plan.fit import fit_machine
+from dtbench.cost.plan.links import NodeLinks
+from dtbench.cost.plan.machines import (
+    ErrorBounds,
+    FittedConstants,
+    Network,
+    built_in,
+    find_machine,
+    machine_called,
+)
+from dtbench.cost.plan.models import built_in_models
+from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout
+from dtbench.records.topology import write_topology
+from dtbench.reporting.public import public_systems
+from dtbench.suite.errors import DtbenchError, UsageError
+from dtbench.tests.made_up import Cli
+from dtbench.tests.made_up_topology import made_topology, ring_dim
+from dtbench.tests.test_plan import H100, MACHINE, job, layout, total
+
+STEPS = Path(__file__).parents[2] / "results" / "reference" / "step-times"
+TITLES = (
+    "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"
+    "data parallelism,pipeline parallelism,iteration time (ms)"
+)
+GOOD = "8,32,4,1024,16,24,1024,2,2,2,219.7"
+
+
+def read(tmp_path: Path, text: str, sequence: int = 4096) -> measured_steps.MeasuredSteps:
+    path = tmp_path / "steps.csv"
+    path.write_text(text, newline="")
+    return measured_steps.read_steps(read_table(path), H100, sequence)
+
+
+# ------------------------------------------------------------------------------------- the CSV format
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"\ufeff{TITLES}\n{GOOD}\n",
+        f"{TITLES}\r\n{GOOD}\r\n",
+        f"{TITLES},notes,\n{GOOD},slow,\n,,,\n",
+        f"{','.join(reversed(TITLES.split(',')))}\n{','.join(reversed(GOOD.split(',')))}\n",
+        f"{TITLES.replace('(ms)', '(s)')}\n{GOOD.replace('219.7', '0.2197')}\n",
+        f"{TITLES.replace('data parallelism,', '')}\n{GOOD.replace('2,2,2,', '2,2,')}\n",
+        f"gpus,gbs,mbs,hidden,attention_heads,layers,Sequence Length,TP,DP,PP,iteration_time_ms\n{GOOD}\n",
+    ],
+)
+def test_case_order_and_punctuation_of_titles_do_not_matter(text: str, tmp_path: Path) -> None:
+    (step,) = read(tmp_path, text).steps
+    assert step.time_s == pytest.approx(0.2197)
+    assert step.layout == layout(tp=2, pp=2, dp=2, micro_batch=4)
+    assert step.job == TrainingJob(measured_steps.gpt(1024, 16, 24), 8, 32, 1024, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no rows"),
+        (TITLES, "has no rows"),
+        (f"{TITLES},colour\n{GOOD},red", "column 'colour' is not known: expected some of gpus, nodes"),
+        (f"{TITLES.replace('# layers', 'notes')}\n{GOOD}", "has no column layers"),
+        (
+            f"{TITLES.replace('iteration time (ms)', 'notes')}\n{GOOD}",
+            "has no column iteration time or tokens/s",
+        ),
+        (f"{TITLES.replace(' (ms)', '')}\n{GOOD}", "column 'iteration time' is not known"),
+        (
+            f"{TITLES}\n{GOOD.replace('219.7', '-1')}",
+            "line 2: iteration time is '-1', expected a number from",
+        ),
+        (f"{TITLES}\n{GOOD.replace('219.7', '1e-320')}", "line 2: iteration time is '1e-320'"),
+        (f"{TITLES}\n{GOOD.replace('8,32', '8.5,32')}", "line 2: gpus is 8.5, expected a whole number"),
+        (f"{TITLES}\n{GOOD.rpartition(',')[0]}", "no row can be predicted; 1: line 2: no time was measured"),
+        (f"{TITLES}\n{GOOD.replace('8,32', '9,32', 1)}", "x pipeline parallelism is 8, expected the 9 GPUs"),
+        (f"{TITLES}\n{GOOD.replace(',4,', ',5,', 1)}", "the global batch 32 is no multiple"),
+        (f"{TITLES}\n{GOOD.replace('1024,16', '1000,16')}", "hidden size 1000 is no multiple"),
+        (f"{TITLES}\n64,64,1,1024,16,24,1024,64,1,1,9", "tensor parallelism is 64, expected at most the 16"),
+        (f"{TITLES}\n64,64,1,1024,16,24,1024,1,1,64,9", "pipeline parallelism x chunks is 64, expected at"),
+        (f"{TITLES},recomputation\n{GOOD},some", "recomputation is 'some', expected one of none, selective"),
+        (f"{TITLES},flash attention\n{GOOD},maybe", "line 2: flash attention is 'maybe', expected yes or no"),
+        (f"{TITLES},zero\n{GOOD},4", "line 2: zero is '4', expected 0 to 3"),
+        (f"{TITLES},fsdp\n{GOOD},maybe", "line 2: fsdp is 'maybe', expected a number"),
+        (f"{TITLES},precision\n{GOOD},NVFP4", "the precision nvfp4: expected bf16, fp16 or fp8"),
+        ("size(B),count\n8,2", "has no column gpus: give --gpus"),
+        ("gpus,bytes\n8,2", "has no column time"),
+        ("gpus,bytes,time (us)\n8,8,x", "line 2: time is 'x', expected a number from"),
+        ("system,gpus,bytes,time (us)\nh100_sxm,8,8,1", "no row is of a100-8x: h100_sxm is not a100-8x"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused_in_a_line(
+    text: str, message: str, tmp_path: Path, dtbench: Cli
+) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text(text)
+    code, _, err = dtbench("plan", "--validate", str(path))
+    assert code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+PLAYBOOK = """model,nodes,mbs,grad_acc,gbs,dp,pp,tp,zero,mfu_pct,tok_per_s_per_gpu,tok_per_s,gpu_mem_gb
+1B,1,1,32,256,8,1,1,1,38.1,39006,312045,24.2
+8B,2,1,128,256,2,4,2,0,38.7,6429,102856,42.7
+3B,1,8,4,256,4,1,2,0,,,,
+1B,1,1,16,256,8,1,1,1,38.1,39006,312045,24.2
+9B,1,1,32,256,8,1,1,1,38.1,39006,312045,24.2
+1B,1,1,32,256,8,1,1,1,38.1,39006,0.0,24.2
+"""
+
+
+def test_what_a_published_table_cannot_say_is_assumed_or_left_out_by_name(tmp_path: Path) -> None:
+    measured = read(tmp_path, PLAYBOOK)
+    small, large = measured.steps
+    assert (small.line, large.line) == (2, 3)
+    assert small.job == TrainingJob(built_in_models()["nanotron-1b"], 8, 256, 4096, Software(zero=1))
+    assert small.time_s == pytest.approx(256 * 4096 / 312045)
+    assert small.memory == 24.2e9
+    assert large.layout == TrainingLayout(2, 4, 2, 1, 1)
+    assert large.job.software == Software(zero=0)
+    assert {reason.partition(":")[0]: lines for reason, lines in measured.left_out.items()} == {
+        "no time was measured": [4],
+        "micro batch x gradient accumulation x data parallel is not the global batch": [5],
+        "the model 9B is not known": [6],
+        "tokens/s is 0": [7],
+    }
+    assert any("sequence length 4096" in note for note in measured.notes)
+    assert "the time is that of tokens/s; not used: tokens/s/gpu, mfu_pct" in measured.notes
+    assert read(tmp_path, PLAYBOOK, sequence=2048).steps[0].job.sequence == 2048
+    fast = read(tmp_path, PLAYBOOK.replace("312045", "9312045"))
+    assert "1 of 2 rows are faster than h100-8x can be: another --machine?" in fast.notes
+
+
+def test_every_column_of_steps_is_used(tmp_path: Path) -> None:
+    (tmp_path / "moe.json").write_text(
+        json.dumps({"hidden": 512, "layers": 32, "heads": 8, "ffn": 64, "vocab": 100, "experts": 8})
+    )
+    (step,) = read(
+        tmp_path,
+        "system,model,gpus,global batch,micro batch,sequence length,tp,pp,cp,ep,fsdp,precision,recomputation,VP,"
+        "sequence parallel,flash attention,overlap,training,memory (GiB),tokens/s/gpu\n"
+        f"DGX-H100,{tmp_path}/moe.json,64,64,1,8192,2,2,2,4,8,MXFP8,selective,2,no,no,no,pre-training,40,4096\n",
+    ).steps
+    assert step.layout == TrainingLayout(
+        2, 2, 8, 16, 1, 2, "selective", 2, 4
+    )  # 8 shards of dp are 16 of dp x cp
+    assert (step.job.model.experts, step.job.model.layers) == (8, 32)
+    assert step.job.software == Software(False, False, False, precision="fp8")
+    assert (step.time_s, step.memory) == (pytest.approx(64 * 8192 / 4096 / 64), 40 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("titles", "cells", "expected"),
+    [
+        ("fsdp", "FULL_SHARD", {"fsdp": 8}),
+        ("fsdp", "n/a", {"fsdp": 1}),
+        ("zero", "3", {"fsdp": 8}),
+        ("recomputation", "True", {"recompute": "full"}),
+        ("recomputation", "False", {"recompute": "none"}),
+        ("gradient accumulation", "4", {"micro_batch": 2}),
+    ],
+)
+def test_cells_say_how_a_step_was_laid_out(
+    titles: str, cells: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    text = f"model,gpus,global batch,micro batch,tokens/s,{titles}\nllama-8b,8,64,2,9000,{cells}\n"
+    if titles == "gradient accumulation":
+        text = text.replace("micro batch,", "").replace("64,2,", "64,")
+    (step,) = read(tmp_path, text).steps
+    assert {name: getattr(step.layout, name) for name in expected} == expected
+
+
+def test_rows_of_other_machines_and_of_what_is_not_modelled_are_left_out(tmp_path: Path) -> None:
+    rows = ("llama-8b,DGX-H100,", "llama-8b,DGX-B200,", "llama-8b,,LoRA")
+    text = "\n".join(f"{row},8,64,2,9000" for row in rows)
+    measured = read(tmp_path, f"model,system,training,gpus,global batch,micro batch,tokens/s\n{text}\n")
+    assert [step.line for step in measured.steps] == [2]
+    assert measured.left_out == {
+        "DGX-B200 is not h100-8x": [3],
+        "training of low-rank adapters is not in the model": [4],
+    }
+    systems = {"DGX-H100": "h100-8x", "h100_80gb": "h100-8x", "NVIDIA GB200": "gb200", "T4": None}
+    assert {words: machine_called(words) for words in systems} == systems
+
+
+def test_a_model_that_does_not_fit_without_is_recomputed_in_all_its_rows(tmp_path: Path) -> None:
+    large = "8,64,{micro},4096,32,32,2048,8,1,1,900"
+    text = "\n".join([TITLES, large.format(micro=1), large.format(micro=64), GOOD])
+    assert [step.layout.recompute for step in read(tmp_path, text).steps] == ["full", "full", "none"]
+
+
+def test_a_table_of_collectives_is_priced_by_the_machine(tmp_path: Path, dtbench: Cli) -> None:
+    path = tmp_path / "nccl.csv"
+    size, us = find_machine("h200-8x").collectives["all_gather"]["4"][-1]
+    path.write_text(
+        "system,op,n_gpus,bytes,time_us\n"
+        f"h200_sxm,all_gather,4,{size:.0f},{us}\nh200_sxm,alltoall,8,1024,10\nh100_sxm,all_reduce,8,1024,10\n"
+    )
+    code, out, err = dtbench("plan", "--validate", str(path), "--machine", "h200-8x", "--json")
+    assert code == 0, err
+    content = json.loads(out)
+    labels = [row["label"] for row in content["rows"]]
+    assert labels == [f"all_gather of 4: {size:.0f} B", "all_to_all of 8: 1024 B"]
+    assert content["rows"][0]["error"] == pytest.approx(0, abs=1e-6)
+    assert "1 row: h100_sxm is not h200-8x (line 4)" in content["verdict"]
+    path.write_text(f"size(B),time(ns),busbw(GB/s),time(ns)\n{2**20},44210,23.7,1\n")  # in place is not read
+    code, out, err = dtbench("plan", "--validate", str(path), "--gpus", "8", "--json")
+    assert code == 0, err
+    (row,) = json.loads(out)["rows"]
+    assert (row["label"], row["measured_s"]) == ("all_reduce of 8: 1048576 B", pytest.approx(44.21e-6))
+
+
+@pytest.mark.parametrize(
+    ("file", "machine", "most", "coverage"),
+    [
+        # what the profiling predictor vTrain publishes is 8.4 % and 14.7 %
+        ("a100-one-node", "a100-8x", 0.08, 0.9),
+        ("a100-64-gpus", "a100-8x", 0.12, 0.9),
+        ("a100-256-gpus", "a100-8x", 0.12, 0.9),  # not fitted
+        ("llm-foundry-h100", "h100-8x", 0.06, 0.9),
+        ("torchtitan-h100", "h100-8x", 0.14, 0.85),
+        ("megatron-bridge-newest", "gb200", 0.2, 0.9),
+        ("playbook-h100", "h100-8x-nanotron", 0.25, 0.9),
+    ],
+)
+def test_published_steps_are_predicted_about_as_well_as_the_docs_say(
+    file: str, machine: str, most: float, coverage: float, dtbench: Cli
+) -> None:
+    """Halves of tables that the constants were not fitted to are in results/plan."""
+    code, out, err = dtbench("plan", "--validate", str(STEPS / f"{file}.csv"), "--machine", machine, "--json")
+    assert code == 0, err
+    content = json.loads(out)
+    rows = content["rows"]
+    error = sum(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows) / len(rows)
+    assert content["mean_error"] == pytest.approx(error)
+    assert error < most
+    assert sum(row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows) / len(rows) >= coverage
+
+
+# --------------------------------------------------------------------------------- fits and machines
+
+
+def test_a_fit_recovers_the_constants_that_made_the_steps() -> None:
+    """Steps made by a machine of other constants: the fit predicts them, also those it has not seen."""
+    truth = structs.replace(
+        MACHINE,
+        fitted=FittedConstants(
+            matmul=0.6, memory=0.5, host_us=2000, host_tp_us=2500, layer_us=800, logit_bytes=60, step_us=3000
+        ),
+        network=Network(GBps=40, latency_us=10, shared=0.5),
+    )
+    made = [
+        measured_steps.MeasuredStep(of, how, total(of, how, truth))
+        for hidden, layers, batch in ((1024, 8, 64), (2048, 16, 64), (4096, 8, 128))
+        for tp, pp, dp in (
+            (1, 1, 8),
+            (2, 1, 4),
+            (8, 1, 1),
+            (2, 2, 2),
+            (1, 4, 2),
+            (2, 1, 16),
+            (8, 1, 4),
+            (1, 1, 32),
+        )
+        for micro in (1, 2, 4)
+        for of in [
+            job(
+                tp * pp * dp,
+                batch,
+                hidden=hidden,
+                layers=layers,
+                heads=16,
+                head_dim=hidden // 16,
+                ffn=4 * hidden,
+            )
+        ]
+        if batch % (dp * micro) == 0
+        for how in [layout(tp, pp, dp, micro)]
+    ]
+    start = structs.replace(
+        truth, fitted=find_machine("a100-8x").fitted, network=Network(GBps=100, latency_us=10)
+    )
+    assert validate.steps_file("", validate.predict_rows(made, start, NodeLinks(start))).mean_error > 0.05
+    fitted, held_out = fit_machine(measured_steps.MeasuredSteps(made, {}, ()), start, "made up")
+    assert held_out.mean_error < 0.01
+    assert fitted.network.GBps == pytest.approx(40, rel=0.05)
+    assert fitted.network.shared == pytest.approx(0.5, rel=0.1)
+    assert fitted.fitted.matmul == pytest.approx(0.6, rel=0.05)
+    assert fitted.error is not None
+    assert fitted.error.low <= 1 <= fitted.error.high
+    with pytest.raises(UsageError, match="too few"):
+        fit_machine(measured_steps.MeasuredSteps(made[:7], {}, ()), start, "made up")
+
+
+def test_intervals_are_of_the_kind_of_step_and_widen_beyond_the_ground() -> None:
+    error = ErrorBounds(low=0.5, high=4.0, kinds={"one node": (0.9, 1.1)})
+    machine = structs.replace(
+        MACHINE,
+        error=error,
+        ground={"GPUs": (1, 64), "parameters": (1e8, 1e11), "tokens a sequence": (1024, 1024)},
+    )
+    assert ground.interval(job(8), layout(dp=8), machine) == (0.9, 1.1)
+    assert ground.interval(job(64), layout(dp=64), machine) == (0.5, 4.0)
+    assert ground.extrapolation(job(64), machine) is None
+    assert ground.interval(job(256), layout(dp=256), machine) == pytest.approx((0.5**1.8, 4**1.8))
+    # What is off to one side may be off to the other where nothing was measured.
+    slow = structs.replace(machine, error=ErrorBounds(low=1.25, high=2.0, kinds={}))
+    assert ground.interval(job(256), layout(dp=256), slow) == pytest.approx((0.5**1.8, 2**1.8))
+    assert ground.interval(job(64), layout(dp=64), slow) == (1.25, 2.0)
+    says = ground.extrapolation(job(256), machine)
+    assert says == "extrapolated: round was fitted on 1 to 64 GPUs, asked for 256 (4.00x beyond)"
+    few = ground.error_of(["one node"] * 10, [1.0] * 9 + [2.0])
+    assert (few.high, few.kinds) == (2.0, {})  # of few steps the whole range
+    assert few.low <= ground.LAUNCHES[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peak_tflops": -1}, "peak_tflops is -1, expected a number of at least 1e-12"),
+        ({"gpus_per_node": 0}, "gpus_per_node is 0"),
+        ({"all_reduce": {}}, "all_reduce is empty"),
+        ({"all_reduce": {"9": [[1, 1]]}}, "all_reduce.9 is not a number of ranks"),
+        ({"all_reduce": {"8": [[2, 1], [1, 1]]}}, "rows of growing bytes"),
+        ({"all_reduce": {"8": [[1, 2], [2, 1]]}}, "times that never fall"),
+        ({"all_reduce": {"8": [[0.5, 1], [0.6, 2]]}}, "all_reduce.8 must have rows of growing bytes"),
+        ({"error": {"low": 2, "high": 1}}, "error.low is above high"),
+        ({"fitted": None}, "fitted is missing"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    content = json.loads((Path(machines.__file__).parent / "machines" / "a100-8x.json").read_text()) | change
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(DtbenchError, match="--machine") as raised:
+        find_machine(str(path))
+    assert message in str(raised.value)
+
+
+def test_public_systems_hold_the_machines_beside_the_reference_table() -> None:
+    names = {system.name: system for system in public_systems()}
+    assert {"8xH200", "4xh200-8x", "2xh100-8x", "4xgb200"} <= set(names)
+    assert not {"8xb200-8x", "8xh100-8x-nanotron"} & set(names)  # nothing of their own
+    h200 = names["4xh200-8x"]
+    assert (h200.gpu, h200.ranks, h200.hosts) == ("H200", 4, 1)
+    assert h200.busbw("all_reduce", 2**28) == pytest.approx(2 * 3 / 4 * 2**28 / 1180.42e-6, rel=1e-3)
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+def test_a_plan_is_the_same_in_tables_and_json(dtbench: Cli) -> None:
+    options = ("plan", "--model", "llama-8b", "--gpus", "16", "--batch", "32")
+    code, out, _ = dtbench(*options, "--json")
+    assert code == 0
+    content = json.loads(out)
+    best = content["best"][0]
+    assert content["parameters"] == built_in_models()["llama-8b"].elements()
+    assert best["step_s"] == pytest.approx(sum(best["parts_s"].values()))
+    assert best["low_s"] < best["step_s"] < best["high_s"]
+    assert all(sum(one["memory_bytes"].values()) <= content["limit_bytes"] for one in content["best"])
+    code, out, _ = dtbench(*options)
+    assert code == 0
+    assert best["words"] in out and best["why"].partition(",")[0] in out
+
+
+def test_a_machine_is_fitted_and_used(tmp_path: Path, dtbench: Cli) -> None:
+    machine = str(tmp_path / "machine.json")
+    few = tmp_path / "few.csv"
+    few.write_text("\n".join([TITLES, *[GOOD] * 7]))
+    code, _, err = dtbench("plan", "--fit", str(few), "-o", machine)
+    assert (code, "too few" in err) == (2, True)
+    code, out, err = dtbench("plan", "--fit", str(STEPS / "a100-64-gpus.csv"), "-o", machine)
+    assert code == 0, err
+    assert "mean error" in out and f"is in {machine}" in out
+    assert find_machine(machine).fitted_on == "a100-64-gpus.csv"
+    table = str(STEPS / "a100-256-gpus.csv")
+    _, out, _ = dtbench("plan", "--validate", table, "--machine", machine, "--json")
+    assert json.loads(out)["mean_error"] < 0.12  # 6.5 % seen
+    code, _, err = dtbench("plan", "--machine", machine, "--model", "llama-8b", "--gpus", "8", "--batch", "8")
+    assert code == 0, err
+
+
+def test_machines_are_listed_with_their_sources(dtbench: Cli) -> None:
+    code, out, _ = dtbench("plan", "--machines")
+    assert code == 0
+    for machine in map(find_machine, built_in()):
+        assert machine.source and machine.fitted_on and machine.licence
+        assert (machine.error is None) == ("no step was measured" in machine.fitted_on)
+        assert f"{machine.name}: {machine.gpus_per_node} GPUs a node" in out
+
+
+SEARCH = ["--model", "llama-8b", "--gpus", "8", "--batch", "8"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give --model, --gpus and --batch"),
+        (["--model", "llama-8b", "--gpus", "8"], "give --model, --gpus and --batch"),
+        ([*SEARCH, "--model", "no-such"], "--model no-such is not known"),
+        ([*SEARCH, "--gpus", "7"], "no layout shares a batch of 8 sequences over all 7"),
+        ([*SEARCH, "--model", "llama-405b"], "does not fit on 8 GPUs"),
+        ([*SEARCH, "--memory", "3"], "--memory 3 leaves nothing"),
+        ([*SEARCH, "--memory", "nan"], "--memory nan leaves nothing"),
+        ([*SEARCH, "--machine", "abacus"], "--machine abacus is not known"),
+        ([*SEARCH, "-o", "b.json"], "-o is for --fit"),
+        (["--validate", "a.csv", "--fit", "b.csv"], "exclude each other"),
+        (
+            ["--validate", "a.csv", "--model", "llama-8b"],
+            "--validate says what is predicted: leave --model out",
+        ),
+        (["--fit", "a.csv", "--memory", "40", "-o", "b.json"], "leave --memory out"),
+        (["--fit", "b.csv"], "give -o FILE.json"),
+        (["--validate", "/dev/zero"], "is not a regular file"),
+    ],
+)
+def test_wrong_input_is_told_in_a_line(options: list[str], message: str, dtbench: Cli) -> None:
+    code, _, err = dtbench("plan", *options)
+    assert code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_topology_without_dims_prices_no_links(tmp_path: Path, dtbench: Cli) -> None:
+    path = tmp_path / "none.json"
+    write_topology(made_topology(), path)
+    code, _, err = dtbench(
+        "plan", "--model", "llama-8b", "--gpus", "8", "--batch", "8", "--topology", str(path)
+    )
+    assert code == 2
+    assert "the topology holds no mesh dim" in err
+
+
+def test_a_topology_prices_the_links(tmp_path: Path, dtbench: Cli) -> None:
+    times = []
+    for bandwidth in (20.0, 2.0):
+        dim = ring_dim("dp", 4, bandwidth, 5.0, "all_reduce")
+        path = tmp_path / f"{bandwidth:g}.json"
+        write_topology(made_topology(dim), path)
+        code, out, err = dtbench(
+            "plan", "--model", "llama-8b", "--gpus", "64", "--batch", "64", "--topology", str(path), "--json"
+        )
+        assert code == 0, err
+        times.append(json.loads(out)["best"][0]["step_s"])
+    assert times[1] > times[0] * 1.1
+    assert math.isfinite(times[1])

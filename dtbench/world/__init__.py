@@ -1,1 +1,0 @@
-"""Joining or starting ranks, their failures, and hosts made of network namespaces."""
