@@ -21,7 +21,7 @@ from dtbench_core.torch_compat import reduce_scatter_single
 MIB = 2**20
 
 
-class _Rows:
+class _ReferenceBucket:
     def __init__(self, like: Tensor, group: ProcessGroup, capacity: int) -> None:
         self.group = group
         self.rows = like.new_zeros(group.size(), capacity)
@@ -56,7 +56,7 @@ class ReferenceBucketer:
     def __init__(self, bucket_cap_mb: float = 25) -> None:
         self.bucket_cap_mb = bucket_cap_mb
         self.collectives = 0
-        self._bucket: _Rows | None = None
+        self._bucket: _ReferenceBucket | None = None
 
     @torch.no_grad()
     def reduce_scatter_async(
@@ -78,7 +78,7 @@ class ReferenceBucketer:
                 callback(output)
             return
         if self._bucket is None:
-            self._bucket = _Rows(first, group, capacity)
+            self._bucket = _ReferenceBucket(first, group, capacity)
         if first.numel() > capacity - self._bucket.filled:
             self.flush()
         self._bucket.take(shards, callback)

@@ -74,7 +74,7 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCollective:
     """One collective with its buffers. reset: makes `result` wrong and the input right again."""
 
     run: Callable[[], object]
@@ -89,41 +89,45 @@ class Call:
         return mismatch(self.result, self.expected())
 
 
-def all_reduce(b: Buffers) -> Call:
+def all_reduce(b: Buffers) -> TimedCollective:
     data = b.summed()
     run = partial(dist.all_reduce, data, group=b.group)
-    return Call(run, lambda: data.copy_(b.summed()), data, b.sum)
+    return TimedCollective(run, lambda: data.copy_(b.summed()), data, b.sum)
 
 
-def all_gather(b: Buffers) -> Call:
+def all_gather(b: Buffers) -> TimedCollective:
     full, part = b.empty(b.count), b.moved(b.rank, parts=b.n)
     run = partial(all_gather_single, full, part, group=b.group)
-    return Call(run, full.zero_, full, lambda: torch.cat([b.moved(r, parts=b.n) for r in range(b.n)]))
+    return TimedCollective(
+        run, full.zero_, full, lambda: torch.cat([b.moved(r, parts=b.n) for r in range(b.n)])
+    )
 
 
-def reduce_scatter(b: Buffers) -> Call:
+def reduce_scatter(b: Buffers) -> TimedCollective:
     part, full = b.empty(b.count // b.n), b.summed()
     run = partial(reduce_scatter_single, part, full, group=b.group)
-    return Call(run, part.zero_, part, lambda: b.mine(b.sum()))
+    return TimedCollective(run, part.zero_, part, lambda: b.mine(b.sum()))
 
 
-def all_to_all(b: Buffers) -> Call:
+def all_to_all(b: Buffers) -> TimedCollective:
     received, sent = b.empty(b.count), b.moved(b.rank)
     run = partial(dist.all_to_all_single, received, sent, group=b.group)
-    return Call(run, received.zero_, received, lambda: torch.cat([b.mine(b.moved(r)) for r in range(b.n)]))
+    return TimedCollective(
+        run, received.zero_, received, lambda: torch.cat([b.mine(b.moved(r)) for r in range(b.n)])
+    )
 
 
-def broadcast(b: Buffers) -> Call:
+def broadcast(b: Buffers) -> TimedCollective:
     data = b.moved(b.rank)
     run = partial(dist.broadcast, data, group=b.group, group_src=0)
-    return Call(run, lambda: data.copy_(b.moved(b.rank)), data, partial(b.moved, 0))
+    return TimedCollective(run, lambda: data.copy_(b.moved(b.rank)), data, partial(b.moved, 0))
 
 
-def scatter(b: Buffers) -> Call:
+def scatter(b: Buffers) -> TimedCollective:
     part = b.empty(b.count // b.n)
     parts = list(b.moved(0).chunk(b.n)) if b.rank == 0 else None
     run = partial(dist.scatter, part, parts, group=b.group, group_src=0)
-    return Call(run, part.zero_, part, lambda: b.mine(b.moved(0)))
+    return TimedCollective(run, part.zero_, part, lambda: b.mine(b.moved(0)))
 
 
 COLLECTIVES = {

@@ -24,25 +24,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
 from dtbench_suites import SUITES
-from dtbench_suites.compile_programs import (
-    BATCH,
-    BLOCKS,
-    OPS,
-    ROWS,
-    Function,
-    Op,
-    Place,
-    Ready,
-    block_ready,
-    cotangent_of,
-    op_ready,
-)
-from dtbench_suites.data import BEFORE_213, hush_torch, mismatch, shard_of, shared_dims
-from dtbench_suites.tensor_parallel import finished
+from dtbench_suites.data import BEFORE_213, Place, hush_torch, mismatch, shared_dims
+from dtbench_suites.tensor_parallel import MODELS, finished, parallelize
 
 BACKENDS = ("aot_eager", "inductor")
 FORWARD, BOTH = "forward", "forward+backward"
@@ -57,17 +45,207 @@ RTOL = 1e-4
 # What a quick run has: an op without communication, one with, the way in and out, and a block.
 QUICK = (("add", "S(0),S(0)"), ("redistribute", "S(0)->R"), ("from_to_local", "S(0)"), ("mlp", ""))
 
+# ---- what is compiled: ops over DTensors, and the parts of a transformer cut by columns and rows ----
+
+# Of each rank's part: no arithmetic worth speaking of, as the call is what is measured.
+ROWS, COLS = 4, 8
+# batch, positions, width for each rank: one head each
+BATCH, SEQ, WIDTH = 2, 8, 16
+
+Shapes = tuple[tuple[int, ...], ...]
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class CompiledOp:
+    """placements: of the inputs, and after "->" of what comes out where that tells it apart.
+
+    shapes: of the full inputs for n ranks and so many rows in each part. make: the function for a place.
+    plain: the same on full tensors. other: the placements that it is compiled for before a recompilation.
+    crosses: plain parts go in and come out, placed as the first input.
+    """
+
+    name: str
+    placements: str
+    shapes: Callable[[int, int], Shapes]
+    make: Callable[[Place], Function]
+    plain: Function
+    other: str
+    crosses: bool = False
+
+
+def by_rows(inputs: int) -> Callable[[int, int], Shapes]:
+    return lambda n, k: ((n * k, n * COLS),) * inputs
+
+
+def same(fn: Function) -> tuple[Callable[[Place], Function], Function]:
+    return lambda place: fn, fn
+
+
+def chain(x: Tensor) -> Tensor:
+    return (((x * 2 + 1) * x).sin() * x + x) * 0.5
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), weight, bias)
+
+
+def reduced(to: Function) -> Function:
+    """A product whose terms are pending, and then not."""
+    return lambda x, y: to(x @ y)
+
+
+def mover(place: Place, text: str) -> Function:
+    """A change of placement; of a plain part, a copy of it."""
+    if place.impl == "local":
+        return torch.clone
+    placements = place.on_all(text)  # made outside of what is compiled
+    return lambda x: x.redistribute(placements=placements)
+
+
+def crossing(place: Place, text: str, fn: Function) -> Function:
+    """from_local, then `fn`, then to_local."""
+    if place.impl == "local":
+        return fn
+    from_local, mesh, placements = place.api.DTensor.from_local, place.mesh, place.on_all(text)
+    return lambda x: fn(from_local(x, mesh, placements, run_check=False)).to_local()
+
+
+OPS = (
+    CompiledOp("add", "S(0),S(0)", by_rows(2), *same(torch.add), "S(1),S(1)"),
+    CompiledOp("mul_chain", "S(0)", by_rows(1), *same(chain), "S(1)"),
+    CompiledOp("softmax", "S(0)", by_rows(1), *same(lambda x: x.softmax(1)), "R"),
+    CompiledOp("softmax", "S(1)", by_rows(1), *same(lambda x: x.softmax(1)), "S(0)"),
+    CompiledOp(
+        "layer_norm", "S(0),R,R", lambda n, k: ((n * k, COLS), (COLS,), (COLS,)), *same(norm), "R,R,R"
+    ),
+    CompiledOp("mm", "R,S(1)", lambda n, k: ((n * k, COLS), (COLS, n * COLS)), *same(torch.mm), "S(0),R"),
+    CompiledOp(
+        "linear",
+        "R,S(0),S(0)",
+        lambda n, k: ((2, n * k, COLS), (n * COLS, COLS), (n * COLS,)),
+        *same(F.linear),
+        "S(1),R,R",
+    ),
+    CompiledOp(
+        "mm_reduced",
+        "S(1),S(0)",
+        lambda n, k: ((k, n * COLS), (n * COLS, COLS)),
+        lambda place: reduced(mover(place, "R")),
+        torch.mm,
+        "R,R",
+    ),
+    CompiledOp("redistribute", "S(0)->R", by_rows(1), lambda place: mover(place, "R"), torch.clone, "S(1)"),
+    CompiledOp(
+        "redistribute", "S(0)->S(1)", by_rows(1), lambda place: mover(place, "S(1)"), torch.clone, "R"
+    ),
+    CompiledOp(
+        "from_to_local",
+        "S(0)",
+        by_rows(1),
+        lambda place: crossing(place, "S(0)", chain),
+        chain,
+        "",
+        crosses=True,
+    ),
+)
+BLOCKS = ("mlp", "attention")
+COLUMNS = ("up", "wq", "wk", "wv")  # the layers cut by columns; the others are by rows
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A function, the tensors it is called with, those whose gradients are wanted, and the right answers.
+
+    expected: the output and gradients on full tensors, or for plain parts on the parts. plain_part: how to read the
+    placement of what is plain.
+    """
+
+    fn: Function
+    inputs: tuple[Tensor, ...]
+    wanted: tuple[Tensor, ...]
+    expected: Callable[[bool], list[Tensor]]
+    names: tuple[str, ...]
+    plain_part: str = "R"
+
+
+def values(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Tensor]:
+    """Full tensors, the same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+
+def answers(fn: Function, inputs: Sequence[Tensor], wanted: Sequence[Tensor], backward: bool) -> list[Tensor]:
+    out = fn(*inputs)
+    return [out, *(torch.autograd.grad(out, wanted, cotangent_of(out)) if backward else ())]
+
+
+def cotangent_of(out: Tensor) -> Tensor:
+    """Of ones, whatever it is placed as: every rank's part of a whole of ones."""
+    return torch.ones_like(out.detach())
+
+
+def op_ready(op: CompiledOp, place: Place, rows: int = ROWS, placements: str = "") -> Ready:
+    full = values(op.shapes(place.mesh.size(), rows), place.device)
+    texts = (placements or op.placements).split("->")[0].split(",")
+    local = place.impl == "local"
+    if op.crosses:
+        inputs = [place.part(t, text) for t, text in zip(full, texts, strict=True)]
+    else:
+        inputs = [place.put(t, text) for t, text in zip(full, texts, strict=True)]
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    whole = [t.requires_grad_() for t in ([t.detach().clone() for t in inputs] if local else full)]
+    names = ("the output", *(f"the gradient of input {i}" for i in range(len(inputs))))
+    expected = lambda backward: answers(op.plain, whole, whole, backward)  # noqa: E731
+    part = texts[0] if op.crosses and not local else "R"
+    return Ready(op.make(place), tuple(inputs), tuple(inputs), expected, names, part)
+
+
+def block_ready(name: str, place: Place, batch: int = BATCH) -> Ready:
+    """A block cut over the ranks; for "local" the part of each weight that this rank would hold, no communication."""
+    n, device = place.mesh.size(), place.device
+    with torch.random.fork_rng(devices=[]), device:
+        torch.manual_seed(0)
+        model, whole = (MODELS[name](n * WIDTH, n) for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    (x,) = values([(batch, SEQ, n * WIDTH)], device)
+    if place.impl == "local":
+        keep_parts(model, place)
+        keep_parts(whole, place)
+    cut: nn.Module = parallelize(place.impl, model, place.mesh)
+    own, reference = (x.clone().requires_grad_() for _ in range(2))
+    names = (
+        "the output",
+        "the gradient of x",
+        *(f"the gradient of {n}" for n, _ in whole.named_parameters()),
+    )
+    expected = lambda backward: answers(whole, [reference], [reference, *whole.parameters()], backward)  # noqa: E731
+    return Ready(lambda x: cut(x), (own,), (own, *cut.parameters()), expected, names)
+
+
+def keep_parts(model: nn.Module, place: Place) -> None:
+    """Replaces each weight by this rank's part of it."""
+    for name, module in model.named_children():
+        for kind in ("weight", "bias") if name in COLUMNS else ("weight",):
+            parameter = getattr(module, kind)
+            if parameter is not None:
+                part = place.part(parameter.detach(), "S(0)" if name in COLUMNS else "S(1)")
+                setattr(module, kind, nn.Parameter(part))
+
+
+# ---- compiling it ----
+
 
 @dataclass
-class Compiled:
+class Compilation:
     """A program compiled by `backend`, on this rank."""
 
-    ready: Callable[[bool], Ready]  # given whether it is the one that was compiled before
+    make: Callable[[bool], Ready]  # of whether it is the program that was compiled before
     backend: Any
     backward: bool
     place: Place
     compiled: Function | None = None
-    given: Ready = field(init=False)
+    ready: Ready = field(init=False)
 
     def start(self) -> None:
         """Forgets all that Dynamo knows."""
@@ -75,19 +253,19 @@ class Compiled:
         self.renew()
 
     def renew(self) -> None:
-        self.given = self.ready(False)
-        self.compiled = torch.compile(own_code(self.given.fn), backend=self.backend)
+        self.ready = self.make(False)
+        self.compiled = torch.compile(own_code(self.ready.fn), backend=self.backend)
 
     def call(self) -> list[Tensor]:
         """The output, and with a backward pass the gradients."""
         assert self.compiled is not None
-        return run_once(self.compiled, self.given, self.backward)
+        return run_once(self.compiled, self.ready, self.backward)
 
     def precompiled(self) -> None:
         """The graph of the other placement or batch is there, and only that."""
         torch._dynamo.reset()
-        before = self.ready(True)
-        self.given = self.ready(False)
+        before = self.make(True)
+        self.ready = self.make(False)
         self.compiled = torch.compile(own_code(before.fn), backend=self.backend)
         run_once(self.compiled, before, self.backward)
 
@@ -96,19 +274,19 @@ class Compiled:
         # Every rank gathers every tensor, whatever it found before.
         wholes = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in got]
         wrong = None
-        for name, g, w in zip(self.given.names, wholes, self.given.expected(self.backward), strict=False):
-            if self.given.plain_part != "R":
-                w = shard_of(w, self.given.plain_part, self.place.mesh.get_local_rank(), self.place.ranks)
+        for name, g, w in zip(self.ready.names, wholes, self.ready.expected(self.backward), strict=False):
+            if self.ready.plain_part != "R":
+                w = self.place.part(w, self.ready.plain_part)
             wrong = wrong or mismatch(g, w, name, RTOL)
         return wrong
 
 
-def run_once(fn: Function, given: Ready, backward: bool) -> list[Tensor]:
+def run_once(fn: Function, ready: Ready, backward: bool) -> list[Tensor]:
     if not backward:
         with torch.no_grad():
-            return [finished(fn(*given.inputs))]
-    out = fn(*given.inputs)
-    grads = torch.autograd.grad(out, given.wanted, cotangent_of(out))
+            return [finished(fn(*ready.inputs))]
+    out = fn(*ready.inputs)
+    grads = torch.autograd.grad(out, ready.wanted, cotangent_of(out))
     return [finished(out), *map(finished, grads)]
 
 
@@ -146,13 +324,17 @@ def is_collective(node: torch.fx.Node) -> bool:
     return space in ("_c10d_functional", "c10d", "_dtensor") and not name.startswith("wait_tensor")
 
 
-def counted(made: Compiled) -> dict[str, float]:
+def counted(compilation: Compilation) -> dict[str, float]:
     """graph_breaks, graphs and collectives of one call, compiled anew; all ranks together."""
     counter = Counter()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with caches_off():
-        run_once(torch.compile(own_code(made.given.fn), backend=counter), made.given, made.backward)
+        run_once(
+            torch.compile(own_code(compilation.ready.fn), backend=counter),
+            compilation.ready,
+            compilation.backward,
+        )
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     torch._dynamo.reset()
     return {"graph_breaks": breaks, "graphs": counter.graphs, "collectives": counter.collectives}
@@ -172,7 +354,7 @@ def caches_off() -> Iterator[None]:
         yield
 
 
-def ready_of(program: Op | str, place: Place, call: str, before: bool) -> Ready:
+def ready_of(program: CompiledOp | str, place: Place, call: str, before: bool) -> Ready:
     """A program's tensors; `before`: those it is compiled for before a recompilation."""
     if isinstance(program, str):
         return block_ready(program, place, BATCH + 1 if before else BATCH)
@@ -182,7 +364,7 @@ def ready_of(program: Op | str, place: Place, call: str, before: bool) -> Ready:
 
 
 def build_impl(
-    program: Op | str, mesh_dim: str, passes: str, backend: str, call: str, impl: str, world: World
+    program: CompiledOp | str, mesh_dim: str, passes: str, backend: str, call: str, impl: str, world: World
 ) -> Workload:
     import torch._dynamo.utils
 
@@ -190,32 +372,34 @@ def build_impl(
         raise Skip("before torch 2.13 Dynamo takes no mesh of the core into a graph")
     hush_torch()
     place = Place(impl, world.mesh[mesh_dim], world.device)
-    made = Compiled(partial(ready_of, program, place, call), backend, passes == BOTH, place)
+    compilation = Compilation(partial(ready_of, program, place, call), backend, passes == BOTH, place)
 
-    counters = partial(counted, made)
+    counters = partial(counted, compilation)
 
     def run() -> list[Tensor]:
         with caches_off():
-            return made.call()
+            return compilation.call()
 
     if call == CACHED:
-        made.renew()
+        compilation.renew()
         run()  # compiles, and what is called later enters no compiler
-        return Workload(run=made.call, check=made.check, counters=counters, close=torch._dynamo.reset)
+        return Workload(
+            run=compilation.call, check=compilation.check, counters=counters, close=torch._dynamo.reset
+        )
 
     def before() -> None:
         with caches_off():
-            made.start() if call == FIRST else made.precompiled()
+            compilation.start() if call == FIRST else compilation.precompiled()
 
-    check = partial(checked, made, before)
+    check = partial(checked, compilation, before)
     return Workload(run, before, check, counters, close=torch._dynamo.reset)
 
 
-def checked(made: Compiled, before: Callable[[], None]) -> str | None:
+def checked(compilation: Compilation, before: Callable[[], None]) -> str | None:
     """Compiled anew: another impl's sample may have reset Dynamo since."""
     before()
     with caches_off():
-        return made.check()
+        return compilation.check()
 
 
 def variants(options: RunOptions, name: str) -> Iterator[tuple[str, str, str]]:
@@ -233,7 +417,7 @@ def variants(options: RunOptions, name: str) -> Iterator[tuple[str, str, str]]:
 
 @suite("compile", world="ranks", by_default=False, help=SUITES["compile"])
 def compiled(options: RunOptions) -> Iterator[Case]:
-    programs: list[tuple[str, str, Op | str]] = [(op.name, op.placements, op) for op in OPS]
+    programs: list[tuple[str, str, CompiledOp | str]] = [(op.name, op.placements, op) for op in OPS]
     programs += [(name, "", name) for name in BLOCKS]
     for mesh_dim, n in shared_dims(options):
         for name, placements, program in programs:

@@ -54,6 +54,25 @@ class Place:
     def api(self) -> Any:
         return dtensor_api(self.impl)
 
+    def on_all(self, text: str) -> list[Any]:
+        """The placement on every mesh dim."""
+        return [placement(self.api, text)] * self.mesh.ndim
+
+    def part(self, full: torch.Tensor, text: str) -> torch.Tensor:
+        """What this rank holds of `full`, placed so on every mesh dim."""
+        index = self.mesh.mesh.flatten().tolist().index(torch.distributed.get_rank())
+        return shard_of(full, text, index, self.mesh.size()).clone()
+
+    def put(self, full: torch.Tensor, text: str) -> Any:
+        """`full` placed so: a DTensor, or this rank's part for the floor. What has no dims stays as it is ("0-dim")."""
+        if text == "0-dim":
+            return full
+        if self.impl == "local":
+            return self.part(full, text)
+        return self.api.DTensor.from_local(
+            self.part(full, text), self.mesh, self.on_all(text), run_check=False
+        )
+
 
 def placement(api: Any, text: str) -> Any:
     """`S(0)`, `R`, `P` or `P(avg)` -> the placement of that library."""

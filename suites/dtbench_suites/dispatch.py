@@ -40,8 +40,8 @@ from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
 from dtbench_core.op_types import Args, Call, Value
 from dtbench_core.torch_compat import DisableTorchFunction
 from dtbench_suites import SUITES
-from dtbench_suites.data import BEFORE_213, mismatch, shard_of
-from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, Place, Program, build_program
+from dtbench_suites.data import BEFORE_213, Place, mismatch, shard_of
+from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, TimedProgram, build_program
 
 MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4))
 ROWS = 4  # of the local tensor, cached calls; its other dim has 4 too
@@ -62,7 +62,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Op:
+class TimedOp:
     """An op and the placements of its inputs.
 
     placements: of each input; "0-dim" is a plain tensor without dims. shapes: of the full inputs, for
@@ -93,42 +93,44 @@ def normed(k: int) -> Shapes:  # x, weight, bias
 
 
 OPS = (
-    Op("add", "S(0),S(0)", rows(2), torch.add, "S(0)"),
-    Op("add", "S(0),R", rows(2), torch.add, "S(0)", floor="S(0),S(0)"),
-    Op("relu", "S(0)", rows(), torch.relu, "S(0)"),
-    Op("mul_scalar", "S(0)", rows(), lambda x: x * 2.0, "S(0)"),
-    Op("add_0dim", "S(0),0-dim", lambda k: ((WORLD * k, 4), ()), torch.add, "S(0)"),
-    Op("view", "S(0)", rows(), lambda x: x.view(-1, 2, 2), "S(0)"),
-    Op("transpose", "S(0)", rows(), lambda x: x.transpose(0, 1), "S(1)"),
-    Op("slice", "S(0)", rows(), lambda x: x[:, 1:3], "S(0)"),
-    Op("mm", "R,S(1)", lambda k: ((k, 4), (4, WORLD * 4)), torch.mm, "S(1)"),
-    Op("mm", "S(1),S(0)", lambda k: ((k, WORLD * 4), (WORLD * 4, 4)), torch.mm, "P"),
+    TimedOp("add", "S(0),S(0)", rows(2), torch.add, "S(0)"),
+    TimedOp("add", "S(0),R", rows(2), torch.add, "S(0)", floor="S(0),S(0)"),
+    TimedOp("relu", "S(0)", rows(), torch.relu, "S(0)"),
+    TimedOp("mul_scalar", "S(0)", rows(), lambda x: x * 2.0, "S(0)"),
+    TimedOp("add_0dim", "S(0),0-dim", lambda k: ((WORLD * k, 4), ()), torch.add, "S(0)"),
+    TimedOp("view", "S(0)", rows(), lambda x: x.view(-1, 2, 2), "S(0)"),
+    TimedOp("transpose", "S(0)", rows(), lambda x: x.transpose(0, 1), "S(1)"),
+    TimedOp("slice", "S(0)", rows(), lambda x: x[:, 1:3], "S(0)"),
+    TimedOp("mm", "R,S(1)", lambda k: ((k, 4), (4, WORLD * 4)), torch.mm, "S(1)"),
+    TimedOp("mm", "S(1),S(0)", lambda k: ((k, WORLD * 4), (WORLD * 4, 4)), torch.mm, "P"),
     # bias, x, weight
-    Op("addmm", "R,S(0),R", lambda k: ((4,), (WORLD * k, 4), (4, 4)), torch.addmm, "S(0)"),
+    TimedOp("addmm", "R,S(0),R", lambda k: ((4,), (WORLD * k, 4), (4, 4)), torch.addmm, "S(0)"),
     # x, weight, bias: shared by batch, as in data parallelism; by output features, as Colwise does
-    Op("linear_3d", "S(0),R,R", lambda k: ((WORLD * k, 2, 4), (4, 4), (4,)), F.linear, "S(0)"),
-    Op("linear_3d", "R,S(0),S(0)", lambda k: ((k, 2, 4), (WORLD * 4, 4), (WORLD * 4,)), F.linear, "S(2)"),
-    Op("sum_dim0", "S(0)", rows(), lambda x: x.sum(0), "P"),
-    Op("sum_dim1", "S(0)", rows(), lambda x: x.sum(1), "S(0)"),
-    Op("mean_dim0", "S(0)", rows(), lambda x: x.mean(0), "P(avg)"),
-    Op("mean_dim1", "S(0)", rows(), lambda x: x.mean(1), "S(0)"),
-    Op("softmax", "S(0)", rows(), lambda x: torch.softmax(x, 1), "S(0)"),
-    Op("layer_norm", "S(0),R,R", normed, lambda x, w, b: F.layer_norm(x, (4,), w, b), "S(0)"),
-    Op("cat", "S(0),S(0)", rows(2), lambda x, y: torch.cat((x, y), 1), "S(0)"),
-    Op("split", "S(0)", rows(), lambda x: torch.split(x, 2, 1), "S(0)"),
-    Op("add_", "S(0),S(0)", rows(2), lambda x, y: x.add_(y), "S(0)", backward=False),
-    Op("detach", "S(0)", rows(), lambda x: x.detach(), "S(0)", backward=False),
+    TimedOp("linear_3d", "S(0),R,R", lambda k: ((WORLD * k, 2, 4), (4, 4), (4,)), F.linear, "S(0)"),
+    TimedOp(
+        "linear_3d", "R,S(0),S(0)", lambda k: ((k, 2, 4), (WORLD * 4, 4), (WORLD * 4,)), F.linear, "S(2)"
+    ),
+    TimedOp("sum_dim0", "S(0)", rows(), lambda x: x.sum(0), "P"),
+    TimedOp("sum_dim1", "S(0)", rows(), lambda x: x.sum(1), "S(0)"),
+    TimedOp("mean_dim0", "S(0)", rows(), lambda x: x.mean(0), "P(avg)"),
+    TimedOp("mean_dim1", "S(0)", rows(), lambda x: x.mean(1), "S(0)"),
+    TimedOp("softmax", "S(0)", rows(), lambda x: torch.softmax(x, 1), "S(0)"),
+    TimedOp("layer_norm", "S(0),R,R", normed, lambda x, w, b: F.layer_norm(x, (4,), w, b), "S(0)"),
+    TimedOp("cat", "S(0),S(0)", rows(2), lambda x, y: torch.cat((x, y), 1), "S(0)"),
+    TimedOp("split", "S(0)", rows(), lambda x: torch.split(x, 2, 1), "S(0)"),
+    TimedOp("add_", "S(0),S(0)", rows(2), lambda x, y: x.add_(y), "S(0)", backward=False),
+    TimedOp("detach", "S(0)", rows(), lambda x: x.detach(), "S(0)", backward=False),
     # The way in and out. Their floor is another view of the same tensor.
-    Op("from_local", "S(0)", rows(), lambda x: x.view_as(x), "S(0)"),
-    Op("to_local", "S(0)", rows(), lambda x: x.view_as(x), "S(0)"),
+    TimedOp("from_local", "S(0)", rows(), lambda x: x.view_as(x), "S(0)"),
+    TimedOp("to_local", "S(0)", rows(), lambda x: x.view_as(x), "S(0)"),
 )
 
 
 @dataclass(frozen=True)
-class Setup:
+class PlacedOp:
     """An op ready to be called on rank 0."""
 
-    op: Op
+    op: TimedOp
     at: Place
     backward: bool
 
@@ -256,7 +258,7 @@ class Least(Tensor):
         return wrapper
 
 
-def wrapped(setup: Setup) -> Workload:
+def wrapped(setup: PlacedOp) -> Workload:
     """The call of `setup`, whose tensors are plain, through a class of tensors."""
     op, texts = setup.op, setup.op.sources("local")
     inputs = [setup.at.put(t, text) for t, text in zip(setup.full_inputs(ROWS), texts, strict=True)]
@@ -310,7 +312,7 @@ def resident_bytes() -> int:
 
 
 def build_impl(
-    op: Op | Program,
+    op: TimedOp | TimedProgram,
     shape: tuple[int, ...],
     backward: bool,
     first: bool,
@@ -326,9 +328,9 @@ def build_impl(
     ):
         raise Skip("before torch 2.13 torch's DTensor refuses it")
     at = Place("local" if impl == "wrapped" else impl, world.mesh_of(shape), world.device)
-    if isinstance(op, Program):
+    if isinstance(op, TimedProgram):
         return build_program(op, at, backward)
-    setup = Setup(op, at, backward)
+    setup = PlacedOp(op, at, backward)
     if impl == "wrapped":
         return wrapped(setup)
     ready = setup.call(ROWS)
@@ -355,12 +357,17 @@ def build_impl(
 
 
 def case_of(
-    options: RunOptions, op: Op | Program, shape: tuple[int, ...], passes: str, call: str, floor: bool
+    options: RunOptions,
+    op: TimedOp | TimedProgram,
+    shape: tuple[int, ...],
+    passes: str,
+    call: str,
+    floor: bool,
 ) -> Case:
     first, backward = call == "first", passes == "forward+backward"
     build = partial(build_impl, op, shape, backward, first, options.quick)
     impls = ["core", "torch", "local"][: 3 if floor else 2]
-    if floor and not backward and isinstance(op, Op) and op.name not in ("from_local", "to_local"):
+    if floor and not backward and isinstance(op, TimedOp) and op.name not in ("from_local", "to_local"):
         impls.append("wrapped")
     return Case(
         name=op.name,
@@ -379,7 +386,7 @@ def case_of(
     )
 
 
-def variants(options: RunOptions, shape: tuple[int, ...], op: Op) -> list[tuple[str, str]]:
+def variants(options: RunOptions, shape: tuple[int, ...], op: TimedOp) -> list[tuple[str, str]]:
     """(pass, call) to measure. A quick run leaves out what takes longest: on a 2-D mesh all but cached
     forward calls, and the first calls of backward passes."""
     passes = ("forward", "forward+backward") if op.backward else ("forward",)

@@ -17,33 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtbench.suite import Workload
-from dtbench_suites import data
-from dtbench_suites.data import hush_torch, parallel_api, placement, shard_of
+from dtbench_suites.data import Place, hush_torch, parallel_api
 
 WORLD = 8  # of the simulated process group, as in dispatch.py
 ROWS, HEADS, IMAGES = (WORLD * 4, 4), (2, WORLD * 2, 4, 4), (WORLD * 2, 2, 4, 4)  # global shapes
 LISTED = 10  # tensors of a foreach call and of an optimizer step
-
-
-class Place(data.Place):
-    """ "local": the plain shards of rank 0."""
-
-    def on_all(self, text: str) -> list[Any]:
-        """The placement on every mesh dim."""
-        return [placement(self.api, text)] * self.mesh.ndim
-
-    def put(self, full: Tensor, text: str) -> Any:
-        """Rank 0's part of `full`: a DTensor, or the local tensor for the floor and for what has no dims."""
-        if text == "0-dim":
-            return full
-        local = shard_of(full, text, 0, WORLD).clone()
-        if self.impl == "local":
-            return local
-        return self.api.DTensor.from_local(local, self.mesh, self.on_all(text), run_check=False)
-
-    def tensor(self, shape: tuple[int, ...], text: str, grad: bool = False) -> Any:
-        """Ones of that global shape, placed as `text` says on every mesh dim."""
-        return self.put(torch.ones(shape, device=self.device), text).requires_grad_(grad)
 
 
 Call = Callable[[], Any]
@@ -53,7 +31,7 @@ BOTH = ("forward", "forward+backward")
 
 
 @dataclass(frozen=True)
-class Program:
+class TimedProgram:
     """A call to time. build: makes it, given the place and whether to differentiate.
 
     result: the global shape of what it gives, or None for what is no tensor. local: whether plain torch
@@ -70,21 +48,26 @@ class Program:
     quick: bool = True
 
 
+def ones(place: Place, shape: tuple[int, ...], text: str, grad: bool = False) -> Any:
+    """Ones of that global shape, placed as `text` says on every mesh dim."""
+    return place.put(torch.ones(shape, device=place.device), text).requires_grad_(grad)
+
+
 def rows(place: Place, text: str = "S(0)", grad: bool = False) -> Any:
-    return place.tensor(ROWS, text, grad)
+    return ones(place, ROWS, text, grad)
 
 
 # ---- moving ----
 
 
-def moved(source: str, target: str) -> Program:
+def moved(source: str, target: str) -> TimedProgram:
     """redistribute from one placement to another, on every mesh dim."""
 
     def build(place: Place, backward: bool) -> Call:
         tensor, wanted = rows(place, source, backward), place.on_all(target)
         return differentiated(lambda: tensor.redistribute(placements=wanted), [tensor], backward)
 
-    return Program("redistribute", f"{source}->{target}", build, ROWS, BOTH, local=False)
+    return TimedProgram("redistribute", f"{source}->{target}", build, ROWS, BOTH, local=False)
 
 
 def full_tensor(place: Place, backward: bool) -> Call:
@@ -108,16 +91,16 @@ def op(
     result: tuple[int, ...] | None,
     floor: str = "",
     **about: Any,
-) -> Program:
+) -> TimedProgram:
     """`fn` of inputs of these global shapes. floor: the placements whose shards the plain op takes, where they
     are others."""
 
     def build(place: Place, backward: bool) -> Call:
         texts = ((floor if place.impl == "local" else "") or placements).split(",")
-        inputs = [place.tensor(shape, text, backward) for shape, text in zip(shapes, texts, strict=True)]
+        inputs = [ones(place, shape, text, backward) for shape, text in zip(shapes, texts, strict=True)]
         return differentiated(partial(fn, *inputs), inputs, backward)
 
-    return Program(name, placements, build, result, **about)
+    return TimedProgram(name, placements, build, result, **about)
 
 
 def embedding(place: Place, backward: bool) -> Call:
@@ -144,7 +127,9 @@ def trained(place: Place, count: int) -> list[Any]:
     return parameters
 
 
-def step(name: str, make: Callable[..., torch.optim.Optimizer], count: int = LISTED, **form: bool) -> Program:
+def step(
+    name: str, make: Callable[..., torch.optim.Optimizer], count: int = LISTED, **form: bool
+) -> TimedProgram:
     """A step of an optimizer of `count` parameters. form: how it runs, `foreach` or `fused`."""
 
     def build(place: Place, backward: bool) -> Call:
@@ -157,10 +142,10 @@ def step(name: str, make: Callable[..., torch.optim.Optimizer], count: int = LIS
 
         return call
 
-    return Program(f"{name}_x{count}", "S(0)", build, ROWS, quick=count == LISTED)
+    return TimedProgram(f"{name}_x{count}", "S(0)", build, ROWS, quick=count == LISTED)
 
 
-def clipping(count: int = LISTED) -> Program:
+def clipping(count: int = LISTED) -> TimedProgram:
     """The gradients' norm, which is large, and their division by it."""
 
     def build(place: Place, backward: bool) -> Call:
@@ -172,7 +157,7 @@ def clipping(count: int = LISTED) -> Program:
 
         return call
 
-    return Program(f"clip_grad_norm_x{count}", "S(0)", build, ROWS, quick=count == LISTED)
+    return TimedProgram(f"clip_grad_norm_x{count}", "S(0)", build, ROWS, quick=count == LISTED)
 
 
 def zero_grad(place: Place, backward: bool) -> Call:
@@ -201,7 +186,7 @@ def unscaling(place: Place, backward: bool) -> Call:
     return call
 
 
-class MLP(nn.Module):
+class TwoLinears(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, WORLD * 8), nn.Linear(WORLD * 8, 16)
@@ -214,7 +199,7 @@ class MLP(nn.Module):
 def mlp(place: Place, backward: bool) -> Call:
     """Colwise, ReLU, Rowwise; on a mesh with more dims over the last one. The floor is rank 0's share."""
     with torch.random.fork_rng(devices=[]), place.device:
-        model = MLP()
+        model = TwoLinears()
         x = torch.ones(4, 2, 16, requires_grad=backward)
     if place.impl == "local":
         model.up, model.down = nn.Linear(16, 8, device=place.device), nn.Linear(8, 16, device=place.device)
@@ -247,8 +232,8 @@ PROGRAMS = (
     moved("S(0)", "S(1)"),
     moved("P", "R"),
     moved("P", "S(0)"),
-    Program("full_tensor", "S(0)", full_tensor, ROWS, local=False),
-    Program("distribute_tensor", "S(0)", distribute, ROWS, local=False),
+    TimedProgram("full_tensor", "S(0)", full_tensor, ROWS, local=False),
+    TimedProgram("distribute_tensor", "S(0)", distribute, ROWS, local=False),
     # One of the two has to move first: from columns to rows, or back.
     op("add", "S(0),S(1)", [(WORLD, WORLD)] * 2, torch.add, (WORLD, WORLD), floor="S(0),S(0)"),
     op("add_out", "S(0),S(0),S(0)", [ROWS] * 3, lambda x, y, out: torch.add(x, y, out=out), ROWS),
@@ -256,14 +241,14 @@ PROGRAMS = (
     # minute, which tries its decomposition over every combination of placements.
     # Batch 2, 2 heads a rank, 4 tokens, 4 wide; sharded by heads.
     op("attention", "S(1),S(1),S(1)", [HEADS] * 3, F.scaled_dot_product_attention, HEADS, quick=False),
-    Program("embedding", "R,S(0)", embedding, (4, 4), BOTH),
+    TimedProgram("embedding", "R,S(0)", embedding, (4, 4), BOTH),
     # torch's convolution refuses a batch that two mesh dims shard.
     op("conv2d", "S(0),R", [IMAGES, (2, 2, 3, 3)], F.conv2d, (WORLD * 2, 2, 2, 2), passes=BOTH, flat=True),
     op("dropout", "S(0)", [ROWS], F.dropout, ROWS, passes=BOTH),
     op("dropout", "R", [ROWS], F.dropout, ROWS, passes=BOTH),
     op("argmax_dim1", "S(0)", [ROWS], lambda x: x.argmax(1), ROWS[:1]),
     op("equal", "S(0),S(0)", [ROWS] * 2, torch.equal, None),
-    Program("foreach_add_x10", "S(0),S(0)", foreach_add, ROWS),
+    TimedProgram("foreach_add_x10", "S(0),S(0)", foreach_add, ROWS),
     step("adamw_step", torch.optim.AdamW),
     *(
         step(f"{name}_step_{form}", make, count, **{form: True})
@@ -274,13 +259,13 @@ PROGRAMS = (
     ),
     clipping(),
     clipping(10 * LISTED),
-    Program("zero_grad_x10", "S(0)", zero_grad, ROWS),
-    Program("grad_scaler_x10", "S(0)", unscaling, ROWS),
-    Program("tp_mlp", "Colwise,Rowwise", mlp, (4, 2, 16), BOTH),
+    TimedProgram("zero_grad_x10", "S(0)", zero_grad, ROWS),
+    TimedProgram("grad_scaler_x10", "S(0)", unscaling, ROWS),
+    TimedProgram("tp_mlp", "Colwise,Rowwise", mlp, (4, 2, 16), BOTH),
 )
 
 
-def wrong_result(program: Program, place: Place, call: Call) -> str | None:
+def wrong_result(program: TimedProgram, place: Place, call: Call) -> str | None:
     got = call()
     if program.result is None:
         return None if got is True else f"{program.name} gave {got!r}, expected True"
@@ -293,7 +278,7 @@ def wrong_result(program: Program, place: Place, call: Call) -> str | None:
     return None
 
 
-def build_program(program: Program, place: Place, backward: bool) -> Workload:
+def build_program(program: TimedProgram, place: Place, backward: bool) -> Workload:
     hush_torch()
     call = program.build(place, backward)
     return Workload(run=call, check=partial(wrong_result, program, place, call))

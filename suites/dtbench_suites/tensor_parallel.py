@@ -40,7 +40,7 @@ ROUNDINGS = 64
 CLASSES_PER_WIDTH = 8
 
 
-class Model(nn.Module):
+class ParallelModel(nn.Module):
     """A model that can be cut. `plan` names the styles, made by the library whose modules it is given."""
 
     def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Model(nn.Module):
         return x
 
 
-class AddMM(Model):
+class AddMM(ParallelModel):
     """The op that a Linear of 2-D inputs runs."""
 
     def __init__(self, d_model: int, heads: int) -> None:
@@ -78,7 +78,7 @@ class AddMM(Model):
         return torch.addmm(self.bias, x if x.ndim == 2 else x.flatten(0, 1), self.weight)
 
 
-class MLP(Model):
+class FeedForward(ParallelModel):
     """d -> 4d -> d with a GELU between (Vaswani et al., arXiv 1706.03762, section 3.3, with ReLU)."""
 
     def __init__(self, d_model: int, heads: int) -> None:
@@ -93,7 +93,7 @@ class MLP(Model):
         return y
 
 
-class Attention(Model):
+class SelfAttention(ParallelModel):
     """Causal self-attention; a rank that holds 1/n of wq, wk, wv works on heads / n heads."""
 
     def __init__(self, d_model: int, heads: int) -> None:
@@ -115,13 +115,13 @@ class Attention(Model):
         return out
 
 
-class Block(Model):
+class TransformerBlock(ParallelModel):
     """A transformer block with a norm before each half (Korthikanti et al., arXiv 2205.05198, figure 5)."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(d_model), Attention(d_model, heads)
-        self.norm2, self.mlp = nn.LayerNorm(d_model), MLP(d_model, heads)
+        self.norm1, self.attention = nn.LayerNorm(d_model), SelfAttention(d_model, heads)
+        self.norm2, self.mlp = nn.LayerNorm(d_model), FeedForward(d_model, heads)
 
     def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
         whole, cut = tensors.Replicate(), tensors.Shard(1)
@@ -150,7 +150,7 @@ class Block(Model):
         return y
 
 
-class Loss(Model):
+class Loss(ParallelModel):
     """The last norm, d -> 8 d classes, and the cross entropy of every position."""
 
     def __init__(self, d_model: int, heads: int) -> None:
@@ -169,11 +169,11 @@ class Loss(Model):
         return whole
 
 
-MODELS: dict[str, type[Model]] = {
+MODELS: dict[str, type[ParallelModel]] = {
     "addmm": AddMM,
-    "mlp": MLP,
-    "attention": Attention,
-    "block": Block,
+    "mlp": FeedForward,
+    "attention": SelfAttention,
+    "block": TransformerBlock,
     "loss": Loss,
 }
 FORWARD, BOTH = "forward", "forward+backward"
@@ -187,7 +187,7 @@ PASSES = {
 QUICK = ("addmm", "mlp", "block", "loss")
 
 
-def parallelize(impl: str, model: Model, mesh: Any) -> nn.Module:
+def parallelize(impl: str, model: ParallelModel, mesh: Any) -> nn.Module:
     """The model cut over `mesh` by the library of `impl`; itself for "local"."""
     if impl == "local":
         return model

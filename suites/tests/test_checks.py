@@ -103,11 +103,13 @@ def world() -> Iterator[Any]:
         yield made
 
 
-def setup_of(world: Any, impl: str, op: dispatch.Op, backward: bool, shape: Any = (8,)) -> dispatch.Setup:
-    return dispatch.Setup(op, dispatch.Place(impl, world.mesh_of(shape), CPU), backward)
+def setup_of(
+    world: Any, impl: str, op: dispatch.TimedOp, backward: bool, shape: Any = (8,)
+) -> dispatch.PlacedOp:
+    return dispatch.PlacedOp(op, dispatch.Place(impl, world.mesh_of(shape), CPU), backward)
 
 
-def setups(world: Any, impl: str) -> Iterator[tuple[str, dispatch.Setup]]:
+def setups(world: Any, impl: str) -> Iterator[tuple[str, dispatch.PlacedOp]]:
     for shape in dispatch.MESHES:
         for op in dispatch.OPS:
             for backward in (False, True)[: 1 + op.backward]:
@@ -144,13 +146,13 @@ def test_the_least_wraps_every_result_and_one_that_does_not_is_caught(
 
 @pytest.mark.parametrize("impl", ["core", "torch", "local"])
 def test_a_wrong_value_is_caught(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
-    right = dispatch.Setup.function
+    right = dispatch.PlacedOp.function
 
-    def slightly_off(self: dispatch.Setup) -> Any:
+    def slightly_off(self: dispatch.PlacedOp) -> Any:
         fn = right(self)
         return lambda *inputs: [out + out for out in dispatch.as_tuple(fn(*inputs))]
 
-    monkeypatch.setattr(dispatch.Setup, "function", slightly_off)
+    monkeypatch.setattr(dispatch.PlacedOp, "function", slightly_off)
     caught = {label for label, setup in setups(world, impl) if "forward" in label and setup.check()}
     assert caught == {label for label, _ in setups(world, impl) if "forward" in label}
 
@@ -168,15 +170,15 @@ def test_a_wrong_gradient_is_caught(world: Any, impl: str, monkeypatch: pytest.M
     setup = setup_of(world, impl, op, True)
     assert setup.check() is None
     # The value of 2 x with the gradient of 3 x.
-    monkeypatch.setattr(dispatch.Setup, "function", lambda self: lambda x: x * 2.0 + (x - x.detach()))
+    monkeypatch.setattr(dispatch.PlacedOp, "function", lambda self: lambda x: x * 2.0 + (x - x.detach()))
     assert "gradient 0" in str(setup.check())
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
 def test_first_calls_never_see_a_shape_twice(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
     seen: list[int] = []
-    right = dispatch.Setup.call
-    monkeypatch.setattr(dispatch.Setup, "call", lambda self, k: (seen.append(k), right(self, k))[1])
+    right = dispatch.PlacedOp.call
+    monkeypatch.setattr(dispatch.PlacedOp, "call", lambda self, k: (seen.append(k), right(self, k))[1])
     for op in (dispatch.OPS[0], dispatch.OPS[2]):
         workload = dispatch.build_impl(op, (8,), False, True, True, impl, world)
         seen.clear()  # that one readies the call before the first `before`

@@ -47,7 +47,7 @@ class CoreParts(RankParts):
         return self.remember(value, value) if isinstance(value, torch.Tensor) else value
 
     def _check(self, info: MeshInfo, what: object) -> None:
-        if not any(known is info for _, known in self._infos.values()):
+        if not any(of_all is info for _, of_all in self._infos.values()):
             raise SimulationError(
                 f"got {what}, made outside this LocalTensorMode, which is one rank's alone; expected a DTensor made "
                 "inside, for all ranks: make it there, or pass its full_tensor() in"
@@ -60,12 +60,7 @@ class CoreParts(RankParts):
             with torch._C._DisableTorchDispatch():
                 ranks = self.members(value._spec.info)
                 held = value._local_tensor = LocalTensor({r: held.detach().clone() for r in ranks})
-        if rank not in held._local_tensors:
-            raise SimulationError(
-                f"got {value._spec}, of which ranks {describe_ranks(held.ranks)} hold a part, where rank {rank} takes "
-                "part too; expected DTensors of one mesh"
-            )
-        return wrap(type(value), held._local_tensors[rank], of_rank(value._spec))
+        return wrap(type(value), held.shard(rank), of_rank(value._spec))
 
     def members(self, info: MeshInfo) -> tuple[int, ...]:
         """The simulated ranks in the mesh of `info`."""
@@ -83,10 +78,6 @@ class CoreParts(RankParts):
 
     def join(self, values: Mapping[int, Any], what: str) -> Any:
         first = next(iter(values.values()))
-        if isinstance(first, MeshInfo):
-            return mesh_info(first.mesh)
-        if isinstance(first, DTensorSpec):
-            return _of_all(values, what)
         if not isinstance(first, Wrapper):
             return NotImplemented
         held = joined({r: v._local_tensor for r, v in values.items()}, self, what)

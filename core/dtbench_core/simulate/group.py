@@ -275,9 +275,6 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
         return self._backend
 
-    def __repr__(self) -> str:
-        return f"SimulatedGroup({self._name!r}, {name_ranks(self.ranks)}, group rank {self._me})"
-
     def _call(
         self, signature: Signature, finish: Callable[..., None], call: Any, results: Any = None
     ) -> dist.Work:
@@ -307,13 +304,6 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                     f"{list(parts[self._me].shape)} as this rank's part of the output; expected the same"
                 )
         return self._call(signature, _finish_all_gather, (outputs, inputs), outputs)
-
-    def allgather_coalesced(
-        self, output_lists: list[Tensors], inputs: Tensors, opts: object = None
-    ) -> dist.Work:
-        # Here the outer list runs over the ranks, the inner over the inputs.
-        outputs = [list(of_input) for of_input in zip(*output_lists, strict=True)]
-        return self.allgather(outputs, inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         for output, sent in zip(outputs, inputs, strict=True):
@@ -387,7 +377,6 @@ _IN_PLACE: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "reduce_": ("reduce", ("tensors",), "tensors"),
     "broadcast_": ("broadcast", ("tensors",), "tensors"),
     "allgather_": ("allgather", ("output_tensors", "input_tensors"), "output_tensors"),
-    "allgather_coalesced_": ("allgather_coalesced", ("output_lists", "input_list"), "output_lists"),
     "_allgather_base_": ("all_gather_single", ("output_tensor", "input_tensor"), "output_tensor"),
     "allgather_into_tensor_coalesced_": ("all_gather_single_coalesced", ("outputs", "inputs"), "outputs"),
     "gather_": ("gather", ("output_tensors", "input_tensors"), "output_tensors"),

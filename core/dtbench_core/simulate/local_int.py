@@ -9,10 +9,11 @@ program is run once, and can go only one way.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -20,7 +21,10 @@ from dtbench_core.errors import RankDependentError, describe_ranks
 from dtbench_core.op_types import Call
 
 Number = int | float | bool
-Result = TypeVar("Result")
+
+
+def _is_of(kind: type) -> Callable[[_LocalNode], bool]:
+    return lambda node: node.kind is kind
 
 
 class _LocalNode:
@@ -37,20 +41,12 @@ class _LocalNode:
 
     # ---- what it is ----
 
-    def is_int(self) -> bool:
-        return self.kind is int
+    is_int, is_float, is_bool = (_is_of(kind) for kind in (int, float, bool))
 
-    def is_float(self) -> bool:
-        return self.kind is float
-
-    def is_bool(self) -> bool:
-        return self.kind is bool
-
-    def is_nested_int(self) -> bool:
+    def _no(self) -> bool:
         return False
 
-    def is_symbolic(self) -> bool:
-        return False
+    is_nested_int = is_symbolic = has_hint = _no
 
     def is_constant(self) -> bool:
         """Whether all ranks agree; then `guard_int` and the like give the number."""
@@ -61,12 +57,7 @@ class _LocalNode:
 
     maybe_as_int = maybe_as_float = maybe_as_bool = constant_int = constant_bool = _constant
 
-    @property
-    def constant(self) -> Any:
-        return self._constant()
-
-    def has_hint(self) -> bool:
-        return False
+    constant = property(_constant)
 
     def clone(self) -> _LocalNode:
         return self
@@ -87,20 +78,13 @@ class _LocalNode:
                 )
         return node_of({r: fn(v, *(_on_rank(o, r) for o in others)) for r, v in self.values.items()})
 
-    def wrap_int(self, number: int) -> _LocalNode:
-        return LocalIntNode(dict.fromkeys(self.values, number))
+    def _wrap(self, number: Number) -> _LocalNode:
+        return node_of(dict.fromkeys(self.values, number))
 
-    def wrap_float(self, number: float) -> _LocalNode:
-        return LocalFloatNode(dict.fromkeys(self.values, number))
+    wrap_int = wrap_float = wrap_bool = _wrap
 
-    def wrap_bool(self, number: bool) -> _LocalNode:
-        return LocalBoolNode(dict.fromkeys(self.values, number))
-
-    def sym_sum(self, others: Iterable[Any]) -> _LocalNode:
-        return self._each(lambda _, *terms: sum(terms), *others)
-
-    def sym_ite(self, then: object, otherwise: object) -> _LocalNode:
-        return self._each(lambda me, a, b: a if me else b, then, otherwise)
+    def sym_sum(self, terms: Sequence[object]) -> _LocalNode:
+        return self._each(lambda _, *numbers: sum(numbers), *terms)
 
     # ---- where the program needs the one number ----
 
@@ -187,43 +171,47 @@ _NUMBERS: dict[str, Call] = {
 }
 
 
-def _install(name: str, fn: Call) -> None:
+def _installed(name: str, fn: Call) -> Call:
     def method(self: _LocalNode, *others: object) -> _LocalNode:
-        made = self._each(fn, *others)
-        if isinstance(made, LocalBoolNode):
-            made.of = name
-        return made
+        node = self._each(fn, *others)
+        if isinstance(node, LocalBoolNode):
+            node.of = name
+        return node
 
-    method.__name__ = name
-    setattr(_LocalNode, name, method)
+    return method
 
 
 for _name, _fn in _NUMBERS.items():
-    _install(_name, _fn)
+    setattr(_LocalNode, _name, _installed(_name, _fn))
 
 
 # torch asks the node of a tensor's first symbolic size about the tensor's memory layout.
 _LAYOUT: dict[str, Callable[[torch.Tensor], bool]] = {
     "is_contiguous": torch.Tensor.is_contiguous,
-    "is_channels_last_contiguous_2d": lambda t: t.is_contiguous(memory_format=torch.channels_last),
-    "is_channels_last_contiguous_3d": lambda t: t.is_contiguous(memory_format=torch.channels_last_3d),
-    "is_channels_last_strides_2d": lambda t: torch.ops.aten.is_strides_like_format(t, torch.channels_last),
-    "is_channels_last_strides_3d": lambda t: torch.ops.aten.is_strides_like_format(t, torch.channels_last_3d),
     "is_non_overlapping_and_dense": lambda t: torch.ops.aten.is_non_overlapping_and_dense(t),
 }
+for _dims, _format in ((2, torch.channels_last), (3, torch.channels_last_3d)):
+    _LAYOUT[f"is_channels_last_contiguous_{_dims}d"] = functools.partial(
+        torch.Tensor.is_contiguous, memory_format=_format
+    )
+    _LAYOUT[f"is_channels_last_strides_{_dims}d"] = lambda t, wanted=_format: (  # type: ignore[misc]
+        torch.ops.aten.is_strides_like_format(t, wanted)
+    )
 
 
-def _install_layout(name: str, fn: Callable[[torch.Tensor], bool]) -> None:
+def _installed_layout(fn: Callable[[torch.Tensor], bool]) -> Call:
     def method(self: _LocalNode, sizes: list[Any], strides: list[Any]) -> _LocalNode:
-        held = {r: ([_on_rank(s, r) for s in sizes], [_on_rank(s, r) for s in strides]) for r in self.values}
+        layouts = {
+            r: [[_on_rank(n, r) for n in numbers] for numbers in (sizes, strides)] for r in self.values
+        }
         with torch._C._DisableTorchDispatch():
-            return node_of({r: fn(torch.empty_strided(*one, device="meta")) for r, one in held.items()})
+            return node_of({r: fn(torch.empty_strided(*of, device="meta")) for r, of in layouts.items()})
 
-    setattr(_LocalNode, name, method)
+    return method
 
 
 for _name, _layout_fn in _LAYOUT.items():
-    _install_layout(_name, _layout_fn)
+    setattr(_LocalNode, _name, _installed_layout(_layout_fn))
 
 
 def _on_rank(value: object, rank: int) -> Any:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
 
 from dtbench_core.errors import RankDependentError, SimulationError, describe_ranks
 from dtbench_core.layout import mesh as core_mesh
@@ -97,8 +98,8 @@ def _simulation() -> LocalTensorMode:
 
 
 def _get_rank(_: object, group: ProcessGroup | None = None) -> Any:
-    now = _simulation()
-    ranks = now.ranks if now.current is None else (now.current,)
+    mode = _simulation()
+    ranks = mode.ranks if mode.current is None else (mode.current,)
     if group is None:
         return local_int({r: r for r in ranks})
     if isinstance(group, SimulatedGroup):
@@ -118,98 +119,72 @@ def _end_of(original: Callable[..., ProcessGroup | None], *args: object, **kwarg
 
 
 def _get_coordinate(_: object, mesh: DeviceMesh) -> Any:
-    now = _simulation()
-    if now.current is not None:
-        return coordinate_of(mesh, now.current)
-    inside = {r: c for r in now.ranks if (c := coordinate_of(mesh, r)) is not None}
+    mode = _simulation()
+    if mode.current is not None:
+        return coordinate_of(mesh, mode.current)
+    inside = {r: c for r in mode.ranks if (c := coordinate_of(mesh, r)) is not None}
     if not inside:
         return None
     return tuple(local_int({r: c[d] for r, c in inside.items()}) for d in range(mesh.ndim))
 
 
-def _get_local_rank(_: object, mesh: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
-    if mesh_dim is None:
-        if mesh.ndim != 1:
-            raise SimulationError(
-                f"get_local_rank got no mesh_dim for a mesh of {mesh.ndim} dims, expected one"
-            )
-        mesh_dim = 0
-    if isinstance(mesh_dim, str):
-        mesh_dim = tuple(mesh.mesh_dim_names or ()).index(mesh_dim)
-    coordinate = _get_coordinate(_, mesh)
-    if coordinate is None:
-        raise SimulationError(f"no simulated rank is in {mesh}")
-    return coordinate[mesh_dim]
+def _get_local_rank(original: Call, mesh: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
+    return _get_rank(original, mesh.get_group(mesh_dim))
 
 
 def _outside(original: Call, *args: object, **kwargs: object) -> Any:
     """Makes a mesh: a matter of the process, not of its ranks."""
     with _simulation().disable(), c10d_state.of_process():
-        given = torch.utils._pytree.tree_map(
-            lambda x: x.reconcile() if isinstance(x, LocalTensor) else x, (args, kwargs)
-        )
-        return original(*given[0], **given[1])
+        plain, named = tree_map(lambda x: x.reconcile() if isinstance(x, LocalTensor) else x, (args, kwargs))
+        return original(*plain, **named)
 
 
 def _manual_seed(original: Callable[[int], torch.Generator], seed: Any) -> torch.Generator:
-    now, seeds = _simulation(), values_of(seed)
+    mode, seeds = _simulation(), values_of(seed)
     if seeds is not None:
         for one in default_generators():
-            fresh = {rank: torch.Generator(one.device).manual_seed(s) for rank, s in seeds.items()}
-            now.random.set(one, {rank: generator.get_state() for rank, generator in fresh.items()})
+            of_rank = {rank: torch.Generator(one.device).manual_seed(s) for rank, s in seeds.items()}
+            mode.random.set(one, {rank: generator.get_state() for rank, generator in of_rank.items()})
         return torch.default_generator
-    made = original(seed)
-    if now.current is None:
-        now.random.reset_all()
-    return made
+    generator = original(seed)
+    if mode.current is None:
+        mode.random.reset_all()
+    return generator
 
 
-def _default_generator(device: Any) -> torch.Generator:
-    """That of a CUDA device, or of the CPU for None."""
-    if device is None:
+def _generator_of(function: Call, device: Any) -> torch.Generator:
+    """Whose state the function of torch.random or torch.cuda gets or sets."""
+    if not function.__module__.startswith("torch.cuda"):
         return torch.default_generator
-    index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index
+    index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index
     return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
 
 
 def _get_rng_state(original: Call, device: Any = None) -> torch.Tensor:
-    now, given = _simulation(), () if device is None else (device,)
-    return (
-        original(*given)
-        if now.current is not None
-        else joined_states(now.random.of(_default_generator(device)))
-    )
+    mode = _simulation()
+    if mode.current is None:
+        return joined_states(mode.random.of(_generator_of(original, device)))
+    state: torch.Tensor = original() if device is None else original(device)
+    return state
 
 
-def _set_rng_state(original: Call, state: torch.Tensor, device: Any = None) -> None:
-    now, given = _simulation(), () if device is None else (device,)
-    if isinstance(state, LocalTensor):
-        now.random.set(_default_generator(device), {r: state.shard(r) for r in state.ranks})
+def _set_rng_state(original: Call, new_state: torch.Tensor, device: Any = None) -> None:
+    mode, generator = _simulation(), _generator_of(original, device)
+    if isinstance(new_state, LocalTensor):
+        mode.random.set(generator, {rank: new_state.shard(rank) for rank in new_state.ranks})
         return
-    original(state, *given)
-    if now.current is None:
-        now.random.reset(_default_generator(device))
-
-
-def _get_cuda_rng_state(original: Call, device: Any = "cuda") -> torch.Tensor:
-    return _get_rng_state(original, device)
-
-
-def _set_cuda_rng_state(original: Call, new_state: torch.Tensor, device: Any = "cuda") -> None:
-    _set_rng_state(original, new_state, device)
+    original(new_state) if device is None else original(new_state, device)
+    if mode.current is None:
+        mode.random.reset(generator)
 
 
 def _rank_by_rank(original: Call, *args: object, **kwargs: object) -> Any:
     """A function of the core that computes with a rank's own part."""
-    now = _simulation()
-    if not now.for_all or not dtensor_parts.depends_on_rank(args, kwargs):
+    mode = _simulation()
+    if not mode.for_all or not dtensor_parts.depends_on_rank(args, kwargs):
         return original(*args, **kwargs)
 
-    def run(*args: object, **kwargs: object) -> Any:
-        with torch._C._DisableTorchDispatch():  # plain tensors, and the rank's own groups
-            return original(*args, **kwargs)
-
-    return now.across(run, args, kwargs, what=original.__name__, seen=False)
+    return mode.across(original, args, kwargs, what=original.__name__, seen=False)
 
 
 def _even_layout(original: Call, local: torch.Tensor, *args: object) -> Any:
@@ -228,64 +203,48 @@ def _mover(original: Call, step: Any, source: DTensorSpec) -> Any:
         return original(step, source)
 
     def move(step: Any, source: DTensorSpec, shard: torch.Tensor) -> Any:
-        with torch._C._DisableTorchDispatch():  # plain tensors, and the rank's own groups
-            return original(step, source)(plain_part(shard, source))
+        return original(step, source)(plain_part(shard, source))
 
     what = f"redistribute ({step})"
     return lambda local: _simulation().across(move, [step, source, local], what=what, seen=False)
 
 
 def _wrapped(original: Call, local: torch.Tensor, spec: Any, *args: object) -> Any:
-    now = _simulation()
-    local = dtensor_parts.of_members(local, spec.info, now.ranks) if now.for_all else local
+    mode = _simulation()
+    local = dtensor_parts.of_members(local, spec.info, mode.ranks) if mode.for_all else local
     return original(local, spec, *args)
 
 
 def _core_manual_seed(original: Callable[..., None], seed: Any, device_mesh: DeviceMesh) -> None:
-    now = _simulation()
+    mode = _simulation()
     original(seed, device_mesh)
-    if now.for_all:
-        now.random.reset_all()
+    if mode.for_all:
+        mode.random.reset_all()
 
 
-# (of what, name, the answer, which is given the original first)
-_ANSWERS: list[tuple[Any, str, Call]] = [
-    (dist, "get_rank", _get_rank),
-    (DeviceMesh, "get_rank", lambda original, mesh: _get_rank(original)),
-    (DeviceMesh, "get_coordinate", _get_coordinate),
-    (DeviceMesh, "get_local_rank", _get_local_rank),
-    (DeviceMesh, "get_group", _end_of),
-    (DeviceMesh, "_is_current_rank_part_of_mesh", lambda *given: _get_coordinate(*given) is not None),
-    (DeviceMesh, "_sym_get_coordinate", lambda original, mesh, index: _get_coordinate(original, mesh)[index]),
-    (DeviceMesh, "__init__", _outside),
-    (DeviceMesh, "__getitem__", _outside),
-    (DeviceMesh, "_flatten", _outside),
-    (torch, "manual_seed", _manual_seed),
-    (torch.random, "manual_seed", _manual_seed),
-    (torch, "get_rng_state", _get_rng_state),
-    (torch.random, "get_rng_state", _get_rng_state),
-    (torch, "set_rng_state", _set_rng_state),
-    (torch.random, "set_rng_state", _set_rng_state),
-    (torch.cuda, "get_rng_state", _get_cuda_rng_state),
-    (torch.cuda.random, "get_rng_state", _get_cuda_rng_state),
-    (torch.cuda, "set_rng_state", _set_cuda_rng_state),
-    (torch.cuda.random, "set_rng_state", _set_cuda_rng_state),
-    (spec, "local_extents", _rank_by_rank),
-    (redistribute, "local_extents", _rank_by_rank),
-    (tensor, "check_places", _rank_by_rank),
-    (tensor, "plain_part", _rank_by_rank),
-    (tensor, "agreed_placements", _rank_by_rank),
-    (tensor, "checked_over_mesh", _rank_by_rank),
-    (distribute, "part_of", _rank_by_rank),
-    (distribute, "_sent", _rank_by_rank),
-    (random, "part_of", _rank_by_rank),
-    (region, "draw_part", _rank_by_rank),
-    (region, "first_state", _rank_by_rank),
-    (tensor, "even_layout", _even_layout),
-    (redistribute, "_mover", _mover),
-    (core_mesh, "_world_of", _end_of),
-    (tensor, "wrapped", _wrapped),
-    (random, "manual_seed", _core_manual_seed),
+# (of what, names, the answer, which gets the original first)
+_ANSWERS: list[tuple[tuple[Any, ...], str, Call]] = [
+    ((dist,), "get_rank", _get_rank),
+    ((DeviceMesh,), "get_rank", lambda original, mesh: _get_rank(original)),
+    ((DeviceMesh,), "get_local_rank", _get_local_rank),
+    ((DeviceMesh,), "get_coordinate", _get_coordinate),
+    ((DeviceMesh,), "_is_current_rank_part_of_mesh", lambda *args: _get_coordinate(*args) is not None),
+    ((DeviceMesh,), "_sym_get_coordinate", lambda original, mesh, dim: _get_coordinate(original, mesh)[dim]),
+    ((DeviceMesh,), "__init__ __getitem__ _flatten", _outside),
+    ((DeviceMesh,), "get_group", _end_of),
+    ((core_mesh,), "_world_of", _end_of),
+    ((torch, torch.random), "manual_seed", _manual_seed),
+    ((torch, torch.random, torch.cuda, torch.cuda.random), "get_rng_state", _get_rng_state),
+    ((torch, torch.random, torch.cuda, torch.cuda.random), "set_rng_state", _set_rng_state),
+    ((random,), "manual_seed", _core_manual_seed),
+    ((spec, redistribute), "local_extents", _rank_by_rank),
+    ((distribute, random), "part_of", _rank_by_rank),
+    ((distribute,), "_sent", _rank_by_rank),
+    ((region,), "draw_part first_state", _rank_by_rank),
+    ((tensor,), "check_places plain_part agreed_placements checked_over_mesh", _rank_by_rank),
+    ((tensor,), "even_layout", _even_layout),
+    ((tensor,), "wrapped", _wrapped),
+    ((redistribute,), "_mover", _mover),
 ]
 
 
@@ -298,14 +257,19 @@ def answering_for(mode: LocalTensorMode) -> Iterator[None]:
             "got a LocalTensorMode inside another, expected one at a time: take some of its ranks with tensor_map"
         )
     _mode, simulation.active = mode, True
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _ANSWERS]
-    for (owner, name, answer), (_, _, original) in zip(_ANSWERS, kept, strict=True):
+    originals = [
+        (owner, name, getattr(owner, name), answer)
+        for owners, names, answer in _ANSWERS
+        for name in names.split()
+        for owner in owners
+    ]
+    for owner, name, original, answer in originals:
         setattr(owner, name, _bound(answer, original))
     try:
         yield
     finally:
         _mode, simulation.active = None, False
-        for owner, name, original in kept:
+        for owner, name, original, _ in originals:
             setattr(owner, name, original)
 
 
