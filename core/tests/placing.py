@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,3 +34,20 @@ def sharded(module: nn.Module, placement: Placement | None = None) -> nn.Module:
             part.register_parameter(key, nn.Parameter(place(parameter.detach(), placement or Shard(0))))
 
     return distribute_module(copy.deepcopy(module), mesh_of((4,)), spread)
+
+
+def assert_like_plain(
+    fn: Callable[..., Any], plain: Sequence[torch.Tensor], placed: Sequence[DTensor], where: object = ""
+) -> None:
+    """fn of the placed tensors has the value and, where they require them, the gradients that it has of the plain."""
+    results, gradients = (fn(*plain), fn(*placed)), []
+    for result, inputs in zip(results, (plain, placed), strict=True):
+        weights = torch.arange(1.0, result.numel() + 1).view(result.shape) / 7
+        if inputs[0].requires_grad:
+            whole = result.full_tensor() if isinstance(result, DTensor) else result
+            gradients.append(full(list(torch.autograd.grad((whole.sin() * weights).sum(), inputs))))
+    torch.testing.assert_close(
+        [results[1].full_tensor(), *gradients[1:]],
+        [results[0], *gradients[:1]],
+        msg=lambda m: f"{where}: {m}",
+    )

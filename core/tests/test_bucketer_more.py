@@ -22,7 +22,7 @@ from dtbench_core import (
     comm,
     distribute_tensor,
 )
-from dtbench_core.bucketer.packing import JOIN_BYTES, side_by_side
+from dtbench_core.bucketer.packing import JOIN_BYTES
 from dtbench_core.tensor.dtensor import DTensor
 
 MIB = 2**20
@@ -281,30 +281,6 @@ def test_held_inputs_must_not_change(group: dist.ProcessGroup) -> None:
     assert bucketer.counters.held_bytes == 0
 
 
-def test_held_lists_are_packed_from_where_they_lie(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[Tensor] = []
-    monkeypatch.setattr(comm, "reduce_scatter", lambda output, packed, *_, **__: sent.append(packed.clone()))
-    bucketer = ReduceScatterBucketer(hold_inputs=True)
-    rows = JOIN_BYTES // 4
-    flat = [torch.randn(rows) for _ in range(8)]
-    deep = [torch.randn(2, rows).T for _ in range(8)]  # not contiguous
-    whole = torch.randn(8 * rows)
-    for _ in range(2):
-        got: list[Tensor] = []
-        for given in (flat, deep, whole, [t[:3] for t in flat]):
-            bucketer.reduce_scatter_async(given, group, got.append)
-        bucketer.flush()
-        want = [torch.cat([flat[r], deep[r].flatten(), whole.chunk(8)[r], flat[r][:3]]) for r in range(8)]
-        same(sent.pop(), torch.cat(want))
-        assert [g.shape for g in got] == [(rows,), (rows, 2), (rows,), (3,)]
-    bucketer.reduce_scatter_async(flat, group)
-    flat[2].zero_()
-    with pytest.raises(BucketError, match="got tensor 2 of 8 in this bucket changed"):
-        bucketer.flush()
-
-
 # --- memory ----------------------------------------------------------------------------------------
 
 
@@ -399,20 +375,6 @@ def test_the_second_round_copies_each_input_once(group: dist.ProcessGroup) -> No
             bucketer.flush()
             copied.append(bucketer.counters.bytes_copied - before)
         assert copied[1] == nbytes <= copied[0]
-
-
-def test_shards_that_lie_side_by_side_are_found() -> None:
-    whole = torch.arange(48.0)
-    chunks = list(whole.chunk(4))
-    joined = side_by_side(chunks)
-    assert joined is not None and joined.data_ptr() == whole.data_ptr()
-    same(joined, whole.view(4, 12))
-    assert side_by_side(chunks[::-1]) is None
-    assert side_by_side([chunks[0], chunks[1], chunks[1], chunks[2]]) is None
-    assert side_by_side([chunks[1], chunks[2]]) is not None
-    assert side_by_side(list(whole.view(12, 4).unbind(1))) is None  # columns
-    short = whole[:12].clone()
-    assert side_by_side([short]) is not None
 
 
 # --- the seed's face and its defects ---------------------------------------------------------------

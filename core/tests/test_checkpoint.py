@@ -88,15 +88,6 @@ def test_parameters_stay_parameters() -> None:
 
 
 @on_ranks
-def test_data_counts_its_writes_apart() -> None:
-    x = _tensor(LAYOUTS[0]).float().requires_grad_()
-    y = x.exp()
-    y.data.add_(1)  # which plain tensors do not tell the backward of exp
-    y.sum().backward()
-    assert x.grad is not None and torch.equal(x.grad.full_tensor(), y.full_tensor())
-
-
-@on_ranks
 @pytest.mark.parametrize("leaf", [True, False])
 def test_data_of_what_from_local_made_counts_its_writes_apart(leaf: bool) -> None:
     """They count for the plain tensor, too, but by no other way."""

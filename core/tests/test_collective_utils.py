@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import _collective_utils as torch_utils
 
-from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks
 from core.tests.local_world import ThreadWorlds
 from dtbench_core import ArgumentError, count_collectives
 from dtbench_core.cost import search as cost
@@ -88,8 +88,8 @@ def test_exchange_of_dims(mesh_shape: tuple[int, ...], shape: tuple[int, ...], d
         assert torch.equal(got, want) and got.is_contiguous(), (mesh_dim, src, dst)
 
 
-@on_gloo_ranks
-def test_the_fallback_on_cpu_is_told_once() -> None:
+def test_the_fallback_on_cpu_is_told_once(fake_world: Callable[..., None]) -> None:
+    fake_world(4)
     collective_utils._tell_fallback.cache_clear()
     records: list[str] = []
     handler = logging.Handler()

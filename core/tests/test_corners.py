@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import weakref
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from dtbench_core import (
     LayoutError,
     Partial,
     PlacementError,
-    RaggedShard,
     Replicate,
     Shard,
     StridedShard,
@@ -31,11 +29,6 @@ from dtbench_core import (
 )
 
 S, R, P = Shard, Replicate(), Partial()
-
-
-def test_placements_take_weak_references() -> None:
-    for placement in (S(0), R, P, StridedShard(0, 2), RaggedShard(0, (1, 2))):
-        assert weakref.ref(placement)() is placement
 
 
 @on_ranks

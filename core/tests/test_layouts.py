@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.tests.gloo_world import mesh_of, on_ranks
-from core.tests.placing import place
+from core.tests.op_cases import OPS
+from core.tests.placing import assert_like_plain, place
 from dtbench_core import (
     DTensor,
     LayoutError,
@@ -83,36 +83,6 @@ def test_ranks_agree_on_lengths() -> None:
     assert torch.equal(made.full_tensor(), A)
 
 
-class Shards(torch.Tensor):
-    """A local tensor made of several, as embedding tables have them: it knows two ops and no `detach`."""
-
-    parts: list[Tensor]
-
-    @staticmethod
-    def __new__(cls, parts: list[Tensor]) -> Shards:
-        shape = (parts[0].shape[0], sum(part.shape[1] for part in parts))
-        made = torch.Tensor._make_wrapper_subclass(cls, shape)  # type: ignore[attr-defined]
-        made.parts = parts
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.ops.aten.view.default, torch.ops.aten._to_copy.default):
-            raise NotImplementedError(f"{func} is not supported here")
-        return Shards([func(part, *args[1:], **(kwargs or {})) for part in args[0].parts])
-
-
-@on_ranks
-def test_local_tensors_that_hold_shards_come_back_as_they_are() -> None:
-    parts = [torch.randn(1 if dist.get_rank() % 2 == 0 else 3, 8) for _ in range(2)]
-    mine = Shards(parts)
-    table = DTensor.from_local(mine, mesh_of((4,)), [S0], run_check=False, shape=(8, 16), stride=(16, 1))
-    even = DTensor.from_local(Shards([torch.randn(2, 16)]), mesh_of((4,)), [S0], run_check=False)
-    assert table.to_local() is mine and mine.parts[1] is parts[1]
-    assert (table.shape, table.stride(), even.shape) == ((8, 16), (16, 1), (8, 16))
-    assert sharding_text(even).splitlines()[5].split() == ["4:6", "|", "rank", "2"]
-
-
 # ---- moving ----
 
 PLACEMENTS: list[Placement] = [
@@ -173,71 +143,50 @@ def test_reducing_sending_and_making() -> None:
 
 # ---- ops ----
 
-OPS: dict[str, tuple[Callable[..., Any], int, bool]] = {
-    # name: (fn of tensors of shape (8, 4), how many, whether it stays without communication)
-    "add": (lambda x, y: x + y, 2, True),
-    "scale": (lambda x: (x * 2 - 1).tanh(), 1, True),
-    "where": (lambda x, y: torch.where(x > 3, x, y), 2, True),
-    "in place": (lambda x, y: x.clone().mul_(y), 2, True),
-    "transposed": (lambda x, y: x.t() + y.t(), 2, True),
-    "unsqueezed": (lambda x: x.unsqueeze(0).expand(3, -1, -1).squeeze(), 1, True),
-    "softmax": (lambda x: F.softmax(x, 0) + F.softmax(x, 1), 1, False),
-    "layer norm": (lambda x: F.layer_norm(x, (4,)), 1, False),
-    "inner": (lambda x, y: x.t() @ y, 2, False),
-    "outer": (lambda x, y: x @ y.t(), 2, False),
-    "sum": (lambda x: x.sum(0) * x.sum(1).sum(), 1, False),
-    "mean": (lambda x: x.mean(0) + x.mean(), 1, False),
-    "extrema": (lambda x: x.amax(0) - x.min(), 1, False),
-    "norm": (lambda x: torch.linalg.vector_norm(x), 1, False),
-    "cumsum": (lambda x: x.cumsum(0) + x.cumsum(1), 1, False),
-    "slice": (lambda x: x[1:6, 1:], 1, False),
-    "cat": (lambda x, y: torch.cat([x, y], 1), 2, False),
-    "stacked": (lambda x, y: torch.stack([x, y]).sum(0), 2, True),
-    "flat": (lambda x: x.view(-1) * 2, 1, False),
-    "regrouped": (lambda x: x.reshape(4, 2, 4).relu().view(8, 4), 1, False),
-    "split": (lambda x: torch.cat(x.split(3)), 1, False),
-    "triangle": (lambda x: x.tril() + x.flip(0).roll(1, 0), 1, False),
-    "index": (lambda x: x[_beside(x, [7, 0, 3])], 1, False),
-    "cross entropy": (
-        lambda x: F.cross_entropy(x, _beside(x, [0, 1, 2, 3, 1, 1, 0, 2]), ignore_index=1),
-        1,
-        False,
+# These send nothing on shards of any length.
+FREE = ("add", "mul_number", "where", "unsqueeze", "gelu", "in place", "new")
+OF_THE_TABLES = (
+    *(
+        "softmax",
+        "layer_norm_plain",
+        "sum_dim",
+        "mean",
+        "amax",
+        "norm",
+        "cumsum",
+        "slice_other",
+        "cat",
+        "stack",
     ),
-    "mse": (lambda x, y: F.mse_loss(x, y), 2, False),
-    "new": (lambda x: x + x.new_ones(8, 4) + torch.zeros_like(x), 1, True),
-    "gelu linear": (lambda x, y: F.gelu(F.linear(x, y)), 2, False),
+    *("view_join", "view_split", "split", "tril", "flip", "roll", "index_select_sharded", "cross_entropy"),
+    *("mse_loss_mean", "gather_parts"),
+)
+PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {
+    "transposed": (lambda x, y: x.t() + y.t(), 2),
+    "inner": (lambda x, y: x.t() @ y, 2),
+    "outer": (lambda x, y: F.gelu(F.linear(x, y)), 2),
+    "in place": (lambda x, y: x.clone().mul_(y), 2),
+    "new": (lambda x: x + x.new_ones(8, 4) + torch.zeros_like(x), 1),
+    **{name: (OPS[name].fn, len(OPS[name].shapes)) for name in FREE[:5] + OF_THE_TABLES},
 }
 
 
-def _beside(x: Any, values: list[int]) -> Any:
-    """An index as `x` is: plain, or replicated on its mesh."""
-    index = torch.tensor(values)
-    return distribute_tensor(index, x.device_mesh, src_data_rank=None) if isinstance(x, DTensor) else index
-
-
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", PROGRAMS)
 @on_ranks
 def test_ops(name: str) -> None:
-    """With all inputs so placed: values, gradients, and whether anything is sent."""
-    fn, count, free = OPS[name]
-    inputs = [full.clone().requires_grad_() for full in (A, B)[:count]]
-    result = fn(*inputs)
-    result.backward(torch.arange(float(result.numel())).reshape(result.shape))
-    expected = [result.detach(), *(t.grad for t in inputs)]
+    fn, count = PROGRAMS[name]
+    inputs = [full.double().requires_grad_() for full in (A, B)[:count]]
     for mesh, layout in (
         *(((4,), [p]) for p in (ROWS, RaggedShard(0, (0, 8, 0, 0)), RaggedShard(1, (1, 0, 2, 1)))),
         ((4,), [StridedShard(0, 2)]),
         ((2, 2), [RaggedShard(0, (5, 3)), S1]),
         ((2, 2), [S0, StridedShard(0, 2)]),
     ):
-        placed = [_cut(full, layout, mesh).requires_grad_() for full in (A, B)[:count]]
-        with count_collectives() as counted:
-            result = fn(*placed)
-        assert not (free and counted.calls), (layout, counted)
-        full = result.full_tensor()
-        full.backward(torch.arange(float(full.numel())).reshape(full.shape))
-        got = [full.detach(), *(t.grad.full_tensor() for t in placed)]
-        torch.testing.assert_close(got, expected, msg=lambda m, at=layout: f"{at}: {m}")
+        placed = [_cut(full.detach(), layout, mesh).requires_grad_() for full in inputs]
+        assert_like_plain(fn, inputs, placed, layout)
+        with count_collectives() as counted, torch.no_grad():
+            fn(*placed)
+        assert not (name in FREE and counted.calls), (layout, counted)
 
 
 @on_ranks
@@ -274,10 +223,9 @@ def test_embedding_of_ragged_rows() -> None:
 def test_saving_and_loading(tmp_path: Path) -> None:
     for number, saved in enumerate(PLACEMENTS):
         tensor = _cut(A, saved)
-        again = copy.deepcopy(tensor)
         torch.save(tensor, f"{tmp_path}/{dist.get_rank()}.pt")
         loaded = torch.load(f"{tmp_path}/{dist.get_rank()}.pt")
-        assert again._spec is loaded._spec is tensor._spec and torch.equal(loaded.full_tensor(), A)
+        assert loaded._spec is tensor._spec and torch.equal(loaded.full_tensor(), A)
         dcp.save({"x": tensor}, checkpoint_id=f"{tmp_path}/{number}")
         for placement in PLACEMENTS:
             target = _cut(torch.zeros(8, 4), placement)

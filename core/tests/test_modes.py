@@ -126,16 +126,3 @@ def test_inference_mode(mesh: DeviceMesh, name: str) -> None:
         for _ in range(3):
             made = CALLS[name](x, w)
             assert torch.equal(made.to_local(), expected)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_double_backward(mesh: DeviceMesh, name: str) -> None:
-    x, w = _inputs(mesh)
-    _learn(CALLS[name], x, w)
-    results = []
-    for one, other in ((x, w), (x.to_local(), w.to_local())):
-        one, other = one.detach().requires_grad_(), other.detach().requires_grad_()
-        (first,) = torch.autograd.grad(CALLS[name](one, other).pow(3).sum(), one, create_graph=True)
-        (second,) = torch.autograd.grad(first.pow(2).sum(), one)
-        results.append(second.to_local() if isinstance(second, DTensor) else second)
-    assert torch.allclose(*results)

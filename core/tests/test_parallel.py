@@ -199,7 +199,7 @@ def test_embedding(kind: Any, rows: int, padding: int | None, wanted: Placement)
     assert_same_parameters(parallel, plain)
 
 
-@pytest.mark.parametrize(("rows", "index"), [(8, 8), (8, -1), (5, 5), (5, 6), (5, -1), (8, 100)])
+@pytest.mark.parametrize(("rows", "index"), [(8, 8), (5, 6), (5, -1)])
 @on_ranks
 def test_index_outside_the_table_fails_on_every_rank(rows: int, index: int) -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import parallel as torch_parallel
 
@@ -138,25 +136,6 @@ def test_where_parameters_go() -> None:
         assert parameter.is_leaf and parameter.requires_grad
 
 
-@on_ranks
-def test_checkpoints(tmp_path: Path) -> None:
-    """Saved with dp outside of tp, loaded with tp outside of dp."""
-    plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    models = []
-    for seed, order in enumerate((("dp", "tp"), ("tp", "dp"))):
-        mesh = mesh_of((2, 2), order)
-        torch.manual_seed(seed)
-        models.append(shard_parameters(parallelize_module(MLP(), mesh, plan, "tp"), mesh, "dp"))
-    saved, loaded = models
-    checkpoint.save(saved.state_dict(), checkpoint_id=tmp_path)
-    found = loaded.state_dict()
-    checkpoint.load(found, checkpoint_id=tmp_path)
-    loaded.load_state_dict(found)
-    for (name, one), other in zip(saved.named_parameters(), loaded.parameters(), strict=True):
-        assert one.placements != other.placements or name == "up.bias"
-        assert torch.equal(one.full_tensor(), other.full_tensor())
-
-
 @on_worlds
 def test_plain_module_over_one_dim() -> None:
     """Without tensor parallelism: batches of different sizes are for the caller to weigh, so the gradients add up."""
@@ -221,7 +200,7 @@ def test_fully_shard_names_shard_parameters(ranks: ThreadWorlds, kind: str) -> N
 
 
 @on_ranks
-def test_ten_steps_equal_those_of_fully_shard_over_torchs_tensor_parallelism() -> None:
+def test_steps_equal_those_of_fully_shard_over_torchs_tensor_parallelism() -> None:
     """And those of one device with all rows: losses and parameters."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
     plain, ours, torchs = seeded(Transformer), seeded(Transformer), seeded(Transformer)
@@ -235,7 +214,7 @@ def test_ten_steps_equal_those_of_fully_shard_over_torchs_tensor_parallelism() -
     fully_shard(torchs, mesh=mesh["dp"])
     nets = {"plain": plain, "ours": ours, "torch": torchs}
     optimizers = {n: torch.optim.AdamW(net.parameters(), lr=0.05, eps=1e-3) for n, net in nets.items()}
-    for step in range(10):
+    for step in range(3):
         torch.manual_seed(step)
         tokens, labels = torch.randint(0, VOCAB, (2, ROWS, SEQ)).unbind()
         losses = {}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from core.tests.gloo_world import mesh_of, on_ranks
-from core.tests.placing import place
+from core.tests.placing import assert_like_plain, place
 from dtbench_core import (
     DTensor,
     Partial,
@@ -120,14 +120,8 @@ def test_right_where_torch_is_known_to_be_wrong(name: str) -> None:
     for placements in case.placements:
         seed = torch.Generator().manual_seed(0)
         plain = [torch.randn(n, generator=seed, dtype=torch.float64).requires_grad_() for n in case.shapes]
-        expected = case.fn(*plain)
-        wanted = torch.autograd.grad(expected.sin().sum(), plain)
         placed = [_placed(t, p) for t, p in zip(plain, placements, strict=True)]
-        result = case.fn(*placed)
-        gradients = torch.autograd.grad(result.sin().sum(), placed)
-        got = [one.full_tensor() for one in (result, *gradients)]
-        told = f"{[str(p) for p in placements]}: {{}}".format
-        torch.testing.assert_close(got, [expected, *wanted], rtol=1e-7, atol=1e-8, msg=told)
+        assert_like_plain(case.fn, plain, placed, placements)
 
 
 @on_ranks
