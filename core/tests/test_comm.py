@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex
 @pytest.fixture(params=["gloo", "simulated"])
 def everywhere(request: pytest.FixtureRequest, ranks: Worlds, thread_ranks: ThreadWorlds) -> AnyWorlds:
     """Runs a body on four ranks, real ones or simulated ones."""
-    return ranks if request.param == "gloo" else thread_ranks  # type: ignore[return-value]
+    return ranks if request.param == "gloo" else thread_ranks
 
 
 def _world() -> dist.ProcessGroup:

@@ -60,7 +60,7 @@ def _inputs(backend: str, names: list[str], leaf: bool, rows: int) -> Pairs:
             expected = fn(plain)
             got.sin().sum().backward()
             expected.sin().sum().backward()
-            pairs += [(whole(got), expected.detach()), (whole(wrap_grad(local.grad)), plain.grad)]  # type: ignore
+            pairs += [(whole(got), expected.detach()), (whole(wrap_grad(local.grad)), plain.grad)]
     return pairs
 
 
@@ -78,13 +78,13 @@ def _from_to_local(backend: str) -> Pairs:
         got, expected = compiled(inside, backend=backend, fullgraph=True)(local), plain.softmax(0) + 1
         got.sin().sum().backward()
         expected.sin().sum().backward()
-        pairs += [(got.detach(), expected.detach()), (whole(wrap_grad(local.grad)), plain.grad)]  # type: ignore
+        pairs += [(got.detach(), expected.detach()), (whole(wrap_grad(local.grad)), plain.grad)]
         x = placed(plain, Replicate())
         outside = compiled(lambda t: t.softmax(0), backend=backend, fullgraph=True)((x * 2).to_local())
         outside.sin().sum().backward()
         plain.grad = None
         (plain * 2).softmax(0).sin().sum().backward()
-        pairs.append((whole(x.grad), plain.grad))  # type: ignore[arg-type]
+        pairs.append((whole(x.grad), plain.grad))
     return pairs
 
 
@@ -122,7 +122,7 @@ def _training(backend: str) -> Pairs:
             full = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).requires_grad_()
             local, wrap, wrap_grad = _input(full, placement)
             pairs.append((whole(fast(parts, ours, wrap(local))), step(plain, theirs, full)))
-            pairs.append((whole(wrap_grad(local.grad)), full.grad))  # type: ignore[arg-type]
+            pairs.append((whole(wrap_grad(local.grad)), full.grad))
         trained = zip(parts.parameters(), plain.parameters(), strict=True)
         pairs += [(whole(one), other.detach()) for one, other in trained]
     return pairs

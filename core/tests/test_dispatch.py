@@ -361,7 +361,7 @@ def test_optimizers_and_clipping_run(mesh: DeviceMesh) -> None:
                 (parameter * parameter).sum().backward()
                 torch.nn.utils.clip_grad_norm_([parameter], 1.0)
                 optimizer.step()
-        assert torch.allclose(spread.to_local(), plain)  # type: ignore[operator]
+        assert torch.allclose(spread.to_local(), plain)
 
 
 def test_repr_says_what_it_is(x: DTensor) -> None:
