@@ -324,11 +324,20 @@ MISTAKES: dict[str, tuple[Callable[[Mistakes], Any], str]] = {
         lambda c: c.cut(c.S0).redistribute(placements=[c.lib.Shard(4)]),
         r"got Shard\(4\) for a tensor of 2 dims, expected a dim in \[-2, 2\)",
     ),
-    "size": (lambda c: c.lib.zeros("a", device_mesh=c.m), "."),
-    "arguments of local_map": (lambda c: c.mapped(lambda a: a, [c.S0], [c.S0], [c.S0]), "."),
-    "placed otherwise": (lambda c: c.mapped(lambda a: a, [c.S0], [c.R]), "."),
-    "results of local_map": (lambda c: c.mapped(lambda a: (a, a), ([c.S0],), [c.S0]), "."),
-    "no constructor": (lambda c: c.lib.DTensor(c.t), "."),
+    "size": (lambda c: c.lib.zeros("a", device_mesh=c.m), "zeros got the size"),
+    "arguments of local_map": (
+        lambda c: c.mapped(lambda a: a, [c.S0], [c.S0], [c.S0]),
+        "got 2 in_placements for 1 arguments",
+    ),
+    "placed otherwise": (
+        lambda c: c.mapped(lambda a: a, [c.S0], [c.R]),
+        "as argument 0 .* expected the placements R",
+    ),
+    "results of local_map": (
+        lambda c: c.mapped(lambda a: (a, a), ([c.S0],), [c.S0]),
+        "got 1 out_placements for 2 results",
+    ),
+    "no constructor": (lambda c: c.lib.DTensor(c.t), "got a call of its constructor"),
 }
 # Of which torch has no error, or one of no class that Python has.
 OURS: dict[str, tuple[Callable[[Mistakes], Any], str]] = {
