@@ -38,12 +38,12 @@ def fake_world() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def builtin_constants() -> Iterator[None]:
-    MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
-    torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()
     yield
     mesh_topology.use_topology(None)
-    MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
-    torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def torch_spec(mesh: DeviceMesh, *placements: Placement, dtype: torch.dtype = torch.float32) -> TorchSpec:
@@ -246,7 +246,7 @@ def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[P
     others = [draw(st.tuples(*[st.sampled_from(plain)] * n)) for _ in range(2)]
     base = draw(st.sampled_from([0.0, 6.6, 300.0]))
     curves = tuple(draw(CURVES) for _ in sizes) if draw(st.booleans()) else ()
-    topo = MeshTopoInfo(None, sizes, bandwidth, latency, base, "drawn", curves)  # type: ignore[arg-type]
+    topo = MeshTopoInfo(None, sizes, bandwidth, latency, base, "drawn", curves)
     return topo, tuple(shape), [first, *others]
 
 
@@ -306,7 +306,7 @@ def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: flo
             us = copy_us
             if state[dim].is_replicate():
                 if topo.mesh_dim_curves:
-                    us = topo.mesh_dim_curves[dim][f"R->S({min(kind.dim, 1)})"].us(held * GIB)  # type: ignore[union-attr]
+                    us = topo.mesh_dim_curves[dim][f"R->S({min(kind.dim, 1)})"].us(held * GIB)
             else:
                 us = cost.transition_cost(state[dim], kind, held, topo, dim)
             edges.append((state, (*state[:dim], kind, *state[dim + 1 :]), us))
@@ -331,7 +331,7 @@ def test_no_chain_at_all_is_cheaper(world: Any, copy_us: float) -> None:
 
 
 def test_an_inner_shard_gets_out_of_the_way_of_a_single_rank_by_another_tensor_dim() -> None:
-    topo = MeshTopoInfo(None, (1, 4), (0.5, 0.5), (0.0, 0.0), 0.0)  # type: ignore[arg-type]
+    topo = MeshTopoInfo(None, (1, 4), (0.5, 0.5), (0.0, 0.0), 0.0)
     ends = (Shard(1), Shard(1)), (R, Shard(1))
     assert price(topo, (3, 4096), *ends, copy_us=0.0) == pytest.approx(
         brute_force(topo, (3, 4096), *ends, 0.0)
@@ -382,4 +382,4 @@ def test_bytes_of_a_spec_without_metadata() -> None:
         mesh, placements, shape, tensor_meta = None, (Shard(0), R), SHAPE, None
 
     with pytest.raises(cost.CoreError, match=r"got a spec without tensor_meta .*expected .*take the spec"):
-        cost.spec_to_bytes(Bare())  # type: ignore[arg-type]
+        cost.spec_to_bytes(Bare())

@@ -1,4 +1,4 @@
-"""The paths of a call: what is cached, what is learnt as fast, and when the fast path must not be taken."""
+"""The paths of a call: what is cached, which calls become fast, and when the fast path must not be taken."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from dtbench_core.dispatch import metadata
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.rules import base
 from dtbench_core.rules.base import PlacementRow, Strategy
 
 
@@ -52,16 +53,6 @@ def x(mesh: DeviceMesh) -> DTensor:
     return distribute_tensor(torch.arange(32.0).reshape(8, 4), mesh, [Shard(0)])
 
 
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ops that came down to torch_dispatch."""
@@ -76,66 +67,44 @@ def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def _learn(call: Any) -> None:
+def _repeat(call: Any) -> None:
     for _ in range(3):
         call()
 
 
-def test_a_learnt_call_skips_torch_dispatch(x: DTensor, slow_calls: list[str]) -> None:
-    _learn(lambda: torch.relu(x))
-    before = len(slow_calls)
-    result = torch.relu(x)
-    assert len(slow_calls) == before
-    assert torch.equal(result.to_local(), x.to_local().relu())
+F = torch.nn.functional
+FAST: dict[str, Any] = {
+    "one result": lambda x, w: [torch.relu(x)],
+    "one of several results": lambda x, w: [F.layer_norm(x, (4,), w, w)],
+    "a new list": lambda x, w: torch._foreach_sqrt([x + 1, x * 2]),
+}
 
 
-def test_one_of_several_results_is_learnt_too(x: DTensor, slow_calls: list[str]) -> None:
-    weight, bias = (distribute_tensor(torch.rand(4), x.device_mesh, [Replicate()]) for _ in range(2))
-
-    def call() -> DTensor:
-        return torch.nn.functional.layer_norm(x, (4,), weight, bias)
-
-    _learn(call)
-    before = len(slow_calls)
-    result = call()
-    assert len(slow_calls) == before
-    assert result.placements == (Shard(0),)
-    plain = torch.nn.functional.layer_norm(x.to_local(), (4,), weight.to_local(), bias.to_local())
-    assert torch.equal(result.to_local(), plain)
-    values, indices = torch.sort(x, 1)  # several results shown: as torch gives them
-    assert torch.equal(values.to_local(), x.to_local().sort(1).values)
-    assert torch.equal(indices.to_local(), x.to_local().sort(1).indices)
+@pytest.mark.parametrize("name", FAST)
+def test_a_call_made_before_skips_torch_dispatch(x: DTensor, slow_calls: list[str], name: str) -> None:
+    weight = distribute_tensor(torch.rand(4), x.device_mesh, [Replicate()])
+    with torch.no_grad():
+        _repeat(lambda: FAST[name](x, weight))
+        slow_calls.clear()
+        results = FAST[name](x, weight)
+    expected = FAST[name](x.to_local(), weight.to_local())
+    assert not slow_calls and type(results) is type(expected)
+    for result, plain in zip(results, expected, strict=True):
+        assert result.placements == (Shard(0),) and torch.equal(result.to_local(), plain)
 
 
-def test_new_lists_are_learnt_too(x: DTensor, slow_calls: list[str]) -> None:
-    y = distribute_tensor(torch.rand(8, 4) + 1, x.device_mesh, [Shard(0)])
-
-    def call() -> Any:
-        with torch.no_grad():
-            return torch._foreach_sqrt([y, y * 2])
-
-    _learn(call)
-    before = [op for op in slow_calls if "sqrt" in op]
-    made = call()
-    assert [op for op in slow_calls if "sqrt" in op] == before
-    assert type(made) is type(torch._foreach_sqrt([y.to_local()]))
-    for one, plain in zip(made, (y.to_local(), y.to_local() * 2), strict=True):
-        assert one.placements == (Shard(0),)
-        assert torch.equal(one.to_local(), plain.sqrt())
-
-
-def test_calls_that_do_not_fit_are_watched_once(x: DTensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[str] = []
+def test_calls_that_do_not_fit_are_recorded_once(x: DTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
     original = dispatching._record_call
 
     def spy(func: Any, key: Any, args: Any, kwargs: Any) -> Any:
-        watched.append(func.__name__)
+        recorded.append(func.__name__)
         return original(func, key, args, kwargs)
 
     monkeypatch.setattr(dispatching, "_record_call", spy)
     for _ in range(4):
         assert torch.equal(torch.sort(x, 1).values.to_local(), x.to_local().sort(1).values)
-    assert watched.count("sort") == 1
+    assert recorded.count("sort") == 1
 
 
 def test_requires_grad_reads_and_writes(x: DTensor) -> None:
@@ -149,13 +118,18 @@ def test_requires_grad_reads_and_writes(x: DTensor) -> None:
 def test_views_are_never_fast_and_share_their_base_s_version(x: DTensor) -> None:
     views = (x.t, x.detach, lambda: x.view(-1), lambda: x[:, 1:], lambda: torch.transpose(x, 0, 1))
     for call in views:
-        _learn(call)
+        _repeat(call)
         before = x._version
         call().add_(1)
         assert x._version == before + 1
 
 
-def test_fast_writes_count_as_torch_counts_them(x: DTensor) -> None:
+def test_fast_writes_reach_the_shard_and_count_as_torch_counts_them(x: DTensor) -> None:
+    expected = x.to_local().clone()
+    for _ in range(4):
+        assert x.add_(1) is x
+        expected += 1
+    assert torch.equal(x.to_local(), expected)
     w = torch.full_like(x, 2.0).requires_grad_()
     out = torch.zeros_like(x)
     for call, written in (
@@ -170,15 +144,6 @@ def test_fast_writes_count_as_torch_counts_them(x: DTensor) -> None:
             assert written._version == before + 1
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 product.sum().backward()
-
-
-def test_fast_writes_reach_the_shard(mesh: DeviceMesh) -> None:
-    x = distribute_tensor(torch.arange(16.0).view(8, 2), mesh, [Shard(0)])
-    want = x.to_local().clone()
-    for _ in range(4):
-        assert x.add_(1) is x
-        want += 1
-    assert torch.equal(x.to_local(), want)
 
 
 def test_numbers_share_plans_where_only_their_type_matters(x: DTensor) -> None:
@@ -210,7 +175,7 @@ def test_equal_numbers_of_other_types_are_other_calls(mesh: DeviceMesh) -> None:
 
 
 def test_autograd_is_not_bypassed(x: DTensor) -> None:
-    _learn(lambda: torch.exp(x))
+    _repeat(lambda: torch.exp(x))
     y = x.clone().requires_grad_()
     result = torch.exp(y)
     assert result.requires_grad
@@ -241,24 +206,27 @@ def test_gradients_may_be_plain_beside_a_dtensor(x: DTensor) -> None:
 
 
 def test_dispatch_modes_see_every_op(x: DTensor) -> None:
-    _learn(lambda: x + x)
-    with Counting() as mode:
+    ops: list[str] = []
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    _repeat(lambda: x + x)
+    with Recording():
         x + x
-    assert mode.ops == ["aten.add.Tensor"]
+    assert ops == ["aten.add.Tensor"]
 
 
-def test_autocast_casts(mesh: DeviceMesh) -> None:
-    a = distribute_tensor(torch.randn(8, 8), mesh, [Replicate()])
-    _learn(lambda: torch.mm(a, a))
+def test_the_dtypes_and_modes_of_a_call_are_followed(x: DTensor) -> None:
+    a = distribute_tensor(torch.randn(8, 8), x.device_mesh, [Replicate()])
+    counts = distribute_tensor(torch.arange(8), x.device_mesh, [Shard(0)])
+    _repeat(lambda: (torch.mm(a, a), counts * 0.5, x + 1))
     with torch.autocast(DEVICE_TYPE, torch.bfloat16):
         result = torch.mm(a, a)
     assert result.dtype == result.to_local().dtype == torch.bfloat16
     assert torch.mm(a, a).dtype == torch.float32
-
-
-def test_default_dtype_is_followed(mesh: DeviceMesh) -> None:
-    counts = distribute_tensor(torch.arange(8), mesh, [Shard(0)])
-    _learn(lambda: counts * 0.5)
     torch.set_default_dtype(torch.float64)
     try:
         result = counts * 0.5
@@ -266,10 +234,6 @@ def test_default_dtype_is_followed(mesh: DeviceMesh) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert (counts * 0.5).dtype == torch.float32
-
-
-def test_inference_mode(x: DTensor) -> None:
-    _learn(lambda: x + 1)
     with torch.inference_mode():
         result = x + 1
     assert result.is_inference() and not (x + 1).is_inference()
@@ -334,8 +298,6 @@ def test_slices_of_a_mesh_are_one_mesh(mesh: DeviceMesh) -> None:
 
 def test_a_wrong_rule_is_noticed(x: DTensor) -> None:
     """A rule that claims a placement its local result contradicts raises, and leaves no plan behind."""
-    from dtbench_core.rules import base
-
     op = torch.ops.aten.trace.default
     base._rules[op] = lambda call: Strategy(
         [PlacementRow((Shard(0),), (Partial(),))], local_op=lambda local: local
@@ -346,24 +308,6 @@ def test_a_wrong_rule_is_noticed(x: DTensor) -> None:
         assert not any(op in str(key) for key in dispatching.plans for op in ("trace",))
     finally:
         del base._rules[op]
-
-
-def test_optimizers_and_clipping_run(mesh: DeviceMesh) -> None:
-    full = torch.randn(8, 4, dtype=torch.float64)
-    for make in (
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
-    ):
-        plain = torch.nn.Parameter(full.clone())
-        spread = torch.nn.Parameter(distribute_tensor(full, mesh, [Replicate()]))
-        for parameter in (plain, spread):
-            optimizer = make([parameter])
-            for _ in range(3):
-                optimizer.zero_grad()
-                (parameter * parameter).sum().backward()
-                torch.nn.utils.clip_grad_norm_([parameter], 1.0)
-                optimizer.step()
-        assert torch.allclose(spread.to_local(), plain)  # type: ignore[operator]
 
 
 def test_repr_says_what_it_is(x: DTensor) -> None:
@@ -385,9 +329,9 @@ def test_functions_that_detach_what_they_make_are_remembered(mesh: DeviceMesh) -
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
     held = cache_info()["fast"]
     for _ in range(3):
-        asked = torch.zeros_like(x, requires_grad=True)
-        assert asked.requires_grad
-        assert asked.is_leaf
+        leaf = torch.zeros_like(x, requires_grad=True)
+        assert leaf.requires_grad
+        assert leaf.is_leaf
         plain = torch.zeros_like(x)
         assert not plain.requires_grad
         assert not plain.to_local().any()
@@ -396,8 +340,14 @@ def test_functions_that_detach_what_they_make_are_remembered(mesh: DeviceMesh) -
         whole = torch.ones_like(x, dtype=torch.int64)
         assert whole.dtype == whole.to_local().dtype == torch.int64
     assert cache_info()["fast"] > held
-    (asked * asked).sum().backward()
-    assert asked.grad is not None
+    (leaf * leaf).sum().backward()
+    assert leaf.grad is not None
+
+
+SGD = {
+    **dict.fromkeys(("weight_decay", "momentum", "dampening"), 0.0),
+    **dict.fromkeys(("nesterov", "maximize"), False),
+}
 
 
 def test_a_lost_write_is_refused_in_lists_too(mesh: DeviceMesh) -> None:
@@ -405,18 +355,7 @@ def test_a_lost_write_is_refused_in_lists_too(mesh: DeviceMesh) -> None:
     y = distribute_tensor(torch.ones(1, 2), mesh, [Replicate()])
     for _ in range(3):
         with pytest.raises(PlacementError, match="one view is a copy"):
-            torch._fused_sgd_(
-                [x[:1], x[1:2]],
-                [y, y],
-                [],
-                weight_decay=0.0,
-                momentum=0.0,
-                lr=0.1,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=True,
-            )
+            torch._fused_sgd_([x[:1], x[1:2]], [y, y], [], lr=0.1, is_first_step=True, **SGD)
 
 
 def test_functions_that_may_give_back_their_input_copy_where_the_whole_needs_it(mesh: DeviceMesh) -> None:
@@ -433,12 +372,12 @@ def test_functions_that_may_give_back_their_input_copy_where_the_whole_needs_it(
         full = torch.arange(float(torch.Size(shape).numel())).view(shape).transpose(0, 1)
         for _ in range(3):
             x = distribute_tensor(full, mesh, [Shard(0)])
-            before, made = x.to_local().clone(), call(x)
-            assert made.stride() == call(full).stride()
-            made.to_local().fill_(-1)
+            before, result = x.to_local().clone(), call(x)
+            assert result.stride() == call(full).stride()
+            result.to_local().fill_(-1)
             assert torch.equal(x.to_local(), before)
             assert torch.equal(
-                call(x).to_local(), call(full)[: len(made.to_local())].reshape_as(made.to_local())
+                call(x).to_local(), call(full)[: len(result.to_local())].reshape_as(result.to_local())
             )
 
 
@@ -446,9 +385,9 @@ def test_functions_that_may_give_back_their_input_copy_where_the_whole_needs_it(
 def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
     view = x[:1]
-    made = [view.redistribute(placements=[Replicate()]), view.redistribute(forward_dtype=torch.float64)]
-    made += [view + 0, view.detach().clone()]
-    for one in made:
+    results = [view.redistribute(placements=[Replicate()]), view.redistribute(forward_dtype=torch.float64)]
+    results += [view + 0, view.detach().clone()]
+    for one in results:
         assert type(one) is DTensor
         assert bool((one.add_(1).to_local() == 2).all())
     views = (view, view[:, :1])
@@ -458,43 +397,48 @@ def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMe
         assert bool((stale.to_local() == 3).all())
 
 
-# ---- what is known of results without torch's meta kernels, against these kernels ----
+# ---- results that are known without torch's meta kernels, against these kernels ----
 
-layer_norm = torch.ops.aten.native_layer_norm.default
 LAYER_NORMS = list(
     itertools.product([(4,), (2, 3, 4), (1, 4), (5, 2, 4)], [1, 2], [torch.float32, torch.float64])
 )
 
 
 @pytest.mark.parametrize(("shape", "dims", "dtype"), LAYER_NORMS, ids=str)
-def test_layer_norm_is_known(mesh: DeviceMesh, shape: tuple[int, ...], dims: int, dtype: torch.dtype) -> None:
-    info = mesh_info(mesh)
+def test_results_of_layer_norm(
+    mesh: DeviceMesh, shape: tuple[int, ...], dims: int, dtype: torch.dtype
+) -> None:
+    layer_norm, info = torch.ops.aten.native_layer_norm.default, mesh_info(mesh)
+
+    def spec(tensor: torch.Tensor | None) -> DTensorSpec | None:
+        return (
+            None
+            if tensor is None
+            else DTensorSpec.of(info, (REPLICATE,), tensor.shape, tensor.stride(), tensor.dtype)
+        )
+
+    def results(normalized: list[int], parameter: torch.Tensor | None) -> Any:
+        args = (spec(plain), normalized, spec(parameter), spec(parameter), 1e-5)
+        return metadata.results_of(layer_norm, args, {}, False)
+
+    plain = torch.randn(shape, dtype=dtype)
     if dims > len(shape):
         with pytest.raises(RuntimeError):  # which the meta kernel gives
-            _known(info, torch.empty(shape, dtype=dtype), [*shape, 7], False)
+            results([*shape, 7], None)
         return
-    for given in (False, True):
-        plain = torch.randn(shape, dtype=dtype)
-        parameters = [torch.randn(shape[-dims:], dtype=dtype) if given else None] * 2
-        want = layer_norm(plain, list(shape[-dims:]), *parameters, 1e-5)
-        made, structure = _known(info, plain, list(shape[-dims:]), given)
+    normalized = list(shape[-dims:])
+    for parameter in (None, torch.randn(normalized, dtype=dtype)):
+        expected = layer_norm(plain, normalized, parameter, parameter, 1e-5)
+        got, structure = results(normalized, parameter)
         assert structure == "list"
-        assert [(tuple(m.shape), tuple(m.stride), m.dtype) for m in made] == [
-            (tuple(t.shape), t.stride(), t.dtype) for t in want
+        assert [(tuple(m.shape), tuple(m.stride), m.dtype) for m in got] == [
+            (tuple(t.shape), t.stride(), t.dtype) for t in expected
         ]
-
-
-def _known(info: Any, plain: torch.Tensor, normalized: list[int], given: bool) -> Any:
-    spec = DTensorSpec.of(info, (REPLICATE,), plain.shape, plain.stride(), plain.dtype)
-    like = torch.empty(normalized, dtype=plain.dtype)
-    parameter = DTensorSpec.of(info, (REPLICATE,), like.shape, like.stride(), like.dtype) if given else None
-    return metadata.results_of(layer_norm, (spec, normalized, parameter, parameter, 1e-5), {}, False)
 
 
 def test_numbers_that_kernels_loop_over_are_small(mesh: DeviceMesh) -> None:
     """The degree of a polynomial decides how long a kernel takes, and a twin's must not be whatever memory holds."""
-    info = mesh_info(mesh)
     for dtype in (torch.float32, torch.int64):
-        degree = DTensorSpec.of(info, (REPLICATE,), (), (), dtype)
+        degree = DTensorSpec.of(mesh_info(mesh), (REPLICATE,), (), (), dtype)
         torch.full((64,), 2**30, dtype=dtype)  # freed at once: what the next allocation may get
         assert metadata._empty_twin(degree).item() == 1

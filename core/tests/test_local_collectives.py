@@ -36,7 +36,7 @@ def test_a_collective_on_a_mesh_dim_meets_the_ranks_beside_it(mesh: DeviceMesh, 
     dist.all_to_all_single(moved, torch.arange(2.0) + 10 * me, group=group)
     for rank, ranks in enumerate(FIBRES[which]):
         at = ranks.index(rank)
-        got = [t.shard(rank).tolist() for t in (total, sent, *parts, part, moved)]  # type: ignore[attr-defined]
+        got = [t.shard(rank).tolist() for t in (total, sent, *parts, part, moved)]
         want = [[max(ranks)] * 2, [ranks[1]] * 2, *([r] for r in ranks), [10.0 * sum(ranks) + 2 * at]]
         assert got == [*want, [10.0 * r + at for r in ranks]], rank
 
@@ -117,7 +117,7 @@ def test_a_mesh_over_some_ranks_in_another_order(fake_world: Callable[[int], Non
             [3.0, 5.0],
             [3.0, 5.0],
             [0.0, 6.0],
-        ]  # type: ignore[attr-defined]
+        ]
 
 
 def test_64_ranks(fake_world: Callable[[int], None]) -> None:

@@ -39,7 +39,7 @@ def test_a_dtensor_shows_every_shard(mode: LocalTensorMode) -> None:
     assert per_rank(x._spec.local_shape, RANKS) == [(2,), (2,), (1,), (0,)]
     assert per_rank(x._spec.local_offset, RANKS) == [(0,), (2,), (4,), (5,)]
     assert "{0-1: 2, 2: 1, 3: 0}] on ranks 0-3\n  0: tensor([0., 1.])" in repr(x)
-    assert x.shape == (5,) and x.sum().full_tensor().reconcile().item() == 10.0  # type: ignore[attr-defined]
+    assert x.shape == (5,) and x.sum().full_tensor().reconcile().item() == 10.0
 
 
 def test_uneven_parts_from_each_rank(mode: LocalTensorMode) -> None:
@@ -167,7 +167,7 @@ def test_training_step_of_a_parallel_mlp(fake_world: Callable[[int], None], shap
         got = model(mine).square().sum()
         got.backward()
         dist.all_reduce(got.detach(), group=mesh.get_group("dp"))
-        assert got.detach().reconcile().item() == pytest.approx(loss.item(), rel=1e-5)  # type: ignore[attr-defined]
+        assert got.detach().reconcile().item() == pytest.approx(loss.item(), rel=1e-5)
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
             assert isinstance(gradient, DTensor)
@@ -175,4 +175,4 @@ def test_training_step_of_a_parallel_mlp(fake_world: Callable[[int], None], shap
             dist.all_reduce(whole, group=mesh.get_group("dp"))
             want = plain.get_parameter(name).grad
             assert want is not None
-            torch.testing.assert_close(whole.reconcile(), want, msg=name)  # type: ignore[attr-defined]
+            torch.testing.assert_close(whole.reconcile(), want, msg=name)

@@ -213,7 +213,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: LocalTensor({}), "got no tensor"),
     "dims": (lambda: LocalTensor({0: torch.ones(1), 3: torch.ones(1, 1)}), "{0: '1-dim .* 3: '2-dim"),
     "grad": (lambda: LocalTensor({2: torch.ones(1, requires_grad=True)}), "requires grad for rank 2"),
-    "plain": (lambda: LocalTensor({1: 3}), "got a int for rank 1"),  # type: ignore[dict-item]
+    "plain": (lambda: LocalTensor({1: 3}), "got a int for rank 1"),
     "shard": (lambda: LocalTensor({1: torch.ones(1)}).shard(0), "got rank 0, .* ranks 1"),
     "mixed": (
         lambda: LocalTensor({1: torch.ones(1)}) + LocalTensor({0: torch.ones(1)}),

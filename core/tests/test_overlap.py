@@ -175,9 +175,9 @@ def test_a_base_that_gets_another_shape() -> None:
             for placed in (S(0), S(1)):
                 full = torch.arange(16.0).view(4, 4)
                 x = distribute_tensor(full, mesh, [placed], src_data_rank=None)
-                seen, wanted = view(x), view(full)  # type: ignore[no-untyped-call]
+                seen, wanted = view(x), view(full)
                 for base, window in ((x, seen), (full, wanted)):
-                    change(base)  # type: ignore[no-untyped-call]
+                    change(base)
                     base.mul_(2)
                     window.add_(1)
                     base.select(-1, 0).zero_()
@@ -225,7 +225,7 @@ def test_a_sharded_dim_is_taken_away_in_place_inside_a_function_of_several_ops()
         x, w = (distribute_tensor(t, mesh_of((4,)), [placed], src_data_rank=None) for t in (full, window))
         for _ in range(2):
             got = torch.stft(x, 4, window=w, return_complex=True)
-            torch.testing.assert_close(got.full_tensor(), wanted)  # type: ignore[attr-defined]
+            torch.testing.assert_close(got.full_tensor(), wanted)
 
 
 @on_ranks

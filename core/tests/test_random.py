@@ -138,7 +138,7 @@ def test_a_seed_of_gpus_seeds_the_host_too(monkeypatch: pytest.MonkeyPatch) -> N
 @on_ranks
 def test_not_a_seed() -> None:
     with pytest.raises(ArgumentError, match="expected an int"):
-        random.manual_seed("1", mesh_of((4,)))  # type: ignore[arg-type]
+        random.manual_seed("1", mesh_of((4,)))
 
 
 STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

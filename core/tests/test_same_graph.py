@@ -23,9 +23,10 @@ from dtbench_core import Partial, Placement, Replicate, Shard, distribute_tensor
 
 WORLD = 4
 Calls = list[tuple[object, ...]]
-Placed = list[tuple[tuple[int, int], tuple[Placement, Placement]]]
+Programs = dict[str, Callable[[Any], Any]]
+Layouts = list[tuple[tuple[int, int], tuple[Placement, Placement]]]
 
-PROGRAMS: dict[str, Callable[[Any], Any]] = {
+PROGRAMS: Programs = {
     "attention with itself": lambda t: F.scaled_dot_product_attention(*[t[None, None]] * 3),
     "norms": lambda t: F.layer_norm(t.t(), t.shape[:1]) @ (t - t.mean(0)) / (t.var(0) + 1).sqrt(),
     "views": lambda t: t.reshape(-1)[3:].sum() + t.flip(0)[1:].t().reshape(-1).cumsum(0),
@@ -36,15 +37,17 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "indices": lambda t: t[[0, 2]] + t.gather(0, t.argsort(0))[:2] + t[[1, 1]],
 }
 # Of 2 x 2 ranks: some without a part, some with less than others, terms of a sum.
-PLACED: Placed = [
+LAYOUTS: Layouts = [
     ((5, 6), (Shard(0), Shard(0))),
     ((3, 5), (Shard(0), Shard(1))),
     ((3, 6), (Partial(), Shard(0))),
     ((3, 4), (Replicate(), Shard(0))),
 ]
 # Rank 3 is left without columns, too, once they are spread.
-CHECKPOINTED = {"softmax": lambda t: checkpoint(lambda u: u.sin().softmax(0), t, use_reentrant=False)}
-WITHOUT_COLUMNS: Placed = [((3, 3), (Shard(0), Shard(0)))]
+CHECKPOINTED: Programs = {
+    "softmax": lambda t: checkpoint(lambda u: u.sin().softmax(0), t, use_reentrant=False)
+}
+WITHOUT_COLUMNS: Layouts = [((3, 3), (Shard(0), Shard(0)))]
 
 
 def _collectives(graph: fx.Graph) -> list[str]:
@@ -67,7 +70,7 @@ def _unexecuted(calls: Calls, graph: fx.GraphModule, half: str) -> Any:
             for m in metas
         ]
 
-    zeros._boxed_call = True  # type: ignore[attr-defined]
+    zeros._boxed_call = True
     return zeros
 
 
@@ -81,9 +84,8 @@ def _aot_eager(calls: Calls) -> Any:
 
 def _inductor(calls: Calls) -> Any:
     """As far as its passes over graphs go."""
-    from torch._inductor.compile_fx import (
-        compile_fx,
-    )  # warns of what torch itself does, where tests fail by warnings
+    # These warn of what torch itself does, where tests fail by warnings.
+    from torch._inductor.compile_fx import compile_fx
     from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
     from torch._inductor.virtualized import V
 
@@ -97,50 +99,48 @@ def _inductor(calls: Calls) -> Any:
 
 
 def _graphs(
-    rank: int,
-    backend: Callable[[Calls], Any],
-    programs: dict[str, Callable[[Any], Any]] = PROGRAMS,
-    placed: Placed = PLACED,
+    rank: int, backend: Callable[[Calls], Any], programs: Programs, layouts: Layouts
 ) -> dict[str, Calls]:
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     try:
-        mesh, found = init_device_mesh("cpu", (2, 2)), {}
+        mesh, graphs = init_device_mesh("cpu", (2, 2)), {}
         for name, fn in programs.items():
-            for shape, placements in placed:
+            for shape, placements in layouts:
                 torch._dynamo.reset()
                 calls: Calls = []
                 full = torch.rand(shape, generator=torch.Generator().manual_seed(0))
                 x = distribute_tensor(full, mesh, placements, src_data_rank=None).requires_grad_()
                 torch.compile(fn, backend=backend(calls), fullgraph=True)(x).sum().backward()
-                found[f"{name} of {shape} {placements}"] = calls
-        return found
+                graphs[f"{name} of {shape} {placements}"] = calls
+        return graphs
     finally:
         dist.destroy_process_group()
 
 
+def _slow(*row: Any, id: str) -> Any:
+    return pytest.param(*row, marks=pytest.mark.slow, id=id)
+
+
 @needs_213("Dynamo takes no mesh into a graph")
 @pytest.mark.parametrize(
-    ("backend", "budget"),
-    [(_aot_eager, 1.0), (_aot_eager, 0.5), (_inductor, 1.0)],
-    ids=["", "budget", "inductor"],
+    ("programs", "layouts", "backend", "budget"),
+    [
+        (CHECKPOINTED, WITHOUT_COLUMNS, _aot_eager, 1.0),
+        _slow(PROGRAMS, LAYOUTS, _aot_eager, 1.0, id="eager"),
+        _slow(PROGRAMS, LAYOUTS, _aot_eager, 0.5, id="budget"),
+        _slow(PROGRAMS, LAYOUTS, _inductor, 1.0, id="inductor"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_ranks_keep_the_same_collectives(backend: Callable[[Calls], Any], budget: float) -> None:
+def test_ranks_keep_the_same_collectives(
+    programs: Programs, layouts: Layouts, backend: Callable[[Calls], Any], budget: float
+) -> None:
     """budget: of memory for what is kept for backward; below 1, more is computed again."""
     config: Any = torch._functorch.config
     with config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
-        first, *others = (_graphs(rank, backend) for rank in range(WORLD))
+        first, *others = (_graphs(rank, backend, programs, layouts) for rank in range(WORLD))
     assert all(len(calls) == 2 for calls in first.values())  # both halves
     assert sum(len(half) - 1 for calls in first.values() for half in calls) > len(first)
     for rank, graphs in enumerate(others, 1):
         for name, calls in graphs.items():
             assert calls == first[name], f"{name}: rank 0 and rank {rank}"
-
-
-@needs_213("Dynamo takes no mesh into a graph")
-@pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_ranks_compute_the_same_collectives_again_for_a_checkpoint() -> None:
-    config: Any = torch._functorch.config
-    with config.patch(enable_autograd_cache=False):
-        first, *others = (_graphs(rank, _aot_eager, CHECKPOINTED, WITHOUT_COLUMNS) for rank in range(WORLD))
-    assert all(graphs == first for graphs in others)

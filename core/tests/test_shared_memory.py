@@ -185,7 +185,7 @@ def _assigned(put: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
     a, b, c, d = (nn.Parameter(put(torch.ones(3))) for _ in range(4))
     a.data, b.data, c.data = flat[:6].view(3, 2), x, x[1:3]
     with torch.no_grad():
-        d.set_(flat[5:])  # type: ignore[call-overload]
+        d.set_(flat[5:])
     late = b.data[1:]
     flat.mul_(2)
     x.add_(1)
@@ -205,7 +205,7 @@ def _assigned(put: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
         late,
         *(p.grad for p in (a, b, d)),
         *(p.detach() for p in (a, b, c, d)),
-    ]  # type: ignore[misc]
+    ]
 
 
 @on_ranks(world_size=RANKS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +22,7 @@ LAST = torch.channels_last
 IS_2_14 = torch.__version__.startswith("2.14.")
 
 
-class Program(NamedTuple):
-    """fn of tensors of these shapes; plain or distributed, values and strides must be the same."""
-
-    fn: Callable[..., Any]
-    shapes: tuple[tuple[int, ...], ...]
-    values: bool = True
-
-
+Shapes = tuple[tuple[int, ...], ...]
 MATRIX, EVEN, CUBE, IMAGE = ((5, 6),), ((8, 4),), ((4, 6, 5),), ((4, 4, 6, 6),)
 PAIR, UNEVEN = ((8, 4), (8, 4)), ((5, 6), (5, 6))
 
@@ -49,6 +42,10 @@ def _weight(x: Any, *shape: int) -> Any:
     return _like(x, torch.linspace(-1, 1, int(torch.Size(shape).numel()), dtype=torch.float64).view(shape))
 
 
+def _last(x: Any) -> Any:
+    return x.to(memory_format=LAST)
+
+
 def _grad(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The gradients of a function of tensors."""
 
@@ -60,294 +57,246 @@ def _grad(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-PROGRAMS: dict[str, Program] = {
-    "sort of transposed": Program(lambda x: x.t().sort(1)[0].t(), MATRIX),
-    "sort of transposed flat": Program(lambda x: x.t().sort(1)[0].t().reshape(-1), EVEN),
-    "sort, indices": Program(lambda x: x.t().sort(0), MATRIX),
-    "argsort": Program(lambda x: x.t().argsort(1), MATRIX),
-    "topk of transposed": Program(lambda x: x.t().topk(2, 1), MATRIX),
-    "topk of the first dim": Program(lambda x: x.t().topk(2, 0), EVEN),
-    "kthvalue": Program(lambda x: x.t().kthvalue(2, 1), MATRIX),
-    "median": Program(lambda x: x.t().median(1), MATRIX),
-    "cumsum of transposed": Program(lambda x: (x.t().cumsum(0), x.t().cumsum(1)), MATRIX),
-    "cummax": Program(lambda x: x.t().cummax(1), MATRIX),
-    "logcumsumexp": Program(lambda x: x.t().logcumsumexp(0), MATRIX),
-    "softmax": Program(lambda x: (x.t().softmax(0), x.t().softmax(1)), MATRIX),
-    "log softmax of 3 dims": Program(lambda x: x.permute(2, 0, 1).log_softmax(1), CUBE),
-    "reductions": Program(lambda x: (x.t().sum(0), x.t().mean(1, True), x.t().amax(0)), MATRIX),
-    "reductions of permuted": Program(
-        lambda x: (x.permute(2, 0, 1).sum(1), x.permute(1, 2, 0).mean(2), x.permute(2, 1, 0).var(0)), CUBE
-    ),
-    "argmax": Program(lambda x: (x.permute(2, 0, 1).argmax(1), x.permute(1, 2, 0).argmin(0)), CUBE),
-    "max with indices": Program(lambda x: x.permute(2, 0, 1).max(1), CUBE),
-    "logsumexp": Program(lambda x: x.permute(2, 0, 1).logsumexp(1), CUBE),
-    "norm of rows": Program(lambda x: torch.linalg.vector_norm(x.permute(2, 0, 1), dim=0), CUBE),
-    "any and all": Program(
-        lambda x: ((x.permute(2, 0, 1) > 0).any(1), (x.permute(2, 0, 1) > 0).all(0)), CUBE
-    ),
-    "elementwise of transposed": Program(lambda x: (x.t() + 1, x.t().exp(), -x.t()), MATRIX),
-    "transposed and not": Program(
-        lambda x, y: (x.t() + y.t().contiguous(), y.t().contiguous() * x.t()), UNEVEN
-    ),
-    "broadcast": Program(lambda x: (x.t() + x.t()[:, :1], x.t() * x[:, 0]), MATRIX),
-    "where": Program(lambda x, y: torch.where(x.t() > 0, x.t(), y.t()), UNEVEN),
-    "lerp": Program(lambda x, y: torch.lerp(x.t(), y.t(), 0.5), PAIR),
-    "of an expanded": Program(lambda x: x[:, :1].expand(5, 6) + 1, MATRIX),
-    "of expanded first": Program(lambda x: x[:1].expand(5, 6).exp(), MATRIX),
-    "expanded, cloned": Program(lambda x: x[None].expand(3, 5, 6).clone(), MATRIX),
-    "expanded, contiguous": Program(lambda x: x.t()[None].expand(3, 6, 5).contiguous(), MATRIX),
-    "of every second": Program(lambda x: (x[:, ::2].clone(), x[::2].t() + 1, x.t()[::2] * 2), MATRIX),
-    "gaps, softmax": Program(
-        lambda x: (x[:, ::2].softmax(0), x[:, :3].softmax(1), x[1:4].t().sort(0)[0]), MATRIX
-    ),
-    "gaps, permuted": Program(lambda x: x[:, ::2].permute(2, 0, 1).cumsum(1), CUBE),
-    "permute chain": Program(lambda x: x.permute(2, 0, 1).exp().permute(1, 2, 0).reshape(4, 30), CUBE),
-    "permute, view": Program(lambda x: x.permute(1, 0, 2).contiguous().view(6, 20).t(), CUBE),
-    "permute, flat": Program(lambda x: x.permute(1, 0, 2).reshape(-1), CUBE),
-    "permute, merge": Program(lambda x: x.permute(2, 0, 1).flatten(1), CUBE),
-    "movedim": Program(lambda x: (x.movedim(0, 2) * 2, x.swapaxes(0, 1).relu()), CUBE),
-    "as_strided": Program(lambda x: x.t().contiguous().as_strided((3, 2), (1, 6)) + 1, MATRIX),
-    "as_strided of transposed": Program(lambda x: (x * 1).t().as_strided((3, 2), (1, 6)) * 2, MATRIX),
-    "unfold": Program(lambda x: (x.unfold(1, 2, 1), x.unfold(1, 3, 2) + 1), MATRIX),
-    "diagonal": Program(lambda x: (x.diagonal(), x.permute(1, 0, 2).diagonal(0, 0, 2) * 2), CUBE),
-    "einsum": Program(
-        lambda x: (
-            torch.einsum("abc->cab", x),
-            torch.einsum("abc,adc->abd", x, x),
-            torch.einsum("abc->cb", x),
-        ),
-        CUBE,
-    ),
-    "einsum of two": Program(lambda x, y: torch.einsum("ab,cb->ca", x, y), PAIR),
-    "einsum, then view": Program(lambda x: torch.einsum("abc,dbc->adb", x, x).contiguous().view(-1), CUBE),
-    "matmul of transposed": Program(lambda x, y: (x.t() @ y, x @ y.t(), (x.t() @ y).t() @ y.t()), PAIR),
-    "matmul of transposed, uneven": Program(lambda x, y: (x.t() @ y, x @ y.t()), UNEVEN),
-    "bmm": Program(lambda x: (x @ x.mT, x.mT @ x, x.permute(1, 0, 2) @ x.permute(1, 2, 0)), CUBE),
-    "matmul of 3 and 2 dims": Program(lambda x: (x @ x[0].t(), x.permute(1, 0, 2) @ x[0].t()), CUBE),
-    "matrix and vector": Program(lambda x: (x.t() @ x[:, 0], x @ x[0]), MATRIX),
-    "addmm": Program(lambda x, y: torch.addmm(x.t() @ y, x.t(), y), PAIR),
-    "linear": Program(lambda x: F.linear(x.permute(1, 0, 2), _weight(x, 3, 5), _weight(x, 3)), CUBE),
-    "cat of transposed": Program(
-        lambda x, y: (torch.cat([x.t(), y.t()]), torch.cat([x.t(), y.t()], 1)), UNEVEN
-    ),
-    "cat of mixed": Program(lambda x, y: torch.cat([x.t(), y.t().contiguous()], 1), PAIR),
-    "stack of transposed": Program(
-        lambda x, y: (torch.stack([x.t(), y.t()]), torch.stack([x.t(), y.t()], 2)), UNEVEN
-    ),
-    "cat of channels last": Program(lambda x: torch.cat([x.to(memory_format=LAST)] * 2, 1), IMAGE),
-    "index": Program(lambda x: (x.t()[[0, 2]], x.t()[:, [1, 0]], x.t()[1]), MATRIX),
-    "index of permuted": Program(
-        lambda x: (
-            x.permute(2, 0, 1)[:, [1, 0]],
-            x.permute(2, 0, 1)[[0, 1]],
-            x.permute(2, 1, 0)[:, :, [3, 1]],
-        ),
-        CUBE,
-    ),
-    "index by a mask": Program(
-        lambda x: x.t()[_like(x, torch.tensor([True, False, True, True, False, True]))], MATRIX
-    ),
-    "gather": Program(lambda x: x.t().gather(0, _like(x, torch.zeros(2, 5, dtype=torch.int64))), MATRIX),
-    "index_select": Program(lambda x: x.t().index_select(1, _like(x, torch.tensor([1, 0]))), MATRIX),
-    "take_along_dim": Program(lambda x: x.t().take_along_dim(x.t().argsort(0), 0), MATRIX),
-    "scatter": Program(
-        lambda x: x.t().scatter(0, _like(x, torch.zeros(2, 5, dtype=torch.int64)), 1.0), MATRIX
-    ),
-    "index_add": Program(lambda x: x.t().index_add(0, _like(x, torch.tensor([1, 0])), x.t()[:2]), MATRIX),
-    "masked_fill": Program(lambda x: (x.t().masked_fill(x.t() > 0, 1.0), x.t().tril()), MATRIX),
-    "flip and roll": Program(lambda x: (x.t().flip(0), x.t().roll(1, 0), x.t().rot90()), MATRIX),
-    "repeat": Program(lambda x: (x.t().repeat(2, 1), x.t().repeat_interleave(2, 0), x.t().tile(2)), MATRIX),
-    "pad": Program(lambda x: F.pad(x.t(), (1, 1)), MATRIX),
-    "pad of channels last": Program(lambda x: F.pad(x.to(memory_format=LAST), (1, 1)), IMAGE),
-    "split": Program(lambda x: (*(p + 1 for p in x.t().split(2)), *x.t().chunk(2, 1)), MATRIX),
-    "unbind": Program(lambda x: (*x.permute(2, 0, 1).unbind(1),), CUBE),
-    "select": Program(lambda x: (x.permute(2, 0, 1)[:, 1], x.permute(2, 0, 1)[0] + 1), CUBE),
-    "squeeze": Program(
-        lambda x: (x.t()[:, None].squeeze(1) + 1, x.t().unsqueeze(0), x[:, :1].squeeze(1)), MATRIX
-    ),
-    "preserved likes": Program(
-        lambda x: (
+# By the shapes that their tensors have.
+PROGRAMS: dict[Shapes, dict[str, Callable[..., Any]]] = {
+    MATRIX: {
+        "preserved likes": lambda x: (
             *(make(x.t()) for make in (torch.zeros_like, torch.ones_like, torch.empty_like)),
             torch.full_like(x.permute(1, 0), 2),
             torch.zeros_like(x[:, ::2]),
             torch.zeros_like(x[:1].expand(3, 6)),
             torch.zeros_like(x.t(), memory_format=torch.contiguous_format),
         ),
-        MATRIX,
-        values=False,
-    ),
-    "random likes": Program(
-        lambda x: (torch.rand_like(x.t()), torch.bernoulli(x.t().abs() * 0)), MATRIX, values=False
-    ),
-    "new": Program(lambda x: (x.t().new_zeros(6, 5), x.new_zeros(5, 6).t() + x.t()), MATRIX),
-    "clone": Program(lambda x: (x.t().clone(), x.t().clone(memory_format=torch.contiguous_format)), MATRIX),
-    "converted": Program(
-        lambda x: (x.t().float(), x.t().to(torch.float16), x[:, ::2].to(torch.int64)), MATRIX
-    ),
-    "in place": Program(lambda x: (x.clone().t().add_(1), x.clone().t().mul_(x.t())), MATRIX),
-    "copied": Program(lambda x: torch.empty_like(x.t()).copy_(x.t()) + 1, MATRIX),
-    "restated": Program(
-        lambda x: (x.clone().t_() + 1, x.clone().transpose_(0, 1), x.clone().unsqueeze_(1)), MATRIX
-    ),
-    "layer norm": Program(
-        lambda x: (F.layer_norm(x.permute(1, 0, 2), (5,)), F.layer_norm(x.permute(2, 0, 1), (6,))), CUBE
-    ),
-    "rms norm": Program(lambda x: F.rms_norm(x.permute(1, 0, 2), (5,)), CUBE),
-    # Of channels_last images torch 2.14's shape function tells another layout than its kernel gives: ours is told.
-    "group norm": Program(
-        lambda x: [F.group_norm(image, 2) for image in (x, x.to(memory_format=LAST))[: 1 if IS_2_14 else 2]],
-        IMAGE,
-    ),
-    "batch norm": Program(
-        lambda x: (
-            F.batch_norm(x, None, None, training=True),
-            F.batch_norm(x.to(memory_format=LAST), None, None, training=True),
+        "random likes": lambda x: (torch.rand_like(x.t()), torch.bernoulli(x.t().abs() * 0)),
+        "sort of transposed": lambda x: x.t().sort(1)[0].t(),
+        "sort, indices": lambda x: x.t().sort(0),
+        "argsort": lambda x: x.t().argsort(1),
+        "topk of transposed": lambda x: x.t().topk(2, 1),
+        "kthvalue": lambda x: x.t().kthvalue(2, 1),
+        "median": lambda x: x.t().median(1),
+        "cumsum of transposed": lambda x: (x.t().cumsum(0), x.t().cumsum(1)),
+        "cummax": lambda x: x.t().cummax(1),
+        "logcumsumexp": lambda x: x.t().logcumsumexp(0),
+        "softmax": lambda x: (x.t().softmax(0), x.t().softmax(1)),
+        "reductions": lambda x: (x.t().sum(0), x.t().mean(1, True), x.t().amax(0)),
+        "elementwise of transposed": lambda x: (x.t() + 1, x.t().exp(), -x.t()),
+        "broadcast": lambda x: (x.t() + x.t()[:, :1], x.t() * x[:, 0]),
+        "of an expanded": lambda x: x[:, :1].expand(5, 6) + 1,
+        "of expanded first": lambda x: x[:1].expand(5, 6).exp(),
+        "expanded, cloned": lambda x: x[None].expand(3, 5, 6).clone(),
+        "expanded, contiguous": lambda x: x.t()[None].expand(3, 6, 5).contiguous(),
+        "of every second": lambda x: (x[:, ::2].clone(), x[::2].t() + 1, x.t()[::2] * 2),
+        "gaps, softmax": lambda x: (x[:, ::2].softmax(0), x[:, :3].softmax(1), x[1:4].t().sort(0)[0]),
+        "as_strided": lambda x: x.t().contiguous().as_strided((3, 2), (1, 6)) + 1,
+        "as_strided of transposed": lambda x: (x * 1).t().as_strided((3, 2), (1, 6)) * 2,
+        "unfold": lambda x: (x.unfold(1, 2, 1), x.unfold(1, 3, 2) + 1),
+        "matrix and vector": lambda x: (x.t() @ x[:, 0], x @ x[0]),
+        "index": lambda x: (x.t()[[0, 2]], x.t()[:, [1, 0]], x.t()[1]),
+        "index by a mask": lambda x: x.t()[_like(x, torch.tensor([True, False, True, True, False, True]))],
+        "gather": lambda x: x.t().gather(0, _like(x, torch.zeros(2, 5, dtype=torch.int64))),
+        "index_select": lambda x: x.t().index_select(1, _like(x, torch.tensor([1, 0]))),
+        "take_along_dim": lambda x: x.t().take_along_dim(x.t().argsort(0), 0),
+        "scatter": lambda x: x.t().scatter(0, _like(x, torch.zeros(2, 5, dtype=torch.int64)), 1.0),
+        "index_add": lambda x: x.t().index_add(0, _like(x, torch.tensor([1, 0])), x.t()[:2]),
+        "masked_fill": lambda x: (x.t().masked_fill(x.t() > 0, 1.0), x.t().tril()),
+        "flip and roll": lambda x: (x.t().flip(0), x.t().roll(1, 0), x.t().rot90()),
+        "repeat": lambda x: (x.t().repeat(2, 1), x.t().repeat_interleave(2, 0), x.t().tile(2)),
+        "pad": lambda x: F.pad(x.t(), (1, 1)),
+        "split": lambda x: (*(p + 1 for p in x.t().split(2)), *x.t().chunk(2, 1)),
+        "squeeze": lambda x: (x.t()[:, None].squeeze(1) + 1, x.t().unsqueeze(0), x[:, :1].squeeze(1)),
+        "new": lambda x: (x.t().new_zeros(6, 5), x.new_zeros(5, 6).t() + x.t()),
+        "clone": lambda x: (x.t().clone(), x.t().clone(memory_format=torch.contiguous_format)),
+        "converted": lambda x: (x.t().float(), x.t().to(torch.float16), x[:, ::2].to(torch.int64)),
+        "in place": lambda x: (x.clone().t().add_(1), x.clone().t().mul_(x.t())),
+        "copied": lambda x: torch.empty_like(x.t()).copy_(x.t()) + 1,
+        "restated": lambda x: (x.clone().t_() + 1, x.clone().transpose_(0, 1), x.clone().unsqueeze_(1)),
+        "cdist": lambda x: torch.cdist(x.t().contiguous(), x.t() + 1),
+        "outer": lambda x: torch.outer(x[0], x[:, 0]).t() + 1,
+        "one_hot": lambda x: F.one_hot((x.t() > 0).long(), 2),
+        "embedding": lambda x: F.embedding((x.t() > 0).long(), _weight(x, 2, 3)),
+        "complex": lambda x: torch.view_as_complex(x.reshape(5, 3, 2)).t() * 2,
+        "fft": lambda x: torch.fft.fft(x.t(), dim=0).abs(),
+        "gradient of transposed": _grad(lambda x: x.t().exp().sum(0)),
+        "gradient of a sort": _grad(lambda x: x.t().sort(1)[0]),
+        "gradient of expand": _grad(lambda x: x.t()[None].expand(2, 6, 5) * 2),
+    },
+    CUBE: {
+        "log softmax of 3 dims": lambda x: x.permute(2, 0, 1).log_softmax(1),
+        "reductions of permuted": lambda x: (
+            x.permute(2, 0, 1).sum(1),
+            x.permute(1, 2, 0).mean(2),
+            x.permute(2, 1, 0).var(0),
         ),
-        IMAGE,
-    ),
-    "channels last": Program(
-        lambda x: (x.to(memory_format=LAST), x.contiguous(memory_format=LAST).relu()), IMAGE
-    ),
-    "channels last and back": Program(lambda x: x.to(memory_format=LAST).contiguous().view(-1), IMAGE),
-    "channels last, few channels": Program(lambda x: x[:, :1].contiguous(memory_format=LAST) * 2, IMAGE),
-    "channels last, reduced": Program(
-        lambda x: (x.to(memory_format=LAST).mean((2, 3)), x.to(memory_format=LAST).sum(1)), IMAGE
-    ),
-    "channels last, flattened": Program(
-        lambda x: x.to(memory_format=LAST).flatten(2).transpose(1, 2) + 1, IMAGE
-    ),
-    "channels last, softmax": Program(lambda x: x.to(memory_format=LAST).softmax(1), IMAGE),
-    "convolution": Program(lambda x: F.conv2d(x, _weight(x, 2, 4, 3, 3)), IMAGE),
-    "convolution of channels last": Program(
-        lambda x: F.conv2d(x.to(memory_format=LAST), _weight(x, 2, 4, 3, 3)), IMAGE
-    ),
-    "channels last weight": Program(
-        lambda x: F.conv2d(x, _weight(x, 4, 4, 3, 3).to(memory_format=LAST), padding=1), IMAGE
-    ),
-    "convolution of a sequence": Program(lambda x: F.conv1d(x.transpose(1, 2), _weight(x, 3, 5, 2)), CUBE),
-    "transposed convolution": Program(
-        lambda x: F.conv_transpose2d(x.to(memory_format=LAST), _weight(x, 4, 2, 3, 3)), IMAGE
-    ),
-    "pool": Program(
-        lambda x: (F.max_pool2d(x.to(memory_format=LAST), 2), F.avg_pool2d(x.to(memory_format=LAST), 2)),
-        IMAGE,
-    ),
-    "adaptive pool": Program(lambda x: F.adaptive_avg_pool2d(x.to(memory_format=LAST), 2), IMAGE),
-    "interpolate": Program(lambda x: F.interpolate(x.to(memory_format=LAST), scale_factor=2), IMAGE),
-    "pixel shuffle": Program(lambda x: F.pixel_shuffle(x.to(memory_format=LAST), 2), IMAGE),
-    "attention": Program(
-        lambda x: F.scaled_dot_product_attention(*(x.view(4, 4, 6, 6).transpose(1, 2),) * 3), IMAGE
-    ),
-    "attention, then view": Program(
-        lambda x: F.scaled_dot_product_attention(*(x.transpose(1, 2),) * 3).transpose(1, 2).reshape(4, 4, 36),
-        IMAGE,
-    ),
-    "encoder layer": Program(_encoder, ((4, 6, 8),)),
-    "foreach": Program(
-        lambda x, y: (
+        "argmax": lambda x: (x.permute(2, 0, 1).argmax(1), x.permute(1, 2, 0).argmin(0)),
+        "max with indices": lambda x: x.permute(2, 0, 1).max(1),
+        "logsumexp": lambda x: x.permute(2, 0, 1).logsumexp(1),
+        "norm of rows": lambda x: torch.linalg.vector_norm(x.permute(2, 0, 1), dim=0),
+        "any and all": lambda x: ((x.permute(2, 0, 1) > 0).any(1), (x.permute(2, 0, 1) > 0).all(0)),
+        "gaps, permuted": lambda x: x[:, ::2].permute(2, 0, 1).cumsum(1),
+        "permute chain": lambda x: x.permute(2, 0, 1).exp().permute(1, 2, 0).reshape(4, 30),
+        "permute, view": lambda x: x.permute(1, 0, 2).contiguous().view(6, 20).t(),
+        "permute, flat": lambda x: x.permute(1, 0, 2).reshape(-1),
+        "permute, merge": lambda x: x.permute(2, 0, 1).flatten(1),
+        "movedim": lambda x: (x.movedim(0, 2) * 2, x.swapaxes(0, 1).relu()),
+        "diagonal": lambda x: (x.diagonal(), x.permute(1, 0, 2).diagonal(0, 0, 2) * 2),
+        "einsum": lambda x: (
+            torch.einsum("abc->cab", x),
+            torch.einsum("abc,adc->abd", x, x),
+            torch.einsum("abc->cb", x),
+        ),
+        "einsum, then view": lambda x: torch.einsum("abc,dbc->adb", x, x).contiguous().view(-1),
+        "bmm": lambda x: (x @ x.mT, x.mT @ x, x.permute(1, 0, 2) @ x.permute(1, 2, 0)),
+        "matmul of 3 and 2 dims": lambda x: (x @ x[0].t(), x.permute(1, 0, 2) @ x[0].t()),
+        "linear": lambda x: F.linear(x.permute(1, 0, 2), _weight(x, 3, 5), _weight(x, 3)),
+        "index of permuted": lambda x: (
+            x.permute(2, 0, 1)[:, [1, 0]],
+            x.permute(2, 0, 1)[[0, 1]],
+            x.permute(2, 1, 0)[:, :, [3, 1]],
+        ),
+        "unbind": lambda x: (*x.permute(2, 0, 1).unbind(1),),
+        "select": lambda x: (x.permute(2, 0, 1)[:, 1], x.permute(2, 0, 1)[0] + 1),
+        "layer norm": lambda x: (
+            F.layer_norm(x.permute(1, 0, 2), (5,)),
+            F.layer_norm(x.permute(2, 0, 1), (6,)),
+        ),
+        "rms norm": lambda x: F.rms_norm(x.permute(1, 0, 2), (5,)),
+        "convolution of a sequence": lambda x: F.conv1d(x.transpose(1, 2), _weight(x, 3, 5, 2)),
+        "gradient of permuted": _grad(lambda x: x.permute(2, 0, 1).softmax(1)),
+    },
+    UNEVEN: {
+        "transposed and not": lambda x, y: (x.t() + y.t().contiguous(), y.t().contiguous() * x.t()),
+        "where": lambda x, y: torch.where(x.t() > 0, x.t(), y.t()),
+        "matmul of transposed, uneven": lambda x, y: (x.t() @ y, x @ y.t()),
+        "cat of transposed": lambda x, y: (torch.cat([x.t(), y.t()]), torch.cat([x.t(), y.t()], 1)),
+        "stack of transposed": lambda x, y: (torch.stack([x.t(), y.t()]), torch.stack([x.t(), y.t()], 2)),
+        "foreach": lambda x, y: (
             *torch._foreach_add([x.t(), y.t()], 1.0),
             *torch._foreach_mul([x.t(), y], [y.t(), x]),
             *torch._foreach_sqrt([x.t().abs(), y.abs()]),
         ),
-        UNEVEN,
-    ),
-    "cdist": Program(lambda x: torch.cdist(x.t().contiguous(), x.t() + 1), MATRIX),
-    "outer": Program(lambda x: torch.outer(x[0], x[:, 0]).t() + 1, MATRIX),
-    "one_hot": Program(lambda x: F.one_hot((x.t() > 0).long(), 2), MATRIX),
-    "embedding": Program(lambda x: F.embedding((x.t() > 0).long(), _weight(x, 2, 3)), MATRIX),
-    "complex": Program(lambda x: torch.view_as_complex(x.reshape(5, 3, 2)).t() * 2, MATRIX),
-    "fft": Program(lambda x: torch.fft.fft(x.t(), dim=0).abs(), MATRIX),
-    "gradient of transposed": Program(_grad(lambda x: x.t().exp().sum(0)), MATRIX),
-    "gradient of a sort": Program(_grad(lambda x: x.t().sort(1)[0]), MATRIX),
-    "gradient of permuted": Program(_grad(lambda x: x.permute(2, 0, 1).softmax(1)), CUBE),
-    "gradient of matmul": Program(_grad(lambda x, y: x.t() @ y), PAIR),
-    "gradient of expand": Program(_grad(lambda x: x.t()[None].expand(2, 6, 5) * 2), MATRIX),
-    "gradient of channels last": Program(_grad(lambda x: x.to(memory_format=LAST).relu()), IMAGE),
-    "gradient of convolution": Program(
-        _grad(lambda x, w: F.conv2d(x.to(memory_format=LAST), w)), ((4, 4, 6, 6), (2, 4, 3, 3))
-    ),
-    "gradient of cat": Program(_grad(lambda x, y: torch.cat([x.t(), y.t()], 1)), UNEVEN),
+        "gradient of cat": _grad(lambda x, y: torch.cat([x.t(), y.t()], 1)),
+    },
+    PAIR: {
+        "lerp": lambda x, y: torch.lerp(x.t(), y.t(), 0.5),
+        "einsum of two": lambda x, y: torch.einsum("ab,cb->ca", x, y),
+        "matmul of transposed": lambda x, y: (x.t() @ y, x @ y.t(), (x.t() @ y).t() @ y.t()),
+        "addmm": lambda x, y: torch.addmm(x.t() @ y, x.t(), y),
+        "cat of mixed": lambda x, y: torch.cat([x.t(), y.t().contiguous()], 1),
+        "gradient of matmul": _grad(lambda x, y: x.t() @ y),
+    },
+    IMAGE: {
+        "cat of channels last": lambda x: torch.cat([_last(x)] * 2, 1),
+        "pad of channels last": lambda x: F.pad(_last(x), (1, 1)),
+        "group norm": lambda x: [F.group_norm(image, 2) for image in (x, _last(x))[: 1 if IS_2_14 else 2]],
+        "batch norm": lambda x: (
+            F.batch_norm(x, None, None, training=True),
+            F.batch_norm(_last(x), None, None, training=True),
+        ),
+        "channels last": lambda x: (_last(x), x.contiguous(memory_format=LAST).relu()),
+        "channels last and back": lambda x: _last(x).contiguous().view(-1),
+        "channels last, few channels": lambda x: x[:, :1].contiguous(memory_format=LAST) * 2,
+        "channels last, reduced": lambda x: (_last(x).mean((2, 3)), _last(x).sum(1)),
+        "channels last, flattened": lambda x: _last(x).flatten(2).transpose(1, 2) + 1,
+        "channels last, softmax": lambda x: _last(x).softmax(1),
+        "convolution": lambda x: F.conv2d(x, _weight(x, 2, 4, 3, 3)),
+        "convolution of channels last": lambda x: F.conv2d(_last(x), _weight(x, 2, 4, 3, 3)),
+        "channels last weight": lambda x: F.conv2d(
+            x, _weight(x, 4, 4, 3, 3).to(memory_format=LAST), padding=1
+        ),
+        "transposed convolution": lambda x: F.conv_transpose2d(_last(x), _weight(x, 4, 2, 3, 3)),
+        "pool": lambda x: (F.max_pool2d(_last(x), 2), F.avg_pool2d(_last(x), 2)),
+        "adaptive pool": lambda x: F.adaptive_avg_pool2d(_last(x), 2),
+        "interpolate": lambda x: F.interpolate(_last(x), scale_factor=2),
+        "pixel shuffle": lambda x: F.pixel_shuffle(_last(x), 2),
+        "attention": lambda x: F.scaled_dot_product_attention(*(x.view(4, 4, 6, 6).transpose(1, 2),) * 3),
+        "attention, then view": lambda x: (
+            F.scaled_dot_product_attention(*(x.transpose(1, 2),) * 3).transpose(1, 2).reshape(4, 4, 36)
+        ),
+        "gradient of channels last": _grad(lambda x: _last(x).relu()),
+    },
+    EVEN: {
+        "sort of transposed flat": lambda x: x.t().sort(1)[0].t().reshape(-1),
+        "topk of the first dim": lambda x: x.t().topk(2, 0),
+    },
+    ((4, 6, 8),): {"encoder layer": _encoder},
+    ((4, 4, 6, 6), (2, 4, 3, 3)): {"gradient of convolution": _grad(lambda x, w: F.conv2d(_last(x), w))},
 }
+# Those whose values are not defined.
+STRIDES_ONLY = ("preserved likes", "random likes")
 
 
-def _tensors(program: Program) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(shape, dtype=torch.float64) for shape in program.shapes]
-
-
-def _told(tensor: torch.Tensor) -> dict[str, Any]:
+def _layout(tensor: torch.Tensor) -> dict[str, Any]:
     """What a program can see of the strides: those of dims with more than one element, and what depends on them."""
     formats = {2: (), 4: (LAST,), 5: (torch.channels_last_3d,)}.get(tensor.ndim, ())
-    told: dict[str, Any] = {
+    layout: dict[str, Any] = {
         "shape": tuple(tensor.shape),
         "stride": tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1),
         "contiguous": (tensor.is_contiguous(), *(tensor.is_contiguous(memory_format=f) for f in formats)),
     }
     try:
-        told["view"] = tuple(tensor.view(-1).shape)
+        layout["view"] = tuple(tensor.view(-1).shape)
     except RuntimeError:
-        told["view"] = "refused"
-    return told
+        layout["view"] = "refused"
+    return layout
 
 
-def _wrong(name: str, where: str, got: Any, expected: torch.Tensor, values: bool) -> list[str]:
-    if not isinstance(got, DTensor):
-        return []
-    here, plain = _told(got), _told(expected)
-    found = [f"{name} {where}: {k} {here[k]}, plain {plain[k]}" for k in plain if here[k] != plain[k]]
+def _differences(got: DTensor, expected: torch.Tensor, values: bool) -> list[str]:
+    ours, plain = _layout(got), _layout(expected)
+    differences = [f"{k} {ours[k]}, plain {plain[k]}" for k in plain if ours[k] != plain[k]]
     local = got.to_local()
-    order = [
-        s for n, s in sorted(zip(local.shape, local.stride(), strict=True), key=lambda p: -p[1]) if n > 1
-    ]
     dense = expected.numel() and expected.clone().stride() == expected.stride()
     if dense and local.numel():
         as_spec = torch.empty_strided(got._spec.local_shape, got._spec.local_stride)
-        if _told(as_spec) != _told(local):
-            found.append(f"{name} {where}: local {_told(local)}, by its spec {_told(as_spec)} {order}")
-    whole = got.full_tensor()
-    if values and not torch.allclose(whole, expected, equal_nan=True):
-        found.append(f"{name} {where}: values")
-    return found
+        if _layout(as_spec) != _layout(local):
+            differences.append(f"local {_layout(local)}, by its spec {_layout(as_spec)}")
+    if values and not torch.allclose(got.full_tensor(), expected, equal_nan=True):
+        differences.append("values")
+    return differences
 
 
-def placements_of(shapes: tuple[tuple[int, ...], ...], mesh_ndim: int) -> list[list[Placement]]:
-    ndim = min(map(len, shapes))
-    each: list[Placement] = [Replicate(), *(Shard(d) for d in range(min(ndim, 3)))]
+def _placements(shapes: Shapes, mesh_ndim: int) -> list[list[Placement]]:
+    each: list[Placement] = [Replicate(), *(Shard(d) for d in range(min(*map(len, shapes), 3)))]
     if mesh_ndim == 1:
         return [[p] for p in each]
     return [list(p) for p in itertools.product(each[:3], repeat=2) if p[0] != p[1] or p[0].is_shard()]
 
 
-def sweep(shape: tuple[int, ...], placements: list[list[Placement]] | None = None) -> list[str]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-    found: list[str] = []
-    for name, program in PROGRAMS.items():
-        plain = _tensors(program)
-        expected = tree_leaves(program.fn(*copy.deepcopy(plain)))
-        for placed in placements or placements_of(program.shapes, mesh.ndim):
-            placed_tensors = [distribute_tensor(t, mesh, placed, src_data_rank=None) for t in plain]
-            where = ",".join(map(str, placed))
+def _sweep(mesh_shape: tuple[int, ...], placements: list[list[Placement]] | None = None) -> list[str]:
+    """On a rank: how the results of the programs differ from those of plain torch."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b")[: len(mesh_shape)])
+    differences: list[str] = []
+    for shapes, name in [(shapes, name) for shapes, programs in PROGRAMS.items() for name in programs]:
+        torch.manual_seed(0)
+        plain, fn = [torch.randn(shape, dtype=torch.float64) for shape in shapes], PROGRAMS[shapes][name]
+        expected = tree_leaves(fn(*copy.deepcopy(plain)))
+        for placed in placements or _placements(shapes, mesh.ndim):
             try:
-                got = tree_leaves(program.fn(*placed_tensors))
+                got = tree_leaves(
+                    fn(*(distribute_tensor(t, mesh, placed, src_data_rank=None) for t in plain))
+                )
+                lines = [
+                    line
+                    for one, other in zip(got, expected, strict=True)
+                    if isinstance(one, DTensor)
+                    for line in _differences(one, other, name not in STRIDES_ONLY)
+                ]
             except Exception as error:
-                found.append(f"{name} {where}: {type(error).__name__} {error}"[:300])
-                continue
-            for one, plainly in zip(got, expected, strict=True):
-                found += _wrong(name, where, one, plainly, program.values)
-    return found
+                lines = [f"{type(error).__name__} {error}"[:300]]
+            differences += [f"{name} {','.join(map(str, placed))}: {line}" for line in lines]
+    return differences
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 def test_strides_are_those_of_plain_torch(ranks: ThreadWorlds) -> None:
-    for found in ranks(sweep, (2, 2), [[Shard(0), Shard(1)]]):
-        assert not found, "\n".join(found)
+    for differences in ranks(_sweep, (2, 2), [[Shard(0), Shard(1)]]):
+        assert not differences, "\n".join(differences)
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_strides_of_all_placements_on_gloo(gloo_ranks: Worlds, shape: tuple[int, ...]) -> None:
-    for found in gloo_ranks(sweep, shape):
-        assert not found, "\n".join(found)
+    for differences in gloo_ranks(_sweep, shape):
+        assert not differences, "\n".join(differences)
 
 
 def _gradients_of_a_transposed_convolution() -> None:
@@ -357,9 +306,9 @@ def _gradients_of_a_transposed_convolution() -> None:
     placed = [distribute_tensor(t, mesh, [Shard(2)], src_data_rank=None) for t in plain]
     expected, got = (
         torch.autograd.grad(
-            F.conv_transpose1d(*given, stride=2, padding=1, output_padding=1).square().sum(), given
+            F.conv_transpose1d(*leaves, stride=2, padding=1, output_padding=1).square().sum(), leaves
         )
-        for given in ([t.requires_grad_() for t in tensors] for tensors in (plain, placed))
+        for leaves in ([t.requires_grad_() for t in tensors] for tensors in (plain, placed))
     )
     for one, plainly in zip(got, expected, strict=True):
         assert isinstance(one, DTensor)

@@ -87,5 +87,5 @@ def test_a_tensor_is_made_on_a_device_that_is_named(name: str) -> None:
     calls = [node for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, ast.Call)]
     made = [node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES]
     for node in made:
-        if ast.unparse(node.func.value) == "torch":  # type: ignore[attr-defined]
+        if ast.unparse(node.func.value) == "torch":
             assert {"device", None} & {keyword.arg for keyword in node.keywords}, ast.unparse(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -119,18 +120,18 @@ def test_uneven_shards_with_the_global_shape() -> None:
 
 
 @on_ranks
-def test_from_local_answers_alike_again() -> None:
-    """Calls alike but for one thing, one after the other: each gets what it asked for."""
+def test_from_local_gives_each_of_several_calls_what_it_asks_for() -> None:
+    """Calls that differ in one thing, one after the other."""
     mesh, got = mesh_of((4,)), []
     for _ in range(2):
         ones = torch.ones(2, 3)
         for mine in (ones, torch.ones(3, 2).t(), ones.double(), torch.ones(6).view(2, 3)):
             for placements in ([S0], [Shard(-1)], (S1,), None):
-                made = DTensor.from_local(mine, mesh, placements)
-                got.append((made.placements, tuple(made.shape), made.stride(), made.dtype))
+                result = DTensor.from_local(mine, mesh, placements)
+                got.append((result.placements, tuple(result.shape), result.stride(), result.dtype))
         grad = torch.ones(2, 3, requires_grad=True)
         DTensor.from_local(grad, mesh, [S0]).sum().full_tensor().backward()
-        got.append(grad.grad.tolist())  # type: ignore[union-attr]
+        got.append(grad.grad.tolist())
     half = len(got) // 2
     assert got[:half] == got[half:]
     f = torch.float32
@@ -145,8 +146,8 @@ def test_from_local_answers_alike_again() -> None:
 @on_worlds
 def test_run_check_makes_replicas_equal_and_leaves_the_input() -> None:
     mine = torch.ones(3) * (dist.get_rank() + 1)
-    made = DTensor.from_local(mine, mesh_of((2, 2)), [R, R], run_check=True).to_local()
-    assert (made == 1).all() and (mine == dist.get_rank() + 1).all()
+    result = DTensor.from_local(mine, mesh_of((2, 2)), [R, R], run_check=True).to_local()
+    assert (result == 1).all() and (mine == dist.get_rank() + 1).all()
 
 
 @on_worlds
@@ -156,9 +157,9 @@ def test_modules_copy_and_load() -> None:
     with torch.no_grad():
         twin.weight.zero_()
     assert isinstance(twin.weight, DTensor)
-    assert module.weight.full_tensor().abs().sum() > 0  # type: ignore[operator]
+    assert module.weight.full_tensor().abs().sum() > 0
     twin.load_state_dict(module.state_dict())
-    assert ((twin.weight - module.weight).full_tensor() == 0).all()  # type: ignore[operator]
+    assert ((twin.weight - module.weight).full_tensor() == 0).all()
 
 
 @on_worlds
@@ -180,22 +181,19 @@ def test_distribute_module_with_hooks() -> None:
     x = torch.arange(8.0).reshape(2, 4)
     assert (module(x) - plain(x)).abs().max() < 1e-6
     assert isinstance(module.bias, DTensor)
-
-
-@on_worlds
-def test_functions_of_two_arguments_convert_inputs_and_outputs() -> None:
-    def enter(inputs: Any, mesh: Any) -> Any:
-        return (distribute_tensor(inputs[0], mesh, [S0]),)
-
-    made = distribute_module(
-        nn.Linear(4, 4), mesh_of((4,)), input_fn=enter, output_fn=lambda out, mesh: (out, mesh)
+    # Functions of two arguments do not get the module.
+    module = distribute_module(
+        nn.Linear(4, 4),
+        mesh_of((4,)),
+        input_fn=lambda inputs, mesh: (distribute_tensor(inputs[0], mesh, [S0]),),
+        output_fn=lambda out, mesh: (out, mesh),
     )
-    out, mesh = made(torch.ones(8, 4))
+    out, mesh = module(torch.ones(8, 4))
     assert out.placements == (S0,) and mesh is mesh_of((4,))
 
 
 @on_worlds
-def test_distributed_as_pending_terms() -> None:
+def test_distribute_tensor_to_pending_terms() -> None:
     full = torch.tensor([6, 3, 5, 12])
     for op in REDUCE_OPS:
         whole = full.double() if op == "avg" else full
@@ -230,11 +228,11 @@ def test_placements_of_torch_are_understood() -> None:
 
 
 @on_worlds
-def test_memory_for_a_tensor_is_placed_alike() -> None:
+def test_to_empty_keeps_the_placements() -> None:
     for placement in (S0, P, Partial("avg"), Partial("bor")):
         module = nn.Module()
-        made = DTensor.from_local(torch.empty(4, 4, device="meta"), mesh_of((4,)), [placement])
-        module.weight = nn.Parameter(made)
+        result = DTensor.from_local(torch.empty(4, 4, device="meta"), mesh_of((4,)), [placement])
+        module.weight = nn.Parameter(result)
         module.to_empty(device="cpu")
         assert isinstance(module.weight, DTensor) and module.weight.placements == (placement,)
         assert module.weight.device.type == module.weight.to_local().device.type == "cpu"
@@ -246,13 +244,13 @@ def test_nothing_is_sent_of_tensors_on_the_meta_device() -> None:
     for placement in (S0, S1, R, P):
         tensor = distribute_tensor(torch.empty(5, 3, device="meta"), mesh_of((4,)), [placement])
         with count_collectives() as count:
-            made = (
+            result = (
                 tensor.softmax(0),
                 tensor @ tensor.t(),
                 tensor.sum(),
                 tensor.redistribute(placements=[S1]),
             )
-            assert {one.to_local().device.type for one in made} == {"meta"}
+            assert {one.to_local().device.type for one in result} == {"meta"}
             assert tensor.full_tensor().shape == (5, 3)
         assert not count.calls
         filled = torch.empty_like(tensor, device="cpu")
@@ -271,178 +269,136 @@ def test_writes_through_views_reach_the_tensor() -> None:
 
 # ---- mistakes: the same one-line error of our own on every rank, before anything is sent ----
 
-MISTAKES: dict[str, tuple[Any, str]] = {
-    "shard dim": (lambda t, m: distribute_tensor(t, m, [Shard(2)]), r"got Shard\(2\) for a tensor of 2 dims"),
-    "too few": (lambda t, m: distribute_tensor(t, m, []), "got 0 .* expected one for each of its 1 dims"),
-    "not a list": (lambda t, m: distribute_tensor(t, m, S0), r"expected a sequence of them: write \[Shard"),
+
+class Mistakes:
+    """Calls of either library, the core's or torch's, with `t` of ones and the meshes of 4 and of 2x2 ranks."""
+
+    def __init__(self, lib: Any) -> None:
+        self.lib, self.t = lib, torch.ones(2, 2)
+        self.m, self.square = mesh_of((4,)), mesh_of((2, 2))
+        self.R, self.P, self.S0 = lib.Replicate(), lib.Partial(), lib.Shard(0)
+
+    def cut(self, *placements: Any, of: Any = None, mesh: Any = None) -> Any:
+        return self.lib.distribute_tensor(self.t if of is None else of, mesh or self.m, list(placements))
+
+    def wrap(self, *placements: Any, of: Any = None, mesh: Any = None, **how: Any) -> Any:
+        local = self.t if of is None else of
+        return self.lib.DTensor.from_local(local, mesh or self.m, list(placements), **how)
+
+    def mapped(self, fn: Any, out: Any, *inputs: Any) -> Any:
+        return self.lib.local_map(fn, out, inputs, device_mesh=self.m)(self.cut(self.S0))
+
+
+MIXED = "plain torch.Tensor of shape .* together with a DTensor"
+NO_TERMS = "nothing says which terms the ranks should hold"
+# name -> (call, what the core says)
+MISTAKES: dict[str, tuple[Callable[[Mistakes], Any], str]] = {
+    "shard dim": (lambda c: c.cut(c.lib.Shard(2)), r"got Shard\(2\) for a tensor of 2 dims"),
+    "dim of a local": (lambda c: c.wrap(c.lib.Shard(3)), r"got Shard\(3\) for a tensor of 2 dims"),
+    "too few": (lambda c: c.cut(), "got 0 .* expected one for each of its 1 dims"),
+    "too many": (lambda c: c.cut(c.S0, c.S0), "got 2 .* expected one for each of its 1 dims"),
+    "not a list": (
+        lambda c: c.lib.distribute_tensor(c.t, c.m, c.S0),
+        r"expected a sequence of them: write \[Shard",
+    ),
     "no placement": (
-        lambda t, m: distribute_tensor(t, m, ["S(0)"]),
+        lambda c: c.cut("S(0)"),
         r"got 'S\(0\)' \(builtins.str\) as a placement, expected Shard, Replicate or Partial",
     ),
-    "dim of no int": (
-        lambda t, m: distribute_tensor(t, m, [Shard("a")]),
-        r"got Shard\(dim='a'\), expected an int",
-    ),  # type: ignore[arg-type]
-    "no tensor": (lambda t, m: distribute_tensor(3, m, [S0]), "got int, expected a torch.Tensor"),
     "input_fn of four": (
-        lambda t, m: distribute_module(nn.Linear(2, 2), m, None, lambda a, b, c, d: b),
+        lambda c: c.lib.distribute_module(nn.Linear(2, 2), c.m, None, lambda a, b, c, d: b),
         r"got input_fn\(a, b, c, d\), expected a function of \(module, inputs, mesh\) or \(inputs, mesh\)",
     ),
-    "non-leaf": (lambda t, m: distribute_tensor(t.requires_grad_() * 2, m, [S0]), "expected a leaf tensor"),
-    "twice": (
-        lambda t, m: distribute_tensor(distribute_tensor(t, m, [S0]), m, [R]),
-        r"use tensor\.redistribute",
+    "non-leaf": (lambda c: c.cut(c.S0, of=c.t.requires_grad_() * 2), "expected a leaf tensor"),
+    "twice": (lambda c: c.cut(c.R, of=c.cut(c.S0)), r"use tensor\.redistribute"),
+    "only shape": (lambda c: c.wrap(c.S0, shape=(8, 2)), "expected both or neither"),
+    "mixed": (lambda c: c.cut(c.S0) + c.t, MIXED),
+    "meshes": (lambda c: c.cut(c.S0) + c.cut(c.R, c.R, mesh=c.square), "on different meshes"),
+    "to partial": (lambda c: c.cut(c.S0).redistribute(placements=[c.P]), NO_TERMS),
+    "other mesh": (lambda c: c.cut(c.S0).redistribute(c.square, [c.R] * 2), "expected the same mesh"),
+    "distributed local": (
+        lambda c: c.wrap(c.S0, of=c.cut(c.S0)),
+        "from_local got a DTensor, .* expected a plain tensor: use redistribute",
     ),
-    "no mesh": (lambda t, m: distribute_tensor(t, "cpu", [S0]), "expected a torch DeviceMesh"),
-    "only shape": (lambda t, m: DTensor.from_local(t, m, [S0], shape=(8, 2)), "expected both or neither"),
+    "moved dim": (
+        lambda c: c.cut(c.S0).redistribute(placements=[c.lib.Shard(4)]),
+        r"got Shard\(4\) for a tensor of 2 dims, expected a dim in \[-2, 2\)",
+    ),
+    "size": (lambda c: c.lib.zeros("a", device_mesh=c.m), "zeros got the size"),
+    "arguments of local_map": (
+        lambda c: c.mapped(lambda a: a, [c.S0], [c.S0], [c.S0]),
+        "got 2 in_placements for 1 arguments",
+    ),
+    "placed otherwise": (
+        lambda c: c.mapped(lambda a: a, [c.S0], [c.R]),
+        "as argument 0 .* expected the placements R",
+    ),
+    "results of local_map": (
+        lambda c: c.mapped(lambda a: (a, a), ([c.S0],), [c.S0]),
+        "got 1 out_placements for 2 results",
+    ),
+    "no constructor": (lambda c: c.lib.DTensor(c.t), "got a call of its constructor"),
+}
+# Of which torch has no error, or one of no class that Python has.
+OURS: dict[str, tuple[Callable[[Mistakes], Any], str]] = {
+    "dim of no int": (lambda c: c.cut(Shard("a")), r"got Shard\(dim='a'\), expected an int"),
+    "no tensor": (lambda c: c.cut(S0, of=3), "got int, expected a torch.Tensor"),
+    "no mesh": (lambda c: distribute_tensor(c.t, "cpu", [S0]), "expected a torch DeviceMesh"),
     "wrong shape": (
-        lambda t, m: DTensor.from_local(t, m, [S0], shape=(9, 2), stride=(2, 1)),
+        lambda c: c.wrap(S0, shape=(9, 2), stride=(2, 1)),
         r"local tensors of the shapes \[2, 2\] at \(0,\); .* for a tensor of shape \[9, 2\]",
     ),
     "ranks differ": (
-        lambda t, m: DTensor.from_local(t[: 1 + dist.get_rank() % 2], m, [S0], run_check=True),
+        lambda c: c.wrap(S0, of=c.t[: 1 + dist.get_rank() % 2], run_check=True),
         "differ between ranks .*mesh rank 1",
     ),
-    "mixed": (
-        lambda t, m: distribute_tensor(t, m, [S0]) + t,
-        "plain torch.Tensor of shape .* together with a DTensor",
-    ),
-    "mixed autograd": (
-        lambda t, m: distribute_tensor(t.requires_grad_(), m, [S0]).mm(torch.ones(2, 2)),
-        "plain torch.Tensor of shape .* together with a DTensor",
-    ),
-    "meshes": (
-        lambda t, m: distribute_tensor(t, m, [S0]) + distribute_tensor(t, mesh_of((2, 2)), [R, R]),
-        "on different meshes",
-    ),
-    "to partial": (
-        lambda t, m: distribute_tensor(t, m, [S0]).redistribute(placements=[P]),
-        "nothing says which terms the ranks should hold",
-    ),
-    "other mesh": (
-        lambda t, m: distribute_tensor(t, m, [S0]).redistribute(mesh_of((2, 2)), [R, R]),
-        "expected the same mesh",
-    ),
+    "mixed autograd": (lambda c: c.cut(S0, of=c.t.requires_grad_()).mm(torch.ones(2, 2)), MIXED),
+    "mixed list": (lambda c: torch.cat([c.cut(S0), c.t]), MIXED),
     "mixed partials": (
-        lambda t, m: DTensor.from_local(t, mesh_of((2, 2)), [P, Partial("max")]),
+        lambda c: c.wrap(P, Partial("max"), mesh=c.square),
         "reductions .* cannot be pending together",
     ),
     "out= of another kind": (
-        lambda t, m: torch.add(
-            *[distribute_tensor(t, m, [S0])] * 2, out=distribute_tensor(t.long(), m, [S0])
-        ),
+        lambda c: torch.add(*[c.cut(S0)] * 2, out=c.cut(S0, of=c.t.long())),
         "got out= of torch.int64",
     ),
-    "out= partial": (
-        lambda t, m: torch.add(*[distribute_tensor(t, m, [S0])] * 2, out=DTensor.from_local(t, m, [P])),
-        "expected Shard or Replicate",
-    ),
-    "distributed local": (
-        lambda t, m: DTensor.from_local(distribute_tensor(t, m, [S0]), m, [S0]),
-        "from_local got a DTensor, .* expected a plain tensor: use redistribute",
-    ),
-    "gradient placements": (
-        lambda t, m: DTensor.from_local(t, m, [S0], grad_placements=[S0, S0]),
-        "got 2 placements",
-    ),
+    "out= partial": (lambda c: torch.add(*[c.cut(S0)] * 2, out=c.wrap(P)), "expected Shard or Replicate"),
+    "gradient placements": (lambda c: c.wrap(S0, grad_placements=[S0, S0]), "got 2 placements"),
     "gradient of the local": (
-        lambda t, m: distribute_tensor(t.requires_grad_(), m, [S0]).to_local(grad_placements=[Shard(3)]),
+        lambda c: c.cut(S0, of=c.t.requires_grad_()).to_local(grad_placements=[Shard(3)]),
         r"got Shard\(3\) for a tensor of 2 dims",
     ),
-    "moved dim": (
-        lambda t, m: distribute_tensor(t, m, [S0]).redistribute(placements=[Shard(-3)]),
-        r"got Shard\(-3\) for a tensor of 2 dims, expected a dim in \[-2, 2\)",
-    ),
     "moved too few": (
-        lambda t, m: distribute_tensor(t, mesh_of((2, 2)), [S0, R]).redistribute(placements=[R]),
+        lambda c: c.cut(S0, R, mesh=c.square).redistribute(placements=[R]),
         "got 1 placements .* expected one for each of its 2 dims",
     ),
-    "between reductions": (
-        lambda t, m: DTensor.from_local(t, m, [P]).redistribute(placements=[Partial("max")]),
-        "nothing says which terms the ranks should hold",
-    ),
-    "mixed list": (
-        lambda t, m: torch.cat([distribute_tensor(t, m, [S0]), t]),
-        "plain torch.Tensor of shape .* together with a DTensor",
-    ),
-    "unknown reduction": (lambda t, m: Partial("median"), "expected one of sum, avg"),
+    "between reductions": (lambda c: c.wrap(P).redistribute(placements=[Partial("max")]), NO_TERMS),
+    "unknown reduction": (lambda c: Partial("median"), "expected one of sum, avg"),
 }
-
-
 # These ask the other ranks what they hold, which is how all of them come to the same error.
 SENDING = {"ranks differ", "wrong shape"}
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", [*MISTAKES, *OURS])
 @on_worlds
 def test_mistakes_get_one_clear_error_everywhere(name: str) -> None:
-    call, told = MISTAKES[name]
-    mesh_of((2, 2))
-    with count_collectives() as count, pytest.raises((CoreError, ValueError), match=told) as caught:
-        call(torch.ones(2, 2), mesh_of((4,)))
+    call, message = (MISTAKES | OURS)[name]
+    case = Mistakes(dtbench_core)
+    with count_collectives() as count, pytest.raises((CoreError, ValueError), match=message) as caught:
+        call(case)
     assert "\n" not in str(caught.value)
     sent = count.calls.keys() - {"scatter", "broadcast"}  # which spread the inputs
     assert not sent or name in SENDING, "raised before anything is sent"
 
 
-def _torch_names() -> Any:
-    names = vars(torch_tensor)
-    return types.SimpleNamespace(
-        **{name: names[name] for name in torch_tensor.__all__}, local_map=torch_local_map
-    )
-
-
-# Calls of either library, by which class torch raises today.
-FAILURES: dict[str, Any] = {
-    "mixed": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0)]) + t,
-    "twice": lambda lib, t, m: lib.distribute_tensor(
-        lib.distribute_tensor(t, m, [lib.Shard(0)]), m, [lib.Replicate()]
-    ),
-    "non-leaf": lambda lib, t, m: lib.distribute_tensor(t.requires_grad_() * 2, m, [lib.Shard(0)]),
-    "count": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0), lib.Shard(0)]),
-    "dim": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(3)]),
-    "dim of a local": lambda lib, t, m: lib.DTensor.from_local(t, m, [lib.Shard(3)]),
-    "dim moved to": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0)]).redistribute(
-        placements=[lib.Shard(4)]
-    ),
-    "no placement": lambda lib, t, m: lib.distribute_tensor(t, m, ["S"]),
-    "no list": lambda lib, t, m: lib.distribute_tensor(t, m, lib.Shard(0)),
-    "distributed local": lambda lib, t, m: lib.DTensor.from_local(
-        lib.distribute_tensor(t, m, [lib.Shard(0)]), m, [lib.Shard(0)]
-    ),
-    "only shape": lambda lib, t, m: lib.DTensor.from_local(t, m, [lib.Shard(0)], shape=(8,)),
-    "to partial": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Replicate()]).redistribute(
-        placements=[lib.Partial()]
-    ),
-    "other mesh": lambda lib, t, m: lib.distribute_tensor(t, m, [lib.Shard(0)]).redistribute(
-        mesh_of((2, 2)), [lib.Replicate()] * 2
-    ),
-    "meshes": lambda lib, t, m: (
-        lib.distribute_tensor(t, m, [lib.Replicate()])
-        + lib.distribute_tensor(t, mesh_of((2, 2)), [lib.Replicate()] * 2)
-    ),
-    "size": lambda lib, t, m: lib.zeros("a", device_mesh=m),
-    "input_fn": lambda lib, t, m: lib.distribute_module(nn.Linear(2, 2), m, None, lambda a, b, c, d: b),
-    "arguments of local_map": lambda lib, t, m: lib.local_map(
-        lambda a: a, [lib.Shard(0)], ([lib.Shard(0)], [lib.Shard(0)]), device_mesh=m
-    )(lib.distribute_tensor(t, m, [lib.Shard(0)])),
-    "placed otherwise": lambda lib, t, m: lib.local_map(
-        lambda a: a, [lib.Shard(0)], ([lib.Replicate()],), device_mesh=m
-    )(lib.distribute_tensor(t, m, [lib.Shard(0)])),
-    "results of local_map": lambda lib, t, m: lib.local_map(
-        lambda a: (a, a), ([lib.Shard(0)],), ([lib.Shard(0)],), device_mesh=m
-    )(lib.distribute_tensor(t, m, [lib.Shard(0)])),
-    "no constructor": lambda lib, t, m: lib.DTensor(t),
-}
-
-
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("name", MISTAKES)
 @on_ranks
 def test_errors_are_of_the_classes_that_torch_raises(name: str) -> None:
+    names = {name: vars(torch_tensor)[name] for name in torch_tensor.__all__}
     raised = []
-    for lib in (_torch_names(), dtbench_core):
+    for lib in (types.SimpleNamespace(**names, local_map=torch_local_map), dtbench_core):
         with pytest.raises(Exception) as caught:
-            FAILURES[name](lib, torch.ones(4, 2), mesh_of((4,)))
+            MISTAKES[name][0](Mistakes(lib))
         raised.append(caught.value)
     theirs = next(kind for kind in type(raised[0]).__mro__ if kind.__module__ == "builtins")
     assert isinstance(raised[1], theirs), raised
@@ -469,28 +425,22 @@ def test_parameters_are_no_flat_ones() -> None:
         isinstance(x, FlatParameter)
 
 
-@pytest.mark.parametrize(("value", "classes"), [(-1, -1), (-1, 5), (7, 5), (1, 5), (1, -1)])
-@on_ranks
-def test_one_hot_asserts_on_a_gpu_what_plain_tensors_assert(value: int, classes: int) -> None:
-    """As on a mesh of GPUs, whose device asserts without the host waiting for it; a CPU's assertion raises."""
-    x = distribute_tensor(torch.tensor([0, 2, 1, value]), mesh_of((4,)), [Shard(0)], src_data_rank=None)
-    refused = value < 0 or 0 <= classes <= value
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(x._spec.info, "device_type", "cuda")
-        with pytest.raises(RuntimeError, match="nonzero") if refused else nullcontext():
-            torch.nn.functional.one_hot(x, classes)
-
-
 @pytest.mark.parametrize(("value", "classes"), [(-1, -1), (-1, 5), (7, 5), (7, 0), (1, 5), (1, -1)])
 @on_ranks
 def test_one_hot_refuses_what_plain_tensors_refuse_on_every_rank(value: int, classes: int) -> None:
     """The value that is refused stands in one rank's shard only."""
-    labels = torch.tensor([0, 2, 1, 3, 0, 0, 1, value])
-    x = distribute_tensor(labels, mesh_of((4,)), [Shard(0)], src_data_rank=None)
-    try:
-        want = torch.nn.functional.one_hot(labels, classes)
-    except RuntimeError:
+    labels, one_hot = torch.tensor([0, 2, 1, 3, 0, 0, 1, value]), torch.nn.functional.one_hot
+    x = distribute_tensor(labels, mesh_of((4,)), [S0], src_data_rank=None)
+    refused = value < 0 or 0 <= classes <= value
+    if not refused:
+        assert torch.equal(one_hot(x, classes).full_tensor(), one_hot(labels, classes))
+    for full in (labels, x)[: 2 * refused]:
         with pytest.raises(RuntimeError, match=r"[Cc]lass"):
-            torch.nn.functional.one_hot(x, classes)
-    else:
-        assert torch.equal(torch.nn.functional.one_hot(x, classes).full_tensor(), want)
+            one_hot(full, classes)
+    if classes == 0:
+        return
+    # On a mesh of GPUs the device asserts, without the host waiting for it; a CPU's assertion raises.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(x._spec.info, "device_type", "cuda")
+        with pytest.raises(RuntimeError, match="nonzero") if refused else nullcontext():
+            one_hot(x, classes)

@@ -62,7 +62,7 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "MAX": lambda x: x.amax(0),
     "MIN": lambda x: x.amin(0),
     **{
-        name: functools.partial(functools.reduce, combine)  # type: ignore[dict-item]
+        name: functools.partial(functools.reduce, combine)
         for name, combine in (
             ("BAND", torch.bitwise_and),
             ("BOR", torch.bitwise_or),

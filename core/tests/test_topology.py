@@ -27,10 +27,10 @@ from dtbench_core.runtime import clear_caches
 @pytest.fixture(autouse=True)
 def fake_world() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
+    MeshTopoInfo.build_from_mesh.cache_clear()
     yield
     mesh_topology.use_topology(None)
-    MeshTopoInfo.build_from_mesh.cache_clear()  # type: ignore[attr-defined]
+    MeshTopoInfo.build_from_mesh.cache_clear()
     dist.destroy_process_group()
 
 

@@ -142,4 +142,4 @@ def test_svg_is_well_formed_and_within_its_frame(name: str) -> None:
 
 def test_only_dtensors_are_drawn() -> None:
     with pytest.raises(ArgumentError, match="got a Tensor to show, expected a DTensor"):
-        sharding_text(torch.ones(2))  # type: ignore[arg-type]
+        sharding_text(torch.ones(2))
