@@ -19,7 +19,7 @@ from dtbench.records.read import decode
 from dtbench.records.result import result_in, result_of
 from dtbench.records.run import read_run
 from dtbench.reporting.html.sources import gather
-from dtbench.reporting.tables import print_runs
+from dtbench.reporting.run_tables import print_runs
 from dtbench.suite import Run
 from dtbench.suite.errors import UnreadableRunError
 from dtbench.tests import large_run, made_up
@@ -127,7 +127,7 @@ def test_what_a_command_read_is_not_searched_for_garbage(
     def spy(*_: object, **__: object) -> None:
         searched.append(gc.isenabled())
 
-    monkeypatch.setattr("dtbench.reporting.tables.print_runs", spy)
+    monkeypatch.setattr("dtbench.reporting.run_tables.print_runs", spy)
     assert dtbench("show", "a.jsonl")[0] == 0
     assert searched == [False] and gc.isenabled()
 

@@ -15,21 +15,20 @@ from urllib.parse import unquote
 import msgspec
 import numpy as np
 import pytest
+from dtbench.records.verdicts import Baseline, write_baseline
+from dtbench.reporting.html.profiles import spans_of
 
 from dtbench.comparison import op_verdicts as coverage
 from dtbench.cost import calibration
 from dtbench.records.run import RunWriter
-from dtbench.records.verdicts import Baseline, write_baseline
 from dtbench.reporting import report as reporting
 from dtbench.reporting.html import Sources, data, gather, page, render
 from dtbench.reporting.html.parts import bucketer, changes, collectives, cost_model, ranks, regret
 from dtbench.reporting.html.parts.provenance import provenance
-from dtbench.reporting.html.profiles import spans_of
 from dtbench.reporting.html.section import Material
 from dtbench.suite import Run
 from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.tests import made_up, made_up_findings
-
 from dtbench.tests.html_page import HOSTILE, Page, cells, harmless, hostile, section
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
 from dtbench.reporting.html.figures import MAX_ROWS, Row, Style, dots
 from dtbench.reporting.html.section import Section
 from dtbench.suite.grouping import known_first
+from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
 
 CORE, TORCH, FLOOR = Style("s0", "o"), Style("s1", "s", (5, 2), hollow=True), Style("s2", "|", (1.5, 1.5))
@@ -30,7 +30,7 @@ def impls_of(cases: Sequence[Case]) -> list[str]:
     return known_first({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
 
 
-def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop: str) -> list[t.Column]:
+def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop: str) -> list[t.TableColumn]:
     """What tells the cases of a table apart: the params under their headers, their name under `of_name` before the
     first that is no mesh dim, sizes last; all others but `drop` in one column, for no two rows may look the same."""
     sizes = [p for p in params if p == "size" or p.endswith("_bytes")]
@@ -46,7 +46,7 @@ def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop:
     ]
 
 
-def times(cases: Sequence[Case]) -> list[t.Column]:
+def times(cases: Sequence[Case]) -> list[t.TableColumn]:
     """The time of each impl, and of the core over torch."""
     columns = [(impl, [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]
     ratios = [c.ratio("core", "torch") for c in cases]
@@ -54,7 +54,7 @@ def times(cases: Sequence[Case]) -> list[t.Column]:
     return [*t.times([("floor" if impl == "local" else impl, column) for impl, column in columns]), *marked]
 
 
-def bandwidths(cases: Sequence[Case]) -> list[t.Column]:
+def bandwidths(cases: Sequence[Case]) -> list[t.TableColumn]:
     """The bandwidth of each impl that moves bytes."""
     of = {i: [c.impls[i].algbw_Bps if i in c.impls else None for c in cases] for i in impls_of(cases)}
     return t.bandwidths([(impl, column) for impl, column in of.items() if any(column)])

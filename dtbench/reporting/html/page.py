@@ -22,8 +22,8 @@ from dtbench.reporting.html.parts.provenance import provenance
 from dtbench.reporting.html.section import Material, Section
 from dtbench.reporting.html.sources import KINDS, Sources
 from dtbench.reporting.html.svg import settings
-from dtbench.reporting.html.tables import compact
 from dtbench.suite.errors import UsageError, plain
+from dtbench.text.table import compact
 
 GENERATOR = "dtbench report"
 BUDGET_BYTES = 2_000_000

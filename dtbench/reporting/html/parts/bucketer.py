@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from dtbench.cost.settings.buckets import choose, sweeps_of
 from dtbench.records import profile
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import bandwidth_tick, seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
 from dtbench.reporting.html.figures import (
@@ -29,6 +28,7 @@ from dtbench.reporting.html.impls import CORE, FLOOR, TORCH, bandwidths, named
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by
+from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
 
 BUCKET_STYLES = {
@@ -180,8 +180,8 @@ def _bucket_table(cases: Sequence[Case]) -> t.Table:
             t.speeds("core beside unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
             t.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
             t.counts("Collectives, core", counter("collectives")),
-            t.Column("Copied, core", t.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
-            t.Column("Peak memory, core", t.aligned(counter("peak_bytes"), 2**20), True, "MiB"),
+            t.TableColumn("Copied, core", t.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
+            t.TableColumn("Peak memory, core", t.aligned(counter("peak_bytes"), 2**20), True, "MiB"),
         ],
         folded=True,
     )

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from dtbench.records import judged
 from dtbench.records.judged import Judged
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import Axis, ratio_axis
 from dtbench.reporting.html.changes import OUTCOMES, Changes, observations_of, why
 from dtbench.reporting.html.figures import Figure, Row, Style, dots
 from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.text import table as t
 
 ROW = "case-"  # before the number of a row, in the anchor that leads to it
 MOST_INTERVALS, MOST_CHANGED = 40, 300
@@ -141,16 +141,16 @@ def _intervals(section: Section, changes: Changes) -> Figure | None:
 
 
 def _table(changes: Sequence[Judged]) -> t.Table:
-    def bound(header: str, values: Sequence[float | None]) -> t.Column:
+    def bound(header: str, values: Sequence[float | None]) -> t.TableColumn:
         cells = ["open" if v is None else t.factor(v) for v in values]
         known = [c.ratio is not None for c in changes]
-        return t.Column(header, [x if k else t.MISSING for x, k in zip(cells, known, strict=True)], True)
+        return t.TableColumn(header, [x if k else t.MISSING for x, k in zip(cells, known, strict=True)], True)
 
     noise = [c.effect.sd if c.effect else None for c in changes]
     over = [t.MISSING if c.ratio is None or not c.matters else f"{c.severity:+.1f}" for c in changes]
     details = [
         t.percents("least that counts", [c.matters for c in changes]),
-        t.Column("over threshold", over, True),
+        t.TableColumn("over threshold", over, True),
         *([t.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
         t.text("Observations", [observations_of(c) for c in changes]),
         t.text("Estimator", [c.estimator for c in changes]),

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from dtbench.comparison.references import compare_with_reference
 from dtbench.records.layout import layout_of
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import bandwidths_axis
 from dtbench.reporting.html.cases import Case, distinct, main_dtype
 from dtbench.reporting.html.figures import DASHES, LOOKS, Curves, Figure, Series, Style, curves, line
@@ -18,6 +17,7 @@ from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.reporting.public import public_systems
 from dtbench.suite import Gpu, Header, Param, Run
 from dtbench.suite.grouping import group_by, known_first
+from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_size, plural
 
 # GB/s per link and direction, by NVML's number of the version (nvml.h, NVML_NVLINK_VERSION_*: 1.0, 2.0, 2.2,

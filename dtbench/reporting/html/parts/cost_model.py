@@ -9,10 +9,10 @@ import numpy as np
 
 from dtbench.cost.price import RingConstants, price, ring_us
 from dtbench.records.topology import Dim, Topology
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import ratio_axis
 from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves
 from dtbench.reporting.html.section import Section
+from dtbench.text import table as t
 from dtbench.text.units import format_size, significant
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
@@ -157,8 +157,8 @@ def _constants(topology: Topology) -> t.Table:
     dims = topology.dims
     builtin = [dim.builtin for dim in dims]
 
-    def column(header: str, cells: Sequence[str], unit: str) -> t.Column:
-        return t.Column(header, cells, True, unit)
+    def column(header: str, cells: Sequence[str], unit: str) -> t.TableColumn:
+        return t.TableColumn(header, cells, True, unit)
 
     def ours(values: Iterable[float | None]) -> list[str]:
         return [t.MISSING if value is None else significant(value, 3) for value in values]
@@ -256,14 +256,16 @@ def _lines(topology: Topology) -> t.Table:
             t.text("Mesh dim", [dim.name for dim, *_ in rows]),
             t.text("Of", [what for _, what, _, _ in rows]),
             t.text("Call", [name for _, _, name, _ in rows]),
-            t.Column("α", t.aligned([curve.alpha_us for curve in lines]), True, "µs"),
-            t.Column("90 % interval", [_interval(curve.alpha_interval) for curve in lines], True, "µs"),
-            t.Column("β", t.aligned([curve.beta_GiBps for curve in lines]), True, "GiB/s"),
-            t.Column("90 % interval", [_interval(curve.beta_interval) for curve in lines], True, "GiB/s"),
+            t.TableColumn("α", t.aligned([curve.alpha_us for curve in lines]), True, "µs"),
+            t.TableColumn("90 % interval", [_interval(curve.alpha_interval) for curve in lines], True, "µs"),
+            t.TableColumn("β", t.aligned([curve.beta_GiBps for curve in lines]), True, "GiB/s"),
+            t.TableColumn(
+                "90 % interval", [_interval(curve.beta_interval) for curve in lines], True, "GiB/s"
+            ),
             t.ratios("off by, mean", [curve.geometric_mean_ratio for curve in lines]),
             t.counts("Points", [curve.points for curve in lines]),
             t.counts("Launches", [curve.launches for curve in lines]),
-            t.Column("Sizes", [" – ".join(map(format_size, curve.size_bytes)) for curve in lines], True),
+            t.TableColumn("Sizes", [" – ".join(map(format_size, curve.size_bytes)) for curve in lines], True),
         ],
         note="What a call is expected to take is read from a table of measured times, which has the interval that a "
         "new launch falls into nine times of ten; a line sums one up.",

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from dtbench.records.profile import Call, Stage
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import Axis, seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
 from dtbench.reporting.html.figures import (
@@ -24,6 +23,7 @@ from dtbench.reporting.html.impls import add_dots, core_beside_torch, named, tim
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.suite import STAGES, Param
 from dtbench.suite.grouping import group_by, known_first
+from dtbench.text import table as t
 from dtbench.text.units import format_seconds, plural
 
 PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
@@ -212,8 +212,10 @@ def _stage_table(calls: Sequence[Call]) -> t.Table:
             t.text("Case", [c.label for c, _ in rows]),
             t.text("Impl", [c.impl for c, _ in rows]),
             t.text("Stage", [row.stage for _, row in rows]),
-            t.Column("time", t.aligned([row.ns for _, row in rows], 1e3, 2), True, "µs"),
-            t.Column("plus or minus", t.aligned([row.plus_minus_ns for _, row in rows], 1e3, 2), True, "µs"),
+            t.TableColumn("time", t.aligned([row.ns for _, row in rows], 1e3, 2), True, "µs"),
+            t.TableColumn(
+                "plus or minus", t.aligned([row.plus_minus_ns for _, row in rows], 1e3, 2), True, "µs"
+            ),
             t.percents("share", [row.ns / c.whole_ns if c.whole_ns else None for c, row in rows], 0),
             t.text("Recorded by", [c.source for c, _ in rows]),
         ],

@@ -5,10 +5,10 @@ from __future__ import annotations
 from statistics import median
 
 from dtbench.records.preflight import Finding, Preflight
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import seconds_tick, value_axis
 from dtbench.reporting.html.figures import Figure, Map, Row, Style, dots, maps
 from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_seconds, format_size, plural
 
 STYLES = {"rank": Style("s0", "o", None, words="time of equal work")}
@@ -84,7 +84,7 @@ def _findings(one: Preflight) -> t.Table:
             t.text("In", [f.kind for f in one.findings]),
             t.percents("Of peers’ speed", [f.share for f in one.findings]),
             t.percents("Packets sent again", [f.lost for f in one.findings]),
-            t.Column("By chance, at most", [f"{f.p:.1g}" for f in one.findings], True),
+            t.TableColumn("By chance, at most", [f"{f.p:.1g}" for f in one.findings], True),
         ],
     )
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dtbench.records.layout import from_last_arrival_s, mesh_groups
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import seconds_tick, value_axis
 from dtbench.reporting.html.figures import Figure, Map, Row, Style, dots, maps
 from dtbench.reporting.html.section import Section
 from dtbench.stats import estimate_s
 from dtbench.suite import Header, Result, Run
 from dtbench.suite.mesh import Groups
+from dtbench.text import table as t
 from dtbench.text.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, significant
 
 # A larger mesh is not told apart on a page; nor are more rows of ranks.

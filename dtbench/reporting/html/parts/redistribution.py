@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 
 from dtbench.records.topology import Topology
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import seconds_tick, times_axis
 from dtbench.reporting.html.cases import Case, distinct, main_dtype
 from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves, line
@@ -14,6 +13,7 @@ from dtbench.reporting.html.impls import CORE, TORCH, add_dots, core_beside_torc
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.suite.grouping import group_by
+from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
