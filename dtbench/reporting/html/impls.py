@@ -8,7 +8,7 @@ from functools import partial
 
 from dtbench.reporting.html.axes import seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
-from dtbench.reporting.html.figures import MAX_ROWS, Row, Style, dots
+from dtbench.reporting.html.figures import MAX_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Section
 from dtbench.suite.grouping import known_first
 from dtbench.text import table as t
@@ -88,7 +88,7 @@ def add_dots(
     more = sorted(set(found) - set(IMPL_STYLES))
     styles |= {impl: _MORE_STYLES[i % len(_MORE_STYLES)] for i, impl in enumerate(more)}
 
-    def desc(of: Sequence[Row]) -> str:
+    def desc(of: Sequence[DotRow]) -> str:
         ends = [v for row in of for v in row.values.values()]
         return f"{len(of)} rows; times from {format_seconds(min(ends))} to {format_seconds(max(ends))}."
 
@@ -103,11 +103,11 @@ def _longest(case: Case) -> float:
     return case.seconds("torch") or case.seconds("core") or 0.0
 
 
-def _row(case: Case, label: str) -> Row:
+def _row(case: Case, label: str) -> DotRow:
     ratio = case.ratio("core", "torch")
     values = {impl: m.estimate_s for impl, m in case.impls.items()}
     spans = {impl: (m.estimate_s, m.p75_s) for impl, m in case.impls.items()}
-    return Row(label, values, "" if ratio is None else t.faster(ratio), spans)
+    return DotRow(label, values, "" if ratio is None else t.faster(ratio), spans)
 
 
 def core_beside_torch(section: Section, cases: Sequence[Case], what: str, where: str) -> str:

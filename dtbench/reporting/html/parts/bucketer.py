@@ -11,18 +11,16 @@ from dtbench.reporting.html.axes import bandwidth_tick, seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
 from dtbench.reporting.html.figures import (
     DASHES,
-    Bar,
+    Curve,
     Curves,
+    DotRow,
     Figure,
-    Row,
-    Series,
+    StackedBar,
     Style,
     bars,
     curves,
     dots,
     line,
-    shades_of,
-    stacked,
 )
 from dtbench.reporting.html.impls import CORE, FLOOR, TORCH, bandwidths, named
 from dtbench.reporting.html.section import Material, Part, Section
@@ -120,7 +118,7 @@ def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
     impls = [i for i in BUCKET_STYLES if any(i in c.impls for c in cases)]
     together = 1 < len(dims) <= len(DASHES) and len(dims) * len(impls) <= MOST_LINES
     styles = _dim_styles(dims, impls) if together else BUCKET_STYLES
-    by_panel: dict[tuple[str, str, int], list[Series]] = {}
+    by_panel: dict[tuple[str, str, int], list[Curve]] = {}
     for (dim, dtype, tensor), of in sorted(grouped.items(), key=lambda i: i[0][2]):
         series = by_panel.setdefault(("" if together else str(dim), str(dtype), tensor), [])
         for impl in impls:
@@ -210,7 +208,7 @@ def _gradient(case: Case) -> str:
 def _overlap(cases: Sequence[Case]) -> Figure | None:
     """An all-reduce per layer, waited for at once or where it is used."""
     rows = [
-        Row(
+        DotRow(
             f"{c.get('mesh_dim')}, {_gradient(c)}",
             {i: s for i in OVERLAP_STYLES if (s := c.seconds(i)) is not None},
             hidden_words(hidden(c)),
@@ -256,7 +254,9 @@ def _parts(profiles: Sequence[profile.Section], folded: bool) -> Figure | None:
 
     panels = {
         one.label: [
-            Bar(f"rank {rank}", stacked((BUSY[k], getattr(parts, k) * 1e-6) for k in BUSY), words(parts))
+            StackedBar(
+                f"rank {rank}", [(word, getattr(parts, k) * 1e-6) for k, word in BUSY.items()], words(parts)
+            )
             for rank, parts in _known(one)[:MAX_RANKS]
         ]
         for one in profiles[:MAX_SECTIONS]
@@ -264,11 +264,10 @@ def _parts(profiles: Sequence[profile.Section], folded: bool) -> Figure | None:
     return bars(
         "parts",
         panels,
-        shades_of(list(BUSY.values())),
+        list(BUSY.values()),
         "What each rank does in one iteration, mean over the profiled ones. “Communicating” is exposed: nothing is "
         "computed meanwhile; “both” is what overlaps. "
         f"At most {MAX_SECTIONS} sections and {MAX_RANKS} ranks are drawn; the table has all.",
-        seconds_tick,
         folded="What each rank does in an iteration" if folded else "",
     )
 

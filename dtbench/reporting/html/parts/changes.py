@@ -9,7 +9,7 @@ from dtbench.records import judged
 from dtbench.records.judged import Judged
 from dtbench.reporting.html.axes import Axis, ratio_axis
 from dtbench.reporting.html.changes import OUTCOMES, Changes, observations_of, why
-from dtbench.reporting.html.figures import Figure, Row, Style, dots
+from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.text import table as t
 
@@ -114,7 +114,7 @@ def _intervals(section: Section, changes: Changes) -> Figure | None:
         # Short enough for a figure: what tells the case from the others in it.
         told = [str(value) for name, value in c.params.items() if len(values[name]) > 1]
         rows.append(
-            Row(
+            DotRow(
                 " ".join([c.name, *told, *([f"({c.impl})"] if several else [])]),
                 {style: c.ratio},
                 f"{c.verdict.shape} {t.factor(c.ratio)}",

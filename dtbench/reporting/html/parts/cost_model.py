@@ -10,7 +10,7 @@ import numpy as np
 from dtbench.cost.price import RingConstants, price, ring_us
 from dtbench.records.topology import Dim, Topology
 from dtbench.reporting.html.axes import ratio_axis
-from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves
+from dtbench.reporting.html.figures import Curve, Curves, Figure, Style, curves
 from dtbench.reporting.html.section import Section
 from dtbench.text import table as t
 from dtbench.text.units import format_size, significant
@@ -71,25 +71,25 @@ def fitted_on(dim: Dim) -> tuple[float, float]:
     return low / 1.1, high * 1.1
 
 
-def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[Series]:
+def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[Curve]:
     """Times by the built-in and by the fitted constants."""
     at = between(sizes)
     by = {"builtin": dim.builtin, "fitted": dim}
     times = {
         key: [s for size in at if (s := ring_s(dim, name, size, of)) is not None] for key, of in by.items()
     }
-    return [Series(key, at, of) for key, of in times.items() if of]
+    return [Curve(key, at, of) for key, of in times.items() if of]
 
 
-def table_lines(dim: Dim, name: str) -> list[Series]:
+def table_lines(dim: Dim, name: str) -> list[Curve]:
     """The table of a collective with its interval, and the points it was made of."""
     table = dim.collectives[name].table
     ends = [float(row.size_bytes) for row in table]
     sizes = between(ends)
     prices = [price(dim.collectives[name], size) for size in sizes]
     band = [p.low_us * 1e-6 for p in prices], [p.high_us * 1e-6 for p in prices]
-    expected = Series("table", sizes, [p.time_us * 1e-6 for p in prices], band)
-    return [expected, Series("measured", ends, [row.measured_us * 1e-6 for row in table])]
+    expected = Curve("table", sizes, [p.time_us * 1e-6 for p in prices], band)
+    return [expected, Curve("measured", ends, [row.measured_us * 1e-6 for row in table])]
 
 
 def _residuals(topology: Topology) -> Figure | None:
@@ -117,7 +117,7 @@ def _residuals(topology: Topology) -> Figure | None:
     )
 
 
-def residuals_of(dim: Dim) -> list[Series]:
+def residuals_of(dim: Dim) -> list[Curve]:
     pairs: dict[str, list[tuple[float, float]]] = {"builtin": [], "table": [], "fitted": []}
     for point in dim.residuals.points:
         name, size, measured = point.collective, point.size_bytes, point.measured_s
@@ -126,7 +126,7 @@ def residuals_of(dim: Dim) -> list[Series]:
             pairs["builtin"].append((size, built_in / measured))
         if name in dim.collectives:
             pairs["table"].append((size, 1e-6 * price(dim.collectives[name], size).time_us / measured))
-    return [Series(key, [p[0] for p in of], [p[1] for p in of]) for key, of in pairs.items() if of]
+    return [Curve(key, [p[0] for p in of], [p[1] for p in of]) for key, of in pairs.items() if of]
 
 
 def percent_off(ratio: float) -> str:

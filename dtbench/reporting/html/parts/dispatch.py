@@ -9,15 +9,13 @@ from dtbench.records.profile import Call, Stage
 from dtbench.reporting.html.axes import Axis, seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
 from dtbench.reporting.html.figures import (
-    Bar,
+    Curve,
     Curves,
     Figure,
-    Series,
+    StackedBar,
     Style,
     bars,
     curves,
-    shades_of,
-    stacked,
 )
 from dtbench.reporting.html.impls import add_dots, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, Section
@@ -149,7 +147,7 @@ def _spread(cases: Sequence[Case]) -> Figure | None:
     )
 
 
-def _shares(cases: Sequence[Case]) -> list[Series]:
+def _shares(cases: Sequence[Case]) -> list[Curve]:
     series = []
     for key in SPREAD_STYLES:
         impl, _, call = key.partition(" ")
@@ -161,7 +159,7 @@ def _shares(cases: Sequence[Case]) -> list[Series]:
         found = found[:: max(1, len(found) // MAX_STEPS)]
         xs = [x for time in found for x in (time, time)]
         ys = [y / len(found) for k in range(len(found)) for y in (k, k + 1)]
-        series.append(Series(key, xs, ys))
+        series.append(Curve(key, xs, ys))
     return series
 
 
@@ -172,9 +170,9 @@ def _stages(calls: Sequence[Call], folded: bool) -> Figure | None:
     """A panel per case: a bar per impl, its parts the stages."""
     panels = {
         label: [
-            Bar(
+            StackedBar(
                 c.impl,
-                stacked((row.stage, row.ns * 1e-9) for row in _rows(c)),
+                [(row.stage, row.ns * 1e-9) for row in _rows(c)],
                 f"{format_seconds(c.whole_ns * 1e-9)} in all",
                 c.floor_ns * 1e-9 if c.floor_ns is not None else None,
             )
@@ -186,11 +184,10 @@ def _stages(calls: Sequence[Call], folded: bool) -> Figure | None:
     return bars(
         "stages",
         panels,
-        shades_of(_in_order(calls)),
+        _in_order(calls),
         "Where the time of one call goes, stage by stage, what recording costs taken off; the upright strokes are the "
         "plain op alone, so what lies beyond its length is what distribution adds. Stages too short for their name "
         f"are in the table; so are cases beyond the first {MAX_CASES}.",
-        seconds_tick,
         folded="Where the time of a call goes, stage by stage" if folded else "",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from dtbench.reporting.html.axes import Axis, close_axis
-from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves
+from dtbench.reporting.html.figures import Curve, Curves, Figure, Style, curves
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.reporting.html.sources import History
 from dtbench.text import table as t
@@ -60,7 +60,7 @@ def _figure(section: Section, index: int, one: History, times: Times) -> Figure 
     for label, points in list(drawn.items())[:MOST_PANELS]:
         values = [time for _, time in points]
         desc = f"{len(points)} revisions; the last is {_change(points) or 0:+.1%} against the median of those before."
-        line = [Series("time", [float(place) for place, _ in points], values)]
+        line = [Curve("time", [float(place) for place, _ in points], values)]
         own = close_axis(values, median(values))
         panels.append(Curves(names[label], line, desc, level=_before(points), y=own))
     places = range(0, len(one.points), max(1, (len(one.points) - 1) // 3))

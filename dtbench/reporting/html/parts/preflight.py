@@ -6,7 +6,7 @@ from statistics import median
 
 from dtbench.records.preflight import Finding, Preflight
 from dtbench.reporting.html.axes import seconds_tick, value_axis
-from dtbench.reporting.html.figures import Figure, Map, Row, Style, dots, maps
+from dtbench.reporting.html.figures import DotRow, Figure, HeatMap, Style, dots, maps
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_seconds, format_size, plural
@@ -47,7 +47,7 @@ def _links(section: Section, one: Preflight, number: int) -> Figure | None:
         slowest = min(rates, key=lambda pair: rates[pair])
         ranks = "–".join(map(str, sorted(slowest)))
         desc = f"{len(rates)} pairs; the slowest is {ranks} with {format_bandwidth(rates[slowest])}"
-        panels.append(Map(f"Links {kind}", cells, format_bandwidth, desc))
+        panels.append(HeatMap(f"Links {kind}", cells, format_bandwidth, desc))
     return maps(
         f"preflight{number}",
         panels,
@@ -61,7 +61,7 @@ def _work(one: Preflight, number: int) -> Figure | None:
         return None
     panels = {
         kind: [
-            Row(f"rank {rank} ({one.hosts[rank]})", {"rank": s}, format_seconds(s))
+            DotRow(f"rank {rank} ({one.hosts[rank]})", {"rank": s}, format_seconds(s))
             for rank, s in enumerate(by_rank)
         ]
         for kind, by_rank in one.work_s.items()

@@ -10,7 +10,7 @@ import numpy as np
 
 from dtbench.records.layout import from_last_arrival_s, mesh_groups
 from dtbench.reporting.html.axes import seconds_tick, value_axis
-from dtbench.reporting.html.figures import Figure, Map, Row, Style, dots, maps
+from dtbench.reporting.html.figures import DotRow, Figure, HeatMap, Style, dots, maps
 from dtbench.reporting.html.section import Section
 from dtbench.stats import estimate_s
 from dtbench.suite import Header, Result, Run
@@ -141,7 +141,9 @@ def _map(header: Header, found: Sequence[Ranks]) -> Figure | None:
         desc = f"Bus bandwidth of each rank's group, from {ends[0]} to {ends[1]}."
         scale = unit.scale
         panels.append(
-            Map(f"{one.words}, {unit.name}", cells, lambda v, scale=scale: significant(v / scale, 3), desc)  # type: ignore[misc]
+            HeatMap(
+                f"{one.words}, {unit.name}", cells, lambda v, scale=scale: significant(v / scale, 3), desc
+            )  # type: ignore[misc]
         )
     whole = ", ".join(f"{format_bandwidth(one.whole_Bps)} over {one.dim}" for one in drawn)
     return maps(
@@ -162,7 +164,7 @@ def _skew(found: Sequence[Ranks]) -> Figure | None:
     for one in found:
         latest = sorted(one.late_s, key=lambda rank: -one.late_s[rank][1])[:MAX_RANKS]
         panels[one.words] = [
-            Row(
+            DotRow(
                 f"rank {rank}",
                 {"late": one.late_s[rank][1]},
                 f"last {one.last.get(rank, 0):.0%}",
@@ -171,7 +173,7 @@ def _skew(found: Sequence[Ranks]) -> Figure | None:
             for rank in (sorted(latest) if len(one.late_s) <= MAX_RANKS else latest)
         ]
 
-    def desc(rows: Sequence[Row]) -> str:
+    def desc(rows: Sequence[DotRow]) -> str:
         worst = max(rows, key=lambda row: row.values["late"])
         return f"{worst.label.capitalize()} comes latest, by {format_seconds(worst.values['late'])} in the median."
 
