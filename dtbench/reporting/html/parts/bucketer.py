@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dtbench.cost.settings.buckets import choose, sweeps_of
 from dtbench.records import profile
 from dtbench.reporting.html.axes import bandwidth_tick, seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
@@ -24,7 +23,6 @@ from dtbench.reporting.html.figures import (
 )
 from dtbench.reporting.html.impls import CORE, FLOOR, TORCH, bandwidths, named
 from dtbench.reporting.html.section import Material, Part, Section
-from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
@@ -59,7 +57,7 @@ def fill(section: Section, of: Material) -> None:
             "reference is fairscale’s algorithm. GB = 10⁹ bytes."
         )
         section.add(_throughput(section, buckets), _bucket_table(buckets))
-        _headline(section, of, buckets)
+        _headline(section, buckets)
     overlaps = of.cases("overlap")
     section.add(_overlap(overlaps), _overlap_table(overlaps))
     ranks = of.sources.ranks
@@ -70,37 +68,17 @@ def fill(section: Section, of: Material) -> None:
 # ------------------------------------------------------------------------------------ buckets
 
 
-def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
-    """How much faster buckets of the size are that settings would choose, else of the largest."""
-    try:
-        chosen = {one.group[:4]: one.bucket for one in map(choose, sweeps_of(of.sources.runs))}
-    except UsageError:  # no sweep over sizes
-        chosen = {}
+def _headline(section: Section, cases: Sequence[Case]) -> None:
+    """How much faster the bucketer is than a call for each tensor, in buckets of the largest size."""
     largest = max(c.number("bucket_bytes") for c in cases)
-    there = [
-        (c, ratio)
-        for c in cases
-        if c.number("bucket_bytes") == chosen.get(_group(c), largest)
-        and (ratio := c.ratio("core", "unbucketed")) is not None
-    ]
-    if there:
-        buckets = sorted({c.number("bucket_bytes") for c, _ in there})
-        ratios = [ratio for _, ratio in there]
+    both = [c.ratio("core", "unbucketed") for c in cases if c.number("bucket_bytes") == largest]
+    ratios = [ratio for ratio in both if ratio is not None]
+    if ratios:
         words = (
-            f"in buckets of {' or '.join(map(format_size, buckets))} than one call for each tensor: geometric mean of "
+            f"in buckets of {format_size(largest)} than one call for each tensor: geometric mean of "
             f"{plural(len(ratios), 'case')}, from {t.faster(max(ratios))} to {t.faster(min(ratios))}"
         )
         section.headlines.append((t.faster(geometric_mean(ratios)), words))
-
-
-def _group(case: Case) -> tuple[str, int, str, int]:
-    """As `dtbench.cost.settings.buckets.Group` begins."""
-    return (
-        str(case.get("mesh_dim")),
-        case.number("ranks"),
-        str(case.get("dtype")),
-        case.number("tensor_bytes"),
-    )
 
 
 def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:

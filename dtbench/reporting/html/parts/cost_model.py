@@ -48,8 +48,7 @@ def add_model(section: Section, topology: Topology) -> None:
     )
     section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
     section.add(_residuals(topology))
-    section.add(_constants(topology), _left_out(topology), _contention(topology))
-    section.add(_points(topology), _lines(topology))
+    section.add(_constants(topology), _left_out(topology), _points(topology))
     found = []
     for dim in topology.dims if topology.backend == "nccl" else ():
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
@@ -205,20 +204,6 @@ def _left_out(topology: Topology) -> t.Table:
     )
 
 
-def _contention(topology: Topology) -> t.Table:
-    rows = [(dim, name, ratio) for dim in topology.dims for name, ratio in dim.contention.items()]
-    return t.Table(
-        "Time of all groups at once over the time of one alone: 2 where two share one link",
-        [
-            t.text("Mesh dim", [dim.name for dim, _, _ in rows]),
-            t.text("Collective", [name for _, name, _ in rows]),
-            t.sizes("Size", [format_size(ratio.size_bytes) for _, _, ratio in rows]),
-            t.ratios("together / alone", [ratio.together_over_alone for _, _, ratio in rows]),
-        ],
-        folded=True,
-    )
-
-
 def _points(topology: Topology) -> t.Table:
     rows = [(dim, p) for dim in topology.dims for p in dim.residuals.points]
     predicted = [ring_s(dim, p.collective, p.size_bytes, dim.builtin) for dim, p in rows]
@@ -238,36 +223,5 @@ def _points(topology: Topology) -> t.Table:
             t.ratios("fitted / measured", [p.predicted_s / p.measured_s for _, p in rows]),
             t.factors("built-in / measured", off),
         ],
-        folded=True,
-    )
-
-
-def _lines(topology: Topology) -> t.Table:
-    rows = [
-        (dim, what, name, curve)
-        for dim in topology.dims
-        for what, of in {"c10d": dim.collectives, **dim.transitions}.items()
-        for name, curve in of.items()
-    ]
-    lines = [curve for *_, curve in rows]
-    return t.Table(
-        "A line of its own for every collective and change of placement: time = α + size / β",
-        [
-            t.text("Mesh dim", [dim.name for dim, *_ in rows]),
-            t.text("Of", [what for _, what, _, _ in rows]),
-            t.text("Call", [name for _, _, name, _ in rows]),
-            t.TableColumn("α", t.aligned([curve.alpha_us for curve in lines]), True, "µs"),
-            t.TableColumn("90 % interval", [_interval(curve.alpha_interval) for curve in lines], True, "µs"),
-            t.TableColumn("β", t.aligned([curve.beta_GiBps for curve in lines]), True, "GiB/s"),
-            t.TableColumn(
-                "90 % interval", [_interval(curve.beta_interval) for curve in lines], True, "GiB/s"
-            ),
-            t.ratios("off by, mean", [curve.geometric_mean_ratio for curve in lines]),
-            t.counts("Points", [curve.points for curve in lines]),
-            t.counts("Launches", [curve.launches for curve in lines]),
-            t.TableColumn("Sizes", [" – ".join(map(format_size, curve.size_bytes)) for curve in lines], True),
-        ],
-        note="What a call is expected to take is read from a table of measured times, which has the interval that a "
-        "new launch falls into nine times of ten; a line sums one up.",
         folded=True,
     )

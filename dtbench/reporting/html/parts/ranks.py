@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,16 +9,15 @@ import numpy as np
 
 from dtbench.records.layout import from_last_arrival_s, mesh_groups
 from dtbench.reporting.html.axes import seconds_tick, value_axis
-from dtbench.reporting.html.figures import DotRow, Figure, HeatMap, Style, dots, maps
+from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import Section
 from dtbench.stats import estimate_s
 from dtbench.suite import Header, Result, Run
 from dtbench.suite.mesh import Groups
 from dtbench.text import table as t
-from dtbench.text.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, significant
+from dtbench.text.units import format_seconds, format_size
 
-# A larger mesh is not told apart on a page; nor are more rows of ranks.
-MAX_CELLS = 1024
+# More rows are not told apart on a page.
 MAX_RANKS = 48
 LATE = {"late": Style("s1", "D", words="median, with the lower and upper quartile")}
 
@@ -46,7 +44,7 @@ class Ranks:
 
 def add_ranks(section: Section, runs: Sequence[Run]) -> None:
     header, found = runs[0].header, ranks_of(runs)
-    section.add(_map(header, found), _skew(found), _table(found, header))
+    section.add(_skew(found), _table(found, header))
 
 
 def ranks_of(runs: Sequence[Run]) -> list[Ranks]:
@@ -123,39 +121,6 @@ def _last(groups: Groups, late: Mapping[int, np.ndarray]) -> dict[int, float]:
             last = np.array([late[rank] for rank in there]).argmax(axis=0)
             shares |= {rank: float((last == place).mean()) for place, rank in enumerate(there)}
     return shares
-
-
-def _map(header: Header, found: Sequence[Ranks]) -> Figure | None:
-    """A map of the mesh per dim: which groups are slow."""
-    shape, names = header.mesh.shape, header.mesh.dim_names
-    drawn = [one for one in found if one.busbw_Bps]
-    if not drawn or math.prod(shape) > MAX_CELLS:
-        return None
-    columns = shape[-1]
-    panels = []
-    for one in drawn:
-        unit = bandwidth_unit(one.busbw_Bps.values())
-        ranks = [range(first, first + columns) for first in range(0, math.prod(shape), columns)]
-        cells = [[(f"rank {rank}", one.busbw_Bps.get(rank)) for rank in row] for row in ranks]
-        ends = [format_bandwidth(end(one.busbw_Bps.values())) for end in (min, max)]
-        desc = f"Bus bandwidth of each rank's group, from {ends[0]} to {ends[1]}."
-        scale = unit.scale
-        panels.append(
-            HeatMap(
-                f"{one.words}, {unit.name}", cells, lambda v, scale=scale: significant(v / scale, 3), desc
-            )  # type: ignore[misc]
-        )
-    whole = ", ".join(f"{format_bandwidth(one.whole_Bps)} over {one.dim}" for one in drawn)
-    return maps(
-        "mesh",
-        panels,
-        (" × ".join(names[:-1]) or "all", names[-1]),
-        "A map of the mesh per dim: bus bandwidth of the group that the rank belongs to; the faster, the deeper. Cells "
-        "of one group are alike; a pale group is a slow link. Counted from the arrival of a group’s last rank, so it "
-        "lies above the other figures’ and tables’ bandwidth of the same calls, which counts the wait for that rank "
-        f"and the slowest group: {whole}.",
-        folded="Which group is slow: a map of the mesh",
-    )
 
 
 def _skew(found: Sequence[Ranks]) -> Figure | None:
