@@ -54,7 +54,7 @@ class Results(Run):
         return f"<Results {self.path}: {summary_of(self.results)}>"
 
     def __str__(self) -> str:
-        from dtbench.reporting.tables import tables_of
+        from dtbench.reporting.run_tables import tables_of
 
         return tables_of(self)
 

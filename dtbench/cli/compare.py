@@ -47,8 +47,8 @@ def compare_command(
         return _compare_with_reference(base, system, as_json)
     if system is not None:
         raise click.UsageError("--system goes with --reference")
+    from dtbench.comparison.comparison_table import print_comparison
     from dtbench.comparison.runs import compare
-    from dtbench.comparison.tables import print_comparison
     from dtbench.records import baselines
     from dtbench.records.exports import write_exports
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dtbench.cli.program import cli
 from dtbench.records.frame import TIME_COLUMNS, cases_frame, cells, impls_of, params_of, results_frame
 from dtbench.records.run import RunWriter
-from dtbench.reporting.tables import print_csv
+from dtbench.reporting.run_tables import print_csv
 from dtbench.stats import summarize
 from dtbench.suite import STATUSES, Result, Run
 from dtbench.tests import made_up

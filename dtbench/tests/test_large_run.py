@@ -82,7 +82,7 @@ def test_what_a_command_read_is_not_searched_for_garbage(
     def spy(*_: object, **__: object) -> None:
         searched.append(gc.isenabled())
 
-    monkeypatch.setattr("dtbench.reporting.tables.print_runs", spy)
+    monkeypatch.setattr("dtbench.reporting.run_tables.print_runs", spy)
     assert dtbench("show", "a.jsonl")[0] == 0
     assert searched == [False] and gc.isenabled()
 

@@ -15,7 +15,7 @@ from dtbench.engine.clocks import SAME_CLOCK, Offset, lateness_s
 from dtbench.records.frame import cases_frame, cells, results_frame
 from dtbench.records.layout import from_last_arrival_s, layout_of, mesh_groups
 from dtbench.records.run import RunWriter, read_run
-from dtbench.reporting.tables import print_runs
+from dtbench.reporting.run_tables import print_runs
 from dtbench.stats import summarize
 from dtbench.suite import Header, Result
 from dtbench.suite.errors import UnreadableRunError

@@ -21,7 +21,7 @@ from dtbench.reporting.html.profiles import spans_of
 from dtbench.comparison import op_verdicts as coverage
 from dtbench.cost import calibration
 from dtbench.records.run import RunWriter
-from dtbench.reporting import html as reporting
+from dtbench.reporting import report as reporting
 from dtbench.reporting.html import Sources, data, gather, page, render
 from dtbench.reporting.html.parts import bucketer, changes, collectives, cost_model, ranks
 from dtbench.reporting.html.parts.provenance import provenance

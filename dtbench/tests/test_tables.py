@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from dtbench.cli.doctor import print_findings
+from dtbench.comparison.comparison_table import print_comparison
 from dtbench.comparison.runs import compare
-from dtbench.comparison.tables import print_comparison
 from dtbench.engine.progress import line_of
 from dtbench.machine.doctor import MachineFinding
 from dtbench.records.frame import cases_frame, results_frame
 from dtbench.records.frame import cells as cells_of
-from dtbench.reporting.tables import print_runs, print_runs_json
+from dtbench.reporting.run_tables import print_runs, print_runs_json
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING
 from dtbench.tests import made_up
@@ -213,56 +213,28 @@ def test_a_table_takes_no_more_than_the_terminal_has_and_names_what_it_leaves_ou
     assert re.findall(r"^left out, as the terminal is narrow: (.*)$", out, re.MULTILINE) == left_out[width]
 
 
-@pytest.mark.parametrize("width", ["", "80", "100", "200"])
+@pytest.mark.parametrize(("width", "form"), [("80", "row per impl"), ("100", "no spreads"), ("", "whole")])
 def test_a_table_of_three_impls_fits_what_reads_it(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, width: str
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, width: str, form: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", width)
-    params = [
-        {"placements": "Colwise,Rowwise", "mesh": mesh, "pass": way, "call": call}
-        for mesh in ("8", "2x4")
-        for way in ("forward", "forward+backward")
-        for call in ("cached", "first")
-    ]
     results = [
-        result("dispatch", name, impl, seconds, params=of)
-        for of in params
-        for name in ("adamw_step_foreach_x100", "redistribute")
+        result("dispatch", name, impl, seconds, params={"placements": "Colwise,Rowwise", "pass": way})
+        for way in ("forward", "forward+backward")
+        for name in ("adamw_step_x100", "redistribute")
         for impl, seconds in (("core", 2e-6), ("torch", 4e-6), ("local", 1e-6))
     ]
     print_runs([run(*results)])
-    out = capsys.readouterr().out
-    table = out.partition("\n\n")[0] if width == "200" else out.partition("1 x ok")[0]
+    table = capsys.readouterr().out.partition("12 x ok")[0]
     assert max(map(len, table.splitlines())) <= int(width or 120)
-    rows = [line.split() for line in out.splitlines() if line.startswith("adamw")]
-    assert len(rows) == 8 and all({"2.000", "4.000", "1.000", "0.500x"} <= set(row) for row in rows)
-    assert ("\nmesh=8" in out) == (width != "200")
-    assert ("left out at 80 columns: local spread" in out) == (width == "80")
-    print_runs([run(*results)], grouped=False)  # as with --sort
-    assert "\nmesh=8" not in capsys.readouterr().out
-
-
-def test_more_impls_than_fit_side_by_side_have_a_line_each(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    results = [
-        result("s", name, f"implementation-{i}", (1 + i) * 1e-6, algbw_Bps=1e6)
-        for name in ("a", "b")
-        for i in range(8)
-        if (name, i) != ("b", 3)
-    ]
-    print_runs([run(*results)])
-    rows = table_of(capsys.readouterr().out, "s: p25 of the samples")
-    assert len(rows) == 15
-    first = {
-        "case": "a",
-        "impl": "implementation-0",
-        "time": "1.500",
-        "time spread": "+67%",
-        "algbw": "1.000",
-    }
-    assert rows[0] == first
+    rows = [line.split() for line in table.splitlines() if line.startswith("adamw")]
+    if form == "row per impl":
+        assert [row[-3:] for row in rows[:2]] == [["2.000", "+150%", "0.500x"], ["torch", "4.000", "+150%"]]
+        assert len(rows) == 6
+    else:
+        assert len(rows) == 2 and all({"2.000", "4.000", "1.000", "0.500x"} <= set(row) for row in rows)
+        assert ("+150%" in rows[0]) == (form == "whole")
+    assert ("left out at 100 columns: spread, from last" in table) == (form == "no spreads")
 
 
 def test_launches_are_drawn_together(capsys: Capture) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich import box
@@ -21,6 +20,7 @@ from rich.text import Text
 
 from dtbench.suite import Param
 from dtbench.suite.errors import plain
+from dtbench.text.table import TableColumn
 from dtbench.text.units import format_size
 
 # A title and a cell per row.
@@ -62,13 +62,11 @@ def readable_width(console: Console) -> int:
     return console.width if console.is_terminal else _told_width() or _READABLE_WIDTH
 
 
-def width_of(console: Console, words: Iterable[Column], figures: Iterable[Column]) -> int:
-    """The least width that `print_columns` makes of them."""
-    columns = [_Measured.of(*column) for column in words]
-    columns += [_Measured.of(*column, numeric=True) for column in figures]
-    if console.is_terminal:
-        return _needed(columns)
-    return _natural(columns)
+def width_of(console: Console, columns: Sequence[TableColumn]) -> int:
+    """The least width that `print_table` makes of them."""
+    return _width(
+        [_natural(one) if one.numeric or not console.is_terminal else _least(one) for one in columns]
+    )
 
 
 def print_columns(
@@ -78,97 +76,93 @@ def print_columns(
     remarks: Iterable[Column] = (),
     extras: Sequence[Column] = (),
 ) -> None:
-    """A table, whole, over the terminal's edge if need be.
-
-    words, remarks: columns of text, which may break between words where the terminal is narrow; without rules and
-    bold heads where something else reads along. figures: columns of numbers between them, which never wrap. extras:
-    last columns, of text, that are left out where they do not fit; a line then names them.
-    """
+    """As `print_table`. words, remarks: columns of text; figures: columns of numbers between them; extras: last
+    columns, of text, that are left out where they do not fit."""
     columns = [
-        *(_Measured.of(*column) for column in words),
-        *(_Measured.of(*column, numeric=True) for column in figures),
-        *(_Measured.of(*column) for column in remarks),
+        *(_column(*column) for column in words),
+        *(_column(*column, numeric=True) for column in figures),
+        *(_column(*column) for column in remarks),
     ]
-    optional = [_Measured.of(*column, least=_EXTRA_WIDTH) for column in extras]
-    if not console.is_terminal and _natural([*columns, *optional]) <= console.width:
-        _print_plain(console, [*columns, *optional])
+    print_table(console, columns, [_column(*column) for column in extras])
+
+
+def _column(title: str, cells: Sequence[str | Text], numeric: bool = False) -> TableColumn:
+    styles = [str(cell.style) if isinstance(cell, Text) else "" for cell in cells]
+    return TableColumn(title, [str(cell) for cell in cells], numeric, styles=styles)
+
+
+def print_table(console: Console, columns: Sequence[TableColumn], extras: Sequence[TableColumn] = ()) -> None:
+    """A table, whole, over the terminal's edge if need be; without rules and bold heads where no terminal reads along.
+
+    Words may break between words, numbers never wrap. extras: last columns that are left out where they do not fit;
+    a line then names them.
+    """
+    natural = _width([_natural(one) for one in (*columns, *extras)])
+    if not console.is_terminal and natural <= console.width:
+        _print_plain(console, [*columns, *extras])
         return
     easy = [
-        column if column.numeric else replace(column, least=min(column.natural, _EASY_WIDTH))
-        for column in columns
+        _natural(one) if one.numeric else max(_least(one), min(_natural(one), _EASY_WIDTH)) for one in columns
     ]
-    shown = len(optional)
-    while shown and _needed([*easy, *optional[:shown]]) > console.width:
+    shown = len(extras)
+    while (
+        shown and _width([*easy, *(max(_least(one), _EXTRA_WIDTH) for one in extras[:shown])]) > console.width
+    ):
         shown -= 1
-    fits = _needed([*easy, *optional[:shown]]) <= console.width
-    _print_ruled(console, [*(easy if fits else columns), *optional[:shown]])
+    _print_ruled(console, [*columns, *extras[:shown]])
     if shown < len(extras):
-        left_out = ", ".join(title for title, _ in extras[shown:])
-        print_prose(console, f"left out, as the terminal is narrow: {left_out}")
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """A column. least, natural: the width that it needs, every word or figure on one line, and that it would like."""
-
-    title: Text
-    cells: list[Text]
-    numeric: bool
-    least: int
-    natural: int
-
-    @classmethod
-    def of(
-        cls, title: str, cells: Sequence[str | Text], *, numeric: bool = False, least: int = 0
-    ) -> _Measured:
-        shown = [cell if isinstance(cell, Text) else as_text(cell) for cell in cells]
-        whole = [as_text(title), *shown]
-        natural = max(cell_len(cell.plain) for cell in whole)
-        longest = max(cell_len(word) for cell in whole for word in (*cell.plain.split(), ""))
-        return cls(
-            whole[0], shown, numeric, natural if numeric else max(longest, min(least, natural)), natural
+        print_prose(
+            console, f"left out, as the terminal is narrow: {', '.join(one.header for one in extras[shown:])}"
         )
 
 
-def _needed(columns: Sequence[_Measured]) -> int:
-    return sum(column.least for column in columns) + _GAP * (len(columns) - 1)
+def _natural(column: TableColumn) -> int:
+    """The width that holds every cell on one line."""
+    return max(cell_len(printable(cell)) for cell in (column.title, *column.cells))
 
 
-def _natural(columns: Sequence[_Measured]) -> int:
-    return sum(column.natural for column in columns) + _GAP * (len(columns) - 1)
+def _least(column: TableColumn) -> int:
+    """The width that holds every word."""
+    return max(
+        cell_len(word) for cell in (column.title, *column.cells) for word in (*printable(cell).split(), "")
+    )
 
 
-def _print_ruled(console: Console, columns: Sequence[_Measured]) -> None:
-    """What is left of the terminal's width goes to the columns that lack most of theirs."""
-    widths = [column.least for column in columns]
-    spare = console.width - _needed(columns)
-    while spare > 0:
-        lacks = [column.natural - width for column, width in zip(columns, widths, strict=True)]
-        if max(lacks, default=0) <= 0:
-            break
-        widths[lacks.index(max(lacks))] += 1
-        spare -= 1
+def _width(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _print_ruled(console: Console, columns: Sequence[TableColumn]) -> None:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
     )
-    for column, width in zip(columns, widths, strict=True):
-        justify: Literal["right", "left"] = "right" if column.numeric else "left"
-        table.add_column(column.title, justify=justify, no_wrap=column.numeric, width=width)
-    for row in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*row)
+    for one in columns:
+        justify: Literal["right", "left"] = "right" if one.numeric else "left"
+        table.add_column(
+            as_text(one.title),
+            justify=justify,
+            no_wrap=one.numeric,
+            min_width=_natural(one) if one.numeric else _least(one),
+        )
+    styles = [one.styles or [""] * len(one.cells) for one in columns]
+    for row, of_row in zip(
+        zip(*(one.cells for one in columns), strict=True), zip(*styles, strict=True), strict=True
+    ):
+        table.add_row(*(as_text(cell, style) for cell, style in zip(row, of_row, strict=True)))
     width = console.width
-    console.width = max(width, _needed(columns) + _GAP)
+    console.width = max(width, width_of(console, columns) + _GAP)
     console.print(table, crop=False)
     console.width = width
 
 
-def _print_plain(console: Console, columns: Sequence[_Measured]) -> None:
+def _print_plain(console: Console, columns: Sequence[TableColumn]) -> None:
     """As rich would print it, which takes a second for a thousand rows; whole, without rules."""
-    for row in zip(*([column.title, *column.cells] for column in columns), strict=True):
+    widths = [_natural(one) for one in columns]
+    for row in zip(*([one.title, *one.cells] for one in columns), strict=True):
         parts = []
-        for cell, column in zip(row, columns, strict=True):
-            gap = " " * (column.natural - cell_len(cell.plain))
-            parts.append(gap + cell.plain if column.numeric else cell.plain + gap)
+        for cell, one, width in zip(map(printable, row), columns, widths, strict=True):
+            gap = " " * (width - cell_len(cell))
+            parts.append(gap + cell if one.numeric else cell + gap)
         console.file.write("  ".join(parts).rstrip() + "\n")
 
 

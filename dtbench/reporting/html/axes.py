@@ -17,6 +17,9 @@ from dtbench.text.units import format_bytes, format_seconds, format_size
 
 Format = Callable[[float], str]
 TICK_GAP_PX = 6.0
+# GB = 10^9 bytes, as everywhere in dtbench but the cost model.
+seconds_tick: Format = EngFormatter("s")
+bandwidth_tick: Format = EngFormatter("B/s")
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,7 @@ class Axis:
         axis = getattr(axes, f"{which}axis")
         getattr(axes, f"set_{which}scale")("log" if self.log else "linear")
         getattr(axes, f"set_{which}lim")(self.low, self.high)
-        ticks = [t for t in self.ticks if self.low <= t <= self.high]
-        axis.set_major_locator(FixedLocator(self._apart(axes, which, ticks)))
+        axis.set_major_locator(FixedLocator(self._apart(axes, which)))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: self.format(value)))
         if self.title:  # above the axis, where it takes no width
@@ -52,9 +54,13 @@ class Axis:
                 annotation_clip=False,
             )
 
-    def _apart(self, axes: Axes, which: str, ticks: Sequence[float]) -> Sequence[float]:
-        """Every second of them, every third, ... as far as their labels need it to have a gap between them."""
-        across, box = which == "x", axes.get_position()
+    @property
+    def _shown(self) -> list[float]:
+        return [t for t in self.ticks if self.low <= t <= self.high]
+
+    def _apart(self, axes: Axes, which: str) -> Sequence[float]:
+        """Every second tick, every third, ... as far as their labels need it to have a gap between them."""
+        across, box, ticks = which == "x", axes.get_position(), self._shown
         width, height = 72 * axes.get_figure(root=True).get_size_inches()  # type: ignore[union-attr]
         place = math.log if self.log else float
         scale = (box.width * width if across else box.height * height) / (place(self.high) - place(self.low))
@@ -67,7 +73,7 @@ class Axis:
 
     def width_px(self) -> float:
         """Of the widest label of its ticks."""
-        return max((text_px(self.format(t)) for t in self.ticks if self.low <= t <= self.high), default=0.0)
+        return max((text_px(self.format(t)) for t in self._shown), default=0.0)
 
     def precisely(self, value: float) -> str:
         """A value with the digits that the axis spares."""
@@ -76,7 +82,7 @@ class Axis:
 
 def value_axis(
     values: Sequence[float],
-    format_tick: Format,
+    format_tick: Format = seconds_tick,
     *,
     log: bool | None = None,
     most: int = 5,
@@ -91,7 +97,7 @@ def value_axis(
         return Axis(0.0, high * 1.06, False, format_tick, _round_ticks(0.0, high, most), title)
     room = max((high / low) ** 0.06, 1.15)
     low, high = low / room, high * room
-    return Axis(low, high, True, format_tick, log_ticks(low, high, most), title)
+    return Axis(low, high, True, format_tick, _log_ticks(low, high, most), title)
 
 
 def close_axis(values: Sequence[float], middle: float) -> Axis:
@@ -108,37 +114,30 @@ def ratio_axis(
     there = [*values, low, high]
     room = max((max(there) / min(there)) ** 0.05, 1.05)
     low, high = min(there) / room, max(there) * room
-    near = _round_ticks(low, high, 8) if high / low < 8 else log_ticks(low, high, 8)
+    near = _round_ticks(low, high, 8) if high / low < 8 else _log_ticks(low, high, 8)
     return Axis(low, high, True, format_tick, ticks or near)
+
+
+def size_axis(sizes: Sequence[int], title: str, most: int = 4) -> Axis:
+    """A logarithmic axis of sizes in bytes, at most so many ticks at powers of two between the measured ones."""
+    low, high = min(sizes), max(sizes)
+    powers = range(round(math.log2(low)), round(math.log2(high)) + 1)
+    ticks = [2.0**power for power in powers[:: max(1, math.ceil(len(powers) / most))]]
+    room = max((high / low) ** 0.05, 1.2)
+    return Axis(low / room, high * room, True, _size_tick, ticks, title)
+
+
+def _size_tick(value: float) -> str:
+    """Exactly where that is short: 64 KiB; else rounded: 31.99 MiB."""
+    exact = format_size(round(value))
+    return exact if len(exact) <= 8 else format_bytes(value)
 
 
 def _round_ticks(low: float, high: float, most: int) -> Sequence[float]:
     return list(map(float, MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high)))
 
 
-def size_tick(value: float) -> str:
-    """Exactly where that is short: 64 KiB; else rounded: 31.99 MiB."""
-    exact = format_size(round(value))
-    return exact if len(exact) <= 8 else format_bytes(value)
-
-
-def size_axis(sizes: Sequence[int], title: str, most: int = 4) -> Axis:
-    """A logarithmic axis of sizes in bytes, at most so many ticks at powers of two between the measured ones."""
-    ordered = sorted(set(sizes))
-    powers = range(round(math.log2(ordered[0])), round(math.log2(ordered[-1])) + 1)
-    step = max(1, math.ceil(len(powers) / most))
-    room = max((ordered[-1] / ordered[0]) ** 0.05, 1.2)
-    return Axis(
-        ordered[0] / room,
-        ordered[-1] * room,
-        True,
-        size_tick,
-        [2.0**power for power in powers[::step]],
-        title,
-    )
-
-
-def log_ticks(low: float, high: float, most: int) -> list[float]:
+def _log_ticks(low: float, high: float, most: int) -> list[float]:
     """At most so many round numbers: 1-2-5, else 1-3, else powers of ten, else every second one, ..."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for digits, stride in (((1, 2, 5), 1), ((1, 3), 1), *(((1,), k) for k in range(1, last - first + 2))):
@@ -149,9 +148,6 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
     return ticks
 
 
-# GB = 10^9 bytes, as everywhere in dtbench but the cost model.
-seconds_tick: Format = EngFormatter("s")
-bandwidth_tick: Format = EngFormatter("B/s")
 # Of values over sizes, which span decades.
-times_axis = partial(value_axis, format_tick=seconds_tick, log=True, most=6, title="time per call")
+times_axis = partial(value_axis, log=True, most=6, title="time per call")
 bandwidths_axis = partial(value_axis, format_tick=bandwidth_tick, log=True, title="bus bandwidth")

@@ -14,6 +14,19 @@ from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S
 from dtbench.suite import errors
 from dtbench.text.units import format_seconds
 
+ROW = "case-"  # before the number of a row, in the anchor that leads to it
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many cases have a verdict, whose meaning is said; anchor: the row of the first."""
+
+    shape: str
+    words: str
+    anchor: str
+    count: int
+    meaning: str
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -29,6 +42,23 @@ class Changes:
     rises: tuple[str, ...] = ()
     sides: tuple[tuple[str, str], ...] = ()
     ends: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> str:
+        return OUTCOMES[self.outcome][0]
+
+    @property
+    def headline(self) -> str:
+        return OUTCOMES[self.outcome][1]
+
+    @property
+    def tallies(self) -> list[Tally]:
+        places = {word: [i for i, c in enumerate(self.changes) if c.verdict == word] for word in Verdict}
+        return [
+            Tally(word.shape, word, f"{ROW}{of[0]}", len(of), word.meaning)
+            for word, of in places.items()
+            if of
+        ]
 
 
 # Outcome -> (shape, headline).

@@ -1,4 +1,4 @@
-"""The kit of figures: curves, dots, bars over time or counts, and maps; each a set of small panels in one style.
+"""The kit of figures: curves, dots, bars and maps; each a set of small panels in one style.
 
 A part names the panels and what is in them; here axes are made common, drawings numbered and legends drawn.
 Series differ by colour, marker and dash, so that colour is never alone in telling them apart.
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
 
 from dtbench.reporting.html.axes import Axis, Format, size_axis, value_axis
-from dtbench.reporting.html.drawing import Point, axes_in, cut, label_rows, note, points
 from dtbench.reporting.html.svg import FONT_PX, STAND_IN, draw, text_px
 from dtbench.suite.errors import plain
 from dtbench.suite.fields import MIN_POSITIVE
@@ -29,7 +29,7 @@ MAX_PANELS, MAX_ROWS = 24, 12
 MAX_SHOWN = 6  # two rows of small panels
 # A phone's width holds a panel without making its text small.
 WIDE_PX, INTERVALS_PX, DOTS_PX, CURVES_PX = 880.0, 560.0, 400.0, (340.0, 192.0)
-ROW_PX = 17.0
+ROW_PX, BAR_PX = 17.0, 34.0
 TICK_PX = 24.0  # that the number of a place takes, with the gap beside it
 SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
 # Ink stays legible on the deepest cell, in light and in dark: the tests compute it.
@@ -42,6 +42,8 @@ _PREFIX = "swatch"
 
 # A name of the page's colours, and an opacity.
 Shade = tuple[str, float]
+# Of a mark: where it is, in pixels from the left and the top, and what it says.
+Mark = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Panel:
     prefix: str
     width: float
     height: float
-    paint: Callable[[Canvas], Sequence[Point] | None]
+    paint: Callable[[Canvas], Sequence[Mark]]
 
     @property
     def scrolls(self) -> bool:
@@ -96,14 +98,17 @@ class Panel:
         return json.dumps(self._drawn[1], ensure_ascii=False, separators=(",", ":"))
 
     @cached_property
-    def _drawn(self) -> tuple[Markup, list[Point]]:
-        points: list[Point] = []
-
-        def paint(canvas: Canvas) -> None:
-            points.extend(self.paint(canvas) or ())
-
-        drawn = draw(self.width, self.height, paint, prefix=self.prefix, title=self.title, desc=self.desc)
-        return drawn, points
+    def _drawn(self) -> tuple[Markup, list[Mark]]:
+        marks: list[Mark] = []
+        svg = draw(
+            self.width,
+            self.height,
+            lambda canvas: marks.extend(self.paint(canvas)),
+            prefix=self.prefix,
+            title=self.title,
+            desc=self.desc,
+        )
+        return svg, marks
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Series:
+class Curve:
     """label: the name of its style. band: the low and the high y at each x, shaded."""
 
     label: str
@@ -146,17 +151,17 @@ class Curves:
     y: an axis of its own."""
 
     title: str
-    series: Sequence[Series]
+    series: Sequence[Curve]
     desc: str
     shade: tuple[float, float] | None = None
     level: float | None = None
     y: Axis | None = None
 
 
-def line(label: str, points: Iterable[tuple[float, float | None]]) -> list[Series]:
-    """The series of the points that have a value; none where no point has."""
+def line(label: str, points: Iterable[tuple[float, float | None]]) -> list[Curve]:
+    """The curve of the points that have a value; none where no point has."""
     there = [(x, y) for x, y in points if y is not None]
-    return [Series(label, *zip(*there, strict=True))] if there else []
+    return [Curve(label, *zip(*there, strict=True))] if there else []
 
 
 def curves(
@@ -189,18 +194,18 @@ def curves(
         Panel(
             one.title,
             one.desc,
-            f"{name}{index}",
+            f"{name}{i}",
             *CURVES_PX,
             partial(_paint_curves, one, styles, x, one.y or common),
         )
-        for index, one in enumerate(panels)
+        for i, one in enumerate(panels)
     ]
-    items = legend(name, styles, {one.label for one in everything}, lines)
+    items = _legend(name, styles, {one.label for one in everything}, lines)
     return Figure(caption, items, drawn, 3, shown, folded)
 
 
-def _paint_curves(of: Curves, styles: Mapping[str, Style], x: Axis, y: Axis, canvas: Canvas) -> list[Point]:
-    axes, ids = axes_in(canvas, left=14 + y.width_px(), right=20, top=26, bottom=42), ids_of(styles)
+def _paint_curves(of: Curves, styles: Mapping[str, Style], x: Axis, y: Axis, canvas: Canvas) -> list[Mark]:
+    axes, ids = _axes_in(canvas, left=14 + y.width_px(), right=20, top=26, bottom=42), _ids_of(styles)
     if of.shade is not None:
         axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
     if of.level is not None:
@@ -222,14 +227,14 @@ def _paint_curves(of: Curves, styles: Mapping[str, Style], x: Axis, y: Axis, can
         if styles[one.label].marker
         for at, value in zip(one.x, one.y, strict=True)
     ]
-    return points(axes, marks)
+    return _marks_at(axes, marks)
 
 
 # ------------------------------------------------------------------------------------------- dots
 
 
 @dataclass(frozen=True)
-class Row:
+class DotRow:
     """A line of a plot of dots. values: series -> value, where it was measured. note: at its right end. spans:
     series -> from where to where (None: open), a thin line through the mark. shade: a range that is marked."""
 
@@ -242,13 +247,13 @@ class Row:
 
 def dots(
     name: str,
-    panels: Mapping[str, Sequence[Row]],
+    panels: Mapping[str, Sequence[DotRow]],
     styles: Mapping[str, Style],
     caption: str,
     axis: Callable[[Sequence[float]], Axis],
     *,
     each_axis: bool = False,
-    desc: Callable[[Sequence[Row]], str] | None = None,
+    desc: Callable[[Sequence[DotRow]], str] | None = None,
     intervals: bool = False,
     shown: int = MAX_SHOWN,
     folded: str = "",
@@ -261,33 +266,29 @@ def dots(
     panels = {title: there for title, rows in panels.items() if (there := [r for r in rows if r.values])}
     if not panels:
         return None
-    said = desc or (lambda rows: "; ".join(f"{row.label} {row.note}" for row in rows))
+    describe = desc or (lambda rows: "; ".join(f"{row.label} {row.note}" for row in rows))
     common = axis([v for rows in panels.values() for v in _reach(rows)])
     drawn = []
     for index, (title, rows) in enumerate(panels.items()):
         x = axis(_reach(rows)) if each_axis else common
         size = INTERVALS_PX if intervals else DOTS_PX, ROW_PX * len(rows) + (48 if x.title else 34)
         paint = partial(_paint_dots, rows, styles, x, intervals)
-        drawn.append(Panel(title, said(rows), f"{name}{index}", *size, paint))
+        drawn.append(Panel(title, describe(rows), f"{name}{index}", *size, paint))
     present = {series for rows in panels.values() for row in rows for series in row.values}
-    columns = 1 if intervals else 2
-    return Figure(caption, legend(name, styles, present, lines=False), drawn, columns, shown, folded)
+    return Figure(caption, _legend(name, styles, present, False), drawn, 1 if intervals else 2, shown, folded)
 
 
-def _reach(rows: Sequence[Row]) -> list[float]:
+def _reach(rows: Sequence[DotRow]) -> list[float]:
     """All values of the rows, and the ends of their spans."""
-    spans = [
-        v for row in rows for span in row.spans.values() for v in span if v is not None and v >= MIN_POSITIVE
-    ]
-    return [*(v for row in rows for v in row.values.values()), *spans]
+    ends = (v for row in rows for span in row.spans.values() for v in span if v is not None)
+    return [*(v for row in rows for v in row.values.values()), *(v for v in ends if v >= MIN_POSITIVE)]
 
 
 def _paint_dots(
-    rows: Sequence[Row], styles: Mapping[str, Style], x: Axis, intervals: bool, canvas: Canvas
-) -> list[Point]:
-    most = 44 if intervals else 30
-    labels, notes = [cut(row.label, most) for row in rows], [row.note for row in rows]
-    axes = axes_in(canvas, **_sides(labels, notes), top=6, bottom=42 if x.title else 28)
+    rows: Sequence[DotRow], styles: Mapping[str, Style], x: Axis, intervals: bool, canvas: Canvas
+) -> list[Mark]:
+    labels = [_cut(row.label, 44 if intervals else 30) for row in rows]
+    axes = _rows_in(canvas, labels, [row.note for row in rows], "muted", 42 if x.title else 28)
     if intervals:
         axes.axvline(1, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
     for place, row in enumerate(rows):
@@ -297,37 +298,27 @@ def _paint_dots(
         ends = [row.values[name] for name in styles if name in ("core", "torch") and name in row.values]
         if len(ends) == 2:
             axes.plot(ends, [place] * 2, color=STAND_IN["muted"], linewidth=1.0, zorder=1.5)
-        note(axes, row.note, place)
     for name, style in styles.items():
-        _marks(axes, rows, name, style, x, intervals)
+        _paint_series(axes, rows, name, style, x, intervals)
     x.apply(axes, "x")
-    label_rows(axes, labels)
     axes.grid(axis="y", linewidth=0.35)
     marks = [
         (value, place, f"{row.label}, {name}: {x.precisely(value)}")
         for place, row in enumerate(rows)
         for name, value in row.values.items()
     ]
-    return points(axes, marks)
+    return _marks_at(axes, marks)
 
 
-def _sides(labels: Sequence[str], notes: Sequence[str]) -> dict[str, float]:
-    """Margins that hold the labels of rows and the notes at their ends."""
-    left, right = (max(text_px(plain(one)) for one in texts) for texts in (labels, notes))
-    return {"left": left + 10, "right": max(right + 12, 24)}
-
-
-def _marks(axes: Axes, rows: Sequence[Row], name: str, style: Style, x: Axis, caps: bool) -> None:
+def _paint_series(axes: Axes, rows: Sequence[DotRow], name: str, style: Style, x: Axis, caps: bool) -> None:
     """One series of all rows. caps: spans have ends; one that is open has an arrowhead."""
     places = [(place, row) for place, row in enumerate(rows) if name in row.values]
     for place, row in places:
-        if name not in row.spans:
-            continue
-        low, high = row.spans[name]
+        low, high = row.spans.get(name, (row.values[name], row.values[name]))
         colour, span = STAND_IN[style.colour], (low or x.low, high or x.high)
         axes.plot(span, [place] * 2, color=colour, linewidth=1.2, zorder=2)
         for end, there, arrow in ((span[0], low, "<"), (span[1], high, ">")):
-            if there is None or caps:
+            if there is None or (caps and name in row.spans):
                 axes.plot([end], [place], arrow if there is None else "|", color=colour, markersize=6)
     if places:
         look = _look_of(style) | {"linestyle": "none", "markersize": 8 if style.marker == "|" else 5}
@@ -340,78 +331,66 @@ def _marks(axes: Axes, rows: Sequence[Row], name: str, style: Style, x: Axis, ca
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A line of boxes. parts: (name of its shade, from where, length), which for stacked boxes `stacked` makes.
-    note: at its right end. mark: drawn across, a floor."""
+class StackedBar:
+    """Boxes end to end. parts: (name, length). note: at its right end. mark: drawn across, a floor."""
 
     label: str
-    parts: Sequence[tuple[str, float, float]]
+    parts: Sequence[tuple[str, float]]
     note: str = ""
     mark: float | None = None
 
-
-def stacked(parts: Iterable[tuple[str, float]]) -> list[tuple[str, float, float]]:
-    """Boxes of these lengths end to end; none for what has no length."""
-    found, at = [], 0.0
-    for name, length in parts:
-        if length > 0:
-            found.append((name, at, length))
-            at += length
-    return found
+    @property
+    def reach(self) -> float:
+        return max(sum(length for _, length in self.parts), self.mark or 0.0)
 
 
 def bars(
     name: str,
-    panels: Mapping[str, Sequence[Bar]],
-    shades: Mapping[str, Shade],
+    panels: Mapping[str, Sequence[StackedBar]],
+    order: Sequence[str],
     caption: str,
-    format_tick: Format,
-    *,
-    named: bool = True,
-    width: float = WIDE_PX,
     folded: str = "",
 ) -> Figure | None:
-    """Rows of boxes, each panel with an axis of its own. named: every box that has room for it bears its name, and
-    there is a legend of the names."""
-    drawn: list[Panel] = []
+    """Bars of seconds, each panel with an axis of its own. Every box that has room for it bears its name.
+
+    order: of the names of parts, which have a shade each.
+    """
+    shades, drawn = shades_of(order), []
     for title, rows in panels.items():
-        top = max((at + length for bar in rows for _, at, length in bar.parts), default=0.0)
-        top = max(top, *(bar.mark or 0.0 for bar in rows)) if rows else 0.0
-        if top <= 0:
-            continue
-        height = (34.0 if named else 20.0) * len(rows) + 40
-        paint = partial(_paint_bars, rows, shades, value_axis([top], format_tick, log=False), named, width)
-        desc = "; ".join(f"{bar.label}: {bar.note or f'{len(bar.parts)} spans'}" for bar in rows)
-        drawn.append(Panel(title, desc, f"{name}{len(drawn)}", width, height, paint))
-    items = legend(
-        name, shades, {part for bars in panels.values() for bar in bars for part, *_ in bar.parts}, False
-    )
-    return Figure(caption, items if named else (), drawn, 1, folded=folded) if drawn else None
+        top = max((bar.reach for bar in rows), default=0.0)
+        if top > 0:
+            desc = "; ".join(f"{bar.label}: {bar.note}" for bar in rows)
+            paint = partial(_paint_bars, rows, shades, value_axis([top], log=False))
+            height = BAR_PX * len(rows) + 40
+            drawn.append(Panel(title, desc, f"{name}{len(drawn)}", WIDE_PX, height, paint))
+    present = {part for rows in panels.values() for bar in rows for part, length in bar.parts if length > 0}
+    return Figure(caption, _legend(name, shades, present, False), drawn, 1, folded=folded) if drawn else None
 
 
 def _paint_bars(
-    rows: Sequence[Bar], shades: Mapping[str, Shade], x: Axis, named: bool, width: float, canvas: Canvas
-) -> None:
-    labels, notes = [cut(bar.label, 40) for bar in rows], [bar.note for bar in rows]
-    sides = _sides(labels, notes)
-    across = (width - sum(sides.values())) / (x.high - x.low)
-    edge = {"edgecolor": STAND_IN["surface"], "linewidth": 1.2} if named else {"linewidth": 0}
-    axes = axes_in(canvas, **sides, top=6, bottom=30)
+    rows: Sequence[StackedBar], shades: Mapping[str, Shade], x: Axis, canvas: Canvas
+) -> list[Mark]:
+    axes = _rows_in(canvas, [_cut(bar.label, 40) for bar in rows], [bar.note for bar in rows], "ink", 30)
+    across = axes.get_position().width * WIDE_PX / (x.high - x.low)
     for place, bar in enumerate(rows):
-        for part, at, length in bar.parts:
+        at = 0.0
+        for part, length in bar.parts:
+            if length <= 0:
+                continue
             # At least a pixel wide: what was there is seen.
             box = Rectangle((at, place - 0.36), max(length, 1 / across), 0.72)
-            box.set(facecolor=STAND_IN[shades[part][0]], alpha=shades[part][1], **edge)
+            colour, opacity = shades[part]
+            box.set(facecolor=STAND_IN[colour], alpha=opacity, edgecolor=STAND_IN["surface"], linewidth=1.2)
             axes.add_patch(box)
-            if named and length * across > text_px(plain(part)) + 4:
+            if length * across > text_px(plain(part)) + 4:
                 axes.text(at + length / 2, place, plain(part), ha="center", va="center", fontsize=FONT_PX - 1)
+            at += length
         if bar.mark is not None:
             for ends in ((-0.46, -0.26), (0.26, 0.46)):  # beside the names of the parts
                 axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
-        note(axes, bar.note, place, "ink")
     x.apply(axes, "x")
-    label_rows(axes, labels)
     axes.grid(visible=False, axis="y")
+    return []
 
 
 def shades_of(order: Sequence[str]) -> dict[str, Shade]:
@@ -426,7 +405,7 @@ def shades_of(order: Sequence[str]) -> dict[str, Shade]:
 
 
 @dataclass(frozen=True)
-class Map:
+class HeatMap:
     """A cell per (row, column): its name and value, None where nothing was measured. words: of a value."""
 
     title: str
@@ -436,10 +415,10 @@ class Map:
 
 
 def maps(
-    name: str, panels: Sequence[Map], axes_names: tuple[str, str], caption: str, folded: str = ""
+    name: str, panels: Sequence[HeatMap], axes_names: tuple[str, str], caption: str, folded: str = ""
 ) -> Figure | None:
     """Cells over two axes, the first downwards; the larger a value, the deeper, from nothing to the largest: what
-    differs little looks alike."""
+    differs little looks the same."""
     drawn = []
     for index, one in enumerate(panels):
         columns = max(map(len, one.cells))
@@ -450,19 +429,20 @@ def maps(
     return Figure(caption, (), drawn, 2, folded=folded) if drawn else None
 
 
-def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float, canvas: Canvas) -> None:
+def _paint_map(
+    one: HeatMap, axes_names: tuple[str, str], cell: float, right: float, canvas: Canvas
+) -> list[Mark]:
     """cell: its width in pixels."""
-    known = [value for row in one.cells for _, value in row if value is not None]
-    high, columns = max(known, default=1.0), max(map(len, one.cells))
-    axes = axes_in(canvas, left=44, right=right, top=6, bottom=38)
+    high = max((value for row in one.cells for _, value in row if value is not None), default=1.0) or 1.0
+    columns = max(map(len, one.cells))
+    axes = _axes_in(canvas, left=44, right=right, top=6, bottom=38)
     words = [[(label, "–" if v is None else one.words(v)) for label, v in row] for row in one.cells]
     # What is bold is wider by a tenth.
     widest = 1.1 * max(text_px(plain(text)) for row in words for texts in row for text in texts)
     for i, row in enumerate(one.cells):
         for j, (_, value) in enumerate(row):
             if value is not None:
-                share = value / high if high > 0 else 0.5
-                depth = CELL_OPACITY[0] + share * (CELL_OPACITY[1] - CELL_OPACITY[0])
+                depth = CELL_OPACITY[0] + value / high * (CELL_OPACITY[1] - CELL_OPACITY[0])
                 box = Rectangle((j - 0.5, i - 0.5), 1, 1, edgecolor=STAND_IN["surface"], linewidth=2)
                 box.set_facecolor((STAND_IN["s0"], depth))
                 axes.add_patch(box)
@@ -477,31 +457,84 @@ def _paint_map(one: Map, axes_names: tuple[str, str], cell: float, right: float,
         axis.set_ticks([] if cell >= widest else range(0, count, step))
     axes.tick_params(length=0)
     axes.grid(visible=False)
-    axes.set_xlabel(plain(cut(f"{axes_names[1]} →", 30)))
-    axes.set_ylabel(plain(cut(f"← {axes_names[0]}", 16)))
+    axes.set_xlabel(plain(_cut(f"{axes_names[1]} →", 30)))
+    axes.set_ylabel(plain(_cut(f"← {axes_names[0]}", 16)))
+    return []
 
 
 # --------------------------------------------------------------------------------- what all share
 
 
+def _axes_in(canvas: Canvas, *, left: float, right: float, top: float, bottom: float) -> Axes:
+    """Axes with margins in pixels."""
+    width, height = 72 * canvas.get_size_inches()
+    axes = canvas.add_axes(
+        (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+    )
+    axes.tick_params(length=3, pad=4)
+    return axes
+
+
+def _rows_in(canvas: Canvas, labels: Sequence[str], notes: Sequence[str], ink: str, bottom: float) -> Axes:
+    """Axes of rows with labels at the left and notes at the right, in margins that hold them."""
+    left, right = (max(text_px(plain(one)) for one in texts) for texts in (labels, notes))
+    axes = _axes_in(canvas, left=left + 10, right=max(right + 12, 24), top=6, bottom=bottom)
+    for place, text in enumerate(notes):
+        axes.annotate(
+            plain(text),
+            (1, place),
+            (7, 0),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="center",
+            color=STAND_IN[ink],
+            annotation_clip=False,
+        )
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.set_yticks(range(len(labels)), list(map(plain, labels)))
+    axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=FONT_PX)
+    return axes
+
+
+def _marks_at(axes: Axes, marks: Sequence[tuple[float, float, str]]) -> list[Mark]:
+    """Of marks in the axes' values, and what each says, their places in pixels."""
+    canvas = axes.get_figure(root=True)
+    assert canvas is not None
+    scale, height = 72 / canvas.dpi, 72 * canvas.get_size_inches()[1]
+    places = axes.transData.transform([mark[:2] for mark in marks] or np.empty((0, 2))) * scale
+    return [
+        (round(x), round(height - y), words)
+        for (x, y), (*_, words) in zip(places, marks, strict=True)
+        if math.isfinite(x + y)
+    ]
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def _look_of(style: Style) -> dict[str, Any]:
     colour = STAND_IN[style.colour]
-    line = "none" if style.dash is None else (0, style.dash) if style.dash else "-"
     return {
         "color": colour,
         "marker": style.marker or "none",
-        "linestyle": line,
+        "linestyle": "none" if style.dash is None else (0, style.dash) if style.dash else "-",
         "markerfacecolor": STAND_IN["surface"] if style.hollow else colour,
         "markeredgecolor": colour,
         "markeredgewidth": 1.4,
     }
 
 
-def legend(
+def _ids_of(styles: Mapping[str, object]) -> dict[str, str]:
+    """How the ids end of what is drawn of each series."""
+    return {label: f"s{index}" for index, label in enumerate(styles)}
+
+
+def _legend(
     name: str, looks: Mapping[str, Style] | Mapping[str, Shade], present: Iterable[str], lines: bool
 ) -> list[LegendItem]:
     """A swatch per series that is there, drawn by the same code as the figure."""
-    ids, there = ids_of(looks), set(present)
+    ids, there = _ids_of(looks), set(present)
     return [
         LegendItem(
             (look.words if isinstance(look, Style) else "") or label,
@@ -511,11 +544,6 @@ def legend(
         for label, look in looks.items()
         if label in there
     ]
-
-
-def ids_of(styles: Mapping[str, object]) -> dict[str, str]:
-    """How the ids end of what is drawn of each series."""
-    return {label: f"s{index}" for index, label in enumerate(styles)}
 
 
 @lru_cache(maxsize=256)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
-from dtbench.reporting.html.figures import MAX_ROWS, Row, Style, dots
+from dtbench.reporting.html.figures import MAX_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Section
 from dtbench.suite.grouping import known_first
+from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
 
 CORE, TORCH, FLOOR = Style("s0", "o"), Style("s1", "s", (5, 2), hollow=True), Style("s2", "|", (1.5, 1.5))
@@ -30,7 +30,7 @@ def impls_of(cases: Sequence[Case]) -> list[str]:
     return known_first({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
 
 
-def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop: str) -> list[t.Column]:
+def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop: str) -> list[t.TableColumn]:
     """What tells the cases of a table apart: the params under their headers, their name under `of_name` before the
     first that is no mesh dim, sizes last; all others but `drop` in one column, for no two rows may look the same."""
     sizes = [p for p in params if p == "size" or p.endswith("_bytes")]
@@ -46,7 +46,7 @@ def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop:
     ]
 
 
-def times(cases: Sequence[Case]) -> list[t.Column]:
+def times(cases: Sequence[Case]) -> list[t.TableColumn]:
     """The time of each impl, and of the core over torch."""
     columns = [(impl, [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]
     ratios = [c.ratio("core", "torch") for c in cases]
@@ -54,7 +54,7 @@ def times(cases: Sequence[Case]) -> list[t.Column]:
     return [*t.times([("floor" if impl == "local" else impl, column) for impl, column in columns]), *marked]
 
 
-def bandwidths(cases: Sequence[Case]) -> list[t.Column]:
+def bandwidths(cases: Sequence[Case]) -> list[t.TableColumn]:
     """The bandwidth of each impl that moves bytes."""
     of = {i: [c.impls[i].algbw_Bps if i in c.impls else None for c in cases] for i in impls_of(cases)}
     return t.bandwidths([(impl, column) for impl, column in of.items() if any(column)])
@@ -88,7 +88,7 @@ def add_dots(
     more = sorted(set(found) - set(IMPL_STYLES))
     styles |= {impl: _MORE_STYLES[i % len(_MORE_STYLES)] for i, impl in enumerate(more)}
 
-    def desc(of: Sequence[Row]) -> str:
+    def desc(of: Sequence[DotRow]) -> str:
         ends = [v for row in of for v in row.values.values()]
         return f"{len(of)} rows; times from {format_seconds(min(ends))} to {format_seconds(max(ends))}."
 
@@ -103,11 +103,11 @@ def _longest(case: Case) -> float:
     return case.seconds("torch") or case.seconds("core") or 0.0
 
 
-def _row(case: Case, label: str) -> Row:
+def _row(case: Case, label: str) -> DotRow:
     ratio = case.ratio("core", "torch")
     values = {impl: m.estimate_s for impl, m in case.impls.items()}
     spans = {impl: (m.estimate_s, m.p75_s) for impl, m in case.impls.items()}
-    return Row(label, values, "" if ratio is None else t.faster(ratio), spans)
+    return DotRow(label, values, "" if ratio is None else t.faster(ratio), spans)
 
 
 def core_beside_torch(section: Section, cases: Sequence[Case], what: str, where: str) -> str:

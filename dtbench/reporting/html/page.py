@@ -15,22 +15,19 @@ from markupsafe import Markup
 from dtbench.cost.calibration import check_same_setup
 from dtbench.records.atomic import write_atomically
 from dtbench.reporting.html import data
-from dtbench.reporting.html.figures import Figure
+from dtbench.reporting.html.changes import ROW
 from dtbench.reporting.html.parts import PARTS, front
-from dtbench.reporting.html.parts.changes import ROW, verdict
 from dtbench.reporting.html.parts.provenance import provenance
 from dtbench.reporting.html.section import Material, Section
 from dtbench.reporting.html.sources import KINDS, Sources
 from dtbench.reporting.html.svg import settings
-from dtbench.reporting.html.tables import compact
 from dtbench.suite.errors import UsageError, plain
+from dtbench.text.table import compact
 
 GENERATOR = "dtbench report"
 BUDGET_BYTES = 2_000_000
 # Of a result as CSV: suite, case, impl, status, clock and eight times of six digits are more.
 LEAST_RESULT_BYTES = 80
-MAX_FIGURES = 80
-MAX_ROWS = 2000
 FEW_FACTS = 4  # of the provenance that are not folded
 TEMPLATES = Path(__file__).parent
 SCRIPT = (TEMPLATES / "page.js").read_text("utf-8")
@@ -38,20 +35,20 @@ SCRIPT = (TEMPLATES / "page.js").read_text("utf-8")
 
 @dataclass(frozen=True)
 class Economy:
-    """How much the page may hold: the raw data, rows of all tables, drawings."""
+    """How much the page may hold: the raw data, rows of each table, drawings of each figure."""
 
     data: bool
     rows: int
-    figures: int
+    panels: int
 
 
 # What is given up, in this order, until the page is within its budget.
 ECONOMIES = (
-    Economy(True, MAX_ROWS, MAX_FIGURES),
-    Economy(False, MAX_ROWS, MAX_FIGURES),
-    Economy(False, 500, MAX_FIGURES),
-    Economy(False, 200, 20),
-    Economy(False, 60, 8),
+    Economy(True, 2000, 24),
+    Economy(False, 2000, 24),
+    Economy(False, 200, 12),
+    Economy(False, 50, 4),
+    Economy(False, 10, 1),
 )
 
 
@@ -84,7 +81,6 @@ def _render(of: Material) -> str:
     sections = [section for part in PARTS if (section := part.section(of)) is not None]
     context = {
         "summary": front.summary(of),
-        "started": front.started(sources),
         "warnings": front.warnings(of),
         "provenance": provenance(sources),
         "failures": front.failures(sources.runs),
@@ -94,7 +90,6 @@ def _render(of: Material) -> str:
     results = sum(len(run.results) for run in (*sources.runs, *sources.baseline))
     fits = results * LEAST_RESULT_BYTES <= BUDGET_BYTES
     csv = data.csv_link(sources.runs) if sources.runs and fits else None
-    judged = verdict(of)
     page = ""
     for economy in ECONOMIES if fits else ECONOMIES[1:]:
         fitted, cuts = _fit(sections, economy)
@@ -105,8 +100,8 @@ def _render(of: Material) -> str:
             "page.html.j2",
             **context,
             csv=csv if economy.data else None,
-            verdict=judged,
-            title=front.title(of, judged, fitted),
+            changes=of.changes,
+            title=front.title(of, fitted),
             sections=[section for section in fitted if not section.missing],
             missing=[section for section in fitted if section.missing],
             cuts=cuts,
@@ -137,42 +132,25 @@ def is_report(head: str) -> bool:
 
 
 def _fit(sections: Sequence[Section], economy: Economy) -> tuple[list[Section], list[str]]:
-    """The sections with so many drawings and rows, one of each at least, and what was cut, in words."""
+    """The sections with so many drawings and rows, and what was cut, in words."""
     panels = [len(figure.panels) for section in sections for figure in section.figures]
     rows = [table.total_rows for section in sections for table in section.tables]
-    most_panels, most_rows = share(panels, economy.figures), share(rows, economy.rows)
     fitted = [
         replace(
             section,
-            figures=[_cut(figure, most_panels) for figure in section.figures],
-            tables=[replace(compact(table), most=most_rows) for table in section.tables],
+            figures=[replace(figure, panels=figure.panels[: economy.panels]) for figure in section.figures],
+            tables=[replace(compact(table), most=economy.rows) for table in section.tables],
         )
         for section in sections
     ]
     cuts = []
-    if sum(panels) > economy.figures:
-        shown = sum(min(count, most_panels) for count in panels)
-        cuts.append(f"{shown} of {sum(panels)} drawings are shown; the captions say where some are missing.")
-    if sum(rows) > economy.rows:
+    if max(panels, default=0) > economy.panels:
+        cuts.append(f"Of each figure at most {economy.panels} drawings are shown.")
+    if max(rows, default=0) > economy.rows:
         cuts.append(
-            f"Tables are cut after {most_rows} rows each, {economy.rows} in all; the longest has {max(rows)}. "
-            "The run files have them all."
+            f"Tables are cut after {economy.rows} rows each; the longest has {max(rows)}. The run files have them all."
         )
     return fitted, cuts
-
-
-def _cut(figure: Figure, most: int) -> Figure:
-    total = len(figure.panels)
-    if most >= total:
-        return figure
-    caption = f"{figure.caption} Here are {most} of {total} drawings."
-    return replace(figure, panels=figure.panels[:most], caption=caption)
-
-
-def share(wanted: Sequence[int], most: int) -> int:
-    """The largest cap for which capped wants add up to at most `most`, and at least 1: the small get all they want."""
-    caps = range(max(wanted, default=0), 1, -1)
-    return next((cap for cap in caps if sum(min(want, cap) for want in wanted) <= most), 1)
 
 
 # ------------------------------------------------------------------------------------ templates

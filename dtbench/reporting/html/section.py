@@ -13,7 +13,7 @@ from dtbench.reporting.html.cases import Case, collect
 from dtbench.reporting.html.changes import Changes, of_comparison
 from dtbench.reporting.html.figures import MAX_PANELS, Figure
 from dtbench.reporting.html.sources import Sources
-from dtbench.reporting.html.tables import Table
+from dtbench.text.table import Table
 
 _T = TypeVar("_T")
 

@@ -5,29 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dtbench.cost.bucket_size import bucket_choices
 from dtbench.records import profile
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import bandwidth_tick, seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
 from dtbench.reporting.html.figures import (
     DASHES,
-    Bar,
+    Curve,
     Curves,
+    DotRow,
     Figure,
-    Row,
-    Series,
+    StackedBar,
     Style,
     bars,
     curves,
     dots,
     line,
-    shades_of,
-    stacked,
 )
 from dtbench.reporting.html.impls import CORE, FLOOR, TORCH, bandwidths, named
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.suite.grouping import group_by
+from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
 
 BUCKET_STYLES = {
@@ -60,7 +57,7 @@ def fill(section: Section, of: Material) -> None:
             "reference is fairscale’s algorithm. GB = 10⁹ bytes."
         )
         section.add(_throughput(section, buckets), _bucket_table(buckets))
-        _headline(section, of, buckets)
+        _headline(section, buckets)
     overlaps = of.cases("overlap")
     section.add(_overlap(overlaps), _overlap_table(overlaps))
     ranks = of.sources.ranks
@@ -71,22 +68,14 @@ def fill(section: Section, of: Material) -> None:
 # ------------------------------------------------------------------------------------ buckets
 
 
-def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
-    """How much faster buckets of the size are that `dtbench calibrate` chooses, else of the largest; and that size."""
-    choices = bucket_choices(of.sources.runs)
-    chosen = {tuple(choice.group): choice.bucket_bytes for choice in choices}
+def _headline(section: Section, cases: Sequence[Case]) -> None:
+    """How much faster the bucketer is than a call for each tensor, in buckets of the largest size."""
     largest = max(c.number("bucket_bytes") for c in cases)
-    there = [
-        (c, ratio)
-        for c in cases
-        if c.number("bucket_bytes") == chosen.get(_group(c), largest)
-        and (ratio := c.ratio("core", "unbucketed")) is not None
-    ]
-    if there:
-        buckets = sorted({c.number("bucket_bytes") for c, _ in there})
-        ratios = [ratio for _, ratio in there]
+    both = [c.ratio("core", "unbucketed") for c in cases if c.number("bucket_bytes") == largest]
+    ratios = [ratio for ratio in both if ratio is not None]
+    if ratios:
         words = (
-            f"in buckets of {' or '.join(map(format_size, buckets))} than one call for each tensor: geometric mean of "
+            f"in buckets of {format_size(largest)} than one call for each tensor: geometric mean of "
             f"{plural(len(ratios), 'case')}, from {t.faster(max(ratios))} to {t.faster(min(ratios))}"
         )
         section.headlines.append((t.faster(geometric_mean(ratios)), words))
@@ -96,16 +85,6 @@ def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
                 f"bucket_cap_mb for {choice.group.dtype} over {choice.group.mesh_dim}={choice.group.ranks}"
             )
             section.headlines.append((format_size(choice.bucket_bytes), words))
-
-
-def _group(case: Case) -> tuple[str, int, str, int]:
-    """As `dtbench.cost.bucket_size.BucketGroup`."""
-    return (
-        str(case.get("mesh_dim")),
-        case.number("ranks"),
-        str(case.get("dtype")),
-        case.number("tensor_bytes"),
-    )
 
 
 def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
@@ -123,7 +102,7 @@ def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
     impls = [i for i in BUCKET_STYLES if any(i in c.impls for c in cases)]
     together = 1 < len(dims) <= len(DASHES) and len(dims) * len(impls) <= MOST_LINES
     styles = _dim_styles(dims, impls) if together else BUCKET_STYLES
-    by_panel: dict[tuple[str, str, int], list[Series]] = {}
+    by_panel: dict[tuple[str, str, int], list[Curve]] = {}
     for (dim, dtype, tensor), of in sorted(grouped.items(), key=lambda i: i[0][2]):
         series = by_panel.setdefault(("" if together else str(dim), str(dtype), tensor), [])
         for impl in impls:
@@ -183,8 +162,8 @@ def _bucket_table(cases: Sequence[Case]) -> t.Table:
             t.speeds("core beside unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
             t.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
             t.counts("Collectives, core", counter("collectives")),
-            t.Column("Copied, core", t.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
-            t.Column("Peak memory, core", t.aligned(counter("peak_bytes"), 2**20), True, "MiB"),
+            t.TableColumn("Copied, core", t.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
+            t.TableColumn("Peak memory, core", t.aligned(counter("peak_bytes"), 2**20), True, "MiB"),
         ],
         folded=True,
     )
@@ -213,7 +192,7 @@ def _gradient(case: Case) -> str:
 def _overlap(cases: Sequence[Case]) -> Figure | None:
     """An all-reduce per layer, waited for at once or where it is used."""
     rows = [
-        Row(
+        DotRow(
             f"{c.get('mesh_dim')}, {_gradient(c)}",
             {i: s for i in OVERLAP_STYLES if (s := c.seconds(i)) is not None},
             hidden_words(hidden(c)),
@@ -259,7 +238,9 @@ def _parts(profiles: Sequence[profile.Section], folded: bool) -> Figure | None:
 
     panels = {
         one.label: [
-            Bar(f"rank {rank}", stacked((BUSY[k], getattr(parts, k) * 1e-6) for k in BUSY), words(parts))
+            StackedBar(
+                f"rank {rank}", [(word, getattr(parts, k) * 1e-6) for k, word in BUSY.items()], words(parts)
+            )
             for rank, parts in _known(one)[:MAX_RANKS]
         ]
         for one in profiles[:MAX_SECTIONS]
@@ -267,11 +248,10 @@ def _parts(profiles: Sequence[profile.Section], folded: bool) -> Figure | None:
     return bars(
         "parts",
         panels,
-        shades_of(list(BUSY.values())),
+        list(BUSY.values()),
         "What each rank does in one iteration, mean over the profiled ones. “Communicating” is exposed: nothing is "
         "computed meanwhile; “both” is what overlaps. "
         f"At most {MAX_SECTIONS} sections and {MAX_RANKS} ranks are drawn; the table has all.",
-        seconds_tick,
         folded="What each rank does in an iteration" if folded else "",
     )
 

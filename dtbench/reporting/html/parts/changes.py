@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dtbench.records import judged
 from dtbench.records.judged import Judged
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import Axis, ratio_axis
-from dtbench.reporting.html.changes import OUTCOMES, Changes, observations_of, why
-from dtbench.reporting.html.figures import Figure, Row, Style, dots
+from dtbench.reporting.html.changes import ROW, Changes, observations_of, why
+from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.text import table as t
 
-ROW = "case-"  # before the number of a row, in the anchor that leads to it
 MOST_INTERVALS, MOST_CHANGED = 40, 300
 STYLES = {
     "slower": Style("s1", "^"),
@@ -22,71 +21,6 @@ STYLES = {
     "same": Style("s0", "o"),
     "failed": Style("s4", "X"),
 }
-
-
-# ------------------------------------------------------------------------------------ verdict
-
-
-@dataclass(frozen=True)
-class Tally:
-    """How many cases have a verdict, whose meaning is said; anchor: the row of the first."""
-
-    shape: str
-    words: str
-    anchor: str
-    count: int
-    meaning: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """outcome: one of OUTCOMES or "none"; sentence: what was found. thresholds, rises: for who wants to know more."""
-
-    outcome: str
-    shape: str
-    headline: str
-    sentence: str
-    tallies: tuple[Tally, ...] = ()
-    notes: tuple[str, ...] = ()
-    thresholds: tuple[str, ...] = ()
-    rises: tuple[str, ...] = ()
-
-
-def verdict(of: Material) -> Verdict:
-    changes = of.changes
-    if changes is None:
-        if not of.sources.runs:
-            said = "No cases of a run are part of this report, so none is called slower or faster."
-            return Verdict("none", "–", "Nothing to compare", said)
-        return Verdict("none", "–", "Measured, not compared", "There is nothing to compare with.")
-    places = {
-        word: [i for i, c in enumerate(changes.changes) if c.verdict == word] for word in judged.Verdict
-    }
-    tallies = [
-        Tally(word.shape, word, _anchor(of_word[0]), len(of_word), word.meaning)
-        for word, of_word in places.items()
-        if of_word
-    ]
-    total = len(changes.changes)
-    counted = ", ".join(f"{tally.count} {tally.words}" for tally in tallies)
-    sentence = f"{'1 case was' if total == 1 else f'{total} cases were'} compared: {counted}."
-    return Verdict(
-        changes.outcome,
-        *OUTCOMES[changes.outcome],
-        sentence if total else "There was nothing to compare.",
-        tuple(tallies),
-        changes.notes,
-        changes.thresholds,
-        changes.rises,
-    )
-
-
-def _anchor(index: int) -> str:
-    """Of the row of the table of changes."""
-    return f"{ROW}{index}"
-
-
-# ------------------------------------------------------------------------------------ section
 
 
 def fill(section: Section, of: Material) -> None:
@@ -114,7 +48,7 @@ def _intervals(section: Section, changes: Changes) -> Figure | None:
         # Short enough for a figure: what tells the case from the others in it.
         told = [str(value) for name, value in c.params.items() if len(values[name]) > 1]
         rows.append(
-            Row(
+            DotRow(
                 " ".join([c.name, *told, *([f"({c.impl})"] if several else [])]),
                 {style: c.ratio},
                 f"{c.verdict.shape} {t.factor(c.ratio)}",
@@ -141,16 +75,16 @@ def _intervals(section: Section, changes: Changes) -> Figure | None:
 
 
 def _table(changes: Sequence[Judged]) -> t.Table:
-    def bound(header: str, values: Sequence[float | None]) -> t.Column:
+    def bound(header: str, values: Sequence[float | None]) -> t.TableColumn:
         cells = ["open" if v is None else t.factor(v) for v in values]
         known = [c.ratio is not None for c in changes]
-        return t.Column(header, [x if k else t.MISSING for x, k in zip(cells, known, strict=True)], True)
+        return t.TableColumn(header, [x if k else t.MISSING for x, k in zip(cells, known, strict=True)], True)
 
     noise = [c.effect.sd if c.effect else None for c in changes]
     over = [t.MISSING if c.ratio is None or not c.matters else f"{c.severity:+.1f}" for c in changes]
     details = [
         t.percents("least that counts", [c.matters for c in changes]),
-        t.Column("over threshold", over, True),
+        t.TableColumn("over threshold", over, True),
         *([t.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
         t.text("Observations", [observations_of(c) for c in changes]),
         t.text("Estimator", [c.estimator for c in changes]),
@@ -171,7 +105,7 @@ def _table(changes: Sequence[Judged]) -> t.Table:
         ],
         note="Base and now: the median over launches of each launch’s estimate. “Over threshold”: the change over the "
         "least that counts for this case. “open”: so few observations bound it on no side.",
-        ids=[_anchor(i) for i in range(len(changes))],
+        ids=[f"{ROW}{i}" for i in range(len(changes))],
         tags=[c.verdict for c in changes],
         filter="changes",
     )

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from dtbench.comparison.references import compare_with_reference
 from dtbench.records.layout import layout_of
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import bandwidths_axis
 from dtbench.reporting.html.cases import Case, distinct, main_dtype
-from dtbench.reporting.html.figures import DASHES, LOOKS, Curves, Figure, Series, Style, curves, line
+from dtbench.reporting.html.figures import DASHES, LOOKS, Curve, Curves, Figure, Style, curves, line
 from dtbench.reporting.html.impls import named
 from dtbench.reporting.html.parts.ranks import add_ranks
 from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_size
@@ -18,6 +17,7 @@ from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.reporting.public import public_systems
 from dtbench.suite import Gpu, Header, Param, Run
 from dtbench.suite.grouping import group_by, known_first
+from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_size, plural
 
 # GB/s per link and direction, by NVML's number of the version (nvml.h, NVML_NVLINK_VERSION_*: 1.0, 2.0, 2.2,
@@ -136,7 +136,7 @@ def _bandwidths(
             for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of])
         ]
         series += [
-            Series(label, ends, [limits[dim]] * 2) for dim in limits if (label := f"limit of {dim}") in styles
+            Curve(label, ends, [limits[dim]] * 2) for dim in limits if (label := f"limit of {dim}") in styles
         ]
         peak = max(c.only.busbw_Bps or 0 for c in members)
         desc = f"Bus bandwidth over size, {plural(len(series), 'line')}, at most {format_bandwidth(peak)}."

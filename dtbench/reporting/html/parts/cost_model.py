@@ -9,10 +9,10 @@ import numpy as np
 
 from dtbench.cost.price import RingConstants, price, ring_us
 from dtbench.records.topology import Dim, Topology
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import ratio_axis
-from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves
+from dtbench.reporting.html.figures import Curve, Curves, Figure, Style, curves
 from dtbench.reporting.html.section import Section
+from dtbench.text import table as t
 from dtbench.text.units import format_size, significant
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
@@ -48,8 +48,7 @@ def add_model(section: Section, topology: Topology) -> None:
     )
     section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
     section.add(_residuals(topology))
-    section.add(_constants(topology), _left_out(topology), _contention(topology))
-    section.add(_points(topology), _lines(topology))
+    section.add(_constants(topology), _left_out(topology), _points(topology))
     found = []
     for dim in topology.dims if topology.backend == "nccl" else ():
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
@@ -71,25 +70,25 @@ def fitted_on(dim: Dim) -> tuple[float, float]:
     return low / 1.1, high * 1.1
 
 
-def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[Series]:
+def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[Curve]:
     """Times by the built-in and by the fitted constants."""
     at = between(sizes)
     by = {"builtin": dim.builtin, "fitted": dim}
     times = {
         key: [s for size in at if (s := ring_s(dim, name, size, of)) is not None] for key, of in by.items()
     }
-    return [Series(key, at, of) for key, of in times.items() if of]
+    return [Curve(key, at, of) for key, of in times.items() if of]
 
 
-def table_lines(dim: Dim, name: str) -> list[Series]:
+def table_lines(dim: Dim, name: str) -> list[Curve]:
     """The table of a collective with its interval, and the points it was made of."""
     table = dim.collectives[name].table
     ends = [float(row.size_bytes) for row in table]
     sizes = between(ends)
     prices = [price(dim.collectives[name], size) for size in sizes]
     band = [p.low_us * 1e-6 for p in prices], [p.high_us * 1e-6 for p in prices]
-    expected = Series("table", sizes, [p.time_us * 1e-6 for p in prices], band)
-    return [expected, Series("measured", ends, [row.measured_us * 1e-6 for row in table])]
+    expected = Curve("table", sizes, [p.time_us * 1e-6 for p in prices], band)
+    return [expected, Curve("measured", ends, [row.measured_us * 1e-6 for row in table])]
 
 
 def _residuals(topology: Topology) -> Figure | None:
@@ -117,7 +116,7 @@ def _residuals(topology: Topology) -> Figure | None:
     )
 
 
-def residuals_of(dim: Dim) -> list[Series]:
+def residuals_of(dim: Dim) -> list[Curve]:
     pairs: dict[str, list[tuple[float, float]]] = {"builtin": [], "table": [], "fitted": []}
     for point in dim.residuals.points:
         name, size, measured = point.collective, point.size_bytes, point.measured_s
@@ -126,7 +125,7 @@ def residuals_of(dim: Dim) -> list[Series]:
             pairs["builtin"].append((size, built_in / measured))
         if name in dim.collectives:
             pairs["table"].append((size, 1e-6 * price(dim.collectives[name], size).time_us / measured))
-    return [Series(key, [p[0] for p in of], [p[1] for p in of]) for key, of in pairs.items() if of]
+    return [Curve(key, [p[0] for p in of], [p[1] for p in of]) for key, of in pairs.items() if of]
 
 
 def percent_off(ratio: float) -> str:
@@ -157,8 +156,8 @@ def _constants(topology: Topology) -> t.Table:
     dims = topology.dims
     builtin = [dim.builtin for dim in dims]
 
-    def column(header: str, cells: Sequence[str], unit: str) -> t.Column:
-        return t.Column(header, cells, True, unit)
+    def column(header: str, cells: Sequence[str], unit: str) -> t.TableColumn:
+        return t.TableColumn(header, cells, True, unit)
 
     def ours(values: Iterable[float | None]) -> list[str]:
         return [t.MISSING if value is None else significant(value, 3) for value in values]
@@ -205,20 +204,6 @@ def _left_out(topology: Topology) -> t.Table:
     )
 
 
-def _contention(topology: Topology) -> t.Table:
-    rows = [(dim, name, ratio) for dim in topology.dims for name, ratio in dim.contention.items()]
-    return t.Table(
-        "Time of all groups at once over the time of one alone: 2 where two share one link",
-        [
-            t.text("Mesh dim", [dim.name for dim, _, _ in rows]),
-            t.text("Collective", [name for _, name, _ in rows]),
-            t.sizes("Size", [format_size(ratio.size_bytes) for _, _, ratio in rows]),
-            t.ratios("together / alone", [ratio.together_over_alone for _, _, ratio in rows]),
-        ],
-        folded=True,
-    )
-
-
 def _points(topology: Topology) -> t.Table:
     rows = [(dim, p) for dim in topology.dims for p in dim.residuals.points]
     predicted = [ring_s(dim, p.collective, p.size_bytes, dim.builtin) for dim, p in rows]
@@ -238,34 +223,5 @@ def _points(topology: Topology) -> t.Table:
             t.ratios("fitted / measured", [p.predicted_s / p.measured_s for _, p in rows]),
             t.factors("built-in / measured", off),
         ],
-        folded=True,
-    )
-
-
-def _lines(topology: Topology) -> t.Table:
-    rows = [
-        (dim, what, name, curve)
-        for dim in topology.dims
-        for what, of in {"c10d": dim.collectives, **dim.transitions}.items()
-        for name, curve in of.items()
-    ]
-    lines = [curve for *_, curve in rows]
-    return t.Table(
-        "A line of its own for every collective and change of placement: time = α + size / β",
-        [
-            t.text("Mesh dim", [dim.name for dim, *_ in rows]),
-            t.text("Of", [what for _, what, _, _ in rows]),
-            t.text("Call", [name for _, _, name, _ in rows]),
-            t.Column("α", t.aligned([curve.alpha_us for curve in lines]), True, "µs"),
-            t.Column("90 % interval", [_interval(curve.alpha_interval) for curve in lines], True, "µs"),
-            t.Column("β", t.aligned([curve.beta_GiBps for curve in lines]), True, "GiB/s"),
-            t.Column("90 % interval", [_interval(curve.beta_interval) for curve in lines], True, "GiB/s"),
-            t.ratios("off by, mean", [curve.geometric_mean_ratio for curve in lines]),
-            t.counts("Points", [curve.points for curve in lines]),
-            t.counts("Launches", [curve.launches for curve in lines]),
-            t.Column("Sizes", [" – ".join(map(format_size, curve.size_bytes)) for curve in lines], True),
-        ],
-        note="What a call is expected to take is read from a table of measured times, which has the interval that a "
-        "new launch falls into nine times of ten; a line sums one up.",
         folded=True,
     )

@@ -6,44 +6,27 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from dtbench.records.profile import Call, Stage
-from dtbench.reporting.html import tables as t
-from dtbench.reporting.html.axes import Axis, seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
 from dtbench.reporting.html.figures import (
-    Bar,
-    Curves,
     Figure,
-    Series,
-    Style,
+    StackedBar,
     bars,
-    curves,
-    shades_of,
-    stacked,
 )
 from dtbench.reporting.html.impls import add_dots, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.suite import STAGES, Param
 from dtbench.suite.grouping import group_by, known_first
+from dtbench.text import table as t
 from dtbench.text.units import format_seconds, plural
 
 PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
 MAX_CASES = 4
-FEWEST = 5  # ops whose shares make a curve
-MAX_STEPS = 400
-SPREAD_STYLES = {
-    "local": Style("s2", "", (1.5, 1.5), words="floor: plain torch"),
-    "core cached": Style("s0", "", words="core, cached"),
-    "torch cached": Style("s1", "", (5, 2), words="torch, cached"),
-    "core first": Style("s3", "", (8, 2), words="core, first call"),
-    "torch first": Style("s4", "", (3, 1, 1, 1), words="torch, first call"),
-}
 
 
 def fill(section: Section, of: Material) -> None:
     cases, calls = of.cases("dispatch"), of.sources.calls
     cached = [c for c in cases if c.get("call") not in ("first", "busy")]
     busy = [c for c in cases if c.get("call") == "busy"]
-    section.add(_spread(cases))
     section.lead = "Time of one call on the host, the minimum of the samples. "
     if cached:
         section.lead += (
@@ -125,46 +108,6 @@ def _table(cached: Sequence[Case], cases: Sequence[Case]) -> t.Table:
     )
 
 
-def _spread(cases: Sequence[Case]) -> Figure | None:
-    """A panel per pass: which share of the ops takes at most so long."""
-    panels = []
-    for direction in distinct(c.get("pass") for c in cases):
-        series = _shares([c for c in cases if c.get("pass") == direction])
-        middles = [
-            f"{SPREAD_STYLES[one.label].words} {format_seconds(one.x[len(one.x) // 2])}" for one in series
-        ]
-        panels.append(Curves(str(direction) or "all calls", series, f"Median op: {'; '.join(middles)}."))
-    values = [v for panel in panels for one in panel.series for v in one.x]
-    if not values:
-        return None
-    return curves(
-        "ecdf",
-        panels,
-        SPREAD_STYLES,
-        "Share of the ops (both meshes, all placements) that take at most so long. The further left a line, the "
-        "faster; the distance to the floor is what distribution adds, that between first and cached calls what "
-        "finding a sharding costs once.",
-        x=value_axis(values, seconds_tick, log=True, most=6, title="time per call"),
-        y=lambda _: Axis(0, 1.02, False, lambda v: f"{v:.0%}", [0, 0.25, 0.5, 0.75, 1], "share of the ops"),
-    )
-
-
-def _shares(cases: Sequence[Case]) -> list[Series]:
-    series = []
-    for key in SPREAD_STYLES:
-        impl, _, call = key.partition(" ")
-        of = [c for c in cases if (c.get("call") or "cached") == (call or "cached")]
-        found = sorted(s for c in of if (s := c.seconds(impl)) is not None)
-        if len(found) < FEWEST:
-            continue
-        # A step at every op, from 0; of very many, at so many of them.
-        found = found[:: max(1, len(found) // MAX_STEPS)]
-        xs = [x for time in found for x in (time, time)]
-        ys = [y / len(found) for k in range(len(found)) for y in (k, k + 1)]
-        series.append(Series(key, xs, ys))
-    return series
-
-
 # ------------------------------------------------------------------------------------ stages
 
 
@@ -172,9 +115,9 @@ def _stages(calls: Sequence[Call], folded: bool) -> Figure | None:
     """A panel per case: a bar per impl, its parts the stages."""
     panels = {
         label: [
-            Bar(
+            StackedBar(
                 c.impl,
-                stacked((row.stage, row.ns * 1e-9) for row in _rows(c)),
+                [(row.stage, row.ns * 1e-9) for row in _rows(c)],
                 f"{format_seconds(c.whole_ns * 1e-9)} in all",
                 c.floor_ns * 1e-9 if c.floor_ns is not None else None,
             )
@@ -186,11 +129,10 @@ def _stages(calls: Sequence[Call], folded: bool) -> Figure | None:
     return bars(
         "stages",
         panels,
-        shades_of(_in_order(calls)),
+        _in_order(calls),
         "Where the time of one call goes, stage by stage, what recording costs taken off; the upright strokes are the "
         "plain op alone, so what lies beyond its length is what distribution adds. Stages too short for their name "
         f"are in the table; so are cases beyond the first {MAX_CASES}.",
-        seconds_tick,
         folded="Where the time of a call goes, stage by stage" if folded else "",
     )
 
@@ -212,8 +154,10 @@ def _stage_table(calls: Sequence[Call]) -> t.Table:
             t.text("Case", [c.label for c, _ in rows]),
             t.text("Impl", [c.impl for c, _ in rows]),
             t.text("Stage", [row.stage for _, row in rows]),
-            t.Column("time", t.aligned([row.ns for _, row in rows], 1e3, 2), True, "µs"),
-            t.Column("plus or minus", t.aligned([row.plus_minus_ns for _, row in rows], 1e3, 2), True, "µs"),
+            t.TableColumn("time", t.aligned([row.ns for _, row in rows], 1e3, 2), True, "µs"),
+            t.TableColumn(
+                "plus or minus", t.aligned([row.plus_minus_ns for _, row in rows], 1e3, 2), True, "µs"
+            ),
             t.percents("share", [row.ns / c.whole_ns if c.whole_ns else None for c, row in rows], 0),
             t.text("Recorded by", [c.source for c, _ in rows]),
         ],

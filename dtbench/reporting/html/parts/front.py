@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from dtbench.records import judged
 from dtbench.records.topology import Topology
-from dtbench.reporting.html.parts.changes import Verdict
 from dtbench.reporting.html.parts.provenance import by_one_process, hardware, hosts, mesh_words
 from dtbench.reporting.html.section import Material, Section
-from dtbench.reporting.html.sources import Sources
 from dtbench.suite import Result, Run
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, plural
@@ -22,14 +20,14 @@ NOT_OK = {
 }
 
 
-def title(of: Material, verdict: Verdict, sections: Sequence[Section]) -> str:
+def title(of: Material, sections: Sequence[Section]) -> str:
     """The outcome: the verdict of a comparison, else what the first sections found."""
     sources = of.sources
-    if of.changes is not None and verdict.tallies:
+    if of.changes is not None and (tallies := of.changes.tallies):
         sides = " → ".join(of.changes.ends)
-        moved = [tally for tally in verdict.tallies if tally.words != judged.Verdict.PASS] or verdict.tallies
+        moved = [tally for tally in tallies if tally.words != judged.Verdict.PASS] or tallies
         counts = ", ".join(f"{tally.count} {tally.words}" for tally in moved)
-        return f"{sides + ': ' if sides else ''}{counts} of {sum(tally.count for tally in verdict.tallies)}"
+        return f"{sides + ': ' if sides else ''}{counts} of {len(of.changes.changes)}"
     outcomes = [one.outcome for one in sections if one.outcome][:2]
     if outcomes:
         words = "; ".join(outcomes)
@@ -49,11 +47,6 @@ def _times(of: Material) -> str:
         return ""
     ends = " to ".join(dict.fromkeys(map(format_seconds, (min(times), max(times)))))
     return f"{', '.join(of.suites)}: {plural(len(cases), 'case')}{' from' if ' to ' in ends else ','} {ends}"
-
-
-def started(sources: Sources) -> str:
-    """When the runs were measured, for the index."""
-    return max((str(run.header.started or "") for run in sources.runs), default="")
 
 
 CORE_IS = (

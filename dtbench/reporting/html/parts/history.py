@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from statistics import median
 
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import Axis, close_axis
-from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves
+from dtbench.reporting.html.figures import Curve, Curves, Figure, Style, curves
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.reporting.html.sources import History
+from dtbench.text import table as t
 
 MOST_PANELS = 6
 # A revision and what was there before it: fewer tell nothing.
@@ -60,7 +60,7 @@ def _figure(section: Section, index: int, one: History, times: Times) -> Figure 
     for label, points in list(drawn.items())[:MOST_PANELS]:
         values = [time for _, time in points]
         desc = f"{len(points)} revisions; the last is {_change(points) or 0:+.1%} against the median of those before."
-        line = [Series("time", [float(place) for place, _ in points], values)]
+        line = [Curve("time", [float(place) for place, _ in points], values)]
         own = close_axis(values, median(values))
         panels.append(Curves(names[label], line, desc, level=_before(points), y=own))
     places = range(0, len(one.points), max(1, (len(one.points) - 1) // 3))
@@ -97,7 +97,9 @@ def _table(one: History, times: Times) -> t.Table:
             t.text("Benchmark", list(times)),
             t.counts("Revisions", [len(of) for of in found]),
             *t.times([("median before", before), ("last", last)]),
-            t.Column("change", [t.MISSING if c is None else f"{100 * c:+.1f}" for c in changes], True, "%"),
+            t.TableColumn(
+                "change", [t.MISSING if c is None else f"{100 * c:+.1f}" for c in changes], True, "%"
+            ),
             t.text("Last revision", [one.points[of[-1][0]].revision for of in found]),
             t.text("Recorded", [one.points[of[-1][0]].time for of in found]),
         ],

@@ -5,10 +5,10 @@ from __future__ import annotations
 from statistics import median
 
 from dtbench.records.preflight import Finding, Preflight
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import seconds_tick, value_axis
-from dtbench.reporting.html.figures import Figure, Map, Row, Style, dots, maps
+from dtbench.reporting.html.figures import DotRow, Figure, HeatMap, Style, dots, maps
 from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_seconds, format_size, plural
 
 STYLES = {"rank": Style("s0", "o", None, words="time of equal work")}
@@ -47,7 +47,7 @@ def _links(section: Section, one: Preflight, number: int) -> Figure | None:
         slowest = min(rates, key=lambda pair: rates[pair])
         ranks = "–".join(map(str, sorted(slowest)))
         desc = f"{len(rates)} pairs; the slowest is {ranks} with {format_bandwidth(rates[slowest])}"
-        panels.append(Map(f"Links {kind}", cells, format_bandwidth, desc))
+        panels.append(HeatMap(f"Links {kind}", cells, format_bandwidth, desc))
     return maps(
         f"preflight{number}",
         panels,
@@ -61,7 +61,7 @@ def _work(one: Preflight, number: int) -> Figure | None:
         return None
     panels = {
         kind: [
-            Row(f"rank {rank} ({one.hosts[rank]})", {"rank": s}, format_seconds(s))
+            DotRow(f"rank {rank} ({one.hosts[rank]})", {"rank": s}, format_seconds(s))
             for rank, s in enumerate(by_rank)
         ]
         for kind, by_rank in one.work_s.items()
@@ -84,7 +84,7 @@ def _findings(one: Preflight) -> t.Table:
             t.text("In", [f.kind for f in one.findings]),
             t.percents("Of peers’ speed", [f.share for f in one.findings]),
             t.percents("Packets sent again", [f.lost for f in one.findings]),
-            t.Column("By chance, at most", [f"{f.p:.1g}" for f in one.findings], True),
+            t.TableColumn("By chance, at most", [f"{f.p:.1g}" for f in one.findings], True),
         ],
     )
 

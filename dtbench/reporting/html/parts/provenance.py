@@ -33,57 +33,30 @@ def hardware(header: Header) -> str:
     return ", ".join([*named, *([machine.cpu.model] if machine.cpu.model else [])]) or "unknown hardware"
 
 
-@dataclass(frozen=True)
-class Fact:
-    """A line of the provenance. was: the baseline's, where it differs."""
-
-    name: str
-    value: str
-    was: str = ""
+# Names and values.
+Facts = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """compared: whether there is a baseline whose differences are marked."""
-
-    facts: tuple[Fact, ...]
-    environment: tuple[Fact, ...]
-    compared: bool
-
-
-_UNSET = "unset"
+    facts: Facts
+    environment: Facts
 
 
 def provenance(sources: Sources) -> Provenance:
-    sides = [Fact(f"Gate, {side}", words) for side, words in (sources.gate.sides if sources.gate else ())]
+    sides = [(f"Gate, {side}", words) for side, words in (sources.gate.sides if sources.gate else ())]
     if not sources.runs:
-        return Provenance(tuple(sides), (), False)
+        return Provenance(sides, ())
     header = sources.runs[0].header
-    base = sources.baseline[0].header if sources.baseline else None
-    apart = by_one_process(sources.runs)
-    was = dict(_facts(base, apart)) if base else {}
     facts = [
-        *(Fact("Command", _command(run.header.argv)) for run in sources.runs),
-        *(Fact("Run", _run_words(run)) for run in sources.runs),
-        *(Fact("Baseline", _run_words(run)) for run in sources.baseline),
+        *(("Command", _command(run.header.argv)) for run in sources.runs),
+        *(("Run", _run_words(run)) for run in sources.runs),
+        *(("Baseline", _run_words(run)) for run in sources.baseline),
         *sides,
-    ]
-    now = dict(_facts(header, apart))
-    names = dict.fromkeys([*now, *was])
-    facts += [_fact(name, now.get(name, ""), was.get(name, "") if base else None) for name in names]
-    env, env_was = header.env, base.env if base else {}
-    environment = [
-        _fact(name, str(env.get(name, _UNSET)), str(env_was.get(name, _UNSET)) if base else None)
-        for name in sorted({*env, *env_was})
+        *_facts(header, by_one_process(sources.runs)),
     ]
     return Provenance(
-        tuple(fact for fact in facts if fact.value or fact.was), tuple(environment), base is not None
-    )
-
-
-def _fact(name: str, value: str, was: str | None) -> Fact:
-    return Fact(
-        name, value or "nothing recorded", (was or "nothing recorded") if was not in (None, value) else ""
+        [fact for fact in facts if fact[1]], [(k, str(v)) for k, v in sorted(header.env.items())]
     )
 
 

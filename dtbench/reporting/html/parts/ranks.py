@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dtbench.records.layout import from_last_arrival_s, mesh_groups
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import seconds_tick, value_axis
-from dtbench.reporting.html.figures import Figure, Map, Row, Style, dots, maps
+from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import Section
 from dtbench.stats import estimate_s
 from dtbench.suite import Header, Result, Run
 from dtbench.suite.mesh import Groups
-from dtbench.text.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, significant
+from dtbench.text import table as t
+from dtbench.text.units import format_seconds, format_size
 
-# A larger mesh is not told apart on a page; nor are more rows of ranks.
-MAX_CELLS = 1024
+# More rows are not told apart on a page.
 MAX_RANKS = 48
 LATE = {"late": Style("s1", "D", words="median, with the lower and upper quartile")}
 
@@ -46,7 +44,7 @@ class Ranks:
 
 def add_ranks(section: Section, runs: Sequence[Run]) -> None:
     header, found = runs[0].header, ranks_of(runs)
-    section.add(_map(header, found), _skew(found), _table(found, header))
+    section.add(_skew(found), _table(found, header))
 
 
 def ranks_of(runs: Sequence[Run]) -> list[Ranks]:
@@ -125,44 +123,13 @@ def _last(groups: Groups, late: Mapping[int, np.ndarray]) -> dict[int, float]:
     return shares
 
 
-def _map(header: Header, found: Sequence[Ranks]) -> Figure | None:
-    """A map of the mesh per dim: which groups are slow."""
-    shape, names = header.mesh.shape, header.mesh.dim_names
-    drawn = [one for one in found if one.busbw_Bps]
-    if not drawn or math.prod(shape) > MAX_CELLS:
-        return None
-    columns = shape[-1]
-    panels = []
-    for one in drawn:
-        unit = bandwidth_unit(one.busbw_Bps.values())
-        ranks = [range(first, first + columns) for first in range(0, math.prod(shape), columns)]
-        cells = [[(f"rank {rank}", one.busbw_Bps.get(rank)) for rank in row] for row in ranks]
-        ends = [format_bandwidth(end(one.busbw_Bps.values())) for end in (min, max)]
-        desc = f"Bus bandwidth of each rank's group, from {ends[0]} to {ends[1]}."
-        scale = unit.scale
-        panels.append(
-            Map(f"{one.words}, {unit.name}", cells, lambda v, scale=scale: significant(v / scale, 3), desc)  # type: ignore[misc]
-        )
-    whole = ", ".join(f"{format_bandwidth(one.whole_Bps)} over {one.dim}" for one in drawn)
-    return maps(
-        "mesh",
-        panels,
-        (" × ".join(names[:-1]) or "all", names[-1]),
-        "A map of the mesh per dim: bus bandwidth of the group that the rank belongs to; the faster, the deeper. Cells "
-        "of one group are alike; a pale group is a slow link. Counted from the arrival of a group’s last rank, so it "
-        "lies above the other figures’ and tables’ bandwidth of the same calls, which counts the wait for that rank "
-        f"and the slowest group: {whole}.",
-        folded="Which group is slow: a map of the mesh",
-    )
-
-
 def _skew(found: Sequence[Ranks]) -> Figure | None:
     """How late each rank comes."""
     panels = {}
     for one in found:
         latest = sorted(one.late_s, key=lambda rank: -one.late_s[rank][1])[:MAX_RANKS]
         panels[one.words] = [
-            Row(
+            DotRow(
                 f"rank {rank}",
                 {"late": one.late_s[rank][1]},
                 f"last {one.last.get(rank, 0):.0%}",
@@ -171,7 +138,7 @@ def _skew(found: Sequence[Ranks]) -> Figure | None:
             for rank in (sorted(latest) if len(one.late_s) <= MAX_RANKS else latest)
         ]
 
-    def desc(rows: Sequence[Row]) -> str:
+    def desc(rows: Sequence[DotRow]) -> str:
         worst = max(rows, key=lambda row: row.values["late"])
         return f"{worst.label.capitalize()} comes latest, by {format_seconds(worst.values['late'])} in the median."
 

@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Sequence
 
 from dtbench.records.topology import Topology
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import seconds_tick, times_axis
 from dtbench.reporting.html.cases import Case, distinct, main_dtype
-from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves, line
+from dtbench.reporting.html.figures import Curve, Curves, Figure, Style, curves, line
 from dtbench.reporting.html.impls import CORE, TORCH, add_dots, core_beside_torch, named, times
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.suite.grouping import group_by
+from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
@@ -114,7 +114,7 @@ def times_over_size(
     )
 
 
-def _measured(collectives: Sequence[Case], moved: Sequence[Case]) -> list[Series]:
+def _measured(collectives: Sequence[Case], moved: Sequence[Case]) -> list[Curve]:
     """The raw collective and the two libraries' change of placement."""
     points = {"c10d": [(c.only.size_bytes or 0, c.only.estimate_s) for c in collectives]}
     for impl in ("core", "torch"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.cases import Case, distinct
 from dtbench.reporting.html.impls import add_dots, bandwidths, core_beside_torch, impls_of, named, times
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.suite.grouping import group_by
+from dtbench.text import table as t
 from dtbench.text.units import format_size
 
 MOST_ROWS = 8  # of a table that is not folded, beside a figure

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import bandwidths_axis
 from dtbench.reporting.html.cases import Case, collect, distinct
 from dtbench.reporting.html.figures import LOOKS, Curves, Figure, curves, line
 from dtbench.reporting.html.section import Material, Part, Section
 from dtbench.suite import Run
+from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_size
 
 # More lines in a panel are not told apart.

@@ -7,21 +7,20 @@ from itertools import islice
 
 import msgspec
 from rich.console import Console
-from rich.text import Text
 
 from dtbench.comparison.runs import Comparison
 from dtbench.records.judged import Change, Judged, Verdict
 from dtbench.suite.grouping import group_by
+from dtbench.text.table import TableColumn
 from dtbench.text.terminal import (
     MAX_ROWS,
     MAX_TABLES,
-    Column,
     new_console,
     param_text,
-    print_columns,
     print_json,
     print_line,
     print_rest,
+    print_table,
     split_params,
     titled,
 )
@@ -58,32 +57,33 @@ def _print_suite(console: Console, suite: str, rows: Sequence[Judged], single: b
     """single: one launch against another, which has differences and no verdicts."""
     varying, same = split_params([row.params for row in rows])
     unit = time_unit(t for row in rows for t in (row.base_s, row.head_s) if t is not None)
-    words: list[Column] = [
-        ("case", [row.name for row in rows]),
-        ("impl", [row.impl for row in rows]),
-        *((name, [param_text(name, row.params.get(name)) for row in rows]) for name in varying),
-    ]
-    figures: list[Column] = [
-        (f"base [{unit.name}]", [unit.format(row.base_s) for row in rows]),
-        (f"new [{unit.name}]", [unit.format(row.head_s) for row in rows]),
+    columns = [
+        TableColumn("case", [row.name for row in rows]),
+        TableColumn("impl", [row.impl for row in rows]),
+        *(TableColumn(name, [param_text(name, row.params.get(name)) for row in rows]) for name in varying),
+        TableColumn("base", [unit.format(row.base_s) for row in rows], True, unit.name),
+        TableColumn("new", [unit.format(row.head_s) for row in rows], True, unit.name),
     ]
     title = suite
     if single:
         why = [f"{row.verdict}: {row.reason}".rstrip(": ") if row.ratio is None else "" for row in rows]
         differences = ["-" if row.ratio is None else f"{row.ratio - 1:+.1%}" for row in rows]
-        figures.append(("difference", differences))
+        columns.append(TableColumn("difference", differences, True))
     else:
         why = [row.reason for row in rows]
         title += f": {rows[0].estimator} of each launch, median over launches"
-        words.insert(0, ("verdict", [Text(row.verdict, style=row.verdict.colour) for row in rows]))
-        figures += [
-            ("new/base", [format_ratio(row.ratio) for row in rows]),
-            ("interval", [_interval(row) for row in rows]),
-            ("p", [_p(row.effect) for row in rows]),
-            ("launches", [f"{row.base_launches}/{row.head_launches}" for row in rows]),
+        colours = [row.verdict.colour for row in rows]
+        columns.insert(0, TableColumn("verdict", [str(row.verdict) for row in rows], styles=colours))
+        columns += [
+            TableColumn("new/base", [format_ratio(row.ratio) for row in rows], True),
+            TableColumn("interval", [_interval(row) for row in rows], True),
+            TableColumn("p", [_p(row.effect) for row in rows], True),
+            TableColumn("launches", [f"{row.base_launches}/{row.head_launches}" for row in rows], True),
         ]
+    if any(why):
+        columns.append(TableColumn("why", why))
     print_line(console, titled(title, same), style="bold")
-    print_columns(console, words, figures, [("why", why)] if any(why) else ())
+    print_table(console, columns)
 
 
 def _spread(comparison: Comparison) -> str:

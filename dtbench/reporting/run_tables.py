@@ -9,15 +9,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
 
 from dtbench.records.layout import DimLayout, layout_of
-from dtbench.reporting.fit import Figures, fit, print_cases
 from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
 from dtbench.suite.grouping import group_by, known_first
+from dtbench.text.table import TableColumn
 from dtbench.text.terminal import (
     MAX_ROWS,
     MAX_TABLES,
@@ -27,9 +27,13 @@ from dtbench.text.terminal import (
     print_columns,
     print_json,
     print_line,
+    print_prose,
     print_rest,
+    print_table,
+    readable_width,
     split_params,
     titled,
+    width_of,
 )
 from dtbench.text.units import bandwidth_unit, format_ratio, format_spread, time_unit
 
@@ -44,18 +48,16 @@ _NAMED = 5
 _ALL = "--csv and --json give all"
 
 
-def print_runs(runs: Sequence[Run], grouped: bool = True) -> None:
-    """Of each run per suite one row per case with the impls side by side; then what is not ok, and the provenance.
-
-    grouped: whether the cases of a table that is too wide may be put under headings, which changes their order.
-    """
+def print_runs(runs: Sequence[Run]) -> None:
+    """Of each run per suite a row per case with the impls side by side, or where that is too wide a row per impl; then
+    what is not ok, and the provenance."""
     console = new_console()
     for number, run in enumerate(runs):
         if number:
             print_line(console, "")
         if len(runs) > 1:
             print_line(console, str(run.path), style="bold")
-        _print_results(console, run, grouped)
+        _print_results(console, run)
         print_line(console, "")
         _print_provenance(console, run)
         if not _by_one_process(run):
@@ -69,12 +71,12 @@ def tables_of(run: Run) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _print_results(console: Console, run: Run, grouped: bool = True) -> None:
+def _print_results(console: Console, run: Run) -> None:
     suites = group_by(run.results, lambda r: r.suite)
     for place, (suite, results) in enumerate(islice(suites.items(), MAX_TABLES)):
         if place:
             print_line(console, "")
-        _print_suite(console, suite, run, results, grouped)
+        _print_suite(console, suite, run, results)
     print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
     _print_not_ok(console, run)
 
@@ -161,7 +163,7 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Result], grouped: bool) -> None:
+def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Result]) -> None:
     from dtbench.records.frame import cases_frame, cells, impls_of, params_of, results_frame
 
     by_case = group_by(results_of, lambda r: (r.name, r.case_key[3]))
@@ -172,47 +174,107 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     impls = known_first(impls_of(cases), _IMPL_ORDER)
     params = params_of(cases)
     varying, same = split_params(params)
-    words = [("case", cells(cases["name", ""]))]
-    words += [(name, [param_text(name, of_case.get(name)) for of_case in params]) for name in varying]
+    words = [TableColumn("case", cells(cases["name", ""]))]
+    words += [
+        TableColumn(name, [param_text(name, of_case.get(name)) for of_case in params]) for name in varying
+    ]
     launches = results["launch"].nunique()
     title = f"{suite}: {statistic} of the samples"
     title += f", median over {launches} launches" if launches > 1 else ""
     title += ", spread up to their upper quartile"
     if run.by_one_process(suite):
         title += f", by one process, not the run's {len(run.header.ranks)} ranks"
-    table = fit(console, words, _figures(cases, impls, "estimate_s"), grouped)
-    print_cases(console, titled(title, same), table)
+    by_impl = {impl: _figures(cases, impl) for impl in impls}
+    both = {"core", "torch"} <= set(impls)
+    ratios = list(map(format_ratio, cells(cases["core/torch", "estimate_s"]))) if both else []
+    short = {impl: {k: v for k, v in of.items() if k not in _LEFT_OUT_FIRST} for impl, of in by_impl.items()}
+    forms = [_side_by_side(words, by_impl, ratios), _side_by_side(words, short, ratios)]
+    forms.append(_row_per_impl(words, by_impl, ratios))
+    width = readable_width(console)
+    table = next(
+        (form for form in forms if width_of(console, form) <= width),
+        forms[-1] if len(impls) > 1 else forms[0],
+    )
+    print_prose(console, titled(title, same), "bold", width)
+    print_table(console, table)
+    if table is forms[1]:
+        print_prose(
+            console, f"left out at {width} columns: {', '.join(_LEFT_OUT_FIRST)}; {_ALL}", width=width
+        )
     print_rest(console, len(by_case), "cases", _ALL)
 
 
-def _figures(cases: pd.DataFrame, impls: Sequence[str], statistic: str) -> list[Figures]:
-    """A time per impl with its spread; those from the last rank's arrival; core/torch; bandwidths."""
+# Where all figures of all impls are too wide.
+_LEFT_OUT_FIRST = ("spread", "from last")
+# Of an impl: what a figure is -> its column, in seconds or bytes per second but for the spread.
+_ImplFigures = dict[str, list[Any]]
+
+
+def _figures(cases: pd.DataFrame, impl: str) -> _ImplFigures:
+    """Times, or why there is none ("-" where the case has no such impl), their spread, those from the last rank's
+    arrival, and bandwidths; columns of nothing stay out."""
     from dtbench.records.frame import cells
 
-    times = {impl: cells(cases[statistic, impl]) for impl in impls}
-    unit = time_unit(t for column in times.values() for t in column if t is not None)
-    columns = []
-    for impl, column in times.items():
-        # Why there is no figure, or "-" where the case has no such impl.
-        instead = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
-        figures = [s if t is None else unit.format(t) for t, s in zip(column, instead, strict=True)]
-        columns.append(Figures("time", impl, _IMPL_TITLES.get(impl, impl), figures, unit.name))
-        spreads = list(map(format_spread, cells(cases["spread", impl])))
-        columns.append(Figures("spread", impl, "spread", spreads))
-    for impl in impls:
-        if any(from_last := cells(cases["from_last_s", impl])):
-            name = "from last" if len(impls) == 1 else f"{impl} from last"
-            columns.append(Figures("from last", impl, name, list(map(unit.format, from_last)), unit.name))
-    if {"core", "torch"} <= set(impls):
-        ratios = list(map(format_ratio, cells(cases["core/torch", statistic])))
-        columns.append(Figures("core/torch", "", "core/torch", ratios))
-    for which, short in (("algbw_Bps", "algbw"), ("busbw_Bps", "busbw")):
-        bandwidths = {i: b for i in impls if any(b := cells(cases[which, i]))}
-        scale = bandwidth_unit(b for column in bandwidths.values() for b in column if b is not None)
-        for impl, column in bandwidths.items():
-            name = short if len(impls) == 1 else f"{impl} {short}"
-            columns.append(Figures(short, impl, name, list(map(scale.format, column)), scale.name))
+    statuses = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
+    times = [s if t is None else t for t, s in zip(cells(cases["estimate_s", impl]), statuses, strict=True)]
+    figures = {"time": times, "spread": list(map(format_spread, cells(cases["spread", impl])))}
+    more = {"from last": "from_last_s", "algbw": "algbw_Bps", "busbw": "busbw_Bps"}
+    return figures | {kind: of for kind, name in more.items() if any(of := cells(cases[name, impl]))}
+
+
+def _side_by_side(
+    words: Sequence[TableColumn], by_impl: Mapping[str, _ImplFigures], ratios: Sequence[str]
+) -> list[TableColumn]:
+    """A row per case: the times of all impls, core over torch, then the bandwidths."""
+    several = len(by_impl) > 1
+    times, rates = [], []
+    for kind in ("time", "spread", "from last", "algbw", "busbw"):
+        of_kind = {impl: figures[kind] for impl, figures in by_impl.items() if kind in figures}
+        for impl, (cells, unit) in zip(of_kind, _in_one_unit(kind, list(of_kind.values())), strict=True):
+            title = {"time": _IMPL_TITLES.get(impl, impl), "spread": kind}.get(
+                kind, f"{impl} {kind}" if several else kind
+            )
+            (rates if kind in ("algbw", "busbw") else times).append(
+                (list(by_impl).index(impl), TableColumn(title, cells, True, unit))
+            )
+    beside = [TableColumn("core/torch", ratios, True)] if ratios else []
+    return [
+        *words,
+        *(column for _, column in sorted(times, key=lambda one: one[0])),
+        *beside,
+        *(column for _, column in rates),
+    ]
+
+
+def _row_per_impl(
+    words: Sequence[TableColumn], by_impl: Mapping[str, _ImplFigures], ratios: Sequence[str]
+) -> list[TableColumn]:
+    rows = [
+        (case, impl)
+        for case in range(len(words[0].cells))
+        for impl, figures in by_impl.items()
+        if figures["time"][case] != "-"
+    ]
+    kinds = dict.fromkeys(kind for figures in by_impl.values() for kind in figures)
+    columns = [TableColumn(word.header, [word.cells[case] for case, _ in rows]) for word in words]
+    columns.append(TableColumn("impl", [_IMPL_TITLES.get(impl, impl) for _, impl in rows]))
+    for kind in kinds:
+        of_rows = [by_impl[impl][kind][case] if kind in by_impl[impl] else None for case, impl in rows]
+        ((cells, unit),) = _in_one_unit(kind, [of_rows])
+        columns.append(TableColumn(kind, cells, True, unit))
+    if ratios:
+        beside = [ratios[case] if impl == "core" else "" for case, impl in rows]
+        columns.append(TableColumn("core/torch", beside, True))
     return columns
+
+
+def _in_one_unit(kind: str, columns: Sequence[Sequence[Any]]) -> list[tuple[list[str], str]]:
+    """The cells of each column and their unit; words stay as they are."""
+    if kind == "spread":
+        return [([str(cell or "-") for cell in column], "") for column in columns]
+    values = [cell for column in columns for cell in column if isinstance(cell, float)]
+    unit = bandwidth_unit(values) if kind.endswith("bw") else time_unit(values)
+    return [([c if isinstance(c, str) else unit.format(c) for c in column], unit.name) for column in columns]
 
 
 def _print_not_ok(console: Console, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Tables of the report: one unit per column in its header, figures of a column aligned."""
+"""A table as the terminal and the page show it: one unit per column in its header, figures of a column aligned."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ LONG = 40  # characters
 
 
 @dataclass(frozen=True)
-class Column:
-    """screen: not printed, where paper is too narrow for all."""
+class TableColumn:
+    """screen: not printed on paper, which is too narrow for all. styles: of each cell on a terminal."""
 
     header: str
     cells: Sequence[str]
     numeric: bool = False
     unit: str = ""
     screen: bool = False
+    styles: Sequence[str] = ()
+
+    @property
+    def title(self) -> str:
+        """On a terminal."""
+        return f"{self.header} [{self.unit}]" if self.unit else self.header
 
     @cached_property  # asked for every cell
     def long(self) -> bool:
@@ -38,7 +44,7 @@ class Table:
     """
 
     caption: str
-    columns: Sequence[Column]
+    columns: Sequence[TableColumn]
     folded: bool = False
     note: str = ""
     most: int = 2**31
@@ -74,21 +80,21 @@ def compact(table: Table) -> Table:
     return replace(table, columns=kept, note=note.strip())
 
 
-def text(header: str, cells: Sequence[object]) -> Column:
-    return Column(header, [str(cell) if cell not in ("", None) else MISSING for cell in cells])
+def text(header: str, cells: Sequence[object]) -> TableColumn:
+    return TableColumn(header, [str(cell) if cell not in ("", None) else MISSING for cell in cells])
 
 
-def sizes(header: str, cells: Sequence[str]) -> Column:
+def sizes(header: str, cells: Sequence[str]) -> TableColumn:
     """Sizes that name a case, each in its own unit, right-aligned."""
-    return Column(header, cells, numeric=True)
+    return TableColumn(header, cells, numeric=True)
 
 
-def times(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[Column]:
+def times(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[TableColumn]:
     """Columns of seconds that are compared with each other: one unit and one number of decimals for all."""
     return _in_one_unit(columns, time_unit(_there(columns)))
 
 
-def bandwidths(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[Column]:
+def bandwidths(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[TableColumn]:
     """Columns of bytes per second, all in one unit of 10^3, 10^6 or 10^9 bytes per second."""
     return _in_one_unit(columns, bandwidth_unit(_there(columns)))
 
@@ -97,10 +103,11 @@ def _there(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[float]
     return [value for _, values in columns for value in values if value is not None]
 
 
-def _in_one_unit(columns: Sequence[tuple[str, Sequence[float | None]]], unit: Unit) -> list[Column]:
+def _in_one_unit(columns: Sequence[tuple[str, Sequence[float | None]]], unit: Unit) -> list[TableColumn]:
     decimals = _decimals(_there(columns), unit.scale)
     return [
-        Column(header, aligned(values, unit.scale, decimals), True, unit.name) for header, values in columns
+        TableColumn(header, aligned(values, unit.scale, decimals), True, unit.name)
+        for header, values in columns
     ]
 
 
@@ -119,28 +126,30 @@ def faster(ratio: float | None, than: str = "") -> str:
     return f"{words} than {than}" if than else words
 
 
-def speeds(header: str, ratios: Sequence[float | None]) -> Column:
+def speeds(header: str, ratios: Sequence[float | None]) -> TableColumn:
     """How much faster one is than another; what is slower by more than 5 % bears a mark."""
     cells = [f"{'▲ ' if r is not None and r > 1.05 else ''}{faster(r)}" for r in ratios]
-    return Column(header, cells, True)
+    return TableColumn(header, cells, True)
 
 
-def ratios(header: str, values: Sequence[float | None]) -> Column:
+def ratios(header: str, values: Sequence[float | None]) -> TableColumn:
     """Factors with two decimals."""
-    return Column(header, [MISSING if value is None else factor(value) for value in values], True)
+    return TableColumn(header, [MISSING if value is None else factor(value) for value in values], True)
 
 
-def factors(header: str, values: Sequence[float | None]) -> Column:
+def factors(header: str, values: Sequence[float | None]) -> TableColumn:
     """Factors that may lie far below 1, with two significant digits."""
-    return Column(header, [MISSING if v is None else f"{significant(v, 2)}×" for v in values], True)
+    return TableColumn(header, [MISSING if v is None else f"{significant(v, 2)}×" for v in values], True)
 
 
-def percents(header: str, shares: Sequence[float | None], digits: int = 1, unit: str = "%") -> Column:
-    return Column(header, [MISSING if v is None else f"{100 * v:.{digits}f}" for v in shares], True, unit)
+def percents(header: str, shares: Sequence[float | None], digits: int = 1, unit: str = "%") -> TableColumn:
+    return TableColumn(
+        header, [MISSING if v is None else f"{100 * v:.{digits}f}" for v in shares], True, unit
+    )
 
 
-def counts(header: str, values: Sequence[float | None]) -> Column:
-    return Column(
+def counts(header: str, values: Sequence[float | None]) -> TableColumn:
+    return TableColumn(
         header, [MISSING if v is None else f"{v:,.0f}".replace(",", "\u202f") for v in values], True
     )
 
