@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dtbench.cost.bucket_size import bucket_choices
 from dtbench.records import profile
 from dtbench.reporting.html.axes import bandwidth_tick, seconds_tick, value_axis
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
@@ -57,7 +58,7 @@ def fill(section: Section, of: Material) -> None:
             "reference is fairscale’s algorithm. GB = 10⁹ bytes."
         )
         section.add(_throughput(section, buckets), _bucket_table(buckets))
-        _headline(section, buckets)
+        _headline(section, of, buckets)
     overlaps = of.cases("overlap")
     section.add(_overlap(overlaps), _overlap_table(overlaps))
     ranks = of.sources.ranks
@@ -68,8 +69,8 @@ def fill(section: Section, of: Material) -> None:
 # ------------------------------------------------------------------------------------ buckets
 
 
-def _headline(section: Section, cases: Sequence[Case]) -> None:
-    """How much faster the bucketer is than a call for each tensor, in buckets of the largest size."""
+def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
+    """How much faster the bucketer is than a call for each tensor, in buckets of the largest size; and the size to choose."""
     largest = max(c.number("bucket_bytes") for c in cases)
     both = [c.ratio("core", "unbucketed") for c in cases if c.number("bucket_bytes") == largest]
     ratios = [ratio for ratio in both if ratio is not None]
@@ -79,7 +80,7 @@ def _headline(section: Section, cases: Sequence[Case]) -> None:
             f"{plural(len(ratios), 'case')}, from {t.faster(max(ratios))} to {t.faster(min(ratios))}"
         )
         section.headlines.append((t.faster(geometric_mean(ratios)), words))
-    for choice in choices:
+    for choice in bucket_choices(of.sources.runs):
         if choice.bucket_cap_mb is not None:
             words = (
                 f"bucket_cap_mb for {choice.group.dtype} over {choice.group.mesh_dim}={choice.group.ranks}"
