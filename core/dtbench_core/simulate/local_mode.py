@@ -339,23 +339,23 @@ def _counted(counted: bool) -> AbstractContextManager[None]:
     return entered((comm.counters, []), (fallback.seen, fallback.FallbackLog(warned=warned)))
 
 
-def _others(types: Iterable[type], known: type = LocalTensor) -> bool:
+def _others(types: Iterable[type], allowed: type = LocalTensor) -> bool:
     """Whether other tensor subclasses have a say. (torch lists plain tensors at times.)"""
-    return any(not issubclass(kind, (LocalTensor, known)) and not is_plain(kind) for kind in types)
+    return any(not issubclass(kind, (LocalTensor, allowed)) and not is_plain(kind) for kind in types)
 
 
-def _generators(given: Any) -> list[torch.Generator]:
+def _generators(arguments: Any) -> list[torch.Generator]:
     """Those among the arguments of a call."""
-    return [x for x in tree_leaves(given) if isinstance(x, torch.Generator)]
+    return [x for x in tree_leaves(arguments) if isinstance(x, torch.Generator)]
 
 
 def _name(fn: Call) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
-def _refuse_grad(*given: object) -> None:
+def _refuse_grad(*arguments: object) -> None:
     if torch.is_grad_enabled():
-        for value in tree_leaves(given):
+        for value in tree_leaves(arguments):
             if isinstance(value, LocalTensor) and value.requires_grad:
                 raise SimulationError(
                     "got a LocalTensor that requires grad for a function run per rank, which autograd cannot see "
