@@ -61,7 +61,8 @@ class Agreement:
 
     equal_dims: the mesh dims along which ranks hold the lineage's state; of more than one rank, as `every`, which are
     all such dims. watched: whether replicas were drawn; before, what is drawn for shards is not looked at.
-    draws: so far. told_of_moves: whether a rank can tell that it moved; where not, as where ranks are threads, every draw compares.
+    draws: so far. told_of_moves: whether a rank can tell that it moved; where not, as where ranks are threads, every
+    draw compares.
     """
 
     __slots__ = (

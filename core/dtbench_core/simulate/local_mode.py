@@ -211,7 +211,9 @@ class LocalTensorMode(TorchDispatchMode):
         """What c10d knows of groups where code runs as `rank`: those of the process, and the rank's ends of them."""
         if rank not in self._tables:
             self._tables[rank] = RankC10d(dist.distributed_c10d._world)
-            self._tables[rank].default_pg = rank_answers.rank_group(dist.group.WORLD, rank)
+            world = dist.group.WORLD
+            assert world is not None  # a mode is entered in a world
+            self._tables[rank].default_pg = rank_answers.rank_group(world, rank)
         return self._tables[rank]
 
     def _c10d_of(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
