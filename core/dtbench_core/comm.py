@@ -41,11 +41,11 @@ _REDUCE_OP = {
 
 
 def _options(kind: Callable[[], Any], op: str | None, async_op: bool) -> Any:
-    made = kind()
-    made.asyncOp = async_op
+    options = kind()
+    options.asyncOp = async_op
     if op is not None:
-        made.reduceOp = _REDUCE_OP[op]
-    return made
+        options.reduceOp = _REDUCE_OP[op]
+    return options
 
 
 # Read-only, so one of each serves all calls. Indexed by (reduction and) async_op.
@@ -169,9 +169,9 @@ def gathered(input: torch.Tensor, shape: Sequence[int], group: Group) -> torch.T
     if isinstance(group, OrderedGroup):
         return group.placed(gathered(input, shape, group.group))
     if _functional(input):
-        made = _call(_ops.all_gather_into_tensor, input, group.size(), group.group_name).view(shape)
-        _record("all_gather", made)
-        return made
+        result = _call(_ops.all_gather_into_tensor, input, group.size(), group.group_name).view(shape)
+        _record("all_gather", result)
+        return result
     output = input.new_empty(shape)
     _all_gather(output, input, group, False)
     return output
@@ -295,13 +295,13 @@ def exchanged(
     """What `all_to_all` leaves in a tensor of this shape."""
     if isinstance(group, OrderedGroup):
         rows, sent = ([n[i] for i in group.back] if n else None for n in (output_splits, input_splits))
-        made = exchanged(group.ranked(input, input_splits), shape, group.group, rows, sent)
-        return group.placed(made, rows)
+        result = exchanged(group.ranked(input, input_splits), shape, group.group, rows, sent)
+        return group.placed(result, rows)
     if _functional(input):
         _record("all_to_all", input)
         n = group.size()
-        given = ((output_splits, shape[0]), (input_splits, input.size(0)))
-        splits = [list(rows or [length // n] * n) for rows, length in given]
+        requested = ((output_splits, shape[0]), (input_splits, input.size(0)))
+        splits = [list(rows or [length // n] * n) for rows, length in requested]
         return _call(_ops.all_to_all_single, input, *splits, group.group_name).view(shape)
     output = input.new_empty(shape)
     all_to_all(output, input, group, output_splits, input_splits)
@@ -365,18 +365,18 @@ def scatter(
         _record("scatter", output)
     options = torch_compat.ScatterOptions()
     options.rootRank, options.asyncOp = src, async_op
-    given = [] if inputs is None else [list(inputs)]
+    lists = [] if inputs is None else [list(inputs)]
     if output.is_complex():
-        output, given = _real(output), [[_real(t) for t in part] for part in given]
-    return _finish(group.scatter([output], given, options), async_op)
+        output, lists = _real(output), [[_real(t) for t in part] for part in lists]
+    return _finish(group.scatter([output], lists, options), async_op)
 
 
 def all_gather_objects(value: object, group: Group | None = None) -> list[Any]:
     """Every rank's `value` (pickled by torch; for checks, not for the hot path). Without a group, the
     whole world's."""
     if isinstance(group, OrderedGroup):
-        found = all_gather_objects(value, group.group)
-        return [found[i] for i in group.order]
+        objects = all_gather_objects(value, group.group)
+        return [objects[i] for i in group.order]
     gathered: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
     dist.all_gather_object(gathered, value, group=group)
     return gathered
@@ -409,14 +409,14 @@ def _reduce(
     if input.is_complex():
         _refuse_complex("a reduction", op)
     averaged = op == "avg" and not _averages(group, input)
-    made = _call(functional, input, "sum" if averaged else op, *size, group.group_name)
-    return made / group.size() if averaged else made
+    result = _call(functional, input, "sum" if averaged else op, *size, group.group_name)
+    return result / group.size() if averaged else result
 
 
 _library = torch.library.Library("dtbench_core", "FRAGMENT")
 # A copy of `input` that a graph takes for computed from `source` too.
 _library.define("after(Tensor input, Tensor source) -> Tensor")
-_library.impl("after", lambda given, source: given.clone(), "CompositeExplicitAutograd")
+_library.impl("after", lambda tensor, source: tensor.clone(), "CompositeExplicitAutograd")
 _library.define(
     "full_ordered_after(Tensor[] sources, SymInt[] size, Scalar value, ScalarType dtype) -> Tensor"
 )
@@ -436,8 +436,8 @@ def full_ordered_after(
     without it, and the other ranks would wait.
     """
     if dispatch_modes_active() and not simulation.active:
-        made: torch.Tensor = torch.ops.dtbench_core.full_ordered_after(list(sources), shape, value, dtype)
-        return made
+        result: torch.Tensor = torch.ops.dtbench_core.full_ordered_after(list(sources), shape, value, dtype)
+        return result
     return sources[0].new_full(shape, value, dtype=dtype)
 
 

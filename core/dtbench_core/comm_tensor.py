@@ -177,8 +177,8 @@ class CommTensor(torch.Tensor):
         if isinstance(tensor, CommTensor):
             return tensor
         if tensor.requires_grad and torch.is_grad_enabled():
-            made: CommTensor = _Wrap.apply(tensor)
-            return made
+            result: CommTensor = _Wrap.apply(tensor)
+            return result
         return _wrapped(tensor, _CommMemory())
 
     def wait(self) -> torch.Tensor:
@@ -239,7 +239,7 @@ class _Wrap(torch.autograd.Function):
 
 def _wrapped(tensor: torch.Tensor, memory: _CommMemory) -> CommTensor:
     # By position: storage offset, memory format, dtype, layout, device, pinned, requires grad.
-    made: Value = make_wrapper(
+    result: Value = make_wrapper(
         CommTensor,
         tensor.shape,
         tensor.stride(),
@@ -251,11 +251,11 @@ def _wrapped(tensor: torch.Tensor, memory: _CommMemory) -> CommTensor:
         False,
         False,
     )
-    made._tensor, made._memory = tensor, memory
+    result._tensor, result._memory = tensor, memory
     tracer = active_tracer()
     if tracer is not None:
         _follow(tracer)
-    return made  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]
 
 
 def _plain(values: Any) -> Value:

@@ -303,8 +303,8 @@ def value_of_functional(tensor: torch.Tensor) -> torch.Tensor:
 def as_functional(value: torch.Tensor) -> torch.Tensor:
     """A tensor of a graph that AOTAutograd traces, of that value."""
     with functionalizing():
-        made: torch.Tensor = functional_tensor.FunctionalTensor.to_functional(value)
-    return made
+        functional: torch.Tensor = functional_tensor.FunctionalTensor.to_functional(value)
+    return functional
 
 
 def place_of_view(
@@ -340,8 +340,8 @@ def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> E
     kind: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes").GuardOnDataDependentSymNode
     if not isinstance(error, kind):
         return None
-    made: Exception = type("UnknownSizeError", (base, kind), {})(vars(error)["cond"], words)
-    return made
+    unknown: Exception = type("UnknownSizeError", (base, kind), {})(vars(error)["cond"], words)
+    return unknown
 
 
 # ---- tracing with make_fx: which fx node a tensor stands for ----
@@ -486,14 +486,14 @@ def teach_tangents(cls: type[torch.Tensor], placed: Callable[..., torch.Tensor])
     (tensor, what the result was made with) -> `cls`. Autograd gives plain zeros for a result that nothing used."""
 
     def teach(wrappers: ModuleType) -> None:
-        kind, found = wrappers.SubclassCreationMeta, wrappers.AOTDispatchAutograd
-        process = found.process_runtime_tangent
+        kind, dispatcher = wrappers.SubclassCreationMeta, wrappers.AOTDispatchAutograd
+        process = dispatcher.process_runtime_tangent
 
         def process_placed(x: object, meta: object, *others: object) -> object:
             if x.__class__ is torch.Tensor and isinstance(meta, kind) and meta.original_subclass_type is cls:
                 x = placed(x, meta.meta)
             return process(x, meta, *others)
 
-        found.process_runtime_tangent = staticmethod(process_placed)
+        dispatcher.process_runtime_tangent = staticmethod(process_placed)
 
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", teach)

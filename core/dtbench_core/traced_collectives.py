@@ -45,11 +45,11 @@ def keep_on_all_ranks(result: torch.Tensor, after: Callable[..., object]) -> Non
         return
     if in_backward_pass():
         _keep_in_backward(node, tracer.graph, after)
-    alike = _alike.setdefault(tracer, [])
-    if alike is None:
+    issued = _alike.setdefault(tracer, [])
+    if issued is None:
         _set_apart(node, tracer)
     else:
-        alike.append(node)
+        issued.append(node)
 
 
 def see_uneven_shards() -> None:

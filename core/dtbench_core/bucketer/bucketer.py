@@ -113,8 +113,8 @@ class ReduceScatterBucketer:
         """
         # What comes most is asked the fewest questions; `take_in` knows the rest and what to say of what is wrong.
         if type(input_list) is Tensor:
-            found = self.buckets.get((input_list.dtype, input_list.device, group))
-            if found is not None and found.add_flat(input_list, callback_fn):
+            open_bucket = self.buckets.get((input_list.dtype, input_list.device, group))
+            if open_bucket is not None and open_bucket.add_flat(input_list, callback_fn):
                 return
         elif type(input_list) is list and self._take_small_tensors(input_list, group, callback_fn):
             return
@@ -124,23 +124,23 @@ class ReduceScatterBucketer:
         bucket.add(taken.source, taken.numel, callback_fn, finish)
 
     def _take_small_tensors(
-        self, given: list[Tensor], group: ProcessGroup, callback: Callback | None
+        self, inputs: list[Tensor], group: ProcessGroup, callback: Callback | None
     ) -> bool:
         """Joins tensors that are cheaper to copy as one. False: they are not, or `take_in` must look at them."""
-        if not given or set(map(type, given)) != {Tensor}:
+        if not inputs or set(map(type, inputs)) != {Tensor}:
             return False
-        first = given[0]
+        first = inputs[0]
         bucket = self.buckets.get((first.dtype, first.device, group))
         numel = first.numel()
         if (
             bucket is None
-            or len(given) != bucket.world_size
+            or len(inputs) != bucket.world_size
             or numel * first.itemsize >= JOIN_BYTES
-            or len(set(map(_dtype, given))) > 1
+            or len(set(map(_dtype, inputs))) > 1
         ):
             return False
         try:
-            joined = torch.stack(given)
+            joined = torch.stack(inputs)
         except (RuntimeError, NotImplementedError):  # of different shapes, or on different devices
             return False
         if joined.requires_grad or joined.device != first.device:
@@ -205,7 +205,7 @@ class ReduceScatterBucketer:
         self.reduction.check(taken.dtype)
         itemsize = self.reduction.dtype_of(taken.dtype).itemsize
         capacity = max(0, int(self.bucket_cap_mb * MIB / itemsize // group.size()))
-        made = Bucket(
+        bucket = Bucket(
             group,
             taken.dtype,
             taken.device,
@@ -215,5 +215,5 @@ class ReduceScatterBucketer:
             self.hold_inputs,
             self.check_ranks,
         )
-        self.buckets[taken.dtype, taken.device, group] = made
-        return made
+        self.buckets[taken.dtype, taken.device, group] = bucket
+        return bucket

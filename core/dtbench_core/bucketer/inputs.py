@@ -42,21 +42,21 @@ def check_group(group: object) -> None:
         )
 
 
-def take_in(given: Tensor | Sequence[Tensor], group: ProcessGroup) -> Intake:
+def take_in(input: Tensor | Sequence[Tensor], group: ProcessGroup) -> Intake:
     check_group(group)
     n = group.size()
-    if isinstance(given, Wrapper):
-        return _of_dtensor(given, group)
-    if isinstance(given, Tensor):
-        return _of_tensor(given, n)
-    if len(given) != n:
+    if isinstance(input, Wrapper):
+        return _of_dtensor(input, group)
+    if isinstance(input, Tensor):
+        return _of_tensor(input, n)
+    if len(input) != n:
         raise BucketError(
-            f"reduce_scatter received {len(given)} inputs, expected group.size() ({n}): "
+            f"reduce_scatter received {len(input)} inputs, expected group.size() ({n}): "
             "pass one tensor for each rank of the group, or one tensor of that many equal parts"
         )
-    if isinstance(given[0], Wrapper):
-        return _of_dtensors(given, group)
-    return _of_list(given)
+    if isinstance(input[0], Wrapper):
+        return _of_dtensors(input, group)
+    return _of_list(input)
 
 
 def _of_tensor(tensor: Tensor, n: int) -> Intake:

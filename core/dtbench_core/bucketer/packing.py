@@ -80,14 +80,14 @@ class BufferPool:
 
     def take(self, numel: int) -> Tensor:
         """A buffer of at least `numel` elements. What they hold is not said."""
-        found = min((b.numel() for b in self._free if b.numel() >= numel), default=None)
-        if found is None:
+        smallest = min((b.numel() for b in self._free if b.numel() >= numel), default=None)
+        if smallest is None:
             self.clear()  # too small, and the new one takes its place
             with torch.inference_mode(False):  # else no later pass could write to it
                 buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
             self.counters.hold(buffer.nbytes)
         else:
-            buffer = self._free.pop([b.numel() for b in self._free].index(found))
+            buffer = self._free.pop([b.numel() for b in self._free].index(smallest))
         self.in_use += buffer.nbytes
         return buffer
 
@@ -171,11 +171,11 @@ class HeldInputs:
         if not numel:
             return
         self.used += numel
-        given = [source] if isinstance(source, Tensor) else source
-        if given is source:
+        tensors = [source] if isinstance(source, Tensor) else source
+        if tensors is source:
             self._lists.add(len(self._tensors))
-        self._tensors += given
-        self._versions += versions_of(given)
+        self._tensors += tensors
+        self._versions += versions_of(tensors)
 
     def add_flat(self, tensor: Tensor, numel: int) -> None:
         """As `add` of (n * k,), k > 0, with nothing asked."""

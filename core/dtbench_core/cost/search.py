@@ -326,14 +326,14 @@ class Search:
         return local_gib(self.shape, self.itemsize, [self.kinds[kind] for kind in state], self.sizes)
 
     def _transitions(self, chain: Any) -> list[Transition]:
-        made = []
+        transitions = []
         while chain is not None:
             chain, mesh_dims, state, after, us = chain
             move = self.classes[state[mesh_dims[0]]] + self.classes[after[mesh_dims[0]]]
             collective = _COLLECTIVE.get(move, "")
             ranks = math.prod(self.sizes[d] for d in mesh_dims)
             sent = self._local_gib(state) * GIB * (ranks if collective == "all_gather" else 1)
-            made.append(
+            transitions.append(
                 Transition(
                     mesh_dims,
                     tuple(self.kinds[state[d]] for d in mesh_dims),
@@ -343,7 +343,7 @@ class Search:
                     us,
                 )
             )
-        return made[::-1]
+        return transitions[::-1]
 
 
 def _same(one: Any, other: Any) -> bool:

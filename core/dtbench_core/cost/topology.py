@@ -167,7 +167,7 @@ class Topology:
             TopologyError: a dim that is not in the topology, or has another size.
         """
         held = {(dim.name, dim.ranks): dim for dim in self.dims}
-        found = []
+        known_dims = []
         for name, size in dims:
             # One rank sends nothing, so there is nothing to measure, and the file may lack the dim.
             dim = held.get((name, size), DimConstants(name, 1, math.inf, 0.0) if size == 1 else None)
@@ -176,16 +176,16 @@ class Topology:
                     f"{self.source} holds {self.held()}, not the mesh dim {name}={size}: "
                     "calibrate with this mesh, or name the dim as it was measured"
                 )
-            found.append(dim)
+            known_dims.append(dim)
         return MeshConstants(
             None,
-            tuple(dim.ranks for dim in found),
-            tuple(dim.bandwidth for dim in found),
-            tuple(dim.latency_us for dim in found),
+            tuple(dim.ranks for dim in known_dims),
+            tuple(dim.bandwidth for dim in known_dims),
+            tuple(dim.latency_us for dim in known_dims),
             self.base_latency_us,
             self.source,
-            tuple(dim.curves for dim in found) if any(dim.curves for dim in found) else (),
-            self._together([dim for dim in found if dim.ranks > 1]),
+            tuple(dim.curves for dim in known_dims) if any(dim.curves for dim in known_dims) else (),
+            self._together([dim for dim in known_dims if dim.ranks > 1]),
         )
 
     def _together(self, dims: Sequence[DimConstants]) -> Mapping[str, Curve]:

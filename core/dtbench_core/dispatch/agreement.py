@@ -80,11 +80,13 @@ def compare(name: str, tensors: Sequence[Wrapper]) -> None:
     with disable_modes():
         for group in info.groups:
             mine = [one for several in comm.all_gather_objects(mine, group) for one in several]
-    said: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    ranks_by_call: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for rank, op, words in mine:
-        said.setdefault((op, words), []).append(rank)
-    if len(said) > 1:
-        each = "; ".join(f"{_ranks(ranks)} {op} on {', '.join(words)}" for (op, words), ranks in said.items())
+        ranks_by_call.setdefault((op, words), []).append(rank)
+    if len(ranks_by_call) > 1:
+        each = "; ".join(
+            f"{_ranks(ranks)} {op} on {', '.join(words)}" for (op, words), ranks in ranks_by_call.items()
+        )
         raise RanksDifferError(f"the ranks differ: {each}; expected one op on the same specs on every rank")
     wrong = {words for words in mine[0][2] if _WRONG in words}
     if wrong:
@@ -113,5 +115,5 @@ def _is_fake(info: MeshInfo) -> bool:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    found = sorted(ranks)
-    return f"rank {found[0]} has" if len(found) == 1 else f"ranks {', '.join(map(str, found))} have"
+    listed = sorted(ranks)
+    return f"rank {listed[0]} has" if len(listed) == 1 else f"ranks {', '.join(map(str, listed))} have"

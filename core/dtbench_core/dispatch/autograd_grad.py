@@ -30,13 +30,17 @@ def grad(
     **others: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """As torch.autograd.grad, which calls it with the outputs and inputs as tuples."""
-    given = grad_outputs if grad_outputs.__class__ in (list, tuple) else (grad_outputs,) * len(outputs)
+    outer_gradients = (
+        grad_outputs if grad_outputs.__class__ in (list, tuple) else (grad_outputs,) * len(outputs)
+    )
     if any(others[name] for name in others if name != "only_inputs"):
         with DisableTorchFunction():
             return torch.autograd.grad(
                 outputs, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused, **others
             )
-    cotangents = tuple(given) if _fit(outputs, given) else _cotangents(outputs, given)
+    cotangents = (
+        tuple(outer_gradients) if _fit(outputs, outer_gradients) else _cotangents(outputs, outer_gradients)
+    )
     kept = create_graph if retain_graph is None else retain_graph
     return run_backward(
         outputs, cotangents, kept, create_graph, inputs, bool(allow_unused), accumulate_grad=False
@@ -51,10 +55,10 @@ def backward(
     inputs: Any = None,
 ) -> None:
     """As torch.autograd.backward, which calls it with tuples."""
-    given = grad_tensors if isinstance(grad_tensors, Sequence) else [grad_tensors] * len(tensors)
+    cotangents = grad_tensors if isinstance(grad_tensors, Sequence) else [grad_tensors] * len(tensors)
     run_backward(
         tensors,
-        _cotangents(tensors, given),
+        _cotangents(tensors, cotangents),
         create_graph if retain_graph is None else retain_graph,
         create_graph,
         inputs or (),
@@ -72,16 +76,16 @@ def backward_of(
 ) -> None:
     """As Tensor.backward."""
     if inputs is not None:
-        given = inputs.values() if isinstance(inputs, dict) else inputs
-        inputs = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+        leaves = inputs.values() if isinstance(inputs, dict) else inputs
+        inputs = (leaves,) if isinstance(leaves, torch.Tensor) else tuple(leaves)
         if not inputs:
             raise RuntimeError("backward got inputs=[], expected tensors, or None for all leaves")
     backward((tensor,), (gradient,), retain_graph, create_graph, inputs)
 
 
-def _cotangents(outputs: Sequence[Value], given: Sequence[Value]) -> tuple[torch.Tensor | None, ...]:
+def _cotangents(outputs: Sequence[Value], cotangents: Sequence[Value]) -> tuple[torch.Tensor | None, ...]:
     with DisableTorchFunction():
-        return make_grads(outputs, given, is_grads_batched=False)
+        return make_grads(outputs, cotangents, is_grads_batched=False)
 
 
 def _fit(outputs: Sequence[Value], cotangents: Sequence[Value]) -> bool:

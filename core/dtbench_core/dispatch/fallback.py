@@ -153,8 +153,8 @@ def _outside(
         return written[0] if structure == "tensor" else tuple(written)
     specs = [None if meta is None else DTensorSpec.of(mesh, replicated, *meta) for meta in metas]
     where = device_of_results(args, kwargs, mesh.device_type)
-    made = [None if s is None else wrap(cls, empty_part(s, where), s) for s in specs]
-    return tuple(made) if structure == "list" else made[0]
+    results = [None if s is None else wrap(cls, empty_part(s, where), s) for s in specs]
+    return tuple(results) if structure == "list" else results[0]
 
 
 def _reads_gaps(op: OpOverload, tensor: Wrapper, full: torch.Tensor) -> bool:
@@ -205,11 +205,11 @@ def store(tensor: Wrapper, full: torch.Tensor) -> None:
     """Overwrites `tensor`'s shard with its part of the replicated values `full`."""
     spec = tensor._spec
     source = DTensorSpec.of(spec.info, (REPLICATE,) * spec.info.ndim, full.shape, full.stride(), full.dtype)
-    local, made = tensor._local_tensor, apply(full, plan(source, spec.placements))
+    local, part = tensor._local_tensor, apply(full, plan(source, spec.placements))
     for dim, step in enumerate(local.stride()):
         if step == 0 and local.size(dim):  # an expanded one: one place for all
-            local, made = local.narrow(dim, 0, 1), made.narrow(dim, 0, 1)
-    local.copy_(made)
+            local, part = local.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
+    local.copy_(part)
 
 
 def _wrapped(

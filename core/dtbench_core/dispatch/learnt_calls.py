@@ -61,10 +61,10 @@ def without_detach(seen: list[Recorded]) -> list[Recorded]:
     """What was recorded; of functions that detach what an op has made, as those that end in `_like`, the op alone."""
     if len(seen) != 2:
         return seen
-    (plan, args, kwargs, made), (then, (source, *_), _, result) = seen
+    (plan, args, kwargs, first), (then, (source, *_), _, result) = seen
     if plan is None or then is None:
         return seen
-    detached = then.info.op is aten.detach.default and source is made and plan.info.functional
+    detached = then.info.op is aten.detach.default and source is first and plan.info.functional
     return [(plan, args, kwargs, result)] if detached else seen
 
 
@@ -118,13 +118,13 @@ def _accounts_for(
     A number of another origin may come from the global shape, and would be wrong for a shard. The
     order of the tensors matters where the plan moves some of them: it counts them.
     """
-    given = tree_leaves((list(args), dict(sorted(kwargs.items()))))
+    leaves = tree_leaves((list(args), dict(sorted(kwargs.items()))))
     used = tree_leaves((list(op_args), dict(sorted(op_kwargs.items()))))
-    tensors = [id(leaf) for leaf in given if isinstance(leaf, torch.Tensor)]
+    tensors = [id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     op_tensors = [id(leaf) for leaf in used if isinstance(leaf, torch.Tensor)]
     if tensors != op_tensors and (plan.moves or sorted(tensors) != sorted(op_tensors)):
         return False
-    numbers = [leaf for leaf in given if type(leaf) in (int, float)]
+    numbers = [leaf for leaf in leaves if type(leaf) in (int, float)]
     numbers += [
         a.default_value for a in plan.info.op._schema.arguments if type(a.default_value) in (int, float)
     ]

@@ -90,8 +90,8 @@ def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> OpPlan | None:
         )
     except NotImplementedError:
         return None
-    strategy, made = find(plain), plain.outputs[0]
-    fits = structure == "tensor" and made is not None and (made.shape, made.dtype) == (out.shape, out.dtype)
+    strategy, meta = find(plain), plain.outputs[0]
+    fits = structure == "tensor" and meta is not None and (meta.shape, meta.dtype) == (out.shape, out.dtype)
     if not fits or strategy.localize or strategy.local_op or strategy.exact or strategy.local_shape_args:
         return None
     rows = rules.choose(plain, strategy, (), result=out.placements)
@@ -223,7 +223,7 @@ def _empty_results(
             raise refused
         where = torch.device(device_of_results(args, kwargs, mesh.device_type))
         near = [one for one in tensors if one.device.type == where.type]
-        made = [
+        empty = [
             None
             if s is None
             else comm.full_ordered_after(near, s.local_shape, 0, s.dtype)
@@ -231,7 +231,7 @@ def _empty_results(
             else torch.empty(s.local_shape, dtype=s.dtype, device=where)
             for s in specs
         ]
-        return tuple(made) if several else made[0]
+        return tuple(empty) if several else empty[0]
 
     return make
 
@@ -291,24 +291,24 @@ def first_run(
     base = args[0] if args else None
     result = plan.run(cls, plan.kernel, args, kwargs, locals_, local_kwargs)
     several = isinstance(result, (list, tuple))
-    made = [r for r in (result if several else (result,)) if isinstance(r, Wrapper)]
-    for one in made:
+    wrapped = [r for r in (result if several else (result,)) if isinstance(r, Wrapper)]
+    for one in wrapped:
         local, spec = held_by(one), one._spec
         if tuple(local.shape) != spec.local_shape or local.dtype != spec.dtype:
             raise CoreError(
                 f"the rule of {plan.info.op} is wrong: the local result is {local.dtype} {list(local.shape)}, but "
                 f"{spec} has {spec.dtype} {list(spec.local_shape)} on this rank; please report it"
             )
-    if not plan.info.aliases and not plan.writes and not all(map(_has_spec_strides, made)):
+    if not plan.info.aliases and not plan.writes and not all(map(_has_spec_strides, wrapped)):
         plan = plan.with_spec_strides()
-        for one in made:
+        for one in wrapped:
             one._local_tensor = with_spec_strides(held_by(one), one._spec)
-    if not plan.info.aliases or any(is_copied(one) for one in made) or not isinstance(base, Wrapper):
+    if not plan.info.aliases or any(is_copied(one) for one in wrapped) or not isinstance(base, Wrapper):
         return plan, result
-    if all(_shares_memory(held_by(one), held_by(base)) for one in made):
+    if all(_shares_memory(held_by(one), held_by(base)) for one in wrapped):
         return plan, result
-    copies = [copied_view(cls, held_by(one), one._spec, base) for one in made]
-    for copy, one in zip(copies, made, strict=True):  # of the base's memory, as these
+    copies = [copied_view(cls, held_by(one), one._spec, base) for one in wrapped]
+    for copy, one in zip(copies, wrapped, strict=True):  # of the base's memory, as these
         copy._memory = one._memory
     return plan.copying(), result.__class__(copies) if several else copies[0]
 

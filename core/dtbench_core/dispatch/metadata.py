@@ -38,20 +38,20 @@ def written_arguments(op: OpOverload) -> Written:
 
 def written_by(arguments: Written, args: Args, kwargs: Kwargs) -> list[Wrapper]:
     """The DTensors among these arguments of a call, and in lists there."""
-    found: list[Wrapper] = []
+    tensors: list[Wrapper] = []
     for position, name in arguments:
         value = args[position] if position < len(args) else kwargs.get(name)
-        found += [
+        tensors += [
             t for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Wrapper)
         ]
-    return found
+    return tensors
 
 
 def device_of_results(args: Args, kwargs: Kwargs, mesh: str) -> torch.device | str:
     """Where an op leaves its results: where `device` says, where a tensor is that holds nothing, else on the mesh."""
-    given: torch.device | None = kwargs.get("device")
-    if given is not None:
-        return given
+    device: torch.device | None = kwargs.get("device")
+    if device is not None:
+        return device
     return (
         "meta" if any(leaf.is_meta for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)) else mesh
     )
@@ -78,9 +78,9 @@ def results_of(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, elementw
             if isinstance(result, torch.Tensor) and result.ndim == len(shape):
                 return (TensorMeta(shape, contiguous_stride(shape), result.dtype),), "tensor"
     if op is torch.ops.aten.native_layer_norm.default and len(args) == 5:
-        known = _layer_norm(*args)
-        if known is not None:
-            return known
+        norm_metas = _layer_norm(*args)
+        if norm_metas is not None:
+            return norm_metas
     meta_args, meta_kwargs = rebuilt([_as_meta(leaf) for leaf in leaves])
     result = op(*meta_args, **meta_kwargs)
     if op is torch.ops.aten.convolution.default:
@@ -125,13 +125,13 @@ def _layer_norm(
 
     None: the meta kernel has to say, or to refuse.
     """
-    given = [s for s in (weight, bias) if s is not None]
+    affine = [s for s in (weight, bias) if s is not None]
     rows = input.ndim - len(normalized)
     if input.dtype not in (torch.float32, torch.float64) or input.stride != contiguous_stride(input.shape):
         return None
     if not normalized or rows < 0 or 0 in input.shape or tuple(input.shape[rows:]) != tuple(normalized):
         return None
-    if any(s.dtype != input.dtype or tuple(s.shape) != tuple(normalized) for s in given):
+    if any(s.dtype != input.dtype or tuple(s.shape) != tuple(normalized) for s in affine):
         return None
     moments = torch.Size((*input.shape[:rows], *(1,) * len(normalized)))
     moment = TensorMeta(moments, contiguous_stride(moments), input.dtype)

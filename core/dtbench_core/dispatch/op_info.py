@@ -82,8 +82,8 @@ def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwarg
     parted, shape = args[0]._parted, tuple(args[1])
     if parted is None or shape != tuple(args[0]._spec.shape):
         return NotImplemented
-    made = wrap(cls.viewed, args[0]._local_tensor.view_as(args[0]._local_tensor), args[0]._spec)
-    return parted_as(made, parted, args[0]._source)
+    view = wrap(cls.viewed, args[0]._local_tensor.view_as(args[0]._local_tensor), args[0]._spec)
+    return parted_as(view, parted, args[0]._source)
 
 
 def _without_plan(op: OpOverload) -> Call:

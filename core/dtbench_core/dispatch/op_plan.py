@@ -80,13 +80,13 @@ class OpPlan:
         cls: type[Wrapper],
         call: Call,
         args: Args,
-        given: Kwargs,
+        options: Kwargs,
         locals_: list[Value],
         kwargs: Kwargs,
     ) -> Value:
         """`call` (the op, or the function that became it) on the shards; the result as `cls`.
 
-        args, given: the call's own arguments; locals_, kwargs: the same with shards for DTensors.
+        args, options: the call's own arguments; locals_, kwargs: the same with shards for DTensors.
         """
         raise NotImplementedError
 
@@ -101,20 +101,20 @@ class OpPlan:
 
     def copying(self) -> OpPlan:
         """This plan of a view, where the local op turns out to copy."""
-        made = CopiedViews(self.info, self.kernel, self.out, self.functional)
-        made.placements, made.offsets = None, getattr(self, "offsets", ())
-        return made
+        plan = CopiedViews(self.info, self.kernel, self.out, self.functional)
+        plan.placements, plan.offsets = None, getattr(self, "offsets", ())
+        return plan
 
     def with_spec_strides(self) -> OpPlan:
         """This plan, where the local op leaves its results otherwise in memory than their specs say."""
         kernel, out = self.kernel, self.out
 
         def run(*args: object, **kwargs: object) -> Value:
-            made = kernel(*args, **kwargs)
+            result = kernel(*args, **kwargs)
             if out.__class__ is DTensorSpec:
-                return with_spec_strides(made, out)
-            pairs = zip(made, out, strict=True)
-            return made.__class__(
+                return with_spec_strides(result, out)
+            pairs = zip(result, out, strict=True)
+            return result.__class__(
                 one if spec is None else with_spec_strides(one, spec) for one, spec in pairs
             )
 
@@ -144,7 +144,7 @@ class Functional(OpPlan):
 
     __slots__ = ()
 
-    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
+    def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
         return wrap(cls, call(*locals_, **kwargs) if kwargs else call(*locals_), self.out)
 
 
@@ -153,12 +153,14 @@ class SeveralResults(OpPlan):
 
     __slots__ = ()
 
-    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
+    def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         if self.out is None:
             return result
-        made = [r if spec is None else wrap(cls, r, spec) for r, spec in zip(result, self.out, strict=True)]
-        return made if isinstance(result, list) else tuple(made)
+        wrapped = [
+            r if spec is None else wrap(cls, r, spec) for r, spec in zip(result, self.out, strict=True)
+        ]
+        return wrapped if isinstance(result, list) else tuple(wrapped)
 
 
 # ---- views ----
@@ -170,15 +172,15 @@ class View(OpPlan):
     __slots__ = ("offsets",)
     offsets: tuple[int, ...]
 
-    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
+    def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
         if SharedMemory.traced:
             call = _counted(self, call, args[:1], view=True)
         result, base = call(*locals_, **kwargs) if kwargs else call(*locals_), args[0]
         if is_inference_mode_enabled():
             return self._as_base_is(cls, result, base)
-        made = wrap(cls, result, self.out)
-        share_memory(base, made, self.offsets[0])
-        return made
+        wrapped = wrap(cls, result, self.out)
+        share_memory(base, wrapped, self.offsets[0])
+        return wrapped
 
     def _as_base_is(self, cls: type[Wrapper], result: Value, base: Any) -> Value:
         """A view is an inference tensor only if its base is: torch ties their versions."""
@@ -188,9 +190,9 @@ class View(OpPlan):
             return self._wrapped(cls, result, base)
 
     def _wrapped(self, cls: type[Wrapper], result: Value, base: Value) -> Value:
-        made = wrap(cls, result, self.out)
-        share_memory(base, made, self.offsets[0])
-        return made
+        wrapped = wrap(cls, result, self.out)
+        share_memory(base, wrapped, self.offsets[0])
+        return wrapped
 
 
 class Views(View):
@@ -198,7 +200,7 @@ class Views(View):
 
     __slots__ = ()
 
-    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
+    def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
         if SharedMemory.traced:
             call = _counted(self, call, args[:1], view=True)
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
@@ -207,10 +209,10 @@ class Views(View):
         return self._wrapped(cls, result, args[0])
 
     def _wrapped(self, cls: type[Wrapper], result: Value, base: Value) -> Value:
-        made = [wrap(cls, r, spec) for r, spec in zip(result, self.out, strict=True)]
-        for one, offset in zip(made, self.offsets, strict=True):
+        wrapped = [wrap(cls, r, spec) for r, spec in zip(result, self.out, strict=True)]
+        for one, offset in zip(wrapped, self.offsets, strict=True):
             share_memory(base, one, offset)
-        return made if isinstance(result, list) else tuple(made)
+        return wrapped if isinstance(result, list) else tuple(wrapped)
 
 
 class CopiedViews(Views):
@@ -220,7 +222,7 @@ class CopiedViews(Views):
     __slots__ = ("placements",)
     placements: Placements | None
 
-    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
+    def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         base, placements = args[0], self.placements
         gathered = None if placements is None else Gathered(locals_[0], placements)
@@ -230,8 +232,8 @@ class CopiedViews(Views):
             several = self.out.__class__ is not DTensorSpec
             pairs = zip(result, self.out, strict=True) if several else [(result, self.out)]
             triples = ((r, spec, offset) for (r, spec), offset in zip(pairs, self.offsets, strict=True))
-            made = [copied_view(cls, r, spec, base, gathered, offset) for r, spec, offset in triples]
-        return (made if isinstance(result, list) else tuple(made)) if several else made[0]
+            wrapped = [copied_view(cls, r, spec, base, gathered, offset) for r, spec, offset in triples]
+        return (wrapped if isinstance(result, list) else tuple(wrapped)) if several else wrapped[0]
 
 
 # ---- writes ----
@@ -268,12 +270,12 @@ class InPlace(OpPlan):
         super().__init__(info, kernel, out, functional, counts)
         self.overlaps: Known = {}
 
-    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
+    def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
         written = args[self.at]
         shared = isinstance(written, Wrapper) and shares_memory(written)
         # Elementwise, over itself, is as good as apart.
-        if (shared or not self.info.elementwise) and met_twice(args, given):
-            refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
+        if (shared or not self.info.elementwise) and met_twice(args, options):
+            refuse_overlap(self.info.op, (written,), args, options, self.overlaps)
         if SharedMemory.traced:
             call = _counted(self, call, (written,))
         try:
@@ -292,11 +294,11 @@ class Out(InPlace):
 
     __slots__ = ()
 
-    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
-        written = given[self.at]
+    def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
+        written = options[self.at]
         shared = isinstance(written, Wrapper) and shares_memory(written)
-        if (shared or not self.info.elementwise) and met_twice(args, given):
-            refuse_overlap(self.info.op, (written,), args, given, self.overlaps)
+        if (shared or not self.info.elementwise) and met_twice(args, options):
+            refuse_overlap(self.info.op, (written,), args, options, self.overlaps)
         if SharedMemory.traced:
             call = _counted(self, call, (written,))
         call(*locals_, **kwargs)
@@ -319,15 +321,15 @@ class InPlaceLists(OpPlan):
         super().__init__(info, kernel, out, functional, counts)
         self.gives = counts and gives_list(info)
 
-    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
+    def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
         lists = [
-            args[position] if position < len(args) else given.get(name)
+            args[position] if position < len(args) else options.get(name)
             for position, name in self.info.mutated
         ]
         # Steps of a fused optimizer are plain.
         views = [one for each in lists for one in each if isinstance(one, Wrapper) and shares_memory(one)]
-        if views and met_twice(args, given):
-            refuse_overlap(self.info.op, [one for written in lists for one in written], args, given, {})
+        if views and met_twice(args, options):
+            refuse_overlap(self.info.op, [one for written in lists for one in written], args, options, {})
         if SharedMemory.traced:
             call = _counted(self, call, [one for each in lists for one in each])
         try:
@@ -361,10 +363,10 @@ class Around(OpPlan):
         self.inner = inner
 
     def _around(self, inner: OpPlan) -> OpPlan:
-        made = copy.copy(self)
-        made.inner, made.out, made.kernel = inner, inner.out, inner.kernel
-        made.functional = self.functional and inner.functional
-        return made
+        plan = copy.copy(self)
+        plan.inner, plan.out, plan.kernel = inner, inner.out, inner.kernel
+        plan.functional = self.functional and inner.functional
+        return plan
 
     def for_function(self) -> OpPlan:
         inner = self.inner.for_function()
@@ -389,10 +391,10 @@ class LocalShape(Around):
         super().__init__(inner)
         self.replaced, self.functional = replaced, False
 
-    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
+    def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
         for position, value in self.replaced:
             locals_[position] = value
-        return self.inner.run(cls, call, args, given, locals_, kwargs)
+        return self.inner.run(cls, call, args, options, locals_, kwargs)
 
 
 class Storing(Around):
@@ -402,11 +404,11 @@ class Storing(Around):
     writes = True
 
     def run(
-        self, cls: type[Wrapper], call: Call, args: Value, given: Value, locals_: Value, kwargs: Value
+        self, cls: type[Wrapper], call: Call, args: Value, options: Value, locals_: Value, kwargs: Value
     ) -> Value:
-        written = written_by(self.info.mutated, args, given)
+        written = written_by(self.info.mutated, args, options)
         refuse_writes(written)
-        result = self.inner.run(cls, call, args, given, locals_, kwargs)
+        result = self.inner.run(cls, call, args, options, locals_, kwargs)
         for one in written:
             store_to_base(one)
         return result
@@ -421,19 +423,19 @@ class Moving(Around):
         super().__init__(inner)
         self.moves = moves
 
-    def run(self, cls: Any, call: Call, args: Value, given: Value, locals_: Value, kwargs: Value) -> Value:
-        locals_, kwargs = self._moved(args, given, locals_, kwargs)
-        return self.inner.run(cls, call, args, given, locals_, kwargs)
+    def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
+        locals_, kwargs = self._moved(args, options, locals_, kwargs)
+        return self.inner.run(cls, call, args, options, locals_, kwargs)
 
     def _moved(
-        self, args: Args, given: Kwargs, locals_: list[Value], kwargs: Kwargs
+        self, args: Args, options: Kwargs, locals_: list[Value], kwargs: Kwargs
     ) -> tuple[list[Value], Kwargs]:
         if (context := contexts.explicit_context()) is not None:
             for move in self.moves:
                 context.observe(self.info.op, move.spec, move.placements)
         places = _places(args)
         if places is None or self.moves[-1].at >= len(places):
-            return self._moved_inside(args, given, locals_, kwargs)
+            return self._moved_inside(args, options, locals_, kwargs)
         locals_ = list(locals_)
         for index, route, _, placements in self.moves:
             at = places[index]
@@ -441,12 +443,12 @@ class Moving(Around):
         return locals_, kwargs
 
     def _moved_inside(
-        self, args: Args, given: Kwargs, locals_: list[Value], kwargs: Kwargs
+        self, args: Args, options: Kwargs, locals_: list[Value], kwargs: Kwargs
     ) -> tuple[list[Value], Kwargs]:
         """The same where a tensor may lie in a list, or is given by name."""
         tensors = [
             leaf
-            for leaf in tree_leaves((list(args), sorted_by_name(given)))
+            for leaf in tree_leaves((list(args), sorted_by_name(options)))
             if isinstance(leaf, torch.Tensor)
         ]
         leaves, tree = tree_flatten((locals_, kwargs))

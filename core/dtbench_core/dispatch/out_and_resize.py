@@ -93,8 +93,8 @@ def call_with_out(func: Call, args: Args, kwargs: Kwargs) -> Value:
     Some of torch's composite functions (matrix_rank, matmul of batches) put their result elsewhere when
     a subclass is among the tensors, and give back `out` as it was.
     """
-    given = kwargs["out"]
-    outs = given if isinstance(given, (list, tuple)) else (given,)
+    targets = kwargs["out"]
+    outs = targets if isinstance(targets, (list, tuple)) else (targets,)
     ours = [out for out in outs if isinstance(out, Wrapper)]
     if func not in _FORGETFUL:
         versions = [version_of(out) for out in ours]
@@ -102,11 +102,13 @@ def call_with_out(func: Call, args: Args, kwargs: Kwargs) -> Value:
         if any(v is None or v != version_of(out) for v, out in zip(versions, ours, strict=True)) or not ours:
             return result
     rest = {name: value for name, value in kwargs.items() if name != "out"}
-    made = func(*args, **rest)
-    for out, value in zip(outs, made if isinstance(made, (list, tuple)) else (made,), strict=True):
+    computed = func(*args, **rest)
+    for out, value in zip(
+        outs, computed if isinstance(computed, (list, tuple)) else (computed,), strict=True
+    ):
         _store(getattr(func, "__name__", str(func)), out, value)
         increment_version((out,))
-    return given
+    return targets
 
 
 _FORGETFUL = {torch.matmul, torch.Tensor.matmul}
@@ -165,15 +167,15 @@ def run_restating(
     written: Wrapper = args[0]
     refuse_write(written, restating=True)
     shared = shares_memory(written)
-    made = dispatch(cls, functional, (), args, kwargs)
-    if shared and is_copied(made):
+    result = dispatch(cls, functional, (), args, kwargs)
+    if shared and is_copied(result):
         raise PlacementError(
             f"got {op} of {written._spec}, of which a sharded dim has to be gathered for it, while other tensors share "
             "its memory: they would not follow writes to it, nor it theirs; redistribute it so that the dim is whole, "
             "or call it on a clone()"
         )
-    restate(written, made._local_tensor, made._spec)
-    written._memory, made._memory = made._memory, None  # `made` may be held by who records the call
+    restate(written, result._local_tensor, result._spec)
+    written._memory, result._memory = result._memory, None  # `result` may be held by who records the call
     return written
 
 

@@ -46,8 +46,8 @@ def kernel(op: OpOverload, mesh: MeshInfo, results: Sequence[DTensorSpec | None]
 
     def make(*args: object, **kwargs: object) -> Value:
         where = device_of_results(args, kwargs, mesh.device_type)
-        made = [None if s is None else empty_part(s, where) for s in results]
-        return tuple(made) if structure == "list" else made[0] if made else None
+        parts = [None if s is None else empty_part(s, where) for s in results]
+        return tuple(parts) if structure == "list" else parts[0] if parts else None
 
     return make
 

@@ -32,9 +32,9 @@ def refuse_overlap(
     written: Sequence[Wrapper],
     args: Args,
     kwargs: Kwargs,
-    known: Known,
+    answers: Known,
 ) -> None:
-    """Before `op` writes to `written`, which are among its arguments. known: the answers so far, for tensors of these
+    """Before `op` writes to `written`, which are among its arguments. answers: the answers so far, for tensors of these
     specs.
 
     Raises:
@@ -62,9 +62,9 @@ def refuse_overlap(
         )
         for t in tensors
     )
-    if key not in known:
-        known[key] = _refusal(op, args, kwargs)
-    if (refusal := known[key]) is not None:
+    if key not in answers:
+        answers[key] = _refusal(op, args, kwargs)
+    if (refusal := answers[key]) is not None:
         raise type(refusal)(*refusal.args)
 
 
@@ -77,13 +77,13 @@ def met_twice(args: Args, kwargs: Kwargs) -> bool:
 
 def _wrappers(arguments: Iterable[Value]) -> list[Wrapper]:
     """Those among the arguments and in their lists. A walk of pytree's costs ten times as much."""
-    found: list[Wrapper] = []
+    tensors: list[Wrapper] = []
     for one in arguments:
         if isinstance(one, Wrapper):
-            found.append(one)
+            tensors.append(one)
         elif one.__class__ is list or one.__class__ is tuple:
-            found += [member for member in one if isinstance(member, Wrapper)]
-    return found
+            tensors += [member for member in one if isinstance(member, Wrapper)]
+    return tensors
 
 
 def _identity(tensor: Wrapper) -> object:
@@ -141,14 +141,14 @@ def error_of_plain(
     if sum(ends.values()) > _MOST:
         return otherwise
     held = {key: torch.zeros(end, dtype=key[1], device="cpu") for key, end in ends.items()}  # type: ignore[index]
-    made: dict[int, torch.Tensor] = {}  # one argument given twice is one tensor
+    views: dict[int, torch.Tensor] = {}  # one argument given twice is one tensor
     for index, (key, offset) in places.items():
         leaf = leaves[index]
         which = id(leaf) if isinstance(leaf, torch.Tensor) else index
-        if which not in made:
+        if which not in views:
             spec = _spec_of(leaf)
-            made[which] = held[key].as_strided(spec.shape, spec.stride, offset)
-        leaves[index] = made[which]
+            views[which] = held[key].as_strided(spec.shape, spec.stride, offset)
+        leaves[index] = views[which]
     plain_args, plain_kwargs = rebuilt(
         [torch.device("cpu") if isinstance(x, torch.device) else x for x in leaves]
     )

@@ -37,11 +37,11 @@ def every_rank_can(
     if all_even(call, inputs, outputs):
         return True
     sizes = call.inputs[0].info.sizes
-    placed, made = _placed(call, inputs, outputs)
+    placed, results = _placed(call, inputs, outputs)
     seen: set[Any] = set()
     for coordinate in _corners(sizes):
         held = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in placed)
-        expected = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in made)
+        expected = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in results)
         if (held, expected) in seen:
             continue
         seen.add((held, expected))
@@ -52,9 +52,9 @@ def every_rank_can(
 
 def all_even(call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]) -> bool:
     """Whether all ranks hold equally much of everything."""
-    placed, made = _placed(call, inputs, outputs)
+    placed, results = _placed(call, inputs, outputs)
     sizes = call.inputs[0].info.sizes
-    return all(_even(shape, placements, sizes) for shape, placements in (*placed, *made))
+    return all(_even(shape, placements, sizes) for shape, placements in (*placed, *results))
 
 
 def _placed(
@@ -62,8 +62,8 @@ def _placed(
 ) -> tuple[list[tuple[tuple[int, ...], Placements]], ...]:
     """(global shape, placements) of the inputs, and of the outputs that are tensors."""
     placed = [(tuple(s.shape), p) for s, p in zip(call.inputs, inputs, strict=True)]
-    made = [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None]
-    return placed, made
+    results = [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None]
+    return placed, results
 
 
 def _even(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> bool:
@@ -106,10 +106,10 @@ def _run(
 ) -> Value:
     """The local op on these in the place of the inputs. expected: shapes of its results."""
     leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=is_spec)
-    given = iter(tensors)
+    parts = iter(tensors)
     on_meta = any(t.is_meta for t in tensors)
     local = [
-        next(given) if isinstance(leaf, DTensorSpec) else _on_meta(leaf) if on_meta else leaf
+        next(parts) if isinstance(leaf, DTensorSpec) else _on_meta(leaf) if on_meta else leaf
         for leaf in leaves
     ]
     args, kwargs = tree_unflatten(local, tree)
@@ -129,10 +129,10 @@ def refusal_of_others(
     info = call.inputs[0].info
     if strategy.localize is not None:
         inputs, outputs = ([(REPLICATE,) * info.ndim for _ in some] for some in (inputs, outputs))
-    placed, made = _placed(call, inputs, outputs)
+    placed, results = _placed(call, inputs, outputs)
     held, expected = (
         [tuple(local_extents(shape, p, info.sizes, (0,) * info.ndim)[0]) for shape, p in some]
-        for some in (placed, made)
+        for some in (placed, results)
     )
     draws = torch.Generator(info.device_type).manual_seed(0)  # whose numbers nobody else draws
 

@@ -67,8 +67,8 @@ def raise_on_all_ranks(call: OpCall, inputs: Sequence[Placements]) -> Callable[[
 
 
 def _divides_integers(call: OpCall) -> bool:
-    made = call.outputs[0]
-    return made is not None and not (made.dtype.is_floating_point or made.dtype.is_complex)
+    result = call.outputs[0]
+    return result is not None and not (result.dtype.is_floating_point or result.dtype.is_complex)
 
 
 def _groups(info: MeshInfo, dims: set[int]) -> list[Value]:
@@ -86,7 +86,9 @@ def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Call
         [local_extents(s.shape, p, info.sizes, here)[0] for s, p in zip(call.inputs, places, strict=True)]
         for places in (inputs, kept)
     )
-    nothing = any(made is not None and 0 in made.shape for made in call.outputs)  # so that no kernel runs
+    nothing = any(
+        result is not None and 0 in result.shape for result in call.outputs
+    )  # so that no kernel runs
     if not nothing and not any(0 in mine and 0 not in other for mine, other in zip(held, whole, strict=True)):
         return None
     shapes = [None if mine == other else other for mine, other in zip(held, whole, strict=True)]
@@ -116,15 +118,15 @@ def _agreeing(kernel: Call, trial: Call | None, groups: Args) -> Call:
     def run(*args: object, **kwargs: object) -> Value:
         if simulation.active or is_traced():
             return kernel(*args, **kwargs)
-        made, error = None, None
+        result, error = None, None
         try:
             if trial is not None:
                 trial(*args, **kwargs)
-            made = kernel(*args, **kwargs)
+            result = kernel(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as raised:
             error = raised
         _raise_everywhere(error, groups)
-        return made
+        return result
 
     return run
 
@@ -157,11 +159,11 @@ def check_filled(call: OpCall) -> Callable[[Call], Call] | None:
     """What makes of the kernel of an op that fills a tensor one that refuses what that of the whole would."""
     name = call.op._schema.name.removeprefix("aten::").rstrip("_")
     number = _FILLED.get(name)
-    made = call.outputs[0] if call.outputs else None
-    if number is None or made is None or is_spec(call[number]):
+    result = call.outputs[0] if call.outputs else None
+    if number is None or result is None or is_spec(call[number]):
         return None
     position = next(i for i, a in enumerate(call.op._schema.arguments) if a.name == number)
-    count, dtype = min(made.shape.numel(), 2), made.dtype
+    count, dtype = min(result.shape.numel(), 2), result.dtype
 
     def checking(kernel: Call) -> Call:
         def run(*args: Value, **kwargs: Value) -> Value:

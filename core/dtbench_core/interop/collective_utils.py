@@ -167,8 +167,8 @@ def mesh_scatter(
             )
         output.copy_(scatter_list[group.rank()])
         return None
-    given = scatter_list if group.rank() == group_src else None
-    return comm.scatter(output, given, group, group_src, async_op)
+    inputs = scatter_list if group.rank() == group_src else None
+    return comm.scatter(output, inputs, group, group_src, async_op)
 
 
 def mesh_broadcast(

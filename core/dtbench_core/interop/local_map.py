@@ -85,11 +85,11 @@ def _shards(
     redistribute: bool,
 ) -> list[Any]:
     """The arguments with shards for DTensors, placed as they are to be."""
-    for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
-        if given is not None and len(given) != len(leaves):
+    for name, placements in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
+        if placements is not None and len(placements) != len(leaves):
             raise FunctionError(
-                f"local_map got {len(given)} {name} for {len(leaves)} arguments of {_name(func)}, expected one for "
-                "each flattened positional argument: give None for those that are no tensors"
+                f"local_map got {len(placements)} {name} for {len(leaves)} arguments of {_name(func)}, expected one "
+                "for each flattened positional argument: give None for those that are no tensors"
             )
     wanted = in_placements or (None,) * len(leaves)
     grads = in_grad_placements or (None,) * len(leaves)
@@ -135,14 +135,14 @@ def _wrapped(
 ) -> Any:
     leaves, tree = tree_flatten(result)
     several = isinstance(placements, tuple) and any(p is None or isinstance(p, Sequence) for p in placements)
-    given: Sequence[Any] = placements if several else (placements,)  # type: ignore[assignment]
-    if len(given) != len(leaves):
+    listed: Sequence[Any] = placements if several else (placements,)  # type: ignore[assignment]
+    if len(listed) != len(leaves):
         raise FunctionError(
-            f"local_map got {len(given)} out_placements for {len(leaves)} results of {_name(func)}, expected one for "
+            f"local_map got {len(listed)} out_placements for {len(leaves)} results of {_name(func)}, expected one for "
             "each: give a tuple of placements, with None for results that are no tensors"
         )
-    made = []
-    for index, (leaf, placed) in enumerate(zip(leaves, given, strict=True)):
+    results = []
+    for index, (leaf, placed) in enumerate(zip(leaves, listed, strict=True)):
         if isinstance(leaf, DTensor):
             raise FunctionError(
                 f"local_map got a DTensor, {leaf._spec}, as result {index} of {_name(func)}, expected a plain tensor: "
@@ -154,8 +154,8 @@ def _wrapped(
                 f"local_map got out_placements {placed} for result {index} of {_name(func)}, which is {kind}; expected "
                 "placements for tensors and None for the rest"
             )
-        made.append(leaf if placed is None else _distributed(leaf, mesh, placed, inputs))
-    return tree_unflatten(made, tree)
+        results.append(leaf if placed is None else _distributed(leaf, mesh, placed, inputs))
+    return tree_unflatten(results, tree)
 
 
 @in_graph

@@ -58,18 +58,18 @@ def sharded_state_dict(full: Any, like: Any, *, broadcast_from_rank0: bool = Fal
     leaves, tree = tree_flatten(like)
     names = [keystr(path) for path, _ in tree_flatten_with_path(like)[0]]
     mine = {keystr(path): leaf for path, leaf in tree_flatten_with_path(full)[0]}
-    known: dict[str, Any] = {name: _described(leaf) for name, leaf in mine.items()}
+    described: dict[str, Any] = {name: _described(leaf) for name, leaf in mine.items()}
     if broadcast_from_rank0:
-        known = comm.all_gather_objects(known if dist.get_rank() == 0 else None)[0]
-    _check_same(known, dict(zip(names, leaves, strict=True)))
-    made = []
+        described = comm.all_gather_objects(described if dist.get_rank() == 0 else None)[0]
+    _check_same(described, dict(zip(names, leaves, strict=True)))
+    tensors = []
     for name, leaf in zip(names, leaves, strict=True):
-        value = known[name]
+        value = described[name]
         if isinstance(value, _Meta):
             value = _from_rank0(mine.get(name), value) if broadcast_from_rank0 else mine[name].detach()
             value = spread(value, leaf) if isinstance(leaf, DTensor) else value
-        made.append(value)
-    return tree_unflatten(made, tree)
+        tensors.append(value)
+    return tree_unflatten(tensors, tree)
 
 
 def spread(whole: torch.Tensor, like: DTensor) -> DTensor:
@@ -99,8 +99,8 @@ def _described(leaf: object) -> Any:
     return _Meta(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _check_same(given: dict[str, Any], like: dict[str, Any]) -> None:
-    missing, unknown = [n for n in like if n not in given], [n for n in given if n not in like]
+def _check_same(described: dict[str, Any], like: dict[str, Any]) -> None:
+    missing, unknown = [n for n in like if n not in described], [n for n in described if n not in like]
     if missing or unknown:
         raise ArgumentError(
             f"sharded_state_dict got a full state without {missing or 'nothing'} and with {unknown or 'nothing'} "
@@ -108,7 +108,7 @@ def _check_same(given: dict[str, Any], like: dict[str, Any]) -> None:
         )
     for name, leaf in like.items():
         shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
-        got = given[name].shape if isinstance(given[name], _Meta) else None
+        got = described[name].shape if isinstance(described[name], _Meta) else None
         if shape != got:
             raise ArgumentError(
                 f"sharded_state_dict got {_shown(got)} as {name}, expected {_shown(shape)}: pass the state of the same "

@@ -154,7 +154,9 @@ def _timed_run(kind: type[OpPlan], log: Log) -> Call:
     run = kind.run
     timed_op = stopwatch(lambda call: stopwatch(call, "local op", log), BOOKKEEPING, log)
 
-    def timed_run(self: OpPlan, cls: Any, call: Any, args: Any, given: Any, locals_: Any, kwargs: Any) -> Any:
-        return run(self, cls, timed_op(call), args, given, locals_, kwargs)
+    def timed_run(
+        self: OpPlan, cls: Any, call: Any, args: Any, options: Any, locals_: Any, kwargs: Any
+    ) -> Any:
+        return run(self, cls, timed_op(call), args, options, locals_, kwargs)
 
     return timed_run

@@ -165,8 +165,8 @@ def _to_torch(tensor: DTensor, placements: tuple[Any, ...], *, view: bool) -> To
     meta = _dtensor_spec.TensorMeta(spec.shape, spec.stride, spec.dtype)
     placed = _dtensor_spec.DTensorSpec(spec.mesh, placements, tensor_meta=meta)
     local = tensor._local_tensor.detach()
-    made = Theirs(local, placed, requires_grad=False)
-    return _counted_with(tensor, Theirs, made, local, placed, view)
+    result = Theirs(local, placed, requires_grad=False)
+    return _counted_with(tensor, Theirs, result, local, placed, view)
 
 
 def _from_torch(tensor: TorchDTensor, spec: DTensorSpec, *, view: bool) -> DTensor:
@@ -178,14 +178,14 @@ def _from_torch(tensor: TorchDTensor, spec: DTensorSpec, *, view: bool) -> DTens
 
 
 def _counted_with(
-    tensor: torch.Tensor, cls: type[Kind], made: Kind, local: torch.Tensor, spec: object, view: bool
+    tensor: torch.Tensor, cls: type[Kind], result: Kind, local: torch.Tensor, spec: object, view: bool
 ) -> Kind:
-    """`made`, a `cls`, as a tensor whose writes are counted together with those of `tensor`."""
+    """`result`, a `cls`, as a tensor whose writes are counted together with those of `tensor`."""
     if is_uncounted(local):
-        return made
+        return result
     with DisableTorchFunction(), DisableTorchDispatch():
         shared: Any = as_subclass(tensor, cls) if view else make_subclass(cls, tensor)
-        set_data(shared, made)
+        set_data(shared, result)
     shared._local_tensor, shared._spec = local, spec
     return cast("Kind", shared)
 

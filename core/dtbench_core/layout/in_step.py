@@ -59,16 +59,17 @@ class Lineage:
 class Agreement:
     """What the ranks of a mesh know of each other's generators.
 
-    alike: the mesh dims along which ranks hold the lineage's state; of more than one rank, as `every`, which are all
-    such dims. watched: whether replicas were drawn; before, what is drawn for shards is not looked at. draws: so far.
-    told_of_moves: whether a rank can tell that it moved; where not, as where ranks are threads, every draw compares.
+    equal_dims: the mesh dims along which ranks hold the lineage's state; of more than one rank, as `every`, which are
+    all such dims. watched: whether replicas were drawn; before, what is drawn for shards is not looked at.
+    draws: so far. told_of_moves: whether a rank can tell that it moved; where not, as where ranks are threads, every
+    draw compares.
     """
 
     __slots__ = (
-        "alike",
         "alone_with",
         "device_type",
         "draws",
+        "equal_dims",
         "every",
         "lineage",
         "name",
@@ -86,7 +87,7 @@ class Agreement:
         self.name, self.ranks = f"dtbench_core/in_step/{digest}", frozenset(ordered)
         self.device_type = mesh.device_type
         self.every: Dims = frozenset(d for d, group in enumerate(mesh.groups) if group.size() > 1)
-        self.alike: Dims = frozenset()
+        self.equal_dims: Dims = frozenset()
         self.lineage = Lineage(self.ranks)
         self.watched = self.warned = False
         self.no_peers = bool(mesh.groups) and dist.get_backend(comm.own_group(mesh.groups[0])) == "fake"
@@ -110,23 +111,23 @@ def drawn(mesh: MeshInfo, dims: Dims | None, make: Callable[[], T]) -> T:
     agreement = _agreement(mesh)
     agreement.draws += 1
     dims = agreement.every if dims is None else dims
-    if not dims and not (agreement.watched and agreement.alike):
-        agreement.alike = dims
+    if not dims and not (agreement.watched and agreement.equal_dims):
+        agreement.equal_dims = dims
         return make()
     agreement.watched = True
     if mesh.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
         _forget(agreement)  # a captured graph reads the generator's state when it is replayed
         return make()
     state = _state(mesh)
-    if state != agreement.lineage.state or not dims <= agreement.alike:
+    if state != agreement.lineage.state or not dims <= agreement.equal_dims:
         _meet(mesh, agreement, dims, state)
-    made = make()
+    result = make()
     state = _state(mesh)
     if len(agreement.lineage.ranks) == len(agreement.ranks):
         agreement.lineage.state = state
     else:
         agreement.lineage = Lineage(agreement.ranks, state)
-    return made
+    return result
 
 
 def agreed(mesh: MeshInfo) -> None:
@@ -134,7 +135,7 @@ def agreed(mesh: MeshInfo) -> None:
     if mesh.groups and not simulation.active and (agreement := _agreement(mesh)).told_of_moves:
         lineage = Lineage(agreement.ranks, _state(mesh))
         for other in _within(agreement):
-            other.lineage, other.alike = lineage, other.every
+            other.lineage, other.equal_dims = lineage, other.every
 
 
 def generators(mesh: MeshInfo) -> Any:
@@ -143,10 +144,10 @@ def generators(mesh: MeshInfo) -> Any:
 
 
 def _agreement(mesh: MeshInfo) -> Agreement:
-    known = _agreements.get()
-    agreement = known.get(mesh)
+    agreements = _agreements.get()
+    agreement = agreements.get(mesh)
     if agreement is None:
-        agreement = known[mesh] = Agreement(mesh)
+        agreement = agreements[mesh] = Agreement(mesh)
     return agreement
 
 
@@ -158,7 +159,7 @@ def _within(agreement: Agreement) -> list[Agreement]:
 
 def _forget(agreement: Agreement) -> None:
     for other in _within(agreement):
-        other.alike = frozenset()
+        other.equal_dims = frozenset()
 
 
 def _state(mesh: MeshInfo) -> bytes:
@@ -177,19 +178,19 @@ def _take(mesh: MeshInfo, state: bytes) -> None:
 
 def _meet(mesh: MeshInfo, agreement: Agreement, dims: Dims, state: bytes) -> None:
     """Brings the states of ranks along `dims` together. This rank moved, or no rank knows the others' states."""
-    level = agreement.alike if dims <= agreement.alike else agreement.every
+    level = agreement.equal_dims if dims <= agreement.equal_dims else agreement.every
     # Where fewer than all ranks share a lineage, the others do not see its states parted.
     shared = dims if level == agreement.every else level
-    answer = _told(mesh, agreement, state) if dims <= agreement.alike else "compare"
+    answer = _told(mesh, agreement, state) if dims <= agreement.equal_dims else "compare"
     if answer == "alone":
         _take(mesh, agreement.lineage.state)
         return
-    alike = answer == "alike" or _compared(mesh, level, state)
-    if not alike:
+    same = answer == "same" or _compared(mesh, level, state)
+    if not same:
         _take_over(mesh, shared, state)
-    if level == agreement.every and not (alike or shared == level):
+    if level == agreement.every and not (same or shared == level):
         _forget(agreement)
-        agreement.alike = shared if agreement.told_of_moves else frozenset()
+        agreement.equal_dims = shared if agreement.told_of_moves else frozenset()
         agreement.lineage = Lineage(agreement.ranks)
     elif level == agreement.every:
         agreed(mesh)
@@ -221,7 +222,7 @@ def _digest(state: bytes) -> str:
 
 
 class Keys(NamedTuple):
-    """came: how many ranks. first: the digest of the first's state. decision: alike, compare or alone."""
+    """came: how many ranks. first: the digest of the first's state. decision: same, compare or alone."""
 
     came: str
     first: str
@@ -229,17 +230,17 @@ class Keys(NamedTuple):
 
 
 def _told(mesh: MeshInfo, agreement: Agreement, state: bytes) -> str:
-    """What the ranks of this lineage do about a move of this one: "alike" and "compare" if all came, else "alone"."""
+    """What the ranks of this lineage do about a move of this one: "same" and "compare" if all came, else "alone"."""
     store = world_store()
     if store is None or agreement.no_peers:
         return "compare"
-    place = tuple(c for d, c in enumerate(mesh.my_coordinate()) if d not in agreement.alike)
+    place = tuple(c for d, c in enumerate(mesh.my_coordinate()) if d not in agreement.equal_dims)
     keys = Keys(*(f"{agreement.name}/{agreement.draws}/{place}/{field}" for field in Keys._fields))
     mine = _digest(state)
     differs = store.compare_set(keys.first, "", mine).decode() != mine
     came = store.add(keys.came, 1 + DIFFERS * differs)
-    if came % DIFFERS == prod(mesh.sizes[d] for d in agreement.alike):
-        answer = _decide(store, keys, "compare" if came >= DIFFERS else "alike")
+    if came % DIFFERS == prod(mesh.sizes[d] for d in agreement.equal_dims):
+        answer = _decide(store, keys, "compare" if came >= DIFFERS else "same")
     else:
         seed = generators(mesh).initial_seed()
         patience = LONE_PATIENCE_S if agreement.alone_with == seed else PATIENCE_S

@@ -75,9 +75,9 @@ class LocalShardsWrapper(torch.Tensor):
         first = shards[0]
         shape = (first.size(0), sum(shard.size(1) for shard in shards))
         stride = (max(shape[1], 1), 1)
-        made = make_wrapper(cls, shape, stride, dtype=first.dtype, device=first.device)
-        made._shards, made._offsets = shards, places  # type: ignore[attr-defined]
-        return made  # type: ignore[return-value]
+        wrapper = make_wrapper(cls, shape, stride, dtype=first.dtype, device=first.device)
+        wrapper._shards, wrapper._offsets = shards, places  # type: ignore[attr-defined]
+        return wrapper  # type: ignore[return-value]
 
     @property
     def shards(self) -> list[torch.Tensor]:
@@ -134,8 +134,8 @@ class LocalShardsWrapper(torch.Tensor):
         if id(self) not in memo:
             own = [s.detach().clone(memory_format=torch.contiguous_format) for s in self._shards]
             memo[id(self)] = LocalShardsWrapper(own, self._offsets)
-        made: LocalShardsWrapper = memo[id(self)]
-        return made
+        copied: LocalShardsWrapper = memo[id(self)]
+        return copied
 
     # What torch.distributed.checkpoint asks of a tensor; a DTensor passes the question on.
     def __create_write_items__(self, fqn: str, object: torch.Tensor) -> list[WriteItem]:
@@ -266,13 +266,13 @@ def _cut(shards: Sequence[torch.Tensor], cuts: Sequence[int]) -> Iterator[torch.
 
 def _places(held: LocalShardsWrapper) -> list[tuple[int, int, int]]:
     """(row, column, columns) of the stretches of the table that the joined tensor is made of, in order."""
-    found: list[tuple[int, int, int]] = []
+    places: list[tuple[int, int, int]] = []
     for shard, (row, column) in zip(held._shards, held._offsets, strict=True):
-        if found and found[-1][1] + found[-1][2] == column:
-            found[-1] = (row, found[-1][1], found[-1][2] + shard.size(1))
+        if places and places[-1][1] + places[-1][2] == column:
+            places[-1] = (row, places[-1][1], places[-1][2] + shard.size(1))
         elif shard.numel() or len(held._shards) == 1:
-            found.append((row, column, shard.size(1)))
-    return found
+            places.append((row, column, shard.size(1)))
+    return places
 
 
 # ---- where the shards lie ----

@@ -114,9 +114,9 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     mesh. A world that was destroyed and made again compares equal to its successor: the process groups tell
     them apart.
     """
-    found = _tables().by_object.get(id(mesh))
-    if found is not None and found[0]() is mesh:
-        return found[1]
+    entry = _tables().by_object.get(id(mesh))
+    if entry is not None and entry[0]() is mesh:
+        return entry[1]
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"got {type(mesh).__name__} as device_mesh, expected a torch DeviceMesh: make one with "
@@ -139,14 +139,14 @@ def _shared_info(mesh: DeviceMesh) -> MeshInfo:
     inside = mesh.get_coordinate() is not None
     groups = tuple(mesh.get_all_groups()) if inside else ()
     table = _tables().by_value
-    known = table.get(mesh)
+    info = table.get(mesh)
     if (
-        known is not None
-        and len(known.groups) == len(groups)
-        and all(comm.own_group(old) is new for old, new in zip(known.groups, groups, strict=True))
+        info is not None
+        and len(info.groups) == len(groups)
+        and all(comm.own_group(old) is new for old, new in zip(info.groups, groups, strict=True))
     ):
-        return known
+        return info
     # pop first: assigning under an equal key would keep the dead mesh as the key.
     table.pop(mesh, None)
-    made = table[mesh] = MeshInfo(mesh, groups)
-    return made
+    created = table[mesh] = MeshInfo(mesh, groups)
+    return created

@@ -126,12 +126,12 @@ class StridedShard(Shard):
 
     def _stretches(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
         """(offset, length) of part `index` of every stretch, empty ones too."""
-        made = []
+        stretches = []
         for at in range(self.split_factor):
             length, offset = chunk_extent(size, self.split_factor, at)
             own, inner = chunk_extent(length, parts, index)
-            made.append((offset + inner, own))
-        return made
+            stretches.append((offset + inner, own))
+        return stretches
 
     def extent(self, size: int, parts: int, index: int) -> tuple[int, int]:
         """(length, offset of the first element): the elements are no one stretch, see `runs`."""
@@ -196,26 +196,26 @@ Placements = tuple[Placement, ...]
 REPLICATE = Replicate()
 
 
-def as_placement(given: object) -> Placement:
-    """`given` if it is a placement; if it is one of torch.distributed.tensor, that of the same meaning.
+def as_placement(value: object) -> Placement:
+    """`value` if it is a placement; if it is one of torch.distributed.tensor, that of the same meaning.
 
     Raises:
         PlacementTypeError: anything else.
     """
-    if isinstance(given, Placement):
-        return given
-    kind, theirs = type(given), sys.modules.get("torch.distributed.tensor")
+    if isinstance(value, Placement):
+        return value
+    kind, theirs = type(value), sys.modules.get("torch.distributed.tensor")
     if theirs is not None:  # else nobody holds one of its placements
         if kind is theirs.Shard:
-            return Shard(given.dim)  # type: ignore[attr-defined]
+            return Shard(value.dim)  # type: ignore[attr-defined]
         if kind is theirs.Replicate:
             return REPLICATE
         if kind is theirs.Partial:
-            return Partial(given.reduce_op)  # type: ignore[attr-defined]
+            return Partial(value.reduce_op)  # type: ignore[attr-defined]
         if kind is theirs.placement_types._StridedShard:
-            return StridedShard(given.dim, given.split_factor)  # type: ignore[attr-defined]
+            return StridedShard(value.dim, value.split_factor)  # type: ignore[attr-defined]
     raise PlacementTypeError(
-        f"got {given!r} ({kind.__module__}.{kind.__qualname__}) as a placement, expected Shard, Replicate or Partial, "
+        f"got {value!r} ({kind.__module__}.{kind.__qualname__}) as a placement, expected Shard, Replicate or Partial, "
         f"of dtbench_core or torch.distributed.tensor"
     )
 
@@ -278,13 +278,13 @@ def _within(held: list[tuple[int, int]], wanted: tuple[int, int]) -> list[tuple[
     offset, length = wanted
     if length == 0:
         return [(held[0][0] + min(offset, held[0][1]), 0)] if held else []
-    found, before = [], 0
+    runs, before = [], 0
     for start, n in held:
         low, high = max(offset, before), min(offset + length, before + n)
         if low < high:
-            found.append((start + low - before, high - low))
+            runs.append((start + low - before, high - low))
         before += n
-    return found
+    return runs
 
 
 def splits_evenly(size: int, dim: int, placements: Placements, mesh_sizes: tuple[int, ...]) -> bool:

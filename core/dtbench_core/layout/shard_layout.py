@@ -215,7 +215,7 @@ def _ragged(
 ) -> Placements:
     """`placements` with the lengths that the ranks hold along the first line of each mesh dim, where these
     add up. A dim that several mesh dims cut stays as it is: the inner lengths would depend on the outer."""
-    made = list(placements)
+    ragged = list(placements)
     origin = (0,) * info.ndim
     for mesh_dim, (placement, parts) in enumerate(zip(placements, info.sizes, strict=True)):
         if type(placement) is not Shard or sum(p.is_shard(placement.dim) for p in placements) > 1:
@@ -223,8 +223,8 @@ def _ragged(
         line = [shapes[(*origin[:mesh_dim], i, *origin[mesh_dim + 1 :])] for i in range(parts)]
         counts = tuple(held[placement.dim] for held in line if len(held) == len(shape))
         if len(counts) == parts and sum(counts) == shape[placement.dim]:
-            made[mesh_dim] = RaggedShard(placement.dim, counts)
-    return tuple(made)
+            ragged[mesh_dim] = RaggedShard(placement.dim, counts)
+    return tuple(ragged)
 
 
 def checked_over_mesh(

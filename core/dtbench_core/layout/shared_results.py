@@ -60,15 +60,15 @@ def _makes_up(distance: int, steps: list[tuple[int, int]]) -> bool:
 
 
 class SharedResults:
-    """A graph's results on one memory: (its window, whether it is a copy) of each. known: whether there are any, made
+    """A graph's results on one memory: (its window, whether it is a copy) of each. exist: whether there are any, made
     here or loaded with a graph."""
 
     __slots__ = ("_calls", "results")
 
-    known: ClassVar[bool] = False
+    exist: ClassVar[bool] = False
 
     def __init__(self, results: list[tuple[StorageWindow, bool]] | None = None) -> None:
-        SharedResults.known = True
+        SharedResults.exist = True
         self.results = results or []
         self._calls = threading.local()
 
@@ -77,10 +77,10 @@ class SharedResults:
 
     def of_call(self, index: int) -> dict[int, ReferenceType[torch.Tensor]]:
         """The results of the call that now makes the one at `index`: every call makes each once."""
-        made: dict[int, ReferenceType[torch.Tensor]] = getattr(self._calls, "made", {})
-        if not made or index in made:
-            made = self._calls.made = {}
-        return made
+        results: dict[int, ReferenceType[torch.Tensor]] = getattr(self._calls, "results", {})
+        if not results or index in results:
+            results = self._calls.results = {}
+        return results
 
     def meeting(self, index: int) -> list[int]:
         """Which others have elements in common with the one at `index`, and do not follow a write to it."""
@@ -101,14 +101,14 @@ class Parted(NamedTuple):
 
     from_input: with an input, which would not follow a write. shared, number: with other results, and which of them it
     is; `NOT_ALONE`: of an input of a later graph, whose others were alive; `OF_BASE`: of one that is a view of another
-    tensor. made: the results of the same call, once it was called. place: where it lies in the local tensor of an input
+    tensor. results: of the same call, once it was called. place: where it lies in the local tensor of an input
     that is given out beside it, sizes, strides and offset, of a window on what the graph has written to.
     """
 
     from_input: bool
     shared: SharedResults | None = None
     number: int = 0
-    made: dict[int, ReferenceType[torch.Tensor]] | None = None
+    results: dict[int, ReferenceType[torch.Tensor]] | None = None
     place: Place | None = None
 
     def for_itself(self) -> bool:
@@ -121,7 +121,7 @@ class Parted(NamedTuple):
         """Whether a write reaches all that share its memory: the other results are gone."""
         if self.from_input or self.number < 0:
             return False
-        if self.shared is None or self.made is None:
+        if self.shared is None or self.results is None:
             return True
-        alive = [i for i, ref in self.made.items() if i != self.number and ref() is not None]
+        alive = [i for i, ref in self.results.items() if i != self.number and ref() is not None]
         return not alive or not set(alive) & set(self.shared.meeting(self.number))

@@ -88,21 +88,21 @@ class DTensorSpec:
         info = mesh if isinstance(mesh, MeshInfo) else mesh_info(mesh)
         key = (info, placements, tuple(shape), tuple(stride), dtype)
         try:
-            found = _interned.get(key)
+            interned = _interned.get(key)
         except (
             TypeError
         ):  # traced with symbolic sizes: how shards are cut depends on the numbers, so they are guarded
             key = (info, placements, _numbers(shape), _numbers(stride), dtype)
-            found = _interned.get(key)
-        if found is not None:
-            return found
-        made = object.__new__(DTensorSpec)
-        made.info, made.placements = info, placements
-        made.shape, made.stride, made.dtype = torch.Size(key[2]), key[3], dtype
-        made.row_major = made.stride == contiguous_stride(made.shape)
-        made._local = made._alike = None
-        _interned[key] = made
-        return made
+            interned = _interned.get(key)
+        if interned is not None:
+            return interned
+        spec = object.__new__(DTensorSpec)
+        spec.info, spec.placements = info, placements
+        spec.shape, spec.stride, spec.dtype = torch.Size(key[2]), key[3], dtype
+        spec.row_major = spec.stride == contiguous_stride(spec.shape)
+        spec._local = spec._alike = None
+        _interned[key] = spec
+        return spec
 
     _local: tuple[tuple[int, ...], tuple[int, ...]] | None
     _alike: frozenset[int] | None
@@ -231,17 +231,17 @@ def normalize(
     if placements is None:
         return (REPLICATE,) * info.ndim
     try:
-        given = tuple(placements)
+        listed = tuple(placements)
     except TypeError:
         raise PlacementTypeError(
             f"got the placement {placements}, expected a sequence of them: write [{placements!r}]"
         ) from None
-    if len(given) != info.ndim:
+    if len(listed) != info.ndim:
         raise PlacementError(
-            f"got {len(given)} placements {[str(p) for p in given]} for the {info}, "
+            f"got {len(listed)} placements {[str(p) for p in listed]} for the {info}, "
             f"expected one for each of its {info.ndim} dims: add Replicate() for the dims that do not shard"
         )
-    placed = tuple(normalize_one(p, ndim) for p in given)
+    placed = tuple(normalize_one(p, ndim) for p in listed)
     pending = {p.reduce_op for p in placed if isinstance(p, Partial)}
     if len(pending) > 1 and not pending <= {"sum", "avg"}:
         raise PlacementError(
@@ -280,7 +280,7 @@ def _fitted(placed: Placements, shape: Sequence[int], info: MeshInfo) -> Placeme
     left = [{size} for size in shape]
     fitted: list[Placement] = []
     for mesh_dim, (placement, parts) in enumerate(zip(placed, info.sizes, strict=True)):
-        made = placement
+        fitting = placement
         if isinstance(placement, Shard):
             sizes = left[placement.dim]
             where = f"mesh dim {mesh_dim}, of {parts} ranks, for tensor dim {placement.dim} of {sorted(sizes)} elements"
@@ -294,9 +294,9 @@ def _fitted(placed: Placements, shape: Sequence[int], info: MeshInfo) -> Placeme
             if all(
                 placement.runs(n, parts, i) == Shard(0).runs(n, parts, i) for n in sizes for i in range(parts)
             ):
-                made = Shard(placement.dim)
+                fitting = Shard(placement.dim)
             left[placement.dim] = {length for n in sizes for length in placement.lengths(n, parts)}
-        fitted.append(made)
+        fitted.append(fitting)
     return tuple(fitted)
 
 

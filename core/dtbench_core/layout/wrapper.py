@@ -139,7 +139,7 @@ class Wrapper(torch.Tensor):
 def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Wrapped:
     """A `cls` that shows `spec`'s global metadata and holds `local`."""
     # By position, which is 0.3 us faster: storage offset, memory format, dtype, layout, device, pinned.
-    made = make_wrapper(
+    tensor = make_wrapper(
         cls,
         spec.shape,
         spec.stride,
@@ -151,18 +151,18 @@ def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_gr
         False,
         requires_grad,
     )
-    made._local_tensor = local  # type: ignore[attr-defined]
-    made._spec = spec  # type: ignore[attr-defined]
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+    tensor._spec = spec  # type: ignore[attr-defined]
     if local.__class__ is not torch.Tensor:
-        _show_tracer(made, local, spec)
-    return made  # type: ignore[return-value]
+        _show_tracer(tensor, local, spec)
+    return tensor  # type: ignore[return-value]
 
 
-def _show_tracer(made: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+def _show_tracer(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Tells the tracers of compilers, if there is one, what they cannot see of a wrapper."""
     if is_fake(local):  # of an input, which another one may share memory with
         SharedMemory.traced = True
-        share_storage(made, local)
+        share_storage(tensor, local)
     if not spec.is_even():
         see_uneven_shards()
 
@@ -171,36 +171,36 @@ def wrap_shared(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, *, v
     """As `wrap`, of a plain tensor that others hold too: writes to one are counted for both, so that autograd notices
     when what it saved was changed. view: to autograd the result is a view; of a wrapper, as tracers make a view anew
     from its base."""
-    made: Value = make_subclass(cls, local)
-    set_data(made, wrap(cls, local, spec))
-    _hold(made, local, spec)
+    tensor: Value = make_subclass(cls, local)
+    set_data(tensor, wrap(cls, local, spec))
+    _hold(tensor, local, spec)
     if view:
         with DisableTorchDispatch():
-            made = as_subclass(made, cls)
-        _hold(made, local, spec)
-    return made  # type: ignore[no-any-return]
+            tensor = as_subclass(tensor, cls)
+        _hold(tensor, local, spec)
+    return tensor  # type: ignore[no-any-return]
 
 
-def _hold(made: Value, local: torch.Tensor, spec: DTensorSpec) -> None:
-    made._local_tensor = local.detach()  # autograd marks the one object, and must not mark the other
-    made._spec = spec
+def _hold(tensor: Value, local: torch.Tensor, spec: DTensorSpec) -> None:
+    tensor._local_tensor = local.detach()  # autograd marks the one object, and must not mark the other
+    tensor._spec = spec
 
 
 def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.Tensor:
     """`local`, the plain tensor that `tensor` holds, as another object: as `wrap_shared`, the other way round."""
     with DisableTorchDispatch():
-        made = make_subclass(torch.Tensor, tensor)
-    set_data(made, local)
-    return made.view_as(made) if view else made
+        alias = make_subclass(torch.Tensor, tensor)
+    set_data(alias, local)
+    return alias.view_as(alias) if view else alias
 
 
 def data_of(tensor: Wrapped) -> Wrapped:
     """torch's `.data`: the same memory, whose writes count apart from those of `tensor`."""
     with DisableTorchFunction():
-        made: Wrapped = torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+        data: Wrapped = torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
     if (local := held_by(tensor)).__class__ is torch.Tensor and counted_together(tensor, local):
-        made._local_tensor = local.data
-    return made
+        data._local_tensor = local.data
+    return data
 
 
 def share_memory(base: Wrapper, view: Wrapper, offset: int) -> SharedMemory:

@@ -104,10 +104,10 @@ def _resolve(
 
 def _matches(module: nn.Module, pattern: str) -> list[nn.Module]:
     """The descendants whose names match, part by part; the module itself for ""."""
-    found = [module]
+    matches = [module]
     for part in pattern.split(".") if pattern else []:
-        found = [child for m in found for name, child in m.named_children() if fnmatchcase(name, part)]
-    return found
+        matches = [child for m in matches for name, child in m.named_children() if fnmatchcase(name, part)]
+    return matches
 
 
 def _unmatched(module: nn.Module, key: str) -> str:

@@ -36,13 +36,13 @@ def placed(tensor: DTensor, placements: Placements) -> DTensor:
 
 
 def read_input(
-    given: Any, device_mesh: DeviceMesh | None, layout: Placement, wanted: Placement | None = None
+    value: Any, device_mesh: DeviceMesh | None, layout: Placement, wanted: Placement | None = None
 ) -> DTensor:
-    """The one input in `given`, which is placed as `layout` if it is plain, as a DTensor placed as `wanted`."""
-    tensor = given[0] if isinstance(given, tuple) and len(given) == 1 else given
+    """The one input in `value`, which is placed as `layout` if it is plain, as a DTensor placed as `wanted`."""
+    tensor = value[0] if isinstance(value, tuple) and len(value) == 1 else value
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(
-            f"got {type(given).__name__} as the input of a parallelized module, expected one tensor, or a tuple of "
+            f"got {type(value).__name__} as the input of a parallelized module, expected one tensor, or a tuple of "
             "one: pass it by position, or write a prepare_input that takes what the module does"
         )
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else mesh_or_current(device_mesh)
@@ -54,14 +54,14 @@ def read_input(
     return placed(tensor, (wanted or layout,))
 
 
-def placed_output(given: Any, placement: Placement) -> DTensor:
-    if not isinstance(given, DTensor):
+def placed_output(value: Any, placement: Placement) -> DTensor:
+    if not isinstance(value, DTensor):
         raise ArgumentError(
-            f"got {type(given).__name__} as the output of a parallelized module, expected a DTensor: give a "
+            f"got {type(value).__name__} as the output of a parallelized module, expected a DTensor: give a "
             "prepare_output that takes what the module gives, or leave it out"
         )
-    _check_one_dim(given.device_mesh)
-    return placed(given, (placement,))
+    _check_one_dim(value.device_mesh)
+    return placed(value, (placement,))
 
 
 def _check_one_dim(mesh: DeviceMesh) -> None:

@@ -41,8 +41,8 @@ def _own_rows(placed: Placed) -> Callable[..., Tensor]:
         # What is for the rows of others goes to one row more, which is cut off.
         own = torch.where((own >= 0) & (own < count), own, count)
         mine = padding - first if first <= padding < first + count else -1
-        made: Tensor = aten.embedding_dense_backward(grad, own, count + 1, mine, False)
-        return made[:count]
+        gradient: Tensor = aten.embedding_dense_backward(grad, own, count + 1, mine, False)
+        return gradient[:count]
 
     return run
 
@@ -71,5 +71,5 @@ def look_up_rows(module: nn.Embedding, index: Tensor) -> Tensor:
     An index outside the whole table fails on every rank, as it would on one device.
     """
     padding = -1 if module.padding_idx is None else module.padding_idx
-    found: Tensor = EmbeddingRows.apply(module.weight, index, padding)
-    return found
+    rows: Tensor = EmbeddingRows.apply(module.weight, index, padding)
+    return rows

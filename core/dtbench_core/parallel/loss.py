@@ -71,8 +71,8 @@ def cross_entropy(
     if loss is NotImplemented:
         with implicit_replication():
             loss = F.cross_entropy(logits, target, weight, **options)
-    made: DTensor = loss
-    return made
+    result: DTensor = loss
+    return result
 
 
 def _replicated(tensor: torch.Tensor, beside: DTensor) -> DTensor:

@@ -35,8 +35,8 @@ def dim_index(mesh: DeviceMesh, dim: int | str) -> int:
         return names.index(dim)
     if isinstance(dim, int) and not isinstance(dim, bool) and -mesh.ndim <= dim < mesh.ndim:
         return dim % mesh.ndim
-    known = f"one of its names {names} or " if names else ""
+    choices = f"one of its names {names} or " if names else ""
     raise MeshError(
-        f"got the mesh dim {dim!r} of the {mesh_info(mesh)}, expected {known}an index in [{-mesh.ndim}, {mesh.ndim}): "
-        "name the dim to use"
+        f"got the mesh dim {dim!r} of the {mesh_info(mesh)}, expected {choices}an index in "
+        f"[{-mesh.ndim}, {mesh.ndim}): name the dim to use"
     )

@@ -64,18 +64,18 @@ class PairwiseParallel(ParallelStyle):
         self.prepare_output = prepare_output or partial(_left, wanted=wanted, local=use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        found = list(dict.fromkeys(_mlps(module)))
-        if not found:
+        mlps = list(dict.fromkeys(_mlps(module)))
+        if not mlps:
             warnings.warn(
                 f"PairwiseParallel found no module with two nn.Linear children in the {type(module).__name__} it was "
                 "applied to and changes nothing: name single layers in the plan, with ColwiseParallel and "
                 "RowwiseParallel",
                 stacklevel=3,
             )
-        for mlp in found:
+        for mlp in mlps:
             for linear in _pairs(mlp):
                 check_parameters(type(self).__name__, linear, ("weight", "bias"))
-        for mlp in found:
+        for mlp in mlps:
             self._shard(mlp, device_mesh)
         return module
 

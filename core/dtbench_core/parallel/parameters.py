@@ -52,13 +52,16 @@ def place_parameter(
     if original is None:
         return
     info: MeshInfo = mesh_info(mesh)
-    made: nn.Parameter | None = _became.get(original)
-    if made is None:
+    placed: nn.Parameter | None = _became.get(original)
+    if placed is None:
         spread = distribute_tensor(original.detach(), mesh, [placement], src_data_rank=src_data_rank)
-        made = _became[original] = nn.Parameter(spread, requires_grad=original.requires_grad)
-    elif not isinstance(made, DTensor) or made._spec.info is not info or made.placements != (placement,):
+        placed = _became[original] = nn.Parameter(spread, requires_grad=original.requires_grad)
+    elif (
+        not isinstance(placed, DTensor) or placed._spec.info is not info or placed.placements != (placement,)
+    ):
         raise ArgumentError(
-            f"the {name} of a {type(module).__name__} is tied to one already placed as {getattr(made, '_spec', made)}, "
-            f"expected {placement} on {info}: give both modules styles that shard it alike, or untie them"
+            f"the {name} of a {type(module).__name__} is tied to one already placed as "
+            f"{getattr(placed, '_spec', placed)}, expected {placement} on {info}: give both modules styles that shard "
+            "it alike, or untie them"
         )
-    module.register_parameter(name, made)
+    module.register_parameter(name, placed)

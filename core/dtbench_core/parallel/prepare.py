@@ -78,9 +78,9 @@ class PrepareModuleInput(ParallelStyle):
                 "input_layouts, expected one each: give None for those to be left alone, and name keyword inputs "
                 "in input_kwarg_layouts"
             )
-        given = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
-        made = [convert(one, own, wanted, f"input {i}") for i, (one, own, wanted) in enumerate(given)]
-        return tuple(made), named
+        triples = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
+        converted = [convert(one, own, wanted, f"input {i}") for i, (one, own, wanted) in enumerate(triples)]
+        return tuple(converted), named
 
     def __repr__(self) -> str:
         return (
@@ -129,16 +129,16 @@ class PrepareModuleOutput(ParallelStyle):
                 f"a {type(module).__name__} gave {len(listed)} outputs for {len(self.output_layouts)} output_layouts, "
                 "expected one each: give None for those to be left alone"
             )
-        given = zip(listed, self.output_layouts, self.desired_output_layouts, strict=True)
-        made = [
+        triples = zip(listed, self.output_layouts, self.desired_output_layouts, strict=True)
+        converted = [
             _converted(mesh, self.use_local_output, one, here, there, f"output {index}")
-            for index, (one, here, there) in enumerate(given)
+            for index, (one, here, there) in enumerate(triples)
         ]
         if not several:
-            return made[0]
+            return converted[0]
         if hasattr(outputs, "_fields"):  # a named tuple
-            return type(outputs)(*made)
-        return type(outputs)(made)
+            return type(outputs)(*converted)
+        return type(outputs)(converted)
 
     def __repr__(self) -> str:
         return (
@@ -198,28 +198,28 @@ def _converted(
         raise ArgumentError(
             f"{what} is {type(one).__name__}, expected a tensor, as it has the layout {layout}: give None for it"
         )
-    made = one if isinstance(one, DTensor) else DTensor.from_local(one, mesh, [layout])
+    tensor = one if isinstance(one, DTensor) else DTensor.from_local(one, mesh, [layout])
     if desired is not None:
-        made = placed(made, (desired,))
-    return made.to_local() if local else made
+        tensor = placed(tensor, (desired,))
+    return tensor.to_local() if local else tensor
 
 
-def _listed(given: Layouts, argument: str) -> Listed:
-    if given is None:
+def _listed(layouts: Layouts, argument: str) -> Listed:
+    if layouts is None:
         return None
-    listed = tuple(given) if isinstance(given, Sequence) else (given,)
+    listed = tuple(layouts) if isinstance(layouts, Sequence) else (layouts,)
     return tuple(None if one is None else one_placement(one, argument) for one in listed)
 
 
-def _named(given: Mapping[str, Placement] | None, argument: str) -> dict[str, Placement]:
-    return {name: one_placement(one, f"{argument}[{name!r}]") for name, one in (given or {}).items()}
+def _named(layouts: Mapping[str, Placement] | None, argument: str) -> dict[str, Placement]:
+    return {name: one_placement(one, f"{argument}[{name!r}]") for name, one in (layouts or {}).items()}
 
 
-def _check_pairs(side: str, given: Listed, desired: Listed) -> None:
-    if (given is None) != (desired is None) or len(given or ()) != len(desired or ()):
+def _check_pairs(side: str, layouts: Listed, desired: Listed) -> None:
+    if (layouts is None) != (desired is None) or len(layouts or ()) != len(desired or ()):
         raise LayoutsError(
-            f"got {side}_layouts={_shown(given)} and desired_{side}_layouts={_shown(desired)}, expected as many of the "
-            f"one as of the other: give both, with None for {side}s to be left alone"
+            f"got {side}_layouts={_shown(layouts)} and desired_{side}_layouts={_shown(desired)}, expected as many of "
+            f"the one as of the other: give both, with None for {side}s to be left alone"
         )
 
 

@@ -158,11 +158,11 @@ streams: PerRank[dict[DeviceMesh, TensorParallelRNG]] = PerRank("parallel.stream
 
 def tensor_parallel_rng(device_mesh: DeviceMesh) -> TensorParallelRNG:
     """The streams of `device_mesh`, made when first asked for; one for equal meshes of a world."""
-    known = streams.get()
-    found = known.get(device_mesh)
-    if found is None or found._world is not dist.group.WORLD:
-        if found is not None:
-            found.enabled = False
-            del known[device_mesh]  # an equal key would stay
-        found = known[device_mesh] = TensorParallelRNG(device_mesh)
-    return found
+    by_mesh = streams.get()
+    rng = by_mesh.get(device_mesh)
+    if rng is None or rng._world is not dist.group.WORLD:
+        if rng is not None:
+            rng.enabled = False
+            del by_mesh[device_mesh]  # an equal key would stay
+        rng = by_mesh[device_mesh] = TensorParallelRNG(device_mesh)
+    return rng

@@ -82,15 +82,15 @@ def shard_parameters(
                 f"{f' or DTensors on the {other}' if other else ''}: parallelize the module over the other dim of the "
                 "same mesh, and shard it once"
             )
-    made: dict[nn.Parameter, tuple[nn.Parameter, _Held]] = {}
+    spread: dict[nn.Parameter, tuple[nn.Parameter, _Held]] = {}
     for part in module.modules():
         own: dict[str, _Held] = {}
-        for name, given in list(part._parameters.items()):
-            if given is None:
+        for name, original in list(part._parameters.items()):
+            if original is None:
                 continue
-            if given not in made:
-                made[given] = _spread(given, device_mesh, over, src_data_rank, reduce_op)
-            shard, own[name] = made[given]
+            if original not in spread:
+                spread[original] = _spread(original, device_mesh, over, src_data_rank, reduce_op)
+            shard, own[name] = spread[original]
             part.register_parameter(name, shard)
         if own:
             part.register_forward_pre_hook(partial(_gather, own))
@@ -102,11 +102,11 @@ def _spread(
     parameter: nn.Parameter, mesh: DeviceMesh, over: int, src: int | None, reduce_op: str
 ) -> tuple[nn.Parameter, _Held]:
     inside = parameter._spec if isinstance(parameter, DTensor) else None
-    given = REPLICATE if inside is None else inside.placements[0]
+    inner = REPLICATE if inside is None else inside.placements[0]
     info, shape = mesh_info(mesh), parameter.shape
 
     def on_both(here: Placement) -> Placements:
-        return (here,) if info.ndim == 1 else (here, given) if over == 0 else (given, here)
+        return (here,) if info.ndim == 1 else (here, inner) if over == 0 else (inner, here)
 
     def described(placements: Placements) -> DTensorSpec:
         return DTensorSpec.of(info, placements, shape, contiguous_stride(shape), parameter.dtype)
@@ -114,16 +114,16 @@ def _spread(
     local = parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
     if src is not None:
         local = distribute._sent(local, mesh_info(mesh_of_dim(mesh, over)), (REPLICATE,), src)
-    placed = normalize(on_both(_where(shape, given, mesh, over)), len(shape), info, shape)
+    placed = normalize(on_both(_where(shape, inner, mesh, over)), len(shape), info, shape)
     shard = wrapped(local, described(on_both(REPLICATE))).redistribute(placements=placed)
     held = _Held(on_both(REPLICATE), on_both(Partial(reduce_op)), inside)
     return nn.Parameter(shard, parameter.requires_grad), held
 
 
-def _where(shape: torch.Size, given: Placement, mesh: DeviceMesh, over: int) -> Placement:
-    """How mesh dim `over` cuts a parameter that the other dim places as `given`."""
+def _where(shape: torch.Size, placement: Placement, mesh: DeviceMesh, over: int) -> Placement:
+    """How mesh dim `over` cuts a parameter that the other dim places as `placement`."""
     parts = mesh.size(over)
-    free = [dim for dim in range(len(shape)) if not given.is_shard(dim)]
+    free = [dim for dim in range(len(shape)) if not placement.is_shard(dim)]
     if free:
         even = [dim for dim in free if shape[dim] % parts == 0]
         return Shard((even or free)[0])

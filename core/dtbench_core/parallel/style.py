@@ -62,20 +62,20 @@ class _Sharding(NamedTuple):
 
 @in_graph
 def _entering(
-    given: torch.Tensor, mesh: DeviceMesh, layouts: Placements, features: int, wanted: Placement
+    tensor: torch.Tensor, mesh: DeviceMesh, layouts: Placements, features: int, wanted: Placement
 ) -> DTensor:
     """A layer's input placed as `wanted`; a plain one is the part of the whole that `layouts` says. features: of a
     linear layer, which the whole input has in its last dim; else 0.
     """
-    if isinstance(given, DTensor):
-        return placed(given, (wanted,))
-    layouts = normalize(layouts, given.ndim, mesh_info(mesh))
-    if features and layouts == (Shard(given.ndim - 1),):
+    if isinstance(tensor, DTensor):
+        return placed(tensor, (wanted,))
+    layouts = normalize(layouts, tensor.ndim, mesh_info(mesh))
+    if features and layouts == (Shard(tensor.ndim - 1),):
         # The whole size is known here, so uneven shards are understood without asking the other ranks.
-        shape = (*given.shape[:-1], features)
-        spec = DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), given.dtype)
-        return placed(wrapped(given.contiguous(), spec), (wanted,))
-    return placed(DTensor.from_local(given, mesh, layouts), (wanted,))
+        shape = (*tensor.shape[:-1], features)
+        spec = DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), tensor.dtype)
+        return placed(wrapped(tensor.contiguous(), spec), (wanted,))
+    return placed(DTensor.from_local(tensor, mesh, layouts), (wanted,))
 
 
 @in_graph
@@ -115,9 +115,9 @@ class LayerStyle(ParallelStyle):
         name = type(self).__name__
         kind = next((kind for kind in self._shardings if isinstance(module, kind)), None)
         if kind is None:
-            known = " or ".join(f"nn.{kind.__name__}" for kind in self._shardings)
+            kinds = " or ".join(f"nn.{kind.__name__}" for kind in self._shardings)
             raise UnsupportedModuleError(
-                f"Expect a torch.nn.Linear module but received {type(module)}! {name} shards {known}: name its "
+                f"Expect a torch.nn.Linear module but received {type(module)}! {name} shards {kinds}: name its "
                 "submodules of these types in the plan; a fused layer must first be written as separate ones"
             )
         return self._shardings[kind]
@@ -195,12 +195,12 @@ class RowwiseParallel(LayerStyle):
     _layouts = (Shard(-1), Replicate())
 
 
-def one_placement(given: Placement, argument: str) -> Placement:
-    if isinstance(given, Sequence):
+def one_placement(placement: Placement, argument: str) -> Placement:
+    if isinstance(placement, Sequence):
         raise PlacementTypeError(
-            f"got {argument}={given!r}, expected one placement: Shard, Replicate or Partial, not in a list"
+            f"got {argument}={placement!r}, expected one placement: Shard, Replicate or Partial, not in a list"
         )
-    return as_placement(given)
+    return as_placement(placement)
 
 
 def _check_embedding(style: str, module: nn.Embedding) -> None:

@@ -113,15 +113,15 @@ class CopiedView:
         if not self.is_leaf or id(self) in memo:
             return self.viewed.__deepcopy__(self, memo)
         if (origin := kept_origin(self)) is None or not origin.owner.is_leaf:
-            made = self.detach().clone().requires_grad_(self.requires_grad)  # without a base
+            copied = self.detach().clone().requires_grad_(self.requires_grad)  # without a base
             if isinstance(self, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, self.requires_grad)
+                copied = torch.nn.Parameter(copied, self.requires_grad)
         else:
             owner, local, gathered = deepcopy((origin.owner, held_by(self), origin.gathered), memo)
             offset = self._memory[1] - origin.owner._memory[1]  # type: ignore[index]
-            made = copied_view(self.viewed, local, self._spec, owner, gathered, offset)
-        memo[id(self)] = made
-        return made
+            copied = copied_view(self.viewed, local, self._spec, owner, gathered, offset)
+        memo[id(self)] = copied
+        return copied
 
 
 def copied_view(
@@ -134,17 +134,17 @@ def copied_view(
 ) -> Wrapped:
     """A view of `base`, which is a `cls`, whose values were copied to `local`: a window on `gathered`, if given.
     offset: in bytes behind it."""
-    made = wrap(cls.copied_view, local, spec)
-    memory = share_memory(base, made, offset)
+    view = wrap(cls.copied_view, local, spec)
+    memory = share_memory(base, view, offset)
     count_by_storage(base, memory)
-    made._origin = Origin(base, version_of(base), memory.count(), gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
+    view._origin = Origin(base, version_of(base), memory.count(), gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
     if is_functional(local) and memory.results is None:
         memory.results = SharedResults()
     if is_fake(local):
-        share_storage_of(base, made, local)
-    if gathered is None or gathered.local is not made._origin.local:  # type: ignore[attr-defined]
-        note_copy(made, (counts_of(base),))
-    return made  # type: ignore[return-value]
+        share_storage_of(base, view, local)
+    if gathered is None or gathered.local is not view._origin.local:  # type: ignore[attr-defined]
+        note_copy(view, (counts_of(base),))
+    return view  # type: ignore[return-value]
 
 
 def is_copied(tensor: object) -> bool:
@@ -304,12 +304,12 @@ def parted_as(tensor: Wrapped, parted: Parted, source: torch.Tensor | None = Non
     if not traced:
         if parted.for_itself():
             return tensor
-        if parted.made is None and shared is not None:
-            parted = parted._replace(made=shared.of_call(parted.number))
-    made = wrap(type(tensor).copied_view, local, tensor._spec, tensor.requires_grad)
-    made._parted, made._source = parted, source
+        if parted.results is None and shared is not None:
+            parted = parted._replace(results=shared.of_call(parted.number))
+    result = wrap(type(tensor).copied_view, local, tensor._spec, tensor.requires_grad)
+    result._parted, result._source = parted, source
     if source is not None and not traced:
-        borrow(made, source)
-    if parted.made is not None:
-        parted.made[parted.number] = ref(made)
-    return made  # type: ignore[return-value]
+        borrow(result, source)
+    if parted.results is not None:
+        parted.results[parted.number] = ref(result)
+    return result  # type: ignore[return-value]

@@ -70,14 +70,14 @@ class Route(tuple[RedistributeStep, ...]):
 
     @staticmethod
     def of(source: DTensorSpec, dst: Placements, steps: Sequence[RedistributeStep]) -> Route:
-        made = Route(steps)
-        made.source = made.result = source
+        route = Route(steps)
+        route.source = route.result = source
         if steps:
-            made.result = source.with_placements(dst)
-        made.gradient = placements_of_gradient(source.placements)
+            route.result = source.with_placements(dst)
+        route.gradient = placements_of_gradient(source.placements)
         member = source.info.coordinate is not None  # a rank outside the mesh has nothing to move
-        made.movers = _movers(steps, source, made.result) if member and steps else ()
-        return made
+        route.movers = _movers(steps, source, route.result) if member and steps else ()
+        return route
 
     @property
     def us(self) -> float:

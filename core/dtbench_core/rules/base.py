@@ -38,8 +38,8 @@ class PlacementRow:
 
 def bound(op: OpOverload, args: Args, kwargs: Mapping[str, Any]) -> Kwargs:
     """The arguments of a call by their names in the op's schema, those not given with their default."""
-    given = {a.name: a.default_value for a in op._schema.arguments}
-    return {**given, **dict(zip(given, args, strict=False)), **kwargs}
+    named = {a.name: a.default_value for a in op._schema.arguments}
+    return {**named, **dict(zip(named, args, strict=False)), **kwargs}
 
 
 def listed_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
@@ -121,12 +121,12 @@ class OpCall:
 
 def ops_named(names: str, suffix: str = "") -> list[OpOverload]:
     """The aten ops so called, with their overload where it is not the default one, that this torch has."""
-    found = []
+    ops = []
     for name in names.split():
         packet, _, overload = (name + suffix).partition(".")
         op = getattr(getattr(aten, packet, None), overload or "default", None)
-        found += [] if op is None else [op]
-    return found
+        ops += [] if op is None else [op]
+    return ops
 
 
 Rule = Callable[[OpCall], Strategy]
@@ -178,9 +178,9 @@ def rule_of(op: OpOverload) -> Rule | None:
 _overridden: set[OpOverload] = set()
 
 
-def override(op: OpOverload, found: Rule) -> None:
+def override(op: OpOverload, new: Rule) -> None:
     """Puts a user's rule in the place of whatever the core knows of `op`."""
-    _rules[op] = found
+    _rules[op] = new
     _decompositions.pop(op, None)
     _overridden.add(op)
 
@@ -238,8 +238,8 @@ def pending(call: OpCall, reduce_op: str) -> bool:
 
 def _pending_of(call: OpCall, ops: Iterable[str]) -> list[str]:
     """Those of `ops` for which `pending` holds."""
-    found = {p.reduce_op for spec in call.inputs for p in spec.placements if isinstance(p, Partial)}
-    return [op for op in ops if op in found] if found else []
+    pending = {p.reduce_op for spec in call.inputs for p in spec.placements if isinstance(p, Partial)}
+    return [op for op in ops if op in pending] if pending else []
 
 
 def replicated_row(call: OpCall) -> PlacementRow:

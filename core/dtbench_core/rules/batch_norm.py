@@ -147,11 +147,11 @@ def _by_channel(data: Any, *running: Any) -> bool:
     then the op runs on the shards and moves none of them."""
     if not isinstance(data, Wrapper):
         return False
-    given = [r for r in running if r is not None]
-    if not all(isinstance(r, Wrapper) for r in given):
+    present = [r for r in running if r is not None]
+    if not all(isinstance(r, Wrapper) for r in present):
         return False
     for mesh_dim, placed in enumerate(data._spec.placements):
-        own = {r._spec.placements[mesh_dim] for r in given}
+        own = {r._spec.placements[mesh_dim] for r in present}
         if placed == Shard(CHANNEL):
             # Evenly, so that the rule has no reason to move anything.
             if own - {Shard(0)} or data.shape[CHANNEL] % data._spec.info.mesh.size():
@@ -211,8 +211,8 @@ def _gradients(
 ) -> Three:
     """The three gradients, or None where `mask` asks for none."""
     dims = [d for d in range(data.ndim) if d != CHANNEL]
-    grad_in, given = accurate(grad), accurate(data)
-    scaled = (given - _over_channels(mean, data)) * _over_channels(inverse, data)
+    grad_in, source = accurate(grad), accurate(data)
+    scaled = (source - _over_channels(mean, data)) * _over_channels(inverse, data)
     of_bias = grad_in.sum(dims)
     of_weight = (grad_in * scaled).sum(dims)
     of_bias, of_weight = (materialised(t) for t in (of_bias, of_weight))
@@ -232,10 +232,10 @@ def _gradients(
 
 @decomposition(*FORWARD, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default, with_op=True)
 def _forward(op: OpOverload, *args: object, **kwargs: object) -> Value:
-    given = bound(op, args, kwargs)
-    get: Any = given.get
+    named = bound(op, args, kwargs)
+    get: Any = named.get
     data, running = get("input"), (get("running_mean"), get("running_var"))
-    train = _trains(op, given)
+    train = _trains(op, named)
     if op in FORWARD and (not train or _by_channel(data, *running)):
         return NotImplemented
     momentum, eps = get("momentum", get("exponential_average_factor")), get("eps", get("epsilon"))
@@ -247,11 +247,11 @@ def _forward(op: OpOverload, *args: object, **kwargs: object) -> Value:
 @decomposition(*BACKWARD, aten.cudnn_batch_norm_backward.default, with_op=True)
 @decomposition(aten.miopen_batch_norm_backward.default, with_op=True)
 def _backward(op: OpOverload, *args: object, **kwargs: object) -> Value:
-    given = bound(op, args, kwargs)
-    get: Any = given.get
+    named = bound(op, args, kwargs)
+    get: Any = named.get
     grad = get("grad_output") if get("grad_output") is not None else get("grad_out")
     data, weight = get("input"), get("weight")
-    train = op not in BACKWARD or _trains(op, given)
+    train = op not in BACKWARD or _trains(op, named)
     if op in BACKWARD and (not train or (_by_channel(data) and _by_channel(grad))):
         return NotImplemented
     inverse = get("save_invstd") if get("save_invstd") is not None else get("save_var")

@@ -59,9 +59,9 @@ def _choose(
     chosen: list[PlacementRow] = []
     for mesh_dim in range(info.ndim):
         rows = [*_restated(call, strategy, others[mesh_dim]), *plain] if others[mesh_dim] else plain
-        given = tuple(spec.placements[mesh_dim] for spec in call.inputs)
+        current = tuple(spec.placements[mesh_dim] for spec in call.inputs)
         candidates = rows if result is None else [r for r in rows if r.outputs[0] == result[mesh_dim]]
-        row = _best(call, candidates, given, mesh_dim, held, written)
+        row = _best(call, candidates, current, mesh_dim, held, written)
         if row is None:
             return None
         held.split(row, info.sizes[mesh_dim])
@@ -82,7 +82,7 @@ def _other_layouts(call: OpCall, mesh_dim: int, result: Placements | None) -> li
 
 def _restated(call: OpCall, strategy: Strategy, layouts: Sequence[Shard]) -> list[PlacementRow]:
     """The rows with each of `layouts` in the place of their Shards, where that holds."""
-    made = []
+    restated = []
     for layout in layouts:
         own = strategy.localize or strategy.local_op
         if own and not (strategy.any_lengths and (strategy.local_op or isinstance(layout, RaggedShard))):
@@ -95,10 +95,10 @@ def _restated(call: OpCall, strategy: Strategy, layouts: Sequence[Shard]) -> lis
                 if isinstance(p, Shard) and shape
             }
             if len(lengths) == 1 and not row.even:
-                made.append(
+                restated.append(
                     PlacementRow(_laid(row.inputs, layout), _laid(row.outputs, layout), nonempty=row.nonempty)
                 )
-    return made
+    return restated
 
 
 def _laid(placements: Placements, layout: Shard) -> Placements:
@@ -122,7 +122,7 @@ def _fit(call: OpCall, rows: Sequence[PlacementRow]) -> bool:
 def _best(
     call: OpCall,
     candidates: Sequence[PlacementRow],
-    given: Placements,
+    current: Placements,
     mesh_dim: int,
     held: _Lengths,
     written: tuple[int, ...],
@@ -132,10 +132,10 @@ def _best(
     allowed = [
         row
         for row in candidates
-        if held.allow(row, parts) and _keeps(call, row, given, written) and not _unwraps(call, row, given)
+        if held.allow(row, parts) and _keeps(call, row, current, written) and not _unwraps(call, row, current)
     ]
     for row in allowed:
-        if row.inputs == given:
+        if row.inputs == current:
             return row
     topology = topology_of(info.mesh)
     held_gib = [cost.local_gib(s.shape, s.dtype.itemsize, s.placements, info.sizes) for s in call.inputs]
@@ -145,27 +145,27 @@ def _best(
             cost.transition_cost(have, _by_way_of(have, want, written), held_gib[index], topology, mesh_dim)
             if _reachable(have, want, written)
             else math.inf
-            for index, (have, want) in enumerate(zip(given, row.inputs, strict=True))
+            for index, (have, want) in enumerate(zip(current, row.inputs, strict=True))
         )
         if price < lowest:
             best, lowest = row, price
     return best
 
 
-def _keeps(call: OpCall, row: PlacementRow, given: Placements, written: tuple[int, ...]) -> bool:
+def _keeps(call: OpCall, row: PlacementRow, current: Placements, written: tuple[int, ...]) -> bool:
     """Whether the row leaves the written inputs where they are."""
     if not written:
         return True
     returns = call.op._schema.returns
-    if len(written) == len(returns) == 1 and returns[0].alias_info and row.outputs[0] != given[written[0]]:
+    if len(written) == len(returns) == 1 and returns[0].alias_info and row.outputs[0] != current[written[0]]:
         return False
-    return all(row.inputs[i] == given[i] for i in written)
+    return all(row.inputs[i] == current[i] for i in written)
 
 
-def _unwraps(call: OpCall, row: PlacementRow, given: Placements) -> bool:
+def _unwraps(call: OpCall, row: PlacementRow, current: Placements) -> bool:
     """Whether a pending sum of integers would pass into a dtype that holds more: the terms may have wrapped around,
     which adds up in their own dtype alone, or in a smaller one."""
-    made = [
+    dtypes = [
         meta.dtype
         for p, meta in zip(row.outputs, call.outputs, strict=True)
         if p.is_partial() and meta is not None
@@ -174,8 +174,8 @@ def _unwraps(call: OpCall, row: PlacementRow, given: Placements) -> bool:
         have == want
         and (want.is_partial("sum") or want.is_partial("product"))
         and _holds_more(dtype, spec.dtype)
-        for have, want, spec in zip(given, row.inputs, call.inputs, strict=True)
-        for dtype in made
+        for have, want, spec in zip(current, row.inputs, call.inputs, strict=True)
+        for dtype in dtypes
     )
 
 

@@ -31,8 +31,8 @@ def equal(input: Value, other: object) -> Value:
         return NotImplemented
     ours, theirs = input._local_tensor, other._local_tensor
     if ours.__class__ is torch.Tensor or holds_shards(ours):
-        made = torch.ones if torch.equal(ours, theirs) else torch.zeros
-        same = made((), dtype=torch.int32, device=ours.device)
+        constant = torch.ones if torch.equal(ours, theirs) else torch.zeros
+        same = constant((), dtype=torch.int32, device=ours.device)
     else:  # of simulated ranks, each has its own answer
         same = (ours == theirs).all().int()
     for placement, group in zip(spec.placements, spec.info.groups, strict=True):

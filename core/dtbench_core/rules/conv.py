@@ -61,11 +61,11 @@ def convolution_backward(call: OpCall) -> Strategy:
     if labels is None:
         return Strategy([])
     data, weight, output = labels
-    given, made = (output, data, weight), (data, weight, output[1])
-    rows = label_rows("n", given, made, SUM)
+    dims_in, dims_out = (output, data, weight), (data, weight, output[1])
+    rows = label_rows("n", dims_in, dims_out, SUM)
     for label in _channels(call):
         # Each gradient sums over the label of its two factors that it lacks itself. The bias's has one factor.
-        rows += label_rows(label, given, made, SUM if label in output else REPLICATE, nonempty=True)
+        rows += label_rows(label, dims_in, dims_out, SUM if label in output else REPLICATE, nonempty=True)
     for op in ("sum", "avg"):
         if pending(call, op):
             term = Partial(op)
@@ -84,13 +84,13 @@ def _own_groups(call: OpCall, first: int) -> Call:
     op, channels, groups = call.op, call.inputs[first].shape[1], call["groups"]
 
     def local_op(*args: Value) -> Value:
-        given = list(args)
+        own = list(args)
         if groups > 1:
-            given[-1 - first] = groups * given[first].size(1) // channels
+            own[-1 - first] = groups * own[first].size(1) // channels
         if first and call["transposed"]:
-            given[2] = given[2].contiguous()
-        if first and given[3] is not None:
-            given[3] = [given[0].size(1)]
-        return op(*given)
+            own[2] = own[2].contiguous()
+        if first and own[3] is not None:
+            own[3] = [own[0].size(1)]
+        return op(*own)
 
     return local_op

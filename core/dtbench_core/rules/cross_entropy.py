@@ -112,16 +112,16 @@ class CrossEntropy(torch.autograd.Function):
         smoothing = options.smoothing
         maximum = materialised(class_max(logits, dim))
         sums = materialised(class_sums(logits, maximum, target, weight, dim, smoothing > 0))
-        made = class_loss(sums, target, weight, classes, options.ignore_index, smoothing)
+        result = class_loss(sums, target, weight, classes, options.ignore_index, smoothing)
         ctx.options, ctx.dim, ctx.classes = options, dim, classes
         # The loss, the weight and the targets that are no class, of all samples; replicated.
-        totals = whole(made.sum(list(range(1, made.ndim))) if made.ndim > 1 else made)
+        totals = whole(result.sum(list(range(1, result.ndim))) if result.ndim > 1 else result)
         held = totals._local_tensor
         _refuse_wrong(held[2], classes)
         ctx.total = held[1]
         ctx.save_for_backward(logits, target, weight, maximum, sums)
         if options.reduction == "none":
-            return made[0].to(logits._spec.dtype, copy=True)
+            return result[0].to(logits._spec.dtype, copy=True)
         value = (held[0] / held[1] if options.reduction == "mean" else held[0]).to(
             logits._spec.dtype, copy=True
         )
@@ -139,10 +139,10 @@ class CrossEntropy(torch.autograd.Function):
             return _differentiable_gradient(grad, logits, target, weight, ctx.options), None, None, None
         if reduction == "mean":
             grad = grad / ctx.total
-        made = class_gradient(
+        gradient = class_gradient(
             grad, logits, maximum, sums, target, weight, ctx.dim, ctx.classes, ignore_index, smoothing
         )
-        return made, None, None, None
+        return gradient, None, None, None
 
 
 def _differentiable_gradient(grad: Value, logits: Any, target: Any, weight: Value, options: Options) -> Value:
@@ -216,8 +216,8 @@ def _sums(
     if count:
         own = target - first
         held = (own >= 0) & (own < count)
-        found = above.gather(dim, own.clamp(0, count - 1).unsqueeze(dim)).squeeze(dim)
-        sums[1] = torch.where(held, found, 0.0)
+        picked = above.gather(dim, own.clamp(0, count - 1).unsqueeze(dim)).squeeze(dim)
+        sums[1] = torch.where(held, picked, 0.0)
     if smoothed:
         sums[2] = (above if weight is None else above * _along(weight, first, logits, dim)).sum(dim)
     sums[0] = above.exp_().sum(dim)
@@ -259,18 +259,18 @@ def _gradient(
     valid, weights = _weights(target, weight, classes, ignore_index, dtype)
     hit = (1 - smoothing) * weights
     mass = hit + smoothing / classes * _total(weight, classes) if smoothing else hit
-    made = (logits.to(dtype) - maximum.to(dtype).unsqueeze(dim)).exp_()
-    made *= (mass / sums[0]).unsqueeze(dim)
+    result = (logits.to(dtype) - maximum.to(dtype).unsqueeze(dim)).exp_()
+    result *= (mass / sums[0]).unsqueeze(dim)
     if smoothing:
-        made -= smoothing / classes * (1.0 if weight is None else _along(weight, first, logits, dim))
+        result -= smoothing / classes * (1.0 if weight is None else _along(weight, first, logits, dim))
     if count:
         own = target - first
         held = (own >= 0) & (own < count)
         at = own.clamp(0, count - 1).unsqueeze(dim)
-        made.scatter_add_(dim, at, torch.where(held, -hit, 0.0).unsqueeze(dim))
+        result.scatter_add_(dim, at, torch.where(held, -hit, 0.0).unsqueeze(dim))
     # A product would make NaN of an infinite gradient where nothing counts.
     scale, counts = grad.to(dtype).expand(target.shape).unsqueeze(dim), valid.unsqueeze(dim)
-    return torch.where(counts, made * scale, 0.0).to(logits.dtype)
+    return torch.where(counts, result * scale, 0.0).to(logits.dtype)
 
 
 def _weights(

@@ -87,8 +87,8 @@ class _ForeachArguments:
         self.lists: dict[str, range] = {}  # argument -> where its tensors are among the inputs
         self.shared: list[int] = []
         used = 0
-        given = [(call.op._schema.arguments[i].name, a) for i, a in enumerate(call.args)]
-        for name, value in [*given, *((n, call.kwargs[n]) for n in sorted(call.kwargs))]:
+        positional = [(call.op._schema.arguments[i].name, a) for i, a in enumerate(call.args)]
+        for name, value in [*positional, *((n, call.kwargs[n]) for n in sorted(call.kwargs))]:
             if isinstance(value, (list, tuple)) and value and isinstance(value[0], DTensorSpec):
                 self.lists[name] = range(used, used + len(value))
                 used += len(value)
@@ -107,15 +107,15 @@ def foreach(call: OpCall) -> Strategy:
     in_place = call.op._schema.name.endswith("_")
     placed: list[Placements] = [(REPLICATE,) * spec.info.ndim for spec in call.inputs]
     results: list[Placements] = []
-    known: dict[Any, tuple[tuple[Placements, ...], Placements] | None] = {}
+    chosen_by_key: dict[Any, tuple[tuple[Placements, ...], Placements] | None] = {}
     for index in range(columns.count):
         at = [positions[index] for positions in columns.lists.values()]
         inputs = tuple(call.inputs[i] for i in at)
         meta = inputs[0].tensor_meta if in_place else call.outputs[index]
         key = (inputs, meta)
-        if key not in known:
-            known[key] = _place_column(call, inputs, columns.shared, meta, in_place)
-        chosen = known[key]
+        if key not in chosen_by_key:
+            chosen_by_key[key] = _place_column(call, inputs, columns.shared, meta, in_place)
+        chosen = chosen_by_key[key]
         if chosen is None:
             return Strategy([])
         for i, placements in zip(at, chosen[0], strict=True):
@@ -145,8 +145,8 @@ def _place_column(
     rows = [row for row in strategy.rows if all(p == REPLICATE for p in row.inputs[len(inputs) :])]
     if in_place:
         rows = [PlacementRow(r.inputs, r.inputs[:1], r.even, r.nonempty) for r in rows if _keeps(single, r)]
-    given = inputs[0].placements if in_place else None
-    chosen = choose(column, Strategy(rows), (0,) if in_place else (), result=given)
+    current = inputs[0].placements if in_place else None
+    chosen = choose(column, Strategy(rows), (0,) if in_place else (), result=current)
     if chosen is None:
         return None
     placed, results = by_tensor(chosen)
@@ -160,8 +160,8 @@ def _keeps(single: OpOverload, row: PlacementRow) -> bool:
 
 def _functional(op: OpOverload) -> OpOverload:
     name = op._schema.name.removeprefix("aten::").removesuffix("_")
-    found: OpOverload = getattr(getattr(aten, name), op._overloadname or "default")
-    return found
+    functional: OpOverload = getattr(getattr(aten, name), op._overloadname or "default")
+    return functional
 
 
 # ---- lists of which some members are plain, or on another mesh ----
@@ -184,8 +184,8 @@ def _in_groups(op: OpOverload, *args: Value, **options: Any) -> Value:
     results: list[Value] = [None] * count
     for mesh, at in groups:
         part = [[a[i] for i in at] if any(a is one for one in lists) else _shared(a, mesh, op) for a in args]
-        made = op(*part, **{name: _shared(value, mesh, op) for name, value in options.items()})
-        for i, result in zip(at, made or (), strict=False):
+        group_results = op(*part, **{name: _shared(value, mesh, op) for name, value in options.items()})
+        for i, result in zip(at, group_results or (), strict=False):
             results[i] = result
     return results if op._schema.returns else None
 
@@ -322,9 +322,11 @@ def foreach_norm(tensors: Sequence[Value], ord: Any = 2, dtype: torch.dtype | No
     apart = len(meshes) > 1 and len({tuple(sorted(ranks_of_mesh(info.mesh))) for info in meshes}) == 1
     norms: list[Value] = [None] * len(tensors)
     for placed, positions in groups.items():
-        found = [tensors[at] for at in positions]
-        made = _norms_of_group(found, ord, dtype) if placed else torch._foreach_norm(found, ord, dtype=dtype)
-        for at, norm in zip(positions, made, strict=True):
+        group = [tensors[at] for at in positions]
+        group_norms = (
+            _norms_of_group(group, ord, dtype) if placed else torch._foreach_norm(group, ord, dtype=dtype)
+        )
+        for at, norm in zip(positions, group_norms, strict=True):
             norms[at] = norm._local_tensor if placed and apart else norm
     return norms
 
@@ -358,16 +360,16 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
     """Multiplies the gradients by `inv_scale`; `found_inf` becomes 1 on every rank if any element of any is not
     finite: of plain ones, if this rank has such. A pending sum is looked at as a whole: its terms may be finite
     where it is not."""
-    found, factor = (_whole(t) if isinstance(t, Wrapper) else t for t in (found_inf, inv_scale))
+    overflow, factor = (_whole(t) if isinstance(t, Wrapper) else t for t in (found_inf, inv_scale))
     by_mesh: dict[MeshInfo | None, list[Value]] = {}
     for tensor in tensors:
         by_mesh.setdefault(tensor._spec.info if isinstance(tensor, Wrapper) else None, []).append(tensor)
     for info, members in by_mesh.items():
         if info is None:
-            torch._amp_foreach_non_finite_check_and_unscale_(members, found, factor)
+            torch._amp_foreach_non_finite_check_and_unscale_(members, overflow, factor)
             continue
         spread = [t for t in members if not t._spec.has_partial()]
-        here = torch.zeros_like(found)
+        here = torch.zeros_like(overflow)
         if info.coordinate is not None and spread:
             held = [t._local_tensor for t in spread]
             torch._amp_foreach_non_finite_check_and_unscale_(held, here, factor)
@@ -382,10 +384,10 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
             tensor.mul_(factor.to(tensor.dtype))
         whole = redistribute_tensor(total, (REPLICATE,) * info.ndim)._local_tensor
         if info.coordinate is not None:
-            found.masked_fill_(whole.reshape(found.shape) > 0, 1.0)
-    if isinstance(found_inf, Wrapper) and found is not found_inf._local_tensor:
+            overflow.masked_fill_(whole.reshape(overflow.shape) > 0, 1.0)
+    if isinstance(found_inf, Wrapper) and overflow is not found_inf._local_tensor:
         spec = found_inf._spec.with_placements((REPLICATE,) * found_inf._spec.info.ndim)
-        found_inf.copy_(wrap(found_inf.viewed, found, spec))
+        found_inf.copy_(wrap(found_inf.viewed, overflow, spec))
     return None
 
 

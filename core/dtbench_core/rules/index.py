@@ -72,8 +72,8 @@ def _lookup(placed: Placed) -> Callable[..., torch.Tensor] | None:
         if held == 0:
             return local.new_zeros((*indices.shape, local.shape[1]))
         mine = (indices >= first) & (indices < first + held)
-        found: torch.Tensor = aten.embedding(local, torch.where(mine, indices - first, 0))
-        return found.masked_fill_(~mine.unsqueeze(-1), 0)
+        rows: torch.Tensor = aten.embedding(local, torch.where(mine, indices - first, 0))
+        return rows.masked_fill_(~mine.unsqueeze(-1), 0)
 
     return run
 

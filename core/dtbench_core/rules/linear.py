@@ -47,13 +47,13 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, grad: Wrapper) -> tuple[Any, Any, Any]:
-        given, weight = ctx.saved_tensors
+        source, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if is_grad_enabled():  # to be differentiated again: by ops that autograd follows
-            made = iter(gradients(grad, given, weight, *needs))
+            wanted = iter(gradients(grad, source, weight, *needs))
         else:
-            made = iter(type(grad).__torch_dispatch__(linear_backward, (), (grad, given, weight, *needs)))  # type: ignore[call-arg]
-        return tuple(next(made) if need else None for need in needs)  # type: ignore[return-value]
+            wanted = iter(type(grad).__torch_dispatch__(linear_backward, (), (grad, source, weight, *needs)))  # type: ignore[call-arg]
+        return tuple(next(wanted) if need else None for need in needs)  # type: ignore[return-value]
 
 
 def _forward(input: Wrapper, weight: Wrapper, bias: Wrapper | None) -> Value:
@@ -82,15 +82,15 @@ def gradients(
     need_bias: bool,
 ) -> list[Tensor]:
     """The gradients asked for, in this order: of the input, the weight, the bias."""
-    made = []
+    results = []
     if need_input:
-        made.append(grad.matmul(weight))
+        results.append(grad.matmul(weight))
     flat = _matrix(grad) if need_weight or need_bias else grad
     if need_weight:
-        made.append(flat.t().mm(_matrix(input)))
+        results.append(flat.t().mm(_matrix(input)))
     if need_bias:
-        made.append(flat.sum(0))
-    return made
+        results.append(flat.sum(0))
+    return results
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ def _matrix(tensor: Tensor) -> Tensor:
 def _metadata(
     grad: Tensor, input: Tensor, weight: Tensor, need_input: bool, need_weight: bool, need_bias: bool
 ) -> list[Tensor]:
-    made = [input.new_empty(input.shape, dtype=grad.dtype)] if need_input else []
+    metas = [input.new_empty(input.shape, dtype=grad.dtype)] if need_input else []
     if need_weight:
-        made.append(weight.new_empty(weight.shape, dtype=grad.dtype))
-    return [*made, grad.new_empty(weight.shape[0])] if need_bias else made
+        metas.append(weight.new_empty(weight.shape, dtype=grad.dtype))
+    return [*metas, grad.new_empty(weight.shape[0])] if need_bias else metas
 
 
 _library.impl("linear_backward", gradients, "CompositeExplicitAutograd")
@@ -141,9 +141,9 @@ def _bias_once(placed: Placed) -> Callable[..., Tensor]:
 def backward_rows(call: OpCall) -> Strategy:
     """grad, input, weight -> the gradients asked for."""
     lead = letters(call.inputs[0].ndim - 1, skip="ko")
-    given = (lead + "o", lead + "k", "ok")
+    inputs = (lead + "o", lead + "k", "ok")
     needs = (("need_input", lead + "k"), ("need_weight", "ok"), ("need_bias", "o"))
-    made = [dims for name, dims in needs if call[name]]
+    outputs = [dims for name, dims in needs if call[name]]
     # Over its input's features a gradient of the bias is no sum: it is whole.
-    rows = [*label_rows(lead + "o", given, made, SUM), *label_rows("k", given, made)]
+    rows = [*label_rows(lead + "o", inputs, outputs, SUM), *label_rows("k", inputs, outputs)]
     return Strategy([*rows, *pending_rows(call, (0,))], local_op=gradients)

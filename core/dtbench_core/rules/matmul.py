@@ -34,8 +34,8 @@ ADDED = {
 
 def einsum_rows(call: OpCall, equation: str) -> list[PlacementRow]:
     """Rows of a product of tensors whose dims are labelled as `equation` says."""
-    given, output = equation.split("->")
-    inputs = given.split(",")
+    operands, output = equation.split("->")
+    inputs = operands.split(",")
     rows = label_rows(dict.fromkeys("".join(inputs)), inputs, [output], SUM)
     # Linear in each factor: one may be a pending sum if the others are whole.
     return rows + pending_rows(call, *[(i,) for i in range(len(inputs))], count=len(inputs))

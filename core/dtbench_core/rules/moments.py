@@ -48,12 +48,12 @@ def moments(
     op: OpOverload, tensor: Value, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Value:
     """The variance, or its root, and perhaps the mean beside it."""
-    found = _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)
-    if found is None:
+    variance = _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)
+    if variance is None:
         return NotImplemented
     deviation = op in (aten.std.correction, aten.std_mean.correction)
-    spread = (found[0].sqrt() if deviation else found[0]).to(tensor.dtype)
-    return (spread, found[1].to(tensor.dtype)) if len(op._schema.returns) == 2 else spread
+    spread = (variance[0].sqrt() if deviation else variance[0]).to(tensor.dtype)
+    return (spread, variance[1].to(tensor.dtype)) if len(op._schema.returns) == 2 else spread
 
 
 # ---- norms ----

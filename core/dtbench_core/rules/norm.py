@@ -54,12 +54,12 @@ def native_layer_norm(call: OpCall) -> Strategy:
 def _restate_statistics(call: OpCall) -> None:
     """Corrects the dtype of mean and rstd, which torch's meta kernels take from other devices than a CPU: there
     it is the input's, or float32 where half-precision inputs have float32 weights."""
-    given = call.inputs[0]
+    source = call.inputs[0]
     fused = call.op is aten._fused_rms_norm.default
-    if given.info.device_type != "cpu" or given.dtype not in (torch.float16, torch.bfloat16) or fused:
+    if source.info.device_type != "cpu" or source.dtype not in (torch.float16, torch.bfloat16) or fused:
         return
     mixed = any(spec.dtype is torch.float32 for spec in call.inputs[1:])
-    dtype = torch.float32 if mixed else given.dtype
+    dtype = torch.float32 if mixed else source.dtype
     output, *statistics = call.outputs
     call.outputs = (output, *(meta and meta._replace(dtype=dtype) for meta in statistics))
 
@@ -139,12 +139,12 @@ def _own_sizes(call: OpCall) -> Call:
     channels, groups, op = call["C"], call["group"], call.op
 
     def local_op(*args: Value) -> Value:
-        given = list(args)
-        given[n], given[c] = args[0].shape[:2]
-        given[group] = groups * given[c] // channels if channels else groups
+        own = list(args)
+        own[n], own[c] = args[0].shape[:2]
+        own[group] = groups * own[c] // channels if channels else groups
         # the kernel reads its input as one block
-        given[0] = given[0].contiguous()
-        return op(*given)
+        own[0] = own[0].contiguous()
+        return op(*own)
 
     return local_op
 

@@ -59,8 +59,8 @@ def _functional(op: OpOverload) -> OpOverload | None:
     if namespace != "aten" or not name.endswith("_") or name.startswith("_"):
         return None
     packet = getattr(aten, name[:-1], None)
-    found: OpOverload | None = getattr(packet, op._overloadname, None)
-    return found
+    functional: OpOverload | None = getattr(packet, op._overloadname, None)
+    return functional
 
 
 def _with_in_place(ops: set[OpOverload]) -> set[OpOverload]:
@@ -141,8 +141,8 @@ def placed_alike(call: OpCall) -> Strategy:
 def conjugate(tensor: Wrapper) -> Wrapper:
     """Plain torch marks the result and conjugates on reading. A mark on a shard would not show on the DTensor,
     so the shard is a copy, which refuses writes."""
-    made: Wrapper = aten.conj_physical(tensor)
-    return copied_view(tensor.viewed, made._local_tensor, made._spec, tensor)
+    result: Wrapper = aten.conj_physical(tensor)
+    return copied_view(tensor.viewed, result._local_tensor, result._spec, tensor)
 
 
 @rule(aten._to_copy.default)

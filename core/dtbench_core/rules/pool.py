@@ -65,9 +65,9 @@ def resize_backward(call: OpCall) -> Strategy:
     count = _planes(call)
 
     def local_op(grad: Value, *args: Value, **kwargs: Value) -> Value:
-        given = list(args)
-        given[place - 1] = [*grad.shape[:count], *given[place - 1][count:]]
-        return op(grad, *given, **kwargs)
+        own = list(args)
+        own[place - 1] = [*grad.shape[:count], *own[place - 1][count:]]
+        return op(grad, *own, **kwargs)
 
     if len(call.args) <= place:
         return Strategy([])

@@ -54,10 +54,14 @@ def sum_(call: OpCall) -> Strategy:
 
 def _linear(call: OpCall) -> list[PlacementRow]:
     """Terms may be added before or after, unless each is changed to another kind of number first."""
-    given, made = call.inputs[0].dtype, call.outputs[0].dtype if call.outputs[0] is not None else None
-    if given == made and not _inexact(given):
+    dtype, result_dtype = call.inputs[0].dtype, call.outputs[0].dtype if call.outputs[0] is not None else None
+    if dtype == result_dtype and not _inexact(dtype):
         return linear_rows(call, 1, ops=("sum",))
-    return linear_rows(call, 1) if _inexact(given) and made is not None and _inexact(made) else []
+    return (
+        linear_rows(call, 1)
+        if _inexact(dtype) and result_dtype is not None and _inexact(result_dtype)
+        else []
+    )
 
 
 def _inexact(dtype: torch.dtype) -> bool:

@@ -58,12 +58,12 @@ def _strategy(call: OpCall, function: ShardingFunction) -> Strategy:
 
 def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> PlacementRow:
     placed = [p for p in inputs if p is not None]
-    made = list(outputs)
-    if len(placed) != len(call.inputs) or len(made) != len(call.outputs):
+    of_outputs = list(outputs)
+    if len(placed) != len(call.inputs) or len(of_outputs) != len(call.outputs):
         raise ArgumentError(
-            f"the sharding registered for {call.op} gave placements of {len(made)} outputs and {len(placed)} input "
-            f"tensors, expected {len(call.outputs)} and {len(call.inputs)}: give one per tensor, and None for the "
-            "other arguments"
+            f"the sharding registered for {call.op} gave placements of {len(of_outputs)} outputs and "
+            f"{len(placed)} input tensors, expected {len(call.outputs)} and {len(call.inputs)}: give one per tensor, "
+            "and None for the other arguments"
         )
     ranks = [spec.ndim for spec in call.inputs]
     result_ranks = [0 if meta is None else len(meta.shape) for meta in call.outputs]
@@ -71,6 +71,6 @@ def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> Placeme
         tuple(normalize_one(p, ndim) for p, ndim in zip(placed, ranks, strict=True)),
         tuple(
             REPLICATE if p is None else normalize_one(p, ndim)
-            for p, ndim in zip(made, result_ranks, strict=True)
+            for p, ndim in zip(of_outputs, result_ranks, strict=True)
         ),
     )

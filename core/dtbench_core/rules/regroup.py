@@ -55,17 +55,17 @@ def kept(
     states = [
         Group(ins, outs, {d: before[d] for d in ins}, {d: after[d] for d in outs}) for ins, outs in groups
     ]
-    made: list[Placement] = []
+    kept_placements: list[Placement] = []
     for placement, parts in zip(placements, mesh_sizes, strict=True):
         if not isinstance(placement, Shard):
-            made.append(placement)
+            kept_placements.append(placement)
             continue
         group = next((g for g in states if placement.dim in g.ins), None)
         placed = None if group is None or group.uneven else _cut(group, placement, parts)
         if placed is None:
             return None
-        made.append(placed)
-    return tuple(made)
+        kept_placements.append(placed)
+    return tuple(kept_placements)
 
 
 def _cut(group: Group, placement: Shard, parts: int) -> Shard | None:
@@ -82,13 +82,13 @@ def _cut(group: Group, placement: Shard, parts: int) -> Shard | None:
     for out in group.outs:
         held = group.held_out[out]
         if lead % ahead == 0 and held % (lead // ahead) == 0:
-            found = _named(out, lead // ahead, held, length, counts, even)
-            if found is not None:
+            named = _named(out, lead // ahead, held, length, counts, even)
+            if named is not None:
                 group.uneven = not even
                 if even:
                     group.held_in[dim] //= parts
                     group.held_out[out] //= parts
-                return found
+                return named
         ahead *= held
     return None
 

@@ -211,7 +211,9 @@ class LocalTensorMode(TorchDispatchMode):
         """What c10d knows of groups where code runs as `rank`: those of the process, and the rank's ends of them."""
         if rank not in self._tables:
             self._tables[rank] = RankC10d(dist.distributed_c10d._world)
-            self._tables[rank].default_pg = rank_answers.rank_group(dist.group.WORLD, rank)
+            world = dist.group.WORLD
+            assert world is not None  # a mode is entered in a world
+            self._tables[rank].default_pg = rank_answers.rank_group(world, rank)
         return self._tables[rank]
 
     def _c10d_of(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
@@ -339,23 +341,23 @@ def _counted(counted: bool) -> AbstractContextManager[None]:
     return entered((comm.counters, []), (fallback.seen, fallback.FallbackLog(warned=warned)))
 
 
-def _others(types: Iterable[type], known: type = LocalTensor) -> bool:
+def _others(types: Iterable[type], allowed: type = LocalTensor) -> bool:
     """Whether other tensor subclasses have a say. (torch lists plain tensors at times.)"""
-    return any(not issubclass(kind, (LocalTensor, known)) and not is_plain(kind) for kind in types)
+    return any(not issubclass(kind, (LocalTensor, allowed)) and not is_plain(kind) for kind in types)
 
 
-def _generators(given: Any) -> list[torch.Generator]:
+def _generators(arguments: Any) -> list[torch.Generator]:
     """Those among the arguments of a call."""
-    return [x for x in tree_leaves(given) if isinstance(x, torch.Generator)]
+    return [x for x in tree_leaves(arguments) if isinstance(x, torch.Generator)]
 
 
 def _name(fn: Call) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
-def _refuse_grad(*given: object) -> None:
+def _refuse_grad(*arguments: object) -> None:
     if torch.is_grad_enabled():
-        for value in tree_leaves(given):
+        for value in tree_leaves(arguments):
             if isinstance(value, LocalTensor) and value.requires_grad:
                 raise SimulationError(
                     "got a LocalTensor that requires grad for a function run per rank, which autograd cannot see "

@@ -19,10 +19,10 @@ States = dict[torch.Generator, State]
 
 def default_generators() -> list[torch.Generator]:
     """Those that ops without `generator=` may draw from."""
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     if torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return generators
 
 
 def set_states(states: States) -> None:

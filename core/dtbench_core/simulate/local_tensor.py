@@ -75,9 +75,11 @@ class LocalTensor(torch.Tensor):
         cls: type[LocalTensor], local_tensors: Mapping[int, torch.Tensor], requires_grad: bool = False
     ) -> LocalTensor:
         shape, stride, dtype, device = _metadata(local_tensors)
-        made: Any = make_wrapper(cls, shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
-        made._local_tensors = {rank: local_tensors[rank] for rank in sorted(local_tensors)}
-        return made  # type: ignore[no-any-return]
+        tensor: Any = make_wrapper(
+            cls, shape, stride, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        tensor._local_tensors = {rank: local_tensors[rank] for rank in sorted(local_tensors)}
+        return tensor  # type: ignore[no-any-return]
 
     def __init__(self, local_tensors: Mapping[int, torch.Tensor], requires_grad: bool = False) -> None:
         pass
@@ -160,12 +162,12 @@ class LocalTensor(torch.Tensor):
         return self.select(0, index) if values_of(index) is not None else super().__getitem__(index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
-        found: LocalTensor | None = memo.get(id(self))
-        if found is None:
+        copied: LocalTensor | None = memo.get(id(self))
+        if copied is None:
             with torch._C._DisableTorchDispatch():
                 copies = {rank: _copied(tensor) for rank, tensor in self._local_tensors.items()}
-            found = memo[id(self)] = LocalTensor(copies, self.requires_grad)
-        return found
+            copied = memo[id(self)] = LocalTensor(copies, self.requires_grad)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C._DisableTorchDispatch():
@@ -245,16 +247,16 @@ def _metadata(tensors: Mapping[int, torch.Tensor]) -> Metadata:
 
 def _groups(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
     """The ranks by what they hold: each list holds the same, NaN for NaN."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     with torch._C._DisableTorchDispatch():
         for rank, tensor in tensors.items():
-            for ranks in found:
+            for ranks in groups:
                 if _same(tensors[ranks[0]], tensor):
                     ranks.append(rank)
                     break
             else:
-                found.append([rank])
-    return found
+                groups.append([rank])
+    return groups
 
 
 # Both run without torch's dispatch, where shards must be gone to directly.
@@ -445,11 +447,11 @@ def run_on_each(
     parts = RankParts(copies)
     results = {}
     for rank in ranks:
-        given = parts.of((args, kwargs), rank)
+        arguments = parts.of((args, kwargs), rank)
         try:
-            results[rank] = call(rank, lambda given=given: op(*given[0], **given[1]))  # type: ignore[misc]
+            results[rank] = call(rank, lambda arguments=arguments: op(*arguments[0], **arguments[1]))  # type: ignore[misc]
         except Exception as error:
-            error.add_note(f"on simulated rank {rank}: {op} got {_outlines(given)}")
+            error.add_note(f"on simulated rank {rank}: {op} got {_outlines(arguments)}")
             raise
     _refuse_partial_broadcast(op, args, results)
     copies.write_back(str(op))
@@ -479,8 +481,8 @@ def _refuse_partial_broadcast(op: OpOverload, args: Args, results: Mapping[int, 
                 )
 
 
-def _outlines(given: Any) -> str:
-    args, kwargs = given
+def _outlines(arguments: Any) -> str:
+    args, kwargs = arguments
     return ", ".join([str(_outline(a)) for a in args] + [f"{k}={_outline(v)}" for k, v in kwargs.items()])
 
 
@@ -501,10 +503,10 @@ class PlainCopies:
 
     def __init__(self, op: OpOverload, args: Args, kwargs: Kwargs) -> None:
         if op.namespace == "aten":
-            given = _tensors_written(op, args, kwargs)
+            written = _tensors_written(op, args, kwargs)
         else:
-            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        self._plain = {id(t): t for t in given if is_plain(type(t))}
+            written = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self._plain = {id(t): t for t in written if is_plain(type(t))}
         self._copies: dict[int, dict[int, torch.Tensor]] = {key: {} for key in self._plain}
 
     def of(self, value: Any, rank: int) -> torch.Tensor | None:

@@ -74,8 +74,8 @@ def rank_group(group: ProcessGroup, rank: int) -> SimulatedGroup:
                 f"{rank} does: use the group of a DeviceMesh dim, or declare with declare_group(group, [[0, 1], ...]) "
                 "which ranks call it together, and take only those (tensor_map)"
             )
-        end = SimulatedGroup(ranks.index(rank), ranks, group.group_name, BACKEND, _arrive)
-        tables.add(group, end, BACKEND)
+        own = SimulatedGroup(ranks.index(rank), ranks, group.group_name, BACKEND, _arrive)
+        tables.add(group, own, BACKEND)
     end: SimulatedGroup = tables.ends[group]
     return end
 

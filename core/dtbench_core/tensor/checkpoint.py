@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 # ---- copies ----
 
 
-def forget(made: Wrapper) -> None:
+def forget(tensor: Wrapper) -> None:
     """Takes from a deep copy what the tensor remembers of itself, but for `_memory`: tensors that are copied together
     share memory as before. A parameter's copy has no gradient, as a plain one has none."""
     for name in MEMORIES:
         if name != "_memory":
-            made.__dict__.pop(name, None)
-    if isinstance(made, torch.nn.Parameter):
-        made.grad = None
+            tensor.__dict__.pop(name, None)
+    if isinstance(tensor, torch.nn.Parameter):
+        tensor.grad = None
 
 
 # ---- pickling ----
@@ -115,15 +115,15 @@ def rebuild(
             f"got the part {list(local.shape)} of {spec} on rank {dist.get_rank()}, expected "
             f"{list(spec.local_shape)}: every rank loads the part that it saved itself"
         )
-    made = wrap(cls, local, spec, requires_grad)
-    made.__dict__.update(attributes)
-    return made
+    tensor = wrap(cls, local, spec, requires_grad)
+    tensor.__dict__.update(attributes)
+    return tensor
 
 
 def _rank_in(mesh: DeviceMesh) -> tuple[int, ...] | None:
     """This process's coordinate, from the ranks; a pickled mesh carries that of the rank that saved it."""
-    found = (mesh.mesh == dist.get_rank()).nonzero().tolist()
-    return tuple(found[0]) if found else None
+    coordinates = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    return tuple(coordinates[0]) if coordinates else None
 
 
 # For torch.load(weights_only=True), torch's default.
@@ -155,11 +155,11 @@ def blocks(spec: DTensorSpec) -> list[ShardBlock]:
         pieces.append(
             [(offset, length, start) for (offset, length), start in zip(runs, starts, strict=False)]
         )
-    found = []
+    boxes = []
     for box in itertools.product(*pieces):
         offset, shape, start = (tuple(piece[i] for piece in box) for i in range(3))
-        found.append(ShardBlock(offset, shape, start))
-    return [b for b in found if 0 in spec.shape or 0 not in b.shape]
+        boxes.append(ShardBlock(offset, shape, start))
+    return [b for b in boxes if 0 in spec.shape or 0 not in b.shape]
 
 
 def create_write_items(tensor: Wrapper, name: str, object: Any) -> list[WriteItem]:

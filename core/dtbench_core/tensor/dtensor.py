@@ -170,18 +170,18 @@ class DTensor(Wrapper):
         spec, requires_grad, parted = described
         local = inner["_local_tensor"]
         spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype)
-        made = wrap(DTensor, local, spec, requires_grad)
+        tensor = wrap(DTensor, local, spec, requires_grad)
         if parted is not None:
-            made = parted_as(made, parted, inner.get("_source"))
+            tensor = parted_as(tensor, parted, inner.get("_source"))
         if is_functional(local):
-            made._memory = (in_graphs.memory_of_input(local, spec), 0)
-        return made
+            tensor._memory = (in_graphs.memory_of_input(local, spec), 0)
+        return tensor
 
     # AOTAutograd takes a gradient's placements for granted while it traces; a compiled backward is given what has them.
     def __coerce_tangent_metadata__(self) -> DTensor:
         placed = placements_of_gradient(self._spec.placements)
-        made = self if placed == self._spec.placements else self.redistribute(placements=placed)
-        return wrap(DTensor, made._local_tensor, made._spec) if is_copied(made) else made
+        tangent = self if placed == self._spec.placements else self.redistribute(placements=placed)
+        return wrap(DTensor, tangent._local_tensor, tangent._spec) if is_copied(tangent) else tangent
 
     def __coerce_same_metadata_as_tangent__(
         self, described: in_graphs.Described, expected_type: type | None = None
@@ -190,15 +190,15 @@ class DTensor(Wrapper):
             return self.full_tensor()
         if expected_type is not None and expected_type is not DTensor:
             return None
-        made = self.redistribute(placements=described[0].placements)
-        return wrap(DTensor, made._local_tensor, made._spec) if is_copied(made) else made
+        tangent = self.redistribute(placements=described[0].placements)
+        return wrap(DTensor, tangent._local_tensor, tangent._spec) if is_copied(tangent) else tangent
 
     __reduce_ex__ = checkpoint.reduce
 
     def __deepcopy__(self, memo: Any) -> DTensor:
-        made: DTensor = memo[id(self)] if id(self) in memo else super().__deepcopy__(memo)
-        checkpoint.forget(made)
-        return made
+        copied: DTensor = memo[id(self)] if id(self) in memo else super().__deepcopy__(memo)
+        checkpoint.forget(copied)
+        return copied
 
     # What torch.distributed.checkpoint asks of a tensor.
     __create_write_items__ = checkpoint.create_write_items
@@ -433,9 +433,9 @@ def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements 
             f"{list(spec.local_shape)} on this rank: pass the tensor's global shape and stride, or that shard"
         )
     if (torch.is_grad_enabled() and local.requires_grad) or forward_ad._current_level >= 0:
-        made: DTensor = FromLocal.apply(local, spec, grad_placements)
+        tensor: DTensor = FromLocal.apply(local, spec, grad_placements)
         kept = local.is_leaf or is_dynamo_compiling() or is_uncounted(local)
-        return made if kept else note_lender(made, local)
+        return tensor if kept else note_lender(tensor, local)
     return _held(local, spec)
 
 
@@ -581,8 +581,8 @@ class FullTensor(torch.autograd.Function):
         if torch.is_grad_enabled() or ctx.grad_placements is not None:
             # A backward that is itself differentiated needs its own graph.
             placed = ctx.grad_placements or spec.placements
-            made = _gradient(grad, spec.info, placed, spec.shape)
-            return made.redistribute(placements=route.gradient), None, None
+            gradient = _gradient(grad, spec.info, placed, spec.shape)
+            return gradient.redistribute(placements=route.gradient), None, None
         here = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, grad.dtype)
         back = plan(here, route.gradient)
         local = apply(grad, back) if back else grad.contiguous()

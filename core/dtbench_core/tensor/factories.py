@@ -165,14 +165,14 @@ randn = _like(
 def _made(
     make: Callable[..., torch.Tensor],
     name: str,
-    given: tuple[Any, ...],
+    arguments: tuple[Any, ...],
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    shape = tuple(given[0]) if len(given) == 1 and isinstance(given[0], Sequence) else given
+    shape = tuple(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], Sequence) else arguments
     if not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ArgumentTypeError(
             f"{name} got the size {shape}, expected ints >= 0: write {name}(2, 3, ...) or {name}((2, 3), ...)"

@@ -32,7 +32,7 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     """(names of its tensors, what it is made again with). A graph that returns a copied view of an input gives out the
     input's local tensor beside it, by which later writes to the input are noticed."""
     parted, local = tensor._parted, held_by(tensor)
-    if SharedResults.known and local.__class__ is torch.Tensor:  # Dynamo's guards ask, before each call
+    if SharedResults.exist and local.__class__ is torch.Tensor:  # Dynamo's guards ask, before each call
         note_counter(tensor)
     if is_functional(local):
         read_again(tensor)
@@ -42,7 +42,7 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
             (copied and tensor._views_input) or (parted is not None and parted.place is not None)
         ):
             tensor._source = _as_it_came(tensor._memory[0])
-    elif parted is not None and parted.made is not None:  # what a later graph need know of it
+    elif parted is not None and parted.results is not None:  # what a later graph need know of it
         parted = Parted(parted.from_input, number=0 if parted.alone() else NOT_ALONE)
     elif parted is None and is_copied(tensor):
         parted = Parted(from_input=False, number=OF_BASE)
@@ -63,9 +63,9 @@ def _as_result(tensor: Wrapper) -> Parted | None:
     from_input = tensor._views_input and (is_copied(tensor) or (written and place is None))
     if memory.results is None:
         return Parted(from_input, place=place) if from_input or place is not None else None
-    known = tensor._parted
-    if known is not None and known.shared is memory.results:
-        return known._replace(from_input=from_input, place=place)
+    parted = tensor._parted
+    if parted is not None and parted.shared is memory.results:
+        return parted._replace(from_input=from_input, place=place)
     memory.results.results.append((window(tensor._spec, tensor._memory[1]), is_copied(tensor)))
     return Parted(from_input, memory.results, len(memory.results.results) - 1, place=place)
 
@@ -81,8 +81,8 @@ def _place(tensor: Wrapper, memory: SharedMemory) -> Place | None:
     place = place_of_view(held_by(tensor), memory.source)
     if place is None or place[0] != tuple(held_by(tensor).shape):
         return None
-    known = all(type(number) is int for number in (*place[0], *place[1], place[2]))
-    return place if known else None
+    static = all(type(number) is int for number in (*place[0], *place[1], place[2]))
+    return place if static else None
 
 
 def _as_it_came(memory: SharedMemory) -> torch.Tensor:
@@ -103,12 +103,12 @@ def _as_it_came(memory: SharedMemory) -> torch.Tensor:
 
 def memory_of_input(local: torch.Tensor, spec: DTensorSpec) -> SharedMemory:
     """What is noted of the memory of an input, of that local tensor, of a graph that is traced."""
-    made, trace = SharedMemory(value_of_functional(local), of_input=True), functionalization()
+    memory, trace = SharedMemory(value_of_functional(local), of_input=True), functionalization()
     if trace is not None and 0 not in spec.shape:
         others = vars(trace).setdefault("dtbench_core", dict[int, SharedMemory]())
-        first = others.setdefault(storage_of_wrapper(local), made)
-        first.twice = made.twice = first is not made
-    return made
+        first = others.setdefault(storage_of_wrapper(local), memory)
+        first.twice = memory.twice = first is not memory
+    return memory
 
 
 def stable_hash(tensor: Wrapper) -> str:
@@ -147,10 +147,10 @@ class _Marks:
         self._name = name
 
     def __get__(self, tensor: Wrapper | None, owner: type) -> set[int]:
-        found: set[int] | None = None if tensor is None else vars(tensor).get(self._name)
-        if found is None:
+        marked: set[int] | None = None if tensor is None else vars(tensor).get(self._name)
+        if marked is None:
             raise AttributeError(self._name)
-        return found
+        return marked
 
     def __set__(self, tensor: Wrapper, value: set[int]) -> None:
         vars(tensor)[self._name] = MarkedDims(tensor)

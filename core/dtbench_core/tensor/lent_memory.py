@@ -32,8 +32,8 @@ class _Follows(torch.autograd.Function):
         return torch.zeros_like(grad), grad  # of a view, None would stand for the whole of its base
 
 
-def note_lender(made: Wrapped, local: torch.Tensor) -> Wrapped:
-    """`made`, a DTensor of `local`, which is no leaf and may be used after a write to `made`."""
+def note_lender(tensor: Wrapped, local: torch.Tensor) -> Wrapped:
+    """`tensor`, a DTensor of `local`, which is no leaf and may be used after a write to `tensor`."""
     base = local._base
     window: _Window | None = None
     if (
@@ -42,8 +42,8 @@ def note_lender(made: Wrapped, local: torch.Tensor) -> Wrapped:
         window = (local.size(), local.stride(), local.storage_offset())
     memory = SharedMemory()
     memory.follow = partial(_follow, ref(local if base is None or window is None else base), window)
-    made._memory = (memory, 0)
-    return made
+    tensor._memory = (memory, 0)
+    return tensor
 
 
 def _follow(lender: ReferenceType[torch.Tensor], window: _Window | None, written: Wrapper) -> None:
