@@ -207,17 +207,6 @@ def test_collectives_may_be_issued_now_and_waited_for_later() -> None:
     torch.testing.assert_close(later, _all(2).sum(0))
 
 
-def test_one_dtype_and_no_dtype_of_the_process(world: ThreadWorld) -> None:
-    def body(dtype: torch.dtype) -> torch.Tensor:
-        x = torch.ones(2, dtype=dtype)
-        dist.all_reduce(x)
-        return x
-
-    for dtype in (torch.bfloat16, torch.float64, torch.int32, torch.complex64):
-        for got in world.run(body, dtype):
-            assert torch.equal(got, torch.full((2,), N, dtype=dtype))
-
-
 # ---- groups and meshes ----
 
 
