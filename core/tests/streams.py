@@ -139,17 +139,17 @@ class Streams(TorchDispatchMode):
         return result
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         if func._schema.name.endswith("wait_tensor"):
             self.wait_for(self._pending.pop(tensors[0].untyped_storage()._cdata, {}))
             self.log.append("wait")
             return func(*args, **kwargs)
         functional = func.namespace == "_c10d_functional"
-        alone = functional or given.get("async_op", True)
-        group = given.get("process_group")
+        alone = functional or named.get("async_op", True)
+        group = named.get("process_group")
         stream = f"of {ProcessGroup.unbox(group).group_name}" if alone and group is not None else self.current
-        stream = f"of {given['group_name']}" if functional else stream
+        stream = f"of {named['group_name']}" if functional else stream
         reads, writes = _uses(func, args, kwargs)
         work = _Work(self, tensors if alone else [])
 
@@ -230,20 +230,19 @@ def _uses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[t
         # c10d's schemas do not say what is written: it is their first argument.
         written = argument.alias_info is not None and argument.alias_info.is_write
         written |= func.namespace == "c10d" and position == 0
-        found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        if found and (not written or func._schema.name in ("c10d::allreduce_", "c10d::broadcast_")):
-            reads += found
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        if tensors and (not written or func._schema.name in ("c10d::allreduce_", "c10d::broadcast_")):
+            reads += tensors
         if written:
-            writes += found
+            writes += tensors
     return reads, writes
 
 
 def _is_new(leaf: Any, args: Any) -> bool:
     if not isinstance(leaf, torch.Tensor):
         return False
-    mine = leaf.untyped_storage()._cdata
-    given = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-    return all(mine != t.untyped_storage()._cdata for t in given)
+    storages = [t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+    return leaf.untyped_storage()._cdata not in storages
 
 
 @contextmanager

@@ -31,25 +31,24 @@ from dtbench_core.layout.spec import DTensorSpec
 
 @pytest.fixture(autouse=True)
 def fake_world() -> Iterator[None]:
+    """Of 8 ranks, with the built-in constants."""
+
+    def forget() -> None:
+        MeshTopoInfo.build_from_mesh.cache_clear()
+        torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()
+
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    forget()
     yield
+    mesh_topology.use_topology(None)
+    forget()
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def builtin_constants() -> Iterator[None]:
-    MeshTopoInfo.build_from_mesh.cache_clear()
-    torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()
-    yield
-    mesh_topology.use_topology(None)
-    MeshTopoInfo.build_from_mesh.cache_clear()
-    torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()
-
-
 def torch_spec(mesh: DeviceMesh, *placements: Placement, dtype: torch.dtype = torch.float32) -> TorchSpec:
-    twins = {Replicate: lambda p: torch_tensor.Replicate(), Shard: lambda p: torch_tensor.Shard(p.dim)}
-    made = tuple(twins.get(type(p), lambda p: torch_tensor.Partial(p.reduce_op))(p) for p in placements)
-    return TorchSpec(mesh, made, TorchMeta(torch.Size(SHAPE), torch.empty(SHAPE).stride(), dtype))
+    kinds = {Replicate: lambda p: torch_tensor.Replicate(), Shard: lambda p: torch_tensor.Shard(p.dim)}
+    theirs = tuple(kinds.get(type(p), lambda p: torch_tensor.Partial(p.reduce_op))(p) for p in placements)
+    return TorchSpec(mesh, theirs, TorchMeta(torch.Size(SHAPE), torch.empty(SHAPE).stride(), dtype))
 
 
 # --- the built-in constants ------------------------------------------------------------------------
@@ -67,13 +66,6 @@ def test_builtin_constants_are_those_of_torch(
     assert list(ours.mesh_dim_bandwidth) == theirs.mesh_dim_bandwidth
     assert list(ours.mesh_dim_latency) == theirs.mesh_dim_latency
     assert (ours.base_latency_us, ours.source) == (6.6, "built-in")
-
-
-def test_constants_inside_and_across_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "device_count", lambda: 4)
-    info = MeshTopoInfo.build_from_mesh(dp_tp())
-    assert info.mesh_dim_bandwidth == (pytest.approx(87.7 * 0.22), 87.7)
-    assert info.mesh_dim_latency == (2.7, 0.6)
 
 
 def test_info_is_built_once_per_mesh() -> None:
@@ -120,6 +112,8 @@ def test_redistribution_on_one_dim_equals_torch(src: Placement, dst: Placement, 
         torch_spec(mesh, src, dtype=dtype), torch_spec(mesh, dst, dtype=dtype)
     )
     assert ours == pytest.approx(theirs, rel=1e-12)
+    local = cost.spec_to_bytes(spec(mesh, src, dtype=dtype)) / (8 if src.is_shard() else 1) / GIB
+    assert ours == cost.transition_cost(src, dst, local, mesh_topology.topology_of(mesh), 0)
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
@@ -162,14 +156,6 @@ def test_no_way_and_no_cost() -> None:
     assert cost.redistribute_cost(spec(mesh, R, R), spec(mesh, Shard(0), P)) == 0.0
 
 
-@pytest.mark.parametrize(("src", "dst"), PAIRS)
-def test_one_transition_is_what_a_one_dim_redistribution_costs(src: Placement, dst: Placement) -> None:
-    mesh = init_device_mesh("cpu", (8,))
-    local = cost.spec_to_bytes(spec(mesh, src)) / (8 if src.is_shard() else 1) / GIB
-    priced = cost.transition_cost(src, dst, local, mesh_topology.topology_of(mesh), 0)
-    assert priced == cost.redistribute_cost(spec(mesh, src), spec(mesh, dst))
-
-
 def test_an_exchange_never_costs_more_than_gathering_and_cutting() -> None:
     """PyTorch's surcharge makes it so for small tensors, of which the planner then gathers everything."""
     mesh = init_device_mesh("cpu", (8,))
@@ -178,8 +164,8 @@ def test_an_exchange_never_costs_more_than_gathering_and_cutting() -> None:
     exchanged = cost.redistribute_cost(there, back)
     assert exchanged == cost.redistribute_cost(there, all_of_it) + cost.redistribute_cost(all_of_it, back)
     meta = TorchMeta(torch.Size((8, 8)), (8, 1), torch.float32)
-    twins = [TorchSpec(mesh, (p,), meta) for p in (torch_tensor.Shard(0), torch_tensor.Shard(1))]
-    assert exchanged < torch_cost.redistribute_cost(*twins)
+    kinds = [TorchSpec(mesh, (p,), meta) for p in (torch_tensor.Shard(0), torch_tensor.Shard(1))]
+    assert exchanged < torch_cost.redistribute_cost(*kinds)
 
 
 def test_the_price_of_one_step() -> None:
@@ -199,17 +185,17 @@ def test_the_price_of_one_step() -> None:
 def test_spare_replicas_share_the_work_of_a_large_tensor() -> None:
     """PyTorch looks at one mesh dim at a time: its price of R,P -> R,S(0) is the whole reduce-scatter."""
     mesh = dp_tp()
-    ours = cost.redistribute_cost(large(mesh, R, P), large(mesh, R, Shard(0)))
+
+    def large(*placements: Placement) -> DTensorSpec:
+        """256 MiB."""
+        return DTensorSpec.of(mesh, placements, (8192, 8192), (8192, 1), torch.float32)
+
+    ours = cost.redistribute_cost(large(R, P), large(R, Shard(0)))
     whole = cost.reduce_scatter_cost(0.25, MeshTopoInfo.build_from_mesh(mesh), 1)
     assert ours < whole
-    halved = cost.redistribute_cost(large(mesh, Shard(1), P), large(mesh, Shard(1), Shard(0)))
-    gathered = cost.redistribute_cost(large(mesh, Shard(1), Shard(0)), large(mesh, R, Shard(0)))
+    halved = cost.redistribute_cost(large(Shard(1), P), large(Shard(1), Shard(0)))
+    gathered = cost.redistribute_cost(large(Shard(1), Shard(0)), large(R, Shard(0)))
     assert ours == pytest.approx(halved + gathered)
-
-
-def large(mesh: DeviceMesh, *placements: Placement) -> DTensorSpec:
-    """256 MiB."""
-    return DTensorSpec.of(mesh, placements, (8192, 8192), (8192, 1), torch.float32)
 
 
 def test_the_inner_shard_of_a_dim_is_in_the_way_of_the_outer_one() -> None:
@@ -234,7 +220,7 @@ SIZES = st.sampled_from([(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 2
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[Placement, ...]]]:
-    """Constants of a mesh, a tensor's shape, and three ways of placing it; the first may be pending."""
+    """Constants of a mesh, a tensor's shape, and two ways of placing it; the first may be pending."""
     sizes = draw(SIZES)
     n = len(sizes)
     bandwidth = draw(st.tuples(*[st.sampled_from([0.5, 20.0, 87.7])] * n))
@@ -243,50 +229,17 @@ def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[P
     plain = [R, *(Shard(d) for d in range(len(shape)))]
     pending = draw(st.sampled_from([P, Partial("avg"), Partial("max")]))
     first = draw(st.tuples(*[st.sampled_from([*plain, pending])] * n))
-    others = [draw(st.tuples(*[st.sampled_from(plain)] * n)) for _ in range(2)]
+    second = draw(st.tuples(*[st.sampled_from(plain)] * n))
     base = draw(st.sampled_from([0.0, 6.6, 300.0]))
     curves = tuple(draw(CURVES) for _ in sizes) if draw(st.booleans()) else ()
-    topo = MeshTopoInfo(None, sizes, bandwidth, latency, base, "drawn", curves)
-    return topo, tuple(shape), [first, *others]
+    topo = MeshTopoInfo(None, sizes, bandwidth, latency, base, "test", curves)
+    return topo, tuple(shape), [first, second]
 
 
 def price(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, **how: Any) -> float:
     chain = cost.Search(shape, 4, src, dst, topo, **how).cheapest()
     assert chain is not None
     return sum(step.us for step in chain)
-
-
-@settings(max_examples=150, deadline=None)
-@given(worlds(), st.sampled_from([0.0, 1.0]))
-def test_triangle_inequality(world: Any, copy_us: float) -> None:
-    """Of one mesh dim at a time: several go at once to the end's own placements only, which may lie
-    further on the way."""
-    topo, shape, (a, b, c) = world
-    how: dict[str, Any] = {"copy_us": copy_us}
-    direct, by_way = price(topo, shape, a, c, **how), price(topo, shape, a, b, **how)
-    assert direct <= by_way + price(topo, shape, b, c, **how) + 1e-9 * by_way
-    assert price(topo, shape, a, a, **how) == 0.0
-
-
-@settings(max_examples=100, deadline=None)
-@given(worlds())
-def test_a_chain_costs_no_less_than_its_parts(world: Any) -> None:
-    """Every stretch of a cheapest chain is itself the cheapest way between its ends."""
-    topo, shape, (a, _, c) = world
-    chain = cost.Search(shape, 4, a, c, topo, copy_us=1.0).cheapest()
-    assert chain is not None
-    states = [list(a)]
-    for step in chain:
-        after = list(states[-1])
-        for mesh_dim, was, becomes in zip(step.mesh_dims, step.src, step.dst, strict=True):
-            assert after[mesh_dim] == was
-            after[mesh_dim] = becomes
-        states.append(after)
-    assert tuple(states[-1]) == c
-    for i, j in itertools.combinations(range(len(states)), 2):
-        part = sum(step.us for step in chain[i:j])
-        assert part <= sum(step.us for step in chain) + 1e-9
-        assert price(topo, shape, states[i], states[j], copy_us=1.0) == pytest.approx(part)
 
 
 def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: float) -> float:
@@ -321,13 +274,14 @@ def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: flo
     return best[dst]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(worlds(), st.sampled_from([0.0, 1.0]))
 def test_no_chain_at_all_is_cheaper(world: Any, copy_us: float) -> None:
-    topo, shape, (src, dst, _) = world
-    found = price(topo, shape, src, dst, copy_us=copy_us)
-    assert found == pytest.approx(brute_force(topo, shape, src, dst, copy_us))
-    assert price(topo, shape, src, dst, copy_us=copy_us, together=True) <= found + 1e-9
+    topo, shape, (src, dst) = world
+    least = price(topo, shape, src, dst, copy_us=copy_us)
+    assert least == pytest.approx(brute_force(topo, shape, src, dst, copy_us))
+    assert price(topo, shape, src, src, copy_us=copy_us) == 0.0
+    assert price(topo, shape, src, dst, copy_us=copy_us, together=True) <= least + 1e-9
 
 
 def test_an_inner_shard_gets_out_of_the_way_of_a_single_rank_by_another_tensor_dim() -> None:
@@ -341,7 +295,7 @@ def test_an_inner_shard_gets_out_of_the_way_of_a_single_rank_by_another_tensor_d
 @settings(max_examples=40, deadline=None)
 @given(worlds(), st.booleans())
 def test_the_cheapest_chain_is_one_of_all(world: Any, together: bool) -> None:
-    topo, shape, (src, dst, _) = world
+    topo, shape, (src, dst) = world
     how: dict[str, Any] = {"copy_us": 1.0, "together": together}
     best = cost.Search(shape, 4, src, dst, topo, **how).cheapest()
     assert best is not None
@@ -370,14 +324,11 @@ def test_all_mesh_dims_at_once_where_one_ring_is_cheaper() -> None:
     assert len(steps(near, (Shard(0), Shard(0)), (R, R), (12, 64))) == 2, "12 rows are not even on 8 ranks"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
-def test_bytes_of_a_spec(dtype: torch.dtype) -> None:
-    mesh = dp_tp()
-    expected = torch.empty(SHAPE, dtype=dtype).untyped_storage().nbytes()
-    assert cost.spec_to_bytes(spec(mesh, Shard(0), P, dtype=dtype)) == expected
+def test_bytes_of_a_spec() -> None:
+    for dtype in (torch.float64, torch.bfloat16, torch.bool):
+        expected = torch.empty(SHAPE, dtype=dtype).untyped_storage().nbytes()
+        assert cost.spec_to_bytes(spec(dp_tp(), Shard(0), P, dtype=dtype)) == expected
 
-
-def test_bytes_of_a_spec_without_metadata() -> None:
     class Bare:
         mesh, placements, shape, tensor_meta = None, (Shard(0), R), SHAPE, None
 

@@ -150,7 +150,7 @@ def test_functions_of_a_rank_may_use_dtensors(mode: LocalTensorMode) -> None:
     assert (whole[:5] + x.redistribute(placements=[R])).to_local().tolist() == [0.0, 1.0, 3.0, 4.0, 6.0]
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 4, 4)], ids=["4 ranks", "64 ranks"])
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 4, 4), marks=pytest.mark.slow)], ids=str)
 def test_training_step_of_a_parallel_mlp(fake_world: Callable[[int], None], shape: tuple[int, ...]) -> None:
     """Data over the outer mesh dim, the layers over the inner one: the loss and gradients of one device."""
     size = int(torch.tensor(shape).prod())

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.tests.gloo_world import mesh_of, on_ranks
 from core.tests.local_world import ThreadWorlds
+from core.tests.placing import place
 from dtbench_core import DTensor, NoRuleError, Partial, PlacementError, Replicate, Shard, distribute_tensor
 
 S, R = Shard, Replicate()
@@ -112,10 +113,7 @@ def test_lists_of_tensors_that_share_memory() -> None:
     for write in lists:
         for one, other in ((S(0), S(1)), (R, S(0)), (S(1), R)):
             plain = _full(), _full() / 4
-            ours = [
-                distribute_tensor(t, mesh, [p], src_data_rank=None)
-                for t, p in zip(plain, (one, other), strict=True)
-            ]
+            ours = [place(t, p) for t, p in zip(plain, (one, other), strict=True)]
             for _ in range(2):
                 write(*ours)
                 write(*plain)
@@ -129,8 +127,8 @@ def test_lists_of_tensors_that_share_memory() -> None:
 
 @on_ranks
 def test_writes_to_data_show_in_views_that_were_copied() -> None:
-    mesh, full = mesh_of((4,)), _full()
-    x = distribute_tensor(full, mesh, [S(0)], src_data_rank=None)
+    full = _full()
+    x = place(full, S(0))
     seen, wanted = x[1:3], full[1:3]
     of_data, wanted_of_data = x.data.chunk(2)[0], full.data.chunk(2)[0]
     for base in (x, full):
@@ -143,7 +141,7 @@ def test_writes_to_data_show_in_views_that_were_copied() -> None:
 
 @on_ranks
 def test_where_views_begin() -> None:
-    mesh, full = mesh_of((4,)), _full()
+    full = _full()
     views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "rows": lambda x: x[2:],
         "of rows": lambda x: x[2:][1:, 3:],
@@ -157,7 +155,7 @@ def test_where_views_begin() -> None:
         "itself": lambda x: x,
     }
     for placed in (S(0), S(1), R):
-        x = distribute_tensor(full, mesh, [placed], src_data_rank=None)
+        x = place(full, placed)
         for name, view in views.items():
             found = view(x).storage_offset(), view(x.requires_grad_()).storage_offset()
             x.requires_grad_(False)
@@ -167,14 +165,13 @@ def test_where_views_begin() -> None:
 @on_ranks
 def test_a_base_that_gets_another_shape() -> None:
     """A view of it that had to be copied is read and written in the old one."""
-    mesh = mesh_of((4,))
     views = (lambda x: x[1:3], lambda x: x.split(3, 0)[-1], lambda x: x.diagonal(), lambda x: x[:, 1])
     restate = (lambda x: x.t_(), lambda x: x.unsqueeze_(0), lambda x: x.transpose_(0, 1))
     for view in views:
         for change in restate:
             for placed in (S(0), S(1)):
                 full = torch.arange(16.0).view(4, 4)
-                x = distribute_tensor(full, mesh, [placed], src_data_rank=None)
+                x = place(full, placed)
                 seen, wanted = view(x), view(full)
                 for base, window in ((x, seen), (full, wanted)):
                     change(base)
@@ -186,7 +183,6 @@ def test_a_base_that_gets_another_shape() -> None:
 
 @on_ranks
 def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -> None:
-    mesh = mesh_of((4,))
     alone: list[Callable[[Any], Any]] = [
         lambda x: x.squeeze_(1).mul_(3),
         lambda x: x.squeeze_().data.mul_(3),
@@ -200,7 +196,7 @@ def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -
     for write in (*alone, *shared):
         for placed in (S(0), S(1), R):
             full = torch.arange(3.0).view(3, 1) + 1
-            x = distribute_tensor(full, mesh, [placed], src_data_rank=None)
+            x = place(full, placed)
             before, wanted = full.clone(), write(full)
             try:
                 got = write(x)
@@ -230,17 +226,13 @@ def test_a_sharded_dim_is_taken_away_in_place_inside_a_function_of_several_ops()
 
 @on_ranks
 def test_errors_are_those_of_plain_tensors() -> None:
-    mesh = mesh_of((4,))
-
     def put(full: torch.Tensor) -> DTensor:
-        return distribute_tensor(full, mesh, [S(0) if full.ndim else R], src_data_rank=None)
+        return place(full, S(0) if full.ndim else R)
 
     programs: list[Callable[[Any], Any]] = [
         lambda put: put(torch.ones(0, 3)).amax(0),
         lambda put: F.conv1d(put(torch.ones(3, 1, 3)), put(torch.ones(1, 1, 2)), stride=0),
-        lambda put: put(torch.ones(3, 2)).index_add(
-            0, put(torch.zeros(2, dtype=torch.int64)), put(torch.ones(2))
-        ),
+        lambda put: put(torch.ones(3, 2)).index_add(0, put(torch.zeros(2).long()), put(torch.ones(2))),
         lambda put: put(torch.ones(3, 2)) @ put(torch.ones(3, 2)),
         lambda put: put(torch.ones(3)).sum(4),
     ]
@@ -255,9 +247,9 @@ def test_errors_are_those_of_plain_tensors() -> None:
 
 @on_ranks
 def test_a_layer_whose_weight_is_a_vector() -> None:
-    mesh, full = mesh_of((4,)), torch.arange(6.0) + 1
+    full = torch.arange(6.0) + 1
     for placed in (S(0), R):
-        x = distribute_tensor(full, mesh, [placed], src_data_rank=None).requires_grad_()
+        x = place(full, placed).requires_grad_()
         F.linear(x.view(2, 3), x[:3]).sum().backward()
         plain = full.clone().requires_grad_()
         F.linear(plain.view(2, 3), plain[:3]).sum().backward()
@@ -272,8 +264,7 @@ def test_windows_that_are_gone_are_not_asked_about_again(ranks: ThreadWorlds) ->
 
 
 def _gone() -> None:
-    mesh = mesh_of((4,))
-    base = distribute_tensor(_full(), mesh, [S(0)], src_data_rank=None)
+    base = place(_full(), S(0))
     view = base.detach()
     view.add_(1)
     assert view._memory is not None and base._memory is not None
@@ -304,9 +295,9 @@ def test_memory_between_elements_is_not_made_up() -> None:
 @on_ranks
 def test_a_result_gets_another_shape_under_autograd_after_a_view() -> None:
     """As torch's own functions do on the way."""
-    mesh, full = mesh_of((4,)), torch.arange(12.0).view(3, 4)
+    full = torch.arange(12.0).view(3, 4)
     x, plain = (
-        distribute_tensor(full, mesh, [S(0)], src_data_rank=None).requires_grad_(),
+        place(full, S(0)).requires_grad_(),
         full.requires_grad_(),
     )
     for one in (x, plain):
@@ -322,10 +313,9 @@ def test_empty_results_are_written_to_out(ranks: ThreadWorlds) -> None:
 
 
 def _empty_out() -> None:
-    mesh = mesh_of((4,))
 
     def whole(t: torch.Tensor) -> DTensor:
-        return distribute_tensor(t, mesh, [R], src_data_rank=None)
+        return place(t, R)
 
     none = whole(torch.zeros(0))
     assert torch.take(whole(torch.ones(5)), whole(torch.zeros(0, dtype=torch.int64)), out=none) is none

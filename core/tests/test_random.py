@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import Mock
 
@@ -37,8 +38,8 @@ def test_numbers_of_one_device(placements: list[Any]) -> None:
     got.append(torch.rand(3))
     torch.manual_seed(11)
     x = torch.ones(5, 3)
-    want = [F.dropout(x, 0.5), *(torch.rand_like(x) for _ in range(4)), torch.rand(3)]
-    torch.testing.assert_close(got, want)
+    expected = [F.dropout(x, 0.5), *(torch.rand_like(x) for _ in range(4)), torch.rand(3)]
+    torch.testing.assert_close(got, expected)
 
 
 @on_ranks
@@ -64,7 +65,7 @@ def _drawn_in_a_graph() -> list[torch.Tensor]:
     return [draw(x).to_local() for draw in compiled for _ in range(2)]
 
 
-def test_replicas_draw_alike_in_graphs(ranks: ThreadWorlds) -> None:
+def test_replicas_draw_the_same_in_graphs(ranks: ThreadWorlds) -> None:
     drawn = ranks(_drawn_in_a_graph)
     torch.testing.assert_close(drawn[:2], [drawn[0], drawn[0]], rtol=0, atol=0)
     torch.testing.assert_close(drawn[2:], [drawn[2], drawn[2]], rtol=0, atol=0)
@@ -74,7 +75,7 @@ def test_replicas_draw_alike_in_graphs(ranks: ThreadWorlds) -> None:
 
 
 @on_ranks
-def test_watched_replicas_draw_alike() -> None:
+def test_watched_replicas_draw_the_same() -> None:
     x = distribute_tensor(torch.ones(64), mesh_of((4,)), [R], src_data_rank=None)
     torch.rand_like(x)  # the first op on a mesh brings the generators into step
     torch.manual_seed(dist.get_rank())
@@ -92,8 +93,8 @@ def test_generator_of_the_caller(placements: list[Any]) -> None:
     mine, plain = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     before = torch.get_rng_state()
     for _ in range(3):
-        want = torch.zeros(5, 3).normal_(generator=plain)
-        torch.testing.assert_close(x.normal_(generator=mine).full_tensor(), want)
+        expected = torch.zeros(5, 3).normal_(generator=plain)
+        torch.testing.assert_close(x.normal_(generator=mine).full_tensor(), expected)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -103,19 +104,26 @@ def test_every_seed() -> None:
     x = distribute_tensor(torch.ones(5), mesh, [S0], src_data_rank=None)
     for seed in (0, -1, 2**63, 2**64 - 1):
         random.manual_seed(seed, mesh)
-        got = torch.rand_like(x).full_tensor()
-        want = torch.rand(5, generator=torch.Generator().manual_seed(seed))
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        expected = torch.rand(5, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(torch.rand_like(x).full_tensor(), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("seeds", [[1, 1, 2, 1], [0, 2**32, 0, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("seeds", "message"),
+    [
+        ([1, 1, 2, 1], "pass the same seed on every rank"),
+        ([0, 2**32, 0, 0], "pass the same seed on every rank"),
+        (["1"] * 4, "expected an int"),
+    ],
+    ids=str,
+)
 @on_ranks
-def test_different_seeds(seeds: list[int]) -> None:
-    with pytest.raises(ArgumentError, match="pass the same seed on every rank"):
+def test_seeds_that_are_refused(seeds: list[Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         random.manual_seed(seeds[dist.get_rank()], mesh_of((4,)))
 
 
-class _ThereForHere(TorchFunctionMode):
+class _CpuForCuda(TorchFunctionMode):
     """Makes on the CPU what is made on a CUDA device."""
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,20 +133,14 @@ class _ThereForHere(TorchFunctionMode):
 
 def test_a_seed_of_gpus_seeds_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch.manual_seed does: what draws on the host is seeded, whatever the mesh's devices are."""
-    there = torch.Generator()
+    on_gpu = torch.Generator()
     monkeypatch.setattr(random, "mesh_info", lambda mesh: mesh)
-    monkeypatch.setattr(random, "generators", lambda _: there)
-    with _ThereForHere():
+    monkeypatch.setattr(random, "generators", lambda _: on_gpu)
+    with _CpuForCuda():
         random.manual_seed(23, Mock(device_type="cuda", groups=()))
-    want = torch.rand(3, generator=torch.Generator().manual_seed(23))
-    assert torch.equal(torch.rand(3), want)
-    assert torch.equal(torch.rand(3, generator=there), want)
-
-
-@on_ranks
-def test_not_a_seed() -> None:
-    with pytest.raises(ArgumentError, match="expected an int"):
-        random.manual_seed("1", mesh_of((4,)))
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(23))
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(torch.rand(3, generator=on_gpu), expected)
 
 
 STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -160,11 +162,11 @@ def test_strided_tensors_draw_as_on_one_device() -> None:
     full = torch.arange(48.0).view(6, 8).t() - 20
     for name, draw in STRIDED.items():
         torch.manual_seed(5)
-        wanted, after = draw(full), torch.rand(1)
+        expected, after = draw(full), torch.rand(1)
         for placed in (Replicate(), Shard(0), Shard(1), Partial()):
             x = distribute_tensor(full, mesh, [placed], src_data_rank=None)
             random.manual_seed(5, mesh)
-            assert torch.equal(draw(x).full_tensor(), wanted), f"{name} {placed}"
+            assert torch.equal(draw(x).full_tensor(), expected), f"{name} {placed}"
             assert torch.equal(torch.rand(1), after), f"{name} {placed}"
 
 
@@ -180,11 +182,19 @@ def _replicas(placements: list[Any], shape: tuple[int, ...] = (2, 2)) -> DTensor
     return x
 
 
-def _draws_after(seed: int) -> torch.Tensor:
-    """What the second draw of one device gives."""
+def _draws_after(seed: int, count: int = 2) -> torch.Tensor:
+    """What the last of so many draws of one device gives."""
     torch.manual_seed(seed)
-    torch.rand(8, 3)
-    return torch.rand(8, 3)
+    return [torch.rand(8, 3) for _ in range(count)][-1]
+
+
+@contextmanager
+def _impatient() -> Iterator[list[warnings.WarningMessage]]:
+    """Ranks wait for each other for a fifth of a second; gives the warnings."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(in_step, "PATIENCE_S", 0.2)
+        yield warned
 
 
 @pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S0]], ids=str)
@@ -201,8 +211,8 @@ def test_ranks_that_stay_in_step_send_nothing(placements: list[Any]) -> None:
     torch.manual_seed(11)
     plain = torch.ones(8, 3)
     torch.rand(8, 3)
-    want = [F.dropout(plain), torch.rand(8, 3), plain.normal_()]
-    torch.testing.assert_close([one.full_tensor() for one in got], want)
+    expected = [F.dropout(plain), torch.rand(8, 3), plain.normal_()]
+    torch.testing.assert_close([one.full_tensor() for one in got], expected)
 
 
 @pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S0]], ids=str)
@@ -214,21 +224,18 @@ def test_ranks_that_move_without_the_others_are_brought_back(
 ) -> None:
     x = _replicas(placements)
     moves = dist.get_rank() in movers
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        patch.setattr(in_step, "PATIENCE_S", 0.2)
+    with _impatient() as warned:
         for _ in range(2):
             if moves:
                 torch.rand(5) if way == "draw" else torch.manual_seed(dist.get_rank())
             got = torch.rand_like(x).full_tensor()
-    torch.manual_seed(11)
-    torch.testing.assert_close(got, [torch.rand(8, 3) for _ in range(3)][-1], rtol=0, atol=0)
+    torch.testing.assert_close(got, _draws_after(11, 3), rtol=0, atol=0)
     assert sum("it takes back the state" in str(one.message) for one in warned) <= moves
 
 
 @pytest.mark.parametrize("placements", [[R, R], [S0, R], [S0, S0]], ids=str)
 @on_ranks
-def test_ranks_that_move_alike_draw_as_one_device(placements: list[Any]) -> None:
+def test_ranks_that_move_together_draw_as_one_device(placements: list[Any]) -> None:
     x = _replicas(placements)
     drawn = []
     for seed in (7, 8):
@@ -248,32 +255,25 @@ def _moved_differently(placements: list[Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("placements", "leaders"), [([R, R], [0, 0, 0, 0]), ([S0, R], [0, 0, 2, 2]), ([R, S0], [0, 1, 0, 1])]
+    ("placements", "leaders", "parts"),
+    [([R, R], [0] * 4, [(0, 1)] * 4), ([S0, R], [0, 0, 2, 2], "0011"), ([R, S0], [0, 1, 0, 1], "0101")],
 )
 def test_ranks_that_move_differently_follow_the_first(
-    ranks: ThreadWorlds, placements: list[Any], leaders: list[int]
+    ranks: ThreadWorlds, placements: list[Any], leaders: list[int], parts: Any
 ) -> None:
-    for rank, drawn in enumerate(ranks(_moved_differently, placements)):
-        torch.manual_seed(40 + leaders[rank])
+    """parts: which half of what one device draws each rank has; of replicas both."""
+    for drawn, leader, part in zip(ranks(_moved_differently, placements), leaders, parts, strict=True):
+        torch.manual_seed(40 + leader)
         for got in drawn:
-            whole = torch.rand(8, 3)
-            part = {
-                "[R, R]": whole,
-                "[S0, R]": whole.chunk(2)[rank // 2],
-                "[R, S0]": whole.chunk(2)[rank % 2],
-            }
-            torch.testing.assert_close(
-                got, part[str(placements).replace("Replicate()", "R").replace("Shard(dim=0)", "S0")]
-            )
+            halves = torch.rand(8, 3).chunk(2)
+            torch.testing.assert_close(got, torch.cat([halves[int(i)] for i in part]))
 
 
 @on_gloo_ranks
 def test_late_rank_follows_the_decision() -> None:
     """All ranks seed, and one comes to draw after the others have given it up."""
     x = _replicas([R, R])
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setattr(in_step, "PATIENCE_S", 0.2)
+    with _impatient():
         torch.manual_seed(7)
         if dist.get_rank() == 3:
             time.sleep(0.6)
@@ -308,24 +308,19 @@ def _mixed_draws(seeds: list[int]) -> list[list[torch.Tensor]]:
 
 def test_meshes_that_share_a_generator(ranks: ThreadWorlds) -> None:
     torch.manual_seed(11)
-    want = [torch.rand(8, 3) for _ in range(11)]
+    expected = [torch.rand(8, 3) for _ in range(11)]
     for drawn in ranks(_mixed_draws, []):
-        torch.testing.assert_close(drawn, want)
+        torch.testing.assert_close(drawn, expected)
 
 
 @pytest.mark.parametrize("seeds", [[1, 2, 3, 4], [1, 1, 2, 2], [1, 2, 1, 2]], ids=str)
-def test_replicas_of_several_meshes_stay_alike(ranks: ThreadWorlds, seeds: list[int]) -> None:
+def test_replicas_of_several_meshes_stay_equal(ranks: ThreadWorlds, seeds: list[int]) -> None:
     drawn = ranks(_mixed_draws, seeds)
-    same: dict[int, tuple[tuple[int, int], ...]] = {
-        0: ((0, 1), (0, 2), (0, 3)),
-        2: ((0, 2), (1, 3)),
-        3: ((0, 1), (2, 3)),
-        4: ((0, 1), (0, 2), (0, 3)),
-        5: ((0, 1), (0, 2), (0, 3)),
-        7: ((0, 1), (2, 3)),
-        8: ((0, 1), (2, 3)),
-        9: ((0, 2), (1, 3)),
-        10: ((0, 1), (0, 2), (0, 3)),
+    everybody, rows, columns = ((0, 1), (0, 2), (0, 3)), ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    same = {
+        **dict.fromkeys((0, 4, 5, 10), everybody),
+        **dict.fromkeys((3, 7, 8), rows),
+        **dict.fromkeys((2, 9), columns),
     }
     for draw, pairs in same.items():
         for one, other in pairs:
@@ -359,7 +354,7 @@ def test_a_captured_draw_asks_no_generator_and_sends_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 @on_ranks
-def test_replicas_draw_alike_without_a_rule() -> None:
+def test_replicas_draw_the_same_without_a_rule() -> None:
     """multinomial runs on the whole tensor of every rank."""
     x = _replicas([R, R])
     torch.manual_seed(dist.get_rank())
@@ -371,12 +366,9 @@ def test_replicas_draw_alike_without_a_rule() -> None:
 @on_gloo_ranks(world_size=2)
 def test_one_of_two_ranks_draws_alone() -> None:
     x = _replicas([R], (2,))
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setattr(in_step, "PATIENCE_S", 0.2)
+    with _impatient():
         for _ in range(in_step.KEPT_DECISIONS + 2):
             if dist.get_rank() == 0:
                 torch.rand(1)
             got = torch.rand_like(x).full_tensor()
-    torch.manual_seed(11)
-    torch.testing.assert_close(got, [torch.rand(8, 3) for _ in range(in_step.KEPT_DECISIONS + 3)][-1])
+    torch.testing.assert_close(got, _draws_after(11, in_step.KEPT_DECISIONS + 3))

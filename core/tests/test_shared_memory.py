@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
 
 from core.tests.gloo_world import mesh_of, on_ranks
-from core.tests.local_world import ThreadWorlds
-from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor, randn
+from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor
 from dtbench_core.layout.wrapper import shares_memory
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -101,40 +99,22 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("of_view", [False, True])
 @on_ranks(world_size=RANKS)
 def test_a_result_of_from_local_is_written_like_a_plain_tensor(name: str, of_view: bool) -> None:
-    """Values, gradients, and the memory of what it was made of."""
-    for placement in (Shard(0), Replicate()):
-        leaf, plain = (torch.ones(3, 3, dtype=torch.float64).cumsum(0).requires_grad_() for _ in range(2))
-        y, wanted = ((t * 2)[1:, :2] if of_view else (t * 2)[1:, :2].clone() for t in (leaf, plain))
-        d = DTensor.from_local(y, mesh_of((RANKS,)), [placement])
-        WRITTEN[name](d)
-        expected = wanted.clone()
-        WRITTEN[name](expected)
-        torch.testing.assert_close(d.to_local(), expected)
-        (d * d).sum().backward()
-        (expected * expected).sum().backward()
-        torch.testing.assert_close(leaf.grad, plain.grad)
-        torch.testing.assert_close(y.detach(), expected.detach())  # one memory
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-@pytest.mark.parametrize("of_view", [False, True])
-@on_ranks(world_size=RANKS)
-def test_what_from_local_was_given_is_written_with_its_result(name: str, of_view: bool) -> None:
-    """It is used after the write, as the one tensor of plain torch is: values and gradients."""
-    for again in (
-        False,
-        name != "relu_",
-    ):  # whose saved result a second write would spoil, in plain torch too
-        leaf, plain = (torch.ones(3, 3, dtype=torch.float64).cumsum(0).requires_grad_() for _ in range(2))
-        y, wanted = ((t * 2)[1:, :2] if of_view else (t * 2)[1:, :2].clone() for t in (leaf, plain))
-        d = DTensor.from_local(y, mesh_of((RANKS,)), [Shard(0)])
-        for _ in range(1 + again):
-            WRITTEN[name](d)
-            WRITTEN[name](wanted)
-        (y * y).sum().backward()
-        (wanted * wanted).sum().backward()
-        torch.testing.assert_close(y.detach(), wanted.detach())
-        torch.testing.assert_close(leaf.grad, plain.grad)
+    """Values and gradients where the result or the input is used after the write, and the memory that they share."""
+    for used, placement in (("result", Shard(0)), ("result", Replicate()), ("input", Shard(0))):
+        # A second write would spoil what relu saved of the first, in plain torch too.
+        for times in (1, 2) if used == "input" and name != "relu_" else (1,):
+            leaf, plain = (torch.ones(3, 3, dtype=torch.float64).cumsum(0).requires_grad_() for _ in range(2))
+            y, expected = ((t * 2)[1:, :2] if of_view else (t * 2)[1:, :2].clone() for t in (leaf, plain))
+            d = DTensor.from_local(y, mesh_of((RANKS,)), [placement])
+            if used == "result":
+                expected = expected.clone()
+            for _ in range(times):
+                WRITTEN[name](d)
+                WRITTEN[name](expected)
+            (d * d if used == "result" else y * y).sum().backward()
+            (expected * expected).sum().backward()
+            torch.testing.assert_close([d.to_local(), y], [expected, expected])  # one memory
+            torch.testing.assert_close(leaf.grad, plain.grad)
 
 
 @on_ranks(world_size=RANKS)
@@ -265,35 +245,6 @@ def test_activations_in_place_and_checkpoints(how: str) -> None:
     for p, q in zip(parts.parameters(), plain.parameters(), strict=True):
         assert isinstance(p.grad, DTensor)
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-
-
-def _drawn(rank_draws: bool) -> list[torch.Tensor]:
-    """Replicas, after this rank seeded, or drew, as no other."""
-    mesh = mesh_of((RANKS,))
-    rank = mesh.get_local_rank()
-    ones = distribute_tensor(torch.ones(64), mesh, [Replicate()], src_data_rank=None)
-    F.dropout(ones)
-    if rank_draws:
-        torch.rand(rank)
-    else:
-        torch.manual_seed(rank)
-    first = F.dropout(ones).to_local()
-    if rank_draws and rank == 1:
-        torch.rand(3)
-    return [
-        first,
-        randn(8, 8, device_mesh=mesh, placements=[Replicate()]).to_local(),
-        torch.rand_like(ones).to_local(),
-    ]
-
-
-@pytest.mark.filterwarnings("ignore:.*takes back the state")
-@pytest.mark.parametrize("rank_draws", [True, False])
-def test_replicas_are_drawn_alike_whatever_ranks_did_before(ranks: ThreadWorlds, rank_draws: bool) -> None:
-    one, other = ranks(_drawn, rank_draws, world_size=RANKS)
-    for mine, theirs in zip(one, other, strict=True):
-        assert torch.equal(mine, theirs)
-        assert len(mine.unique()) > 1
 
 
 # ---- tools ----

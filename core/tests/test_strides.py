@@ -159,6 +159,7 @@ PROGRAMS: dict[Shapes, dict[str, Callable[..., Any]]] = {
             F.layer_norm(x.permute(1, 0, 2), (5,)),
             F.layer_norm(x.permute(2, 0, 1), (6,)),
         ),
+        "layer norm over two dims": lambda x: F.layer_norm(_weight(x, 4, 2, 3) + x[:, :1, :1], (2, 3)),
         "rms norm": lambda x: F.rms_norm(x.permute(1, 0, 2), (5,)),
         "convolution of a sequence": lambda x: F.conv1d(x.transpose(1, 2), _weight(x, 3, 5, 2)),
         "gradient of permuted": _grad(lambda x: x.permute(2, 0, 1).softmax(1)),

@@ -257,16 +257,6 @@ def test_nothing_is_sent_of_tensors_on_the_meta_device() -> None:
         assert filled.to_local().device.type == "cpu" and filled.to("meta").to_local().is_meta
 
 
-@on_worlds
-def test_writes_through_views_reach_the_tensor() -> None:
-    plain = torch.arange(16.0).reshape(8, 2)
-    tensor = distribute_tensor(plain, mesh_of((4,)), [S0])
-    for written in (tensor, plain):
-        written[:, 1:].fill_(-1)
-        written.view(-1).mul_(2)
-    assert (tensor.full_tensor() == plain).all()
-
-
 # ---- mistakes: the same one-line error of our own on every rank, before anything is sent ----
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,20 +56,33 @@ def each_rank(request: pytest.FixtureRequest) -> EachRank:
     return lambda body: per_rank(rank_map(lambda rank: body()), range(N))
 
 
+def as_each_rank(body: Callable[[], None]) -> Callable[[EachRank], None]:
+    """A test: the body as each rank, in both ways."""
+
+    def test(each_rank: EachRank) -> None:
+        each_rank(body)
+
+    return test
+
+
+def on_threads(body: Callable[[], None]) -> Callable[[ThreadWorld], None]:
+    """A test: the body as each rank of a ThreadWorld."""
+
+    def test(world: ThreadWorld) -> None:
+        world.run(body)
+
+    return test
+
+
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SUM": lambda x: x.sum(0),
     "AVG": lambda x: x.mean(0),
     "PRODUCT": lambda x: x.prod(0),
     "MAX": lambda x: x.amax(0),
     "MIN": lambda x: x.amin(0),
-    **{
-        name: functools.partial(functools.reduce, combine)
-        for name, combine in (
-            ("BAND", torch.bitwise_and),
-            ("BOR", torch.bitwise_or),
-            ("BXOR", torch.bitwise_xor),
-        )
-    },
+    "BAND": functools.partial(functools.reduce, torch.bitwise_and),
+    "BOR": functools.partial(functools.reduce, torch.bitwise_or),
+    "BXOR": functools.partial(functools.reduce, torch.bitwise_xor),
 }
 
 
@@ -96,146 +110,123 @@ def test_reductions(each_rank: EachRank, op: str) -> None:
     each_rank(body)
 
 
-def test_gathers_and_scatters(each_rank: EachRank) -> None:
-    def body() -> None:
-        me, everything = dist.get_rank(), _all(2, 3)
-        flat = torch.empty(N * 2, 3)
-        torch_compat.all_gather_single(flat, _mine(me, 2, 3))
-        assert torch.equal(flat, everything.flatten(0, 1))
-        parts = [torch.empty(2, 3) for _ in range(N)]
-        dist.all_gather(parts, _mine(me, 2, 3).t().contiguous().t())
-        assert torch.equal(torch.stack(parts), everything)
-        uneven = [torch.empty(r, 2) for r in range(N)]  # rank 0 has nothing
-        dist.all_gather(uneven, _mine(me, me, 2))
-        assert all(torch.equal(part, _mine(r, r, 2)) for r, part in enumerate(uneven))
+@as_each_rank
+def test_gathers_and_scatters() -> None:
+    me, everything = dist.get_rank(), _all(2, 3)
+    flat = torch.empty(N * 2, 3)
+    torch_compat.all_gather_single(flat, _mine(me, 2, 3))
+    assert torch.equal(flat, everything.flatten(0, 1))
+    parts = [torch.empty(2, 3) for _ in range(N)]
+    dist.all_gather(parts, _mine(me, 2, 3).t().contiguous().t())
+    assert torch.equal(torch.stack(parts), everything)
+    uneven = [torch.empty(r, 2) for r in range(N)]  # rank 0 has nothing
+    dist.all_gather(uneven, _mine(me, me, 2))
+    assert all(torch.equal(part, _mine(r, r, 2)) for r, part in enumerate(uneven))
 
-        parts = [torch.empty(2, 3) for _ in range(N)]
-        dist.gather(_mine(me, 2, 3), parts if me == 1 else None, dst=1)
-        assert me != 1 or torch.equal(torch.stack(parts), everything)
-        mine = torch.empty(2, 3)
-        dist.scatter(mine, list(everything) if me == 3 else None, src=3)
-        assert torch.equal(mine, everything[me])
-        sent = _mine(me, 5)
-        dist.broadcast(sent, src=2)
-        assert torch.equal(sent, _mine(2, 5))
-
-    each_rank(body)
+    parts = [torch.empty(2, 3) for _ in range(N)]
+    dist.gather(_mine(me, 2, 3), parts if me == 1 else None, dst=1)
+    assert me != 1 or torch.equal(torch.stack(parts), everything)
+    mine = torch.empty(2, 3)
+    dist.scatter(mine, list(everything) if me == 3 else None, src=3)
+    assert torch.equal(mine, everything[me])
+    sent = _mine(me, 5)
+    dist.broadcast(sent, src=2)
+    assert torch.equal(sent, _mine(2, 5))
 
 
-def test_all_to_all(each_rank: EachRank) -> None:
-    def body() -> None:
-        me = dist.get_rank()
-        out = torch.empty(N, 2)
-        dist.all_to_all_single(out, _mine(me, N, 2))
-        assert torch.equal(out, _all(N, 2)[:, me])
-        # rank s sends r + s rows to rank r
-        sent = _mine(me, sum(r + me for r in range(N)), 2)
-        out = torch.empty(sum(me + s for s in range(N)), 2)
-        dist.all_to_all_single(out, sent, [me + s for s in range(N)], [r + me for r in range(N)])
-        wanted = [
-            _mine(s, sum(r + s for r in range(N)), 2).split([r + s for r in range(N)])[me] for s in range(N)
-        ]
-        assert torch.equal(out, torch.cat(wanted))
-        outs = [torch.empty(s + 1) for s in range(N)]
-        dist.all_to_all(outs, [_mine(me, me + 1) + r for r in range(N)])
-        assert all(torch.equal(outs[s], _mine(s, s + 1) + me) for s in range(N))
-
-    each_rank(body)
+@as_each_rank
+def test_all_to_all() -> None:
+    me = dist.get_rank()
+    out = torch.empty(N, 2)
+    dist.all_to_all_single(out, _mine(me, N, 2))
+    assert torch.equal(out, _all(N, 2)[:, me])
+    # rank s sends r + s rows to rank r
+    sent = _mine(me, sum(r + me for r in range(N)), 2)
+    out = torch.empty(sum(me + s for s in range(N)), 2)
+    dist.all_to_all_single(out, sent, [me + s for s in range(N)], [r + me for r in range(N)])
+    wanted = [
+        _mine(s, sum(r + s for r in range(N)), 2).split([r + s for r in range(N)])[me] for s in range(N)
+    ]
+    assert torch.equal(out, torch.cat(wanted))
+    outs = [torch.empty(s + 1) for s in range(N)]
+    dist.all_to_all(outs, [_mine(me, me + 1) + r for r in range(N)])
+    assert all(torch.equal(outs[s], _mine(s, s + 1) + me) for s in range(N))
 
 
-def test_objects_and_barrier(each_rank: EachRank) -> None:
-    def body() -> None:
-        me = dist.get_rank()
-        dist.barrier()
-        gathered: list[Any] = [None] * N
-        dist.all_gather_object(gathered, {"rank": me, "pad": "x" * me})
-        assert gathered == [{"rank": r, "pad": "x" * r} for r in range(N)]
-        told: list[Any] = [me]
-        dist.broadcast_object_list(told, src=1)
-        assert told == [1]
-
-    each_rank(body)
+@as_each_rank
+def test_objects_and_barrier() -> None:
+    me = dist.get_rank()
+    dist.barrier()
+    gathered: list[Any] = [None] * N
+    dist.all_gather_object(gathered, {"rank": me, "pad": "x" * me})
+    assert gathered == [{"rank": r, "pad": "x" * r} for r in range(N)]
+    told: list[Any] = [me]
+    dist.broadcast_object_list(told, src=1)
+    assert told == [1]
 
 
-def test_functional_collectives(each_rank: EachRank) -> None:
-    def body() -> None:
-        me, group = dist.get_rank(), dist.group.WORLD
-        wait = funcol.wait_tensor
-        torch.testing.assert_close(wait(funcol.all_reduce(_mine(me, 4), "sum", group)), _all(4).sum(0))
-        gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-        gathered = wait(gather(_mine(me, 2, 3), 0, group))
-        assert torch.equal(gathered, _all(2, 3).flatten(0, 1))
-        scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
-        scattered = wait(scatter(_mine(me, 8), "avg", 0, group))
-        torch.testing.assert_close(scattered, _all(8).mean(0)[2 * me : 2 * me + 2])
-        exchanged = wait(funcol.all_to_all_single(_mine(me, N, 2), None, None, group))
-        assert torch.equal(exchanged, _all(N, 2)[:, me])
-        assert torch.equal(wait(funcol.broadcast(_mine(me, 3), 1, group)), _mine(1, 3))
-        both = (
-            getattr(funcol, "all_gather_single_coalesced", None) or funcol.all_gather_into_tensor_coalesced
-        )([_mine(me, 2), _mine(me, 1)], group)
-        assert torch.equal(wait(both[0]), _all(2).flatten()) and torch.equal(wait(both[1]), _all(1).flatten())
-        reduced = funcol.all_reduce_coalesced([_mine(me, 2), _mine(me, 1)], "max", group)
-        assert torch.equal(wait(reduced[0]), _all(2).amax(0))
-        assert torch.equal(wait(reduced[1]), _all(1).amax(0))
-
-    each_rank(body)
+@as_each_rank
+def test_functional_collectives() -> None:
+    me, group = dist.get_rank(), dist.group.WORLD
+    wait = funcol.wait_tensor
+    torch.testing.assert_close(wait(funcol.all_reduce(_mine(me, 4), "sum", group)), _all(4).sum(0))
+    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+    gathered = wait(gather(_mine(me, 2, 3), 0, group))
+    assert torch.equal(gathered, _all(2, 3).flatten(0, 1))
+    scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+    scattered = wait(scatter(_mine(me, 8), "avg", 0, group))
+    torch.testing.assert_close(scattered, _all(8).mean(0)[2 * me : 2 * me + 2])
+    exchanged = wait(funcol.all_to_all_single(_mine(me, N, 2), None, None, group))
+    assert torch.equal(exchanged, _all(N, 2)[:, me])
+    assert torch.equal(wait(funcol.broadcast(_mine(me, 3), 1, group)), _mine(1, 3))
+    both = (getattr(funcol, "all_gather_single_coalesced", None) or funcol.all_gather_into_tensor_coalesced)(
+        [_mine(me, 2), _mine(me, 1)], group
+    )
+    assert torch.equal(wait(both[0]), _all(2).flatten()) and torch.equal(wait(both[1]), _all(1).flatten())
+    reduced = funcol.all_reduce_coalesced([_mine(me, 2), _mine(me, 1)], "max", group)
+    assert torch.equal(wait(reduced[0]), _all(2).amax(0))
+    assert torch.equal(wait(reduced[1]), _all(1).amax(0))
 
 
-def test_collectives_may_be_issued_now_and_waited_for_later(world: ThreadWorld) -> None:
-    def body() -> None:
-        me = dist.get_rank()
-        groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
-        first, second = _mine(me, 3), _mine(me, 2)
-        order = [(first, groups[0]), (second, groups[1])]
-        # The ranks issue in two groups in opposite orders: only waiting at once would be a deadlock.
-        works = [dist.all_reduce(t, group=g, async_op=True) for t, g in (order if me % 2 else order[::-1])]
-        for work in works:
-            work.wait()
-        torch.testing.assert_close(first, _all(3).sum(0))
-        torch.testing.assert_close(second, _all(2).sum(0))
-        left = dist.all_reduce(_mine(me, 2), async_op=True)
-        again = dist.all_reduce(later := _mine(me, 2), async_op=True)
-        again.wait()
-        assert left.is_completed()
-        torch.testing.assert_close(later, _all(2).sum(0))
-
-    world.run(body)
-
-
-def test_one_dtype_and_no_dtype_of_the_process(world: ThreadWorld) -> None:
-    def body(dtype: torch.dtype) -> torch.Tensor:
-        x = torch.ones(2, dtype=dtype)
-        dist.all_reduce(x)
-        return x
-
-    for dtype in (torch.bfloat16, torch.float64, torch.int32, torch.complex64):
-        for got in world.run(body, dtype):
-            assert torch.equal(got, torch.full((2,), N, dtype=dtype))
+@on_threads
+def test_collectives_may_be_issued_now_and_waited_for_later() -> None:
+    me = dist.get_rank()
+    groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
+    first, second = _mine(me, 3), _mine(me, 2)
+    order = [(first, groups[0]), (second, groups[1])]
+    # The ranks issue in two groups in opposite orders: only waiting at once would be a deadlock.
+    works = [dist.all_reduce(t, group=g, async_op=True) for t, g in (order if me % 2 else order[::-1])]
+    for work in works:
+        work.wait()
+    torch.testing.assert_close(first, _all(3).sum(0))
+    torch.testing.assert_close(second, _all(2).sum(0))
+    left = dist.all_reduce(_mine(me, 2), async_op=True)
+    again = dist.all_reduce(later := _mine(me, 2), async_op=True)
+    again.wait()
+    assert left.is_completed()
+    torch.testing.assert_close(later, _all(2).sum(0))
 
 
 # ---- groups and meshes ----
 
 
-def test_subgroups_and_meshes(world: ThreadWorld) -> None:
-    def body() -> None:
-        me = dist.get_rank()
-        pairs = [dist.new_group([0, 2]), dist.new_group([3, 1])]
-        group = pairs[me % 2]
-        x = _mine(me, 2)
-        dist.all_reduce(x, group=group)
-        torch.testing.assert_close(x, _mine(me % 2, 2) + _mine(me % 2 + 2, 2))
-        assert dist.get_process_group_ranks(group) == ([0, 2] if me % 2 == 0 else [1, 3])
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        assert list(mesh.get_coordinate() or ()) == [me // 2, me % 2]
-        x = _mine(me, 2)
-        dist.all_reduce(x, group=mesh.get_group("tp"))
-        torch.testing.assert_close(x, _mine(me // 2 * 2, 2) + _mine(me // 2 * 2 + 1, 2))
-        x = _mine(me, 2)
-        dist.all_reduce(x, group=mesh["dp", "tp"]._flatten().get_group())
-        torch.testing.assert_close(x, _all(2).sum(0))
-
-    world.run(body)
+@on_threads
+def test_subgroups_and_meshes() -> None:
+    me = dist.get_rank()
+    pairs = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    group = pairs[me % 2]
+    x = _mine(me, 2)
+    dist.all_reduce(x, group=group)
+    torch.testing.assert_close(x, _mine(me % 2, 2) + _mine(me % 2 + 2, 2))
+    assert dist.get_process_group_ranks(group) == ([0, 2] if me % 2 == 0 else [1, 3])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert list(mesh.get_coordinate() or ()) == [me // 2, me % 2]
+    x = _mine(me, 2)
+    dist.all_reduce(x, group=mesh.get_group("tp"))
+    torch.testing.assert_close(x, _mine(me // 2 * 2, 2) + _mine(me // 2 * 2 + 1, 2))
+    x = _mine(me, 2)
+    dist.all_reduce(x, group=mesh["dp", "tp"]._flatten().get_group())
+    torch.testing.assert_close(x, _all(2).sum(0))
 
 
 def test_meshes_of_ranks_are_different_meshes(world: ThreadWorld) -> None:
@@ -267,15 +258,11 @@ def test_dtensors(world: ThreadWorld, library: Any, shape: tuple[int, ...]) -> N
 
 def test_64_ranks() -> None:
     def body() -> float:
-        mesh = init_device_mesh("cpu", (4, 4, 4))
-        x = core.distribute_tensor(
-            torch.arange(8.0 * 8 * 8).view(8, 8, 8), mesh, [core.Shard(d) for d in range(3)]
-        )
-        assert x.to_local().shape == (2, 2, 2)
+        mesh, full = init_device_mesh("cpu", (4, 4, 4)), torch.arange(512.0).view(8, 8, 8)
+        x = core.distribute_tensor(full, mesh, [core.Shard(d) for d in range(3)])
         return float((x * 2).sum().full_tensor())
 
-    outcomes = run_ranks(body, 64)
-    assert {o.value for o in outcomes} == {512.0 * 511}
+    assert {outcome.value for outcome in run_ranks(body, 64)} == {512.0 * 511}
 
 
 def test_torchs_dtensors_in_one_world_after_another() -> None:
@@ -300,10 +287,9 @@ def test_a_hang_is_told_and_the_world_goes_on(world: ThreadWorld) -> None:
             raise ValueError("not here")
         dist.all_reduce(x)
 
+    message = r"rank 2 raised ValueError: not here while ranks 0, 1, 3 "
     for _ in range(2):
-        with pytest.raises(
-            SimulationError, match=r"rank 2 raised ValueError: not here while ranks 0, 1, 3 "
-        ) as info:
+        with pytest.raises(SimulationError, match=message) as info:
             world.run(body)
         assert "waited in all_reduce(sum, float32[3, 2])" in str(info.value)
         assert isinstance(info.value.__cause__, ValueError)
@@ -312,9 +298,8 @@ def test_a_hang_is_told_and_the_world_goes_on(world: ThreadWorld) -> None:
         assert world.run(dist.get_rank) == [0, 1, 2, 3]
 
 
-def _returns_early() -> None:
-    if dist.get_rank() != 3:
-        dist.barrier()
+def _all_reduce_or(of_rank_1: Callable[[], object]) -> Callable[[], object]:
+    return lambda: of_rank_1() if dist.get_rank() == 1 else dist.all_reduce(torch.ones(4))
 
 
 def _waits_for_another() -> None:
@@ -322,31 +307,38 @@ def _waits_for_another() -> None:
     dist.barrier(group=groups[dist.get_rank() % 2])
 
 
-def _raises_without_a_collective() -> int:
-    return 1 // dist.get_rank()
-
-
 def _sends_too_much() -> None:
     rows = 2 if dist.get_rank() == 0 else 1
     dist.all_to_all_single(torch.empty(N), torch.ones(N - 1 + rows), [1] * N, [1, 1, 1, rows])
 
 
-def _starts_a_world() -> None:
-    ThreadWorld(2).run(dist.get_rank)
+OTHERS: dict[str, Callable[[], object]] = {
+    r"all_reduce\(sum, float32\[5\]\)": lambda: dist.all_reduce(torch.ones(5)),
+    r"all_reduce\(max, float32\[4\]\)": lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX),
+    r"all_reduce\(sum, int64\[4\]\)": lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64)),
+    r"broadcast\(from group rank 0, float32\[4\]\)": lambda: dist.broadcast(torch.ones(4), 0),
+}
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
-        (_returns_early, "rank 3 returned while ranks 0, 1, 2 waited in barrier"),
+        (
+            lambda: dist.get_rank() == 3 or dist.barrier(),
+            "rank 3 returned while ranks 0, 1, 2 waited in barrier",
+        ),
         (_waits_for_another, r"^hang: ranks 0, 2 waited in barrier\(\) of group '\w+', ranks 1, 3 waited in"),
-        (_raises_without_a_collective, r"rank 0 raised ZeroDivisionError.* while ranks 1, 2, 3 returned"),
+        (lambda: 1 // dist.get_rank(), r"rank 0 raised ZeroDivisionError.* while ranks 1, 2, 3 returned"),
         (_sends_too_much, r"group rank 0 sends \[2\] to group rank 3, which expects \[1\]"),
-        (_starts_a_world, "cannot start a world"),
+        (lambda: ThreadWorld(2).run(dist.get_rank), "cannot start a world"),
+        *(
+            (_all_reduce_or(other), rf"rank 1 called {name} where rank 0 called all_reduce\(sum, fl")
+            for name, other in OTHERS.items()
+        ),
     ],
 )
-def test_ranks_that_go_apart_are_named(world: ThreadWorld, body: Callable[[], object], told: str) -> None:
-    with pytest.raises(SimulationError, match=told):
+def test_ranks_that_go_apart_are_named(world: ThreadWorld, body: Callable[[], object], message: str) -> None:
+    with pytest.raises(SimulationError, match=message):
         world.run(body)
     assert world.run(dist.get_rank) == [0, 1, 2, 3]
 
@@ -379,29 +371,6 @@ def test_a_swallowed_stop_still_counts(world: ThreadWorld) -> None:
     assert [o.value for o in outcomes] == ["swallowed", "left", "swallowed", "swallowed"]
     assert [o.stopped for o in outcomes] == [True, False, True, True]
     assert "stopped" in (diverged(outcomes) or "")
-
-
-@pytest.mark.parametrize(
-    ("other", "name"),
-    [
-        (lambda: dist.all_reduce(torch.ones(5)), r"all_reduce\(sum, float32\[5\]\)"),
-        (lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX), r"all_reduce\(max, float32\[4\]\)"),
-        (lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64)), r"all_reduce\(sum, int64\[4\]\)"),
-        (lambda: dist.broadcast(torch.ones(4), 0), r"broadcast\(from group rank 0, float32\[4\]\)"),
-    ],
-)
-def test_mismatched_collectives_name_both(world: ThreadWorld, other: Any, name: str) -> None:
-    def body() -> None:
-        if dist.get_rank() == 1:
-            other()
-        else:
-            dist.all_reduce(torch.ones(4))
-
-    with pytest.raises(
-        SimulationError, match=rf"rank 1 called {name} where rank 0 called all_reduce\(sum, fl"
-    ):
-        world.run(body)
-    assert world.run(dist.get_rank) == [0, 1, 2, 3]
 
 
 def test_groups_that_some_ranks_lack_are_dropped_after_a_failure() -> None:
@@ -462,18 +431,16 @@ def test_ranks_start_in_the_callers_grad_mode(world: ThreadWorld) -> None:
         assert world.run(body) == [(False, True)] * N
 
 
-def test_collectives_of_inference_tensors_and_of_leaves(world: ThreadWorld) -> None:
-    def body() -> None:
-        with torch.inference_mode(dist.get_rank() == 0):
-            x = torch.ones(2)
-            dist.all_reduce(x)
-            assert x.tolist() == [N, N]
-        leaf = torch.ones(2, requires_grad=True)
-        dist.all_reduce(leaf.detach())
-        (leaf * 2).sum().backward()
-        assert leaf.grad is not None and leaf.tolist() == [N, N]
-
-    world.run(body)
+@on_threads
+def test_collectives_of_inference_tensors_and_of_leaves() -> None:
+    with torch.inference_mode(dist.get_rank() == 0):
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [N, N]
+    leaf = torch.ones(2, requires_grad=True)
+    dist.all_reduce(leaf.detach())
+    (leaf * 2).sum().backward()
+    assert leaf.grad is not None and leaf.tolist() == [N, N]
 
 
 def test_counting_collectives_counts_one_ranks(world: ThreadWorld) -> None:
@@ -508,21 +475,16 @@ def test_calls_learnt_while_ranks_take_turns_are_fast_later(world: ThreadWorld) 
     assert len(learnt) == N and all(plan is not None for plan in learnt)
 
 
+class _Lazy:
+    @functools.cached_property
+    def total(self) -> float:
+        dist.all_reduce(x := torch.ones(()))
+        return float(x)
+
+
 def test_a_cached_property_may_hold_a_collective(world: ThreadWorld) -> None:
-    class Lazy:
-        @functools.cached_property
-        def total(self) -> float:
-            x = torch.ones(())
-            dist.all_reduce(x)
-            return float(x)
-
     original = functools.cached_property.__get__
-
-    def body() -> list[float]:
-        lazy = Lazy()
-        return [lazy.total, lazy.total]
-
-    assert world.run(body) == [[N, N]] * N
+    assert world.run(lambda: _Lazy().total) == [N] * N
     assert functools.cached_property.__get__ is original
 
 
@@ -541,11 +503,9 @@ def test_the_process_keeps_its_own_group() -> None:
             assert world.run(dist.get_rank) == [0, 1]
     finally:
         dist.destroy_process_group()
-
-
-def test_without_a_group_the_process_stays_without(world: ThreadWorld) -> None:
-    world.run(dist.get_rank)
-    assert not dist.is_initialized()
+    with ThreadWorld(2) as world:  # and without one the process stays without
+        world.run(dist.get_rank)
+        assert not dist.is_initialized()
 
 
 def test_groups_do_not_work_outside_their_ranks(world: ThreadWorld) -> None:
@@ -573,15 +533,10 @@ def test_threads_end_with_their_world() -> None:
 
 
 def test_what_a_call_held_is_let_go(world: ThreadWorld) -> None:
-    import weakref
-
-    class Held:
-        pass
-
-    held = Held()
-    seen = weakref.ref(held)
-    world.run(lambda thing: None, held)
-    del held
+    thing = torch.ones(1)
+    seen = weakref.ref(thing)
+    world.run(lambda thing: None, thing)
+    del thing
     gc.collect()
     assert seen() is None
 

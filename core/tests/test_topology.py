@@ -46,11 +46,9 @@ def test_topology_by_name_and_size(tmp_path: Path) -> None:
     swapped = init_device_mesh("cpu", (4, 2), mesh_dim_names=("tp", "dp"))
     assert MeshTopoInfo.from_topology(topology(), swapped).mesh_dim_bandwidth == (2.0, 0.5)
     assert MeshTopoInfo.from_topology(topology(), mesh["tp"]).mesh_dim_devices == (4,)
-
-
-def test_dims_of_one_rank_need_no_measurement() -> None:
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "tp"))
-    info = MeshTopoInfo.from_topology(topology(), mesh)
+    # Dims of one rank need no measurement.
+    single = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "tp"))
+    info = MeshTopoInfo.from_topology(topology(), single)
     assert (info.mesh_dim_devices, info.mesh_dim_bandwidth[1]) == ((1, 4), 2.0)
     assert cost.allreduce_cost(1.0, info, 0) == 6.6
 
@@ -81,7 +79,7 @@ def test_mesh_outside_the_topology_falls_back_with_one_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (topology(kind="run"), "got kind 'run', expected 'topology'"),
         (topology(schema=1), "got schema 1, expected 2.*calibrate again"),
@@ -98,10 +96,20 @@ def test_mesh_outside_the_topology_falls_back_with_one_warning() -> None:
         (topology(dp__latency_us_per_hop=math.nan), "latency_us_per_hop: got nan"),
         (topology(device_type="cuda"), "measured on 'cuda', the mesh is on 'cpu'"),
         (topology(tp__ranks=8), "holds dp=2, tp=8, not the mesh dim tp=4"),
+        (measured(tp_PR=3), "tp|dims.*got no table"),
+        (measured(tp_PR={"table": []}), "got no table of sizes"),
+        (measured(tp_PR=table((1024, 3.0), (1024, 4.0))), "out of order"),
+        (measured(tp_PR=table((1024, 3.0), (2048, 2.0))), "out of order"),
+        (
+            measured(tp_PR=table((1024, -3.0))),
+            r"table\[0\]\.time_us: got -3.0, expected a finite number above 0",
+        ),
+        (measured(tp_PR=table((1024, math.nan))), "got nan"),
+        (measured(tp_PR={"table": [7]}), r"table\[0\]\.size_bytes: got None"),
     ],
 )
-def test_bad_topology_is_refused(content: dict[str, Any], told: str) -> None:
-    with pytest.raises(TopologyError, match=told):
+def test_bad_topology_is_refused(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
         MeshTopoInfo.from_topology(content, dp_tp())
 
 
@@ -111,7 +119,7 @@ def test_mesh_without_names_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (b"{", "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
@@ -119,12 +127,12 @@ def test_mesh_without_names_is_refused() -> None:
         (None, "cannot read the topology .*No such file"),
     ],
 )
-def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, told: str) -> None:
+def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, message: str) -> None:
     path = tmp_path / "topology.json"
     if text is not None:
         path.write_bytes(text)
     before = mesh_topology.use_topology(topology())
-    with pytest.raises(TopologyError, match=told):
+    with pytest.raises(TopologyError, match=message):
         mesh_topology.use_topology(path)
     assert mesh_topology.topology_in_use() is not None
     before.restore()
@@ -199,30 +207,13 @@ def test_several_mesh_dims_at_once_by_what_they_take_together() -> None:
 
 def test_bare_collectives_stand_in_for_changes_that_were_not_measured() -> None:
     mesh = dp_tp()
-    made = topology()
+    content = topology()
     flat = {"all_gather": 11.0, "all_reduce": 22.0, "reduce_scatter": 33.0, "all_to_all": 44.0}
-    made["dims"][1]["collectives"] = {name: table((1024, us), (2**30, us)) for name, us in flat.items()}
-    info = MeshTopoInfo.from_topology(made, mesh)
+    content["dims"][1]["collectives"] = {name: table((1024, us), (2**30, us)) for name, us in flat.items()}
+    info = MeshTopoInfo.from_topology(content, mesh)
     assert info.mesh_dim_curves[0] == {}, "dp is priced by its constants"
     prices = [cost.transition_cost(a, b, 1e-3, info, 1) for a, b in ((Shard(0), R), (P, R), (P, Shard(1)))]
     assert prices == [11.0, 22.0, 33.0]
     assert cost.transition_cost(Shard(0), Shard(1), 1e-3, info, 1) == 11.0, "gathering and cutting is cheaper"
-    del made["dims"][1]["collectives"]["all_to_all"]
-    assert not MeshTopoInfo.from_topology(made, mesh).mesh_dim_curves, "some of each would not compare"
-
-
-@pytest.mark.parametrize(
-    ("curve", "told"),
-    [
-        (3, "tp|dims.*got no table"),
-        ({"table": []}, "got no table of sizes"),
-        (table((1024, 3.0), (1024, 4.0)), "out of order"),
-        (table((1024, 3.0), (2048, 2.0)), "out of order"),
-        (table((1024, -3.0)), r"table\[0\]\.time_us: got -3.0, expected a finite number above 0"),
-        (table((1024, math.nan)), "got nan"),
-        ({"table": [7]}, r"table\[0\]\.size_bytes: got None"),
-    ],
-)
-def test_bad_curves_are_refused(curve: Any, told: str) -> None:
-    with pytest.raises(TopologyError, match=told):
-        MeshTopoInfo.from_topology(measured(tp_PR=curve), dp_tp())
+    del content["dims"][1]["collectives"]["all_to_all"]
+    assert not MeshTopoInfo.from_topology(content, mesh).mesh_dim_curves, "some of each would not compare"
