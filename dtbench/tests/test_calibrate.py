@@ -17,7 +17,7 @@ from dtbench.cost import calibration
 from dtbench.cost.calibration import fit
 from dtbench.cost.show import print_topology
 from dtbench.records.run import RunWriter, read_run
-from dtbench.records.topology import Dim, Layout, Topology, read_topology, write_topology
+from dtbench.records.topology import Dim, HostLayout, Topology, read_topology, write_topology
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.tests import made_up
@@ -258,7 +258,7 @@ def test_hosts_that_are_not_recorded_are_not_guessed() -> None:
     topology = calibration.calibrate([run_of(made_up.collectives(names=RING), ranks=[])])
     for dim in topology.dims:
         assert dim.builtin is None
-        assert dim.layout == Layout()
+        assert dim.layout == HostLayout()
         assert any("on which host" in w for w in dim.warnings)
 
 

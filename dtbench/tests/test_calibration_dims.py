@@ -1,4 +1,4 @@
-"""Layout, unlike groups, dtypes, contention, changes of placement: what a mesh dim's entry holds, and says."""
+"""HostLayout, unlike groups, dtypes, contention, changes of placement: what a mesh dim's entry holds, and says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dtbench.cost.calibration import calibrate
-from dtbench.records.topology import Dim, Layout
+from dtbench.records.topology import Dim, HostLayout
 from dtbench.suite import Result
 from dtbench.suite.errors import UsageError
 from dtbench.tests import made_up
@@ -71,7 +71,7 @@ def test_constants_and_layout_of_meshes_with_unlike_dims(
         assert dim.bandwidth_GiBps == pytest.approx(bandwidth, rel=1e-3)
         assert dim.latency_us_per_hop == pytest.approx(latency, rel=1e-3)
         kind, spans, per_host, pairs = layouts[name]
-        assert dim.layout == Layout(
+        assert dim.layout == HostLayout(
             kind=kind, hosts_per_group=spans, ranks_per_host=per_host, groups_per_host_pair=pairs
         )
         assert dim.builtin.latency_us_per_hop == (2.7 if kind == "inter-host" else 0.6)

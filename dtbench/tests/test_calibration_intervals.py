@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dtbench.cost import calibration
 from dtbench.cost.calibration import intervals
-from dtbench.cost.calibration.points import QUANTILE, Launch, Point, points_of
+from dtbench.cost.calibration.times import QUANTILE, Launch, SizeTimes, points_of
 from dtbench.stats import interval
 from dtbench.suite import Result
 from dtbench.tests import made_up
@@ -23,7 +23,7 @@ SIZES = [1024 * 4**k for k in range(8)]
 REPETITIONS, NEW = 20, 5
 
 
-def point(size: int, launches: dict[Launch, Array]) -> Point:
+def point(size: int, launches: dict[Launch, Array]) -> SizeTimes:
     return points_of({size: launches})[0]
 
 

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench.cost.export.module import export, literal, render
 from dtbench.cost.price import price
-from dtbench.records.topology import FromRun, Layout, MeasuredCurve, Topology, write_topology
+from dtbench.records.topology import FromRun, HostLayout, MeasuredCurve, Topology, write_topology
 from dtbench.suite.errors import OutputError, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology, ring_curve, ring_dim
@@ -432,7 +432,7 @@ def test_the_program_writes_a_module(dtbench: Cli, tmp_path: Path, target: str) 
 def for_autoparallel() -> tuple[dict[str, MeasuredCurve], dict[str, Any]]:
     """What a topology of four ranks on two hosts measured, and the names in its module."""
     curves = {name: ring_curve(name, 4, 20.0, 5.0) for name in ("all_gather", "all_reduce")}
-    place = Layout(hosts_per_group=(2, 2), ranks_per_host=(2, 2))
+    place = HostLayout(hosts_per_group=(2, 2), ranks_per_host=(2, 2))
     dim = structs.replace(made_dim("dp", 4, 20.0, 5.0, collectives=curves), layout=place)
     made: dict[str, Any] = {}
     exec(render(made_topology(dim), "autoparallel"), made)
@@ -465,7 +465,7 @@ def test_autoparallels_own_tables_have_this_form() -> None:
 
 
 def test_autoparallel_has_no_place_for_groups_that_lie_differently() -> None:
-    unlike = Layout(hosts_per_group=(1, 2), ranks_per_host=(2, 4))
+    unlike = HostLayout(hosts_per_group=(1, 2), ranks_per_host=(2, 4))
     dim = structs.replace(ring_dim("dp", 4, 20.0, 5.0, "all_reduce"), layout=unlike)
     with pytest.raises(UsageError, match="lie alike"):
         render(made_topology(dim), "autoparallel")

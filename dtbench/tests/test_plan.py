@@ -29,7 +29,7 @@ from dtbench.cost.plan.machines import (
 from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.models import built_in_models
 from dtbench.cost.plan.step import model_flops, predict_step
-from dtbench.records.topology import Layout as Place
+from dtbench.records.topology import HostLayout as Place
 from dtbench.records.topology import write_topology
 from dtbench.suite.errors import DtbenchError, UsageError
 from dtbench.tests.made_up import Cli

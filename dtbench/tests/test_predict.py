@@ -18,7 +18,7 @@ from dtbench.cost.plan import show
 from dtbench.cost.plan.communication import Setup, communication
 from dtbench.cost.plan.models import Model, built_in_models, find_model
 from dtbench.records.plan import Communication
-from dtbench.records.topology import Layout, Residuals, Topology, write_topology
+from dtbench.records.topology import HostLayout, Residuals, Topology, write_topology
 from dtbench.suite.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology, ring_dim
@@ -370,7 +370,7 @@ def test_other_names_are_mapped() -> None:
 
 
 def test_a_dim_within_hosts_warns_beyond_the_host() -> None:
-    host = Layout(kind="intra-host", hosts_per_group=(1, 1), ranks_per_host=(8, 8))
+    host = HostLayout(kind="intra-host", hosts_per_group=(1, 1), ranks_per_host=(8, 8))
     inside = made_topology(ring_dim("tp", *DIMS["tp"], *COLLECTIVES, layout=host))
     (warning,) = (w for w in communication(inside, setup({"tp": 4})).warnings if "scaled" in w)
     assert "tp=4 was measured as tp=8" in warning
