@@ -96,5 +96,7 @@ def _fit(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
             "-o missing: give the topology file to write, or --validate or --split; or give a run over several "
             f"bucket sizes: {MEASURE}"
         )
+    if output is not None:  # beside a topology what may be set, no advice on how to measure more
+        buckets = [choice for choice in buckets if choice.bucket_cap_mb is not None]
     if buckets:
         print_buckets(buckets, as_json)

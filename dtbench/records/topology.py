@@ -100,7 +100,7 @@ class BuiltIn(Constants, frozen=True, kw_only=True):
     geometric_mean_ratio: Ratio
 
 
-class Layout(Struct, frozen=True, kw_only=True):
+class HostLayout(Struct, frozen=True, kw_only=True):
     """Where the groups of a dim lie (`dtbench.records.layout.DimLayout`); None where the runs do not say."""
 
     kind: Literal["intra-host", "inter-host", "mixed"] | None = None
@@ -150,7 +150,7 @@ class Dim(Struct, frozen=True, kw_only=True):
     name: str
     ranks: Annotated[int, Meta(ge=2, le=MAX_INT)]
     groups: Whole = 1
-    layout: Layout
+    layout: HostLayout
     groups_sharing: Literal["together", "alone"]
     bandwidth_GiBps: Positive  # noqa: N815
     latency_us_per_hop: Amount

@@ -1,4 +1,4 @@
-"""Layout, unlike groups, dtypes, contention, changes of placement: what a mesh dim's entry holds, and says."""
+"""HostLayout, unlike groups, dtypes, contention, changes of placement: what a mesh dim's entry holds, and says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dtbench.cost.calibration import calibrate
-from dtbench.records.topology import Dim, Layout
+from dtbench.records.topology import Dim, HostLayout
 from dtbench.suite import Result
 from dtbench.suite.errors import UsageError
 from dtbench.tests import made_up
@@ -71,7 +71,7 @@ def test_constants_and_layout_of_meshes_with_unlike_dims(
         assert dim.bandwidth_GiBps == pytest.approx(bandwidth, rel=1e-3)
         assert dim.latency_us_per_hop == pytest.approx(latency, rel=1e-3)
         kind, spans, per_host, pairs = layouts[name]
-        assert dim.layout == Layout(
+        assert dim.layout == HostLayout(
             kind=kind, hosts_per_group=spans, ranks_per_host=per_host, groups_per_host_pair=pairs
         )
         assert dim.builtin.latency_us_per_hop == (2.7 if kind == "inter-host" else 0.6)
@@ -163,19 +163,13 @@ def test_one_curve_holds_one_dtype_and_float32_first() -> None:
     results = exact()
     dims = dims_of([*as_dtype(results, "bfloat16", 1.5), *results])
     assert dims["tp"].collectives == dims_of(results)["tp"].collectives
-    assert dims["tp"].collectives["all_reduce"].dtype == "float32"
-    said = [w for w in dims["tp"].warnings if "bfloat16" in w]
-    assert len(said) == 3 and "all_reduce of bfloat16 takes 1.50x the time of float32" in said[1]
-    # Alike per byte, it needs no word.
-    assert not any(
-        "bfloat16" in w for w in dims_of([*results, *as_dtype(results, "bfloat16")])["tp"].warnings
-    )
-
-
-def test_without_float32_the_dtype_of_most_sizes_is_taken() -> None:
+    of_dtype = [w for w in dims["tp"].warnings if "bfloat16" in w]
+    assert len(of_dtype) == 3 and "all_reduce of bfloat16 takes 1.50x the time of float32" in of_dtype[1]
+    alike = dims_of([*results, *as_dtype(results, "bfloat16")])["tp"]
+    assert not any("bfloat16" in w for w in alike.warnings)
+    # Without float32 the dtype of most sizes is taken.
     few = as_dtype(exact(sizes=made_up.SIZES[:2]), "bfloat16")
-    dims = dims_of([*few, *as_dtype(exact(), "float16", 2.0)])
-    curve = dims["tp"].collectives["all_gather"]
+    curve = dims_of([*few, *as_dtype(exact(), "float16", 2.0)])["tp"].collectives["all_gather"]
     assert (curve.dtype, curve.points) == ("float16", len(made_up.SIZES))
 
 
@@ -211,22 +205,15 @@ def test_transitions_have_curves_of_each_impl() -> None:
         )
 
 
-def test_transitions_of_other_regimes_are_not_mixed_in() -> None:
+def test_transitions_of_other_regimes_and_bad_ones_do_not_count() -> None:
     others = [*transitions(9.0, mode="back_to_back", groups="together"), *transitions(0.5, groups="alone")]
-    results = [*others, *transitions(mode="isolated", groups="together")]
-    assert (
-        dims_of([*exact(), *results])["tp"].transitions
-        == dims_of([*exact(), *transitions()])["tp"].transitions
-    )
-    alone = dims_of([*exact(), *transitions(groups="alone")])["tp"]
-    assert any("changes of placement were measured with one group alone" in w for w in alone.warnings)
-
-
-def test_wrong_failed_and_local_transitions_do_not_count() -> None:
     wrong = [msgspec.structs.replace(r, status="wrong", launch=1) for r in transitions(9.0)]
     local = [msgspec.structs.replace(r, impl="local") for r in transitions(0.1)]
-    dims = dims_of([*exact(), *transitions(), *wrong, *local])
-    assert dims["tp"].transitions == dims_of([*exact(), *transitions()])["tp"].transitions
+    good = transitions(mode="isolated", groups="together")
+    all_of_them = dims_of([*exact(), *others, *wrong, *local, *good])["tp"]
+    assert all_of_them.transitions == dims_of([*exact(), *transitions()])["tp"].transitions
+    alone = dims_of([*exact(), *transitions(groups="alone")])["tp"]
+    assert any("changes of placement were measured with one group alone" in w for w in alone.warnings)
 
 
 # ------------------------------------------------------------------------------ tables, few sizes
@@ -245,6 +232,10 @@ def test_tables_never_fall_with_size_and_keep_what_was_measured() -> None:
     assert [row.time_us for row in table] == pytest.approx([50, 200, 200, 500])
     assert [row.measured_us for row in table] == pytest.approx([50, 400, 100, 500])
     assert all(row.low_us <= row.time_us <= row.high_us for row in table)
+    spoiled = {made_up.SIZES[2]: math.nan, made_up.SIZES[4]: 0.0}  # no times, which do not count
+    results = slowed(exact(), lambda r, rank: spoiled.get(r.size_bytes or 0, 1.0))
+    sizes = [row.size_bytes for row in dims_of(results)["tp"].collectives["all_gather"].table]
+    assert sizes == [size for size in made_up.SIZES if size not in spoiled]
 
 
 def test_the_bandwidth_a_table_ends_with_is_that_of_its_large_messages() -> None:
@@ -273,10 +264,3 @@ def test_few_sizes_are_said() -> None:
     assert any("core S(0)->R measured at two sizes only" in w for w in dim.warnings)
     with pytest.raises(UsageError, match="no ok results of the collectives suite"):
         dims_of(transitions())
-
-
-def test_times_that_are_none_do_not_count() -> None:
-    spoiled = {made_up.SIZES[2]: math.nan, made_up.SIZES[4]: 0.0}
-    results = slowed(exact(), lambda r, rank: spoiled.get(r.size_bytes or 0, 1.0))
-    sizes = [row.size_bytes for row in dims_of(results)["tp"].collectives["all_gather"].table]
-    assert sizes == [size for size in made_up.SIZES if size not in spoiled]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dtbench.comparison.runs import MAX_LAUNCHES, compare
-from dtbench.cost.calibration.points import quartiles
+from dtbench.cost.calibration.times import quartiles
 from dtbench.records.layout import from_last_arrival_s, from_last_arrivals_s
 from dtbench.records.run import read_run
 from dtbench.reporting.html.sources import gather

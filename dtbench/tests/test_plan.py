@@ -19,7 +19,7 @@ from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.models import TransformerModel, built_in_models, find_model, model_called
 from dtbench.cost.plan.step import model_flops, predict_step
 from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout, stage_layers
-from dtbench.records.topology import Layout as Place
+from dtbench.records.topology import HostLayout as Place
 from dtbench.suite.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.tests.made_up_topology import made_topology, ring_dim
 

@@ -1,6 +1,6 @@
 """Calibration: what collectives and redistributions cost on this machine, from measured times.
 
-Reading order: `points` (which times count), `measured` and `layout` (per mesh dim), `fit` (the lines, times
+Reading order: `times` (which times count), `dims` (per mesh dim), `fit` (the lines, times
 that rise), `intervals` (what a new launch may measure), `assemble` (`calibrate`), `validate` (how good it is).
 """
 

@@ -15,10 +15,8 @@ import numpy as np
 from msgspec import structs
 
 from dtbench.cost.calibration import intervals
-from dtbench.cost.calibration.fit import Accuracy, Array, Line, fit_curve, fit_ring, rising
-from dtbench.cost.calibration.layout import builtin_link
-from dtbench.cost.calibration.measured import Measured, called, measured_dims
-from dtbench.cost.calibration.points import COLLECTIVES, Point, Series
+from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, measured_dims
+from dtbench.cost.calibration.fit import Accuracy, Array, FittedLine, fit_curve, fit_ring, rising
 from dtbench.cost.calibration.setups import (
     backend,
     check_same_setup,
@@ -27,6 +25,7 @@ from dtbench.cost.calibration.setups import (
     provenance,
     version_warnings,
 )
+from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
 from dtbench.cost.price import ring_us
 from dtbench.records.topology import (
     SCHEMA,
@@ -35,7 +34,7 @@ from dtbench.records.topology import (
     Dim,
     FittedOn,
     FittedPoint,
-    Layout,
+    HostLayout,
     LeftOut,
     MeasuredCurve,
     Residuals,
@@ -59,22 +58,22 @@ def calibrate(runs: Sequence[Run]) -> Topology:
     """
     check_same_setup(runs)
     header = runs[0].header
-    measured, notes = measured_dims(runs)
+    notes: list[str] = []
+    measured = measured_dims(runs, notes)
     if not any(dim.collectives for dim in measured):
         raise UsageError(
             f"no ok results of the collectives suite in {paths(runs)}: "
             "measure them with `dtbench run collectives`, then calibrate that file"
         )
-    reasons = [why_left_out(dim) for dim in measured]
-    left_out = [
-        LeftOut(name=dim.name, ranks=dim.ranks, reason=why)
-        for dim, why in zip(measured, reasons, strict=True)
-        if why
-    ]
-    dims = [calibrate_dim(dim) for dim, why in zip(measured, reasons, strict=True) if not why]
+    dims, left_out = [], []
+    for dim in measured:
+        if reason := why_left_out(dim):
+            left_out.append(LeftOut(name=dim.name, ranks=dim.ranks, reason=reason))
+        else:
+            dims.append(calibrate_dim(dim))
     if not dims:
-        told = "; ".join(f"{dim.name}: {dim.reason}" for dim in left_out)
-        raise UsageError(f"no mesh dim of {paths(runs)} can be calibrated ({told})")
+        reasons = "; ".join(f"{dim.name}: {dim.reason}" for dim in left_out)
+        raise UsageError(f"no mesh dim of {paths(runs)} can be calibrated ({reasons})")
     return Topology(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -90,7 +89,7 @@ def calibrate(runs: Sequence[Run]) -> Topology:
     )
 
 
-def calibrate_dim(dim: Measured) -> Dim:
+def calibrate_dim(dim: MeasuredDim) -> Dim:
     """One entry of the topology's `dims`, of a dim that `why_left_out` gives no reason against."""
     ring = [(name, p) for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)]
     names, points = [name for name, _ in ring], [p for _, p in ring]
@@ -141,17 +140,19 @@ def calibrate_dim(dim: Measured) -> Dim:
     )
 
 
-def curves_of(dim: Measured) -> tuple[dict[str, MeasuredCurve], dict[str, dict[str, MeasuredCurve]]]:
+def curves_of(dim: MeasuredDim) -> tuple[dict[str, MeasuredCurve], dict[str, dict[str, MeasuredCurve]]]:
     """The curves of a dim's `collectives` and `transitions`."""
-    curves = {what: {name: curve_of(s) for name, s in of.items()} for what, of in dim.series.items() if of}
+    curves = {
+        what: {name: curve_of(call) for name, call in of.items()} for what, of in dim.calls.items() if of
+    }
     return curves.pop(COLLECTIVES, {}), curves
 
 
-def curve_of(series: Series) -> MeasuredCurve:
-    """The line and the table of a series, with what a new launch may measure."""
-    sizes, measured = series.sizes, series.measured_us
-    low, high = interval(intervals.new_launch(series.points), intervals.INTERVAL)
-    launches = series.launches
+def curve_of(call: CallTimes) -> MeasuredCurve:
+    """The line and the table of a call, with what a new launch may measure."""
+    sizes, measured = call.sizes, call.measured_us
+    low, high = interval(intervals.new_launch(call.points), intervals.INTERVAL)
+    launches = call.launches
     table = tuple(
         TableRow(
             size_bytes=p.size_bytes,
@@ -161,7 +162,7 @@ def curve_of(series: Series) -> MeasuredCurve:
             measured_us=float(measured[i]),
             launch_us=tuple(p.by_launch.get(launch) for launch in launches),
         )
-        for i, (p, time_us) in enumerate(zip(series.points, rising(measured), strict=True))
+        for i, (p, time_us) in enumerate(zip(call.points, rising(measured), strict=True))
     )
     curve = MeasuredCurve(
         alpha_us=None,
@@ -171,39 +172,39 @@ def curve_of(series: Series) -> MeasuredCurve:
         beta_interval=None,
         geometric_mean_ratio=None,
         worst_ratio=None,
-        dtype=series.dtype,
+        dtype=call.dtype,
         size_bytes=(int(sizes.min()), int(sizes.max())),
         points=len(table),
         launches=len(launches),
         table=table,
     )
     # A single size leaves the line open, and the slope at its end.
-    return curve if len(sizes) < 2 else _with_end(_with_line(curve, series), series)
+    return curve if len(sizes) < 2 else _with_end(_with_line(curve, call), call)
 
 
-def _with_end(curve: MeasuredCurve, series: Series) -> MeasuredCurve:
+def _with_end(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
     """With the bandwidth that the table ends with, which one line through all sizes need not have: a protocol, a
     cache or a shaper's burst that serves small messages better pulls the line, not the end."""
 
     def slope(times_us: Array) -> tuple[float]:
-        times = Curve(tuple(series.sizes), tuple(rising(times_us)))
+        times = Curve(tuple(call.sizes), tuple(rising(times_us)))
         return (times.end_slope() * GIB / 1e6,)  # seconds per GiB
 
-    (end,), ((low, high),) = slope(series.measured_us), intervals.fitted(series.points, slope)
+    (end,), ((low, high),) = slope(call.measured_us), intervals.fitted(call.points, slope)
     if min(end, low) <= 0:  # times that do not grow with size say nothing of a bandwidth
         return curve
     return structs.replace(curve, end_GiBps=float(1 / end), end_interval=(1 / high, 1 / low))
 
 
-def _with_line(curve: MeasuredCurve, series: Series) -> MeasuredCurve:
-    sizes, measured = series.sizes, series.measured_us
+def _with_line(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
+    sizes, measured = call.sizes, call.measured_us
 
     def fit(times_us: Array) -> tuple[float, float]:
         line = fit_curve(sizes, times_us)
         return line.intercept, 1 / line.slope
 
     line = fit_curve(sizes, measured)
-    alpha_interval, beta_interval = intervals.fitted(series.points, fit)
+    alpha_interval, beta_interval = intervals.fitted(call.points, fit)
     accuracy = Accuracy.of(line.intercept + line.slope * sizes / GIB * 1e6, measured)
     return structs.replace(
         curve,
@@ -218,14 +219,14 @@ def _with_line(curve: MeasuredCurve, series: Series) -> MeasuredCurve:
 
 # -------------------------------------------------------------------------------- the ring's constants
 
-RingPoints = Sequence[tuple[str, Point]]  # collective, point
+RingPoints = Sequence[tuple[str, SizeTimes]]  # collective, point
 
 
-def _of(dim: Measured, name: str) -> tuple[Point, ...]:
+def _of(dim: MeasuredDim, name: str) -> tuple[SizeTimes, ...]:
     return dim.collectives[name].points
 
 
-def why_left_out(dim: Measured) -> str | None:
+def why_left_out(dim: MeasuredDim) -> str | None:
     """Why the ring's constants cannot be fitted to a dim, or None."""
     if dim.ranks == 1:
         return "one rank: nothing is sent over this dim"
@@ -237,7 +238,7 @@ def why_left_out(dim: Measured) -> str | None:
     return None
 
 
-def _builtin(layout: Layout, residuals: Residuals, ranks: int) -> BuiltIn | None:
+def _builtin(layout: HostLayout, residuals: Residuals, ranks: int) -> BuiltIn | None:
     """torch's constants for where the ranks really are, and how far off they are."""
     link = builtin_link(layout)
     if link is None:
@@ -274,7 +275,7 @@ def _residuals(ring: RingPoints, ranks: int, constants: Constants) -> Residuals:
 # ---------------------------------------------------------------------------------------- warnings
 
 
-def _warnings_about_data(dim: Measured) -> list[str]:
+def _warnings_about_data(dim: MeasuredDim) -> list[str]:
     warnings = []
     if dim.sharing == "alone" and dim.groups > 1:
         warnings.append(
@@ -289,13 +290,13 @@ def _warnings_about_data(dim: Measured) -> list[str]:
         (1, "one size only: they have no line, and no price but near that size"),
         (2, "two sizes only: a line goes through any two, so how good it is is unknown"),
     ):
-        few = [called(what, series.name) for what, series in dim.all_series() if len(series.points) == count]
+        few = [in_words(what, call.name) for what, call in dim.all_calls() if len(call.points) == count]
         if few:
             warnings.append(f"{', '.join(few)} measured at {what}")
     return warnings
 
 
-def _warnings_about_fit(ring: RingPoints, ranks: int, line: Line, residuals: Residuals) -> list[str]:
+def _warnings_about_fit(ring: RingPoints, ranks: int, line: FittedLine, residuals: Residuals) -> list[str]:
     sizes = sorted({p.size_bytes for _, p in ring})
     ratio = sizes[-1] / sizes[0]
     warnings = []
@@ -333,7 +334,7 @@ def _warnings_about_fit(ring: RingPoints, ranks: int, line: Line, residuals: Res
     return warnings
 
 
-def _share(of: tuple[str, Point], ranks: int, line: Line, term: str) -> float:
+def _share(of: tuple[str, SizeTimes], ranks: int, line: FittedLine, term: str) -> float:
     """How much of the predicted time one term makes."""
     name, point = of
     steps = hops(name, ranks)

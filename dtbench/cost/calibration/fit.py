@@ -1,6 +1,6 @@
 """The robust fits: a latency and a bandwidth, and times that rise with size.
 
-Pure arithmetic on times in microseconds; `points` says which times. What is fitted are times, never bus
+Pure arithmetic on times in microseconds; `times` says which times. What is fitted are times, never bus
 bandwidths. The loss is Huber's on log(predicted / measured), so that 10 % off counts the same at 1 KiB
 and at 1 GiB; plain least squares would fit the largest sizes alone. Sizes count by octave, however
 densely they were swept.
@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Line:
+class FittedLine:
     """time_us = base + intercept * (its regressor) + slope * (its regressor), both at least 0."""
 
     intercept: float  # us, or us per hop
@@ -50,18 +50,20 @@ class Accuracy(NamedTuple):
         return Accuracy(float(np.exp(logs.mean())), float(np.exp(logs.max())))
 
 
-def fit_ring(collectives: Sequence[str], sizes: Array, ranks: int, measured_us: Array) -> Line:
+def fit_ring(collectives: Sequence[str], sizes: Array, ranks: int, measured_us: Array) -> FittedLine:
     """The ring's two constants, one pair for all collectives of a mesh dim; element i is one point."""
     steps = np.array([hops(name, ranks) for name in collectives], dtype=float)
     return fit_line(BASE_LATENCY_US, steps, steps * sizes / GIB / ranks * 1e6, sizes, measured_us)
 
 
-def fit_curve(sizes: Array, measured_us: Array) -> Line:
+def fit_curve(sizes: Array, measured_us: Array) -> FittedLine:
     """Latency and inverse bandwidth of one curve: time_us = intercept + slope * size_GiB * 1e6."""
     return fit_line(0.0, np.ones_like(sizes), sizes / GIB * 1e6, sizes, measured_us)
 
 
-def fit_line(base: float, per_intercept: Array, per_slope: Array, sizes: Array, measured: Array) -> Line:
+def fit_line(
+    base: float, per_intercept: Array, per_slope: Array, sizes: Array, measured: Array
+) -> FittedLine:
     """Non-negative Huber fit of log(base + a * per_intercept + b * per_slope) to log(measured).
 
     The slope is kept above what would be NEGLIGIBLE at the largest size: where it ends there, the
@@ -98,7 +100,7 @@ def fit_line(base: float, per_intercept: Array, per_slope: Array, sizes: Array, 
     # The solver stays inside its bounds: it comes near zero and never to it.
     if intercept * per_intercept[smallest] < NEGLIGIBLE**2 * measured[smallest]:
         intercept = 0.0
-    return Line(intercept, slope, bool(slope < 1.05 * least_slope))
+    return FittedLine(intercept, slope, bool(slope < 1.05 * least_slope))
 
 
 def rising(times_us: Array) -> Array:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.cost.calibration.points import QUANTILE, Point
+from dtbench.cost.calibration.times import QUANTILE, SizeTimes
 from dtbench.stats import drawn_again, interval
 
 Array = NDArray[np.float64]
@@ -41,7 +41,7 @@ METHOD = (
 )
 
 
-def new_launch(points: Sequence[Point], count: int | None = None) -> Array:
+def new_launch(points: Sequence[SizeTimes], count: int | None = None) -> Array:
     """Microseconds that a new launch may measure: (replicates, points). The same points give the same."""
     rng = np.random.default_rng(SEED)
     count = REPLICATES if count is None else count
@@ -58,7 +58,7 @@ def new_launch(points: Sequence[Point], count: int | None = None) -> Array:
     return np.asarray(np.exp(centre + drawn[:, 0] - np.median(drawn[:, 1:], axis=1)))
 
 
-def fitted(points: Sequence[Point], fit: Callable[[Array], Sequence[float]]) -> list[tuple[float, float]]:
+def fitted(points: Sequence[SizeTimes], fit: Callable[[Array], Sequence[float]]) -> list[tuple[float, float]]:
     """(low, high) of each constant that `fit` makes of the points' times, over new launches."""
     constants = np.array([fit(times) for times in new_launch(points, FITS)])
     return [(float(low), float(high)) for low, high in interval(constants, INTERVAL).T]
@@ -100,7 +100,7 @@ def _student(freedom: int, count: int, rng: np.random.Generator) -> Array:
     return np.asarray(np.sqrt(freedom / rng.chisquare(freedom, count)))
 
 
-def _repetitions(points: Sequence[Point], count: int, rng: np.random.Generator) -> Array:
+def _repetitions(points: Sequence[SizeTimes], count: int, rng: np.random.Generator) -> Array:
     columns = []
     for point in points:
         samples = np.concatenate(list(point.launches.values()))

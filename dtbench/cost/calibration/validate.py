@@ -16,17 +16,26 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dtbench.cost.calibration.assemble import calibrate_dim, curves_of, why_left_out
-from dtbench.cost.calibration.measured import Measured, called, measured_dims
-from dtbench.cost.calibration.models import WORDS, CurvesOnly, Models, devices_per_host
-from dtbench.cost.calibration.points import COLLECTIVES, Point, Series
+from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, measured_dims
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
-from dtbench.cost.price import price
+from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
+from dtbench.cost.price import price, ring_us
 from dtbench.records.cost_model import CallGroup, Score, Validation
-from dtbench.records.topology import Dim, MeasuredCurve, Topology
-from dtbench.suite import Run
+from dtbench.records.topology import Dim, HostLayout, MeasuredCurve, Topology
+from dtbench.suite import Header, MeshShape, Run
 from dtbench.suite.errors import UsageError
-from dtbench_core.cost.ring import RING_COLLECTIVES
+from dtbench_core.cost.ring import GIB, RING_COLLECTIVES, Ring, guessed_links
 
+# In order of what they know. The noise floor is no model: one launch's times as the forecast of another's.
+WORDS = {
+    "builtin": "PyTorch's constants, layout guessed from the mesh's shape",
+    "builtin_layout": "PyTorch's constants, layout from the ranks' hosts",
+    "builtin_scaled": "the same times one fitted number",
+    "ring": "calibrated latency and bandwidth of each dim",
+    "line": "each call's own latency and bandwidth",
+    "table": "each call's own table (what prices are)",
+    "floor": "noise floor: one launch forecasts another",
+}
 KIB, MIB = 1024, 1024**2
 REGIMES = {
     "all": (0, 2**63),
@@ -86,13 +95,12 @@ def validate(topology: Topology, runs: Sequence[Run], *, same: bool = False) -> 
     """
     check_same_setup(runs)
     notes = [*_fitted_on(topology, runs, same), *version_warnings(runs)]
-    measured, chosen = measured_dims(runs)
-    dims = _common(topology, measured, runs)
+    dims = _common(topology, measured_dims(runs, notes), runs)
     header = runs[0].header
     devices, guess = devices_per_host(header, topology.device_type)
     models = Models(topology.dims, topology.mesh, devices)
-    notes += [*chosen, *_differences(models, dims), f"PyTorch's guess: {guess}"]
-    launches = sorted({launch for dim in dims for _, s in dim.all_series() for launch in s.launches})
+    notes += [*_differences(models, dims), f"PyTorch's guess: {guess}"]
+    launches = sorted({launch for dim in dims for _, call in dim.all_calls() for launch in call.launches})
     title = f"{len(launches)} new launch{'es' * (len(launches) > 1)} of {_names(dims)}"
     return _validation(title, _scored(models, dims, use_fitted=not same), notes)
 
@@ -103,12 +111,12 @@ def validate_split(run: Run) -> Validation:
     Raises:
         UsageError: no collective or transition measured at three sizes or more.
     """
-    measured, notes = measured_dims([run])
+    notes: list[str] = []
     held, fitted, few = [], [], 0
-    for dim in measured:
+    for dim in measured_dims([run], notes):
         kept, out = (dim.map(functools.partial(_alternate, kept=kept)) for kept in (True, False))
-        few += len([*dim.all_series()]) - len([*kept.all_series()])
-        if dim.ranks > 1 and [*kept.all_series()]:
+        few += len([*dim.all_calls()]) - len([*kept.all_calls()])
+        if dim.ranks > 1 and [*kept.all_calls()]:
             held.append(out)
             fitted.append(_fit(kept))
     if not held:
@@ -130,18 +138,18 @@ def _validation(title: str, groups: tuple[CallGroup, ...], notes: Sequence[str])
     return Validation(models=WORDS, title=title, groups=groups, notes=tuple(notes))
 
 
-def _scored(models: Models, dims: Sequence[Measured], *, use_fitted: bool) -> tuple[CallGroup, ...]:
+def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) -> tuple[CallGroup, ...]:
     errors: dict[str, _Errors] = {}
     for dim in dims:
-        for what, series in dim.all_series():
-            curve = models.curve(dim.name, what, series.name)
+        for what, call in dim.all_calls():
+            curve = models.curve(dim.name, what, call.name)
             if curve is None:
                 continue
-            into = errors.setdefault(_group_of(what, series.name), _Errors())
+            into = errors.setdefault(_group_of(what, call.name), _Errors())
             into.one_launch |= curve.launches == 1
             fitted = {row.size_bytes: row.launch_us for row in curve.table if use_fitted}
-            for point in series.points:
-                _score_point(into, models, dim.name, what, series.name, point, curve)
+            for point in call.points:
+                _score_point(into, models, dim.name, what, call.name, point, curve)
                 known = [us for us in fitted.get(point.size_bytes, ()) if us is not None]
                 new = list(point.by_launch.values())
                 for i, value in enumerate(new):
@@ -153,7 +161,7 @@ def _scored(models: Models, dims: Sequence[Measured], *, use_fitted: bool) -> tu
 
 
 def _score_point(
-    into: _Errors, models: Models, dim: str, what: str, name: str, point: Point, curve: MeasuredCurve
+    into: _Errors, models: Models, dim: str, what: str, name: str, point: SizeTimes, curve: MeasuredCurve
 ) -> None:
     predicted = models.predict_us(dim, what, name, point.size_bytes)
     expected = price(curve, point.size_bytes)
@@ -172,7 +180,7 @@ def _group_of(what: str, name: str) -> str:
     return RING if name in RING_COLLECTIVES else OTHER
 
 
-def _names(dims: Sequence[Measured]) -> str:
+def _names(dims: Sequence[MeasuredDim]) -> str:
     return ", ".join(f"{dim.name}={dim.ranks}" for dim in dims)
 
 
@@ -190,7 +198,7 @@ def _fitted_on(topology: Topology, runs: Sequence[Run], same: bool) -> list[str]
     return [f"FITTED ON THE SAME RUN ({', '.join(own)}): a new launch will be further off"] if own else []
 
 
-def _common(topology: Topology, measured: Sequence[Measured], runs: Sequence[Run]) -> list[Measured]:
+def _common(topology: Topology, measured: Sequence[MeasuredDim], runs: Sequence[Run]) -> list[MeasuredDim]:
     """The dims that both have."""
     header, path = runs[0].header, runs[0].path
     for what, ours, theirs in (
@@ -202,7 +210,7 @@ def _common(topology: Topology, measured: Sequence[Measured], runs: Sequence[Run
                 f"the topology is of {what} {ours}, {path} of {theirs}: calibrate on what is used"
             )
     known = {dim.name: dim.ranks for dim in topology.dims}
-    common = [dim for dim in measured if known.get(dim.name) == dim.ranks and [*dim.all_series()]]
+    common = [dim for dim in measured if known.get(dim.name) == dim.ranks and [*dim.all_calls()]]
     if not common:
         have = ", ".join(f"{name}={ranks}" for name, ranks in known.items())
         raise UsageError(
@@ -216,7 +224,7 @@ def _pair(of: tuple[int, int] | None) -> list[int] | None:
     return None if of is None else list(of)
 
 
-def _differences(models: Models, dims: Sequence[Measured]) -> list[str]:
+def _differences(models: Models, dims: Sequence[MeasuredDim]) -> list[str]:
     """What is not alike between the topology and the runs, and may make the errors."""
     notes = []
     for dim in dims:
@@ -231,14 +239,14 @@ def _differences(models: Models, dims: Sequence[Measured]) -> list[str]:
                 f"{dim.name} was measured {dim.sharing} in the runs, {ours.groups_sharing} in the topology"
             )
         unknown = []
-        for what, series in dim.all_series():
-            curve = models.curve(dim.name, what, series.name)
-            name = called(what, series.name)
+        for what, call in dim.all_calls():
+            curve = models.curve(dim.name, what, call.name)
+            name = in_words(what, call.name)
             if curve is None:
                 unknown.append(name)
-            elif curve.dtype not in ("", series.dtype):
+            elif curve.dtype not in ("", call.dtype):
                 notes.append(
-                    f"{name} over {dim.name} is {series.dtype} in the runs, {curve.dtype} in the topology"
+                    f"{name} over {dim.name} is {call.dtype} in the runs, {curve.dtype} in the topology"
                 )
         if unknown:
             notes.append(f"not scored, since the topology has no {', '.join(unknown)} over {dim.name}")
@@ -248,16 +256,99 @@ def _differences(models: Models, dims: Sequence[Measured]) -> list[str]:
 # ------------------------------------------------------------------------------------ held-out sizes
 
 
-def _alternate(series: Series, *, kept: bool) -> Series:
-    """Every second size and the last, or those between; a series that is too short keeps none."""
-    sizes = [p.size_bytes for p in series.points]
+def _alternate(call: CallTimes, *, kept: bool) -> CallTimes:
+    """Every second size and the last, or those between; a call that is too short keeps none."""
+    sizes = [p.size_bytes for p in call.points]
     if len(sizes) < MIN_SIZES:
-        return series.only(())
+        return call.only(())
     fitted = {*sizes[::2], sizes[-1]}
-    return series.only(fitted if kept else set(sizes) - fitted)
+    return call.only(fitted if kept else set(sizes) - fitted)
 
 
-def _fit(dim: Measured) -> Dim | CurvesOnly:
+def _fit(dim: MeasuredDim) -> Dim | CurvesOnly:
     if why_left_out(dim) is None:
         return calibrate_dim(dim)
     return CurvesOnly(dim.name, dim.ranks, dim.layout, *curves_of(dim))
+
+
+# ------------------------------------------------------------------------------------ the models
+
+
+@dataclass(frozen=True)
+class CurvesOnly:
+    """A mesh dim without constants of the ring, whose collectives were not measured on it."""
+
+    name: str
+    ranks: int
+    layout: HostLayout
+    collectives: dict[str, MeasuredCurve]
+    transitions: dict[str, dict[str, MeasuredCurve]]
+
+
+class Models:
+    """What each model says a call takes, for some mesh dims.
+
+    mesh, devices_per_host: what torch guesses the layout from; None where the devices are not known.
+    """
+
+    def __init__(
+        self, dims: Sequence[Dim | CurvesOnly], mesh: MeshShape, devices_per_host: int | None
+    ) -> None:
+        self.dims = {dim.name: dim for dim in dims}
+        links = [] if devices_per_host is None else guessed_links(mesh.shape, devices_per_host)
+        self._guessed = dict(zip(mesh.dim_names, links, strict=False))
+        self._scale = self._fitted_scale()
+
+    def curve(self, dim: str, what: str, name: str) -> MeasuredCurve | None:
+        """what: "collectives", or the impl that changes a placement."""
+        found = self.dims[dim]
+        curves = found.collectives if what == COLLECTIVES else found.transitions.get(what, {})
+        return curves.get(name)
+
+    def predict_us(self, dim: str, what: str, name: str, size_bytes: int) -> dict[str, float]:
+        """Model -> microseconds, of those models that say something about this call."""
+        predicted = {}
+        if what == COLLECTIVES and name in RING_COLLECTIVES:
+            of = self.dims[dim]
+            if dim in self._guessed:
+                predicted["builtin"] = Ring(of.ranks, *self._guessed[dim]).collective_us(name, size_bytes)
+            link = builtin_link(of.layout)
+            if link is not None:
+                predicted["builtin_layout"] = Ring(of.ranks, *link).collective_us(name, size_bytes)
+                predicted["builtin_scaled"] = predicted["builtin_layout"] * self._scale
+            if isinstance(of, Dim):
+                predicted["ring"] = ring_us(name, size_bytes, of.ranks, of)
+        curve = self.curve(dim, what, name)
+        if curve is not None:
+            if curve.alpha_us is not None and curve.beta_GiBps is not None:
+                predicted["line"] = max(curve.alpha_us + size_bytes / GIB / curve.beta_GiBps * 1e6, 1e-9)
+            predicted["table"] = price(curve, size_bytes).time_us
+        return predicted
+
+    def _fitted_scale(self) -> float:
+        """The number that takes torch's constants nearest to the topology's own tables.
+
+        The median of the logs, which makes the mean of |log| least, the metric that is reported.
+        """
+        logs = [
+            np.log(row.measured_us / Ring(dim.ranks, *link).collective_us(name, row.size_bytes))
+            for dim in self.dims.values()
+            if (link := builtin_link(dim.layout)) is not None
+            for name in RING_COLLECTIVES
+            if name in dim.collectives
+            for row in dim.collectives[name].table
+        ]
+        return float(np.exp(np.median(logs))) if logs else 1.0
+
+
+def devices_per_host(header: Header, device_type: str) -> tuple[int | None, str]:
+    """How many devices torch counts on a host of a run, and how that is known, in words."""
+    if device_type == "cpu":
+        return 1, "on CPU it counts 1 device per host, so that every dim of two ranks or more crosses hosts"
+    gpus = len(header.machine.gpus)
+    ranks = max((rank.local_rank or 0 for rank in header.ranks), default=-1) + 1
+    if gpus == ranks == 0:
+        return None, "left out, since the run does not say how many devices its hosts have"
+    if gpus >= ranks:
+        return gpus, f"it counts {gpus} GPUs per host, those of the first rank's host"
+    return ranks, f"it counts {ranks} GPUs per host, by the ranks' local numbers"
