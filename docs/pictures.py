@@ -39,7 +39,6 @@ COMMANDS = {
     "stages": (REPORT.format(files="results/profile/add"), "#dispatch figure"),
     "timeline": (REPORT.format(files="results/profile/mlp"), "#bucketer figure >> nth=1"),
     "history": (REPORT.format(files="results/history/*.jsonl"), "#history figure"),
-    "preflight": ("dtbench preflight --nproc 4 --device cpu -o {page}", "#preflight figure"),
 }
 
 

@@ -19,7 +19,6 @@ from dtbench.cost.settings.nccl import arm_of
 from dtbench.records.cost_model import Regret
 from dtbench.records.gate import Gate
 from dtbench.records.history import Line, read_history
-from dtbench.records.preflight import Preflight
 from dtbench.records.profile import Call, Calls, Ranks, Section
 from dtbench.records.read import BadFieldError, decode, into, opened, read_json, shown
 from dtbench.records.run import read_run
@@ -38,7 +37,7 @@ MAX_TRACE_BYTES = 32 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = (
-    "a run, a topology, results of gate, regret, preflight or profile, a history, "
+    "a run, a topology, results of gate, regret or profile, a history, "
     "or a table of verdicts on ops"
 )
 
@@ -48,7 +47,6 @@ _JSON: Mapping[str, tuple[str, type[msgspec.Struct], str]] = {
     "gate": ("gate", Gate, "result of `dtbench gate`"),
     "profile of calls": ("calls", Calls, "table of `dtbench profile`"),
     "profile of ranks": ("ranks", Ranks, "table of `dtbench profile`"),
-    "preflight": ("preflights", Preflight, "result of `dtbench preflight --json`"),
     "regret": ("regret", Regret, "result of `dtbench calibrate --regret --json`"),
 }
 
@@ -85,7 +83,6 @@ class Sources:
     verdict_tables: tuple[Baseline, ...] = ()
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
-    preflights: tuple[Preflight, ...] = ()
     sweep: tuple[Run, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)

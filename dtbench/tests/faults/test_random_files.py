@@ -80,7 +80,6 @@ COMMANDS = {
     "gate.json": ("report FILE -o out.html",),
     "history.jsonl": ("report FILE -o out.html",),
     "regret.json": ("report FILE -o out.html",),
-    "preflight.json": ("report FILE -o out.html", "preflight --expect FILE --mesh nosuch"),
     "calls.json": ("report FILE -o out.html",),
     "trace.json.gz": ("report traced -o out.html",),
     "page.html": ("report --index folder -o out.html",),
@@ -106,7 +105,6 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
         "osu.log": MADE["OSU"][0](),
         "ml-engineering.log": MADE["ml-engineering"][0](),
         "trace.json.gz": gzip.compress(MADE["trace"][0]()),
-        "preflight.json": MADE["preflight"][0](),
         "verdicts.jsonl": verdicts(),
     }
     committed = {
