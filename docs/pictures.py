@@ -34,7 +34,6 @@ COMMANDS = {
     ),
     "buckets": (REPORT.format(files="results/buckets-cpu-2ranks.jsonl"), "#bucketer figure"),
     "stages": (REPORT.format(files="results/profile/add"), "#dispatch figure"),
-    "preflight": ("dtbench preflight --nproc 4 --device cpu -o {page}", "#preflight figure"),
 }
 
 

@@ -17,22 +17,12 @@ from dtbench.cli import options
 @click.option(
     "--expect",
     type=options.FILE,
-    metavar="FILE|MACHINE",
-    help="A topology, an earlier preflight's JSON, or a machine of `plan --machines`: also name what is slower.",
+    metavar="TOPOLOGY",
+    help="What `dtbench calibrate` wrote: also name the mesh dims that are slower.",
 )
 @click.option("--timeout", "timeout_s", default=60.0, metavar="SECONDS", help="For all of it; then it ends.")
-@click.option(
-    "-o",
-    "--output",
-    "outputs",
-    type=options.FILE,
-    multiple=True,
-    help="A .html page, .json or JUnit .xml; repeatable.",
-)
 @options.JSON
-def preflight_command(
-    outputs: tuple[Path, ...], expect: Path | None, as_json: bool, **given: options.Given
-) -> int:
+def preflight_command(expect: Path | None, as_json: bool, **given: options.Given) -> int:
     """Which link, host or rank is slower than its peers.
 
     Pairs of ranks, the collectives of each mesh dim, computation and copies, in seconds; what looks slow is measured
@@ -43,13 +33,9 @@ def preflight_command(
     Examples:
       dtbench preflight --nproc 4
       torchrun --nproc-per-node 8 --no-python dtbench preflight --mesh dp=2,tp=4
-      srun dtbench preflight --expect topology.json -o preflight.html
-      torchrun --nproc-per-node 8 --no-python dtbench preflight --expect h100-8x
+      srun dtbench preflight --expect topology.json
     """
     from dtbench.engine.options import RunRequest
-    from dtbench.preflight.show import check_outputs
+    from dtbench.preflight.preflight import PreflightRequest, preflight
 
-    check_outputs(outputs)
-    from dtbench.preflight.preflight import Request, preflight
-
-    return preflight(Request(RunRequest(**given), outputs, expect, as_json, sys.argv[1:]))
+    return preflight(PreflightRequest(RunRequest(**given), expect, as_json, sys.argv[1:]))

@@ -2,13 +2,10 @@
 measured. Rank 0 runs it; the others do what it asks for.
 
 First everything is measured shortly: pairs in rounds, the collectives of each mesh dim, computation and copies.
-What lies below `SUSPECT` of its peers, or loses packets, is a suspect, and no more than that. Each suspect is measured
-again, in turns with peers of the same kind; it is named where the new measurements alone say so: below `NAMED` of its
-peers or above `LOST`, and so by chance (the rank sum test, Mann & Whitney 1947) at most once in 1 / `LEVEL` preflights
-of equal ranks, shared among the suspects.
-
-Times hardly show lost packets: TCP sends them again within a round trip, and at 2 % the median exchange took 2 %
-longer. The kernel's count of segments sent again shows them.
+What lies below `SUSPECT` of its peers is a suspect, and no more than that. Each suspect is measured again, in turns
+with peers of the same kind; it is named where the new measurements alone say so: below `NAMED` of its peers, and so by
+chance (the rank sum test, Mann & Whitney 1947) at most once in 1 / `LEVEL` preflights of equal ranks, shared among the
+suspects.
 """
 
 from __future__ import annotations
@@ -17,13 +14,12 @@ import itertools
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, median
-from typing import Any, Literal, Required, TypedDict, TypeVar
+from statistics import median
+from typing import Any, Literal, Required, TypedDict
 
-import msgspec
+from msgspec import Struct
 
-from dtbench.preflight.rounds import Pair, Round, rounds_of
-from dtbench.records.preflight import DimTimes, Finding
+from dtbench.preflight.rounds import Pair, PairRound, rounds_of
 from dtbench.stats import hodges_lehmann_ratio, order_statistic, rank_test
 from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Mesh, groups_by_dim
@@ -31,12 +27,7 @@ from dtbench.suite.mesh import Mesh, groups_by_dim
 # Shares of the peers' speed. A link at 80 % is to be found, and 10 % is what operators act on (Megatron-LM#4662).
 SUSPECT, NAMED = 0.93, 0.90
 LEVEL = 0.005
-# Of the segments sent, those sent again. At 0.5 % and a round trip of 1 ms TCP's rate is below 1.22 x 1448 bytes /
-# 1 ms / sqrt(0.005) = 25 MB/s (Mathis et al. 1997), which is less than any cluster's link.
-LOST = 0.005
 SCREEN_REPS, CONFIRM_REPS = 5, 16
-# Packets are lost in bursts: with 16 exchanges 177 of 200 trials found 2 %, with 20 198, with 24 all.
-LOSSY_REPS = 32
 PEERS = 3  # beside which a slow rank has to be slow
 # Of work, which takes longer each time.
 WORK_REPS, WORK_CONFIRM_REPS = 5, 12
@@ -52,7 +43,7 @@ FIRST_BYTES, MOST_BYTES = 2**16, 2**28
 MATMUL, COPY = "matrix products", "memory copies"
 
 
-class Command(TypedDict, total=False):
+class ProbeCommand(TypedDict, total=False):
     """What the ranks are to do, as JSON; `pairs`, `work` and `_collective` make them."""
 
     do: Required[Literal["pairs", "all_reduce", "work", "place"]]
@@ -69,15 +60,11 @@ class Command(TypedDict, total=False):
 Answers = Sequence[Any]
 # By rank its kernel, the CPUs that it may use (none: it works on a device of its own) and its threads.
 Places = Sequence[tuple[str | None, Sequence[int], int]]
-# Of each exchange of a pair: seconds, and the share of segments that were sent again.
-_Exchanges = dict[Pair, list[tuple[float, float]]]
-
-
-_K = TypeVar("_K", int, Pair)
+_Exchanges = dict[Pair, list[float]]  # of a pair: seconds of each exchange
 
 
 @dataclass(frozen=True)
-class World:
+class ExaminedWorld:
     """hosts: by rank."""
 
     hosts: tuple[str, ...]
@@ -92,6 +79,29 @@ class World:
         return " and ".join(f"rank {rank} ({self.hosts[rank]})" for rank in ranks)
 
 
+class DimTimes(Struct, frozen=True, kw_only=True):
+    """The all_reduce of a mesh dim, per group with all at work."""
+
+    dim: str
+    groups: tuple[tuple[int, ...], ...]
+    size_bytes: int
+    times_s: tuple[float, ...]
+
+
+class SlowFinding(Struct, frozen=True, kw_only=True):
+    """share: of its peers' speed. p: by chance alone, at most."""
+
+    what: str
+    kind: str
+    ranks: tuple[int, ...]
+    share: float
+    p: float
+
+    def words(self) -> str:
+        """`host node-3: 79% of its peers (between hosts)`."""
+        return f"{self.what}: {self.share:.0%} of its peers ({self.kind})"
+
+
 @dataclass
 class PairsOf:
     """A kind of link. exchanges: of so many bytes both ways."""
@@ -101,26 +111,22 @@ class PairsOf:
 
     def seconds(self, pair: Pair) -> float:
         """Of the median exchange."""
-        return median(seconds for seconds, _ in self.exchanges[pair])
+        return median(self.exchanges[pair])
 
     def rate(self, pair: Pair) -> float:
         """Bytes per second each way, of the median exchange."""
         return self.size_bytes / self.seconds(pair)
-
-    def lost(self, pair: Pair) -> float:
-        """The share of segments that were sent again."""
-        return mean(lost for _, lost in self.exchanges[pair])
 
 
 @dataclass
 class Examination:
     """Everything that was measured, what is slow, and what could not be told."""
 
-    world: World
+    world: ExaminedWorld
     pairs: dict[str, PairsOf] = field(default_factory=dict)
     dims: dict[str, DimTimes] = field(default_factory=dict)
     work_s: dict[str, list[float]] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[SlowFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -132,47 +138,46 @@ class _Suspect:
     kind: str
     pairs: tuple[Pair, ...] = ()
     controls: tuple[Pair, ...] = ()
-    reps: int = CONFIRM_REPS
 
 
 # An examination under way: it yields what the ranks are to do, and is sent what they measured.
-Examining = Generator[Command, Answers, Examination]
+Examining = Generator[ProbeCommand, Answers, Examination]
 
 
-def examine(world: World) -> Examining:
+def examine(world: ExaminedWorld) -> Examining:
     """All of it, from the screen to what is named."""
-    found = Examination(world)
+    examination = Examination(world)
+    notes = examination.notes
     suspects: list[_Suspect] = []
     for kind, rounds in rounds_of(world.hosts).items():
-        found.pairs[kind] = yield from _screen_pairs(rounds)
-        suspects += _suspect_links(kind, found.pairs[kind], found.notes)
+        examination.pairs[kind] = yield from _screen_pairs(rounds)
+        suspects += _suspect_links(kind, examination.pairs[kind], notes)
     places = yield {"do": "place"}
     slow_work: dict[str, list[int]] = {}
     for kind in (MATMUL, COPY):
         answers = yield work(kind, turns_of(range(world.size), places), WORK_REPS)
-        found.work_s[kind] = [median(of) for of in answers]
-        slow_work[kind] = list(_below(dict(enumerate(found.work_s[kind])), found.notes, kind))
+        examination.work_s[kind] = [median(of) for of in answers]
+        slow_work[kind] = list(_below(dict(enumerate(examination.work_s[kind])), notes, kind))
     for dim, groups in groups_by_dim(*zip(*world.mesh, strict=True)).items():
         if len(groups[0]) > 1:
-            found.dims[dim] = yield from _screen_dim(dim, groups)
-    # A link is tried twice: for its time and for what it loses. The groups have the other half of the level.
-    level = LEVEL / 2 / max(1, 2 * len(suspects) + sum(map(len, slow_work.values())))
+            examination.dims[dim] = yield from _screen_dim(dim, groups)
+    level = LEVEL / max(1, len(suspects) + sum(map(len, slow_work.values())))
+    findings: list[SlowFinding] = []
     for suspect in suspects:
-        found.findings += yield from _confirm_link(suspect, found, level)
+        findings += yield from _confirm_link(suspect, examination, level)
     for kind, ranks in slow_work.items():
-        found.findings += yield from _confirm_work(kind, ranks, places, found, level)
-    found.findings = _by_host(found.findings, world)
-    yield from _confirm_groups(found)
-    return found
+        findings += yield from _confirm_work(kind, ranks, places, examination, level)
+    examination.findings = _by_host(findings, world)
+    return examination
 
 
 # -------------------------------------------------------------------------------------------- screen
 
 
-def _screen_pairs(rounds: Sequence[Round]) -> Generator[Command, Answers, PairsOf]:
+def _screen_pairs(rounds: Sequence[PairRound]) -> Generator[ProbeCommand, Answers, PairsOf]:
     size = FIRST_BYTES
     times = yield from _exchange(rounds[:1], 2, size)
-    size = fitting_bytes(size, median(min(of)[0] for of in times.values()))
+    size = fitting_bytes(size, median(map(min, times.values())))
     return PairsOf(size, (yield from _exchange(rounds, SCREEN_REPS, size)))
 
 
@@ -182,28 +187,29 @@ def fitting_bytes(size_bytes: int, seconds: float) -> int:
     return int(min(max(2 ** round(math.log2(wanted)), FIRST_BYTES), MOST_BYTES))
 
 
-def _exchange(rounds: Sequence[Round], reps: int, size_bytes: int) -> Generator[Command, Answers, _Exchanges]:
+def _exchange(
+    rounds: Sequence[PairRound], reps: int, size_bytes: int
+) -> Generator[ProbeCommand, Answers, _Exchanges]:
     answers = yield pairs(rounds, reps, size_bytes)
-    found: _Exchanges = {}
+    exchanges: _Exchanges = {}
     for at, one in enumerate(rounds):
         for a, b in one:
-            found.setdefault((a, b), []).extend(worse(answers, at, a, b))
-    return found
+            exchanges.setdefault((a, b), []).extend(worse(answers, at, a, b))
+    return exchanges
 
 
-def pairs(rounds: Sequence[Sequence[Sequence[int]]], reps: int, size_bytes: int) -> Command:
+def pairs(rounds: Sequence[Sequence[Sequence[int]]], reps: int, size_bytes: int) -> ProbeCommand:
     """Exchanges of pairs, those of a round at once."""
     listed = [[list(pair) for pair in one] for one in rounds]
     return {"do": "pairs", "rounds": listed, "reps": reps, "bytes": size_bytes}
 
 
-def worse(answers: Answers, at: int, a: int, b: int) -> list[tuple[float, float]]:
-    """Of each exchange of a round the slower rank's time and the larger of the ranks' losses."""
-    both = zip(answers[a][at], answers[b][at], strict=True)
-    return [(max(one[0], other[0]), max(one[1], other[1])) for one, other in both]
+def worse(answers: Answers, at: int, a: int, b: int) -> list[float]:
+    """Of each exchange of a round the slower rank's time."""
+    return list(map(max, zip(answers[a][at], answers[b][at], strict=True)))
 
 
-def work(kind: str, turns: Sequence[Sequence[int]], reps: int) -> Command:
+def work(kind: str, turns: Sequence[Sequence[int]], reps: int) -> ProbeCommand:
     """Pieces of work, by the ranks of a turn at once."""
     return {"do": "work", "kind": kind, "turns": turns, "reps": reps}
 
@@ -220,21 +226,19 @@ def turns_of(ranks: Iterable[int], places: Places) -> list[list[int]]:
     return turns
 
 
-def _screen_dim(dim: str, groups: Sequence[Sequence[int]]) -> Generator[Command, Answers, DimTimes]:
+def _screen_dim(dim: str, groups: Sequence[Sequence[int]]) -> Generator[ProbeCommand, Answers, DimTimes]:
     first = yield _collective(dim, groups, 2, FIRST_BYTES)
     size = fitting_bytes(FIRST_BYTES, median(min(of) for of in first))
     together = yield _collective(dim, groups, SCREEN_REPS, size)
-    alone = yield _collective(dim, groups[:1], SCREEN_REPS, size)
     return DimTimes(
         dim=dim,
         groups=tuple(map(tuple, groups)),
         size_bytes=size,
         times_s=tuple(_of_group(together, of) for of in groups),
-        alone_s=_of_group(alone, groups[0]),
     )
 
 
-def _collective(dim: str, groups: Sequence[Sequence[int]], reps: int, size_bytes: int) -> Command:
+def _collective(dim: str, groups: Sequence[Sequence[int]], reps: int, size_bytes: int) -> ProbeCommand:
     ranks = [rank for group in groups for rank in group]
     return {"do": "all_reduce", "dim": dim, "ranks": ranks, "reps": reps, "bytes": size_bytes}
 
@@ -250,33 +254,22 @@ def _of_group(answers: Answers, group: Iterable[int]) -> float:
 def _suspect_links(kind: str, of: PairsOf, notes: list[str]) -> list[_Suspect]:
     """Ranks that are slow with nearly all partners, then links that are slow between two ranks which are not."""
     times = {pair: of.seconds(pair) for pair in of.exchanges}
-    lost = {pair: of.lost(pair) for pair in of.exchanges}
     if len(times) < 2:
         notes.append(f"{kind}: a single pair has no peers to be compared with")
         return []
     usual = median(times.values())
     best = _by_rank(times)
-    lossy = _lossy(_by_rank(lost))
-    slow = lossy | _below(best, notes, kind)
+    slow = _below(best, notes, kind)
     links = {}
     for pair, seconds in times.items():
         if not slow.keys() & set(pair):
             usual_here = max(best.get(rank, usual) for rank in pair)
             if (share := usual_here / seconds) < SUSPECT:
                 links[pair] = share
-    lossy_links = _lossy({pair: share for pair, share in lost.items() if not slow.keys() & set(pair)})
-    links |= lossy_links
-    worst = sorted(links, key=lambda pair: links[pair])[:MAX_SUSPECTS]
+    worst = sorted(links, key=links.__getitem__)[:MAX_SUSPECTS]
     sound = [pair for pair in times if not slow.keys() & set(pair) and pair not in links]
-    reps = {False: CONFIRM_REPS, True: LOSSY_REPS}
-    made = [
-        _Suspect((rank,), kind, _of_rank(rank, times, slow), tuple(sound), reps[rank in lossy])
-        for rank in slow
-    ]
-    return made + [
-        _Suspect(pair, kind, (pair,), tuple(_beside(pair, sound)), reps[pair in lossy_links])
-        for pair in worst
-    ]
+    ranks = [_Suspect((rank,), kind, _of_rank(rank, times, slow), tuple(sound)) for rank in slow]
+    return ranks + [_Suspect(pair, kind, (pair,), tuple(_beside(pair, sound))) for pair in worst]
 
 
 def _by_rank(of_pairs: Mapping[Pair, float]) -> dict[int, float]:
@@ -287,12 +280,6 @@ def _by_rank(of_pairs: Mapping[Pair, float]) -> dict[int, float]:
         for rank in pair:
             met.setdefault(rank, []).append(value)
     return {rank: order_statistic(values, 0.25) for rank, values in met.items() if len(values) > 1}
-
-
-def _lossy(lost: Mapping[_K, float]) -> dict[_K, float]:
-    """Those that may lose more than `LOST`, the worst first, each with the share that arrives."""
-    worst = sorted((key for key, share in lost.items() if share > LOST / 2), key=lambda key: -lost[key])
-    return {key: 1 - lost[key] for key in worst[:MAX_SUSPECTS]}
 
 
 def _of_rank(rank: int, pairs: Iterable[Pair], slow: Mapping[int, float]) -> tuple[Pair, ...]:
@@ -324,38 +311,38 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
 
 
 def _confirm_link(
-    suspect: _Suspect, found: Examination, level: float
-) -> Generator[Command, Answers, list[Finding]]:
+    suspect: _Suspect, examination: Examination, level: float
+) -> Generator[ProbeCommand, Answers, list[SlowFinding]]:
     """Pair by pair with nobody else at work, in turns with sound ones."""
     if not suspect.controls:
-        found.notes.append(
-            f"{found.world.words(suspect.ranks)}: no sound peers to compare it with ({suspect.kind})"
+        examination.notes.append(
+            f"{examination.world.words(suspect.ranks)}: no sound peers to compare it with ({suspect.kind})"
         )
         return []
     turns = zip(itertools.cycle(suspect.pairs), itertools.cycle(suspect.controls), strict=False)
-    rounds: list[Round] = [(pair,) for turn in itertools.islice(turns, suspect.reps) for pair in turn]
-    answers = yield pairs(rounds, 1, found.pairs[suspect.kind].size_bytes)
-    seconds, lost = zip(*(worse(answers, at, a, b)[0] for at, ((a, b),) in enumerate(rounds)), strict=True)
-    return _judge(suspect, seconds[1::2], seconds[::2], level, found.world, (lost[1::2], lost[::2]))
+    rounds: list[PairRound] = [(pair,) for turn in itertools.islice(turns, CONFIRM_REPS) for pair in turn]
+    answers = yield pairs(rounds, 1, examination.pairs[suspect.kind].size_bytes)
+    seconds = [worse(answers, at, a, b)[0] for at, ((a, b),) in enumerate(rounds)]
+    return _judge(suspect, seconds[1::2], seconds[::2], level, examination.world)
 
 
 def _confirm_work(
-    kind: str, ranks: Sequence[int], places: Places, found: Examination, level: float
-) -> Generator[Command, Answers, list[Finding]]:
+    kind: str, ranks: Sequence[int], places: Places, examination: Examination, level: float
+) -> Generator[ProbeCommand, Answers, list[SlowFinding]]:
     """The suspects beside some peers of usual speed, one after another: what else a machine does for a moment slows
     whoever is there. Named is who is slow beside each."""
-    times = found.work_s[kind]
+    times = examination.work_s[kind]
     usual = median(times)
     peers = [rank for rank in range(len(times)) if rank not in ranks and usual / times[rank] >= SUSPECT]
     if ranks and not peers:
-        found.notes.append(f"{found.world.words(ranks)}: no sound peers to compare with ({kind})")
+        examination.notes.append(f"{examination.world.words(ranks)}: no sound peers to compare with ({kind})")
         return []
-    left: dict[int, Finding | None] = dict.fromkeys(ranks)
+    left: dict[int, SlowFinding | None] = dict.fromkeys(ranks)
     for peer in peers[:PEERS]:
         if left:
             answers = yield work(kind, turns_of([*left, peer], places), WORK_CONFIRM_REPS)
         for rank, before in list(left.items()):
-            again = _judge(_Suspect((rank,), kind), answers[peer], answers[rank], level, found.world)
+            again = _judge(_Suspect((rank,), kind), answers[peer], answers[rank], level, examination.world)
             left.pop(rank)
             if again:
                 left[rank] = max((one for one in (before, *again) if one), key=lambda one: one.share)
@@ -367,74 +354,34 @@ def _judge(
     controls: Sequence[float],
     again: Sequence[float],
     level: float,
-    world: World,
-    lost: tuple[Sequence[float], Sequence[float]] = ((0.0,), (0.0,)),
-) -> list[Finding]:
-    """Nothing or one. controls, again: seconds of sound peers and of the suspect; lost: what they lost."""
+    world: ExaminedWorld,
+) -> list[SlowFinding]:
+    """Nothing or one. controls, again: seconds of sound peers and of the suspect."""
     share = 1 / hodges_lehmann_ratio(controls, again).ratio
-    p, p_lost = rank_test(controls, again).p_slower, rank_test(*lost).p_slower
-    is_slow = share <= NAMED and p <= level
-    is_lossy = mean(lost[1]) - mean(lost[0]) >= LOST and p_lost <= level
-    if not (is_slow or is_lossy):
+    p = rank_test(controls, again).p_slower
+    if share > NAMED or p > level:
         return []
     words = world.words(suspect.ranks)
     what = f"the link of {words}" if len(suspect.ranks) > 1 else words
-    worst = min(p for p, named in ((p, is_slow), (p_lost, is_lossy)) if named)
-    again_sent = mean(lost[1]) if is_lossy else 0.0
-    return [Finding(what=what, kind=suspect.kind, ranks=suspect.ranks, share=share, p=worst, lost=again_sent)]
+    return [SlowFinding(what=what, kind=suspect.kind, ranks=suspect.ranks, share=share, p=p)]
 
 
-def _by_host(findings: Sequence[Finding], world: World) -> list[Finding]:
+def _by_host(findings: Sequence[SlowFinding], world: ExaminedWorld) -> list[SlowFinding]:
     """All ranks of a host that are slow in the same are one finding: the host."""
-    made: list[Finding] = []
-    for kind in dict.fromkeys(one.kind for one in findings):
-        mine = [one for one in findings if one.kind == kind]
-        single = {one.ranks[0]: one for one in mine if len(one.ranks) == 1}
-        for host in dict.fromkeys(world.hosts):
-            ranks = tuple(rank for rank, name in enumerate(world.hosts) if name == host)
-            if set(ranks) <= single.keys() and len(set(world.hosts)) > 1:
-                parts = [single.pop(rank) for rank in ranks]
-                made.append(
-                    Finding(
+    merged: list[SlowFinding] = []
+    for kind, of_kind in group_by(findings, lambda one: one.kind).items():
+        single = {one.ranks[0]: one for one in of_kind if len(one.ranks) == 1}
+        for host, on_host in group_by(range(world.size), lambda rank: world.hosts[rank]).items():
+            if set(on_host) <= single.keys() and len(set(world.hosts)) > 1:
+                parts = [single.pop(rank) for rank in on_host]
+                merged.append(
+                    SlowFinding(
                         what=f"host {host}",
                         kind=kind,
-                        ranks=ranks,
+                        ranks=tuple(on_host),
                         share=median(one.share for one in parts),
                         p=max(one.p for one in parts),
-                        lost=median(one.lost for one in parts),
                     )
                 )
-        made += [*single.values(), *(one for one in mine if len(one.ranks) > 1)]
-    return made
-
-
-def _confirm_groups(found: Examination) -> Generator[Command, Answers, None]:
-    """Groups of a mesh dim that are slow though nothing of theirs was named."""
-    named = {rank for one in found.findings for rank in one.ranks}
-    level = LEVEL / 2 / max(1, len(found.dims))
-    for dim, of in found.dims.items():
-        kind = f"all_reduce over {dim}"
-        slow = _below(dict(enumerate(of.times_s)), found.notes, kind)
-        slow = {at: share for at, share in slow.items() if not named & set(of.groups[at])}
-        peers = [at for at in range(len(of.groups)) if at not in slow and not named & set(of.groups[at])]
-        for at in slow:
-            if not peers:
-                break
-            mine: list[float] = []
-            theirs: list[float] = []
-            for _, peer in zip(range(CONFIRM_REPS), itertools.cycle(peers), strict=False):
-                for group, times in ((of.groups[at], mine), (of.groups[peer], theirs)):
-                    answers = yield _collective(dim, [group], 1, of.size_bytes)
-                    times.append(_of_group(answers, group))
-            what = f"the group of ranks {_ranges(of.groups[at])}"
-            slower = _judge(_Suspect(of.groups[at], kind), theirs, mine, level / len(slow), found.world)
-            found.findings += [msgspec.structs.replace(one, what=what) for one in slower]
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> `0-2, 5`."""
-    runs = [
-        [rank for _, rank in run]
-        for _, run in itertools.groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
-    ]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        merged += [*single.values(), *(one for one in of_kind if len(one.ranks) > 1)]
+    return merged

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from dtbench.engine.clock import HostClock
 from dtbench.engine.ranks import LiveWorld
 from dtbench.machine.device import gpus
-from dtbench.machine.provenance import boot_id, segments, usable_cpus
-from dtbench.preflight.examine import COPY, MATMUL, WORK_S, Command
+from dtbench.machine.provenance import boot_id, usable_cpus
+from dtbench.preflight.examine import COPY, MATMUL, WORK_S, ProbeCommand
 
 # An operation is repeated until it takes about `WORK_S`; its size fits into caches of no CPU and fills a GPU.
 MATMUL_N = {"cpu": 512, "cuda": 8192}
@@ -31,9 +31,9 @@ class Probe:
         self._repeats: dict[str, int] = {}
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def do(self, command: Command) -> object:
+    def do(self, command: ProbeCommand) -> object:
         """What this rank measured, in seconds."""
-        kinds: dict[str, Callable[[Command], object]] = {
+        kinds: dict[str, Callable[[ProbeCommand], object]] = {
             "pairs": self._pairs,
             "all_reduce": self._all_reduce,
             "work": self._work,
@@ -51,42 +51,28 @@ class Probe:
         if self._device.type == "cuda":
             gpus().synchronize()
 
-    def _place(self, _command: Command) -> tuple[str | None, list[int], int]:
+    def _place(self, _command: ProbeCommand) -> tuple[str | None, list[int], int]:
         """This rank's kernel, the CPUs it may use (none where it works on a GPU) and its threads."""
         cpus = usable_cpus() if self._device.type == "cpu" else []
         return boot_id(), cpus, torch.get_num_threads()
 
     # ------------------------------------------------------------------------------------- links
 
-    def _pairs(self, command: Command) -> list[list[tuple[float, float]] | None]:
-        """Per round the time of each exchange of this rank and its share of segments sent again; None without one."""
+    def _pairs(self, command: ProbeCommand) -> list[list[float] | None]:
+        """Per round the time of each exchange of this rank; None without one."""
         partners = [self._partner(one) for one in command["rounds"]]
-        times: list[list[tuple[float, float]] | None] = [
-            None if partner is None else [] for partner in partners
-        ]
+        times: list[list[float] | None] = [None if partner is None else [] for partner in partners]
         for rep in range(-1, command["reps"]):  # of those who have not met the first exchange is not counted
             for at, partner in enumerate(partners):
-                if rep < 0 and all(self._pair(pair) in self._met for pair in command["rounds"][at]):
+                pairs = {(a, b) for a, b in command["rounds"][at]}
+                if rep < 0 and pairs <= self._met:
                     continue
-                before = segments()
                 seconds = self._timed(partial(self._exchange, partner, command["bytes"]))
-                if partner is not None:
-                    self._partner_is_done(partner)
-                sent, again = (now - then for now, then in zip(segments(), before, strict=True))
                 if rep < 0:
-                    self._met |= {self._pair(pair) for pair in command["rounds"][at]}
+                    self._met |= pairs
                 elif (mine := times[at]) is not None:
-                    mine.append((seconds, again / max(sent, 1)))
+                    mine.append(seconds)
         return times
-
-    def _partner_is_done(self, partner: int) -> None:
-        """What the partner has received is not sent again."""
-        sent, received = (torch.zeros(1, dtype=torch.uint8, device=self._device) for _ in range(2))
-        self._swap(partner, sent, received)
-
-    @staticmethod
-    def _pair(ranks: Sequence[int]) -> tuple[int, int]:
-        return ranks[0], ranks[1]
 
     def _partner(self, pairs: Sequence[Sequence[int]]) -> int | None:
         for a, b in pairs:
@@ -98,19 +84,17 @@ class Probe:
         """So many bytes each way."""
         if partner is None:
             return
-        self._swap(partner, self._buffer("sent", size_bytes), self._buffer("received", size_bytes))
-
-    @staticmethod
-    def _swap(partner: int, sent: torch.Tensor, received: torch.Tensor) -> None:
+        sent, received = self._buffer("sent", size_bytes), self._buffer("received", size_bytes)
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
         )
         for work in works:
             work.wait()
 
-    def _all_reduce(self, command: Command) -> list[float]:
+    def _all_reduce(self, command: ProbeCommand) -> list[float]:
         """Times of this rank's group; empty where it has no part."""
-        group = self._group(command["dim"])
+        mesh, dim = self._world.mesh, command["dim"]
+        group = mesh.get_group(dim) if dim in (mesh.mesh_dim_names or ()) else None
         takes_part = self._world.rank in command["ranks"]
         data = self._buffer("sent", command["bytes"]).view(torch.float32)
         data.zero_()
@@ -123,20 +107,16 @@ class Probe:
         times = [self._timed(act) for _ in range(command["reps"])]
         return times if takes_part else []
 
-    def _group(self, dim: str) -> dist.ProcessGroup | None:
-        mesh = self._world.mesh
-        return None if dim not in (mesh.mesh_dim_names or ()) else mesh.get_group(dim)
-
     def _buffer(self, name: str, size_bytes: int) -> torch.Tensor:
         """The first so many bytes of a buffer that grows."""
-        there = self._buffers.get(name)
-        if there is None or there.numel() < size_bytes:
-            there = self._buffers[name] = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
-        return there[:size_bytes]
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size_bytes:
+            buffer = self._buffers[name] = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
+        return buffer[:size_bytes]
 
     # -------------------------------------------------------------------------------------- work
 
-    def _work(self, command: Command) -> list[float]:
+    def _work(self, command: ProbeCommand) -> list[float]:
         """Times of equal pieces of work; empty where this rank has no part."""
         act = {MATMUL: self._matmul, COPY: self._copy}[command["kind"]]
         if command["kind"] not in self._repeats:

@@ -6,8 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import NoReturn
 
+import msgspec
+
+from dtbench.cost.price import estimate
 from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.launch import start_ranks
 from dtbench.engine.options import RunRequest
@@ -16,11 +20,18 @@ from dtbench.engine.progress import said_if_slow, say
 from dtbench.engine.rank import LaunchedRank, quiet_torch
 from dtbench.engine.ranks import backend_of
 from dtbench.machine.device import choose_device, count_ranks
-from dtbench.preflight.examine import LEVEL, NAMED, Command, Examination, Examining, World, examine
-from dtbench.preflight.expected import Expected, compare_with, read_expected
-from dtbench.preflight.show import write_all
-from dtbench.records.atomic import refuse_taken
-from dtbench.records.preflight import Link, Preflight
+from dtbench.preflight.examine import (
+    LEVEL,
+    NAMED,
+    Examination,
+    ExaminedWorld,
+    Examining,
+    ProbeCommand,
+    SlowFinding,
+    examine,
+)
+from dtbench.preflight.show import LinkRate, Preflight, print_all
+from dtbench.records.topology import Topology, read_topology
 from dtbench.suite.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -29,28 +40,31 @@ from dtbench.suite.errors import (
     complain,
 )
 from dtbench.suite.mesh import Mesh
+from dtbench.text.terminal import print_json
 from dtbench.text.units import plural
+
+# Of the speed that a topology has. Days and jobs differ by more than peers of one minute do.
+SLOWER_THAN_EXPECTED = 0.80
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked for. outputs: files, by their endings a page, JSON or JUnit."""
+class PreflightRequest:
+    """What is asked for. expect: a topology."""
 
     options: RunRequest
-    outputs: tuple[Path, ...] = ()
     expect: Path | None = None
     as_json: bool = False
     argv: Sequence[str] = field(default=(), repr=False)
 
 
-def preflight(request: Request) -> int:
+def preflight(request: PreflightRequest) -> int:
     """Examines the world, or starts one here; the exit code: 1 where something is named.
 
     Raises:
         UsageError: a world of one rank, or options that cannot be followed.
     """
     quiet_torch()
-    expected = None if request.expect is None else read_expected(request.expect)
+    expected = None if request.expect is None else read_topology(request.expect)
     place = find_place()
     if place is not None:
         Coordinator(request, place, expected).go()
@@ -60,8 +74,6 @@ def preflight(request: Request) -> int:
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
     request.options.resolve(device_type, nproc)
     _refuse_one(nproc)
-    for path in request.outputs:
-        refuse_taken(path)
     tell(f"starting {plural(nproc, 'process')}, which load torch and meet")
     note = start_ranks(request.argv, nproc, 0, Path(), _report)
     return EXIT_INTERRUPTED if note.code is None else note.code
@@ -81,7 +93,7 @@ def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
 class Coordinator:
     """This rank's part; on rank 0 it also asks for what is measured, and concludes. `go` never returns."""
 
-    def __init__(self, request: Request, place: RankPlace, expected: Expected | None) -> None:
+    def __init__(self, request: PreflightRequest, place: RankPlace, expected: Topology | None) -> None:
         self._request = request
         self._expected = expected
         self._rank = LaunchedRank(place, _report)
@@ -96,9 +108,9 @@ class Coordinator:
             rank.now.name = "the first round"
             began = time.monotonic()
             with rank.limit(options.timeout_s):
-                found = self._examine(plan.mesh, options.timeout_s)
+                examination = self._examine(plan.mesh, options.timeout_s)
             seconds = time.monotonic() - began
-            rank.conclude(lambda: self.conclude(found, seconds))
+            rank.conclude(lambda: self.conclude(examination, seconds))
         rank.exit()
 
     def _examine(self, mesh: Mesh, timeout_s: float) -> Examination:
@@ -106,15 +118,15 @@ class Coordinator:
         from dtbench.preflight.part import Probe
 
         rank, ranks = self._rank, self._rank.ranks
-        asked_of = World(names_of(rank.infos), mesh)
-        found, examining = Examination(asked_of), self.examining(asked_of)
+        examined = ExaminedWorld(names_of(rank.infos), mesh)
+        examination, examining = Examination(examined), self.examining(examined)
 
-        def next_command(votes: Sequence[object]) -> Command | None:
-            nonlocal found
+        def next_command(votes: Sequence[object]) -> ProbeCommand | None:
+            nonlocal examination
             try:
                 return examining.send(None if votes[0] is None else votes)  # type: ignore[arg-type]
             except StopIteration as end:
-                found = end.value
+                examination = end.value
                 return None
 
         with rank.process_group(mesh, timeout_s) as (world, barrier):
@@ -124,39 +136,58 @@ class Coordinator:
                 rank.now.name = str(command.get("kind") or command.get("dim") or command["do"])
                 rank.now.step += 1
                 answer = probe.do(command)
-        return found
+        return examination
 
-    def examining(self, world: World) -> Examining:
+    def examining(self, world: ExaminedWorld) -> Examining:
         """What rank 0 asks for."""
         return examine(world)
 
-    def conclude(self, found: Examination, seconds: float) -> int:
-        """On rank 0: compares and writes what was found. The exit code."""
-        device_type = str(self._rank.device).partition(":")[0]
+    def conclude(self, examination: Examination, seconds: float) -> int:
+        """On rank 0: compares and prints what was found. The exit code."""
         if self._expected is not None:
-            compare_with(self._expected, found, device_type)
-        file = file_of(found, seconds, device_type)
-        write_all(file, self._request.outputs, self._request.as_json)
+            compare_with(self._expected, examination)
+        file = file_of(examination, seconds, str(self._rank.device).partition(":")[0])
+        if self._request.as_json:
+            print_json(msgspec.to_builtins(file))
+        else:
+            print_all(file)
         return EXIT_REGRESSION if file.findings else EXIT_OK
 
 
-def file_of(found: Examination, seconds: float, device: str) -> Preflight:
+def compare_with(expected: Topology, examination: Examination) -> None:
+    """Adds the mesh dims that are slower than the topology has them, beyond the upper end of its interval: where all
+    ranks are slow, none has a faster peer."""
+    dims = {dim.name: dim for dim in expected.dims}
+    if not dims.keys() & examination.dims.keys():
+        examination.notes.append("--expect holds no mesh dim that was measured here")
+    for name in dims.keys() & examination.dims.keys():
+        times = examination.dims[name]
+        price = estimate(dims[name], "all_reduce", len(times.groups[0]), times.size_bytes)
+        share = price.high_us * 1e-6 / median(times.times_s)
+        if share < SLOWER_THAN_EXPECTED:
+            what, ranks = f"mesh dim {name} against what is expected", tuple(range(examination.world.size))
+            examination.findings.append(
+                SlowFinding(what=what, kind=f"all_reduce over {name}", ranks=ranks, share=share, p=0.0)
+            )
+
+
+def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
     """An examination as its file holds it."""
     return Preflight(
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         seconds=seconds,
         device=device,
-        hosts=found.world.hosts,
-        mesh=found.world.mesh,
+        hosts=examination.world.hosts,
+        mesh=examination.world.mesh,
         links=tuple(
-            Link(kind=kind, ranks=pair, rate=of.rate(pair), lost=of.lost(pair))
-            for kind, of in found.pairs.items()
+            LinkRate(kind=kind, ranks=pair, rate=of.rate(pair))
+            for kind, of in examination.pairs.items()
             for pair in sorted(of.exchanges)
         ),
-        dims=tuple(found.dims.values()),
-        work_s={kind: tuple(times) for kind, times in found.work_s.items()},
-        findings=tuple(found.findings),
-        notes=tuple(found.notes),
+        dims=tuple(examination.dims.values()),
+        work_s={kind: tuple(times) for kind, times in examination.work_s.items()},
+        findings=tuple(examination.findings),
+        notes=tuple(examination.notes),
         named=NAMED,
         level=LEVEL,
     )
@@ -165,10 +196,10 @@ def file_of(found: Examination, seconds: float, device: str) -> Preflight:
 def names_of(infos: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
     """By rank the name of its host; hosts of one name are told apart by their kernels."""
     keys = [(str(info["host"]), info["boot_id"]) for info in infos]
-    known: dict[str, list[object]] = {}
+    kernels: dict[str, list[object]] = {}
     for name, kernel in keys:
-        if kernel not in known.setdefault(name, []):
-            known[name].append(kernel)
+        if kernel not in kernels.setdefault(name, []):
+            kernels[name].append(kernel)
     return tuple(
-        name if len(known[name]) == 1 else f"{name}#{known[name].index(kernel)}" for name, kernel in keys
+        name if len(kernels[name]) == 1 else f"{name}#{kernels[name].index(kernel)}" for name, kernel in keys
     )

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from dtbench.suite.grouping import group_by
 
 Pair = tuple[int, int]
-Round = tuple[Pair, ...]
+PairRound = tuple[Pair, ...]
 
 INSIDE, BETWEEN = "inside hosts", "between hosts"
 # Up to so many everybody meets everybody; beyond, twice the logarithm of their number meets.
 ALL_PAIRS_UP_TO = 16
 
 
-def rounds_of(hosts: Sequence[str]) -> dict[str, list[Round]]:
+def rounds_of(hosts: Sequence[str]) -> dict[str, list[PairRound]]:
     """Kind of link -> rounds; in a round no rank is in two pairs.
 
     hosts: by rank. Ranks of one host meet inside it, on all hosts at once; between hosts ranks meet those of the
@@ -31,15 +31,15 @@ def rounds_of(hosts: Sequence[str]) -> dict[str, list[Round]]:
         tuple(pair for a, b in turn for pair in zip(groups[a], groups[b], strict=False))
         for turn in matchings(len(groups))
     ]
-    found = {INSIDE: inside, BETWEEN: between}
-    return {kind: kept for kind, rounds in found.items() if (kept := [one for one in rounds if one])}
+    rounds = {INSIDE: [one for one in inside if one], BETWEEN: [one for one in between if one]}
+    return {kind: several for kind, several in rounds.items() if several}
 
 
 def _among(group: Sequence[int], turn: Iterable[Pair]) -> list[Pair]:
     return [(group[a], group[b]) for a, b in turn if max(a, b) < len(group)]
 
 
-def matchings(n: int) -> list[Round]:
+def matchings(n: int) -> list[PairRound]:
     """Rounds of pairs of 0 .. n - 1: a tournament of all (the circle method), or random ones of a fixed seed."""
     if n <= ALL_PAIRS_UP_TO:
         even = n + n % 2
@@ -51,11 +51,11 @@ def matchings(n: int) -> list[Round]:
             ring = [ring[0], ring[-1], *ring[1:-1]]
         return rounds
     order, drawn = list(range(n)), random.Random(n)
-    found = []
+    rounds = []
     for _ in range(2 * math.ceil(math.log2(n))):
         drawn.shuffle(order)
-        found.append(tuple(_sorted(*order[i : i + 2]) for i in range(0, n - 1, 2)))
-    return found
+        rounds.append(tuple(_sorted(*order[i : i + 2]) for i in range(0, n - 1, 2)))
+    return rounds
 
 
 def _sorted(a: int, b: int) -> Pair:

@@ -1,50 +1,45 @@
-"""What a preflight found: lines for people, JSON, JUnit, a page."""
+"""What a preflight found: as JSON, and in lines for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
+from typing import Literal
 
-import msgspec
+from msgspec import Struct
 
-from dtbench.preflight.rounds import BETWEEN
-from dtbench.records.atomic import write_atomically
-from dtbench.records.preflight import Finding, Preflight
-from dtbench.suite.errors import UsageError, plain
-from dtbench.text.junit import Outcome, Testcase, document
-from dtbench.text.terminal import new_console, print_columns, print_json, print_line
+from dtbench.preflight.examine import DimTimes, SlowFinding
+from dtbench.suite.errors import plain
+from dtbench.text.terminal import new_console, print_columns, print_line
 from dtbench.text.units import bandwidth_unit, format_seconds, format_size, plural
 
-ENDINGS = (".html", ".json", ".xml")
+
+class LinkRate(Struct, frozen=True, kw_only=True):
+    """A pair of ranks. rate: bytes per second each way, both ways at once."""
+
+    kind: str
+    ranks: tuple[int, int]
+    rate: float
 
 
-def check_outputs(paths: Sequence[Path]) -> None:
-    """
-    Raises:
-        UsageError: an ending that says nothing.
-    """
-    for path in paths:
-        if path.suffix not in ENDINGS:
-            raise UsageError(
-                f"-o {path}: expected a name that ends in {', '.join(ENDINGS)} (a page, JSON, JUnit)"
-            )
+class Preflight(Struct, frozen=True, kw_only=True):
+    """hosts: by rank. work_s: kind -> seconds by rank of equal pieces of work. level: chance of naming anything where
+    all are equal; found from a share of `named` on."""
 
-
-def write_all(file: Preflight, paths: Sequence[Path], as_json: bool) -> None:
-    """Prints the verdict and writes the files."""
-    if as_json:
-        print_json(msgspec.to_builtins(file))
-    else:
-        print_all(file)
-    for path in paths:
-        if path.suffix == ".html":
-            from dtbench.reporting.html import Sources, write_report
-
-            write_report(Sources(preflights=(file,)), path)
-        else:
-            text = junit(file) if path.suffix == ".xml" else msgspec.json.encode(file).decode() + "\n"
-            write_atomically(path, text, lambda _: False, "preflight")
+    kind: Literal["preflight"] = "preflight"
+    schema: Literal[1] = 1
+    time: str
+    seconds: float
+    device: str
+    hosts: tuple[str, ...]
+    mesh: tuple[tuple[str, int], ...]
+    links: tuple[LinkRate, ...]
+    dims: tuple[DimTimes, ...]
+    work_s: dict[str, tuple[float, ...]]
+    findings: tuple[SlowFinding, ...]
+    notes: tuple[str, ...]
+    named: float
+    level: float
 
 
 def print_all(file: Preflight) -> None:
@@ -69,19 +64,14 @@ def _rows(file: Preflight) -> Iterator[list[str]]:
         unit = bandwidth_unit(rates)
         cells = [f"{unit.format(rate)} {unit.name}" for rate in reversed(_worst_first(rates))]
         yield [f"links {kind}, each way", *cells, plural(len(rates), "pair")]
-    if lost := [link.lost for link in file.links if link.kind == BETWEEN]:
-        shares = [f"{share:.2%}" for share in _worst_first(lost)]
-        yield ["TCP segments sent again", *shares, plural(len(lost), "pair")]
     for dim in file.dims:
-        of = f"{plural(len(dim.groups), 'group')} at once; one alone {format_seconds(dim.alone_s)}"
         title = f"all_reduce of {format_size(dim.size_bytes)} over {dim.dim}={len(dim.groups[0])}"
-        yield [title, *map(format_seconds, _worst_first(dim.times_s)), of]
+        yield [title, *map(format_seconds, _worst_first(dim.times_s)), plural(len(dim.groups), "group")]
     for kind, by_rank in file.work_s.items():
         yield [kind, *map(format_seconds, _worst_first(by_rank)), plural(len(by_rank), "rank")]
 
 
 def _worst_first(values: Sequence[float]) -> list[float]:
-    """Of times and losses."""
     return [max(values), median(values), min(values)]
 
 
@@ -90,25 +80,4 @@ def sentence(file: Preflight) -> str:
     about = f"{len(file.hosts)} ranks on {plural(len(set(file.hosts)), 'host')}, {file.seconds:.0f} s"
     if not file.findings:
         return f"preflight: healthy ({about}): nothing below {file.named:.0%} of its peers"
-    return f"preflight: slow ({about}): {'; '.join(map(words, file.findings))}"
-
-
-def words(one: Finding) -> str:
-    """`host node-3: 79% of its peers (links between hosts)`."""
-    kind = one.kind if one.kind.startswith(("all_reduce", "matrix", "memory")) else f"links {one.kind}"
-    return f"{plain(one.what)}: {one.how} ({kind})"
-
-
-def junit(file: Preflight) -> str:
-    """A testcase per kind of link, mesh dim and work; one that has findings fails."""
-    kinds = [
-        *dict.fromkeys(link.kind for link in file.links),
-        *(f"all_reduce over {dim.dim}" for dim in file.dims),
-    ]
-    kinds += [*file.work_s, *(one.kind for one in file.findings)]
-    cases = []
-    for kind in dict.fromkeys(kinds):
-        slow = [words(one) for one in file.findings if one.kind == kind]
-        outcome: Outcome = "failure" if slow else "passed"
-        cases.append(Testcase("preflight", kind, outcome, "; ".join(slow), "\n".join(slow)))
-    return document("dtbench preflight", cases, file.seconds)
+    return f"preflight: slow ({about}): {'; '.join(plain(one.words()) for one in file.findings)}"

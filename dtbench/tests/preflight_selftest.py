@@ -12,13 +12,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -37,10 +33,10 @@ from dtbench.preflight.examine import (
     MATMUL,
     PEERS,
     WORK_CONFIRM_REPS,
-    Command,
     Examination,
+    ExaminedWorld,
     Examining,
-    World,
+    ProbeCommand,
     examine,
     pairs,
     turns_of,
@@ -48,7 +44,7 @@ from dtbench.preflight.examine import (
     worse,
 )
 from dtbench.preflight.examine import fitting_bytes as fitting
-from dtbench.preflight.preflight import Coordinator, Request
+from dtbench.preflight.preflight import Coordinator, PreflightRequest
 from dtbench.preflight.rounds import rounds_of
 from dtbench.records.atomic import refuse_taken, write_atomically
 from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
@@ -58,21 +54,18 @@ from dtbench.tests import lab as hosts
 HOSTS, RATE = 8, 100_000_000
 SLOW_HOST = 5
 REPS = 16
-TRIALS = {"healthy": 1000}
-FAULT_TRIALS = 200
+TRIALS, FAULT_TRIALS = 1000, 200
 CONFIDENCE = 0.95
 # What is aimed at: of healthy preflights so many may name anything; so many slow links are to be named.
 FALSE, FOUND = 0.005, 0.99
-# A throttled CPU works for half of each so many seconds: the period of the kernel's quotas (cpu.max).
-THROTTLE_S = 0.1
 
 
-def gather_pool(world: World, path: Path, reps: int) -> Examining:
+def gather_pool(world: ExaminedWorld, path: Path, reps: int) -> Examining:
     """Asks the ranks for everything that an examination may ask, `reps` times; writes it as JSON."""
     pool: dict[str, Any] = {"hosts": world.hosts, "mesh": world.mesh, "pairs": {}, "work": {}, "dims": {}}
     for kind, rounds in rounds_of(world.hosts).items():
         first = yield pairs(rounds[:1], 2, FIRST_BYTES)
-        size = fitting(FIRST_BYTES, median(min(first[a][0])[0] for a, _ in rounds[0]))
+        size = fitting(FIRST_BYTES, median(min(first[a][0]) for a, _ in rounds[0]))
         together = yield pairs(rounds, reps, size)
         all_pairs = [pair for one in rounds for pair in one]
         alone = yield pairs([(pair,) for pair in all_pairs], reps // 2, size)
@@ -104,13 +97,13 @@ class Gathering(Coordinator):
     def __init__(self, path: Path) -> None:
         place = find_place()
         assert place is not None
-        super().__init__(Request(RunRequest(device="cpu", timeout_s=600.0)), place, None)
+        super().__init__(PreflightRequest(RunRequest(device="cpu", timeout_s=600.0)), place, None)
         self._path = path
 
-    def examining(self, world: World) -> Examining:
+    def examining(self, world: ExaminedWorld) -> Examining:
         return gather_pool(world, self._path, REPS)
 
-    def conclude(self, found: Examination, seconds: float) -> int:
+    def conclude(self, examination: Examination, seconds: float) -> int:
         return EXIT_OK
 
 
@@ -125,10 +118,10 @@ class Pool:
         self._random = random.Random(seed)
         self._left: dict[str, list[Any]] = {}
         self._passes: Counter[str] = Counter()
-        self.world = World(tuple(pool["hosts"]), tuple((name, size) for name, size in pool["mesh"]))
+        self.world = ExaminedWorld(tuple(pool["hosts"]), tuple((name, size) for name, size in pool["mesh"]))
         self._of_pair = {pair: kind for kind, of in pool["pairs"].items() for pair in of["screen"]}
 
-    def answer(self, command: Command) -> list[Any]:
+    def answer(self, command: ProbeCommand) -> list[Any]:
         """What each rank would have measured."""
         if command["do"] == "place":
             return list(self._pool["places"])
@@ -140,7 +133,7 @@ class Pool:
             self._left[key] = self._random.sample(list(times), len(times))
         return [self._left[key].pop() for _ in range(count)]
 
-    def _pairs(self, command: Command) -> list[Any]:
+    def _pairs(self, command: ProbeCommand) -> list[Any]:
         answers: list[list[Any]] = [[None] * len(command["rounds"]) for _ in self.world.hosts]
         for at, one in enumerate(command["rounds"]):
             how = "alone" if len(one) == 1 and command["reps"] == 1 else "screen"
@@ -151,7 +144,7 @@ class Pool:
                 )
         return answers
 
-    def _work(self, command: Command) -> list[Any]:
+    def _work(self, command: ProbeCommand) -> list[Any]:
         kind, reps = command["kind"], command["reps"]
         ranks = {rank for turn in command["turns"] for rank in turn}
         of, name = self._pool["work"][kind]["all"], kind
@@ -164,7 +157,7 @@ class Pool:
             for rank, times in enumerate(of)
         ]
 
-    def _all_reduce(self, command: Command) -> list[Any]:
+    def _all_reduce(self, command: ProbeCommand) -> list[Any]:
         dim, ranks = command["dim"], command["ranks"]
         return [
             self._draw(f"{dim} {rank}", of, command["reps"]) if rank in ranks else []
@@ -181,8 +174,8 @@ def trial(pool: Mapping[str, Any], seed: int) -> Examination:
         try:
             command = examining.send(drawn.answer(command))
         except StopIteration as end:
-            found: Examination = end.value
-            return found
+            examination: Examination = end.value
+            return examination
 
 
 @dataclass
@@ -212,64 +205,8 @@ def judge(pools: Sequence[Mapping[str, Any]], trials: int, slow: int | None) -> 
 
 # -------------------------------------------------------------------------------------------- the lab
 
-
-@contextmanager
-def _throttled(lab: hosts.Lab, host: int) -> Iterator[None]:
-    """Stops the processes of a host for half of the time."""
-    over = threading.Event()
-
-    def stop_and_go() -> None:
-        pids: list[int] = []
-        looked = 0.0
-        while not over.is_set():
-            if time.monotonic() - looked > 1:
-                pids, looked = hosts.pids_in(lab.namespaces[host]), time.monotonic()
-            for number in (signal.SIGSTOP, signal.SIGCONT):
-                for pid in pids:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, number)
-                over.wait(THROTTLE_S / 2)
-
-    thread = threading.Thread(target=stop_and_go, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _drop(lab: hosts.Lab, host: int, share: float) -> None:
-    """Loses this share of the packets that reach one host, drawn by chance."""
-    inside = ("ip", "netns", "exec", lab.namespaces[host], "nft", "add")
-    hosts.run_tool(*inside, "table", "ip", "dtlab")
-    hosts.run_tool(*inside, "chain", "ip", "dtlab", "input", "{ type filter hook input priority 0 ; }")
-    rule = ("numgen", "random", "mod", "1000", "<", str(round(1000 * share)), "drop")
-    hosts.run_tool(*inside, "rule", "ip", "dtlab", "input", *rule)
-
-
-@contextmanager
-def _as_it_is(_lab: hosts.Lab, _host: int) -> Iterator[None]:
-    yield
-
-
-@dataclass(frozen=True)
-class State:
-    """What is done to the slow host before and while the ranks are at work, and how many launches gather."""
-
-    name: str
-    prepare: Callable[[hosts.Lab, int], None] = lambda _lab, _host: None
-    meanwhile: Callable[[hosts.Lab, int], Any] = _as_it_is
-    launches: int = 2
-
-
-STATES = (
-    State("healthy", launches=3),
-    State("link at 80 %", lambda lab, host: hosts.shape(lab, host, RATE * 8 // 10)),
-    State("link at 50 %", lambda lab, host: hosts.shape(lab, host, RATE // 2)),
-    State("link that loses 2 % of its packets", lambda lab, host: _drop(lab, host, 0.02), launches=1),
-    State("CPU that works half of the time", meanwhile=_throttled, launches=1),
-)
+# Share of the usual rate that the link of the slow host is left -> launches that gather.
+STATES = {1.0: 3, 0.8: 2, 0.5: 2}
 
 
 def selftest(output: Path) -> int:
@@ -281,23 +218,25 @@ def selftest(output: Path) -> int:
     refuse_taken(output)
     hosts.require_abilities()
     rows, reached = [], True
-    for state in STATES:
-        try:
-            pools = [_gather(state) for _ in range(state.launches)]
-        except UsageError as error:
-            click.echo(f"{state.name}: not tried, {error}")
-            rows.append({"state": state.name, "not_tried": str(error)})
-            continue
-        slow = None if state.name == "healthy" else SLOW_HOST
-        tally = judge(pools, TRIALS.get(state.name, FAULT_TRIALS), slow)
-        row = {"state": state.name, "launches": state.launches, **vars(tally)}
+    for share, launches in STATES.items():
+        pools = [_gather(share) for _ in range(launches)]
+        slow = None if share == 1 else SLOW_HOST
+        tally = judge(pools, TRIALS if slow is None else FAULT_TRIALS, slow)
+        name = "healthy" if slow is None else f"link at {share:.0%}"
+        row = {"state": name, "launches": launches, **vars(tally)}
         rows.append(row | {"interval": _interval(tally.wrong if slow is None else tally.found, tally.trials)})
-        click.echo(_line(state.name, tally, slow))
+        click.echo(_line(name, tally, slow))
         reached &= tally.wrong <= FALSE * tally.trials and (
             slow is None or tally.found >= FOUND * tally.trials
         )
-    said = {"kind": "preflight-selftest", "schema": 1, "hosts": HOSTS, "rate_bit_per_s": RATE, "states": rows}
-    write_atomically(output, json.dumps(said, indent=1) + "\n", lambda _: False, "result of the self-test")
+    content = {
+        "kind": "preflight-selftest",
+        "schema": 1,
+        "hosts": HOSTS,
+        "rate_bit_per_s": RATE,
+        "states": rows,
+    }
+    write_atomically(output, json.dumps(content, indent=1) + "\n", lambda _: False, "result of the self-test")
     return EXIT_OK if reached else EXIT_INCONCLUSIVE
 
 
@@ -313,20 +252,18 @@ def _line(name: str, tally: Tally, slow: int | None) -> str:
 def _interval(count: int, of: int) -> tuple[float, float]:
     from scipy.stats import binomtest
 
-    found = binomtest(count, of).proportion_ci(CONFIDENCE, method="exact")
-    return round(float(found.low), 5), round(float(found.high), 5)
+    interval = binomtest(count, of).proportion_ci(CONFIDENCE, method="exact")
+    return round(float(interval.low), 5), round(float(interval.high), 5)
 
 
-def _gather(state: State) -> dict[str, Any]:
+def _gather(share: float) -> dict[str, Any]:
     """One launch of real ranks, one per host."""
-    say(f"gathering: {state.name}")
+    say(f"gathering: the link of host {SLOW_HOST} at {share:.0%}")
     lab = hosts.Lab(f"p{os.getpid() % 100000}", HOSTS, RATE)
     with scratch() as folder, hosts.temporary(lab):
-        state.prepare(lab, SLOW_HOST)
+        hosts.shape(lab, SLOW_HOST, round(RATE * share))
         path = folder / "pool.json"
-        command = [sys.executable, "-P", "-m", __spec__.name, "--gather", str(path)]
-        with state.meanwhile(lab, SLOW_HOST):
-            code = hosts.run(lab, 1, command)
+        code = hosts.run(lab, 1, [sys.executable, "-P", "-m", __spec__.name, "--gather", str(path)])
         if code > 128:  # a signal, which is meant for the self-test
             raise KeyboardInterrupt
         if code or not path.exists():

@@ -33,9 +33,7 @@ from dtbench.cost.plan.models import find_model
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
 from dtbench.importers.import_logs import parse
-from dtbench.preflight.expected import read_expected
 from dtbench.records.history import read_history
-from dtbench.records.preflight import DimTimes, Finding, Link, Preflight
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
 from dtbench.reporting.html.sources import gather
@@ -113,20 +111,6 @@ def named(suffix: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return lambda path: read(path.replace(path.with_suffix(suffix)))
 
 
-PREFLIGHT = Preflight(
-    time="2026-01-02T03:04:05+00:00",
-    seconds=3.5,
-    device="cpu",
-    hosts=("a", "a", "b", "b"),
-    mesh=(("dp", 2), ("tp", 2)),
-    links=(Link(kind="between hosts", ranks=(0, 2), rate=1e9, lost=0.01),),
-    dims=(DimTimes(dim="dp", groups=((0, 2), (1, 3)), size_bytes=4096, times_s=(0.1, 0.2), alone_s=0.1),),
-    work_s={"matmul": (0.1, 0.1, 0.1, 0.2)},
-    findings=(Finding(what="rank 3", kind="matmul", ranks=(3,), share=0.5, p=0.001),),
-    notes=("made up",),
-    named=0.8,
-    level=0.01,
-)
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -148,8 +132,6 @@ READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "packed trace": (lambda: gzip.compress(trace()), profile),
     "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
     "resumed run": (run_file, resumed),
-    "preflight": (lambda: msgspec.json.encode(PREFLIGHT), report_of),
-    "what is expected of a preflight": (lambda: msgspec.json.encode(PREFLIGHT), read_expected),
     "measured steps": (
         committed("reference/step-times/a100-64-gpus.csv"),
         lambda path: read_steps(read_table(path), find_machine("a100-8x")),
@@ -244,17 +226,6 @@ def test_a_thread_id_that_is_no_number_is_of_no_lane() -> None:
     event = {"ph": "X", "pid": 0, "ts": 1, "dur": 2}
     found = spans_of({"traceEvents": [window, {**event, "tid": {}}, {**event, "tid": 1}]})
     assert [(span.lane, span.start_us) for span in found["a"]] == [("whole", 0), ("communication", 1)]
-
-
-def test_a_preflight_of_more_times_than_ranks_or_groups_says_so(tmp_path: Path) -> None:
-    for field, value, says in (
-        ("hosts", PREFLIGHT.hosts[:-1], "work_s has 4 times of 3 ranks"),
-        ("dims", [{**msgspec.to_builtins(PREFLIGHT.dims[0]), "times_s": [0.1]}], "1 times for 2 groups"),
-    ):
-        path = tmp_path / "preflight.json"
-        path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(PREFLIGHT), field: value}))
-        with pytest.raises(DtbenchError, match=says):
-            report_of(path)
 
 
 def test_a_mesh_of_more_ranks_than_there_are_is_refused(dtbench: Cli, tmp_path: Path) -> None:

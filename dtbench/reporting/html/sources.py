@@ -15,7 +15,6 @@ import msgspec
 from dtbench.cost.calibration import setup_of
 from dtbench.records.gate import Gate
 from dtbench.records.history import HistoryLine, read_history
-from dtbench.records.preflight import Preflight
 from dtbench.records.profile import Call, Calls, Ranks, Section
 from dtbench.records.read import BadFieldError, into, opened, read_json, shown
 from dtbench.records.run import read_run
@@ -29,7 +28,7 @@ from dtbench.text.units import plural
 MAX_JSON_BYTES = 64 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
-KINDS = "a run, a topology, a result of gate, preflight or profile, or a history"
+KINDS = "a run, a topology, a result of gate or profile, or a history"
 
 
 # What has the `kind` in a JSON file: the field of `Sources`, the struct, and whose output it is.
@@ -37,7 +36,6 @@ _JSON: Mapping[str, tuple[str, type[msgspec.Struct], str]] = {
     "gate": ("gate", Gate, "result of `dtbench gate`"),
     "profile of calls": ("calls", Calls, "table of `dtbench profile`"),
     "profile of ranks": ("ranks", Ranks, "table of `dtbench profile`"),
-    "preflight": ("preflights", Preflight, "result of `dtbench preflight --json`"),
 }
 
 
@@ -68,7 +66,6 @@ class Sources:
     ranks: tuple[Section, ...] = ()
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
-    preflights: tuple[Preflight, ...] = ()
     notes: tuple[str, ...] = ()
     peaks: Mapping[str, float] = field(default_factory=dict)
 

@@ -70,7 +70,7 @@ def fill(section: Section, of: Material) -> None:
 
 
 def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
-    """How much faster the bucketer is than a call for each tensor, in buckets of the largest size; and the size to choose."""
+    """How much faster buckets of the largest size are than a call for each tensor, and the size to choose."""
     largest = max(c.number("bucket_bytes") for c in cases)
     both = [c.ratio("core", "unbucketed") for c in cases if c.number("bucket_bytes") == largest]
     ratios = [ratio for ratio in both if ratio is not None]
