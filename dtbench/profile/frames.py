@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median_high
-from typing import Protocol, TypeVar, cast
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -18,31 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 from dtbench.engine.clock import HostClock
 from dtbench.profile.spans import Overhead, Span
 
-_T = TypeVar("_T")
-
 # torch's names of what it records.
 PYTHON, C_CALL, OP = "PyCall", "PyCCall", "TorchOp"
 _CALIBRATION_CALLS = 100
 _ADDRESS = re.compile(r" of .* object at 0x[0-9a-f]+| at 0x[0-9a-f]+")
+_BUILT_IN = re.compile(r"<?built-in (function|method) ")
 _PLACE = re.compile(r"^(?P<file>[^()]*?)\((?P<line>\d+)\): (?P<name>.*)$", re.DOTALL)
-
-
-class _Event(Protocol):
-    """As torch records it; typed: its kind first. It has no types of its own."""
-
-    name: str
-    typed: Sequence[object]
-    children: Sequence[_Event]
-    start_time_ns: int
-    end_time_ns: int
-
-
-class _Tree(Protocol):
-    def experimental_event_tree(self) -> Sequence[_Event]: ...
-
-
-class _Kineto(Protocol):
-    kineto_results: _Tree
 
 
 def profiled_call(run: Callable[[], object]) -> object:
@@ -64,53 +46,45 @@ def recorded_calls(
             else:
                 profiled_call(run)
 
-    return _recorded(call_them, profiled_call.__name__)[1]
+    return _recorded(call_them, profiled_call.__name__)
 
 
-def _recorded(work: Callable[[], _T], name: str) -> tuple[_T, list[Span]]:
-    """(what the work gives, the trees below every call of the function of that name, in the order of time)."""
+def _recorded(work: Callable[[], object], name: str) -> list[Span]:
+    """The trees below every call of the function of that name, in the order of time."""
     with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
-        result = work()
-    kineto = cast(_Kineto, profiler.profiler)
-    stack = list(kineto.kineto_results.experimental_event_tree())
-    found: list[Span] = []
+        work()
+    results: Any = profiler.profiler  # torch gives its events no types
+    stack = list(results.kineto_results.experimental_event_tree())
+    calls: list[Span] = []
     while stack:
         event = stack.pop()
         if _kind(event) == PYTHON and event.name.endswith(f": {name}"):
-            found.append(_span(event, event.end_time_ns))
+            calls.append(_span(event, event.end_time_ns))
         else:
             stack += event.children
-    return result, sorted(found, key=lambda span: span.start_ns)
+    return sorted(calls, key=lambda span: span.start_ns)
 
 
-def _kind(event: _Event) -> str:
+def _kind(event: Any) -> str:
     return str(event.typed[0]).rpartition(".")[2]
 
 
-def _span(event: _Event, until_ns: float) -> Span:
+def _span(event: Any, until_ns: float) -> Span:
     """The event and all below it. torch leaves an end out where the recording ended first."""
     end_ns = min(max(event.end_time_ns, event.start_time_ns), until_ns)
     below = sorted(event.children, key=lambda child: child.start_time_ns)
-    return Span(
-        event.name, _kind(event), event.start_time_ns, end_ns, [_span(child, end_ns) for child in below]
-    )
+    children = [_span(child, end_ns) for child in below]
+    return Span(event.name, _kind(event), event.start_time_ns, end_ns, children)
 
 
 def short_name(name: str) -> str:
     """`/usr/lib/torch/distributed/tensor/_dispatch.py(759): wrap` -> `_dispatch.py: wrap`, and C functions
     without the address of what they belong to."""
-    place = _PLACE.match(name)
-    if place is not None and place["name"] == profiled_call.__name__:
-        return "one call"
-    if place is not None:
-        return f"{place['file'].rpartition('/')[2]}: {place['name']}"
-    if name.startswith("<built-in"):
-        bare = _ADDRESS.sub("", name).strip("<>")
-        return bare.removeprefix("built-in function ").removeprefix("built-in method ") + " (C)"
-    return _ADDRESS.sub("", name)
-
-
-# --------------------------------------------------------------------------------- what recording costs
+    if place := _PLACE.match(name):
+        function = place["name"]
+        return "one call" if function == profiled_call.__name__ else f"{Path(place['file']).name}: {function}"
+    bare = _ADDRESS.sub("", name)
+    return f"{_BUILT_IN.sub('', bare.strip('<>'))} (C)" if _BUILT_IN.match(bare) else bare
 
 
 def _nothing() -> None:
@@ -133,13 +107,14 @@ def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ())
     The time inside a recorded op that is the recording's cannot be told from the op's: it counts as
     outside, since torch reads the clock last before an op and first after it.
     """
-    bare_ns = _loop_ns(call)
-    with_ns, spans = _recorded(lambda: _loop_ns(call), getattr(call, "__name__", ""))
+    loops = [_loop_ns(call)]
+    spans = _recorded(lambda: loops.append(_loop_ns(call)), getattr(call, "__name__", ""))
+    bare_ns, with_ns = loops
     total_ns = max(with_ns - bare_ns - sum(cost.total_ns for cost in below), 0.0)
-    if kind != PYTHON:
+    if kind != PYTHON or not spans:
         return Overhead(0.0, total_ns)
     durations = [span.duration_ns for span in spans]
-    inside_ns = min(max(median_high(durations) - bare_ns, 0.0), total_ns) if durations else 0.0
+    inside_ns = min(max(median_high(durations) - bare_ns, 0.0), total_ns)
     return Overhead(inside_ns, total_ns - inside_ns)
 
 

@@ -1,7 +1,4 @@
-"""What a profile is asked for, and which cases those are: `suite`, `suite/case`, and a text to narrow them by.
-
-Validated as far as that needs no ranks. No torch.
-"""
+"""What a profile is to take apart: the cases of a suite, by name and by a text. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from pathlib import Path
 from dtbench.engine.job import prepare
 from dtbench.engine.launch import OUTPUT
 from dtbench.engine.options import RunOptions, Task, matcher, split_target
-from dtbench.machine.device import choose_device
 from dtbench.suite import DeviceType
 from dtbench.suite.errors import UsageError
 from dtbench.suite.suites import load
@@ -24,33 +20,16 @@ from dtbench.suite.suites import load
 # A profile is read case by case; each takes seconds to measure and some hundred events to draw.
 MOST_CASES = 24
 _SHOWN = 8
-TRACE_NAME, FLAME_NAME = "trace.json.gz", "flame.svg"
-TABLE_NAME, DATA_NAME = "table.txt", "table.json"
 
 
 @dataclass(frozen=True)
-class Request:
-    """`dtbench profile`: options as `dtbench run` has them (its `suites` is the one of the target), the
-    case's name ("": all of the suite), the folder to make, and whether to push NVTX ranges."""
+class ProfileRequest:
+    """`dtbench profile`: options as `dtbench run` has them, the case's name ("": all of the suite), the folder."""
 
     options: RunOptions
     case: str
     folder: Path
-    nvtx: bool = False
     filter_text: str = ""
-
-    def device_type(self) -> DeviceType:
-        """
-        Raises:
-            UsageError: a GPU is asked for where there is none.
-        """
-        device_type = choose_device(self.options.device)
-        if self.nvtx and device_type != "cuda":
-            raise UsageError(
-                "--nvtx marks ranges for NVIDIA's tools, and this profile runs on a CPU: leave --nvtx out, "
-                "or profile where torch finds a GPU"
-            )
-        return device_type
 
     def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
         """The cases to profile, in the order of the suite; the same on every rank.
@@ -64,13 +43,10 @@ class Request:
                     f"{suite.name} times nothing that a profile could take apart: name another suite"
                 )
         # The filter comes after the case's name, so that a message can name the nearest.
-        listed = prepare(self.options, device_type, world_size)
-        return choose(listed.tasks, self.case, self.filter_text)
+        return choose(prepare(self.options, device_type, world_size).tasks, self.case, self.filter_text)
 
 
-def make_request(
-    target: str, filter_text: str, output: Path | None, nvtx: bool, options: RunOptions
-) -> Request:
+def make_request(target: str, filter_text: str, output: Path | None, options: RunOptions) -> ProfileRequest:
     """From the command line. `options` has everything but the suite; without -o the folder is named by
     the time, and ranks take the name that their launcher chose.
 
@@ -80,7 +56,7 @@ def make_request(
     suite, case = split_target(target)
     chosen = dataclasses.replace(options, suites=(suite,), filter="")
     named = os.environ.get(OUTPUT) or time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())
-    return Request(chosen, case, output or Path(named), nvtx, filter_text)
+    return ProfileRequest(chosen, case, output or Path(named), filter_text)
 
 
 def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
@@ -93,35 +69,29 @@ def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
     named = [task for task in tasks if not case or task.case.name == case]
     if not named:
         names = sorted({task.case.name for task in tasks})
-        near = difflib.get_close_matches(case, names, n=5, cutoff=0.5)
-        near += [
-            n for n in names if n not in near and (case.lower() in n.lower() or n.lower() in case.lower())
-        ]
-        hint = f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(names[:_SHOWN])}"
-        raise UsageError(f"{suite} has no case {case!r}: {hint}; `dtbench list {suite}` shows all")
+        near = difflib.get_close_matches(case, names, n=5, cutoff=0.5) or names[:_SHOWN]
+        raise UsageError(
+            f"{suite} has no case {case!r}: the nearest are {', '.join(near)}; `dtbench list {suite}` shows all"
+        )
     matches = matcher(filter_text)
-    found = [task for task in named if matches(task.label)]
-    if not found:
+    chosen = [task for task in named if matches(task.label)]
+    if not chosen:
         raise UsageError(
             f"--filter {filter_text!r} matches none of the {len(named)} cases of {suite}: "
             f"they are such as {_some(named)}"
         )
-    suites = list(dict.fromkeys(task.suite.name for task in found))
-    if len({task.suite.world for task in found}) > 1:
+    if len({task.suite.world for task in chosen}) > 1:
+        suites = dict.fromkeys(task.suite.name for task in chosen)
         raise UsageError(
             f"cases of {' and '.join(suites)} match, of which one needs ranks and one does not: name a case of one"
         )
-    if len(found) > MOST_CASES:
+    if len(chosen) > MOST_CASES:
         raise UsageError(
-            f"{len(found)} cases match, a profile shows at most {MOST_CASES}: name one, as in "
-            f"{suite}/{found[0].case.name}, or narrow them with --filter; they are such as {_some(found)}"
+            f"{len(chosen)} cases match, a profile shows at most {MOST_CASES}: name one, as in "
+            f"{suite}/{chosen[0].case.name}, or narrow them with --filter; they are such as {_some(chosen)}"
         )
-    return found
+    return chosen
 
 
 def _some(tasks: Sequence[Task]) -> str:
-    """One of each name first, so that the choice is seen."""
-    firsts = {task.case.name: task.label for task in reversed(tasks)}
-    labels = list(dict.fromkeys([*sorted(firsts.values()), *(task.label for task in tasks)]))
-    more = f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else ""
-    return "; ".join(labels[:_SHOWN]) + more
+    return "; ".join(list(dict.fromkeys(task.label for task in tasks))[:_SHOWN])

@@ -21,13 +21,13 @@ from dtbench.records.gate import Gate
 from dtbench.records.history import HistoryLine, read_history
 from dtbench.records.plan import PlanFile, StepsFile
 from dtbench.records.preflight import Preflight
-from dtbench.records.profile import Call, Calls, Ranks, Section
+from dtbench.records.profile import Calls, CallStages, RankSection, RanksProfile
 from dtbench.records.read import BadFieldError, decode, into, opened, read_json, shown
 from dtbench.records.run import read_run
 from dtbench.records.topology import Topology, read_topology
 from dtbench.records.verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.reporting.html.changes import Changes, of_gate
-from dtbench.reporting.html.profiles import Span, spans_of
+from dtbench.reporting.html.profiles import RankSpan, spans_of
 from dtbench.suite import Run
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.grouping import group_by
@@ -48,7 +48,7 @@ KINDS = (
 _JSON: Mapping[str, tuple[str, type[msgspec.Struct], str]] = {
     "gate": ("gate", Gate, "result of `dtbench gate`"),
     "profile of calls": ("calls", Calls, "table of `dtbench profile`"),
-    "profile of ranks": ("ranks", Ranks, "table of `dtbench profile`"),
+    "profile of ranks": ("ranks", RanksProfile, "table of `dtbench profile`"),
     "preflight": ("preflights", Preflight, "result of `dtbench preflight --json`"),
     "plan": ("plans", PlanFile, "result of `dtbench plan --json`"),
     "plan validation": ("steps", StepsFile, "result of `dtbench plan --validate`"),
@@ -81,9 +81,9 @@ class Sources:
     topology: Topology | None = None
     gate: Changes | None = None
     regret: Regret | None = None
-    calls: tuple[Call, ...] = ()
-    ranks: tuple[Section, ...] = ()
-    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    calls: tuple[CallStages, ...] = ()
+    ranks: tuple[RankSection, ...] = ()
+    spans: Mapping[str, Sequence[RankSpan]] = field(default_factory=dict)
     verdict_runs: tuple[Run, ...] = ()
     verdict_tables: tuple[Baseline, ...] = ()
     histories: tuple[History, ...] = ()
@@ -165,7 +165,11 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, object]) -> Sour
     if isinstance(found, Gate):
         return _add(sources, path, name, of_gate(found))
     parts = (
-        found.cases if isinstance(found, Calls) else found.sections if isinstance(found, Ranks) else [found]
+        found.cases
+        if isinstance(found, Calls)
+        else found.sections
+        if isinstance(found, RanksProfile)
+        else [found]
     )
     return _add(sources, path, name, *parts)
 
