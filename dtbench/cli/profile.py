@@ -34,7 +34,6 @@ def profile_command(target: str, filter: str, output: Path | None, **given: opti
       dtbench profile tensor_parallel --filter "pass=forward" --nproc 2
     """
     from dtbench.engine.options import RunOptions
-    from dtbench.profile.profile import profile
-    from dtbench.profile.request import make_request
+    from dtbench.profile.profile import make_request, profile
 
     return profile(make_request(target, filter, output, RunOptions(**given)), sys.argv[1:])

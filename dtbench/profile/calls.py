@@ -17,7 +17,7 @@ import msgspec
 
 from dtbench.engine.clock import HostClock
 from dtbench.engine.measure import Subject
-from dtbench.profile import counters, frames
+from dtbench.profile import recorders
 from dtbench.profile.spans import Overhead, Span, quickest
 from dtbench.profile.stages import Breakdown, Pieces, break_down, frame_pieces, named_pieces
 from dtbench.records.profile import CallStages
@@ -117,19 +117,19 @@ class CallRecording:
         calls = min(_FRAME_CALLS, caller.calls)
         of_frames = Recorder(
             "Python and C++ frames",
-            partial(frames.recorded_calls, caller.run, caller.before, caller.warmup // 4, calls),
-            frames.frame_overheads,
+            partial(recorders.recorded_calls, caller.run, caller.before, caller.warmup // 4, calls),
+            recorders.frame_overheads,
             frame_pieces,
-            rename=frames.short_name,
+            rename=recorders.short_name,
         )
         shown = taken_apart(caller, of_frames, self._frame_rounds)
         self.folded[f"{self._label} ({impl})"] = shown.folded
         if impl == "core":
-            recorder = counters.Counters(caller.run, caller.before)
+            core = recorders.Counters(caller.run, caller.before)
             of_counters = Recorder(
                 "the core's counters",
-                partial(recorder.calls, caller.warmup, caller.calls),
-                lambda: {counters.KIND: counters.bracket_overhead()},
+                partial(core.calls, caller.warmup, caller.calls),
+                lambda: {recorders.COUNTER: recorders.bracket_overhead()},
                 named_pieces,
                 ignored=stopwatch.BOOKKEEPING,
             )

@@ -1,23 +1,101 @@
-"""`dtbench profile`: from the options to the folder with tables, frames and trace."""
+"""`dtbench profile`: which cases of which suite, and from these to the folder with tables, frames and trace."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from dtbench.engine.launch import start_ranks
+from dtbench.engine.job import prepare
+from dtbench.engine.launch import OUTPUT, start_ranks
 from dtbench.engine.measure import Subject, measure
-from dtbench.engine.options import Task
+from dtbench.engine.options import RunOptions, Task, matcher, split_target
 from dtbench.engine.place import find_place
 from dtbench.engine.progress import said_if_slow, say
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.machine.device import choose_device, count_ranks
-from dtbench.profile.request import ProfileRequest
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import Calls
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, complain
+from dtbench.suite import DeviceType
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
+from dtbench.suite.suites import load
 from dtbench.text.units import plural
+
+# A profile is read case by case; each takes seconds to measure and some hundred events to draw.
+MOST_CASES = 24
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """`dtbench profile`: options as `dtbench run` has them, the case's name ("": all of the suite), the folder."""
+
+    options: RunOptions
+    case: str
+    folder: Path
+    filter_text: str = ""
+
+    def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
+        """The cases to profile, in the order of the suite; the same on every rank.
+
+        Raises:
+            UsageError: no such suite or case, or too many.
+        """
+        for suite in load(self.options.suites):
+            if suite.world == "own":
+                raise UsageError(
+                    f"{suite.name} times nothing that a profile could take apart: name another suite"
+                )
+        # The filter comes after the case's name, so that a message can name the nearest.
+        return choose(prepare(self.options, device_type, world_size).tasks, self.case, self.filter_text)
+
+
+def make_request(target: str, filter_text: str, output: Path | None, options: RunOptions) -> ProfileRequest:
+    """From the command line. `options` has everything but the suite; without -o the folder is named by
+    the time, and ranks take the name that their launcher chose.
+
+    Raises:
+        UsageError: a target that is none.
+    """
+    suite, case = split_target(target)
+    chosen = dataclasses.replace(options, suites=(suite,), filter="")
+    named = os.environ.get(OUTPUT) or time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())
+    return ProfileRequest(chosen, case, output or Path(named), filter_text)
+
+
+def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
+    """The tasks of that case (all where it is ""), of those that the text matches.
+
+    Raises:
+        UsageError: none, with the names that come nearest; or more than a profile can show.
+    """
+    suite, matches = tasks[0].suite.name, matcher(filter_text)
+    named = [task for task in tasks if not case or task.case.name == case]
+    chosen = [task for task in named if matches(task.label)]
+    labels = "; ".join([task.label for task in chosen or named][:_SHOWN])
+    if not named:
+        names = sorted({task.case.name for task in tasks})
+        near = difflib.get_close_matches(case, names, cutoff=0.5) or names[:_SHOWN]
+        raise UsageError(
+            f"{suite} has no case {case!r}: the nearest are {', '.join(near)}; `dtbench list {suite}` shows all"
+        )
+    if not chosen:
+        raise UsageError(
+            f"--filter {filter_text!r} matches none of the {len(named)} cases of {suite}: they are such as {labels}"
+        )
+    if len({task.suite.world for task in chosen}) > 1:
+        raise UsageError(f"of these cases some need ranks and some do not, name some of one kind: {labels}")
+    if len(chosen) > MOST_CASES:
+        raise UsageError(
+            f"{len(chosen)} cases match, a profile shows at most {MOST_CASES}: name one, as in "
+            f"{suite}/{chosen[0].case.name}, or narrow them with --filter; they are such as {labels}"
+        )
+    return chosen
 
 
 def profile(request: ProfileRequest, argv: Sequence[str]) -> int:
@@ -43,12 +121,11 @@ def profile(request: ProfileRequest, argv: Sequence[str]) -> int:
     return EXIT_INTERRUPTED if note.code is None else note.code
 
 
-def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: str) -> int:
+def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: DeviceType) -> int:
     """Cases of simulated ranks, in this process."""
     from dtbench.engine.ranks import device_of, simulated_world
     from dtbench.profile import calls
-    from dtbench.profile.speedscope import speedscope
-    from dtbench.profile.text import SPEEDSCOPE, stage_tables, write_profile
+    from dtbench.profile.text import SPEEDSCOPE, speedscope, stage_tables, write_profile
 
     say(
         f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"

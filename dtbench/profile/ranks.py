@@ -21,7 +21,7 @@ from dtbench.engine.scratch import scratch
 from dtbench.machine.device import choose_device, gpus, is_gpu
 from dtbench.profile import sections, trace
 from dtbench.profile.gpu import Sampler
-from dtbench.profile.request import ProfileRequest
+from dtbench.profile.profile import ProfileRequest
 from dtbench.profile.text import TRACE, section_tables, write_profile
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import ITERATION, RanksProfile

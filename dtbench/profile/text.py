@@ -1,4 +1,4 @@
-"""What a profile gives: its tables as plain text, and the folder."""
+"""What a profile gives: its tables as plain text, frames for speedscope, and the folder."""
 
 from __future__ import annotations
 
@@ -115,6 +115,36 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def speedscope(folded: Mapping[str, Mapping[tuple[str, ...], float]], name: str) -> dict[str, object]:
+    """Frames for speedscope, which draws flame graphs: a profile per impl of a case, whose values are ns per call.
+
+    folded: the impl's label -> stack, the root first -> ns in its last frame and in nothing that this called.
+    Source: https://www.speedscope.app/file-format-schema.json.
+    """
+    numbers: dict[str, int] = {}  # of frames, which the profiles share
+    profiles = []
+    for label, stacks in folded.items():
+        weights = [round(ns, 3) for ns in stacks.values()]
+        profiles.append(
+            {
+                "type": "sampled",
+                "name": f"{label}, per call",
+                "unit": "nanoseconds",
+                "startValue": 0,
+                "endValue": sum(weights),
+                "samples": [[numbers.setdefault(f, len(numbers)) for f in stack] for stack in stacks],
+                "weights": weights,
+            }
+        )
+    return {
+        "$schema": "https://www.speedscope.app/file-format-schema.json",
+        "name": name,
+        "exporter": "dtbench",
+        "shared": {"frames": [{"name": frame} for frame in numbers]},
+        "profiles": profiles,
+    }
 
 
 def write_profile(

@@ -2,12 +2,11 @@
 
 Events are dicts of the Chrome trace format ("X": complete, `ts` and `dur` in microseconds), as
 torch.profiler writes them; Perfetto and chrome://tracing read the result. An interval is (start, end), half open;
-`union`, `intersection` and `difference` give sorted, disjoint ones.
+`union` and `difference` give sorted, disjoint ones.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,8 +20,6 @@ Event = dict[str, Any]
 
 _FIRST_TID = 10
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-
-
 Interval = tuple[float, float]
 
 
@@ -56,7 +53,6 @@ class Iteration:
     """One iteration of a section on one rank, and what was done in it; all on the merged clock, us."""
 
     section: str
-    number: int
     start_us: float
     end_us: float
     collectives: tuple[RankCollective, ...]
@@ -74,14 +70,20 @@ class Iteration:
     @property
     def parts_us(self) -> IterationParts:
         """How long each was."""
-        busy = length([*self.communication, *self.compute])
+        whole, communication, compute = (
+            self.end_us - self.start_us,
+            length(self.communication),
+            length(self.compute),
+        )
+        exposed = length(self.exposed)
+        overlap, host = communication - exposed, whole - compute - exposed
         return IterationParts(
-            whole=self.end_us - self.start_us,
-            communication=length(self.communication),
-            compute=length(self.compute),
-            overlap=length(intersection(self.communication, self.compute)),
-            exposed=length(self.exposed),
-            host=self.end_us - self.start_us - busy,
+            whole=whole,
+            communication=communication,
+            compute=compute,
+            overlap=overlap,
+            exposed=exposed,
+            host=host,
         )
 
 
@@ -96,11 +98,11 @@ def iterations_of(trace: RankTrace) -> list[Iteration]:
         # The same annotation is drawn on the GPU's lanes a second time.
         if not name.startswith(ITERATION) or event.get("cat") != "user_annotation":
             continue
-        section, _, number = name.removeprefix(ITERATION).strip().rpartition(" #")
+        section = name.removeprefix(ITERATION).strip().rpartition(" #")[0]
         # What goes on after an iteration, such as the next barrier, is not its own.
         inside = collectives_of([e for e in events if start <= _start(e) < end], end)
-        own = intersection(compute, [(start, end)])
-        found.append(Iteration(section, int(number), start, end, tuple(inside), tuple(own)))
+        own = [(max(a, start), min(b, end)) for a, b in compute if a < end and b > start]
+        found.append(Iteration(section, start, end, tuple(inside), tuple(own)))
     return found
 
 
@@ -200,26 +202,14 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def intersection(some: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """What both cover."""
-    a, b = union(some), union(others)
-    common: list[Interval] = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            common.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
 def difference(some: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
     """What `some` covers and `others` does not."""
-    edges = [-math.inf, *(edge for interval in union(others) for edge in interval), math.inf]
-    return intersection(some, zip(edges[::2], edges[1::2], strict=True))
+    left = union(some)
+    for start, end in union(others):
+        left = [
+            piece for a, b in left for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]
+        ]
+    return left
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -1,4 +1,4 @@
-"""Python and C++ frames of calls as spans, from torch.profiler.
+"""What records calls as spans: torch.profiler, and the core's own counters.
 
 torch's profiler records every Python call, every call of a C function from Python and every op that
 passes torch's dispatcher, nested in one tree. Each costs 0.2 to 0.6 us to record: `frame_overheads` says
@@ -8,6 +8,7 @@ how much here, and the self times are corrected for it.
 from __future__ import annotations
 
 import re
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median_high
@@ -17,7 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dtbench.engine.clock import HostClock
-from dtbench.profile.spans import Overhead, Span
+from dtbench.profile.spans import Overhead, Span, from_brackets
+from dtbench_core.interop import stopwatch
 
 # torch's names of what it records.
 PYTHON, C_CALL, OP = "PyCall", "PyCCall", "TorchOp"
@@ -122,3 +124,56 @@ def _loop_ns(call: Callable[[], object]) -> float:
     """ns per call, the quickest of some rounds."""
     clock = HostClock()
     return min(clock.measure(call, _CALIBRATION_CALLS) for _ in range(3)) * 1e9
+
+
+# --------------------------------------------------------------------------------- the core's counters
+
+COUNTER = "counter"
+# Brackets per calibration: the quickest of some rounds of it agree within nanoseconds.
+_BRACKETS = 50
+
+
+class Counters:
+    """Records calls of one workload. Made once: finding what to put stopwatches around takes milliseconds."""
+
+    def __init__(self, run: Callable[[], object], before: Callable[[], None] | None) -> None:
+        self._timer = stopwatch.StageTimer()
+        self._timed = stopwatch.stopwatch(run, "entry", self._timer.log)
+        self._before = before
+
+    def calls(self, warmup: int, calls: int) -> list[Span]:
+        """One tree per call; its root is the call as a whole, at stage "entry"."""
+        roots: list[Span] = []
+        with self._timer as log:
+            for number in range(warmup + calls):
+                if self._before is not None:
+                    self._before()
+                log.clear()
+                self._timed()
+                if number >= warmup:
+                    roots += from_brackets(log, stopwatch.NAMES, COUNTER)
+        return roots
+
+
+def bracket_overhead() -> Overhead:
+    """What one bracket of the counters costs here and now."""
+    log: list[int] = []
+
+    def nothing(*args: object, **kwargs: object) -> None:
+        return None
+
+    timed = stopwatch.stopwatch(nothing, "glue", log)
+    bare_ns = _per_call_ns(nothing)
+    with_ns = _per_call_ns(timed)
+    recorded = sorted(log[at + 2] - log[at + 1] for at in range(0, len(log), 4))
+    inside_ns = recorded[len(recorded) // 2] - bare_ns
+    return Overhead(max(inside_ns, 0.0), max(with_ns - bare_ns - max(inside_ns, 0.0), 0.0))
+
+
+def _per_call_ns(function: Callable[..., object]) -> float:
+    """Of a call with three arguments, as the dispatch's functions take; without the loop's own time."""
+    full, empty = (
+        min(timeit.repeat(statement, globals={"f": function}, number=_BRACKETS, repeat=3))
+        for statement in ("f(1, 2, 3)", "pass")
+    )
+    return max(full - empty, 0.0) / _BRACKETS * 1e9
