@@ -18,14 +18,14 @@ from dtbench.cli import options
 @options.NPROC
 @options.DEVICE
 @options.BACKEND
-@click.option("--nvtx", is_flag=True, help="On a GPU: NVTX ranges around the iterations, for Nsight.")
 @click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
 @options.TIMEOUT
 @click.option("-o", "--output", type=options.FILE, show_default="profile-TIME", help="The folder to make.")
-def profile_command(target: str, filter: str, nvtx: bool, output: Path | None, **given: options.Given) -> int:
+def profile_command(target: str, filter: str, output: Path | None, **given: options.Given) -> int:
     """Where the time of a case goes: stages, or a trace of all ranks.
 
-    Writes a table, a trace for Perfetto and, of single calls, a flame graph.
+    Writes a table and, of ranks, a trace for Perfetto or, of single calls, frames
+    for speedscope, which draws flame graphs.
 
     \b
     Examples:
@@ -33,7 +33,6 @@ def profile_command(target: str, filter: str, nvtx: bool, output: Path | None, *
       dtbench profile tensor_parallel --filter "pass=forward" --nproc 2
     """
     from dtbench.engine.options import RunRequest
-    from dtbench.profile.profile import profile
-    from dtbench.profile.request import make_request
+    from dtbench.profile.profile import make_request, profile
 
-    return profile(make_request(target, filter, output, nvtx, RunRequest(**given)), sys.argv[1:])
+    return profile(make_request(target, filter, output, RunRequest(**given)), sys.argv[1:])

@@ -1,10 +1,9 @@
 """`dtbench profile`: where the time of a case goes.
 
-    request   which cases of which suites, from `suite/case` and a filter
-    calls     cases of simulated worlds: stages, frames, flame graph      (counters, frames -> spans, stages)
-    world     cases of real ranks: one trace of all, on one clock         (recording, clocks, trace, sections, gpu)
-    flame     spans -> SVG
-    profile   from the options to the folder; command: the command line
+    profile   which cases, and from these to the folder
+    calls     cases of simulated worlds: stages and frames of a call   (recorders -> spans, stages)
+    ranks     cases of real ranks: one trace of all, on one clock      (gpu -> trace, sections)
+    text      the tables, frames for speedscope, and the folder
 
-`spans`, `stages`, `overlap`, `trace` and `flame` are pure: they neither import torch nor read a clock.
+`spans`, `stages`, `trace` and `sections` are pure: they neither import torch nor read a clock.
 """

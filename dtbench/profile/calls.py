@@ -7,20 +7,20 @@ two seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
+from typing import NamedTuple
 
 import msgspec
 
 from dtbench.engine.clock import HostClock
 from dtbench.engine.measure import Subject
-from dtbench.profile import counters, frames
-from dtbench.profile.flame import Graph
+from dtbench.profile import recorders
 from dtbench.profile.spans import Overhead, Span, quickest
-from dtbench.profile.stages import Breakdown, break_down, frame_pieces, named_pieces
-from dtbench.records.profile import Call
+from dtbench.profile.stages import Breakdown, Pieces, break_down, frame_pieces, named_pieces
+from dtbench.records.profile import CallStages
 from dtbench.suite import Workload
 from dtbench_core.interop import stopwatch
 
@@ -30,37 +30,15 @@ _MOST_CALLS, _LEAST_CALLS, _BLOCKS = 50, 4, 5
 # After a swap of functions Python finds its way anew: its caches of names settle within some 50 calls.
 _WARMUP_CALLS = 60
 _KEPT_ROUNDS = 0.25
+# Rounds of counters and, which cost a tenth of a second each, of frames; and where few do.
+_ROUNDS, _FRAME_ROUNDS = 60, 16
+_QUICK_ROUNDS, _QUICK_FRAME_ROUNDS = 16, 4
+# Of frames so many calls are recorded at once.
+_FRAME_CALLS = 20
 # The floor beside the impls: the plain op on the local tensors.
 FLOOR = "local"
 # The floor inside a class of tensors: it has no stages to tell apart.
 WRAPPED = "wrapped"
-# Calls in the trace: enough to see that they are alike.
-TRACED_CALLS = 20
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is measured. rounds of counters; rounds of frames, which cost a tenth of a second each."""
-
-    rounds: int
-    frame_rounds: int
-
-
-FULL, QUICK = Effort(60, 16), Effort(16, 4)
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round: a call alone, the calls as recorded, and what recording a span cost meanwhile."""
-
-    whole_ns: float
-    calls: list[Span]
-    overheads: Mapping[str, Overhead]
-
-    @property
-    def burden_ns(self) -> float:
-        """How slow the machine was."""
-        return self.whole_ns + sum(call.duration_ns for call in self.calls) / len(self.calls)
 
 
 class Caller:
@@ -69,9 +47,9 @@ class Caller:
     def __init__(self, workload: Workload) -> None:
         self.run, self.before = workload.run, workload.before
         self._clock = HostClock()
-        first = self._block_ns(1)
-        again = first if self.before is not None else min(self._block_ns(1) for _ in range(20))
-        self.calls = int(min(max(_BLOCK_NS / again, _LEAST_CALLS), _MOST_CALLS))
+        first_ns = self._block_ns(1)
+        call_ns = first_ns if self.before is not None else min(self._block_ns(1) for _ in range(20))
+        self.calls = int(min(max(_BLOCK_NS / call_ns, _LEAST_CALLS), _MOST_CALLS))
         self.warmup = 0 if self.before is not None else min(_WARMUP_CALLS, self.calls)
 
     def whole_ns(self) -> float:
@@ -88,104 +66,92 @@ class Caller:
         return self._clock.measure(self.run, calls) * 1e9
 
 
-@dataclass
-class Profiled:
-    """What is known of the cases so far. traced: label -> calls as recorded, for the trace."""
+@dataclass(frozen=True)
+class Recorder:
+    """What records calls, what that costs, and how their spans become stages; see `break_down`."""
 
-    calls: list[Call] = field(default_factory=list)
-    graphs: list[Graph] = field(default_factory=list)
-    traced: dict[str, list[Span]] = field(default_factory=dict)
+    source: str
+    record: Callable[[], list[Span]]
+    calibrate: Callable[[], Mapping[str, Overhead]]
+    pieces: Pieces
+    ignored: str = ""
+    rename: Callable[[str], str] = str
 
 
-class Recording:
-    """The schedule of one impl of a case: its calls are recorded and taken apart, and go into `profiled` once
-    it is found right.
+class RecordedRound(NamedTuple):
+    """A call alone, the calls as recorded, and what recording a span cost meanwhile."""
 
-    The core's table is that of its own counters, other impls' that of frames; the flame graphs are of frames,
-    which go deeper. Of the plain op only `floor_ns` is taken: of a call that nobody records, in the quickest of
-    some blocks, since short ones meet a quiet moment. floor_ns: the plain op's, if it is known.
+    whole_ns: float
+    calls: list[Span]
+    overheads: Mapping[str, Overhead]
+
+
+class CallRecording:
+    """The schedule of one impl of a case: its calls are recorded and taken apart.
+
+    The core's table is that of its own counters, other impls' that of frames; speedscope gets the frames, which
+    go deeper. Of the plain op only `floor_ns` is taken. floor_ns: the plain op's, if it is known.
     """
 
-    def __init__(
-        self, label: str, subject: Subject, effort: Effort, profiled: Profiled, floor_ns: float | None
-    ) -> None:
+    def __init__(self, label: str, subject: Subject, quick: bool, floor_ns: float | None) -> None:
         self.floor_ns = floor_ns
-        self._label, self._subject, self._effort, self._profiled = label, subject, effort, profiled
-        self._caller: Caller | None = None
-        self._made = Profiled()
+        self.tables: list[CallStages] = []
+        self.folded: dict[str, Mapping[tuple[str, ...], float]] = {}
+        self._label, self._subject = label, subject
+        self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
+        self._frame_rounds = _QUICK_FRAME_ROUNDS if quick else _FRAME_ROUNDS
 
-    def warm_up(self) -> None:
-        self._caller = self._subject.attempt(lambda: Caller(self._subject.workload))
+    def warm_up(self) -> None: ...
 
     def sample(self) -> None:
         self._subject.attempt(self._record)
 
-    def finish(self) -> None:
-        if self._subject.bad is None:
-            self._profiled.calls += self._made.calls
-            self._profiled.graphs += self._made.graphs
-            self._profiled.traced |= self._made.traced
+    def finish(self) -> None: ...
 
     def _record(self) -> None:
-        caller, effort, impl = self._caller, self._effort, self._subject.impl
-        assert caller is not None
-        quickest_ns = sorted(caller.whole_ns() for _ in range(effort.rounds))[: max(1, effort.rounds // 4)]
-        quiet_ns = fmean(quickest_ns)
+        caller, impl = Caller(self._subject.workload), self._subject.impl
         if impl == FLOOR:
-            self.floor_ns = quiet_ns
+            blocks = sorted(caller.whole_ns() for _ in range(self._rounds))
+            self.floor_ns = fmean(blocks[: max(1, round(self._rounds * _KEPT_ROUNDS))])
             return
-        name = f"{self._label} ({impl})"
-        frames_of = partial(frames.recorded_calls, caller.run, caller.before, caller.warmup // 4)
-        shown, self._made.traced[f"{name}, frames"] = taken_apart(
-            caller,
-            effort.frame_rounds,
-            lambda: frames_of(min(TRACED_CALLS, caller.calls)),
-            frames.frame_overheads,
-            partial(
-                break_down,
-                about=(self._label, impl, "Python and C++ frames"),
-                pieces=frame_pieces,
-                rename=frames.short_name,
-            ),
+        calls = min(_FRAME_CALLS, caller.calls)
+        of_frames = Recorder(
+            "Python and C++ frames",
+            partial(recorders.recorded_calls, caller.run, caller.before, caller.warmup // 4, calls),
+            recorders.frame_overheads,
+            frame_pieces,
+            rename=recorders.short_name,
         )
-        shown = shown.at_pace(quiet_ns)
-        self._made.graphs.append(Graph(self._label, name, shown.folded))
+        shown = taken_apart(caller, of_frames, self._frame_rounds)
+        self.folded[f"{self._label} ({impl})"] = shown.folded
         if impl == "core":
-            recorder = counters.Counters(caller.run, caller.before)
-            shown, self._made.traced[f"{name}, counters"] = taken_apart(
-                caller,
-                effort.rounds,
-                lambda: recorder.calls(caller.warmup, caller.calls),
-                lambda: {counters.KIND: counters.bracket_overhead()},
-                partial(
-                    break_down,
-                    about=(self._label, impl, "the core's counters"),
-                    pieces=named_pieces,
-                    ignored=stopwatch.BOOKKEEPING,
-                ),
+            core = recorders.Counters(caller.run, caller.before)
+            of_counters = Recorder(
+                "the core's counters",
+                partial(core.calls, caller.warmup, caller.calls),
+                lambda: {recorders.COUNTER: recorders.bracket_overhead()},
+                named_pieces,
+                ignored=stopwatch.BOOKKEEPING,
             )
-            shown = shown.at_pace(quiet_ns)
-        self._made.calls.append(msgspec.structs.replace(shown.call, floor_ns=self.floor_ns))
+            shown = taken_apart(caller, of_counters, self._rounds)
+        self.tables.append(
+            msgspec.structs.replace(shown.call, label=self._label, impl=impl, floor_ns=self.floor_ns)
+        )
 
 
-def taken_apart(
-    caller: Caller,
-    count: int,
-    record: Callable[[], list[Span]],
-    calibrate: Callable[[], Mapping[str, Overhead]],
-    take_apart: Callable[[Sequence[Span], float, Mapping[str, Overhead]], Breakdown],
-) -> tuple[Breakdown, list[Span]]:
-    """The table of the quickest of `count` rounds, and some calls of the quickest for the trace."""
+def taken_apart(caller: Caller, recorder: Recorder, count: int) -> Breakdown:
+    """The table of the quickest of `count` rounds."""
 
-    def round_() -> Round:
+    def one_round() -> RecordedRound:
         before_ns = caller.whole_ns()
-        calls = quickest(record())
+        calls = quickest(recorder.record())
         # Recording takes long enough for the machine to change: a call alone before it and after it.
-        return Round((before_ns + caller.whole_ns()) / 2, calls, calibrate())
+        return RecordedRound((before_ns + caller.whole_ns()) / 2, calls, recorder.calibrate())
 
-    rounds = sorted((round_() for _ in range(count)), key=lambda one: one.burden_ns)
-    best = rounds[: max(1, round(count * _KEPT_ROUNDS))]
-    calls = [call for one in best for call in one.calls]
+    def slowness(one: RecordedRound) -> float:
+        return one.whole_ns + fmean(call.duration_ns for call in one.calls)
+
+    best = sorted((one_round() for _ in range(count)), key=slowness)[: max(1, round(count * _KEPT_ROUNDS))]
     overheads = {
         kind: Overhead(
             median(one.overheads[kind].inside_ns for one in best),
@@ -193,5 +159,8 @@ def taken_apart(
         )
         for kind in best[0].overheads
     }
-    made = take_apart(calls, fmean(one.whole_ns for one in best), overheads)
-    return made, best[0].calls[:TRACED_CALLS]
+    calls = [call for one in best for call in one.calls]
+    whole_ns = fmean(one.whole_ns for one in best)
+    return break_down(
+        calls, whole_ns, overheads, recorder.source, recorder.pieces, recorder.ignored, recorder.rename
+    )

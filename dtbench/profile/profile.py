@@ -1,98 +1,148 @@
-"""`dtbench profile`: from the options to the folder with tables, flame graph and trace."""
+"""`dtbench profile`: which cases of which suite, and from these to the folder with tables, frames and trace."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import os
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
 from dtbench.engine.launch import start_ranks
 from dtbench.engine.measure import Subject, measure
-from dtbench.engine.options import Task
-from dtbench.engine.place import find_place
+from dtbench.engine.options import RunRequest, Task, matcher, prepare, split_target
+from dtbench.engine.place import OUTPUT, find_place
 from dtbench.engine.progress import said_if_slow, say
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.ranks import SIMULATED_RANKS
-from dtbench.machine.device import count_ranks
-from dtbench.profile.request import FLAME_NAME, Request
+from dtbench.machine.device import choose_device, count_ranks
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import Calls
+from dtbench.suite import DeviceType
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.text.units import plural
 
-if TYPE_CHECKING:
-    from dtbench.profile.calls import Profiled
+# A profile is read case by case; each takes seconds to measure and some hundred events to draw.
+MOST_CASES = 24
+_SHOWN = 8
 
 
-def quiet_profiler() -> None:
-    """Before torch loads: kineto tells stderr of every start and stop otherwise."""
+@dataclass(frozen=True)
+class ProfileRequest:
+    """`dtbench profile`: options as `dtbench run` has them, the case's name ("": all of the suite), the folder."""
+
+    options: RunRequest
+    case: str
+    folder: Path
+    filter_text: str = ""
+
+    def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
+        """The cases to profile, in the order of the suite; the same on every rank.
+
+        Raises:
+            UsageError: no such suite or case, or too many.
+        """
+        # The filter comes after the case's name, so that a message can name the nearest.
+        return choose(prepare(self.options, device_type, world_size).tasks, self.case, self.filter_text)
+
+
+def make_request(target: str, filter_text: str, output: Path | None, options: RunRequest) -> ProfileRequest:
+    """From the command line. `options` has everything but the suite; without -o the folder is named by
+    the time, and ranks take the name that their launcher chose.
+
+    Raises:
+        UsageError: a target that is none.
+    """
+    suite, case = split_target(target)
+    chosen = dataclasses.replace(options, suites=(suite,), filter="")
+    named = os.environ.get(OUTPUT) or time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())
+    return ProfileRequest(chosen, case, output or Path(named), filter_text)
+
+
+def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
+    """The tasks of that case (all where it is ""), of those that the text matches.
+
+    Raises:
+        UsageError: none, with the names that come nearest; or more than a profile can show.
+    """
+    suite, matches = tasks[0].suite.name, matcher(filter_text)
+    named = [task for task in tasks if not case or task.case.name == case]
+    chosen = [task for task in named if matches(task.label)]
+    labels = "; ".join([task.label for task in chosen or named][:_SHOWN])
+    if not named:
+        names = sorted({task.case.name for task in tasks})
+        near = difflib.get_close_matches(case, names, cutoff=0.5) or names[:_SHOWN]
+        raise UsageError(
+            f"{suite} has no case {case!r}: the nearest are {', '.join(near)}; `dtbench list {suite}` shows all"
+        )
+    if not chosen:
+        raise UsageError(
+            f"--filter {filter_text!r} matches none of the {len(named)} cases of {suite}: they are such as {labels}"
+        )
+    if len({task.suite.world for task in chosen}) > 1:
+        raise UsageError(f"of these cases some need ranks and some do not, name some of one kind: {labels}")
+    if len(chosen) > MOST_CASES:
+        raise UsageError(
+            f"{len(chosen)} cases match, a profile shows at most {MOST_CASES}: name one, as in "
+            f"{suite}/{chosen[0].case.name}, or narrow them with --filter; they are such as {labels}"
+        )
+    return chosen
+
+
+def profile(request: ProfileRequest, argv: Sequence[str]) -> int:
+    """Does what the request says; the exit code. argv: what ranks are started with again."""
+    # Before torch loads: kineto tells stderr of every start and stop otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     quiet_torch()
-
-
-def profile(request: Request, argv: Sequence[str]) -> int:
-    """Does what the request says; the exit code. argv: what ranks are started with again."""
-    quiet_profiler()
     place = find_place()
     if place is not None:
-        from dtbench.profile.world import RankProfile
+        from dtbench.profile.ranks import RankProfile
 
         RankProfile(request, place).go()
     with said_if_slow("loading torch and the suite"):
-        device_type = request.device_type()
+        device_type = choose_device(request.options.device)
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
         tasks = request.tasks(device_type, nproc)
     refuse_taken(request.folder, "remove it")
     if tasks[0].suite.world == "simulated":
-        if request.nvtx:
-            raise UsageError("--nvtx marks iterations of ranks, and these cases start none: leave --nvtx out")
         return _profile_calls(request, tasks, device_type)
-    from dtbench.profile.world import report_failure
+    from dtbench.profile.ranks import report_failure
 
     note = start_ranks(argv, nproc, 0, request.folder, report_failure)
     return EXIT_INTERRUPTED if note.code is None else note.code
 
 
-def _profile_calls(request: Request, tasks: Sequence[Task], device_type: str) -> int:
+def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: DeviceType) -> int:
     """Cases of simulated ranks, in this process."""
     from dtbench.engine.ranks import device_of, simulated_world
     from dtbench.profile import calls
+    from dtbench.profile.text import SPEEDSCOPE, speedscope, stage_tables, write_profile
 
     say(
         f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"
     )
-    profiled, effort = calls.Profiled(), calls.QUICK if request.options.quick else calls.FULL
-    failed = False
+    tables, folded, failed = [], {}, False
     with simulated_world(device_of(device_type, 0)) as world:
         for task in tasks:
             floor_ns = None
-            for impl in sorted(
-                set(task.impls) - {calls.WRAPPED}, key=lambda name: (name != calls.FLOOR, name)
-            ):
+            impls = sorted(set(task.impls) - {calls.WRAPPED}, key=lambda impl: (impl != calls.FLOOR, impl))
+            for impl in impls:
                 subject = Subject(task.case, impl)
-                recording = calls.Recording(task.label, subject, effort, profiled, floor_ns)
+                recording = calls.CallRecording(task.label, subject, request.options.quick, floor_ns)
                 measure([subject], world, recording)
                 floor_ns = recording.floor_ns
-                if subject.bad is not None:
-                    failed |= subject.bad[0] != "skipped"
-                    tell = say if subject.bad[0] == "skipped" else complain
-                    tell(f"{task.label} ({impl}): {', '.join(subject.bad)}")
-    if not profiled.calls:
+                if subject.bad is None:
+                    tables += recording.tables
+                    folded |= recording.folded
+                    continue
+                skipped = subject.bad[0] == "skipped"
+                failed |= not skipped
+                (say if skipped else complain)(f"{task.label} ({impl}): {', '.join(subject.bad)}")
+    if not tables:
         complain("nothing could be profiled: no profile was written")
         return EXIT_CASE_FAILED
-    _write_calls(request, profiled)
+    files = {SPEEDSCOPE: speedscope(folded, request.folder.name)}
+    write_profile(request.folder, stage_tables(tables), Calls(cases=tuple(tables)), files)
     return EXIT_CASE_FAILED if failed else EXIT_OK
-
-
-def _write_calls(request: Request, profiled: Profiled) -> None:
-    from dtbench.profile import flame, trace
-    from dtbench.profile.frames import short_name
-    from dtbench.profile.text import stage_tables, write_and_tell
-
-    lines = stage_tables(profiled.calls)
-    target = f"{request.options.suites[0]}/{request.case}".rstrip("/")
-    record = Calls(cases=tuple(profiled.calls))
-    drawn = flame.draw(profiled.graphs, f"Where the time of {target} goes")
-    write_and_tell(
-        request.folder, lines, record, trace.of_calls(profiled.traced, short_name), {FLAME_NAME: drawn}
-    )

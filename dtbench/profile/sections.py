@@ -8,118 +8,102 @@ from statistics import fmean, median
 
 import numpy as np
 
-from dtbench.profile.trace import RankTrace, Window, windows_of
-from dtbench.records.profile import Parts, Section, Skew
+from dtbench.profile.trace import Iteration, RankTrace, iterations_of
+from dtbench.records.profile import IterationParts, RankSection, Skew
 
 
 def sections_of(
     traces: Sequence[RankTrace],
     groups: Mapping[str, Sequence[Sequence[int]]],
     plain_us: Mapping[str, Sequence[float]],
-) -> list[Section]:
+) -> list[RankSection]:
     """The sections in the order in which rank 0 ran them.
 
     groups: section -> the ranks that communicate with each other. plain_us: section -> the times of
     iterations without the profiler.
     """
-    windows = {trace.rank: windows_of(trace) for trace in traces}
-    labels = dict.fromkeys(w.section for w in windows[traces[0].rank])
-    return [
-        _section(
-            label,
-            traces,
-            {rank: [w for w in of if w.section == label] for rank, of in windows.items()},
-            groups[label],
-            plain_us[label],
+    recorded = {trace.rank: iterations_of(trace) for trace in traces}
+    uncertainty_us = {trace.rank: trace.uncertainty_us for trace in traces}
+    sections = []
+    for label in dict.fromkeys(one.section for one in recorded[traces[0].rank]):
+        own = {rank: [one for one in of if one.section == label] for rank, of in recorded.items()}
+        apart, unmatched = skews(own, groups[label], uncertainty_us)
+        slowest = [
+            max(one.end_us - one.start_us for one in turn) for turn in zip(*own.values(), strict=False)
+        ]
+        plain, profiled = median(plain_us[label]), median(slowest) if slowest else 0.0
+        sections.append(
+            RankSection(
+                label=label,
+                iterations=len(slowest),
+                parts_us={str(rank): _means(of) for rank, of in own.items()},
+                skews=tuple(apart),
+                unmatched=unmatched,
+                plain_us=plain,
+                profiled_us=profiled,
+                gpu={str(t.rank): _gpu_means(t, own[t.rank]) for t in traces if t.counters},
+                overhead=profiled / plain - 1,
+            )
         )
-        for label in labels
-    ]
+    return sections
 
 
-def _section(
-    label: str,
-    traces: Sequence[RankTrace],
-    windows: Mapping[int, Sequence[Window]],
-    groups: Sequence[Sequence[int]],
-    plain_us: Sequence[float],
-) -> Section:
-    found, unmatched = skews(windows, groups, {trace.rank: trace.uncertainty_us for trace in traces})
-    slowest = [max(w.end_us - w.start_us for w in turn) for turn in zip(*windows.values(), strict=False)]
-    plain, profiled = median(plain_us), median(slowest) if slowest else 0.0
-    return Section(
-        label=label,
-        iterations=len(slowest),
-        parts_us={str(rank): _means(of) for rank, of in windows.items()},
-        skews=tuple(found),
-        unmatched=unmatched,
-        plain_us=plain,
-        profiled_us=profiled,
-        gpu={str(t.rank): _gpu_means(t, windows[t.rank]) for t in traces if t.counters},
-        overhead=profiled / plain - 1,
+def _means(iterations: Sequence[Iteration]) -> IterationParts | None:
+    parts = [one.parts_us for one in iterations]
+    if not parts:
+        return None
+    return IterationParts(
+        **{name: fmean(getattr(one, name) for one in parts) for name in IterationParts.__struct_fields__}
     )
 
 
-def _means(windows: Sequence[Window]) -> Parts | None:
-    parts = [window.parts_us for window in windows]
-    if not parts:
-        return None
-    return Parts(**{name: fmean(getattr(one, name) for one in parts) for name in Parts.__struct_fields__})
-
-
-def _gpu_means(trace: RankTrace, windows: Sequence[Window]) -> dict[str, float]:
+def _gpu_means(trace: RankTrace, iterations: Sequence[Iteration]) -> dict[str, float]:
     """Of each counter while the section ran; the nearest sample where none fell into it."""
-    if not windows:
+    if not iterations:
         return {}
-    start, end = windows[0].start_us, windows[-1].end_us
+    start, end = iterations[0].start_us, iterations[-1].end_us
     means = {}
     for name, samples in trace.counters.items():
-        inside = [value for at, value in samples if start <= at <= end]
-        if inside:
-            means[name] = fmean(inside)
-        elif samples:
-            means[name] = min(samples, key=lambda s: abs(s[0] - (start + end) / 2))[1]
+        nearest = min(samples, key=lambda sample: abs(sample[0] - (start + end) / 2))
+        means[name] = fmean([v for at, v in samples if start <= at <= end] or [nearest[1]])
     return means
 
 
 def skews(
-    windows: Mapping[int, Sequence[Window]],
+    recorded: Mapping[int, Sequence[Iteration]],
     groups: Sequence[Sequence[int]],
     uncertainty_us: Mapping[int, float],
 ) -> tuple[list[Skew], int]:
     """(per kind of collective how far apart the ranks arrive, iterations that could not be matched).
 
-    windows: of each rank, the same iterations of one section in the same order. groups: the ranks that
+    recorded: of each rank, the same iterations of one section in the same order. groups: the ranks that
     communicate with each other; the n-th collective of one of them is the n-th of all. uncertainty_us:
     of each rank's clock.
     """
     apart: dict[str, list[float]] = {}
-    late: dict[str, Counter[int]] = {}
-    unclear: Counter[str] = Counter()
+    last_ranks: dict[str, list[int | None]] = {}  # None where the clocks cannot tell
     unmatched = 0
     for group in groups:
-        ranks = [rank for rank in group if rank in windows]
-        for iteration in zip(*(windows[rank] for rank in ranks), strict=False):
-            kinds = [[c.kind for c in window.collectives] for window in iteration]
-            if any(other != kinds[0] for other in kinds[1:]):
+        ranks = [rank for rank in group if rank in recorded]
+        for iteration in zip(*(recorded[rank] for rank in ranks), strict=False) if len(ranks) > 1 else ():
+            if len({tuple(c.kind for c in one.collectives) for one in iteration}) > 1:
                 unmatched += 1
                 continue
-            for together in zip(*(window.collectives for window in iteration), strict=True):
-                order = sorted(zip((c.arrival_us for c in together), ranks, strict=True))
-                if len(order) < 2:
-                    continue
-                kind, (last_us, last), (second_us, second) = together[0].kind, order[-1], order[-2]
+            for together in zip(*(one.collectives for one in iteration), strict=True):
+                *_, (second_us, second), (last_us, last) = order = sorted(
+                    zip((c.arrival_us for c in together), ranks, strict=True)
+                )
+                kind = together[0].kind
                 apart.setdefault(kind, []).append(last_us - order[0][0])
                 # Known to be last only beyond what the clocks of the two may be wrong by.
-                if last_us - second_us > uncertainty_us.get(last, 0) + uncertainty_us.get(second, 0):
-                    late.setdefault(kind, Counter())[last] += 1
-                else:
-                    unclear[kind] += 1
-    return [
-        _skew(kind, us, late.get(kind, Counter()), unclear[kind]) for kind, us in sorted(apart.items())
-    ], unmatched
+                sure = last_us - second_us > uncertainty_us.get(last, 0) + uncertainty_us.get(second, 0)
+                last_ranks.setdefault(kind, []).append(last if sure else None)
+    return [_skew(kind, us, Counter(last_ranks[kind])) for kind, us in sorted(apart.items())], unmatched
 
 
-def _skew(kind: str, apart_us: Sequence[float], late: Counter[int], unclear: int) -> Skew:
+def _skew(kind: str, apart_us: Sequence[float], last: Counter[int | None]) -> Skew:
+    unclear = last.pop(None, 0)
+    late = {rank: times for rank, times in last.items() if rank is not None}
     return Skew(
         kind=kind,
         count=len(apart_us),

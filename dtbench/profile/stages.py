@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from dtbench.profile.spans import HANDED_OVER, NOTHING, Overhead, Span, fold, self_times
-from dtbench.records.profile import Call, Stage
+from dtbench.records.profile import CallStages, Stage
 from dtbench.suite import STAGES
 from dtbench.suite.grouping import known_first
 
@@ -23,27 +21,10 @@ Pieces = Callable[[Span, Mapping[str, Overhead]], Iterator[tuple[str, float, flo
 
 
 class Breakdown(NamedTuple):
-    """A call's stages, and its frames: stack -> ns per call, for the flame graph."""
+    """A call's stages, and its frames: stack -> ns per call."""
 
-    call: Call
+    call: CallStages
     folded: Mapping[tuple[str, ...], float]
-
-    def at_pace(self, whole_ns: float) -> Breakdown:
-        """The same where the whole call takes so long: another moment's pace slows every stage alike."""
-        call, ratio = self.call, whole_ns / self.call.whole_ns
-        paced = msgspec.structs.replace(
-            call,
-            whole_ns=whole_ns,
-            recorded_ns=call.recorded_ns * ratio,
-            unattributed_ns=call.unattributed_ns * ratio,
-            rows=tuple(_stage(r.stage, r.ns * ratio, r.plus_minus_ns * ratio) for r in call.rows),
-            slowed=1 / ratio,
-        )
-        return Breakdown(paced, {stack: ns * ratio for stack, ns in self.folded.items()})
-
-
-def _stage(name: str, ns: float, plus_minus_ns: float) -> Stage:
-    return Stage(stage=name, ns=ns, plus_minus_ns=plus_minus_ns)
 
 
 # The fitted cost of recording may be so many times the calibrated one: beyond that something else than
@@ -55,14 +36,12 @@ def break_down(
     calls: Sequence[Span],
     whole_ns: float,
     calibrated: Mapping[str, Overhead],
-    *,
-    about: tuple[str, str, str],
+    source: str,
     pieces: Pieces,
     ignored: str = "",
     rename: Callable[[str], str] = str,
 ) -> Breakdown:
-    """The table of the calls. about: label, impl and source. ignored: name of spans that are the instrument's own
-    work.
+    """The table of the calls, without label and impl. ignored: name of spans that are the instrument's own work.
 
     Raises:
         ValueError: no calls.
@@ -82,14 +61,15 @@ def break_down(
         for stage, _, cost_ns in pieces(call, calibrated):
             borne[stage] = borne.get(stage, 0.0) + cost_ns / len(calls)
     time.pop(ignored, None)
-    rows = tuple(_stage(s, time[s], borne[s] * abs(scale - 1)) for s in known_first(time, STAGES))
+    rows = tuple(
+        Stage(stage=s, ns=time[s], plus_minus_ns=borne[s] * abs(scale - 1)) for s in known_first(time, STAGES)
+    )
     kept = {k: ns for k, ns in fold(calls, fitted, rename).items() if not ignored or ignored not in k}
     # Frames that came out below zero count as zero there: the others make room, so that the sum stays.
     room = max(sum(time.values()) / max(sum(kept.values()), 1e-9), 0.0)
-    label, impl, source = about
-    made = Call(
-        label=label,
-        impl=impl,
+    table = CallStages(
+        label="",
+        impl="",
         source=source,
         whole_ns=whole_ns,
         recorded_ns=recorded,
@@ -99,7 +79,7 @@ def break_down(
         fitted_to_calibrated=scale,
         unattributed_ns=whole_ns - sum(row.ns for row in rows),
     )
-    return Breakdown(made, {stack: ns * room for stack, ns in kept.items()})
+    return Breakdown(table, {stack: ns * room for stack, ns in kept.items()})
 
 
 def _cost_within(call: Span, overheads: Mapping[str, Overhead], ignored: str) -> float:

@@ -1,4 +1,4 @@
-"""What a profile gives: its tables as plain text, and the folder."""
+"""What a profile gives: its tables as plain text, frames for speedscope, and the folder."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 
 from dtbench.engine.progress import say
-from dtbench.profile.request import DATA_NAME, TABLE_NAME, TRACE_NAME
 from dtbench.records.atomic import write_folder
-from dtbench.records.profile import Call, Calls, Parts, Ranks, Section
+from dtbench.records.profile import Calls, CallStages, IterationParts, RankSection, RanksProfile
 from dtbench.suite import STAGES
 from dtbench.suite.grouping import known_first
 from dtbench.text.units import significant
 
+SPEEDSCOPE, TRACE = "speedscope.json", "trace.json.gz"
+_VIEWERS = {
+    SPEEDSCOPE: f"{SPEEDSCOPE} at https://www.speedscope.app",
+    TRACE: f"{TRACE} at https://ui.perfetto.dev or chrome://tracing",
+}
 
-def stage_tables(calls: Sequence[Call]) -> list[str]:
+
+def stage_tables(calls: Sequence[CallStages]) -> list[str]:
     """A table per case: stages down, impls across."""
     lines: list[str] = []
     cases = dict.fromkeys(b.label for b in calls)
@@ -29,39 +33,36 @@ def stage_tables(calls: Sequence[Call]) -> list[str]:
     return lines
 
 
-def _stage_table(impls: Sequence[Call]) -> list[str]:
-    stages = known_first({r.stage for b in impls for r in b.rows}, STAGES)
-
-    def row(name: str, cells: Callable[[Call], tuple[str, str, str]]) -> list[str]:
+def _stage_table(impls: Sequence[CallStages]) -> list[str]:
+    def row(name: str, cells: Callable[[CallStages], tuple[str, str, str]]) -> list[str]:
         return [name, *(text for b in impls for text in cells(b))]
 
-    def figures(stage: str, b: Call) -> tuple[str, str, str]:
-        found = next((r for r in b.rows if r.stage == stage), None)
-        if found is None:
-            return "-", "", ""
-        return _us(found.ns), _us(found.plus_minus_ns), f"{found.ns / b.whole_ns:.0%}"
+    def figures(stage: str, b: CallStages) -> tuple[str, str, str]:
+        for r in b.rows:
+            if r.stage == stage:
+                return _us(r.ns), _us(r.plus_minus_ns), f"{r.ns / b.whole_ns:.0%}"
+        return "-", "", ""
 
-    rows = [row("µs per call", lambda b: (b.impl, "+-", "%"))]
-    rows += [row(stage, partial(figures, stage)) for stage in stages]
-    rows.append(row("unattributed", lambda b: (_us(b.unattributed_ns), "", "")))
-    rows.append(row("whole, not recorded", lambda b: (_us(b.whole_ns), "", "100%")))
-    rows.append(row("whole, recorded", lambda b: (_us(b.recorded_ns), "", "")))
-    if any(b.floor_ns is not None for b in impls):
-        rows.append(row("plain op alone", lambda b: (_us(b.floor_ns), "", "")))
-    lines = ["  " + line for line in _aligned(rows)]
-    lines += [
+    stages = known_first({r.stage for b in impls for r in b.rows}, STAGES)
+    rows = [
+        row("µs per call", lambda b: (b.impl, "+-", "%")),
+        *(row(stage, partial(figures, stage)) for stage in stages),
+        row("unattributed", lambda b: (_us(b.unattributed_ns), "", "")),
+        row("whole, not recorded", lambda b: (_us(b.whole_ns), "", "100%")),
+        row("whole, recorded", lambda b: (_us(b.recorded_ns), "", "")),
+        row("plain op alone", lambda b: (_us(b.floor_ns), "", "")),
+    ]
+    return ["  " + line for line in _aligned(rows)] + [
         f"  {b.impl}: from {b.source}; {b.spans_per_call:.0f} spans a call make it "
         f"{significant(b.recorded_ns / b.whole_ns, 3)} times as long, {significant(b.fitted_to_calibrated, 3)} times "
-        f"what recording as many costs by itself ({b.calls} calls, machine {significant(b.slowed, 3)} times "
-        f"slower meanwhile, which is taken off)"
+        f"what recording as many costs by itself ({b.calls} calls)"
         for b in impls
     ]
-    return lines
 
 
-def section_tables(record: Ranks) -> list[str]:
+def section_tables(record: RanksProfile) -> list[str]:
     """A table per section: ranks down, parts of an iteration across; then who arrives late, and the clocks."""
-    names = Parts.__struct_fields__
+    names = IterationParts.__struct_fields__
     lines: list[str] = []
     for section in record.sections:
         lines.append(f"{section.label}, {section.iterations} iterations")
@@ -83,7 +84,7 @@ def section_tables(record: Ranks) -> list[str]:
     return lines + [f"rank {rank} was throttled: {', '.join(why)}" for rank, why in record.throttled.items()]
 
 
-def _skew_lines(section: Section) -> list[str]:
+def _skew_lines(section: RankSection) -> list[str]:
     lines = []
     for skew in section.skews:
         late = "the clocks cannot tell who is last"
@@ -116,14 +117,44 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def write_and_tell(
+def speedscope(folded: Mapping[str, Mapping[tuple[str, ...], float]], name: str) -> dict[str, object]:
+    """Frames for speedscope, which draws flame graphs: a profile per impl of a case, whose values are ns per call.
+
+    folded: the impl's label -> stack, the root first -> ns in its last frame and in nothing that this called.
+    Source: https://www.speedscope.app/file-format-schema.json.
+    """
+    numbers: dict[str, int] = {}  # of frames, which the profiles share
+    profiles = []
+    for label, stacks in folded.items():
+        weights = [round(ns, 3) for ns in stacks.values()]
+        profiles.append(
+            {
+                "type": "sampled",
+                "name": f"{label}, per call",
+                "unit": "nanoseconds",
+                "startValue": 0,
+                "endValue": sum(weights),
+                "samples": [[numbers.setdefault(f, len(numbers)) for f in stack] for stack in stacks],
+                "weights": weights,
+            }
+        )
+    return {
+        "$schema": "https://www.speedscope.app/file-format-schema.json",
+        "name": name,
+        "exporter": "dtbench",
+        "shared": {"frames": [{"name": frame} for frame in numbers]},
+        "profiles": profiles,
+    }
+
+
+def write_profile(
     folder: Path,
     lines: Sequence[str],
-    record: Calls | Ranks,
-    trace: Mapping[str, object],
-    further: Mapping[str, str] = MappingProxyType({}),
+    record: Calls | RanksProfile,
+    further: Mapping[str, Mapping[str, object]],
 ) -> None:
-    """Prints the table and writes the folder: table, record, trace, and further files.
+    """Prints the table and writes the folder: the table, the record and further JSON files, compressed where their
+    names end in .gz.
 
     Raises:
         OutputError: it cannot be written, or came to exist meanwhile.
@@ -131,16 +162,12 @@ def write_and_tell(
     for line in lines:
         say(line)
     files = {
-        TABLE_NAME: "\n".join(lines) + "\n",
-        DATA_NAME: msgspec.json.encode(record).decode(),
-        **further,
-        TRACE_NAME: json.dumps(trace, separators=(",", ":"), allow_nan=False),
+        "table.txt": "\n".join([*lines, ""]).encode("utf-8", "replace"),
+        "table.json": msgspec.json.encode(record),
     }
-    write_folder(folder, {name: _bytes_of(name, text) for name, text in files.items()})
-    say(f"{folder}: {', '.join(files)}; open the trace at https://ui.perfetto.dev or chrome://tracing")
-
-
-def _bytes_of(name: str, text: str) -> bytes:
-    """Of a file of this name: compressed where it ends in .gz."""
-    data = text.encode("utf-8", "replace")
-    return gzip.compress(data, compresslevel=6, mtime=0) if name.endswith(".gz") else data
+    for name, content in further.items():
+        data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+        files[name] = gzip.compress(data, compresslevel=6, mtime=0) if name.endswith(".gz") else data
+    write_folder(folder, files)
+    viewers = " and ".join(_VIEWERS[name] for name in further)
+    say(f"{folder}: {', '.join(files)}; open {viewers}")

@@ -1,19 +1,18 @@
 """Traces of ranks as one Chrome trace on one clock, with lanes of communication and compute. Pure.
 
 Events are dicts of the Chrome trace format ("X": complete, `ts` and `dur` in microseconds), as
-torch.profiler writes them; Perfetto and chrome://tracing read the result. See overlap.py for what is
-counted and sections.py for who comes late.
+torch.profiler writes them; Perfetto and chrome://tracing read the result. An interval is (start, end), half open;
+`union` and `difference` give sorted, disjoint ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from dtbench.profile.overlap import Interval, difference, intersection, length, union
 from dtbench.profile.spans import HANDED_OVER, Span
-from dtbench.records.profile import ITERATION, LANES, Parts
+from dtbench.records.profile import ITERATION, LANES, IterationParts
 from dtbench.suite.grouping import group_by
 
 # An event as torch and the viewers have it.
@@ -21,10 +20,10 @@ Event = dict[str, Any]
 
 _FIRST_TID = 10
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Collective:
+class RankCollective(NamedTuple):
     """One collective of one rank, us on the merged clock. arrival_us: when this rank came to it.
 
     It lasts from the rank's call (a GPU: its kernel's start) until the transport is done.
@@ -33,10 +32,6 @@ class Collective:
     kind: str
     arrival_us: float
     end_us: float
-
-    @property
-    def interval(self) -> Interval:
-        return (self.arrival_us, self.end_us)
 
 
 @dataclass(frozen=True)
@@ -54,19 +49,18 @@ class RankTrace:
 
 
 @dataclass(frozen=True)
-class Window:
+class Iteration:
     """One iteration of a section on one rank, and what was done in it; all on the merged clock, us."""
 
     section: str
-    number: int
     start_us: float
     end_us: float
-    collectives: tuple[Collective, ...]
+    collectives: tuple[RankCollective, ...]
     compute: tuple[Interval, ...]
 
     @property
     def communication(self) -> list[Interval]:
-        return union(c.interval for c in self.collectives)
+        return union(c[1:] for c in self.collectives)
 
     @property
     def exposed(self) -> list[Interval]:
@@ -74,44 +68,50 @@ class Window:
         return difference(self.communication, self.compute)
 
     @property
-    def parts_us(self) -> Parts:
+    def parts_us(self) -> IterationParts:
         """How long each was."""
-        busy = length([*self.communication, *self.compute])
-        return Parts(
-            whole=self.end_us - self.start_us,
-            communication=length(self.communication),
-            compute=length(self.compute),
-            overlap=length(intersection(self.communication, self.compute)),
-            exposed=length(self.exposed),
-            host=self.end_us - self.start_us - busy,
+        whole, communication, compute = (
+            self.end_us - self.start_us,
+            length(self.communication),
+            length(self.compute),
+        )
+        exposed = length(self.exposed)
+        overlap, host = communication - exposed, whole - compute - exposed
+        return IterationParts(
+            whole=whole,
+            communication=communication,
+            compute=compute,
+            overlap=overlap,
+            exposed=exposed,
+            host=host,
         )
 
 
-def windows_of(trace: RankTrace) -> list[Window]:
+def iterations_of(trace: RankTrace) -> list[Iteration]:
     """The iterations that the rank recorded, in the order of time."""
     shift = trace.shift_us
     events = sorted((e | {"ts": e["ts"] + shift} for e in trace.events if e.get("ph") == "X"), key=_start)
     compute = compute_of(events)
-    found: list[Window] = []
+    found: list[Iteration] = []
     for event in events:
         name, start, end = event["name"], _start(event), _end(event)
         # The same annotation is drawn on the GPU's lanes a second time.
         if not name.startswith(ITERATION) or event.get("cat") != "user_annotation":
             continue
-        section, _, number = name.removeprefix(ITERATION).strip().rpartition(" #")
+        section = name.removeprefix(ITERATION).strip().rpartition(" #")[0]
         # What goes on after an iteration, such as the next barrier, is not its own.
         inside = collectives_of([e for e in events if start <= _start(e) < end], end)
-        own = intersection(compute, [(start, end)])
-        found.append(Window(section, int(number), start, end, tuple(inside), tuple(own)))
+        own = [(max(a, start), min(b, end)) for a, b in compute if a < end and b > start]
+        found.append(Iteration(section, start, end, tuple(inside), tuple(own)))
     return found
 
 
-def collectives_of(events: Sequence[Event], until_us: float) -> list[Collective]:
+def collectives_of(events: Sequence[Event], until_us: float) -> list[RankCollective]:
     """The collectives among one rank's events, by arrival and cut off at the end of the time given: NCCL's
     kernels where there are any, else the process group's calls with what gloo's threads did for them."""
     kernels = [e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()]
     if kernels:
-        found = [Collective(_nccl_kind(e["name"]), _start(e), min(_end(e), until_us)) for e in kernels]
+        found = [RankCollective(_nccl_kind(e["name"]), _start(e), min(_end(e), until_us)) for e in kernels]
         return sorted(found, key=lambda c: c.arrival_us)
     # A tensor subclass may issue a call again, inside: the innermost one is what goes to the transport.
     threads = group_by((e for e in events if e["name"].startswith("c10d::")), _thread).values()
@@ -124,7 +124,7 @@ def collectives_of(events: Sequence[Event], until_us: float) -> list[Collective]
         if waiting and calls[waiting[0]].start_ns <= _start(transport):
             ends[waiting.pop(0)] = _end(transport)
     return [
-        Collective(_c10d_kind(c.name), c.start_ns, min(max(ends.get(i, 0.0), c.end_ns), until_us))
+        RankCollective(_c10d_kind(c.name), c.start_ns, min(max(ends.get(i, 0.0), c.end_ns), until_us))
         for i, c in enumerate(calls)
     ]
 
@@ -188,91 +188,76 @@ def _nccl_kind(name: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
+# --------------------------------------------------------------------------------- intervals
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """What any of them covers."""
+    merged: list[Interval] = []
+    for start, end in sorted(i for i in intervals if i[0] < i[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def difference(some: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """What `some` covers and `others` does not."""
+    left = union(some)
+    for start, end in union(others):
+        left = [
+            piece for a, b in left for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]
+        ]
+    return left
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """How much they cover together."""
+    return sum(end - start for start, end in union(intervals))
+
+
 # --------------------------------------------------------------------------------- the merged trace
 
 
-def merge(ranks: Sequence[RankTrace], notes: Mapping[str, object]) -> dict[str, object]:
-    """One trace of all ranks, a process each, times in us from the earliest event on.
-
-    notes: go into `otherData`, which the viewers show as the trace's metadata.
-    """
+def merge(ranks: Sequence[RankTrace]) -> dict[str, object]:
+    """One trace of all ranks, a process each, times in us from the earliest event on."""
     starts = [_start(e) + r.shift_us for r in ranks for e in r.events if "ts" in e and e.get("ph") != "M"]
     zero = min(starts, default=0.0)
     clock = {f"rank {r.rank}": f"+-{r.uncertainty_us:.1f} us" for r in ranks}
     return {
         "traceEvents": [event for trace in ranks for event in _rank_events(trace, zero)],
         "displayTimeUnit": "ns",
-        "otherData": {**notes, "clock": clock, "zero_us": zero},
+        "otherData": {"made by": "dtbench profile", "clock": clock, "zero_us": zero},
     }
 
 
 def _rank_events(trace: RankTrace, zero: float) -> Iterator[Event]:
     pid, shift = trace.rank, trace.shift_us - zero
-    yield from _named_process(pid, f"rank {trace.rank} ({trace.host}, {trace.device})")
-    lanes: dict[tuple[object, object], int] = {}
-    names = {_thread(e): e["args"]["name"] for e in trace.events if e.get("ph") == "M"}
+
+    def named(tid: int, fact: str, /, **args: object) -> Event:
+        return {"ph": "M", "name": fact, "pid": pid, "tid": tid, "args": args}
+
+    yield named(0, "process_name", name=f"rank {trace.rank} ({trace.host}, {trace.device})")
+    yield named(0, "process_sort_index", sort_index=pid)
+    tids: dict[tuple[object, object], int] = {}
     for event in sorted((e for e in trace.events if e.get("ph") == "X"), key=_start):
-        tid = lanes.setdefault(_thread(event), _FIRST_TID + len(lanes))
-        kept = {"name": event["name"], "cat": event.get("cat", ""), "ph": "X"}
-        kept |= {"ts": round(_start(event) + shift, 3), "dur": event["dur"]}
-        yield kept | {"pid": pid, "tid": tid} | _args(event)
-    for thread, tid in lanes.items():
-        yield from _named_lane(pid, tid, str(names.get(thread, f"thread {thread[1]}")))
-    for tid, name in LANES.items():
-        yield from _named_lane(pid, tid, name)
-    for window in windows_of(trace):
-        yield from _lane_events(pid, window, zero)
+        tid = tids.setdefault(_thread(event), _FIRST_TID + len(tids))
+        at = {"ts": round(_start(event) + shift, 3), "dur": event["dur"], "pid": pid, "tid": tid}
+        args = {"args": event["args"]} if event.get("args") else {}
+        yield {"name": event["name"], "cat": event.get("cat", ""), "ph": "X"} | at | args
+    threads = {_thread(e): e["args"]["name"] for e in trace.events if e.get("ph") == "M"}
+    names = {tid: str(threads.get(thread, f"thread {thread[1]}")) for thread, tid in tids.items()}
+    for tid, name in (names | LANES).items():
+        yield named(tid, "thread_name", name=name)
+        yield named(tid, "thread_sort_index", sort_index=tid)
+    for iteration in iterations_of(trace):
+        drawn = [(1, c.kind, c[1:]) for c in iteration.collectives]
+        drawn += [(2, "compute", interval) for interval in iteration.compute]
+        drawn += [(3, "exposed", interval) for interval in iteration.exposed]
+        for tid, name, (start, end) in drawn:
+            at = {"ts": round(start - zero, 3), "dur": round(end - start, 3), "pid": pid, "tid": tid}
+            yield {"name": name, "cat": LANES[tid], "ph": "X"} | at
     for name, samples in trace.counters.items():
         for at_us, value in samples:
             yield {"name": name, "ph": "C", "pid": pid, "ts": round(at_us - zero, 3), "args": {name: value}}
-
-
-def _lane_events(pid: int, window: Window, zero: float) -> Iterator[Event]:
-    drawn = [(1, c.kind, c.interval) for c in window.collectives]
-    drawn += [(2, "compute", interval) for interval in window.compute]
-    drawn += [(3, "exposed", interval) for interval in window.exposed]
-    for tid, name, (start, end) in drawn:
-        at = {"ts": round(start - zero, 3), "dur": round(end - start, 3)}
-        yield {"name": name, "cat": LANES[tid], "ph": "X", "pid": pid, "tid": tid, **at}
-
-
-def _args(event: Event) -> Event:
-    args = event.get("args") or {}
-    # Numbers that only tie torch's own events together.
-    kept = {k: v for k, v in args.items() if k not in ("Ev Idx", "Record function id", "Fwd thread id")}
-    return {"args": kept} if kept else {}
-
-
-def _named_lane(pid: int, tid: int, name: str) -> Iterator[Event]:
-    yield _meta(pid, tid, "thread_name", name=name)
-    yield _meta(pid, tid, "thread_sort_index", sort_index=tid)
-
-
-def _named_process(pid: int, name: str) -> Iterator[Event]:
-    yield _meta(pid, 0, "process_name", name=name)
-    yield _meta(pid, 0, "process_sort_index", sort_index=pid)
-
-
-def _meta(pid: int, tid: int, fact: str, /, **args: object) -> Event:
-    return {"ph": "M", "name": fact, "pid": pid, "tid": tid, "args": args}
-
-
-# --------------------------------------------------------------------------------- calls of one process
-
-
-def of_calls(groups: Mapping[str, Sequence[Span]], rename: Callable[[str], str] = str) -> dict[str, object]:
-    """A trace of recorded calls: a process per group, each from its own zero on, calls one after another.
-
-    The times are as recorded: recording is not taken off.
-    """
-    events: list[Event] = []
-    for pid, (label, calls) in enumerate(groups.items(), 1):
-        events += _named_process(pid, label)
-        zero = min((call.start_ns for call in calls), default=0.0)
-        for call in sorted(calls, key=lambda c: c.start_ns):
-            for span in call.walk():
-                at = {"ts": (span.start_ns - zero) / 1e3, "dur": span.duration_ns / 1e3}
-                events.append(
-                    {"name": rename(span.name), "cat": span.kind, "ph": "X", "pid": pid, "tid": 1, **at}
-                )
-    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"times": "as recorded"}}

@@ -23,13 +23,12 @@ class Stage(Struct, frozen=True, kw_only=True):
     plus_minus_ns: Amount
 
 
-class Call(Struct, frozen=True, kw_only=True):
+class CallStages(Struct, frozen=True, kw_only=True):
     """Where the time of one impl of a case goes, ns per call.
 
     source: what recorded the calls, so many of them. whole_ns: of a call that nobody recorded; recorded_ns: of one that
     was. unattributed_ns: what the rows leave of the whole, 0 unless the fit was out of reach. fitted_to_calibrated: the
-    cost of recording a span here, over that of recording one alone. floor_ns: of plain tensors. slowed: by how much the
-    machine was slower while it was recorded; all times are without that.
+    cost of recording a span here, over that of recording one alone. floor_ns: of plain tensors.
     """
 
     label: str
@@ -42,7 +41,6 @@ class Call(Struct, frozen=True, kw_only=True):
     spans_per_call: Amount
     fitted_to_calibrated: Amount
     floor_ns: Amount | None = None
-    slowed: Amount = 1.0
     unattributed_ns: Real
 
 
@@ -50,10 +48,10 @@ class Calls(Struct, frozen=True, kw_only=True):
     """The table of a profile of calls."""
 
     kind: Literal["profile of calls"] = "profile of calls"
-    cases: tuple[Call, ...]
+    cases: tuple[CallStages, ...]
 
 
-class Parts(Struct, frozen=True, kw_only=True):
+class IterationParts(Struct, frozen=True, kw_only=True):
     """Where one iteration of a rank went, us: all of it, communication, compute, both at once, communication alone,
     neither."""
 
@@ -79,14 +77,14 @@ class Skew(Struct, frozen=True, kw_only=True):
     latest: Count | None = None
 
 
-class Section(Struct, frozen=True, kw_only=True):
+class RankSection(Struct, frozen=True, kw_only=True):
     """An impl of a case on ranks. parts_us: rank -> means over the iterations, None where it recorded none. unmatched:
     iterations in which the ranks' collectives differ. plain_us, profiled_us: an iteration of the slowest rank without
     and with the profiler, medians; overhead: what that adds, as a share. gpu: rank -> counter -> mean."""
 
     label: str
     iterations: Count
-    parts_us: dict[Rank, Parts | None]
+    parts_us: dict[Rank, IterationParts | None]
     skews: tuple[Skew, ...]
     unmatched: Count
     plain_us: Time
@@ -95,17 +93,17 @@ class Section(Struct, frozen=True, kw_only=True):
     overhead: Real
 
 
-class Ranks(Struct, frozen=True, kw_only=True):
+class RanksProfile(Struct, frozen=True, kw_only=True):
     """The table of a profile of ranks. clock_us: rank -> how far its times may be off rank 0's; throttled: rank -> why
     its GPU was."""
 
     kind: Literal["profile of ranks"] = "profile of ranks"
-    sections: tuple[Section, ...]
+    sections: tuple[RankSection, ...]
     clock_us: dict[Rank, Amount]
     throttled: dict[Rank, tuple[str, ...]] = {}
 
 
-class Event(Struct, frozen=True, kw_only=True):
+class TraceEvent(Struct, frozen=True, kw_only=True):
     """A complete event of a trace (Trace Event Format, "ph" X), us."""
 
     pid: int
@@ -113,7 +111,7 @@ class Event(Struct, frozen=True, kw_only=True):
     dur: Amount
 
 
-class Trace(Struct, frozen=True, kw_only=True):
+class TraceFile(Struct, frozen=True, kw_only=True):
     """A trace; its events are of many kinds, some of other tools."""
 
     traceEvents: list[Any]  # noqa: N815 - as the format spells it

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dtbench.records.profile import Call, Calls, Parts, Ranks, Section, Skew, Stage
+from dtbench.records.profile import Calls, CallStages, IterationParts, RankSection, RanksProfile, Skew, Stage
 
 LABEL = "dispatch add placements=S(0) mesh=8"
 SECTION = "overlap all_reduce mesh_dim=tp size=65536 (core)"
@@ -69,7 +69,7 @@ def calls() -> dict[str, Any]:
     rows = tuple(
         Stage(stage=s, ns=ns, plus_minus_ns=20.0) for s, ns in (("local op", 2500.0), ("entry", 1500.0))
     )
-    case = Call(
+    case = CallStages(
         label=LABEL,
         impl="core",
         source="counters",
@@ -86,9 +86,11 @@ def calls() -> dict[str, Any]:
 
 
 def ranks() -> dict[str, Any]:
-    parts = Parts(whole=1000.0, compute=300.0, communication=600.0, overlap=150.0, exposed=450.0, host=100.0)
+    parts = IterationParts(
+        whole=1000.0, compute=300.0, communication=600.0, overlap=150.0, exposed=450.0, host=100.0
+    )
     skew = Skew(kind="allreduce", count=4, mean_us=12.0, p95_us=20.0, late={"1": 4}, unclear=0, latest=1)
-    section = Section(
+    section = RankSection(
         label=SECTION,
         iterations=3,
         parts_us={"0": parts, "1": parts},
@@ -98,7 +100,7 @@ def ranks() -> dict[str, Any]:
         profiled_us=1000.0,
         overhead=1 / 9,
     )
-    return as_dict(Ranks(sections=(section,), clock_us={"0": 0.0, "1": 0.5}))
+    return as_dict(RanksProfile(sections=(section,), clock_us={"0": 0.0, "1": 0.5}))
 
 
 def as_dict(record: msgspec.Struct) -> dict[str, Any]:

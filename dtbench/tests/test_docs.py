@@ -84,9 +84,8 @@ def test_the_workflow_gives_options_that_exist_and_parses() -> None:
     gate = cli.get_command(click.Context(cli), "gate")
     assert gate is not None
     given = gate.make_context("gate", words[2:]).params
-    assert given["comment"] and given["words"] == ("benchmarks/my_suite.py",)
+    assert given["words"] == ("benchmarks/my_suite.py",)
     assert given["exports"] == [("bmf", Path("times.json"))]
-    assert workflow["permissions"]["pull-requests"] == "write"
 
 
 # What differs from machine to machine, and from one run to the next.

@@ -8,9 +8,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -20,13 +18,13 @@ from dtbench.engine import clocks
 from dtbench.engine.options import Task, split_target
 from dtbench.engine.ranks import StoreRanks
 from dtbench.machine import provenance as machine
-from dtbench.profile import flame, gpu, overlap, sections, spans, stages, text, trace
-from dtbench.profile.frames import short_name
-from dtbench.profile.request import choose
+from dtbench.profile import gpu, sections, spans, stages, text, trace
+from dtbench.profile.profile import choose
+from dtbench.profile.recorders import short_name
 from dtbench.profile.sections import skews
 from dtbench.profile.spans import Overhead, Span
 from dtbench.records.atomic import refuse_taken, write_folder
-from dtbench.records.profile import ITERATION, LANES, Calls, Parts, Ranks
+from dtbench.records.profile import ITERATION, LANES, Calls, IterationParts, RanksProfile
 from dtbench.suite import STAGES, Case
 from dtbench.suite.errors import OutputError, UsageError
 from dtbench.suite.mesh import groups_in
@@ -44,15 +42,12 @@ def points(intervals: list[tuple[float, float]]) -> set[int]:
 
 @given(INTERVALS, INTERVALS)
 def test_intervals_against_counting_cells(a: Any, b: Any) -> None:
-    assert points(overlap.union(a)) == points(a)
-    assert points(overlap.intersection(a, b)) == points(a) & points(b)
-    assert points(overlap.difference(a, b)) == points(a) - points(b)
-    assert overlap.length(a) == len(points(a))
-    for made in (overlap.union(a), overlap.intersection(a, b), overlap.difference(a, b)):
-        assert all(start < end for start, end in made)
-        assert all(one[1] <= other[0] for one, other in itertools.pairwise(made))
-    merged = overlap.union(a)
-    assert all(one[1] < other[0] for one, other in itertools.pairwise(merged))
+    merged, left = trace.union(a), trace.difference(a, b)
+    assert points(merged) == points(a) and points(left) == points(a) - points(b)
+    assert trace.length(a) == len(points(a))
+    for intervals in (merged, left):
+        assert all(start < end for start, end in intervals)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(intervals))
 
 
 # ------------------------------------------------------------------------------- spans and stages
@@ -90,37 +85,25 @@ def made_up_call(cost: Overhead = COST["counter"], slow: float = 1.0) -> Span:
 TRUE_NS = {"entry": 1500, "checks": 500, "key": 700, "cache": 100, "local op": 1100, "wrap": 900, "glue": 500}
 
 
-def broken_down(calls: list[Span], whole_ns: float, cost: dict[str, Overhead] = COST) -> stages.Breakdown:
-    return stages.break_down(
-        calls,
-        whole_ns,
-        cost,
-        about=("case", "core", "made up"),
-        pieces=stages.named_pieces,
-        ignored="stopwatch",
-    )
+def broken_down(calls: list[Span], whole_ns: float) -> stages.Breakdown:
+    return stages.break_down(calls, whole_ns, COST, "made up", stages.named_pieces, ignored="stopwatch")
 
 
-def test_stages_are_found_again_below_what_recording_adds() -> None:
-    calls = [made_up_call() for _ in range(3)]
-    made = broken_down(calls, 5300.0)
-    assert {row.stage: row.ns for row in made.call.rows} == pytest.approx(TRUE_NS)
-    assert [row.stage for row in made.call.rows] == [s for s in STAGES if s in TRUE_NS]
-    assert made.call.fitted_to_calibrated == pytest.approx(1)
-    assert max(row.plus_minus_ns for row in made.call.rows) == pytest.approx(0, abs=1e-6)
-    assert made.call.unattributed_ns == pytest.approx(0)
-
-
-def test_a_dearer_recording_is_fitted_and_said() -> None:
-    """Recording costs 1.5 times what its calibration says: the rows still come out, with their doubt."""
-    calls = [made_up_call(Overhead(135.0, 450.0))]
-    made = broken_down(calls, 5300.0)
-    assert made.call.fitted_to_calibrated == pytest.approx(1.5, rel=0.02)
-    assert {row.stage: row.ns for row in made.call.rows} == pytest.approx(TRUE_NS, abs=40)
-    assert sum(row.ns for row in made.call.rows) == pytest.approx(5300)
-    assert sum(made.folded.values()) == pytest.approx(5300)
-    doubts = {row.stage: row.plus_minus_ns for row in made.call.rows}
-    assert doubts["key"] == pytest.approx(45, abs=3) and doubts["glue"] > 5 * doubts["key"]
+@pytest.mark.parametrize(
+    ("cost", "scale", "off_ns"), [(COST["counter"], 1.0, 1e-6), (Overhead(135.0, 450.0), 1.5, 40)]
+)
+def test_stages_are_found_below_what_recording_adds(cost: Overhead, scale: float, off_ns: float) -> None:
+    """Also where recording costs 1.5 times what its calibration says: then the rows tell their doubt."""
+    broken = broken_down([made_up_call(cost) for _ in range(3)], 5300.0)
+    assert {row.stage: row.ns for row in broken.call.rows} == pytest.approx(TRUE_NS, abs=off_ns)
+    assert [row.stage for row in broken.call.rows] == [s for s in STAGES if s in TRUE_NS]
+    assert broken.call.fitted_to_calibrated == pytest.approx(scale, rel=0.02)
+    assert sum(row.ns for row in broken.call.rows) == pytest.approx(5300)
+    assert sum(broken.folded.values()) == pytest.approx(5300)
+    assert broken.call.unattributed_ns == pytest.approx(0, abs=1e-6)
+    doubts = {row.stage: row.plus_minus_ns for row in broken.call.rows}
+    assert doubts["key"] == pytest.approx(90 * (scale - 1), abs=3)
+    assert doubts["glue"] >= 5 * doubts["key"] - 1e-6
 
 
 def test_what_no_fit_explains_is_left_unattributed() -> None:
@@ -131,17 +114,6 @@ def test_what_no_fit_explains_is_left_unattributed() -> None:
     assert broken_down([made_up_call(slow=9)], 10.0).call.fitted_to_calibrated == stages.MOST_FIT
     with pytest.raises(ValueError, match="no call"):
         broken_down([], 10.0)
-
-
-def test_a_slower_moment_is_taken_off_all_stages_alike() -> None:
-    quiet = broken_down([made_up_call()], 5300.0)
-    slow = broken_down([made_up_call(Overhead(180.0, 600.0), slow=2.0)], 10_600.0).at_pace(5300.0)
-    assert slow.call.slowed == pytest.approx(2)
-    assert {row.stage: row.ns for row in slow.call.rows} == pytest.approx(
-        {r.stage: r.ns for r in quiet.call.rows}, abs=40
-    )
-    assert sum(slow.folded.values()) == pytest.approx(sum(quiet.folded.values()), rel=0.02)
-    assert slow.call.unattributed_ns == pytest.approx(0, abs=1e-6)
 
 
 def test_self_times_add_up_to_the_whole() -> None:
@@ -196,53 +168,39 @@ def test_frames_of_torch_go_to_their_stages() -> None:
     assert sum(found.values()) == 110
 
 
-def test_names_of_frames_are_short_and_hold_no_address() -> None:
-    assert short_name("/usr/lib/torch/_dispatch.py(759): wrap") == "_dispatch.py: wrap"
-    assert short_name("<built-in method get of dict object at 0x7f7eb1b0c240>") == "get (C)"
-    assert short_name("<built-in function hash>") == "hash (C)"
-    assert short_name("aten::add") == "aten::add"
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("/usr/lib/torch/_dispatch.py(759): wrap", "_dispatch.py: wrap"),
+        ("recorders.py(38): profiled_call", "one call"),
+        ("<built-in method get of dict object at 0x7f7eb1b0c240>", "get (C)"),
+        ("<built-in function hash>", "hash (C)"),
+        ("aten::add", "aten::add"),
+    ],
+)
+def test_names_of_frames_are_short_and_hold_no_address(name: str, short: str) -> None:
+    assert short_name(name) == short
 
 
-# ------------------------------------------------------------------------------- the flame graph
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def test_a_flame_graph_draws_times_to_scale() -> None:
-    slow = {("call",): 20.0, ("call", "a.py: f"): 60.0, ("call", "a.py: f", "aten::add"): 20.0}
-    quick = {("call",): 50.0}
-    root = ElementTree.fromstring(
-        flame.draw([flame.Graph("c", "x", slow), flame.Graph("c", "y", quick)], "t")
-    )
-    widths = {}
-    for group in root.iter(f"{SVG}g"):
-        tip, box = group.find(f"{SVG}title"), group.find(f"{SVG}rect")
-        assert tip is not None and tip.text is not None and box is not None
-        widths[tip.text.split("\n")[0], box.get("class")] = float(str(box.get("width")))
-    full = flame.WIDTH_PX - 2 * flame.MARGIN_PX
-    assert widths == {
-        ("call", "python"): pytest.approx(full / 2, abs=0.01),  # the second graph's, on the first one's scale
-        ("a.py: f", "python"): pytest.approx(full * 0.8, abs=0.01),
-        ("aten::add", "op"): pytest.approx(full * 0.2, abs=0.01),
+def test_speedscope_gets_a_weighted_stack_per_frame() -> None:
+    evil = "</script>\x00\ud800"
+    folded = {
+        "add (core)": {("call",): 20.0, ("call", "f"): 60.0, ("call", "f", evil): 20.25},
+        "add (torch)": {("call",): 5.0},
     }
-
-
-def test_hostile_names_are_text_in_the_svg() -> None:
-    evil = "</title><script>alert(1)</script><a href='javascript:x'>&lt; \x00\x1b\ud800 " + "n" * 5000
-    drawn = flame.draw([flame.Graph(evil, evil, {(evil,): 5.0, (evil, '" onload="x'): 3.0})], evil)
-    drawn.encode("utf-8")
-    root = ElementTree.fromstring(drawn)
-    tags = {element.tag.removeprefix(SVG) for element in root.iter()}
-    assert tags <= {"svg", "title", "desc", "style", "text", "rect", "g"}
-    assert not any(name.startswith("on") for element in root.iter() for name in element.attrib)
-    assert len(drawn) < 10_000
-    assert any("<script>" in (element.text or "") for element in root.iter(f"{SVG}title"))
-
-
-def test_frames_too_narrow_to_see_are_counted() -> None:
-    folded = {("call",): 1e6} | {("call", f"f{i}"): 1.0 for i in range(7)}
-    assert "7 frames too narrow" in flame.draw([flame.Graph("c", "x", folded)], "t")
-    ElementTree.fromstring(flame.draw([flame.Graph("c", "nothing", {})], "empty"))
+    made = json.loads(json.dumps(text.speedscope(folded, "p")).encode())
+    frames = [frame["name"] for frame in made["shared"]["frames"]]
+    assert frames == ["call", "f", evil]
+    core, torch = made["profiles"]
+    assert {made["$schema"], core["type"], core["unit"]} == {
+        "https://www.speedscope.app/file-format-schema.json",
+        "sampled",
+        "nanoseconds",
+    }
+    for profile, stacks in ((core, folded["add (core)"]), (torch, folded["add (torch)"])):
+        named = [tuple(frames[number] for number in stack) for stack in profile["samples"]]
+        assert dict(zip(named, profile["weights"], strict=True)) == stacks
+        assert (profile["startValue"], profile["endValue"]) == (0, sum(stacks.values()))
 
 
 # ------------------------------------------------------------------------------- traces
@@ -275,11 +233,13 @@ def cpu_rank(rank: int, late: float, shift_us: float) -> trace.RankTrace:
 
 
 def test_an_iteration_is_taken_apart() -> None:
-    (window,) = trace.windows_of(cpu_rank(0, 1, 1000.0))
-    assert (window.section, window.number) == ("s (core)", 0)
-    assert [c.interval for c in window.collectives] == [(21, 50)]
+    (window,) = trace.iterations_of(cpu_rank(0, 1, 1000.0))
+    assert window.section == "s (core)"
+    assert [c[1:] for c in window.collectives] == [(21, 50)]
     assert list(window.compute) == [(0, 20), (32, 40)]  # the op that was handed over counts as its inner one
-    assert window.parts_us == Parts(whole=60, communication=29, compute=28, overlap=8, exposed=21, host=11)
+    assert window.parts_us == IterationParts(
+        whole=60, communication=29, compute=28, overlap=8, exposed=21, host=11
+    )
     assert window.exposed == [(21, 32), (40, 50)]
 
 
@@ -298,8 +258,8 @@ def test_calls_are_paired_with_what_the_transport_did_for_them() -> None:
         event("gloo:all_gather", 45, 70, "user_annotation", tid=3),
         event("c10d::barrier", 120, 5),
     ]
-    (window,) = trace.windows_of(trace.RankTrace(0, "here", "cpu", events))
-    assert [(c.kind, c.interval) for c in window.collectives] == [
+    (window,) = trace.iterations_of(trace.RankTrace(0, "here", "cpu", events))
+    assert [(c.kind, c[1:]) for c in window.collectives] == [
         ("allreduce", (15, 50)),
         ("allgather_base", (40, 100)),
     ]
@@ -315,14 +275,14 @@ def test_on_a_gpu_kernels_count() -> None:
         event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", 30, 40, "kernel", tid=8),
         event("Memcpy DtoD", 60, 5, "gpu_memcpy", tid=7),
     ]
-    (window,) = trace.windows_of(trace.RankTrace(0, "here", "cuda:0", events))
+    (window,) = trace.iterations_of(trace.RankTrace(0, "here", "cuda:0", events))
     assert [c.kind for c in window.collectives] == ["AllReduce"]
     assert window.parts_us.overlap == 15 and window.parts_us.exposed == 25
 
 
 def test_traces_merge_on_one_clock_with_lanes() -> None:
     ranks = [cpu_rank(0, 0, 1000.0), cpu_rank(1, 3, -500.0)]
-    made = trace.merge(ranks, {"by": "test"})
+    made = trace.merge(ranks)
     json.dumps(made, allow_nan=False)
     drawn = [e for e in made["traceEvents"] if e["ph"] == "X"]
     assert min(e["ts"] for e in drawn) == 0
@@ -341,7 +301,7 @@ def test_traces_merge_on_one_clock_with_lanes() -> None:
 
 def test_the_late_rank_is_named() -> None:
     ranks = [cpu_rank(0, 0, 0.0), cpu_rank(1, 4, 700.0)]
-    windows = {r.rank: trace.windows_of(r) * 20 for r in ranks}
+    windows = {r.rank: trace.iterations_of(r) * 20 for r in ranks}
     (found,), unmatched = skews(windows, [[0, 1]], {0: 0.5, 1: 0.5})
     assert (found.kind, found.count, unmatched) == ("allreduce", 20, 0)
     assert (found.mean_us, found.p95_us) == (4, 4)
@@ -353,13 +313,13 @@ def test_the_late_rank_is_named() -> None:
 
 
 def test_collectives_that_differ_are_not_matched() -> None:
-    windows = {0: trace.windows_of(cpu_rank(0, 0, 0.0)), 1: trace.windows_of(cpu_rank(1, 0, 0.0))}
+    windows = {0: trace.iterations_of(cpu_rank(0, 0, 0.0)), 1: trace.iterations_of(cpu_rank(1, 0, 0.0))}
     first = windows[1][0]
-    windows[1] = [trace.Window(first.section, 0, 0, 60, (), first.compute)]
+    windows[1] = [trace.Iteration(first.section, 0, 60, (), first.compute)]
     assert skews(windows, [[0, 1]], {}) == ([], 1)
     traces = [cpu_rank(0, 0, 0.0), cpu_rank(1, 4, 0.0)]
     (section,) = sections.sections_of(traces, {"s (core)": [[0, 1]]}, {"s (core)": [40.0, 50.0, 60.0]})
-    lines = "\n".join(text.section_tables(Ranks(sections=(section,), clock_us={"0": 0.5, "1": 0.5})))
+    lines = "\n".join(text.section_tables(RanksProfile(sections=(section,), clock_us={"0": 0.5, "1": 0.5})))
     assert section.overhead == pytest.approx(0.2)
     assert "rank 1 is last most often, 1 of 1 times" in lines and "50.00 µs without" in lines
 
@@ -416,36 +376,14 @@ def test_another_hosts_clock_is_found_over_the_store() -> None:
 
 
 def test_gpu_samples_become_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = iter(range(0, 10**9, 1000))
-
-    def values(handle: str, fields: list[tuple[int, int]]) -> list[Any]:
-        of = {0: 0, 1: 0, 2: 3}  # NVML's code per link: the third is not there
-        amount = next(sent)
-        return [SimpleNamespace(nvmlReturn=of[i], value=SimpleNamespace(ullVal=amount)) for _, i in fields]
-
-    library = SimpleNamespace(
-        NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX=138,
-        NVML_NVLINK_MAX_LINKS=3,
-        nvmlDeviceGetFieldValues=values,
-        nvmlDeviceGetHandleByIndex=lambda index: f"gpu {index}",
-    )
     state = {"sm_clock_MHz": 1500, "memory_clock_MHz": None, "temperature_C": 61, "power_W": 345.6}
-    monkeypatch.setattr(machine, "nvml", lambda: library)
     monkeypatch.setattr(machine, "gpu_state", lambda index: state | {"throttled_by": ["hw_slowdown"]})
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu.nvlink_KiB(0) == {"nvlink_sent_KiB": 0.0}
     with gpu.Sampler(0, every_s=0.001) as sampler:
-        while len(sampler.samples.get("nvlink_sent_KiB", ())) < 3:
+        while len(sampler.samples.get("power_W", ())) < 3:
             pass
     assert sampler.reasons == {"hw_slowdown"}
-    drawn = gpu.counters_of(sampler.samples)
-    assert drawn.keys() == {"sm_clock_MHz", "temperature_C", "power_W", "throttled", "nvlink_sent_GBps"}
-    assert {value for _, value in drawn["power_W"]} == {345.6}
-    # Two links that each count 2000 KiB in half a second, and a counter that starts again.
-    rates = gpu.counters_of({"nvlink_sent_KiB": [(0.0, 0.0), (5e5, 4000.0), (6e5, 10.0)]})
-    assert rates == {"nvlink_sent_GBps": [(0.0, pytest.approx(8000 * 1024 / 1e9))]}
-    monkeypatch.setattr(machine, "nvml", lambda: None)
-    assert gpu.nvlink_KiB(0) == {}
+    assert sampler.samples.keys() == {"sm_clock_MHz", "temperature_C", "power_W", "throttled"}
+    assert {value for _, value in sampler.samples["power_W"]} == {345.6}
 
 
 # ------------------------------------------------------------------------------- choosing
@@ -465,14 +403,14 @@ def test_a_case_is_chosen_by_its_whole_name() -> None:
     assert [t.label for t in choose(all_of_them, "add", "")] == [f"dispatch add n={n}" for n in range(3)]
     assert [t.label for t in choose(all_of_them, "add", "N=2")] == ["dispatch add n=2"]
     assert len(choose(all_of_them, "", "")) == 12
-    with pytest.raises(UsageError, match="no case 'ad': the nearest are add, add_"):
-        choose(all_of_them, "ad", "")
-    with pytest.raises(UsageError, match="no case 'xyzzy': there are add, add_, addmm, relu"):
-        choose(all_of_them, "xyzzy", "")
-    with pytest.raises(UsageError, match=r"matches none of the 3 cases.*dispatch add n=0"):
-        choose(all_of_them, "add", "n=7")
-    with pytest.raises(UsageError, match=r"28 cases match.*at most 24.*dispatch relu n=0"):
-        choose(tasks(["add", "relu"], variants=14), "", "")
+    for cases, case, words, message in (
+        (all_of_them, "ad", "", "no case 'ad': the nearest are add, add_"),
+        (all_of_them, "xyzzy", "", "no case 'xyzzy': the nearest are add, add_, addmm, relu"),
+        (all_of_them, "add", "n=7", "matches none of the 3 cases.*dispatch add n=0"),
+        (tasks(["add", "relu"], variants=14), "", "", "28 cases match.*at most 24.*dispatch add n=0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            choose(cases, case, words)
 
 
 def test_targets() -> None:
@@ -489,14 +427,9 @@ def test_targets() -> None:
 
 
 def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Any) -> None:
-    text.write_and_tell(tmp_path / "p", [], Calls(cases=()), {"x": 1}, {"a.txt": "a\ud800"})
+    text.write_profile(tmp_path / "p", ["a\ud800"], Calls(cases=()), {text.TRACE: {"x": 1}})
     assert gzip.decompress((tmp_path / "p" / "trace.json.gz").read_bytes()) == b'{"x":1}'
-    assert sorted(p.name for p in (tmp_path / "p").iterdir()) == [
-        "a.txt",
-        "table.json",
-        "table.txt",
-        "trace.json.gz",
-    ]
+    assert sorted(p.name for p in (tmp_path / "p").iterdir()) == ["table.json", "table.txt", "trace.json.gz"]
     for taken in (tmp_path / "p", tmp_path / "no" / "p"):
         with pytest.raises(OutputError, match="another -o"):
             refuse_taken(taken, "remove it")

@@ -15,7 +15,7 @@ import msgspec
 from dtbench.cost.calibration import setup_of
 from dtbench.records.gate import Gate
 from dtbench.records.history import HistoryLine, read_history
-from dtbench.records.profile import Call, Calls, Ranks, Section
+from dtbench.records.profile import Calls, CallStages, RankSection, RanksProfile
 from dtbench.records.read import BadFieldError, into, opened, read_json, shown
 from dtbench.records.run import read_run
 from dtbench.records.topology import Topology, read_topology
@@ -35,7 +35,7 @@ KINDS = "a run, a topology, a result of gate or profile, or a history"
 _JSON: Mapping[str, tuple[str, type[msgspec.Struct], str]] = {
     "gate": ("gate", Gate, "result of `dtbench gate`"),
     "profile of calls": ("calls", Calls, "table of `dtbench profile`"),
-    "profile of ranks": ("ranks", Ranks, "table of `dtbench profile`"),
+    "profile of ranks": ("ranks", RanksProfile, "table of `dtbench profile`"),
 }
 
 
@@ -62,8 +62,8 @@ class Sources:
     baseline: tuple[Run, ...] = ()
     topology: Topology | None = None
     gate: Changes | None = None
-    calls: tuple[Call, ...] = ()
-    ranks: tuple[Section, ...] = ()
+    calls: tuple[CallStages, ...] = ()
+    ranks: tuple[RankSection, ...] = ()
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
     notes: tuple[str, ...] = ()
@@ -131,7 +131,11 @@ def _with_json(sources: Sources, path: Path, data: Mapping[str, object]) -> Sour
     if isinstance(found, Gate):
         return _add(sources, path, name, of_gate(found))
     parts = (
-        found.cases if isinstance(found, Calls) else found.sections if isinstance(found, Ranks) else [found]
+        found.cases
+        if isinstance(found, Calls)
+        else found.sections
+        if isinstance(found, RanksProfile)
+        else [found]
     )
     return _add(sources, path, name, *parts)
 

@@ -24,7 +24,7 @@ import dtbench_core
 from dtbench.engine.clock import Clock, HostClock, clocks_of
 from dtbench.engine.ranks import simulated_world, world_of_one
 from dtbench.machine import device as machine
-from dtbench.profile.recording import events_of
+from dtbench.profile.ranks import events_of
 from dtbench.records.atomic import write_atomically
 from dtbench.suite.errors import describe
 from dtbench_core.torch_compat import reduce_scatter_single

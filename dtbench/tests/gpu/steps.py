@@ -32,8 +32,7 @@ def steps_of(rehearse: bool) -> list[Step]:
     same."""
     device = "--device cpu" if rehearse else "--device cuda"
     two = "--nproc 2 --backend gloo"  # NCCL refuses two ranks on one card
-    nvtx = "" if rehearse else "--nvtx"
-    profile = f"-P -m dtbench profile tensor_parallel --filter pass=forward --quick {two} {device} {nvtx}"
+    profile = f"-P -m dtbench profile tensor_parallel --filter pass=forward --quick {two} {device}"
     gate = f"-P -m dtbench.tests.gate_selftest {device} --budget {20 if rehearse else 150}s -o {{out}}/gate"
 
     def measured(group: str, limit_s: float) -> Step:

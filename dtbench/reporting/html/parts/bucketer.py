@@ -229,10 +229,10 @@ def _overlap_table(cases: Sequence[Case]) -> t.Table:
 # ------------------------------------------------------------------------------------ profiles of ranks
 
 
-def _parts(profiles: Sequence[profile.Section], folded: bool) -> Figure | None:
+def _parts(profiles: Sequence[profile.RankSection], folded: bool) -> Figure | None:
     """A panel per section: what each rank did in an iteration."""
 
-    def words(parts: profile.Parts) -> str:
+    def words(parts: profile.IterationParts) -> str:
         communication = parts.overlap + parts.exposed
         share = f", {hidden_words(parts.overlap / communication)}" if communication > 0 else ""
         return f"{format_seconds(sum(getattr(parts, k) for k in BUSY) * 1e-6)}{share}"
@@ -257,7 +257,7 @@ def _parts(profiles: Sequence[profile.Section], folded: bool) -> Figure | None:
     )
 
 
-def _parts_table(profiles: Sequence[profile.Section]) -> t.Table:
+def _parts_table(profiles: Sequence[profile.RankSection]) -> t.Table:
     rows = [(one, rank, parts) for one in profiles for rank, parts in _known(one)]
     slower = [one.profiled_us / one.plain_us if one.plain_us else None for one, *_ in rows]
     return t.Table(
@@ -276,7 +276,7 @@ def _parts_table(profiles: Sequence[profile.Section]) -> t.Table:
     )
 
 
-def _known(section: profile.Section) -> list[tuple[str, profile.Parts]]:
+def _known(section: profile.RankSection) -> list[tuple[str, profile.IterationParts]]:
     """The ranks that something is known of."""
     return [(rank, parts) for rank, parts in section.parts_us.items() if parts is not None]
 

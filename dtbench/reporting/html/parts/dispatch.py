@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from dtbench.records.profile import Call, Stage
+from dtbench.records.profile import CallStages, Stage
 from dtbench.reporting.html.cases import Case, distinct, geometric_mean
 from dtbench.reporting.html.figures import (
     Figure,
@@ -111,7 +111,7 @@ def _table(cached: Sequence[Case], cases: Sequence[Case]) -> t.Table:
 # ------------------------------------------------------------------------------------ stages
 
 
-def _stages(calls: Sequence[Call], folded: bool) -> Figure | None:
+def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
     """A panel per case: a bar per impl, its parts the stages."""
     panels = {
         label: [
@@ -137,16 +137,16 @@ def _stages(calls: Sequence[Call], folded: bool) -> Figure | None:
     )
 
 
-def _in_order(calls: Sequence[Call]) -> list[str]:
+def _in_order(calls: Sequence[CallStages]) -> list[str]:
     return known_first({row.stage for c in calls for row in c.rows}, STAGES)
 
 
-def _rows(call: Call) -> list[Stage]:
+def _rows(call: CallStages) -> list[Stage]:
     order = _in_order([call])
     return sorted(call.rows, key=lambda row: order.index(row.stage))
 
 
-def _stage_table(calls: Sequence[Call]) -> t.Table:
+def _stage_table(calls: Sequence[CallStages]) -> t.Table:
     rows = [(call, row) for call in calls for row in _rows(call)]
     return t.Table(
         "Every stage: time per call",
