@@ -14,7 +14,7 @@ COMPAT := results/run-compat-$(STAMP)
 LAB := results/lab-$(STAMP)
 HOSTS := $(BIN)/dtbench lab run --hosts 2 --rate 400mbit --ranks-per-host 2 -- dtbench run --device cpu --mesh dp=2,tp=2
 
-.PHONY: pictures bench lab plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage compat docs size install checks lint types imports fast slow clean
+.PHONY: pictures bench lab plan gpu rehearse-gpu wheels test test-all faults against-torch coverage compat docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -71,10 +71,6 @@ test-all: test slow
 # to results/faults.md.
 faults: install
 	OMP_NUM_THREADS=1 DTBENCH_FAULTS_TABLE=results/faults.md $(BIN)/pytest -q dtbench/tests/faults
-
-# How long commands take on run files of up to 200,000 results, and how much memory: results/large-files.md.
-large: install
-	$(BIN)/python -m dtbench.tests.large_files results/large-files.md
 
 # `dtbench.run` of functions beside torch.utils.benchmark, from 1 us to 10 ms: results/run-against-torch-benchmark.md.
 # Five minutes; wants a quiet machine with two cores.

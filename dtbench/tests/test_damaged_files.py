@@ -31,14 +31,9 @@ from dtbench.cost.plan.tables import measured_steps, read_table
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
 from dtbench.importers.registry import parse
-from dtbench.preflight.expected import read_expected
 from dtbench.records.history import read_history
-from dtbench.records.plan import LayoutRow, PlanFile, StepRow, StepsFile
-from dtbench.records.preflight import DimTimes, Finding, Link, Preflight
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
-from dtbench.records.verdicts import read_baseline
-from dtbench.reporting.html.profiles import spans_of
 from dtbench.reporting.html.sources import gather
 from dtbench.suite.errors import DtbenchError
 from dtbench.tests import made_up, made_up_logs
@@ -114,56 +109,6 @@ def named(suffix: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return lambda path: read(path.replace(path.with_suffix(suffix)))
 
 
-PLAN = PlanFile(
-    title="a job",
-    model={"name": "tiny"},
-    machine="a100-8x",
-    gpus=8,
-    global_batch=64,
-    sequence=4096,
-    limit_bytes=8e10,
-    considered=3,
-    fitting=1,
-    best=(
-        LayoutRow(
-            words="dp=8",
-            layout={"dp": 8, "recompute": "full"},
-            step_s=1.5,
-            low_s=1.0,
-            high_s=None,
-            mfu=0.5,
-            exposed_s=0.1,
-            parts_s={"compute": 1.4},
-            memory_bytes={"weights": 1e9},
-            why="the fastest",
-        ),
-    ),
-    changes=("more memory",),
-    assumptions=("bfloat16",),
-)
-STEPS = StepsFile(
-    title="measured steps",
-    rows=(StepRow(label="dp=8", group="7B", measured_s=1.5, predicted_s=1.4, error=-0.07),),
-    mean_error=0.07,
-    pairs=3,
-    pairs_in_order=2,
-    cost_of_choice=(0.0, 0.01),
-    verdict=("close",),
-)
-PREFLIGHT = Preflight(
-    time="2026-01-02T03:04:05+00:00",
-    seconds=3.5,
-    device="cpu",
-    hosts=("a", "a", "b", "b"),
-    mesh=(("dp", 2), ("tp", 2)),
-    links=(Link(kind="between hosts", ranks=(0, 2), rate=1e9, lost=0.01),),
-    dims=(DimTimes(dim="dp", groups=((0, 2), (1, 3)), size_bytes=4096, times_s=(0.1, 0.2), alone_s=0.1),),
-    work_s={"matmul": (0.1, 0.1, 0.1, 0.2)},
-    findings=(Finding(what="rank 3", kind="matmul", ranks=(3,), share=0.5, p=0.001),),
-    notes=("made up",),
-    named=0.8,
-    level=0.01,
-)
 TOML = b"""name = "tiny"
 hidden = 4096
 layers = 32
@@ -192,14 +137,8 @@ READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "profile of ranks": (committed("profile/mlp/table.json"), report_of),
     "trace": (trace, profile),
     "packed trace": (lambda: gzip.compress(trace()), profile),
-    "coverage": (committed("compat-core.json"), read_baseline),
     "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
-    "regret": (committed("lab/2x2-400mbit-regret.json"), report_of),
     "resumed run": (run_file, resumed),
-    "preflight": (lambda: msgspec.json.encode(PREFLIGHT), report_of),
-    "what is expected of a preflight": (lambda: msgspec.json.encode(PREFLIGHT), read_expected),
-    "plan": (lambda: msgspec.json.encode(PLAN), report_of),
-    "predicted steps": (lambda: msgspec.json.encode(STEPS), report_of),
     "measured steps": (
         committed("reference/step-times/a100-64-gpus.csv"),
         lambda path: measured_steps(read_table(path), find_machine("a100-8x")),
@@ -278,31 +217,6 @@ def _try(kind: str, tmp_path: Path, seed: int, times: int) -> None:
     for name, value in times_in(found):
         assert math.isfinite(value), name
         assert value >= 0 or not name.endswith(("_s", "samples", "Bps", "_us")), (name, value)
-
-
-def test_a_thread_id_that_is_no_number_is_of_no_lane() -> None:
-    window = {
-        "ph": "X",
-        "name": "dtbench iteration a #0",
-        "cat": "user_annotation",
-        "pid": 0,
-        "ts": 0,
-        "dur": 9,
-    }
-    event = {"ph": "X", "pid": 0, "ts": 1, "dur": 2}
-    found = spans_of({"traceEvents": [window, {**event, "tid": {}}, {**event, "tid": 1}]})
-    assert [(span.lane, span.start_us) for span in found["a"]] == [("whole", 0), ("communication", 1)]
-
-
-def test_a_preflight_of_more_times_than_ranks_or_groups_says_so(tmp_path: Path) -> None:
-    for field, value, says in (
-        ("hosts", PREFLIGHT.hosts[:-1], "work_s has 4 times of 3 ranks"),
-        ("dims", [{**msgspec.to_builtins(PREFLIGHT.dims[0]), "times_s": [0.1]}], "1 times for 2 groups"),
-    ):
-        path = tmp_path / "preflight.json"
-        path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(PREFLIGHT), field: value}))
-        with pytest.raises(DtbenchError, match=says):
-            report_of(path)
 
 
 def test_a_mesh_of_more_ranks_than_there_are_is_refused(dtbench: Cli, tmp_path: Path) -> None:
