@@ -151,15 +151,15 @@ class CollectiveSchedule(SamplingSchedule):
         """
 
         def decide_all(votes: list[tuple[dict[str, tuple[Status, str]], _V]]) -> tuple[_Verdicts, _D | None]:
-            bad = _worst([found for found, _ in votes])
+            bad = _worst([ended for ended, _ in votes])
             self._end(bad)
             try:
                 return bad, decide([one for _, one in votes]) if self.live else None
             except TooSlow as reason:
                 return bad | {impl: ("failed", str(reason), None) for impl in self.live}, None
 
-        found = {impl: subject.bad for impl, subject in self.live.items() if subject.bad is not None}
-        bad, decision = self.ranks.agree((found, mine), decide_all)
+        ended = {impl: subject.bad for impl, subject in self.live.items() if subject.bad is not None}
+        bad, decision = self.ranks.agree((ended, mine), decide_all)
         self._now.raised = self._now.raised_in = None
         self._end(bad)
         if self._ended:

@@ -18,7 +18,7 @@ from dtbench.suite.suites import Suite, WorldKind
 from dtbench.tests import made_up
 
 PLAN = RunOptions(mesh=(("tp", 2),), sizes_bytes=(1024,))
-IMPLS = partial(options.parse_list, known=("core", "torch"), option="--impl")
+IMPLS = partial(options.parse_list, allowed=("core", "torch"), option="--impl")
 
 
 @pytest.mark.parametrize(
