@@ -9,7 +9,7 @@ STAMP := $(shell date -u +%Y%m%dT%H%M%SZ)
 RUN := results/bench-$(STAMP)
 PAGE := reports/bench-$(STAMP).html
 
-.PHONY: pictures bench plan gpu rehearse-gpu wheels test test-all faults large against-torch coverage docs size install checks lint types imports fast slow clean
+.PHONY: pictures bench plan gpu rehearse-gpu wheels test test-all faults against-torch coverage docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -56,10 +56,6 @@ test-all: test slow
 # to results/faults.md.
 faults: install
 	OMP_NUM_THREADS=1 DTBENCH_FAULTS_TABLE=results/faults.md $(BIN)/pytest -q dtbench/tests/faults
-
-# How long commands take on run files of up to 200,000 results, and how much memory: results/large-files.md.
-large: install
-	$(BIN)/python -m dtbench.tests.large_files results/large-files.md
 
 # `dtbench.run` of functions beside torch.utils.benchmark, from 1 us to 10 ms: results/run-against-torch-benchmark.md.
 # Five minutes; wants a quiet machine with two cores.

@@ -88,13 +88,13 @@ TIMEOUT = click.option(
 
 
 def _export(
-    _context: click.Context, _option: click.Parameter, given: tuple[str, ...]
+    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
 ) -> list[tuple[str, Path]]:
     """(format, file) of each FORMAT:FILE, found good before anything is measured."""
     from dtbench.records.exports import FORMATS
 
     wanted = []
-    for text in given:
+    for text in texts:
         name, _, file = text.partition(":")
         if name not in FORMATS or not file:
             raise click.BadParameter(

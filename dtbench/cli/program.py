@@ -115,8 +115,8 @@ def main() -> NoReturn:
 
 def _run() -> int:
     try:
-        if (asked := os.environ.get(_COMPLETE)) is not None:
-            return shell_complete(cli, {}, "dtbench", _COMPLETE, asked)
+        if (request := os.environ.get(_COMPLETE)) is not None:
+            return shell_complete(cli, {}, "dtbench", _COMPLETE, request)
         # Not `cli.main`, which ends with 1, a regression, where a reader has gone.
         with cli.make_context("dtbench", sys.argv[1:]) as context:
             code = cli.invoke(context)
@@ -155,8 +155,8 @@ def _nearest_of_run(error: UnknownOptionError) -> str:
 
     from dtbench.cli.run import run_command
 
-    known = [name for option in run_command.params for name in (*option.opts, *option.secondary_opts)]
-    near = get_close_matches(error.option, [*known, *error.of_suites], n=1)
+    names = [name for option in run_command.params for name in (*option.opts, *option.secondary_opts)]
+    near = get_close_matches(error.option, [*names, *error.of_suites], n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
 
 

@@ -146,7 +146,7 @@ def _of_a_run(command: _C) -> _C:
 @click.command("run", cls=_Run, context_settings={"ignore_unknown_options": True})  # suites have some, too
 @_of_a_run
 @click.pass_context
-def run_command(context: click.Context, /, words: tuple[str, ...], **given: options.Given) -> int:
+def run_command(context: click.Context, /, words: tuple[str, ...], **values: options.Given) -> int:
     """Measures suites, by name or as .py files, into a run file.
 
     Starts its own ranks, or joins the world of torchrun or Slurm when started by them. A suite may have
@@ -162,11 +162,11 @@ def run_command(context: click.Context, /, words: tuple[str, ...], **given: opti
     from dtbench.engine.launch import run
 
     argv = sys.argv[1:]
-    if given["resume"] and given["output"] is not None and not words and _asks_for_nothing_else(context):
-        argv = _begun_with(given["output"])
-        made = run_command.make_context("run", argv[1:], parent=context.parent)
-        words, given = made.params.pop("words"), made.params
-    return run(options_of(words, **given), argv)
+    if values["resume"] and values["output"] is not None and not words and _asks_for_nothing_else(context):
+        argv = _begun_with(values["output"])
+        begun = run_command.make_context("run", argv[1:], parent=context.parent)
+        words, values = begun.params.pop("words"), begun.params
+    return run(options_of(words, **values), argv)
 
 
 def _asks_for_nothing_else(context: click.Context) -> bool:
@@ -199,20 +199,20 @@ def options_of(
     minbytes: int | None,
     maxbytes: int | None,
     stepfactor: int | None,
-    **given: options.Given,
+    **values: options.Given,
 ) -> RunRequest:
     suites, own = split_words(words)
     if minbytes is not None or maxbytes is not None or stepfactor is not None:
-        if given["sizes_bytes"] is not None:
+        if values["sizes_bytes"] is not None:
             raise UsageError("-b, -e and -f and --size both say what to sweep: give one or the other")
         if minbytes is None or maxbytes is None:
             raise UsageError(
                 "-b and -e go together: expected the smallest and the largest size, such as -b 8 -e 128M -f 2"
             )
-        given["sizes_bytes"] = sweep_of(minbytes, maxbytes, stepfactor or 2)
+        values["sizes_bytes"] = sweep_of(minbytes, maxbytes, stepfactor or 2)
     if launches is None:
-        launches = 1 if given["max_size_bytes"] is None else CALIBRATION_LAUNCHES
-    return RunRequest(suites=suites, suite_options=own, launches=launches, **given)
+        launches = 1 if values["max_size_bytes"] is None else CALIBRATION_LAUNCHES
+    return RunRequest(suites=suites, suite_options=own, launches=launches, **values)
 
 
 @click.command("list", cls=_List, context_settings={"ignore_unknown_options": True})
@@ -220,7 +220,7 @@ def options_of(
 @options.JSON
 @click.pass_context
 def list_command(
-    context: click.Context, /, as_json: bool, words: tuple[str, ...], **given: options.Given
+    context: click.Context, /, as_json: bool, words: tuple[str, ...], **values: options.Given
 ) -> None:
     """The suites; with words of `run`, the cases it would measure.
 
@@ -229,13 +229,13 @@ def list_command(
       dtbench list
       dtbench list collectives --mesh dp=2,tp=2 --filter all_reduce
     """
-    asked = any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in given)
-    if not words and not asked:
+    narrowed = any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in values)
+    if not words and not narrowed:
         _list_suites(as_json)
         return
     from dtbench.engine.launch import job_here
 
-    job = job_here(options_of(words, **given))
+    job = job_here(options_of(words, **values))
     if as_json:
         listing = [
             {
@@ -260,9 +260,9 @@ def list_command(
 
 
 def _list_suites(as_json: bool) -> None:
-    known = read_builtin()
+    suites = read_builtin()
     if as_json:
-        click.echo(json.dumps([{"suite": name, "help": text} for name, text in known.items()], indent=2))
+        click.echo(json.dumps([{"suite": name, "help": text} for name, text in suites.items()], indent=2))
         return
-    for name, text in known.items():
-        click.echo(f"{name:{max(map(len, known))}}  {text}")
+    for name, text in suites.items():
+        click.echo(f"{name:{max(map(len, suites))}}  {text}")

@@ -75,5 +75,5 @@ def check(context: click.Context, /, file: Path, nproc: int) -> int:
         raise click.UsageError(f"got {file}, expected the .py file of a suite")
     with scratch() as folder:
         words = [str(file), "--quick", "--nproc", str(nproc), "--brief", "-o", str(folder / "check.jsonl")]
-        given = run_command.make_context("run", list(words)).params
-        return run(options_of(**given), ["run", *words])
+        values = run_command.make_context("run", list(words)).params
+        return run(options_of(**values), ["run", *words])

@@ -71,28 +71,28 @@ def to_rank_0(
     askers = sorted(set(asks) - {0})
     if not askers:
         return SAME_CLOCK
-    mine, found = None, f"clock/{ranks.votes}"
+    mine, prefix = None, f"clock/{ranks.votes}"
     for asker in askers:
         if ranks.rank == 0:
-            answer(store, f"{found}/{asker}", now_ns)
+            answer(store, f"{prefix}/{asker}", now_ns)
         elif ranks.rank == asker:
-            mine = ask(store, f"{found}/{asker}", now_ns)
-    said = None if mine is None else (mine.ns, mine.uncertainty_ns)
-    all_said = ranks.agree(said, lambda votes: votes)
-    heard = all_said[asks[ranks.rank]]
-    return SAME_CLOCK if heard is None else Offset(*heard)
+            mine = ask(store, f"{prefix}/{asker}", now_ns)
+    sent = None if mine is None else (mine.ns, mine.uncertainty_ns)
+    offsets = ranks.agree(sent, lambda votes: votes)
+    theirs = offsets[asks[ranks.rank]]
+    return SAME_CLOCK if theirs is None else Offset(*theirs)
 
 
 def ask(store: Store, prefix: str, now_ns: Callable[[], int]) -> Offset:
     """On another kernel: its offset to rank 0's clock; rank 0 must `answer` meanwhile, under the same prefix."""
     offsets = []
     for number in range(_EXCHANGES):
-        asked = now_ns()
+        sent_ns = now_ns()
         store.set(f"{prefix}/{number}/ask", "")
         theirs = float(store.get(f"{prefix}/{number}/answer"))
-        answered = now_ns()
+        got_ns = now_ns()
         # The other read its clock in between: RFC 5905, section 8, with one reading at the other end.
-        offsets.append(Offset(theirs - (asked + answered) / 2, (answered - asked) / 2))
+        offsets.append(Offset(theirs - (sent_ns + got_ns) / 2, (got_ns - sent_ns) / 2))
         for key in ("ask", "answer"):
             store.delete_key(f"{prefix}/{number}/{key}")
     return min(offsets, key=lambda offset: offset.uncertainty_ns)

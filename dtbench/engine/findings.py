@@ -40,9 +40,9 @@ def findings(run: Run) -> list[str]:
         timed = [r for r in results if r.status == "ok" and r.estimate_s]
         if timed:
             cases = _cases(timed)
-            found = _FINDERS.get(suite, _in_general)(cases) or _in_general(cases)
+            lines = _FINDERS.get(suite, _in_general)(cases) or _in_general(cases)
             doubts = _doubts(run, timed)
-            (doubted[doubts] if doubts else sure).extend(f"{suite}: {line}" for line in found)
+            (doubted[doubts] if doubts else sure).extend(f"{suite}: {line}" for line in lines)
     for doubts, lines in doubted.items():
         sure += [f"with doubts, as {doubts}:", *(f"  {line}" for line in lines)]
     return sure
@@ -136,8 +136,8 @@ def _dispatch(cases: Sequence[_Case]) -> list[str]:
             lines.append(f"{format_seconds(max(median(added), 0.0))} more with {who}")
             counted = max(counted, len(added))
     calls = plural(counted, "cached call")
-    found = f"an op takes {', '.join(lines)} than on plain tensors (median of {calls})"
-    return ([found] if lines else []) + _in_general(cached or cases)
+    added_line = f"an op takes {', '.join(lines)} than on plain tensors (median of {calls})"
+    return ([added_line] if lines else []) + _in_general(cached or cases)
 
 
 def _collectives(cases: Sequence[_Case]) -> list[str]:
@@ -156,9 +156,9 @@ def _collectives(cases: Sequence[_Case]) -> list[str]:
             if (text := figure([r for r in members if (r.size_bytes or 0) == sizes[dim]])) != "-"
         }
         at = group_by(shown, sizes.__getitem__)  # a run within a budget has other sizes of each dim
-        said = [f"{', '.join(shown[dim] for dim in of)} at {format_size(size)}" for size, of in at.items()]
-        if said:
-            parts.append(f"{title}{', '.join(said)}")
+        by_size = [f"{', '.join(shown[dim] for dim in of)} at {format_size(size)}" for size, of in at.items()]
+        if by_size:
+            parts.append(f"{title}{', '.join(by_size)}")
     return [f"{name} {'; '.join(parts)}"]
 
 

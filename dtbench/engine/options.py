@@ -253,14 +253,14 @@ def parse_duration(text: str) -> float:
 
 
 def parse_list(
-    text: str, known: Sequence[str], option: str, short: Mapping[str, str] = MappingProxyType({})
+    text: str, allowed: Sequence[str], option: str, short: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """A comma list of names that must all be in `known`; each once, in the order given. short: other names."""
+    """A comma list of names that must all be in `allowed`; each once, in the order given. short: other names."""
     names = [short.get(part.strip(), part.strip()) for part in text.split(",")]
     for name in names:
-        if name not in known:
+        if name not in allowed:
             raise UsageError(
-                f"{option} {text}: {name!r} is not known; expected one or more of {', '.join(known)}"
+                f"{option} {text}: {name!r} is not known; expected one or more of {', '.join(allowed)}"
             )
     return tuple(dict.fromkeys(names))
 
@@ -294,14 +294,14 @@ def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     return tuple(suites), options
 
 
-def refuse_foreign_options(suites: Sequence[Suite], given: Mapping[str, str]) -> None:
+def refuse_foreign_options(suites: Sequence[Suite], chosen: Mapping[str, str]) -> None:
     """Checks that each option belongs to a suite of the run.
 
     Raises:
         UsageError: an option that none declares.
     """
     declared = {option for suite in suites for option in suite.options}
-    for name, value in given.items():
+    for name, value in chosen.items():
         if name not in declared:
             dashed = name if name.startswith("-") else f"--{name}"
             of_suites = "".join(f", {s.name} has --{', --'.join(s.options)}" for s in suites if s.options)
@@ -372,7 +372,7 @@ def list_tasks(suites: Sequence[Suite], options: RunOptions, text: str = "") -> 
     Raises:
         UsageError: a suite that cannot list its cases or lists one twice, or nothing that matches.
     """
-    found: list[Task] = []
+    tasks: list[Task] = []
     matches = matcher(text)
     total = 0
     for suite in sorted(suites, key=lambda s: s.world != "simulated"):
@@ -391,8 +391,8 @@ def list_tasks(suites: Sequence[Suite], options: RunOptions, text: str = "") -> 
             total += 1
             task = Task(suite, case, impls)
             if matches(task.label):
-                found.append(task)
-    if not found:
+                tasks.append(task)
+    if not tasks:
         names = ", ".join(s.name for s in suites)
         why = (
             f"--filter {text!r} matches none of their {total} cases"
@@ -400,7 +400,7 @@ def list_tasks(suites: Sequence[Suite], options: RunOptions, text: str = "") -> 
             else "they have no case for these options"
         )
         raise UsageError(f"nothing to measure in {names}: {why}; `dtbench list SUITE` shows the cases")
-    return found
+    return tasks
 
 
 def _cases_of(suite: Suite, options: RunOptions) -> Iterator[Case]:
@@ -440,7 +440,7 @@ def further_tasks(
     Raises:
         UsageError: a suite that fails to say, or to build what it asked for.
     """
-    found: dict[ResultKey, Task] = {}
+    further: dict[ResultKey, Task] = {}
     matches = matcher(text)
     for suite in suites:
         if suite.refinement is None:
@@ -463,8 +463,8 @@ def further_tasks(
             task = Task(suite, case, tuple(impl for impl in case.build if options.wants(impl)))
             name = (case.name, tuple(sorted(case.params.items())))
             if name not in listed and task.impls and matches(task.label):
-                found.setdefault(task.key("", launch), task)
-    return list(found.values())
+                further.setdefault(task.key("", launch), task)
+    return list(further.values())
 
 
 @dataclass(frozen=True)
@@ -549,8 +549,8 @@ def refuse_other_run(
         UsageError: with the first difference, as the file has it and as the options have it.
     """
     was: dict[str, object] = {"options": {}, "refine": False} | header.plan
-    asked = dataclasses.asdict(options) | {"options": mask_options(options.options)}
-    now: dict[str, object] = json.loads(json.dumps(asked))
+    requested = dataclasses.asdict(options) | {"options": mask_options(options.options)}
+    now: dict[str, object] = json.loads(json.dumps(requested))
     was |= {"suites": list(header.suites), "launches": header.launches}
     now |= {"suites": list(suites), "launches": launches}
     for name in now:

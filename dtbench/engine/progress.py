@@ -226,8 +226,8 @@ class ResultLines:
 def _row(result: Result) -> list[str] | None:
     """The cells of a collective that went well; None of anything else."""
     size, dtype, ranks = (result.params.get(name) for name in ("size", "dtype", "ranks"))
-    known = result.suite == "collectives" and isinstance(size, int) and isinstance(ranks, int)
-    if not known or dtype not in _TYPES or result.status != "ok" or result.estimate_s is None:
+    is_collective = result.suite == "collectives" and isinstance(size, int) and isinstance(ranks, int)
+    if not is_collective or dtype not in _TYPES or result.status != "ok" or result.estimate_s is None:
         return None
     name, itemsize = _TYPES[str(dtype)]
     count = int(size or 0) // itemsize // (int(ranks or 1) if result.name in _SHARED else 1)

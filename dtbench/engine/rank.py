@@ -26,8 +26,6 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-import msgspec
-
 from dtbench._version import __version__
 from dtbench.engine import clocks
 from dtbench.engine.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now, farewell
@@ -199,13 +197,6 @@ class LaunchedRank:
             before = Note.read(self._note_path)
             return dataclasses.replace(before, **fields).write(self._note_path)
 
-    def starting(self, good: int, *, alone: bool) -> None:
-        """On rank 0, which begins a case. good: results of the run that are ok. alone: without the other ranks, which
-        then do not see which case it is."""
-        self.note(case=self.now, good=good)
-        if alone:
-            self.store.set("now", msgspec.json.encode(self.now).decode())
-
     def stop_all(self, code: int) -> NoReturn:
         """On rank 0, which has said why: all ranks leave."""
         self.note(code=code)
@@ -240,18 +231,9 @@ class LaunchedRank:
         self._detector.leave(self.code, self.store if self._joining else None)
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
-        case = self._active_case()
-        if not self.note(diagnosis=diagnosis, **({"case": case} if case.name else {})):
-            self._report(diagnosis, case)
-
-    def _active_case(self) -> ActiveCase:
-        """This rank's, else rank 0's, which may have died in its simulated world."""
-        if not self.now.name and self.place.rank != 0 and self.joined and not self.ours:
-            with contextlib.suppress(RuntimeError, msgspec.MsgspecError):
-                store = self.connect(False)
-                if store.check(["now"]):
-                    return msgspec.json.decode(store.get("now"), type=ActiveCase)
-        return self.now
+        at_work = {"case": self.now} if self.now.name else {}  # else rank 0 may be, which has noted it
+        if not self.note(diagnosis=diagnosis, **at_work):
+            self._report(diagnosis, self.now)
 
 
 # --------------------------------------------------------------------------------- meeting

@@ -31,8 +31,6 @@ SIMULATED_RANKS = 8
 _FOREVER = timedelta(days=7)
 # Further connections are made once when a launch begins, and where something went wrong.
 _DYING_S = 0.2
-# A call may take most of its timeout on the other ranks, and be one of several between two votes.
-AFTER_RAISING = 3
 # The watch fires at the case's timeout and says what hangs; the group's own end comes after it.
 GROUP_GRACE_S = 30.0
 
@@ -84,9 +82,8 @@ def _expect_server(address: str, port: int) -> None:
 class StoreRanks:
     """`RankGroup` over a store. Waiting ranks sleep in the kernel: nothing polls while another one works.
 
-    patience: how long a rank whose call raised waits for the others, which may wait for it in a collective, or have
-        ended; from then on it waits `AFTER_RAISING` times as long at most. None where somebody watches the world,
-        and ends it.
+    patience: how long a rank waits for the others once a call of its own has raised: they may wait for it in a
+        collective, or have ended. None where somebody watches the world, and ends it.
     """
 
     def __init__(
@@ -104,11 +101,10 @@ class StoreRanks:
         self._on_raised = on_raised
         self._patience = patience
         self._reason = ""  # why the last call raised that did
-        self._raised_now = False
 
     def raised(self, reason: str) -> None:
         """See `RankGroup.raised`."""
-        self._reason, self._raised_now = reason, True
+        self._reason = reason
         if self._on_raised is not None:
             self._on_raised(reason)
 
@@ -138,7 +134,6 @@ class StoreRanks:
             self._wait([f"decision/{turn}"])
             decision = self._store.get(f"decision/{turn}")
         self.votes += 1
-        self._raised_now = False
         return cast(_D, json.loads(decision))
 
     def _wait(self, keys: list[str]) -> None:
@@ -147,13 +142,13 @@ class StoreRanks:
             return
         from torch.distributed import DistStoreError
 
-        patience = self._patience if self._raised_now else AFTER_RAISING * self._patience
         try:
-            self._store.wait(keys, patience)
+            self._store.wait(keys, self._patience)
         except DistStoreError:
+            limit_s = self._patience.total_seconds()
             raise WorldBrokenError(
-                f"{self._reason}; the other ranks did not answer in {patience.total_seconds():g} s: they have ended, "
-                f"or wait for rank {self.rank} in a collective, which ends with this process"
+                f"{self._reason}; the other ranks did not answer in {limit_s:g} s: they have ended, or wait for rank "
+                f"{self.rank} in a collective, which ends with this process"
             ) from None
 
 
@@ -212,10 +207,10 @@ def device_of(device_type: str, local_rank: int) -> torch.device:
     return gpus().select(local_rank % gpus().count())
 
 
-def backend_of(device_type: str, asked: str = "auto") -> str:
-    """The process group's transport for tensors on the device. asked: "gloo" where ranks share a GPU, which NCCL
+def backend_of(device_type: str, chosen: str = "auto") -> str:
+    """The process group's transport for tensors on the device. chosen: "gloo" where ranks share a GPU, which NCCL
     refuses; it sends through the host's memory."""
-    return "gloo" if asked == "gloo" or device_type == "cpu" else "nccl"
+    return "gloo" if chosen == "gloo" or device_type == "cpu" else "nccl"
 
 
 @contextlib.contextmanager

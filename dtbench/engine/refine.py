@@ -37,7 +37,7 @@ def is_calibrated_with(measured: Case | Result) -> bool:
 
 
 def sizes_between(
-    plan: RunOptions, swept: Sequence[Result], added: Sequence[Result]
+    options: RunOptions, swept: Sequence[Result], added: Sequence[Result]
 ) -> Iterator[tuple[str, Mapping[str, Param]]]:
     """The (name, params) to measure next, for suites whose params are a mesh dim, `groups`, `mode` and
     `size`; see `Refinement.wanted`. Only the sweeps of all groups together, isolated, are refined.
@@ -49,20 +49,20 @@ def sizes_between(
     sizes_added: dict[Name, set[int]] = {}
     for result in (*swept, *added):
         if is_calibrated_with(result):
-            samples = _samples(plan, result) if result.status == "ok" else ()
+            samples = _samples(options, result) if result.status == "ok" else ()
             if samples and min(samples) > 0:
                 curve = curves.setdefault(_name(result), {}).setdefault(result.impl, {})
                 curve[int(result.params["size"])] = samples
     for result in added:
         sizes_added.setdefault(_name(result), set()).add(int(result.params["size"]))
     for name, by_impl in curves.items():
-        known = sizes_added.get(name, set()).union(*by_impl.values())
+        measured = sizes_added.get(name, set()).union(*by_impl.values())
         left = MOST_ADDED - len(sizes_added.get(name, ()))
         misses: dict[int, float] = {}
         for points in by_impl.values():
             for size, miss in middles(points).items():
                 misses[size] = max(miss, misses.get(size, 0.0))
-        wanted = sorted(misses.keys() - known, key=lambda size: (-misses[size], size))
+        wanted = sorted(misses.keys() - measured, key=lambda size: (-misses[size], size))
         yield from ((name[0], {**dict(name[1]), "size": size}) for size in wanted[: max(left, 0)])
 
 
@@ -75,7 +75,7 @@ def middles(points: Mapping[int, Sequence[float]]) -> dict[int, float]:
     sizes = _undisturbed({size: quantile(samples, 0.25) for size, samples in points.items()})
     times = [quantile(points[size], 0.25) for size in sizes]
     spread = [math.log(quantile(points[s], 0.75) / t) for s, t in zip(sizes, times, strict=True)]
-    found: dict[int, float] = {}
+    wanted: dict[int, float] = {}
     for left, middle, right in zip(
         range(len(sizes)), range(1, len(sizes)), range(2, len(sizes)), strict=False
     ):
@@ -89,8 +89,8 @@ def middles(points: Mapping[int, Sequence[float]]) -> dict[int, float]:
         for low, high in ((sizes[left], sizes[middle]), (sizes[middle], sizes[right])):
             if high / low >= NARROWEST:
                 size = round(math.sqrt(low * high))
-                found[size] = found.get(size, 0.0) + miss
-    return found
+                wanted[size] = wanted.get(size, 0.0) + miss
+    return wanted
 
 
 def _undisturbed(times: Mapping[int, float]) -> list[int]:
@@ -108,7 +108,7 @@ def _name(result: Result) -> Name:
     return result.name, tuple(sorted((k, v) for k, v in result.params.items() if k != "size"))
 
 
-def _samples(plan: RunOptions, result: Result) -> tuple[float, ...]:
+def _samples(options: RunOptions, result: Result) -> tuple[float, ...]:
     """From the last rank's arrival, as calibration counts; without the ranks' readings the longest."""
-    groups = groups_in(plan.mesh, result.params.get("mesh_dim"))
+    groups = groups_in(options.mesh, result.params.get("mesh_dim"))
     return from_last_arrival_s(result, groups) or result.samples_s

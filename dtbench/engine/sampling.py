@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict, TypeVar, cast
 
@@ -152,15 +151,15 @@ class CollectiveSchedule(SamplingSchedule):
         """
 
         def decide_all(votes: list[tuple[dict[str, tuple[Status, str]], _V]]) -> tuple[_Verdicts, _D | None]:
-            bad = _worst([found for found, _ in votes])
+            bad = _worst([ended for ended, _ in votes])
             self._end(bad)
             try:
                 return bad, decide([one for _, one in votes]) if self.live else None
             except TooSlow as reason:
                 return bad | {impl: ("failed", str(reason), None) for impl in self.live}, None
 
-        found = {impl: subject.bad for impl, subject in self.live.items() if subject.bad is not None}
-        bad, decision = self.ranks.agree((found, mine), decide_all)
+        ended = {impl: subject.bad for impl, subject in self.live.items() if subject.bad is not None}
+        bad, decision = self.ranks.agree((ended, mine), decide_all)
         self._now.raised = self._now.raised_in = None
         self._end(bad)
         if self._ended:
@@ -493,21 +492,10 @@ class TaskSweep:
             case, now = task.case, self.now
             now.begin(task.suite.name, case.name, case.params, task.impls)
             self.starting(task)
-            with self.limit(self.timeout_s), _kept_folder():
+            with self.limit(self.timeout_s):
                 schedule = Adaptive(case, task.impls, ranks, instruments, now, self.timeout_s)
                 outcomes = schedule.run(world)
             if ranks.rank == 0:
                 for impl in task.impls:
                     self.record(to_result(task, impl, outcomes[impl], self.launch))
             now.end()
-
-
-@contextmanager
-def _kept_folder() -> Iterator[None]:
-    """The current folder afterwards is that of before, to which the run file's path may be relative."""
-    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
-    try:
-        yield
-    finally:
-        os.fchdir(before)
-        os.close(before)

@@ -127,7 +127,6 @@ class Session:
             with simulated_world(rank.device) as world:
                 tools = instruments(barrier=lambda: None, budget=budget_of("simulated", quick))
                 sweep.measure(simulated, world, AloneRanks(), tools)
-            rank.store.delete_key("now")
         rank.wait_for_all()
         # A resumed run may have its sweep whole and its refinement not.
         real = real or self._agree_on_more(job)
@@ -179,9 +178,9 @@ class Session:
 
     # ---- for whoever reports a failure ----
 
-    def _starting(self, task: Task) -> None:
+    def _starting(self, _task: Task) -> None:
         if self._recorder is not None:
-            self._rank.starting(self._recorder.good, alone=task.suite.world == "simulated")
+            self._rank.note(case=self._rank.now, good=self._recorder.good)
 
     def _report(self, diagnosis: Diagnosis, case: ActiveCase) -> None:
         """Under another's launcher, on the lowest living rank, in a helper thread: the failed result and the last

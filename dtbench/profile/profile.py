@@ -123,7 +123,7 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     say(
         f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"
     )
-    tables, folded, failed = [], {}, False
+    tables, folded, failed = [], dict[str, dict[tuple[str, ...], int]](), False
     with simulated_world(device_of(device_type, 0)) as world:
         for task in tasks:
             floor_ns = None

@@ -183,8 +183,8 @@ def load(names: Iterable[str] = ()) -> list[Suite]:
 def _builtin(name: str) -> Suite:
     """Imports that suite alone: one of them loads all of torch.distributed.tensor, which takes 0.6 s."""
     module = importlib.import_module(f"{BUILTIN_PACKAGE}.{name}")
-    found = [s for s in vars(module).values() if isinstance(s, Suite) and s.name == name]
-    return found[0] if found else _registered[name]
+    suites = [s for s in vars(module).values() if isinstance(s, Suite) and s.name == name]
+    return suites[0] if suites else _registered[name]
 
 
 def _is_builtin(suite: Suite) -> bool:

@@ -106,13 +106,6 @@ def test_the_nearest_name_is_suggested(dtbench: Cli, args: str, meant: str) -> N
     assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1 and meant in err
 
 
-def test_no_command_is_described_by_half_a_sentence(dtbench: Cli) -> None:
-    for group in ((), ("suite",)):
-        code, out, _ = dtbench(*group, "--help")
-        commands = [line for line in out.splitlines() if re.match(r"  [a-z][a-z-]+  ", line)]
-        assert code == 0 and commands and not [line for line in commands if line.endswith("...")]
-
-
 def test_version_and_bare_call(dtbench: Cli) -> None:
     assert dtbench("--version")[:2] == (0, "dtbench, version 0.1.0\n")
     code, out, _ = dtbench()
@@ -125,25 +118,16 @@ def test_version_and_bare_call(dtbench: Cli) -> None:
         ("nosuch", "no suite is called 'nosuch': the suites are"),
         ("nosuch.py", "no suite file at nosuch.py"),
         ("SUITE --mesh tp=3 --nproc 2", "--mesh tp=3 has 3 ranks, --nproc asks for 2"),
-        ("SUITE --mesh tp", "'tp' in --mesh tp is not a mesh dim"),
-        ("SUITE --size 3x", "'3x' is not a size"),
         ("SUITE --dtype int4", "'int4' is not known; expected one or more of float32"),
-        ("SUITE --impl jax", "'jax' is not known; expected one or more of core, torch"),
         ("SUITE --filter zzz", "--filter 'zzz' matches none"),
         ("SUITE --nproc two", "'two' is not a valid integer; `dtbench run --help`"),
-        ("SUITE --launches 0", "--launches 0: expected 1 or more"),
         ("SUITE --budget 3", "'3' has no unit: expected s, m or h after it, such as 3m or 3s"),
-        ("SUITE --max-size 3x", "'3x' is not a size"),
         ("SUITE --max-size 1MiB --size 1KiB", "--max-size and --size both say what to sweep"),
-        ("SUITE --max-size 100", "--max-size 100: the sweep starts at 1 KiB"),
-        ("SUITE --timeout -1", "--timeout -1.0: expected seconds above 0"),
-        ("SUITE --resume", "--resume needs -o FILE"),
         ("SUITE --resume -o nosuch.jsonl", "cannot read nosuch.jsonl: No such file"),
         ("SUITE --resume -o taken", "taken is not a dtbench run"),
         ("SUITE -o taken", "taken exists already: give another -o, or --resume"),
         ("SUITE -o .", ". exists already (a folder): give another -o\n"),
         ("SUITE -o /dev/full", "/dev/full exists already (no regular file): give another -o\n"),
-        ("SUITE -o dangling", "dangling exists already (a link to nothing): give another -o\n"),
         ("SUITE -o nosuch/x.jsonl", "there is no folder nosuch"),
         (f"SUITE -o {'x' * 300}", "File name too long; give another -o"),
         ("--nonsense", "No such option '--nonsense'; `dtbench run --help`"),
@@ -153,12 +137,11 @@ def test_a_run_that_cannot_be_is_refused_in_one_line_before_anything_starts(
     dtbench: Cli, args: str, says: str
 ) -> None:
     Path("taken").write_text("something else\n")
-    Path("dangling").symlink_to("nowhere")
     code, out, err = dtbench("run", *args.replace("SUITE", SUITE).split())
     assert (code, out) == (EXIT_USAGE, "")
     assert err.startswith("dtbench: ") and err.count("\n") == 1 and says in err
     assert Path("taken").read_text() == "something else\n"
-    assert {path.name for path in Path.cwd().iterdir()} == {"taken", "dangling"}
+    assert {path.name for path in Path.cwd().iterdir()} == {"taken"}
 
 
 @pytest.mark.parametrize(
@@ -275,13 +258,6 @@ def test_list_for_people_and_machines(dtbench: Cli) -> None:
         "params": {"n": 2},
         "impls": ["core", "c10d"],
     }
-
-
-def test_list_takes_the_options_of_run_and_shows_what_it_would_measure(dtbench: Cli) -> None:
-    args = (SUITE, "--device", "cpu", "--impl", "torch", "--filter", "good n=2", "--mesh", "dp=2,tp=1")
-    assert dtbench("list", *args) == (EXIT_OK, "good all_reduce n=2  [c10d]\n", "")
-    code, out, err = dtbench("list", SUITE, "--device", "cpu", "--mesh", "dp=2", "--nproc", "3")
-    assert (code, out) == (EXIT_USAGE, "") and "--mesh dp=2 has 2 ranks" in err
 
 
 @pytest.mark.parametrize(

@@ -214,20 +214,6 @@ def _try(kind: str, tmp_path: Path, seed: int, times: int) -> None:
         assert value >= 0 or not name.endswith(("_s", "samples", "Bps", "_us")), (name, value)
 
 
-def test_a_thread_id_that_is_no_number_is_of_no_lane() -> None:
-    window = {
-        "ph": "X",
-        "name": "dtbench iteration a #0",
-        "cat": "user_annotation",
-        "pid": 0,
-        "ts": 0,
-        "dur": 9,
-    }
-    event = {"ph": "X", "pid": 0, "ts": 1, "dur": 2}
-    found = spans_of({"traceEvents": [window, {**event, "tid": {}}, {**event, "tid": 1}]})
-    assert [(span.lane, span.start_us) for span in found["a"]] == [("whole", 0), ("communication", 1)]
-
-
 def test_a_mesh_of_more_ranks_than_there_are_is_refused(dtbench: Cli, tmp_path: Path) -> None:
     made_up.write(Path("r.jsonl"), made_up.run(list(made_up.collectives(samples=5))))
     text = Path("r.jsonl").read_text()

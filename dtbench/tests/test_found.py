@@ -53,12 +53,6 @@ def test_collectives_are_a_table_as_nccl_tests_prints_one() -> None:
     assert len({len(line) for line in (columns, units, first, second)}) == 1
 
 
-def test_cells_of_a_row_never_touch() -> None:
-    row = lines(collective("all_reduce", 8, 0.3154), collective("all_reduce", 2**40, 12345.678))
-    assert row[3].split() == ["8", "2", "float", "315400", "+0%", "0.00000", "0.00000", "0"]
-    assert row[4].split()[:5] == [str(2**40), str(2**38), "float", "12345678000", "+0%"]
-
-
 @pytest.mark.parametrize(
     ("name", "count"),
     [("all_reduce", 256), ("broadcast", 256), ("all_gather", 64), ("reduce_scatter", 64), ("all_to_all", 64)],
@@ -100,19 +94,6 @@ def test_sizes_are_read_as_nccl_tests_reads_them() -> None:
 
 
 # ------------------------------------------------------------------------------------- what was found
-
-
-def test_dims_of_other_sizes_are_not_said_to_be_of_one() -> None:
-    """As `--budget` leaves them, which measures the ends of some sweeps only."""
-    tp = [collective("all_reduce", 4096, 1e-4)]
-    tp = [msgspec.structs.replace(r, params=r.params | {"mesh_dim": "tp"}) for r in tp]
-    sums = [collective("all_reduce", size, time) for size, time in ((4096, 1e-4), (MIB, 1e-3))]
-    run = made_up.run([*sums, *tp], "a.jsonl", machine={"cpu": {"usable_cores": 8}})
-    (said,) = findings(run)
-    assert said == (
-        "collectives: all_reduce busbw 1.57 GB/s over dp at 1 MiB, 61.4 MB/s over tp at 4 KiB; "
-        "100 µs over dp, 100 µs over tp at 4 KiB"
-    )
 
 
 def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured() -> None:

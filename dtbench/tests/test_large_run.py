@@ -1,4 +1,4 @@
-"""Large run files: the fast way of reading a line is the thorough one, and tables are cut with a word about it."""
+"""Large run files: tables are cut with a word about it, and samples are held where they are needed alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtbench.records.layout import from_last_arrival_s, from_last_arrivals_s
 from dtbench.records.run import read_run
 from dtbench.reporting.html.sources import gather
 from dtbench.suite import Run
-from dtbench.tests import large_run, made_up
+from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.text.terminal import MAX_ROWS
 
@@ -38,7 +38,7 @@ def test_tables_are_cut_and_say_so(dtbench: Cli, tmp_path: Path) -> None:
 
 
 def test_without_samples_only_the_samples_are_missing(tmp_path: Path) -> None:
-    large_run.write(1500, tmp_path / "a.jsonl")
+    made_up.write(tmp_path / "a.jsonl", made_up.run(list(islice(made_up.collectives(samples=3), 40))))
     whole = read_run(tmp_path / "a.jsonl").results
     assert read_run(tmp_path / "a.jsonl", with_samples=False).results == tuple(
         r.without_samples() for r in whole
@@ -91,7 +91,8 @@ def test_in_a_folder_samples_are_held_of_the_last_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(3):
-        large_run.write(200, tmp_path / f"{n}.jsonl")
+        run = made_up.run(list(islice(made_up.collectives(samples=3), 5)), run_id=str(n))
+        made_up.write(tmp_path / f"{n}.jsonl", run)
     whole = []
 
     def reading(path: Path, *, with_samples: bool = True) -> Run:

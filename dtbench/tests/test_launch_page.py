@@ -84,11 +84,3 @@ def test_a_torchx_component_starts_the_command(bash: Bash, monkeypatch: pytest.M
     values = {"replica_id": "1", "rank0_env": "FIRST_HOST"}
     arguments = [Template(word).safe_substitute(values) for word in role.args]
     assert bash(arguments, {"FIRST_HOST": "host-a"}) == [*TORCHRUN, *COMMAND]
-
-
-def test_a_torchx_component_is_one_to_torchx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finder = pytest.importorskip("torchx.specs.finder")
-    monkeypatch.chdir(tmp_path)
-    Path("component.py").write_text(FILES["component.py"])
-    component = finder.get_component("component.py:job")  # runs torchx's validator
-    assert component.fn(cpu=8, mem_mb=1000).roles[0].num_replicas == 2

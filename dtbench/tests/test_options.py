@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,118 +18,79 @@ from dtbench.suite.suites import Suite, WorldKind
 from dtbench.tests import made_up
 
 PLAN = RunOptions(mesh=(("tp", 2),), sizes_bytes=(1024,))
+IMPLS = partial(options.parse_list, allowed=("core", "torch"), option="--impl")
 
 
 @pytest.mark.parametrize(
-    ("text", "sizes"),
+    ("parse", "text", "value"),
     [
-        ("64KiB", (65536,)),
-        ("100", (100,)),
-        ("100B", (100,)),
-        ("1.5KiB", (1536,)),
-        ("1gib", (2**30,)),
-        ("1KiB:16MiB:4x", tuple(1024 * 4**i for i in range(8))),
-        ("1KiB:5KiB", (1024, 2048, 4096)),  # the factor is 2 unless given; the last need not be hit
-        ("1MiB,1KiB,1MiB", (1024, 2**20)),
-        ("1KiB:4KiB:2x,3KiB", (1024, 2048, 3072, 4096)),
+        (options.parse_sizes, "64KiB", (65536,)),
+        (options.parse_sizes, "1.5KiB,100B,100", (100, 1536)),
+        (options.parse_sizes, "1gib", (2**30,)),
+        (options.parse_sizes, "1KiB:16MiB:4x", tuple(1024 * 4**i for i in range(8))),
+        (options.parse_sizes, "1KiB:5KiB", (1024, 2048, 4096)),  # the factor is 2 unless given
+        (options.parse_sizes, "1KiB:4KiB:2x,3KiB", (1024, 2048, 3072, 4096)),
+        (options.parse_dtypes, "bf16,float32, fp16,fp32", ("bfloat16", "float32", "float16")),
+        (IMPLS, "torch,core,torch", ("torch", "core")),
+        (options.parse_duration, "90s", 90.0),
+        (options.parse_duration, "1.5 h", 5400.0),
+        (parse_mesh, "dp=2, tp=4", (("dp", 2), ("tp", 4))),
+        (lambda ranks: format_mesh(default_mesh(int(ranks))), "12", "dp=3,tp=4"),
+        (lambda ranks: format_mesh(default_mesh(int(ranks))), "7", "tp=7"),
     ],
 )
-def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
-    assert options.parse_sizes(text) == sizes
+def test_words_of_the_command_line(parse: Callable[[str], object], text: str, value: object) -> None:
+    assert parse(text) == value
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("parse", "text", "says"),
     [
-        ("", "'' is not a size"),
-        ("64KB", "expected a number with B, KiB, MiB or GiB"),
-        ("-1KiB", "is not a size"),
-        ("0", "expected a whole number of bytes from 1"),
-        ("0.3B", "expected a whole number"),
-        ("5000GiB", "to 2\\^40"),
-        ("1KiB:2KiB:1x", "'1x' in --size 1KiB:2KiB:1x is not a factor"),
-        ("1KiB:2KiB:4", "expected 2x or more"),
-        ("1:2:3:4", "expected FIRST:LAST:FACTORx"),
-        ("2KiB:1KiB:2x", "swap them"),
-        (",".join(map(str, range(1, 300))), "more than 200 sizes"),
+        (options.parse_sizes, "", "'' is not a size"),
+        (options.parse_sizes, "64KB", "expected a number with B, KiB, MiB or GiB"),
+        (options.parse_sizes, "0", "expected a whole number of bytes from 1"),
+        (options.parse_sizes, "5000GiB", "to 2\\^40"),
+        (options.parse_sizes, "1KiB:2KiB:1x", "'1x' in --size 1KiB:2KiB:1x is not a factor"),
+        (options.parse_sizes, "1:2:3:4", "expected FIRST:LAST:FACTORx"),
+        (options.parse_sizes, "2KiB:1KiB:2x", "swap them"),
+        (options.parse_sizes, ",".join(map(str, range(1, 300))), "more than 200 sizes"),
+        (options.parse_dtypes, "fp8", "--dtype fp8: 'fp8' is not known"),
+        (IMPLS, "core,foo", "--impl core,foo: 'foo' is not known; expected one or more of core, torch"),
+        (options.parse_duration, "3", "'3' has no unit: expected s, m or h"),
+        (parse_mesh, "dp", "expected NAME=RANKS"),
+        (parse_mesh, "dp=0", "expected"),
+        (parse_mesh, "dp=2,dp=2", "twice"),
     ],
 )
-def test_sizes_that_do_not_parse(text: str, says: str) -> None:
+def test_words_that_are_refused(parse: Callable[[str], object], text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        options.parse_sizes(text)
-
-
-def test_mesh() -> None:
-    assert parse_mesh("dp=2, tp=4") == (("dp", 2), ("tp", 4))
-    assert format_mesh(parse_mesh("dp=2,tp=4")) == "dp=2,tp=4"
-    for bad, says in [
-        ("dp", "expected NAME=RANKS"),
-        ("dp=0", "expected"),
-        ("dp=2,dp=2", "twice"),
-        ("", "''"),
-    ]:
-        with pytest.raises(UsageError, match=says):
-            parse_mesh(bad)
+        parse(text)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh"),
+    ("request_", "says"),
     [
-        (1, "tp=1"),
-        (2, "tp=2"),
-        (4, "dp=2,tp=2"),
-        (6, "dp=2,tp=3"),
-        (7, "tp=7"),
-        (8, "dp=2,tp=4"),
-        (12, "dp=3,tp=4"),
+        ({"resume": True}, "--resume needs -o"),
+        ({"launches": 0}, "--launches 0"),
+        ({"timeout_s": float("nan")}, "--timeout nan"),
+        ({"nproc": 0}, "--nproc 0"),
+        ({"nproc": 2, "mesh": (("tp", 4),)}, "--mesh tp=4 has 4 ranks, --nproc asks for 2"),
+        ({"max_size_bytes": 4096, "sizes_bytes": (1,)}, "--max-size and --size both say what to sweep"),
+        ({"max_size_bytes": 1000}, "--max-size 1000: the sweep starts at 1 KiB"),
+        ({"budget_s": 60.0, "launches": 2}, "--budget measures in one launch what fits into a time"),
+        ({"budget_s": 60.0, "refine": True}, "--budget measures in one launch"),
     ],
 )
-def test_default_mesh_is_the_most_square_one(ranks: int, mesh: str) -> None:
-    assert format_mesh(default_mesh(ranks)) == mesh
+def test_options_that_contradict(request_: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        RunRequest(**request_)
 
 
-def test_lists_keep_their_order_and_refuse_the_unknown() -> None:
-    assert options.parse_list("torch,core,torch", ("core", "torch"), "--impl") == ("torch", "core")
-    with pytest.raises(
-        UsageError, match=r"--impl core,foo: 'foo' is not known; expected one or more of core, torch"
-    ):
-        options.parse_list("core,foo", ("core", "torch"), "--impl")
-
-
-def test_short_names_of_dtypes() -> None:
-    assert options.parse_dtypes("bf16,float32, fp16,fp32") == ("bfloat16", "float32", "float16")
-    with pytest.raises(UsageError, match="--dtype fp8: 'fp8' is not known"):
-        options.parse_dtypes("fp8")
-
-
-@pytest.mark.parametrize(
-    "text", ["size=4KiB", "size=4 KiB", "size=4096", "size=4096B", "'size=4 KiB' x", "b=2 size"]
-)
+@pytest.mark.parametrize("text", ["size=4KiB", "size=4 KiB", "size=4096", "'size=4 KiB' x", "b=2 size"])
 def test_a_filter_takes_sizes_with_their_units(text: str) -> None:
     matches = options.matcher(text)
     assert matches("x all_reduce b=2 size=4096 n=1")
     assert not matches("x all_reduce size=40960 n=1") and not matches("x all_reduce bsize=64 n=4096")
-
-
-def test_a_text_that_looks_like_a_size_is_found_as_it_is_written() -> None:
-    assert options.matcher("of=4KiB")("x y of=4KiB") and options.matcher("size=1.5MiB")("x y size=1572864")
-    assert not options.matcher("size=4KiB")("x y size=4194304")
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"resume": True}, "--resume needs -o"),
-        ({"launches": 0}, "--launches 0"),
-        ({"timeout_s": 0.0}, "--timeout 0"),
-        ({"timeout_s": float("nan")}, "--timeout nan"),
-        ({"nproc": 0}, "--nproc 0"),
-        ({"nproc": 2, "mesh": (("tp", 4),)}, "--mesh tp=4 has 4 ranks, --nproc asks for 2"),
-    ],
-)
-def test_options_that_contradict(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        RunRequest(**given)
 
 
 def test_plan_of_a_world() -> None:

@@ -5,7 +5,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dtbench.engine.parent import NOTE
-from dtbench.engine.place import Note, RankPlace, find_place, first_host
-from dtbench.engine.rank import LaunchedRank
+from dtbench.engine.place import RankPlace, find_place, first_host
 from dtbench.engine.ranks import LiveWorld, StoreRanks, store_of
 from dtbench.suite.errors import UsageError, WorldBrokenError
 
@@ -120,23 +117,6 @@ def test_a_rank_whose_call_raised_does_not_wait_for_ever() -> None:
         ranks.agree({}, lambda votes: votes)
 
 
-def test_a_rank_whose_call_raised_hears_what_all_decide() -> None:
-    from torch.distributed import HashStore
-
-    store = HashStore()
-
-    def live(rank: int) -> list[Any]:
-        ranks = StoreRanks(store, rank, 2, None, timedelta(seconds=20))
-        if rank:
-            ranks.raised("ValueError: no")
-        else:
-            time.sleep(0.1)
-        return [ranks.agree(rank, lambda votes: votes) for _ in range(2)]
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(live, range(2))) == [[[0, 1], [0, 1]]] * 2
-
-
 def test_a_store_whose_server_is_dying_is_given_up_before_torch_asks_it() -> None:
     """Its port still takes connections for a moment; torch would try for seconds and log what it meets."""
     with socket.create_server(("localhost", 0)) as server:
@@ -150,38 +130,6 @@ def test_a_store_whose_server_is_dying_is_given_up_before_torch_asks_it() -> Non
         place = RankPlace(1, 2, 1, 2, "localhost", server.getsockname()[1], True)
         with pytest.raises(RuntimeError, match=r"nobody serves the store at localhost:.*dropped"):
             store_of(place, 0)(False)
-
-
-def test_a_store_that_is_served_takes_more_connections() -> None:
-    from torch.distributed import TCPStore
-
-    server = TCPStore("localhost", 0, None, True, wait_for_workers=False)
-    place = RankPlace(1, 2, 1, 2, "localhost", server.port, True)
-    store_of(place, 0)(False).set("a", "1")
-    assert store_of(place, 0)(False).get("a") == b"1"
-
-
-def test_a_note_keeps_what_two_threads_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "note.json"
-    monkeypatch.setenv(NOTE, str(path))
-    place = find_place(TORCHRUN)
-    assert place is not None
-    rank = LaunchedRank(place, lambda diagnosis, case: None)
-    write = Note.write
-    reads = threading.Event()
-
-    def slowly(note: Note, where: str) -> bool:
-        reads.set()
-        time.sleep(0.1)
-        return write(note, where)
-
-    monkeypatch.setattr(Note, "write", slowly)
-    measuring = threading.Thread(target=rank.note, kwargs={"good": 3})
-    measuring.start()
-    assert reads.wait(5)
-    rank.note(code=130)
-    measuring.join()
-    assert (Note.read(path).good, Note.read(path).code) == (3, 130)
 
 
 def test_gloo_ranks_that_share_a_gpu_have_no_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dtbench.engine import options
@@ -18,7 +17,6 @@ from dtbench.stats import summarize
 from dtbench.suite import Case, Param, Result, RunOptions
 from dtbench.suite.errors import UsageError
 from dtbench.suite.suites import Refinement, Suite
-from dtbench.tests import made_up
 from dtbench.tests.test_runs import here, kinds, run  # noqa: F401 - `here` is a fixture
 
 SUITE = str(Path(__file__).with_name("bending_suite.py"))
@@ -80,24 +78,6 @@ def test_a_miss_within_the_spread_of_the_samples_counts_for_nothing() -> None:
     assert not found(1.3, 1.3) and found(1.5, 1.3)
 
 
-def test_a_burst_that_hits_one_point_refines_nothing() -> None:
-    for at in SIZES[:-1]:  # nothing larger says that the largest was disturbed
-        times = {size: line(size) * (10 if size == at else 1) for size in SIZES}
-        assert middles({size: samples(t) for size, t in times.items()}) == {}
-    slightly = {1024: 1.0, 4096: 0.95, 16384: 9.0}  # a knee whose flat part is not quite flat
-    assert len(middles({size: samples(t) for size, t in slightly.items()})) == 2
-
-
-def test_random_noise_alone_refines_little() -> None:
-    rng = np.random.default_rng(7)
-    curves = 200
-    refined = 0
-    for _ in range(curves):
-        points = {s: tuple(line(s) * np.exp(rng.normal(0, 0.15, 15))) for s in SIZES}
-        refined += bool(middles(points))
-    assert refined < 0.05 * curves
-
-
 def test_narrow_steps_and_short_curves_are_left_alone() -> None:
     assert middles({}) == middles({1024: samples(1.0)}) == {}
     assert middles({1024: samples(1.0), 4096: samples(9.0)}) == {}
@@ -126,30 +106,11 @@ def refined(curve: Curve, sizes: Iterable[int] = SIZES) -> list[int]:
         added += [result("x", size, curve(size)) for size in wanted]
 
 
-def interpolated(curve: Curve, sizes: Sequence[int], at: int) -> float:
-    known = sorted(sizes)
-    return float(np.interp(at, known, [curve(s) for s in known]))
-
-
 def test_bisection_closes_in_on_a_jump_and_stops() -> None:
     added = refined(jump)
     assert len(added) == MOST_ADDED
     assert added[0] == 128 * KIB and sorted(added[1:3]) == [32 * KIB, 512 * KIB]  # the jump is at 100 KiB
     assert 64 * KIB < added[3] < 128 * KIB
-
-
-def test_a_refined_knee_is_interpolated_better() -> None:
-    def knee(size: int) -> float:
-        return max(1e-4, size / 1e9)  # at about 98 KiB
-
-    added = refined(knee)
-    assert 0 < len(added) <= MOST_ADDED
-    between = [int(2 ** (k / 4)) for k in range(60, 80)]
-    worst = [
-        max(abs(math.log(interpolated(knee, sizes, at) / knee(at))) for at in between)
-        for sizes in (SIZES, (*SIZES, *added))
-    ]
-    assert worst[1] < 0.7 * worst[0]
 
 
 def test_only_the_sweep_of_all_groups_isolated_is_refined() -> None:
@@ -224,20 +185,6 @@ def test_the_first_launch_decides_and_the_others_follow() -> None:
     assert options.remaining([task], frozenset({r.key for r in added}), 1) == [task]
 
 
-def test_filter_and_impls_hold_for_what_is_added() -> None:
-    first = [result("x", size, jump(size), "core") for size in SIZES]
-    only = further_tasks([made_suite()], PLAN, f"size={32 * KIB}", first, launch=0)
-    assert [t.case.params["size"] for t in only] == [32 * KIB]
-    torch_only = RunOptions(PLAN.mesh, SIZES, impls=("torch",), refine=True)
-    assert {t.impls for t in further_tasks([made_suite()], torch_only, "", first, 0)} == {("torch",)}
-
-
-def test_sizes_that_trim_to_one_that_is_there_are_not_added() -> None:
-    suite = made_suite(lambda *_: [("x", WHERE | {"size": s}) for s in (1024, 1027, 1031, 1030)])
-    (task,) = further_tasks([suite], PLAN, "", [], launch=0)
-    assert task.case.params["size"] == 1028
-
-
 def test_a_suite_that_cannot_refine_is_named() -> None:
     for suite in (made_suite(lambda *_: [("x", {})]), made_suite(lambda *_: 1 / 0)):
         with pytest.raises(UsageError, match=r"the suite s failed to refine its sweep: .*--refine"):
@@ -263,29 +210,6 @@ def test_max_size_ends_the_sweep(last: int, sizes: list[int]) -> None:
     assert not RunRequest(max_size_bytes=last, refine=False).resolve("cpu", 4).refine
     assert RunRequest(sizes_bytes=(7,), refine=True).resolve("cpu", 4).refine
     assert not RunRequest().resolve("cpu", 4).refine
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"max_size_bytes": 4096, "sizes_bytes": (1,)}, "--max-size and --size both say what to sweep"),
-        ({"max_size_bytes": 1000}, "--max-size 1000: the sweep starts at 1 KiB"),
-    ],
-)
-def test_sizes_that_contradict(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        RunRequest(**given)
-
-
-def test_a_run_from_before_refinement_is_resumed_without_it() -> None:
-    header = {"plan": {"mesh": [["tp", 2]], "sizes_bytes": [1], "dtypes": ["float32"], "device_type": "cpu"}}
-    header["plan"] |= {"impls": ["core", "torch"], "quick": False, "sizes_chosen": False}
-    header |= {"suites": ["a"], "launches": 1}
-    plan = RunOptions((("tp", 2),), (1,))
-    options.refuse_other_run(made_up.read(header), plan, ["a"], 1, Path("x.jsonl"))
-    refining = RunOptions((("tp", 2),), (1,), refine=True)
-    with pytest.raises(UsageError, match="its refine is False, the options ask for True"):
-        options.refuse_other_run(made_up.read(header), refining, ["a"], 1, Path("x.jsonl"))
 
 
 # ------------------------------------------------------------------------------------- real ranks

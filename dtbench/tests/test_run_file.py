@@ -188,12 +188,6 @@ def test_a_file_cut_anywhere_can_be_read_and_resumed(tmp_path: Path) -> None:
         assert [json.loads(s)["kind"] for s in cut.read_text().splitlines()].count("resume") == 1
 
 
-def test_the_last_line_about_a_result_counts(tmp_path: Path) -> None:
-    path = written(tmp_path / "x.jsonl", line_of(status="failed", time_s=None), line_of())
-    (result,) = read_run(path).results
-    assert result.status == "ok"
-
-
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     with RunWriter.create(path, HEADER) as writer:
@@ -258,12 +252,6 @@ def test_text_that_is_no_text_is_spelled_out(tmp_path: Path) -> None:
     assert run.header.argv == ("caf\\udce9.py",)
     assert run.header.plan == {"x": None}
     assert run.results[0].reason == "caf\\udce9.py"
-
-
-def test_a_malformed_header_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="run_id"):
-        RunWriter.create(tmp_path / "x.jsonl", {"mesh": {"dim_names": [], "shape": []}})
-    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------ where to write

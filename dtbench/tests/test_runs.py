@@ -177,10 +177,10 @@ def test_under_torchrun_bad_options_are_refused_once(with_own_packages: None) ->
 
 
 def test_under_torchrun_a_killed_rank_is_named(with_own_packages: None) -> None:
-    done = run_under_torchrun("--filter", "how=dies")
+    done = run_under_torchrun("--filter", "how=dies rank=1")
     assert done.returncode != 0
     (line,) = own_lines(done.stderr)
-    assert "rank 1 on " in line and "died or did not answer during bad grave how=dies (core)" in line
+    assert "rank 1 on " in line and "died or did not answer during bad grave how=dies rank=1 (core)" in line
     assert by_impl(read_run("x.jsonl"))["dies core 0"].rank == 1
 
 

@@ -15,7 +15,6 @@ from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import Subject
 from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine
 from dtbench.suite import Case, Skip, Workload
-from dtbench.suite.errors import describe
 
 BUDGET = Budget(samples_s=0.1, least=5, most=100, warmup_s=0.1)
 CHEAP = 1e-3
@@ -177,15 +176,6 @@ def test_ranks_of_one_kernel_say_how_late_they_began() -> None:
     assert alone.rank_arrivals_s == {}
 
 
-def test_a_clock_of_its_own_says_nothing_of_arrivals() -> None:
-    trial = Trial(size=2)
-    for clock in trial.clocks:
-        clock.measure = lambda run, calls: float(run())  # type: ignore[method-assign,arg-type]
-    outcome = trial.run(case_of({"core": trial.impl("core")}))[0]["core"]
-    assert outcome.status == "ok" and outcome.rank_samples_s.keys() == {"0", "1"}
-    assert outcome.rank_arrivals_s == {}
-
-
 def test_a_sample_is_the_mean_of_its_calls() -> None:
     trial = Trial()
     case = case_of({"core": trial.impl("core")}, calls_per_sample=7, samples=4, warmup_calls=1)
@@ -217,15 +207,6 @@ def test_samples_of_a_length_hold_so_many_calls_that_their_overhead_vanishes(cal
     assert set(trial.clocks[0].settled) == {False}
     late = outcome.rank_arrivals_s["1"]  # per call, as the samples are
     assert late[1] - late[0] == pytest.approx(call_s, rel=0.02)
-
-
-def test_impls_of_unlike_speed_have_samples_of_one_length() -> None:
-    trial = Trial()
-    build = {"fast": trial.impl("fast", 1e-5), "slow": trial.impl("slow", 5e-3)}
-    (outcome,) = trial.run(case_of(build, sample_s=2e-3))
-    assert outcome["slow"].counters["calls_per_sample"] == 1
-    assert outcome["fast"].counters["calls_per_sample"] in range(200, 260)
-    assert len(outcome["fast"].samples_s) == len(outcome["slow"].samples_s) > BUDGET.least
 
 
 def test_impls_take_turns_and_each_round_starts_with_another() -> None:
@@ -311,13 +292,6 @@ def test_skipped_and_failing_builders_leave_the_other_impls_alone() -> None:
     assert sorted(trial.closed) == ["core", "core", "fail"]
 
 
-def test_a_build_that_gives_no_workload_fails() -> None:
-    trial = Trial(size=2)
-    outcomes = trial.run(case_of({"none": lambda world: None, "core": trial.impl("core")}))  # type: ignore[arg-type,return-value]
-    assert outcomes[0]["none"].status == "failed" and outcomes[0]["core"].status == "ok"
-    assert outcomes[0]["none"].reason == "TypeError: its build gave None, expected a dtbench.suite.Workload"
-
-
 @pytest.mark.parametrize("at", [0, 2, 9])
 def test_an_impl_that_raises_on_one_rank_fails_for_all_and_the_rest_goes_on(at: int) -> None:
     def sometimes(rank: int, number: int) -> float:
@@ -364,13 +338,6 @@ def test_a_slow_case_gets_fewer_samples_rather_than_none() -> None:
     assert 2 <= len(outcome["core"].samples_s) <= 5 and trial.clocks[0].now <= 20.0
 
 
-def test_a_case_that_becomes_slow_while_sampled_is_ended_with_what_it_has() -> None:
-    trial = Trial(timeout_s=10.0)
-    took = trial.impl("core", lambda r, i: 0.3 if i < 10 else 3.0)
-    (outcome,) = trial.run(case_of({"core": took}, samples=20))
-    assert outcome["core"].status == "ok" and 2 <= len(outcome["core"].samples_s) < 20
-
-
 def test_throttling_marks_the_result() -> None:
     trial = Trial()
     trial.states = [{"throttled_by": []}, {"throttled_by": ["hw_slowdown"]}]
@@ -415,12 +382,6 @@ def test_combining_leaves_out_rounds_that_a_rank_missed() -> None:
     assert outcome.counters == {"n": 1, "skew_s": 2.5}
     assert combine([part(None), part(1.0)]).status == "failed"
     assert combine([{"samples": None, "counters": {}, "throttled": None}]).status == "failed"
-
-
-def test_errors_are_described_in_one_line() -> None:
-    assert describe(ValueError("\n  first \nsecond")) == "ValueError: first"
-    assert describe(KeyError()) == "KeyError"
-    assert len(describe(ValueError("x" * 1000))) == 400
 
 
 def test_a_reason_holds_no_secret() -> None:
