@@ -7,7 +7,7 @@ from statistics import median
 from dtbench.records.preflight import Finding, Preflight
 from dtbench.reporting.html.axes import seconds_tick, value_axis
 from dtbench.reporting.html.figures import DotRow, Figure, HeatMap, Style, dots, maps
-from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_seconds, format_size, plural
 
@@ -16,7 +16,7 @@ STYLES = {"rank": Style("s0", "o", None, words="time of equal work")}
 MAX_RANKS = 64
 
 
-def fill(section: Section, of: Material) -> None:
+def fill(section: ReportSection, of: Material) -> None:
     for number, one in enumerate(of.sources.preflights):
         ranks = f"{len(one.hosts)} ranks on {plural(len(set(one.hosts)), 'host')}"
         slow = "; ".join(map(_words, one.findings))
@@ -35,7 +35,7 @@ def _words(one: Finding) -> str:
     return f"{one.what}: {one.how} ({one.kind})"
 
 
-def _links(section: Section, one: Preflight, number: int) -> Figure | None:
+def _links(section: ReportSection, one: Preflight, number: int) -> Figure | None:
     count = len(one.hosts)
     if count > MAX_RANKS:
         section.cuts.append(f"A map of {count} x {count} links is not drawn; the table has them all.")
