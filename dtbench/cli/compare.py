@@ -74,6 +74,6 @@ def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int
     if as_json:
         print_json(msgspec.to_builtins(comparison))
     else:
-        for line in references.lines(comparison):
+        for line in references.comparison_lines(comparison):
             click.echo(line)
     return comparison.exit_code

@@ -30,7 +30,7 @@ TABLE = Path(__file__).with_name("reference_systems.json")  # a link, which a wh
 _MAX_GAP = 4.0
 
 
-class Collective(Struct, frozen=True):
+class PublishedCollective(Struct, frozen=True):
     """points: (bytes, microseconds)."""
 
     points: tuple[tuple[Whole, Positive], ...]
@@ -46,7 +46,7 @@ class System(Struct, frozen=True, kw_only=True):
     hosts: Whole
     link: str
     note: str = ""
-    collectives: dict[str, Collective]
+    collectives: dict[str, PublishedCollective]
 
     def busbw(self, collective: str, size_bytes: int) -> float | None:
         """Bus bandwidth at a size, bytes per second; None outside what was published."""
@@ -60,7 +60,7 @@ class System(Struct, frozen=True, kw_only=True):
         return None
 
 
-class _Table(Struct, frozen=True):
+class _SystemsFile(Struct, frozen=True):
     kind: Literal["reference"]
     schema: Literal[1]
     systems: tuple[System, ...]
@@ -74,12 +74,12 @@ def read_systems(path: Path = TABLE) -> tuple[System, ...]:
     """
     made = read_json(path, "a reference table of dtbench", MAX_BYTES)
     try:
-        return into(made, _Table).systems
+        return into(made, _SystemsFile).systems
     except BadFieldError as error:
         raise UnreadableRunError(f"the reference table {path} is damaged: {error}") from error
 
 
-class Row(Struct, frozen=True):
+class ReferenceRow(Struct, frozen=True):
     """One collective at one size: the run's bus bandwidth and the reference's, bytes per second, and their ratio."""
 
     system: str
@@ -99,7 +99,7 @@ class ReferenceComparison(Struct, frozen=True, kw_only=True):
     exit_code: int
     notes: tuple[str, ...]
     systems: tuple[System, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ReferenceRow, ...]
 
 
 # ----------------------------------------------------------------------------------------- comparing
@@ -119,7 +119,7 @@ def compare_with_reference(
     notes: list[str] = []
     if not groups:
         notes.append(f"{run.path.name} has no ok results of the collectives suite")
-    rows: list[Row] = []
+    rows: list[ReferenceRow] = []
     used: dict[str, System] = {}
     for dim, ranks, hosts in groups:
         chosen = _named(systems, named) if named else _of_kind(systems, run, ranks, hosts)
@@ -186,7 +186,7 @@ def _of_kind(systems: Sequence[System], run: Run, ranks: int, hosts: int | None)
     ]
 
 
-def _rows(run: Run, dim: str, system: System) -> Iterator[Row]:
+def _rows(run: Run, dim: str, system: System) -> Iterator[ReferenceRow]:
     measured = (r for r in run.ok("collectives") if r.size_bytes and r.busbw_Bps)
     of_dim = (r for r in measured if r.params.get("mesh_dim") == dim)
     cases = group_by(of_dim, lambda r: (r.name, str(r.params.get("dtype")), r.size_bytes or 0))
@@ -195,7 +195,7 @@ def _rows(run: Run, dim: str, system: System) -> Iterator[Row]:
         mine = [r.busbw_Bps for r in _alike(results) if r.busbw_Bps]
         if reference is not None and mine:
             ours = median(mine)
-            yield Row(system.name, dim, name, dtype, size, ours, reference, ours / reference)
+            yield ReferenceRow(system.name, dim, name, dtype, size, ours, reference, ours / reference)
 
 
 def _alike(results: Sequence[Result]) -> list[Result]:
@@ -211,7 +211,7 @@ def _alike(results: Sequence[Result]) -> list[Result]:
 # ------------------------------------------------------------------------------------------ printing
 
 
-def lines(comparison: ReferenceComparison) -> Iterator[str]:
+def comparison_lines(comparison: ReferenceComparison) -> Iterator[str]:
     """The comparison for people."""
     for system in comparison.systems:
         mine = [row for row in comparison.rows if row.system == system.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dtbench.comparison.references import Collective, System, read_systems
+from dtbench.comparison.references import PublishedCollective, System, read_systems
 from dtbench.cost.plan.machines import MachineSpec, built_in, find_machine
 
 
@@ -33,7 +33,7 @@ def _systems(machine: MachineSpec) -> Iterator[System]:
             hosts=1,
             link="one node",
             collectives={
-                name: Collective(
+                name: PublishedCollective(
                     points=tuple((int(size), us) for size, us in table[ranks]), source=machine.source
                 )
                 for name, table in tables.items()

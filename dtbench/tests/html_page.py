@@ -10,7 +10,7 @@ from typing import Any
 from dtbench.reporting import html as reporting
 from dtbench.reporting.html import Sources
 from dtbench.reporting.html.parts import PARTS
-from dtbench.reporting.html.section import Material, Section
+from dtbench.reporting.html.section import Material, ReportSection
 from dtbench.suite import Result, Run
 from dtbench.tests import made_up
 
@@ -27,17 +27,17 @@ def write_report(runs: Sequence[Run], topology: Mapping[str, Any] | None, path: 
     reporting.write_report(sources(runs, topology), path)
 
 
-def section(part_id: str, results: Iterable[Result] = (), **more: Any) -> Section:
+def section(part_id: str, results: Iterable[Result] = (), **more: Any) -> ReportSection:
     """One part of the page of these results, filled and not drawn."""
     of = Material(sources([made_up.run(list(results))], **more))
     (found,) = [one for part in PARTS if part.id == part_id and (one := part.section(of)) is not None]
     return found
 
 
-def cells(shown: Section, *start: str) -> list[str]:
+def cells(shown: ReportSection, *start: str) -> list[str]:
     """The one row of the section's tables that begins with these cells."""
     (found,) = [row for table in shown.tables for *_, row in table.rows if tuple(row[: len(start)]) == start]
-    return found
+    return list(found)
 
 
 # Text that would break out of its element, of a script, of a template, of a formula, or turn the reading direction.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -108,20 +107,6 @@ def as_dict(record: msgspec.Struct) -> dict[str, Any]:
     return made
 
 
-def trace() -> dict[str, Any]:
-    """Three iterations of two ranks; the middle one begins at 2000 us."""
-    events: list[dict[str, Any]] = []
-    for rank in (0, 1):
-        for number in range(3):
-            start = 1000.0 * (number + 1)
-            whole = {"name": f"dtbench iteration {SECTION} #{number}", "cat": "user_annotation", "tid": 10}
-            events.append(whole | {"ph": "X", "pid": rank, "ts": start, "dur": 800.0})
-            for tid, at in ((1, 100.0 * (rank + 1)), (2, 400.0)):
-                lane = {"name": "x", "ph": "X", "pid": rank, "tid": tid}
-                events.append(lane | {"ts": start + at, "dur": 50.0 + number})
-    return {"traceEvents": events}
-
-
 def history(revisions: int = 6, **changes: Any) -> list[dict[str, Any]]:
     """`add` becomes 20 % slower at the last revision, `view` stays."""
     machine = {"cpu": "Made-up CPU", "cores": 2, "gpus": [], "system": "Linux", "arch": "x86_64"}
@@ -153,8 +138,7 @@ def write_lines(folder: Path, name: str, lines: list[dict[str, Any]]) -> Path:
 
 
 def write_profile(folder: Path) -> Path:
-    """A folder as `dtbench profile` writes it."""
+    """The folder of a profile of ranks."""
     folder.mkdir()
     write(folder, "table.json", ranks())
-    (folder / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace()).encode()))
     return folder

@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from dtbench.reporting.html.profiles import spans_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 

@@ -14,9 +14,9 @@ import pytest
 
 from dtbench.cost import calibration
 from dtbench.records.topology import FromRun, Topology
-from dtbench.reporting.html import axes, cases, figures, page, tables
+from dtbench.reporting.html import axes, figures, page
 from dtbench.reporting.html import sources as of_sources
-from dtbench.reporting.html.parts import PARTS, coverage, front
+from dtbench.reporting.html.parts import front
 from dtbench.reporting.html.parts.provenance import provenance
 from dtbench.reporting.html.section import Material
 from dtbench.reporting.html.svg import STAND_IN, settings
@@ -34,13 +34,10 @@ from dtbench.tests.html_page import (
     sources,
     write_report,
 )
+from dtbench.text import table
 
 SECTIONS = ["dispatch", "collectives", "redistribute", "bucketer", "tensor_parallel"]
-FIGURES = {
-    "dispatch": 2,
-    "collectives": 4,
-    "redistribute": 2,
-}  # of each suite measured alone; the others have one
+FIGURES = {"collectives": 3, "redistribute": 2}  # of each suite measured alone; the others have one
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +73,10 @@ def test_every_section_has_its_figure_and_table(whole: Page) -> None:
     order = [attrs["id"] for tag, attrs in whole.tags if tag == "section" and attrs.get("id")]
     assert order == [*SECTIONS, "method", "provenance"]
     assert "dtbench run" not in whole.section_text["dispatch"]
-    drawn = (
-        "bandwidth0",
-        "times0",
-        "mesh0",
-        "skew0",
-        "redistribute0",
-        "residual0",
-        "ecdf0",
-        "dispatch0",
-    )
-    for prefix in (*drawn, "bucket0", "tensor_parallel0"):
+    drawn = ("bandwidth0", "times0", "skew0", "redistribute0", "residual0", "dispatch0", "bucket0")
+    for prefix in (*drawn, "tensor_parallel0"):
         assert f"{prefix}-t" in whole.ids(), prefix
-    assert sum(tag == "figure" for tag, _ in whole.tags) == 10
+    assert sum(tag == "figure" for tag, _ in whole.tags) == 8
 
 
 def test_figures_stated_in_words_are_those_of_the_results(run: Run, whole: Page) -> None:
@@ -133,7 +121,7 @@ def test_a_table_row_holds_the_estimates_of_its_results(run: Run, whole: Page) -
 
 def test_cases_where_the_core_is_slower_bear_a_mark(whole: Page) -> None:
     marked = {row[0] for row in whole.rows if any(cell.startswith("▲") for cell in row)}
-    assert marked == {"layer_norm", "2x4"}  # the second is the row of its mesh, for its worst case
+    assert marked == {"layer_norm"}
 
 
 def test_the_constants_stand_beside_the_builtin_ones(topology: Topology, whole: Page) -> None:
@@ -152,18 +140,6 @@ def test_a_lower_bound_is_shown_as_one() -> None:
     shown = Page(render([run], calibration.calibrate([run])))
     assert shown.row("dp", "2", "inter-host")[3].startswith("≥ ")
     assert "lower bound only" in shown.text
-
-
-def test_bandwidths_count_in_thousands(run: Run, whole: Page) -> None:
-    (result,) = [
-        r
-        for r in run.results
-        if (r.suite, r.name, r.size_bytes) == ("collectives", "all_reduce", made_up.SIZES[-1])
-        and (r.params["mesh_dim"], r.params["groups"]) == ("tp", "together")
-    ]
-    assert result.busbw_Bps is not None
-    row = next(r for r in whole.rows if r[:3] == ["tp", "all_reduce", "16 MiB"] and len(r) == 8)
-    assert float(row[6]) == pytest.approx(result.busbw_Bps / 1e6, rel=0.01)
 
 
 def test_warnings_come_first(text: str) -> None:
@@ -208,7 +184,7 @@ def test_nodes_of_one_name_are_several() -> None:
     of = Material(sources([run]))
     assert "4 ranks on 2 hosts" in front.summary(of)[0]
     assert front.warnings(of) == []  # two ranks share two cores, not four
-    (placed,) = [fact.value for fact in provenance(of.sources).facts if fact.name == "Ranks"]
+    (placed,) = [value for name, value in provenance(of.sources).facts if name == "Ranks"]
     assert placed == "localhost: 0–1 (cpu); localhost: 2–3 (cpu)"
 
 
@@ -245,20 +221,6 @@ def test_results_without_the_usual_params_are_shown_all_the_same() -> None:
         assert any(bare.name in row for table in shown.tables for *_, row in table.rows)
 
 
-def test_a_suite_of_the_users_own_is_shown() -> None:
-    results = [made_up.result("mine", "fancy", "variant_a", {"n": 3}, [1e-3, 2e-3, 3e-3])]
-    shown = section("others", results)
-    assert cells(shown, "fancy", "3")[2:] == ["1.50", "2.00", "2.50"]
-    assert [len(figure.panels) for figure in shown.figures] == [1]
-
-
-def test_a_suite_belongs_to_one_part() -> None:
-    claimed = [suite for part in PARTS for suite in part.suites]
-    assert len(claimed) == len(set(claimed))
-    source = (page.TEMPLATES / "page.py").read_text()
-    assert not [suite for suite in claimed if suite in source]
-
-
 def test_launches_are_put_together_by_their_median() -> None:
     times = (1.0, 5.0, 2.0)
     results = [
@@ -272,12 +234,6 @@ def test_runs_of_different_setups_are_refused(run: Run) -> None:
         render([run, made_up.everything(mesh={"dp": 4, "tp": 1}, run_id="other")])
     with pytest.raises(UsageError, match="nothing to report"):
         render([])
-
-
-def test_a_run_of_one_process_goes_with_one_of_ranks(run: Run) -> None:
-    alone = made_up.run(made_up.dispatch(), mesh={}, run_id="alone")
-    for runs in ([run, alone], [alone, run]):
-        assert "alone" in render(runs)
 
 
 # ------------------------------------------------------------------------------------- safe
@@ -432,23 +388,14 @@ def test_a_full_page_is_within_its_budget(text: str) -> None:
 
 def test_a_page_too_large_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_up.run([r for r in made_up.dispatch() if r.params["mesh"] == "8"])
-    cases = {(r.name, r.params["pass"], r.params["placements"]) for r in run.results}
     text = render([run])
     monkeypatch.setattr(page, "BUDGET_BYTES", len(text.encode()) - 1)
     without_data = render([run])
-    assert "The raw data are left out" in without_data
-    assert 'download="results.csv"' not in without_data
+    assert "The raw data are left out" in without_data and 'download="results.csv"' not in without_data
     monkeypatch.setattr(page, "BUDGET_BYTES", len(without_data.encode()) - 1)
-    monkeypatch.setattr(page, "ECONOMIES", (*page.ECONOMIES[:2], page.Economy(False, 20, 3)))
+    monkeypatch.setattr(page, "ECONOMIES", (*page.ECONOMIES[:2], page.Economy(False, 20, 1)))
     short = render([run])
-    found = re.search(
-        rf"Tables are cut after (\d+) rows each, 20 in all; the longest has {len(cases)}\.", short
-    )
-    assert found is not None
-    assert f"{found[1]} of {len(cases)} rows are shown" in short
-    assert "2 of 4 drawings are shown" in short
-    assert sum(a.get("role") == "img" for tag, a in Page(short).tags if tag == "svg") <= 3
-    assert 0 < sum(len(row) > 0 for row in Page(short).rows) - short.count("<thead>") <= 20
+    assert "Tables are cut after 20 rows each" in short and "at most 1 drawing can" in short
     assert len(short) < len(without_data)
 
 
@@ -484,11 +431,6 @@ def _palettes() -> list[dict[str, str]]:
     ]
 
 
-def test_the_contrast_formula_knows_its_ends() -> None:
-    assert _contrast("#000000", "#ffffff") == pytest.approx(21)
-    assert _contrast("#777777", "#777777") == 1
-
-
 @pytest.mark.parametrize("index", range(3), ids=["light", "dark", "print"])
 def test_colours_can_be_told_from_the_page(index: int) -> None:
     assert len(_palettes()) == 3
@@ -513,7 +455,6 @@ def _mixed(colour: str, opacity: float, ground: str) -> str:
 def test_words_on_bars_and_maps_can_be_read(index: int) -> None:
     palette = _palettes()[index]
     shades = [*figures.shades_of([str(k) for k in range(12)]).values()]
-    shades += [shade for _, shade in coverage.LOOKS.values()]
     for colour, opacity in [*shades, *(("s0", opacity) for opacity in figures.CELL_OPACITY)]:
         assert _contrast(palette["ink"], _mixed(palette[colour], opacity, palette["page"])) >= 4.5, colour
 
@@ -541,27 +482,11 @@ def test_ticks_are_written_short() -> None:
 
 
 def test_the_points_of_a_column_align() -> None:
-    cells = tables.aligned([1.5, 12.25, None, 130.0])
-    assert cells == ["1.50", "12.25", "–", "130.00"]
-    assert tables.aligned([None, 0.0]) == ["–", "0"]
-
-
-def test_ratios_of_what_is_missing_are_missing() -> None:
-    (case,) = cases.collect([made_up.run([made_up.result("s", "n", "core", {}, [1.0])])])["s"]
-    assert case.ratio("core", "torch") is None
-    assert cases.geometric_mean([None]) is None
-    assert cases.geometric_mean([2.0, None, 8.0]) == pytest.approx(4)
+    assert table.aligned([1.5, 12.25, None, 130.0]) == ["1.50", "12.25", "–", "130.00"]
+    assert table.aligned([None, 0.0]) == ["–", "0"]
 
 
 # ------------------------------------------------------------------------------------- the file
-
-
-def test_the_page_is_written_and_may_be_written_again(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    for run in (made_up.run([made_up.result("s", "n", "core", {}, [1.0])]), made_up.run([])):
-        write_report([run], None, path)
-        assert path.read_text("utf-8") == render([run])
-    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:

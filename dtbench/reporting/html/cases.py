@@ -16,7 +16,7 @@ _K = TypeVar("_K")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredImpl:
     """One impl of one case over its launches, as `dtbench.records.frame.cases_frame` merges them."""
 
     impl: str
@@ -32,12 +32,12 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Case:
+class ReportCase:
     """One case with the impls that were measured for it."""
 
     name: str
     params: Mapping[str, Param]
-    impls: Mapping[str, Measured]
+    impls: Mapping[str, MeasuredImpl]
 
     def get(self, param: str) -> Param:
         """The param's value, "" where the case lacks it."""
@@ -49,7 +49,7 @@ class Case:
         return int(value) if isinstance(value, int | float) else 0
 
     @property
-    def only(self) -> Measured:
+    def only(self) -> MeasuredImpl:
         """Of a suite of one impl."""
         return next(iter(self.impls.values()))
 
@@ -63,24 +63,24 @@ class Case:
         return self.impls[impl].estimate_s / self.impls[base].estimate_s
 
 
-def collect(runs: Sequence[Run]) -> dict[str, list[Case]]:
+def collect(runs: Sequence[Run]) -> dict[str, list[ReportCase]]:
     """Suite -> cases, in the order in which they were first measured."""
-    figures = [f.name for f in fields(Measured) if f.name not in ("impl", "counters")]
+    figures = [f.name for f in fields(MeasuredImpl) if f.name not in ("impl", "counters")]
     return {
         suite: _cases(cases_frame(timed), figures) for suite, timed in timed_frames(runs, figures).items()
     }
 
 
-def _cases(frame: pd.DataFrame, figures: Sequence[str]) -> list[Case]:
+def _cases(frame: pd.DataFrame, figures: Sequence[str]) -> list[ReportCase]:
     counters = names_of(frame, COUNTER)
-    impls: list[dict[str, Measured]] = [{} for _ in range(len(frame))]
+    impls: list[dict[str, MeasuredImpl]] = [{} for _ in range(len(frame))]
     for impl in impls_of(frame):
         columns = {name: cells(frame[name, impl]) for name in (*figures, *counters)}
         for row, measured in enumerate(impls):
             if columns["median_s"][row] is not None:
                 there = {c.removeprefix(COUNTER): v for c in counters if (v := columns[c][row]) is not None}
-                measured[impl] = Measured(impl, **{f: columns[f][row] for f in figures}, counters=there)
-    return [Case(*case) for case in zip(cells(frame["name", ""]), params_of(frame), impls, strict=True)]
+                measured[impl] = MeasuredImpl(impl, **{f: columns[f][row] for f in figures}, counters=there)
+    return [ReportCase(*case) for case in zip(cells(frame["name", ""]), params_of(frame), impls, strict=True)]
 
 
 def distinct(values: Iterable[_K]) -> list[_K]:
@@ -94,6 +94,6 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
     return statistics.geometric_mean(there) if there else None
 
 
-def main_dtype(cases: Sequence[Case]) -> Param:
+def main_dtype(cases: Sequence[ReportCase]) -> Param:
     dtypes = {c.get("dtype") for c in cases}
     return "float32" if "float32" in dtypes else min(dtypes, key=str)

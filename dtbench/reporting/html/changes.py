@@ -18,7 +18,7 @@ ROW = "case-"  # before the number of a row, in the anchor that leads to it
 
 
 @dataclass(frozen=True)
-class Tally:
+class VerdictTally:
     """How many cases have a verdict, whose meaning is said; anchor: the row of the first."""
 
     shape: str
@@ -52,10 +52,10 @@ class Changes:
         return OUTCOMES[self.outcome][1]
 
     @property
-    def tallies(self) -> list[Tally]:
+    def tallies(self) -> list[VerdictTally]:
         places = {word: [i for i, c in enumerate(self.changes) if c.verdict == word] for word in Verdict}
         return [
-            Tally(word.shape, word, f"{ROW}{of[0]}", len(of), word.meaning)
+            VerdictTally(word.shape, word, f"{ROW}{of[0]}", len(of), word.meaning)
             for word, of in places.items()
             if of
         ]

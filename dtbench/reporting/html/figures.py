@@ -136,7 +136,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Curve:
+class DrawnCurve:
     """label: the name of its style. band: the low and the high y at each x, shaded."""
 
     label: str
@@ -146,27 +146,27 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Curves:
+class CurvePanel:
     """A panel of curves. desc: what a screen reader says. shade: a range of x that is marked; level: a y that is.
     y: an axis of its own."""
 
     title: str
-    series: Sequence[Curve]
+    series: Sequence[DrawnCurve]
     desc: str
     shade: tuple[float, float] | None = None
     level: float | None = None
     y: Axis | None = None
 
 
-def line(label: str, points: Iterable[tuple[float, float | None]]) -> list[Curve]:
+def line(label: str, points: Iterable[tuple[float, float | None]]) -> list[DrawnCurve]:
     """The curve of the points that have a value; none where no point has."""
     there = [(x, y) for x, y in points if y is not None]
-    return [Curve(label, *zip(*there, strict=True))] if there else []
+    return [DrawnCurve(label, *zip(*there, strict=True))] if there else []
 
 
 def curves(
     name: str,
-    panels: Sequence[Curves],
+    panels: Sequence[CurvePanel],
     styles: Mapping[str, Style],
     caption: str,
     *,
@@ -204,7 +204,9 @@ def curves(
     return Figure(caption, items, drawn, 3, shown, folded)
 
 
-def _paint_curves(of: Curves, styles: Mapping[str, Style], x: Axis, y: Axis, canvas: Canvas) -> list[Mark]:
+def _paint_curves(
+    of: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Axis, canvas: Canvas
+) -> list[Mark]:
     axes, ids = _axes_in(canvas, left=14 + y.width_px(), right=20, top=26, bottom=42), _ids_of(styles)
     if of.shade is not None:
         axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from dtbench.reporting.html.axes import seconds_tick, value_axis
-from dtbench.reporting.html.cases import Case, distinct, geometric_mean
+from dtbench.reporting.html.cases import ReportCase, distinct, geometric_mean
 from dtbench.reporting.html.figures import MAX_ROWS, DotRow, Style, dots
-from dtbench.reporting.html.section import Section
+from dtbench.reporting.html.section import ReportSection
 from dtbench.suite.grouping import known_first
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
@@ -25,12 +25,14 @@ IMPL_STYLES = {
 _MORE_STYLES = (Style("s3", "^", hollow=True), Style("s4", "D", hollow=True), Style("s5", "v", hollow=True))
 
 
-def impls_of(cases: Sequence[Case]) -> list[str]:
+def impls_of(cases: Sequence[ReportCase]) -> list[str]:
     """Those that are there, the core and torch first."""
     return known_first({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
 
 
-def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop: str) -> list[t.TableColumn]:
+def named(
+    cases: Sequence[ReportCase], of_name: str, params: Mapping[str, str], *drop: str
+) -> list[t.TableColumn]:
     """What tells the cases of a table apart: the params under their headers, their name under `of_name` before the
     first that is no mesh dim, sizes last; all others but `drop` in one column, for no two rows may look the same."""
     sizes = [p for p in params if p == "size" or p.endswith("_bytes")]
@@ -46,7 +48,7 @@ def named(cases: Sequence[Case], of_name: str, params: Mapping[str, str], *drop:
     ]
 
 
-def times(cases: Sequence[Case]) -> list[t.TableColumn]:
+def times(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
     """The time of each impl, and of the core over torch."""
     columns = [(impl, [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]
     ratios = [c.ratio("core", "torch") for c in cases]
@@ -54,16 +56,16 @@ def times(cases: Sequence[Case]) -> list[t.TableColumn]:
     return [*t.times([("floor" if impl == "local" else impl, column) for impl, column in columns]), *marked]
 
 
-def bandwidths(cases: Sequence[Case]) -> list[t.TableColumn]:
+def bandwidths(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
     """The bandwidth of each impl that moves bytes."""
     of = {i: [c.impls[i].algbw_Bps if i in c.impls else None for c in cases] for i in impls_of(cases)}
     return t.bandwidths([(impl, column) for impl, column in of.items() if any(column)])
 
 
 def add_dots(
-    section: Section,
-    panels: Mapping[str, Sequence[Case]],
-    label: Callable[[Case], str],
+    section: ReportSection,
+    panels: Mapping[str, Sequence[ReportCase]],
+    label: Callable[[ReportCase], str],
     caption: str,
     *,
     sort: bool = False,
@@ -99,18 +101,18 @@ def add_dots(
     section.add(figure)
 
 
-def _longest(case: Case) -> float:
+def _longest(case: ReportCase) -> float:
     return case.seconds("torch") or case.seconds("core") or 0.0
 
 
-def _row(case: Case, label: str) -> DotRow:
+def _row(case: ReportCase, label: str) -> DotRow:
     ratio = case.ratio("core", "torch")
     values = {impl: m.estimate_s for impl, m in case.impls.items()}
     spans = {impl: (m.estimate_s, m.p75_s) for impl, m in case.impls.items()}
     return DotRow(label, values, "" if ratio is None else t.faster(ratio), spans)
 
 
-def core_beside_torch(section: Section, cases: Sequence[Case], what: str, where: str) -> str:
+def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what: str, where: str) -> str:
     """A headline and a sentence on the geometric mean; "" where no case has both.
 
     what: one of that which is timed. where: how the sentence begins.

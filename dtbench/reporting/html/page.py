@@ -18,11 +18,12 @@ from dtbench.reporting.html import data
 from dtbench.reporting.html.changes import ROW
 from dtbench.reporting.html.parts import PARTS, front
 from dtbench.reporting.html.parts.provenance import provenance
-from dtbench.reporting.html.section import Material, Section
+from dtbench.reporting.html.section import Material, ReportSection
 from dtbench.reporting.html.sources import KINDS, Sources
 from dtbench.reporting.html.svg import settings
 from dtbench.suite.errors import UsageError, plain
 from dtbench.text.table import compact
+from dtbench.text.units import plural
 
 GENERATOR = "dtbench report"
 BUDGET_BYTES = 2_000_000
@@ -116,7 +117,7 @@ def _render(of: Material) -> str:
     return page
 
 
-def _reaching(page: str, sections: Sequence[Section]) -> str:
+def _reaching(page: str, sections: Sequence[ReportSection]) -> str:
     """Links to rows that were cut lead to their table's section."""
     there = {id_ for section in sections for table in section.tables for id_, *_ in table.rows}
     row = re.compile(rf'href="#({ROW}\d+)"')
@@ -131,7 +132,7 @@ def is_report(head: str) -> bool:
 # ------------------------------------------------------------------------------------ limits
 
 
-def _fit(sections: Sequence[Section], economy: Economy) -> tuple[list[Section], list[str]]:
+def _fit(sections: Sequence[ReportSection], economy: Economy) -> tuple[list[ReportSection], list[str]]:
     """The sections with so many drawings and rows, and what was cut, in words."""
     panels = [len(figure.panels) for section in sections for figure in section.figures]
     rows = [table.total_rows for section in sections for table in section.tables]
@@ -145,7 +146,7 @@ def _fit(sections: Sequence[Section], economy: Economy) -> tuple[list[Section], 
     ]
     cuts = []
     if max(panels, default=0) > economy.panels:
-        cuts.append(f"Of each figure at most {economy.panels} drawings are shown.")
+        cuts.append(f"Of each figure at most {plural(economy.panels, 'drawing')} can be seen here.")
     if max(rows, default=0) > economy.rows:
         cuts.append(
             f"Tables are cut after {economy.rows} rows each; the longest has {max(rows)}. The run files have them all."

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from dtbench.comparison.runs import compare
 from dtbench.records.layout import crowded
-from dtbench.reporting.html.cases import Case, collect
+from dtbench.reporting.html.cases import ReportCase, collect
 from dtbench.reporting.html.changes import Changes, of_comparison
 from dtbench.reporting.html.figures import MAX_PANELS, Figure
 from dtbench.reporting.html.sources import Sources
@@ -25,7 +25,7 @@ class Material:
     sources: Sources
 
     @cached_property
-    def suites(self) -> Mapping[str, Sequence[Case]]:
+    def suites(self) -> Mapping[str, Sequence[ReportCase]]:
         """The cases of the runs, by suite."""
         return collect(self.sources.runs)
 
@@ -42,12 +42,12 @@ class Material:
             return of_comparison(compare(self.sources.baseline, self.sources.runs), ends)
         return self.sources.gate
 
-    def cases(self, *suites: str) -> Sequence[Case]:
+    def cases(self, *suites: str) -> Sequence[ReportCase]:
         return [case for suite in suites for case in self.suites.get(suite, ())]
 
 
 @dataclass
-class Section:
+class ReportSection:
     """outcome: the section in a few words, for the title. headlines: (figure, what it says), the most telling ones.
     cuts: what the figures leave out, and what to doubt. missing: the command that would fill it, where there is
     nothing to show."""
@@ -84,13 +84,13 @@ class Part:
 
     id: str
     title: str
-    fill: Callable[[Section, Material], None]
+    fill: Callable[[ReportSection, Material], None]
     suites: tuple[str, ...] = ()
     missing: str = ""
     of_links: bool = False
 
-    def section(self, material: Material) -> Section | None:
-        section = Section(self.id, self.title)
+    def section(self, material: Material) -> ReportSection | None:
+        section = ReportSection(self.id, self.title)
         self.fill(section, material)
         if self.of_links and material.crowded:
             section.outcome, section.headlines = "", []

@@ -8,11 +8,9 @@ from dataclasses import replace
 from dtbench.cost.bucket_size import bucket_choices
 from dtbench.records import profile
 from dtbench.reporting.html.axes import bandwidth_tick, seconds_tick, value_axis
-from dtbench.reporting.html.cases import Case, distinct, geometric_mean
+from dtbench.reporting.html.cases import ReportCase, geometric_mean
 from dtbench.reporting.html.figures import (
-    DASHES,
-    Curve,
-    Curves,
+    CurvePanel,
     DotRow,
     Figure,
     StackedBar,
@@ -23,7 +21,7 @@ from dtbench.reporting.html.figures import (
     line,
 )
 from dtbench.reporting.html.impls import CORE, FLOOR, TORCH, bandwidths, named
-from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
@@ -42,13 +40,11 @@ OVERLAP_STYLES = {
     "local": replace(FLOOR, words="the computation alone"),
 }
 BUSY = {"compute": "computing", "overlap": "both", "exposed": "communicating", "host": "neither"}
-# More lines than this in one panel are not read: each mesh dim has panels of its own then.
-MOST_LINES = 10
 MAX_SECTIONS = 3
 MAX_RANKS = 8
 
 
-def fill(section: Section, of: Material) -> None:
+def fill(section: ReportSection, of: Material) -> None:
     buckets = [c for c in of.cases("bucketer") if any(m.algbw_Bps for m in c.impls.values())]
     section.lead = "How much communication hides behind computation."
     if buckets:
@@ -69,7 +65,7 @@ def fill(section: Section, of: Material) -> None:
 # ------------------------------------------------------------------------------------ buckets
 
 
-def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
+def _headline(section: ReportSection, of: Material, cases: Sequence[ReportCase]) -> None:
     """How much faster buckets of the largest size are than a call for each tensor, and the size to choose."""
     largest = max(c.number("bucket_bytes") for c in cases)
     both = [c.ratio("core", "unbucketed") for c in cases if c.number("bucket_bytes") == largest]
@@ -88,68 +84,42 @@ def _headline(section: Section, of: Material, cases: Sequence[Case]) -> None:
             section.headlines.append((format_size(choice.bucket_bytes), words))
 
 
-def _throughput(section: Section, cases: Sequence[Case]) -> Figure | None:
-    """A panel per size of the small tensors, with all mesh dims; the large ones have one bucket size."""
-    ordered = sorted(cases, key=lambda c: c.number("bucket_bytes"))
+def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure | None:
+    """A panel per mesh dim and size of the small tensors, of all cases that sweep the size of buckets."""
+    ordered = sorted(cases, key=lambda c: (c.number("tensor_bytes"), c.number("bucket_bytes")))
     groups = group_by(
-        ordered, lambda c: (c.get("mesh_dim"), c.get("dtype"), c.number("tensor_bytes"), c.name)
+        ordered, lambda c: (c.get("mesh_dim"), c.number("tensor_bytes"), c.get("dtype"), c.name)
     )
-    grouped = {
-        key[:3]: of
-        for key, of in groups.items()
-        if key[3] == "reduce_scatter" or len({c.number("bucket_bytes") for c in of}) > 1
-    }
-    dims = distinct(str(dim) for dim, *_ in grouped)
-    impls = [i for i in BUCKET_STYLES if any(i in c.impls for c in cases)]
-    together = 1 < len(dims) <= len(DASHES) and len(dims) * len(impls) <= MOST_LINES
-    styles = _dim_styles(dims, impls) if together else BUCKET_STYLES
-    by_panel: dict[tuple[str, str, int], list[Curve]] = {}
-    for (dim, dtype, tensor), of in sorted(grouped.items(), key=lambda i: i[0][2]):
-        series = by_panel.setdefault(("" if together else str(dim), str(dtype), tensor), [])
-        for impl in impls:
-            rates = [
-                (c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps or None)
-                for c in of
-                if impl in c.impls
-            ]
-            series += line(f"{impl} over {dim}" if together else impl, rates)
     panels = []
-    for (dim, dtype, tensor), series in section.capped(list(by_panel.items()), "panels"):
-        best = max((max(one.y) for one in series if one.label.split()[0] == "core"), default=None)
-        reach = f"; the core reaches {best / 1e9:.3g} GB/s" if best else ""
-        title = f"{dim}, tensors" if dim else "Tensors"
-        panels.append(
-            Curves(
-                f"{title} of {format_size(tensor)}, {dtype}", series, f"Throughput over bucket size{reach}."
+    for (dim, tensor, dtype, name), of in groups.items():
+        if name != "reduce_scatter" and len({c.number("bucket_bytes") for c in of}) == 1:
+            continue
+        series = [
+            one
+            for impl in BUCKET_STYLES
+            for one in line(
+                impl,
+                [
+                    (c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps or None)
+                    for c in of
+                    if impl in c.impls
+                ],
             )
-        )
+        ]
+        desc = f"Throughput over bucket size, {plural(len(series), 'line')}."
+        panels.append(CurvePanel(f"{dim}, tensors of {format_size(tensor)}, {dtype}", series, desc))
     return curves(
         "bucket",
-        panels,
-        styles,
-        "Throughput over bucket size, one panel per size of the small tensors. The nearer the core to the "
+        section.capped(panels, "panels"),
+        BUCKET_STYLES,
+        "Throughput over bucket size, one panel per mesh dim and size of the small tensors. The nearer the core to the "
         "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
         y=lambda values: value_axis(values, bandwidth_tick, title="throughput"),
         over="size of a bucket",
-        shown=3,
     )
 
 
-def _dim_styles(dims: Sequence[str], impls: Sequence[str]) -> dict[str, Style]:
-    """Of each impl over each mesh dim: the colour and the mark are the impl's, the dash and the filling the dim's."""
-    return {
-        f"{impl} over {dim}": replace(
-            BUCKET_STYLES[impl],
-            dash=dash,
-            hollow=nth > 0,
-            words=f"{BUCKET_STYLES[impl].words or impl}, {dim}",
-        )
-        for impl in impls
-        for nth, (dim, dash) in enumerate(zip(dims, DASHES, strict=False))
-    }
-
-
-def _bucket_table(cases: Sequence[Case]) -> t.Table:
+def _bucket_table(cases: Sequence[ReportCase]) -> t.Table:
     def counter(name: str) -> list[float | None]:
         return [c.impls["core"].counters.get(name) if "core" in c.impls else None for c in cases]
 
@@ -173,7 +143,7 @@ def _bucket_table(cases: Sequence[Case]) -> t.Table:
 # ------------------------------------------------------------------------------------ overlap
 
 
-def hidden(case: Case) -> float | None:
+def hidden(case: ReportCase) -> float | None:
     """The share of the collectives' time that the core hides: 1 where it costs no more than the computation."""
     core, at_once, local = (case.seconds(i) for i in ("core", "wait_at_once", "local"))
     if core is None or at_once is None or local is None or at_once <= local:
@@ -185,12 +155,12 @@ def hidden_words(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}".replace("-", "−") + " hidden"
 
 
-def _gradient(case: Case) -> str:
+def _gradient(case: ReportCase) -> str:
     late = case.number("late_ms")
     return format_size(case.number("size")) + (f", a rank {late} ms late" if late else "")
 
 
-def _overlap(cases: Sequence[Case]) -> Figure | None:
+def _overlap(cases: Sequence[ReportCase]) -> Figure | None:
     """An all-reduce per layer, waited for at once or where it is used."""
     rows = [
         DotRow(
@@ -211,7 +181,7 @@ def _overlap(cases: Sequence[Case]) -> Figure | None:
     )
 
 
-def _overlap_table(cases: Sequence[Case]) -> t.Table:
+def _overlap_table(cases: Sequence[ReportCase]) -> t.Table:
     columns = [(style.words, [c.seconds(impl) for c in cases]) for impl, style in OVERLAP_STYLES.items()]
     return t.Table(
         "Overlap: every size",

@@ -10,7 +10,7 @@ from dtbench.records.judged import Judged
 from dtbench.reporting.html.axes import Axis, ratio_axis
 from dtbench.reporting.html.changes import ROW, Changes, observations_of, why
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
-from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.text import table as t
 
 MOST_INTERVALS, MOST_CHANGED = 40, 300
@@ -23,14 +23,14 @@ STYLES = {
 }
 
 
-def fill(section: Section, of: Material) -> None:
+def fill(section: ReportSection, of: Material) -> None:
     changes = of.changes
     if changes is None or not changes.changes:
         return
     section.add(_intervals(section, changes), _table(changes.changes))
 
 
-def _intervals(section: Section, changes: Changes) -> Figure | None:
+def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
     """All that changed or may have, and of the others as many as there is room for; the slowest first."""
     known = [c for c in changes.changes if c.ratio and c.matters]
     changed = sum(c.verdict != judged.Verdict.PASS for c in known)

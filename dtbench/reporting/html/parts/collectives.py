@@ -8,12 +8,12 @@ from dataclasses import replace
 from dtbench.comparison.references import compare_with_reference
 from dtbench.records.layout import layout_of
 from dtbench.reporting.html.axes import bandwidths_axis
-from dtbench.reporting.html.cases import Case, distinct, main_dtype
-from dtbench.reporting.html.figures import DASHES, LOOKS, Curve, Curves, Figure, Style, curves, line
+from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
+from dtbench.reporting.html.figures import DASHES, LOOKS, CurvePanel, DrawnCurve, Figure, Style, curves, line
 from dtbench.reporting.html.impls import named
 from dtbench.reporting.html.parts.ranks import add_ranks
 from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_size
-from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.reporting.public import public_systems
 from dtbench.suite import Gpu, Header, Param, Run
 from dtbench.suite.grouping import group_by, known_first
@@ -48,7 +48,7 @@ def _nvlink_Bps(gpu: Gpu) -> float | None:  # noqa: N802
     return None if per_link is None or active < 1 else per_link * active * 1e9
 
 
-def fill(section: Section, of: Material) -> None:
+def fill(section: ReportSection, of: Material) -> None:
     cases = [c for c in of.cases(*COLLECTIVES.suites) if c.impls and c.only.size_bytes]
     if not cases:
         return
@@ -82,17 +82,17 @@ def fill(section: Section, of: Material) -> None:
     _headlines(section, cases, limits)
 
 
-def _of_one_mode(cases: Sequence[Case]) -> Sequence[Case]:
+def _of_one_mode(cases: Sequence[ReportCase]) -> Sequence[ReportCase]:
     """Those of isolated calls; of logs without any, those of the mode they have."""
     by_mode = group_by(cases, lambda c: c.get("mode") or "isolated")
     return by_mode.get("isolated") or next(iter(by_mode.values()))
 
 
-def _place(case: Case) -> str:
+def _place(case: ReportCase) -> str:
     return {True: "in place", False: OUT}.get(case.get("in_place"), "")  # type: ignore[call-overload, no-any-return]
 
 
-def _headlines(section: Section, cases: Sequence[Case], limits: Mapping[str, float]) -> None:
+def _headlines(section: ReportSection, cases: Sequence[ReportCase], limits: Mapping[str, float]) -> None:
     """The first collective of each dim, the all_reduce if it was measured, at its best, all groups together."""
     reduced = any(c.name == "all_reduce" for c in cases)
     reduces = [c for c in cases if c.only.busbw_Bps and (c.name == "all_reduce" or not reduced)]
@@ -112,7 +112,7 @@ def _headlines(section: Section, cases: Sequence[Case], limits: Mapping[str, flo
 
 
 def _bandwidths(
-    section: Section, cases: Sequence[Case], way: str, limits: Mapping[str, float]
+    section: ReportSection, cases: Sequence[ReportCase], way: str, limits: Mapping[str, float]
 ) -> Figure | None:
     """A panel per collective, in it a colour per mesh dim and a dash per way: groups together or alone, places."""
     dims = section.capped(distinct(map(_dim, cases)), "mesh dims", len(LOOKS))
@@ -136,11 +136,13 @@ def _bandwidths(
             for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of])
         ]
         series += [
-            Curve(label, ends, [limits[dim]] * 2) for dim in limits if (label := f"limit of {dim}") in styles
+            DrawnCurve(label, ends, [limits[dim]] * 2)
+            for dim in limits
+            if (label := f"limit of {dim}") in styles
         ]
         peak = max(c.only.busbw_Bps or 0 for c in members)
         desc = f"Bus bandwidth over size, {plural(len(series), 'line')}, at most {format_bandwidth(peak)}."
-        panels.append(Curves(name, series, desc))
+        panels.append(CurvePanel(name, series, desc))
     names = known_first({one.title for one in panels}, MAIN)
     return curves(
         "bandwidth",
@@ -152,11 +154,11 @@ def _bandwidths(
     )
 
 
-def _dim(case: Case) -> tuple[str, Param]:
+def _dim(case: ReportCase) -> tuple[str, Param]:
     return str(case.get("mesh_dim")), case.get("ranks")
 
 
-def _way(case: Case) -> str:
+def _way(case: ReportCase) -> str:
     return ", ".join(word for word in (str(case.get("groups")), _place(case)) if word)
 
 
@@ -168,7 +170,7 @@ def _label(dim: tuple[str, Param], way: str) -> str:
 # ------------------------------------------------------------------------------------ tables
 
 
-def _contention(cases: Sequence[Case]) -> t.Table:
+def _contention(cases: Sequence[ReportCase]) -> t.Table:
     """What the sibling groups cost: the largest size, alone and together."""
     rows = []
     for (dim, name), members in group_by(cases, lambda c: (c.get("mesh_dim"), c.name)).items():
@@ -193,7 +195,7 @@ def _contention(cases: Sequence[Case]) -> t.Table:
     )
 
 
-def _table(cases: Sequence[Case]) -> t.Table:
+def _table(cases: Sequence[ReportCase]) -> t.Table:
     entries = [(c, m) for c in cases for m in c.impls.values()]
     measured = [m for _, m in entries]
     params = {

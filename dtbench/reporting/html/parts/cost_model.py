@@ -10,8 +10,8 @@ import numpy as np
 from dtbench.cost.price import RingConstants, price, ring_us
 from dtbench.records.topology import Dim, Topology
 from dtbench.reporting.html.axes import ratio_axis
-from dtbench.reporting.html.figures import Curve, Curves, Figure, Style, curves
-from dtbench.reporting.html.section import Section
+from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves
+from dtbench.reporting.html.section import ReportSection
 from dtbench.text import table as t
 from dtbench.text.units import format_size, significant
 from dtbench_core.cost.ring import RING_COLLECTIVES
@@ -39,7 +39,7 @@ def between(sizes: Sequence[float]) -> list[float]:
     return sorted({*sizes, *(float(s) for s in more)})
 
 
-def add_model(section: Section, topology: Topology) -> None:
+def add_model(section: ReportSection, topology: Topology) -> None:
     """How far the constants are off, and they and the tables themselves."""
     section.lead += (
         " DTensor chooses redistributions by a model of a ring: a base latency of "
@@ -48,7 +48,7 @@ def add_model(section: Section, topology: Topology) -> None:
     )
     section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
     section.add(_residuals(topology))
-    section.add(_constants(topology), _left_out(topology), _points(topology))
+    section.add(_constants(topology), _left_out(topology))
     found = []
     for dim in topology.dims if topology.backend == "nccl" else ():
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
@@ -70,31 +70,31 @@ def fitted_on(dim: Dim) -> tuple[float, float]:
     return low / 1.1, high * 1.1
 
 
-def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[Curve]:
+def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[DrawnCurve]:
     """Times by the built-in and by the fitted constants."""
     at = between(sizes)
     by = {"builtin": dim.builtin, "fitted": dim}
     times = {
         key: [s for size in at if (s := ring_s(dim, name, size, of)) is not None] for key, of in by.items()
     }
-    return [Curve(key, at, of) for key, of in times.items() if of]
+    return [DrawnCurve(key, at, of) for key, of in times.items() if of]
 
 
-def table_lines(dim: Dim, name: str) -> list[Curve]:
+def table_lines(dim: Dim, name: str) -> list[DrawnCurve]:
     """The table of a collective with its interval, and the points it was made of."""
     table = dim.collectives[name].table
     ends = [float(row.size_bytes) for row in table]
     sizes = between(ends)
     prices = [price(dim.collectives[name], size) for size in sizes]
     band = [p.low_us * 1e-6 for p in prices], [p.high_us * 1e-6 for p in prices]
-    expected = Curve("table", sizes, [p.time_us * 1e-6 for p in prices], band)
-    return [expected, Curve("measured", ends, [row.measured_us * 1e-6 for row in table])]
+    expected = DrawnCurve("table", sizes, [p.time_us * 1e-6 for p in prices], band)
+    return [expected, DrawnCurve("measured", ends, [row.measured_us * 1e-6 for row in table])]
 
 
 def _residuals(topology: Topology) -> Figure | None:
     """A panel per mesh dim: predicted over measured, in percent, over size."""
     panels = [
-        Curves(
+        CurvePanel(
             f"{dim.name}, {dim.ranks} ranks",
             residuals_of(dim),
             "Predicted over measured time in percent; the fitted constants are off by "
@@ -116,7 +116,7 @@ def _residuals(topology: Topology) -> Figure | None:
     )
 
 
-def residuals_of(dim: Dim) -> list[Curve]:
+def residuals_of(dim: Dim) -> list[DrawnCurve]:
     pairs: dict[str, list[tuple[float, float]]] = {"builtin": [], "table": [], "fitted": []}
     for point in dim.residuals.points:
         name, size, measured = point.collective, point.size_bytes, point.measured_s
@@ -125,7 +125,7 @@ def residuals_of(dim: Dim) -> list[Curve]:
             pairs["builtin"].append((size, built_in / measured))
         if name in dim.collectives:
             pairs["table"].append((size, 1e-6 * price(dim.collectives[name], size).time_us / measured))
-    return [Curve(key, [p[0] for p in of], [p[1] for p in of]) for key, of in pairs.items() if of]
+    return [DrawnCurve(key, [p[0] for p in of], [p[1] for p in of]) for key, of in pairs.items() if of]
 
 
 def percent_off(ratio: float) -> str:
@@ -201,27 +201,4 @@ def _left_out(topology: Topology) -> t.Table:
             t.counts("Ranks", [dim.ranks for dim in left_out]),
             t.text("Why", [dim.reason for dim in left_out]),
         ],
-    )
-
-
-def _points(topology: Topology) -> t.Table:
-    rows = [(dim, p) for dim in topology.dims for p in dim.residuals.points]
-    predicted = [ring_s(dim, p.collective, p.size_bytes, dim.builtin) for dim, p in rows]
-    times: list[tuple[str, list[float | None]]] = [
-        ("measured", [p.measured_s for _, p in rows]),
-        ("fitted", [p.predicted_s for _, p in rows]),
-        ("built-in", predicted),
-    ]
-    off = [None if v is None else v / p.measured_s for v, (_, p) in zip(predicted, rows, strict=True)]
-    return t.Table(
-        "Every point: measured, fitted, built-in",
-        [
-            t.text("Mesh dim", [dim.name for dim, _ in rows]),
-            t.text("Collective", [p.collective for _, p in rows]),
-            t.sizes("Size", [format_size(p.size_bytes) for _, p in rows]),
-            *t.times(times),
-            t.ratios("fitted / measured", [p.predicted_s / p.measured_s for _, p in rows]),
-            t.factors("built-in / measured", off),
-        ],
-        folded=True,
     )

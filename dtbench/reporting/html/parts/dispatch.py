@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from dtbench.records.profile import CallStages, Stage
-from dtbench.reporting.html.cases import Case, distinct, geometric_mean
+from dtbench.reporting.html.cases import ReportCase, distinct
 from dtbench.reporting.html.figures import (
     Figure,
     StackedBar,
     bars,
 )
 from dtbench.reporting.html.impls import add_dots, core_beside_torch, named, times
-from dtbench.reporting.html.section import Material, Part, Section
-from dtbench.suite import STAGES, Param
+from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.suite import STAGES
 from dtbench.suite.grouping import group_by, known_first
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds, plural
@@ -23,7 +23,7 @@ PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
 MAX_CASES = 4
 
 
-def fill(section: Section, of: Material) -> None:
+def fill(section: ReportSection, of: Material) -> None:
     cases, calls = of.cases("dispatch"), of.sources.calls
     cached = [c for c in cases if c.get("call") not in ("first", "busy")]
     busy = [c for c in cases if c.get("call") == "busy"]
@@ -45,7 +45,7 @@ def fill(section: Section, of: Material) -> None:
             sort=True,
             each_axis=True,
         )
-        section.add(_summary(grouped), _table(cached, cases))
+        section.add(_table(cached, cases))
     elif cases:
         caption = "Every op: time of a first call"
         section.add(t.Table(caption, [*named(cases, "Op", PARAMS, "call"), *times(cases)], folded=True))
@@ -56,7 +56,7 @@ def fill(section: Section, of: Material) -> None:
         section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
 
 
-def _added(section: Section, cases: Sequence[Case]) -> None:
+def _added(section: ReportSection, cases: Sequence[ReportCase]) -> None:
     """What distribution adds to an op on the host: the time beyond that of the plain op, the median over ops."""
     said = []
     for impl, name in (("torch", "DTensor"), ("core", "dtbench’s core")):
@@ -73,27 +73,8 @@ def _added(section: Section, cases: Sequence[Case]) -> None:
     section.outcome = f"{first} adds {its} to an op{''.join(f', {name} {added}' for name, added, _ in rest)}"
 
 
-def _summary(grouped: Mapping[tuple[Param, Param], Sequence[Case]]) -> t.Table:
-    both = [[r for c in of if (r := c.ratio("core", "torch")) is not None] for of in grouped.values()]
-    floors = [geometric_mean(c.ratio("core", "local") for c in of) for of in grouped.values()]
-    return t.Table(
-        "The core beside torch, cached calls, by mesh and pass",
-        [
-            t.text("Mesh", [mesh for mesh, _ in grouped]),
-            t.text("Pass", [direction for _, direction in grouped]),
-            t.counts("Cases with both", [len(r) for r in both]),
-            t.speeds("geometric mean", [geometric_mean(r) for r in both]),
-            t.speeds("best case", [min(r, default=None) for r in both]),
-            t.speeds("worst case", [max(r, default=None) for r in both]),
-            t.counts("Core slower by over 5 %", [sum(x > 1.05 for x in r) for r in both]),
-            t.ratios("core / floor, geometric mean", floors),
-        ],
-        folded=True,
-    )
-
-
-def _table(cached: Sequence[Case], cases: Sequence[Case]) -> t.Table:
-    def identity(case: Case) -> tuple[object, ...]:
+def _table(cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table:
+    def identity(case: ReportCase) -> tuple[object, ...]:
         return (case.name, *sorted((k, v) for k, v in case.params.items() if k != "call"))
 
     first = {identity(c): c for c in cases if c.get("call") == "first"}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dtbench.records import judged
 from dtbench.records.topology import Topology
 from dtbench.reporting.html.parts.provenance import by_one_process, hardware, hosts, mesh_words
-from dtbench.reporting.html.section import Material, Section
+from dtbench.reporting.html.section import Material, ReportSection
 from dtbench.suite import Result, Run
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, plural
@@ -20,7 +20,7 @@ NOT_OK = {
 }
 
 
-def title(of: Material, sections: Sequence[Section]) -> str:
+def title(of: Material, sections: Sequence[ReportSection]) -> str:
     """The outcome: the verdict of a comparison, else what the first sections found."""
     sources = of.sources
     if of.changes is not None and (tallies := of.changes.tallies):

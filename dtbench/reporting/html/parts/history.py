@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 
 from dtbench.reporting.html.axes import Axis, close_axis
-from dtbench.reporting.html.figures import Curve, Curves, Figure, Style, curves
-from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves
+from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.reporting.html.sources import History
 from dtbench.text import table as t
 
@@ -20,7 +20,7 @@ _SHORT = 11
 Times = dict[str, list[tuple[int, float]]]
 
 
-def fill(section: Section, of: Material) -> None:
+def fill(section: ReportSection, of: Material) -> None:
     section.lead = (
         "Times that gates recorded for each revision, or of each run of a folder, one estimate each; only times of one "
         "kind of machine stand in one series. There are no intervals, so a single step may be noise: what stays is a "
@@ -50,7 +50,7 @@ def _change(points: list[tuple[int, float]]) -> float | None:
     return None if before is None else points[-1][1] / before - 1
 
 
-def _figure(section: Section, index: int, one: History, times: Times) -> Figure | None:
+def _figure(section: ReportSection, index: int, one: History, times: Times) -> Figure | None:
     drawn = {label: points for label, points in times.items() if len(points) >= FEWEST}
     if len(drawn) > MOST_PANELS:
         section.cuts.append(
@@ -60,9 +60,9 @@ def _figure(section: Section, index: int, one: History, times: Times) -> Figure 
     for label, points in list(drawn.items())[:MOST_PANELS]:
         values = [time for _, time in points]
         desc = f"{len(points)} revisions; the last is {_change(points) or 0:+.1%} against the median of those before."
-        line = [Curve("time", [float(place) for place, _ in points], values)]
+        line = [DrawnCurve("time", [float(place) for place, _ in points], values)]
         own = close_axis(values, median(values))
-        panels.append(Curves(names[label], line, desc, level=_before(points), y=own))
+        panels.append(CurvePanel(names[label], line, desc, level=_before(points), y=own))
     places = range(0, len(one.points), max(1, (len(one.points) - 1) // 3))
     return curves(
         f"history{index}p",

@@ -10,7 +10,7 @@ import numpy as np
 from dtbench.records.layout import from_last_arrival_s, mesh_groups
 from dtbench.reporting.html.axes import seconds_tick, value_axis
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
-from dtbench.reporting.html.section import Section
+from dtbench.reporting.html.section import ReportSection
 from dtbench.stats import estimate_s
 from dtbench.suite import Header, Result, Run
 from dtbench.suite.mesh import Groups
@@ -23,7 +23,7 @@ LATE = {"late": Style("s1", "D", words="median, with the lower and upper quartil
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankSkew:
     """One collective over one mesh dim, rank by rank. busbw_Bps: of the rank's group, from the arrival of its
     last rank on; whole_Bps: of all groups from the barrier on, as the tables have it. late_s: (lower quartile,
     median, upper) of how much later than the first of its group the rank came. last: share of the samples in which
@@ -42,12 +42,12 @@ class Ranks:
         return f"{self.dim}: {self.name}, {format_size(self.size_bytes)}"
 
 
-def add_ranks(section: Section, runs: Sequence[Run]) -> None:
+def add_ranks(section: ReportSection, runs: Sequence[Run]) -> None:
     header, found = runs[0].header, ranks_of(runs)
     section.add(_skew(found), _table(found, header))
 
 
-def ranks_of(runs: Sequence[Run]) -> list[Ranks]:
+def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
     """Per mesh dim the all_reduce (else the first collective) of the largest size, all groups at work."""
     found = []
     groups = mesh_groups(runs[0].header)
@@ -71,7 +71,7 @@ def ranks_of(runs: Sequence[Run]) -> list[Ranks]:
     return [one for one in found if one.late_s]
 
 
-def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> Ranks:
+def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> RankSkew:
     """Over launches the median."""
     bandwidths: dict[int, list[float]] = {}
     late: dict[int, list[np.ndarray]] = {}
@@ -91,7 +91,7 @@ def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> Ranks:
                     bandwidths.setdefault(rank, []).append(moved / from_last)
     together = {rank: np.concatenate(parts) for rank, parts in late.items()}
     quartiles = {rank: np.quantile(x, (0.25, 0.5, 0.75)).tolist() for rank, x in together.items()}
-    return Ranks(
+    return RankSkew(
         dim,
         results[0].name,
         results[0].size_bytes or 0,
@@ -123,7 +123,7 @@ def _last(groups: Groups, late: Mapping[int, np.ndarray]) -> dict[int, float]:
     return shares
 
 
-def _skew(found: Sequence[Ranks]) -> Figure | None:
+def _skew(found: Sequence[RankSkew]) -> Figure | None:
     """How late each rank comes."""
     panels = {}
     for one in found:
@@ -154,7 +154,7 @@ def _skew(found: Sequence[Ranks]) -> Figure | None:
     )
 
 
-def _table(found: Sequence[Ranks], header: Header) -> t.Table:
+def _table(found: Sequence[RankSkew], header: Header) -> t.Table:
     hosts = {rank.rank: rank.host for rank in header.ranks}
     rows = [(one, rank) for one in found for rank in sorted(one.late_s)]
     late = [one.late_s[rank] for one, rank in rows]

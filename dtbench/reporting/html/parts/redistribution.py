@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from dtbench.records.topology import Topology
 from dtbench.reporting.html.axes import seconds_tick, times_axis
-from dtbench.reporting.html.cases import Case, distinct, main_dtype
-from dtbench.reporting.html.figures import Curve, Curves, Figure, Style, curves, line
+from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
+from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, line
 from dtbench.reporting.html.impls import CORE, TORCH, add_dots, core_beside_torch, named, times
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
-from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
@@ -36,7 +36,7 @@ STYLES = {
 }
 
 
-def fill(section: Section, of: Material) -> None:
+def fill(section: ReportSection, of: Material) -> None:
     topology, moved = of.sources.topology, of.cases("redistribute")
     if moved:
         section.lead = (
@@ -58,7 +58,7 @@ def fill(section: Section, of: Material) -> None:
     )
 
 
-def plain_cases(cases: Sequence[Case]) -> Sequence[Case]:
+def plain_cases(cases: Sequence[ReportCase]) -> Sequence[ReportCase]:
     """Those of the main type, in isolated calls of all groups, out of place; of others where there are none such."""
     if not cases:
         return cases
@@ -68,9 +68,9 @@ def plain_cases(cases: Sequence[Case]) -> Sequence[Case]:
 
 
 def times_over_size(
-    section: Section,
-    collectives: Sequence[Case],
-    moved: Sequence[Case] = (),
+    section: ReportSection,
+    collectives: Sequence[ReportCase],
+    moved: Sequence[ReportCase] = (),
     topology: Topology | None = None,
     folded: str = "",
 ) -> Figure | None:
@@ -94,7 +94,7 @@ def times_over_size(
             model = model_lines(fitted[dim], name, sizes) if dim in fitted else []
             largest = seconds_tick(float(f"{max(max(one.y) for one in series):.2g}"))
             panels.append(
-                Curves(
+                CurvePanel(
                     f"{name} over {dim}{f': {transition}' if transition else ''}",
                     [*model, *series],
                     f"Time over tensor size, {plural(len(series), 'way')}, at most {largest}.",
@@ -114,7 +114,7 @@ def times_over_size(
     )
 
 
-def _measured(collectives: Sequence[Case], moved: Sequence[Case]) -> list[Curve]:
+def _measured(collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) -> list[DrawnCurve]:
     """The raw collective and the two libraries' change of placement."""
     points = {"c10d": [(c.only.size_bytes or 0, c.only.estimate_s) for c in collectives]}
     for impl in ("core", "torch"):
@@ -122,7 +122,7 @@ def _measured(collectives: Sequence[Case], moved: Sequence[Case]) -> list[Curve]
     return [one for label, of in points.items() for one in line(label, sorted(p for p in of if p[0] > 0))]
 
 
-def _added(section: Section, collectives: Sequence[Case], moved: Sequence[Case]) -> None:
+def _added(section: ReportSection, collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) -> None:
     """What a redistribution costs beside its collective, at the smallest size that both were measured at."""
     raw = {
         (c.get("mesh_dim"), TRANSITION.get(c.name), c.only.size_bytes): c.only.estimate_s for c in collectives
@@ -146,7 +146,7 @@ def _added(section: Section, collectives: Sequence[Case], moved: Sequence[Case])
         section.outcome = f"a redistribution by {name} adds {added_s} to its collective"
 
 
-def _add_cases(section: Section, cases: Sequence[Case]) -> None:
+def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
     """Every transition at the smallest and the largest size, and all of them as a table."""
     drawn = plain_cases(cases)
     sizes = sorted({c.number("size") for c in drawn})

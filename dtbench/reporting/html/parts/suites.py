@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dtbench.reporting.html.cases import Case, distinct
+from dtbench.reporting.html.cases import ReportCase, distinct
 from dtbench.reporting.html.impls import add_dots, bandwidths, core_beside_torch, impls_of, named, times
-from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
 from dtbench.text.units import format_size
@@ -14,7 +14,7 @@ from dtbench.text.units import format_size
 MOST_ROWS = 8  # of a table that is not folded, beside a figure
 
 
-def tensor_parallel(section: Section, of: Material) -> None:
+def tensor_parallel(section: ReportSection, of: Material) -> None:
     cases = of.cases("tensor_parallel")
     if not cases:
         return
@@ -49,7 +49,7 @@ TENSOR_PARALLEL = Part(
 def other_suites(claimed: Collection[str]) -> Part:
     """The part of all suites that no other claims, such as a user's: what is known of any suite is drawn of them."""
 
-    def fill(section: Section, of: Material) -> None:
+    def fill(section: ReportSection, of: Material) -> None:
         suites = {suite: cases for suite, cases in of.suites.items() if suite not in claimed}
         section.lead = "Suites without a section of their own: their cases with the impls side by side."
         panels = {f"Suite {suite}": cases for suite, cases in suites.items()}
@@ -70,19 +70,19 @@ def other_suites(claimed: Collection[str]) -> Part:
     return Part("others", "Other suites", fill)
 
 
-def _said(case: Case, param: str) -> str:
+def _said(case: ReportCase, param: str) -> str:
     """The param's value, a size with its unit."""
     counts_bytes = param == "size" or param.endswith("_bytes")
     return format_size(case.number(param)) if counts_bytes else str(case.get(param))
 
 
-def _differences(cases: Sequence[Case]) -> list[str]:
+def _differences(cases: Sequence[ReportCase]) -> list[str]:
     """The params that tell the cases apart."""
     params = distinct(param for c in cases for param in c.params)
     return [param for param in params if len({c.get(param) for c in cases}) > 1]
 
 
-def _generic(caption: str, cases: Sequence[Case]) -> t.Table:
+def _generic(caption: str, cases: Sequence[ReportCase]) -> t.Table:
     """A column per param, then per impl its time, its median and upper quartile, and bandwidths."""
     params = {param: param for param in distinct(param for c in cases for param in c.params)}
     spans = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dtbench.reporting.html.axes import bandwidths_axis
-from dtbench.reporting.html.cases import Case, collect, distinct
-from dtbench.reporting.html.figures import LOOKS, Curves, Figure, curves, line
-from dtbench.reporting.html.section import Material, Part, Section
+from dtbench.reporting.html.cases import ReportCase, collect, distinct
+from dtbench.reporting.html.figures import LOOKS, CurvePanel, Figure, curves, line
+from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite import Run
 from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_size
@@ -15,10 +15,10 @@ from dtbench.text.units import format_bandwidth, format_size
 # More lines in a panel are not told apart.
 MAX_SYSTEMS = 6
 # Of a system: collective -> its cases by size.
-_Curves = Mapping[str, Sequence[Case]]
+_Curves = Mapping[str, Sequence[ReportCase]]
 
 
-def fill(section: Section, of: Material) -> None:
+def fill(section: ReportSection, of: Material) -> None:
     shown = section.capped(of.sources.systems, "systems", MAX_SYSTEMS)
     if not shown:
         return
@@ -43,7 +43,7 @@ def _label(runs: Sequence[Run], systems: Sequence[Sequence[Run]]) -> str:
 
 def _curves(runs: Sequence[Run]) -> _Curves:
     """Of each collective those of the largest group, all groups at work, isolated where that was measured."""
-    found: dict[str, list[Case]] = {}
+    found: dict[str, list[ReportCase]] = {}
     cases = [c for c in collect(runs).get("collectives", []) if c.impls and c.only.busbw_Bps]
     for name in distinct(c.name for c in cases):
         of = [c for c in cases if c.name == name]
@@ -74,7 +74,9 @@ def _figure(systems: Mapping[str, _Curves]) -> Figure | None:
             for label, of in systems.items()
             for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of.get(name, ())])
         ]
-        panels.append(Curves(name, series, f"Bus bandwidth of {name} over size on {len(series)} systems."))
+        panels.append(
+            CurvePanel(name, series, f"Bus bandwidth of {name} over size on {len(series)} systems.")
+        )
     # What one system alone has is in the table, and in the section of the first.
     panels = [one for one in panels if len(one.series) > 1] or panels
     return curves(
