@@ -117,7 +117,7 @@ def _agree(usable: Sequence[tuple[Log, LogTable]], one_mesh: bool) -> None:
 
 def _hosts(table: LogTable) -> str | None:
     layout = _layout(table)
-    return layout and f"{max(layout) + 1} host(s), in the order {', '.join(map(str, layout[:16]))}"
+    return f"{max(layout) + 1} host(s), in the order {', '.join(map(str, layout[:16]))}" if layout else None
 
 
 def _dims(usable: Sequence[tuple[Log, LogTable]], mesh: Mesh | None, dim: str | None) -> dict[int, str]:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +123,7 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     say(
         f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"
     )
-    tables, folded, failed = [], dict[str, dict[tuple[str, ...], int]](), False
+    tables, folded, failed = [], dict[str, Mapping[tuple[str, ...], float]](), False
     with simulated_world(device_of(device_type, 0)) as world:
         for task in tasks:
             floor_ns = None
