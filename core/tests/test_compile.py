@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.gloo_world import mesh_of
+from core.tests.gloo_world import Worlds, mesh_of
 from core.tests.local_world import ThreadWorlds
 from core.tests.torch_version import BEFORE_213
 from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -161,8 +161,8 @@ def test_compiled(
     ids=["ops", "methods", "block"],
 )
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
-def test_inductor(ranks: ThreadWorlds, fn: Callable[..., Any], args: tuple[bool, ...]) -> None:
+def test_inductor(gloo_ranks: Worlds, fn: Callable[..., Any], args: tuple[bool, ...]) -> None:
     # Each rank has a C++ compiler build each graph: seconds apiece on a busy machine without a cache.
-    for pairs in ranks(fn, "inductor", *args, world_size=RANKS, timeout_s=240.0):
+    for pairs in gloo_ranks(fn, "inductor", *args, world_size=RANKS, timeout_s=240.0):
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.gloo_world import mesh_of
+from core.tests.gloo_world import Worlds, mesh_of
 from core.tests.local_world import ThreadWorlds
 from core.tests.torch_version import needs_213
 from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, local_map
@@ -182,9 +182,9 @@ def test_what_from_local_makes_compiles(
 @pytest.mark.parametrize(("fn", "args"), [CASES[1], *CASES[3:]], ids=[IDS[1], *IDS[3:]])
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers
 def test_inductor_of_what_from_local_makes(
-    ranks: ThreadWorlds, fn: Callable[..., Pairs], args: tuple[Any, ...]
+    gloo_ranks: Worlds, fn: Callable[..., Pairs], args: tuple[Any, ...]
 ) -> None:
-    for pairs in ranks(fn, "inductor", *args, world_size=RANKS, timeout_s=240.0):
+    for pairs in gloo_ranks(fn, "inductor", *args, world_size=RANKS, timeout_s=240.0):
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
