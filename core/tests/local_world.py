@@ -51,7 +51,9 @@ class ThreadWorlds:
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """`fn(*args, **kwargs)` on every rank: the results, by rank. timeout_s: of processes, here a hang is seen at once.
+        """`fn(*args, **kwargs)` on every rank: the results, by rank.
+
+        timeout_s: of processes; threads that hang are seen at once.
 
         Raises:
             RankError: a rank raised (its exception is the cause); `failures` has those that were not merely stopped
