@@ -54,3 +54,9 @@ def assert_close(pairs_by_rank: Iterable[Pairs], **tolerances: float) -> None:
     for pairs in pairs_by_rank:
         for got, expected in pairs:
             torch.testing.assert_close(got, expected, **tolerances)
+
+
+def ranks_for(request: pytest.FixtureRequest, backend: str) -> AnyWorlds:
+    """Ranks in threads; for inductor processes, as its caches of compiled code belong to one."""
+    worlds: AnyWorlds = request.getfixturevalue("gloo_ranks" if backend == "inductor" else "ranks")
+    return worlds

@@ -44,9 +44,16 @@ class ThreadWorlds:
         self._worlds: dict[int, ThreadWorld] = {}
 
     def __call__(
-        self, fn: Callable[..., Any], *args: Any, world_size: int = WORLD_SIZE, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int = WORLD_SIZE,
+        timeout_s: float | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
         """`fn(*args, **kwargs)` on every rank: the results, by rank.
+
+        timeout_s: of processes; threads that hang are seen at once.
 
         Raises:
             RankError: a rank raised (its exception is the cause); `failures` has those that were not merely stopped

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.compiling import RANKS, Pairs, assert_close, compiled, placed, quiet, whole
+from core.tests.compiling import RANKS, Pairs, assert_close, compiled, placed, quiet, ranks_for, whole
 from core.tests.gloo_world import mesh_of
-from core.tests.local_world import ThreadWorlds
 from core.tests.placing import place
 from core.tests.torch_version import BEFORE_213
 from dtbench_core import DTensor, Partial, Replicate, Shard
@@ -142,8 +141,12 @@ def _slow(*row: Any) -> Any:
     ],
 )
 @quiet
-def test_compiled(ranks: ThreadWorlds, fn: Callable[..., Pairs], world_size: int, backend: str) -> None:
+def test_compiled(
+    request: pytest.FixtureRequest, fn: Callable[..., Pairs], world_size: int, backend: str
+) -> None:
     if BEFORE_213 and fn is not _ops:
         pytest.skip("before torch 2.13 Dynamo takes no mesh into a graph")
     tolerances = {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {}
-    assert_close(ranks(fn, backend, world_size=world_size, timeout_s=240.0), **tolerances)
+    assert_close(
+        ranks_for(request, backend)(fn, backend, world_size=world_size, timeout_s=240.0), **tolerances
+    )

@@ -11,9 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.compiling import RANKS, Pairs, assert_close, compiled, mesh_in_graphs, placed, quiet, whole
+from core.tests.compiling import (
+    RANKS,
+    Pairs,
+    assert_close,
+    compiled,
+    mesh_in_graphs,
+    placed,
+    quiet,
+    ranks_for,
+    whole,
+)
 from core.tests.gloo_world import mesh_of, on_ranks
-from core.tests.local_world import ThreadWorlds
 from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, local_map
 
 pytestmark = [mesh_in_graphs, quiet]
@@ -150,10 +159,12 @@ PROGRAMS: dict[str, Program] = {
         ),
     ],
 )
-def test_what_from_local_makes_compiles(ranks: ThreadWorlds, name: str, backend: str) -> None:
+def test_what_from_local_makes_compiles(request: pytest.FixtureRequest, name: str, backend: str) -> None:
     fn, args = PROGRAMS[name]
     tolerances = {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {}
-    assert_close(ranks(fn, backend, *args, world_size=RANKS, timeout_s=240.0), **tolerances)
+    assert_close(
+        ranks_for(request, backend)(fn, backend, *args, world_size=RANKS, timeout_s=240.0), **tolerances
+    )
 
 
 @on_ranks(world_size=RANKS)

@@ -8,13 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from core.tests.gloo_world import mesh_of, on_worlds
 from dtbench_core import ArgumentError, DTensor, PlacementError, Replicate, Shard, distribute_tensor, rand
 from dtbench_core.layout import rng as random
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, tensor_parallel_rng
-from dtbench_core.simulate import run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -132,21 +130,3 @@ def test_two_dims() -> None:
         assert len(set(uneven.full_tensor().flatten().tolist())) == 15
     finally:
         rng.enabled = False
-
-
-def _as_threads() -> tuple[torch.Tensor, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2,))
-    rng = tensor_parallel_rng(mesh)
-    rng.enabled = True
-    with rng.region():
-        plain = torch.rand(3)
-    rng.enabled = False
-    return plain, torch.rand(3)
-
-
-def test_ranks_as_threads() -> None:
-    """They share the process, and each has its own streams."""
-    drawn = [outcome.value for outcome in run_ranks(_as_threads, 2)]
-    assert not torch.equal(drawn[0][0], drawn[1][0])
-    assert torch.equal(drawn[0][1], drawn[1][1])
-    assert not random.regions.get()

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dtbench_core
-from core.tests.local_world import ThreadWorlds
 from dtbench_core import Partial, Replicate, Shard, _public
 from dtbench_core.layout.placement import chunk_extent, chunk_lengths, describe, local_extents, splits_evenly
 
@@ -93,14 +92,3 @@ assert placement.Shard is dtbench_core.Shard
 
 def test_prices_are_read_without_torch() -> None:
     subprocess.run([sys.executable, "-c", PRICES], check=True, timeout=120)
-
-
-def _sum_of_ones() -> float:
-    from core.tests.gloo_world import mesh_of
-    from dtbench_core import distribute_tensor
-
-    return float(distribute_tensor(torch.ones(8), mesh_of((4,)), [Shard(0)]).sum().full_tensor())
-
-
-def test_signatures_of_torch_run_here(ranks: ThreadWorlds) -> None:
-    assert ranks(_sum_of_ones) == [8.0] * 4

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.device_mesh import DeviceMesh
 
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds, ThreadWorlds
@@ -244,22 +243,6 @@ def test_shards_are_drawn_as_they_lie(worlds: AnyWorlds) -> None:
     assert [(line[0], line[-1]) for line in cells("row-wise uneven")] == rows
     assert [line[0] for line in cells("row-wise even")] == ["0:2", "2:4", "4:6", "6:8"]
     assert cells("column shards") == [["0:8", "|", "rank", "0", "|", "rank", "1", "|", "rank", "2"]]
-
-
-@on_ranks
-def test_tables_on_one_rank_each() -> None:
-    """Each rank holds a table of its own, on a mesh of itself."""
-    rank = dist.get_rank()
-    for owner in range(4):
-        mesh = DeviceMesh("cpu", torch.tensor([owner]))
-        mine = _wrapper([(0, ROWS, 0, WIDTH)])
-        given = mine if rank == owner else torch.empty(0)
-        table = DTensor.from_local(given, mesh, [R], run_check=False, shape=(ROWS, WIDTH), stride=(WIDTH, 1))
-        local = table.to_local()
-        assert (tuple(table.shape), table.stride()) == ((ROWS, WIDTH), (WIDTH, 1))
-        assert local is mine if rank == owner else type(local) is torch.Tensor and local.numel() == 0
-        assert rank != owner or _all_equal(table.full_tensor(), _table())
-        assert torch.equal(table, table.clone())
 
 
 @on_ranks

@@ -7,7 +7,7 @@ in which `[` stands for itself.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import hypothesis
 import pytest
@@ -35,12 +35,8 @@ SLOW = {
     "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",
     "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",
     "dtbench/tests/test_refine.py::test_real_ranks*": "sweeps of real ranks in two launches",
-    "core/tests/test_compile.py::test_inductor*": "code that inductor makes and a compiler builds",
-    "core/tests/test_compile_from_local.py::test_inductor*": "the same of other graphs",
-    "core/tests/test_compile_from_local.py::test_what*[leaves]": "some twenty graphs",
-    "core/tests/test_same_graph.py::*[budget]": "a hundred graphs",
-    "core/tests/test_same_graph.py::*[inductor]": "a hundred graphs",
-    "core/tests/test_compile_kinds.py::test_graphs_in_pieces*": "many graphs, compiled piece by piece",
+    "core/tests/test_compile*.py::*": "graphs, of which each compilation takes a second",
+    "core/tests/test_same_graph.py::*": "the same, by the hundred",
     # Workers that die or hang are waited for.
     "core/tests/test_coverage_tool.py::test_a_worker_*": "a worker that dies, and one that is waited for",
     "core/tests/test_with_pytorch.py::test_*_of_torchs_database*": "hundreds of options of modules and optimizers",
@@ -54,6 +50,18 @@ SLOW = {
     "core/tests/*[gloo*": "real gloo ranks, where simulated ones run the same program",
 }
 
+# One of each kind of what the patterns above hold.
+FAST = (
+    "core/tests/test_compile.py::test_compiled[block]",
+    "core/tests/test_compile_from_local.py::test_graphs_do_not_ask_other_ranks",
+    "core/tests/test_compile_kinds.py::test_dims_that_are_marked_dynamic*",
+    "core/tests/test_compile_kinds.py::test_export*",
+    "core/tests/test_compile_writes.py::test_a_graph_with_a_recorded_write_and_a_copied_view_is_refused",
+    "core/tests/test_compile_writes.py::test_copied_views_see_writes_to_windows_that_graphs_returned",
+    "core/tests/test_compile_writes.py::test_gradients_pass_copied_views_that_a_graph_returns",
+    "core/tests/test_same_graph.py::test_ranks_compute_the_same*",
+)
+
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Marks each test `fast` or `slow`; called by every conftest that imports it, so once per test counts."""
@@ -64,6 +72,10 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 def _is_slow(item: pytest.Item) -> bool:
     # Real ranks are processes that wait for each other; the fast tier has ranks in threads.
-    return "gloo_ranks" in getattr(item, "fixturenames", ()) or any(
-        fnmatch.fnmatchcase(item.nodeid, pattern.replace("[", "[[]")) for pattern in SLOW
-    )
+    if "gloo_ranks" in getattr(item, "fixturenames", ()):
+        return True
+    return _is_of(item, SLOW) and not _is_of(item, FAST)
+
+
+def _is_of(item: pytest.Item, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(item.nodeid, pattern.replace("[", "[[]")) for pattern in patterns)
