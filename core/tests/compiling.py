@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.tests.local_world import AnyWorlds
 from core.tests.placing import place
 from core.tests.torch_version import needs_213
 from dtbench_core import DTensor, Placement, Shard

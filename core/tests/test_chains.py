@@ -42,12 +42,12 @@ def _cut(draw: Any, shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 def _split(draw: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Another shape of as many elements."""
-    left, made = math.prod(shape), []
-    while left > 1 and len(made) < 2:
+    left, sizes = math.prod(shape), []
+    while left > 1 and len(sizes) < 2:
         divisors = [d for d in range(1, left + 1) if left % d == 0]
-        made.append(draw(st.sampled_from(divisors)))
-        left //= made[-1]
-    return (*made, left)
+        sizes.append(draw(st.sampled_from(divisors)))
+        left //= sizes[-1]
+    return (*sizes, left)
 
 
 def _nothing(draw: Any, shape: tuple[int, ...]) -> None:
@@ -139,7 +139,11 @@ def _as_plain(chain: Chain) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(chain=chains())
-def test_a_chain_equals_the_plain_one(ranks: ThreadWorlds, chain: Chain) -> None:
-    ranks(_as_plain, chain, world_size=math.prod(chain.mesh))
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_chain_equals_the_plain_one(ranks: ThreadWorlds, count: int) -> None:
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(chain=chains())
+    def every(chain: Chain) -> None:
+        ranks(_as_plain, chain, world_size=math.prod(chain.mesh))
+
+    every()

@@ -111,25 +111,17 @@ def _reducing(async_op: bool) -> None:
             want = reduce(_all(dtype, N * 2, 3)).to(dtype)
             parts = [want, want[2 * rank : 2 * rank + 2]]
             torch.testing.assert_close([tensor, part], parts, rtol=1e-5, atol=1e-8)
+    # Reductions that pairs of real numbers do not follow.
+    tensor, refused = torch.ones(N, dtype=torch.complex64), "got complex numbers and the reduction"
+    with pytest.raises(ArgumentError, match=f"all_reduce {refused} 'product', exp"):
+        comm.all_reduce(tensor, group, "product")
+    with pytest.raises(ArgumentError, match=f"reduce_scatter {refused} 'max'"):
+        comm.reduce_scatter(tensor[:1], tensor, group, "max")
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_reducing(everywhere: AnyWorlds, async_op: bool) -> None:
     everywhere(_reducing, async_op)
-
-
-def _complex_products() -> None:
-    tensor = torch.ones(N, dtype=torch.complex64)
-    with pytest.raises(
-        ArgumentError, match="all_reduce got complex numbers and the reduction 'product', exp"
-    ):
-        comm.all_reduce(tensor, _world(), "product")
-    with pytest.raises(ArgumentError, match="reduce_scatter got complex numbers and the reduction 'max'"):
-        comm.reduce_scatter(tensor[:1], tensor, _world(), "max")
-
-
-def test_reductions_that_pairs_do_not_follow_are_refused(everywhere: AnyWorlds) -> None:
-    everywhere(_complex_products)
 
 
 @on_ranks

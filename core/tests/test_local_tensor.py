@@ -42,8 +42,7 @@ def held(tensor: torch.Tensor) -> list[list[float]]:
 
 def uneven() -> LocalTensor:
     """Rows of rank r: 2, 2, 1 and 0, filled with r + 1."""
-    made: LocalTensor = rank_map(lambda rank: torch.full(((2, 2, 1, 0)[rank], 3), rank + 1.0))
-    return made
+    return rank_map(lambda rank: torch.full(((2, 2, 1, 0)[rank], 3), rank + 1.0))
 
 
 # ---- ops ----
@@ -233,7 +232,7 @@ def test_a_dim_that_broadcasts_on_some_ranks_only_is_refused(mode: LocalTensorMo
 def test_numbers_per_rank() -> None:
     n = local_int({0: 2, 1: 3, 2: 3})
     assert isinstance(n, torch.SymInt) and isinstance(n.node, LocalIntNode)
-    for made, want in {
+    for expression, want in {
         "n + 1": [3, 4, 4],
         "1 - n": [-1, -2, -2],
         "n * n": [4, 9, 9],
@@ -245,7 +244,7 @@ def test_numbers_per_rank() -> None:
         "torch.sym_float(n) * 0.5": [1.0, 1.5, 1.5],
         "n == 2": [True, False, False],
     }.items():
-        assert per_rank(eval(made), range(3)) == want, made
+        assert per_rank(eval(expression), range(3)) == want, expression
     assert n < 10 and not n > 3 and n != 7 and n - n == 0 and n == n
     assert str(n) == "{0: 2, 1-2: 3}" and local_int({0: 5, 3: 5}) == 5
 
@@ -419,8 +418,7 @@ def test_ranks_of_one_seed_draw_the_same(mode: LocalTensorMode) -> None:
 
 def test_ranks_seeded_apart_draw_apart(mode: LocalTensorMode) -> None:
     def alone(seed: int) -> list[float]:
-        made: list[float] = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
-        return made
+        return torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
 
     with mode.disable():
         want = [alone(seed) for seed in RANKS]

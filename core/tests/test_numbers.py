@@ -19,19 +19,9 @@ from dtbench_core.layout.mesh import mesh_info
 S, P = Shard, Partial()
 # Each is equal to another of another type, or to itself with another sign.
 NUMBERS = (
-    *(
-        True,
-        1,
-        1.0,
-        1 + 0j,
-        np.bool_(True),
-        np.int32(1),
-        np.int64(1),
-        np.float32(1),
-        np.float64(1),
-        np.complex128(1),
-    ),
+    *(True, 1, 1.0, 1 + 0j, np.bool_(True), np.int32(1), np.int64(1), np.float32(1), np.float64(1)),
     *(False, 0, 0.0, -0.0, 0j, np.bool_(False), np.int64(0), np.float64(0.0), np.float64(-0.0)),
+    np.complex128(1),
 )
 TAKING: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     "+": lambda x, n: x + n,
@@ -55,10 +45,10 @@ def _outcome(run: Callable[..., Any], *args: Any) -> torch.Tensor | type[Excepti
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            made: torch.Tensor = run(*args)
+            result: torch.Tensor = run(*args)
         except Exception as error:
             return type(error)
-        return made.full_tensor() if isinstance(made, DTensor) else made
+        return result.full_tensor() if isinstance(result, DTensor) else result
 
 
 def test_equal_numbers_of_different_types_are_different(fake_world: Callable[[int], None]) -> None:
@@ -68,22 +58,22 @@ def test_equal_numbers_of_different_types_are_different(fake_world: Callable[[in
     for full in (torch.tensor([3.0, -2, 0, 1]), torch.tensor([3, -2, 0, 1]), torch.tensor([True, False])):
         x = distribute_tensor(full, mesh, [Replicate()], src_data_rank=None)
         for name, call in TAKING.items():
-            wanted = [_outcome(call, full, n) for n in NUMBERS]
+            outcomes = [_outcome(call, full, n) for n in NUMBERS]
             for first in NUMBERS:
                 clear_caches()
-                for _ in range(2):  # planned, and learnt
+                for _ in range(2):  # planned, and fast
                     _outcome(call, x, first)
-                for number, expected in zip(NUMBERS, wanted, strict=True):
+                for number, expected in zip(NUMBERS, outcomes, strict=True):
                     if number != first:
                         continue
                     got = _outcome(call, x, number)
-                    said = f"{name} {full.dtype} {first!r} {number!r}: {got}, expected {expected}"
+                    where = f"{name} {full.dtype} {first!r} {number!r}: {got}, expected {expected}"
                     if isinstance(expected, torch.Tensor):
-                        assert isinstance(got, torch.Tensor) and got.dtype == expected.dtype, said
-                        assert_close(got, expected, equal_nan=True, msg=said)
-                        assert torch.equal(torch.signbit(got.real), torch.signbit(expected.real)), said
+                        assert isinstance(got, torch.Tensor) and got.dtype == expected.dtype, where
+                        assert_close(got, expected, equal_nan=True, msg=where)
+                        assert torch.equal(torch.signbit(got.real), torch.signbit(expected.real)), where
                     else:
-                        assert got is expected, said
+                        assert got is expected, where
 
 
 INTS, FLOATS, HALVES = torch.tensor([3, 2, 1]), torch.tensor([3.0, 2, 1]), torch.tensor([3.0, 2, 1]).half()
@@ -134,14 +124,14 @@ def _agreed(mesh: DeviceMesh, run: Callable[..., Any], *args: Any) -> Any:
     """As `_outcome`, where all ranks must come to the same kind of outcome before any may gather it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made, error = None, None
+        result, error = None, None
         try:
-            made = run(*args)
+            result = run(*args)
         except Exception as raised:
             error = raised
     seen = comm.all_gather_objects(error is None, mesh_info(mesh).groups[0])
     assert len(set(seen)) == 1, f"ranks that did not raise: {seen}, here {error!r}"
-    return error if made is None else made.full_tensor()
+    return error if result is None else result.full_tensor()
 
 
 @on_ranks
@@ -160,12 +150,12 @@ def test_numbers_that_are_refused() -> None:
             for number in order:
                 expected = _outcome(call, full, number)
                 got = _agreed(mesh, call, x, put(number))
-                said = f"{name} {number}: {got!r}, expected {expected}"
+                where = f"{name} {number}: {got!r}, expected {expected}"
                 if isinstance(expected, torch.Tensor):
-                    assert isinstance(got, torch.Tensor), said
-                    assert_close(got, expected, msg=said)
+                    assert isinstance(got, torch.Tensor), where
+                    assert_close(got, expected, msg=where)
                 else:
-                    assert isinstance(got, (expected, RuntimeError)) and isinstance(got, Exception), said
+                    assert isinstance(got, (expected, RuntimeError)) and isinstance(got, Exception), where
 
 
 @on_ranks
@@ -214,6 +204,6 @@ def test_pending_sums_of_integers_that_wrap_around() -> None:
 
     for name, pending in PENDING.items():
         for how, call in LEAVING.items():
-            got, wanted = call(pending(put)).full_tensor(), call(pending(lambda full: full))
-            assert got.dtype == wanted.dtype, f"{name} {how}: {got}, expected {wanted}"
-            assert_close(got, wanted, msg=f"{name} {how}: {got}, expected {wanted}")
+            got, expected = call(pending(put)).full_tensor(), call(pending(lambda full: full))
+            assert got.dtype == expected.dtype, f"{name} {how}: {got}, expected {expected}"
+            assert_close(got, expected, msg=f"{name} {how}: {got}, expected {expected}")

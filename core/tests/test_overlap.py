@@ -40,8 +40,8 @@ WINDOWS: dict[str, Callable[[torch.Tensor], Tensors]] = {
 
 
 def _index(x: torch.Tensor, count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    made = torch.arange(count).to(dtype)
-    return distribute_tensor(made, x.device_mesh, src_data_rank=None) if isinstance(x, DTensor) else made
+    index = torch.arange(count).to(dtype)
+    return distribute_tensor(index, x.device_mesh, src_data_rank=None) if isinstance(x, DTensor) else index
 
 
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -78,24 +78,24 @@ def _writes() -> None:
     placements = [[S(0)], [S(1)], [R]]
     for name, windows in WINDOWS.items():
         for how, write in WRITES.items():
-            wanted = _written(_full(), windows, write)
+            expected = _written(_full(), windows, write)
             for placed in placements:
                 for _ in range(2):  # the second from what the first has planned
-                    said = f"{how}, {name}, {placed}"
+                    where = f"{how}, {name}, {placed}"
                     got = _written(
                         distribute_tensor(_full(), mesh, placed, src_data_rank=None), windows, write
                     )
-                    if isinstance(wanted, Exception):
-                        assert isinstance(got, type(wanted)), f"{said}: {got!r}, expected {wanted!r}"
+                    if isinstance(expected, Exception):
+                        assert isinstance(got, type(expected)), f"{where}: {got!r}, expected {expected!r}"
                     else:
-                        assert isinstance(got, DTensor), f"{said}: {got!r}"
+                        assert isinstance(got, DTensor), f"{where}: {got!r}"
                         defined = name not in (
                             "a window with gaps, twice",
                             "expanded",
                             "expanded over columns",
                             "a row further",
                         )
-                        assert not defined or torch.equal(got.full_tensor(), wanted), said
+                        assert not defined or torch.equal(got.full_tensor(), expected), where
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
@@ -117,8 +117,8 @@ def test_lists_of_tensors_that_share_memory() -> None:
             for _ in range(2):
                 write(*ours)
                 write(*plain)
-            for got, wanted in zip(ours, plain, strict=True):
-                torch.testing.assert_close(got.full_tensor(), wanted)
+            for got, expected in zip(ours, plain, strict=True):
+                torch.testing.assert_close(got.full_tensor(), expected)
     # Max is not linear, so that the write gathers.
     x = DTensor.from_local(torch.full((2,), float(mesh.get_local_rank())), mesh, [Partial("max")])
     torch._foreach_mul_([x.view(1, 2), x], 3)
@@ -129,14 +129,14 @@ def test_lists_of_tensors_that_share_memory() -> None:
 def test_writes_to_data_show_in_views_that_were_copied() -> None:
     full = _full()
     x = place(full, S(0))
-    seen, wanted = x[1:3], full[1:3]
-    of_data, wanted_of_data = x.data.chunk(2)[0], full.data.chunk(2)[0]
+    seen, expected = x[1:3], full[1:3]
+    of_data, expected_of_data = x.data.chunk(2)[0], full.data.chunk(2)[0]
     for base in (x, full):
         base.data.mul_(2)
-    assert torch.equal(seen.full_tensor(), wanted)
+    assert torch.equal(seen.full_tensor(), expected)
     x.fill_(3)
     full.fill_(3)
-    assert torch.equal(of_data.full_tensor(), wanted_of_data) and torch.equal(seen.full_tensor(), wanted)
+    assert torch.equal(of_data.full_tensor(), expected_of_data) and torch.equal(seen.full_tensor(), expected)
 
 
 @on_ranks
@@ -172,13 +172,15 @@ def test_a_base_that_gets_another_shape() -> None:
             for placed in (S(0), S(1)):
                 full = torch.arange(16.0).view(4, 4)
                 x = place(full, placed)
-                seen, wanted = view(x), view(full)
-                for base, window in ((x, seen), (full, wanted)):
+                seen, expected = view(x), view(full)
+                for base, window in ((x, seen), (full, expected)):
                     change(base)
                     base.mul_(2)
                     window.add_(1)
                     base.select(-1, 0).zero_()
-                assert torch.equal(seen.full_tensor(), wanted) and torch.equal(x.full_tensor(), full), placed
+                assert torch.equal(seen.full_tensor(), expected) and torch.equal(x.full_tensor(), full), (
+                    placed
+                )
 
 
 @on_ranks
@@ -197,7 +199,7 @@ def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -
         for placed in (S(0), S(1), R):
             full = torch.arange(3.0).view(3, 1) + 1
             x = place(full, placed)
-            before, wanted = full.clone(), write(full)
+            before, expected = full.clone(), write(full)
             try:
                 got = write(x)
             except PlacementError:
@@ -206,7 +208,7 @@ def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -
             else:
                 assert torch.equal(x.full_tensor(), full)
                 for one, other in (
-                    zip(got, wanted, strict=True) if isinstance(got, tuple) else ((got, wanted),)
+                    zip(got, expected, strict=True) if isinstance(got, tuple) else ((got, expected),)
                 ):
                     assert torch.equal(one.full_tensor(), other)
 
@@ -216,12 +218,12 @@ def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -
 def test_a_sharded_dim_is_taken_away_in_place_inside_a_function_of_several_ops() -> None:
     """It is first met while its ops are recorded, which holds their results: nobody shares memory by that."""
     full, window = torch.arange(35.0).sin(), torch.ones(4)
-    wanted = torch.stft(full, 4, window=window, return_complex=True)
+    expected = torch.stft(full, 4, window=window, return_complex=True)
     for placed in (S(0), R):
         x, w = (distribute_tensor(t, mesh_of((4,)), [placed], src_data_rank=None) for t in (full, window))
         for _ in range(2):
             got = torch.stft(x, 4, window=w, return_complex=True)
-            torch.testing.assert_close(got.full_tensor(), wanted)
+            torch.testing.assert_close(got.full_tensor(), expected)
 
 
 @on_ranks

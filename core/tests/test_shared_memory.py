@@ -1,6 +1,6 @@
 """Where a DTensor and a plain tensor share memory: a write to the one is a write to the other for autograd too.
 
-What plain torch answers with one tensor, a DTensor answers alike, or refuses: never a gradient of old values.
+What plain torch answers with one tensor, a DTensor answers the same, or refuses: never a gradient of old values.
 """
 
 from __future__ import annotations
@@ -120,18 +120,18 @@ def test_a_result_of_from_local_is_written_like_a_plain_tensor(name: str, of_vie
 @on_ranks(world_size=RANKS)
 def test_the_base_of_what_from_local_was_given_is_written_with_its_result() -> None:
     leaf, plain = (torch.ones(3, 3).requires_grad_() for _ in range(2))
-    y, wanted = leaf * 2, plain * 2
+    y, expected = leaf * 2, plain * 2
     DTensor.from_local(y[1:], mesh_of((RANKS,)), [Shard(0)]).mul_(3)  # of which nobody holds on to the view
     row = y[:1]
     DTensor.from_local(row, mesh_of((RANKS,)), [Shard(0)]).mul_(5)
-    wanted[1:].mul_(3)
-    wanted[:1].mul_(5)
+    expected[1:].mul_(3)
+    expected[:1].mul_(5)
     with torch.no_grad():  # which autograd does not hear of
         DTensor.from_local(y, mesh_of((RANKS,)), [Shard(0)]).mul_(7)
-        wanted.mul_(7)
+        expected.mul_(7)
     y.sum().backward()
-    wanted.sum().backward()
-    torch.testing.assert_close(y.detach(), wanted.detach())
+    expected.sum().backward()
+    torch.testing.assert_close(y.detach(), expected.detach())
     torch.testing.assert_close(leaf.grad, plain.grad)
 
 
@@ -194,9 +194,9 @@ def test_what_is_assigned_to_data_shares_its_memory() -> None:
         put = partial(
             distribute_tensor, device_mesh=mesh_of((RANKS,)), placements=[placed], src_data_rank=None
         )
-        for got, wanted in zip(_assigned(put), _assigned(torch.clone), strict=True):
+        for got, expected in zip(_assigned(put), _assigned(torch.clone), strict=True):
             assert isinstance(got, DTensor)
-            torch.testing.assert_close(got.full_tensor(), wanted)
+            torch.testing.assert_close(got.full_tensor(), expected)
 
 
 @on_ranks(world_size=RANKS)
@@ -239,8 +239,8 @@ def test_activations_in_place_and_checkpoints(how: str) -> None:
     if how == "inplace":
         parts(x).pow(2).sum().backward()
     else:
-        given = x.clone().requires_grad_(how == "reentrant")
-        checkpoint(parts, given, use_reentrant=how == "reentrant").pow(2).sum().backward()
+        inputs = x.clone().requires_grad_(how == "reentrant")
+        checkpoint(parts, inputs, use_reentrant=how == "reentrant").pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
     for p, q in zip(parts.parameters(), plain.parameters(), strict=True):
         assert isinstance(p.grad, DTensor)

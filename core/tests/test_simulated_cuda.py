@@ -16,19 +16,19 @@ N = 4
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[ThreadWorld]:
-    with ThreadWorld(N) as made:
-        yield made
+    with ThreadWorld(N) as world:
+        yield world
 
 
 @pytest.fixture
 def cuda_generator(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
     """The default generator of a CUDA device that is not there."""
-    made = torch.Generator()
-    monkeypatch.setattr(torch.cuda, "default_generators", (made,))
+    generator = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    return made
+    return generator
 
 
 def test_ranks_have_a_cuda_generator_each(world: ThreadWorld, cuda_generator: torch.Generator) -> None:
@@ -55,22 +55,18 @@ def test_simulated_ranks_name_their_backend_for_a_gpu(world: ThreadWorld) -> Non
     assert all({"cpu", "cuda"} <= named for named in world.run(devices))
 
 
-def test_cuda_states_by_rank(mode: LocalTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a device that is not there: seeding each rank seeds its CUDA generator, whose state it can ask and set."""
-    generator = torch.Generator()
-    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+def test_cuda_states_by_rank(mode: LocalTensorMode, cuda_generator: torch.Generator) -> None:
+    """Seeding each rank seeds its CUDA generator, whose state it can ask and set."""
 
     def states() -> list[list[int]]:
-        return held(rank_map(lambda rank: generator.get_state()))
+        return held(rank_map(lambda rank: cuda_generator.get_state()))
 
     with mode.disable():
         want = [torch.Generator().manual_seed(rank).get_state().tolist() for rank in RANKS]
     torch.manual_seed(dist.get_rank())
     kept = torch.cuda.get_rng_state()
     assert states() == held(kept) == want
-    rank_map(lambda rank: generator.manual_seed(5).initial_seed())
+    rank_map(lambda rank: cuda_generator.manual_seed(5).initial_seed())
     assert states() == [states()[0]] * len(RANKS) != want
     torch.cuda.set_rng_state(kept)
     assert states() == want

@@ -30,15 +30,15 @@ EXEMPT = {"torch_compat.py", "simulate/group.py"}
 
 def _calls_of_c10d(tree: ast.AST) -> list[str]:
     """What of torch.distributed's the file names: attributes of any owner, and imports."""
-    found = []
+    calls = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
             owner = ast.unparse(node.value)
             if not LOCAL.fullmatch(owner):
-                found.append(f"{owner}.{node.attr}")
+                calls.append(f"{owner}.{node.attr}")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
-            found += [one.name for one in node.names if one.name in COLLECTIVES]
-    return found
+            calls += [one.name for one in node.names if one.name in COLLECTIVES]
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -64,20 +64,8 @@ def test_only_comm_calls_collectives(name: str) -> None:
 
 
 FACTORIES = {
-    *(
-        "arange",
-        "empty",
-        "empty_strided",
-        "eye",
-        "full",
-        "linspace",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-    ),
-    *("scalar_tensor", "tensor", "zeros"),
+    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),
+    *("randperm", "scalar_tensor", "tensor", "zeros"),
 }
 
 
@@ -85,7 +73,9 @@ FACTORIES = {
 def test_a_tensor_is_made_on_a_device_that_is_named(name: str) -> None:
     """Else it would be a CPU's beside those of a GPU, and a GPU's after torch.set_default_device."""
     calls = [node for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, ast.Call)]
-    made = [node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES]
-    for node in made:
+    factories = [
+        node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES
+    ]
+    for node in factories:
         if ast.unparse(node.func.value) == "torch":
             assert {"device", None} & {keyword.arg for keyword in node.keywords}, ast.unparse(node)

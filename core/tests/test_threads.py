@@ -28,8 +28,8 @@ N = 4
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[ThreadWorld]:
-    with ThreadWorld(N) as made:
-        yield made
+    with ThreadWorld(N) as world:
+        yield world
 
 
 def _mine(rank: int, *shape: int) -> torch.Tensor:
@@ -50,8 +50,7 @@ EachRank = Callable[[Callable[[], Any]], list[Any]]
 def each_rank(request: pytest.FixtureRequest) -> EachRank:
     """Runs a function as each rank, in a ThreadWorld and in a LocalTensorMode: what it gives, by rank."""
     if request.param == "threads":
-        made: ThreadWorld = request.getfixturevalue("world")
-        return made.run
+        return request.getfixturevalue("world").run
     request.getfixturevalue("mode")
     return lambda body: per_rank(rank_map(lambda rank: body()), range(N))
 
@@ -91,18 +90,18 @@ def test_reductions(each_rank: EachRank, op: str) -> None:
     def body() -> None:
         me, code, bits = dist.get_rank(), getattr(dist.ReduceOp, op), op.startswith("B")
         terms = (8 * _all(4, 3)).long() if bits else _all(4, 3)
-        wanted = _REDUCTIONS[op](terms)
+        expected = _REDUCTIONS[op](terms)
         got = terms[me].clone()
         dist.all_reduce(got, code)
-        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(got, expected)
         got = terms[me].clone()
         dist.reduce(got, dst=2, op=code)
-        torch.testing.assert_close(got, wanted if me == 2 else terms[me])
-        out = torch.empty_like(wanted[:1])
+        torch.testing.assert_close(got, expected if me == 2 else terms[me])
+        out = torch.empty_like(expected[:1])
         torch_compat.reduce_scatter_single(out, terms[me].clone(), op=code)
-        torch.testing.assert_close(out, wanted[me : me + 1])
+        torch.testing.assert_close(out, expected[me : me + 1])
         dist.reduce_scatter(out, list(terms[me].clone().split(1)), op=code)
-        torch.testing.assert_close(out, wanted[me : me + 1])
+        torch.testing.assert_close(out, expected[me : me + 1])
         if op == "AVG":  # of integers: an integer
             dist.all_reduce(whole := torch.tensor(me), code)
             assert int(whole) == 1  # 6 / 4
@@ -144,10 +143,10 @@ def test_all_to_all() -> None:
     sent = _mine(me, sum(r + me for r in range(N)), 2)
     out = torch.empty(sum(me + s for s in range(N)), 2)
     dist.all_to_all_single(out, sent, [me + s for s in range(N)], [r + me for r in range(N)])
-    wanted = [
+    expected = [
         _mine(s, sum(r + s for r in range(N)), 2).split([r + s for r in range(N)])[me] for s in range(N)
     ]
-    assert torch.equal(out, torch.cat(wanted))
+    assert torch.equal(out, torch.cat(expected))
     outs = [torch.empty(s + 1) for s in range(N)]
     dist.all_to_all(outs, [_mine(me, me + 1) + r for r in range(N)])
     assert all(torch.equal(outs[s], _mine(s, s + 1) + me) for s in range(N))
@@ -160,9 +159,9 @@ def test_objects_and_barrier() -> None:
     gathered: list[Any] = [None] * N
     dist.all_gather_object(gathered, {"rank": me, "pad": "x" * me})
     assert gathered == [{"rank": r, "pad": "x" * r} for r in range(N)]
-    told: list[Any] = [me]
-    dist.broadcast_object_list(told, src=1)
-    assert told == [1]
+    objects: list[Any] = [me]
+    dist.broadcast_object_list(objects, src=1)
+    assert objects == [1]
 
 
 @as_each_rank
@@ -471,8 +470,8 @@ def test_calls_learnt_while_ranks_take_turns_are_fast_later(world: ThreadWorld) 
     with torch.no_grad():
         world.run(body)
     # One entry per rank (their specs are different ones), none of them spoilt by another rank's ops.
-    learnt = [plan for key, plan in entry.functions.items() if "add" in str(key[0])]
-    assert len(learnt) == N and all(plan is not None for plan in learnt)
+    plans = [plan for key, plan in entry.functions.items() if "add" in str(key[0])]
+    assert len(plans) == N and all(plan is not None for plan in plans)
 
 
 class _Lazy:

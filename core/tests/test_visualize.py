@@ -95,11 +95,11 @@ float32[3, 2, 4] S(0),S(2) on 2x2 cpu mesh
 @pytest.mark.parametrize("name", LAYOUTS)
 @on_ranks
 def test_text(name: str) -> None:
-    (shape, mesh, placements), told = LAYOUTS[name]
+    (shape, mesh, placements), text = LAYOUTS[name]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         visualize_sharding(zeros(shape, device_mesh=mesh_of(mesh), placements=placements), header=name)
-    assert out.getvalue() == ("" if dist.get_rank() else told), "the first rank of the mesh prints"
+    assert out.getvalue() == ("" if dist.get_rank() else text), "the first rank of the mesh prints"
 
 
 @on_ranks

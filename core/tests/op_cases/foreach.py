@@ -50,8 +50,8 @@ def _every_overload(a: Any, b: Any) -> Any:
     outs = []
     for op in _overloads().values():
         args, kwargs = _arguments(op, tensors, a)
-        made = op(*args, **kwargs)
-        outs += made or args[0]
+        results = op(*args, **kwargs)
+        outs += results or args[0]
     return flat(outs)
 
 
@@ -123,9 +123,9 @@ def _unscaled(a: Any, b: Any) -> Any:
     outs = []
     for bad in (1.0, float("inf")):
         grads = [a.exp(), (b * 1).where(b != b.max(), bad)]
-        found = torch.tensor(0.0)
-        aten._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
-        outs += [grads[0], grads[0] * 0 + found]
+        overflow = torch.tensor(0.0)
+        aten._amp_foreach_non_finite_check_and_unscale_(grads, overflow, torch.tensor(0.5))
+        outs += [grads[0], grads[0] * 0 + overflow]
     return flat(outs)
 
 

@@ -27,9 +27,9 @@ def _classes(like: Any, shard: bool) -> Any:
     """Targets of logits [n, class, ...]: the first half is class 1, to be ignored."""
     n, classes = like.shape[:2]
     shape = (n, *like.shape[2:])
-    given = torch.arange(torch.Size(shape).numel()).view(shape) % classes
-    given[: (n + 1) // 2] = 1
-    return index_for(like, given.tolist(), Shard(0) if shard else Replicate())
+    targets = torch.arange(torch.Size(shape).numel()).view(shape) % classes
+    targets[: (n + 1) // 2] = 1
+    return index_for(like, targets.tolist(), Shard(0) if shard else Replicate())
 
 
 def _elementwise(loss: Callable[..., Any]) -> dict[str, Op]:
@@ -75,8 +75,8 @@ def _cross_entropy_parts(a: Any) -> Any:
 
 def _embedding_rows_backward(a: Any) -> Any:
     """The gradient of a table by rows, of whose 7 rows the second is padding."""
-    found = index_for(a, [i % 7 for i in range(a.shape[0])], Shard(0))
-    return torch.ops.dtbench_core.embedding_rows_backward(a, found, 7, 1)
+    rows = index_for(a, [i % 7 for i in range(a.shape[0])], Shard(0))
+    return torch.ops.dtbench_core.embedding_rows_backward(a, rows, 7, 1)
 
 
 IMAGES, UNEVEN_IMAGES = ((4, 3, 4, 2),), ((3, 4, 2, 5),)

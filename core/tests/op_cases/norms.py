@@ -28,17 +28,17 @@ def _batch_norm_given(x: Any, w: Any) -> Any:
 def _with_update(x: Any) -> Any:
     one = beside(x, torch.ones(x.shape[1]).double())
     mean, var = one - 1, one * 2
-    made = torch.ops.aten._batch_norm_with_update(x, one, one, mean, var, 0.2, 1e-5)
+    updated = torch.ops.aten._batch_norm_with_update(x, one, one, mean, var, 0.2, 1e-5)
     same = torch.ops.aten._native_batch_norm_legit(x, one, one, mean, var, True, 0.1, 1e-5)
     alone = torch.ops.aten._native_batch_norm_legit(x, one, None, True, 0.1, 1e-5)
-    return made[0] + made[1].view(-1, 1) + same[0] + alone[2].view(-1, 1) + (mean + var).view(-1, 1)
+    return updated[0] + updated[1].view(-1, 1) + same[0] + alone[2].view(-1, 1) + (mean + var).view(-1, 1)
 
 
 def _without_update(x: Any) -> Any:
     one = beside(x, torch.ones(x.shape[1]).double())
-    made = torch.ops.aten._batch_norm_no_update(x, one, one, one, one, 0.2, 1e-5)
+    updated = torch.ops.aten._batch_norm_no_update(x, one, one, one, one, 0.2, 1e-5)
     same = torch.ops.aten._native_batch_norm_legit_no_training(x, one, None, one, one, 0.1, 1e-5)
-    return made[0] + same[0]
+    return updated[0] + same[0]
 
 
 CHANNELS = ((4, 8, 3), (8,), (8,)), ((3, 5, 2), (5,), (5,))

@@ -29,9 +29,9 @@ def _orders(a: Any) -> Any:
 
 def _old_norms(a: Any) -> Any:
     aten, wide = torch.ops.aten, torch.float64
-    made = aten.norm.ScalarOpt_dim(a, 2, [0], True) + aten.norm.Scalar(a, 3)
-    made = made + aten.norm.ScalarOpt_dtype(a, None, dtype=wide)
-    return made + aten.norm.ScalarOpt_dim_dtype(a, 1, [0], True, dtype=wide)
+    norms = aten.norm.ScalarOpt_dim(a, 2, [0], True) + aten.norm.Scalar(a, 3)
+    norms = norms + aten.norm.ScalarOpt_dtype(a, None, dtype=wide)
+    return norms + aten.norm.ScalarOpt_dim_dtype(a, 1, [0], True, dtype=wide)
 
 
 OPS: dict[str, Op] = {

@@ -13,8 +13,8 @@ def _indexed(a: Any) -> Any:
     """Ops that give values and indices."""
     parts: list[Any] = []
     for dim in (0, -1):
-        for found in (a.cummax(dim), a.cummin(dim), a.sort(dim), torch.sort(a, stable=True, dim=dim)):
-            parts += found
+        for pair in (a.cummax(dim), a.cummin(dim), a.sort(dim), torch.sort(a, stable=True, dim=dim)):
+            parts += pair
         parts += a.topk(2, dim, largest=False)
         parts += [a.argsort(dim, descending=True), torch.ops.aten._logcumsumexp(a, dim)]
     parts += [torch.msort(a), a.exp().cumsum_(0), a.exp().cumprod_(1), a.cumsum(0, dtype=torch.int64)]
