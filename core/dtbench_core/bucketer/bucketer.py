@@ -111,7 +111,7 @@ class ReduceScatterBucketer:
                 a dim 0 that n does not divide; ranks that disagree.
             Exception: what a callback that became due has raised; this input is safe in its bucket.
         """
-        # What comes most is asked the fewest questions; `take_in` knows the rest and what to say of what is wrong.
+        # The common case has the fewest checks; `take_in` handles the rest, and mistakes.
         if type(input_list) is Tensor:
             open_bucket = self.buckets.get((input_list.dtype, input_list.device, group))
             if open_bucket is not None and open_bucket.add_flat(input_list, callback_fn):
