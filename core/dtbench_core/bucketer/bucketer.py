@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dtbench_core.bucketer.bucket import Bucket, Callback, Op, PendingCallbacks, Reduction
-from dtbench_core.bucketer.check import CHECK_RANKS, CheckRanks
+from dtbench_core.bucketer.bucket import (
+    CHECK_RANKS,
+    Bucket,
+    Callback,
+    CheckRanks,
+    Op,
+    PendingCallbacks,
+    Reduction,
+)
 from dtbench_core.bucketer.inputs import Intake, check_group, flattened, take_in
 from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters, BucketError
 
