@@ -323,7 +323,7 @@ def _send_and_receive(
 
     gloo's own posts sends first. A rank that comes late then tells its peer that it may send only behind all
     that it sends itself, and the two directions of a link take turns. Between two hosts with 400 Mbit/s, two
-    groups, 1 MiB from each rank: 41 to 90 ms, so 34 to 49, of 42 that the link needs. On one host alike.
+    groups, 1 MiB from each rank: 41 to 90 ms, so 34 to 49, of 42 that the link needs. On one host likewise.
     """
     n, mine = group.size(), group.rank()
     into = output.split(output_splits or output.size(0) // n) if output.size(0) else [output] * n

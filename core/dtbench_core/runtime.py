@@ -63,7 +63,7 @@ def fresh(besides: Iterable[PerRank[Any]] = ()) -> list[tuple[PerRank[Any], Any]
 
 
 class Simulation:
-    """active: whether a LocalTensorMode is on, of which there is one at a time: one program stands for all ranks."""
+    """active: whether a LocalTensorMode is on, of which there is one at a time: one program runs for all ranks."""
 
     __slots__ = ("active",)
 
@@ -105,6 +105,6 @@ def clear_caches() -> None:
 
 
 def rules_changed() -> None:
-    """An op got another rule: what was learnt of ops, and of functions that come to them, may be wrong."""
+    """An op got another rule: what was learnt of ops, and of functions that call them, may be wrong."""
     for one in _clearing:
         one.clear()

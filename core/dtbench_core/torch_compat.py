@@ -172,7 +172,7 @@ def share_storage(wrapper: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def share_storage_of(base: torch.Tensor, wrapper: torch.Tensor, local: torch.Tensor) -> None:
-    """As `share_storage`, of a view that does not share its base's memory and stands for a tensor that does."""
+    """As `share_storage`, of a view that does not share its base's memory in place of a tensor that does."""
     vars(local.untyped_storage())["of_wrappers"] = base.untyped_storage()
     if base.untyped_storage().device == wrapper.device and 0 not in wrapper.shape:
         _set_storage(wrapper, base.untyped_storage(), wrapper.shape, wrapper.stride())
@@ -344,7 +344,7 @@ def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> E
     return unknown
 
 
-# ---- tracing with make_fx: which fx node a tensor stands for ----
+# ---- tracing with make_fx: the fx node of a tensor ----
 
 share_memory = cast("Callable[[torch.Tensor, torch.Tensor], bool]", vars(torch._C)["_is_alias_of"])
 untraced = proxy_tensor.disable_proxy_modes_tracing
@@ -362,7 +362,7 @@ def traced_value(tensor: torch.Tensor, tracer: Any) -> Any:
 
 
 def trace_as(tensor: torch.Tensor, proxy: Any, tracer: Any) -> None:
-    """From now on `tensor` stands for `proxy` in the graph."""
+    """From now on `tensor` is `proxy` in the graph."""
     with untraced():
         proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 
@@ -471,8 +471,8 @@ def state_of_library() -> str:
 
 def _teach_dynamo(dynamo: Any) -> None:
     """What runs between the pieces of a graph that breaks is no graph of its own: Dynamo compiles no frame of this
-    library by itself, as it does none of torch's; it still follows calls into it. Before torch 2.13 it cannot be told
-    both, and compiles such frames."""
+    library by itself, as it does none of torch's; it still follows calls into it. Before torch 2.13 it cannot do both,
+    and compiles such frames."""
     if hasattr(dynamo.trace_rules, "BUILTIN_INLINE_WHEN_CALLED"):
         dynamo.trace_rules.add("dtbench_core")
         dynamo.trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(str(_FOLDER))

@@ -32,7 +32,7 @@ class GroupName(str):
 
 
 # By tracer: its collectives while all shards are equally long; None from then on.
-_alike: weakref.WeakKeyDictionary[fx.Tracer, list[fx.Node] | None] = weakref.WeakKeyDictionary()
+_by_tracer: weakref.WeakKeyDictionary[fx.Tracer, list[fx.Node] | None] = weakref.WeakKeyDictionary()
 # By tracer: its collectives that were set apart, whose results are to be saved once its forward pass is traced.
 _unsaved: weakref.WeakKeyDictionary[fx.Tracer, list[fx.Node]] = weakref.WeakKeyDictionary()
 
@@ -45,7 +45,7 @@ def keep_on_all_ranks(result: torch.Tensor, after: Callable[..., object]) -> Non
         return
     if in_backward_pass():
         _keep_in_backward(node, tracer.graph, after)
-    issued = _alike.setdefault(tracer, [])
+    issued = _by_tracer.setdefault(tracer, [])
     if issued is None:
         _set_apart(node, tracer)
     else:
@@ -57,9 +57,9 @@ def see_uneven_shards() -> None:
     tracer = active_tracer()
     if tracer is None:
         return
-    for node in _alike.get(tracer) or ():
+    for node in _by_tracer.get(tracer) or ():
         _set_apart(node, tracer)
-    _alike[tracer] = None
+    _by_tracer[tracer] = None
     if in_backward_pass():
         _save_results(tracer)
 

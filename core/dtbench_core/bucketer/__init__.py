@@ -3,7 +3,6 @@
 Reading order:
 
     packing   inputs into a buffer, at one copy each
-    check     whether the ranks are about to reduce the same shapes
     bucket    one dtype, device and group: two buffers, of which one is reduced while the other fills
     inputs    what may be handed over: tensors, lists of them, DTensors
     bucketer  ReduceScatterBucketer

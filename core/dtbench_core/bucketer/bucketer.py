@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dtbench_core.bucketer.bucket import Bucket, Callback, Op, PendingCallbacks, Reduction
-from dtbench_core.bucketer.check import CHECK_RANKS, CheckRanks
+from dtbench_core.bucketer.bucket import (
+    CHECK_RANKS,
+    Bucket,
+    Callback,
+    CheckRanks,
+    Op,
+    PendingCallbacks,
+    Reduction,
+)
 from dtbench_core.bucketer.inputs import Intake, check_group, flattened, take_in
 from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters, BucketError
 
@@ -111,7 +118,7 @@ class ReduceScatterBucketer:
                 a dim 0 that n does not divide; ranks that disagree.
             Exception: what a callback that became due has raised; this input is safe in its bucket.
         """
-        # What comes most is asked the fewest questions; `take_in` knows the rest and what to say of what is wrong.
+        # The common case has the fewest checks; `take_in` handles the rest, and mistakes.
         if type(input_list) is Tensor:
             open_bucket = self.buckets.get((input_list.dtype, input_list.device, group))
             if open_bucket is not None and open_bucket.add_flat(input_list, callback_fn):

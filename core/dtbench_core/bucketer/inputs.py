@@ -19,7 +19,7 @@ from dtbench_core.layout.placement import Placements, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper, held_by, wrap
 
-_alike = attrgetter("shape", "dtype", "device")
+_metadata = attrgetter("shape", "dtype", "device")
 
 
 class Intake(NamedTuple):
@@ -75,8 +75,8 @@ def _of_list(shards: Sequence[Tensor]) -> Intake:
     if set(map(type, shards)) != {Tensor} or any(s.requires_grad for s in shards):
         shards = [_plain(s) for s in shards]
     first = shards[0]
-    if len(set(map(_alike, shards))) > 1:
-        rank = next(r for r, shard in enumerate(shards) if _alike(shard) != _alike(first))
+    if len(set(map(_metadata, shards))) > 1:
+        rank = next(r for r, shard in enumerate(shards) if _metadata(shard) != _metadata(first))
         raise BucketError(
             f"got input {rank} of {_describe(shards[rank])} beside input 0 of {_describe(first)}, "
             "expected the same shape, dtype and device: pad or convert the inputs first"
@@ -138,13 +138,13 @@ def _of_dtensor(tensor: Wrapper, group: ProcessGroup) -> Intake:
 
 
 def _of_dtensors(tensors: Sequence[Tensor], group: ProcessGroup) -> Intake:
-    """One DTensor for each rank, all placed alike and along other mesh dims; so is the result."""
+    """One DTensor for each rank, all with the same placements and along other mesh dims; so is the result."""
     first = tensors[0]
     assert isinstance(first, Wrapper)
     spec = first._spec
     if any(not isinstance(t, Wrapper) or t._spec is not spec for t in tensors):
         raise BucketError(
-            f"got a DTensor {spec} beside others, expected one placed exactly alike for each rank: "
+            f"got a DTensor {spec} beside others, expected one with the same spec for each rank: "
             "redistribute them first"
         )
     if spec.has_partial() or _mesh_dim_of(spec, group) is not None:

@@ -79,7 +79,7 @@ class BufferPool:
         return any(b.numel() >= numel for b in self._free)
 
     def take(self, numel: int) -> Tensor:
-        """A buffer of at least `numel` elements. What they hold is not said."""
+        """A buffer of at least `numel` elements. Its values are undefined."""
         smallest = min((b.numel() for b in self._free if b.numel() >= numel), default=None)
         if smallest is None:
             self.clear()  # too small, and the new one takes its place

@@ -30,9 +30,9 @@ class RingLink(NamedTuple):
 BASE_LATENCY_US = 6.6  # hard-coded in each of torch's cost functions
 INTRA_HOST = RingLink(87.7, 0.6)
 INTER_HOST = RingLink(INTRA_HOST.bandwidth * 0.22, 2.7)
-# torch's surcharge on Shard -> Shard; here it stands for the copies around the exchange.
+# torch's surcharge on Shard -> Shard; here it is the price of the copies around the exchange.
 ALL_TO_ALL_PENALTY_US = 1.0
-# Cutting a replica sends nothing but copies, as the reshuffle of an all-to-all does: priced alike, so that
+# Cutting a replica sends nothing but copies, as the reshuffle of an all-to-all does: priced the same, so that
 # gathering and cutting is never cheaper than exchanging.
 LOCAL_COPY_US = ALL_TO_ALL_PENALTY_US
 

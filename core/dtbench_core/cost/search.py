@@ -101,7 +101,7 @@ def _tensor_meta(spec: DTensorSpec) -> Any:
 def local_gib(
     shape: Sequence[int], itemsize: int, placements: Sequence[Any], mesh_sizes: Sequence[int]
 ) -> float:
-    """GiB of the largest shard of a tensor so placed: the same on every rank, so that all price alike."""
+    """GiB of the largest shard of a tensor so placed: the same on every rank, so that all compute the same price."""
     lengths = list(shape)
     for placement, ranks in zip(placements, mesh_sizes, strict=True):
         if placement.is_shard():
@@ -171,7 +171,7 @@ class Search:
         self.least = [prices.least() for prices in self.prices]  # of any collective on the mesh dim
 
     def _number(self, placements: Sequence[Any]) -> State:
-        """Equal placements get one number, PyTorch's and ours alike."""
+        """Equal placements get one number, PyTorch's and ours."""
         numbers = []
         for placement in placements:
             number = next((i for i, kind in enumerate(self.kinds) if _same(kind, placement)), len(self.kinds))
@@ -181,7 +181,7 @@ class Search:
         return tuple(numbers)
 
     def _detours(self) -> list[Shard]:
-        """Shards of tensor dims that neither end shards. By the formula all are alike, the larger ones the
+        """Shards of tensor dims that neither end shards. By the formula all cost the same, the larger ones the
         least uneven, and no chain needs more of them than there are mesh dims; measured, those of the first
         tensor dim have prices of their own."""
         taken = {kind.dim for kind in self.kinds if kind.is_shard()}
@@ -285,7 +285,7 @@ class Search:
             if kind == now or (letter == "S" and extremum):  # NaN has to be looked for in between
                 continue
             if letter == "P":
-                if now or kind != wanted:  # Replicate can stand for the terms of any reduction
+                if now or kind != wanted:  # Replicate can serve as the terms of any reduction
                     continue
             elif self.dims[kind] is not None and self.dims[kind] == self.dims[now]:
                 continue  # between two ways of sharding one dim: through Replicate or another dim

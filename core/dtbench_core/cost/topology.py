@@ -1,7 +1,7 @@
 """The constants that the cost model prices a mesh with, and the topology file that measured ones come from.
 
 Bandwidths are in GiB/s (1024^3 bytes), latencies in microseconds. No torch: a topology is read and priced
-where there is none. What is asked of a DeviceMesh stands in mesh_topology.py.
+where there is none. What reads a DeviceMesh is in mesh_topology.py.
 """
 
 from __future__ import annotations

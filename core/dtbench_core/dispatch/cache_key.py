@@ -32,7 +32,7 @@ def key_of(
         if kind is int:
             key.append(int if by_type else a)
         elif kind is float or kind is bool:
-            # The type too: 1, 1.0 and True are equal and hash alike.
+            # The type too: 1, 1.0 and True are equal and have one hash.
             key.append(kind if by_type else (kind, a))
         elif kind is slice:
             key.append((slice, a.start, a.stop, a.step))
@@ -58,7 +58,7 @@ def key_of(
             key.append((torch.Tensor, a.shape, a.stride(), a.dtype))
         elif (
             kind is torch.SymFloat
-        ):  # a tracer's: no value is asked of it. A list has no hash: see `with_numbers`
+        ):  # a tracer's: its value is not read. A list has no hash: see `with_numbers`
             key.append(kind if by_type else [a])
         else:  # None, a dtype, a string; a number of NumPy's, which is equal to those of other types
             key.append((kind, a))
@@ -71,7 +71,7 @@ def key_of(
 
 
 def _summary(items: Args) -> tuple[Value, ...] | None:
-    """What a list of an optimizer's comes to in the key: its step sizes, or its counts of steps, which are tensors
+    """What the key holds of a list of an optimizer's: its step sizes, or its counts of steps, which are tensors
     without dims. None: its members differ in type."""
     kinds = set(map(type, items))
     if len(kinds) > 1:
@@ -83,7 +83,7 @@ def _summary(items: Args) -> tuple[Value, ...] | None:
 
 
 def with_numbers(args: Args, kwargs: Kwargs) -> tuple[tuple[Value, ...], Kwargs] | None:
-    """(args, kwargs) with the numbers that a tracer's symbols stand for, which it guards; None where there are none."""
+    """(args, kwargs) with the values of a tracer's symbols, which it guards; None where there are none."""
     if not any(isinstance(leaf, _SYMBOLS) for leaf in tree_leaves((args, kwargs))):
         return None
     numbers: tuple[tuple[Value, ...], Kwargs] = tree_map(_number, (tuple(args), kwargs))

@@ -209,7 +209,7 @@ def _through_torch(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -
             raise
         raise CoreError(
             f"got {getattr(func, '__name__', func)} of DTensors in torch.export, which traces above autograd, where no "
-            "class of tensors is asked what its ops do; expected torch.compile or torch.export's AOTAutograd, "
+            "class of tensors defines its ops; expected torch.compile or torch.export's AOTAutograd, "
             "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"
         ) from error
     if followers := followed.get():

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 def plan_of_call(
     func: Call, args: Args, kwargs: Kwargs, seen: list[Recorded], result: Value
 ) -> OpPlan | None:
-    """The plan that stands for the whole call, if the call was one functional op."""
+    """The plan of the whole call, if the call was one functional op."""
     if "requires_grad" in kwargs:  # the op does not hear of it
         return None
     if len(seen) != 1:
@@ -44,7 +44,7 @@ def plan_of_call(
     elif result is not (op_result if plan.info.op._schema.returns else _given_back(plan.info, args)):
         return None
     writes = plan.info.mutated and (plan.info.returned is not None or plan.out is None)
-    # A rule's own local op stands for the op, not for the function.
+    # A rule's own local op replaces the op, not the function.
     fit = plan.functional or (writes and plan.kernel is plan.info.kernel)
     return plan.for_function() if fit and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
 

@@ -208,7 +208,7 @@ def _empty_results(
     several: bool,
 ) -> Call:
     """Stands for the op on a rank whose results are empty: many kernels raise or warn there, and a rank
-    that raises alone leaves the others waiting. Shards know what they can do, empty ones alike.
+    that raises alone leaves the others waiting. Shards, empty ones too, define which ops they support.
 
     refusal: what the other ranks' kernels raise, once all inputs have moved."""
     mesh = next(s.info for s in specs if s is not None)

@@ -25,7 +25,7 @@ Written = tuple[tuple[int, str], ...]
 
 
 def is_spec(leaf: object) -> TypeGuard[DTensorSpec]:
-    """Whether a leaf of a call's arguments stands for a tensor."""
+    """Whether a leaf of a call's arguments is the spec of a tensor."""
     return isinstance(leaf, DTensorSpec)
 
 

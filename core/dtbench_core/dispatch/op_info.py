@@ -78,7 +78,7 @@ def _handler_of(op: OpOverload) -> Call | None:
 
 
 def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """AOTAutograd makes of a graph's result another one of its memory by it, which then stands for the result."""
+    """AOTAutograd makes of a graph's result another one of its memory by it, which then replaces the result."""
     parted, shape = args[0]._parted, tuple(args[1])
     if parted is None or shape != tuple(args[0]._spec.shape):
         return NotImplemented

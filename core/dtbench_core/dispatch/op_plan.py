@@ -60,7 +60,7 @@ class Move(NamedTuple):
 class OpPlan:
     """kernel: what runs on the shards. out: the spec of the result; a list of specs, and Nones where the op gives
     none or a number; None for a Python value. functional: whether the op makes new tensors and runs as it is. even:
-    whether all ranks hold equally much of what is written or viewed; None: not asked.
+    whether all ranks hold equally much of what is written or viewed; None: not checked.
     """
 
     __slots__ = ("at", "counts", "even", "functional", "info", "kernel", "out")
@@ -517,7 +517,7 @@ def plan_of_kind(
 
 def _kept_placements(moves: tuple[Move, ...], of_copy: DTensorSpec | None) -> Placements | None:
     """Where the memory is placed on which a copied view is a window. None: of a pending reduction that moved, whose
-    terms cannot be told from the sum."""
+    terms cannot be distinguished from the sum."""
     if not moves:
         return None if of_copy is None else of_copy.placements
     _, _, spec, placements = moves[0]

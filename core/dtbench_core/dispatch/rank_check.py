@@ -2,7 +2,7 @@
 
 Where shards are uneven, a kernel may refuse a short or an empty one that other ranks do not have, and a
 rank that raises alone leaves the others waiting. So the op is tried on meta tensors of every shape that
-a rank may hold. The answer depends on specs alone: all ranks come to the same one.
+a rank may hold. The answer depends on specs alone: all ranks compute the same one.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def refusal_of_others(
 def refusal_of_numbers(op: Call, args: Args, kwargs: Kwargs) -> Exception | None:
     """What an elementwise op raises for the numbers of this call: on tensors of one element, of the dtypes given.
 
-    A plan holds for all numbers of a type, so that this is asked at every call.
+    A plan holds for all numbers of a type, so that this is checked at every call.
     """
     if dispatch_modes_active() or simulation.active:
         return None

@@ -26,7 +26,7 @@ from dtbench_core.tensor.dtensor import DTensor
 
 # Stage -> what it holds. Time between the functions of a stage belongs to the caller's stage.
 STAGES: dict[str, str] = {
-    "entry": "torch's argument parser, its dispatcher and autograd, until the core is asked and after it has answered",
+    "entry": "torch's argument parser, its dispatcher and autograd, before the core is called and after it returns",
     "checks": "whether autograd or a mode must see the call",
     "key": "the cache key: op, specs and static arguments, in one walk",
     "cache": "looking the plan up",

@@ -45,8 +45,8 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
     A parameter of torch's class on the same values is `nn.Parameter(to_torch(parameter.detach()))`.
 
     Returns:
-        A DTensor of torch's on the same mesh, placed alike. A write to the one is a write to the other; under
-        autograd writes to the result are refused, as to a view that a function made.
+        A DTensor of torch's on the same mesh with the same placements. A write to the one is a write to the other;
+        under autograd writes to the result are refused, as to a view that a function made.
 
     Raises:
         PlacementError: a placement that torch does not have, or a view that was copied.
@@ -84,8 +84,8 @@ def from_torch(tensor: TorchDTensor) -> DTensor:
     """The same tensor as a DTensor of ours; differentiable, nothing is copied or sent.
 
     Returns:
-        A DTensor on the same mesh, placed alike. A write to the one is a write to the other; under autograd writes
-        to the result are refused, as to a view that a function made.
+        A DTensor on the same mesh with the same placements. A write to the one is a write to the other; under
+        autograd writes to the result are refused, as to a view that a function made.
 
     Raises:
         PlacementError: a placement, or an order of shards, that only torch has.

@@ -61,7 +61,7 @@ class Agreement:
 
     equal_dims: the mesh dims along which ranks hold the lineage's state; of more than one rank, as `every`, which are
     all such dims. watched: whether replicas were drawn; before, what is drawn for shards is not looked at.
-    draws: so far. told_of_moves: whether a rank can tell that it moved; where not, as where ranks are threads, every
+    draws: so far. reports_moves: whether a rank can tell that it moved; where not, as where ranks are threads, every
     draw compares.
     """
 
@@ -75,7 +75,7 @@ class Agreement:
         "name",
         "no_peers",
         "ranks",
-        "told_of_moves",
+        "reports_moves",
         "warned",
         "watched",
     )
@@ -91,7 +91,7 @@ class Agreement:
         self.lineage = Lineage(self.ranks)
         self.watched = self.warned = False
         self.no_peers = bool(mesh.groups) and dist.get_backend(comm.own_group(mesh.groups[0])) == "fake"
-        self.told_of_moves = self.no_peers or world_store() is not None
+        self.reports_moves = self.no_peers or world_store() is not None
         self.draws = 0
         self.alone_with: int | None = None  # the seed with which this rank was alone
 
@@ -132,7 +132,7 @@ def drawn(mesh: MeshInfo, dims: Dims | None, make: Callable[[], T]) -> T:
 
 def agreed(mesh: MeshInfo) -> None:
     """Every rank of the mesh has just brought its generator into one state."""
-    if mesh.groups and not simulation.active and (agreement := _agreement(mesh)).told_of_moves:
+    if mesh.groups and not simulation.active and (agreement := _agreement(mesh)).reports_moves:
         lineage = Lineage(agreement.ranks, _state(mesh))
         for other in _within(agreement):
             other.lineage, other.equal_dims = lineage, other.every
@@ -181,7 +181,7 @@ def _meet(mesh: MeshInfo, agreement: Agreement, dims: Dims, state: bytes) -> Non
     level = agreement.equal_dims if dims <= agreement.equal_dims else agreement.every
     # Where fewer than all ranks share a lineage, the others do not see its states parted.
     shared = dims if level == agreement.every else level
-    answer = _told(mesh, agreement, state) if dims <= agreement.equal_dims else "compare"
+    answer = _answer_of_lineage(mesh, agreement, state) if dims <= agreement.equal_dims else "compare"
     if answer == "alone":
         _take(mesh, agreement.lineage.state)
         return
@@ -190,7 +190,7 @@ def _meet(mesh: MeshInfo, agreement: Agreement, dims: Dims, state: bytes) -> Non
         _take_over(mesh, shared, state)
     if level == agreement.every and not (same or shared == level):
         _forget(agreement)
-        agreement.equal_dims = shared if agreement.told_of_moves else frozenset()
+        agreement.equal_dims = shared if agreement.reports_moves else frozenset()
         agreement.lineage = Lineage(agreement.ranks)
     elif level == agreement.every:
         agreed(mesh)
@@ -229,7 +229,7 @@ class Keys(NamedTuple):
     decision: str
 
 
-def _told(mesh: MeshInfo, agreement: Agreement, state: bytes) -> str:
+def _answer_of_lineage(mesh: MeshInfo, agreement: Agreement, state: bytes) -> str:
     """What the ranks of this lineage do about a move of this one: "same" and "compare" if all came, else "alone"."""
     store = world_store()
     if store is None or agreement.no_peers:

@@ -132,7 +132,8 @@ def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
-    """Seeds the default generators of the mesh's device type and of the CPU; every rank of the mesh calls it alike.
+    """Seeds the default generators of the mesh's device type and of the CPU; every rank of the mesh calls it with the
+    same seed.
 
     What DTensors of the mesh draw from then on is what one device would draw after
     `torch.manual_seed(seed)`.

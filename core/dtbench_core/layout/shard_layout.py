@@ -110,7 +110,7 @@ def agreed_placements(
 ) -> Placements:
     """The placements under which the ranks' local tensors make up the global one.
 
-    The ranks tell each other their local shapes, so that all come to the same answer, or raise.
+    The ranks tell each other their local shapes, so that all compute the same answer, or raise.
     Where they do not cut as torch.chunk does, a Shard becomes a RaggedShard. On the fake backend there
     is nobody to ask, and in a graph no rank knows what another one traces: the placements stay.
 
@@ -127,7 +127,7 @@ def agreed_placements(
 def joined_layout(
     local: torch.Tensor, info: MeshInfo, placements: Placements
 ) -> tuple[tuple[int, ...], Placements]:
-    """The global shape, and the placements, that the ranks' local tensors come to when joined as they are.
+    """The global shape, and the placements, of the ranks' local tensors joined as they are.
 
     The ranks tell each other their local shapes. Errors as for `agreed_placements`, and in a graph, where they cannot.
     """
@@ -175,7 +175,7 @@ def _matching(
     listed = "; ".join(f"{list(held)} at {at}" for at, held in shapes.items())
     raise LayoutError(
         f"from_local got local tensors of the shapes {listed} (by mesh coordinate) for a tensor of shape "
-        f"{list(shape)} placed as {describe(placements)}; expected shards that make it up, alike wherever a mesh dim "
+        f"{list(shape)} placed as {describe(placements)}; expected shards that make it up, equal wherever a mesh dim "
         "does not cut: correct the shards, or the global shape"
     )
 

@@ -54,7 +54,7 @@ class DTensorSpec:
 
     __slots__ = (
         "__weakref__",
-        "_alike",
+        "_equal_dims",
         "_local",
         "dtype",
         "info",
@@ -100,12 +100,12 @@ class DTensorSpec:
         spec.info, spec.placements = info, placements
         spec.shape, spec.stride, spec.dtype = torch.Size(key[2]), key[3], dtype
         spec.row_major = spec.stride == contiguous_stride(spec.shape)
-        spec._local = spec._alike = None
+        spec._local = spec._equal_dims = None
         _interned[key] = spec
         return spec
 
     _local: tuple[tuple[int, ...], tuple[int, ...]] | None
-    _alike: frozenset[int] | None
+    _equal_dims: frozenset[int] | None
 
     def with_placements(self, placements: Placements) -> DTensorSpec:
         """The same tensor, placed otherwise: a copy, dense in memory."""
@@ -161,14 +161,14 @@ class DTensorSpec:
     @property
     def alike_dims(self) -> frozenset[int]:
         """The mesh dims along which several ranks hold the same part."""
-        if self._alike is None:
+        if self._equal_dims is None:
             placed = enumerate(
                 zip(self.info.groups, self.placements, strict=False)
             )  # outside the mesh, no groups
-            self._alike = frozenset(
+            self._equal_dims = frozenset(
                 d for d, (group, p) in placed if group.size() > 1 and not isinstance(p, Shard)
             )
-        return self._alike
+        return self._equal_dims
 
     @property
     def overlaps_itself(self) -> bool:
@@ -195,7 +195,7 @@ class DTensorSpec:
 
 
 def _numbers(symbols: Sequence[int]) -> tuple[int, ...]:
-    """What a tracer's symbols stand for now, on which the graph then depends."""
+    """The values of a tracer's symbols now, on which the graph then depends."""
     try:
         return tuple(map(int, symbols))
     except RuntimeError as error:

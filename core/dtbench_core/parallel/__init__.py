@@ -36,14 +36,14 @@ from dtbench_core.parallel.convert import (
     make_output_tensor,
     make_sharded_output_tensor,
 )
-from dtbench_core.parallel.errors import (
+from dtbench_core.parallel.loss import cross_entropy, loss_parallel
+from dtbench_core.parallel.pairwise import PairwiseParallel, parallelize_linear, parallelize_mlp
+from dtbench_core.parallel.parameters import (
     LayoutsError,
     PlanError,
     UnsupportedModuleError,
     UnsupportedStyleError,
 )
-from dtbench_core.parallel.loss import cross_entropy, loss_parallel
-from dtbench_core.parallel.pairwise import PairwiseParallel, parallelize_linear, parallelize_mlp
 from dtbench_core.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from dtbench_core.parallel.region import TensorParallelRNG, tensor_parallel_rng
 from dtbench_core.parallel.sequence import SequenceParallel

@@ -12,9 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.layout.mesh import mesh_or_current
-from dtbench_core.parallel.errors import PlanError
-from dtbench_core.parallel.meshes import mesh_of_dim
-from dtbench_core.parallel.parameters import left_behind
+from dtbench_core.parallel.parameters import PlanError, left_behind, mesh_of_dim
 from dtbench_core.parallel.region import tensor_parallel_rng
 from dtbench_core.parallel.style import ParallelStyle
 

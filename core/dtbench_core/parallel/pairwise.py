@@ -17,9 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtbench_core.layout.mesh import mesh_or_current
 from dtbench_core.layout.placement import Placement, Replicate, Shard
 from dtbench_core.parallel.convert import placed, placed_output, read_input
-from dtbench_core.parallel.errors import PlanError, UnsupportedModuleError, UnsupportedStyleError
-from dtbench_core.parallel.meshes import mesh_of_dim
-from dtbench_core.parallel.parameters import check_parameters
+from dtbench_core.parallel.parameters import (
+    PlanError,
+    UnsupportedModuleError,
+    UnsupportedStyleError,
+    check_parameters,
+    mesh_of_dim,
+)
 from dtbench_core.parallel.style import (
     ColwiseParallel,
     Convert,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import Placement, describe
 from dtbench_core.parallel.convert import placed
-from dtbench_core.parallel.errors import LayoutsError
+from dtbench_core.parallel.parameters import LayoutsError
 from dtbench_core.parallel.style import ParallelStyle, one_placement
 from dtbench_core.tensor.dtensor import DTensor
 

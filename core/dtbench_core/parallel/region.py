@@ -47,7 +47,7 @@ class TensorParallelRNG:
 
     Attributes:
         enabled: whether DTensors of the mesh, and plain tensors inside `region`, draw from the streams. False
-            at first. To be set alike on every rank.
+            at first. Must be the same on every rank.
         base_seed: the seed of what is replicated; a shard's is larger by 2718 and its index.
     """
 
@@ -143,7 +143,7 @@ def _sharded(placements: Sequence[Placement]) -> tuple[int, ...]:
 def first_state(info: MeshInfo, seed: int, sharded: tuple[int, ...]) -> torch.Tensor:
     """The state that the stream of this rank's part starts from, when the mesh dims `sharded` cut."""
     if sharded:
-        # 0 stands for a mesh dim that does not cut, so that no two parts of any sharding share a seed.
+        # 0 is a mesh dim that does not cut, so that no two parts of any sharding share a seed.
         index = 0
         for dim, (size, at) in enumerate(zip(info.sizes, info.my_coordinate(), strict=True)):
             index = index * (size + 1) + (at + 1 if dim in sharded else 0)

@@ -26,7 +26,7 @@ from dtbench_core.errors import ArgumentError, MeshError
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Placements, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.parallel.meshes import dim_index, mesh_of_dim
+from dtbench_core.parallel.parameters import dim_index, mesh_of_dim
 from dtbench_core.tensor import distribute
 from dtbench_core.tensor.dtensor import DTensor, wrapped
 

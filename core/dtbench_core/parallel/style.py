@@ -30,8 +30,7 @@ from dtbench_core.layout.placement import Placement, Placements, Replicate, Shar
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.parallel.convert import placed
 from dtbench_core.parallel.embedding import look_up_rows
-from dtbench_core.parallel.errors import UnsupportedModuleError
-from dtbench_core.parallel.parameters import check_parameters, place_parameter
+from dtbench_core.parallel.parameters import UnsupportedModuleError, check_parameters, place_parameter
 from dtbench_core.tensor.distribute import distribute_module
 from dtbench_core.tensor.dtensor import DTensor, handed_over, wrapped
 from dtbench_core.torch_compat import in_graph

@@ -82,7 +82,7 @@ class CopiedView:
     __slots__ = ()
 
     viewed: ClassVar[type[Wrapper]]
-    # None: of a simulated rank's part, whose whole is asked before.
+    # None: of a simulated rank's part, whose whole tensor is checked before.
     _origin: Origin | None = None
 
     @classmethod

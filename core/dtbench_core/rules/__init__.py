@@ -4,8 +4,7 @@ base      what a rule is (PlacementRow, Strategy, OpCall) and the table of rules
 labels    rows from labels of dims, batch dims, broadcasting
 choose    picks one row per mesh dim
 pointwise elementwise ops, copies, casts, *_like
-matmul    products with contracted dims, by einsum labels
-linear    the linear layer: entry, autograd, its ops forward and backward
+linear    products, by einsum labels; the linear layer: entry, autograd, its ops forward and backward
 reduce    sums, means, extrema
 moments   variances, norms, logsumexp over sharded dims
 view      dims split, joined, moved, cut, stacked

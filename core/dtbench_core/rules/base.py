@@ -195,13 +195,13 @@ def ops_with_rules() -> Iterable[OpOverload]:
 
 
 def by_tensor(rows: Sequence[PlacementRow]) -> Chosen:
-    """What a row per mesh dim comes to: the placements of all inputs, and of all outputs."""
+    """What a row per mesh dim results in: the placements of all inputs, and of all outputs."""
     inputs, outputs = [row.inputs for row in rows], [row.outputs for row in rows]
     return tuple(zip(*inputs, strict=True)), tuple(zip(*outputs, strict=True))
 
 
 def along(dims: Iterable[int], ins: int, outs: int) -> list[PlacementRow]:
-    """Rows for ops that treat each of `dims` pointwise: all inputs and outputs Shard(d) alike."""
+    """Rows for ops that treat each of `dims` pointwise: all inputs and outputs are Shard(d)."""
     return [PlacementRow((Shard(d),) * ins, (Shard(d),) * outs) for d in dims]
 
 

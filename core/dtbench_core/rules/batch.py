@@ -4,7 +4,7 @@ transforms, and linear algebra on batches of matrices.
 Of linear algebra, left to replication are the ops that refuse values, such as a matrix that is not positive definite
 or holds NaN (cholesky, svd, eigh, eig, lstsq, lu_unpack): a rank with such a matrix would raise alone and leave the
 others waiting. The `_ex` forms report in a tensor instead, and linalg's wrappers then check that tensor whole, on all
-ranks alike. The ranks tell each other what cholesky_inverse refuses (dispatch/value_check.py).
+ranks. The ranks tell each other what cholesky_inverse refuses (dispatch/value_check.py).
 """
 
 from __future__ import annotations

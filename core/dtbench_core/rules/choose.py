@@ -2,7 +2,7 @@
 
 Note [Other layouts]: a row says Shard(d), which is torch.chunk's cut. Where all that it shards is of one
 length and nothing in the rule counts on how the dim is cut, the row holds for any cut that all of these
-tensors share: so it also stands for the RaggedShard or StridedShard that an input has.
+tensors share: so it also means the RaggedShard or StridedShard that an input has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def choose(
 
     written: indices of the inputs that are written, which must keep their placements. Where one of
         them is the result too, the row must say the same of both.
-    result: where the first output must come to lie, if that is given.
+    result: the placements that the first output must have, if given.
     """
     others = [_other_layouts(call, mesh_dim, result) for mesh_dim in range(call.inputs[0].info.ndim)]
     if any(others):
@@ -106,7 +106,7 @@ def _laid(placements: Placements, layout: Shard) -> Placements:
 
 
 def _fit(call: OpCall, rows: Sequence[PlacementRow]) -> bool:
-    """Whether all tensors can have the layouts that the rows come to."""
+    """Whether all tensors can have the layouts that the rows result in."""
     info = call.inputs[0].info
     try:
         for index, spec in enumerate(call.inputs):

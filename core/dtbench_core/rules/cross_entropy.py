@@ -243,7 +243,7 @@ def _loss(
 
 
 def _gradient(
-    grad: Tensor,  # [N, ...], or [] for all alike
+    grad: Tensor,  # [N, ...], or [] when the same for all
     logits: Tensor,  # [N, C, ...]
     maximum: Tensor,
     sums: Tensor,
@@ -349,7 +349,7 @@ def _(call: OpCall) -> Strategy:
 def _from_first(
     op: Callable[..., Tensor], logits: int, dim: int
 ) -> Callable[[Placed], Callable[..., Tensor]]:
-    """`op` told which class the rank's first is."""
+    """`op`, given which class the rank's first is."""
 
     def localize(placed: Placed) -> Callable[..., Tensor]:
         first = placed.inputs[logits].local_offset[dim]

@@ -300,8 +300,8 @@ def _moved(parameters: Sequence[Value], tensors: Sequence[Value]) -> list[Value]
 @decomposition(aten._foreach_norm.Scalar)
 def foreach_norm(tensors: Sequence[Value], ord: Any = 2, dtype: torch.dtype | None = None) -> Value:
     """Norms of the tensors, replicated: each rank's own to the power of `ord` are summed, in one collective for all
-    tensors placed alike. Of a plain tensor beside them its own norm. If the tensors are on several meshes of the same
-    ranks, the norms are plain tensors, so that they can be put together."""
+    tensors with the same placements. Of a plain tensor beside them its own norm. If the tensors are on several meshes
+    of the same ranks, the norms are plain tensors, so that they can be put together."""
     if ord <= 0 or (is_grad_enabled() and any_requires_grad(tensors)):
         return NotImplemented
     by_spec: dict[
@@ -332,7 +332,7 @@ def foreach_norm(tensors: Sequence[Value], ord: Any = 2, dtype: torch.dtype | No
 
 
 def _norms_of_group(tensors: Sequence[Value], ord: Any, dtype: torch.dtype | None) -> list[Value]:
-    """The norms of tensors that are placed alike and of one dtype. Sums of powers grow large: they are in float64."""
+    """The norms of tensors of the same placements and dtype. Sums of powers grow large: they are in float64."""
     cls, spec = tensors[0].viewed, tensors[0]._spec
     info, dtype = spec.info, dtype or spec.dtype
     whole = (REPLICATE,) * info.ndim

@@ -17,7 +17,7 @@ from dtbench_core.torch_compat import active_tracer, is_functional, traced_value
 
 
 @decomposition(aten._has_same_storage_numel.default)
-def placed_alike(tensor: Value, tangent: Any) -> bool:
+def same_placements(tensor: Value, tangent: Any) -> bool:
     """(tensor, tangent): where not, torch copies the tangent into what the op below gives.
 
     Raises:

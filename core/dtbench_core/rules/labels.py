@@ -54,7 +54,7 @@ def label_rows(
 
 
 def batch_rows(call: OpCall, count: int) -> list[PlacementRow]:
-    """Rows that shard one of the first `count` dims, if all inputs and outputs have them alike."""
+    """Rows that shard one of the first `count` dims, if they are the same in all inputs and outputs."""
     dims = range(count) if is_matching(call, count) else ()
     return along(dims, len(call.inputs), len(call.outputs))
 
@@ -71,7 +71,7 @@ def moved_rows(dims: Mapping[int, int], outs: int = 1) -> list[PlacementRow]:
 
 
 def is_matching(call: OpCall, count: int) -> bool:
-    """Whether the first `count` dims of all inputs and outputs are alike."""
+    """Whether the first `count` dims of all inputs and outputs are the same."""
     shapes = [spec.shape for spec in call.inputs]
     shapes += [meta.shape for meta in call.outputs if meta is not None]
     return all(len(shape) >= count and shape[:count] == shapes[0][:count] for shape in shapes)

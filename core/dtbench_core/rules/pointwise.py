@@ -131,7 +131,7 @@ def _adds_number(call: OpCall) -> bool:
 @rule(aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default)
 @rule(aten.detach_copy.default, aten.alias_copy.default, aten.lift_fresh_copy.default)
 @rule(aten.empty_like.default, aten.zero_.default)
-def placed_alike(call: OpCall) -> Strategy:
+def same_placements(call: OpCall) -> Strategy:
     """Ops that return their input's values, memory for them, or zeros, which are a zero whatever is pending: every
     placement passes."""
     return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])

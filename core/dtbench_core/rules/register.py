@@ -29,7 +29,7 @@ def register_sharding(
     placed so, the op run on every rank's shards must give outputs placed so. Replicated inputs and
     outputs are always possible and need not be listed.
 
-    The function must depend on its arguments alone, so that every rank comes to the same answer.
+    The function must depend on its arguments alone, so that every rank computes the same answer.
 
     Raises:
         ArgumentError: something that is not an op. When the op is called, also an answer of the

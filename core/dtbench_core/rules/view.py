@@ -208,7 +208,7 @@ def tensor_split(tensor: Value, indices_or_sections: Any = None, dim: int = 0, *
 
 @rule(aten.cat.default)
 def cat(call: OpCall) -> Strategy:
-    """The joined dim is whole; the others may be sharded alike. Torch skips inputs of shape (0,)."""
+    """The joined dim is whole; the others may be sharded the same way. Torch skips inputs of shape (0,)."""
     ndim = len(call.outputs[0].shape)  # type: ignore[union-attr]
     joined = call.dim(ndim=ndim)
     rows = [

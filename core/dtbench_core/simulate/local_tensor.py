@@ -10,7 +10,7 @@
         y = x.sum().full_tensor()       # the all-reduce is maths over the shards
         print(y.reconcile())            # the one tensor all ranks hold, or an error naming who differs
 
-The program is run once, and stands for all ranks:
+The program is run once, for all ranks:
 
 - A tensor made inside the mode is a LocalTensor: a tensor per rank. An op runs on each rank's; a
   collective, of this package or of torch.distributed, is done as maths over the ranks of each group.
@@ -61,7 +61,7 @@ class LocalTensor(torch.Tensor):
             device may not. They must not require grad: autograd sees the LocalTensor alone.
 
     Raises:
-        SimulationError: no tensor, or tensors that cannot stand for one.
+        SimulationError: no tensor, or tensors that cannot be one.
     """
 
     __slots__ = ("_local_tensors",)
@@ -219,7 +219,7 @@ def is_random(op: OpOverload) -> bool:
 
 
 def _metadata(tensors: Mapping[int, torch.Tensor]) -> Metadata:
-    """(shape, stride, dtype, device) that stand for all of `tensors`."""
+    """(shape, stride, dtype, device) common to `tensors`, with numbers per rank where they differ."""
     if not tensors:
         raise SimulationError("got no tensor for a LocalTensor, expected one for at least one rank")
     first = next(iter(tensors.values()))

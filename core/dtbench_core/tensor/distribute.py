@@ -37,7 +37,7 @@ def distribute_tensor(
     """The global `tensor`, which every rank passes in the same shape, spread over the mesh.
 
     Args:
-        placements: one per mesh dim; all Replicate when not given. Of a Partial's terms that come to the values, the
+        placements: one per mesh dim; all Replicate when not given. Of a Partial's terms that add up to the values, the
             first rank of the mesh dim holds the values, and the others 0 of a sum, 1 of a product, 0 of bxor; of
             other reductions all hold the values.
         src_data_rank: the rank, within each mesh dim, whose values count. None: every rank cuts its

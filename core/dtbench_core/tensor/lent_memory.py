@@ -29,7 +29,7 @@ class _Follows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros_like(grad), grad  # of a view, None would stand for the whole of its base
+        return torch.zeros_like(grad), grad  # of a view, None would mean the whole of its base
 
 
 def note_lender(tensor: Wrapped, local: torch.Tensor) -> Wrapped:
