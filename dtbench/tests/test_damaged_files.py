@@ -8,13 +8,11 @@ hundreds, `DTBENCH_DAMAGED=5000` as many as one likes.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import math
 import os
 import random
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,11 +31,9 @@ from dtbench.importers.convert import to_run
 from dtbench.importers.registry import parse
 from dtbench.preflight.expected import read_expected
 from dtbench.records.history import read_history
-from dtbench.records.plan import LayoutRow, PlanFile, StepRow, StepsFile
 from dtbench.records.preflight import DimTimes, Finding, Link, Preflight
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
-from dtbench.reporting.html.profiles import spans_of
 from dtbench.reporting.html.sources import gather
 from dtbench.suite.errors import DtbenchError
 from dtbench.tests import made_up, made_up_logs
@@ -62,24 +58,6 @@ def imported(path: Path) -> Any:
     return to_run([log], argv=["import"])
 
 
-def profile(path: Path) -> Any:
-    """As a folder, whose trace is the damaged file."""
-    folder = path.with_name("profile")
-    folder.mkdir(exist_ok=True)
-    (folder / "table.json").write_bytes((RESULTS / "profile/mlp/table.json").read_bytes())
-    data = path.read_bytes()
-    (folder / "trace.json.gz").write_bytes(data if data[:1] == b"\x1f" else gzip.compress(data))
-    return gather([folder])
-
-
-@cache
-def trace() -> bytes:
-    """The first events of a trace, unpacked."""
-    whole = json.loads(gzip.decompress((RESULTS / "profile/mlp/trace.json.gz").read_bytes()))
-    whole["traceEvents"] = whole["traceEvents"][:20]
-    return json.dumps(whole).encode()
-
-
 def report_of(path: Path) -> Any:
     return gather([path])
 
@@ -97,42 +75,6 @@ def named(suffix: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return lambda path: read(path.replace(path.with_suffix(suffix)))
 
 
-PLAN = PlanFile(
-    title="a job",
-    model={"name": "tiny"},
-    machine="a100-8x",
-    gpus=8,
-    global_batch=64,
-    sequence=4096,
-    limit_bytes=8e10,
-    considered=3,
-    fitting=1,
-    best=(
-        LayoutRow(
-            words="dp=8",
-            layout={"dp": 8, "recompute": "full"},
-            step_s=1.5,
-            low_s=1.0,
-            high_s=None,
-            mfu=0.5,
-            exposed_s=0.1,
-            parts_s={"compute": 1.4},
-            memory_bytes={"weights": 1e9},
-            why="the fastest",
-        ),
-    ),
-    changes=("more memory",),
-    assumptions=("bfloat16",),
-)
-STEPS = StepsFile(
-    title="measured steps",
-    rows=(StepRow(label="dp=8", group="7B", measured_s=1.5, predicted_s=1.4, error=-0.07),),
-    mean_error=0.07,
-    pairs=3,
-    pairs_in_order=2,
-    cost_of_choice=(0.0, 0.01),
-    verdict=("close",),
-)
 PREFLIGHT = Preflight(
     time="2026-01-02T03:04:05+00:00",
     seconds=3.5,
@@ -173,15 +115,10 @@ READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "gate": (committed("gate/same.json"), report_of),
     "profile of calls": (committed("profile/add/table.json"), report_of),
     "profile of ranks": (committed("profile/mlp/table.json"), report_of),
-    "trace": (trace, profile),
-    "packed trace": (lambda: gzip.compress(trace()), profile),
     "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
-    "regret": (committed("lab/2x2-400mbit-regret.json"), report_of),
     "resumed run": (run_file, resumed),
     "preflight": (lambda: msgspec.json.encode(PREFLIGHT), report_of),
     "what is expected of a preflight": (lambda: msgspec.json.encode(PREFLIGHT), read_expected),
-    "plan": (lambda: msgspec.json.encode(PLAN), report_of),
-    "predicted steps": (lambda: msgspec.json.encode(STEPS), report_of),
     "measured steps": (
         committed("reference/step-times/a100-64-gpus.csv"),
         lambda path: measured_steps(read_table(path), find_machine("a100-8x")),
@@ -260,20 +197,6 @@ def _try(kind: str, tmp_path: Path, seed: int, times: int) -> None:
     for name, value in times_in(found):
         assert math.isfinite(value), name
         assert value >= 0 or not name.endswith(("_s", "samples", "Bps", "_us")), (name, value)
-
-
-def test_a_thread_id_that_is_no_number_is_of_no_lane() -> None:
-    window = {
-        "ph": "X",
-        "name": "dtbench iteration a #0",
-        "cat": "user_annotation",
-        "pid": 0,
-        "ts": 0,
-        "dur": 9,
-    }
-    event = {"ph": "X", "pid": 0, "ts": 1, "dur": 2}
-    found = spans_of({"traceEvents": [window, {**event, "tid": {}}, {**event, "tid": 1}]})
-    assert [(span.lane, span.start_us) for span in found["a"]] == [("whole", 0), ("communication", 1)]
 
 
 def test_a_preflight_of_more_times_than_ranks_or_groups_says_so(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ hypothesis.settings.load_profile("untimed")
 SLOW = {
     "dtbench/tests/faults/test_random_*.py::*[?000*": "thousands of commands",
     "dtbench/tests/test_damaged_files.py::*[*-400]": "hundreds of damaged files of each kind",
-    "dtbench/tests/test_extreme_figures.py::*[plan]": "a hundred reports",
-    "dtbench/tests/test_extreme_figures.py::*[regret]": "a hundred reports",
     # What of a user's machine it takes.
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",

@@ -5,10 +5,8 @@ Files are cut, with bits flipped, parts repeated, values of another type; or who
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -74,13 +72,8 @@ COMMANDS = {
     ),
     "gate.json": ("report FILE -o out.html",),
     "history.jsonl": ("report FILE -o out.html",),
-    "regret.json": ("report FILE -o out.html",),
-    "plan.json": ("report FILE -o out.html",),
-    "steps.json": ("report FILE -o out.html",),
     "preflight.json": ("report FILE -o out.html", "preflight --expect FILE --mesh nosuch"),
     "calls.json": ("report FILE -o out.html",),
-    "trace.json.gz": ("report traced -o out.html",),
-    "page.html": ("report --index folder -o out.html",),
     **{
         f"{n}.log": ("import FILE -o out.jsonl",)
         for n in ("nccl", "nccl-json", "deepspeed", "osu", "ml-engineering")
@@ -102,7 +95,6 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
         "deepspeed.log": MADE["DeepSpeed"][0](),
         "osu.log": MADE["OSU"][0](),
         "ml-engineering.log": MADE["ml-engineering"][0](),
-        "trace.json.gz": gzip.compress(MADE["trace"][0]()),
         "preflight.json": MADE["preflight"][0](),
         "model.toml": MADE["model in TOML"][0](),
     }
@@ -111,17 +103,13 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
         "a100-64-gpus.csv": "reference/step-times/a100-64-gpus.csv",
         "gate.json": "gate/same.json",
         "history.jsonl": "history/intel-r-xeon-r-processor-2c-dee4835e.jsonl",
-        "regret.json": "lab/2x2-400mbit-regret.json",
         "calls.json": "profile/add/table.json",
     }
     made |= {name: (RESULTS / path).read_bytes() for name, path in committed.items()}
     ways = (RESULTS / "lab/2x2-400mbit-ways.jsonl").read_bytes().splitlines(keepends=True)
     made["ways.jsonl"] = b"".join(ways[:40])
     written = {
-        "plan.json": f"plan --model llama-8b {PLAN} --json",
-        "steps.json": "plan --validate a100-64-gpus.csv --json",
         "machine.json": "plan --fit a100-64-gpus.csv -o machine.json",
-        "page.html": "report run.jsonl -o page.html",
     }
     for name, data in made.items():
         (tmp_path / name).write_bytes(data)
@@ -131,10 +119,8 @@ def files(dtbench: Cli, tmp_path: Path) -> Callable[[str], bytes]:
         if "-o" not in words.split():
             (tmp_path / name).write_text(out)
         made[name] = (tmp_path / name).read_bytes()
-    for folder in ("folder", "traced"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "folder").mkdir()
     (tmp_path / "folder/0.jsonl").write_bytes(made["run.jsonl"])
-    shutil.copy(RESULTS / "profile/mlp/table.json", tmp_path / "traced/table.json")
     return made.__getitem__
 
 
@@ -158,9 +144,7 @@ def test_no_file_ends_a_command_in_a_traceback(
         else:
             for _ in range(rng.choice([1, 1, 2, 3])):
                 data = damaged(rng, data)
-        place = tmp_path / {"trace.json.gz": "traced/trace.json.gz", "page.html": "folder/page.html"}.get(
-            kind, f"given{Path(kind).suffix}"
-        )
+        place = tmp_path / f"given{Path(kind).suffix}"
         if "folder" in words and kind == "run.jsonl":
             place = tmp_path / "folder/1.jsonl"
         place.write_bytes(data)
