@@ -227,7 +227,8 @@ def _side_by_side(
 ) -> list[TableColumn]:
     """A row per case: the times of all impls, core over torch, then the bandwidths."""
     several = len(by_impl) > 1
-    times, rates = list[tuple[int, TableColumn]](), list[tuple[int, TableColumn]]()
+    times: list[tuple[int, TableColumn]] = []
+    rates: list[tuple[int, TableColumn]] = []
     for kind in ("time", "spread", "from last", "algbw", "busbw"):
         of_kind = {impl: figures[kind] for impl, figures in by_impl.items() if kind in figures}
         for impl, (cells, unit) in zip(of_kind, _in_one_unit(kind, list(of_kind.values())), strict=True):

@@ -8,13 +8,11 @@ hundreds, `DTBENCH_DAMAGED=5000` as many as one likes.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import math
 import os
 import random
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -75,24 +73,6 @@ def imported(path: Path) -> Any:
     return to_run([log], argv=["import"])
 
 
-def profile(path: Path) -> Any:
-    """As a folder, whose trace is the damaged file."""
-    folder = path.with_name("profile")
-    folder.mkdir(exist_ok=True)
-    (folder / "table.json").write_bytes((RESULTS / "profile/mlp/table.json").read_bytes())
-    data = path.read_bytes()
-    (folder / "trace.json.gz").write_bytes(data if data[:1] == b"\x1f" else gzip.compress(data))
-    return gather([folder])
-
-
-@cache
-def trace() -> bytes:
-    """The first events of a trace, unpacked."""
-    whole = json.loads(gzip.decompress((RESULTS / "profile/mlp/trace.json.gz").read_bytes()))
-    whole["traceEvents"] = whole["traceEvents"][:20]
-    return json.dumps(whole).encode()
-
-
 def report_of(path: Path) -> Any:
     return gather([path])
 
@@ -127,8 +107,6 @@ READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "gate": (committed("gate/same.json"), report_of),
     "profile of calls": (committed("profile/add/table.json"), report_of),
     "profile of ranks": (committed("profile/mlp/table.json"), report_of),
-    "trace": (trace, profile),
-    "packed trace": (lambda: gzip.compress(trace()), profile),
     "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
     "resumed run": (run_file, resumed),
     "measured steps": (

@@ -6,23 +6,17 @@ import csv
 import io
 import math
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import click
 import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtbench.cli.program import cli
 from dtbench.records.frame import TIME_COLUMNS, cases_frame, cells, impls_of, params_of, results_frame
-from dtbench.records.run import RunWriter
 from dtbench.reporting.run_tables import print_csv
 from dtbench.stats import summarize
-from dtbench.suite import STATUSES, Result, Run
+from dtbench.suite import STATUSES, Result
 from dtbench.tests import made_up
 
 EVIL = ("=1+1", "+1", "-1", "@SUM(A1)", "a\0b", "a\0c", "\x1b[2J", '","', "\r\nnext", "\u202e", "'", " ", "é")
@@ -186,13 +180,6 @@ def test_cases_hold_the_medians_of_their_good_launches(results: list[Result]) ->
             assert columns["status"][row] == ((bad or ["ok"])[0] if of_impl else None)
 
 
-def test_cases_and_impls_stand_in_the_order_of_their_first_result() -> None:
-    names = ["z", "b", "a"]
-    cases = cases_frame(frame(*(result(i, 1.0, name=n) for n in names for i in ("torch", "core"))))
-    assert cells(cases["name", ""]) == names
-    assert impls_of(cases) == ["torch", "core"]
-
-
 def test_core_over_torch_where_both_were_measured() -> None:
     cases = cases_frame(
         frame(
@@ -222,14 +209,6 @@ def test_a_launch_that_is_not_ok_has_no_say() -> None:
     assert figures == {"median_s": [2.0], "algbw_Bps": [50.0], "counter.calls": [3], "size_bytes": [100]}
     assert cells(cases["launches", "core"]) == [1]
     assert cells(cases["status", "core"]) == ["wrong"]
-
-
-def test_the_bandwidth_is_that_of_the_median_time() -> None:
-    size = 10**6
-    launches = [result("core", t, i, size_bytes=size, algbw_Bps=size / t) for i, t in enumerate((1.0, 3.0))]
-    cases = cases_frame(frame(*launches))
-    assert cells(cases["algbw_Bps", "core"]) == [pytest.approx(size / 2.0)]
-    assert cells(cases["busbw_Bps", "core"]) == [None]
 
 
 def test_texts_that_differ_by_a_null_character_are_told_apart() -> None:
@@ -286,43 +265,3 @@ def test_no_cell_of_the_csv_is_a_formula_or_steers_a_terminal(capsys: pytest.Cap
         "-5",
         "-2.5",
     )
-
-
-# ----------------------------------------------------------------------------------------------- imports
-
-
-def test_reading_a_run_as_a_frame_loads_no_torch() -> None:
-    code = "import sys, dtbench.records.frame; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_json_and_comparisons_do_not_wait_for_pandas() -> None:
-    code = (
-        "import sys, pathlib\n"
-        "from dtbench.comparison import runs as compare, tables as comparisons; from dtbench.reporting import tables\n"
-        "from dtbench.tests import made_up\n"
-        "run = made_up.run(made_up.NOT_OK)\n"
-        "tables.print_runs_json([run])\n"
-        "comparisons.print_comparison(compare.compare([run], [run]))\n"
-        "sys.exit('pandas' in sys.modules)"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_run_given_twice_counts_its_launches_twice() -> None:
-    run: Run = made_up.run([result("core", 1.0)])
-    cases = cases_frame(results_frame([run, run]))
-    assert cells(cases["launches", "core"]) == [2]
-
-
-def test_show_writes_csv_but_not_beside_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(tmp_path / "a.jsonl")
-    with RunWriter.create(path, made_up.header()) as writer:
-        writer.append(result("core", 1.5))
-    cli.main(["show", path, "--csv"], standalone_mode=False)
-    (line,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert (line["impl"], line["param.size"], line["median_s"]) == ("core", "64", "1.5")
-    with pytest.raises(click.UsageError, match="--json and --csv"):
-        cli.main(["show", path, "--csv", "--json"], standalone_mode=False)

@@ -22,7 +22,7 @@ from dtbench.records.frame import cases_frame, results_frame
 from dtbench.records.frame import cells as cells_of
 from dtbench.reporting.run_tables import print_runs, print_runs_json
 from dtbench.suite import Result, Run
-from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING
+from dtbench.suite.errors import EXIT_INCONCLUSIVE
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.text.terminal import new_console, print_columns, print_line
@@ -127,15 +127,6 @@ def test_bandwidths_have_a_unit_of_their_own(capsys: Capture) -> None:
     assert [row["busbw [GB/s]"] for row in rows] == ["1.000", "1.500"]
 
 
-def test_bandwidths_of_several_impls_are_told_apart(capsys: Capture) -> None:
-    results = [
-        result("bucketer", "reduce_scatter", i, 1e-3, algbw_Bps=b) for i, b in (("core", 1e9), ("limit", 4e9))
-    ]
-    print_runs([run(*results)])
-    (row,) = table_of(capsys.readouterr().out, "bucketer")
-    assert (row["core algbw [GB/s]"], row["limit algbw [GB/s]"]) == ("1.000", "4.000")
-
-
 def test_what_one_process_measures_has_no_ranks_and_no_mesh(capsys: Capture) -> None:
     alone = result("dispatch", "add", "core", 4e-6)
     samples = {str(rank): (1.0, 2.0, 3.0) for rank in range(4)}
@@ -164,13 +155,6 @@ def test_the_same_figure_stands_on_the_line_of_a_run_in_its_table_and_in_frames(
         assert float(words[-3]) == float(row["core [µs]"]) == pytest.approx(cell * 1e6)
         (merged,) = cells_of(cases_frame(run(one))["spread", "core"])
         assert merged == pytest.approx(spread)
-
-
-def test_over_launches_the_spread_is_up_to_the_upper_quartile_of_theirs() -> None:
-    launches = [result("dispatch", "add", "core", 1e-6 * (1 + i), i) for i in range(5)]
-    # Minima of 1 to 5 us, upper quartiles of 2.5 to 12.5: median 3, upper quartile 10.
-    (spread,) = cells_of(cases_frame(run(*launches))["spread", "core"])
-    assert spread == pytest.approx(10 / 3 - 1)
 
 
 def test_cases_are_chosen_and_sorted(dtbench: Cli, tmp_path: Path) -> None:
@@ -235,19 +219,6 @@ def test_a_table_of_three_impls_fits_what_reads_it(
         assert len(rows) == 2 and all({"2.000", "4.000", "1.000", "0.500x"} <= set(row) for row in rows)
         assert ("+150%" in rows[0]) == (form == "whole")
     assert ("left out at 100 columns: spread, from last" in table) == (form == "no spreads")
-
-
-def test_launches_are_drawn_together(capsys: Capture) -> None:
-    print_runs([run(*(result("dispatch", "add", "core", s * 1e-6, i) for i, s in enumerate((4, 5, 9))))])
-    (row,) = table_of(capsys.readouterr().out, "dispatch: min of the samples, median over 3 launches")
-    assert row["core [µs]"] == "5.000"
-
-
-def test_the_bandwidth_shown_is_that_of_the_time_shown(capsys: Capture) -> None:
-    results = [result("s", "a", "c10d", t, i, algbw_Bps=1e6 / (1.5 * t)) for i, t in enumerate((1.0, 3.0))]
-    print_runs([run(*results)])
-    (row,) = table_of(capsys.readouterr().out, "s: p25 of the samples, median over 2 launches")
-    assert (row["c10d [s]"], row["algbw [kB/s]"]) == ("3.000", "333.3")
 
 
 def test_the_head_tells_where_it_was_measured(capsys: Capture) -> None:
@@ -375,25 +346,6 @@ def test_a_comparison_shows_the_worst_first_and_its_notes(capsys: Capture) -> No
     assert rows[1]["why"] == "not measured in new"
     assert "note: the same run is on both sides\n" in out
     assert out.endswith("\n1 slower, 1 missing, 1 same\n")
-
-
-def test_two_sides_without_a_case_in_common_are_one_line(capsys: Capture) -> None:
-    base = run(result("dispatch", "add", "core", 1e-5), result("dispatch", "mul", "core", 1e-5))
-    for new, has in (
-        (run(), "0 cases"),
-        (run(result("dispatch", "add", "torch", 1e-5)), "1 case of dispatch"),
-    ):
-        comparison = compare([base], [new])
-        print_comparison(comparison)
-        (line,) = capsys.readouterr().out.splitlines()
-        assert line.startswith(
-            "nothing to compare: the two sides have no case in common (base has 2 cases of "
-        )
-        assert f"new has {has})" in line
-        assert comparison.exit_code == EXIT_NOTHING
-    skipped = run(result("dispatch", "add", "core", 1e-5, status="skipped", time_s=None))
-    print_comparison(compare([skipped], [skipped]))
-    assert capsys.readouterr().out.endswith("\nnothing to compare\n")
 
 
 def test_findings_name_effect_and_remedy(capsys: Capture) -> None:

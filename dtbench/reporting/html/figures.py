@@ -357,7 +357,8 @@ def bars(
 
     order: of the names of parts, which have a shade each.
     """
-    shades, drawn = shades_of(order), list[Panel]()
+    shades = shades_of(order)
+    drawn: list[Panel] = []
     for title, rows in panels.items():
         top = max((bar.reach for bar in rows), default=0.0)
         if top > 0:
