@@ -244,8 +244,14 @@ def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
 
     last, line, errors = "", Line(progress), []
     command = [sys.executable, "-P", "-m", "dtbench", *words]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, **output, text=True, errors="replace", start_new_session=True) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # an interrupt of the terminal reaches it through us
+    ) as process:
         assert process.stdout is not None
         try:
             for text in process.stdout:
