@@ -250,7 +250,7 @@ def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
+        start_new_session=True,  # an interrupt of the terminal reaches it through us
     ) as process:
         assert process.stdout is not None
         try:

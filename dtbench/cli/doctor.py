@@ -39,8 +39,8 @@ def print_findings(findings: Sequence[MachineFinding], as_json: bool = False) ->
         return
     console = new_console()
     marks = {True: Text("ok", "green"), False: Text("DISTURBS", "red"), None: Text("unknown", "yellow")}
-    checks, found = [f.check for f in findings], [f.got for f in findings]
-    print_columns(console, [("", [marks[f.ok] for f in findings]), ("check", checks), ("found", found)])
+    checks, got = [f.check for f in findings], [f.got for f in findings]
+    print_columns(console, [("", [marks[f.ok] for f in findings]), ("check", checks), ("found", got)])
     bad = [f for f in findings if f.ok is False]
     for finding in bad:
         print_line(console, f"{finding.check}: {finding.got}")

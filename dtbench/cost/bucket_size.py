@@ -109,5 +109,4 @@ def choose(
 def _smallest(times_s: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
     """(replicates, sizes) -> the index of the first whose rate is within 5% of the best, per replicate."""
     best = times_s.min(axis=1, keepdims=True)
-    first: npt.NDArray[np.intp] = np.argmax(best / times_s >= 1 - WITHIN, axis=1)
-    return first
+    return np.asarray(np.argmax(best / times_s >= 1 - WITHIN, axis=1))

@@ -156,17 +156,17 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda" or rehearsing()
 
 
-def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> DeviceType:
+def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
     """The device type to measure on.
 
     Raises:
         UsageError: "cuda" without CUDA.
     """
-    if asked == "cpu" or rehearsing():
+    if wanted == "cpu" or rehearsing():
         return "cpu"
     if gpus().count():
         return "cuda"
-    if asked == "cuda":
+    if wanted == "cuda":
         raise UsageError(
             "--device cuda: torch finds no CUDA device here; expected a GPU, its driver and a CUDA build "
             "of torch; use --device cpu, or ask `dtbench doctor`"

@@ -57,8 +57,8 @@ class Surroundings:
     @property
     def local_ranks(self) -> int:
         """How many ranks will share this host: torchrun's, one per GPU, or the default."""
-        told = _positive_int(self.env.get("LOCAL_WORLD_SIZE", ""))
-        return told or len(list(self.root.glob("dev/nvidia[0-9]*"))) or DEFAULT_CPU_RANKS
+        launched = _positive_int(self.env.get("LOCAL_WORLD_SIZE", ""))
+        return launched or len(list(self.root.glob("dev/nvidia[0-9]*"))) or DEFAULT_CPU_RANKS
 
 
 def examine(here: Surroundings | None = None) -> list[MachineFinding]:

@@ -39,8 +39,8 @@ def run_git(
 
 def _without_filters(cwd: Path | None, env: Mapping[str, str] | None, timeout_s: float) -> dict[str, str]:
     """Settings by which no filter that is configured does anything: an empty command leaves a file as it is."""
-    asked = _run(("config", "--null", "--name-only", "--get-regexp", _FILTERS), _OFF, cwd, env, timeout_s)
-    names = [name for name in asked.stdout.split("\0") if name]
+    listed = _run(("config", "--null", "--name-only", "--get-regexp", _FILTERS), _OFF, cwd, env, timeout_s)
+    names = [name for name in listed.stdout.split("\0") if name]
     return {name: "false" if name.endswith(".required") else "" for name in names}
 
 
@@ -53,8 +53,8 @@ def _run(
 ) -> subprocess.CompletedProcess[str]:
     own = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     # Names of filters may hold what `-c` cannot; the user's own settings in the environment stay.
-    given = os.environ.get("GIT_CONFIG_COUNT", "")
-    first = int(given) if given.isascii() and given.isdigit() else 0
+    count = os.environ.get("GIT_CONFIG_COUNT", "")
+    first = int(count) if count.isascii() and count.isdigit() else 0
     own["GIT_CONFIG_COUNT"] = str(first + len(settings))
     for number, (name, value) in enumerate(settings.items(), first):
         own |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}

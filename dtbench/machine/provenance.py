@@ -273,8 +273,8 @@ def usable_cpus() -> list[int]:
 
 def _cpu_model(cpuinfo: str) -> str | None:
     for name in ("model name", "Model", "Hardware", "cpu model"):
-        if found := re.search(rf"^{name}\s*:\s*(.+)$", cpuinfo, re.MULTILINE):
-            return found[1].strip()
+        if match := re.search(rf"^{name}\s*:\s*(.+)$", cpuinfo, re.MULTILINE):
+            return match[1].strip()
     return platform.processor() or platform.machine() or None
 
 
@@ -288,8 +288,8 @@ def _physical_cores(cpuinfo: str) -> int | None:
 
 
 def _memory_bytes(root: Path) -> int | None:
-    found = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    match = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def _read(path: Path) -> str:
@@ -447,8 +447,8 @@ def _bus_id(info: object) -> str | None:
     """NVML's PCI address as the kernel spells it: `0000:1b:00.0`, four digits for the domain."""
     text = getattr(info, "busId", None)
     text = text.decode(errors="replace") if isinstance(text, bytes) else text
-    found = re.fullmatch(r"([0-9a-fA-F]{4,8})(:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])", text or "")
-    return f"{int(found[1], 16):04x}{found[2].lower()}" if found else None
+    match = re.fullmatch(r"([0-9a-fA-F]{4,8})(:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])", text or "")
+    return f"{int(match[1], 16):04x}{match[2].lower()}" if match else None
 
 
 def _nvlink_peers(device: NvmlDevice) -> dict[str, object] | None:

@@ -40,24 +40,24 @@ class CleanStream(io.TextIOWrapper):
         return len(text)
 
 
-def _shown(found: re.Match[str]) -> str:
-    return found[1] or ascii(found[0])[1:-1]
+def _shown(match: re.Match[str]) -> str:
+    return match[1] or ascii(match[0])[1:-1]
 
 
 @contextlib.contextmanager
 def clean_output() -> Iterator[None]:
     """Within the block standard output and error are clean."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    made: dict[str, CleanStream] = {}
+    cleaned: dict[str, CleanStream] = {}
     for name, stream in before.items():
         with contextlib.suppress(AttributeError, ValueError, OSError):  # one without bytes below stays
             stream.flush()
-            made[name] = CleanStream(stream)
-            setattr(sys, name, made[name])
+            cleaned[name] = CleanStream(stream)
+            setattr(sys, name, cleaned[name])
     try:
         yield
     finally:
-        for name, stream in made.items():
+        for name, stream in cleaned.items():
             if getattr(sys, name) is stream:
                 setattr(sys, name, before[name])
             with contextlib.suppress(OSError, ValueError):

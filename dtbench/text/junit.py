@@ -35,12 +35,12 @@ def document(suite: str, cases: Sequence[Testcase], seconds: float | None = None
     if seconds is not None:
         of.set("time", f"{seconds:.3f}")
     for case in cases:
-        made = ET.SubElement(of, "testcase", classname=_xml(case.classname), name=_xml(case.name))
+        element = ET.SubElement(of, "testcase", classname=_xml(case.classname), name=_xml(case.name))
         text = _xml(case.details or case.message)
         if case.outcome != "passed":
-            ET.SubElement(made, case.outcome, message=_xml(case.message)).text = text
+            ET.SubElement(element, case.outcome, message=_xml(case.message)).text = text
         elif text:
-            ET.SubElement(made, "system-out").text = text
+            ET.SubElement(element, "system-out").text = text
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 

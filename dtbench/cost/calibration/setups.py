@@ -38,16 +38,16 @@ def setup_of(run: Run) -> dict[str, object]:
     mesh, machine = header.mesh, header.machine
     order: dict[str, int] = {}
     layout = [order.setdefault(host or "?", len(order)) for host in hosts_of(header)]
-    told: dict[str, object] = {
+    setup: dict[str, object] = {
         "backend": backend(header),
         "device type": device_type(header),
         "CPU": machine.cpu.model or "unknown",
         "GPUs": ", ".join(str(gpu.name) for gpu in machine.gpus) or "none",
     }
     if mesh.shape:
-        told["mesh"] = ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
-        told["hosts of the ranks"] = layout
-    return told
+        setup["mesh"] = ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
+        setup["hosts of the ranks"] = layout
+    return setup
 
 
 def backend(header: Header) -> str:

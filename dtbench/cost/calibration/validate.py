@@ -150,10 +150,10 @@ def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) ->
             fitted = {row.size_bytes: row.launch_us for row in curve.table if use_fitted}
             for point in call.points:
                 _score_point(into, models, dim.name, what, call.name, point, curve)
-                known = [us for us in fitted.get(point.size_bytes, ()) if us is not None]
+                of_fit = [us for us in fitted.get(point.size_bytes, ()) if us is not None]
                 new = list(point.by_launch.values())
                 for i, value in enumerate(new):
-                    for forecast in (*new[:i], *new[i + 1 :], *known):
+                    for forecast in (*new[:i], *new[i + 1 :], *of_fit):
                         into.add("floor", point.size_bytes, forecast, value)
     return tuple(
         errors[name].group(name) for name in sorted(errors, key=lambda n: (n != RING, n != OTHER, n))
@@ -188,8 +188,8 @@ def _names(dims: Sequence[MeasuredDim]) -> str:
 
 
 def _fitted_on(topology: Topology, runs: Sequence[Run], same: bool) -> list[str]:
-    known = {run.run_id for run in topology.runs}
-    own = [str(run.path) for run in runs if run.header.run_id in known]
+    fitted_on = {run.run_id for run in topology.runs}
+    own = [str(run.path) for run in runs if run.header.run_id in fitted_on]
     if own and not same:
         raise UsageError(
             f"{', '.join(own)} is what the topology was fitted on, so its errors would flatter: "
@@ -209,10 +209,10 @@ def _common(topology: Topology, measured: Sequence[MeasuredDim], runs: Sequence[
             raise UsageError(
                 f"the topology is of {what} {ours}, {path} of {theirs}: calibrate on what is used"
             )
-    known = {dim.name: dim.ranks for dim in topology.dims}
-    common = [dim for dim in measured if known.get(dim.name) == dim.ranks and [*dim.all_calls()]]
+    fitted = {dim.name: dim.ranks for dim in topology.dims}
+    common = [dim for dim in measured if fitted.get(dim.name) == dim.ranks and [*dim.all_calls()]]
     if not common:
-        have = ", ".join(f"{name}={ranks}" for name, ranks in known.items())
+        have = ", ".join(f"{name}={ranks}" for name, ranks in fitted.items())
         raise UsageError(
             f"no mesh dim of the topology ({have}) was measured in {path} ({_names(measured)}): "
             "give a run of `dtbench run collectives redistribute` on the same mesh"
@@ -301,8 +301,8 @@ class Models:
 
     def curve(self, dim: str, what: str, name: str) -> MeasuredCurve | None:
         """what: "collectives", or the impl that changes a placement."""
-        found = self.dims[dim]
-        curves = found.collectives if what == COLLECTIVES else found.transitions.get(what, {})
+        of_dim = self.dims[dim]
+        curves = of_dim.collectives if what == COLLECTIVES else of_dim.transitions.get(what, {})
         return curves.get(name)
 
     def predict_us(self, dim: str, what: str, name: str, size_bytes: int) -> dict[str, float]:

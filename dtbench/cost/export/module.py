@@ -175,8 +175,8 @@ def _runtimes(
             small = [size for size in curve.sizes if size <= LATENCY_BYTES] or curve.sizes[:1]
             latency = min(map(curve.us, small))
             peak = max(_rate(curve, size, latency) for size in curve.sizes)
-            known = tables.setdefault(name, {}).get(place)
-            if peak and (known is None or peak < known[1]):  # of dims that lie alike the slower
+            other = tables.setdefault(name, {}).get(place)
+            if peak and (other is None or peak < other[1]):  # of dims that lie alike the slower
                 sizes = (64 * 2**k * dim.ranks for k in range(RAMP_POINTS))
                 tables[name][place] = (round(latency, 6), round(peak, 6))
                 ramps.setdefault(name, {})[place] = tuple(
