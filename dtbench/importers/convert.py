@@ -117,7 +117,11 @@ def _agree(usable: Sequence[tuple[Log, LogTable]], one_mesh: bool) -> None:
 
 def _hosts(table: LogTable) -> str | None:
     layout = _layout(table)
-    return layout and f"{max(layout) + 1} host(s), in the order {', '.join(map(str, layout[:16]))}"
+    return (
+        None
+        if layout is None
+        else f"{max(layout) + 1} host(s), in the order {', '.join(map(str, layout[:16]))}"
+    )
 
 
 def _dims(usable: Sequence[tuple[Log, LogTable]], mesh: Mesh | None, dim: str | None) -> dict[int, str]:

@@ -36,10 +36,7 @@ MAX_JSON_BYTES = 64 * 2**20
 MAX_TRACE_BYTES = 32 * 2**20
 _HEAD_BYTES = 4096
 _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
-KINDS = (
-    "a run, a topology, results of gate, regret or profile, a history, "
-    "or a table of verdicts on ops"
-)
+KINDS = "a run, a topology, results of gate, regret or profile, a history, or a table of verdicts on ops"
 
 
 # What has the `kind` in a JSON file: the field of `Sources`, the struct, and whose output it is.
