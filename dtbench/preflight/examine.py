@@ -15,7 +15,7 @@ import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal, Required, TypedDict
+from typing import Any
 
 from msgspec import Struct
 
@@ -43,19 +43,8 @@ FIRST_BYTES, MOST_BYTES = 2**16, 2**28
 MATMUL, COPY = "matrix products", "memory copies"
 
 
-class ProbeCommand(TypedDict, total=False):
-    """What the ranks are to do, as JSON; `pairs`, `work` and `_collective` make them."""
-
-    do: Required[Literal["pairs", "all_reduce", "work", "place"]]
-    reps: int
-    bytes: int
-    rounds: Sequence[Sequence[Sequence[int]]]
-    dim: str
-    ranks: Sequence[int]
-    kind: str
-    turns: Sequence[Sequence[int]]
-
-
+# What the ranks are to do, as JSON: `do` is pairs, all_reduce, work or place; see `pairs`, `work` and `_collective`.
+ProbeCommand = dict[str, Any]
 # By rank what it measured, in seconds; the shape is the command's, see `part.Probe`.
 Answers = Sequence[Any]
 # By rank its kernel, the CPUs that it may use (none: it works on a device of its own) and its threads.

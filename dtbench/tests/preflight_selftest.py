@@ -14,7 +14,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -165,14 +165,12 @@ class Pool:
         ]
 
 
-def trial(pool: Mapping[str, Any], seed: int) -> Examination:
-    """One examination of drawn times."""
-    drawn = Pool(pool, seed)
-    examining = examine(drawn.world)
+def drive(examining: Examining, answer: Callable[[ProbeCommand], list[Any]]) -> Examination:
+    """An examination whose commands are answered so."""
     command = next(examining)
     while True:
         try:
-            command = examining.send(drawn.answer(command))
+            command = examining.send(answer(command))
         except StopIteration as end:
             examination: Examination = end.value
             return examination
@@ -199,7 +197,8 @@ def judge(pools: Sequence[Mapping[str, Any]], trials: int, slow: int | None) -> 
     """So many trials, shared among the pools."""
     tally = Tally()
     for number in range(trials):
-        tally.add(trial(pools[number % len(pools)], number), slow)
+        drawn = Pool(pools[number % len(pools)], number)
+        tally.add(drive(examine(drawn.world), drawn.answer), slow)
     return tally
 
 

@@ -121,14 +121,7 @@ class Ranks:
         ]
 
     def examine(self) -> Examination:
-        examining = examine(self.world)
-        command = next(examining)
-        while True:
-            try:
-                command = examining.send(self.answer(command))
-            except StopIteration as end:
-                examination: Examination = end.value
-                return examination
+        return selftest.drive(examine(self.world), self.answer)
 
 
 def hosts_of(count: int, ranks: int = 1) -> list[str]:
@@ -233,10 +226,8 @@ def test_whatever_the_speeds_it_ends_and_names_what_is_there(hosts: int, ranks: 
 
 
 def test_sizes_are_those_that_take_about_as_long_as_wanted() -> None:
-    assert fitting_bytes(2**16, 0.04) == 2**16
-    assert fitting_bytes(2**16, 0.00125) == 2**21
-    assert fitting_bytes(2**16, 1e-9) == 2**28
-    assert fitting_bytes(2**16, 10) == 2**16
+    for seconds, size in ((0.04, 2**16), (0.00125, 2**21), (1e-9, 2**28), (10, 2**16)):
+        assert fitting_bytes(2**16, seconds) == size
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_kernels() -> None:
@@ -259,13 +250,8 @@ def pool(slow: int | None = None) -> dict[str, Any]:
             gathered.update(json.loads(text))
 
     ranks = Ranks(hosts_of(8), (lambda _a, _b: 1.0) if slow is None else slow_rank(slow, 0.8))
-    examining = selftest.gather_pool(ranks.world, Kept(), 30)  # type: ignore[arg-type]
-    command = next(examining)
-    try:
-        while True:
-            command = examining.send(ranks.answer(command))
-    except StopIteration:
-        return gathered
+    selftest.drive(selftest.gather_pool(ranks.world, Kept(), 30), ranks.answer)  # type: ignore[arg-type]
+    return gathered
 
 
 def test_trials_of_a_gathered_pool_name_what_is_slow_in_it() -> None:
