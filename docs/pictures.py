@@ -28,7 +28,6 @@ PAGES = {
     "report": "reports/example.html",
     "gate": "reports/example-gate.html",
     "import": "reports/example-imported.html",
-    "flame": "results/profile/to_local/flame.svg",
 }
 # Commands that write {page}, and what of it is seen.
 REPORT = "dtbench report {files} -o {{page}}"

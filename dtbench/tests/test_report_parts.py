@@ -659,7 +659,7 @@ def test_few_ops_have_no_distribution() -> None:
     assert [figure.panels[0].prefix for figure in section("dispatch", few).figures] == ["dispatch0"]
 
 
-def test_a_name_leads_to_the_flame_graph_that_was_recorded(tmp_path: Path) -> None:
+def test_a_name_leads_to_the_frames_that_were_recorded(tmp_path: Path) -> None:
     gate = made_up_findings.write(tmp_path, "gate.json", made_up_findings.gate())
     profile = tmp_path / "a profile"
     profile.mkdir()
@@ -667,13 +667,13 @@ def test_a_name_leads_to_the_flame_graph_that_was_recorded(tmp_path: Path) -> No
     alone = tmp_path / "alone.html"
     reporting.write_report(gather([gate, profile]), alone)
     assert "a%20profile" not in alone.read_text("utf-8")  # nothing was recorded but a table
-    (profile / "flame.svg").write_text("<svg/>")
+    (profile / "speedscope.json").write_text("{}")
     page_path = tmp_path / "pages" / "page.html"
     page_path.parent.mkdir()
     reporting.write_report(gather([gate, profile]), page_path)
     text = page_path.read_text("utf-8")
-    links = re.findall(r'<a href="(\.\./a%20profile/flame\.svg)">(?:<text[^>]*>)?(\w+)', text)
-    assert links == [("../a%20profile/flame.svg", "add")] * 2  # in the figure and in the table
+    links = re.findall(r'<a href="(\.\./a%20profile/speedscope\.json)">(?:<text[^>]*>)?(\w+)', text)
+    assert links == [("../a%20profile/speedscope.json", "add")] * 2  # in the figure and in the table
     assert (page_path.parent / unquote(links[0][0])).is_file()
 
 

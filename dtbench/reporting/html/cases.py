@@ -33,7 +33,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Case:
-    """One case with the impls that were measured for it. profile: the address of its flame graph or trace."""
+    """One case with the impls that were measured for it. profile: the address of its recorded frames or trace."""
 
     name: str
     params: Mapping[str, Param]

@@ -38,7 +38,7 @@ class Material:
         }
 
     def profile_of(self, suite: str, name: str, params: Mapping[str, Param]) -> str:
-        """The address of a case's flame graph or trace, as seen from the page; "" where none was recorded."""
+        """The address of a case's recorded frames or trace, as seen from the page; "" where none was recorded."""
         label = " ".join([suite, name, *(f"{key}={value}" for key, value in params.items())])
         path = self.sources.recorded.get(words_of(label)) if self.sources.recorded else None
         return "" if path is None or self.folder is None else quote(os.path.relpath(path, self.folder))

@@ -71,7 +71,7 @@ class Sources:
     systems: runs of collectives of several setups, each with its launches; the first one's are `runs`, too.
     sweep: runs with forced variables and without; the latter are `runs`, too.
     spans: section of a rank profile -> what each rank did in one iteration of it.
-    recorded: the words of a profiled case -> its flame graph, or the trace of its ranks.
+    recorded: the words of a profiled case -> the frames of its calls, or the trace of its ranks.
     verdicts: runs of the suite `coverage`, baseline tables of it. peaks: mesh dim -> bytes per second that no
     collective over it can pass, as the user knows.
     """
@@ -198,8 +198,8 @@ def _with_profile(sources: Sources, folder: Path) -> Sources:
     table = folder / "table.json"
     calls, known = len(sources.calls), len(sources.ranks)
     sources = _with_json(sources, table, read_json(table, KINDS, MAX_JSON_BYTES))
-    trace, flame = folder / "trace.json.gz", folder / "flame.svg"
-    if pictured := next((path for path in (flame, trace) if path.is_file()), None):
+    trace, frames = folder / "trace.json.gz", folder / "speedscope.json"
+    if pictured := next((path for path in (frames, trace) if path.is_file()), None):
         labels = [*(c.label for c in sources.calls[calls:]), *(r.label for r in sources.ranks[known:])]
         recorded = {words_of(label): pictured for label in labels}
         sources = replace(sources, recorded={**sources.recorded, **recorded})

@@ -135,8 +135,8 @@ def _intervals(section: Section, of: Material, changes: Changes) -> Figure | Non
         STYLES,
         "Time now over time before, the slowest first, on a logarithmic axis; the line at 1 is no change, the grey "
         "band is too small to count. What lies right of it with its whole interval is slower. An arrowhead "
-        f"at the end of an interval: no bound yet on that side. {changes.bounds} A name leads to its flame graph or "
-        "trace where one was recorded, else to its row.",
+        f"at the end of an interval: no bound yet on that side. {changes.bounds} A name leads to its frames or trace "
+        "where these were recorded, else to its row.",
         axis,
         desc=lambda of: f"Ratios of {len(of)} cases with their intervals; {slower} are slower.",
         intervals=True,
