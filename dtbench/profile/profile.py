@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from dtbench.engine.rank import quiet_torch
 from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.records.atomic import refuse_taken
-from dtbench.records.profile import Calls
+from dtbench.records.profile import Calls, CallStages
 from dtbench.suite import DeviceType
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.suite.suites import load
@@ -130,7 +130,9 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     say(
         f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"
     )
-    tables, folded, failed = [], {}, False
+    tables: list[CallStages] = []
+    folded: dict[str, Mapping[tuple[str, ...], float]] = {}
+    failed = False
     with simulated_world(device_of(device_type, 0)) as world:
         for task in tasks:
             floor_ns = None
