@@ -179,7 +179,16 @@ class GateRun:
             )
         order = dict.fromkeys(b.key for b in [*old.listing.benchmarks, *new.listing.benchmarks])
         ended = tuple(self.judged[key] for key in order if key in self.judged)
-        base, head = (_record_of(arm) for arm in self.arms)
+        base, head = (
+            ArmRecord(
+                arm=arm.text,
+                commit=arm.revision or None,
+                built=arm.note,
+                python=arm.python_version,
+                torch=arm.torch_version,
+            )
+            for arm in self.arms
+        )
         allow_new = self.options.allow_new
         return Gate(
             exit_code=exit_code_of(ended, trust, allow_new=allow_new),
@@ -284,13 +293,3 @@ def _remedy(launches: int, spent_s: float) -> str:
         return f": give --budget more, or {_NARROW}"
     more_s = spent_s / launches * max(MOST_LAUNCHES - launches, 1)
     return f": {about(more_s)} more would hold all; give --budget so much more, or {_NARROW}"
-
-
-def _record_of(arm: Arm) -> ArmRecord:
-    return ArmRecord(
-        arm=arm.text,
-        commit=arm.revision or None,
-        built=arm.note,
-        python=arm.python_version,
-        torch=arm.torch_version,
-    )

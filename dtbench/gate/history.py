@@ -6,7 +6,6 @@ baseline and are refused.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -34,12 +33,11 @@ def history_file(folder: Path) -> Path:
     path = file_of(folder, machine)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(path if path.exists() else folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if path.exists():
+            path.open("ab").close()
+            read_history(path, machine)
     except OSError as error:
         raise _no_place(path, error) from error
-    if path.exists():
-        read_history(path, machine)
     return path
 
 

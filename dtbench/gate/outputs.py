@@ -15,8 +15,6 @@ from dtbench.text.units import format_seconds
 
 # So many benchmarks are listed whole; of more, those that pass are only counted.
 LISTED = 60
-# So many whose budget was spent are named; more are counted.
-CUT_LISTED = 3
 SUMMARY_ROWS = 200  # GitHub takes a summary of 1 MiB
 ANNOTATIONS = 10  # GitHub shows ten of a kind per step
 
@@ -54,24 +52,23 @@ def words(judged: Judged) -> str:
 def lines(report: Gate) -> list[str]:
     """For a terminal."""
     shown = ordered(report.benchmarks)
-    if len(shown) > LISTED:
+    hidden = report.count(Verdict.PASS) if len(shown) > LISTED else 0
+    if hidden:
         shown = [j for j in shown if j.verdict is not Verdict.PASS]
-    cut = [j for j in shown if j.verdict is Verdict.INCONCLUSIVE and j.reason.startswith("the budget of")]
-    if len(cut) > CUT_LISTED:  # a note says what budget would do
-        shown = [j for j in shown if j not in cut]
-    rows = [f"{j.verdict.name:<12}  {plain(j.label)}\n{'':14}{plain(words(j))}" for j in shown]
-    if len(cut) > CUT_LISTED:
-        rows.append(f"{'INCONCLUSIVE':<12}  {len(cut)} benchmarks, for which the budget was too small")
-    left = report.count(Verdict.PASS) if len(report.benchmarks) > LISTED else 0
-    rows += [f"{'PASS':<12}  {left} more"] if left else []
     trust = report.trust
     moves = (("control", trust.control, trust.control_pairs), ("base/base", trust.null, trust.null_pairs))
-    rows += [
-        f"{name}: {ratio - 1:+.2%} over {pairs} pairs" for name, ratio, pairs in moves if ratio is not None
+    return [
+        *(f"{j.verdict.name:<12}  {plain(j.label)}\n{'':14}{plain(words(j))}" for j in shown),
+        *([f"{'PASS':<12}  {hidden} more"] if hidden else []),
+        *(
+            f"{name}: {ratio - 1:+.2%} over {pairs} pairs"
+            for name, ratio, pairs in moves
+            if ratio is not None
+        ),
+        *(f"UNTRUSTED: {plain(reason)}: no verdict by time holds" for reason in trust.reasons),
+        *(f"note: {plain(note)}" for note in report.notes),
+        report.sentence,
     ]
-    rows += [f"UNTRUSTED: {plain(reason)}: no verdict by time holds" for reason in report.trust.reasons]
-    rows += [f"note: {plain(note)}" for note in report.notes]
-    return [*rows, report.sentence]
 
 
 # --------------------------------------------------------------------------------- other tools

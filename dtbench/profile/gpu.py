@@ -9,7 +9,6 @@ from dtbench.machine import provenance as machine
 
 # NVML renews clocks and power every 20 to 100 ms, depending on the GPU; a reading takes about 1 ms.
 SAMPLE_EVERY_S = 0.05
-COUNTERS = ("sm_clock_MHz", "memory_clock_MHz", "temperature_C", "power_W")
 
 
 class Sampler:
@@ -40,8 +39,13 @@ class Sampler:
             at_us = (before_ns + time.time_ns()) / 2e3
             if state is not None:
                 self.reasons.update(state["throttled_by"])
-                values = {name: state[name] for name in COUNTERS}
-                values["throttled"] = float(bool(state["throttled_by"]))
+                values = {
+                    "sm_clock_MHz": state["sm_clock_MHz"],
+                    "memory_clock_MHz": state["memory_clock_MHz"],
+                    "temperature_C": state["temperature_C"],
+                    "power_W": state["power_W"],
+                    "throttled": bool(state["throttled_by"]),
+                }
                 for name, value in values.items():
                     if value is not None:
                         self.samples.setdefault(name, []).append((at_us, float(value)))

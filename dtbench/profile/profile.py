@@ -19,7 +19,7 @@ from dtbench.engine.rank import quiet_torch
 from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.records.atomic import refuse_taken
-from dtbench.records.profile import Calls
+from dtbench.records.profile import Calls, CallStages
 from dtbench.suite import DeviceType
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.text.units import plural
@@ -123,7 +123,9 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     say(
         f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"
     )
-    tables, folded, failed = [], dict[str, Mapping[tuple[str, ...], float]](), False
+    tables: list[CallStages] = []
+    folded: dict[str, Mapping[tuple[str, ...], float]] = {}
+    failed = False
     with simulated_world(device_of(device_type, 0)) as world:
         for task in tasks:
             floor_ns = None

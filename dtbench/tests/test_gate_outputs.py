@@ -121,11 +121,3 @@ def test_counters_are_told_in_words() -> None:
     counters = {"python_calls": Counts(41.0, 43.0), "collectives": Counts(1.0, 2.0)}
     counted = verdict.judged(benchmark("s"), Verdict.REGRESSION, counters=counters)
     assert outputs.words(counted) == "python_calls 41 -> 43, collectives 1 -> 2"
-
-
-def test_benchmarks_that_the_budget_left_are_counted() -> None:
-    reason = "the budget of 4 s holds no further launch; it was not measured"
-    left = [judged(Verdict.INCONCLUSIVE, f"b{n}", reason) for n in range(5)]
-    lines = outputs.lines(report([*left, judged(Verdict.INCONCLUSIVE, "b9", "neither slower nor same")]))
-    named = [line for line in lines if line.startswith("INCONCLUSIVE")]
-    assert len(named) == 2 and any("5 benchmarks" in line for line in named)

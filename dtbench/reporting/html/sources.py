@@ -53,7 +53,7 @@ class Sources:
 
     systems: runs of collectives of several setups, each with its launches; the first one's are `runs`, too.
     spans: section of a rank profile -> what each rank did in one iteration of it.
-    recorded: the words of a profiled case -> its flame graph, or the trace of its ranks.
+    recorded: the words of a profiled case -> the frames of its calls, or the trace of its ranks.
     peaks: mesh dim -> bytes per second that no
     collective over it can pass, as the user knows.
     """
