@@ -125,6 +125,9 @@ class Diagnosis:
 
 
 INTERRUPTED = Diagnosis("interrupted", None, EXIT_INTERRUPTED, blames_case=False)
+LAUNCHER_DIED = Diagnosis(
+    "the process that started the ranks died or cannot be reached", None, blames_case=False
+)
 
 
 def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], timeout_s: float) -> Diagnosis:
@@ -381,8 +384,7 @@ class FailureDetector:
     def _without_store(self) -> Diagnosis:
         """The store is gone, and with it whoever served it; the other ranks cannot be asked."""
         if self._serving_rank is None:
-            sentence = "the process that started the ranks died or cannot be reached"
-            return Diagnosis(sentence, None, blames_case=False)
+            return LAUNCHER_DIED
         who = f"rank {self._serving_rank} on {self._hosts[self._serving_rank]}"
         return Diagnosis(f"{who} died or did not answer", self._serving_rank)
 

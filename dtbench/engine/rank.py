@@ -28,7 +28,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from dtbench._version import __version__
 from dtbench.engine import clocks
-from dtbench.engine.failure import ActiveCase, Diagnosis, FailureDetector, block_signals, exit_now, farewell
+from dtbench.engine.failure import (
+    LAUNCHER_DIED,
+    ActiveCase,
+    Diagnosis,
+    FailureDetector,
+    block_signals,
+    exit_now,
+    farewell,
+)
 from dtbench.engine.parent import NOTE
 from dtbench.engine.place import Note, RankPlace, find_place, launch_number
 from dtbench.engine.ranks import (
@@ -232,7 +240,7 @@ class LaunchedRank:
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
         at_work = {"case": self.now} if self.now.name else {}  # else rank 0 may be, which has noted it
-        if not self.note(diagnosis=diagnosis, **at_work):
+        if diagnosis == LAUNCHER_DIED or not self.note(diagnosis=diagnosis, **at_work):
             self._report(diagnosis, self.now)
 
 
