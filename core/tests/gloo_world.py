@@ -99,16 +99,16 @@ def _compared(fn: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse(
-    run: Callable[..., Any], fn: Callable[..., Any], *args: Any, told: str, error: type = object
+    run: Callable[..., Any], fn: Callable[..., Any], *args: Any, message: str, error: type = object
 ) -> None:
-    """Asserts that `fn(*args)` raises on every rank, this error with a message that matches `told`."""
+    """Asserts that `fn(*args)` raises on every rank, this error with a message that matches `message`."""
     try:
         run(fn, *args)
     except RankError as caught:
-        assert re.search(told, str(caught)), caught
+        assert re.search(message, str(caught)), caught
         assert isinstance(caught.__cause__, error) and len(caught.failures) == WORLD_SIZE, caught
     else:
-        raise AssertionError(f"{fn.__qualname__} raised nothing, expected {told!r}")
+        raise AssertionError(f"{fn.__qualname__} raised nothing, expected {message!r}")
 
 
 # --- meshes of ranks -------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class World:
         payload = pickle.dumps((args, kwargs))
         message = pickle.dumps((_name_of(fn), tuple(warnings.filters), payload, timeout_s))
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # dead already: told below
+            with contextlib.suppress(BrokenPipeError):  # dead already: reported below
                 pipe.send_bytes(message)
         answers, deaths = self._collect(time.monotonic() + timeout_s)
         errors = {rank: value for rank, (raised, value) in answers.items() if raised}
@@ -255,7 +255,7 @@ class World:
             return [answers[rank][1] for rank in range(len(self._pipes))]
         if hung := [r for r in range(len(self._pipes)) if r not in answers and r not in deaths]:
             time.sleep(0.5)  # for the stacks that they write
-        # A death explains its peers' errors, an error explains its peers' hanging: told in this order.
+        # A death explains its peers' errors, an error explains its peers' hanging: in this order.
         failures = {r: f"died (exit {self.processes[r].exitcode}):\n{self._tail(r)}" for r in deaths}
         failures |= {r: text for r, (text, _) in errors.items()}
         failures |= {r: f"did not answer in time; its stderr:\n{self._tail(r)}" for r in hung}

@@ -174,12 +174,12 @@ def test_dtensors_tensors_and_lists() -> None:
         assert isinstance(listed, DTensor) and listed.placements == other.placements
         same(listed.full_tensor(), 2 * whole)
         assert not isinstance(got["part"], DTensor) and tuple(got["part"].shape) == (2, 6)
-        for placements, over, told in (
+        for placements, over, message in (
             ((Replicate(), Shard(0)), dp, "expected Partial there"),
             ((Partial(), Partial()), dp, "summed over all mesh dims but the group's"),
             ((Partial(), Partial()), dist.group.WORLD, "summed over all mesh dims"),
         ):
-            with pytest.raises(BucketError, match=told):
+            with pytest.raises(BucketError, match=message):
                 bucketer.reduce_scatter_async(DTensor.from_local(whole, mesh, placements), over)
         bucketer.teardown()
 
@@ -264,12 +264,12 @@ def test_held_inputs_must_not_change(group: dist.ProcessGroup) -> None:
         (lambda t: t.add_(1), "got tensor 1 of 2 in this bucket changed"),
         (lambda t: t.untyped_storage().resize_(0), "got tensor 1 of 2 in this bucket freed"),
     ]
-    for change, told in spoil:
+    for change, message in spoil:
         tensors = [torch.ones(16), torch.ones(16)]
         for tensor in tensors:
             bucketer.reduce_scatter_async(tensor, group)
         change(tensors[1])
-        with pytest.raises(BucketError, match=told):
+        with pytest.raises(BucketError, match=message):
             bucketer.flush()
     got: list[Tensor] = []
     with torch.inference_mode():
@@ -367,15 +367,15 @@ def test_an_interrupted_callback_gives_its_buffers_back(group: dist.ProcessGroup
 
 def test_errors_are_those_fairscale_raises(group: dist.ProcessGroup) -> None:
     bucketer = ReduceScatterBucketer(bucket_cap_mb=25)
-    told = r"reduce_scatter received 7 inputs, expected group.size\(\) \(8\): pass one tensor"
-    with pytest.raises(AssertionError, match=told):
+    message = r"reduce_scatter received 7 inputs, expected group.size\(\) \(8\): pass one tensor"
+    with pytest.raises(AssertionError, match=message):
         bucketer.reduce_scatter_async([torch.ones(3)] * 7, group)
     bucketer.reduce_scatter_async(input_list=[torch.ones(3)] * 8, group=group, callback_fn=None)
     assert [*bucketer.buckets] == [(torch.float32, torch.ones(()).device, group)]
     (bucket,) = bucketer.buckets.values()
-    told = r"Incorrect call of teardown: .*1 inputs .*expected none: call flush\(\)"
+    message = r"Incorrect call of teardown: .*1 inputs .*expected none: call flush\(\)"
     for teardown in (bucketer.teardown, bucket.teardown):
-        with pytest.raises(AssertionError, match=told) as caught:
+        with pytest.raises(AssertionError, match=message) as caught:
             teardown()
         assert isinstance(caught.value, CoreError) and isinstance(caught.value, ValueError)
     bucketer.flush()
@@ -412,7 +412,7 @@ def test_a_group_of_one(fake_world: Callable[[int], None], hold: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"op": "max"}, "expected 'sum', 'avg', or 'premul'"),
         ({"op": "premul"}, "got op='premul' with factor=None"),
@@ -424,8 +424,8 @@ def test_a_group_of_one(fake_world: Callable[[int], None], hold: bool) -> None:
         ),
     ],
 )
-def test_options_that_make_no_sense(options: dict[str, object], told: str) -> None:
-    with pytest.raises(BucketError, match=told):
+def test_options_that_make_no_sense(options: dict[str, object], message: str) -> None:
+    with pytest.raises(BucketError, match=message):
         ReduceScatterBucketer(**options)  # type: ignore[arg-type]
 
 
@@ -437,7 +437,7 @@ def test_inputs_that_make_no_sense(group: dist.ProcessGroup) -> None:
     for _ in range(2):  # the second time on the short way, where there is one
         bucketer.reduce_scatter_async(torch.ones(8), group)
         holding.reduce_scatter_async(torch.ones(8), group)
-        for use, given, told in [
+        for use, given, message in [
             (holding, torch.ones(8).to_sparse(), "expected dense tensors"),
             (averaging, torch.ones(8, dtype=torch.int64), "expected a floating or complex dtype"),
             (to_real, torch.ones(8, dtype=torch.complex64), "expected a complex dtype"),
@@ -453,7 +453,7 @@ def test_inputs_that_make_no_sense(group: dist.ProcessGroup) -> None:
             (bucketer, [small] * 7, "received 7 inputs"),
             (bucketer, [], "received 0 inputs"),
         ]:
-            with pytest.raises(BucketError, match=told):
+            with pytest.raises(BucketError, match=message):
                 use.reduce_scatter_async(given, group)  # type: ignore[arg-type]
     assert [b.pending for b in bucketer.buckets.values()] == [2]
     assert not averaging.buckets

@@ -144,8 +144,8 @@ def _load_the_neighbours(path: str) -> None:
 
 def test_another_ranks_part_is_refused(ranks: ThreadWorlds, tmp_path: Path) -> None:
     # Rows 2, 2, 1, 0 over the ranks: no rank's mirror image holds as many.
-    told = "every rank loads the part that it saved itself"
-    ranks.refuse(_load_the_neighbours, str(tmp_path), told=told, error=LayoutError)
+    message = "every rank loads the part that it saved itself"
+    ranks.refuse(_load_the_neighbours, str(tmp_path), message=message, error=LayoutError)
 
 
 def _save_alone(path: str) -> None:
@@ -222,8 +222,8 @@ def _checkpoint_of_terms(path: str) -> None:
 
 
 def test_a_partial_cannot_be_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
-    told = "expected Shard or Replicate: redistribute it before"
-    ranks.refuse(_checkpoint_of_terms, str(tmp_path), told=told)
+    message = "expected Shard or Replicate: redistribute it before"
+    ranks.refuse(_checkpoint_of_terms, str(tmp_path), message=message)
 
 
 @on_ranks

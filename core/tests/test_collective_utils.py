@@ -100,8 +100,8 @@ def test_the_fallback_on_cpu_is_told_once(fake_world: Callable[..., None]) -> No
         for _ in range(2):
             collective_utils.shard_dim_alltoall(torch.ones(1, 4), 0, 1, mesh, 0)
     collective_utils.logger.removeHandler(handler)
-    told = "CPU process group does not support alltoall yet, falling back with allgather + chunk!"
-    assert records == [told] and count.calls == {"all_gather": 2}
+    message = "CPU process group does not support alltoall yet, falling back with allgather + chunk!"
+    assert records == [message] and count.calls == {"all_gather": 2}
 
 
 def test_the_op_has_a_meta_kernel(fake_world: Callable[..., None]) -> None:
@@ -117,12 +117,12 @@ def test_the_op_has_a_meta_kernel(fake_world: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "told"),
+    ("dims", "message"),
     [((0, 2), r"shard_dim=2 .* shape \[2, 4\], expected a dim in \[-2, 2\)"), ((1, -1), "expected two dims")],
 )
-def test_dims_are_checked(fake_world: Callable[..., None], dims: tuple[int, int], told: str) -> None:
+def test_dims_are_checked(fake_world: Callable[..., None], dims: tuple[int, int], message: str) -> None:
     fake_world(4)
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=message):
         collective_utils.shard_dim_alltoall(torch.ones(2, 4), *dims, init_device_mesh("cpu", (4,)), 0)
 
 
@@ -183,4 +183,4 @@ def test_metadata_that_differ_raise_on_every_rank(ranks: ThreadWorlds, which: st
     assert ranks(_checked, "") == [None] * 4
     text = r"Inconsistent tensor metadata \(including shape and stride\) across ranks\."
     # The notes: who has what.
-    ranks.refuse(_checked, which, told=text + r"(?s:.*)rank 2: dtype", error=ValueError)
+    ranks.refuse(_checked, which, message=text + r"(?s:.*)rank 2: dtype", error=ValueError)

@@ -102,10 +102,10 @@ COMMUNICATES = {"gathers", "reduces", "in place"}
 def test_only_explicit_redistribution(name: str, strict: bool) -> None:
     mesh_of((4,))
     refused = name in COMMUNICATES or (strict and name == "cuts")
-    told = pytest.raises(RedistributionError, match=r"aten\..*float32\[8.* from ")
+    refusal = pytest.raises(RedistributionError, match=r"aten\..*float32\[8.* from ")
     with (
         count_collectives() as count,
-        told if refused else nullcontext(),
+        refusal if refused else nullcontext(),
         ExplicitRedistributionContext(strict=strict),
     ):
         MOVES[name]()
@@ -139,8 +139,8 @@ def test_warnings() -> None:
         warnings.simplefilter("always")
         with ExplicitRedistributionContext(mode="warn"):
             whole = MOVES["gathers"]().full_tensor()
-    told = [str(w.message) for w in caught if w.category is ImplicitRedistributionWarning]
-    assert len(told) == 1 and "from S(1) to S(0)" in told[0]
+    messages = [str(w.message) for w in caught if w.category is ImplicitRedistributionWarning]
+    assert len(messages) == 1 and "from S(1) to S(0)" in messages[0]
     assert torch.equal(whole, 2 * torch.arange(32.0).reshape(8, 4))
 
 

@@ -109,13 +109,13 @@ def test_duplicates_share_memory_as_the_originals_do(duplicate: Any) -> None:
     def written(x: torch.Tensor, names: str) -> list[torch.Tensor]:
         held = {"x": x, "v": x[1:4], "t": x.t()[:, 2:], "w": x[1:4][1]}
         held["x"].add_(1)
-        made = duplicate({name: held[name] for name in names})
-        made["x"][2].zero_()
-        made["v"].mul_(2)
-        made["t"].add_(1)
-        made["w"][0].sub_(5)
+        duplicates = duplicate({name: held[name] for name in names})
+        duplicates["x"][2].zero_()
+        duplicates["v"].mul_(2)
+        duplicates["t"].add_(1)
+        duplicates["w"][0].sub_(5)
         held["v"].fill_(9)  # which none of the duplicates has
-        return [made[name] for name in sorted(names)]
+        return [duplicates[name] for name in sorted(names)]
 
     values = torch.arange(20.0).view(10, 2)
     for names in ("xvtw", "vxwt", "twvx"):

@@ -143,9 +143,9 @@ def test_norms_on_gpus_save_what_torch_saves(fake_world: Any, dtype: torch.dtype
 
 def test_a_bias_that_broadcasts_gets_a_pending_gradient(mesh: MeshInfo) -> None:
     backward = aten._scaled_dot_product_efficient_attention_backward.default
-    found = [(op, args) for op, args, _ in _attention_calls() if op is backward]
+    calls = [(op, args) for op, args, _ in _attention_calls() if op is backward]
     rows = {}
-    for op, args in found:
+    for op, args in calls:
         rule = rule_of(op)
         assert rule is not None
         by_heads = rule(_call(op, args, mesh)).rows[1]

@@ -34,12 +34,12 @@ def test_factories_give_the_values_of_one_device(
     expected = getattr(torch, name)(*size, dtype=dtype)
     for mesh, placements in LAYOUTS:
         torch.manual_seed(7)
-        made: DTensor = getattr(dtbench_core, name)(
+        dtensor: DTensor = getattr(dtbench_core, name)(
             *size, dtype=dtype, requires_grad=True, device_mesh=mesh_of(mesh), placements=placements
         )
-        assert made.is_leaf and made.requires_grad
-        assert made.to_local().shape == made._spec.local_shape, placements
-        assert made.dtype == expected.dtype and torch.equal(made.full_tensor(), expected), placements
+        assert dtensor.is_leaf and dtensor.requires_grad
+        assert dtensor.to_local().shape == dtensor._spec.local_shape, placements
+        assert dtensor.dtype == expected.dtype and torch.equal(dtensor.full_tensor(), expected), placements
 
 
 @pytest.mark.parametrize("name", ["linspace", "logspace"])
@@ -61,19 +61,19 @@ def test_spaced_values_are_those_of_one_device(name: str, ends: Any, options: di
     for mesh, placements in LAYOUTS:
         if S1 in placements:
             continue
-        made: DTensor = getattr(dtbench_core, name)(
+        dtensor: DTensor = getattr(dtbench_core, name)(
             *ends, **options, device_mesh=mesh_of(mesh), placements=placements
         )
-        assert made.dtype == want.dtype and torch.equal(made.full_tensor(), want), placements
+        assert dtensor.dtype == want.dtype and torch.equal(dtensor.full_tensor(), want), placements
     with pytest.raises(CoreError, match=rf"{name} got an end of shape \(2,\), expected a number"):
         getattr(dtbench_core, name)(torch.ones(2), 1.0, 3, device_mesh=mesh_of((4,)))
 
 
 @on_ranks
 def test_empty() -> None:
-    made = dtbench_core.empty((5, 3), dtype=torch.int64, device_mesh=mesh_of((4,)), placements=[S0])
-    assert (made.shape, made.dtype, made.stride()) == ((5, 3), torch.int64, (3, 1))
-    assert made.to_local().shape == ((2, 2, 1, 0)[dist.get_rank()], 3)
+    dtensor = dtbench_core.empty((5, 3), dtype=torch.int64, device_mesh=mesh_of((4,)), placements=[S0])
+    assert (dtensor.shape, dtensor.dtype, dtensor.stride()) == ((5, 3), torch.int64, (3, 1))
+    assert dtensor.to_local().shape == ((2, 2, 1, 0)[dist.get_rank()], 3)
 
 
 @on_ranks
@@ -91,12 +91,12 @@ def test_draws_follow_one_another_as_on_one_device() -> None:
 def test_sizes_are_given_as_in_torch() -> None:
     with mesh_of((4,)):
         for size in ((2, 3), ((2, 3),), ([2, 3],), (torch.Size((2, 3)),), ((),)):
-            made, want = dtbench_core.ones(*size), torch.ones(*size)
-            assert (made.shape, made.dtype, made.placements) == (want.shape, want.dtype, (R,)), size
+            dtensor, want = dtbench_core.ones(*size), torch.ones(*size)
+            assert (dtensor.shape, dtensor.dtype, dtensor.placements) == (want.shape, want.dtype, (R,)), size
         assert dtbench_core.ones().shape == ()
         for size, value, dtype in ((4, True, torch.bool), ((4,), 1 + 2j, torch.complex64)):
-            made = dtbench_core.full(size, value)
-            assert (made.shape, made.dtype, made.placements) == ((4,), dtype, (R,)), value
+            dtensor = dtbench_core.full(size, value)
+            assert (dtensor.shape, dtensor.dtype, dtensor.placements) == ((4,), dtype, (R,)), value
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -114,7 +114,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 @on_ranks
 def test_mistakes(name: str) -> None:
-    wrong, told = MISTAKES[name]
+    wrong, message = MISTAKES[name]
     given = {"size": (2, 3), "device_mesh": mesh_of((4,)), **wrong}
-    with pytest.raises(CoreError, match=told):
+    with pytest.raises(CoreError, match=message):
         dtbench_core.zeros(given.pop("size"), **given)

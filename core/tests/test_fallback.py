@@ -203,4 +203,4 @@ def _dtypes_that_kernels_refuse(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["product", "index", "normalisation", "of what moves first"])
 def test_every_rank_refuses_a_dtype(ranks: ThreadWorlds, case: str) -> None:
-    ranks.refuse(_dtypes_that_kernels_refuse, case, told="dtype", error=RuntimeError)
+    ranks.refuse(_dtypes_that_kernels_refuse, case, message="dtype", error=RuntimeError)

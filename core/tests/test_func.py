@@ -218,9 +218,9 @@ def test_gradients_are_those_of_torch() -> None:
     _equal(got, torch.autograd.grad([plain.exp(), plain.sin()], [plain], [cotangent, cotangent])[0])
 
     # Kept, and differentiated again.
-    made = x.exp()
-    first = torch.autograd.grad(made, x, spread, retain_graph=True)[0]
-    assert torch.equal(first.full_tensor(), torch.autograd.grad(made, x, spread)[0].full_tensor())
+    output = x.exp()
+    first = torch.autograd.grad(output, x, spread, retain_graph=True)[0]
+    assert torch.equal(first.full_tensor(), torch.autograd.grad(output, x, spread)[0].full_tensor())
     once = torch.autograd.grad(x**3, x, spread, create_graph=True)[0]
     _equal(torch.autograd.grad(once, x, spread)[0], 6 * plain.detach() * cotangent**2)
 
@@ -244,10 +244,10 @@ def test_what_torch_refuses_is_refused(x: DTensor) -> None:
         torch.autograd.grad(x.exp(), [x.detach().requires_grad_()], x.detach())
     with pytest.raises(RuntimeError, match="scalar outputs"):
         torch.autograd.grad(x.exp(), x)
-    made = x.exp()
-    torch.autograd.grad(made, x, x.detach())
+    output = x.exp()
+    torch.autograd.grad(output, x, x.detach())
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(made, x, x.detach())
+        torch.autograd.grad(output, x, x.detach())
 
 
 @needs_213("there is no such op")

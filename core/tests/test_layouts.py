@@ -74,13 +74,13 @@ def test_ranks_agree_on_lengths() -> None:
     rank = dist.get_rank()
     for counts in ((2, 2, 2, 2), (3, 3, 2, 0), (0, 8, 0, 0)):
         part = torch.full((counts[rank], 4), float(rank))
-        made = DTensor.from_local(part, mesh_of((4,)), [S0], shape=(8, 4), stride=(4, 1))
-        assert made.placements == ((S0,) if counts[3] else (RaggedShard(0, counts),))
+        dtensor = DTensor.from_local(part, mesh_of((4,)), [S0], shape=(8, 4), stride=(4, 1))
+        assert dtensor.placements == ((S0,) if counts[3] else (RaggedShard(0, counts),))
     row, column = divmod(rank, 2)
     part = A[[0, 5][row] : [5, 8][row], [0, 1][column] : [1, 4][column]]
-    made = DTensor.from_local(part, mesh_of((2, 2)), [S0, S1], shape=(8, 4), stride=(4, 1))
-    assert made.placements == (RaggedShard(0, (5, 3)), RaggedShard(1, (1, 3)))
-    assert torch.equal(made.full_tensor(), A)
+    dtensor = DTensor.from_local(part, mesh_of((2, 2)), [S0, S1], shape=(8, 4), stride=(4, 1))
+    assert dtensor.placements == (RaggedShard(0, (5, 3)), RaggedShard(1, (1, 3)))
+    assert torch.equal(dtensor.full_tensor(), A)
 
 
 # ---- moving ----
@@ -137,8 +137,10 @@ def test_reducing_sending_and_making() -> None:
         assert torch.equal(largest.redistribute(placements=[placement]).full_tensor(), A * 4)
         sent = distribute_tensor(A + dist.get_rank(), mesh_of((4,)), [placement], src_data_rank=2)
         assert torch.equal(sent.full_tensor(), A + 2)
-        made = zeros(8, 4, device_mesh=mesh_of((4,)), placements=[placement])
-        assert made.to_local().shape == sent.to_local().shape and made._spec.placements == sent.placements
+        dtensor = zeros(8, 4, device_mesh=mesh_of((4,)), placements=[placement])
+        assert (
+            dtensor.to_local().shape == sent.to_local().shape and dtensor._spec.placements == sent.placements
+        )
 
 
 # ---- ops ----
@@ -207,9 +209,9 @@ def test_embedding_of_ragged_rows() -> None:
     plain, table = A.clone().requires_grad_(), _cut(A, ROWS).requires_grad_()
     placed = _cut(indices, R)
     with count_collectives() as count:
-        found = F.embedding(placed, table)
+        rows = F.embedding(placed, table)
     assert not count.calls
-    full, want = found.full_tensor(), F.embedding(indices, plain)
+    full, want = rows.full_tensor(), F.embedding(indices, plain)
     full.sum().backward()
     want.sum().backward()
     assert torch.equal(full, want)
@@ -326,8 +328,8 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type, str]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 @on_ranks
 def test_mistakes(name: str) -> None:
-    call, kind, told = MISTAKES[name]
+    call, kind, message = MISTAKES[name]
     mesh_of((2, 2))
-    with pytest.raises(kind, match=told) as caught:
+    with pytest.raises(kind, match=message) as caught:
         call(mesh_of((4,)))
     assert type(caught.value) is kind and "\n" not in str(caught.value)

@@ -109,8 +109,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 @on_ranks
 def test_mistakes(name: str) -> None:
-    call, told = MISTAKES[name]
-    with pytest.raises(CoreError, match=told):
+    call, message = MISTAKES[name]
+    with pytest.raises(CoreError, match=message):
         call(place(A, S0))
 
 
@@ -167,7 +167,7 @@ def test_custom_ops_get_rules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         ([([S0, S0], [S0])], "gave placements of 2 outputs and 1 input tensors, expected 1 and 1"),
         ([([S0], [S0, S0])], "gave placements of 1 outputs and 2 input tensors"),
@@ -176,10 +176,10 @@ def test_custom_ops_get_rules() -> None:
     ids=["count", "inputs", "dim"],
 )
 @on_ranks
-def test_rules_that_do_not_fit_are_told(answer: Any, told: str) -> None:
+def test_rules_that_do_not_fit_are_told(answer: Any, message: str) -> None:
     op = _library().backwards.default
     register_sharding(op)(lambda x: answer)
-    with pytest.raises(CoreError, match=told):
+    with pytest.raises(CoreError, match=message):
         op(place(A, S0))
 
 
@@ -190,11 +190,11 @@ def test_rules_are_replaced() -> None:
     x = place(A, S0)
     assert [op(x, s).placements for s in (2.0, 3.0)] == [(S0,), (S0,)]
     dist.barrier()  # ranks may be threads, with one table of rules
-    told = register_sharding(op)(
+    message = register_sharding(op)(
         lambda x, other: [([S0], [S0])] if other == 2.0 else [([R], [R])]  # type: ignore[arg-type]
     )
     try:
-        assert callable(told), "a decorator"
+        assert callable(message), "a decorator"
         for scale, placement in ((2.0, S0), (3.0, R)):
             scaled = op(x, scale)
             assert scaled.placements == (placement,)

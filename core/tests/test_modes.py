@@ -58,9 +58,9 @@ def test_fake_tensors_stay_fake_and_real_ones_real(mesh: DeviceMesh, name: str) 
         with FakeTensorMode():
             fake_x = DTensor.from_local(torch.empty(2, 4), mesh, [Shard(0)])
             fake_w = DTensor.from_local(torch.empty(4, 4), mesh, [Replicate()])
-            made = CALLS[name](fake_x, fake_w)
-            assert isinstance(made.to_local(), FakeTensor)
-            assert made.to_local().shape == real.shape
+            result = CALLS[name](fake_x, fake_w)
+            assert isinstance(result.to_local(), FakeTensor)
+            assert result.to_local().shape == real.shape
     again = CALLS[name](x, w).to_local()
     assert not isinstance(again, FakeTensor) and torch.equal(again, real)
 
@@ -110,12 +110,12 @@ def test_forward_mode_derivatives(mesh: DeviceMesh, name: str) -> None:
     _learn(CALLS[name], x, w)
     tangent = torch.ones_like(x)
     with forward_ad.dual_level():
-        made = forward_ad.unpack_dual(CALLS[name](forward_ad.make_dual(x, tangent), w)).tangent
+        result = forward_ad.unpack_dual(CALLS[name](forward_ad.make_dual(x, tangent), w)).tangent
     plain_x, plain_w = x.to_local(), w.to_local()
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(plain_x, torch.ones_like(plain_x))
         expected = forward_ad.unpack_dual(CALLS[name](dual, plain_w)).tangent
-    assert torch.equal(made.to_local(), expected)
+    assert torch.equal(result.to_local(), expected)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -124,5 +124,5 @@ def test_inference_mode(mesh: DeviceMesh, name: str) -> None:
     expected = CALLS[name](x, w).to_local()
     with torch.inference_mode():
         for _ in range(3):
-            made = CALLS[name](x, w)
-            assert torch.equal(made.to_local(), expected)
+            result = CALLS[name](x, w)
+            assert torch.equal(result.to_local(), expected)

@@ -225,10 +225,10 @@ NORMS: dict[str, Callable[..., Any]] = {
 @on_ranks
 def test_half_precision() -> None:
     mesh = mesh_of((4,))
-    made = torch.Generator().manual_seed(2)
+    rng = torch.Generator().manual_seed(2)
     for dtype in (torch.bfloat16, torch.float16):
         for precision in (dtype, torch.float32):
-            values = [torch.randn(shape, generator=made) for shape in ((5, 8, 4), (4,), (8,))]
+            values = [torch.randn(shape, generator=rng) for shape in ((5, 8, 4), (4,), (8,))]
             given = [one.to(kind) for one, kind in zip(values, (dtype, precision, precision), strict=True)]
             for name, norm in NORMS.items():
                 plain = [one.clone().requires_grad_() for one in given]

@@ -135,14 +135,16 @@ def _mixed() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 @on_worlds
 def test_plain_parameters_and_several_meshes(optimizer: str, form: str) -> None:
     make, arguments = OPTIMIZERS[optimizer]
-    for clip in ({"norm_type": 2.0}, {"norm_type": 1.0}, {"norm_type": float("inf")}):
+    for clip in ({"norm_type": 2.0}, {"norm_type": 1.0}, {"norm_type": float("inf")})[
+        : 3 if form == "default" else 1
+    ]:
         plain, mixed = _mixed()
         norms = []
         for parameters in (plain, mixed):
-            made = make(parameters, **arguments, **FORMS[form])
+            stepper = make(parameters, **arguments, **FORMS[form])
             for _ in range(3):
                 norms.append(nn.utils.clip_grad_norm_(parameters, 0.5, **clip))
-                made.step()
+                stepper.step()
         for got, expected in zip(norms[3:], norms[:3], strict=True):
             torch.testing.assert_close(full(got), expected)
         for one, expected in zip(mixed, plain, strict=True):
@@ -203,9 +205,9 @@ def test_unscaling_beside_plain_parameters() -> None:
             last[5, 4] = bad  # one rank's
             if parameters is mixed:
                 last = place(last, S0, S1, mesh=(2, 2))
-            found = torch.zeros(1)
-            torch._amp_foreach_non_finite_check_and_unscale_([*grads, last], found, torch.full((1,), 0.5))
-            assert bool(found == float(bad == float("inf")))
+            infinite = torch.zeros(1)
+            torch._amp_foreach_non_finite_check_and_unscale_([*grads, last], infinite, torch.full((1,), 0.5))
+            assert bool(infinite == float(bad == float("inf")))
             for got, one in zip(grads, plain, strict=True):
                 torch.testing.assert_close(full(got), one.grad.float() / 2)  # type: ignore[union-attr]
 
@@ -219,9 +221,9 @@ def test_unscaling_with_spread_numbers() -> None:
             outcomes = []
             for put in (torch.clone, lambda t: distribute_tensor(t, mesh, placed, src_data_rank=None)):  # noqa: B023
                 grads = [put(torch.tensor([1.0, 2, bad])), put(torch.ones(5))]
-                found = put(torch.zeros(1))
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found, put(torch.full((1,), 0.5)))
-                outcomes.append([full(t) for t in (*grads, found)])
+                infinite = put(torch.zeros(1))
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, infinite, put(torch.full((1,), 0.5)))
+                outcomes.append([full(t) for t in (*grads, infinite)])
             torch.testing.assert_close(*outcomes)
 
 
@@ -244,14 +246,14 @@ def test_plans_do_not_pile_up(fake_world: Callable[..., None], optimizer: str, f
     spread = [distribute_tensor(torch.ones(4, 2), mesh, [p]) for p in (S0, R)]
     parameters = [nn.Parameter(t) for t in spread]
     make, arguments = OPTIMIZERS[optimizer]
-    made = make(parameters, **arguments, **FORMS[form])
+    stepper = make(parameters, **arguments, **FORMS[form])
     held = {}
     for step in range(30):
         for one, grad in zip(parameters, spread, strict=True):
             one.grad = grad.clone()
         nn.utils.clip_grad_norm_(parameters, 1 / (step + 1))
-        made.param_groups[0]["lr"] = 0.01 / (step + 1)
-        made.step()
+        stepper.param_groups[0]["lr"] = 0.01 / (step + 1)
+        stepper.step()
         if step == 2:
             held = cache_info()
     assert cache_info() == held

@@ -76,24 +76,30 @@ def _program() -> dict[str, Any]:
     (out["mm"] * 2).sum().backward()
     assert x.grad is not None
     out["grad"] = x.grad
-    told = {}
+    summary = {}
     for name, tensor in out.items():
         local = tensor.to_local()
         full = tensor.detach().full_tensor()
-        told[name] = (tuple(tensor.shape), tensor.dtype, tensor.placements, local.numel(), tuple(full.shape))
+        summary[name] = (
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.placements,
+            local.numel(),
+            tuple(full.shape),
+        )
         assert local.shape == tensor._spec.local_shape
-    told["equal"] = torch.equal(x.detach(), x.detach())
-    return told
+    summary["equal"] = torch.equal(x.detach(), x.detach())
+    return summary
 
 
 def test_the_same_program_runs_outside(ranks: ThreadWorlds) -> None:
     inside, _, outside, other = ranks(_program)
     assert outside == other
-    for name, told in inside.items():
+    for name, summary in inside.items():
         if name == "equal":
-            assert told is outside[name] is True
+            assert summary is outside[name] is True
             continue
-        shape, dtype, placements, held, full = told
+        shape, dtype, placements, held, full = summary
         nothing = (0, (0,)) if shape else (1, ())
         assert outside[name] == (shape, dtype, placements, *nothing), name
         assert held > 0 and full == shape
@@ -102,14 +108,14 @@ def test_the_same_program_runs_outside(ranks: ThreadWorlds) -> None:
 @on_ranks
 def test_values_are_not_to_be_had_outside() -> None:
     x = distribute_tensor(A, _pair(), [S0])
-    told = f"which rank {dist.get_rank()} is not in.*guard the call"
+    message = f"which rank {dist.get_rank()} is not in.*guard the call"
     for ask in (
         lambda: x.sum().item(),
         lambda: float(x[0, 0]),
         lambda: bool((x > 0).all()),
         lambda: x.nonzero(),
     ):
-        with contextlib.nullcontext() if _member() else pytest.raises(MeshError, match=told):
+        with contextlib.nullcontext() if _member() else pytest.raises(MeshError, match=message):
             ask()
 
 
@@ -146,8 +152,8 @@ def test_nothing_is_sent_and_errors_are_alike() -> None:
         ExplicitRedistributionContext(),
     ):
         _ = x + other
-    told = comm.all_gather_objects(str(caught.value))
-    assert len(set(told)) == 1, told
+    messages = comm.all_gather_objects(str(caught.value))
+    assert len(set(messages)) == 1, messages
 
 
 @on_ranks

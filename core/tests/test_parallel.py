@@ -148,8 +148,8 @@ def test_linear_layouts(style: type[ParallelStyle], given: Placement, wanted: Pl
     torch.manual_seed(0)
     plain = nn.Linear(WIDTH, HIDDEN)
     parallel = copy.deepcopy(plain)
-    made = style(input_layouts=given, output_layouts=wanted, use_local_output=local)  # type: ignore[call-arg]
-    parallelize_module(parallel, mesh, made)
+    layouts = style(input_layouts=given, output_layouts=wanted, use_local_output=local)  # type: ignore[call-arg]
+    parallelize_module(parallel, mesh, layouts)
     data, weights = torch.randn(4, 4, WIDTH), torch.randn(4, 4, HIDDEN)
     x = data.clone().requires_grad_()
     mine = _cut(data, given).clone().requires_grad_()
@@ -232,11 +232,11 @@ def test_plans(fake_world: Callable[[int], None]) -> None:
     with pytest.warns(UserWarning, match=r"key 'a' matches no submodule .* are none"):
         parallelize_module(nn.Linear(4, 4), mesh, {"a": {"b": ColwiseParallel()}})
 
-    for dim, told in (
+    for dim, message in (
         ("pp", r"'pp' of .*one of its names \('dp', 'tp'\) or an index"),
         (2, r"index in \[-2, 2\)"),
     ):
-        with pytest.raises(MeshError, match=told):
+        with pytest.raises(MeshError, match=message):
             parallelize_module(MLP(), two_dims, MLP_PLAN, dim)
     assert isinstance(parallelize_module(MLP(), two_dims["tp"], MLP_PLAN).up.weight, DTensor)
     with pytest.raises(MeshError, match="got no device_mesh and no mesh is current"):
@@ -249,7 +249,7 @@ def test_plans(fake_world: Callable[[int], None]) -> None:
         parallelize_module(MLP(), "tp", MLP_PLAN)  # type: ignore[arg-type]
 
     module = MLP()
-    for plan, told in (
+    for plan, message in (
         (3, f"{SEED_TEXT}, <class 'int'> found! Got 3: pass a ParallelStyle"),
         (
             {"up": ColwiseParallel(), "down": None},
@@ -258,7 +258,9 @@ def test_plans(fake_world: Callable[[int], None]) -> None:
         ({"up": ColwiseParallel(), "none": ColwiseParallel}, "ColwiseParallel'> for 'none'"),
         ({1: ColwiseParallel()}, "got the key 1, expected the name"),
     ):
-        with pytest.raises(PlanError, match=told if told.startswith("parall") else re.escape(told)) as raised:
+        with pytest.raises(
+            PlanError, match=message if message.startswith("parall") else re.escape(message)
+        ) as raised:
             parallelize_module(module, mesh, plan)  # type: ignore[arg-type]
         assert isinstance(raised.value, RuntimeError) and isinstance(raised.value, TypeError)
         assert not any(isinstance(p, DTensor) for p in module.parameters())
@@ -273,9 +275,9 @@ def test_refusals(fake_world: Callable[[int], None]) -> None:
     fake_world(2)
     mesh = mesh_of((2,), ("tp",))
 
-    def refuses(kind: type[Exception], told: str, module: nn.Module, *styles: ParallelStyle) -> None:
+    def refuses(kind: type[Exception], message: str, module: nn.Module, *styles: ParallelStyle) -> None:
         for style in styles or (ColwiseParallel(), RowwiseParallel(input_layouts=Replicate())):
-            with pytest.raises(kind, match=told):
+            with pytest.raises(kind, match=message):
                 parallelize_module(module, mesh, style)
 
     unsupported = UnsupportedModuleError

@@ -189,13 +189,13 @@ def _fully_shard_few_rows() -> None:
 
 
 def test_fully_shard_of_fewer_rows_than_ranks_is_refused_on_every_rank(ranks: ThreadWorlds) -> None:
-    ranks.refuse(_fully_shard_few_rows, told=r"fully_shard got the parameter float32\[3, 4\]")
+    ranks.refuse(_fully_shard_few_rows, message=r"fully_shard got the parameter float32\[3, 4\]")
 
 
 @pytest.mark.parametrize("kind", ["all", "half", "no bias"])
 def test_fully_shard_names_shard_parameters(ranks: ThreadWorlds, kind: str) -> None:
-    told = r"fully_shard got the parameter float32\[.*with dtbench_core\.parallel\.shard_parameters"
-    ranks.refuse(_fully_shard, kind, told=told)
+    message = r"fully_shard got the parameter float32\[.*with dtbench_core\.parallel\.shard_parameters"
+    ranks.refuse(_fully_shard, kind, message=message)
 
 
 @on_ranks

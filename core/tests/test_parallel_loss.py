@@ -33,10 +33,10 @@ OPTIONS = list(itertools.product([False, True], [0.0, 0.3], [None, 1]))
 def _random(
     shape: tuple[int, ...], target_shape: tuple[int, ...], classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = torch.Generator().manual_seed(5)
-    logits = torch.randn(shape, dtype=torch.float64, generator=made)
-    target = torch.randint(0, classes, target_shape, generator=made)
-    return logits, target, torch.rand(classes, dtype=torch.float64, generator=made) + 0.5
+    rng = torch.Generator().manual_seed(5)
+    logits = torch.randn(shape, dtype=torch.float64, generator=rng)
+    target = torch.randint(0, classes, target_shape, generator=rng)
+    return logits, target, torch.rand(classes, dtype=torch.float64, generator=rng) + 0.5
 
 
 def _moved(*counts: Any) -> int:
@@ -206,8 +206,8 @@ def test_other_ops_inside() -> None:
 def test_precision_and_bytes() -> None:
     """Half precision adds up in float32, autocast asks for it; nothing as large as the logits is sent."""
     mesh = mesh_of((4,), ("tp",))
-    made = torch.Generator().manual_seed(1)
-    logits, target = torch.randn(8, 4096, generator=made), torch.randint(0, 4096, (8,), generator=made)
+    rng = torch.Generator().manual_seed(1)
+    logits, target = torch.randn(8, 4096, generator=rng), torch.randint(0, 4096, (8,), generator=rng)
     half = logits.bfloat16()
     dt = distribute_tensor(half, mesh, [S1], src_data_rank=None).requires_grad_()
     there = distribute_tensor(target, mesh, [R], src_data_rank=None)

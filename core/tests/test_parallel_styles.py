@@ -178,8 +178,8 @@ def test_single_modules() -> None:
         (NotImplementedError, "Only support PairwiseParallel for MLP par", parallelize_mlp, (MLP(), own)),
         (RuntimeError, "More than one nn.Linear needed for a MLP.", parallelize_mlp, (lone,)),
     ]
-    for kind, told, function, args in refused:
-        with pytest.raises(kind, match=re.escape(told)) as raised:
+    for kind, message, function, args in refused:
+        with pytest.raises(kind, match=re.escape(message)) as raised:
             function(args[0], mesh, *args[1:])
         assert isinstance(raised.value, CoreError) and isinstance(raised.value, RuntimeError)
 

@@ -168,9 +168,9 @@ def test_collectives_by_mesh_dim(order: Any) -> None:
             output = torch.zeros(1, dtype=torch.int64)
             mesh_scatter(output, sent, mesh, dim, group_src=source)
             assert output.item() == others + 100 * source + here
-            told = torch.tensor([others + here])
-            mesh_broadcast(told, mesh, dim, group_src=source)
-            assert told.item() == others + source
+            message = torch.tensor([others + here])
+            mesh_broadcast(message, mesh, dim, group_src=source)
+            assert message.item() == others + source
         full = torch.arange(32.0).view(8, 4) + others
         part = Shard(0).part(full, size, here)
         assert torch.equal(shard_dim_alltoall(part, 0, 1, mesh, dim), Shard(1).part(full, size, here))

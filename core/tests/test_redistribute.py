@@ -325,17 +325,17 @@ def test_every_dtype_is_reduced(dst: Placement) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype", "told"),
+    ("op", "dtype", "message"),
     [
         ("avg", torch.int64, r"Partial\('avg'\) is not defined for integers: use floating point"),
         ("bor", torch.float32, "bits are those of whole numbers and booleans"),
     ],
 )
 def test_reductions_that_a_dtype_does_not_have(
-    mesh: DeviceMesh, op: str, dtype: torch.dtype, told: str
+    mesh: DeviceMesh, op: str, dtype: torch.dtype, message: str
 ) -> None:
     spec = DTensorSpec.of(mesh, (R, Partial(op)), (4,), (1,), dtype)
-    with pytest.raises(PlacementError, match=told):
+    with pytest.raises(PlacementError, match=message):
         plan(spec, (R, R))
 
 

@@ -96,14 +96,14 @@ def _views(draw: Any) -> Any:
 @given(_views())
 def test_every_part_of_the_view_is_the_view_of_the_part(case: Any) -> None:
     before, after, mesh, placements = case
-    found = kept(placements, mesh, before, after, _factor_groups(before, after))
-    if found is None:
+    view_placements = kept(placements, mesh, before, after, _factor_groups(before, after))
+    if view_placements is None:
         return
     whole = torch.arange(math.prod(before))
     for at in itertools.product(*map(range, mesh)):
         part = _part(whole.view(before), placements, mesh, at)
-        mine = _part(whole.view(after), found, mesh, at)
-        assert torch.equal(part.reshape(-1), mine.reshape(-1)), (found, at)
+        mine = _part(whole.view(after), view_placements, mesh, at)
+        assert torch.equal(part.reshape(-1), mine.reshape(-1)), (view_placements, at)
 
 
 @pytest.mark.parametrize(

@@ -132,13 +132,13 @@ def test_ops_of_a_state_dict() -> None:
         "detach": held.detach(),
     }
     shared = ("view", "view_as", "detach")
-    for name, made in results.items():
-        assert isinstance(made, LocalShardsWrapper), name
-        assert made.shard_offsets == held.shard_offsets and made.shard_sizes == held.shard_sizes
-        for shard, original in zip(made.shards, held.shards, strict=True):
+    for name, result in results.items():
+        assert isinstance(result, LocalShardsWrapper), name
+        assert result.shard_offsets == held.shard_offsets and result.shard_sizes == held.shard_sizes
+        for shard, original in zip(result.shards, held.shards, strict=True):
             assert (shard.data_ptr() == original.data_ptr()) == (name in shared), name
             if name != "empty_like":
-                assert torch.equal(shard, original.to(made.dtype))
+                assert torch.equal(shard, original.to(result.dtype))
     assert results["to"].dtype == torch.float64
     assert torch.equal(held, results["clone"])
     target = results["empty_like"]
@@ -263,12 +263,12 @@ def test_on_two_mesh_dims() -> None:
     row, column = divmod(dist.get_rank(), 2)
     grid = _wrapper([(4 * row, 4, 8 * column, 3), (4 * row, 4, 8 * column + 3, 5)])
     copies = _wrapper([(0, ROWS, 5 * column, (5, 11)[column])])
-    for held, placements, made in (
+    for held, placements, result in (
         (grid, [S0, S1], (S0, S1)),
         (copies, [R, S1], (R, RaggedShard(1, (5, 11)))),
     ):
         table = DTensor.from_local(held, mesh_of((2, 2)), placements, shape=(ROWS, WIDTH), stride=(WIDTH, 1))
-        assert table.placements == made
+        assert table.placements == result
         assert _all_equal(table.full_tensor(), _table())
         assert _all_equal(table.redistribute(placements=[R, S0]).full_tensor(), _table())
 
@@ -305,8 +305,8 @@ def _elsewhere(use: str) -> None:
 @pytest.mark.parametrize("use", ["run_check", "full_tensor", "redistribute", "fallback"])
 @pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 def test_offsets_that_contradict_the_placements(ranks: ThreadWorlds, use: str) -> None:
-    told = r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)"
-    ranks.refuse(_elsewhere, use, told=told, error=LayoutError)
+    message = r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)"
+    ranks.refuse(_elsewhere, use, message=message, error=LayoutError)
 
 
 @on_ranks
@@ -326,7 +326,7 @@ def _some_plain() -> None:
 
 
 def test_shards_on_all_ranks_or_on_none(ranks: ThreadWorlds) -> None:
-    ranks.refuse(_some_plain, told="shards on all ranks or on none", error=LayoutError)
+    ranks.refuse(_some_plain, message="shards on all ranks or on none", error=LayoutError)
 
 
 def _computes() -> None:
@@ -336,8 +336,8 @@ def _computes() -> None:
 
 
 def test_computing_on_shards_is_refused_on_every_rank(ranks: ThreadWorlds) -> None:
-    told = r"embedding.default is not supported for LocalShardsWrapper!"
-    ranks.refuse(_computes, told=told, error=NoRuleError)
+    message = r"embedding.default is not supported for LocalShardsWrapper!"
+    ranks.refuse(_computes, message=message, error=NoRuleError)
 
 
 # ---- checkpoints ----
@@ -387,7 +387,7 @@ def _save_outside(folder: str) -> None:
 
 
 def test_a_shard_outside_its_table_is_not_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
-    ranks.refuse(_save_outside, str(tmp_path), told="expected one that lies within")
+    ranks.refuse(_save_outside, str(tmp_path), message="expected one that lies within")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -82,12 +82,12 @@ def _plain(state: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: whole(t.detach()), state)
 
 
-def _same(got: Any, expected: Any, told: object = "") -> None:
+def _same(got: Any, expected: Any, message: object = "") -> None:
     """Equal leaf by leaf, as whole tensors."""
     one, other = (torch.utils._pytree.tree_flatten(_plain(dict(state)))[0] for state in (got, expected))
-    assert len(one) == len(other), told
+    assert len(one) == len(other), message
     for a, b in zip(one, other, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, told
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, message
 
 
 def _leaves(state: Any) -> list[torch.Tensor]:
@@ -130,7 +130,7 @@ ONES = torch.ones(2)
 
 
 @pytest.mark.parametrize(
-    ("full", "like", "told"),
+    ("full", "like", "message"),
     [
         (
             {"a": ONES, "c": 1},
@@ -144,8 +144,10 @@ ONES = torch.ones(2)
         ),
     ],
 )
-def test_other_states_are_refused_on_every_rank(ranks: ThreadWorlds, full: Any, like: Any, told: str) -> None:
-    ranks.refuse(_loaded, full, like, told=told)
+def test_other_states_are_refused_on_every_rank(
+    ranks: ThreadWorlds, full: Any, like: Any, message: str
+) -> None:
+    ranks.refuse(_loaded, full, like, message=message)
 
 
 # ---- torch.distributed.checkpoint.state_dict ----

@@ -57,18 +57,18 @@ def test_there_and_back() -> None:
             mesh = mesh_of(mesh_shape)
             ours = _spread(shape, mesh, placements)
             torchs = to_torch(ours)
-            told = f"{mesh_shape} {placements} {shape}"
-            assert type(torchs) is theirs.DTensor and torchs.shape == shape, told
-            assert torchs.device_mesh is mesh and torchs.stride() == ours.stride(), told
-            assert torchs.to_local().data_ptr() == ours.to_local().data_ptr(), told
+            message = f"{mesh_shape} {placements} {shape}"
+            assert type(torchs) is theirs.DTensor and torchs.shape == shape, message
+            assert torchs.device_mesh is mesh and torchs.stride() == ours.stride(), message
+            assert torchs.to_local().data_ptr() == ours.to_local().data_ptr(), message
             if mesh.get_coordinate() is not None:
-                assert torch.equal(torchs.full_tensor(), _values(shape)), told
+                assert torch.equal(torchs.full_tensor(), _values(shape)), message
             if not any(p.is_partial() for p in placements):
                 made = theirs.distribute_tensor(_values(shape), mesh, torchs.placements)
-                assert torch.equal(made.to_local(), ours.to_local()), told
+                assert torch.equal(made.to_local(), ours.to_local()), message
             back = from_torch(torchs)
-            assert back._spec is ours._spec and type(back) is DTensor, told
-            assert back.to_local().data_ptr() == ours.to_local().data_ptr(), told
+            assert back._spec is ours._spec and type(back) is DTensor, message
+            assert back.to_local().data_ptr() == ours.to_local().data_ptr(), message
 
 
 @on_ranks
@@ -237,7 +237,7 @@ def _refused(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_what_the_other_has_not_is_refused(ranks: ThreadWorlds, name: str) -> None:
-    ranks.refuse(_refused, name, told=REFUSED[name][1])
+    ranks.refuse(_refused, name, message=REFUSED[name][1])
 
 
 # ---- compiled ----

@@ -54,7 +54,6 @@ SLOW = {
 FAST = (
     "core/tests/test_compile.py::test_compiled[block]",
     "core/tests/test_compile_from_local.py::test_graphs_do_not_ask_other_ranks",
-    "core/tests/test_compile_kinds.py::test_dims_that_are_marked_dynamic*",
     "core/tests/test_compile_kinds.py::test_export*",
     "core/tests/test_compile_writes.py::test_a_graph_with_a_recorded_write_and_a_copied_view_is_refused",
     "core/tests/test_compile_writes.py::test_copied_views_see_writes_to_windows_that_graphs_returned",
