@@ -292,24 +292,26 @@ def _view_written(x: Any) -> Any:
     return columns, rows
 
 
+VIEWS_AND_WRITES: dict[str, Program] = {
+    "views, then a write": _written_after_view,
+    "views, one written to": _view_written,
+    "of another tensor": _of_sum(_written_after_view),
+    "split": lambda x: (x.tensor_split(2, -2)[1], x.add_(1))[:1],
+    "chain": lambda x: (x[1:].t()[:, 2:], x.add_(1)),
+}
+
+
 @slow
+@pytest.mark.parametrize("name", VIEWS_AND_WRITES)
 @on_ranks(world_size=RANKS)
-def test_a_graph_returns_copied_views_as_later_writes_in_it_left_them() -> None:
-    functions: list[Program] = [
-        _written_after_view,
-        _view_written,
-        _of_sum(_written_after_view),
-        lambda x: (x.tensor_split(2, -2)[1], x.add_(1))[:1],
-        lambda x: (x[1:].t()[:, 2:], x.add_(1)),
-    ]
-    for fn in functions:
-        for shape in ((8, 4), (2, 3), (2, 0)):
-            for placement in (S0, R):
-                torch._dynamo.reset()
-                plain = torch.arange(float(torch.Size(shape).numel())).view(shape)
-                x = placed(plain, placement)
-                got, expected = compiled(fn, fullgraph=True)(x), fn(plain)
-                assert_equal((*got, x), (*expected, plain), (shape, placement))
+def test_a_graph_returns_copied_views_as_later_writes_in_it_left_them(name: str) -> None:
+    for shape in ((8, 4), (2, 3), (2, 0)):
+        for placement in (S0, R):
+            torch._dynamo.reset()
+            plain, fn = torch.arange(float(torch.Size(shape).numel())).view(shape), VIEWS_AND_WRITES[name]
+            x = placed(plain, placement)
+            got, expected = compiled(fn, fullgraph=True)(x), fn(plain)
+            assert_equal((*got, x), (*expected, plain), (shape, placement))
 
 
 @slow
@@ -446,34 +448,36 @@ def test_a_graph_with_a_recorded_write_and_a_copied_view_is_refused() -> None:
         assert_equal([compiled(_rows_after_a_write)(leaf)], [_rows_after_a_write(numbers())])
 
 
+COPIED: dict[str, Program] = {
+    "rows": lambda x: x[1:3],
+    "chunk, transposed": lambda x: x.chunk(2)[0].t(),
+    "of a graph": lambda x: compiled(lambda a: a[1:])(x),
+    "of a graph of rows": lambda x: compiled(lambda a: a[1:])(x[2:]),
+}
+
+
 @slow
+@pytest.mark.parametrize("name", COPIED)
 @on_ranks(world_size=RANKS)
-def test_a_write_in_a_graph_to_a_copied_view_is_refused() -> None:
-    views: list[Program] = [
-        lambda x: x[1:3],
-        lambda x: x.chunk(2)[0].t(),
-        lambda x: compiled(lambda a: a[1:])(x),
-        lambda x: compiled(lambda a: a[1:])(x[2:]),
-    ]
+def test_a_write_in_a_graph_to_a_copied_view_is_refused(name: str) -> None:
     writes: list[Program] = [
         lambda v: v.fill_(0),
         lambda v: v.t()[1:].mul_(3),
         lambda v: (v.add_(1), v * 2)[1],
     ]
-    for view in views:
-        for write in writes:
-            for placement in (S0, R):
-                torch._dynamo.reset()
-                plain = numbers()
-                x = placed(plain, placement)
-                taken, expected, fast = view(x), view(plain), compiled(write)
-                assert_equal([compiled(lambda v: v + 1)(taken)], [expected + 1])
-                if placement == S0:
-                    with pytest.raises(RuntimeError, match=r"a view.* would not follow"):  # of Dynamo
-                        fast(taken)
-                else:
-                    assert_equal([fast(taken)], [write(expected)])
-                assert_equal((x, taken), (plain, expected))
+    for write in writes:
+        for placement in (S0, R):
+            torch._dynamo.reset()
+            plain = numbers()
+            x = placed(plain, placement)
+            taken, expected, fast = COPIED[name](x), COPIED[name](plain), compiled(write)
+            assert_equal([compiled(lambda v: v + 1)(taken)], [expected + 1])
+            if placement == S0:
+                with pytest.raises(RuntimeError, match=r"a view.* would not follow"):  # of Dynamo
+                    fast(taken)
+            else:
+                assert_equal([fast(taken)], [write(expected)])
+            assert_equal((x, taken), (plain, expected))
 
 
 @slow
