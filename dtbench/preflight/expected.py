@@ -12,7 +12,7 @@ from dtbench.cost.price import estimate
 from dtbench.preflight.examine import Examination
 from dtbench.records.preflight import Finding, Preflight
 from dtbench.records.read import BadFieldError, into, read_json, shown
-from dtbench.records.topology import Topology, read_topology
+from dtbench.records.topology import CalibratedTopology, read_topology
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.mesh import format_mesh
 
@@ -29,7 +29,7 @@ class Expected:
     """One of the three."""
 
     before: Preflight | None = None
-    topology: Topology | None = None
+    topology: CalibratedTopology | None = None
     machine: Machine | None = None
 
 

@@ -18,7 +18,7 @@ from dtbench.cost.plan import show
 from dtbench.cost.plan.communication import Setup, communication
 from dtbench.cost.plan.models import Model, built_in_models, find_model
 from dtbench.records.plan import Communication
-from dtbench.records.topology import HostLayout, Residuals, Topology, write_topology
+from dtbench.records.topology import HostLayout, Residuals, write_topology
 from dtbench.suite.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology, ring_dim
@@ -31,7 +31,7 @@ SMALL = Model("small", hidden=8, layers=2, heads=4, kv_heads=2, head_dim=2, ffn=
 SMALL_LAYER, SMALL_ENDS = 128 + 64 + 384 + 16, 2 * 32 * 8 + 8
 
 
-def topology() -> Topology:
+def topology() -> CalibratedTopology:
     return made_topology(*(ring_dim(name, *of, *COLLECTIVES) for name, of in DIMS.items()))
 
 

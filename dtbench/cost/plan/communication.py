@@ -23,7 +23,7 @@ from dtbench.cost.plan.shardings import (
 )
 from dtbench.cost.price import estimate
 from dtbench.records.plan import CallRow, Communication, ShardingRow, Times
-from dtbench.records.topology import Dim, Topology
+from dtbench.records.topology import CalibratedTopology, Dim
 from dtbench.suite.errors import UsageError
 from dtbench.suite.mesh import format_mesh
 from dtbench.text.units import format_bandwidth, format_seconds
@@ -46,7 +46,7 @@ class Setup:
     measured_as: Mapping[str, str]
 
 
-def communication(topology: Topology, setup: Setup) -> Communication:
+def communication(topology: CalibratedTopology, setup: Setup) -> Communication:
     """Prices all shardings that the mesh allows. The work does not grow with ranks, layers or tokens.
 
     Raises:
@@ -90,7 +90,7 @@ def communication(topology: Topology, setup: Setup) -> Communication:
 # -------------------------------------------------------------------------------------- mesh dims
 
 
-def _measured(topology: Topology, setup: Setup, name: str) -> Dim:
+def _measured(topology: CalibratedTopology, setup: Setup, name: str) -> Dim:
     """The topology's dim that stands for a dim of the mesh."""
     held = {dim.name: dim for dim in topology.dims}
     wanted = setup.measured_as.get(name, name)
@@ -233,7 +233,7 @@ def _assumptions(
 
 
 def _warnings(
-    topology: Topology, ranks: Mapping[str, int], dims: Mapping[str, Dim], rows: Sequence[CallRow]
+    topology: CalibratedTopology, ranks: Mapping[str, int], dims: Mapping[str, Dim], rows: Sequence[CallRow]
 ) -> Iterator[str]:
     for name, dim in dims.items():
         per_host = dim.layout.ranks_per_host

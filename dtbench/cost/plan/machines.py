@@ -17,7 +17,7 @@ from msgspec import structs
 
 from dtbench.cost.price import estimate
 from dtbench.records.read import BadFieldError, decode, into, read_json
-from dtbench.records.topology import Dim, Topology
+from dtbench.records.topology import CalibratedTopology, Dim
 from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
 
@@ -294,7 +294,7 @@ def group_in_node(gpus_per_node: int, ranks: int, inner: int) -> int:
 class TopologyLinks:
     """The links of a calibrated topology: its slowest dim within a host, and its slowest dim between hosts."""
 
-    topology: Topology
+    topology: CalibratedTopology
     gpus_per_node: int
 
     def all_reduce(self, size_bytes: float, ranks: int, inner: int) -> float:

@@ -22,7 +22,7 @@ from dtbench.records.preflight import Preflight
 from dtbench.records.profile import Call, Calls, Ranks, Section
 from dtbench.records.read import BadFieldError, decode, into, opened, read_json, shown
 from dtbench.records.run import read_run
-from dtbench.records.topology import Topology, read_topology
+from dtbench.records.topology import CalibratedTopology, read_topology
 from dtbench.records.verdicts import Baseline, has_verdicts, read_baseline
 from dtbench.reporting.html.changes import Changes, of_gate
 from dtbench.reporting.html.profiles import Span, spans_of
@@ -73,7 +73,7 @@ class Sources:
 
     runs: tuple[Run, ...] = ()
     baseline: tuple[Run, ...] = ()
-    topology: Topology | None = None
+    topology: CalibratedTopology | None = None
     gate: Changes | None = None
     calls: tuple[Call, ...] = ()
     ranks: tuple[Section, ...] = ()

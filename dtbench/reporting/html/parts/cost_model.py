@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dtbench.cost.price import RingConstants, price, ring_us
-from dtbench.records.topology import Dim, Topology
+from dtbench.records.topology import CalibratedTopology, Dim
 from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import ratio_axis
 from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves
@@ -39,7 +39,7 @@ def between(sizes: Sequence[float]) -> list[float]:
     return sorted({*sizes, *(float(s) for s in more)})
 
 
-def add_model(section: Section, topology: Topology) -> None:
+def add_model(section: Section, topology: CalibratedTopology) -> None:
     """How far the constants are off, and they and the tables themselves."""
     section.lead += (
         " DTensor chooses redistributions by a model of a ring: a base latency of "
@@ -92,7 +92,7 @@ def table_lines(dim: Dim, name: str) -> list[Series]:
     return [expected, Series("measured", ends, [row.measured_us * 1e-6 for row in table])]
 
 
-def _residuals(topology: Topology) -> Figure | None:
+def _residuals(topology: CalibratedTopology) -> Figure | None:
     """A panel per mesh dim: predicted over measured, in percent, over size."""
     panels = [
         Curves(
@@ -153,7 +153,7 @@ def _basis(dim: Dim) -> str:
     return f"{dim.name} is fitted on {on.points} points from {low} to {high}, {groups}."
 
 
-def _constants(topology: Topology) -> t.Table:
+def _constants(topology: CalibratedTopology) -> t.Table:
     dims = topology.dims
     builtin = [dim.builtin for dim in dims]
 
@@ -193,7 +193,7 @@ def _constants(topology: Topology) -> t.Table:
     )
 
 
-def _left_out(topology: Topology) -> t.Table:
+def _left_out(topology: CalibratedTopology) -> t.Table:
     left_out = topology.left_out
     return t.Table(
         "Mesh dims without constants",
@@ -205,7 +205,7 @@ def _left_out(topology: Topology) -> t.Table:
     )
 
 
-def _contention(topology: Topology) -> t.Table:
+def _contention(topology: CalibratedTopology) -> t.Table:
     rows = [(dim, name, ratio) for dim in topology.dims for name, ratio in dim.contention.items()]
     return t.Table(
         "Time of all groups at once over the time of one alone: 2 where two share one link",
@@ -219,7 +219,7 @@ def _contention(topology: Topology) -> t.Table:
     )
 
 
-def _points(topology: Topology) -> t.Table:
+def _points(topology: CalibratedTopology) -> t.Table:
     rows = [(dim, p) for dim in topology.dims for p in dim.residuals.points]
     predicted = [ring_s(dim, p.collective, p.size_bytes, dim.builtin) for dim, p in rows]
     times: list[tuple[str, list[float | None]]] = [
@@ -242,7 +242,7 @@ def _points(topology: Topology) -> t.Table:
     )
 
 
-def _lines(topology: Topology) -> t.Table:
+def _lines(topology: CalibratedTopology) -> t.Table:
     rows = [
         (dim, what, name, curve)
         for dim in topology.dims

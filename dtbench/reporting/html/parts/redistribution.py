@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from dtbench.records.topology import Topology
+from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import seconds_tick, times_axis
 from dtbench.reporting.html.cases import Case, distinct, main_dtype
@@ -71,7 +71,7 @@ def times_over_size(
     section: Section,
     collectives: Sequence[Case],
     moved: Sequence[Case] = (),
-    topology: Topology | None = None,
+    topology: CalibratedTopology | None = None,
     folded: str = "",
 ) -> Figure | None:
     """A panel per mesh dim and collective that some change of placement needs; without runs, those of the topology."""
