@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dtbench.records.topology import CalibratedTopology
 from dtbench.suite import Case, Header, Result, Run, Workload
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
 from dtbench.suite.suites import Suite

@@ -18,7 +18,7 @@ from dtbench.cost.plan import show
 from dtbench.cost.plan.communication import Setup, communication
 from dtbench.cost.plan.models import Model, built_in_models, find_model
 from dtbench.records.plan import Communication
-from dtbench.records.topology import HostLayout, Residuals, write_topology
+from dtbench.records.topology import CalibratedTopology, HostLayout, Residuals, write_topology
 from dtbench.suite.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology, ring_dim

@@ -14,7 +14,7 @@ import pytest
 from dtbench.cost.calibration import calibrate
 from dtbench.cost.calibration.validate import Validation, validate, validate_split
 from dtbench.records.run import RunWriter
-from dtbench.records.topology import write_topology
+from dtbench.records.topology import CalibratedTopology, write_topology
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.tests import made_up
