@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dtbench.cost.price import RingConstants, price, ring_us
-from dtbench.records.topology import CalibratedTopology, Dim
+from dtbench.cost.price import price, ring_us
+from dtbench.records.topology import CalibratedTopology, Constants, Dim
 from dtbench.reporting.html import tables as t
 from dtbench.reporting.html.axes import ratio_axis
 from dtbench.reporting.html.figures import Curves, Figure, Series, Style, curves
@@ -26,7 +26,7 @@ RESIDUAL_STYLES = {
 PERCENT_TICKS = (1e-4, 1e-3, 0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0, 1e3, 1e4)
 
 
-def ring_s(dim: Dim, name: str, size: float, constants: RingConstants | None) -> float | None:
+def ring_s(dim: Dim, name: str, size: float, constants: Constants | Dim | None) -> float | None:
     """Seconds by torch's formula; None where it has none for the collective, or there are no constants."""
     if constants is None or name not in RING_COLLECTIVES:
         return None
