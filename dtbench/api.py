@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dtbench.records.topology import Topology
+from dtbench.records.topology import CalibratedTopology
 from dtbench.suite import Case, Header, Result, Run, Workload
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
 from dtbench.suite.suites import Suite
@@ -155,7 +155,7 @@ def compare(base: Runs, new: Runs) -> Comparison:
     return judge.compare(as_runs(base), as_runs(new))
 
 
-def calibrate(runs: Runs, output: str | Path | None = None) -> Topology:
+def calibrate(runs: Runs, output: str | Path | None = None) -> CalibratedTopology:
     """Fits the cost model to runs of the suites `collectives` and `redistribute`.
 
     output: the topology file to write, if any.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, Protocol
+from typing import Literal
 
-from dtbench.records.topology import Dim, MeasuredCurve
+from dtbench.records.topology import Constants, Dim, MeasuredCurve
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import Ring, busbw_factor
 
@@ -44,15 +44,6 @@ class Price:
     @property
     def extrapolated(self) -> bool:
         return self.size_factor > 1 or self.ranks_factor != 1 or self.by_formula
-
-
-class RingConstants(Protocol):
-    """What the ring formula takes of a mesh dim: GiB/s and us."""
-
-    @property
-    def bandwidth_GiBps(self) -> float: ...  # noqa: N802 - as the file spells it
-    @property
-    def latency_us_per_hop(self) -> float: ...
 
 
 def price(curve: MeasuredCurve, size_bytes: float) -> Price:
@@ -152,7 +143,7 @@ def times_of(curve: MeasuredCurve, column: Literal["time_us", "low_us", "high_us
     )
 
 
-def ring_us(collective: str, size_bytes: float, ranks: int, constants: RingConstants) -> float:
+def ring_us(collective: str, size_bytes: float, ranks: int, constants: Constants | Dim) -> float:
     """Microseconds by the ring formula."""
     ring = Ring(ranks, constants.bandwidth_GiBps, constants.latency_us_per_hop)
     return ring.collective_us(collective, size_bytes)

@@ -8,14 +8,13 @@ import msgspec
 from rich.console import Console
 
 from dtbench.cost.bucket_size import MEASURE, MIB, BucketChoice
-from dtbench.cost.calibration.validate import REGIMES
-from dtbench.records.cost_model import CallGroup, Validation
-from dtbench.records.topology import Dim, Topology
+from dtbench.cost.calibration.validate import REGIMES, CallGroup, Validation
+from dtbench.records.topology import CalibratedTopology, Dim
 from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line, print_prose
 from dtbench.text.units import format_ratio, format_size, significant
 
 
-def print_topology(topology: Topology) -> None:
+def print_topology(topology: CalibratedTopology) -> None:
     """Per mesh dim latency and bandwidth with their intervals, how far the fit is from what it was fitted to, and the
     same of PyTorch's built-in constants; then what weakens them."""
     console, dims = new_console(), topology.dims

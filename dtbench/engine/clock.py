@@ -11,7 +11,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
 
 from dtbench.engine.clocks import SAME_CLOCK, from_marks
-from dtbench.machine.device import Event, Gpus, gpus, is_gpu
+from dtbench.machine.device import GpuEvent, Gpus, gpus, is_gpu
 from dtbench.suite.case import Instrument
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class GpuClock:
         shown = [(before, self._since_first_mark_ns(mark), after) for before, mark, after in readings]
         self._offset = from_marks((before, at, at, after) for before, at, after in shown)
 
-    def _since_first_mark_ns(self, event: Event) -> float:
+    def _since_first_mark_ns(self, event: GpuEvent) -> float:
         return float(self._marks[0].elapsed_time(event)) * 1e6
 
 

@@ -30,7 +30,7 @@ DEFAULT_CPU_RANKS = 4
 _FASTEST_HZ = 2.5e9
 
 
-class Event(Protocol):
+class GpuEvent(Protocol):
     """A mark in the current stream's work, as torch.cuda.Event is one."""
 
     def record(self) -> None: ...
@@ -64,11 +64,11 @@ class Gpus:
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
 
-    def event(self) -> Event:
+    def event(self) -> GpuEvent:
         import torch
 
         event: Any = torch.cuda.Event  # its constructor has no types
-        timed: Event = event(enable_timing=True)
+        timed: GpuEvent = event(enable_timing=True)
         return timed
 
     def synchronize(self) -> None:

@@ -31,7 +31,7 @@ from dtbench.preflight.examine import (
     examine,
 )
 from dtbench.preflight.show import LinkRate, Preflight, print_all
-from dtbench.records.topology import Topology, read_topology
+from dtbench.records.topology import CalibratedTopology, read_topology
 from dtbench.suite.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -93,7 +93,9 @@ def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
 class Coordinator:
     """This rank's part; on rank 0 it also asks for what is measured, and concludes. `go` never returns."""
 
-    def __init__(self, request: PreflightRequest, place: RankPlace, expected: Topology | None) -> None:
+    def __init__(
+        self, request: PreflightRequest, place: RankPlace, expected: CalibratedTopology | None
+    ) -> None:
         self._request = request
         self._expected = expected
         self._rank = LaunchedRank(place, _report)
@@ -154,7 +156,7 @@ class Coordinator:
         return EXIT_REGRESSION if file.findings else EXIT_OK
 
 
-def compare_with(expected: Topology, examination: Examination) -> None:
+def compare_with(expected: CalibratedTopology, examination: Examination) -> None:
     """Adds the mesh dims that are slower than the topology has them, beyond the upper end of its interval: where all
     ranks are slow, none has a faster peer."""
     dims = {dim.name: dim for dim in expected.dims}

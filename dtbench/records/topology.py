@@ -184,7 +184,7 @@ class LeftOut(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Topology(Struct, frozen=True, kw_only=True):
+class CalibratedTopology(Struct, frozen=True, kw_only=True):
     """The whole file."""
 
     kind: Literal["topology"] = "topology"
@@ -222,7 +222,7 @@ class Topology(Struct, frozen=True, kw_only=True):
         return [*self.warnings, *(f"{dim.name}: {warning}" for dim in self.dims for warning in dim.warnings)]
 
 
-def write_topology(topology: Topology, path: str | Path) -> None:
+def write_topology(topology: CalibratedTopology, path: str | Path) -> None:
     """Writes the file whole or not at all.
 
     Raises:
@@ -232,7 +232,7 @@ def write_topology(topology: Topology, path: str | Path) -> None:
     write_atomically(Path(path), text, _looks_like_one, "topology of dtbench")
 
 
-def read_topology(path: str | Path) -> Topology:
+def read_topology(path: str | Path) -> CalibratedTopology:
     """The topology in a file.
 
     Raises:
@@ -257,7 +257,7 @@ def read_topology(path: str | Path) -> Topology:
             "calibrate again from the run file, `dtbench calibrate RUN.jsonl -o TOPOLOGY.json`"
         )
     try:
-        return into(content, Topology)
+        return into(content, CalibratedTopology)
     except BadFieldError as error:
         raise UnreadableRunError(
             f"{path} is damaged: {error}; make it again with `dtbench calibrate`"

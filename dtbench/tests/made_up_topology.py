@@ -9,6 +9,7 @@ from msgspec import structs
 
 from dtbench.records.topology import (
     SCHEMA,
+    CalibratedTopology,
     Dim,
     FittedOn,
     FromRun,
@@ -16,7 +17,6 @@ from dtbench.records.topology import (
     MeasuredCurve,
     Residuals,
     TableRow,
-    Topology,
 )
 from dtbench.suite import MeshShape
 from dtbench_core.cost.ring import BASE_LATENCY_US, Ring
@@ -119,8 +119,8 @@ def ring_dim(
     return structs.replace(made_dim(name, ranks, bandwidth, latency, collectives=curves), **more)
 
 
-def made_topology(*dims: Dim, **changes: object) -> Topology:
-    topology = Topology(
+def made_topology(*dims: Dim, **changes: object) -> CalibratedTopology:
+    topology = CalibratedTopology(
         schema=SCHEMA,
         created="2026-11-21T12:00:00+00:00",
         runs=(FromRun(run_id="made-up", path="a.jsonl", versions={"torch": "2.13.0"}, hosts=1),),

@@ -14,7 +14,7 @@ import pytest
 
 from dtbench.cost import calibration
 from dtbench.cost.show import print_topology
-from dtbench.records.topology import Dim, HostLayout, Topology, read_topology, write_topology
+from dtbench.records.topology import CalibratedTopology, Dim, HostLayout, read_topology, write_topology
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.tests import made_up
@@ -25,7 +25,7 @@ RING = RING_COLLECTIVES
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-def dims_of(topology: Topology) -> dict[str, Dim]:
+def dims_of(topology: CalibratedTopology) -> dict[str, Dim]:
     return {dim.name: dim for dim in topology.dims}
 
 
@@ -34,7 +34,7 @@ def run_of(results: Any, **changes: Any) -> Run:
 
 
 @pytest.fixture(scope="module")
-def topology() -> Topology:
+def topology() -> CalibratedTopology:
     return calibration.calibrate([run_of(made_up.collectives())])
 
 
@@ -53,7 +53,7 @@ def test_exact_times_give_back_their_constants(ranks: int) -> None:
     assert dim.fitted_on.size_bytes == (made_up.SIZES[0], made_up.SIZES[-1])
 
 
-def test_noisy_times_give_back_their_constants(topology: Topology) -> None:
+def test_noisy_times_give_back_their_constants(topology: CalibratedTopology) -> None:
     for name, (bandwidth, latency) in made_up.TRUTH.items():
         dim = dims_of(topology)[name]
         # The lower quartile of 5 % noise lies 3.4 % below the median.
@@ -106,7 +106,7 @@ def test_one_burst_does_not_move_the_fit() -> None:
 # ---------------------------------------------------------------------------- which samples count
 
 
-def test_waiting_for_late_ranks_is_no_transfer_time(topology: Topology) -> None:
+def test_waiting_for_late_ranks_is_no_transfer_time(topology: CalibratedTopology) -> None:
     results = [msgspec.structs.replace(r, rank_samples_s={}) for r in made_up.collectives()]
     without = calibration.calibrate([run_of(results)])
     assert dims_of(without)["tp"].bandwidth_GiBps < 0.9 * dims_of(topology)["tp"].bandwidth_GiBps
@@ -123,7 +123,7 @@ def test_a_dim_is_as_slow_as_its_slowest_group() -> None:
     assert dim.bandwidth_GiBps == pytest.approx(1.6 / 3, rel=0.02)
 
 
-def test_groups_together_are_preferred(topology: Topology) -> None:
+def test_groups_together_are_preferred(topology: CalibratedTopology) -> None:
     assert dims_of(topology)["tp"].groups_sharing == "together"
     alone = dims_of(calibration.calibrate([run_of(made_up.collectives(modes=["alone"]))]))["tp"]
     assert alone.groups_sharing == "alone"
@@ -131,7 +131,7 @@ def test_groups_together_are_preferred(topology: Topology) -> None:
     assert any("one group alone" in w for w in alone.warnings)
 
 
-def test_results_that_are_not_ok_do_not_count(topology: Topology) -> None:
+def test_results_that_are_not_ok_do_not_count(topology: CalibratedTopology) -> None:
     slow = slowed(made_up.collectives(), 9)
     spoiled = [msgspec.structs.replace(r, status="wrong", launch=1) for r in slow]
     again = calibration.calibrate([run_of([*made_up.collectives(), *spoiled])])
@@ -154,7 +154,7 @@ def test_another_dtype_is_taken_only_where_it_must_and_said() -> None:
 # ---------------------------------------------------------------------------- what the data do not hold
 
 
-def test_launches_that_differ_widen_the_interval(topology: Topology) -> None:
+def test_launches_that_differ_widen_the_interval(topology: CalibratedTopology) -> None:
     assert {dim.intervals for dim in topology.dims} == {"within one launch only: too narrow"}
     factors = (0.8, 0.9, 1.0, 1.1, 1.25)
     runs = [
@@ -285,7 +285,7 @@ def test_differing_versions_and_a_cut_run_are_said() -> None:
 
 
 def test_the_table_has_per_dim_latency_bandwidth_and_how_far_pytorch_is_off(
-    topology: Topology, capsys: pytest.CaptureFixture[str]
+    topology: CalibratedTopology, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_topology(topology)
     out = capsys.readouterr().out
@@ -310,7 +310,9 @@ def test_the_table_has_per_dim_latency_bandwidth_and_how_far_pytorch_is_off(
 # ---------------------------------------------------------------------------- the file
 
 
-def test_what_is_written_is_read_again_and_no_other_file_replaced(tmp_path: Path, topology: Topology) -> None:
+def test_what_is_written_is_read_again_and_no_other_file_replaced(
+    tmp_path: Path, topology: CalibratedTopology
+) -> None:
     path, link, other = tmp_path / "topology.json", tmp_path / "link.json", tmp_path / "run.jsonl"
     link.symlink_to(path)
     for place in (path, path, link):  # our own kind may be replaced
@@ -333,7 +335,7 @@ def test_committed_topologies_are_read_with_every_figure(path: Path) -> None:
     assert json.loads(msgspec.json.encode(read_topology(path))) == json.loads(path.read_bytes())
 
 
-def _damage(topology: Topology, path: str, value: Any) -> str:
+def _damage(topology: CalibratedTopology, path: str, value: Any) -> str:
     copy = json.loads(msgspec.json.encode(topology))
     *way, last = [int(p) if p.isdigit() else p for p in path.split(".")]
     at: Any = copy
@@ -372,7 +374,7 @@ def _damage(topology: Topology, path: str, value: Any) -> str:
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(
-    tmp_path: Path, topology: Topology, where: str, value: Any, complaint: str
+    tmp_path: Path, topology: CalibratedTopology, where: str, value: Any, complaint: str
 ) -> None:
     path = tmp_path / "topology.json"
     path.write_text(_damage(topology, where, value))

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench.cost.export.module import export, literal, render
 from dtbench.cost.price import price
-from dtbench.records.topology import FromRun, HostLayout, MeasuredCurve, Topology, write_topology
+from dtbench.records.topology import CalibratedTopology, FromRun, HostLayout, MeasuredCurve, write_topology
 from dtbench.suite.errors import OutputError, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology, ring_curve, ring_dim
@@ -54,7 +54,7 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp", "tp"))
 
 
-def module_of(topology: Topology, target: Any = "torch", name: str = "exported") -> ModuleType:
+def module_of(topology: CalibratedTopology, target: Any = "torch", name: str = "exported") -> ModuleType:
     spec = importlib.util.spec_from_loader(name, loader=None)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -63,7 +63,7 @@ def module_of(topology: Topology, target: Any = "torch", name: str = "exported")
     return module
 
 
-def two_dims(device_type: str = "cpu", **tp: Any) -> Topology:
+def two_dims(device_type: str = "cpu", **tp: Any) -> CalibratedTopology:
     """dp is slow (5 GiB/s, 20 us a hop), tp is fast (50 GiB/s, 2 us a hop)."""
     return made_topology(
         made_dim("dp", 2, 5.0, 20.0), made_dim("tp", 8, 50.0, 2.0, **tp), device_type=device_type
@@ -300,7 +300,7 @@ def graph_of(mesh: DeviceMesh) -> torch.fx.Graph:
     return graph
 
 
-def with_collectives(device_type: str = "cpu") -> Topology:
+def with_collectives(device_type: str = "cpu") -> CalibratedTopology:
     curves = {"all_gather": made_curve(10, 4), "all_reduce": made_curve(20, 2), "reduce_scatter": BENT}
     return two_dims(device_type, collectives=curves)
 
@@ -448,7 +448,7 @@ def test_autoparallel_finds_the_measured_times_in_its_tables() -> None:
     ],
 )
 def test_topologies_that_the_target_cannot_express_are_refused(
-    topology: Topology, target: Any, says: str
+    topology: CalibratedTopology, target: Any, says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
         render(topology, target)

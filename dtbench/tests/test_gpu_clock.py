@@ -149,7 +149,7 @@ def test_an_event_says_no_time_before_the_gpu_has_passed_it(monkeypatch: pytest.
 def test_torchs_cuda_has_what_is_asked_of_it() -> None:
     asked = {name for name in vars(device.Gpus) if not name.startswith("_")}
     assert asked <= set(vars(FakeGpus))
-    of_events = {name for name in vars(device.Event) if not name.startswith("_")}
+    of_events = {name for name in vars(device.GpuEvent) if not name.startswith("_")}
     assert of_events <= set(dir(torch.cuda.Event))
 
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from dtbench.cost import price as curves
-from dtbench.records.topology import Residuals, Topology
+from dtbench.records.topology import CalibratedTopology, Residuals
 from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology, ring_dim
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
@@ -17,7 +17,7 @@ COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
 DIMS = {"dp": (4, 20.0, 10.0), "tp": (8, 150.0, 2.0)}
 
 
-def topology() -> Topology:
+def topology() -> CalibratedTopology:
     return made_topology(*(ring_dim(name, *of, *COLLECTIVES) for name, of in DIMS.items()))
 
 

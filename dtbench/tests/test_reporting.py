@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from dtbench.cost import calibration
-from dtbench.records.topology import FromRun, Topology
+from dtbench.records.topology import CalibratedTopology, FromRun
 from dtbench.reporting.html import axes, figures, page
 from dtbench.reporting.html import sources as of_sources
 from dtbench.reporting.html.parts import front
@@ -52,12 +52,12 @@ def drawing() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def topology(run: Run) -> Topology:
+def topology(run: Run) -> CalibratedTopology:
     return calibration.calibrate([run])
 
 
 @pytest.fixture(scope="module")
-def text(run: Run, topology: Topology) -> str:
+def text(run: Run, topology: CalibratedTopology) -> str:
     return render([run], topology)
 
 
@@ -124,7 +124,7 @@ def test_cases_where_the_core_is_slower_bear_a_mark(whole: Page) -> None:
     assert marked == {"layer_norm"}
 
 
-def test_the_constants_stand_beside_the_builtin_ones(topology: Topology, whole: Page) -> None:
+def test_the_constants_stand_beside_the_builtin_ones(topology: CalibratedTopology, whole: Page) -> None:
     dim = next(d for d in topology.dims if d.name == "dp")
     row = whole.row("dp", "2", "inter-host")
     assert float(row[3]) == pytest.approx(dim.bandwidth_GiBps, rel=0.01)
@@ -156,7 +156,7 @@ def test_warnings_come_first(text: str) -> None:
     assert "Read first" not in text
 
 
-def test_a_topology_of_another_run_is_said(run: Run, topology: Topology) -> None:
+def test_a_topology_of_another_run_is_said(run: Run, topology: CalibratedTopology) -> None:
     elsewhere = msgspec.structs.replace(topology, runs=(FromRun(run_id="another-run"),), warnings=())
     (other,) = front.warnings(Material(sources([run], elsewhere)))
     assert "fitted to another run (another-run)" in other
@@ -286,7 +286,7 @@ def test_systems_are_drawn_beside_each_other() -> None:
     assert of_sources._apart(sources([first, dispatch])).systems == ()
 
 
-def hostile_topology(topology: Topology) -> Topology:
+def hostile_topology(topology: CalibratedTopology) -> CalibratedTopology:
     plain = json.loads(msgspec.json.encode(topology))
     fitted = hostile(plain, ()) | {"kind": "topology", "mesh": plain["mesh"]}
     fitted["dims"][0]["collectives"] = {HOSTILE: next(iter(fitted["dims"][0]["collectives"].values()))}
@@ -294,10 +294,10 @@ def hostile_topology(topology: Topology) -> Topology:
         # What is one of a few words stays one; names differ, whatever else they are.
         dim |= {name: original[name] for name in ("groups_sharing", "layout", "builtin", "residuals")}
         dim |= {"name": HOSTILE + str(at), "warnings": [HOSTILE]}
-    return msgspec.convert(fitted, Topology)
+    return msgspec.convert(fitted, CalibratedTopology)
 
 
-def test_hostile_text_stays_text(topology: Topology) -> None:
+def test_hostile_text_stays_text(topology: CalibratedTopology) -> None:
     header = {k: v for k, v in made_up.header().items() if k not in ("kind", "schema")}
     changes = hostile(header, ())
     changes["machine"] = {

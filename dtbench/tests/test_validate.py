@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from dtbench.cost.calibration import calibrate
-from dtbench.cost.calibration.validate import validate, validate_split
-from dtbench.records.cost_model import Validation
+from dtbench.cost.calibration.validate import Validation, validate, validate_split
 from dtbench.records.run import RunWriter
-from dtbench.records.topology import Topology, write_topology
+from dtbench.records.topology import CalibratedTopology, write_topology
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.tests import made_up
@@ -36,7 +35,7 @@ def run_of(made: list[Result], run_id: str = "new", **changes: Any) -> Run:
 
 
 @functools.cache
-def fitted(*scales: float) -> Topology:
+def fitted(*scales: float) -> CalibratedTopology:
     made = [r for k, scale in enumerate(scales) for r in results(scale, k)]
     return calibrate([run_of(made, "fitted")])
 

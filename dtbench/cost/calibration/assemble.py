@@ -30,6 +30,7 @@ from dtbench.cost.price import ring_us
 from dtbench.records.topology import (
     SCHEMA,
     BuiltIn,
+    CalibratedTopology,
     Constants,
     Dim,
     FittedOn,
@@ -39,7 +40,6 @@ from dtbench.records.topology import (
     MeasuredCurve,
     Residuals,
     TableRow,
-    Topology,
 )
 from dtbench.stats import interval
 from dtbench.suite import Run
@@ -50,7 +50,7 @@ from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, RING_COLLEC
 ONE_LAUNCH = "within one launch only: too narrow"
 
 
-def calibrate(runs: Sequence[Run]) -> Topology:
+def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
     """The topology that the `collectives` and `redistribute` results of launches amount to.
 
     Raises:
@@ -74,7 +74,7 @@ def calibrate(runs: Sequence[Run]) -> Topology:
     if not dims:
         reasons = "; ".join(f"{dim.name}: {dim.reason}" for dim in left_out)
         raise UsageError(f"no mesh dim of {paths(runs)} can be calibrated ({reasons})")
-    return Topology(
+    return CalibratedTopology(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         runs=tuple(map(provenance, runs)),

@@ -12,18 +12,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
+from msgspec import Struct
 
 from dtbench.cost.calibration.assemble import calibrate_dim, curves_of, why_left_out
 from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, measured_dims
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
 from dtbench.cost.price import price, ring_us
-from dtbench.records.cost_model import CallGroup, Score, Validation
-from dtbench.records.topology import Dim, HostLayout, MeasuredCurve, Topology
+from dtbench.records.topology import CalibratedTopology, Dim, HostLayout, MeasuredCurve
 from dtbench.suite import Header, MeshShape, Run
 from dtbench.suite.errors import UsageError
+from dtbench.suite.fields import Amount, Count
 from dtbench_core.cost.ring import GIB, RING_COLLECTIVES, Ring, guessed_links
 
 # In order of what they know. The noise floor is no model: one launch's times as the forecast of another's.
@@ -46,6 +48,40 @@ REGIMES = {
 }
 RING, OTHER = "ring collectives", "other collectives"
 MIN_SIZES = 3  # of a curve, to hold one out between two ends
+
+
+class Score(Struct, frozen=True, kw_only=True):
+    """How far predictions lie from measurements. ratio: the typical factor; median_error: |p / m - 1|."""
+
+    points: Count
+    geometric_mean_ratio: Amount
+    median_error: Amount
+
+
+class CallGroup(Struct, frozen=True, kw_only=True):
+    """The calls that are scored together. scores: model -> regime of sizes -> score, where there are points.
+
+    inside: share of the new values within the topology's 90 % intervals, of `points` that lie inside the
+    tables' sizes; beyond: the number of those outside, which the scores count too. one_launch: whether
+    the intervals come from a single launch, so that they are too narrow.
+    """
+
+    name: str
+    scores: dict[str, dict[str, Score]]
+    inside: Amount | None
+    points: Count
+    beyond: Count
+    one_launch: bool
+
+
+class Validation(Struct, frozen=True, kw_only=True):
+    """models: each in words. notes: what to know about the groups' scores."""
+
+    kind: Literal["validation"] = "validation"
+    models: dict[str, str]
+    title: str
+    groups: tuple[CallGroup, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass
@@ -85,7 +121,7 @@ def _scores(errors: Sequence[tuple[int, float]]) -> dict[str, Score]:
     return scores
 
 
-def validate(topology: Topology, runs: Sequence[Run], *, same: bool = False) -> Validation:
+def validate(topology: CalibratedTopology, runs: Sequence[Run], *, same: bool = False) -> Validation:
     """The models' errors on the runs' launches.
 
     same: allow runs that the topology was fitted on; the result then says so.
@@ -187,7 +223,7 @@ def _names(dims: Sequence[MeasuredDim]) -> str:
 # ------------------------------------------------------------------------------- runs and topologies
 
 
-def _fitted_on(topology: Topology, runs: Sequence[Run], same: bool) -> list[str]:
+def _fitted_on(topology: CalibratedTopology, runs: Sequence[Run], same: bool) -> list[str]:
     fitted_on = {run.run_id for run in topology.runs}
     own = [str(run.path) for run in runs if run.header.run_id in fitted_on]
     if own and not same:
@@ -198,7 +234,9 @@ def _fitted_on(topology: Topology, runs: Sequence[Run], same: bool) -> list[str]
     return [f"FITTED ON THE SAME RUN ({', '.join(own)}): a new launch will be further off"] if own else []
 
 
-def _common(topology: Topology, measured: Sequence[MeasuredDim], runs: Sequence[Run]) -> list[MeasuredDim]:
+def _common(
+    topology: CalibratedTopology, measured: Sequence[MeasuredDim], runs: Sequence[Run]
+) -> list[MeasuredDim]:
     """The dims that both have."""
     header, path = runs[0].header, runs[0].path
     for what, ours, theirs in (

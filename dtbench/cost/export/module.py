@@ -13,7 +13,7 @@ import jinja2
 from dtbench._version import __version__
 from dtbench.cost.price import times_of
 from dtbench.records.atomic import write_atomically
-from dtbench.records.topology import Topology
+from dtbench.records.topology import CalibratedTopology
 from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US
@@ -39,7 +39,7 @@ LATENCY_BYTES, RAMP_POINTS = 64 * 2**10, 24
 INDUCTOR_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 
-def export(topology: Topology, target: Target, path: Path) -> None:
+def export(topology: CalibratedTopology, target: Target, path: Path) -> None:
     """Writes the module whole or not at all.
 
     Raises:
@@ -49,7 +49,7 @@ def export(topology: Topology, target: Target, path: Path) -> None:
     write_atomically(path, render(topology, target, path.stem), _is_export, "module of `dtbench export`")
 
 
-def render(topology: Topology, target: Target, module: str = "topology") -> str:
+def render(topology: CalibratedTopology, target: Target, module: str = "topology") -> str:
     """The text of the module. module: the name to import it by."""
     _check(topology)
     tables, ramps = _runtimes(topology) if target == "autoparallel" else ({}, {})
@@ -97,7 +97,7 @@ def literal(value: object) -> str:
     raise TypeError(f"got {type(value).__name__}, expected a string, a finite number, None or a collection")
 
 
-def _check(topology: Topology) -> None:
+def _check(topology: CalibratedTopology) -> None:
     if not topology.dims:
         raise UsageError(
             "the topology holds no mesh dim, expected at least one: calibrate from a run with collectives"
@@ -110,7 +110,7 @@ def _check(topology: Topology) -> None:
         )
 
 
-def _source(topology: Topology) -> dict[str, object]:
+def _source(topology: CalibratedTopology) -> dict[str, object]:
     """Where the numbers come from and how sure they are."""
     versions = topology.runs[0].versions if topology.runs else {}
     return {
@@ -127,7 +127,7 @@ def _source(topology: Topology) -> dict[str, object]:
     }
 
 
-def _placement_curves(topology: Topology) -> Iterator[tuple[tuple[str, str], Curve]]:
+def _placement_curves(topology: CalibratedTopology) -> Iterator[tuple[tuple[str, str], Curve]]:
     """DTensor's own measured transitions; where one was not measured, the collective that it is made of.
 
     What starts at Replicate sends nothing and stays free: torch asks for a cost of 0 to know that.
@@ -146,7 +146,7 @@ def _placement_curves(topology: Topology) -> Iterator[tuple[tuple[str, str], Cur
             yield (dim.name, ALL_TO_ALL), times_of(collectives[ALL_TO_ALL])
 
 
-def _collective_curves(topology: Topology) -> Iterator[tuple[tuple[str, str], Curve]]:
+def _collective_curves(topology: CalibratedTopology) -> Iterator[tuple[tuple[str, str], Curve]]:
     for dim in topology.dims:
         for name in INDUCTOR_COLLECTIVES:
             if name in dim.collectives:
@@ -154,7 +154,7 @@ def _collective_curves(topology: Topology) -> Iterator[tuple[tuple[str, str], Cu
 
 
 def _runtimes(
-    topology: Topology,
+    topology: CalibratedTopology,
 ) -> tuple[dict[str, dict[Place, tuple[float, float]]], dict[str, dict[Place, tuple[float, ...]]]]:
     """collective -> (nodes, ranks per node) -> (us, GB/s); and the shares of that bandwidth, as autoparallel has them.
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dtbench.cost.plan.machines import CollectiveTables, MachineSpec
 from dtbench.cost.price import estimate
-from dtbench.records.topology import Topology
+from dtbench.records.topology import CalibratedTopology
 from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
 
@@ -96,7 +96,7 @@ def group_in_node(gpus_per_node: int, ranks: int, inner: int) -> int:
 class TopologyLinks:
     """The links of a calibrated topology: its slowest dim within a host, and its slowest dim between hosts."""
 
-    topology: Topology
+    topology: CalibratedTopology
     gpus_per_node: int
 
     def collective(self, name: str, size_bytes: float, ranks: int, inner: int) -> float:

@@ -18,7 +18,7 @@ from dtbench.records.history import HistoryLine, read_history
 from dtbench.records.profile import Calls, CallStages, RankSection, RanksProfile
 from dtbench.records.read import BadFieldError, into, opened, read_json, shown
 from dtbench.records.run import read_run
-from dtbench.records.topology import Topology, read_topology
+from dtbench.records.topology import CalibratedTopology, read_topology
 from dtbench.reporting.html.changes import Changes, of_gate
 from dtbench.suite import Run
 from dtbench.suite.errors import UnreadableRunError, UsageError
@@ -60,7 +60,7 @@ class Sources:
 
     runs: tuple[Run, ...] = ()
     baseline: tuple[Run, ...] = ()
-    topology: Topology | None = None
+    topology: CalibratedTopology | None = None
     gate: Changes | None = None
     calls: tuple[CallStages, ...] = ()
     ranks: tuple[RankSection, ...] = ()

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dtbench.cost.price import RingConstants, price, ring_us
-from dtbench.records.topology import Dim, Topology
+from dtbench.cost.price import price, ring_us
+from dtbench.records.topology import CalibratedTopology, Constants, Dim
 from dtbench.reporting.html.axes import ratio_axis
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves
 from dtbench.reporting.html.section import ReportSection
@@ -26,7 +26,7 @@ RESIDUAL_STYLES = {
 PERCENT_TICKS = (1e-4, 1e-3, 0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0, 1e3, 1e4)
 
 
-def ring_s(dim: Dim, name: str, size: float, constants: RingConstants | None) -> float | None:
+def ring_s(dim: Dim, name: str, size: float, constants: Constants | Dim | None) -> float | None:
     """Seconds by torch's formula; None where it has none for the collective, or there are no constants."""
     if constants is None or name not in RING_COLLECTIVES:
         return None
@@ -39,7 +39,7 @@ def between(sizes: Sequence[float]) -> list[float]:
     return sorted({*sizes, *(float(s) for s in more)})
 
 
-def add_model(section: ReportSection, topology: Topology) -> None:
+def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
     """How far the constants are off, and they and the tables themselves."""
     section.lead += (
         " DTensor chooses redistributions by a model of a ring: a base latency of "
@@ -91,7 +91,7 @@ def table_lines(dim: Dim, name: str) -> list[DrawnCurve]:
     return [expected, DrawnCurve("measured", ends, [row.measured_us * 1e-6 for row in table])]
 
 
-def _residuals(topology: Topology) -> Figure | None:
+def _residuals(topology: CalibratedTopology) -> Figure | None:
     """A panel per mesh dim: predicted over measured, in percent, over size."""
     panels = [
         CurvePanel(
@@ -152,7 +152,7 @@ def _basis(dim: Dim) -> str:
     return f"{dim.name} is fitted on {on.points} points from {low} to {high}, {groups}."
 
 
-def _constants(topology: Topology) -> t.Table:
+def _constants(topology: CalibratedTopology) -> t.Table:
     dims = topology.dims
     builtin = [dim.builtin for dim in dims]
 
@@ -192,7 +192,7 @@ def _constants(topology: Topology) -> t.Table:
     )
 
 
-def _left_out(topology: Topology) -> t.Table:
+def _left_out(topology: CalibratedTopology) -> t.Table:
     left_out = topology.left_out
     return t.Table(
         "Mesh dims without constants",

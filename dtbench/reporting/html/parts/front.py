@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dtbench.records import judged
-from dtbench.records.topology import Topology
+from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.parts.provenance import by_one_process, hardware, hosts, mesh_words
 from dtbench.reporting.html.section import Material, ReportSection
 from dtbench.suite import Result, Run
@@ -111,7 +111,7 @@ def warnings(of: Material) -> list[str]:
     return [*found, *sources.notes]
 
 
-def _of_topology(topology: Topology, known: set[str]) -> list[str]:
+def _of_topology(topology: CalibratedTopology, known: set[str]) -> list[str]:
     strangers = sorted(run.run_id for run in topology.runs if run.run_id not in known)
     doubted = any(dim.warnings for dim in topology.dims)
     other = f"The topology was fitted to another run ({', '.join(strangers)}): its points are not those here."

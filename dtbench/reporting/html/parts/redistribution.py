@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from dtbench.records.topology import Topology
+from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.axes import seconds_tick, times_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, line
@@ -71,7 +71,7 @@ def times_over_size(
     section: ReportSection,
     collectives: Sequence[ReportCase],
     moved: Sequence[ReportCase] = (),
-    topology: Topology | None = None,
+    topology: CalibratedTopology | None = None,
     folded: str = "",
 ) -> Figure | None:
     """A panel per mesh dim and collective that some change of placement needs; without runs, those of the topology."""
