@@ -181,8 +181,8 @@ def _validate_collectives(table: CsvTable, machine: MachineSpec, gpus: int | Non
         ranks, size = row.count("gpus", gpus), row.count("bytes")
         name = row.text("collective").replace("alltoall", "all_to_all") or "all_reduce"
         system = row.text("system")
-        known = machine_called(system) if system else machine.name
-        if known is None or not machine.name.startswith(known):
+        of_machine = machine_called(system) if system else machine.name
+        if of_machine is None or not machine.name.startswith(of_machine):
             left_out[f"{system} is not {machine.name}"].append(row.line)
             continue
         if name not in ("all_reduce", *COLLECTIVES) or ranks < 2:
