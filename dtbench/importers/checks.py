@@ -115,7 +115,7 @@ def _find_sizes(log: Log, table: LogTable) -> None:
         table.rows.remove(row)
 
 
-def _find_ranks(log: Log, table: LogTable, given: int | None) -> None:
+def _find_ranks(log: Log, table: LogTable, by_user: int | None) -> None:
     """From the list of ranks, the size over the count, and what the user says: a list may be cut, so that he says
     more than it."""
     parts = {_parts(row) for row in table.rows} - {None}
@@ -126,13 +126,13 @@ def _find_ranks(log: Log, table: LogTable, given: int | None) -> None:
                 table.line, f"{table.ranks} ranks are listed, size over count gives {part}, which is taken"
             )
         table.ranks, table.ranks_from = part, "size and count"
-    if given is None or given == table.ranks:
+    if by_user is None or by_user == table.ranks:
         return
-    if table.ranks is not None and (given < table.ranks or table.ranks_from != "the list of ranks"):
-        raise _RefusedError(f"--ranks {given} contradicts it: {table.ranks_from} gives {table.ranks} ranks")
+    if table.ranks is not None and (by_user < table.ranks or table.ranks_from != "the list of ranks"):
+        raise _RefusedError(f"--ranks {by_user} contradicts it: {table.ranks_from} gives {table.ranks} ranks")
     if table.ranks is not None:
-        log.say(table.line, f"{table.ranks} ranks are listed, --ranks gives {given}: the list is cut")
-    table.ranks, table.ranks_from = given, "--ranks"
+        log.say(table.line, f"{table.ranks} ranks are listed, --ranks gives {by_user}: the list is cut")
+    table.ranks, table.ranks_from = by_user, "--ranks"
 
 
 def _parts(row: LogRow) -> int | None:
@@ -157,21 +157,21 @@ def _ratios(table: LogTable) -> list[tuple[float, float]]:
 # ------------------------------------------------------------------------------- which collective it is
 
 
-def _collective(log: Log, table: LogTable, given: str | None) -> str:
+def _collective(log: Log, table: LogTable, by_user: str | None) -> str:
     """What the log says, else the user, else the name of the file; of the latter two the rows may say otherwise."""
     if table.collective is not None:
-        if given is not None and given != table.collective:
-            raise _RefusedError(f"--collective {given} contradicts it: the log says {table.collective}")
+        if by_user is not None and by_user != table.collective:
+            raise _RefusedError(f"--collective {by_user} contradicts it: the log says {table.collective}")
         return table.collective
-    name = given or _named(log.name)
+    name = by_user or _named(log.name)
     if name is None:
         raise _RefusedError("which collective it is is not in the log: give --collective NAME")
     reduces = any(row.redop not in ("", "none") for row in table.rows)
     rooted = any((row.root or -1) >= 0 for row in table.rows)
     if (reduces and name not in _REDUCING) or (rooted and name not in _ROOTED):
-        of = "--collective" if given else "the name of the file"
+        of = "--collective" if by_user else "the name of the file"
         raise _RefusedError(f"{name} by {of} contradicts its rows, which name a reduction or a root")
-    if given is None:
+    if by_user is None:
         log.say(table.line, f"{name} by the name of the file: the log does not say which collective it is")
     return name
 

@@ -56,8 +56,8 @@ def read(text: str, log: Log) -> None:
 
 def _table(name: str, ranks: int, number: int) -> LogTable:
     table = LogTable("deepspeed", number, ranks=ranks, ranks_from="its title", ended=True)
-    if (found := collective_of(name)) in _COLLECTIVES:
-        table.collective = found
+    if (collective := collective_of(name)) in _COLLECTIVES:
+        table.collective = collective
     else:
         table.refusal = f"{name[:40]!r} is no collective of DeepSpeed's benchmarks that is known here"
     return table

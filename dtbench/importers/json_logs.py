@@ -140,8 +140,8 @@ def read_nccl(text: str, log: Log) -> None:
             f"{log.name} is not a whole JSON file of nccl-tests (-J): {error}; "
             "if the run was killed, give the text it printed instead"
         ) from error
-    said = [text.strip()[:160] for text in file.errors or () if text.strip()]
-    log.failures += [Problem(0, f"the file says: {text}") for text in said]
+    errors = [text.strip()[:160] for text in file.errors or () if text.strip()]
+    log.failures += [Problem(0, f"the file says: {text}") for text in errors]
 
 
 def _table(file: _File) -> LogTable:
@@ -218,8 +218,8 @@ def read_rccl(text: str, log: Log) -> None:
     """Adds a table per collective, ranks and cycle to its log."""
     tables: dict[tuple[object, ...], LogTable] = {}
     rows: dict[tuple[object, ...], LogRow] = {}
-    found = ((number, m) for number, line in enumerate(lines_of(text), 1) for m in _OBJECT.finditer(line))
-    for number, match in found:
+    objects = ((number, m) for number, line in enumerate(lines_of(text), 1) for m in _OBJECT.finditer(line))
+    for number, match in objects:
         if match[0] == "{":
             log.say(number, "a record that is cut was left out")
             continue
@@ -237,8 +237,8 @@ def read_rccl(text: str, log: Log) -> None:
             rows[place] = LogRow(number, record.size, None, dtype, record.redop[:20], None, [])
             tables[key].rows.append(rows[place])
         names, in_place = "time, algBw or busBw", bool(record.inPlace)
-        made = _figure(in_place, record.time, record.algBw, record.busBw, record.wrong, names)
-        rows[place].figures.append(made)
+        figure = _figure(in_place, record.time, record.algBw, record.busBw, record.wrong, names)
+        rows[place].figures.append(figure)
     log.tables += tables.values()
 
 

@@ -39,8 +39,8 @@ def read(text: str, log: Log) -> None:
     for number, line in enumerate(lines_of(text), start=1):
         title = _TITLE.search(line) or title
         cells = _cells(line)
-        if found := _header(line):
-            columns, tables = found, _tables(found, title, number)
+        if header := _header(line):
+            columns, tables = header, _tables(header, title, number)
             title = None
             log.tables += tables
         elif not tables or set("".join(cells)) <= set("-: "):

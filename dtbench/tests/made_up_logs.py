@@ -37,7 +37,7 @@ def digits(value: float, width: int) -> str:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LogLayout:
     """How a table is printed. era: modern (2.13 on) or error (2.0 to 2.12).
 
     tag: what a launcher puts before each line. cut: what is printed between the three parts of a row.
@@ -58,7 +58,7 @@ def table(
     *,
     redop: str | None = None,
     hosts: int = 1,
-    layout: Layout = Layout(),
+    layout: LogLayout = LogLayout(),
     time: Callable[[int, bool], float] = time_us,
     wrong: Callable[[int, bool], str] = lambda _size, _in_place: "0",
 ) -> str:
@@ -87,7 +87,7 @@ def table(
     return "".join(_tagged(layout, [*(f"{x}\n" for x in lines), *rows, *(f"{x}\n" for x in foot)]))
 
 
-def _tagged(layout: Layout, texts: Sequence[str]) -> list[str]:
+def _tagged(layout: LogLayout, texts: Sequence[str]) -> list[str]:
     return ["".join(layout.tag + line for line in text.splitlines(keepends=True)) for text in texts]
 
 
@@ -112,7 +112,7 @@ def _row(
     ranks: int,
     size: int,
     redop: str | None,
-    layout: Layout,
+    layout: LogLayout,
     time: Callable[[int, bool], float],
     wrong: Callable[[int, bool], str],
 ) -> str:
@@ -205,9 +205,9 @@ def json_text(**changes: Any) -> str:
     return json.dumps(document(**changes), separators=(",", ":")).replace("/", "\\/")
 
 
-def read(text: str, name: str = "some.log", **given: object) -> Log:
+def read(text: str, name: str = "some.log", **options: object) -> Log:
     log = parse(text.encode(), name)
-    checks.check(log, **given)  # type: ignore[arg-type]
+    checks.check(log, **options)  # type: ignore[arg-type]
     return log
 
 

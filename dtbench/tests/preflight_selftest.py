@@ -110,7 +110,7 @@ class Gathering(Coordinator):
 # -------------------------------------------------------------------------------------------- trials
 
 
-class Pool:
+class PoolAnswers:
     """Answers an examination with times drawn from a gathered pool."""
 
     def __init__(self, pool: Mapping[str, Any], seed: int) -> None:
@@ -177,27 +177,27 @@ def drive(examining: Examining, answer: Callable[[ProbeCommand], list[Any]]) -> 
 
 
 @dataclass
-class Tally:
-    """found: trials in which the slow host was named; wrong: in which something without it was, and in which kinds."""
+class TrialCounts:
+    """named: trials in which the slow host was named; wrong: in which something without it was, and in which kinds."""
 
     trials: int = 0
-    found: int = 0
+    named: int = 0
     wrong: int = 0
     wrong_kinds: Counter[str] = field(default_factory=Counter)
 
     def add(self, examined: Examination, slow: int | None) -> None:
         wrong = [one.kind for one in examined.findings if slow not in one.ranks]
         self.trials += 1
-        self.found += any(one.ranks == (slow,) for one in examined.findings)
+        self.named += any(one.ranks == (slow,) for one in examined.findings)
         self.wrong += bool(wrong)
         self.wrong_kinds.update(set(wrong))
 
 
-def judge(pools: Sequence[Mapping[str, Any]], trials: int, slow: int | None) -> Tally:
+def judge(pools: Sequence[Mapping[str, Any]], trials: int, slow: int | None) -> TrialCounts:
     """So many trials, shared among the pools."""
-    tally = Tally()
+    tally = TrialCounts()
     for number in range(trials):
-        drawn = Pool(pools[number % len(pools)], number)
+        drawn = PoolAnswers(pools[number % len(pools)], number)
         tally.add(drive(examine(drawn.world), drawn.answer), slow)
     return tally
 
@@ -223,10 +223,10 @@ def selftest(output: Path) -> int:
         tally = judge(pools, TRIALS if slow is None else FAULT_TRIALS, slow)
         name = "healthy" if slow is None else f"link at {share:.0%}"
         row = {"state": name, "launches": launches, **vars(tally)}
-        rows.append(row | {"interval": _interval(tally.wrong if slow is None else tally.found, tally.trials)})
+        rows.append(row | {"interval": _interval(tally.wrong if slow is None else tally.named, tally.trials)})
         click.echo(_line(name, tally, slow))
         reached &= tally.wrong <= FALSE * tally.trials and (
-            slow is None or tally.found >= FOUND * tally.trials
+            slow is None or tally.named >= FOUND * tally.trials
         )
     content = {
         "kind": "preflight-selftest",
@@ -239,8 +239,8 @@ def selftest(output: Path) -> int:
     return EXIT_OK if reached else EXIT_INCONCLUSIVE
 
 
-def _line(name: str, tally: Tally, slow: int | None) -> str:
-    count = tally.wrong if slow is None else tally.found
+def _line(name: str, tally: TrialCounts, slow: int | None) -> str:
+    count = tally.wrong if slow is None else tally.named
     low, high = _interval(count, tally.trials)
     what = "named something" if slow is None else "named the host"
     other = "" if slow is None else f"; {tally.wrong} named another"

@@ -24,7 +24,7 @@ from dtbench.tests.made_up_logs import (
     OSU,
     SIZES,
     UNRELATED,
-    Layout,
+    LogLayout,
     document,
     json_text,
     read,
@@ -84,7 +84,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("era", ["modern", "error"])
 def test_every_collective_of_every_era(collective: str, era: str) -> None:
-    log = only(table(collective, 12, tuple(s // 48 * 48 for s in SIZES), layout=Layout(era)))
+    log = only(table(collective, 12, tuple(s // 48 * 48 for s in SIZES), layout=LogLayout(era)))
     assert (log.collective, log.ranks) == (collective, 12)
     assert_as_printed(log, tuple(s // 48 * 48 for s in SIZES))
 
@@ -109,7 +109,7 @@ CUTS = {
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_tags_and_rows_in_pieces(tag: str, cut: str) -> None:
-    log = only(table(hosts=2, layout=Layout(tag=tag, cut=CUTS[cut])))
+    log = only(table(hosts=2, layout=LogLayout(tag=tag, cut=CUTS[cut])))
     assert (log.collective, log.ranks) == ("all_reduce", 8)
     assert {device.host for device in log.devices} == {"node-7", "node-8"}
     assert_as_printed(log)
@@ -118,7 +118,7 @@ def test_tags_and_rows_in_pieces(tag: str, cut: str) -> None:
 @pytest.mark.parametrize("host", ["7up", "10.0.0.5", "e5-node"])
 def test_hosts_whose_names_could_be_part_of_the_number_before_them(host: str) -> None:
     info = NCCL.replace("node-7", host)
-    log = only(info + table(layout=Layout(cut=lambda part: info)).replace("node-7", host))
+    log = only(info + table(layout=LogLayout(cut=lambda part: info)).replace("node-7", host))
     assert_as_printed(log)
 
 
@@ -139,12 +139,12 @@ def test_all_types_in_one_table_and_every_one_known() -> None:
 
 
 def test_ranks_that_no_list_names_are_asked_for() -> None:
-    text = table("all_reduce", 72, tuple(1728 * s for s in SIZES), layout=Layout(head=False))
+    text = table("all_reduce", 72, tuple(1728 * s for s in SIZES), layout=LogLayout(head=False))
     assert "give --ranks N" in only(text, "all_reduce.log").refusal
     assert only(text, "all_reduce.log", ranks=72).ranks == 72
     assert "would have 1.75" in only(text, collective="all_reduce", ranks=8).refusal
     # What has a part per rank tells them by size over count.
-    text = table("all_gather", 10, tuple(240 * s for s in SIZES), layout=Layout(head=False))
+    text = table("all_gather", 10, tuple(240 * s for s in SIZES), layout=LogLayout(head=False))
     assert only(text, "all_gather.log").ranks == 10
 
 
@@ -159,7 +159,7 @@ def test_a_list_of_ranks_that_was_cut_is_not_believed() -> None:
 
 
 def test_the_collective_is_what_the_log_the_user_or_the_name_of_the_file_says() -> None:
-    bare = table(ranks=2, layout=Layout(head=False))
+    bare = table(ranks=2, layout=LogLayout(head=False))
     assert only("$ mpirun -np 2 ./build/all_reduce_perf -g 1\n" + bare, ranks=2).collective == "all_reduce"
     after = bare + "# Collective test concluded: all_reduce_perf\n"
     assert only(after, ranks=2).collective == "all_reduce"
@@ -403,8 +403,8 @@ def test_a_row_that_was_altered_loses_its_numbers_and_no_other_does(what: str) -
         assert log.problems[0].line == line and "incomplete" in log.problems[0].text
     for result in run_of(text):
         if result.status == "ok":
-            made = time_us(result.size_bytes or 0, bool(result.params["in_place"])) * 1e-6
-            assert result.time_s is not None and result.time_s.median == pytest.approx(made, rel=6e-3)
+            expected = time_us(result.size_bytes or 0, bool(result.params["in_place"])) * 1e-6
+            assert result.time_s is not None and result.time_s.median == pytest.approx(expected, rel=6e-3)
         else:
             assert result.time_s is None and result.samples_s == () and result.busbw_Bps is None
             assert f"line {line}" in result.reason
@@ -432,7 +432,7 @@ def test_processes_that_did_not_find_each_other_are_refused() -> None:
 
 
 def test_a_killed_run_and_its_repetition_in_one_file_are_two_launches() -> None:
-    cut = table(sizes=SIZES[:4], layout=Layout(foot=False)).replace("Pid 9000", "Pid 77")
+    cut = table(sizes=SIZES[:4], layout=LogLayout(foot=False)).replace("Pid 9000", "Pid 77")
     results = run_of(cut + "Killed\n" + table())
     assert {r.launch for r in results if r.size_bytes == SIZES[0]} == {0, 1}
     assert {r.launch for r in results if r.size_bytes == SIZES[-1]} == {0}
@@ -440,7 +440,7 @@ def test_a_killed_run_and_its_repetition_in_one_file_are_two_launches() -> None:
 
 
 def test_a_footer_that_counts_errors_which_no_row_shows_spoils_them_all() -> None:
-    text = table(layout=Layout(checked=False))
+    text = table(layout=LogLayout(checked=False))
     assert not faults(text)
     with pytest.raises(UsageError, match="4 values out of bounds, and no row says which"):
         run_of(text.replace("values : 0 OK", "values : 4 FAILED"))
@@ -450,7 +450,7 @@ def test_a_footer_that_counts_errors_which_no_row_shows_spoils_them_all() -> Non
     ("deviation", "bad"), [("2e-07", False), ("1e+00", True), ("nan", True), ("0e+00", False)]
 )
 def test_deviations_of_old_logs(deviation: str, bad: bool) -> None:
-    text = table(layout=Layout("error"), wrong=lambda _size, _in_place: deviation)
+    text = table(layout=LogLayout("error"), wrong=lambda _size, _in_place: deviation)
     assert bool(faults(text)) == bad
 
 
@@ -497,21 +497,21 @@ def test_other_files_are_refused(text: str) -> None:
     ],
 )
 def test_json_with_other_fields_is_refused(path: tuple[str | int, ...], value: object, says: str) -> None:
-    made = document()
-    place = made
+    content = document()
+    place = content
     for key in path[:-1]:
         place = place[key]  # type: ignore[index]
     place[path[-1]] = value  # type: ignore[index]
     with pytest.raises(UnreadableRunError, match=re.escape(says)):
-        read(json.dumps(made))
+        read(json.dumps(content))
 
 
 def test_json_rows_with_bad_numbers_lose_them() -> None:
-    made = document()
-    made["results"][0]["out_of_place"]["time"] = "nan"
-    made["results"][1]["out_of_place"]["nwrong"] = 4.0
-    made["results"][2]["out_of_place"]["bus_bw"] *= 1.01
-    log = read(json.dumps(made))
+    content = document()
+    content["results"][0]["out_of_place"]["time"] = "nan"
+    content["results"][1]["out_of_place"]["nwrong"] = 4.0
+    content["results"][2]["out_of_place"]["bus_bw"] *= 1.01
+    log = read(json.dumps(content))
     reasons = [row.figures[0].fault for row in log.tables[0].rows[:4]]
     assert reasons[3] == "" and "no number for time" in reasons[0] and "wrong elements: 4" in reasons[1]
     assert "is not 0.875 x its algbw" in reasons[2]
@@ -521,7 +521,9 @@ def test_json_rows_with_bad_numbers_lose_them() -> None:
 
 BASES = (
     table(hosts=2),
-    table("all_gather", 12, tuple(s // 48 * 48 for s in SIZES), layout=Layout("error", tag="[1,0]<stdout>:")),
+    table(
+        "all_gather", 12, tuple(s // 48 * 48 for s in SIZES), layout=LogLayout("error", tag="[1,0]<stdout>:")
+    ),
     json_text(version=3),
     DEEPSPEED.format(name="all_reduce") + DEEPSPEED_ROW,
     OSU.format(program="allgather", title="Allgather"),

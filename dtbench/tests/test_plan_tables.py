@@ -215,7 +215,7 @@ def test_a_table_of_collectives_is_priced_by_the_machine(tmp_path: Path, dtbench
     content = json.loads(out)
     labels = [row["label"] for row in content["rows"]]
     assert labels == [f"all_gather of 4: {size:.0f} B", "all_to_all of 8: 1024 B"]
-    assert content["rows"][0]["error"] == pytest.approx(0, abs=1e-6)
+    assert content["rows"][0]["predicted_s"] == pytest.approx(us * 1e-6)
     assert "1 row: h100_sxm is not h200-8x (line 4)" in content["verdict"]
     path.write_text(f"size(B),time(ns),busbw(GB/s),time(ns)\n{2**20},44210,23.7,1\n")  # in place is not read
     code, out, err = dtbench("plan", "--validate", str(path), "--gpus", "8", "--json")
@@ -263,7 +263,7 @@ def test_a_fit_recovers_the_constants_that_made_the_steps() -> None:
         ),
         network=Network(GBps=40, latency_us=10, shared=0.5),
     )
-    made = [
+    steps = [
         measured_steps.MeasuredStep(of, how, total(of, how, truth))
         for hidden, layers, batch in ((1024, 8, 64), (2048, 16, 64), (4096, 8, 128))
         for tp, pp, dp in (
@@ -294,8 +294,8 @@ def test_a_fit_recovers_the_constants_that_made_the_steps() -> None:
     start = structs.replace(
         truth, fitted=find_machine("a100-8x").fitted, network=Network(GBps=100, latency_us=10)
     )
-    assert validate.steps_file("", validate.predict_rows(made, start, NodeLinks(start))).mean_error > 0.05
-    fitted, held_out = fit_machine(measured_steps.MeasuredSteps(made, {}, ()), start, "made up")
+    assert validate.steps_file("", validate.predict_rows(steps, start, NodeLinks(start))).mean_error > 0.05
+    fitted, held_out = fit_machine(measured_steps.MeasuredSteps(steps, {}, ()), start, "made up")
     assert held_out.mean_error < 0.01
     assert fitted.network.GBps == pytest.approx(40, rel=0.05)
     assert fitted.network.shared == pytest.approx(0.5, rel=0.1)
@@ -303,7 +303,7 @@ def test_a_fit_recovers_the_constants_that_made_the_steps() -> None:
     assert fitted.error is not None
     assert fitted.error.low <= 1 <= fitted.error.high
     with pytest.raises(UsageError, match="too few"):
-        fit_machine(measured_steps.MeasuredSteps(made[:7], {}, ()), start, "made up")
+        fit_machine(measured_steps.MeasuredSteps(steps[:7], {}, ()), start, "made up")
 
 
 def test_intervals_are_of_the_kind_of_step_and_widen_beyond_the_ground() -> None:

@@ -75,7 +75,7 @@ def test_kinds_of_links_are_not_mixed() -> None:
 # ------------------------------------------------------------------------------------- made-up worlds
 
 
-class Ranks:
+class FakeRanks:
     """Ranks of given speeds. link: (a, b) -> share of the usual speed; noise: of the logarithm of a time."""
 
     cpus = 2  # of each host
@@ -135,14 +135,14 @@ def slow_rank(rank: int, share: float) -> Callable[[int, int], float]:
 @pytest.mark.parametrize("hosts", [2, 3, 4, 8, 40])
 def test_a_healthy_world_names_nothing(hosts: int) -> None:
     for seed in range(10):
-        assert Ranks(hosts_of(hosts), seed=seed).examine().findings == []
+        assert FakeRanks(hosts_of(hosts), seed=seed).examine().findings == []
 
 
 @pytest.mark.parametrize("hosts", [3, 4, 8, 40])
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.1])
 def test_a_slow_host_is_named_and_nothing_else(hosts: int, share: float) -> None:
     for seed in range(5):
-        examination = Ranks(hosts_of(hosts), slow_rank(2, share), seed=seed).examine()
+        examination = FakeRanks(hosts_of(hosts), slow_rank(2, share), seed=seed).examine()
         assert [(one.ranks, one.kind) for one in examination.findings] == [((2,), BETWEEN)], seed
         assert examination.findings[0].what == "host node-2"
         assert examination.findings[0].share == pytest.approx(share, rel=0.05)
@@ -167,7 +167,7 @@ PAIRED = hosts_of(4, 2)
 def test_what_is_slow_is_named_as_a_link_a_host_or_a_rank(
     hosts: list[str], slow: Callable[[int, int], object], named: dict[str, tuple[int, ...]]
 ) -> None:
-    examination = Ranks(hosts, lambda a, b: 0.6 if slow(a, b) else 1.0).examine()
+    examination = FakeRanks(hosts, lambda a, b: 0.6 if slow(a, b) else 1.0).examine()
     assert {one.what: one.ranks for one in examination.findings} == named
 
 
@@ -176,14 +176,14 @@ def test_ranks_that_work_at_once_have_a_cpu_each() -> None:
     assert turns_of(range(7), shared) == [[0, 1, 4, 5, 6], [2, 3]]
     assert turns_of(range(3), [("a", [0], 4)] * 3) == [[0], [1], [2]]
     assert turns_of(range(3), [("a", [], 64)] * 3) == [[0, 1, 2]]  # each on a GPU
-    ranks = Ranks(hosts_of(1, 8), work={3: 0.5})
+    ranks = FakeRanks(hosts_of(1, 8), work={3: 0.5})
     assert [one.what for one in ranks.examine().findings] == ["rank 3 (node-0)"]
     assert all(len(turn) <= 2 for one in ranks.commands if one["do"] == "work" for turn in one["turns"])
 
 
 def test_what_looks_slow_once_is_measured_again_before_it_is_named() -> None:
     """A hiccup in the screen: the exchanges of one rank are slow in the first rounds only."""
-    ranks = Ranks(hosts_of(8))
+    ranks = FakeRanks(hosts_of(8))
     slow = {"on": True}
     ranks._link = lambda a, b: 0.5 if slow["on"] and 3 in (a, b) else 1.0
     plain = ranks.answer
@@ -198,7 +198,7 @@ def test_what_looks_slow_once_is_measured_again_before_it_is_named() -> None:
 
 
 def test_a_single_pair_has_no_peers_and_that_is_said() -> None:
-    examination = Ranks(hosts_of(2), lambda _a, _b: 0.5).examine()
+    examination = FakeRanks(hosts_of(2), lambda _a, _b: 0.5).examine()
     assert examination.findings == []
     assert any("a single pair has no peers" in note for note in examination.notes)
 
@@ -206,7 +206,7 @@ def test_a_single_pair_has_no_peers_and_that_is_said() -> None:
 def test_a_world_that_is_uneven_everywhere_ends_and_says_so() -> None:
     drawn = random.Random(5)
     speeds = [drawn.uniform(0.2, 1) for _ in range(40)]
-    ranks = Ranks(hosts_of(40), lambda a, b: min(speeds[a], speeds[b]))
+    ranks = FakeRanks(hosts_of(40), lambda a, b: min(speeds[a], speeds[b]))
     examination = ranks.examine()
     assert any("the worst" in note for note in examination.notes)
     confirmed = [c for c in ranks.commands if c["do"] == "pairs" and c["reps"] == 1]
@@ -218,7 +218,9 @@ def test_a_world_that_is_uneven_everywhere_ends_and_says_so() -> None:
 def test_whatever_the_speeds_it_ends_and_names_what_is_there(hosts: int, ranks: int, seed: int) -> None:
     drawn = random.Random(seed)
     speeds = [drawn.choice([1.0, 1.0, 1.0, 0.9, 0.5, 0.01]) for _ in range(hosts * ranks)]
-    examination = Ranks(hosts_of(hosts, ranks), lambda a, b: min(speeds[a], speeds[b]), seed=seed).examine()
+    examination = FakeRanks(
+        hosts_of(hosts, ranks), lambda a, b: min(speeds[a], speeds[b]), seed=seed
+    ).examine()
     for one in examination.findings:
         assert one.share <= NAMED
         assert set(one.ranks) <= set(range(hosts * ranks))
@@ -249,7 +251,7 @@ def pool(slow: int | None = None) -> dict[str, Any]:
         def write_text(self, text: str) -> None:
             gathered.update(json.loads(text))
 
-    ranks = Ranks(hosts_of(8), (lambda _a, _b: 1.0) if slow is None else slow_rank(slow, 0.8))
+    ranks = FakeRanks(hosts_of(8), (lambda _a, _b: 1.0) if slow is None else slow_rank(slow, 0.8))
     selftest.drive(selftest.gather_pool(ranks.world, Kept(), 30), ranks.answer)  # type: ignore[arg-type]
     return gathered
 
@@ -258,16 +260,16 @@ def test_trials_of_a_gathered_pool_name_what_is_slow_in_it() -> None:
     healthy = selftest.judge([pool()], 40, None)
     assert (healthy.trials, healthy.wrong) == (40, 0)
     slow = selftest.judge([pool(5)], 20, 5)
-    assert (slow.found, slow.wrong) == (20, 0)
+    assert (slow.named, slow.wrong) == (20, 0)
     mistaken = selftest.judge([pool(5)], 5, 4)
-    assert (mistaken.found, mistaken.wrong) == (0, 5)
+    assert (mistaken.named, mistaken.wrong) == (0, 5)
 
 
 # --------------------------------------------------------------------------------------- what is written
 
 
 def example(share: float = 0.7) -> Preflight:
-    ranks = Ranks(hosts_of(4, 2), slow_rank(5, share), work={1: 0.6}, noise=0.01)
+    ranks = FakeRanks(hosts_of(4, 2), slow_rank(5, share), work={1: 0.6}, noise=0.01)
     return file_of(ranks.examine(), 3.21, "cpu")
 
 
@@ -295,7 +297,7 @@ def test_a_mesh_dim_that_is_slower_than_the_topology_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "message"),
     [
         (["--nproc", "1"], "a world of one has none to compare"),
         (["--expect", "/dev/zero"], "is not a regular file"),
@@ -303,10 +305,10 @@ def test_a_mesh_dim_that_is_slower_than_the_topology_is_named() -> None:
         (["--timeout", "0"], "expected seconds above 0"),
     ],
 )
-def test_wrong_input_is_told_in_a_line(given: list[str], says: str, dtbench: Cli) -> None:
-    code, _, err = dtbench("preflight", *given)
+def test_wrong_input_is_told_in_a_line(options: list[str], message: str, dtbench: Cli) -> None:
+    code, _, err = dtbench("preflight", *options)
     assert code == 2
-    assert says in err
+    assert message in err
     assert len(err.splitlines()) == 1
 
 

@@ -75,12 +75,12 @@ def test_collectives_that_were_not_measured_are_priced_by_the_formula() -> None:
 def test_beyond_times_that_do_not_grow_the_other_collectives_say_how_they_do() -> None:
     """Times of noise alone have no slope: 208 MiB and 1 GiB would cost the same, and win every ranking."""
     flat = structs.replace(curve_of((1024, 2**20, 2**24), (3870.0,) * 3), beta_is_lower_bound=True)
-    known = ring_dim("dp", 4, 20.0, 10.0, "all_gather", "all_reduce")
-    dim = structs.replace(known, collectives=dict(known.collectives) | {"reduce_scatter": flat})
+    measured = ring_dim("dp", 4, 20.0, 10.0, "all_gather", "all_reduce")
+    dim = structs.replace(measured, collectives=dict(measured.collectives) | {"reduce_scatter": flat})
     at, further = (curves.estimate(dim, "reduce_scatter", 4, size) for size in (208 * 2**20, 2**30))
     per_byte = 3 / 4 / 20 / 2**30 * 1e6  # as the gather's and half the all-reduce's
     assert at.time_us == pytest.approx(3870 + (208 - 16) * 2**20 * per_byte)
     assert further.time_us == pytest.approx(3870 + (2**30 - 2**24) * per_byte)
-    own = curves.estimate(known, "all_gather", 4, 2**34)  # as many doublings beyond its own table
+    own = curves.estimate(measured, "all_gather", 4, 2**34)  # as many doublings beyond its own table
     assert math.log(further.high_us / further.time_us) > 1.5 * math.log(own.high_us / own.time_us)
     assert curves.estimate(dim, "reduce_scatter", 4, 2**20).time_us == 3870  # inside it is what was measured

@@ -88,32 +88,26 @@ def read_steps(table: CsvTable, machine: MachineSpec, sequence: int = SEQUENCE) 
 
 
 def _with_assumed_recomputation(steps: Sequence[MeasuredStep], machine: MachineSpec) -> list[MeasuredStep]:
-    """Per model and number of GPUs either all steps compute everything again, or none does."""
+    """Per model and number of GPUs either all steps compute everything again, or none does: what measured memory
+    tells, else whether all fit without."""
     limit = NOT_SURE * (machine.memory_GiB * 2**30 - RESERVED_BYTES)
 
     def needed(step: MeasuredStep) -> float:
         return memory_of(step.job, step.layout, machine.fitted).total
 
-    def again(step: MeasuredStep) -> MeasuredStep:
-        return replace(step, layout=replace(step.layout, recompute="full"))
+    def off(group: Sequence[MeasuredStep]) -> float:
+        return median(abs(needed(step) / step.memory - 1) for step in group if step.memory)
 
-    def recomputes(group: Sequence[MeasuredStep]) -> bool:
-        with_memory = [step for step in group if step.memory]
-        if not with_memory:
-            return any(needed(step) > limit for step in group)
-        off, off_again = (
-            median(abs(needed(way(step)) / step.memory - 1) for step in with_memory)
-            for way in (lambda step: step, again)
-        )
-        return off_again < off
-
-    groups = group_by(steps, _model_and_gpus)
-    recomputing = {key for key, group in groups.items() if recomputes(group)}
-    return [again(step) if _model_and_gpus(step) in recomputing else step for step in steps]
-
-
-def _model_and_gpus(step: MeasuredStep) -> tuple[str, int]:
-    return step.job.model.name, step.job.gpus
+    assumed = list(steps)
+    groups = group_by(range(len(steps)), lambda at: (steps[at].job.model.name, steps[at].job.gpus))
+    for places in groups.values():
+        group = [steps[at] for at in places]
+        again = [replace(step, layout=replace(step.layout, recompute="full")) for step in group]
+        measured = any(step.memory for step in group)
+        if off(again) < off(group) if measured else any(needed(step) > limit for step in group):
+            for at, step in zip(places, again, strict=True):
+                assumed[at] = step
+    return assumed
 
 
 def _notes(

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Literal
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from dtbench.cost.plan.csv_table import CsvTable, read_table
 from dtbench.cost.plan.ground import extrapolation, interval
@@ -18,35 +18,36 @@ from dtbench.cost.plan.links import Links, NodeLinks
 from dtbench.cost.plan.machines import COLLECTIVES, MachineSpec, find_machine, machine_called
 from dtbench.cost.plan.measured_steps import SEQUENCE, MeasuredStep, read_steps
 from dtbench.cost.plan.memory import memory_of
-from dtbench.cost.plan.step import model_flops, predict_step
+from dtbench.cost.plan.step import predict_step
 from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 
 # Fewer ways to split ranks over layouts cannot be halved.
 FEW_SPLITS = 16
-# What is slower than this waits for something that a model of layouts may not know.
-LEAST_MFU = 0.1
 # Of many lines so many are named.
 NAMED = 8
 LARGE_BYTES = 2**20
 
 
 class StepRow(Struct, frozen=True, kw_only=True):
-    """error: predicted over measured, less 1. low_s, high_s: the 90 % interval, where there is one. Bytes of one GPU,
-    where they were measured. line: of the table, 0 where it has none. mfu: as measured."""
+    """group: rows of which each is a choice beside the others. low_s, high_s: the 90 % interval, where there is one.
+    Bytes of one GPU, where they were measured. line: of the table, 0 where it has none."""
 
     label: str
     group: str
     measured_s: float
     predicted_s: float
-    error: float
     low_s: float | None = None
     high_s: float | None = None
     measured_bytes: float | None = None
     predicted_bytes: float | None = None
     line: int = 0
-    mfu: float | None = None
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_s / self.measured_s - 1
 
 
 class StepsFile(Struct, frozen=True, kw_only=True):
@@ -88,11 +89,6 @@ def steps_file(
         verdict.append(
             f"the layout predicted fastest took {fmean(costs):.1%} more than the fastest, mean of "
             f"{plural(len(costs), 'choice')}; median {median(costs):.1%}; at most {max(costs):.1%}"
-        )
-    large = [row.error for row in rows if row.mfu is not None and row.mfu >= LEAST_MFU]
-    if 0 < len(large) < len(rows):
-        verdict.append(
-            f"of the {plural(len(large), 'row')} of {LEAST_MFU:.0%} MFU and more: {_spread(large)}"
         )
     inside = [row.low_s <= row.measured_s <= row.high_s for row in rows if row.low_s and row.high_s]
     if inside:
@@ -157,32 +153,18 @@ def predict_rows(steps: Iterable[MeasuredStep], machine: MachineSpec, links: Lin
 
 def _predicted(step: MeasuredStep, machine: MachineSpec, links: Links) -> StepRow:
     job = step.job
-    row = _row(
-        f"{job.model.name} on {job.gpus}: {step.layout.words()}",
-        f"{job.model.name} {job.gpus} {job.batch} {job.sequence} {job.software.precision}",
-        step.time_s,
-        predict_step(job, step.layout, machine, links).total_s,
-        step.line,
-    )
+    predicted_s = predict_step(job, step.layout, machine, links).total_s
     low, high = interval(job, step.layout, machine) or (None, None)
-    return structs.replace(
-        row,
-        low_s=None if low is None else low * row.predicted_s,
-        high_s=None if high is None else high * row.predicted_s,
+    return StepRow(
+        label=f"{job.model.name} on {job.gpus}: {step.layout.words()}",
+        group=f"{job.model.name} {job.gpus} {job.batch} {job.sequence} {job.software.precision}",
+        measured_s=step.time_s,
+        predicted_s=predicted_s,
+        low_s=None if low is None else low * predicted_s,
+        high_s=None if high is None else high * predicted_s,
         measured_bytes=step.memory or None,
         predicted_bytes=memory_of(job, step.layout, machine.fitted).total if step.memory else None,
-        mfu=model_flops(job) / (step.time_s * job.gpus * machine.peak_tflops * 1e12),
-    )
-
-
-def _row(label: str, group: str, measured_s: float, predicted_s: float, line: int) -> StepRow:
-    return StepRow(
-        label=label,
-        group=group,
-        measured_s=measured_s,
-        predicted_s=predicted_s,
-        error=predicted_s / measured_s - 1,
-        line=line,
+        line=step.line,
     )
 
 
@@ -199,19 +181,23 @@ def _validate_collectives(table: CsvTable, machine: MachineSpec, gpus: int | Non
         ranks, size = row.count("gpus", gpus), row.count("bytes")
         name = row.text("collective").replace("alltoall", "all_to_all") or "all_reduce"
         system = row.text("system")
-        known = machine_called(system) if system else machine.name
-        if known is None or not machine.name.startswith(known):
+        of_machine = machine_called(system) if system else machine.name
+        if of_machine is None or not machine.name.startswith(of_machine):
             left_out[f"{system} is not {machine.name}"].append(row.line)
             continue
         if name not in ("all_reduce", *COLLECTIVES) or ranks < 2:
             left_out[f"{name[:20]} of {ranks} GPUs"].append(row.line)
             continue
-        predicted_s = links.collective(name, size, ranks, 1)
-        rows.append(
-            _row(f"{name} of {ranks}: {size} B", f"{name} {ranks}", row.number("time"), predicted_s, row.line)
+        predicted = StepRow(
+            label=f"{name} of {ranks}: {size} B",
+            group=f"{name} {ranks}",
+            measured_s=row.number("time"),
+            predicted_s=links.collective(name, size, ranks, 1),
+            line=row.line,
         )
+        rows.append(predicted)
         if size >= LARGE_BYTES:
-            large.append(rows[-1].error)
+            large.append(predicted.error)
     if not rows:
         raise UsageError(f"{table.path}: no row is of {machine.name}: {', '.join(list(left_out)[:3])}")
     notes = [f"from 1 MiB on: {_spread(large)}"] if large else []
@@ -220,16 +206,15 @@ def _validate_collectives(table: CsvTable, machine: MachineSpec, gpus: int | Non
     return steps_file(f"{table.path.name}: collectives on {machine.name}", rows, notes, left_out)
 
 
-def halves(measured: Sequence[MeasuredStep]) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
+def halves(steps: Sequence[MeasuredStep]) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
     """Two halves, drawn by chance with a fixed seed: of the ways to split ranks, so that no half holds a layout of the
     other with another micro batch; of the rows, where there are few ways."""
-    splits = [(one.layout.tp, one.layout.pp, one.layout.dp, one.layout.cp, one.layout.ep) for one in measured]
-    ways = sorted(set(splits))
-    of = [ways.index(split) for split in splits] if len(ways) >= FEW_SPLITS else list(range(len(measured)))
-    order = np.random.default_rng(0).permutation(max(of) + 1)
-    place = {int(way): at for at, way in enumerate(order)}
-    first: list[MeasuredStep] = []
-    second: list[MeasuredStep] = []
-    for way, one in zip(of, measured, strict=True):
-        (first if place[way] < len(order) // 2 else second).append(one)
-    return first, second
+    layouts = [step.layout for step in steps]
+    ways = [(one.tp, one.pp, one.dp, one.cp, one.ep) for one in layouts]
+    if len({*ways}) < FEW_SPLITS:
+        ways = [(at, 0, 0, 0, 0) for at in range(len(steps))]
+    different = sorted({*ways})
+    order = np.random.default_rng(0).permutation(len(different))
+    chosen = {different[at] for at in order[: len(order) // 2]}
+    pairs = list(zip(ways, steps, strict=True))
+    return [one for way, one in pairs if way in chosen], [one for way, one in pairs if way not in chosen]
