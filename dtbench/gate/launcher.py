@@ -181,15 +181,15 @@ class Launcher:
             simulated = [b for b in simulated if b.key not in blamed]
         self._end_round()
         of_ranks = [b for b in benchmarks if b.world == "ranks"]
-        made = []
+        launch_times = []
         for arm, launch, of_arm in zip(arms, launches, bad, strict=True):
             results = launch.results
             samples = {key: result.samples_s for key, result in results.items()}
             if of_ranks:
                 results = results | self._ranks(arm, of_ranks, of_arm)
-            made.append(_times_of(results, benchmarks, of_arm, samples))
+            launch_times.append(_times_of(results, benchmarks, of_arm, samples))
         self._longest_s = max(self._longest_s, time.monotonic() - began)
-        return made
+        return launch_times
 
     # ---- processes ----
 

@@ -92,7 +92,7 @@ def iterations_of(trace: RankTrace) -> list[Iteration]:
     shift = trace.shift_us
     events = sorted((e | {"ts": e["ts"] + shift} for e in trace.events if e.get("ph") == "X"), key=_start)
     compute = compute_of(events)
-    found: list[Iteration] = []
+    iterations: list[Iteration] = []
     for event in events:
         name, start, end = event["name"], _start(event), _end(event)
         # The same annotation is drawn on the GPU's lanes a second time.
@@ -102,8 +102,8 @@ def iterations_of(trace: RankTrace) -> list[Iteration]:
         # What goes on after an iteration, such as the next barrier, is not its own.
         inside = collectives_of([e for e in events if start <= _start(e) < end], end)
         own = [(max(a, start), min(b, end)) for a, b in compute if a < end and b > start]
-        found.append(Iteration(section, start, end, tuple(inside), tuple(own)))
-    return found
+        iterations.append(Iteration(section, start, end, tuple(inside), tuple(own)))
+    return iterations
 
 
 def collectives_of(events: Sequence[Event], until_us: float) -> list[RankCollective]:
@@ -111,8 +111,10 @@ def collectives_of(events: Sequence[Event], until_us: float) -> list[RankCollect
     kernels where there are any, else the process group's calls with what gloo's threads did for them."""
     kernels = [e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()]
     if kernels:
-        found = [RankCollective(_nccl_kind(e["name"]), _start(e), min(_end(e), until_us)) for e in kernels]
-        return sorted(found, key=lambda c: c.arrival_us)
+        collectives = [
+            RankCollective(_nccl_kind(e["name"]), _start(e), min(_end(e), until_us)) for e in kernels
+        ]
+        return sorted(collectives, key=lambda c: c.arrival_us)
     # A tensor subclass may issue a call again, inside: the innermost one is what goes to the transport.
     threads = group_by((e for e in events if e["name"].startswith("c10d::")), _thread).values()
     calls = [s for thread in threads for top in nested(thread) for s in top.walk() if not s.children]

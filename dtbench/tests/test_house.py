@@ -112,7 +112,7 @@ def test_what_is_imported_is_declared() -> None:
     foreign = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - OURS
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["history"], *extras["pytest"]]
+    wanted = [*project["dependencies"], *extras["pytest"]]
     declared = {canonicalize_name(Requirement(text).name) for text in wanted}
     packages = packages_distributions()
     assert {"torch", "markupsafe", "pytest"} <= foreign
