@@ -72,7 +72,6 @@ def test_help_fits_one_screen(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> 
 
 # An option that takes something else in one command, and why.
 DIFFERS = {
-    **dict.fromkeys(("-o", "--output"), "of a sweep it is text for a script, where an empty one is refused"),
     "--base": "runs and tables are files, what a gate compares is a revision, a Python or variables",
     "--dtype": "plan prices one of a few, the others measure several",
 }
