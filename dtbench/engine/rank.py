@@ -92,7 +92,8 @@ class LaunchedRank:
 
     report: called once, on the lowest living rank of another's launcher and in a helper thread, with what ended the
         world and what it was doing; our own launcher is told, and reports itself.
-    code: what the process is to exit with, once all went well. infos: what each rank says of itself.
+    code: what the process is to exit with, once all went well. infos: what each rank says of itself. leave_terminal:
+        called before a report, for what is drawn there.
     """
 
     infos: list[dict[str, Any]]
@@ -107,6 +108,7 @@ class LaunchedRank:
         self.now = ActiveCase(launch=launch)
         self.code = EXIT_OK
         self.connect = store_of(self.place, launch)
+        self.leave_terminal: Callable[[], None] = lambda: None
         self._report = report
         self._note_path = os.environ.get(NOTE)
         self._noting = threading.Lock()
@@ -239,6 +241,8 @@ class LaunchedRank:
         self._detector.leave(self.code, self.store if self._joining else None)
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
+        with contextlib.suppress(Exception):  # whatever the terminal does, the report comes
+            self.leave_terminal()
         at_work = {"case": self.now} if self.now.name else {}  # else rank 0 may be, which has noted it
         if diagnosis == LAUNCHER_DIED or not self.note(diagnosis=diagnosis, **at_work):
             self._report(diagnosis, self.now)

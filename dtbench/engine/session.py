@@ -10,7 +10,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -74,8 +73,7 @@ class Session:
             try:
                 self._run(job)
             finally:
-                if self._recorder is not None:
-                    self._recorder.progress.close()
+                rank.leave_terminal()
         if self._launch + 1 < self._request.launches and not rank.ours:
             start_again(self._launch + 1, self._output)
         rank.exit()
@@ -90,6 +88,7 @@ class Session:
         if rank.place.rank == 0:
             self._recorder = RunRecorder(job, self._open(job), self._launch)
             self._recorder.compare_with(self._request.baseline)
+            rank.leave_terminal = self._recorder.progress.close
         tasks = self._agree_on_tasks(job)
         if self._recorder is not None:
             self._recorder.begin(tasks)
@@ -185,11 +184,7 @@ class Session:
     def _report(self, diagnosis: Diagnosis, case: ActiveCase) -> None:
         """Under another's launcher, on the lowest living rank, in a helper thread: the failed result and the last
         line."""
-        writer = None
-        if self._recorder is not None:
-            writer = self._recorder.writer
-            with suppress(Exception):  # whatever the terminal does, the last line comes
-                self._recorder.progress.close()
+        writer = None if self._recorder is None else self._recorder.writer
         record_failure(diagnosis, case, self._output, writer)
 
 
