@@ -49,10 +49,10 @@ INSIDE: dict[str, Callable[[Any], Any]] = {
 def _input(full: torch.Tensor, placement: Placement) -> tuple[torch.Tensor, Wrap, Wrap]:
     """This rank's part, a leaf; what wraps it, and what wraps its gradient."""
     local = placed(full.detach(), placement).to_local().clone().requires_grad_()
-    shape, stride = full.shape, full.stride()
+    mesh, shape, stride = mesh_of((RANKS,)), full.shape, full.stride()
 
     def wrap(part: torch.Tensor, placed: Placement = placement) -> DTensor:
-        return DTensor.from_local(part, mesh_of((RANKS,)), [placed], shape=shape, stride=stride)
+        return DTensor.from_local(part, mesh, [placed], shape=shape, stride=stride)
 
     of_term = Replicate() if placement.is_partial() else placement
     return local, wrap, lambda grad: wrap(grad, of_term)
