@@ -346,7 +346,9 @@ class NvmlDevice:
 
     def clock_reasons(self) -> list[str] | None:
         """What holds its clock where it is, None where NVML does not say; an unknown bit shows as its number."""
-        bits = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        bits = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
+        if bits is None:  # the name before driver 535
+            bits = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         if bits is None:
             return None
         unknown = bits & ~sum(_CLOCK_REASONS)
