@@ -107,7 +107,6 @@ def test_what_cannot_be_profiled_is_refused_in_one_line(
         (("dispatch/add", "--filter", "mesh=9"), "matches none of the"),
         (("nothing/add",), "no suite is called 'nothing'"),
         (("dispatch/",), "is not SUITE or SUITE/CASE"),
-        (("coverage/add",), "coverage times nothing that a profile could take apart"),
         ((*ONE_CASE, "-o", "taken"), "taken exists already: give another -o"),
         ((*ONE_CASE, "-o", "no/folder"), "there is no folder no"),
         ((*ONE_CASE, "--nvtx"), "leave --nvtx out"),
