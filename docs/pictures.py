@@ -34,16 +34,10 @@ PAGES = {
 REPORT = "dtbench report {files} -o {{page}}"
 COMMANDS = {
     "calibrate": (REPORT.format(files="results/lab/2x2-400mbit.topology.json"), "#redistribute figure"),
-    "regret": (REPORT.format(files="results/lab/2x2-400mbit-regret.json"), "#redistribute figure"),
     "settings": (REPORT.format(files="results/settings/buckets-cpu-2ranks.jsonl"), "#bucketer figure"),
     "stages": (REPORT.format(files="results/profile/add"), "#dispatch figure"),
-    "timeline": (REPORT.format(files="results/profile/mlp"), "#bucketer figure >> nth=1"),
+    "ranks": (REPORT.format(files="results/profile/mlp"), "#bucketer figure"),
     "history": (REPORT.format(files="results/history/*.jsonl"), "#history figure"),
-    "plan": (
-        "dtbench plan --model llama-70b --gpus 512 --batch 1024 --json > {page}.json && "
-        + REPORT.format(files="{page}.json"),
-        "#plan figure",
-    ),
     "preflight": ("dtbench preflight --nproc 4 --device cpu -o {page}", "#preflight figure"),
 }
 
