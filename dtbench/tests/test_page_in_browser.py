@@ -322,17 +322,3 @@ def test_values_are_told_under_the_pointer_and_by_keys(browser: Any, path: Path)
         visit.page.mouse.move(box["x"] + x * scale, box["y"] + y * scale)
         assert panel.locator(".tip").inner_text() == words
         assert visit.messages == []
-
-
-def test_a_label_hides_its_series_and_the_address_keeps_it(browser: Any, path: Path) -> None:
-    with Visit(browser, path) as visit:
-        figure = visit.page.locator("#collectives figure").first
-        label = figure.locator(".legend button").first
-        line = figure.locator("svg.plot [id$='-s0']").first
-        assert label.get_attribute("aria-pressed") == "true" and line.is_visible()
-        label.click()
-        assert label.get_attribute("aria-pressed") == "false" and not line.is_visible()
-        assert "hide=" in visit.page.url
-        visit.page.reload()
-        assert not figure.locator("svg.plot [id$='-s0']").first.is_visible()
-        assert visit.messages == []

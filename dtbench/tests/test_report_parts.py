@@ -16,7 +16,7 @@ import pytest
 
 from dtbench.cost import calibration
 from dtbench.records.run import RunWriter
-from dtbench.reporting.html import Sources, data, gather, page, render
+from dtbench.reporting.html import Sources, gather, page, render
 from dtbench.reporting.html.parts import bucketer, changes, collectives, cost_model, ranks
 from dtbench.reporting.html.section import Material
 from dtbench.suite import Run
@@ -406,7 +406,7 @@ def test_the_csv_in_the_page_holds_the_results() -> None:
         made_up.result("=1+1", "name, with comma", "core", {"n": 3}, [1e-3, 2e-3, 3e-3]),
         *made_up.tensor_parallel(),
     ]
-    start, _, held = data.csv_link([made_up.run(results)]).partition(",")
+    start, _, held = page.csv_link([made_up.run(results)]).partition(",")
     assert start == "data:text/csv;charset=utf-8"
     rows = list(csv.DictReader(io.StringIO(unquote(held))))
     assert len(rows) == len(results)

@@ -113,11 +113,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class LegendItem:
-    """series: ends the ids of what is drawn of it."""
-
     label: str
     swatch: Markup
-    series: str = ""
 
 
 @dataclass(frozen=True)
@@ -207,20 +204,20 @@ def curves(
 def _paint_curves(
     of: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Axis, canvas: Canvas
 ) -> list[Mark]:
-    axes, ids = _axes_in(canvas, left=14 + y.width_px(), right=20, top=26, bottom=42), _ids_of(styles)
+    axes = _axes_in(canvas, left=14 + y.width_px(), right=20, top=26, bottom=42)
     if of.shade is not None:
         axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
     if of.level is not None:
         axes.axhline(of.level, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
     for one in of.series:
-        style, id_ = styles[one.label], ids[one.label]
+        style = styles[one.label]
         if one.band is not None:
             colour = STAND_IN[style.colour]
-            axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0, gid=f"{id_}b")
+            axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0)
         if len(one.x) == 1 and not style.marker:  # a limit beside one measurement: a point would not be seen
-            axes.axhline(one.y[0], gid=id_, **_look_of(style))
+            axes.axhline(one.y[0], **_look_of(style))
         else:
-            axes.plot(one.x, one.y, clip_on=False, gid=id_, **_look_of(style))
+            axes.plot(one.x, one.y, clip_on=False, **_look_of(style))
     x.apply(axes, "x")
     y.apply(axes, "y")
     marks = [
@@ -528,23 +525,17 @@ def _look_of(style: Style) -> dict[str, Any]:
     }
 
 
-def _ids_of(styles: Mapping[str, object]) -> dict[str, str]:
-    """How the ids end of what is drawn of each series."""
-    return {label: f"s{index}" for index, label in enumerate(styles)}
-
-
 def _legend(
     name: str, looks: Mapping[str, Style] | Mapping[str, Shade], present: Iterable[str], lines: bool
 ) -> list[LegendItem]:
     """A swatch per series that is there, drawn by the same code as the figure."""
-    ids, there = _ids_of(looks), set(present)
+    there = set(present)
     return [
         LegendItem(
             (look.words if isinstance(look, Style) else "") or label,
-            Markup(_swatch(look, lines).replace(_PREFIX, f"{name}L{ids[label]}")),
-            ids[label] if isinstance(look, Style) else "",
+            Markup(_swatch(look, lines).replace(_PREFIX, f"{name}L{place}")),
         )
-        for label, look in looks.items()
+        for place, (label, look) in enumerate(looks.items())
         if label in there
     ]
 

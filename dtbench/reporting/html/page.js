@@ -1,14 +1,7 @@
 "use strict";
-// Everything is on the page without this script. It adds: sorting, a filter, values under the pointer, and
-// series that are shown and hidden, of which the address keeps what is chosen.
+// Everything is on the page without this script. It adds: sorting, a filter, of which the address
+// keeps what is chosen, and values under the pointer.
 (() => {
-  const state = () => new URLSearchParams(location.search);
-  const keepState = (now) => {
-    const text = now.toString();
-    try {
-      history.replaceState(null, "", (text ? "?" + text : location.pathname) + location.hash);
-    } catch { /* a page opened in a frame of another origin keeps no address */ }
-  };
   const units = { "B": 1, "KiB": 1024, "MiB": 1024 ** 2, "GiB": 1024 ** 3, "TiB": 1024 ** 4 };
   const keyOf = (cell) => {
     const text = cell ? cell.textContent.trim() : "";
@@ -128,31 +121,6 @@
       if (step === undefined) return;
       event.preventDefault();
       tell(step ? (at + step + points.length) % points.length : -1);
-    });
-  });
-  // Series: shown and hidden by their label; the address keeps which.
-  document.querySelectorAll("figure").forEach((figure, number) => {
-    figure.querySelectorAll(".legend [data-series]").forEach((item) => {
-      const series = item.dataset.series, name = number + "." + series;
-      const drawn = figure.querySelectorAll(`svg.plot [id$="-${series}"], svg.plot [id$="-${series}n"], svg.plot [id$="-${series}b"]`);
-      if (!drawn.length) return;
-      const button = document.createElement("button");
-      button.type = "button";
-      button.append(...item.childNodes);
-      item.append(button);
-      const show = (shown) => {
-        button.setAttribute("aria-pressed", shown);
-        drawn.forEach((part) => { part.style.display = shown ? "" : "none"; });
-      };
-      show(!state().getAll("hide").includes(name));
-      button.addEventListener("click", () => {
-        const now = state(), hidden = new Set(now.getAll("hide"));
-        const shown = hidden.delete(name) || !hidden.add(name);
-        now.delete("hide");
-        hidden.forEach((one) => now.append("hide", one));
-        keepState(now);
-        show(shown);
-      });
     });
   });
 })();

@@ -30,7 +30,6 @@ STAND_IN = {name: f"#0a0b{0x10 + i:02x}" for i, name in enumerate(_NAMES)}
 
 FONT_PX = 12.0
 _REFERENCE = re.compile(r'xlink:href="#([^"]*)"|url\(#([^)]*)\)')
-_SERIES = re.compile(r"s\d+[bn]?")  # `figures.ids_of`
 _RC: dict[str, object] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
     "svg.hashsalt": "dtbench",  # ids do not depend on the moment
@@ -108,9 +107,9 @@ def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc:
     body = svg[svg.index("<g id=") : svg.rindex("</svg>")]
     # matplotlib's own style element would speak to the whole page.
     body = re.sub(r"<style\b.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
-    # Nobody asks for most ids: those that are referred to stay, and those of series.
+    # Ids that are referred to stay.
     asked = {one or other for one, other in _REFERENCE.findall(body)}
-    body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in asked or _SERIES.fullmatch(m[1]) else "", body)
+    body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in asked else "", body)
     body = re.sub(r'\bid="([^"]*)"', rf'id="{prefix}-\1"', body)
     body = re.sub(r'\bxlink:href="#([^"]*)"', rf'href="#{prefix}-\1"', body)
     body = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}-\1)", body)

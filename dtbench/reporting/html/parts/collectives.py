@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dtbench.comparison.references import compare_with_reference
 from dtbench.records.layout import layout_of
 from dtbench.reporting.html.axes import bandwidths_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
@@ -14,8 +13,7 @@ from dtbench.reporting.html.impls import named
 from dtbench.reporting.html.parts.ranks import add_ranks
 from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_size
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.reporting.public import public_systems
-from dtbench.suite import Gpu, Header, Param, Run
+from dtbench.suite import Gpu, Header, Param
 from dtbench.suite.grouping import group_by, known_first
 from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_size, plural
@@ -224,31 +222,6 @@ def _table(cases: Sequence[ReportCase]) -> t.Table:
         folded=True,
         note="Sizes are the whole tensor as one group holds it. A sample is the longest time of all ranks; bandwidths "
         "are those of the lower quartile; the last column says how far the ranks’ own times lie apart.",
-    )
-
-
-def _beside_public(run: Run) -> t.Table:
-    """The largest size of each collective that public systems of the same kind were measured at, too."""
-    found = compare_with_reference(run, public_systems()).rows
-    groups = group_by(found, lambda row: (row.system, row.mesh_dim, row.collective, row.dtype))
-    rows = [max(of, key=lambda row: row.size_bytes) for of in groups.values()]
-    return t.Table(
-        "Beside public systems of the same GPU, ranks and hosts",
-        [
-            t.text("System", [row.system for row in rows]),
-            t.text("Mesh dim", [row.mesh_dim for row in rows]),
-            t.text("Collective", [row.collective for row in rows]),
-            t.sizes("Size", [format_size(row.size_bytes) for row in rows]),
-            *t.bandwidths(
-                [
-                    ("here, bus", [row.run_Bps for row in rows]),
-                    ("there, bus", [row.reference_Bps for row in rows]),
-                ]
-            ),
-            t.ratios("here / there", [row.ratio for row in rows]),
-        ],
-        folded=True,
-        note="Their software, network and day were theirs: `dtbench compare --reference RUN` names the sources.",
     )
 
 

@@ -47,8 +47,9 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
         "two constants are fitted to the measured times; the built-in ones are those for the ranks’ hosts."
     )
     section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
+    section.cuts += [f"{d.name} has no constants: {d.reason}." for d in topology.left_out]
     section.add(_residuals(topology))
-    section.add(_constants(topology), _left_out(topology))
+    section.add(_constants(topology))
     found = []
     for dim in topology.dims if topology.backend == "nccl" else ():
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
@@ -189,16 +190,4 @@ def _constants(topology: CalibratedTopology) -> t.Table:
                 "GiB are 1024³ bytes, the unit of PyTorch’s model.",
             ]
         ),
-    )
-
-
-def _left_out(topology: CalibratedTopology) -> t.Table:
-    left_out = topology.left_out
-    return t.Table(
-        "Mesh dims without constants",
-        [
-            t.text("Mesh dim", [dim.name for dim in left_out]),
-            t.counts("Ranks", [dim.ranks for dim in left_out]),
-            t.text("Why", [dim.reason for dim in left_out]),
-        ],
     )

@@ -9,8 +9,7 @@ from dtbench.reporting.html.cases import ReportCase, collect, distinct
 from dtbench.reporting.html.figures import LOOKS, CurvePanel, Figure, curves, line
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite import Run
-from dtbench.text import table as t
-from dtbench.text.units import format_bandwidth, format_size
+from dtbench.text.units import format_bandwidth
 
 # More lines in a panel are not told apart.
 MAX_SYSTEMS = 6
@@ -31,7 +30,7 @@ def fill(section: ReportSection, of: Material) -> None:
     section.outcome = "at best " + ", ".join(
         f"{label} {format_bandwidth(rate)}" for label, rate in best.items()
     )
-    section.add(_figure(systems), _table(systems))
+    section.add(_figure(systems))
 
 
 def _label(runs: Sequence[Run], systems: Sequence[Sequence[Run]]) -> str:
@@ -85,23 +84,6 @@ def _figure(systems: Mapping[str, _Curves]) -> Figure | None:
         dict(zip(systems, LOOKS, strict=False)),
         "Bus bandwidth over tensor size; both axes logarithmic and common to all panels.",
         y=bandwidths_axis,
-    )
-
-
-def _table(systems: Mapping[str, _Curves]) -> t.Table:
-    rows = [(label, name, of) for label, curves_of in systems.items() for name, of in curves_of.items()]
-    tops = [max(of, key=lambda c: c.only.busbw_Bps or 0.0) for *_, of in rows]
-    return t.Table(
-        "The best of each system",
-        [
-            t.text("System", [label for label, *_ in rows]),
-            t.text("Collective", [name for _, name, _ in rows]),
-            t.counts("Ranks", [top.number("ranks") for top in tops]),
-            t.text("Dtype", [top.get("dtype") for top in tops]),
-            t.sizes("Size", [format_size(top.only.size_bytes) for top in tops]),
-            *t.times([("Time", [top.only.estimate_s for top in tops])]),
-            *t.bandwidths([("bus", [top.only.busbw_Bps for top in tops])]),
-        ],
     )
 
 
