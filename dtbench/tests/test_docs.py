@@ -14,7 +14,7 @@ import click
 import pytest
 import yaml
 
-from dtbench.cli.program import _COMMANDS, cli
+from dtbench.cli.program import _COMMANDS, _HIDDEN, cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
