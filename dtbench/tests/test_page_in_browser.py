@@ -125,7 +125,7 @@ def test_it_is_quiet_alone_and_fits(browser: Any, path: Path, scheme: str, width
         assert visit.messages == []
 
 
-@pytest.mark.parametrize("name", ["example", "example-gate", "example-imported"])
+@pytest.mark.parametrize("name", ["example", "example-gate"])
 def test_the_committed_examples_are_short_and_legible(browser: Any, name: str) -> None:
     reports = Path(__file__).parents[2] / "reports"
     with Visit(browser, reports / f"{name}.html", width=1280) as visit:
