@@ -270,7 +270,11 @@ class LocalTensorMode(TorchDispatchMode):
         contexts = {rank: copy_context() for rank in ranks}
 
         def on_rank(rank: int) -> Any:
-            with _counted(rank == ranks[0]), _knowing_meshes(rank), _Seen(self) if seen else nullcontext():
+            with (
+                _counted(rank == ranks[0]),
+                _knowing_meshes(rank),
+                _RankMode(self) if seen else nullcontext(),
+            ):
                 mine, named = parts.of((args, kwargs or {}), rank)
                 return fn(*mine, **named)
 
@@ -302,7 +306,7 @@ class LocalTensorMode(TorchDispatchMode):
         return joined({r: v for r, v in results.items() if v is not None}, RankParts(), _name(fn))
 
 
-class _Seen(TorchDispatchMode):
+class _RankMode(TorchDispatchMode):
     """In a rank's thread: the mode sees the ops."""
 
     def __init__(self, mode: LocalTensorMode) -> None:

@@ -421,7 +421,7 @@ class ThreadWorld:
 
     Calls are independent of each other: each starts on every rank with the caller's states of the default
     generators and grad mode, and the caller's generators are as before afterwards. What a rank made (groups,
-    meshes, thread-local variables) it has again in the next call. After a call in which a rank raised, ranks may
+    meshes, thread-local variables) it has again in the next call. After a call in which ranks diverged, they may
     differ in their groups: all are dropped, and the threads start afresh.
 
     Raises:
@@ -458,7 +458,9 @@ class ThreadWorld:
             self._start()
         results = self._call(lambda: fn(*args, **kwargs))
         if any(r.error is not None or r.stopped for r in results):
-            self.close()
+            pending = any(meeting.open for meeting in self._threads.meetings.values())
+            if pending or diverged(results) or len({tables.group_count for tables in self._c10d}) > 1:
+                self.close()
         return results
 
     def _call(self, call: Callable[[], Any]) -> list[RankResult]:
