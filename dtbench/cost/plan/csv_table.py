@@ -70,7 +70,7 @@ UNUSED = (
     "Model TFLOP / sec / GPU",
     *("table", "device", "dtype", "type", "count", "busbw (GB/s)"),  # of nccl-tests
 )
-_NOT_SAID = {"", "n/a", "na", "-", "none", "null", "nan"}
+_EMPTY = {"", "n/a", "na", "-", "none", "null", "nan"}
 
 
 @dataclass(frozen=True)
@@ -173,18 +173,10 @@ def read_table(path: Path) -> CsvTable:
                 f"{path}: column {ascii(lines[0][1][place])[:40]} is not known: expected some of "
                 f"{', '.join([*TITLES, *(title for titles in UNITS.values() for title in titles)])}"
             )
-    rows = [
-        CsvRow(
-            path,
-            line,
-            {
-                column: cells[place]
-                for column, place in places.items()
-                if place < len(cells) and cells[place].lower() not in _NOT_SAID
-            },
-            units,
-        )
-        for line, cells in lines[1:]
-    ]
+    rows = []
+    for line, values in lines[1:]:
+        cells = {column: values[place] for column, place in places.items() if place < len(values)}
+        filled = {column: text for column, text in cells.items() if text.lower() not in _EMPTY}
+        rows.append(CsvRow(path, line, filled, units))
     unused = [title for title in lines[0][1] if _plain(title) in _UNUSED]
     return CsvTable(path, frozenset(places), rows, unused)

@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from dtbench.cost.plan.machines import CollectiveTables, MachineSpec
+from dtbench.cost.plan.machines import MachineSpec
 from dtbench.cost.price import estimate
 from dtbench.records.topology import CalibratedTopology
 from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
 
 
-class Links(Protocol):
-    """Seconds of collectives and sends. inner: ranks between neighbours of a group (1: consecutive ranks)."""
+class NodeLinks:
+    """The links of a machine file: measured collectives within a node, a ring over the nodes' adapters beyond. Seconds;
+    inner: ranks between neighbours of a group (1: consecutive ranks)."""
+
+    def __init__(self, machine: MachineSpec) -> None:
+        self.machine = machine
+        # By collective: ranks of one node -> time over bytes.
+        self._curves = {
+            name: {
+                int(ranks): Curve(tuple(int(s) for s, _ in rows), tuple(us for _, us in rows))
+                for ranks, rows in tables.items()
+            }
+            for name, tables in machine.all_collectives.items()
+        }
+        self.in_node = functools.lru_cache(maxsize=2**14)(self._price_in_node)
 
     def collective(self, name: str, size_bytes: float, ranks: int, inner: int) -> float:
         """One of all_reduce, all_gather, reduce_scatter and all_to_all; size_bytes: of the whole buffer, which a
         gather fills and the others start from."""
-
-    def send(self, size_bytes: float, tp: int, inner: int) -> float:
-        """From a pipeline stage to the next, of activations that `tp` ranks hold copies of."""
-
-
-class NodeLinks:
-    """The links of a machine file: measured collectives within a node, a ring over the nodes' adapters beyond."""
-
-    def __init__(self, machine: MachineSpec) -> None:
-        self.machine = machine
-        self._curves = {name: _curves(tables) for name, tables in machine.all_collectives.items()}
-        self.in_node = functools.lru_cache(maxsize=2**14)(self._price_in_node)
-
-    def collective(self, name: str, size_bytes: float, ranks: int, inner: int) -> float:
         if ranks == 1:
             return 0.0
         per_node = group_in_node(self.machine.gpus_per_node, ranks, inner)
@@ -55,6 +52,7 @@ class NodeLinks:
         return sent / rate + hops * network.latency_us * 1e-6
 
     def send(self, size_bytes: float, tp: int, inner: int) -> float:
+        """From a pipeline stage to the next, of activations that `tp` ranks hold copies of."""
         network, per_node = self.machine.network, self.machine.gpus_per_node
         if inner < per_node:  # both stages in one node: half an all-reduce of two ranks sends each byte once
             return self.in_node("all_reduce", size_bytes, 2) / 2
@@ -77,14 +75,6 @@ class NodeLinks:
         share = math.log(ranks / less) / math.log(more / less)
         us: float = curves[less].us(size_bytes) ** (1 - share) * curves[more].us(size_bytes) ** share
         return us * 1e-6
-
-
-def _curves(tables: CollectiveTables) -> Mapping[int, Curve]:
-    """Ranks of one node -> time of a collective over bytes."""
-    return {
-        int(ranks): Curve(tuple(int(s) for s, _ in rows), tuple(us for _, us in rows))
-        for ranks, rows in tables.items()
-    }
 
 
 def group_in_node(gpus_per_node: int, ranks: int, inner: int) -> int:
@@ -118,3 +108,6 @@ class TopologyLinks:
         fitting = [dim for dim in dims if (dim.layout.kind == "intra-host") == within]
         dim = min(fitting or dims, key=lambda dim: dim.bandwidth_GiBps)
         return estimate(dim, name, ranks, max(1, int(size_bytes))).time_us * 1e-6
+
+
+Links = NodeLinks | TopologyLinks

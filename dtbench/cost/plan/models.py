@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import structs
@@ -28,7 +28,7 @@ class TransformerModel(msgspec.Struct, frozen=True):
 
     kv_heads: as many as heads where not given; head_dim: hidden / heads. ffn: inner features of the MLP; of one
     expert. gated: three matrices in the MLP (SwiGLU) instead of two. tied: one
-    matrix is both embedding and head.
+    matrix is both embedding and head. aliases: other names in published tables.
     """
 
     name: str
@@ -44,6 +44,7 @@ class TransformerModel(msgspec.Struct, frozen=True):
     experts_per_token: _Size = 1
     tied: bool = False
     source: str = ""
+    aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.kv_heads:
@@ -108,31 +109,16 @@ _GATED_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 @functools.cache
 def built_in_models() -> Mapping[str, TransformerModel]:
     """Those that come with dtbench, by name."""
-    return {
-        name: make_model(f"model {name}", name, {k: v for k, v in keys.items() if k != "aliases"})
-        for name, keys in _content().items()
-    }
-
-
-@functools.cache
-def _content() -> dict[str, dict[str, Any]]:
-    content: dict[str, dict[str, Any]] = json.loads(
-        resources.files("dtbench.cost.plan").joinpath("models.json").read_bytes()
-    )
-    return content
+    content = json.loads(resources.files("dtbench.cost.plan").joinpath("models.json").read_bytes())
+    return {name: make_model(f"model {name}", name, keys) for name, keys in content.items()}
 
 
 def model_called(name: str) -> TransformerModel | None:
     """The built-in model of a name as published tables write it (`LLAMA3.1_405B`, `Qwen3 30B a3B (w/o MTP)`). `1B` and
     `1b` are different ones: nanotron's and llm-foundry's."""
-    by_name = {
-        other: built_in
-        for built_in, keys in _content().items()
-        for other in (built_in, *keys.get("aliases", ()))
-    }
-    plain = {_plain(other): built_in for other, built_in in by_name.items()}
-    built_in = by_name.get(name) or plain.get(_plain(re.sub(r"[(\[].*?[)\]]", "", name)))
-    return built_in_models()[built_in] if built_in else None
+    by_name = {other: model for model in built_in_models().values() for other in (model.name, *model.aliases)}
+    plain = {_plain(other): model for other, model in by_name.items()}
+    return by_name.get(name) or plain.get(_plain(re.sub(r"[(\[].*?[)\]]", "", name)))
 
 
 def _plain(name: str) -> str:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from dtbench.cost.plan.csv_table import CsvTable, read_table
 from dtbench.cost.plan.ground import extrapolation, interval
-from dtbench.cost.plan.links import Links, NodeLinks
+from dtbench.cost.plan.links import Links
 from dtbench.cost.plan.machines import COLLECTIVES, MachineSpec, find_machine, machine_called
 from dtbench.cost.plan.measured_steps import SEQUENCE, MeasuredStep, read_steps
 from dtbench.cost.plan.memory import memory_of
@@ -132,7 +132,7 @@ def validate_table(
     """
     table = read_table(path)
     if "bytes" in table.columns:
-        return _validate_collectives(table, machine, gpus)
+        return _validate_collectives(table, machine, links, gpus)
     measured = read_steps(table, machine, sequence)
     steps = measured.steps
     beyond = sorted({line for step in steps if (line := extrapolation(step.job, machine))})
@@ -168,12 +168,11 @@ def _predicted(step: MeasuredStep, machine: MachineSpec, links: Links) -> StepRo
     )
 
 
-def _validate_collectives(table: CsvTable, machine: MachineSpec, gpus: int | None) -> StepsFile:
-    """Rows priced by the machine's tables of a node, and by its network beyond."""
+def _validate_collectives(table: CsvTable, machine: MachineSpec, links: Links, gpus: int | None) -> StepsFile:
+    """Rows priced by the links: of a machine its tables of a node, and its network beyond."""
     if gpus is None and "gpus" not in table.columns:
         raise UsageError(f"{table.path} has no column gpus: give --gpus, of how many the collectives were")
     table.require("bytes", "time")
-    links = NodeLinks(machine)
     rows: list[StepRow] = []
     large: list[float] = []
     left_out: defaultdict[str, list[int]] = defaultdict(list)
