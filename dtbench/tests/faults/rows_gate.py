@@ -30,7 +30,6 @@ ROWS = [
         r"env: cannot list its benchmarks: its suites, or what they import, hang while they are loaded: no end",
         given=a_suite_that_hangs,
         how="fresh",
-        makes=("g", "g/*"),
         slow=True,
     ),
     Fault(
