@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
             try:
                 request = LaunchRequest(*connection.recv())
                 own = take_over(connection)
-            except (EOFError, OSError):  # the gate wants no more, or is gone
+            except (EOFError, OSError):  # the gate is gone
+                for fork, _ in running:
+                    fork.end()
                 return 0
             others = [connection, *(other for _, other in running)]
             running.append((Fork(partial(_launch, request, own, others)), own))
