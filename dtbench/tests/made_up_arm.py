@@ -103,7 +103,7 @@ def concluded(
 def made_up_arm(folder: Path, **variables: str) -> Arm:
     """An arm of the worker above."""
     package = folder / "sources" / "dtbench"
-    for room in (package, package / "gate", package / "world"):
+    for room in (package, package / "gate", package / "engine"):
         room.mkdir(parents=True, exist_ok=True)
         (room / "__init__.py").touch()
     (package / "gate" / "worker.py").write_text(WORKER)
