@@ -171,10 +171,11 @@ def test_a_worker_that_dies_or_hangs_costs_one_verdict(monkeypatch: pytest.Monke
     outcomes = {job[1]: outcome for job, outcome in pool.judge_all(jobs, 1, timeout_s=1.0)}
     assert {op: outcome.verdict for op, outcome in outcomes.items()} == {
         "crashes": "error",
-        "hangs": "hang",
+        "hangs": "error",
         "abs": "pass",
     }
     assert outcomes["crashes"].reasons["error"] == f"the process ended with code {-signal.SIGKILL}"
+    assert outcomes["hangs"].reasons["error"] == "no answer within 1 s"
 
 
 def _serve_badly(connection: Any) -> None:

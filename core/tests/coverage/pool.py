@@ -29,8 +29,8 @@ def judge_all(
 ) -> Iterator[tuple[OpJob, OpOutcome]]:
     """The jobs with their outcomes, in the order in which they are done.
 
-    An op whose process dies is an "error", one without an answer in time a "hang", if that happens twice: the second
-    time in a fresh process, which no op before has harmed.
+    An op whose process dies, or gives no answer in time, is an "error" if that happens twice: the second time in a
+    fresh process, which no op before has harmed. Ranks that wait for each other are noticed without a clock.
     """
     free: queue.SimpleQueue[OpWorker | None] = queue.SimpleQueue()
     for _ in range(workers):
@@ -76,8 +76,8 @@ class OpWorker:
         self.connection.send(job)
         outcome = self._answer(timeout_s)
         if not isinstance(outcome, OpOutcome):
-            verdict, outcome = outcome, OpOutcome()
-            outcome.add("hang" if verdict.startswith("no answer") else "error", verdict)
+            ending, outcome = outcome, OpOutcome()
+            outcome.add("error", ending)
         return outcome
 
     def _answer(self, timeout_s: float) -> OpOutcome | str:
