@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dtbench_core import Shard, distribute_tensor
 from dtbench_core.errors import RankDependentError, SimulationError
 from dtbench_core.simulate import (
     LocalIntNode,
     LocalTensor,
     LocalTensorMode,
+    ThreadWorld,
     local_int,
     local_tensor_mode,
     maybe_run_for_local_tensor,
@@ -468,3 +472,20 @@ def test_what_is_asked_of_a_tensor_on_its_way(mode: LocalTensorMode) -> None:
     assert held(funcol.all_reduce(ranks, "sum", dist.group.WORLD).wait()) == [[6.0, 6.0]] * 4
     with pytest.raises(SimulationError, match=r"shard\(rank\)\.data_ptr"):
         ranks.data_ptr()
+
+
+def test_groups_of_another_worlds_mesh_are_not_taken_for_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both worlds count their groups from 0, so that a mesh of thread ranks has a group of the same name."""
+    with ThreadWorld(4) as world:
+        others = world.run(lambda: [DeviceMesh("cpu", [0, 1]) for _ in range(6)])
+        dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+        try:
+            with LocalTensorMode(4):
+                mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+                objects = [*others[0], *gc.get_objects()]
+                monkeypatch.setattr(gc, "get_objects", lambda: objects)
+                x = distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)], src_data_rank=None)
+                whole = x.full_tensor()
+                assert torch.equal(per_rank(whole, range(4))[3], torch.arange(4.0))
+        finally:
+            dist.destroy_process_group()

@@ -148,7 +148,10 @@ def test_every_rule_is_tested() -> None:
             result = op.fn(*[t.requires_grad_(op.differentiable) for t in whole])
             if op.differentiable:
                 result.sum().backward()
-        unreached = [op for op in ops_with_rules() if op not in entry.ops and op not in DEVICE_ONLY]
+        registered = [
+            op for op in ops_with_rules() if not str(op).startswith("dtbench_test")
+        ]  # by other tests
+        unreached = [op for op in registered if op not in entry.ops and op not in DEVICE_ONLY]
         assert [str(op) for op in unreached] == []
     finally:
         dist.destroy_process_group()

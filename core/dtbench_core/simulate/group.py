@@ -505,7 +505,9 @@ def _fibres_by_mesh(group: dist.ProcessGroup) -> Fibres:
         return (own,)
     # A group does not know its mesh. Looking through all objects is slow, and done once per group.
     for mesh in gc.get_objects():
-        if issubclass(type(mesh), DeviceMesh):  # isinstance would read attributes of any object
+        # isinstance would read attributes of any object; a mesh with a thread is of a ThreadWorld's rank, whose groups
+        # are not the process', whatever their names.
+        if issubclass(type(mesh), DeviceMesh) and getattr(mesh, "_thread_id", None) is None:
             for dim, name in enumerate(mesh_group_names(mesh)):
                 if name == group.group_name:
                     fibres = fibres_of_dim(mesh, dim)
