@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import click
+from dtbench.preflight.rounds import rounds_of
 
 from dtbench.engine.options import RunRequest
 from dtbench.engine.place import find_place
@@ -45,7 +46,6 @@ from dtbench.preflight.examine import (
 )
 from dtbench.preflight.examine import fitting_bytes as fitting
 from dtbench.preflight.preflight import Coordinator, PreflightRequest
-from dtbench.preflight.rounds import rounds_of
 from dtbench.records.atomic import refuse_taken, write_atomically
 from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
 from dtbench.suite.mesh import groups_by_dim

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from dtbench.preflight.rounds import ALL_PAIRS_UP_TO, BETWEEN, INSIDE, matchings, rounds_of
+from dtbench.preflight.show import Preflight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,8 +33,6 @@ from dtbench.preflight.examine import (
     turns_of,
 )
 from dtbench.preflight.preflight import compare_with, file_of, names_of
-from dtbench.preflight.rounds import ALL_PAIRS_UP_TO, BETWEEN, INSIDE, matchings, rounds_of
-from dtbench.preflight.show import Preflight
 from dtbench.suite.mesh import default_mesh
 from dtbench.tests import preflight_selftest as selftest
 from dtbench.tests import programs
