@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -27,10 +26,10 @@ from dtbench.engine.options import RunRequest, parse_duration
 from dtbench.gate import control
 from dtbench.gate.arms import open_arms
 from dtbench.gate.benchmark import Benchmark, Selection
+from dtbench.gate.history import machine_kind
 from dtbench.gate.launcher import Launcher, Limits
 from dtbench.gate.schedule import ArmName, GateSchedule, LaunchArms, LaunchTimes, OutOfTimeError
 from dtbench.machine.device import DEFAULT_CPU_RANKS
-from dtbench.machine.provenance import local_rank_info, provenance
 from dtbench.records.judged import Judged, Verdict
 from dtbench.suite import RunOptions
 from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, complain
@@ -41,7 +40,6 @@ DEFAULT_BUDGET_S = 1200.0
 # one that finds the pool used up misses what it would have found.
 FEWEST_ROUNDS = 30
 TRIALS = 1000
-CONFIDENCE = 0.95
 # The goals on a loaded machine of two cores.
 FALSE_PER_BENCHMARK, FALSE_PER_RUN = 0.005, 0.02
 FOUND = {3: 0.80, 5: 0.95, 10: 0.95}
@@ -91,26 +89,10 @@ def selftest(budget_s: float | None, folder: Path | None, device: str, say: Call
     report = lines(unchanged, changed, len(rounds))
     for line in report:
         click.echo(line)
+    machine = msgspec.to_builtins(machine_kind())
     pool = {"rounds": len(rounds), "unchanged": vars(unchanged), "changed": vars(changed), "lines": report}
-    (folder / "selftest.json").write_text(json.dumps(_where_from(device) | pool, indent=1) + "\n")
+    (folder / "selftest.json").write_text(json.dumps({"machine": machine} | pool, indent=1) + "\n")
     return EXIT_OK if meets_goals(unchanged, changed) else EXIT_INCONCLUSIVE
-
-
-def _where_from(device: str) -> dict[str, Any]:
-    """The machine and builds."""
-    plan = plan_on(device)
-    header = provenance(
-        argv=sys.argv[1:],
-        plan=plan,
-        suites=[gate_selftest_suite.NAME],
-        mesh=(),
-        ranks=[local_rank_info(plan.device_type)],
-        backend=None,
-        launches=1,
-    )
-    fields = msgspec.to_builtins(header)
-    kept = {key: fields[key] for key in ("started", "versions", "git", "machine")}
-    return {"kind": "gate-selftest", "schema": 1, **kept}
 
 
 def _pool(
@@ -210,7 +192,7 @@ def share(part: int, whole: int) -> str:
 
     if not whole:
         return "nothing"
-    interval = binomtest(part, whole).proportion_ci(CONFIDENCE, method="exact")
+    interval = binomtest(part, whole).proportion_ci(0.95, method="exact")
     return f"{part / whole:.2%} ({interval.low:.2%} to {interval.high:.2%}; {part} of {whole})"
 
 
@@ -230,21 +212,15 @@ def lines(unchanged: Tally, changed: Tally, rounds: int) -> list[str]:
         f"pool: {rounds} rounds of 4 real launches; {runs} trials of each kind, resampled from it: they share",
         "launches, so the intervals are narrower than fresh gates would give",
         f"no change: false alarms per benchmark {share(unchanged.alarms, unchanged.judged)}, goal 0.5 %",
-        (
-            f"           runs of {unchanged.judged // max(runs, 1)} benchmarks with one "
-            f"{share(unchanged.alarmed_runs, runs)}, goal 2 %"
-        ),
-        (
-            f"           untrusted {share(unchanged.untrusted, runs)}; "
-            f"undecided benchmarks {share(unchanged.undecided, unchanged.judged)}; "
-            f"{unchanged.launches / max(runs, 1):.1f} launches per run"
-        ),
+        f"runs with one {share(unchanged.alarmed_runs, runs)}, goal 2 %",
+        f"untrusted {share(unchanged.untrusted, runs)}; undecided {share(unchanged.undecided, unchanged.judged)}",
         f"changed: false alarms of the unchanged benchmarks {share(changed.alarms, changed.judged)}",
     ]
     for extra, goal in FOUND.items():
         found = share(changed.found.get(extra, 0), changed.injected.get(extra, 0))
-        made.append(f"         +{extra} % found {found}, goal {goal:.0%}")
-    made.append(f"         {changed.launches / max(changed.runs, 1):.1f} launches per run")
+        made.append(f"+{extra} % found {found}, goal {goal:.0%}")
+    for kind, tally in (("no change", unchanged), ("changed", changed)):
+        made.append(f"{kind}: {tally.launches / max(tally.runs, 1):.1f} launches per run")
     return [*made, "the goals are met" if meets_goals(unchanged, changed) else "the goals are NOT met"]
 
 
