@@ -76,7 +76,24 @@ def table(
             f"#  Rank {r:2} Group  0 Pid {9000 + r} on node-{7 + r * hosts // ranks} device {r:2} [1b:00] NVIDIA H100"
             for r in range(ranks)
         ]
-    rows = [_row(collective, ranks, size, redop, layout, time, wrong) for size in sizes]
+    op, factor = redop or ("sum" if collective in REDUCES else "none"), busbw_factor(collective, ranks)
+
+    def row(size: int) -> str:
+        start = f"{size:12}  {size // 4 // (ranks if collective in PARTS else 1):12}     float"
+        if layout.era == "modern":
+            start += f"  {op:>6}  {0 if collective in ROOTED else -1:6}"
+        else:  # up to 2.12 a column is there where the collective needs it, and empty for alltoall
+            start += f"  {op:>6}" if collective in REDUCES else ""
+            start += f"  {0:6}" if collective in ROOTED else ""
+            start += " " * 8 if collective == "all_to_all" else ""
+        parts = [start]
+        for in_place in (False, True):
+            us = time(size, in_place)
+            algbw, check = size / us / 1e3, wrong(size, in_place) if layout.checked else "N/A"
+            parts.append(f"  {digits(us, 7)}  {digits(algbw, 6)}  {digits(algbw * factor, 6)}  {check:>6}")
+        return "".join(part + layout.cut(i) for i, part in enumerate(parts)) + "\n"
+
+    rows = list(map(row, sizes))
     checks = [wrong(size, in_place) for size in sizes for in_place in (False, True)]
     bad = sum(text != "0" for text in checks) if layout.era == "modern" else 0
     lines += ["#", *_titles(collective, layout.era)]
@@ -84,11 +101,8 @@ def table(
     if layout.foot:
         foot += [f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}"]
         foot += ["# Avg bus bandwidth    : 1.0 ", "#"]
-    return "".join(_tagged(layout, [*(f"{x}\n" for x in lines), *rows, *(f"{x}\n" for x in foot)]))
-
-
-def _tagged(layout: LogLayout, texts: Sequence[str]) -> list[str]:
-    return ["".join(layout.tag + line for line in text.splitlines(keepends=True)) for text in texts]
+    texts = [*(f"{x}\n" for x in lines), *rows, *(f"{x}\n" for x in foot)]
+    return "".join(layout.tag + line for line in "".join(texts).splitlines(keepends=True))
 
 
 def _titles(collective: str, era: str) -> list[str]:
@@ -105,34 +119,6 @@ def _titles(collective: str, era: str) -> list[str]:
         first + 2 * group,
         units + " " * 20 + 2 * unit,
     ]
-
-
-def _row(
-    collective: str,
-    ranks: int,
-    size: int,
-    redop: str | None,
-    layout: LogLayout,
-    time: Callable[[int, bool], float],
-    wrong: Callable[[int, bool], str],
-) -> str:
-    count = size // 4 // (ranks if collective in PARTS else 1)
-    start = f"{size:12}  {count:12}     float"
-    op = redop or ("sum" if collective in REDUCES else "none")
-    if layout.era == "modern":
-        start += f"  {op:>6}  {0 if collective in ROOTED else -1:6}"
-    else:  # up to 2.12 a column is there where the collective needs it, and empty for alltoall
-        start += f"  {op:>6}" if collective in REDUCES else ""
-        start += f"  {0:6}" if collective in ROOTED else ""
-        start += " " * 8 if collective == "all_to_all" else ""
-    parts = [start]
-    for in_place in (False, True):
-        us = time(size, in_place)
-        factor = busbw_factor(collective, ranks)
-        algbw = size / us / 1e3
-        check = wrong(size, in_place) if layout.checked else "N/A"
-        parts.append(f"  {digits(us, 7)}  {digits(algbw, 6)}  {digits(algbw * factor, 6)}  {check:>6}")
-    return "".join(part + layout.cut(i) for i, part in enumerate(parts)) + "\n"
 
 
 def document(version: int = 1, **changes: Any) -> dict[str, Any]:

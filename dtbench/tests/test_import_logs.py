@@ -133,18 +133,7 @@ def test_the_collective_is_what_the_log_the_user_or_the_name_of_the_file_says() 
     assert log.tables[0].collective == "all_reduce" and "by the name of the file" in str(log.problems[0])
     assert only(bare, collective="all_reduce", ranks=2).collective == "all_reduce"
     assert "give --collective" in only(bare, ranks=2).refusal
-    assert "contradicts its rows" in only(bare, collective="all_gather", ranks=2).refusal
     assert "contradicts its rows" in only(bare, "all_gather.log", ranks=2).refusal
-    # A list of programs names none.
-    assert only("$ ls build\nall_reduce_perf sendrecv_perf\n" + bare, ranks=2).refusal
-
-
-def test_several_tables_in_a_file_keep_their_own_names_and_ranks() -> None:
-    kinds = (("all_reduce", 8, 2), ("broadcast", 2, 1), ("all_gather", 4, 4))
-    log = read("$ ./run.sh\n" + "\n$ \n".join(table(c, n, hosts=h) for c, n, h in kinds))
-    expected = [(name, ranks, len(SIZES)) for name, ranks, _ in kinds]
-    assert [(one.collective, one.ranks, len(one.rows)) for one in log.tables] == expected
-    assert not log.problems
 
 
 def test_columns_of_newer_versions_are_bound_by_their_names() -> None:
