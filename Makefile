@@ -9,7 +9,7 @@ STAMP := $(shell date -u +%Y%m%dT%H%M%SZ)
 RUN := results/bench-$(STAMP)
 PAGE := reports/bench-$(STAMP).html
 
-.PHONY: pictures bench plan gpu rehearse-gpu wheels test test-all faults against-torch coverage docs size install checks lint types imports fast slow clean
+.PHONY: pictures bench plan gpu rehearse-gpu wheels test test-all faults coverage docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -56,11 +56,6 @@ test-all: test slow
 # to results/faults.md.
 faults: install
 	OMP_NUM_THREADS=1 DTBENCH_FAULTS_TABLE=results/faults.md $(BIN)/pytest -q dtbench/tests/faults
-
-# `dtbench.run` of functions beside torch.utils.benchmark, from 1 us to 10 ms: results/run-against-torch-benchmark.md.
-# Five minutes; wants a quiet machine with two cores.
-against-torch: install
-	$(BIN)/python -m dtbench.tests.against_torch results/run-against-torch-benchmark.md
 
 # Is every op that was right still right? Judges the core as results/coverage-core.json was made (four ranks in a process,
 # all modes) and exits with an error and their names if an op became worse.

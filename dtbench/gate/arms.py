@@ -11,19 +11,16 @@ is that of the running gate in all arms.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtbench.engine.workers import scratch
 from dtbench.gate.benchmark import Selection
@@ -31,9 +28,6 @@ from dtbench.machine.git import run_git
 from dtbench.suite.errors import ArmError, UsageError, last_line, plain
 from dtbench.text.masking import mask
 from dtbench.text.variables import masked_list, parse_variables
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 _GIT_TIMEOUT_S = 300.0
 _PROBE_TIMEOUT_S = 120.0
@@ -144,7 +138,6 @@ def _built(text: str, folder: Path) -> Arm:
     if kind == "rev":
         revision = commit_of(rest)
         root = _checked_out(revision, folder / "checkout")
-        _refuse_missing(mask(text), root / "pyproject.toml")
         own = {name: root / path for name, path in _OF_REVISIONS.items() if (root / path).is_dir()}
         sources |= own
         what = f"its own {' and '.join(own)}" if own else "the gate's own core and suites"
@@ -254,36 +247,3 @@ def _checked_out(commit: str, folder: Path) -> Path:
         if done.returncode != 0:
             raise ArmError(f"git cannot check out {commit[:12]}: {last_line(done.stderr)}")
     return folder
-
-
-def _refuse_missing(text: str, pyproject: Path) -> None:
-    """Refuses a revision whose requirements this environment does not meet: its times would be those of another
-    program."""
-    from packaging.requirements import Requirement
-
-    if not pyproject.is_file():
-        return
-    try:
-        project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
-        wanted = project.get("dependencies", [])
-        if not isinstance(wanted, list):
-            raise TypeError("project.dependencies is no list")
-        missing = [name for name in wanted if not _is_installed(Requirement(name))]
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ArmError(
-            f"{text}: its pyproject.toml cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    if missing:
-        raise ArmError(
-            f"{text} requires {', '.join(missing)}, which this environment lacks: install what both arms require"
-        )
-
-
-def _is_installed(requirement: Requirement) -> bool:
-    if requirement.marker is not None and not requirement.marker.evaluate():
-        return True
-    try:
-        version = importlib.metadata.version(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return requirement.specifier.contains(version, prereleases=True)

@@ -41,7 +41,6 @@ class GateOptions:
     head: str
     selections: tuple[Selection, ...]
     impls: tuple[str, ...] = ()  # to judge; empty is all
-    only: frozenset[str] = frozenset()  # labels of benchmarks to judge; empty is all
     mesh: Mesh | None = None
     nproc: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -218,9 +217,8 @@ class GateRun:
         return old, new
 
     def _wanted(self, counted: Counted) -> list[Benchmark]:
-        impls, only = self.options.impls, self.options.only
-        kept = [b for b in counted.listing.benchmarks if b.key[0] != control.NAME]
-        return [b for b in kept if (not impls or b.key[2] in impls) and (not only or b.label in only)]
+        impls, kept = self.options.impls, counted.listing.benchmarks
+        return [b for b in kept if b.key[0] != control.NAME and (not impls or b.key[2] in impls)]
 
     def _comparable(self, old: Counted, new: Counted) -> list[Benchmark]:
         """Those in both arms that can be measured; the others have their verdicts."""

@@ -8,10 +8,9 @@ row that breaks a law keeps its place and loses its numbers; a table whose rows 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from dtbench.importers.model import ITEMSIZE, SPELT, Log, LogFigure, LogRow, LogTable, Printed
 from dtbench.suite.mesh import MAX_RANKS
@@ -19,12 +18,7 @@ from dtbench_core.cost.ring import busbw_factor
 
 # In nccl-tests the count is one rank's part of the size; elsewhere it is the whole.
 _PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-_REDUCING = (
-    "all_reduce",
-    "reduce_scatter",
-    "reduce",
-    "sendrecv",
-)  # nccl-tests prints a redop of sendrecv, too
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce", "sendrecv")  # it prints a redop of sendrecv, too
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 # nccl-tests 2.0 to 2.12 print the largest deviation; what they allow is from their src/common.cu.
 _ALLOWED_DEVIATION = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-5, "float64": 1e-12}
@@ -48,25 +42,27 @@ def check(log: Log, *, collective: str | None = None, ranks: int | None = None) 
     collective, ranks: what the user says of tables that do not say it themselves.
     """
     for table in log.tables:
-        with _refusing(table):
-            if not table.refusal:
-                _identify(log, table, collective, ranks)
-        _find_sizes(log, table)
-        with _refusing(table):
-            if not table.refusal:
-                _check_laws(log, table)
-
-
-@contextlib.contextmanager
-def _refusing(table: LogTable) -> Iterator[None]:
-    try:
-        yield
-    except _RefusedError as refused:
-        table.refusal = str(refused)
+        if table.refusal:
+            continue
+        try:
+            _identify(log, table, collective, ranks)
+            _find_sizes(log, table)
+            _check_rows(log, table)
+        except _RefusedError as refused:
+            table.refusal = str(refused)
+            continue
+        _check_data(table)
+        if not table.ended and table.rows:
+            why = "the table has no end: the log was cut, or the benchmark did not finish"
+            log.say(table.rows[-1].line, why)
 
 
 def _identify(log: Log, table: LogTable, collective: str | None, ranks: int | None) -> None:
-    _list_ranks(table)
+    if len({device.group for device in table.devices}) > 1:
+        raise _RefusedError("groups of ranks ran side by side: give a log of one group")
+    if table.devices:
+        table.ranks = max(device.rank for device in table.devices) + 1
+        table.ranks_from = "the list of ranks"
     _refuse_mixed(table)
     _find_ranks(log, table, ranks)
     if table.ranks is not None and not 1 <= table.ranks <= MAX_RANKS:
@@ -79,22 +75,7 @@ def _identify(log: Log, table: LogTable, collective: str | None, ranks: int | No
         raise _RefusedError("one rank: nothing is sent, so its bandwidths are of memory or mean nothing")
 
 
-def _check_laws(log: Log, table: LogTable) -> None:
-    _check_rows(log, table)
-    _check_data(table)
-    if not table.ended and table.rows:
-        log.say(table.rows[-1].line, "the table has no end: the log was cut, or the benchmark did not finish")
-
-
 # -------------------------------------------------------------------------- what the log says of ranks
-
-
-def _list_ranks(table: LogTable) -> None:
-    if len({device.group for device in table.devices}) > 1:
-        raise _RefusedError("groups of ranks ran side by side: give a log of one group")
-    if table.devices:
-        table.ranks = max(device.rank for device in table.devices) + 1
-        table.ranks_from = "the list of ranks"
 
 
 def _refuse_mixed(table: LogTable) -> None:

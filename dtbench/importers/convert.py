@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
@@ -17,17 +18,7 @@ import msgspec
 from dtbench._version import __version__
 from dtbench.importers.model import IN_PLACE, Log, LogFigure, LogRow, LogTable
 from dtbench.stats import summarize
-from dtbench.suite import (
-    SCHEMA,
-    Gpu,
-    Header,
-    ImportedLog,
-    Machine,
-    MeshShape,
-    Param,
-    RankFacts,
-    Result,
-)
+from dtbench.suite import SCHEMA, Gpu, Header, ImportedLog, Machine, MeshShape, Param, RankFacts, Result
 from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Mesh, format_mesh, ranks_of
@@ -240,14 +231,9 @@ def _result(
 
 def _numbered(results: Iterator[Result]) -> list[Result]:
     """Each with its launch: the tables in which the same was measured, whatever tool it was, count up."""
-    seen: dict[object, int] = {}
-    numbered = []
-    for result in results:
-        key = (result.suite, result.name, tuple(sorted(result.params.items())))
-        launch = seen.get(key, -1) + 1
-        seen[key] = launch
-        numbered.append(msgspec.structs.replace(result, launch=launch))
-    return numbered
+    launches: dict[object, Iterator[int]] = defaultdict(itertools.count)
+    keys = ((result, (*result.case_key[:2], *result.case_key[3:])) for result in results)
+    return [msgspec.structs.replace(result, launch=next(launches[key])) for result, key in keys]
 
 
 # ---------------------------------------------------------------------------------------- the header
@@ -274,7 +260,10 @@ def _header(
             "torch": None,
             "python": None,
             "backend": BACKENDS.get(first.tool, "nccl"),
-            **_versions(usable),
+        }
+        | {
+            name: ", ".join(sorted({t.versions[name] for _, t in usable if name in t.versions}))
+            for name in {name for _, table in usable for name in table.versions}
         },
         machine=Machine(gpus=tuple(Gpu(name=d.name) for d in listed if d.name and d.host == listed[0].host)),
         ranks=tuple(places[rank] for rank in sorted(places)),
@@ -298,11 +287,3 @@ def _header(
             for log in logs
         ),
     )
-
-
-def _versions(usable: Sequence[tuple[Log, LogTable]]) -> dict[str, str]:
-    versions: dict[str, set[str]] = {}
-    for _, table in usable:
-        for name, version in table.versions.items():
-            versions.setdefault(name, set()).add(version)
-    return {name: ", ".join(sorted(several)) for name, several in versions.items()}

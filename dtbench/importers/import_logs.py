@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from dtbench.importers import checks, convert, deepspeed, json_logs, ml_engineering, nccl_text, osu
+from dtbench.importers import checks, convert, json_logs, nccl_text, other_tools
 from dtbench.importers.model import COLLECTIVES, Log, LogTable, Problem
 from dtbench.records.read import read_bytes
 from dtbench.records.run import RunWriter, without_collecting
@@ -27,17 +26,15 @@ STDIN = Path("-")
 # Whether a text may be of the tool, and what adds its tables to a log.
 _Reader = tuple[Callable[[str], bool], Callable[[str, Log], None]]
 # JSON is tried first and alone; of the texts a log may hold several.
-JSON: dict[str, _Reader] = {
-    "rccl-tests JSON": (json_logs.is_rccl, json_logs.read_rccl),
-    "nccl-tests JSON": (json_logs.is_nccl, json_logs.read_nccl),
-}
-TEXTS: dict[str, _Reader] = {
+JSON = "nccl-tests JSON"
+READERS: dict[str, _Reader] = {
+    JSON: (json_logs.applies, json_logs.read),
     "nccl-tests text": (nccl_text.applies, nccl_text.read),
-    "DeepSpeed": (deepspeed.applies, deepspeed.read),
-    "OSU": (osu.applies, osu.read),
-    "ml-engineering": (ml_engineering.applies, ml_engineering.read),
+    "DeepSpeed": (other_tools.is_deepspeed, other_tools.read_deepspeed),
+    "OSU": (other_tools.is_osu, other_tools.read_osu),
+    "ml-engineering": (other_tools.is_ml_engineering, other_tools.read_ml_engineering),
 }
-EXPECTED = "the output of nccl-tests or rccl-tests (text or JSON), DeepSpeed, OSU or ml-engineering"
+EXPECTED = "the output of nccl-tests (text or JSON), rccl-tests (text), DeepSpeed, OSU or ml-engineering"
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[Log]:
@@ -74,13 +71,13 @@ def parse(data: bytes, name: str) -> Log:
     """
     text = data.decode("utf-8-sig", "replace")
     log = Log(name, hashlib.sha256(data).hexdigest())
-    readers = [(title, read) for title, (applies, read) in JSON.items() if applies(text)][:1]
-    readers = readers or [(title, read) for title, (applies, read) in TEXTS.items() if applies(text)]
-    if not readers:
+    tools = [tool for tool, (applies, _) in READERS.items() if applies(text)]
+    tools = [JSON] if JSON in tools else tools
+    if not tools:
         raise UnreadableRunError(f"{name} holds no table of a benchmark that is known: expected {EXPECTED}")
-    for _, read in readers:
-        read(text, log)
-    log.format = " and ".join(title for title, _ in readers)
+    for tool in tools:
+        READERS[tool][1](text, log)
+    log.format = " and ".join(tools)
     return log
 
 
@@ -109,14 +106,9 @@ def import_logs(
         checks.check(log, collective=collective, ranks=ranks)
     header, results = convert.to_run(logs, argv, mesh, dim)
     with RunWriter.create(output, header) as writer:
-        try:
-            for result in results:
-                writer.append(result)
-            writer.end()
-        except BaseException:
-            with contextlib.suppress(OSError):
-                output.unlink()
-            raise
+        for result in results:
+            writer.append(result)
+        writer.end()
     lines = [line for log in logs for line in report(log)] + [_total(results, output)]
     flagged = any(r.status in ("failed", "wrong") for r in results) or any(log.failures for log in logs)
     return EXIT_CASE_FAILED if flagged else EXIT_OK, lines

@@ -1,10 +1,7 @@
-"""The JSON of nccl-tests (-J, versions 1 to 4 of its file) and of rccl-tests (-Z json).
+"""The JSON of nccl-tests (-J, versions 1 to 4 of its file).
 
-nccl-tests writes one object. Its `env` is the whole environment of the process, with users, paths and tokens in it, and
-its `args` hold paths: of neither is anything taken over but the program's name.
-
-rccl-tests writes an object per placement and size, which came as a list, as lines, and as fragments without their
-brackets, by version: each is read for itself.
+Its `env` is the whole environment of the process, with users, paths and tokens in it, and its `args` hold paths: of
+neither is anything taken over but the program's name.
 """
 
 from __future__ import annotations
@@ -22,10 +19,9 @@ from dtbench.importers.model import (
     LogTable,
     Printed,
     Problem,
-    collective_of,
 )
 from dtbench.importers.nccl_text import library_version, name_table
-from dtbench.importers.text import lines_of, pattern
+from dtbench.importers.text import pattern
 from dtbench.records.read import BadFieldError, decode, into, shown
 from dtbench.suite.errors import UnreadableRunError
 from dtbench.suite.fields import Count
@@ -35,7 +31,6 @@ Shown = float | str | None
 # Their JSON has six decimals (%lf).
 _HALF_DECIMAL = 0.5e-6
 _PROGRAM = pattern(r"(?:.*[/\\])?([a-z_]{1,40}?)_perf(?:_mpi)?")
-_OBJECT = pattern(r"\{[^{}]*\}|\{")
 
 
 def _decimal(value: Shown, unit: float) -> Printed | None:
@@ -43,23 +38,6 @@ def _decimal(value: Shown, unit: float) -> Printed | None:
     if not isinstance(value, float) or not 0 <= value < 1e300:
         return None
     return Printed(value, _HALF_DECIMAL).scaled(unit)
-
-
-def _figure(in_place: bool, time: Shown, algbw: Shown, busbw: Shown, wrong: Shown, names: str) -> LogFigure:
-    """time: us; algbw, busbw: GB/s. names: the tool's, for the message."""
-    figure = LogFigure(in_place, _decimal(time, 1e-6), _decimal(algbw, 1e9), _decimal(busbw, 1e9))
-    if None in (figure.time, figure.algbw, figure.busbw):
-        figure.fail(f"it has no number for {names}")
-    if isinstance(wrong, str) and wrong.strip().isascii() and wrong.strip().isdigit():
-        wrong = float(wrong)
-    if isinstance(wrong, float):
-        figure.wrong = wrong
-    elif wrong not in (None, "N/A"):
-        figure.fail(f"its check of the data says {shown(wrong)}", wrong_data=True)
-    return figure
-
-
-# ---------------------------------------------------------------------------------------- nccl-tests
 
 
 class _Device(Struct, frozen=True):
@@ -121,12 +99,12 @@ class _File(Struct, frozen=True):
     errors: tuple[str, ...] | None = None
 
 
-def is_nccl(text: str) -> bool:
+def applies(text: str) -> bool:
     """Whether the text is one JSON object, whole or cut: no log of text begins like that."""
     return text.lstrip()[:1] == "{" and '"' in text[:4096].split(":", 1)[0]
 
 
-def read_nccl(text: str, log: Log) -> None:
+def read(text: str, log: Log) -> None:
     """Adds the table of a file to its log.
 
     Raises:
@@ -162,6 +140,19 @@ def _table(file: _File) -> LogTable:
     return table
 
 
+def _figure(of: _Times, in_place: bool) -> LogFigure:
+    figure = LogFigure(in_place, _decimal(of.time, 1e-6), _decimal(of.alg_bw, 1e9), _decimal(of.bus_bw, 1e9))
+    if None in (figure.time, figure.algbw, figure.busbw):
+        figure.fail("it has no number for time, alg_bw or bus_bw")
+    if isinstance(of.nwrong, float):
+        figure.wrong = of.nwrong
+    elif of.nwrong not in (None, "N/A"):
+        figure.fail(f"its check of the data says {shown(of.nwrong)}", wrong_data=True)
+    if of.cpu_time is not None:
+        figure.fail("its times are the host's (cpu_time): run nccl-tests without -C")
+    return figure
+
+
 def _row(entry: _Entry, index: int) -> LogRow:
     root = str(entry.root).strip()
     dtype = DTYPES.get(entry.type, (entry.type[:20], 0))[0]
@@ -175,10 +166,7 @@ def _row(entry: _Entry, index: int) -> LogRow:
     ):
         if of is None:
             continue
-        names = "time, alg_bw or bus_bw"
-        figure = _figure(in_place, of.time, of.alg_bw, of.bus_bw, of.nwrong, names)
-        if of.cpu_time is not None:
-            figure.fail("its times are the host's (cpu_time): run nccl-tests without -C")
+        figure = _figure(of, in_place)
         if iterations is not None and (times := iterations.times_us) and min(times) > 0:
             skip = iterations.skipped_iterations if iterations.skipped_iterations < len(times) else 0
             figure.samples_s = tuple(us * 1e-6 for us in times[skip:])
@@ -186,67 +174,3 @@ def _row(entry: _Entry, index: int) -> LogRow:
     if not row.figures:
         raise BadFieldError(f"results[{index}] has neither out_of_place nor in_place")
     return row
-
-
-# ---------------------------------------------------------------------------------------- rccl-tests
-
-
-class _Record(Struct, frozen=True):
-    """One placement at one size: us, GB/s."""
-
-    name: str
-    ranks: Count
-    gpusPerRank: Count  # noqa: N815 - as the tool spells it
-    nodes: Count
-    numCycle: Count  # noqa: N815 - as the tool spells it
-    size: Count
-    type: str
-    redop: str
-    inPlace: bool | Count  # noqa: N815
-    time: Shown
-    algBw: Shown  # noqa: N815
-    busBw: Shown  # noqa: N815
-    wrong: Shown
-
-
-def is_rccl(text: str) -> bool:
-    """Whether the text may hold such records."""
-    return '"numCycle"' in text and '"algBw"' in text
-
-
-def read_rccl(text: str, log: Log) -> None:
-    """Adds a table per collective, ranks and cycle to its log."""
-    tables: dict[tuple[object, ...], LogTable] = {}
-    rows: dict[tuple[object, ...], LogRow] = {}
-    objects = ((number, m) for number, line in enumerate(lines_of(text), 1) for m in _OBJECT.finditer(line))
-    for number, match in objects:
-        if match[0] == "{":
-            log.say(number, "a record that is cut was left out")
-            continue
-        try:
-            record = into(decode(match[0].encode("utf-8", "replace")), _Record)
-        except BadFieldError as error:
-            log.say(number, f"a record that is not of rccl-tests was left out: {str(error)[:100]}")
-            continue
-        key = (record.name, record.ranks, record.gpusPerRank, record.nodes, record.numCycle)
-        place = (*key, record.size, record.type, record.redop)
-        if key not in tables:
-            tables[key] = _table_of(record, number)
-        if place not in rows:
-            dtype = DTYPES.get(record.type, (record.type[:20], 0))[0]
-            rows[place] = LogRow(number, record.size, None, dtype, record.redop[:20], None, [])
-            tables[key].rows.append(rows[place])
-        names, in_place = "time, algBw or busBw", bool(record.inPlace)
-        figure = _figure(in_place, record.time, record.algBw, record.busBw, record.wrong, names)
-        rows[place].figures.append(figure)
-    log.tables += tables.values()
-
-
-def _table_of(record: _Record, number: int) -> LogTable:
-    table = LogTable("rccl-tests", number, ended=True)
-    table.collective = collective_of(record.name)
-    if table.collective is None:
-        table.refusal = f"{shown(record.name)} is no collective of rccl-tests that is known here"
-    if record.gpusPerRank == 1:  # with more it is not said which of both counts the ranks
-        table.ranks, table.ranks_from = record.ranks, "its records"
-    return table

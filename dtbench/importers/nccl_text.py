@@ -24,7 +24,7 @@ from dtbench.importers.model import (
     amount,
     printed,
 )
-from dtbench.importers.text import hosts_in, lines_of, pattern, value_of, without_nccl
+from dtbench.importers.text import lines_of, pattern, value_of, without_nccl
 
 # The programs' names -> ours. Those without ours count bytes in ways of their own.
 PROGRAMS = {name: name for name in COLLECTIVES} | {"alltoall": "all_to_all", "alltoallv": "", "hypercube": ""}
@@ -96,7 +96,6 @@ class _Reader:
     def __init__(self, text: str, log: Log) -> None:
         self.lines = lines_of(text)
         self.log = log
-        self.hosts = hosts_in(self.lines)
         self.table: LogTable | None = None
         self.columns: _HeaderColumns | None = None
         self.open: _OpenRow | None = None
@@ -112,7 +111,7 @@ class _Reader:
         for number, line in enumerate(self.lines, start=1):
             if not line:
                 continue
-            text = without_nccl(line, self.hosts)
+            text = without_nccl(line)
             if self._row(number, text) or self._rest(text):
                 continue
             if text is not line and "version" not in line and "failure" not in line:
@@ -162,7 +161,6 @@ class _Reader:
         device = ListedRank(
             int(match[1]), int(match[2] or 0), match[4], int(match[5]), match[6].strip(), int(match[3])
         )
-        self.hosts.add(match[4])
         if device.rank == 0 and device.group == 0:
             self.roots.add(device.pid)
         # A list of devices that has gone to a table, or that already has this rank, is another's.

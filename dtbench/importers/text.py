@@ -45,22 +45,10 @@ def scan(text: str, kinds: Mapping[str, re.Pattern[str]]) -> Iterator[tuple[int,
                 break
 
 
-def hosts_in(lines: list[str]) -> set[str]:
-    """Names before NCCL's messages, from lines that hold nothing to the left of them but a launcher's tag."""
-    hosts = set()
-    for line in lines:
-        match = _NCCL.search(line)
-        word = _LAST_WORD.search(line[: match.start()]) if match else None
-        if word is not None and line[: word.start()].rstrip()[-1:] in ("", ":"):
-            hosts.add(word[0].rsplit(":", 1)[-1])
-    return hosts - {""}
-
-
-def without_nccl(line: str, hosts: set[str]) -> str:
+def without_nccl(line: str) -> str:
     """What stands before a message of NCCL that was printed into the line.
 
-    The name of its host touches the value before it: known hosts are taken off, and a name that
-    begins with a letter is told from a number in any case.
+    The name of its host touches the value before it: a name that begins with a letter is told from a number.
     """
     match = _NCCL.search(line)
     if match is None:
@@ -69,11 +57,6 @@ def without_nccl(line: str, hosts: set[str]) -> str:
     word = _LAST_WORD.search(before)
     if word is None:
         return before
-    if word[0] in hosts:
-        return before[: word.start()]
-    for host in sorted(hosts, key=len, reverse=True):
-        if word[0].endswith(host):
-            return before[: len(before) - len(host)]
     value = _LEADING_VALUE.match(word[0])
     return before[: word.start()] + (value[1] if value else "")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -19,11 +20,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from dtbench.preflight.rounds import Pair, PairRound, rounds_of
 from dtbench.stats import hodges_lehmann_ratio, order_statistic, rank_test
 from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Mesh, groups_by_dim
 
+Pair = tuple[int, int]
+PairRound = tuple[Pair, ...]
+
+INSIDE, BETWEEN = "inside hosts", "between hosts"
+# Up to so many everybody meets everybody; beyond, twice the logarithm of their number meets.
+ALL_PAIRS_UP_TO = 16
 # Shares of the peers' speed. A link at 80 % is to be found, and 10 % is what operators act on (Megatron-LM#4662).
 SUSPECT, NAMED = 0.93, 0.90
 LEVEL = 0.005
@@ -158,6 +164,55 @@ def examine(world: ExaminedWorld) -> Examining:
         findings += yield from _confirm_work(kind, ranks, places, examination, level)
     examination.findings = _by_host(findings, world)
     return examination
+
+
+# -------------------------------------------------------------------------------------------- rounds
+
+
+def rounds_of(hosts: Sequence[str]) -> dict[str, list[PairRound]]:
+    """Kind of link -> rounds; in a round no rank is in two pairs.
+
+    hosts: by rank. Ranks of one host meet inside it, on all hosts at once; between hosts ranks meet those of the
+    same place on another host. The number of rounds grows with the logarithm of hosts and of ranks per host.
+    """
+    groups = list(group_by(range(len(hosts)), lambda rank: hosts[rank]).values())
+    inside = [
+        tuple(pair for group in groups for pair in _among(group, turn))
+        for turn in matchings(max(map(len, groups)))
+    ]
+    between = [
+        tuple(pair for a, b in turn for pair in zip(groups[a], groups[b], strict=False))
+        for turn in matchings(len(groups))
+    ]
+    rounds = {INSIDE: [one for one in inside if one], BETWEEN: [one for one in between if one]}
+    return {kind: several for kind, several in rounds.items() if several}
+
+
+def _among(group: Sequence[int], turn: Iterable[Pair]) -> list[Pair]:
+    return [(group[a], group[b]) for a, b in turn if max(a, b) < len(group)]
+
+
+def matchings(n: int) -> list[PairRound]:
+    """Rounds of pairs of 0 .. n - 1: a tournament of all (the circle method), or random ones of a fixed seed."""
+    if n <= ALL_PAIRS_UP_TO:
+        even = n + n % 2
+        ring = list(range(even))
+        rounds = []
+        for _ in range(even - 1 if n > 1 else 0):
+            halves = zip(ring[: even // 2], reversed(ring[even // 2 :]), strict=True)
+            rounds.append(tuple(_sorted(a, b) for a, b in halves if max(a, b) < n))
+            ring = [ring[0], ring[-1], *ring[1:-1]]
+        return rounds
+    order, drawn = list(range(n)), random.Random(n)
+    rounds = []
+    for _ in range(2 * math.ceil(math.log2(n))):
+        drawn.shuffle(order)
+        rounds.append(tuple(_sorted(*order[i : i + 2]) for i in range(0, n - 1, 2)))
+    return rounds
+
+
+def _sorted(a: int, b: int) -> Pair:
+    return (a, b) if a < b else (b, a)
 
 
 # -------------------------------------------------------------------------------------------- screen
@@ -363,14 +418,8 @@ def _by_host(findings: Sequence[SlowFinding], world: ExaminedWorld) -> list[Slow
         for host, on_host in group_by(range(world.size), lambda rank: world.hosts[rank]).items():
             if set(on_host) <= single.keys() and len(set(world.hosts)) > 1:
                 parts = [single.pop(rank) for rank in on_host]
-                merged.append(
-                    SlowFinding(
-                        what=f"host {host}",
-                        kind=kind,
-                        ranks=tuple(on_host),
-                        share=median(one.share for one in parts),
-                        p=max(one.p for one in parts),
-                    )
-                )
+                share, p = median(one.share for one in parts), max(one.p for one in parts)
+                what, ranks = f"host {host}", tuple(on_host)
+                merged.append(SlowFinding(what=what, kind=kind, ranks=ranks, share=share, p=p))
         merged += [*single.values(), *(one for one in of_kind if len(one.ranks) > 1)]
     return merged

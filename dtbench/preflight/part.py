@@ -33,7 +33,7 @@ class Probe:
 
     def do(self, command: ProbeCommand) -> object:
         """What this rank measured, in seconds."""
-        kinds: dict[str, Callable[[ProbeCommand], object]] = {
+        kinds = {
             "pairs": self._pairs,
             "all_reduce": self._all_reduce,
             "work": self._work,

@@ -3,23 +3,38 @@
 The recorded calls, those that nobody records and the calibration of the recording are taken in turn, in
 rounds of milliseconds, and only the quickest rounds count: a shared machine changes its speed between any
 two seconds.
+
+torch's profiler records every Python call, every call of a C function from Python and every op that
+passes torch's dispatcher, nested in one tree. Each costs 0.2 to 0.6 us to record: `frame_overheads` says
+how much here, and the self times are corrected for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+import timeit
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import fmean, median
-from typing import NamedTuple
+from pathlib import Path
+from statistics import fmean, median, median_high
+from typing import Any
 
 import msgspec
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from dtbench.engine.clock import HostClock
 from dtbench.engine.measure import Subject
-from dtbench.profile import recorders
-from dtbench.profile.spans import Overhead, Span, quickest
-from dtbench.profile.stages import Breakdown, Pieces, break_down, frame_pieces, named_pieces
+from dtbench.profile.stages import (
+    Overhead,
+    Pieces,
+    Span,
+    break_down,
+    fold,
+    frame_pieces,
+    from_brackets,
+    named_pieces,
+)
 from dtbench.records.profile import CallStages
 from dtbench.suite import Workload
 from dtbench_core.interop import stopwatch
@@ -39,6 +54,15 @@ _FRAME_CALLS = 20
 FLOOR = "local"
 # The floor inside a class of tensors: it has no stages to tell apart.
 WRAPPED = "wrapped"
+# torch's names of what it records.
+PYTHON, C_CALL, OP = "PyCall", "PyCCall", "TorchOp"
+_CALIBRATION_CALLS = 100
+_ADDRESS = re.compile(r" of .* object at 0x[0-9a-f]+| at 0x[0-9a-f]+")
+_BUILT_IN = re.compile(r"<?built-in (function|method) ")
+_PLACE = re.compile(r"^(?P<file>[^()]*?)\((?P<line>\d+)\): (?P<name>.*)$", re.DOTALL)
+COUNTER = "counter"
+# Brackets per calibration: the quickest of some rounds of it agree within nanoseconds.
+_BRACKETS = 50
 
 
 class Caller:
@@ -64,26 +88,6 @@ class Caller:
         if self.before is not None:
             self.before()
         return self._clock.measure(self.run, calls) * 1e9
-
-
-@dataclass(frozen=True)
-class Recorder:
-    """What records calls, what that costs, and how their spans become stages; see `break_down`."""
-
-    source: str
-    record: Callable[[], list[Span]]
-    calibrate: Callable[[], Mapping[str, Overhead]]
-    pieces: Pieces
-    ignored: str = ""
-    rename: Callable[[str], str] = str
-
-
-class RecordedRound(NamedTuple):
-    """A call alone, the calls as recorded, and what recording a span cost meanwhile."""
-
-    whole_ns: float
-    calls: list[Span]
-    overheads: Mapping[str, Overhead]
 
 
 class CallRecording:
@@ -115,52 +119,206 @@ class CallRecording:
             self.floor_ns = fmean(blocks[: max(1, round(self._rounds * _KEPT_ROUNDS))])
             return
         calls = min(_FRAME_CALLS, caller.calls)
-        of_frames = Recorder(
-            "Python and C++ frames",
-            partial(recorders.recorded_calls, caller.run, caller.before, caller.warmup // 4, calls),
-            recorders.frame_overheads,
-            frame_pieces,
-            rename=recorders.short_name,
-        )
-        shown = taken_apart(caller, of_frames, self._frame_rounds)
-        self.folded[f"{self._label} ({impl})"] = shown.folded
+        record = partial(recorded_calls, caller.run, caller.before, caller.warmup // 4, calls)
+        table, spans, fitted = taken_apart(caller, self._frame_rounds, record, frame_overheads, frame_pieces)
+        total_ns = table.whole_ns - table.unattributed_ns
+        self.folded[f"{self._label} ({impl})"] = fold(spans, fitted, short_name, total_ns)
+        source = "Python and C++ frames"
         if impl == "core":
-            core = recorders.Counters(caller.run, caller.before)
-            of_counters = Recorder(
-                "the core's counters",
-                partial(core.calls, caller.warmup, caller.calls),
-                lambda: {recorders.COUNTER: recorders.bracket_overhead()},
+            counters = Counters(caller.run, caller.before)
+            table, *_ = taken_apart(
+                caller,
+                self._rounds,
+                partial(counters.calls, caller.warmup, caller.calls),
+                lambda: {COUNTER: bracket_overhead()},
                 named_pieces,
-                ignored=stopwatch.BOOKKEEPING,
+                stopwatch.BOOKKEEPING,
             )
-            shown = taken_apart(caller, of_counters, self._rounds)
+            source = "the core's counters"
         self.tables.append(
-            msgspec.structs.replace(shown.call, label=self._label, impl=impl, floor_ns=self.floor_ns)
+            msgspec.structs.replace(
+                table, label=self._label, impl=impl, source=source, floor_ns=self.floor_ns
+            )
         )
 
 
-def taken_apart(caller: Caller, recorder: Recorder, count: int) -> Breakdown:
-    """The table of the quickest of `count` rounds."""
+def taken_apart(
+    caller: Caller,
+    rounds: int,
+    record: Callable[[], list[Span]],
+    calibrate: Callable[[], Mapping[str, Overhead]],
+    pieces: Pieces,
+    ignored: str = "",
+) -> tuple[CallStages, list[Span], Mapping[str, Overhead]]:
+    """Of the quickest rounds the table, the recorded calls, and the fitted cost of recording a span.
 
-    def one_round() -> RecordedRound:
+    record: some calls; calibrate: what recording a span costs now; pieces, ignored: see `break_down`.
+    """
+
+    def one_round() -> tuple[float, list[Span], Mapping[str, Overhead]]:
         before_ns = caller.whole_ns()
-        calls = quickest(recorder.record())
+        calls = sorted(record(), key=lambda call: call.duration_ns)
+        # The quicker half: what disturbs a call only ever lengthens it.
+        calls = calls[: max(1, len(calls) // 2)]
         # Recording takes long enough for the machine to change: a call alone before it and after it.
-        return RecordedRound((before_ns + caller.whole_ns()) / 2, calls, recorder.calibrate())
+        return (before_ns + caller.whole_ns()) / 2, calls, calibrate()
 
-    def slowness(one: RecordedRound) -> float:
-        return one.whole_ns + fmean(call.duration_ns for call in one.calls)
-
-    best = sorted((one_round() for _ in range(count)), key=slowness)[: max(1, round(count * _KEPT_ROUNDS))]
+    taken = sorted(
+        (one_round() for _ in range(rounds)), key=lambda one: one[0] + fmean(c.duration_ns for c in one[1])
+    )
+    whole_ns, calls, costs = zip(*taken[: max(1, round(rounds * _KEPT_ROUNDS))], strict=True)
     overheads = {
         kind: Overhead(
-            median(one.overheads[kind].inside_ns for one in best),
-            median(one.overheads[kind].outside_ns for one in best),
+            median(of[kind].inside_ns for of in costs), median(of[kind].outside_ns for of in costs)
         )
-        for kind in best[0].overheads
+        for kind in costs[0]
     }
-    calls = [call for one in best for call in one.calls]
-    whole_ns = fmean(one.whole_ns for one in best)
-    return break_down(
-        calls, whole_ns, overheads, recorder.source, recorder.pieces, recorder.ignored, recorder.rename
+    spans = [call for of in calls for call in of]
+    table, fitted = break_down(spans, fmean(whole_ns), overheads, pieces, ignored)
+    return table, spans, fitted
+
+
+# --------------------------------------------------------------------------------- torch's frames
+
+
+def profiled_call(run: Callable[[], object]) -> object:
+    """The root of every tree; the profiler finds it by its name."""
+    return run()
+
+
+def recorded_calls(
+    run: Callable[[], object], before: Callable[[], None] | None, warmup: int, calls: int
+) -> list[Span]:
+    """One tree of frames per call; the root is `profiled_call`."""
+
+    def call_them() -> None:
+        for number in range(warmup + calls):
+            if before is not None:
+                before()
+            if number < warmup:
+                run()
+            else:
+                profiled_call(run)
+
+    return _recorded(call_them, profiled_call.__name__)
+
+
+def _recorded(work: Callable[[], object], name: str) -> list[Span]:
+    """The trees below every call of the function of that name, in the order of time."""
+    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
+        work()
+    results: Any = profiler.profiler  # torch gives its events no types
+    stack = list(results.kineto_results.experimental_event_tree())
+    calls: list[Span] = []
+    while stack:
+        event = stack.pop()
+        if _kind(event) == PYTHON and event.name.endswith(f": {name}"):
+            calls.append(_span(event, event.end_time_ns))
+        else:
+            stack += event.children
+    return sorted(calls, key=lambda span: span.start_ns)
+
+
+def _kind(event: Any) -> str:
+    return str(event.typed[0]).rpartition(".")[2]
+
+
+def _span(event: Any, until_ns: float) -> Span:
+    """The event and all below it. torch leaves an end out where the recording ended first."""
+    end_ns = min(max(event.end_time_ns, event.start_time_ns), until_ns)
+    below = sorted(event.children, key=lambda child: child.start_time_ns)
+    children = [_span(child, end_ns) for child in below]
+    return Span(event.name, _kind(event), event.start_time_ns, end_ns, children)
+
+
+def short_name(name: str) -> str:
+    """`/usr/lib/torch/distributed/tensor/_dispatch.py(759): wrap` -> `_dispatch.py: wrap`, and C functions
+    without the address of what they belong to."""
+    if place := _PLACE.match(name):
+        function = place["name"]
+        return "one call" if function == profiled_call.__name__ else f"{Path(place['file']).name}: {function}"
+    bare = _ADDRESS.sub("", name)
+    return f"{_BUILT_IN.sub('', bare.strip('<>'))} (C)" if _BUILT_IN.match(bare) else bare
+
+
+def _nothing() -> None:
+    return None
+
+
+def frame_overheads() -> Mapping[str, Overhead]:
+    """What recording one event of each kind costs here and now."""
+    small = torch.zeros(1)
+    negate = torch.neg
+    python = _cost(_nothing, PYTHON)
+    c_call = _cost(lambda: hash(1), C_CALL, below=(python,))
+    op = _cost(lambda: negate(small), OP, below=(python, c_call))
+    return {PYTHON: python, C_CALL: c_call, OP: op}
+
+
+def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ()) -> Overhead:
+    """Of the innermost event of `call`, which also makes one event for each of `below`.
+
+    The time inside a recorded op that is the recording's cannot be told from the op's: it counts as
+    outside, since torch reads the clock last before an op and first after it.
+    """
+    loops = [_loop_ns(call)]
+    spans = _recorded(lambda: loops.append(_loop_ns(call)), getattr(call, "__name__", ""))
+    bare_ns, with_ns = loops
+    total_ns = max(with_ns - bare_ns - sum(cost.total_ns for cost in below), 0.0)
+    if kind != PYTHON or not spans:
+        return Overhead(0.0, total_ns)
+    durations = [span.duration_ns for span in spans]
+    inside_ns = min(max(median_high(durations) - bare_ns, 0.0), total_ns)
+    return Overhead(inside_ns, total_ns - inside_ns)
+
+
+def _loop_ns(call: Callable[[], object]) -> float:
+    """ns per call, the quickest of some rounds."""
+    clock = HostClock()
+    return min(clock.measure(call, _CALIBRATION_CALLS) for _ in range(3)) * 1e9
+
+
+class Counters:
+    """Records calls of one workload. Made once: finding what to put stopwatches around takes milliseconds."""
+
+    def __init__(self, run: Callable[[], object], before: Callable[[], None] | None) -> None:
+        self._timer = stopwatch.StageTimer()
+        self._timed = stopwatch.stopwatch(run, "entry", self._timer.log)
+        self._before = before
+
+    def calls(self, warmup: int, calls: int) -> list[Span]:
+        """One tree per call; its root is the call as a whole, at stage "entry"."""
+        roots: list[Span] = []
+        with self._timer as log:
+            for number in range(warmup + calls):
+                if self._before is not None:
+                    self._before()
+                log.clear()
+                self._timed()
+                if number >= warmup:
+                    roots += from_brackets(log, stopwatch.NAMES, COUNTER)
+        return roots
+
+
+def bracket_overhead() -> Overhead:
+    """What one bracket of the counters costs here and now."""
+    log: list[int] = []
+
+    def nothing(*args: object, **kwargs: object) -> None:
+        return None
+
+    timed = stopwatch.stopwatch(nothing, "glue", log)
+    bare_ns = _per_call_ns(nothing)
+    with_ns = _per_call_ns(timed)
+    recorded = sorted(log[at + 2] - log[at + 1] for at in range(0, len(log), 4))
+    inside_ns = recorded[len(recorded) // 2] - bare_ns
+    return Overhead(max(inside_ns, 0.0), max(with_ns - bare_ns - max(inside_ns, 0.0), 0.0))
+
+
+def _per_call_ns(function: Callable[..., object]) -> float:
+    """Of a call with three arguments, as the dispatch's functions take; without the loop's own time."""
+    full, empty = (
+        min(timeit.repeat(statement, globals={"f": function}, number=_BRACKETS, repeat=3))
+        for statement in ("f(1, 2, 3)", "pass")
     )
+    return max(full - empty, 0.0) / _BRACKETS * 1e9

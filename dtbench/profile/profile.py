@@ -68,26 +68,26 @@ def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
         UsageError: none, with the names that come nearest; or more than a profile can show.
     """
     suite, matches = tasks[0].suite.name, matcher(filter_text)
-    named = [task for task in tasks if not case or task.case.name == case]
+    named = [task for task in tasks if case in ("", task.case.name)]
     chosen = [task for task in named if matches(task.label)]
     labels = "; ".join([task.label for task in chosen or named][:_SHOWN])
+    problem = ""
     if not named:
-        names = sorted({task.case.name for task in tasks})
-        near = difflib.get_close_matches(case, names, cutoff=0.5) or names[:_SHOWN]
-        raise UsageError(
-            f"{suite} has no case {case!r}: the nearest are {', '.join(near)}; `dtbench list {suite}` shows all"
+        near = difflib.get_close_matches(case, {task.case.name for task in tasks}, cutoff=0.0)
+        problem = f"{suite} has no case {case!r}: the nearest are {', '.join(near)}; `dtbench list {suite}` shows all"
+    elif not chosen:
+        problem = (
+            f"--filter {filter_text!r} matches none of the {len(named)} cases of {suite}, such as {labels}"
         )
-    if not chosen:
-        raise UsageError(
-            f"--filter {filter_text!r} matches none of the {len(named)} cases of {suite}: they are such as {labels}"
-        )
-    if len({task.suite.world for task in chosen}) > 1:
-        raise UsageError(f"of these cases some need ranks and some do not, name some of one kind: {labels}")
-    if len(chosen) > MOST_CASES:
-        raise UsageError(
+    elif len({task.suite.world for task in chosen}) > 1:
+        problem = f"of these cases some need ranks and some do not, name some of one kind: {labels}"
+    elif len(chosen) > MOST_CASES:
+        problem = (
             f"{len(chosen)} cases match, a profile shows at most {MOST_CASES}: name one, as in "
             f"{suite}/{chosen[0].case.name}, or narrow them with --filter; they are such as {labels}"
         )
+    if problem:
+        raise UsageError(problem)
     return chosen
 
 

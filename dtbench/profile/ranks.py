@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dtbench.engine import clocks
 from dtbench.engine.clock import HostClock
@@ -18,9 +17,8 @@ from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.ranks import LiveWorld, backend_of
 from dtbench.engine.sampling import CollectiveSchedule, RankGroup
 from dtbench.engine.workers import scratch
-from dtbench.machine.device import choose_device, gpus, is_gpu
-from dtbench.profile import sections, trace
-from dtbench.profile.gpu import Sampler
+from dtbench.machine.device import choose_device, gpus
+from dtbench.profile import trace
 from dtbench.profile.profile import ProfileRequest
 from dtbench.profile.text import TRACE, section_tables, write_profile
 from dtbench.records.atomic import refuse_taken
@@ -150,13 +148,8 @@ def events_of(profiler: torch.profiler.profile, epoch_ns: int) -> list[trace.Eve
     return kept
 
 
-class _Part(NamedTuple):
-    """What a rank hands over. plain_us: section -> of each iteration without the profiler; reasons: why its GPU
-    was throttled."""
-
-    trace: trace.RankTrace
-    plain_us: dict[str, list[float]]
-    reasons: list[str]
+# What a rank hands over: its trace, and section -> us of each iteration without the profiler.
+_Part = tuple[trace.RankTrace, dict[str, list[float]]]
 
 
 class RankProfile:
@@ -196,13 +189,11 @@ class RankProfile:
             refuse_taken(self._request.folder, "remove it")
             where = f"{ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})"
             say(f"{plural(len(tasks), 'case')} to profile on {where}")
-        sampler = Sampler(rank.device.index or 0) if is_gpu(rank.device) else None
         with rank.process_group(plan.mesh, options.timeout_s) as (world, barrier):
-            with sampler or contextlib.nullcontext():
-                for task in tasks:
-                    self._profile_task(task, world, barrier, plan.mesh, epoch_ns)
+            for task in tasks:
+                self._profile_task(task, world, barrier, plan.mesh, epoch_ns)
             gathered: list[_Part | None] | None = [None] * ranks.size if ranks.rank == 0 else None
-            dist.gather_object(self._part(host_clock, epoch_ns, sampler), gathered)
+            dist.gather_object(self._part(host_clock), gathered)
         return [part for part in gathered or [] if part is not None]
 
     def _profile_task(
@@ -223,38 +214,33 @@ class RankProfile:
                 complain(f"{recording.section}: {bad.status}, {bad.reason} (rank {bad.rank})")
         now.end()
 
-    def _part(self, host_clock: clocks.Offset, epoch_ns: int, sampler: Sampler | None) -> _Part:
+    def _part(self, host_clock: clocks.Offset) -> _Part:
         recordings, info = self._recordings, self._rank.infos[self._place.rank]
-        shift_us = (host_clock.ns - epoch_ns) / 1e3
-        samples = {} if sampler is None else sampler.samples
+        marks_us = max((recording.uncertainty_us for recording in recordings), default=0.0)
         own = trace.RankTrace(
             rank=self._place.rank,
             host=info["host"],
             device=info["device"],
             events=[event for recording in recordings for event in recording.events],
             shift_us=host_clock.ns / 1e3,
-            uncertainty_us=host_clock.uncertainty_ns / 1e3
-            + max((recording.uncertainty_us for recording in recordings), default=0.0),
-            counters={name: [(at + shift_us, value) for at, value in of] for name, of in samples.items()},
+            uncertainty_us=host_clock.uncertainty_ns / 1e3 + marks_us,
         )
-        plain_us = {recording.section: recording.plain_us for recording in recordings}
-        return _Part(own, plain_us, [] if sampler is None else sorted(sampler.reasons))
+        return own, {recording.section: recording.plain_us for recording in recordings}
 
     def _write(self, parts: Sequence[_Part]) -> int:
         """On rank 0: the folder. The exit code."""
         if not self._groups:
             complain("nothing could be profiled: no profile was written")
             return EXIT_CASE_FAILED
-        traces = [part.trace for part in parts]
+        traces = [own for own, _ in parts]
         # Of each iteration the slowest rank's time.
         plain = {
-            section: [max(turn) for turn in zip(*(part.plain_us[section] for part in parts), strict=True)]
+            section: list(map(max, zip(*(plain_us[section] for _, plain_us in parts), strict=True)))
             for section in self._groups
         }
         record = RanksProfile(
-            sections=tuple(sections.sections_of(traces, self._groups, plain)),
+            sections=tuple(trace.sections_of(traces, self._groups, plain)),
             clock_us={str(t.rank): t.uncertainty_us for t in traces},
-            throttled={str(part.trace.rank): tuple(part.reasons) for part in parts if part.reasons},
         )
         write_profile(self._request.folder, section_tables(record), record, {TRACE: trace.merge(traces)})
         return EXIT_CASE_FAILED if self._failed else EXIT_OK

@@ -1,4 +1,4 @@
-"""From recorded calls to a table of stages that adds up to the measured whole. Pure.
+"""Recorded calls as nested intervals, and from these a table of stages that adds up to the measured whole. Pure.
 
 What records a call slows it. The whole call's time is known from calls that nobody recorded, so the cost
 of recording is fitted: it is what takes the recorded time down to the measured one, shared out among the
@@ -9,45 +9,121 @@ calibrated one says how well each stage is known, and stands beside it as "plus 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
-from dtbench.profile.spans import HANDED_OVER, NOTHING, Overhead, Span, fold, self_times
 from dtbench.records.profile import CallStages, Stage
 from dtbench.suite import STAGES
 from dtbench.suite.grouping import known_first
-
-# Yields, for each piece of a call, (stage, ns in it, spans whose recording it bears).
-Pieces = Callable[[Span, Mapping[str, Overhead]], Iterator[tuple[str, float, float]]]
-
-
-class Breakdown(NamedTuple):
-    """A call's stages, and its frames: stack -> ns per call."""
-
-    call: CallStages
-    folded: Mapping[tuple[str, ...], float]
-
 
 # The fitted cost of recording may be so many times the calibrated one: beyond that something else than
 # recording was slow, and the difference is left unattributed.
 MOST_FIT = 3.0
 
 
+@dataclass
+class Span:
+    """One call. kind: which instrument recorded it, since each costs something else."""
+
+    name: str
+    kind: str
+    start_ns: float
+    end_ns: float
+    children: list[Span] = field(default_factory=list)
+
+    @property
+    def duration_ns(self) -> float:
+        return self.end_ns - self.start_ns
+
+    def walk(self) -> Iterator[Span]:
+        """The span and all below it, parents first."""
+        stack = [self]
+        while stack:
+            span = stack.pop()
+            yield span
+            stack.extend(reversed(span.children))
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Of recording one span, ns. inside: counted in its own duration; outside: in its caller's."""
+
+    inside_ns: float
+    outside_ns: float
+
+    @property
+    def total_ns(self) -> float:
+        return self.inside_ns + self.outside_ns
+
+
+NOTHING = Overhead(0.0, 0.0)
+# torch's record of an op that is handed to a tensor subclass: what is around it is dispatch, not work.
+HANDED_OVER = "PythonSubclass"
+
+
+def from_brackets(log: Sequence[int], names: Sequence[str], kind: str) -> list[Span]:
+    """The outermost spans of a log of brackets: name index, start ns ... end ns, -1."""
+    top: list[Span] = []
+    opened: list[Span] = []
+    for first, second in zip(log[::2], log[1::2], strict=True):
+        if second == -1:
+            opened.pop().end_ns = first
+        else:
+            span = Span(names[first], kind, second, second)
+            (opened[-1].children if opened else top).append(span)
+            opened.append(span)
+    return top
+
+
+def self_times(
+    root: Span, overheads: Mapping[str, Overhead]
+) -> Iterator[tuple[Span, tuple[str, ...], float]]:
+    """Of each span in the tree: (span, names from the root to it, ns spent in it and in no child).
+
+    The instrument's share is taken off: what lies inside the span itself, and outside each child.
+    """
+    stack: list[tuple[Span, tuple[str, ...]]] = [(root, (root.name,))]
+    while stack:
+        span, path = stack.pop()
+        own = overheads.get(span.kind, NOTHING)
+        alone = span.duration_ns - own.inside_ns
+        for child in span.children:
+            alone -= child.duration_ns + overheads.get(child.kind, NOTHING).outside_ns
+            stack.append((child, (*path, child.name)))
+        yield span, path, alone
+
+
+def fold(
+    calls: Sequence[Span], overheads: Mapping[str, Overhead], rename: Callable[[str], str], total_ns: float
+) -> dict[tuple[str, ...], float]:
+    """Stack -> ns per call, over all the calls: what a flame graph draws. They add up to total_ns: a self time that the
+    correction takes below zero counts as zero there, and the others make room."""
+    folded: dict[tuple[str, ...], float] = {}
+    for call in calls:
+        for _, path, alone in self_times(call, overheads):
+            stack = tuple(map(rename, path))
+            folded[stack] = folded.get(stack, 0.0) + alone
+    kept = {stack: max(ns, 0.0) for stack, ns in folded.items()}
+    scale = max(total_ns / max(sum(kept.values()), 1e-9), 0.0)
+    return {stack: ns * scale for stack, ns in kept.items()}
+
+
+# ---------------------------------------------------------------------------------- stages
+
+# Yields, for each piece of a call, (stage, ns in it, spans whose recording it bears).
+Pieces = Callable[[Span, Mapping[str, Overhead]], Iterator[tuple[str, float, float]]]
+
+
 def break_down(
     calls: Sequence[Span],
     whole_ns: float,
     calibrated: Mapping[str, Overhead],
-    source: str,
     pieces: Pieces,
     ignored: str = "",
-    rename: Callable[[str], str] = str,
-) -> Breakdown:
-    """The table of the calls, without label and impl. ignored: name of spans that are the instrument's own work.
+) -> tuple[CallStages, Mapping[str, Overhead]]:
+    """The table of one or more calls, without label, impl and source, and the fitted cost of recording a span.
 
-    Raises:
-        ValueError: no calls.
+    ignored: name of spans that are the instrument's own work.
     """
-    if not calls:
-        raise ValueError("no call was recorded")
     recorded = sum(call.duration_ns for call in calls) / len(calls)
     own = sum(s.duration_ns for c in calls for s in c.walk() if s.name == ignored) / len(calls)
     cost = sum(_cost_within(call, calibrated, ignored) for call in calls) / len(calls)
@@ -64,13 +140,10 @@ def break_down(
     rows = tuple(
         Stage(stage=s, ns=time[s], plus_minus_ns=borne[s] * abs(scale - 1)) for s in known_first(time, STAGES)
     )
-    kept = {k: ns for k, ns in fold(calls, fitted, rename).items() if not ignored or ignored not in k}
-    # Frames that came out below zero count as zero there: the others make room, so that the sum stays.
-    room = max(sum(time.values()) / max(sum(kept.values()), 1e-9), 0.0)
     table = CallStages(
         label="",
         impl="",
-        source=source,
+        source="",
         whole_ns=whole_ns,
         recorded_ns=recorded,
         calls=len(calls),
@@ -79,7 +152,7 @@ def break_down(
         fitted_to_calibrated=scale,
         unattributed_ns=whole_ns - sum(row.ns for row in rows),
     )
-    return Breakdown(table, {stack: ns * room for stack, ns in kept.items()})
+    return table, fitted
 
 
 def _cost_within(call: Span, overheads: Mapping[str, Overhead], ignored: str) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from dtbench.engine.progress import say
 from dtbench.records.atomic import write_folder
 from dtbench.records.profile import Calls, CallStages, IterationParts, RankSection, RanksProfile
 from dtbench.suite import STAGES
-from dtbench.suite.grouping import known_first
+from dtbench.suite.grouping import group_by, known_first
 from dtbench.text.units import significant
 
 SPEEDSCOPE, TRACE = "speedscope.json", "trace.json.gz"
@@ -26,32 +25,21 @@ _VIEWERS = {
 
 def stage_tables(calls: Sequence[CallStages]) -> list[str]:
     """A table per case: stages down, impls across."""
-    lines: list[str] = []
-    cases = dict.fromkeys(b.label for b in calls)
-    for label in cases:
-        lines += [label, *_stage_table([b for b in calls if b.label == label]), ""]
-    return lines
+    cases = group_by(calls, lambda b: b.label)
+    return [line for label, impls in cases.items() for line in (label, *_stage_table(impls), "")]
 
 
 def _stage_table(impls: Sequence[CallStages]) -> list[str]:
-    def row(name: str, cells: Callable[[CallStages], tuple[str, str, str]]) -> list[str]:
-        return [name, *(text for b in impls for text in cells(b))]
-
-    def figures(stage: str, b: CallStages) -> tuple[str, str, str]:
-        for r in b.rows:
-            if r.stage == stage:
-                return _us(r.ns), _us(r.plus_minus_ns), f"{r.ns / b.whole_ns:.0%}"
-        return "-", "", ""
-
-    stages = known_first({r.stage for b in impls for r in b.rows}, STAGES)
-    rows = [
-        row("µs per call", lambda b: (b.impl, "+-", "%")),
-        *(row(stage, partial(figures, stage)) for stage in stages),
-        row("unattributed", lambda b: (_us(b.unattributed_ns), "", "")),
-        row("whole, not recorded", lambda b: (_us(b.whole_ns), "", "100%")),
-        row("whole, recorded", lambda b: (_us(b.recorded_ns), "", "")),
-        row("plain op alone", lambda b: (_us(b.floor_ns), "", "")),
-    ]
+    rows = [["µs per call"], *([s] for s in known_first({r.stage for b in impls for r in b.rows}, STAGES))]
+    wholes = ["unattributed", "whole, not recorded", "whole, recorded", "plain op alone"]
+    for b in impls:
+        stages = {r.stage: (_us(r.ns), _us(r.plus_minus_ns), f"{r.ns / b.whole_ns:.0%}") for r in b.rows}
+        rows[0] += [b.impl, "+-", "%"]
+        for row in rows[1:]:
+            row += stages.get(row[0], ("-", "", ""))
+    whole_ns = [(b.unattributed_ns, b.whole_ns, b.recorded_ns, b.floor_ns) for b in impls]
+    for name, values in zip(wholes, zip(*whole_ns, strict=True), strict=True):
+        rows.append([name, *(cell for ns in values for cell in (_us(ns), "", ""))])
     return ["  " + line for line in _aligned(rows)] + [
         f"  {b.impl}: from {b.source}; {b.spans_per_call:.0f} spans a call make it "
         f"{significant(b.recorded_ns / b.whole_ns, 3)} times as long, {significant(b.fitted_to_calibrated, 3)} times "
@@ -66,11 +54,9 @@ def section_tables(record: RanksProfile) -> list[str]:
     lines: list[str] = []
     for section in record.sections:
         lines.append(f"{section.label}, {section.iterations} iterations")
-        counters = sorted({name for of in section.gpu.values() for name in of})
-        rows = [["µs per iteration", *names, *counters]]
+        rows = [["µs per iteration", *names]]
         for rank, parts in section.parts_us.items():
-            gpu = section.gpu.get(rank, {})
-            values = [getattr(parts, name, None) for name in names] + [gpu.get(name) for name in counters]
+            values = [getattr(parts, name, None) for name in names]
             rows.append([f"rank {rank}", *("-" if v is None else significant(v, 4) for v in values)])
         lines += ["  " + line for line in _aligned(rows)]
         lines += ["  " + line for line in _skew_lines(section)]
@@ -80,8 +66,7 @@ def section_tables(record: RanksProfile) -> list[str]:
         )
         lines.append("")
     clocks = ", ".join(f"rank {rank} +-{significant(us, 2)} µs" for rank, us in record.clock_us.items())
-    lines.append(f"clocks: all times are on rank 0's host clock; {clocks}")
-    return lines + [f"rank {rank} was throttled: {', '.join(why)}" for rank, why in record.throttled.items()]
+    return [*lines, f"clocks: all times are on rank 0's host clock; {clocks}"]
 
 
 def _skew_lines(section: RankSection) -> list[str]:

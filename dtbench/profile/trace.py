@@ -1,4 +1,4 @@
-"""Traces of ranks as one Chrome trace on one clock, with lanes of communication and compute. Pure.
+"""Traces of ranks: as one Chrome trace on one clock, and what they come to per section, rank and collective. Pure.
 
 Events are dicts of the Chrome trace format ("X": complete, `ts` and `dur` in microseconds), as
 torch.profiler writes them; Perfetto and chrome://tracing read the result. An interval is (start, end), half open;
@@ -7,12 +7,17 @@ torch.profiler writes them; Perfetto and chrome://tracing read the result. An in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from dtbench.profile.spans import HANDED_OVER, Span
-from dtbench.records.profile import ITERATION, LANES, IterationParts
+import msgspec
+import numpy as np
+
+from dtbench.profile.stages import HANDED_OVER, Span
+from dtbench.records.profile import ITERATION, LANES, IterationParts, RankSection, Skew
 from dtbench.suite.grouping import group_by
 
 # An event as torch and the viewers have it.
@@ -36,8 +41,7 @@ class RankCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded. shift_us: to be added to its times to get to the merged clock;
-    uncertainty_us: of that. counters: name -> (us, value) samples, on the merged clock already."""
+    """What one rank recorded. shift_us: added to its times gives those on the merged clock; uncertainty_us: of that."""
 
     rank: int
     host: str
@@ -45,7 +49,6 @@ class RankTrace:
     events: Sequence[Event]
     shift_us: float = 0.0
     uncertainty_us: float = 0.0
-    counters: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,32 +62,17 @@ class Iteration:
     compute: tuple[Interval, ...]
 
     @property
-    def communication(self) -> list[Interval]:
-        return union(c[1:] for c in self.collectives)
-
-    @property
     def exposed(self) -> list[Interval]:
         """Communication that no compute of the same rank covers."""
-        return difference(self.communication, self.compute)
+        return difference((c[1:] for c in self.collectives), self.compute)
 
     @property
     def parts_us(self) -> IterationParts:
         """How long each was."""
-        whole, communication, compute = (
-            self.end_us - self.start_us,
-            length(self.communication),
-            length(self.compute),
-        )
-        exposed = length(self.exposed)
-        overlap, host = communication - exposed, whole - compute - exposed
-        return IterationParts(
-            whole=whole,
-            communication=communication,
-            compute=compute,
-            overlap=overlap,
-            exposed=exposed,
-            host=host,
-        )
+        whole, exposed = self.end_us - self.start_us, length(self.exposed)
+        parts = {"communication": length(c[1:] for c in self.collectives), "compute": length(self.compute)}
+        parts |= {"exposed": exposed, "overlap": parts["communication"] - exposed}
+        return IterationParts(whole=whole, host=whole - parts["compute"] - exposed, **parts)
 
 
 def iterations_of(trace: RankTrace) -> list[Iteration]:
@@ -126,7 +114,11 @@ def collectives_of(events: Sequence[Event], until_us: float) -> list[RankCollect
         if waiting and calls[waiting[0]].start_ns <= _start(transport):
             ends[waiting.pop(0)] = _end(transport)
     return [
-        RankCollective(_c10d_kind(c.name), c.start_ns, min(max(ends.get(i, 0.0), c.end_ns), until_us))
+        RankCollective(
+            c.name.removeprefix("c10d::").strip("_"),
+            c.start_ns,
+            min(max(ends.get(i, 0.0), c.end_ns), until_us),
+        )
         for i, c in enumerate(calls)
     ]
 
@@ -162,14 +154,12 @@ def nested(events: Iterable[Event]) -> list[Span]:
 
 def _work(spans: Sequence[Span]) -> Iterator[Interval]:
     for span in spans:
-        if span.name.startswith("aten::") and not any(_is_dispatch(below) for below in span.walk()):
+        if span.name.startswith("aten::") and not any(
+            below.name.startswith((HANDED_OVER, "c10d::", "_c10d_functional::")) for below in span.walk()
+        ):
             yield (span.start_ns, span.end_ns)
         else:
             yield from _work(span.children)
-
-
-def _is_dispatch(span: Span) -> bool:
-    return span.name == HANDED_OVER or span.name.startswith(("c10d::", "_c10d_functional::"))
 
 
 def _start(event: Event) -> float:
@@ -178,10 +168,6 @@ def _start(event: Event) -> float:
 
 def _end(event: Event) -> float:
     return float(event["ts"]) + float(event["dur"])
-
-
-def _c10d_kind(name: str) -> str:
-    return name.removeprefix("c10d::").strip("_")
 
 
 def _nccl_kind(name: str) -> str:
@@ -260,6 +246,92 @@ def _rank_events(trace: RankTrace, zero: float) -> Iterator[Event]:
         for tid, name, (start, end) in drawn:
             at = {"ts": round(start - zero, 3), "dur": round(end - start, 3), "pid": pid, "tid": tid}
             yield {"name": name, "cat": LANES[tid], "ph": "X"} | at
-    for name, samples in trace.counters.items():
-        for at_us, value in samples:
-            yield {"name": name, "ph": "C", "pid": pid, "ts": round(at_us - zero, 3), "args": {name: value}}
+
+
+# -------------------------------------------------------------------------- sections
+
+
+def sections_of(
+    traces: Sequence[RankTrace],
+    groups: Mapping[str, Sequence[Sequence[int]]],
+    plain_us: Mapping[str, Sequence[float]],
+) -> list[RankSection]:
+    """The sections in the order in which rank 0 ran them.
+
+    groups: section -> the ranks that communicate with each other. plain_us: section -> the times of
+    iterations without the profiler.
+    """
+    recorded = {trace.rank: iterations_of(trace) for trace in traces}
+    uncertainty_us = {trace.rank: trace.uncertainty_us for trace in traces}
+    sections = []
+    for label in dict.fromkeys(one.section for one in recorded[traces[0].rank]):
+        own = {rank: [one for one in of if one.section == label] for rank, of in recorded.items()}
+        apart, unmatched = skews(own, groups[label], uncertainty_us)
+        slowest = [
+            max(one.end_us - one.start_us for one in turn) for turn in zip(*own.values(), strict=False)
+        ]
+        plain, profiled = median(plain_us[label]), median(slowest) if slowest else 0.0
+        sections.append(
+            RankSection(
+                label=label,
+                iterations=len(slowest),
+                parts_us={str(rank): _means(of) for rank, of in own.items()},
+                skews=tuple(apart),
+                unmatched=unmatched,
+                plain_us=plain,
+                profiled_us=profiled,
+                overhead=profiled / plain - 1,
+            )
+        )
+    return sections
+
+
+def _means(iterations: Sequence[Iteration]) -> IterationParts | None:
+    parts = [msgspec.structs.asdict(one.parts_us) for one in iterations]
+    return IterationParts(**{name: fmean(one[name] for one in parts) for name in parts[0]}) if parts else None
+
+
+def skews(
+    recorded: Mapping[int, Sequence[Iteration]],
+    groups: Sequence[Sequence[int]],
+    uncertainty_us: Mapping[int, float],
+) -> tuple[list[Skew], int]:
+    """(per kind of collective how far apart the ranks arrive, iterations that could not be matched).
+
+    recorded: of each rank, the same iterations of one section in the same order. groups: the ranks that
+    communicate with each other; the n-th collective of one of them is the n-th of all. uncertainty_us:
+    of each rank's clock.
+    """
+    apart: dict[str, list[float]] = {}
+    last_ranks: dict[str, list[int | None]] = {}  # None where the clocks cannot tell
+    unmatched = 0
+    for group in groups:
+        ranks = [rank for rank in group if rank in recorded]
+        for iteration in zip(*(recorded[rank] for rank in ranks), strict=False) if len(ranks) > 1 else ():
+            if len({tuple(c.kind for c in one.collectives) for one in iteration}) > 1:
+                unmatched += 1
+                continue
+            for together in zip(*(one.collectives for one in iteration), strict=True):
+                *_, (second_us, second), (last_us, last) = order = sorted(
+                    zip((c.arrival_us for c in together), ranks, strict=True)
+                )
+                kind = together[0].kind
+                apart.setdefault(kind, []).append(last_us - order[0][0])
+                # Known to be last only beyond what the clocks of the two may be wrong by.
+                sure = last_us - second_us > uncertainty_us.get(last, 0) + uncertainty_us.get(second, 0)
+                last_ranks.setdefault(kind, []).append(last if sure else None)
+    return [_skew(kind, us, Counter(last_ranks[kind])) for kind, us in sorted(apart.items())], unmatched
+
+
+def _skew(kind: str, apart_us: Sequence[float], last: Counter[int | None]) -> Skew:
+    unclear = last.pop(None, 0)
+    late = {rank: times for rank, times in last.items() if rank is not None}
+    return Skew(
+        kind=kind,
+        count=len(apart_us),
+        mean_us=fmean(apart_us),
+        p95_us=float(np.quantile(apart_us, 0.95, method="inverted_cdf")),
+        late={str(rank): times for rank, times in late.items()},
+        unclear=unclear,
+        latest=max(late, key=lambda rank: (late[rank], -rank)) if late else None,
+    )

@@ -80,7 +80,7 @@ class Skew(Struct, frozen=True, kw_only=True):
 class RankSection(Struct, frozen=True, kw_only=True):
     """An impl of a case on ranks. parts_us: rank -> means over the iterations, None where it recorded none. unmatched:
     iterations in which the ranks' collectives differ. plain_us, profiled_us: an iteration of the slowest rank without
-    and with the profiler, medians; overhead: what that adds, as a share. gpu: rank -> counter -> mean."""
+    and with the profiler, medians; overhead: what that adds, as a share."""
 
     label: str
     iterations: Count
@@ -89,18 +89,15 @@ class RankSection(Struct, frozen=True, kw_only=True):
     unmatched: Count
     plain_us: Time
     profiled_us: Time
-    gpu: dict[Rank, dict[str, Real]] = {}
     overhead: Real
 
 
 class RanksProfile(Struct, frozen=True, kw_only=True):
-    """The table of a profile of ranks. clock_us: rank -> how far its times may be off rank 0's; throttled: rank -> why
-    its GPU was."""
+    """The table of a profile of ranks. clock_us: rank -> how far its times may be off rank 0's."""
 
     kind: Literal["profile of ranks"] = "profile of ranks"
     sections: tuple[RankSection, ...]
     clock_us: dict[Rank, Amount]
-    throttled: dict[Rank, tuple[str, ...]] = {}
 
 
 class TraceEvent(Struct, frozen=True, kw_only=True):

@@ -15,10 +15,10 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -27,11 +27,11 @@ from dtbench.engine.options import RunRequest, parse_duration
 from dtbench.gate import control
 from dtbench.gate.arms import open_arms
 from dtbench.gate.benchmark import Benchmark, Selection
+from dtbench.gate.history import machine_kind
 from dtbench.gate.launcher import Launcher, Limits
 from dtbench.gate.schedule import ArmName, GateSchedule, LaunchArms, LaunchTimes, OutOfTimeError
 from dtbench.machine.device import DEFAULT_CPU_RANKS
-from dtbench.machine.provenance import local_rank_info, provenance
-from dtbench.records.judged import Judged, Verdict
+from dtbench.records.judged import Verdict
 from dtbench.suite import RunOptions
 from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.tests import gate_selftest_suite
@@ -41,7 +41,6 @@ DEFAULT_BUDGET_S = 1200.0
 # one that finds the pool used up misses what it would have found.
 FEWEST_ROUNDS = 30
 TRIALS = 1000
-CONFIDENCE = 0.95
 # The goals on a loaded machine of two cores.
 FALSE_PER_BENCHMARK, FALSE_PER_RUN = 0.005, 0.02
 FOUND = {3: 0.80, 5: 0.95, 10: 0.95}
@@ -57,17 +56,19 @@ Round = Mapping[str, LaunchTimes]
 
 @dataclass
 class Tally:
-    """Trials of one kind. judged: benchmark verdicts. Keys of `found` are the extra work in percent."""
+    """Trials of one kind. slowed, called: extra work in percent -> benchmarks, and regressions called among them."""
 
     runs: int = 0
     alarmed_runs: int = 0
-    judged: int = 0
-    alarms: int = 0
     untrusted: int = 0
     undecided: int = 0
     launches: int = 0
-    injected: dict[int, int] = field(default_factory=dict)
-    found: dict[int, int] = field(default_factory=dict)
+    slowed: Counter[int] = field(default_factory=Counter)
+    called: Counter[int] = field(default_factory=Counter)
+
+    def share(self, extra: int) -> str:
+        """Of the benchmarks with so much extra work, how many were called slower."""
+        return share(self.called[extra], self.slowed[extra])
 
 
 def selftest(budget_s: float | None, folder: Path | None, device: str, say: Callable[[str], None]) -> int:
@@ -91,26 +92,10 @@ def selftest(budget_s: float | None, folder: Path | None, device: str, say: Call
     report = lines(unchanged, changed, len(rounds))
     for line in report:
         click.echo(line)
+    machine = msgspec.to_builtins(machine_kind())
     pool = {"rounds": len(rounds), "unchanged": vars(unchanged), "changed": vars(changed), "lines": report}
-    (folder / "selftest.json").write_text(json.dumps(_where_from(device) | pool, indent=1) + "\n")
+    (folder / "selftest.json").write_text(json.dumps({"machine": machine} | pool, indent=1) + "\n")
     return EXIT_OK if meets_goals(unchanged, changed) else EXIT_INCONCLUSIVE
-
-
-def _where_from(device: str) -> dict[str, Any]:
-    """The machine and builds."""
-    plan = plan_on(device)
-    header = provenance(
-        argv=sys.argv[1:],
-        plan=plan,
-        suites=[gate_selftest_suite.NAME],
-        mesh=(),
-        ranks=[local_rank_info(plan.device_type)],
-        backend=None,
-        launches=1,
-    )
-    fields = msgspec.to_builtins(header)
-    kept = {key: fields[key] for key in ("started", "versions", "git", "machine")}
-    return {"kind": "gate-selftest", "schema": 1, **kept}
 
 
 def _pool(
@@ -163,7 +148,13 @@ def trials(
         drawn = random.Random(f"{seed}/{number}").sample(list(rounds), len(rounds))
         schedule = GateSchedule(benchmarks, controls, _replay(drawn, slowed=slowed), seed=number)
         judged, trust = schedule.run()
-        _tell(tally, judged, slowed=slowed)
+        for one in judged:
+            extra, called = int(one.params["extra"]) if slowed else 0, one.verdict is Verdict.REGRESSION
+            tally.undecided += one.verdict is Verdict.INCONCLUSIVE
+            tally.slowed[extra] += 1
+            tally.called[extra] += called
+        tally.runs += 1
+        tally.alarmed_runs += any(j.verdict is Verdict.REGRESSION for j in judged)
         tally.untrusted += bool(trust.reasons)
         tally.launches += schedule.evidence.launches
     return tally
@@ -184,23 +175,6 @@ def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArms:
     return lambda arms, _benchmarks: [one(arm) for arm in arms]
 
 
-def _tell(tally: Tally, judged: Sequence[Judged], *, slowed: bool) -> None:
-    alarmed = False
-    for verdict in judged:
-        extra = int(verdict.params["extra"]) if slowed else 0
-        called = verdict.verdict is Verdict.REGRESSION
-        tally.undecided += verdict.verdict is Verdict.INCONCLUSIVE
-        if extra:
-            tally.injected[extra] = tally.injected.get(extra, 0) + 1
-            tally.found[extra] = tally.found.get(extra, 0) + called
-        else:
-            tally.judged += 1
-            tally.alarms += called
-            alarmed |= called
-    tally.runs += 1
-    tally.alarmed_runs += alarmed
-
-
 # --------------------------------------------------------------------------------- the report
 
 
@@ -210,16 +184,16 @@ def share(part: int, whole: int) -> str:
 
     if not whole:
         return "nothing"
-    interval = binomtest(part, whole).proportion_ci(CONFIDENCE, method="exact")
+    interval = binomtest(part, whole).proportion_ci(0.95, method="exact")
     return f"{part / whole:.2%} ({interval.low:.2%} to {interval.high:.2%}; {part} of {whole})"
 
 
 def meets_goals(unchanged: Tally, changed: Tally) -> bool:
     """Whether the shares themselves, not their intervals, are within the goals."""
-    quiet = unchanged.alarms <= FALSE_PER_BENCHMARK * unchanged.judged
+    quiet = unchanged.called[0] <= FALSE_PER_BENCHMARK * unchanged.slowed[0]
     quiet &= unchanged.alarmed_runs <= FALSE_PER_RUN * unchanged.runs
     return quiet and all(
-        changed.found.get(extra, 0) >= goal * changed.injected.get(extra, 0) for extra, goal in FOUND.items()
+        changed.called[extra] >= goal * changed.slowed[extra] for extra, goal in FOUND.items()
     )
 
 
@@ -229,22 +203,15 @@ def lines(unchanged: Tally, changed: Tally, rounds: int) -> list[str]:
     made = [
         f"pool: {rounds} rounds of 4 real launches; {runs} trials of each kind, resampled from it: they share",
         "launches, so the intervals are narrower than fresh gates would give",
-        f"no change: false alarms per benchmark {share(unchanged.alarms, unchanged.judged)}, goal 0.5 %",
-        (
-            f"           runs of {unchanged.judged // max(runs, 1)} benchmarks with one "
-            f"{share(unchanged.alarmed_runs, runs)}, goal 2 %"
-        ),
-        (
-            f"           untrusted {share(unchanged.untrusted, runs)}; "
-            f"undecided benchmarks {share(unchanged.undecided, unchanged.judged)}; "
-            f"{unchanged.launches / max(runs, 1):.1f} launches per run"
-        ),
-        f"changed: false alarms of the unchanged benchmarks {share(changed.alarms, changed.judged)}",
+        f"no change: false alarms per benchmark {unchanged.share(0)}, goal 0.5 %",
+        f"runs with one {share(unchanged.alarmed_runs, runs)}, goal 2 %",
+        f"untrusted {share(unchanged.untrusted, runs)}; undecided {share(unchanged.undecided, unchanged.slowed[0])}",
+        f"changed: false alarms of the unchanged benchmarks {changed.share(0)}",
     ]
     for extra, goal in FOUND.items():
-        found = share(changed.found.get(extra, 0), changed.injected.get(extra, 0))
-        made.append(f"         +{extra} % found {found}, goal {goal:.0%}")
-    made.append(f"         {changed.launches / max(changed.runs, 1):.1f} launches per run")
+        made.append(f"+{extra} % found {changed.share(extra)}, goal {goal:.0%}")
+    for kind, tally in (("no change", unchanged), ("changed", changed)):
+        made.append(f"{kind}: {tally.launches / max(tally.runs, 1):.1f} launches per run")
     return [*made, "the goals are met" if meets_goals(unchanged, changed) else "the goals are NOT met"]
 
 

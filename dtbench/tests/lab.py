@@ -14,23 +14,19 @@ delay. All interfaces are made inside the namespaces: those of the machine are n
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-from dtbench.engine.scratch import scratch
-
-from dtbench.engine.signals import answered
+from dtbench.engine.workers import scratch
 from dtbench.suite.errors import UsageError
 
 INTERFACE = "eth0"  # of every host, in its own namespace
@@ -42,9 +38,7 @@ _FRAME_BYTES = 1500 + 14  # with its Ethernet header: what the shaper counts
 _BURST_S = 0.002
 _QUEUE_S = 0.05  # how long a frame may wait in a full shaper
 _GRACE_S = 10.0  # after the first failure the other ranks get this to notice and say what they know
-_SHUTDOWN_S = 15.0  # from the signal to the kill
 _TICK_S = 0.05
-_SHOWN_LINES = 20
 _TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv", "mount", "hostname")
 
 
@@ -82,8 +76,7 @@ def require_abilities() -> None:
 
 @contextmanager
 def temporary(lab: Lab) -> Iterator[None]:
-    """Within the block there is this lab. Those that killed programs left are removed first."""
-    _remove(leftovers())
+    """Within the block there is this lab."""
     added: list[str] = []
     switch = f"dtlab-{lab.name}-switch"
     try:
@@ -125,13 +118,6 @@ def shape(lab: Lab, host: int, rate_bit_per_s: int) -> None:
         run_tool("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *bucket)
 
 
-def leftovers() -> list[str]:
-    """Namespaces of labs whose program, which is the number in their names, has ended."""
-    listed = json.loads(run_tool("ip", "-json", "netns", "list") or "[]")
-    matches = [re.fullmatch(r"dtlab-[a-z](\d+)-\w+", entry["name"]) for entry in listed]
-    return [match[0] for match in matches if match and not Path("/proc", match[1]).exists()]
-
-
 def _remove(namespaces: Sequence[str]) -> None:
     """Ends the processes of a lab, then its namespaces, and with them their interfaces."""
     while pids := [pid for namespace in namespaces for pid in pids_in(namespace)]:
@@ -164,46 +150,35 @@ def run_tool(*command: str) -> str:
 
 
 def run(lab: Lab, ranks_per_host: int, command: Sequence[str]) -> int:
-    """Runs the command on so many ranks of each host; its exit code, 128 and a signal's number where one ended it.
+    """Runs the command on so many ranks of each host; the largest exit code. Ranks that have not ended some time after
+    the first failure are killed with the lab.
 
-    command: `dtbench ...`, a script.py or a program. The first host's output is shown as it comes; the end of the
-    others' where a rank failed.
+    command: `dtbench ...`, a script.py or a program. Only the first host's output goes to stdout.
     """
     first, *rest = command
     programs = {"dtbench": [sys.executable, "-P", "-m", "dtbench"], ".py": [sys.executable, first]}
     program = [*programs.get(Path(first).suffix or first, [first]), *rest]
-    ranks: list[subprocess.Popen[bytes]] = []
-    received: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        _tell(ranks, number)
-
-    with scratch() as folder, answered({signal.SIGINT, signal.SIGTERM}, forward), ExitStack() as files:
-        outputs = {name: folder / name for name in list(lab.addresses)[1:]}
-        opened = [None, *(files.enter_context(path.open("wb")) for path in outputs.values())]
+    with scratch() as folder:
         named = [("localhost", "127.0.0.1"), *lab.addresses.items()]
         # The mapped addresses are those by which torch's store, on IPv6, asks for the names of its clients.
         hosts = "".join(f"{prefix}{a} {name}\n" for prefix in ("", "::ffff:") for name, a in named)
         (folder / "hosts").write_text(hosts)
-        for rank in range(lab.hosts * ranks_per_host):
-            host = rank // ranks_per_host
-            ranks.append(
-                subprocess.Popen(
-                    [*_entry(lab, host, folder / "hosts"), *program],
-                    env=_environment(lab, rank, ranks_per_host),
-                    stdin=subprocess.DEVNULL,
-                    stdout=opened[host],
-                    stderr=opened[host] and subprocess.STDOUT,
-                    start_new_session=True,
-                )
+        ranks = [
+            subprocess.Popen(
+                [*_entry(lab, rank // ranks_per_host, folder / "hosts"), *program],
+                env=_environment(lab, rank, ranks_per_host),
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank < ranks_per_host else sys.stderr,
             )
-        codes = _wait(ranks)
-        for name, path in outputs.items() if any(codes) else ():
-            for line in path.read_text("utf-8", "replace").splitlines()[-_SHOWN_LINES:]:
-                print(f"{name}: {line}", file=sys.stderr)  # noqa: T201
-    ended_by = received[0] if received else -min(codes)
-    return next((code for code in codes if code > 0 and not received), 128 + ended_by if any(codes) else 0)
+            for rank in range(lab.hosts * ranks_per_host)
+        ]
+        deadline = None
+        while any(rank.poll() is None for rank in ranks) and (deadline or math.inf) > time.monotonic():
+            if deadline is None and any(rank.returncode for rank in ranks):
+                deadline = time.monotonic() + _GRACE_S
+            time.sleep(_TICK_S)
+        codes = [rank.returncode or 0 for rank in ranks]
+        return max(codes) or int(any(codes))
 
 
 def _entry(lab: Lab, host: int, hosts_file: Path) -> list[str]:
@@ -219,29 +194,8 @@ def _environment(lab: Lab, rank: int, ranks_per_host: int) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE}
     place = {"RANK": rank, "WORLD_SIZE": lab.hosts * ranks_per_host, "MASTER_PORT": _PORT}
     place |= {"LOCAL_RANK": rank % ranks_per_host, "LOCAL_WORLD_SIZE": ranks_per_host}
-    told = {name: str(value) for name, value in place.items()}
-    return {**defaults, **os.environ, **told, "MASTER_ADDR": next(iter(lab.addresses.values()))}
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """The exit codes, once all have ended: after a failure the others are told to, and killed at last."""
-    steps = [(_GRACE_S, signal.SIGTERM), (_SHUTDOWN_S, signal.SIGKILL)]
-    since = None
-    while any(rank.poll() is None for rank in ranks):
-        if since is None and any(rank.poll() for rank in ranks):
-            since = time.monotonic()
-        if since is not None and steps and time.monotonic() > since + steps[0][0]:
-            _tell(ranks, steps.pop(0)[1])
-            since = time.monotonic()
-        time.sleep(_TICK_S)
-    return [rank.wait() for rank in ranks]
-
-
-def _tell(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(rank.pid, number)
+    first = next(iter(lab.addresses.values()))
+    return {**defaults, **os.environ, **{k: str(v) for k, v in place.items()}, "MASTER_ADDR": first}
 
 
 def main() -> int:
@@ -252,6 +206,7 @@ def main() -> int:
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
     require_abilities()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     lab = Lab(f"t{os.getpid()}", arguments.hosts, arguments.mbit * 10**6)
     with temporary(lab):
         return run(lab, arguments.ranks_per_host, arguments.command)

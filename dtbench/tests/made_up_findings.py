@@ -25,7 +25,6 @@ def benchmark(verdict: str, name: str, ratio: float | None, **changes: Any) -> d
         "impl": "core",
         "params": {"placements": "S(0)", "mesh": "8"},
         "verdict": verdict,
-        "reason": "",
         "stage": "confirmed",
         "tolerance": 0.05,
         "floor_s": 0.0,
@@ -33,8 +32,6 @@ def benchmark(verdict: str, name: str, ratio: float | None, **changes: Any) -> d
         "effect": effect,
         "base_s": 10e-6,
         "head_s": None if ratio is None else 10e-6 * ratio,
-        "alpha": 0.01,
-        "counters": {},
     } | changes
 
 
@@ -55,7 +52,6 @@ def gate(**changes: Any) -> dict[str, Any]:
         "kind": "gate",
         "schema": 1,
         "exit_code": 1,
-        "counts": {},
         "trust": {"control": 1.001, "null": 0.999, "reasons": []},
         "notes": ["a note of the gate"],
         "base": arm,
@@ -68,20 +64,13 @@ def calls() -> dict[str, Any]:
     rows = tuple(
         Stage(stage=s, ns=ns, plus_minus_ns=20.0) for s, ns in (("local op", 2500.0), ("entry", 1500.0))
     )
-    case = CallStages(
-        label=LABEL,
-        impl="core",
-        source="counters",
-        whole_ns=4000.0,
-        recorded_ns=6000.0,
-        calls=10,
-        rows=rows,
-        spans_per_call=13.0,
-        fitted_to_calibrated=1.1,
-        floor_ns=1200.0,
-        unattributed_ns=0.0,
-    )
-    return as_dict(Calls(cases=(case, msgspec.structs.replace(case, impl="torch", floor_ns=None))))
+    times: dict[str, Any] = {"whole_ns": 4000.0, "recorded_ns": 6000.0, "unattributed_ns": 0.0, "rows": rows}
+    times |= {"label": LABEL, "source": "counters", "calls": 10, "spans_per_call": 13.0}
+    cases = [
+        CallStages(impl=impl, floor_ns=floor_ns, fitted_to_calibrated=1.1, **times)
+        for impl, floor_ns in (("core", 1200.0), ("torch", None))
+    ]
+    return as_dict(Calls(cases=tuple(cases)))
 
 
 def ranks() -> dict[str, Any]:
@@ -89,16 +78,9 @@ def ranks() -> dict[str, Any]:
         whole=1000.0, compute=300.0, communication=600.0, overlap=150.0, exposed=450.0, host=100.0
     )
     skew = Skew(kind="allreduce", count=4, mean_us=12.0, p95_us=20.0, late={"1": 4}, unclear=0, latest=1)
-    section = RankSection(
-        label=SECTION,
-        iterations=3,
-        parts_us={"0": parts, "1": parts},
-        skews=(skew,),
-        unmatched=0,
-        plain_us=900.0,
-        profiled_us=1000.0,
-        overhead=1 / 9,
-    )
+    times: dict[str, Any] = {"plain_us": 900.0, "profiled_us": 1000.0, "overhead": 1 / 9}
+    times |= {"iterations": 3, "parts_us": {"0": parts, "1": parts}}
+    section = RankSection(label=SECTION, skews=(skew,), unmatched=0, **times)
     return as_dict(RanksProfile(sections=(section,), clock_us={"0": 0.0, "1": 0.5}))
 
 

@@ -76,7 +76,24 @@ def table(
             f"#  Rank {r:2} Group  0 Pid {9000 + r} on node-{7 + r * hosts // ranks} device {r:2} [1b:00] NVIDIA H100"
             for r in range(ranks)
         ]
-    rows = [_row(collective, ranks, size, redop, layout, time, wrong) for size in sizes]
+    op, factor = redop or ("sum" if collective in REDUCES else "none"), busbw_factor(collective, ranks)
+
+    def row(size: int) -> str:
+        start = f"{size:12}  {size // 4 // (ranks if collective in PARTS else 1):12}     float"
+        if layout.era == "modern":
+            start += f"  {op:>6}  {0 if collective in ROOTED else -1:6}"
+        else:  # up to 2.12 a column is there where the collective needs it, and empty for alltoall
+            start += f"  {op:>6}" if collective in REDUCES else ""
+            start += f"  {0:6}" if collective in ROOTED else ""
+            start += " " * 8 if collective == "all_to_all" else ""
+        parts = [start]
+        for in_place in (False, True):
+            us = time(size, in_place)
+            algbw, check = size / us / 1e3, wrong(size, in_place) if layout.checked else "N/A"
+            parts.append(f"  {digits(us, 7)}  {digits(algbw, 6)}  {digits(algbw * factor, 6)}  {check:>6}")
+        return "".join(part + layout.cut(i) for i, part in enumerate(parts)) + "\n"
+
+    rows = list(map(row, sizes))
     checks = [wrong(size, in_place) for size in sizes for in_place in (False, True)]
     bad = sum(text != "0" for text in checks) if layout.era == "modern" else 0
     lines += ["#", *_titles(collective, layout.era)]
@@ -84,11 +101,8 @@ def table(
     if layout.foot:
         foot += [f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}"]
         foot += ["# Avg bus bandwidth    : 1.0 ", "#"]
-    return "".join(_tagged(layout, [*(f"{x}\n" for x in lines), *rows, *(f"{x}\n" for x in foot)]))
-
-
-def _tagged(layout: LogLayout, texts: Sequence[str]) -> list[str]:
-    return ["".join(layout.tag + line for line in text.splitlines(keepends=True)) for text in texts]
+    texts = [*(f"{x}\n" for x in lines), *rows, *(f"{x}\n" for x in foot)]
+    return "".join(layout.tag + line for line in "".join(texts).splitlines(keepends=True))
 
 
 def _titles(collective: str, era: str) -> list[str]:
@@ -107,95 +121,35 @@ def _titles(collective: str, era: str) -> list[str]:
     ]
 
 
-def _row(
-    collective: str,
-    ranks: int,
-    size: int,
-    redop: str | None,
-    layout: LogLayout,
-    time: Callable[[int, bool], float],
-    wrong: Callable[[int, bool], str],
-) -> str:
-    count = size // 4 // (ranks if collective in PARTS else 1)
-    start = f"{size:12}  {count:12}     float"
-    op = redop or ("sum" if collective in REDUCES else "none")
-    if layout.era == "modern":
-        start += f"  {op:>6}  {0 if collective in ROOTED else -1:6}"
-    else:  # up to 2.12 a column is there where the collective needs it, and empty for alltoall
-        start += f"  {op:>6}" if collective in REDUCES else ""
-        start += f"  {0:6}" if collective in ROOTED else ""
-        start += " " * 8 if collective == "all_to_all" else ""
-    parts = [start]
-    for in_place in (False, True):
-        us = time(size, in_place)
-        factor = busbw_factor(collective, ranks)
-        algbw = size / us / 1e3
-        check = wrong(size, in_place) if layout.checked else "N/A"
-        parts.append(f"  {digits(us, 7)}  {digits(algbw, 6)}  {digits(algbw * factor, 6)}  {check:>6}")
-    return "".join(part + layout.cut(i) for i, part in enumerate(parts)) + "\n"
-
-
-def document(
-    collective: str = "all_gather",
-    ranks: int = 8,
-    sizes: Sequence[int] = SIZES,
-    *,
-    version: int = 1,
-    **changes: Any,
-) -> dict[str, Any]:
-    """The JSON of nccl-tests -J; from version 2 on with single iterations."""
+def document(version: int = 1, **changes: Any) -> dict[str, Any]:
+    """The JSON of nccl-tests -J of all_gather among 8 ranks; from version 2 on with single iterations."""
     results = []
-    for size in sizes:
-        entry: dict[str, Any] = {
-            "size": size,
-            "count": size // 4 // (ranks if collective in PARTS else 1),
-            "type": "float",
-            "redop": "sum" if collective in REDUCES else "none",
-            "root": "    -1",
-        }
+    for size in SIZES:
+        entry: dict[str, Any] = {"size": size, "count": size // 32, "type": "float", "redop": "none"}
         for in_place, key in ((False, "out_of_place"), (True, "in_place")):
             us = time_us(size, in_place)
             algbw = size / us / 1e3
-            entry[key] = {
-                "time": round(us, 6),
-                "alg_bw": round(algbw, 6),
-                "bus_bw": round(algbw * busbw_factor(collective, ranks), 6),
-                "nwrong": 0.0,
-            }
+            numbers = {"time": us, "alg_bw": algbw, "bus_bw": algbw * busbw_factor("all_gather", 8)}
+            entry[key] = {name: round(value, 6) for name, value in numbers.items()} | {"nwrong": 0.0}
             if version > 1:
                 times = [us * (1 + k / 10) for k in range(-1, 3)]
-                entry[f"{key}_per_iter"] = {
-                    "skipped_iterations": 1,
-                    "times_us": times,
-                }
-        entry |= {"actual_iterations": 20, "experiment_name": ""}
-        results.append(entry)
+                entry[f"{key}_per_iter"] = {"skipped_iterations": 1, "times_us": times}
+        results.append(entry | {"root": "    -1", "actual_iterations": 20, "experiment_name": ""})
+    devices = [
+        {"rank": r, "pid": 9000 + r, "hostname": f"node-{r // 4}", "device_info": "NVIDIA H100"}
+        for r in range(8)
+    ]
     return {
         "version": version,
         "start_time": "2026-01-01 12:00:00",
-        "args": [f"/home/somebody/build/{PROGRAMS.get(collective, collective)}_perf_mpi", "-b", "1K"],
+        "args": ["/home/somebody/build/all_gather_perf_mpi", "-b", "1K"],
         "env": ["AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI", "USER=somebody", "HOME=/home/somebody"],
         "nccl_version": 22606,
-        "config": {
-            "nthreads": 1,
-            "ngpus": 1,
-            "iterations": 20,
-            "blocking_collectives": "false",
-            "devices": [
-                {
-                    "rank": r,
-                    "pid": 9000 + r,
-                    "hostname": f"node-{r * 2 // ranks}",
-                    "device_info": "NVIDIA H100",
-                }
-                for r in range(ranks)
-            ],
-        },
+        "config": {"nthreads": 1, "ngpus": 1, "blocking_collectives": "false", "devices": devices},
         "results": results,
         "out_of_bounds": {"count": 0, "okay": "true"},
         "average_bus_bandwidth": {"bandwidth": 1.0, "okay": "unchecked"},
         "errors": [""],
-        "end_time": "2026-01-01 12:00:09",
         **changes,
     }
 

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -33,35 +33,36 @@ from dtbench.preflight.examine import (
     MATMUL,
     PEERS,
     WORK_CONFIRM_REPS,
+    Answers,
     Examination,
     ExaminedWorld,
     Examining,
     ProbeCommand,
     examine,
     pairs,
+    rounds_of,
     turns_of,
     work,
     worse,
 )
 from dtbench.preflight.examine import fitting_bytes as fitting
 from dtbench.preflight.preflight import Coordinator, PreflightRequest
-from dtbench.preflight.rounds import rounds_of
 from dtbench.records.atomic import refuse_taken, write_atomically
 from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
 from dtbench.suite.mesh import groups_by_dim
 from dtbench.tests import lab as hosts
+from dtbench.tests.gate_selftest import share
 
 HOSTS, RATE = 8, 100_000_000
 SLOW_HOST = 5
 REPS = 16
 TRIALS, FAULT_TRIALS = 1000, 200
-CONFIDENCE = 0.95
 # What is aimed at: of healthy preflights so many may name anything; so many slow links are to be named.
 FALSE, FOUND = 0.005, 0.99
 
 
-def gather_pool(world: ExaminedWorld, path: Path, reps: int) -> Examining:
-    """Asks the ranks for everything that an examination may ask, `reps` times; writes it as JSON."""
+def gather_pool(world: ExaminedWorld, reps: int) -> Generator[ProbeCommand, Answers, dict[str, Any]]:
+    """Asks the ranks for everything that an examination may ask, `reps` times."""
     pool: dict[str, Any] = {"hosts": world.hosts, "mesh": world.mesh, "pairs": {}, "work": {}, "dims": {}}
     for kind, rounds in rounds_of(world.hosts).items():
         first = yield pairs(rounds[:1], 2, FIRST_BYTES)
@@ -87,8 +88,7 @@ def gather_pool(world: ExaminedWorld, path: Path, reps: int) -> Examining:
             first = yield command
             size = fitting(FIRST_BYTES, median(min(of) for of in first))
             pool["dims"][dim] = yield command | {"reps": reps, "bytes": size}
-    path.write_text(json.dumps(pool))
-    return Examination(world)
+    return pool
 
 
 class Gathering(Coordinator):
@@ -101,7 +101,9 @@ class Gathering(Coordinator):
         self._path = path
 
     def examining(self, world: ExaminedWorld) -> Examining:
-        return gather_pool(world, self._path, REPS)
+        pool = yield from gather_pool(world, REPS)
+        self._path.write_text(json.dumps(pool))
+        return Examination(world)
 
     def conclude(self, examination: Examination, seconds: float) -> int:
         return EXIT_OK
@@ -165,15 +167,16 @@ class PoolAnswers:
         ]
 
 
-def drive(examining: Examining, answer: Callable[[ProbeCommand], list[Any]]) -> Examination:
-    """An examination whose commands are answered so."""
+def drive(
+    examining: Generator[ProbeCommand, Answers, Any], answer: Callable[[ProbeCommand], list[Any]]
+) -> Any:
+    """What comes out, where commands are answered so."""
     command = next(examining)
     while True:
         try:
             command = examining.send(answer(command))
         except StopIteration as end:
-            examination: Examination = end.value
-            return examination
+            return end.value
 
 
 @dataclass
@@ -185,20 +188,18 @@ class TrialCounts:
     wrong: int = 0
     wrong_kinds: Counter[str] = field(default_factory=Counter)
 
-    def add(self, examined: Examination, slow: int | None) -> None:
-        wrong = [one.kind for one in examined.findings if slow not in one.ranks]
-        self.trials += 1
-        self.named += any(one.ranks == (slow,) for one in examined.findings)
-        self.wrong += bool(wrong)
-        self.wrong_kinds.update(set(wrong))
-
 
 def judge(pools: Sequence[Mapping[str, Any]], trials: int, slow: int | None) -> TrialCounts:
     """So many trials, shared among the pools."""
     tally = TrialCounts()
     for number in range(trials):
         drawn = PoolAnswers(pools[number % len(pools)], number)
-        tally.add(drive(examine(drawn.world), drawn.answer), slow)
+        findings = drive(examine(drawn.world), drawn.answer).findings
+        wrong = {one.kind for one in findings if slow not in one.ranks}
+        tally.trials += 1
+        tally.named += any(one.ranks == (slow,) for one in findings)
+        tally.wrong += bool(wrong)
+        tally.wrong_kinds.update(wrong)
     return tally
 
 
@@ -217,42 +218,21 @@ def selftest(output: Path) -> int:
     refuse_taken(output)
     hosts.require_abilities()
     rows, reached = [], True
-    for share, launches in STATES.items():
-        pools = [_gather(share) for _ in range(launches)]
-        slow = None if share == 1 else SLOW_HOST
+    for left, launches in STATES.items():
+        pools = [_gather(left) for _ in range(launches)]
+        slow = None if left == 1 else SLOW_HOST
         tally = judge(pools, TRIALS if slow is None else FAULT_TRIALS, slow)
-        name = "healthy" if slow is None else f"link at {share:.0%}"
-        row = {"state": name, "launches": launches, **vars(tally)}
-        rows.append(row | {"interval": _interval(tally.wrong if slow is None else tally.named, tally.trials)})
-        click.echo(_line(name, tally, slow))
-        reached &= tally.wrong <= FALSE * tally.trials and (
-            slow is None or tally.named >= FOUND * tally.trials
-        )
-    content = {
-        "kind": "preflight-selftest",
-        "schema": 1,
-        "hosts": HOSTS,
-        "rate_bit_per_s": RATE,
-        "states": rows,
-    }
+        words = f"link at {left:.0%}: named the host in {share(tally.named, tally.trials)}; "
+        words = (
+            "healthy: " if slow is None else words
+        ) + f"named another in {share(tally.wrong, tally.trials)}"
+        click.echo(words)
+        rows.append({"state": words, "launches": launches, **vars(tally)})
+        reached &= tally.wrong <= FALSE * tally.trials
+        reached &= slow is None or tally.named >= FOUND * tally.trials
+    content = {"kind": "preflight-selftest", "hosts": HOSTS, "rate_bit_per_s": RATE, "states": rows}
     write_atomically(output, json.dumps(content, indent=1) + "\n", lambda _: False, "result of the self-test")
     return EXIT_OK if reached else EXIT_INCONCLUSIVE
-
-
-def _line(name: str, tally: TrialCounts, slow: int | None) -> str:
-    count = tally.wrong if slow is None else tally.named
-    low, high = _interval(count, tally.trials)
-    what = "named something" if slow is None else "named the host"
-    other = "" if slow is None else f"; {tally.wrong} named another"
-    share = f"{count / tally.trials:.1%}, {low:.1%} to {high:.1%}"
-    return f"{name}: {count} of {tally.trials} trials {what} ({share}){other}"
-
-
-def _interval(count: int, of: int) -> tuple[float, float]:
-    from scipy.stats import binomtest
-
-    interval = binomtest(count, of).proportion_ci(CONFIDENCE, method="exact")
-    return round(float(interval.low), 5), round(float(interval.high), 5)
 
 
 def _gather(share: float) -> dict[str, Any]:
@@ -263,12 +243,9 @@ def _gather(share: float) -> dict[str, Any]:
         hosts.shape(lab, SLOW_HOST, round(RATE * share))
         path = folder / "pool.json"
         code = hosts.run(lab, 1, [sys.executable, "-P", "-m", __spec__.name, "--gather", str(path)])
-        if code > 128:  # a signal, which is meant for the self-test
-            raise KeyboardInterrupt
         if code or not path.exists():
             raise UsageError(f"its ranks ended with {code}")
-        pool: dict[str, Any] = json.loads(path.read_text())
-        return pool
+        return dict(json.loads(path.read_text()))
 
 
 if __name__ == "__main__":

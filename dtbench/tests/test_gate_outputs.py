@@ -14,7 +14,7 @@ from dtbench.gate import outputs, verdict
 from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.schedule import effect_and_times
 from dtbench.records.gate import Gate, text_of
-from dtbench.records.judged import Counts, Judged, Verdict
+from dtbench.records.judged import Judged, Verdict
 from dtbench.records.read import decode, into
 from dtbench.tests.made_up_arm import concluded
 
@@ -115,9 +115,3 @@ def test_points_are_heads_times_where_both_arms_were_timed() -> None:
     made = outputs.points_of(report([judged(Verdict.PASS), verdict.judged(benchmark("x"), Verdict.MISSING)]))
     assert [(p.key[0], p.verdict, p.time_s) for p in made] == [("s", "PASS", pytest.approx(11.5e-6))]
     assert (made[0].low_s, made[0].high_s) == (None, None)  # three pairs bound nothing
-
-
-def test_counters_are_told_in_words() -> None:
-    counters = {"python_calls": Counts(41.0, 43.0), "collectives": Counts(1.0, 2.0)}
-    counted = verdict.judged(benchmark("s"), Verdict.REGRESSION, counters=counters)
-    assert outputs.words(counted) == "python_calls 41 -> 43, collectives 1 -> 2"

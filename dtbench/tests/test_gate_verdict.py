@@ -40,10 +40,6 @@ def test_the_signed_rank_test_is_exact_with_ties_and_zeros(differences: list[flo
     assert signed_rank_p(values) == pytest.approx(enumerated_p(values))
 
 
-def test_no_difference_shows_nothing() -> None:
-    assert signed_rank_p(np.zeros(4)) == 1.0
-
-
 @pytest.mark.parametrize("n", [5, 6, 8, 10, 11])
 def test_bounds_cover_as_they_say(n: int) -> None:
     """The k-th Walsh average lies above the truth as often as the signed-rank sum is below k."""
@@ -69,27 +65,11 @@ def test_four_pairs_have_no_bound_of_95_percent() -> None:
 
 @pytest.mark.parametrize(
     ("base", "head"),
-    [
-        ([], []),
-        ([1.0], [1.0, 2.0]),
-        ([1.0], [math.nan]),
-        ([1.0], [math.inf]),
-        ([0.0], [1.0]),
-        ([1.0], [-1.0]),
-    ],
+    [([], []), ([1.0], [1.0, 2.0]), ([1.0], [math.nan]), ([1.0], [math.inf]), ([0.0], [1.0])],
 )
 def test_what_is_no_time_has_no_effect(base: list[float], head: list[float]) -> None:
     with pytest.raises(ValueError, match="got"):
         effect_of(base, head)
-
-
-def test_the_smallest_detectable_change_is_found_four_times_in_five() -> None:
-    """By simulation of a one-sided test at 1% of normal log ratios of known spread."""
-    n, sd = 20, 0.02
-    effect = Effect(1.0, 1.0, 1.0, sd, n)
-    draw = np.random.default_rng(0)
-    z = draw.normal(math.log1p(effect.smallest_detectable), sd, (20000, n)).mean(axis=1) / (sd / n**0.5)
-    assert np.mean(z > 2.3263) == pytest.approx(0.80, abs=0.01)
 
 
 def test_a_change_matters_above_2_percent_its_floor_and_a_fifth_of_a_microsecond() -> None:

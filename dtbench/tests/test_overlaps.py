@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from dtbench.reporting.html.drawing import axes_in
 from matplotlib.figure import Figure
 
 from dtbench.reporting.html import figures
 from dtbench.reporting.html.axes import Axis
-from dtbench.reporting.html.drawing import axes_in
 from dtbench.reporting.html.svg import settings
 from dtbench.tests.overlaps import overlapping_texts
 

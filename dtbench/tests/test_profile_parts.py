@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import random
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -15,18 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtbench.engine import clocks
-from dtbench.engine.options import Task, split_target
+from dtbench.engine.options import Task
 from dtbench.engine.ranks import StoreRanks
-from dtbench.machine import provenance as machine
-from dtbench.profile import gpu, sections, spans, stages, text, trace
+from dtbench.profile import stages, text, trace
 from dtbench.profile.profile import choose
-from dtbench.profile.recorders import short_name
-from dtbench.profile.sections import skews
-from dtbench.profile.spans import Overhead, Span
+from dtbench.profile.stages import Overhead, Span
+from dtbench.profile.trace import skews
 from dtbench.records.atomic import refuse_taken, write_folder
-from dtbench.records.profile import ITERATION, LANES, Calls, IterationParts, RanksProfile
+from dtbench.records.profile import ITERATION, LANES, Calls, CallStages, IterationParts, RanksProfile
 from dtbench.suite import STAGES, Case
-from dtbench.suite.errors import OutputError, UsageError
+from dtbench.suite.errors import OutputError
 from dtbench.suite.mesh import groups_in
 from dtbench.suite.suites import Suite
 
@@ -79,14 +76,17 @@ def made_up_call(cost: Overhead = COST["counter"], slow: float = 1.0) -> Span:
         "glue", 250 * slow, leaf("stopwatch", 60), leaf("local op", 1100), leaf("wrap", 900), cost=cost
     )
     parts = (leaf("checks", 500), leaf("key", 700), leaf("cache", 100), inner)
-    return recorded("entry", 1500 * slow, recorded("glue", 250 * slow, *parts, cost=cost), cost=cost)(0.0)
+    call: Span = recorded("entry", 1500 * slow, recorded("glue", 250 * slow, *parts, cost=cost), cost=cost)(
+        0.0
+    )
+    return call
 
 
 TRUE_NS = {"entry": 1500, "checks": 500, "key": 700, "cache": 100, "local op": 1100, "wrap": 900, "glue": 500}
 
 
-def broken_down(calls: list[Span], whole_ns: float) -> stages.Breakdown:
-    return stages.break_down(calls, whole_ns, COST, "made up", stages.named_pieces, ignored="stopwatch")
+def broken_down(calls: list[Span], whole_ns: float) -> CallStages:
+    return stages.break_down(calls, whole_ns, COST, stages.named_pieces, ignored="stopwatch")[0]
 
 
 @pytest.mark.parametrize(
@@ -95,52 +95,22 @@ def broken_down(calls: list[Span], whole_ns: float) -> stages.Breakdown:
 def test_stages_are_found_below_what_recording_adds(cost: Overhead, scale: float, off_ns: float) -> None:
     """Also where recording costs 1.5 times what its calibration says: then the rows tell their doubt."""
     broken = broken_down([made_up_call(cost) for _ in range(3)], 5300.0)
-    assert {row.stage: row.ns for row in broken.call.rows} == pytest.approx(TRUE_NS, abs=off_ns)
-    assert [row.stage for row in broken.call.rows] == [s for s in STAGES if s in TRUE_NS]
-    assert broken.call.fitted_to_calibrated == pytest.approx(scale, rel=0.02)
-    assert sum(row.ns for row in broken.call.rows) == pytest.approx(5300)
-    assert sum(broken.folded.values()) == pytest.approx(5300)
-    assert broken.call.unattributed_ns == pytest.approx(0, abs=1e-6)
-    doubts = {row.stage: row.plus_minus_ns for row in broken.call.rows}
+    assert {row.stage: row.ns for row in broken.rows} == pytest.approx(TRUE_NS, abs=off_ns)
+    assert [row.stage for row in broken.rows] == [s for s in STAGES if s in TRUE_NS]
+    assert broken.fitted_to_calibrated == pytest.approx(scale, rel=0.02)
+    assert sum(row.ns for row in broken.rows) == pytest.approx(5300)
+    assert broken.unattributed_ns == pytest.approx(0, abs=1e-6)
+    doubts = {row.stage: row.plus_minus_ns for row in broken.rows}
     assert doubts["key"] == pytest.approx(90 * (scale - 1), abs=3)
     assert doubts["glue"] >= 5 * doubts["key"] - 1e-6
 
 
 def test_what_no_fit_explains_is_left_unattributed() -> None:
     made = broken_down([made_up_call()], 20_000.0)  # a call alone took longer than a recorded one
-    assert made.call.fitted_to_calibrated == 0
-    assert made.call.unattributed_ns > 5000
-    assert all(row.plus_minus_ns > 0 for row in made.call.rows)
-    assert broken_down([made_up_call(slow=9)], 10.0).call.fitted_to_calibrated == stages.MOST_FIT
-    with pytest.raises(ValueError, match="no call"):
-        broken_down([], 10.0)
-
-
-def test_self_times_add_up_to_the_whole() -> None:
-    rng = random.Random(0)
-
-    def tree(depth: int) -> Any:
-        children = [tree(depth - 1) for _ in range(rng.randrange(3) if depth else 0)]
-        return recorded(rng.choice("abc"), rng.uniform(0, 9), *children)
-
-    for _ in range(50):
-        call = tree(4)(rng.uniform(0, 1e6))
-        alone = sum(ns for _, _, ns in spans.self_times(call, COST))
-        below = sum(1 for _ in call.walk()) - 1
-        cost = COST["counter"]
-        recording_ns = cost.inside_ns + below * (cost.inside_ns + cost.outside_ns)
-        assert alone == pytest.approx(call.duration_ns - recording_ns)
-        assert sum(spans.fold([call], COST).values()) == pytest.approx(alone)
-
-
-def test_brackets_become_trees() -> None:
-    log = [0, 10, 1, 20, 30, -1, 1, 40, 45, -1, 60, -1, 1, 70, 80, -1]
-    first, second = spans.from_brackets(log, ("a", "b"), "counter")
-    assert (first.name, first.duration_ns, [c.duration_ns for c in first.children]) == ("a", 50, [10, 5])
-    assert (second.name, second.duration_ns) == ("b", 10)
-    for bad in (log[:-2], log[:3]):
-        with pytest.raises(ValueError, match=r"entered|shorter"):
-            spans.from_brackets(bad, ("a", "b"), "counter")
+    assert made.fitted_to_calibrated == 0
+    assert made.unattributed_ns > 5000
+    assert all(row.plus_minus_ns > 0 for row in made.rows)
+    assert broken_down([made_up_call(slow=9)], 10.0).fitted_to_calibrated == stages.MOST_FIT
 
 
 def frame(name: str, start: float, end: float, *children: Span, kind: str = "PyCall") -> Span:
@@ -168,36 +138,14 @@ def test_frames_of_torch_go_to_their_stages() -> None:
     assert sum(found.values()) == 110
 
 
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("/usr/lib/torch/_dispatch.py(759): wrap", "_dispatch.py: wrap"),
-        ("recorders.py(38): profiled_call", "one call"),
-        ("<built-in method get of dict object at 0x7f7eb1b0c240>", "get (C)"),
-        ("<built-in function hash>", "hash (C)"),
-        ("aten::add", "aten::add"),
-    ],
-)
-def test_names_of_frames_are_short_and_hold_no_address(name: str, short: str) -> None:
-    assert short_name(name) == short
-
-
 def test_speedscope_gets_a_weighted_stack_per_frame() -> None:
-    evil = "</script>\x00\ud800"
-    folded = {
-        "add (core)": {("call",): 20.0, ("call", "f"): 60.0, ("call", "f", evil): 20.25},
+    folded: dict[str, dict[tuple[str, ...], float]] = {
+        "add (core)": {("call",): 20.0, ("call", "f"): 60.25},
         "add (torch)": {("call",): 5.0},
     }
-    made = json.loads(json.dumps(text.speedscope(folded, "p")).encode())
+    made = json.loads(json.dumps(text.speedscope(folded, "p")))
     frames = [frame["name"] for frame in made["shared"]["frames"]]
-    assert frames == ["call", "f", evil]
-    core, torch = made["profiles"]
-    assert {made["$schema"], core["type"], core["unit"]} == {
-        "https://www.speedscope.app/file-format-schema.json",
-        "sampled",
-        "nanoseconds",
-    }
-    for profile, stacks in ((core, folded["add (core)"]), (torch, folded["add (torch)"])):
+    for profile, stacks in zip(made["profiles"], folded.values(), strict=True):
         named = [tuple(frames[number] for number in stack) for stack in profile["samples"]]
         assert dict(zip(named, profile["weights"], strict=True)) == stacks
         assert (profile["startValue"], profile["endValue"]) == (0, sum(stacks.values()))
@@ -282,7 +230,7 @@ def test_on_a_gpu_kernels_count() -> None:
 
 def test_traces_merge_on_one_clock_with_lanes() -> None:
     ranks = [cpu_rank(0, 0, 1000.0), cpu_rank(1, 3, -500.0)]
-    made = trace.merge(ranks)
+    made: Any = trace.merge(ranks)
     json.dumps(made, allow_nan=False)
     drawn = [e for e in made["traceEvents"] if e["ph"] == "X"]
     assert min(e["ts"] for e in drawn) == 0
@@ -318,7 +266,7 @@ def test_collectives_that_differ_are_not_matched() -> None:
     windows[1] = [trace.Iteration(first.section, 0, 60, (), first.compute)]
     assert skews(windows, [[0, 1]], {}) == ([], 1)
     traces = [cpu_rank(0, 0, 0.0), cpu_rank(1, 4, 0.0)]
-    (section,) = sections.sections_of(traces, {"s (core)": [[0, 1]]}, {"s (core)": [40.0, 50.0, 60.0]})
+    (section,) = trace.sections_of(traces, {"s (core)": [[0, 1]]}, {"s (core)": [40.0, 50.0, 60.0]})
     lines = "\n".join(text.section_tables(RanksProfile(sections=(section,), clock_us={"0": 0.5, "1": 0.5})))
     assert section.overhead == pytest.approx(0.2)
     assert "rank 1 is last most often, 1 of 1 times" in lines and "50.00 µs without" in lines
@@ -328,7 +276,6 @@ def test_groups_of_mesh_dims() -> None:
     mesh = (("dp", 2), ("tp", 3))
     assert groups_in(mesh, "tp") == [[0, 1, 2], [3, 4, 5]]
     assert groups_in(mesh, "dp") == [[0, 3], [1, 4], [2, 5]]
-    assert groups_in(mesh, "world") == [[0, 1, 2, 3, 4, 5]]
 
 
 # ------------------------------------------------------------------------------- clocks
@@ -372,20 +319,6 @@ def test_another_hosts_clock_is_found_over_the_store() -> None:
     assert drifted == clocks.Offset(20.0, 12.0)
 
 
-# ------------------------------------------------------------------------------- GPUs
-
-
-def test_gpu_samples_become_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"sm_clock_MHz": 1500, "memory_clock_MHz": None, "temperature_C": 61, "power_W": 345.6}
-    monkeypatch.setattr(machine, "gpu_state", lambda index: state | {"throttled_by": ["hw_slowdown"]})
-    with gpu.Sampler(0, every_s=0.001) as sampler:
-        while len(sampler.samples.get("power_W", ())) < 3:
-            pass
-    assert sampler.reasons == {"hw_slowdown"}
-    assert sampler.samples.keys() == {"sm_clock_MHz", "temperature_C", "power_W", "throttled"}
-    assert {value for _, value in sampler.samples["power_W"]} == {345.6}
-
-
 # ------------------------------------------------------------------------------- choosing
 
 
@@ -403,24 +336,6 @@ def test_a_case_is_chosen_by_its_whole_name() -> None:
     assert [t.label for t in choose(all_of_them, "add", "")] == [f"dispatch add n={n}" for n in range(3)]
     assert [t.label for t in choose(all_of_them, "add", "N=2")] == ["dispatch add n=2"]
     assert len(choose(all_of_them, "", "")) == 12
-    for cases, case, words, message in (
-        (all_of_them, "ad", "", "no case 'ad': the nearest are add, add_"),
-        (all_of_them, "xyzzy", "", "no case 'xyzzy': the nearest are add, add_, addmm, relu"),
-        (all_of_them, "add", "n=7", "matches none of the 3 cases.*dispatch add n=0"),
-        (tasks(["add", "relu"], variants=14), "", "", "28 cases match.*at most 24.*dispatch add n=0"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            choose(cases, case, words)
-
-
-def test_targets() -> None:
-    assert split_target("dispatch") == ("dispatch", "")
-    assert split_target("dispatch/add") == ("dispatch", "add")
-    assert split_target("../my/suite.py") == ("../my/suite.py", "")
-    assert split_target("my/suite.py/a/b") == ("my/suite.py", "a/b")
-    for bad in ("", "/add", "dispatch/", "suite.py/"):
-        with pytest.raises(UsageError, match="expected such as dispatch/add"):
-            split_target(bad)
 
 
 # ------------------------------------------------------------------------------- the folder
@@ -433,8 +348,7 @@ def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Any) -> None:
     for taken in (tmp_path / "p", tmp_path / "no" / "p"):
         with pytest.raises(OutputError, match="another -o"):
             refuse_taken(taken, "remove it")
-    with pytest.raises(OutputError, match="exists already"):
-        write_folder(tmp_path / "p", {"c": b""})
-    with pytest.raises(OutputError, match="cannot write"):
-        write_folder(tmp_path / "q", {"no/folder": b""})
+    for folder, file in (("p", "c"), ("q", "no/folder")):
+        with pytest.raises(OutputError, match=r"exists already|cannot write"):
+            write_folder(tmp_path / folder, {file: b""})
     assert [p.name for p in tmp_path.iterdir()] == ["p"]

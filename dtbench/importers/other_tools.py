@@ -1,0 +1,280 @@
+"""The tables of DeepSpeed, the OSU Micro-Benchmarks and ml-engineering.
+
+DeepSpeed: DeepSpeedExamples, benchmarks/communication. OSU (osu_allreduce and its like): a time per size and neither
+a bandwidth nor the number of ranks, which come from the command line, where the log has it; nothing can be checked.
+ml-engineering: the Markdown of all_reduce_bench.py and torch-dist-bench.py; the older ones give bandwidths and no time:
+it is derived, where the bandwidth has digits enough.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dtbench.importers.model import (
+    COLLECTIVES,
+    IN_PLACE,
+    TIMES,
+    Log,
+    LogFigure,
+    LogRow,
+    LogTable,
+    Printed,
+    amount,
+    collective_of,
+)
+from dtbench.importers.text import lines_of, pattern, scan
+
+_DEEPSPEED_TITLE = pattern(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
+_DEEPSPEED_HEADER = pattern(
+    r"Size \(Bytes\)\s+Description\s+Duration( \(us\))?\s+Throughput \((\w+)\)\s+BusBW \((\w+)\)"
+)
+# 31.67 GB   8501054668x4   3176.620 ms   171.272   149.863; with --raw the size and time have no unit.
+_DEEPSPEED_ROW = pattern(
+    r"(?:(?<=\s)|^)(\S+)(?: ([KMGTPEZ]?B))?\s+(\d{1,18})x(\d{1,3})\s+(\S+)(?: (us|ms|s))?\s+(\S+)\s+(\S+)\s*$"
+)
+_DEEPSPEED_LINES = {"title": _DEEPSPEED_TITLE, "header": _DEEPSPEED_HEADER, "row": _DEEPSPEED_ROW}
+# Its benchmarks; what the sizes of another mean is not known.
+_DEEPSPEED_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "broadcast", "sendrecv")
+_DEEPSPEED_BANDWIDTHS = {"Gbps": 1e9 / 8, "GBps": 1e9}
+
+
+def is_deepspeed(text: str) -> bool:
+    """Whether the text may hold such a table."""
+    return _DEEPSPEED_TITLE.search(text) is not None
+
+
+def read_deepspeed(text: str, log: Log) -> None:
+    """Adds the tables of a text to its log."""
+    table: LogTable | None = None
+    units: tuple[bool, str, str] | None = None
+    for number, kind, match in scan(text, _DEEPSPEED_LINES):
+        if kind == "title":
+            table, units = _deepspeed_table(match[1], int(match[2]), number), None
+            log.tables.append(table)
+        elif kind == "header" and table is not None:
+            units = bool(match[1]), match[2], match[3]
+            if unknown := {match[2], match[3]} - set(_DEEPSPEED_BANDWIDTHS):
+                expected = " or ".join(_DEEPSPEED_BANDWIDTHS)
+                table.refusal = f"line {number} has the unit {unknown.pop()}: expected {expected}"
+        elif kind == "row" and table is not None and units is not None:
+            table.rows.append(_deepspeed_row(match, number, table, units))
+
+
+def _deepspeed_table(name: str, ranks: int, number: int) -> LogTable:
+    table = LogTable("deepspeed", number, ranks=ranks, ranks_from="its title", ended=True)
+    if (collective := collective_of(name)) in _DEEPSPEED_COLLECTIVES:
+        table.collective = collective
+    else:
+        table.refusal = f"{name[:40]!r} is no collective of DeepSpeed's benchmarks that is known here"
+    return table
+
+
+def _deepspeed_row(
+    match: re.Match[str], number: int, table: LogTable, units: tuple[bool, str, str]
+) -> LogRow:
+    raw, throughput_unit, busbw_unit = units
+    count, itemsize = int(match[3]), int(match[4])
+    time = amount(match[5], TIMES["us" if raw else match[6] or "us"])
+    tput = amount(match[7], _DEEPSPEED_BANDWIDTHS.get(throughput_unit, 1.0))
+    busbw = amount(match[8], _DEEPSPEED_BANDWIDTHS.get(busbw_unit, 1.0))
+    figure = LogFigure(table.collective in IN_PLACE, time, None, busbw)
+    if not raw and match[6] is None:
+        figure.fail("its time has no unit")
+    if time is None or tput is None or busbw is None:
+        figure.fail("it has no number for duration, throughput or bus bandwidth")
+        size = count * itemsize
+    else:
+        size = _deepspeed_size(table, count * itemsize, time, tput, figure)
+    # The element type is not printed: its width is all that is known.
+    return LogRow(number, size, None, f"{8 * itemsize}-bit", "", None, [figure])
+
+
+def _deepspeed_size(table: LogTable, described: int, time: Printed, tput: Printed, figure: LogFigure) -> int:
+    """S in bytes. all_gather describes one rank's part or the whole, by version; all_reduce's
+    throughput counts S twice, or once: whichever the printed throughput agrees with.
+    """
+    ranks = table.ranks or 1
+    whole = [described * ranks, described] if table.collective == "all_gather" else [described]
+    twice = [2, 1] if table.collective == "all_reduce" else [1]
+    for size in whole:
+        for times in twice:
+            low, high = times * size / time.high, times * size / max(time.low, 1e-300)
+            if low <= tput.high * (1 + 1e-6) and high >= tput.low * (1 - 1e-6):
+                return size
+    figure.fail(
+        f"{described} bytes in {time.value:.6g} s are not the throughput of {tput.value / 1e9:.6g} GB/s it gives"
+    )
+    return whole[0]
+
+
+# -------------------------------------------------------------------------------------------- OSU
+
+_OSU_TITLE = pattern(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
+_OSU_HEADER = pattern(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$")
+_OSU_LAUNCH = pattern(
+    r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_"
+)
+_OSU_DATATYPE = pattern(r"#\s*Datatype:\s*(\w+)")
+_OSU_ROW = pattern(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$")
+_OSU_LINES = {
+    "launch": _OSU_LAUNCH,
+    "title": _OSU_TITLE,
+    "datatype": _OSU_DATATYPE,
+    "header": _OSU_HEADER,
+    "row": _OSU_ROW,
+}
+# Their sizes are one rank's part of S.
+_OSU_OF_PARTS = ("all_gather", "all_to_all", "gather", "scatter")
+_OSU_DATATYPES = {"MPI_FLOAT": "float32", "MPI_INT": "int32", "MPI_CHAR": "int8", "MPI_DOUBLE": "float64"}
+
+
+def is_osu(text: str) -> bool:
+    """Whether the text may hold such a table."""
+    return "OSU MPI" in text and " Latency Test" in text
+
+
+def read_osu(text: str, log: Log) -> None:
+    """Adds the tables of a text to its log; sizes of parts become S once the ranks are known."""
+    table: LogTable | None = None
+    unit = 0.0
+    columns: list[str] = []
+    dtype, ranks = "unknown", None
+    for number, kind, match in scan(text, _OSU_LINES):
+        if kind == "launch":
+            ranks = int(match[1])
+        elif kind == "title":
+            table, dtype, unit = _osu_table(match, number), "unknown", 0.0
+            if ranks is not None:
+                table.ranks, table.ranks_from, ranks = ranks, "the command line", None
+            log.tables.append(table)
+        elif table is None:
+            continue
+        elif kind == "datatype":
+            dtype = _OSU_DATATYPES.get(match[1], match[1][:20])
+        elif kind == "header":
+            unit = TIMES.get(match[2], 0.0)
+            columns = ["avg", *_osu_columns(match[3])]
+            if not unit:
+                table.refusal = f"line {number} has times in {match[2]}: expected {', '.join(TIMES)}"
+        elif unit:
+            _osu_add(table, match, number, dtype, unit, columns)
+
+
+def _osu_table(title: re.Match[str], number: int) -> LogTable:
+    table = LogTable("osu", number, ended=True, mode="isolated")
+    table.device_type = "cuda" if title[1] else "cpu"
+    if title[3]:
+        table.versions["osu"] = title[3]
+    table.collective = collective_of(title[2])
+    table.sizes_are_parts = table.collective in _OSU_OF_PARTS
+    if table.collective is None:
+        table.refusal = f"OSU's {title[2][:40]!r} is no collective that is known here"
+    return table
+
+
+def _osu_columns(rest: str) -> list[str]:
+    """The columns behind the average, by their headings, which hold blanks."""
+    return [
+        word.lower()
+        for word in re.findall(r"Min|Max|Iterations|P\d\d|Validation|Overall|Compute|\S+(?= )?", rest)
+        if word not in ("Latency(us)", "Tail", "Lat(us)")
+    ]
+
+
+def _osu_add(
+    table: LogTable, match: re.Match[str], number: int, dtype: str, unit: float, columns: list[str]
+) -> None:
+    words = match[2].split()
+    values = dict(zip(columns, words, strict=False))
+    time = amount(values.get("avg", ""), unit)
+    if len(words) != len(columns) and (time is None or len(words) > len(columns)):
+        return  # another line that begins with a number
+    figure = LogFigure(table.collective in IN_PLACE, time)
+    if time is None:
+        figure.fail(f"its time is {words[0][:20]}")
+    elif len(words) < len(columns):
+        figure.fail(f"it has {len(words)} of the {len(columns)} values that its header names")
+    if values.get("validation", "pass").lower() != "pass":
+        figure.fail("its validation failed", wrong_data=True)
+    table.rows.append(LogRow(number, int(match[1]), None, dtype, "", None, [figure]))
+
+
+# --------------------------------------------------------------------------------- ml-engineering
+
+_ML_TITLE = pattern(r"average bandwidth(?: and the per-call latency)? of (\w+) over (\d{1,7}) ranks")
+_ML_SIZE = pattern(r"(\d{1,18}(?:\.\d{1,3})?)\s?(B|[KMGT]i?B)")
+_ML_BANDWIDTH = pattern(r"(\S+?)\s?(GBps|MBps|GB/s)")
+_ML_TIME = pattern(r"(\S+?)\s?(us|µs|ms)")
+# "KB" in older versions is 2**10 too (their function fmt_bytes).
+_POWERS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_ML_BANDWIDTHS = {"GBps": 1e9, "GB/s": 1e9, "MBps": 1e6}
+_ML_TIMES = TIMES | {"µs": TIMES["us"]}
+
+
+def is_ml_engineering(text: str) -> bool:
+    """Whether the text may hold such a table."""
+    return "payload" in text and any(map(_is_ml_header, map(_cells, lines_of(text))))
+
+
+def read_ml_engineering(text: str, log: Log) -> None:
+    """Adds the tables of a text to its log."""
+    table: LogTable | None = None
+    columns: list[str] = []
+    title: re.Match[str] | None = None
+    for number, line in enumerate(lines_of(text), start=1):
+        title, cells = _ML_TITLE.search(line) or title, _cells(line)
+        if _is_ml_header(cells):
+            table, columns, title = _ml_table(title, number), [cell.lower() for cell in cells], None
+            log.tables.append(table)
+        elif table is None or set("".join(cells)) <= set("-: "):
+            continue
+        elif len(cells) < 2 or not _ML_SIZE.fullmatch(cells[0]):
+            table = None
+        else:
+            row = dict(zip(columns, cells, strict=False))
+            table.rows.append(_ml_row(number, row, len(cells) - len(columns)))
+
+
+def _cells(line: str) -> list[str]:
+    start = line.find("|")
+    return [] if start < 0 else [cell.strip() for cell in line[start:].strip().strip("|").split("|")]
+
+
+def _is_ml_header(cells: list[str]) -> bool:
+    return [cell.lower() for cell in cells[:3]] == ["payload", "busbw", "algbw"]
+
+
+def _ml_table(title: re.Match[str] | None, number: int) -> LogTable:
+    table = LogTable("ml-engineering", number, ended=True)
+    # all_reduce_bench.py knows one collective only; its table without the line above names none.
+    name = title[1] if title else "all_reduce"
+    if title is not None:
+        table.ranks, table.ranks_from = int(title[2]), "its title"
+    if name in COLLECTIVES and name != "sendrecv":  # which torch.distributed does not have
+        table.collective = name
+    else:
+        table.refusal = f"{name[:40]!r} is no collective that is known here"
+    return table
+
+
+def _ml_row(number: int, cells: dict[str, str], surplus: int) -> LogRow:
+    size = _ML_SIZE.fullmatch(cells["payload"])
+    assert size is not None
+    size_bytes = float(size[1]) * _POWERS[size[2][0]]
+    busbw, algbw = (_scaled(_ML_BANDWIDTH, cells.get(k, ""), _ML_BANDWIDTHS) for k in ("busbw", "algbw"))
+    time = _scaled(_ML_TIME, cells.get("latency median", ""), _ML_TIMES)
+    figure = LogFigure(True, time, algbw, busbw, time_is_separate=time is not None)
+    if surplus:
+        figure.fail(f"it has {abs(surplus)} cell(s) {'more' if surplus > 0 else 'less'} than its header")
+    elif size_bytes % 1:
+        figure.fail(f"its payload {cells['payload'][:20]} is no whole number of bytes")
+    elif time is None and (busbw is None or algbw is None):
+        figure.fail("it has no number for busbw, algbw or the latency's median")
+    elif busbw is None and cells.get("busbw"):
+        figure.fail(f"its busbw is {cells['busbw'][:20]}")
+    return LogRow(number, int(size_bytes), None, "float32", "", None, [figure])
+
+
+def _scaled(kind: re.Pattern[str], cell: str, units: dict[str, float]) -> Printed | None:
+    match = kind.fullmatch(cell)
+    return amount(match[1], units[match[2]]) if match else None
