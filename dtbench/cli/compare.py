@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dtbench.cli import options
+
+if TYPE_CHECKING:
+    from dtbench.comparison.references import System
 
 
 @click.command("compare")
@@ -65,15 +70,38 @@ def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int
 
     from dtbench.comparison import references
     from dtbench.records.run import read_run
-    from dtbench.reporting.public import public_systems
     from dtbench.text.terminal import print_json
 
-    comparison = references.compare_with_reference(
-        read_run(run, with_samples=False), public_systems(), system
-    )
+    measured = read_run(run, with_samples=False)
+    comparison = references.compare_with_reference(measured, tuple(public_systems()), system)
     if as_json:
         print_json(msgspec.to_builtins(comparison))
     else:
         for line in references.comparison_lines(comparison):
             click.echo(line)
     return comparison.exit_code
+
+
+def public_systems() -> Iterator[System]:
+    """The reference systems, then each machine of `dtbench plan` that has collectives of its own, as one system for
+    each number of ranks."""
+    from dtbench.comparison.references import PublishedCollective, System, read_systems
+    from dtbench.cost.plan.machines import MachineSpec, built_in, find_machine
+
+    yield from read_systems()
+    # Those that another stands in for, or that differ by software, hold nothing new.
+    machines = [m for m in map(find_machine, built_in()) if m.collectives and not m.stands_in]
+    by_source: dict[str, MachineSpec] = {}
+    for machine in machines:
+        by_source.setdefault(machine.source, machine)
+    for machine in by_source.values():
+        gpu = (machine.name.rpartition("-")[0] or machine.name).replace("-", " ").upper()
+        tables = machine.all_collectives
+        for ranks in sorted({ranks for table in tables.values() for ranks in table}, key=int):
+            collectives = {
+                name: PublishedCollective(tuple((int(size), us) for size, us in of[ranks]), machine.source)
+                for name, of in tables.items()
+                if ranks in of
+            }
+            name, count = f"{ranks}x{machine.name}", int(ranks)
+            yield System(name=name, gpu=gpu, ranks=count, hosts=1, link="one node", collectives=collectives)

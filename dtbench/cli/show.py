@@ -42,8 +42,7 @@ def show_command(
     """
     from dtbench.records.exports import points_of, write_exports
     from dtbench.records.run import read_run
-    from dtbench.reporting.choose import choose
-    from dtbench.reporting.run_tables import print_csv, print_runs, print_runs_json
+    from dtbench.reporting.run_tables import choose, print_csv, print_runs, print_runs_json
 
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")

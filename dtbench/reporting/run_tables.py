@@ -1,21 +1,25 @@
-"""What `dtbench show` prints of runs: tables for people, strict JSON and CSV for machines."""
+"""What `dtbench show` prints of runs: which results, in tables for people, strict JSON and CSV for machines."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
+import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
 
+from dtbench.engine.options import label_of, matcher
 from dtbench.records.layout import DimLayout, layout_of
 from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
+from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by, known_first
 from dtbench.text.table import TableColumn
 from dtbench.text.terminal import (
@@ -169,7 +173,7 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     by_case = group_by(results_of, lambda r: (r.name, r.case_key[3]))
     own = tuple(r for of_case in islice(by_case.values(), MAX_ROWS) for r in of_case)
     statistic = " or ".join(sorted({estimator_of(r) for r in own}))
-    results = results_frame([dataclasses.replace(run, results=own)])
+    results = results_frame([replace(run, results=own)])
     cases = cases_frame(results)
     impls = known_first(impls_of(cases), _IMPL_ORDER)
     params = params_of(cases)
@@ -187,25 +191,15 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     by_impl = {impl: _figures(cases, impl) for impl in impls}
     both = {"core", "torch"} <= set(impls)
     ratios = list(map(format_ratio, cells(cases["core/torch", "estimate_s"]))) if both else []
-    short = {impl: {k: v for k, v in of.items() if k not in _LEFT_OUT_FIRST} for impl, of in by_impl.items()}
-    forms = [_side_by_side(words, by_impl, ratios), _side_by_side(words, short, ratios)]
-    forms.append(_row_per_impl(words, by_impl, ratios))
     width = readable_width(console)
-    table = next(
-        (form for form in forms if width_of(console, form) <= width),
-        forms[-1] if len(impls) > 1 else forms[0],
-    )
+    table = _side_by_side(words, by_impl, ratios)
+    if len(impls) > 1 and width_of(console, table) > width:
+        table = _row_per_impl(words, by_impl, ratios)
     print_prose(console, titled(title, same), "bold", width)
     print_table(console, table)
-    if table is forms[1]:
-        print_prose(
-            console, f"left out at {width} columns: {', '.join(_LEFT_OUT_FIRST)}; {_ALL}", width=width
-        )
     print_rest(console, len(by_case), "cases", _ALL)
 
 
-# Where all figures of all impls are too wide.
-_LEFT_OUT_FIRST = ("spread", "from last")
 # Of an impl: what a figure is -> its column, in seconds or bytes per second but for the spread.
 _ImplFigures = dict[str, list[Any]]
 
@@ -304,3 +298,70 @@ def _run_json(run: Run) -> dict[str, object]:
 
 def _case_text(name: str, params: Mapping[str, Param]) -> str:
     return " ".join([name, *(f"{key}={param_text(key, value)}" for key, value in params.items())])
+
+
+# ------------------------------------------------------------------------------------- what is shown
+
+
+# Of a case: the time of one of its impls, as named first, else the core's.
+_FIGURES: Mapping[str, Callable[[Result], float | None]] = {
+    "time": lambda result: result.estimate_s,
+    "spread": lambda result: result.spread,
+    "algbw": lambda result: result.algbw_Bps,
+    "busbw": lambda result: result.busbw_Bps,
+}
+_RATIO = "core/torch"
+
+
+def choose(runs: Sequence[Run], text: str, sort: str) -> list[Run]:
+    """The runs with those results alone whose case `text` matches (`dtbench.engine.options.matcher`), sorted.
+
+    sort: time, spread, algbw, busbw, core/torch or the name of a param, smallest first; with a - before it the largest
+    first. Cases without the figure come last; the impls of a case stay together.
+
+    Raises:
+        UsageError: nothing matches, or no case has what to sort by.
+    """
+    if text:
+        matches = matcher(text)
+        runs = [
+            replace(run, results=tuple(r for r in run.results if matches(label_of(r.suite, r))))
+            for run in runs
+        ]
+        if not any(run.results for run in runs):
+            raise UsageError(f"--filter {text!r} matches no result; `dtbench show` without it lists them")
+    return [replace(run, results=tuple(_sorted(run.results, sort))) for run in runs] if sort else list(runs)
+
+
+def _sorted(results: Sequence[Result], sort: str) -> list[Result]:
+    name, sign = sort.removeprefix("-"), -1 if sort.startswith("-") else 1
+    cases = group_by(results, lambda r: (r.suite, r.name, tuple(sorted(r.params.items()))))
+    keys = {case: _key(name, of, sign) for case, of in cases.items()}
+    if all(key[0] for key in keys.values()):
+        params = ", ".join(dict.fromkeys(param for r in results for param in r.params))
+        raise UsageError(
+            f"--sort {sort}: no case has it; expected {', '.join((*_FIGURES, _RATIO))} or a param: {params}"
+        )
+    return [result for case in sorted(cases, key=lambda case: keys[case]) for result in cases[case]]
+
+
+def _key(name: str, of: Sequence[Result], sign: int) -> tuple[bool, float, str]:
+    """(whether it is missing, the number, the text)."""
+    value: object
+    if name == _RATIO:
+        core, torch = (_figure([r for r in of if r.impl == impl], "time") for impl in ("core", "torch"))
+        value = core / torch if core and torch else None
+    elif name in _FIGURES:
+        value = _figure([r for r in of if r.impl == "core"] or of, name)
+    else:
+        value = of[0].params.get(name)
+    if isinstance(value, str):
+        return False, 0.0, value
+    number = math.nan if value is None else float(value)
+    return math.isnan(number), 0.0 if math.isnan(number) else sign * number, ""
+
+
+def _figure(of: Sequence[Result], name: str) -> float | None:
+    """Over launches."""
+    there = [value for r in of if r.status == "ok" and (value := _FIGURES[name](r)) is not None]
+    return median(there) if there else None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from dtbench.cli.compare import public_systems
 from dtbench.cost.plan import ground, machines, measured_steps, validate
 from dtbench.cost.plan.csv_table import read_table
 from dtbench.cost.plan.fit import fit_machine
@@ -25,7 +26,6 @@ from dtbench.cost.plan.machines import (
 from dtbench.cost.plan.models import built_in_models
 from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout
 from dtbench.records.topology import write_topology
-from dtbench.reporting.public import public_systems
 from dtbench.suite.errors import DtbenchError, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import made_topology, ring_dim

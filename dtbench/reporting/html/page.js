@@ -1,6 +1,6 @@
 "use strict";
-// Everything is on the page without this script. It adds: sorting, a filter, of which the address
-// keeps what is chosen, and values under the pointer.
+// Everything is on the page without this script. It adds sorting and a filter, whose choices the
+// address keeps.
 (() => {
   const units = { "B": 1, "KiB": 1024, "MiB": 1024 ** 2, "GiB": 1024 ** 3, "TiB": 1024 ** 4 };
   const keyOf = (cell) => {
@@ -90,37 +90,5 @@
     table.addEventListener("sorted", keep);
     window.addEventListener("hashchange", restore);
     restore();
-  });
-  // Values: what lies next to the pointer, or, with the arrow keys, mark after mark.
-  document.querySelectorAll("[data-points]").forEach((box) => {
-    const points = JSON.parse(box.dataset.points), svg = box.querySelector("svg");
-    const tip = document.createElement("output");
-    tip.className = "tip";
-    tip.hidden = true;
-    box.append(tip);
-    let at = -1;
-    const tell = (index) => {
-      at = index;
-      tip.hidden = index < 0;
-      if (index < 0) return;
-      const [x, y, words] = points[index], scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
-      tip.textContent = words;
-      tip.style.left = Math.max(0, Math.min(x * scale + 8, box.clientWidth - tip.offsetWidth)) + "px";
-      tip.style.top = y * scale + 10 + "px";
-    };
-    box.addEventListener("pointermove", (event) => {
-      const frame = svg.getBoundingClientRect(), scale = frame.width / svg.viewBox.baseVal.width;
-      const x = (event.clientX - frame.left) / scale, y = (event.clientY - frame.top) / scale;
-      const away = points.map((p) => Math.hypot(p[0] - x, p[1] - y)), least = Math.min(...away);
-      tell(least < 30 ? away.indexOf(least) : -1);
-    });
-    box.addEventListener("pointerleave", () => tell(-1));
-    box.addEventListener("blur", () => tell(-1));
-    box.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1, Escape: 0 }[event.key];
-      if (step === undefined) return;
-      event.preventDefault();
-      tell(step ? (at + step + points.length) % points.length : -1);
-    });
   });
 })();

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -31,11 +30,11 @@ _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = "a run, a topology, a result of gate or profile, or a history"
 
 
-# What has the `kind` in a JSON file: the field of `Sources`, the struct, and whose output it is.
-_JSON: Mapping[str, tuple[str, type[msgspec.Struct], str]] = {
-    "gate": ("gate", Gate, "result of `dtbench gate`"),
-    "profile of calls": ("calls", Calls, "table of `dtbench profile`"),
-    "profile of ranks": ("ranks", RanksProfile, "table of `dtbench profile`"),
+# What has the `kind` in a JSON file, and whose output it is.
+_JSON: Mapping[str, tuple[type[msgspec.Struct], str]] = {
+    "gate": (Gate, "result of `dtbench gate`"),
+    "profile of calls": (Calls, "table of `dtbench profile`"),
+    "profile of ranks": (RanksProfile, "table of `dtbench profile`"),
 }
 
 
@@ -52,10 +51,7 @@ class Sources:
     """Everything that a report may be made of; only some of it has to be there.
 
     systems: runs of collectives of several setups, each with its launches; the first one's are `runs`, too.
-    spans: section of a rank profile -> what each rank did in one iteration of it.
-    recorded: the words of a profiled case -> the frames of its calls, or the trace of its ranks.
-    peaks: mesh dim -> bytes per second that no
-    collective over it can pass, as the user knows.
+    peaks: mesh dim -> bytes per second that no collective over it can pass, as the user knows.
     """
 
     runs: tuple[Run, ...] = ()
@@ -83,126 +79,114 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
         UnreadableRunError: a file that is none of these, or is damaged.
         UsageError: two of what there can be only one of.
     """
-    fitted = read_topology(topology) if topology is not None else None
-    sources = Sources(baseline=tuple(read_run(path) for path in baseline), topology=fitted)
-    for path in paths:
-        sources = _with(sources, path)
-    return _apart(sources)
+    parts = [_read(path) for path in paths]
+    if topology is not None:
+        parts.append({"topology": read_topology(topology)})
+    all_of: dict[str, Any] = {"baseline": tuple(read_run(path) for path in baseline)}
+    for name in ("topology", "gate"):
+        values = [part[name] for part in parts if name in part]
+        if len(values) > 1:
+            words = "topologies" if name == "topology" else "results of gates"
+            raise UsageError(f"{len(values)} {words} were given: a report shows one; give one of them")
+        all_of[name] = values[0] if values else None
+    for name in ("runs", "calls", "ranks", "histories", "notes"):
+        all_of[name] = tuple(one for part in parts for one in part.get(name, ()))
+    return beside_each_other(Sources(**all_of))
 
 
-def _apart(sources: Sources) -> Sources:
-    """Runs of collectives on several systems stand beside each other; the rest of the page is of the first system's."""
+def beside_each_other(sources: Sources) -> Sources:
+    """Runs of collectives on several systems apart; the rest of the page is of the first system's."""
     groups = tuple(map(tuple, group_by(sources.runs, lambda run: repr(setup_of(run))).values()))
     if len(groups) < 2 or not all(any(r.suite == "collectives" for r in run.results) for run in sources.runs):
         return sources
     return replace(sources, runs=groups[0], systems=groups)
 
 
-def _with(sources: Sources, path: Path) -> Sources:
-    if os.path.isdir(path):  # noqa: PTH112 - Path's raises where a name is too long
-        table = path / "table.json"  # of a profile
-        return (
-            _with_json(sources, table, read_json(table, KINDS, MAX_JSON_BYTES))
-            if table.is_file()
-            else _with_folder(sources, path)
-        )
-    head = _head(path)
-    first = _FIRST_KIND.match(head)
-    if first is not None and first[1] == b"history":
-        return _add(sources, path, "histories", _history(path))
-    if first is not None:
-        return _add(sources, path, "runs", read_run(path))
-    return _with_json(sources, path, read_json(path, KINDS, MAX_JSON_BYTES))
-
-
-def _with_json(sources: Sources, path: Path, data: Mapping[str, object]) -> Sources:
-    kind = data.get("kind")
-    if kind == "topology":
-        return _add(sources, path, "topology", read_topology(path))
-    if not isinstance(kind, str) or kind not in _JSON:
-        raise UnreadableRunError(
-            f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
-        )
-    name, struct, what = _JSON[kind]
-    try:
-        found = into(data, struct)
-    except BadFieldError as error:
-        raise UnreadableRunError(f"{path} is damaged: {error}; expected a {what}") from error
-    if isinstance(found, Gate):
-        return _add(sources, path, name, of_gate(found))
-    parts = (
-        found.cases
-        if isinstance(found, Calls)
-        else found.sections
-        if isinstance(found, RanksProfile)
-        else [found]
-    )
-    return _add(sources, path, name, *parts)
-
-
-def _add(sources: Sources, path: Path, name: str, *found: object) -> Sources:
-    there = getattr(sources, name)
-    if there is not None and not isinstance(there, tuple):
-        words = {"topology": "topology", "gate": "result of a gate"}
-        raise UsageError(f"{path} is a second {words[name]}: a report shows one; give one of them")
-    more: dict[str, Any] = {name: found[0] if there is None else (*there, *found)}
-    return replace(sources, **more)
-
-
 # ------------------------------------------------------------------------------------ files
 
 
-def _head(path: Path) -> bytes:
+def _read(path: Path) -> dict[str, Any]:
+    """Field of `Sources` -> what the file or folder holds of it."""
+    table = path / "table.json"  # of a profile
+    if table.is_file():
+        path = table
+    elif path.is_dir():
+        return _folder(path)
+    kind = _kind_of_lines(path)
+    if kind == b"run":
+        return {"runs": [read_run(path)]}
+    if kind == b"history":
+        lines = read_history(path)
+        words = [f"{v}" for line in lines[:1] for v in line.machine.values() if v not in (None, "", [])]
+        return {"histories": [History(", ".join(words), tuple(lines))]}
+    return _json(path)
+
+
+def _kind_of_lines(path: Path) -> bytes:
+    """What a file of JSON lines holds; of other files nothing."""
     with opened(path, KINDS) as file:
         head = file.read(_HEAD_BYTES)
     if not head.strip():
         raise UnreadableRunError(f"{path} is empty: expected {KINDS}")
-    return head
+    first = _FIRST_KIND.match(head)
+    return first[1] if first else b""
 
 
-def _with_folder(sources: Sources, folder: Path) -> Sources:
-    """Runs of other machines or meshes than the last one's are left out, and it is said."""
-    found = [
-        path
-        for path in sorted(folder.glob("*.jsonl"))
-        if (m := _FIRST_KIND.match(_head(path))) and m[1] == b"run"
-    ]
-    revisions = sorted((of for path in found if (of := _revision(path))), key=lambda of: of[:2])
+def _json(path: Path) -> dict[str, Any]:
+    data = read_json(path, KINDS, MAX_JSON_BYTES)
+    kind = data.get("kind")
+    if kind == "topology":
+        return {"topology": read_topology(path)}
+    if not isinstance(kind, str) or kind not in _JSON:
+        raise UnreadableRunError(
+            f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
+        )
+    struct, what = _JSON[kind]
+    try:
+        content = into(data, struct)
+    except BadFieldError as error:
+        raise UnreadableRunError(f"{path} is damaged: {error}; expected a {what}") from error
+    if isinstance(content, Calls):
+        return {"calls": content.cases}
+    return {"ranks": content.sections} if isinstance(content, RanksProfile) else {"gate": of_gate(content)}  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------ folders of runs
+
+
+def _folder(folder: Path) -> dict[str, Any]:
+    """The last run, and the times of all of its setup; a note says how many others there are.
+
+    One run at a time is held, as a folder may hold more than the memory does.
+    """
+    revisions = []
+    for path in sorted(folder.glob("*.jsonl")):
+        if _kind_of_lines(path) == b"run":
+            run = read_run(path, with_samples=False)
+            revisions.append((run.header.started or "", path, _setup(run), _line(run)))
     if not revisions:
         raise UnreadableRunError(
             f"{folder} holds neither runs nor a table.json: expected a folder of runs or a profile"
         )
-    *_, (_, last, setup, _) = revisions
-    alike = [line for *_, of, line in revisions if of == setup]
-    moved = History(", ".join(setup), tuple(alike))
-    notes = (
-        ()
-        if len(alike) == len(revisions)
-        else (f"{len(revisions) - len(alike)} runs of {folder} have another setup",)
-    )
-    return replace(
-        sources,
-        runs=(*sources.runs, read_run(folder / last)),
-        histories=(*sources.histories, *([moved] if len(alike) > 1 else [])),
-        notes=(*sources.notes, *notes),
-    )
+    revisions.sort(key=lambda revision: revision[:2])
+    _, last, setup, _ = revisions[-1]
+    series = tuple(line for *_, its_setup, line in revisions if its_setup == setup)
+    others = len(revisions) - len(series)
+    return {
+        "runs": [read_run(last)],
+        "histories": [History(setup, series)] if len(series) > 1 else [],
+        "notes": [f"{others} runs of {folder} have another setup"] if others else [],
+    }
 
 
-def _revision(path: Path) -> tuple[str, str, tuple[str, ...], HistoryLine] | None:
-    """(when, file, setup, times) of a run, None of one of verdicts; the run itself is not kept, as a folder may hold
-    more than the memory does."""
-    run = read_run(path, with_samples=False)
-    return run.header.started or "", path.name, _setup(run), _line(run)
-
-
-def _setup(run: Run) -> tuple[str, ...]:
+def _setup(run: Run) -> str:
     """What has to agree for the times of two runs to be of one series."""
     header, gpus = run.header, run.header.machine.gpus
     mesh = " x ".join(f"{name}={n}" for name, n in zip(header.mesh.dim_names, header.mesh.shape, strict=True))
     devices = sorted({str(gpu.name) for gpu in gpus}) or [header.machine.cpu.model or "unknown CPU"]
     hosts = plural(len({rank.node for rank in header.ranks}), "host")
     world = f"mesh {mesh}" if mesh else "one process"
-    return (*devices, world, hosts, str(header.versions.get("backend") or "no backend"))
+    return ", ".join([*devices, world, hosts, str(header.versions.get("backend") or "no backend")])
 
 
 def _line(run: Run) -> HistoryLine:
@@ -211,19 +195,9 @@ def _line(run: Run) -> HistoryLine:
     for result in run.results:
         if result.status == "ok" and result.estimate_s:
             params = " ".join(f"{key}={value}" for key, value in result.params.items() if value != "")
-            times.setdefault(f"{result.suite} {result.name} {params} [{result.impl}]", []).append(
-                result.estimate_s
-            )
+            label = f"{result.suite} {result.name} {params} [{result.impl}]"
+            times.setdefault(label, []).append(result.estimate_s)
     started = run.header.started or run.path.stem
-    return HistoryLine(
-        machine={},
-        time=started,
-        revision=started[5:16].replace("T", " ") if run.header.started else started,
-        times_s={label: median(of) for label, of in times.items()},
-    )
-
-
-def _history(path: Path) -> History:
-    lines = read_history(path)
-    known = [f"{v}" for line in lines[:1] for v in line.machine.values() if v not in (None, "", [])]
-    return History(", ".join(known), tuple(lines))
+    revision = started[5:16].replace("T", " ") if run.header.started else started
+    medians = {label: median(of) for label, of in times.items()}
+    return HistoryLine(machine={}, time=started, revision=revision, times_s=medians)

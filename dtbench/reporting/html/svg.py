@@ -36,24 +36,18 @@ _RC: dict[str, object] = {
     "text.parse_math": False,  # a dollar in a name is a dollar
     "font.size": FONT_PX,
     "axes.unicode_minus": False,
-    "path.simplify": False,
-    "lines.linewidth": 1.6,
     "lines.markersize": 4.5,
     "axes.edgecolor": STAND_IN["rule"],
     "axes.labelcolor": STAND_IN["muted"],
-    "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": STAND_IN["rule"],
-    "grid.linewidth": 0.7,
     "xtick.color": STAND_IN["rule"],
     "ytick.color": STAND_IN["rule"],
     "xtick.labelcolor": STAND_IN["muted"],
     "ytick.labelcolor": STAND_IN["muted"],
-    "xtick.minor.visible": False,
-    "ytick.minor.visible": False,
     "text.color": STAND_IN["ink"],
 }
 
@@ -107,15 +101,18 @@ def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc:
     body = svg[svg.index("<g id=") : svg.rindex("</svg>")]
     # matplotlib's own style element would speak to the whole page.
     body = re.sub(r"<style\b.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
-    # Ids that are referred to stay.
-    asked = {one or other for one, other in _REFERENCE.findall(body)}
-    body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in asked else "", body)
+    referred_to = {one or other for one, other in _REFERENCE.findall(body)}
+    body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in referred_to else "", body)
     body = re.sub(r'\bid="([^"]*)"', rf'id="{prefix}-\1"', body)
     body = re.sub(r'\bxlink:href="#([^"]*)"', rf'href="#{prefix}-\1"', body)
     body = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}-\1)", body)
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
     body = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", body)
-    body = re.sub(r'(?<= )(d|x|y|transform)="[^"]*"', lambda m: _shorten(m[0]), body)
+    # A hundredth of a pixel is fine enough.
+    numbers = re.compile(r"(\.\d\d)\d+|\s+")
+    body = re.sub(
+        r'(?<= )(d|x|y|transform)="[^"]*"', lambda m: numbers.sub(lambda n: n[1] or " ", m[0]), body
+    )
     body = re.sub(r">\s+<", "><", body)
     for name, stand_in in STAND_IN.items():
         body = body.replace(stand_in, f"var(--{name})")
@@ -127,9 +124,3 @@ def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc:
         f'<title id="{prefix}-t">{html.escape(plain(title))}</title>'
         f'<desc id="{prefix}-d">{html.escape(plain(desc))}</desc>{body}</svg>'
     )
-
-
-def _shorten(attribute: str) -> str:
-    """A hundredth of a pixel is fine enough."""
-    attribute = re.sub(r"(\.\d\d)\d+", r"\1", attribute)
-    return re.sub(r"\s+", " ", attribute)

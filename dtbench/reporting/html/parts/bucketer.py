@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from dtbench.cost.bucket_size import bucket_choices
 from dtbench.records import profile
-from dtbench.reporting.html.axes import bandwidth_tick, seconds_tick, value_axis
+from dtbench.reporting.html.axes import bandwidth_tick, value_axis
 from dtbench.reporting.html.cases import ReportCase, geometric_mean
 from dtbench.reporting.html.figures import (
     CurvePanel,
@@ -20,7 +21,7 @@ from dtbench.reporting.html.figures import (
     dots,
     line,
 )
-from dtbench.reporting.html.impls import CORE, FLOOR, TORCH, bandwidths, named
+from dtbench.reporting.html.parts.suites import CORE, FLOOR, TORCH, bandwidths, named
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
@@ -106,15 +107,14 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
                 ],
             )
         ]
-        desc = f"Throughput over bucket size, {plural(len(series), 'line')}."
-        panels.append(CurvePanel(f"{dim}, tensors of {format_size(tensor)}, {dtype}", series, desc))
+        panels.append(CurvePanel(f"{dim}, tensors of {format_size(tensor)}, {dtype}", series))
     return curves(
         "bucket",
         section.capped(panels, "panels"),
         BUCKET_STYLES,
         "Throughput over bucket size, one panel per mesh dim and size of the small tensors. The nearer the core to the "
         "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
-        y=lambda values: value_axis(values, bandwidth_tick, title="throughput"),
+        y=partial(value_axis, format_tick=bandwidth_tick, title="throughput"),
         over="size of a bucket",
     )
 
@@ -177,7 +177,7 @@ def _overlap(cases: Sequence[ReportCase]) -> Figure | None:
         "Overlap: time of some layers with an all-reduce each. At the right, the share of the collectives’ time that "
         "the core hides behind the computation; 100 % would cost no more than the computation alone, below 0 % "
         "waiting at once is better.",
-        lambda values: value_axis(values, seconds_tick, most=4),
+        value_axis,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dtbench.records import judged
 from dtbench.records.judged import Judged
-from dtbench.reporting.html.axes import Axis, ratio_axis
+from dtbench.reporting.html.axes import Axis, log_axis
 from dtbench.reporting.html.changes import ROW, Changes, observations_of, why
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
@@ -58,9 +58,8 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
         )
 
     def axis(ratios: Sequence[float]) -> Axis:
-        return ratio_axis(ratios, 0.9, 1.1, lambda ratio: f"{ratio:g}×")
+        return log_axis([*ratios, 0.9, 1.1], lambda ratio: f"{ratio:g}×", room=1.05)
 
-    slower = sum(c.verdict == "slower" for c in drawn)
     return dots(
         "forest",
         {"New over base": rows},
@@ -69,7 +68,6 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
         "band is too small to count. What lies right of it with its whole interval is slower. An arrowhead "
         f"at the end of an interval: no bound yet on that side. {changes.bounds}",
         axis,
-        desc=lambda of: f"Ratios of {len(of)} cases with their intervals; {slower} are slower.",
         intervals=True,
     )
 

@@ -9,14 +9,14 @@ from dtbench.records.layout import layout_of
 from dtbench.reporting.html.axes import bandwidths_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
 from dtbench.reporting.html.figures import DASHES, LOOKS, CurvePanel, DrawnCurve, Figure, Style, curves, line
-from dtbench.reporting.html.impls import named
 from dtbench.reporting.html.parts.ranks import add_ranks
 from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_size
+from dtbench.reporting.html.parts.suites import named
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite import Gpu, Header, Param
 from dtbench.suite.grouping import group_by, known_first
 from dtbench.text import table as t
-from dtbench.text.units import format_bandwidth, format_size, plural
+from dtbench.text.units import format_bandwidth, format_size
 
 # GB/s per link and direction, by NVML's number of the version (nvml.h, NVML_NVLINK_VERSION_*: 1.0, 2.0, 2.2,
 # 3.0, 3.1, 4.0, 5.0). Source: NVIDIA's NVLink page, GB/s of both directions over links (V100 300/6, A100 600/12,
@@ -138,9 +138,7 @@ def _bandwidths(
             for dim in limits
             if (label := f"limit of {dim}") in styles
         ]
-        peak = max(c.only.busbw_Bps or 0 for c in members)
-        desc = f"Bus bandwidth over size, {plural(len(series), 'line')}, at most {format_bandwidth(peak)}."
-        panels.append(CurvePanel(name, series, desc))
+        panels.append(CurvePanel(name, series))
     names = known_first({one.title for one in panels}, MAIN)
     return curves(
         "bandwidth",

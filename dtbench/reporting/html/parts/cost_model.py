@@ -9,7 +9,7 @@ import numpy as np
 
 from dtbench.cost.price import price, ring_us
 from dtbench.records.topology import CalibratedTopology, Constants, Dim
-from dtbench.reporting.html.axes import ratio_axis
+from dtbench.reporting.html.axes import log_axis
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves
 from dtbench.reporting.html.section import ReportSection
 from dtbench.text import table as t
@@ -98,8 +98,6 @@ def _residuals(topology: CalibratedTopology) -> Figure | None:
         CurvePanel(
             f"{dim.name}, {dim.ranks} ranks",
             residuals_of(dim),
-            "Predicted over measured time in percent; the fitted constants are off by "
-            f"{dim.residuals.worst_ratio:.2f}× at worst.",
             shade=fitted_on(dim),
             level=1.0,
         )
@@ -111,8 +109,7 @@ def _residuals(topology: CalibratedTopology) -> Figure | None:
         RESIDUAL_STYLES,
         "How much more (+) or less (−) time the model predicts than was measured, in percent of the measured, on a "
         "logarithmic axis: −50 % is half, +100 % is double. On the line it is right. Shaded: what it was fitted on.",
-        y=lambda values: ratio_axis(values, 0.5, 2.0, percent_off, PERCENT_TICKS),
-        lines=False,
+        y=lambda values: log_axis([*values, 0.5, 2.0], percent_off, ticks=PERCENT_TICKS),
         folded="How far the constants and the tables are off, over size",
     )
 

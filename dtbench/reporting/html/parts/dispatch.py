@@ -12,7 +12,7 @@ from dtbench.reporting.html.figures import (
     StackedBar,
     bars,
 )
-from dtbench.reporting.html.impls import add_dots, core_beside_torch, named, times
+from dtbench.reporting.html.parts.suites import add_dots, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite import STAGES
 from dtbench.suite.grouping import group_by, known_first
@@ -43,7 +43,6 @@ def fill(section: ReportSection, of: Material) -> None:
             lambda c: f"{c.name} {c.get('placements')}".strip(),
             "Time per call, cached, with a line to the upper quartile; at the right, the core beside torch.",
             sort=True,
-            each_axis=True,
         )
         section.add(_table(cached, cases))
     elif cases:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 
-from dtbench.reporting.html.axes import Axis, close_axis
+from dtbench.reporting.html.axes import Axis, round_ticks
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.reporting.html.sources import History
 from dtbench.text import table as t
+from dtbench.text.units import format_seconds
 
 MOST_PANELS = 6
 # A revision and what was there before it: fewer tell nothing.
@@ -59,10 +61,9 @@ def _figure(section: ReportSection, index: int, one: History, times: Times) -> F
     panels, names = [], _short(list(times))
     for label, points in list(drawn.items())[:MOST_PANELS]:
         values = [time for _, time in points]
-        desc = f"{len(points)} revisions; the last is {_change(points) or 0:+.1%} against the median of those before."
         line = [DrawnCurve("time", [float(place) for place, _ in points], values)]
-        own = close_axis(values, median(values))
-        panels.append(CurvePanel(names[label], line, desc, level=_before(points), y=own))
+        own = _close_axis(values)
+        panels.append(CurvePanel(names[label], line, level=_before(points), y=own))
     places = range(0, len(one.points), max(1, (len(one.points) - 1) // 3))
     return curves(
         f"history{index}p",
@@ -73,8 +74,15 @@ def _figure(section: ReportSection, index: int, one: History, times: Times) -> F
         x=Axis(
             -0.3, len(one.points) - 0.7, False, lambda v: one.points[round(v)].revision[:_SHORT], list(places)
         ),
-        y=lambda values: close_axis(values, median(values)),
+        y=_close_axis,
     )
+
+
+def _close_axis(values: Sequence[float]) -> Axis:
+    """As near to the values as shows a change of a few percent; it does not begin at 0."""
+    low, high = min(*values, 0.95 * median(values)), max(*values, 1.05 * median(values))
+    low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
+    return Axis(low, high, False, format_seconds, round_ticks(low, high, 5), "time")
 
 
 def _short(labels: list[str]) -> dict[str, str]:

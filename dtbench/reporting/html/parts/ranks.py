@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from dtbench.records.layout import from_last_arrival_s, mesh_groups
-from dtbench.reporting.html.axes import seconds_tick, value_axis
+from dtbench.reporting.html.axes import linear_axis
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import ReportSection
 from dtbench.stats import estimate_s
 from dtbench.suite import Header, Result, Run
 from dtbench.suite.mesh import Groups
 from dtbench.text import table as t
-from dtbench.text.units import format_seconds, format_size
+from dtbench.text.units import format_size
 
 # More rows are not told apart on a page.
 MAX_RANKS = 48
@@ -138,18 +138,13 @@ def _skew(found: Sequence[RankSkew]) -> Figure | None:
             for rank in (sorted(latest) if len(one.late_s) <= MAX_RANKS else latest)
         ]
 
-    def desc(rows: Sequence[DotRow]) -> str:
-        worst = max(rows, key=lambda row: row.values["late"])
-        return f"{worst.label.capitalize()} comes latest, by {format_seconds(worst.values['late'])} in the median."
-
     return dots(
         "skew",
         panels,
         LATE,
         "Rank skew: how much later than the first rank of its group each rank came to the collective, and in "
         "which share of the samples it was the last. A rank that is last nearly always holds the others up.",
-        lambda values: value_axis([max(*values, 1e-9)], seconds_tick, log=False),
-        desc=desc,
+        linear_axis,
         folded="Who is late: rank by rank",
     )
 

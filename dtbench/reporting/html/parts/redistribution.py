@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 
 from dtbench.records.topology import CalibratedTopology
-from dtbench.reporting.html.axes import seconds_tick, times_axis
+from dtbench.reporting.html.axes import times_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, line
-from dtbench.reporting.html.impls import CORE, TORCH, add_dots, core_beside_torch, named, times
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
+from dtbench.reporting.html.parts.suites import CORE, TORCH, add_dots, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
@@ -92,12 +92,10 @@ def times_over_size(
                 continue
             sizes = [size for one in series for size in one.x]
             model = model_lines(fitted[dim], name, sizes) if dim in fitted else []
-            largest = seconds_tick(float(f"{max(max(one.y) for one in series):.2g}"))
             panels.append(
                 CurvePanel(
                     f"{name} over {dim}{f': {transition}' if transition else ''}",
                     [*model, *series],
-                    f"Time over tensor size, {plural(len(series), 'way')}, at most {largest}.",
                     shade=fitted_on(fitted[dim]) if dim in fitted else None,
                 )
             )
@@ -161,7 +159,7 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
         f"Time per redistribute at the smallest and the largest size, {drawn[0].get('dtype')}; at the right, the core "
         "beside torch."
     )
-    add_dots(section, panels, lambda c: c.name, caption, each_axis=True)
+    add_dots(section, panels, lambda c: c.name, caption)
     params = {"mesh_dim": "Mesh dim", "dtype": "Dtype", "size": "Size"}
     section.add(
         t.Table(

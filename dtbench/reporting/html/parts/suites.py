@@ -1,17 +1,128 @@
-"""Suites that are drawn alike, impl beside impl: blocks of a model, and whatever no part claims."""
+"""Cases with their impls side by side, for all parts; and the suites that need no more: blocks of a model, a user's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
-from dtbench.reporting.html.cases import ReportCase, distinct
-from dtbench.reporting.html.impls import add_dots, bandwidths, core_beside_torch, impls_of, named, times
+from dtbench.reporting.html.axes import value_axis
+from dtbench.reporting.html.cases import ReportCase, distinct, geometric_mean
+from dtbench.reporting.html.figures import MAX_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.suite.grouping import group_by
+from dtbench.suite.grouping import group_by, known_first
 from dtbench.text import table as t
-from dtbench.text.units import format_size
+from dtbench.text.units import format_size, plural
 
 MOST_ROWS = 8  # of a table that is not folded, beside a figure
+CORE, TORCH, FLOOR = Style("s0", "o"), Style("s1", "s", (5, 2), hollow=True), Style("s2", "|", (1.5, 1.5))
+IMPL_STYLES = {
+    "core": replace(CORE, words="core: dtbench core"),
+    "torch": replace(TORCH, words="torch: torch.distributed.tensor"),
+    "local": replace(FLOOR, words="local: plain torch, no distribution"),
+    "wrapped": Style("s4", "D", hollow=True, words="wrapped: the least that a tensor class in Python takes"),
+}
+# Of impls that are not known here, in turn.
+_MORE_STYLES = (Style("s3", "^", hollow=True), Style("s4", "D", hollow=True), Style("s5", "v", hollow=True))
+
+
+def impls_of(cases: Sequence[ReportCase]) -> list[str]:
+    """Those that are there, the core and torch first."""
+    return known_first({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
+
+
+def named(
+    cases: Sequence[ReportCase], of_name: str, params: Mapping[str, str], *drop: str
+) -> list[t.TableColumn]:
+    """What tells the cases of a table apart: the params under their headers, their name under `of_name` before the
+    first that is no mesh dim, sizes last; all others but `drop` in one column, for no two rows may look the same."""
+    sizes = [p for p in params if p == "size" or p.endswith("_bytes")]
+    words = {title: [c.get(p) for c in cases] for p, title in params.items() if p not in sizes}
+    known = {*params, *drop}
+    rest = [", ".join(f"{k}={v}" for k, v in sorted(c.params.items()) if k not in known) for c in cases]
+    return [
+        *(t.text(title, column) for title, column in words.items() if title == "Mesh dim"),
+        t.text(of_name, [c.name for c in cases]),
+        *(t.text(title, column) for title, column in words.items() if title != "Mesh dim"),
+        *([t.text("Other parameters", rest)] if any(rest) else []),
+        *(t.sizes(params[p], [format_size(c.number(p)) for c in cases]) for p in sizes),
+    ]
+
+
+def times(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
+    """The time of each impl, and of the core over torch."""
+    columns = [(impl, [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]
+    ratios = [c.ratio("core", "torch") for c in cases]
+    marked = [t.speeds("core beside torch", ratios)] if any(ratios) else []
+    return [*t.times([("floor" if impl == "local" else impl, column) for impl, column in columns]), *marked]
+
+
+def bandwidths(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
+    """The bandwidth of each impl that moves bytes."""
+    of = {i: [c.impls[i].algbw_Bps if i in c.impls else None for c in cases] for i in impls_of(cases)}
+    return t.bandwidths([(impl, column) for impl, column in of.items() if any(column)])
+
+
+def add_dots(
+    section: ReportSection,
+    panels: Mapping[str, Sequence[ReportCase]],
+    label: Callable[[ReportCase], str],
+    caption: str,
+    *,
+    sort: bool = False,
+    shown: int = 2,
+    folded: str = "",
+) -> None:
+    """A row per case with a mark per impl, a line to the upper quartile, and at its end how much faster the core is.
+
+    sort: by torch's time, the longest first. shown, folded: as of `Figure`.
+    """
+    drawn = dict(section.capped(list(panels.items()), "groups"))
+    if sort:
+        drawn = {title: sorted(cases, key=_longest, reverse=True) for title, cases in drawn.items()}
+    if any(len(cases) > MAX_ROWS for cases in drawn.values()):
+        which = "slowest" if sort else "first"
+        section.cuts.append(f"Of each group the {which} {MAX_ROWS} cases are drawn; the table has them all.")
+    rows = {title: [_row(case, label(case)) for case in cases[:MAX_ROWS]] for title, cases in drawn.items()}
+    impls = {impl for of in rows.values() for row in of for impl in row.values}
+    styles = {impl: style for impl, style in IMPL_STYLES.items() if impl in impls}
+    more = sorted(impls - set(IMPL_STYLES))
+    styles |= {impl: _MORE_STYLES[i % len(_MORE_STYLES)] for i, impl in enumerate(more)}
+
+    axis = partial(value_axis, title="time per call")
+    section.add(dots(section.id, rows, styles, caption, axis, shown=shown, folded=folded))
+
+
+def _longest(case: ReportCase) -> float:
+    return case.seconds("torch") or case.seconds("core") or 0.0
+
+
+def _row(case: ReportCase, label: str) -> DotRow:
+    ratio = case.ratio("core", "torch")
+    values = {impl: m.estimate_s for impl, m in case.impls.items()}
+    spans = {impl: (m.estimate_s, m.p75_s) for impl, m in case.impls.items()}
+    return DotRow(label, values, "" if ratio is None else t.faster(ratio), spans)
+
+
+def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what: str, where: str) -> str:
+    """A headline and a sentence on the geometric mean; "" where no case has both.
+
+    what: one of that which is timed. where: how the sentence begins.
+    """
+    ratios = [r for c in cases if (r := c.ratio("core", "torch")) is not None]
+    mean = geometric_mean(ratios)
+    if mean is None:
+        return ""
+    words = (
+        f"the core than torch, time per {what}: geometric mean of {plural(len(ratios), 'case')}, from "
+        f"{t.faster(max(ratios))} to {t.faster(min(ratios))}"
+    )
+    section.headlines.append((t.faster(mean), words))
+    section.outcome = section.outcome or f"the core is {t.faster(mean, 'torch')} per {what}"
+    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean)."
+
+
+# ------------------------------------------------------------------------------------ the parts
 
 
 def tensor_parallel(section: ReportSection, of: Material) -> None:
@@ -29,7 +140,6 @@ def tensor_parallel(section: ReportSection, of: Material) -> None:
         {f"{direction}, {dtype}": members for (direction, dtype), members in grouped.items()},
         lambda c: f"{c.name}, {c.get('mesh_dim')} of {c.get('ranks')}",
         "Time per step; at the right, the core beside torch.",
-        each_axis=True,
     )
     params = {"pass": "Pass", "mesh_dim": "Mesh dim", "dtype": "Dtype"}
     columns = [*named(cases, "Block", params, "ranks"), *times(cases)]
@@ -62,7 +172,6 @@ def other_suites(claimed: Collection[str]) -> Part:
             panels,
             lambda c: " ".join([c.name, *(_said(c, param) for param in differing if param in c.params)]),
             caption,
-            each_axis=True,
             folded="Case by case" if len(suites) < len(of.suites) else "",
         )
         section.add(*(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()))

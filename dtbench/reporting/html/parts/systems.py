@@ -73,10 +73,8 @@ def _figure(systems: Mapping[str, _Curves]) -> Figure | None:
             for label, of in systems.items()
             for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of.get(name, ())])
         ]
-        panels.append(
-            CurvePanel(name, series, f"Bus bandwidth of {name} over size on {len(series)} systems.")
-        )
-    # What one system alone has is in the table, and in the section of the first.
+        panels.append(CurvePanel(name, series))
+    # What one system alone has is in the section of the first.
     panels = [one for one in panels if len(one.series) > 1] or panels
     return curves(
         "systems",
