@@ -113,15 +113,8 @@ def test_op_equals_plain_torch(ranks: ThreadWorlds, name: str) -> None:
     ranks(_run_op, name, (2,), False, 2, world_size=2)
 
 
-@quiet
-@pytest.mark.parametrize("name", OPS)
-def test_op_equals_plain_torch_on_gloo(gloo_ranks: Worlds, name: str) -> None:
-    """What differs there are the transport's own ways, so two placements are enough."""
-    gloo_ranks(_run_op, name, MESH_OF[name], True, 2)
-
-
-# One or two of each family, for the second flavour: the simulation is the same for all.
-AS_LOCAL_TENSORS = (
+# One or two of each family, for other kinds of ranks: these are the same for all.
+OF_EACH_FAMILY = (
     *("add_broadcast", "to_int", "written", "sum_dim", "mean", "std", "max_dim", "mm", "linear_3d", "mlp"),
     *("sdpa_causal", "conv2d_strided", "batch_norm", "layer_norm", "softmax", "cross_entropy", "sort", "cat"),
     *("nll_ignoring", "embedding_sharded", "index_put", "scatter_in_place", "view_split", "split_other"),
@@ -129,8 +122,14 @@ AS_LOCAL_TENSORS = (
 )
 
 
+@quiet
+@pytest.mark.parametrize("name", OF_EACH_FAMILY)
+def test_op_equals_plain_torch_on_gloo(gloo_ranks: Worlds, name: str) -> None:
+    gloo_ranks(_run_op, name, MESH_OF[name], True, 2)
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch, and of fallbacks: what the cases warn of is theirs
-@pytest.mark.parametrize("name", AS_LOCAL_TENSORS)
+@pytest.mark.parametrize("name", OF_EACH_FAMILY)
 def test_op_equals_plain_torch_as_local_tensors(name: str) -> None:
     _reference(name, True)  # outside of the mode, in which its tensors would be LocalTensors
     LocalWorlds()(_run_op, name, (2, 2), True, 1)
@@ -148,9 +147,8 @@ def test_every_rule_is_tested() -> None:
             result = op.fn(*[t.requires_grad_(op.differentiable) for t in whole])
             if op.differentiable:
                 result.sum().backward()
-        registered = [
-            op for op in ops_with_rules() if not str(op).startswith("dtbench_test")
-        ]  # by other tests
+        # Other tests register rules of their own.
+        registered = [op for op in ops_with_rules() if not str(op).startswith("dtbench_test")]
         unreached = [op for op in registered if op not in entry.ops and op not in DEVICE_ONLY]
         assert [str(op) for op in unreached] == []
     finally:
