@@ -30,8 +30,7 @@ Gate = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def gate(dtbench: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """`dtbench gate` with made-up arms: base and head are dicts of their variables."""
-    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
 
     def run(base: dict[str, str], head: dict[str, str], *options: str) -> tuple[int, str, str]:
         @contextlib.contextmanager
@@ -53,11 +52,9 @@ def verdicts(folder: str = "g") -> dict[str, str]:
 def test_a_slower_head_is_a_regression_in_every_output(
     gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
-    code, out, err = gate({}, {"SLOW": "1.10"}, "--export", "bmf:times.json", "--history", "kept")
+    code, _, err = gate({}, {"SLOW": "1.10"}, "--export", "bmf:times.json", "--history", "kept")
     assert code == 1, err
-    assert out.count("::error title=REGRESSION fake ") == 3
     suite = ET.parse("g/junit.xml").getroot()[0]
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "3", "0")
     assert all("(at least +" in (f.get("message") or "") for f in suite.iter("failure"))
