@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 import re
 
-from dtbench.importers.model import ITEMSIZE, SPELT, Log, LogFigure, LogRow, LogTable, Printed
+from dtbench.importers.model import ITEMSIZE, PARTS, SPELT, Log, LogFigure, LogRow, LogTable, Printed
 from dtbench.suite.mesh import MAX_RANKS
 from dtbench_core.cost.ring import busbw_factor
 
-# In nccl-tests the count is one rank's part of the size; elsewhere it is the whole.
-_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce", "sendrecv")  # it prints a redop of sendrecv, too
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 # nccl-tests 2.0 to 2.12 print the largest deviation; what they allow is from their src/common.cu.
@@ -175,7 +173,7 @@ def _check_rows(log: Log, table: LogTable) -> None:
     for row, figure in table.figures:
         if row.root is not None and not -1 <= row.root < table.ranks:  # -1: it has none
             figure.fail(f"its root is rank {row.root} of {table.ranks}")
-        _check_count(row, figure, table.ranks if table.collective in _PARTS else 1)
+        _check_count(row, figure, table.ranks if table.collective in PARTS else 1)
         _check_figure(row, figure, factor)
     _derive_times(table, factor)
 
