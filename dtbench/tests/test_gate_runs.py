@@ -100,7 +100,6 @@ def test_json_is_the_file_in_the_folder_which_is_not_replaced(gate: Gate) -> Non
         ({}, {"SKIPS": "add"}, (), 4, "MISSING", "skipped in head: not here"),
         ({"SKIPS": "add"}, {"SKIPS": "add"}, (), 0, None, "left out"),
         ({}, {"CONTROL": "1.05"}, (), 3, "PASS", "UNTRUSTED: the control"),
-        ({"TIME": "0"}, {"TIME": "0"}, (), 3, "INCONCLUSIVE", "below what the clock resolves"),
     ],
 )
 def test_verdicts_and_exit_codes(
