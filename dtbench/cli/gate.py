@@ -119,14 +119,11 @@ def _say(text: str) -> None:
 
 
 def _publish(report: Gate, as_json: bool) -> None:
-    """The report on the terminal and, in a GitHub job, in its annotations and summary."""
+    """The report on the terminal and, in a GitHub job, in its summary."""
     from dtbench.gate import outputs
     from dtbench.records.gate import text_of
 
-    lines = [text_of(report)] if as_json else outputs.lines(report)
-    if os.environ.get("GITHUB_ACTIONS") == "true" and not as_json:
-        lines += outputs.annotations_of(report)
-    for line in lines:
+    for line in [text_of(report)] if as_json else outputs.lines(report):
         click.echo(line)
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         try:

@@ -36,6 +36,6 @@ def preflight_command(expect: Path | None, as_json: bool, **given: options.Given
       srun dtbench preflight --expect topology.json
     """
     from dtbench.engine.options import RunRequest
-    from dtbench.preflight.preflight import PreflightRequest, preflight
+    from dtbench.preflight.preflight import preflight
 
-    return preflight(PreflightRequest(RunRequest(**given), expect, as_json, sys.argv[1:]))
+    return preflight(RunRequest(**given), expect, as_json, sys.argv[1:])

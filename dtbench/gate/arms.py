@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,13 +27,14 @@ from dtbench.engine.workers import scratch
 from dtbench.gate.benchmark import Selection
 from dtbench.machine.git import run_git
 from dtbench.suite.errors import ArmError, UsageError, last_line, plain
-from dtbench.text.masking import mask
-from dtbench.text.variables import masked_list, parse_variables
+from dtbench.text.masking import mask, mask_options
 
 _GIT_TIMEOUT_S = 300.0
 _PROBE_TIMEOUT_S = 120.0
 # Of these a revision brings its own; `dtbench` stays the gate's.
 _OF_REVISIONS = {"dtbench_core": "core/dtbench_core", "dtbench_suites": "suites/dtbench_suites"}
+# An arm that set these would not measure what it says.
+_OWN_VARIABLES = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Variables that no library reads while it loads: arms that differ in them alone load the same.
 _OF_SUITES = "DTBENCH_"
 # Loads what launches load before they are forked; its arguments are the folders of a revision.
@@ -129,6 +131,27 @@ def check_text(text: str) -> tuple[str, str]:
     return kind, rest
 
 
+def parse_variables(text: str) -> dict[str, str]:
+    """`A=1,B=x,y` -> {"A": "1", "B": "x,y"}: a comma begins a variable where a name and = follow.
+
+    Raises:
+        UsageError: no list of variables, or one that every launch sets itself, or one twice.
+    """
+    if not text:
+        return {}
+    variables: dict[str, str] = {}
+    for part in re.split(r",(?=[A-Za-z_]\w*=)", text):
+        match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", part, re.DOTALL)
+        if match is None or "\0" in part:
+            raise UsageError(f"{mask(part)!r} is no variable: expected NAME=VALUE")
+        if match[1] in _OWN_VARIABLES or match[1].startswith("DTBENCH_GATE"):
+            raise UsageError(f"the list sets {match[1]}, which every launch sets itself: leave it out")
+        if match[1] in variables:
+            raise UsageError(f"the list sets {match[1]} twice: give it once")
+        variables[match[1]] = match[2]
+    return variables
+
+
 def _built(text: str, folder: Path) -> Arm:
     kind, rest = check_text(text)
     folder.mkdir()
@@ -154,7 +177,9 @@ def _built(text: str, folder: Path) -> Arm:
             shutil.copytree(source, snapshot / name, ignore=shutil.ignore_patterns("__pycache__", "tests"))
         except (OSError, shutil.Error) as error:
             raise ArmError(f"cannot copy {source} to {snapshot}: {error}; is there space?") from error
-    shown = f"env:{masked_list(rest)}" if kind == "env" else mask(text)
+    shown = mask(text)
+    if kind == "env":
+        shown = "env:" + ",".join(f"{name}={value}" for name, value in mask_options(variables).items())
     return Arm(shown, note, python, (str(snapshot), *extra), variables, root, revision)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -88,7 +88,9 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     if options.budget_s is not None:
         limits = Limits(options.timeout_s, began + options.budget_s, f"{options.budget_s:g} s")
     folder = options.folder or Path(time.strftime("gate-%Y%m%dT%H%M%SZ", time.gmtime()))
-    with _new_folder(folder), contextlib.ExitStack() as stack:
+    if any((folder / name).exists() for name in FILES) or any(folder.glob("launches/*")):
+        raise OutputError(f"{folder} holds a gate already: give another -o")
+    with contextlib.ExitStack() as stack:
         with said_if_slow("making base and head ready", say):
             base, head = stack.enter_context(open_arms(options.base, options.head, say))
         plan = options.plan(base, head)
@@ -98,7 +100,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
             {"base": base, "head": head},
             {name: arm.selections(options.selections, top) for name, arm in (("base", base), ("head", head))},
             plan,
-            folder / "launches",
+            _new_folder(folder),
             limits,
             variables={control.KIND: kind},
         )
@@ -110,24 +112,16 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     return report
 
 
-@contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[None]:
-    """The folder of a gate, which does not stay where the gate is refused before it holds anything."""
+def _new_folder(folder: Path) -> Path:
+    """The folder for what launches print, in that of a gate."""
     launches = folder / "launches"
-    if any((folder / name).exists() for name in ("launches", *FILES)):
-        raise OutputError(f"{folder} holds a gate already: give another -o")
     try:
-        launches.mkdir(parents=True)
+        launches.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
             f"cannot make {folder}: {error.strerror or error}; give -o another folder"
         ) from error
-    try:
-        yield
-    finally:
-        for empty in (launches, folder):
-            with contextlib.suppress(OSError):  # it holds something
-                empty.rmdir()
+    return launches
 
 
 def control_kind(base: Arm, head: Arm) -> str:

@@ -16,7 +16,6 @@ from dtbench.text.units import format_seconds
 # So many benchmarks are listed whole; of more, those that pass are only counted.
 LISTED = 60
 SUMMARY_ROWS = 200  # GitHub takes a summary of 1 MiB
-ANNOTATIONS = 10  # GitHub shows ten of a kind per step
 
 
 def ordered(judged: Sequence[Judged]) -> list[Judged]:
@@ -110,30 +109,6 @@ def junit(report: Gate) -> str:
         for reason in report.trust.reasons
     ]
     return xml.document("dtbench gate", [*cases, *trust])
-
-
-# --------------------------------------------------------------------------------- GitHub
-
-
-def annotations_of(report: Gate) -> list[str]:
-    """Workflow commands, which GitHub shows beside the change."""
-    lines = []
-    for judged in ordered(report.benchmarks):
-        if judged.verdict.is_grave:
-            title = f"{judged.verdict.name} {judged.label}"
-            lines.append(f"::error title={_property(title)}::{_data(words(judged))}")
-    if len(lines) > ANNOTATIONS:
-        lines = [*lines[: ANNOTATIONS - 1], f"::error title=gate::{_data(report.sentence)}"]
-    lines += [f"::warning title=UNTRUSTED::{_data(reason)}" for reason in report.trust.reasons]
-    return lines
-
-
-def _data(text: str) -> str:
-    return plain(text).replace("%", "%25")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def markdown(report: Gate) -> str:

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 
-from dtbench.importers.model import ITEMSIZE, SPELT, Log, LogFigure, LogRow, LogTable, Printed
+from dtbench.importers.model import ITEMSIZE, PARTS, SPELT, Log, LogFigure, LogRow, LogTable, Printed
 from dtbench.suite.mesh import MAX_RANKS
 from dtbench_core.cost.ring import busbw_factor
 
-# In nccl-tests the count is one rank's part of the size; elsewhere it is the whole.
-_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce", "sendrecv")  # it prints a redop of sendrecv, too
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 # nccl-tests 2.0 to 2.12 print the largest deviation; what they allow is from their src/common.cu.
@@ -63,7 +60,12 @@ def _identify(log: Log, table: LogTable, collective: str | None, ranks: int | No
     if table.devices:
         table.ranks = max(device.rank for device in table.devices) + 1
         table.ranks_from = "the list of ranks"
-    _refuse_mixed(table)
+    rows = [(row.size_bytes, row.dtype, row.redop, row.root) for row in table.rows if row.size_bytes]
+    if table.mixed and len(set(rows)) < len(rows):
+        raise _RefusedError(
+            "several processes printed into it at once, each as rank 0: nccl-tests was built without MPI, so "
+            "each measured alone while the others disturbed it; build it with MPI=1"
+        )
     _find_ranks(log, table, ranks)
     if table.ranks is not None and not 1 <= table.ranks <= MAX_RANKS:
         beyond, table.ranks = table.ranks, None
@@ -76,16 +78,6 @@ def _identify(log: Log, table: LogTable, collective: str | None, ranks: int | No
 
 
 # -------------------------------------------------------------------------- what the log says of ranks
-
-
-def _refuse_mixed(table: LogTable) -> None:
-    """Refuses rows of several processes that each took themselves for the whole world."""
-    rows = [(row.size_bytes, row.dtype, row.redop, row.root) for row in table.rows if row.size_bytes]
-    if table.mixed and len(set(rows)) < len(rows):
-        raise _RefusedError(
-            "several processes printed into it at once, each as rank 0: nccl-tests was built without MPI, so "
-            "each measured alone while the others disturbed it; build it with MPI=1"
-        )
 
 
 def _find_sizes(log: Log, table: LogTable) -> None:
@@ -163,12 +155,6 @@ def _named(name: str) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def _mostly(holds: Iterable[bool]) -> bool:
-    """Most of them, so that single rows that were altered do not decide; true of none at all."""
-    values = list(holds)
-    return sum(values) >= 0.8 * len(values)
-
-
 # ------------------------------------------------------------------------------------- the laws of rows
 
 
@@ -176,7 +162,8 @@ def _check_rows(log: Log, table: LogTable) -> None:
     assert table.collective is not None and table.ranks is not None
     factor = busbw_factor(table.collective, table.ranks)
     ratios = _ratios(table)
-    if not _mostly(low <= factor <= high for low, high in ratios):
+    # Single rows that were altered do not decide.
+    if sum(low <= factor <= high for low, high in ratios) < 0.8 * len(ratios):
         low, high = sorted(ratios)[len(ratios) // 2]
         raise _RefusedError(
             f"busbw is {(low + high) / 2:.4g} x algbw, {table.collective} among {table.ranks} ranks "
@@ -186,7 +173,7 @@ def _check_rows(log: Log, table: LogTable) -> None:
     for row, figure in table.figures:
         if row.root is not None and not -1 <= row.root < table.ranks:  # -1: it has none
             figure.fail(f"its root is rank {row.root} of {table.ranks}")
-        _check_count(row, figure, table.ranks if table.collective in _PARTS else 1)
+        _check_count(row, figure, table.ranks if table.collective in PARTS else 1)
         _check_figure(row, figure, factor)
     _derive_times(table, factor)
 

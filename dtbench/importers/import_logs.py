@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from dtbench.importers import checks, convert, json_logs, nccl_text, other_tools
@@ -120,7 +120,9 @@ def report(log: Log) -> Iterator[str]:
     for table in log.tables:
         yield plain(f"  {_table(table)}")
     problems = [*log.failures, *log.problems]
-    problems += [fault for table in log.tables if not table.refusal for fault in _faults(table)]
+    usable = [table for table in log.tables if not table.refusal]
+    faults = (Problem(row.line, f.fault) for table in usable for row, f in table.figures if f.fault)
+    problems += dict.fromkeys(faults)
     for problem in problems[:_SHOWN]:
         yield plain(f"  ! {problem}")
     if len(problems) > _SHOWN:
@@ -137,10 +139,6 @@ def _table(table: LogTable) -> str:
     sizes = [row.size_bytes for row in table.rows if row.size_bytes]
     span = f", {min(sizes)} to {max(sizes)} bytes" if sizes else ""
     return f"{name} among {table.ranks} ranks{where} ({table.ranks_from}): {len(table.rows)} rows{span}"
-
-
-def _faults(table: LogTable) -> Iterable[Problem]:
-    return dict.fromkeys(Problem(row.line, figure.fault) for row, figure in table.figures if figure.fault)
 
 
 def _total(results: Sequence[Result], output: Path) -> str:

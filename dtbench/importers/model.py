@@ -6,18 +6,10 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+# In nccl-tests the count of these is one rank's part of the size; elsewhere it is the whole.
+PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 # Names of this project, which are torch's; the tools have their own for some.
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "sendrecv",
-)
+COLLECTIVES = ("all_reduce", *PARTS, "broadcast", "reduce", "sendrecv")
 
 IN_PLACE = ("all_reduce", "broadcast")  # as torch.distributed calls them
 # As the tools spell them, in small letters and without what joins the words.

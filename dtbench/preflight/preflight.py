@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Literal, NoReturn
@@ -43,35 +42,27 @@ from dtbench.text.units import bandwidth_unit, format_seconds, format_size, plur
 SLOWER_THAN_EXPECTED = 0.80
 
 
-@dataclass(frozen=True)
-class PreflightRequest:
-    """What is asked for. expect: a topology."""
-
-    options: RunRequest
-    expect: Path | None = None
-    as_json: bool = False
-    argv: Sequence[str] = field(default=(), repr=False)
-
-
-def preflight(request: PreflightRequest) -> int:
+def preflight(options: RunRequest, expect: Path | None, as_json: bool, argv: Sequence[str]) -> int:
     """Examines the world, or starts one here; the exit code: 1 where something is named.
+
+    expect: a topology. argv: what ranks are started with again.
 
     Raises:
         UsageError: a world of one rank, or options that cannot be followed.
     """
     quiet_torch()
-    expected = None if request.expect is None else read_topology(request.expect)
+    expected = None if expect is None else read_topology(expect)
     place = find_place()
     if place is not None:
-        Coordinator(request, place, expected).go()
-    tell = (lambda _text: None) if request.as_json else say
+        Coordinator(options, as_json, place, expected).go()
+    tell = (lambda _text: None) if as_json else say
     with said_if_slow("loading torch", tell):
-        device_type = choose_device(request.options.device)
-        nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
-    request.options.resolve(device_type, nproc)
+        device_type = choose_device(options.device)
+        nproc = count_ranks(options.ranks, device_type, options.backend)
+    options.resolve(device_type, nproc)
     _refuse_one(nproc)
     tell(f"starting {plural(nproc, 'process')}, which load torch and meet")
-    note = start_ranks(request.argv, nproc, 0, Path(), _report)
+    note = start_ranks(argv, nproc, 0, Path(), _report)
     return EXIT_INTERRUPTED if note.code is None else note.code
 
 
@@ -90,16 +81,15 @@ class Coordinator:
     """This rank's part; on rank 0 it also asks for what is measured, and concludes. `go` never returns."""
 
     def __init__(
-        self, request: PreflightRequest, place: RankPlace, expected: CalibratedTopology | None
+        self, options: RunRequest, as_json: bool, place: RankPlace, expected: CalibratedTopology | None
     ) -> None:
-        self._request = request
-        self._expected = expected
+        self._options, self._as_json, self._expected = options, as_json, expected
         self._rank = LaunchedRank(place, _report)
 
     def go(self) -> NoReturn:
         with self._rank as rank:
             _refuse_one(rank.place.world_size)
-            options = self._request.options
+            options = self._options
             device_type = choose_device(options.device)
             plan = options.resolve(device_type, rank.place.world_size)
             rank.join(device_type, backend_of(device_type))
@@ -145,7 +135,7 @@ class Coordinator:
         if self._expected is not None:
             compare_with(self._expected, examination)
         file = file_of(examination, seconds, str(self._rank.device).partition(":")[0])
-        if self._request.as_json:
+        if self._as_json:
             print_json(msgspec.to_builtins(file))
         else:
             print_all(file)

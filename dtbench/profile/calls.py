@@ -125,11 +125,10 @@ class CallRecording:
         self.folded[f"{self._label} ({impl})"] = fold(spans, fitted, short_name, total_ns)
         source = "Python and C++ frames"
         if impl == "core":
-            counters = Counters(caller.run, caller.before)
             table, *_ = taken_apart(
                 caller,
                 self._rounds,
-                partial(counters.calls, caller.warmup, caller.calls),
+                partial(counters(caller.run, caller.before), caller.warmup, caller.calls),
                 lambda: {COUNTER: bracket_overhead()},
                 named_pieces,
                 stopwatch.BOOKKEEPING,
@@ -249,7 +248,7 @@ def frame_overheads() -> Mapping[str, Overhead]:
     """What recording one event of each kind costs here and now."""
     small = torch.zeros(1)
     negate = torch.neg
-    python = _cost(_nothing, PYTHON)
+    python = _cost(_nothing, PYTHON)  # named: what records it is a lambda
     c_call = _cost(lambda: hash(1), C_CALL, below=(python,))
     op = _cost(lambda: negate(small), OP, below=(python, c_call))
     return {PYTHON: python, C_CALL: c_call, OP: op}
@@ -262,7 +261,7 @@ def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ())
     outside, since torch reads the clock last before an op and first after it.
     """
     loops = [_loop_ns(call)]
-    spans = _recorded(lambda: loops.append(_loop_ns(call)), getattr(call, "__name__", ""))
+    spans = _recorded(lambda: loops.append(_loop_ns(call)), call.__name__)
     bare_ns, with_ns = loops
     total_ns = max(with_ns - bare_ns - sum(cost.total_ns for cost in below), 0.0)
     if kind != PYTHON or not spans:
@@ -278,26 +277,26 @@ def _loop_ns(call: Callable[[], object]) -> float:
     return min(clock.measure(call, _CALIBRATION_CALLS) for _ in range(3)) * 1e9
 
 
-class Counters:
-    """Records calls of one workload. Made once: finding what to put stopwatches around takes milliseconds."""
+def counters(
+    run: Callable[[], object], before: Callable[[], None] | None
+) -> Callable[[int, int], list[Span]]:
+    """What records so many calls after a warm-up; a call's tree has the whole call as its root, at stage "entry"."""
+    timer = stopwatch.StageTimer()  # made once: finding what to put stopwatches around takes milliseconds
+    timed = stopwatch.stopwatch(run, "entry", timer.log)
 
-    def __init__(self, run: Callable[[], object], before: Callable[[], None] | None) -> None:
-        self._timer = stopwatch.StageTimer()
-        self._timed = stopwatch.stopwatch(run, "entry", self._timer.log)
-        self._before = before
-
-    def calls(self, warmup: int, calls: int) -> list[Span]:
-        """One tree per call; its root is the call as a whole, at stage "entry"."""
+    def calls(warmup: int, count: int) -> list[Span]:
         roots: list[Span] = []
-        with self._timer as log:
-            for number in range(warmup + calls):
-                if self._before is not None:
-                    self._before()
+        with timer as log:
+            for number in range(warmup + count):
+                if before is not None:
+                    before()
                 log.clear()
-                self._timed()
+                timed()
                 if number >= warmup:
                     roots += from_brackets(log, stopwatch.NAMES, COUNTER)
         return roots
+
+    return calls
 
 
 def bracket_overhead() -> Overhead:

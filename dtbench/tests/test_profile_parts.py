@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dtbench.engine import clocks
 from dtbench.engine.options import Task
@@ -26,26 +23,6 @@ from dtbench.suite import STAGES, Case
 from dtbench.suite.errors import OutputError
 from dtbench.suite.mesh import groups_in
 from dtbench.suite.suites import Suite
-
-# ------------------------------------------------------------------------------- intervals
-
-INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
-
-
-def points(intervals: list[tuple[float, float]]) -> set[int]:
-    """The unit cells that whole-numbered intervals cover."""
-    return {cell for a, b in intervals for cell in range(int(a), int(b))}
-
-
-@given(INTERVALS, INTERVALS)
-def test_intervals_against_counting_cells(a: Any, b: Any) -> None:
-    merged, left = trace.union(a), trace.difference(a, b)
-    assert points(merged) == points(a) and points(left) == points(a) - points(b)
-    assert trace.length(a) == len(points(a))
-    for intervals in (merged, left):
-        assert all(start < end for start, end in intervals)
-        assert all(one[1] <= other[0] for one, other in itertools.pairwise(intervals))
-
 
 # ------------------------------------------------------------------------------- spans and stages
 
