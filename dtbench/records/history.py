@@ -11,10 +11,8 @@ from msgspec import Meta, Struct
 from dtbench.records.read import BadFieldError, decode, into, read_lines, shown
 from dtbench.suite.errors import UnreadableRunError
 
-SCHEMA = 1
 MAX_FILE_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 16 * 2**20
-MAX_LINES = 10_000
 
 _Seconds = Annotated[float, Meta(gt=0, lt=1e6, description="seconds above 0")]
 
@@ -23,7 +21,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """A revision: seconds by benchmark, on a machine described by what has to agree for times to be comparable."""
 
     kind: Literal["history"] = "history"
-    schema: int = SCHEMA
+    schema: Literal[1] = 1
     machine: Mapping[str, object]
     time: str = ""
     revision: str
@@ -44,9 +42,10 @@ def read_history(path: Path, machine: Mapping[str, object] | None = None) -> lis
         for number, data in read_lines(path, "a history of `dtbench gate`", MAX_FILE_BYTES, MAX_LINE_BYTES):
             if not data.endswith(b"\n"):
                 break
-            if number > MAX_LINES:
-                raise BadFieldError(f"it has more than {MAX_LINES} lines")
-            line = _line(data, number)
+            try:
+                line = into(decode(data), HistoryLine)
+            except BadFieldError as error:
+                raise BadFieldError(f"line {number}: {error}") from error
             machine = line.machine if machine is None else machine
             if line.machine != machine:
                 raise BadFieldError(
@@ -57,16 +56,3 @@ def read_history(path: Path, machine: Mapping[str, object] | None = None) -> lis
     except ValueError as error:
         raise UnreadableRunError(f"{path} is no history of `dtbench gate`: {error}") from error
     return lines
-
-
-def _line(data: bytes, number: int) -> HistoryLine:
-    try:
-        line = decode(data)
-        if line.get("kind") != "history" or line.get("schema") != SCHEMA:
-            raise BadFieldError(
-                f"kind {shown(line.get('kind'))}, schema {shown(line.get('schema'))}: "
-                f"no line of a history of schema {SCHEMA}"
-            )
-        return into(line, HistoryLine)
-    except BadFieldError as error:
-        raise BadFieldError(f"line {number}: {error}") from error

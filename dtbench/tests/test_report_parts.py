@@ -311,7 +311,7 @@ def test_files_are_told_apart_by_what_they_hold(findings: Sources) -> None:
         ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [], "exit_code": NaN}', "not JSON"),
         ('{"kind": "profile of calls", "cases": [{"label": "a"}]}', "impl is missing"),
         ('{"kind": "profile of ranks", "sections": {}}', "expected a list"),
-        ('{"kind": "history", "schema": 7}\n', "no line of a history"),
+        ('{"kind": "history", "schema": 7}\n', "schema"),
         ('{"kind": "history", "schema": 1, "machine": {}, "revision": "a", "times_s": {"a": 0}}\n', "a is 0"),
         ('{"kind": "topology", "schema": 99}', "schema 99"),
         ('{"kind": "run", "schema": 1}\n', "damaged"),
