@@ -1,21 +1,26 @@
-"""The bucketer: its layout alone, then against plain sums on real gloo ranks."""
+"""The bucketer against plain sums: values, order, reductions, DTensors, hooks, memory, and what it refuses."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
 
 import pytest
 import torch.distributed as dist
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.on_device import torch
+from dtbench_core import CoreError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.bucketer import bucket as module
+from dtbench_core.bucketer.packing import JOIN_BYTES
 
 # What gloo sums in torch 2.13; it refuses bool, int16 and complex types.
 GLOO_DTYPES = [
@@ -25,50 +30,18 @@ GLOO_DTYPES = [
 MIB = 2**20
 
 
-# --- layout ----------------------------------------------------------------------------------------
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 40)), st.integers(0, 30))
-@example([3, 4, 11, 4, 0, 10, 1], 10)  # the third is larger than a bucket: passes the ones that wait
-@example([1, 0], 0)
-def test_a_bucket_is_closed_by_what_does_not_fit(numels: list[int], capacity: int) -> None:
-    world, sent = 3, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.comm, "reduce_scatter", lambda _, flat, *__, **___: sent.append(flat.numel()))
-        patch.setattr(module.ProcessGroup, "size", lambda self: world)
-        bucketer = ReduceScatterBucketer(capacity * world * 4 / MIB, check_ranks="never")
-        group, expected, filled = dist.ProcessGroup(0, 1), [], 0
-        for numel in numels:
-            bucketer.reduce_scatter_async(torch.ones(world * numel), group)
-            if numel > capacity or not capacity:
-                expected += [numel] if numel else []
-            elif filled + numel > capacity:
-                expected.append(filled)
-                filled = numel
-            else:
-                filled += numel
-        bucketer.flush()
-    assert sent == [world * numel for numel in [*expected, filled] if numel]
+class Work:
+    """A collective that is over when it is waited for, and not before."""
 
+    def __init__(self, happened: list[str], name: str) -> None:
+        self.happened, self.name = happened, name
 
-@pytest.mark.parametrize(
-    ("cap", "dtype", "world", "expected"),
-    [
-        (25, torch.float32, 4, 25 * MIB // 16),
-        (1, torch.float16, 3, MIB // 6),
-        (0, torch.float32, 4, 0),
-        (-1, torch.float32, 4, 0),
-        (0.5, torch.float64, 1, MIB // 16),
-    ],
-)
-def test_capacity(
-    fake_world: Callable[[int], None], cap: float, dtype: torch.dtype, world: int, expected: int
-) -> None:
-    fake_world(world)
-    bucketer = ReduceScatterBucketer(cap)
-    bucketer.reduce_scatter_async(torch.ones(world, dtype=dtype), dist.group.WORLD)
-    assert [bucket.capacity for bucket in bucketer.buckets.values()] == [expected]
+    def wait(self) -> None:
+        self.happened.append(f"wait {self.name}")
 
 
 # --- real ranks: values ----------------------------------------------------------------------------
@@ -103,13 +76,9 @@ def test_sums_in_every_dtype_gloo_reduces(cap_mb: float) -> None:
     assert sorted(results) == list(range(len(shapes)))
     for seed, shape in enumerate(shapes):
         expected = _expected(me, shape, world, GLOO_DTYPES[seed % len(GLOO_DTYPES)], seed)
-        torch.testing.assert_close(results[seed], expected, rtol=0, atol=0)
+        same(results[seed], expected)
     bucketer.teardown()
-    assert bucketer.counters.held_bytes == 0 and len(bucketer.buckets) == len(GLOO_DTYPES)
-    if cap_mb == 25:
-        assert bucketer.counters.collectives == len(GLOO_DTYPES)
-    if cap_mb == 0:
-        assert bucketer.counters.collectives == sum(1 for shape in shapes if 0 not in shape)
+    assert bucketer.counters.held_bytes == 0
 
 
 @settings(deadline=None, max_examples=60)
@@ -161,7 +130,7 @@ def test_packing_is_exact_for_any_shapes(
             )
             for seed, result in results.items():
                 mine = _inputs(0, shapes[seed % 100], world, torch.float32, seed)[rank]
-                torch.testing.assert_close(result, mine, rtol=0, atol=0)
+                same(result, mine)
         bucketer.teardown()
         assert bucketer.counters.held_bytes == 0
 
@@ -177,15 +146,13 @@ def test_groups_do_not_mix() -> None:
         members = dist.get_process_group_ranks(groups[which])
         inputs = _inputs(me, (4,), len(members), torch.float32, seed)
         bucketer.reduce_scatter_async(inputs, groups[which], lambda r, seed=seed: got.append((seed, r)))
-    assert len(bucketer.buckets) == 3
-    assert [bucket.pending for bucket in bucketer.buckets.values()] == [2, 2, 2]
     bucketer.flush()
     assert [seed for seed, _ in got] == [0, 3, 1, 4, 2, 5]  # bucket by bucket, each in order of arrival
     for seed, result in got:
         members = dist.get_process_group_ranks(groups[seed % 3])
         mine = members.index(me)
         expected = sum(_inputs(r, (4,), len(members), torch.float32, seed)[mine] for r in members)
-        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+        same(result, expected)
 
 
 @on_ranks
@@ -204,9 +171,9 @@ def test_strides_and_gradients_of_inputs() -> None:
             bucketer.reduce_scatter_async(list((leaf * 2).chunk(world)), group, results.append)
         bucketer.flush()
     for columns, rows, doubled in (results[:3], results[3:]):
-        torch.testing.assert_close(columns, total.T[me], rtol=0, atol=0)
-        torch.testing.assert_close(rows, total.chunk(world)[me], rtol=0, atol=0)
-        torch.testing.assert_close(doubled, 2 * total.chunk(world)[me], rtol=0, atol=0)
+        same(columns, total.T[me])
+        same(rows, total.chunk(world)[me])
+        same(doubled, 2 * total.chunk(world)[me])
         assert not doubled.requires_grad
 
 
@@ -240,55 +207,43 @@ def test_a_failing_callback_loses_no_other() -> None:
     group, world = dist.group.WORLD, dist.get_world_size()
     mesh_group = mesh_of((world,)).get_group()
     called: list[str] = []
-    cap = 4 * world * 10 / MIB
-    bucketer = ReduceScatterBucketer(cap)
+    bucketer = ReduceScatterBucketer(4 * world * 10 / MIB)
+    mine = dist.get_rank() == 0  # only rank 0 fails: its collectives stay in step with those of the others
 
     def hand_over(name: str, numel: int = 4, error: Exception | None = None, to: object = group) -> None:
         def callback(result: Tensor) -> None:
             called.append(name)
-            assert torch.equal(result, torch.full((numel,), float(world)))
-            if error is not None:
+            same(result, torch.full((numel,), float(world)))
+            if error is not None and mine:
                 raise error
 
         bucketer.reduce_scatter_async([torch.ones(numel)] * world, to, callback)  # type: ignore[arg-type]
 
-    # Only rank 0 fails: its collectives must stay in step with those of the others.
-    mine = dist.get_rank() == 0
-    hand_over("a", error=KeyError("one") if mine else None)
+    hand_over("a", error=KeyError("one"))
     hand_over("b")
     hand_over("c", 7)
-    if mine:
-        with pytest.raises(KeyError, match="one"):
-            hand_over("c2", 7)
-    else:
+    with pytest.raises(KeyError, match="one") if mine else nullcontext():
         hand_over("c2", 7)
     assert called == ["a", "b"]
     bucketer.flush()
     assert called == ["a", "b", "c", "c2"]
 
-    hand_over("d", error=ValueError("two") if mine else None)
-    hand_over("e", error=OSError("three") if mine else None, to=mesh_group)
-    bucketer.reduce_scatter_async(
-        [torch.ones(1, dtype=torch.float64)] * world, group, lambda _: called.append("f")
-    )
-    if mine:
-        with pytest.raises(ExceptionGroup, match=r"2 callbacks or collectives") as caught:
-            bucketer.flush()
-        assert sorted(type(e).__name__ for e in caught.value.exceptions) == ["OSError", "ValueError"]
-    else:
+    hand_over("d", error=ValueError("two"))
+    hand_over("e", error=OSError("three"), to=mesh_group)
+    caught: pytest.ExceptionInfo[ExceptionGroup[Exception]] | None
+    with (
+        pytest.raises(ExceptionGroup, match=r"2 callbacks or collectives")
+        if mine
+        else nullcontext() as caught
+    ):
         bucketer.flush()
-    assert called[4:] == ["d", "e", "f"]
+    if caught is not None:
+        assert sorted(type(e).__name__ for e in caught.value.exceptions) == ["OSError", "ValueError"]
+    assert called[4:] == ["d", "e"]
     bucketer.teardown()
 
 
 # --- one process, fake group: memory, errors -------------------------------------------------------
-
-
-def test_small_inputs_take_little_memory(group: dist.ProcessGroup) -> None:
-    bucketer = ReduceScatterBucketer(25)
-    bucketer.reduce_scatter_async([torch.ones(8)] * 8, group)
-    bucketer.flush()
-    assert 0 < bucketer.counters.peak_bytes <= 64 * 1024
 
 
 def test_a_kept_result_keeps_only_itself_and_small_neighbours(group: dist.ProcessGroup) -> None:
@@ -300,35 +255,346 @@ def test_a_kept_result_keeps_only_itself_and_small_neighbours(group: dist.Proces
     bucketer.flush()
     assert kept[0].untyped_storage().nbytes() == 16
     assert max(k.untyped_storage().nbytes() for k in kept) == 3 * 20_000  # of 64 KiB
-    version = kept[1]._version
-    kept[2].add_(1)  # shares memory with it, and is not a view of it to autograd
-    assert kept[1]._version == version
 
 
-@pytest.mark.parametrize("cap", [25, 0])
-def test_inputs_are_not_kept_alive(group: dist.ProcessGroup, cap: float) -> None:
-    bucketer = ReduceScatterBucketer(cap)
-    inputs = [torch.ones(4) for _ in range(8)]
-    seen = [weakref.ref(t) for t in inputs]
-    bucketer.reduce_scatter_async(inputs, group, lambda _: None)
-    del inputs
-    gc.collect()
-    assert [ref() for ref in seen] == [None] * 8
+def test_inputs_are_not_kept_alive(group: dist.ProcessGroup) -> None:
+    for cap in (25, 0):
+        bucketer = ReduceScatterBucketer(cap)
+        inputs = [torch.ones(4) for _ in range(8)]
+        seen = [weakref.ref(t) for t in inputs]
+        bucketer.reduce_scatter_async(inputs, group, lambda _: None)
+        del inputs
+        gc.collect()
+        assert [ref() for ref in seen] == [None] * 8
 
 
-def test_large_chunks_of_one_tensor_are_not_copied(group: dist.ProcessGroup) -> None:
-    bucketer, whole = ReduceScatterBucketer(0), torch.arange(80_000.0)
-    bucketer.reduce_scatter_async(list(whole.chunk(8)), group)
-    assert bucketer.counters.bytes_copied == 0
-    bucketer.reduce_scatter_async(list(whole.chunk(8))[::-1], group)
-    assert bucketer.counters.bytes_copied == whole.nbytes
+@pytest.mark.parametrize("hold", [False, True])
+def test_memory_stays_below_two_buckets(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, hold: bool
+) -> None:
+    monkeypatch.setattr(comm, "reduce_scatter", lambda *_, async_op: Work([], ""))  # as slow as can be
+    for numel in (8 * 40, 8 * 4001):
+        bucketer = ReduceScatterBucketer(1, hold_inputs=hold)
+        for _ in range(2 * (3 * MIB // (numel * 4))):  # 6 buckets and a bit
+            bucketer.reduce_scatter_async(torch.ones(numel), group, lambda _: None)
+        bucketer.flush()
+        assert MIB / 2 < bucketer.counters.peak_bytes <= 2 * MIB
+        bucketer.teardown()
+        assert bucketer.counters.held_bytes == 0
+
+
+# --- overlap ---------------------------------------------------------------------------------------
+
+
+def test_a_collective_runs_while_the_next_bucket_fills(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    def issue(output: Tensor, packed: Tensor, group: object, async_op: bool) -> Work:
+        assert async_op
+        happened.append(f"issue {packed[0]:g}")
+        return Work(happened, f"{packed[0]:g}")
+
+    monkeypatch.setattr(comm, "reduce_scatter", issue)
+    bucketer = ReduceScatterBucketer(8 * 10 * 4 / MIB)  # 10 elements per shard
+    for k in range(8):
+        happened.append(f"add {k}")
+        bucketer.reduce_scatter_async(
+            torch.full((40,), float(k)), group, lambda _, k=k: happened.append(f"call {k}")
+        )
+    happened.append("flush")
+    bucketer.flush()
+    assert happened == [
+        *("add 0", "add 1", "add 2", "issue 0", "add 3"),
+        *("add 4", "issue 2", "wait 0", "call 0", "call 1", "add 5"),
+        *("add 6", "issue 4", "wait 2", "call 2", "call 3", "add 7"),
+        *("flush", "issue 6", "wait 4", "call 4", "call 5", "wait 6", "call 6", "call 7"),
+    ]
+
+
+def test_a_failed_collective_loses_its_bucket_only(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucketer, called = ReduceScatterBucketer(), []
+
+    def refuse_doubles(output: Tensor, packed: Tensor, group: object, async_op: bool) -> None:
+        if packed.dtype is torch.float64:
+            raise RuntimeError("no such sums")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comm, "reduce_scatter", refuse_doubles)
+        for dtype in (torch.float64, torch.float32):
+            bucketer.reduce_scatter_async(torch.ones(8, dtype=dtype), group, lambda r: called.append(r.dtype))
+        with pytest.raises(RuntimeError, match="no such sums") as caught:
+            bucketer.flush()
+    assert "The 1 inputs of this bucket are dropped" in caught.value.__notes__[0]
+    bucketer.reduce_scatter_async(torch.ones(8, dtype=torch.float64), group, lambda r: called.append(r.dtype))
+    bucketer.flush()
+    bucketer.teardown()
+    assert called == [torch.float32, torch.float64]
+    assert bucketer.counters.held_bytes == 0
+
+
+# --- reductions and inputs, on real ranks ----------------------------------------------------------
 
 
 @on_ranks(world_size=2)
-def test_group_of_others() -> None:
-    group = dist.new_group([0])
-    if dist.get_rank() == 0:
-        ReduceScatterBucketer().reduce_scatter_async([torch.ones(1)], group)
-    else:
-        with pytest.raises(BucketError, match="expected a process group that this rank belongs to"):
-            ReduceScatterBucketer().reduce_scatter_async([torch.ones(1)], group)
+def test_reductions() -> None:
+    me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    # Thirds are rounded in bfloat16, sums of them too: what was added in float32 is seen.
+    given = [((torch.arange(40) + 7 * r) / 3).to(torch.bfloat16) for r in range(world)]
+    whole = torch.stack(given)
+    part = slice(me * 40 // world, (me + 1) * 40 // world)
+    cases = [
+        ({"op": "sum"}, torch.float32, lambda t: t.float().sum(0)),
+        ({"op": "avg"}, torch.float64, lambda t: t.double().sum(0) / world),
+        ({"op": "premul", "factor": 0.25}, torch.float32, lambda t: (t.float() * 0.25).sum(0)),
+        ({"reduce_dtype": torch.float32}, torch.bfloat16, lambda t: t.float().sum(0).bfloat16()),
+        (
+            {"reduce_dtype": torch.float64, "op": "avg"},
+            torch.bfloat16,
+            lambda t: t.double().mean(0).bfloat16(),
+        ),
+        ({"reduce_dtype": torch.float64}, torch.int32, lambda t: t.int().sum(0).int()),
+        ({"op": "avg"}, torch.complex64, lambda t: t.to(torch.complex64).sum(0) / world),
+    ]
+    for (options, dtype, expected), cap, hold in product(cases, (25, 50 / MIB, 0), (False, True)):
+        bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, **options)  # type: ignore[arg-type]
+        got: list[Tensor] = []
+        mine = given[me].to(dtype)
+        chunks = list(mine.chunk(world))
+        for inputs in (mine, chunks, mine.view(-1, 2), [c.clone() for c in chunks]):
+            bucketer.reduce_scatter_async(inputs, group, got.append)
+        bucketer.flush()
+        assert [g.ndim for g in got] == [1, 1, 2, 1], (options, cap)
+        for result in got:
+            assert result.dtype is dtype
+            torch.testing.assert_close(
+                result.flatten(), expected(whole)[part].to(dtype), rtol=1e-6, atol=1e-6
+            )
+        same(mine, given[me].to(dtype))  # as it was handed over
+
+
+@on_worlds
+def test_dtensors_tensors_and_lists() -> None:
+    """Also on simulated ranks, whose tensors are LocalTensors: hence no rank in the program."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    whole = torch.arange(8.0 * 6).reshape(8, 6)
+    for cap, hold in ((25, False), (25, True), (0, False)):
+        bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, check_ranks="always")
+        got: dict[str, Tensor] = {}
+        placed = [
+            ((Partial(), Shard(0)), dp),
+            ((Partial(), Shard(1)), dp),
+            ((Partial(), Replicate()), dp),
+            ((Shard(0), Partial()), tp),
+        ]
+        for placements, over in placed:
+            gradient = distribute_tensor(
+                whole, mesh, [p if p.is_shard() else Replicate() for p in placements]
+            )
+            gradient = DTensor.from_local(gradient.to_local(), mesh, placements)  # terms that are all alike
+            bucketer.reduce_scatter_async(gradient, over, partial(got.__setitem__, str(placements)))
+        # A mesh without the group: the local part is reduced as it is.
+        other = distribute_tensor(whole, mesh["tp"], [Shard(0)])
+        bucketer.reduce_scatter_async(other, dp, partial(got.__setitem__, "part"))
+        bucketer.reduce_scatter_async([other, other], dp, partial(got.__setitem__, "list"))
+        part = other.to_local()
+        bucketer.reduce_scatter_async([part, part], dp, partial(got.__setitem__, "plain list"))
+        bucketer.reduce_scatter_async(part.flatten(), dp, partial(got.__setitem__, "plain"))
+        bucketer.flush()
+        same(got["plain list"], 2 * part)
+        same(got["plain"], got["part"].flatten())
+        for placements, _ in placed:
+            result = got[str(placements)]
+            assert isinstance(result, DTensor) and not result._spec.has_partial()
+            same(result.full_tensor(), 2 * whole)
+        listed = got["list"]
+        assert isinstance(listed, DTensor) and listed.placements == other.placements
+        same(listed.full_tensor(), 2 * whole)
+        assert not isinstance(got["part"], DTensor) and tuple(got["part"].shape) == (2, 6)
+        for placements, over, message in (
+            ((Replicate(), Shard(0)), dp, "expected Partial there"),
+            ((Partial(), Partial()), dp, "summed over all mesh dims but the group's"),
+            ((Partial(), Partial()), dist.group.WORLD, "summed over all mesh dims"),
+        ):
+            with pytest.raises(BucketError, match=message):
+                bucketer.reduce_scatter_async(DTensor.from_local(whole, mesh, placements), over)
+        bucketer.teardown()
+
+
+@on_ranks
+def test_gradients_come_by_hooks() -> None:
+    me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
+    data = torch.randn(world, 4, 5)
+
+    def gradients(rank: int) -> list[Tensor]:
+        return list(torch.autograd.grad(model(data[rank]).square().sum(), list(model.parameters())))
+
+    expected = [sum(terms) / world for terms in zip(*(gradients(r) for r in range(world)), strict=True)]
+    shards: dict[nn.Parameter, Tensor] = {}
+    bucketer = ReduceScatterBucketer(op="avg")
+    with bucketer.attach(model, group, shards.__setitem__):
+        for _ in range(2):
+            shards.clear()
+            model(data[me]).square().sum().backward()
+            assert not shards and all(p.grad is None for p in model.parameters())
+            bucketer.flush()
+            for parameter, whole in zip(model.parameters(), expected, strict=True):
+                padded = torch.cat([whole.flatten(), torch.zeros(-whole.numel() % world)])
+                torch.testing.assert_close(shards[parameter], padded.chunk(world)[me])
+    model(data[me]).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    bucketer.teardown()
+
+
+@on_ranks(world_size=2)
+def test_ranks_that_disagree_are_told_so() -> None:
+    me, group = dist.get_rank(), dist.group.WORLD
+    cases = [
+        ([[4], [6]], [[6], [4]], r"rank 0: flush, 2 inputs, .*on \[\[4\], \[6\]\]; rank 1: .*\[\[6\], \[4\]"),
+        ([[4], [6]], [[4]], r"rank 0: .* from input 1 on \[\[6\]\]; rank 1: .* 1 inputs, .*on \[\]"),
+        ([[2, 3]], [[3, 2]], r"rank 0: .*\[\[2, 3\]\]; rank 1: .*\[\[3, 2\]\]"),
+        ([[11]], [[4]], "rank 0: an input for itself, .*; rank 1: flush"),
+        ([[8], [8]], [[8]], "rank 0: a full bucket, 1 inputs.*; rank 1: flush, 1 inputs"),
+    ]
+    for *shapes, message in cases:
+        bucketer = ReduceScatterBucketer(2 * 10 * 4 / MIB)  # 10 elements per shard
+        with pytest.raises(BucketError, match=message):  # type: ignore[arg-type]
+            for shape in shapes[me]:
+                bucketer.reduce_scatter_async([torch.ones(shape)] * 2, group)  # type: ignore[arg-type]
+            bucketer.flush()
+    bucketer, got = ReduceScatterBucketer(check_ranks="always"), []
+    bucketer.reduce_scatter_async([torch.ones(4 + me)] * 2, group)
+    with pytest.raises(BucketError, match="disagree"):
+        bucketer.flush()
+    bucketer.reduce_scatter_async([torch.ones(4)] * 2, group, got.append)  # it can be used on
+    bucketer.flush()
+    same(got[0], torch.full((4,), 2.0))
+    bucketer.teardown()
+
+    alone = dist.new_group([0])
+    with pytest.raises(BucketError, match="process group that this rank belongs to") if me else nullcontext():
+        ReduceScatterBucketer().reduce_scatter_async([torch.ones(1)], alone)
+
+
+def test_held_inputs_must_not_change(group: dist.ProcessGroup) -> None:
+    bucketer = ReduceScatterBucketer(hold_inputs=True)
+    spoil: list[tuple[Callable[[Tensor], object], str]] = [
+        (lambda t: t.add_(1), "got tensor 1 of 2 in this bucket changed"),
+        (lambda t: t.untyped_storage().resize_(0), "got tensor 1 of 2 in this bucket freed"),
+    ]
+    for change, message in spoil:
+        tensors = [torch.ones(16), torch.ones(16)]
+        for tensor in tensors:
+            bucketer.reduce_scatter_async(tensor, group)
+        change(tensors[1])
+        with pytest.raises(BucketError, match=message):
+            bucketer.flush()
+    got: list[Tensor] = []
+    with torch.inference_mode():
+        bucketer.reduce_scatter_async(torch.ones(16), group, got.append)
+        bucketer.reduce_scatter_async([torch.ones(2)] * 8, group, got.append)
+    bucketer.flush()
+    assert [g.tolist() for g in got] == [[1, 1], [1, 1]]
+    bucketer.teardown()
+    assert bucketer.counters.held_bytes == 0
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_teardown_in_a_callback_frees_all_and_loses_nothing(group: dist.ProcessGroup, hold: bool) -> None:
+    bucketer, got = ReduceScatterBucketer(1, hold_inputs=hold), []
+
+    def stop(result: Tensor) -> None:
+        got.append(result)
+        bucketer.teardown()
+        assert bucketer.counters.held_bytes == 0
+
+    for value in range(4):
+        callback = stop if value == 1 else got.append
+        bucketer.reduce_scatter_async(torch.full((80_000,), float(value))[: 8 * 5_000], group, callback)
+    bucketer.flush()
+    assert bucketer.counters.held_bytes == 0
+    for value, result in enumerate(got):  # rank 0's own part: the others send nothing
+        same(result, torch.full((5_000,), float(value)))
+
+
+# --- errors ----------------------------------------------------------------------------------------
+
+
+def test_errors_are_those_fairscale_raises(group: dist.ProcessGroup) -> None:
+    bucketer = ReduceScatterBucketer(bucket_cap_mb=25)
+    message = r"reduce_scatter received 7 inputs, expected group.size\(\) \(8\): pass one tensor"
+    with pytest.raises(AssertionError, match=message):
+        bucketer.reduce_scatter_async([torch.ones(3)] * 7, group)
+    bucketer.reduce_scatter_async(input_list=[torch.ones(3)] * 8, group=group, callback_fn=None)
+    (bucket,) = bucketer.buckets.values()
+    message = r"Incorrect call of teardown: .*1 inputs .*expected none: call flush\(\)"
+    for teardown in (bucketer.teardown, bucket.teardown):
+        with pytest.raises(AssertionError, match=message) as caught:
+            teardown()
+        assert isinstance(caught.value, CoreError) and isinstance(caught.value, ValueError)
+    bucketer.flush()
+    bucketer.teardown()
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_group_of_one(fake_world: Callable[[int], None], hold: bool) -> None:
+    fake_world(1)
+    group = dist.group.WORLD
+    assert group is not None
+    bucketer, got = ReduceScatterBucketer(hold_inputs=hold), []
+    inputs = [*(torch.randn(n) for n in (3, 0, 2 * JOIN_BYTES)), torch.tensor(2.0), torch.randn(2, 3).T]
+    for _ in range(2):
+        for tensor in inputs:
+            bucketer.reduce_scatter_async([tensor], group, got.append)
+        bucketer.flush()
+        for result, tensor in zip(got, inputs, strict=True):
+            same(result, tensor)
+        got.clear()
+
+
+def test_options_that_make_no_sense() -> None:
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"op": "max"}, "expected 'sum', 'avg', or 'premul'"),
+        ({"op": "premul"}, "got op='premul' with factor=None"),
+        ({"factor": 2.0}, "got op='sum' with factor=2.0"),
+        ({"check_ranks": "often"}, "expected one of first, always, never"),
+        ({"bucket_cap_mb": float("nan")}, "got bucket_cap_mb=.*, expected a finite number"),
+        ({"bucket_cap_mb": "25"}, "got bucket_cap_mb=.*, expected a finite number"),
+    ]
+    for options, message in cases:
+        with pytest.raises(BucketError, match=message):
+            ReduceScatterBucketer(**options)  # type: ignore[arg-type]
+
+
+def test_inputs_that_make_no_sense(group: dist.ProcessGroup) -> None:
+    averaging = ReduceScatterBucketer(op="avg")
+    to_real = ReduceScatterBucketer(reduce_dtype=torch.float32)
+    bucketer, holding = ReduceScatterBucketer(), ReduceScatterBucketer(hold_inputs=True)
+    small, large = torch.ones(4), torch.ones(JOIN_BYTES)
+    for _ in range(2):  # the second time on the short way, where there is one
+        bucketer.reduce_scatter_async(torch.ones(8), group)
+        holding.reduce_scatter_async(torch.ones(8), group)
+        for use, inputs, message in [
+            (holding, torch.ones(8).to_sparse(), "expected dense tensors"),
+            (averaging, torch.ones(8, dtype=torch.int64), "expected a floating or complex dtype"),
+            (to_real, torch.ones(8, dtype=torch.complex64), "expected a complex dtype"),
+            (bucketer, torch.ones(9), r"expected a dim 0 that group.size\(\) \(8\) divides"),
+            (bucketer, torch.tensor(1.0), "expected a dim 0"),
+            (bucketer, torch.ones(8).to_sparse(), "expected dense tensors"),
+            (bucketer, [1.0] * 8, "got float as an input"),
+            (bucketer, [small] * 7 + [torch.ones(5)], r"got input 7 of float32\[5\] .* beside input 0"),
+            (bucketer, [small] * 7 + [small.double()], r"got input 7 of float64\[4\]"),
+            (bucketer, [large] * 7 + [large[:-1]], r"got input 7 of"),
+            (bucketer, [torch.ones(4, device="meta")] + [small] * 7, r"got input 1 of float32\[4\] on cpu"),
+            (bucketer, [], "received 0 inputs"),
+        ]:
+            with pytest.raises(BucketError, match=message):
+                use.reduce_scatter_async(inputs, group)  # type: ignore[arg-type]
+    assert [b.pending for b in bucketer.buckets.values()] == [2]
+    assert not averaging.buckets

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from core.tests.gloo_world import mesh_of, on_worlds
-from dtbench_core import ArgumentError, DTensor, PlacementError, Replicate, Shard, distribute_tensor, rand
+from dtbench_core import DTensor, Replicate, Shard, distribute_tensor, rand
 from dtbench_core.layout import rng as random
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, tensor_parallel_rng
 
@@ -100,13 +99,6 @@ def test_plain_tensors() -> None:
         # DTensors have streams of their own: the plain tensors' draws are not drawn again.
         sharded = F.dropout(distribute_tensor(torch.ones(4, 64), mesh, [S0], src_data_rank=None))
         assert not any(torch.equal(one, other) for one in sharded.full_tensor().split(1) for other in masks)
-        with (
-            pytest.raises(PlacementError, match="region got 2 placements for the 4 cpu mesh"),
-            rng.region([R, S0]),
-        ):
-            pass
-        with pytest.raises(ArgumentError, match="manual_seed got '1', expected an int"):
-            rng.manual_seed("1")  # type: ignore[arg-type]
     finally:
         rng.enabled = False
 
