@@ -41,7 +41,6 @@ from dtbench_core import (
     local_map,
     torch_compat,
 )
-from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytestmark = quiet
 slow = pytest.mark.slow
@@ -208,20 +207,6 @@ def test_caches_on_disk_are_of_this_state_of_the_library(
         assert x._stable_hash_for_caching() != key
     sources = Path(torch_compat.__file__).parent.rglob("*.py")
     assert hashlib.sha256(b"".join(f.read_bytes() for f in sorted(sources))).hexdigest() in key
-
-
-@slow
-@mesh_in_graphs
-def test_a_parallel_block_of_any_batch(fake_world: Callable[..., None]) -> None:
-    fake_world(2)
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    parallelize_module(net, mesh_of((2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    torch._dynamo.reset()
-    fast = compiled(net, fullgraph=True, dynamic=True)
-    # In a world without transport the terms of others are missing, in eager mode as well.
-    for rows in (2, 3, 5):
-        x = torch.randn(rows, 4)
-        torch.testing.assert_close(fast(x), net(x))
 
 
 @mesh_in_graphs

@@ -159,19 +159,6 @@ def test_a_compiled_backward_pass_refuses_saved_tensors_that_were_written_to(nam
             torch.testing.assert_close(got, expected)
 
 
-@slow
-@on_ranks(world_size=RANKS)
-def test_no_rank_alone_refuses_saved_tensors_that_were_written_to() -> None:
-    """A rank without a part saves others than those with one."""
-    torch._dynamo.reset()
-    x = placed(torch.ones(1, 4, requires_grad=True))
-    y = x * 1
-    z = compiled(lambda t: t.sin().softmax(0))(y)
-    y.detach().mul_(2)
-    z.sum().backward()
-    assert x.grad is not None and x.grad.full_tensor().shape == (1, 4)
-
-
 def _of_sum(views: Program) -> Program:
     return lambda x: views(x + 1)
 
@@ -241,19 +228,6 @@ def test_a_result_whose_others_are_gone_is_written_to() -> None:
     assert_equal((rows, others[1]), (expected * 3, (numbers() + 1).t()))
 
 
-@slow
-@on_ranks(world_size=RANKS)
-def test_gradients_pass_copied_views_that_a_graph_returns() -> None:
-    functions: list[Program] = [lambda x: (x[1:],), lambda x: (x[1:], x.t()), _of_both]
-    for fn in functions:
-        torch._dynamo.reset()
-        plain = numbers(True)
-        x = placed(plain)
-        for leaf, run in ((x, compiled(fn)), (plain, fn)):
-            sum((one * one).sum() for one in run(leaf)).backward()
-        assert_equal([x.grad], [plain.grad])
-
-
 VIEWS: dict[str, Program] = {
     "detached": lambda x: x.detach(),
     "transposed": lambda x: x.t(),
@@ -312,18 +286,6 @@ def test_a_graph_returns_copied_views_as_later_writes_in_it_left_them(name: str)
             x = placed(plain, placement)
             got, expected = compiled(fn, fullgraph=True)(x), fn(plain)
             assert_equal((*got, x), (*expected, plain), (shape, placement))
-
-
-@slow
-@on_ranks(world_size=RANKS)
-def test_views_without_elements_are_given_to_graphs() -> None:
-    views: list[Program] = [lambda t: t[3:], lambda t: t[:, :0], lambda t: t.tensor_split(4)[-1]]
-    for plain in (torch.ones(1, 2), torch.ones(3, 2)):
-        for placement in (S0, Shard(1), R):
-            torch._dynamo.reset()
-            fast, x = compiled(lambda a: (a * 2).sum(0), fullgraph=True), placed(plain, placement)
-            for view in views:
-                assert_equal([fast(view(x))], [(view(plain) * 2).sum(0)], placement)
 
 
 WRITES: dict[str, Callable[[Any], object]] = {

@@ -68,12 +68,6 @@ def test_builtin_constants_are_those_of_torch(
     assert (ours.base_latency_us, ours.source) == (6.6, "built-in")
 
 
-def test_info_is_built_once_per_mesh() -> None:
-    mesh = dp_tp()
-    assert MeshTopoInfo.build_from_mesh(mesh) is MeshTopoInfo.build_from_mesh(mesh)
-    assert MeshTopoInfo.build_from_mesh(mesh) is not MeshTopoInfo.build_from_mesh(mesh["tp"])
-
-
 # --- collectives -----------------------------------------------------------------------------------
 
 
@@ -131,22 +125,6 @@ def test_redistribution_of_one_of_two_dims_equals_torch(
     assert ours == pytest.approx(theirs, rel=1e-12)
 
 
-def test_bytes_follow_the_steps() -> None:
-    mesh = dp_tp()
-    info = MeshTopoInfo.build_from_mesh(mesh)
-    whole = math.prod(SHAPE) * 4 / GIB
-    gathered = cost.redistribute_cost(spec(mesh, Shard(0), Shard(1)), spec(mesh, R, R))
-    assert gathered == pytest.approx(
-        cost.allgather_cost(whole / 4, info, 0) + cost.allgather_cost(whole, info, 1)
-    )
-    scattered = cost.redistribute_cost(spec(mesh, P, P), spec(mesh, Shard(0), R))
-    assert scattered == pytest.approx(
-        cost.reduce_scatter_cost(whole, info, 0) + cost.allreduce_cost(whole / 2, info, 1)
-    )
-    sliced = cost.redistribute_cost(spec(mesh, R, P), spec(mesh, Shard(0), R))
-    assert sliced == pytest.approx(cost.allreduce_cost(whole / 2, info, 1))
-
-
 def test_no_way_and_no_cost() -> None:
     mesh, line = dp_tp(), init_device_mesh("cpu", (8,))
     assert cost.redistribute_cost(spec(mesh, R, Shard(0)), spec(mesh, R, P)) == math.inf
@@ -180,33 +158,6 @@ def test_the_price_of_one_step() -> None:
     assert one(spec(mesh, R, R), spec(mesh["tp"], R)) == math.inf
     with pytest.raises(ValueError, match=r"differ in the mesh dims \[0, 1\], expected one dim"):
         one(spec(mesh, R, R), spec(mesh, Shard(0), Shard(1)))
-
-
-def test_spare_replicas_share_the_work_of_a_large_tensor() -> None:
-    """PyTorch looks at one mesh dim at a time: its price of R,P -> R,S(0) is the whole reduce-scatter."""
-    mesh = dp_tp()
-
-    def large(*placements: Placement) -> DTensorSpec:
-        """256 MiB."""
-        return DTensorSpec.of(mesh, placements, (8192, 8192), (8192, 1), torch.float32)
-
-    ours = cost.redistribute_cost(large(R, P), large(R, Shard(0)))
-    whole = cost.reduce_scatter_cost(0.25, MeshTopoInfo.build_from_mesh(mesh), 1)
-    assert ours < whole
-    halved = cost.redistribute_cost(large(Shard(1), P), large(Shard(1), Shard(0)))
-    gathered = cost.redistribute_cost(large(Shard(1), Shard(0)), large(R, Shard(0)))
-    assert ours == pytest.approx(halved + gathered)
-
-
-def test_the_inner_shard_of_a_dim_is_in_the_way_of_the_outer_one() -> None:
-    """S(0),S(0) -> R,S(0) is no gather over the outer mesh dim alone: what it would give is not S(0)."""
-    mesh = dp_tp()
-    nested = cost.redistribute_cost(spec(mesh, Shard(0), Shard(0)), spec(mesh, R, Shard(0)))
-    assert nested > cost.redistribute_cost(spec(mesh, Shard(0), Shard(1)), spec(mesh, R, Shard(1)))
-    undone = cost.redistribute_cost(spec(mesh, Shard(0), Shard(0)), spec(mesh, Shard(0), R))
-    gathered = cost.redistribute_cost(spec(mesh, Shard(0), R), spec(mesh, R, R))
-    assert nested <= undone + gathered, "then the inner one is cut again"
-    assert cost.redistribute_cost(spec(mesh, R, Shard(0)), spec(mesh, Shard(0), Shard(0))) > 0
 
 
 # --- prices are distances --------------------------------------------------------------------------
@@ -282,30 +233,6 @@ def test_no_chain_at_all_is_cheaper(world: Any, copy_us: float) -> None:
     assert least == pytest.approx(brute_force(topo, shape, src, dst, copy_us))
     assert price(topo, shape, src, src, copy_us=copy_us) == 0.0
     assert price(topo, shape, src, dst, copy_us=copy_us, together=True) <= least + 1e-9
-
-
-def test_an_inner_shard_gets_out_of_the_way_of_a_single_rank_by_another_tensor_dim() -> None:
-    topo = MeshTopoInfo(None, (1, 4), (0.5, 0.5), (0.0, 0.0), 0.0)
-    ends = (Shard(1), Shard(1)), (R, Shard(1))
-    assert price(topo, (3, 4096), *ends, copy_us=0.0) == pytest.approx(
-        brute_force(topo, (3, 4096), *ends, 0.0)
-    )
-
-
-@settings(max_examples=40, deadline=None)
-@given(worlds(), st.booleans())
-def test_the_cheapest_chain_is_one_of_all(world: Any, together: bool) -> None:
-    topo, shape, (src, dst) = world
-    how: dict[str, Any] = {"copy_us": 1.0, "together": together}
-    best = cost.Search(shape, 4, src, dst, topo, **how).cheapest()
-    assert best is not None
-    if len(best) > 3 or len(topo.mesh_dim_devices) > 2:
-        return
-    chains = list(cost.Search(shape, 4, src, dst, topo, **how).every(3))
-    assert best in chains
-    assert min(sum(step.us for step in chain) for chain in chains) == pytest.approx(sum(s.us for s in best))
-    assert len({repr(chain) for chain in chains}) == len(chains)
-    assert all(len(chain) <= 3 for chain in chains)
 
 
 def test_all_mesh_dims_at_once_where_one_ring_is_cheaper() -> None:

@@ -246,19 +246,6 @@ def test_local_map_of_uneven_shards() -> None:
         assert torch.equal(x.grad.full_tensor(), torch.full_like(full, 2.0))
 
 
-def test_names() -> None:
-    assert [str(p) for p in (ROWS, StridedShard(1, 4))] == ["S(0:1+3+1+3)", "S(1/4)"]
-    assert ROWS != S0 != ROWS and ROWS.is_shard(0) and StridedShard(0, 2).is_shard()
-
-
-@on_ranks
-def test_strided_shards_are_shown() -> None:
-    lines = sharding_text(_cut(torch.zeros(8, 3), StridedShard(0, 2))).splitlines()[3:]
-    assert [(line.split()[0], line.split()[-1]) for line in lines] == [
-        (f"{i}:{i + 1}", str(i % 4)) for i in range(8)
-    ]
-
-
 # ---- mistakes ----
 
 MISTAKES: dict[str, tuple[Callable[[Any], Any], type, str]] = {

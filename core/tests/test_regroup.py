@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.gloo_world import on_ranks
 from core.tests.placing import place
 from dtbench_core import (
     Placement,
@@ -21,7 +21,6 @@ from dtbench_core import (
     Shard,
     StridedShard,
     count_collectives,
-    distribute_tensor,
 )
 from dtbench_core.layout.placement import Placements
 from dtbench_core.rules.regroup import kept
@@ -137,10 +136,3 @@ def test_products_over_joined_dims_stay_local(
     torch.testing.assert_close(
         [whole, x.grad.full_tensor(), w.grad.full_tensor()], [out, full.grad, weight.grad]
     )
-
-
-@on_ranks
-def test_writes_through_joined_views() -> None:
-    x = distribute_tensor(torch.zeros(2, 8), mesh_of((4,)), [S1])
-    x.view(16).add_(place(torch.arange(16.0)))
-    assert x.full_tensor().flatten().tolist() == [float(i) for i in range(16)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from core.tests.op_case import UA, A, Op, flat
+from core.tests.op_case import Op, flat, values
 
 aten = torch.ops.aten
 A4, U4 = ((4, 8, 2, 4),), ((3, 5, 2, 1),)
@@ -73,12 +73,12 @@ def _native_dropout(a: Any) -> Any:
 
 
 OPS: dict[str, Op] = {
-    "fills": Op(_seeded(_fills), A, UA, differentiable=False),
-    "fresh": Op(_seeded(_fresh), A, UA, differentiable=False),
-    "native_dropout": Op(_seeded(_native_dropout), A, UA),
-    "dropout": Op(_seeded(lambda a: F.dropout(a, 0.3)), A, UA),
-    "dropout_in_place": Op(_seeded(lambda a: F.dropout(a * 1, 0.3, inplace=True)), A, UA),
+    "fills": values(_seeded(_fills)),
+    "fresh": values(_seeded(_fresh)),
+    "native_dropout": Op(_seeded(_native_dropout)),
+    "dropout": Op(_seeded(lambda a: F.dropout(a, 0.3))),
+    "dropout_in_place": Op(_seeded(lambda a: F.dropout(a * 1, 0.3, inplace=True))),
     "dropout2d": Op(_seeded(lambda a: F.dropout2d(a, 0.3)), A4, U4),
-    "alpha_dropout": Op(_seeded(lambda a: F.alpha_dropout(a, 0.3, training=True)), A, UA),
+    "alpha_dropout": Op(_seeded(lambda a: F.alpha_dropout(a, 0.3, training=True))),
     "feature_alpha_dropout": Op(_seeded(lambda a: F.feature_alpha_dropout(a, 0.3, training=True)), A4, U4),
 }
