@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as torchs_extents
 
 from core.tests.gloo_world import mesh_of, on_ranks
@@ -22,8 +21,6 @@ from dtbench_core import (
     Replicate,
     Shard,
     compute_local_shape_and_global_offset,
-    debug,
-    distribute_module,
     distribute_tensor,
 )
 
@@ -122,7 +119,3 @@ def test_names_of_torch() -> None:
         for dims in ((0, 1), (0, 0), (1, 0)):
             ours = compute_local_shape_and_global_offset(shape, mesh, [S(d) for d in dims])
             assert ours == torchs_extents(shape, mesh, [theirs.Shard(d) for d in dims]), (shape, dims, rank)
-    model = distribute_module(nn.Linear(3, 2), mesh_of((4,)))
-    with debug.CommDebugMode() as mode:
-        model(place(torch.ones(2, 3)))
-    assert mode.get_sharding_info() == {"Linear.weight": (R,), "Linear.bias": (R,)}

@@ -25,10 +25,6 @@ from dtbench_core import (
     clear_caches,
 )
 from dtbench_core.dispatch import entry as dispatching
-from dtbench_core.dispatch import metadata
-from dtbench_core.layout.mesh import mesh_info
-from dtbench_core.layout.placement import REPLICATE
-from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.rules import base
 from dtbench_core.rules.base import PlacementRow, Strategy
 
@@ -129,15 +125,6 @@ def test_fast_writes_reach_the_shard_and_count_as_torch_counts_them(x: DTensor) 
             assert written._version == before + 1
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 product.sum().backward()
-
-
-def test_numbers_share_plans_where_only_their_type_matters(x: DTensor) -> None:
-    for i in range(20):
-        x * (i + 0.5)
-        torch.add(x, i + 0.25)
-    held = cache_info()
-    assert held["plans"] == 2
-    assert held["fast"] == 2
 
 
 def test_numbers_that_mean_dims_do_not(x: DTensor) -> None:
@@ -305,11 +292,3 @@ def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMe
     x.to_local().fill_(3)
     for stale in views:
         assert bool((stale.to_local() == 3).all())
-
-
-def test_numbers_that_kernels_loop_over_are_small(mesh: DeviceMesh) -> None:
-    """The degree of a polynomial decides how long a kernel takes, and a twin's must not be whatever memory holds."""
-    for dtype in (torch.float32, torch.int64):
-        degree = DTensorSpec.of(mesh_info(mesh), (REPLICATE,), (), (), dtype)
-        torch.full((64,), 2**30, dtype=dtype)  # freed at once: what the next allocation may get
-        assert metadata._empty_twin(degree).item() == 1

@@ -150,24 +150,18 @@ def test_numbers_that_are_refused() -> None:
 
 PENDING: dict[str, Callable[[Any], torch.Tensor]] = {
     "int8": lambda put: put(torch.full((8,), 100, dtype=torch.int8)).sum(dtype=torch.int8),
-    "uint8": lambda put: put(torch.full((8, 3), 100, dtype=torch.uint8)).sum(0, dtype=torch.uint8),
-    "int32": lambda put: put(torch.full((8,), 2**30 + 5, dtype=torch.int32)).sum(dtype=torch.int32),
     "int64": lambda put: put(torch.full((8,), 2**62 + 5)).sum(),
     "product": lambda put: put(torch.full((8,), 7, dtype=torch.int8)).prod(dtype=torch.int8),
     "matmul": lambda put: put(BYTES[:, None].repeat(30, 2)).t() @ put(BYTES[:, None].repeat(30, 2) * 40),
 }
 LEAVING: dict[str, Callable[[Any], Any]] = {
     "/": lambda x: x / 2,
-    "* a float": lambda x: x * 0.5,
     "* a complex": lambda x: x * 1j,
     "* itself": lambda x: x * x,
     "-": lambda x: x - x * 2,
     "float": lambda x: x.double() / 3,
-    "wider": lambda x: x + torch.ones_like(x, dtype=torch.int64),
     "to float": lambda x: torch.zeros_like(x, dtype=torch.float64).add_(x),
-    "copy_": lambda x: torch.zeros_like(x, dtype=torch.float64).copy_(x),
     "cumsum": lambda x: x.reshape(-1).cumsum(0),
-    "sum": lambda x: x.sum(),
     "where": lambda x: torch.where(x > 0, x, torch.zeros_like(x, dtype=torch.int64)),
     "foreach": lambda x: torch._foreach_mul([x], 0.5)[0],
     "cat": lambda x: torch.cat([x.reshape(-1), torch.ones_like(x, dtype=torch.int64).reshape(-1)]),

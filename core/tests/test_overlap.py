@@ -125,43 +125,6 @@ def test_lists_of_tensors_that_share_memory() -> None:
 
 
 @on_ranks
-def test_writes_to_data_show_in_views_that_were_copied() -> None:
-    full = _full()
-    x = place(full, S(0))
-    seen, expected = x[1:3], full[1:3]
-    of_data, expected_of_data = x.data.chunk(2)[0], full.data.chunk(2)[0]
-    for base in (x, full):
-        base.data.mul_(2)
-    assert torch.equal(seen.full_tensor(), expected)
-    x.fill_(3)
-    full.fill_(3)
-    assert torch.equal(of_data.full_tensor(), expected_of_data) and torch.equal(seen.full_tensor(), expected)
-
-
-@on_ranks
-def test_where_views_begin() -> None:
-    full = _full()
-    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "rows": lambda x: x[2:],
-        "of rows": lambda x: x[2:][1:, 3:],
-        "column": lambda x: x[:, 4],
-        "transposed": lambda x: x[1:].t()[2],
-        "unbound": lambda x: x.unbind(0)[3],
-        "split": lambda x: x.split(2, 1)[2],
-        "chunk": lambda x: x.chunk(3)[1].detach(),
-        "diagonal": lambda x: x.diagonal(1),
-        "real": lambda x: torch.view_as_complex(x.view(5, 3, 2))[1, 1:],
-        "itself": lambda x: x,
-    }
-    for placed in (S(0), S(1), R):
-        x = place(full, placed)
-        for name, view in views.items():
-            found = view(x).storage_offset(), view(x.requires_grad_()).storage_offset()
-            x.requires_grad_(False)
-            assert found == (view(full).storage_offset(),) * 2, f"{name}, {placed}: {found}"
-
-
-@on_ranks
 def test_a_base_that_gets_another_shape() -> None:
     """A view of it that had to be copied is read and written in the old one."""
     views = (lambda x: x[1:3], lambda x: x.split(3, 0)[-1], lambda x: x.diagonal(), lambda x: x[:, 1])
@@ -212,19 +175,6 @@ def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -
                     assert torch.equal(one.full_tensor(), other)
 
 
-@pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
-@on_ranks
-def test_a_sharded_dim_is_taken_away_in_place_inside_a_function_of_several_ops() -> None:
-    """It is first met while its ops are recorded, which holds their results: nobody shares memory by that."""
-    full, window = torch.arange(35.0).sin(), torch.ones(4)
-    expected = torch.stft(full, 4, window=window, return_complex=True)
-    for placed in (S(0), R):
-        x, w = (distribute_tensor(t, mesh_of((4,)), [placed], src_data_rank=None) for t in (full, window))
-        for _ in range(2):
-            got = torch.stft(x, 4, window=w, return_complex=True)
-            torch.testing.assert_close(got.full_tensor(), expected)
-
-
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @on_ranks
 def test_memory_between_elements_is_not_made_up() -> None:
@@ -234,18 +184,3 @@ def test_memory_between_elements_is_not_made_up() -> None:
     with pytest.raises(NoRuleError, match="memory has gaps"):
         x.as_strided((2, 2), (6, 1))
     assert torch.equal(x.contiguous().as_strided((2, 2), (3, 1)).full_tensor(), full[:2, :2])
-
-
-def test_empty_results_are_written_to_out(ranks: ThreadWorlds) -> None:
-    ranks(_empty_out)
-
-
-def _empty_out() -> None:
-
-    def whole(t: torch.Tensor) -> DTensor:
-        return place(t, R)
-
-    none = whole(torch.zeros(0))
-    assert torch.take(whole(torch.ones(5)), whole(torch.zeros(0, dtype=torch.int64)), out=none) is none
-    square = whole(torch.zeros(0, 0))
-    assert torch.cholesky_inverse(square, out=whole(torch.zeros(0, 0))).shape == (0, 0)

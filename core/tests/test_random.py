@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -194,18 +193,6 @@ def test_ranks_that_move_differently_follow_the_first(
             torch.testing.assert_close(got, torch.cat([halves[int(i)] for i in part]))
 
 
-@on_gloo_ranks
-def test_late_rank_follows_the_decision() -> None:
-    """All ranks seed, and one comes to draw after the others have given it up."""
-    x = _replicas([R, R])
-    with _impatient():
-        torch.manual_seed(7)
-        if dist.get_rank() == 3:
-            time.sleep(0.6)
-        got = torch.rand_like(x).full_tensor()
-    torch.testing.assert_close(got, _draws_after(11), rtol=0, atol=0)
-
-
 def _mixed_draws(seeds: list[int]) -> list[list[torch.Tensor]]:
     """Draws of two meshes of the same ranks and of a sub-mesh, after ranks moved in one way and another."""
     grid, line = mesh_of((2, 2), ("dp", "tp")), mesh_of((4,))
@@ -275,14 +262,3 @@ def test_a_captured_draw_asks_no_generator_and_sends_nothing() -> None:
         torch.rand_like(x)
         torch.rand_like(x)
     assert sent.calls == {"all_reduce": 2}  # along both mesh dims, once: nobody knows what a replay draws
-
-
-@pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
-@on_ranks
-def test_replicas_draw_the_same_without_a_rule() -> None:
-    """multinomial runs on the whole tensor of every rank."""
-    x = _replicas([R, R])
-    torch.manual_seed(dist.get_rank())
-    got = torch.multinomial(x, 2).to_local()
-    torch.manual_seed(0)
-    torch.testing.assert_close(got, torch.multinomial(torch.ones(8, 3), 2))

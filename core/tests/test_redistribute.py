@@ -137,12 +137,6 @@ def test_dtypes_of_a_move() -> None:
     assert tensor.grad is not None and tensor.grad.dtype == torch.float32
 
 
-def test_an_asynchronous_move_says_that_it_waits(mesh: DeviceMesh) -> None:
-    tensor = place(torch.ones(8, 4), mesh, (S0,) * mesh.ndim)
-    with pytest.warns(UserWarning, match="async_op=True.* waits"):
-        tensor.redistribute(async_op=True)
-
-
 # ---- on simulated ranks: any shape, mesh and placements ----
 
 MESHES = [(4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 1, 2), (2, 2, 2), (3, 2)]
@@ -314,14 +308,6 @@ def test_reductions_that_a_dtype_does_not_have(
 
 
 # ---- plans as values ----
-
-
-def test_a_plan_is_refused_as_the_move_would_be(mesh: DeviceMesh) -> None:
-    spec = DTensorSpec.of(mesh, (S0, R), (8, 8), (8, 1), torch.float32)
-    with pytest.raises(PlacementError, match="nothing says which terms"):
-        plan_of(spec, [P, R])
-    with pytest.raises(PlacementError, match=r"Shard\(2\) for a tensor of 2 dims"):
-        plan_of(spec, [Shard(2), R])
 
 
 def _predicted(mesh_shape: tuple[int, ...]) -> None:

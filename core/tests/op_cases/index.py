@@ -32,18 +32,8 @@ def _index(a: Any) -> Any:
     """x[...] with one and several index tensors, adjacent and not."""
     few, rows = index_for(a, [2, -1, 0, 1], R), index_for(a, [[0], [-2]], R)
     spread = index_for(a, [1, 0, -1, 1], S0)
-    return flat(
-        [
-            a[few],
-            a[:, few],
-            a[:, rows, 1],
-            a[rows, :, few],
-            a[spread],
-            a[:, spread, few],
-            a[..., [0, 1]],
-            aten._unsafe_index(a, [None, few]),
-        ]
-    )
+    outs = [a[few], a[:, few], a[:, rows, 1], a[rows, :, few], a[spread], a[:, spread, few]]
+    return flat([*outs, a[..., [0, 1]], aten._unsafe_index(a, [None, few])])
 
 
 def _index_put(a: Any, b: Any) -> Any:

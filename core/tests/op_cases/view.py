@@ -15,32 +15,15 @@ A3, U3 = ((4, 8, 4),), ((3, 5, 2),)
 
 def _copies(a: Any) -> Any:
     """The copying form of each view."""
-    ones, bits = a.unsqueeze(0), (a * 4).round()
-    return flat(
-        [
-            aten.view_copy(a, [-1]),
-            aten.view_copy.dtype(bits, torch.int64) % 7,
-            aten.t_copy(a),
-            aten.transpose_copy.int(a, 0, -1),
-            aten.permute_copy(a, [1, 0]),
-            aten.unsqueeze_copy(a, -1),
-            aten.squeeze_copy(ones),
-            aten.squeeze_copy.dim(ones, 0),
-            aten.squeeze_copy.dims(ones, [0, 1]),
-            aten.expand_copy(ones, [2, -1, -1]),
-            aten.slice_copy.Tensor(a, 0, 1, 4),
-            aten.select_copy.int(a, 0, 1),
-            aten.diagonal_copy(a),
-            aten.unfold_copy(a, 0, 2, 1),
-            aten.narrow_copy(a, 0, 1, 2),
-            *aten.split_copy.Tensor(a, 2),
-            *aten.split_with_sizes_copy(a, [1, a.shape[0] - 1]),
-            *aten.unsafe_split_with_sizes(a, [1, a.shape[0] - 1]),
-            *aten.unbind_copy.int(a, 1),
-            bits.view(torch.int64) % 5,
-            bits.view(torch.int32) % 5,
-        ]
-    )
+    ones, bits, sizes = a.unsqueeze(0), (a * 4).round(), [1, a.shape[0] - 1]
+    outs = [aten.view_copy(a, [-1]), aten.view_copy.dtype(bits, torch.int64) % 7, aten.t_copy(a)]
+    outs += [aten.transpose_copy.int(a, 0, -1), aten.permute_copy(a, [1, 0]), aten.unsqueeze_copy(a, -1)]
+    outs += [aten.squeeze_copy(ones), aten.squeeze_copy.dim(ones, 0), aten.squeeze_copy.dims(ones, [0, 1])]
+    outs += [aten.expand_copy(ones, [2, -1, -1]), aten.slice_copy.Tensor(a, 0, 1, 4)]
+    outs += [aten.select_copy.int(a, 0, 1), aten.diagonal_copy(a), aten.unfold_copy(a, 0, 2, 1)]
+    outs += [aten.narrow_copy(a, 0, 1, 2), *aten.split_copy.Tensor(a, 2), *aten.unbind_copy.int(a, 1)]
+    outs += [*aten.split_with_sizes_copy(a, sizes), *aten.unsafe_split_with_sizes(a, sizes)]
+    return flat([*outs, bits.view(torch.int64) % 5, bits.view(torch.int32) % 5])
 
 
 def _triangles(a: Any) -> Any:
