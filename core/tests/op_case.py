@@ -9,6 +9,11 @@ import torch
 
 from dtbench_core import DTensor, Placement, distribute_tensor
 
+Shapes = tuple[tuple[int, ...], ...]
+# Shapes of one and of two inputs; U: uneven on 4 ranks.
+A, B = ((8, 4),), ((8, 4), (8, 4))
+UA, UB = ((5, 3),), ((5, 3), (5, 3))
+
 
 class Op(NamedTuple):
     """fn of the input tensors; shapes of the inputs (even on 4 ranks), and of an uneven variant.
@@ -17,10 +22,15 @@ class Op(NamedTuple):
     """
 
     fn: Callable[..., Any]
-    shapes: tuple[tuple[int, ...], ...]
-    uneven: tuple[tuple[int, ...], ...]
+    shapes: Shapes = A
+    uneven: Shapes = UA
     differentiable: bool = True
     places: int = 4
+
+
+def values(fn: Callable[..., Any], shapes: Shapes = A, uneven: Shapes = UA, places: int = 4) -> Op:
+    """A case of values alone, without gradients."""
+    return Op(fn, shapes, uneven, differentiable=False, places=places)
 
 
 def index_for(like: Any, values: list[Any], placement: Placement) -> Any:
@@ -44,10 +54,6 @@ def flat(parts: list[Any]) -> Any:
     """One tensor of many of any shape, which tells them apart."""
     return torch.cat([part.reshape(-1).double() * (i + 1) for i, part in enumerate(parts)])
 
-
-# Shapes of one and of two inputs; U: uneven on 4 ranks.
-A, B = ((8, 4),), ((8, 4), (8, 4))
-UA, UB = ((5, 3),), ((5, 3), (5, 3))
 
 # Ops that this machine cannot run: test_device_rules.py tries their rules on meta tensors.
 _attentions = ("flash", "efficient", "cudnn", "fused")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 from core.tests.compiling import (
     Pairs,
@@ -41,7 +35,6 @@ from dtbench_core import (
     local_map,
     torch_compat,
 )
-from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytestmark = quiet
 slow = pytest.mark.slow
@@ -85,17 +78,6 @@ def _alone_without_a_part() -> Pairs:
     ]
 
 
-def _split_by_cost() -> Pairs:
-    """Forward and backward halves as inductor chooses them, by the sizes of what is kept, without its code."""
-    backend = aot_autograd(
-        fw_compiler=boxed_nop,
-        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
-        decompositions=select_decomp_table,
-    )
-    functions = (lambda t: t.amax(0), lambda t: t.std(0), lambda t: t.norm(3, 0), lambda t: t.t() @ t)
-    return [pair for fn in functions for pair in _compared(fn, *_rows(3, 7), backend=backend)]
-
-
 def _other_sizes() -> Pairs:
     weight = torch.randn(6, 4), S1
     return [
@@ -131,26 +113,13 @@ def _asking_for_values() -> Pairs:
 
 def _in_pieces() -> Pairs:
     """Graph breaks, between which the library runs while Dynamo looks for frames to compile; numbers; local_map."""
-    x, net = torch.randn(8, 4), nn.Linear(4, 4)
+    x = torch.randn(8, 4)
     outside: Any = torch._dynamo.disable(lambda t: t.cumsum(0))
     mapped = local_map(lambda t: t.exp() * 2, out_placements=[S0], in_placements=([S0],))
 
     def pieces(t: Any) -> Any:
         a = outside(t.sin() * 2)
         return a + 1 if a.sum().item() > -1e9 else a
-
-    def trained(net: nn.Module, how: Program, inputs: Any) -> list[Any]:
-        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-
-        def step(t: Any) -> Any:
-            loss = net(t).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        fn = how(step)
-        return [fn(inputs), fn(inputs), *net.parameters()]
 
     torch._dynamo.reset()
     part, scaled = placed(x), compiled(lambda t, n: t * n + n, fullgraph=True)
@@ -160,25 +129,14 @@ def _in_pieces() -> Pairs:
         (compiled(lambda t: mapped(t), fullgraph=True)(part), x.exp() * 2),
         *((scaled(part, n), x * n + n) for n in (1, 2, 3, 0.5, 0.25)),
     ]
-    theirs = copy.deepcopy(net)
-    ours = distribute_module(net, mesh_of((2,)), _shard_rows)
-    pairs += zip(trained(ours, compiled, placed(x, R)), trained(theirs, lambda step: step, x), strict=True)
     return [(whole(one), whole(other)) for one, other in pairs]
-
-
-def _shard_rows(name: str, module: nn.Module, mesh: Any) -> None:
-    for key, parameter in list(module.named_parameters(recurse=False)):
-        module.register_parameter(key, nn.Parameter(placed(parameter.detach())))
 
 
 @pytest.mark.parametrize(
     "programs",
     [
         _alone_without_a_part,
-        *(
-            pytest.param(p, marks=slow)
-            for p in (_split_by_cost, _other_sizes, _asking_for_values, _in_pieces)
-        ),
+        *(pytest.param(p, marks=slow) for p in (_other_sizes, _asking_for_values, _in_pieces)),
     ],
 )
 def test_ranks_compile_the_same_program(ranks: ThreadWorlds, programs: Callable[[], Pairs]) -> None:
@@ -210,20 +168,6 @@ def test_caches_on_disk_are_of_this_state_of_the_library(
     assert hashlib.sha256(b"".join(f.read_bytes() for f in sorted(sources))).hexdigest() in key
 
 
-@slow
-@mesh_in_graphs
-def test_a_parallel_block_of_any_batch(fake_world: Callable[..., None]) -> None:
-    fake_world(2)
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    parallelize_module(net, mesh_of((2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    torch._dynamo.reset()
-    fast = compiled(net, fullgraph=True, dynamic=True)
-    # In a world without transport the terms of others are missing, in eager mode as well.
-    for rows in (2, 3, 5):
-        x = torch.randn(rows, 4)
-        torch.testing.assert_close(fast(x), net(x))
-
-
 @mesh_in_graphs
 @on_ranks(world_size=2)
 def test_results_of_unknown_size_break_a_graph_and_are_refused_in_one() -> None:
@@ -241,31 +185,6 @@ def test_results_of_unknown_size_break_a_graph_and_are_refused_in_one() -> None:
             compiled(fn, fullgraph=True)(x)
         assert isinstance(caught.value.__cause__, CoreError)
         assert_equal([compiled(fn)(x)], [fn(plain)])
-
-
-@slow
-@mesh_in_graphs
-@on_ranks(world_size=2)
-def test_dims_that_are_marked_dynamic_are_of_any_size() -> None:
-    def fn(x: Any) -> Any:
-        return (x @ x.t()).softmax(0).sum(1).view(-1) * x.shape[0]
-
-    marks: list[Program] = [
-        lambda x: torch._dynamo.mark_dynamic(x, 0),
-        lambda x: torch._dynamo.mark_dynamic(x, [0, 1], min=2, max=64),
-        lambda x: torch._dynamo.mark_dynamic(x, 0, hint_override=32),
-        lambda x: torch._dynamo.maybe_mark_dynamic(x, 0),
-    ]
-    for mark in marks:
-        for placement in (S0, R):
-            torch._dynamo.reset()
-            fast = compiled(fn, fullgraph=True)
-            for rows in (8, 5):
-                plain = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
-                x = placed(plain, placement)
-                mark(x)
-                torch.testing.assert_close(whole(fast(x)), fn(plain))
-                torch.testing.assert_close(whole(fast(x * 1)), fn(plain))
 
 
 class _TwoResults(torch.autograd.Function):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as torchs_extents
 
 from core.tests.gloo_world import mesh_of, on_ranks
@@ -21,10 +20,7 @@ from dtbench_core import (
     PlacementError,
     Replicate,
     Shard,
-    StridedShard,
     compute_local_shape_and_global_offset,
-    debug,
-    distribute_module,
     distribute_tensor,
 )
 
@@ -43,32 +39,6 @@ def test_checked_replicas_agree_in_everything() -> None:
         with pytest.raises(LayoutError, match="differ between ranks"):
             DTensor.from_local(local, mesh, [R], run_check=True)
     assert DTensor.from_local(torch.ones(2, requires_grad=True), mesh, [R], run_check=True).requires_grad
-
-
-@on_ranks
-def test_the_same_size_as_a_plain_tensor() -> None:
-    x = place(torch.ones(5, 6), S(0))
-    assert x.is_same_size(torch.ones(5, 6)) and torch.ones(5, 6).is_same_size(x)
-    assert not torch.is_same_size(x, torch.ones(5)) and torch.is_same_size(x, x)
-
-
-@on_ranks
-def test_strided_shards_of_any_length() -> None:
-    """Stretches as torch.chunk cuts them, each cut again."""
-    for size, factor, trailing in ((10, 3, ()), (7, 2, (3,)), (3, 5, (2,)), (13, 4, ()), (8, 2, ())):
-        full = torch.arange(size * 6.0)[: size * (trailing[0] if trailing else 1)].view(size, *trailing)
-        mesh = mesh_of((4,))
-        x = distribute_tensor(full, mesh, [StridedShard(0, factor)], src_data_rank=None)
-        pieces = [
-            (*stretch.chunk(4), *[stretch[:0]] * 4)[mesh.get_local_rank()] for stretch in full.chunk(factor)
-        ]
-        assert torch.equal(x.to_local(), torch.cat(pieces)), (size, factor)
-        for placed in (R, S(0), StridedShard(0, 2)):
-            assert torch.equal(x.redistribute(placements=[placed]).full_tensor(), full), (size, factor)
-        assert torch.equal((x * 2 + x).flatten().full_tensor(), (full * 3).flatten())
-        assert torch.equal(x.sum(0).full_tensor(), full.sum(0))
-        grid = place(full, StridedShard(0, factor), S(0), mesh=(2, 2))
-        assert torch.equal(grid.full_tensor(), full) and torch.equal((grid + grid).full_tensor(), full * 2)
 
 
 class _Two(torch.autograd.Function):
@@ -149,7 +119,3 @@ def test_names_of_torch() -> None:
         for dims in ((0, 1), (0, 0), (1, 0)):
             ours = compute_local_shape_and_global_offset(shape, mesh, [S(d) for d in dims])
             assert ours == torchs_extents(shape, mesh, [theirs.Shard(d) for d in dims]), (shape, dims, rank)
-    model = distribute_module(nn.Linear(3, 2), mesh_of((4,)))
-    with debug.CommDebugMode() as mode:
-        model(place(torch.ones(2, 3)))
-    assert mode.get_sharding_info() == {"Linear.weight": (R,), "Linear.bias": (R,)}

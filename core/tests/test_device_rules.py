@@ -139,16 +139,3 @@ def test_norms_on_gpus_save_what_torch_saves(fake_world: Any, dtype: torch.dtype
             for dim in (0, 2):
                 x = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
                 assert described(op(x, *given)) == described(op(whole, *four)), (name, dim)
-
-
-def test_a_bias_that_broadcasts_gets_a_pending_gradient(mesh: MeshInfo) -> None:
-    backward = aten._scaled_dot_product_efficient_attention_backward.default
-    calls = [(op, args) for op, args, _ in _attention_calls() if op is backward]
-    rows = {}
-    for op, args in calls:
-        rule = rule_of(op)
-        assert rule is not None
-        by_heads = rule(_call(op, args, mesh)).rows[1]
-        rows[args[4].shape[1]] = (by_heads.inputs[4], by_heads.outputs[3])
-    assert [str(p) for p in rows[HEADS]] == ["S(1)", "S(1)"]
-    assert [str(p) for p in rows[1]] == ["R", "P"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -80,16 +81,6 @@ def test_a_fallback_is_counted_and_warns_once(fake_world: Callable[[int], None])
     assert len(warned) == 1 and "aten.nonzero" in warned[0]
 
 
-@quiet
-@pytest.mark.parametrize("placements", PLACED, ids=str)
-@on_ranks
-def test_gradients_flow_through_a_fallback(placements: list[Placement]) -> None:
-    plain, x = (make(_random(4, 4), placements).requires_grad_() for make in (lambda full, _: full, _into))
-    for one in (plain, x):
-        torch.linalg.inv(one).sin().sum().backward()
-    assert _same(x.grad, plain.grad)
-
-
 # ---- writes ----
 
 
@@ -97,13 +88,10 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "cumsum_ along both dims": lambda x, y: x.cumsum_(0).cumsum_(1),
     "copy_ from elsewhere": lambda x, y: x.copy_(y.sort(0).values),
     "out= of the same shape": lambda x, y: torch.mul(y, 2, out=x),
-    "out= of a reduction": lambda x, y: torch.sum(y, 0, keepdim=True, out=x[:1] * 1),
     "out= aliasing an input": lambda x, y: torch.add(x, y, out=x),
     "two outs": lambda x, y: torch.max(y, 1, out=(x[:, 0] * 1, (x[:, 0] * 0).long())),
     "t_": lambda x, y: x.t_(),
-    "unsqueeze_": lambda x, y: x.unsqueeze_(1).mul_(2),
     "squeeze_": lambda x, y: x.unsqueeze_(0).squeeze_(0).add_(y),
-    "transpose_": lambda x, y: x.transpose_(0, 1) + y.t(),
 }
 
 
@@ -132,31 +120,15 @@ def test_a_pending_sum_is_added_to_by_a_rule() -> None:
     assert not fallbacks()
 
 
-def _resized() -> list[DTensor]:
-    y = _into(torch.arange(15.0).reshape(5, 3), [S(0)])
-    return [torch.mul(y, 2, out=_into(torch.empty(size), [place])) for size, place in ((0, R), (2, S(0)))]  # type: ignore[return-value]
-
-
-@pytest.mark.filterwarnings("ignore:aten.mul.out got out= of shape")
 @on_ranks
 def test_out_is_resized_as_torch_does() -> None:
-    for out in _resized():
-        assert _same(out, torch.arange(15.0).reshape(5, 3) * 2) and out.shape == (5, 3)
-
-
-def test_a_resized_out_that_held_something_warns(fake_world: Callable[[int], None]) -> None:
-    fake_world(4)
-    with pytest.warns(UserWarning, match=r"out= of shape \[2\].*resized") as seen:
-        _resized()
-    assert len(seen) == 1
-
-
-@quiet
-@on_ranks
-def test_partial_is_an_operand_like_any_other() -> None:
-    full = torch.eye(4, dtype=torch.float64) * 3
-    x = DTensor.from_local(full / 4, mesh_of((4,)), [Partial()])
-    assert _same(torch.linalg.inv(x), torch.linalg.inv(full))
+    """With a warning where it held something."""
+    full = torch.arange(15.0).reshape(5, 3)
+    for size, placement in ((0, R), (2, S(0))):
+        warns = pytest.warns(UserWarning, match=r"out= of shape \[2\].*resized") if size else nullcontext()
+        with warns:
+            out = torch.mul(_into(full, [S(0)]), 2, out=_into(torch.empty(size), [placement]))
+        assert _same(out, full * 2) and out.shape == (5, 3)
 
 
 # ---- views that are copies ----

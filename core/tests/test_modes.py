@@ -126,3 +126,17 @@ def test_inference_mode(mesh: DeviceMesh, name: str) -> None:
         for _ in range(3):
             result = CALLS[name](x, w)
             assert torch.equal(result.to_local(), expected)
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if n != "relu"])
+def test_double_backward(mesh: DeviceMesh, name: str) -> None:
+    """Of a cubed result, so that second derivatives are not zero; each rank's own shard is compared."""
+    x, w = _inputs(mesh)
+    _learn(CALLS[name], x, w)
+    seconds = []
+    for one, weight in ((x, w), (x.to_local(), w.to_local())):
+        leaf = one.detach().requires_grad_()
+        (first,) = torch.autograd.grad(CALLS[name](leaf, weight).pow(3).sum(), leaf, create_graph=True)
+        seconds.append(torch.autograd.grad(first.sum(), leaf)[0])
+    assert seconds[1].any()
+    torch.testing.assert_close(seconds[0].to_local(), seconds[1])

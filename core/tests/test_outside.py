@@ -30,7 +30,6 @@ from dtbench_core import (
     count_collectives,
     distribute_module,
     distribute_tensor,
-    rand,
     randn,
     sharding_text,
     zeros,
@@ -157,20 +156,6 @@ def test_nothing_is_sent_and_errors_are_alike() -> None:
 
 
 @on_ranks
-def test_generators_stay_in_step() -> None:
-    torch.manual_seed(11)
-    rand(3, device_mesh=_pair())
-    F.dropout(distribute_tensor(A, _pair(), [S0]), 0.5)
-    torch.bernoulli(distribute_tensor(torch.full((4,), 0.5), _pair(), [S0]))
-    got = rand(4, device_mesh=mesh_of((4,))).full_tensor()
-    torch.manual_seed(11)
-    torch.rand(3)
-    F.dropout(A, 0.5)
-    torch.bernoulli(torch.full((4,), 0.5))
-    assert torch.equal(got, torch.rand(4))
-
-
-@on_ranks
 def test_a_table_per_rank(tmp_path: Path) -> None:
     """Each on a mesh of that rank alone."""
     rank = dist.get_rank()
@@ -188,13 +173,3 @@ def test_a_table_per_rank(tmp_path: Path) -> None:
     dcp.load(fresh, checkpoint_id=tmp_path)
     mine = fresh[f"table{rank}"].to_local()
     assert (mine == rank).all() and mine.numel() == 128
-
-
-@on_ranks
-def test_submeshes() -> None:
-    """Of a 2x2 mesh: each rank is in one row, all rows compute at once."""
-    row = dist.get_rank() // 2
-    rows = mesh_of((2, 2), ("row", "column"))["column"]
-    x = distribute_tensor(torch.arange(4.0) + 10 * row, rows, [S0])
-    assert x._spec.info.coordinate is not None
-    assert (x * 2).full_tensor().tolist() == [2 * (i + 10 * row) for i in range(4)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.tests.gloo_world import mesh_of, on_ranks
@@ -126,43 +125,6 @@ def test_lists_of_tensors_that_share_memory() -> None:
 
 
 @on_ranks
-def test_writes_to_data_show_in_views_that_were_copied() -> None:
-    full = _full()
-    x = place(full, S(0))
-    seen, expected = x[1:3], full[1:3]
-    of_data, expected_of_data = x.data.chunk(2)[0], full.data.chunk(2)[0]
-    for base in (x, full):
-        base.data.mul_(2)
-    assert torch.equal(seen.full_tensor(), expected)
-    x.fill_(3)
-    full.fill_(3)
-    assert torch.equal(of_data.full_tensor(), expected_of_data) and torch.equal(seen.full_tensor(), expected)
-
-
-@on_ranks
-def test_where_views_begin() -> None:
-    full = _full()
-    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "rows": lambda x: x[2:],
-        "of rows": lambda x: x[2:][1:, 3:],
-        "column": lambda x: x[:, 4],
-        "transposed": lambda x: x[1:].t()[2],
-        "unbound": lambda x: x.unbind(0)[3],
-        "split": lambda x: x.split(2, 1)[2],
-        "chunk": lambda x: x.chunk(3)[1].detach(),
-        "diagonal": lambda x: x.diagonal(1),
-        "real": lambda x: torch.view_as_complex(x.view(5, 3, 2))[1, 1:],
-        "itself": lambda x: x,
-    }
-    for placed in (S(0), S(1), R):
-        x = place(full, placed)
-        for name, view in views.items():
-            found = view(x).storage_offset(), view(x.requires_grad_()).storage_offset()
-            x.requires_grad_(False)
-            assert found == (view(full).storage_offset(),) * 2, f"{name}, {placed}: {found}"
-
-
-@on_ranks
 def test_a_base_that_gets_another_shape() -> None:
     """A view of it that had to be copied is read and written in the old one."""
     views = (lambda x: x[1:3], lambda x: x.split(3, 0)[-1], lambda x: x.diagonal(), lambda x: x[:, 1])
@@ -213,76 +175,6 @@ def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -
                     assert torch.equal(one.full_tensor(), other)
 
 
-@pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
-@on_ranks
-def test_a_sharded_dim_is_taken_away_in_place_inside_a_function_of_several_ops() -> None:
-    """It is first met while its ops are recorded, which holds their results: nobody shares memory by that."""
-    full, window = torch.arange(35.0).sin(), torch.ones(4)
-    expected = torch.stft(full, 4, window=window, return_complex=True)
-    for placed in (S(0), R):
-        x, w = (distribute_tensor(t, mesh_of((4,)), [placed], src_data_rank=None) for t in (full, window))
-        for _ in range(2):
-            got = torch.stft(x, 4, window=w, return_complex=True)
-            torch.testing.assert_close(got.full_tensor(), expected)
-
-
-@on_ranks
-def test_errors_are_those_of_plain_tensors() -> None:
-    def put(full: torch.Tensor) -> DTensor:
-        return place(full, S(0) if full.ndim else R)
-
-    programs: list[Callable[[Any], Any]] = [
-        lambda put: put(torch.ones(0, 3)).amax(0),
-        lambda put: F.conv1d(put(torch.ones(3, 1, 3)), put(torch.ones(1, 1, 2)), stride=0),
-        lambda put: put(torch.ones(3, 2)).index_add(0, put(torch.zeros(2).long()), put(torch.ones(2))),
-        lambda put: put(torch.ones(3, 2)) @ put(torch.ones(3, 2)),
-        lambda put: put(torch.ones(3)).sum(4),
-    ]
-    for program in programs:
-        errors = []
-        for make in (put, lambda full: full):
-            with pytest.raises(Exception) as caught:
-                program(make)
-            errors.append(caught.value)
-        assert type(errors[0]) is type(errors[1]), errors
-
-
-@on_ranks
-def test_a_layer_whose_weight_is_a_vector() -> None:
-    full = torch.arange(6.0) + 1
-    for placed in (S(0), R):
-        x = place(full, placed).requires_grad_()
-        F.linear(x.view(2, 3), x[:3]).sum().backward()
-        plain = full.clone().requires_grad_()
-        F.linear(plain.view(2, 3), plain[:3]).sum().backward()
-        assert x.grad is not None and plain.grad is not None
-        assert torch.equal(x.grad.full_tensor(), plain.grad)
-        with torch.no_grad():
-            assert F.linear(x, x).item() == F.linear(plain, plain).item()
-
-
-def test_windows_that_are_gone_are_not_asked_about_again(ranks: ThreadWorlds) -> None:
-    ranks(_gone)
-
-
-def _gone() -> None:
-    base = place(_full(), S(0))
-    view = base.detach()
-    view.add_(1)
-    assert view._memory is not None and base._memory is not None
-    del base
-    torch._foreach_add_([view], [1.0])
-    assert view._memory is None
-    whole = _full().add_(2)
-    torch.testing.assert_close(view.full_tensor(), whole)
-    for x in (view, whole):  # and again where there are new ones
-        later, earlier = x[1:], x[:-1]
-        with pytest.raises(RuntimeError, match="memory"):
-            later.add_(earlier)
-        assert x is not view or view._memory is not None
-    torch.testing.assert_close(view.full_tensor(), whole)
-
-
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @on_ranks
 def test_memory_between_elements_is_not_made_up() -> None:
@@ -292,34 +184,3 @@ def test_memory_between_elements_is_not_made_up() -> None:
     with pytest.raises(NoRuleError, match="memory has gaps"):
         x.as_strided((2, 2), (6, 1))
     assert torch.equal(x.contiguous().as_strided((2, 2), (3, 1)).full_tensor(), full[:2, :2])
-
-
-@on_ranks
-def test_a_result_gets_another_shape_under_autograd_after_a_view() -> None:
-    """As torch's own functions do on the way."""
-    full = torch.arange(12.0).view(3, 4)
-    x, plain = (
-        place(full, S(0)).requires_grad_(),
-        full.requires_grad_(),
-    )
-    for one in (x, plain):
-        y = one * 2
-        assert y[1:].shape == (2, 4)
-        y.unsqueeze_(0).transpose_(0, 1)
-        (y * y).sum().backward()
-    assert x.grad is not None and plain.grad is not None and torch.equal(x.grad.full_tensor(), plain.grad)
-
-
-def test_empty_results_are_written_to_out(ranks: ThreadWorlds) -> None:
-    ranks(_empty_out)
-
-
-def _empty_out() -> None:
-
-    def whole(t: torch.Tensor) -> DTensor:
-        return place(t, R)
-
-    none = whole(torch.zeros(0))
-    assert torch.take(whole(torch.ones(5)), whole(torch.zeros(0, dtype=torch.int64)), out=none) is none
-    square = whole(torch.zeros(0, 0))
-    assert torch.cholesky_inverse(square, out=whole(torch.zeros(0, 0))).shape == (0, 0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dtbench_core
 from dtbench_core import Partial, Replicate, Shard, _public
-from dtbench_core.layout.placement import chunk_extent, chunk_lengths, describe, local_extents, splits_evenly
+from dtbench_core.layout.placement import chunk_extent, chunk_lengths, local_extents, splits_evenly
 
 sizes = st.integers(0, 40)
 parts = st.integers(1, 9)
@@ -55,19 +55,6 @@ def test_splits_evenly() -> None:
     assert splits_evenly(8, 0, (Shard(0), Shard(0)), (2, 4))
     assert not splits_evenly(4, 0, (Shard(0), Shard(0)), (2, 4))
     assert splits_evenly(5, 0, (Shard(1), Replicate()), (2, 4))
-
-
-def test_placements_are_values() -> None:
-    assert Shard(1) == Shard(1) != Shard(0)
-    assert len({Replicate(), Replicate(), Partial(), Partial("sum"), Partial("avg")}) == 3
-    assert describe((Shard(0), Replicate(), Partial(), Partial("max"))) == "S(0),R,P,P(max)"
-    assert (Shard(1).is_shard(), Shard(1).is_shard(0), Partial("avg").is_partial("sum")) == (
-        True,
-        False,
-        False,
-    )
-    with pytest.raises(ValueError, match="expected one of sum, avg"):
-        Partial("median")
 
 
 def test_every_public_name_exists_and_says_what_it_is() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.overrides import TorchFunctionMode
 
 from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
 from core.tests.local_world import ThreadWorlds
@@ -24,15 +20,6 @@ from dtbench_core.layout import in_step
 from dtbench_core.layout import rng as random
 
 S0, R = Shard(0), Replicate()
-
-
-@on_ranks
-def test_first_rank_is_followed() -> None:
-    mesh = mesh_of((2, 2), ("unseeded", "too"))
-    torch.manual_seed(dist.get_rank() + 40)  # ranks of different seeds
-    got = torch.rand_like(distribute_tensor(torch.ones(6), mesh, [S0, R], src_data_rank=None)).full_tensor()
-    torch.manual_seed(40)
-    torch.testing.assert_close(got, torch.rand(6))
 
 
 def _drawn_in_a_graph() -> list[torch.Tensor]:
@@ -56,18 +43,6 @@ def test_replicas_draw_the_same_in_graphs(ranks: ThreadWorlds) -> None:
     for each in drawn[::2]:
         assert all(len(one.unique()) > 1 for one in each)
         assert not any(torch.equal(one, again) for one, again in zip(each[::2], each[1::2], strict=True))
-
-
-@on_ranks
-def test_watched_replicas_draw_the_same() -> None:
-    x = distribute_tensor(torch.ones(64), mesh_of((4,)), [R], src_data_rank=None)
-    torch.rand_like(x)  # the first op on a mesh brings the generators into step
-    torch.manual_seed(dist.get_rank())
-    with CommDebugMode():
-        drawn = torch.rand_like(x).to_local()
-    first = drawn.clone()
-    dist.broadcast(first, 0)
-    torch.testing.assert_close(drawn, first, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("placements", [[R], [S0], [Shard(1)]], ids=str)
@@ -105,26 +80,6 @@ def test_every_seed() -> None:
 def test_seeds_that_are_refused(seeds: list[Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         random.manual_seed(seeds[dist.get_rank()], mesh_of((4,)))
-
-
-class _CpuForCuda(TorchFunctionMode):
-    """Makes on the CPU what is made on a CUDA device."""
-
-    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {k: "cpu" if (k, v) == ("device", "cuda") else v for k, v in (kwargs or {}).items()}
-        return fn(*args, **kwargs)
-
-
-def test_a_seed_of_gpus_seeds_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch.manual_seed does: what draws on the host is seeded, whatever the mesh's devices are."""
-    on_gpu = torch.Generator()
-    monkeypatch.setattr(random, "mesh_info", lambda mesh: mesh)
-    monkeypatch.setattr(random, "generators", lambda _: on_gpu)
-    with _CpuForCuda():
-        random.manual_seed(23, Mock(device_type="cuda", groups=()))
-    expected = torch.rand(3, generator=torch.Generator().manual_seed(23))
-    assert torch.equal(torch.rand(3), expected)
-    assert torch.equal(torch.rand(3, generator=on_gpu), expected)
 
 
 STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -217,21 +172,6 @@ def test_ranks_that_move_without_the_others_are_brought_back(
     assert sum("it takes back the state" in str(one.message) for one in warned) <= moves
 
 
-@pytest.mark.parametrize("placements", [[R, R], [S0, R], [S0, S0]], ids=str)
-@on_ranks
-def test_ranks_that_move_together_draw_as_one_device(placements: list[Any]) -> None:
-    x = _replicas(placements)
-    drawn = []
-    for seed in (7, 8):
-        torch.manual_seed(seed)
-        drawn.append(torch.rand_like(x).full_tensor())
-        torch.rand(5)
-        drawn.append(torch.rand_like(x).full_tensor())
-    for seed, first, second in ((7, *drawn[:2]), (8, *drawn[2:])):
-        torch.manual_seed(seed)
-        torch.testing.assert_close([first, second], [torch.rand(8, 3), (torch.rand(5), torch.rand(8, 3))[1]])
-
-
 def _moved_differently(placements: list[Any]) -> list[torch.Tensor]:
     x = _replicas(placements)
     torch.manual_seed(40 + dist.get_rank())
@@ -251,18 +191,6 @@ def test_ranks_that_move_differently_follow_the_first(
         for got in drawn:
             halves = torch.rand(8, 3).chunk(2)
             torch.testing.assert_close(got, torch.cat([halves[int(i)] for i in part]))
-
-
-@on_gloo_ranks
-def test_late_rank_follows_the_decision() -> None:
-    """All ranks seed, and one comes to draw after the others have given it up."""
-    x = _replicas([R, R])
-    with _impatient():
-        torch.manual_seed(7)
-        if dist.get_rank() == 3:
-            time.sleep(0.6)
-        got = torch.rand_like(x).full_tensor()
-    torch.testing.assert_close(got, _draws_after(11), rtol=0, atol=0)
 
 
 def _mixed_draws(seeds: list[int]) -> list[list[torch.Tensor]]:
@@ -334,25 +262,3 @@ def test_a_captured_draw_asks_no_generator_and_sends_nothing() -> None:
         torch.rand_like(x)
         torch.rand_like(x)
     assert sent.calls == {"all_reduce": 2}  # along both mesh dims, once: nobody knows what a replay draws
-
-
-@pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
-@on_ranks
-def test_replicas_draw_the_same_without_a_rule() -> None:
-    """multinomial runs on the whole tensor of every rank."""
-    x = _replicas([R, R])
-    torch.manual_seed(dist.get_rank())
-    got = torch.multinomial(x, 2).to_local()
-    torch.manual_seed(0)
-    torch.testing.assert_close(got, torch.multinomial(torch.ones(8, 3), 2))
-
-
-@on_gloo_ranks(world_size=2)
-def test_one_of_two_ranks_draws_alone() -> None:
-    x = _replicas([R], (2,))
-    with _impatient():
-        for _ in range(in_step.KEPT_DECISIONS + 2):
-            if dist.get_rank() == 0:
-                torch.rand(1)
-            got = torch.rand_like(x).full_tensor()
-    torch.testing.assert_close(got, _draws_after(11, in_step.KEPT_DECISIONS + 3))

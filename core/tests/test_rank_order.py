@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.tests.gloo_world import mesh_in, on_ranks
-from core.tests.local_world import LocalWorlds
 from core.tests.op_cases import OPS
 from core.tests.placing import assert_like_plain
 from dtbench_core import (
@@ -25,7 +24,6 @@ from dtbench_core import (
     StridedShard,
     distribute_tensor,
 )
-from dtbench_core.bucketer import ReduceScatterBucketer
 from dtbench_core.interop.collective_utils import mesh_broadcast, mesh_scatter, shard_dim_alltoall
 from dtbench_core.layout.rng import manual_seed
 
@@ -82,21 +80,6 @@ def test_other_cuts_and_what_ranks_tell_each_other(order: Any) -> None:
     assert x.placements[0] == RaggedShard(0, counts) and torch.equal(x.full_tensor(), full)
     checked = DTensor.from_local(full + sum(at), mesh, [R] * mesh.ndim, run_check=True)
     assert torch.equal(checked.to_local(), full)  # of the first rank by coordinate
-
-
-def _moved_about(order: Any) -> None:
-    mesh, full = mesh_in(order), _full(5, 3)
-    for source, placed in itertools.product((None, 0), _placements(mesh, 2)):
-        x = distribute_tensor(full, mesh, placed, src_data_rank=source)
-        for wanted in _placements(mesh, 2):
-            moved = x.redistribute(placements=wanted)
-            assert torch.equal(moved.full_tensor(), full), (placed, wanted)
-            torch.testing.assert_close((moved * 2).sum(0).full_tensor(), (full * 2).sum(0))
-
-
-@pytest.mark.parametrize("order", [MESHES[1], MESHES[3]], ids=str)
-def test_ranks_as_local_tensors(order: Any) -> None:
-    LocalWorlds()(_moved_about, order)
 
 
 OF_THE_TABLES = (
@@ -174,23 +157,3 @@ def test_collectives_by_mesh_dim(order: Any) -> None:
         full = torch.arange(32.0).view(8, 4) + others
         part = Shard(0).part(full, size, here)
         assert torch.equal(shard_dim_alltoall(part, 0, 1, mesh, dim), Shard(1).part(full, size, here))
-
-
-@pytest.mark.parametrize("order", MESHES, ids=str)
-@on_ranks
-def test_a_bucket_reduces_pending_gradients(order: Any) -> None:
-    mesh = mesh_in(order)
-    full, at = _full(8, 4), mesh.get_coordinate()
-    assert at is not None
-    for dim, other in itertools.product(range(mesh.ndim), (R, Shard(0), Shard(1))):
-        placed = [other] * mesh.ndim
-        placed[dim] = R
-        x = distribute_tensor(full, mesh, placed, src_data_rank=None).to_local()
-        placed[dim] = P
-        for cap in (0, 1):
-            bucketer, results = ReduceScatterBucketer(cap), []
-            gradient = DTensor.from_local(x * (at[dim] + 1), mesh, placed)
-            bucketer.reduce_scatter_async(gradient, mesh.get_group(dim), results.append)
-            bucketer.flush()
-            factor = sum(range(1, mesh.size(dim) + 1))
-            torch.testing.assert_close(results[0].full_tensor(), full * factor)

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
-from core.tests.local_world import AnyWorlds, LocalWorlds, ThreadWorlds
+from core.tests.local_world import AnyWorlds, ThreadWorlds
 from core.tests.on_device import DEVICE_TYPE, torch
 from core.tests.test_ops import place
 from dtbench_core import (
@@ -30,7 +30,7 @@ from dtbench_core import (
 )
 from dtbench_core.layout.placement import Placements, describe
 from dtbench_core.layout.spec import contiguous_stride
-from dtbench_core.redistribute.route import apply, explain, plan, plan_of
+from dtbench_core.redistribute.route import apply, plan, plan_of
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -61,13 +61,6 @@ def test_plan_takes_the_cheapest_path(mesh: DeviceMesh) -> None:
     assert _steps(mesh, (P, P), (R, S0)) == ["1:P>S(0)", "0:P>R"]
 
 
-def test_plan_respects_nesting(mesh: DeviceMesh) -> None:
-    """The outer mesh dim of two that shard one tensor dim moves only while the inner one is whole."""
-    assert _steps(mesh, (S0, S0), (R, S0)) == ["1:S(0)>R", "0:S(0)>R", "1:R>S(0)"]
-    assert _steps(mesh, (S0, S0), (S0, R)) == ["1:S(0)>R"]
-    assert _steps(mesh, (R, S0), (S0, S0)) == ["1:S(0)>R", "0:R>S(0)", "1:R>S(0)"]
-
-
 def test_a_shard_becomes_terms_by_way_of_replicas(mesh: DeviceMesh) -> None:
     for pending in (P, Partial("product"), Partial("bxor")):
         assert _steps(mesh, (R, S0), (R, pending)) == ["1:S(0)>R", f"1:R>{pending}"]
@@ -75,7 +68,7 @@ def test_a_shard_becomes_terms_by_way_of_replicas(mesh: DeviceMesh) -> None:
 
 # ---- on ranks ----
 
-SHAPES = [(8, 8), (5, 7), (1, 3), (0, 4)]
+SHAPES = [(5, 7), (1, 3), (0, 4)]
 
 
 def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -94,18 +87,11 @@ def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
-def test_every_transition_moves_the_right_data(ranks: ThreadWorlds, mesh_shape: Any, shape: Any) -> None:
-    ranks(_move_all, mesh_shape, shape, torch.float64)
+def test_every_transition_moves_the_right_data(worlds: AnyWorlds, shape: Any) -> None:
+    worlds(_move_all, (2, 2), shape, torch.float64)
 
 
-def test_every_transition_of_local_tensors() -> None:
-    LocalWorlds()(_move_all, (2, 2), (5, 7), torch.float64)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.int16, torch.int64, torch.bfloat16, torch.complex64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64], ids=str)
 def test_every_dtype_moves(worlds: AnyWorlds, dtype: torch.dtype) -> None:
     worlds(_move_all, (4,), (5, 7), dtype)
 
@@ -149,24 +135,6 @@ def test_dtypes_of_a_move() -> None:
         quiet = tensor.redistribute(placements=[R], forward_dtype=torch.float64)
     assert moved.dtype == quiet.to_local().dtype == torch.float64
     assert tensor.grad is not None and tensor.grad.dtype == torch.float32
-
-
-def test_an_asynchronous_move_says_that_it_waits(mesh: DeviceMesh) -> None:
-    tensor = place(torch.ones(8, 4), mesh, (S0,) * mesh.ndim)
-    with pytest.warns(UserWarning, match="async_op=True.* waits"):
-        tensor.redistribute(async_op=True)
-
-
-@on_worlds
-def test_collectives_are_counted() -> None:
-    tensor = place(torch.ones(8, 4), mesh_of((4,)), (S0,))
-    with count_collectives() as count:
-        tensor.redistribute(placements=[R])
-        tensor.redistribute(placements=[S1])
-    tensor.full_tensor()  # outside: not counted
-    assert count.calls == {"all_gather": 1, "all_to_all": 1}
-    # 8x4 float32 gathered: 128 bytes; a quarter of it exchanged: 32
-    assert count.bytes == {"all_gather": 128, "all_to_all": 32}
 
 
 # ---- on simulated ranks: any shape, mesh and placements ----
@@ -339,36 +307,7 @@ def test_reductions_that_a_dtype_does_not_have(
         plan(spec, (R, R))
 
 
-# ---- printing ----
-
-
-def test_a_plan_can_be_printed(mesh: DeviceMesh) -> None:
-    spec = DTensorSpec.of(mesh, (S0, S0), (4096, 4096), (4096, 1), torch.float32)
-    route = plan_of(spec, [R, S0])
-    assert [step.collective for step in route] == ["all_to_all", "all_gather", "all_to_all"]
-    head, *lines = str(route).splitlines()
-    assert explain(spec, [R, S0]) == str(route)
-    assert head == "float32[4096, 4096] S(0),S(0) -> R,S(0) on 2x4 cpu mesh"
-    texts = [line.split() for line in lines]
-    for number, (step, words) in enumerate(zip(route, texts, strict=False), 1):
-        assert words[0] == f"{number}." and step.collective in words
-        assert words[-2:] == [f"{step.us:.1f}", "us"]
-    assert texts[0][1:9] == ["mesh", "dim", "1:", "S(0)", "->", "S(1)", "of", "[2048,"]
-    assert texts[0][-4:-2] == ["8.0", "MiB"], "an eighth of 64 MiB on each rank"
-    assert texts[-1][0] == "total"
-    assert route.us == pytest.approx(sum(step.us for step in route))
-    assert route.nbytes == (8 + 16 + 16) << 20
-    assert len({len(line) for line in lines}) == 1, "columns"
-    assert str(plan_of(spec, [S0, S0])).endswith("nothing to do")
-    assert "local" in str(plan_of(DTensorSpec.of(mesh, (R, R), (8,), (1,), torch.bool), [S0, R]))
-
-
-def test_a_plan_is_refused_as_the_move_would_be(mesh: DeviceMesh) -> None:
-    spec = DTensorSpec.of(mesh, (S0, R), (8, 8), (8, 1), torch.float32)
-    with pytest.raises(PlacementError, match="nothing says which terms"):
-        plan_of(spec, [P, R])
-    with pytest.raises(PlacementError, match=r"Shard\(2\) for a tensor of 2 dims"):
-        plan_of(spec, [Shard(2), R])
+# ---- plans as values ----
 
 
 def _predicted(mesh_shape: tuple[int, ...]) -> None:

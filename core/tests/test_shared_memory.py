@@ -18,7 +18,7 @@ from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
 
 from core.tests.gloo_world import mesh_of, on_ranks
-from dtbench_core import DTensor, Partial, Replicate, Shard, distribute_tensor
+from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
 from dtbench_core.layout.wrapper import shares_memory
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -136,15 +136,6 @@ def test_the_base_of_what_from_local_was_given_is_written_with_its_result() -> N
 
 
 @on_ranks(world_size=RANKS)
-def test_what_a_write_to_a_result_of_from_local_spoils_is_noticed() -> None:
-    leaf = torch.ones(2, 2, requires_grad=True)
-    saved = leaf.exp()  # for its own gradient
-    DTensor.from_local(saved, mesh_of((RANKS,)), [Shard(0)]).mul_(3)
-    with changed:
-        saved.sum().backward()
-
-
-@on_ranks(world_size=RANKS)
 def test_writes_reach_who_shares_the_memory() -> None:
     """Writes without autograd reach whoever shares the memory, as between views of a plain tensor."""
     x = _sharded()
@@ -210,15 +201,6 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
     assert not any(shares_memory(other) for _, *others in kept for other in others)
 
 
-@on_ranks(world_size=RANKS)
-def test_a_redistribution_to_the_same_placements_is_the_tensor() -> None:
-    x = _sharded().requires_grad_()
-    h = x * 1
-    h.redistribute(placements=[Shard(0)]).mul_(2)
-    h.sum().backward()
-    assert x.grad is not None and bool((x.grad.full_tensor() == 2).all())
-
-
 # ---- what training code does ----
 
 
@@ -248,20 +230,6 @@ def test_activations_in_place_and_checkpoints(how: str) -> None:
 
 
 # ---- tools ----
-
-
-@on_ranks(world_size=RANKS)
-def test_tools_see_collectives_by_the_names_of_functional_ones() -> None:
-    x = _sharded()
-    term = DTensor.from_local(torch.ones(4, 2), mesh_of((RANKS,)), [Partial()])
-    with CommDebugMode() as mode:
-        moved = [x.redistribute(placements=[p]) for p in (Replicate(), Shard(1))]
-        moved += [term.redistribute(placements=[p]) for p in (Replicate(), Shard(0))]
-    assert torch.equal(moved[1].full_tensor(), _x())
-    assert torch.equal(moved[2].to_local(), torch.full((4, 2), 2.0))
-    counts = {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
-    names = ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "reduce_scatter_tensor")
-    assert counts == dict.fromkeys(names, 1)
 
 
 @on_ranks(world_size=RANKS)

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dtbench_core as dt
-from dtbench_core.dispatch import entry as dispatch
 from dtbench_core.dispatch.op_plan import CALLING, Moving
 from dtbench_core.interop import stopwatch
 
@@ -68,15 +67,3 @@ def test_it_leaves_nothing_behind_even_after_an_error(mesh: DeviceMesh) -> None:
         after = everything()
         assert after.keys() == before.keys()
         assert [key for key, value in before.items() if after[key] is not value] == []
-
-
-def test_what_is_learnt_while_watching_is_kept(mesh: DeviceMesh) -> None:
-    dispatch.clear_caches()
-    x = dt.DTensor.from_local(torch.ones(2, 5), mesh, [dt.Shard(0)])
-    with stopwatch.StageTimer() as log:
-        torch.mul(x, x)
-        assert "plan" in opened(log)
-    assert dispatch.cache_info()["plans"] > 0
-    with stopwatch.StageTimer() as log:
-        torch.mul(x, x)
-    assert "plan" not in opened(log)

@@ -224,24 +224,6 @@ class Search:
                     heapq.heappush(queue, entry)
         return None
 
-    def every(self, longest: int) -> Iterator[list[Transition]]:
-        """All that `cheapest` chooses from: chains of at most `longest` transitions, no placements twice.
-
-        Their number grows with the power of `longest`; for two mesh dims and a matrix, 3 give some dozens.
-        """
-
-        def go_on(state: State, passed: tuple[State, ...], chain: Any) -> Iterator[list[Transition]]:
-            if state == self.dst:
-                yield self._transitions(chain)
-                return
-            if len(passed) == longest:
-                return
-            for mesh_dims, after, us in self._edges(state):
-                if after not in passed:
-                    yield from go_on(after, (*passed, state), (chain, mesh_dims, state, after, us))
-
-        return go_on(self.src, (), None)
-
     def _at_least(self, state: State) -> float:
         """A bound below what is left: a collective for each mesh dim that differs and is not Replicate."""
         pairs = zip(state, self.dst, self.least, strict=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from core.tests.op_case import UB, B, Op, flat, index_for
+from core.tests.op_case import UB, B, Op, flat, index_for, values
 from dtbench_core import Replicate
 from dtbench_core.rules.base import ops_with_rules
 
@@ -130,10 +130,10 @@ def _unscaled(a: Any, b: Any) -> Any:
 
 
 OPS: dict[str, Op] = {
-    "foreach": Op(_every_overload, B, UB, differentiable=False, places=1),
+    "foreach": values(_every_overload, B, UB, places=1),
     "foreach_linear": Op(_linear, B, UB),
-    "foreach_in_place": Op(_in_place_linear, B, UB, differentiable=False),
-    "foreach_norm": Op(_norms, B, UB, differentiable=False),
-    "fused_steps": Op(_fused, B, UB, differentiable=False, places=2),
-    "unscaled": Op(_unscaled, B, UB, differentiable=False),
+    "foreach_in_place": values(_in_place_linear, B, UB),
+    "foreach_norm": values(_norms, B, UB),
+    "fused_steps": values(_fused, B, UB, places=2),
+    "unscaled": values(_unscaled, B, UB),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from core.tests.op_case import UA, UB, A, B, Op, flat, index_for
+from core.tests.op_case import UB, B, Op, flat, index_for, values
 from dtbench_core import Replicate, Shard
 
 aten = torch.ops.aten
@@ -32,18 +32,8 @@ def _index(a: Any) -> Any:
     """x[...] with one and several index tensors, adjacent and not."""
     few, rows = index_for(a, [2, -1, 0, 1], R), index_for(a, [[0], [-2]], R)
     spread = index_for(a, [1, 0, -1, 1], S0)
-    return flat(
-        [
-            a[few],
-            a[:, few],
-            a[:, rows, 1],
-            a[rows, :, few],
-            a[spread],
-            a[:, spread, few],
-            a[..., [0, 1]],
-            aten._unsafe_index(a, [None, few]),
-        ]
-    )
+    outs = [a[few], a[:, few], a[:, rows, 1], a[rows, :, few], a[spread], a[:, spread, few]]
+    return flat([*outs, a[..., [0, 1]], aten._unsafe_index(a, [None, few])])
 
 
 def _index_put(a: Any, b: Any) -> Any:
@@ -153,14 +143,14 @@ def _put(a: Any, b: Any) -> Any:
 OPS: dict[str, Op] = {
     "index": Op(_index, A3, ((3, 5, 3),)),
     "index_put": Op(_quietly(_index_put), ((4, 8, 4), (4, 8, 4)), ((3, 5, 3), (4, 5, 3))),
-    "index_masks": Op(_quietly(_masks), A, UA, differentiable=False),
+    "index_masks": values(_quietly(_masks)),
     "listed": Op(_quietly(_listed), B, UB),
-    "listed_in_place": Op(_quietly(_listed_in_place), B, UB, differentiable=False),
-    "gather_parts": Op(_gather, A, UA),
+    "listed_in_place": values(_quietly(_listed_in_place), B, UB),
+    "gather_parts": Op(_gather),
     "scatter_parts": Op(_scatter, B, UB),
-    "scatter_in_place": Op(_quietly(_scatter_in_place), B, UB, differentiable=False),
+    "scatter_in_place": values(_quietly(_scatter_in_place), B, UB),
     "take": Op(_take, B, UB),
-    "put": Op(_quietly(_put), B, UB, differentiable=False),
+    "put": values(_quietly(_put), B, UB),
     "embedding_rows": Op(
         lambda w: F.embedding(index_for(w, [[4, 0, 2], [1, 1, 3]], S0), w, padding_idx=1),
         ((8, 4),),
@@ -169,5 +159,5 @@ OPS: dict[str, Op] = {
     "embedding_scaled": Op(
         lambda w: F.embedding(index_for(w, [4, 0, 1, 1], R), w, scale_grad_by_freq=True), ((8, 4),), ((5, 3),)
     ),
-    "histc": Op(lambda a: torch.histc(a, 5, -1, 1), A, UA, differentiable=False),
+    "histc": values(lambda a: torch.histc(a, 5, -1, 1)),
 }

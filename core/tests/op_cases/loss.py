@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from core.tests.op_case import UA, UB, A, B, Op, flat, index_for
+from core.tests.op_case import UB, B, Op, flat, index_for, values
 from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
 
 
@@ -94,15 +94,13 @@ OPS: dict[str, Op] = {
     "kl_div": Op(lambda a, b: F.kl_div(a, b.softmax(-1), reduction="batchmean"), B, UB),
     "poisson_nll": Op(lambda a, b: F.poisson_nll_loss(a, b.exp(), full=True), B, UB),
     "hinge": Op(lambda a, b: F.hinge_embedding_loss(a * b, b.detach().sign()), B, UB),
-    "nll_mean": Op(lambda a: _nll(a, "mean"), A, UA),
-    "nll_whole_target": Op(lambda a: _nll(a, "mean", shard=False), A, UA),
-    "nll_weighted": Op(lambda a: _nll(a, "mean", weighted=True), A, UA),
-    "nll_ignoring": Op(lambda a: _nll(a, "mean", weighted=True, ignore=1), A, UA),
-    "nll_sum": Op(lambda a: _nll(a, "sum", ignore=1), A, UA),
-    "nll_none": Op(lambda a: _nll(a, "none", weighted=True, ignore=1), A, UA),
+    "nll_whole_target": Op(lambda a: _nll(a, "mean", shard=False)),
+    "nll_weighted": Op(lambda a: _nll(a, "mean", weighted=True)),
+    "nll_ignoring": Op(lambda a: _nll(a, "mean", weighted=True, ignore=1)),
+    "nll_sum": Op(lambda a: _nll(a, "sum", ignore=1)),
+    "nll_none": Op(lambda a: _nll(a, "none", weighted=True, ignore=1)),
     "nll_images": Op(lambda a: _nll(a, "mean", weighted=True, ignore=1), IMAGES, UNEVEN_IMAGES),
-    "nll_images_none": Op(lambda a: _nll(a, "none"), IMAGES, UNEVEN_IMAGES),
-    "cross_entropy": Op(_cross_entropy, A, UA),
-    "cross_entropy_parts": Op(_cross_entropy_parts, A, UA, differentiable=False),
-    "embedding_rows_backward": Op(_embedding_rows_backward, A, UA, differentiable=False),
+    "cross_entropy": Op(_cross_entropy),
+    "cross_entropy_parts": values(_cross_entropy_parts),
+    "embedding_rows_backward": values(_embedding_rows_backward),
 }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from core.tests.op_case import Op
+from core.tests.op_case import Op, values
 
 ONE, UNEVEN_ONE = ((4, 8, 6),), ((3, 5, 5),)
 TWO, UNEVEN_TWO = ((4, 4, 6, 6),), ((3, 5, 5, 4),)
@@ -26,13 +26,10 @@ def _grid(x: Any, grid: Any) -> Any:
 OPS: dict[str, Op] = {
     "avg_pool1d": Op(lambda x: F.avg_pool1d(x, 2), ONE, UNEVEN_ONE),
     "avg_pool2d": Op(lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), TWO, UNEVEN_TWO),
-    "avg_pool2d_alone": Op(lambda x: F.avg_pool2d(x, 2), ALONE, UNEVEN_ALONE),
     "avg_pool3d": Op(lambda x: F.avg_pool3d(x, 2), THREE, UNEVEN_THREE),
     "max_pool1d": Op(lambda x: F.max_pool1d(x, 2), ONE, UNEVEN_ONE),
     "max_pool2d": Op(lambda x: F.max_pool2d(x, 3, 2, 1), TWO, UNEVEN_TWO),
-    "max_pool2d_indices": Op(
-        lambda x: sum(F.max_pool2d(x, 2, return_indices=True)), TWO, UNEVEN_TWO, differentiable=False
-    ),
+    "max_pool2d_indices": values(lambda x: sum(F.max_pool2d(x, 2, return_indices=True)), TWO, UNEVEN_TWO),
     "max_pool3d": Op(lambda x: F.max_pool3d(x, 2), THREE, UNEVEN_THREE),
     "adaptive_avg_pool2d": Op(lambda x: F.adaptive_avg_pool2d(x, 2), TWO, UNEVEN_TWO),
     "adaptive_avg_pool2d_to_one": Op(lambda x: F.adaptive_avg_pool2d(x, 1), TWO, UNEVEN_TWO),
@@ -61,7 +58,6 @@ OPS: dict[str, Op] = {
         for rank, shapes, uneven in ((1, ONE, UNEVEN_ONE), (2, TWO, UNEVEN_TWO), (3, THREE, UNEVEN_THREE))
     },
     "unfold_planes": Op(lambda x: F.unfold(x, 2), TWO, UNEVEN_TWO),
-    "unfold_plane": Op(lambda x: F.unfold(x, 2), ALONE, UNEVEN_ALONE),
     "fold": Op(lambda x: F.fold(x, (3, 3), 2), ((4, 16, 4),), ((3, 12, 4),)),
     "grid_sample": Op(_grid, ((4, 4, 4, 4), (4, 4, 8, 2)), ((3, 5, 4, 3), (3, 2, 5, 2))),
     "grid_sample_3d": Op(_grid, ((4, 4, 2, 2, 2), (4, 4, 2, 2, 3)), ((2, 3, 2, 3, 2), (2, 3, 2, 1, 3))),

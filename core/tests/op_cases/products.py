@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from core.tests.op_case import Op
+from core.tests.op_case import Op, values
 
 aten = torch.ops.aten
 # Batches of square matrices, and of right sides.
@@ -27,10 +27,6 @@ def _complex(a: Any) -> Any:
 
 def _real(a: Any) -> Any:
     return a.abs() + a.angle().cos()
-
-
-def _plain(fn: Any, shapes: Any = M, uneven: Any = UM) -> Op:
-    return Op(fn, shapes, uneven, differentiable=False)
 
 
 def _int_mm(a: Any, b: Any) -> Any:
@@ -53,13 +49,13 @@ def _reflected(a: Any) -> Any:
 
 
 OPS: dict[str, Op] = {
-    "addmm_in_place": _plain(lambda c, a: (c * 1).addmm_(a, a), ((4, 4), (4, 4)), ((3, 3), (3, 3))),
-    "adds_in_place": _plain(
+    "addmm_in_place": values(lambda c, a: (c * 1).addmm_(a, a), ((4, 4), (4, 4)), ((3, 3), (3, 3))),
+    "adds_in_place": values(
         lambda c, a, v: c.exp().addmv_(a, v) + v.exp().addmv_(a.t(), c),
         ((8,), (8, 8), (8,)),
         ((5,), (5, 5), (5,)),
     ),
-    "batches_in_place": _plain(
+    "batches_in_place": values(
         lambda c, a: (c * 1).baddbmm_(a, a) + c[0].exp().addbmm_(a, a).addr_(a[0, 0], a[0, 1]),
         ((4, 4, 4), (4, 4, 4)),
         ((5, 3, 3), (5, 3, 3)),
@@ -73,7 +69,7 @@ OPS: dict[str, Op] = {
     "vdot": Op(torch.vdot, ((8,), (8,)), ((5,), (5,))),
     "vdot_complex": Op(lambda a, b: _real(torch.vdot(_complex(a), _complex(b))), ((8,), (8,)), ((5,), (5,))),
     "outer": Op(torch.outer, ((8,), (4,)), ((5,), (3,))),
-    "int_mm": _plain(_int_mm, ((8, 4), (4, 8)), ((5, 3), (3, 2))),
+    "int_mm": values(_int_mm, ((8, 4), (4, 8)), ((5, 3), (3, 2))),
     "einsum": Op(
         lambda a, b: torch.einsum("bij,bjk->bki", a, b), ((4, 2, 4), (4, 4, 2)), ((5, 2, 3), (5, 3, 2))
     ),
@@ -88,14 +84,14 @@ OPS: dict[str, Op] = {
     "cholesky_inverse": Op(lambda a: torch.cholesky_inverse(_regular(a).tril()), M, UM),
     "lu": Op(lambda a: sum(torch.linalg.lu(_regular(a))), M, UM),
     "lu_solve": Op(_lu_solve, MR, UMR),
-    "ldl": _plain(_ldl),
+    "ldl": values(_ldl, M, UM),
     "qr": Op(lambda a: sum(torch.linalg.qr(_regular(a))), M, UM),
-    "reflections": _plain(_reflected),
+    "reflections": values(_reflected, M, UM),
     "matrix_exp": Op(torch.linalg.matrix_exp, M, UM),
     "solve_triangular": Op(
         lambda a, b: torch.linalg.solve_triangular(_regular(a).triu(), b, upper=True), MR, UMR
     ),
-    "triangular_solve": _plain(lambda a, b: torch.triangular_solve(b, _regular(a)).solution, MR, UMR),
+    "triangular_solve": values(lambda a, b: torch.triangular_solve(b, _regular(a)).solution, MR, UMR),
     "svdvals": Op(torch.linalg.svdvals, M, UM),
     "fft": Op(lambda a: _real(torch.fft.fft(a, dim=1)), C, UC),
     "fft_complex": Op(lambda a: _real(torch.fft.ifft(_complex(a), dim=-1)), C, UC),

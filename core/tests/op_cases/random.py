@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from core.tests.op_case import UA, A, Op, flat
+from core.tests.op_case import Op, flat, values
 
 aten = torch.ops.aten
 A4, U4 = ((4, 8, 2, 4),), ((3, 5, 2, 1),)
@@ -24,46 +24,24 @@ def _seeded(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fills(a: Any) -> Any:
     """In place, on a's placement."""
-    fresh = a.exp
-    return flat(
-        [
-            fresh().uniform_(-1, 2),
-            fresh().normal_(1, 2),
-            fresh().exponential_(0.5),
-            fresh().geometric_(0.3),
-            fresh().cauchy_(),
-            fresh().log_normal_(0, 0.5),
-            fresh().bernoulli_(0.3),
-            fresh().random_() / 2**53,
-            fresh().random_(9),
-            fresh().random_(2, 9),
-            a.exp().t().normal_(),
-        ]
-    )
+    how = {"uniform_": (-1, 2), "normal_": (1, 2), "exponential_": (0.5,), "geometric_": (0.3,)}
+    how |= {"cauchy_": (), "log_normal_": (0, 0.5), "bernoulli_": (0.3,)}
+    outs = [getattr(a.exp(), name)(*args) for name, args in how.items()]
+    outs += [a.exp().random_() / 2**53, a.exp().random_(9), a.exp().random_(2, 9)]
+    return flat([*outs, a.exp().t().normal_()])
 
 
 def _fresh(a: Any) -> Any:
     """New tensors of a's shape, also of a transposed one."""
     functional = (aten.uniform, aten.normal_functional, aten.exponential, aten.cauchy, aten.log_normal)
-    generator = torch.Generator().manual_seed(3)
-    return flat(
-        [
-            *(op(t) for op in functional for t in (a, a.t())),
-            aten.geometric(a, 0.3),
-            aten.bernoulli.p(a, 0.3),
-            aten.random(a) / 2**53,
-            aten.random.to(a, 9),
-            getattr(aten.random, "from")(a, 2, 9),
-            torch.rand_like(a),
-            torch.randn_like(a.t(), dtype=torch.float32),
-            torch.randint_like(a, 9),
-            torch.randint_like(a, 2, 9),
-            aten.rand_like.generator(a, generator=generator),
-            aten.randn_like.generator(a, generator=generator),
-            aten.randint_like.generator(a, 9, generator=generator),
-            aten.randint_like.low_generator_dtype(a, 2, 9, generator=generator),
-        ]
-    )
+    how = {"generator": torch.Generator().manual_seed(3)}
+    outs = [op(t) for op in functional for t in (a, a.t())]
+    outs += [aten.geometric(a, 0.3), aten.bernoulli.p(a, 0.3), aten.random(a) / 2**53, aten.random.to(a, 9)]
+    outs += [getattr(aten.random, "from")(a, 2, 9), torch.rand_like(a), torch.randint_like(a, 9)]
+    outs += [torch.randn_like(a.t(), dtype=torch.float32), torch.randint_like(a, 2, 9)]
+    outs += [aten.rand_like.generator(a, **how), aten.randn_like.generator(a, **how)]
+    outs += [aten.randint_like.generator(a, 9, **how)]
+    return flat([*outs, aten.randint_like.low_generator_dtype(a, 2, 9, **how)])
 
 
 def _native_dropout(a: Any) -> Any:
@@ -73,12 +51,12 @@ def _native_dropout(a: Any) -> Any:
 
 
 OPS: dict[str, Op] = {
-    "fills": Op(_seeded(_fills), A, UA, differentiable=False),
-    "fresh": Op(_seeded(_fresh), A, UA, differentiable=False),
-    "native_dropout": Op(_seeded(_native_dropout), A, UA),
-    "dropout": Op(_seeded(lambda a: F.dropout(a, 0.3)), A, UA),
-    "dropout_in_place": Op(_seeded(lambda a: F.dropout(a * 1, 0.3, inplace=True)), A, UA),
+    "fills": values(_seeded(_fills)),
+    "fresh": values(_seeded(_fresh)),
+    "native_dropout": Op(_seeded(_native_dropout)),
+    "dropout": Op(_seeded(lambda a: F.dropout(a, 0.3))),
+    "dropout_in_place": Op(_seeded(lambda a: F.dropout(a * 1, 0.3, inplace=True))),
     "dropout2d": Op(_seeded(lambda a: F.dropout2d(a, 0.3)), A4, U4),
-    "alpha_dropout": Op(_seeded(lambda a: F.alpha_dropout(a, 0.3, training=True)), A, UA),
+    "alpha_dropout": Op(_seeded(lambda a: F.alpha_dropout(a, 0.3, training=True))),
     "feature_alpha_dropout": Op(_seeded(lambda a: F.feature_alpha_dropout(a, 0.3, training=True)), A4, U4),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from core.tests.op_case import UA, UB, A, B, Op
+from core.tests.op_case import UB, B, Op, values
 from core.tests.torch_version import BEFORE_213
 
 inf = float("inf")
@@ -16,10 +16,6 @@ C, UC = ((4, 2, 8),), ((3, 5, 2),)
 def _both(results: Any) -> Any:
     first, second = results
     return first + 2 * second
-
-
-def _not_differentiable(fn: Any) -> Op:
-    return Op(fn, A, UA, differentiable=False)
 
 
 def _orders(a: Any) -> Any:
@@ -36,39 +32,32 @@ def _old_norms(a: Any) -> Any:
 
 OPS: dict[str, Op] = {
     "mean_uneven_dims": Op(lambda a: a.mean((0, 2)), C, UC),
-    "mean_of_mean": Op(lambda a: a.mean(0).mean(), A, UA),
-    "sum_of_ints": _not_differentiable(lambda a: a.sum(0, dtype=torch.int64)),
-    "nansum": Op(lambda a: torch.where(a > 1, float("nan"), a).nansum(0), A, UA),
-    "count_nonzero": _not_differentiable(lambda a: torch.count_nonzero(a > 0, 0)),
-    "count_nonzero_all": _not_differentiable(
-        lambda a: torch.count_nonzero(a > 0) + (a > 0).count_nonzero((0, 1))
-    ),
-    "prod": Op(torch.prod, A, UA),
-    "prod_dim_first": Op(lambda a: a.prod(0, keepdim=True), A, UA),
-    "all_dims": _not_differentiable(lambda a: (a > -2).all((0, 1))),
-    "any_dims": _not_differentiable(lambda a: (a > 2).any((0,))),
-    "any_no_dims": _not_differentiable(lambda a: torch.any(a > 0, ()).all(dim=())),
+    "mean_of_mean": Op(lambda a: a.mean(0).mean()),
+    "sum_of_ints": values(lambda a: a.sum(0, dtype=torch.int64)),
+    "nansum": Op(lambda a: torch.where(a > 1, float("nan"), a).nansum(0)),
+    "count_nonzero": values(lambda a: torch.count_nonzero(a > 0, 0)),
+    "count_nonzero_all": values(lambda a: torch.count_nonzero(a > 0) + (a > 0).count_nonzero((0, 1))),
+    "prod": Op(torch.prod),
+    "prod_dim_first": Op(lambda a: a.prod(0, keepdim=True)),
+    "all_dims": values(lambda a: (a > -2).all((0, 1))),
+    "any_no_dims": values(lambda a: torch.any(a > 0, ()).all(dim=())),
     # Before torch 2.13 it has no derivative.
-    "aminmax": Op(lambda a: _both(a.aminmax(dim=0)), A, UA, differentiable=not BEFORE_213),
-    "aminmax_all": _not_differentiable(lambda a: _both(a.aminmax())),
-    "median": Op(lambda a: a.median(0).values, A, UA),
-    "nanmedian": Op(lambda a: a.nanmedian(1).values, A, UA),
-    "mode": _not_differentiable(lambda a: a.round().mode(0).values),
-    "kthvalue": Op(lambda a: a.kthvalue(2, 0).values, A, UA),
-    "trace": Op(torch.trace, A, UA),
-    "trace_wide": Op(torch.trace, ((4, 8),), ((3, 7),)),
-    "var_all": Op(torch.var, A, UA),
+    "aminmax": Op(lambda a: _both(a.aminmax(dim=0)), differentiable=not BEFORE_213),
+    "aminmax_all": values(lambda a: _both(a.aminmax())),
+    "median": Op(lambda a: a.median(0).values),
+    "nanmedian": Op(lambda a: a.nanmedian(1).values),
+    "mode": values(lambda a: a.round().mode(0).values),
+    "kthvalue": Op(lambda a: a.kthvalue(2, 0).values),
+    "trace": Op(torch.trace),
     "var_dims": Op(lambda a: a.var((0, -1), correction=0, keepdim=True), C, UC),
-    "std_first": Op(lambda a: a.std(0), A, UA),
-    "var_mean": Op(lambda a: _both(torch.var_mean(a, 0)), A, UA),
+    "var_mean": Op(lambda a: _both(torch.var_mean(a, 0))),
     "std_mean": Op(lambda a: _both(torch.std_mean(a, (0, 1), correction=2)), C, UC),
-    "vector_norm_orders": Op(_orders, A, UA),
+    "vector_norm_orders": Op(_orders),
     "vector_norm_dims": Op(lambda a: torch.linalg.vector_norm(a, 2, (0, 2), keepdim=True), C, UC),
-    "norms_of_old": _not_differentiable(_old_norms),
+    "norms_of_old": values(_old_norms),
     "matrix_norm": Op(torch.linalg.matrix_norm, C, UC),
     "dist": Op(torch.dist, B, UB),
-    "logsumexp_first": Op(lambda a: a.logsumexp(0, keepdim=True), A, UA),
-    "logsumexp_infinite": _not_differentiable(lambda a: torch.where(a > 9, a, -inf).logsumexp((0, 1)).exp()),
+    "logsumexp_infinite": values(lambda a: torch.where(a > 9, a, -inf).logsumexp((0, 1)).exp()),
 }
 if hasattr(torch, "hash_tensor"):
-    OPS["hash_tensor"] = _not_differentiable(lambda a: torch.hash_tensor(a.round(), dim=1).to(torch.int64))
+    OPS["hash_tensor"] = values(lambda a: torch.hash_tensor(a.round(), dim=1).to(torch.int64))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from core.tests.op_case import UA, A, Op, flat
+from core.tests.op_case import Op, flat, values
 
 
 def _indexed(a: Any) -> Any:
@@ -22,14 +22,12 @@ def _indexed(a: Any) -> Any:
 
 
 OPS: dict[str, Op] = {
-    "scans": Op(_indexed, A, UA, differentiable=False),
-    "cummax": Op(lambda a: a.cummax(0).values, A, UA),
-    "cummin": Op(lambda a: a.cummin(1).values, A, UA),
-    "cumprod_rows": Op(lambda a: a.cumprod(0), A, UA),
-    "logcumsumexp": Op(lambda a: a.logcumsumexp(1), A, UA),
-    "sort_rows": Op(lambda a: a.sort(1).values, A, UA),
-    "topk_rows": Op(lambda a: a.topk(2, 1).values, A, UA),
-    "flip_both": Op(lambda a: a.flip((0, -1)), A, UA),
-    "diff": Op(lambda a: a.diff(dim=0), A, UA),
-    "trapezoid": Op(lambda a: torch.trapezoid(a, dim=0), A, UA),
+    "scans": values(_indexed),
+    "cummax": Op(lambda a: a.cummax(0).values),
+    "cummin": Op(lambda a: a.cummin(1).values),
+    "cumprod_rows": Op(lambda a: a.cumprod(0)),
+    "logcumsumexp": Op(lambda a: a.logcumsumexp(1)),
+    "topk_rows": Op(lambda a: a.topk(2, 1).values),
+    "diff": Op(lambda a: a.diff(dim=0)),
+    "trapezoid": Op(lambda a: torch.trapezoid(a, dim=0)),
 }
