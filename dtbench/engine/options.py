@@ -194,24 +194,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def parse_nccl_size(text: str) -> int:
-    """`128M` -> 2^27 bytes, as nccl-tests reads sizes (K, M and G in powers of 1024, src/common.cu `parsesize`); those
-    of `parse_size` too."""
-    short = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgKMG])\s*", text)
-    return parse_size(f"{short[1]}{short[2]}iB" if short else text)
-
-
-def sweep_of(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """The sizes from `first` to `last` by `factor`, in bytes.
-
-    Raises:
-        UsageError: they are in the wrong order.
-    """
-    if first > last:
-        raise UsageError(f"-b {first} is above -e {last}: swap them")
-    return tuple(_geometric(first, last, factor))
-
-
 def _sweep(text: str) -> Iterator[int]:
     bounds = text.split(":")
     if len(bounds) not in (2, 3):

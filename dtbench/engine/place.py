@@ -24,6 +24,7 @@ from dtbench.suite.errors import UsageError
 
 LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
 AGAIN = "DTBENCH_AGAIN"  # where ranks of this launch were lost: when it began, on the monotonic clock
+NOTE = "DTBENCH_NOTE"  # path of the note to it; set by our own launcher only
 OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
 
 _MAX_PORT = 65535

@@ -1,4 +1,4 @@
-"""Runs to compare with: those kept under a name, and the last one of the same cases.
+"""Runs to compare with, which are kept under a name.
 
 A baseline is a copy of a run file in `.dtbench/baselines` of the current folder; commit it to share it.
 
@@ -11,22 +11,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from dtbench.records.atomic import replace_file
-from dtbench.records.run import read_header, read_run
 from dtbench.stats import MIN_CHANGE_S
-from dtbench.suite import CaseKey, Header, Result, Run
-from dtbench.suite.errors import DtbenchError, OutputError, UsageError
+from dtbench.suite import CaseKey, Result, Run
+from dtbench.suite.errors import OutputError, UsageError
 from dtbench.suite.grouping import group_by
 
 FOLDER = Path(".dtbench", "baselines")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# Of the run files beside a new one: how many of the latest are looked at, and how large one may be that is read.
-_LOOKED_AT, _MOST_BYTES = 100, 32 * 2**20
 # Below it a difference between two launches is called no change, as `dtbench compare` calls the same.
 LEAST_CHANGE = 0.05
 _NAMED = 3
@@ -78,34 +74,6 @@ def save(run: Path, name: str) -> Path:
     return path
 
 
-def last_like(header: Header, output: Path) -> Run | None:
-    """The latest complete run in the folder of `output` that has a suite of the header's and was measured on the same
-    host, mesh, device and backend; None where there is none."""
-    like: list[tuple[str, Path]] = []
-    files = []
-    for path in output.parent.glob("*.jsonl"):
-        with suppress(OSError):
-            if path.name != output.name and path.stat().st_size <= _MOST_BYTES:
-                files.append((path.stat().st_mtime, path))
-    for _, path in sorted(files, reverse=True)[:_LOOKED_AT]:
-        with suppress(DtbenchError, OSError):
-            other = read_header(path)
-            same = _circumstances(other) == _circumstances(header)
-            if same and {*other.suites} & {*header.suites} and not other.imported:
-                like.append((other.started, path))
-    for _, path in sorted(like, reverse=True):
-        with suppress(DtbenchError, OSError):
-            run = read_run(path, with_samples=False)
-            if run.complete:
-                return run
-    return None
-
-
-def _circumstances(header: Header) -> tuple[object, ...]:
-    hosts = sorted({str(rank.host) for rank in header.ranks})
-    return hosts, header.mesh, header.plan.get("device_type"), header.versions.get("backend")
-
-
 @dataclass(frozen=True)
 class TimeChange:
     """ratio: of the new time to that before. words: `no change`, `slower by 12%`, `faster by 12%`."""
@@ -120,10 +88,10 @@ class TimeChange:
 
 
 class EarlierTimes:
-    """The times before. source: the run, and in words what it is."""
+    """The times before. source: the baseline, as it was asked for."""
 
     def __init__(self, run: Run, source: str) -> None:
-        self.path, self.source = run.path, source
+        self.source = source
         self._results = group_by((r for r in run.results if _is_timed(r)), lambda r: r.case_key)
 
     def change(self, new: Sequence[Result]) -> TimeChange | None:
@@ -161,19 +129,6 @@ class EarlierTimes:
                 named = ", ".join(f"{_name(key)} {change.words}" for key, change in of[:_NAMED])
                 parts.append(f"{counts[word]} {word} ({named}{', ...' if len(of) > _NAMED else ''})")
         return f"against {self.source}: {', '.join(parts)}"
-
-
-def find_earlier(header: Header, output: Path, baseline: str | None) -> EarlierTimes | None:
-    """The baseline that was asked for, else the last run of such cases beside the output, if any.
-
-    Raises:
-        UsageError: there is no such baseline. UnreadableRunError: it is no run.
-    """
-    if baseline is not None:
-        path = find(baseline)
-        return EarlierTimes(read_run(path, with_samples=False), baseline)
-    run = last_like(header, output)
-    return None if run is None else EarlierTimes(run, f"{run.path}, the last run of such cases")
 
 
 def _is_timed(result: Result) -> bool:

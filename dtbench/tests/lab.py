@@ -30,7 +30,7 @@ from types import FrameType
 
 from dtbench.engine.scratch import scratch
 
-from dtbench.engine.signals import answered
+from dtbench.engine.workers import answered
 from dtbench.suite.errors import UsageError
 
 INTERFACE = "eth0"  # of every host, in its own namespace

@@ -7,14 +7,13 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from dtbench.engine.options import RunRequest
 from dtbench.suite import Case, RunOptions
 from dtbench.suite.suites import load
 from dtbench_core.cost.ring import busbw_factor
-from dtbench_suites import collectives, dispatch, redistribute, tensor_parallel
+from dtbench_suites import collectives, dispatch, redistribute
 from dtbench_suites.dispatch_programs import PROGRAMS
 
 SIZES = (1024, 65536, 10**6)
@@ -88,11 +87,6 @@ def test_cases_are_listed_without_a_world_and_told_apart(suite: str, plan: RunOp
         assert set(case.build) == expected
     if plan.world_size > 1 or suite in ("dispatch", "collectives"):
         assert listed
-
-
-@pytest.mark.parametrize("suite", IMPLS)
-def test_quick_cases_are_fewer(suite: str):
-    assert len(cases(suite, PLANS["quick"])) <= len(cases(suite, PLANS["2x2"])) / 1.3
 
 
 @pytest.mark.parametrize("suite", sorted(IMPLS.keys() - {"dispatch"}))
@@ -176,25 +170,6 @@ def test_every_collective_alone_together_and_back_to_back():
         assert (case.calls_per_sample > 1) == (case.params["mode"] == "back_to_back")
 
 
-# 2 (n - 1) / n for all_reduce, (n - 1) / n for those in which each rank handles a part, else 1:
-# nccl-tests, doc/PERFORMANCE.md.
-@pytest.mark.parametrize(
-    ("name", "n", "factor"),
-    [
-        ("all_reduce", 2, 1.0),
-        ("all_reduce", 8, 1.75),
-        ("all_gather", 2, 0.5),
-        ("all_gather", 4, 0.75),
-        ("reduce_scatter", 8, 0.875),
-        ("all_to_all", 4, 0.75),
-        ("scatter", 4, 0.75),
-        ("broadcast", 4, 1.0),
-    ],
-)
-def test_bus_bandwidth_factor(name: str, n: int, factor: float):
-    assert busbw_factor(name, n) == factor
-
-
 @pytest.mark.parametrize(
     ("name", "asked", "n", "itemsize", "size"),
     [
@@ -220,17 +195,6 @@ def test_redistributed_tensors_divide_by_the_ranks_on_both_dims(size: int, n: in
     if size >= 2**20:
         assert 1 / 4 <= rows / cols <= 4
         assert rows * cols * 4 > 0.9 * size
-
-
-def test_powers_of_two_keep_their_size():
-    assert math.prod(redistribute.shape_of(2**20, 4, 4)) * 4 == 2**20
-
-
-def test_heads_and_positions_divide_by_the_ranks():
-    for n in (2, 3, 5, 8):
-        _, seq, d_model, heads = tensor_parallel.shape_for(RunOptions((("tp", n),), SIZES), n)
-        assert heads % n == 0 and seq % n == 0
-        assert d_model % heads == 0
 
 
 def test_dispatch_warms_up_and_takes_one_first_call_per_sample():
@@ -261,10 +225,20 @@ def test_every_op_of_the_table_is_measured_on_both_meshes():
         }
 
 
-def test_shapes_of_the_table_divide_by_the_ranks():
-    for op in dispatch.OPS:
-        for shape, text in zip(op.shapes(3), op.placements.split(","), strict=True):
-            if text.startswith("S"):
-                assert shape[int(text[2:-1])] % dispatch.WORLD == 0
-            local = torch.Size(shape).numel() // (dispatch.WORLD if text.startswith("S") else 1)
-            assert local <= 128  # no arithmetic worth speaking of
+# 2 (n - 1) / n for all_reduce, (n - 1) / n for those in which each rank handles a part, else 1:
+# nccl-tests, doc/PERFORMANCE.md.
+@pytest.mark.parametrize(
+    ("name", "n", "factor"),
+    [
+        ("all_reduce", 2, 1.0),
+        ("all_reduce", 8, 1.75),
+        ("all_gather", 2, 0.5),
+        ("all_gather", 4, 0.75),
+        ("reduce_scatter", 8, 0.875),
+        ("all_to_all", 4, 0.75),
+        ("scatter", 4, 0.75),
+        ("broadcast", 4, 1.0),
+    ],
+)
+def test_bus_bandwidth_factor(name: str, n: int, factor: float):
+    assert busbw_factor(name, n) == factor

@@ -7,12 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dtbench.cli.run import _begun_with, options_of
+from dtbench.cli.run import _begun_with
 from dtbench.engine.findings import findings, next_commands
-from dtbench.engine.options import parse_nccl_size, sweep_of
-from dtbench.engine.progress import ResultLines
 from dtbench.records import baselines
-from dtbench.records.run import RunWriter
 from dtbench.suite import Result
 from dtbench.suite.errors import UsageError
 from dtbench.tests import made_up
@@ -33,64 +30,6 @@ def collective(name: str, size: int, seconds: float, dtype: str = "float32", **c
     samples = [seconds] * 4 + [2 * seconds]
     made = made_up.result("collectives", name, "c10d", params, samples, size_bytes=size, factor=1.5)
     return msgspec.structs.replace(made, **changes)
-
-
-def lines(*results: Result) -> list[str]:
-    shown = ResultLines()
-    return [line for result in results for line in shown.of(result)]
-
-
-def test_collectives_are_a_table_as_nccl_tests_prints_one() -> None:
-    head, columns, units, first, second = lines(
-        collective("all_reduce", 2**20, 1e-3), collective("all_reduce", 2**22, 2e-3, "bfloat16")
-    )
-    assert head == "# collectives all_reduce over dp, 4 ranks; groups=together, mode=isolated"
-    assert columns.split() == ["#", "size", "count", "type", "time", "spread", "algbw", "busbw", "#wrong"]
-    assert units.split() == ["#", "(B)", "(elements)", "(us)", "(GB/s)", "(GB/s)"]
-    # 1 MiB in 1 ms are 1.05 GB/s, and an all-reduce of four ranks sends 2 x 3/4 of it.
-    assert first.split() == ["1048576", "262144", "float", "1000", "+0%", "1.05", "1.57", "0"]
-    assert second.split() == ["4194304", "2097152", "bfloat16", "2000", "+0%", "2.10", "3.15", "0"]
-    assert len({len(line) for line in (columns, units, first, second)}) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [("all_reduce", 256), ("broadcast", 256), ("all_gather", 64), ("reduce_scatter", 64), ("all_to_all", 64)],
-)
-def test_the_count_is_that_of_nccl_tests(name: str, count: int) -> None:
-    """Its AllGatherGetCollByteCount and so on: of what a rank holds a share of, that share."""
-    assert lines(collective(name, 1024, 1e-3))[-1].split()[1] == str(count)
-
-
-def test_what_is_no_time_of_a_collective_has_a_line_of_its_own() -> None:
-    bad = collective("all_reduce", 1024, 1e-3, status="wrong", reason="sum off by 1", time_s=None, rank=3)
-    other = made_up.result("dispatch", "add", "core", {"mesh": "8"}, [4e-6, 5e-6])
-    shown = lines(collective("all_reduce", 4, 1e-3), bad, collective("all_reduce", 4, 1e-3), other)
-    assert shown[4].endswith("size=1 KiB | c10d  wrong on rank 3  (sum off by 1)")
-    assert shown[5].startswith("# collectives")  # its head again, after what stands between
-    assert shown[-1] == "dispatch add mesh=8 | core  4.00 µs  +19%"
-    functions = made_up.result("functions", "functions", "mm", {}, [4e-6, 4e-6])
-    assert lines(functions) == ["functions | mm  4.00 µs  +0%"]
-
-
-def test_sizes_are_read_as_nccl_tests_reads_them() -> None:
-    assert [parse_nccl_size(text) for text in ("8", "4K", "128M", "1G", "64KiB")] == [
-        8,
-        4096,
-        2**27,
-        2**30,
-        2**16,
-    ]
-    assert sweep_of(8, 128, 4) == (8, 32, 128)
-    with pytest.raises(UsageError, match="swap them"):
-        sweep_of(16, 8, 2)
-    for words, said in (
-        ({"minbytes": 8}, "-b and -e go together"),
-        ({"minbytes": 8, "maxbytes": 16, "sizes_bytes": (4,)}, "one or the other"),
-    ):
-        given = {"minbytes": None, "maxbytes": None, "stepfactor": None, "sizes_bytes": None, **words}
-        with pytest.raises(UsageError, match=said):
-            options_of((), 1, max_size_bytes=None, **given)
 
 
 # ------------------------------------------------------------------------------------- what was found
@@ -202,25 +141,6 @@ def test_the_changes_of_a_run_are_counted_and_the_largest_named() -> None:
     said = "against main: 1 without change, 1 slower (s b n=1 core slower by 2x), 1 faster (s c n=1 core faster by 50%)"
     assert before.summary(now) == said
     assert before.summary(now[3:]) == ""
-
-
-def test_the_last_run_of_such_cases_is_found_beside_the_new_one(tmp_path: Path) -> None:
-    new = made_up.run([timed(1.0)], suites=["s"])
-    assert baselines.find_earlier(new.header, tmp_path / "new.jsonl", None) is None
-    for name, started, changes in (
-        ("old", "2026-01-01", {}),
-        ("newer", "2026-01-02", {}),
-        ("other-suite", "2026-01-03", {"suites": ["t"]}),
-        ("other-mesh", "2026-01-03", {"mesh": {"dp": 4}}),
-        ("new", "2026-01-04", {}),
-    ):
-        run = made_up.run([timed(1.0)], **{"suites": ["s"], "started": started, **changes})
-        made_up.write(tmp_path / f"{name}.jsonl", run)
-    with RunWriter.create(tmp_path / "cut.jsonl", made_up.header(suites=["s"], started="2026-01-05")):
-        pass  # no end
-    (tmp_path / "no-run.jsonl").write_text("nothing\n")
-    found = baselines.find_earlier(new.header, tmp_path / "new.jsonl", None)
-    assert found is not None and found.path == tmp_path / "newer.jsonl"
 
 
 def test_baselines_have_names(dtbench: Cli, tmp_path: Path) -> None:
