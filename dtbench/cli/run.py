@@ -98,12 +98,9 @@ _OPTIONS = (
     click.option("--brief", is_flag=True, hidden=True, help="End with the counts alone."),
     click.option("--resume", is_flag=True, help="Go on with the run in -o FILE, as it was begun."),
     click.option(
-        "--baseline",
+        "--save-baseline",
         metavar="NAME",
-        help="Say of each case what became of it since this baseline, or since a run file.",
-    ),
-    click.option(
-        "--save-baseline", metavar="NAME", help="Keep the run as this baseline, in .dtbench/baselines."
+        help="Keep the run in .dtbench/baselines, for `dtbench compare NAME RUN`.",
     ),
     click.option(
         "-o", "--output", type=options.FILE, show_default="run-TIME.jsonl", help="The run file to write."

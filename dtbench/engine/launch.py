@@ -56,8 +56,6 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     place = find_place()
     if place is not None:
         Session(request, place, argv).go()
-    if request.baseline is not None:
-        baselines.find(request.baseline)
     if request.save_baseline is not None:
         baselines.named(request.save_baseline)
     with said_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):

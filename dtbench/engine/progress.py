@@ -44,9 +44,9 @@ class Progress:
         self._total += count
         say(f"{plural(count, 'more result')} to measure, where the sweep was too coarse")
 
-    def result(self, result: Result, change: str = "") -> None:
-        """change: against an earlier run, in words."""
-        say(line_of(result, change))
+    def result(self, result: Result) -> None:
+        """The next one."""
+        say(line_of(result))
         self._done += 1
         now_s = self._clock()
         if now_s - self._told_s >= TELL_EVERY_S and self._done < self._total:
@@ -107,8 +107,8 @@ def summary_of(results: Iterable[Result]) -> str:
     return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) or "no results"
 
 
-def line_of(result: Result, change: str = "") -> str:
-    """`dispatch add mesh=8 call=cached | core  3.56 µs  +10%  no change`."""
+def line_of(result: Result) -> str:
+    """`dispatch add mesh=8 call=cached | core  3.56 µs  +10%`."""
     params = " ".join(
         f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in result.params.items()
     )
@@ -122,7 +122,6 @@ def line_of(result: Result, change: str = "") -> str:
     else:
         where = "" if result.rank is None else f" on rank {result.rank}"
         words.append(f"{result.status}{where}")
-    words += [change] if change else []
     if result.reason:
         words.append(f"({result.reason})")
     return "  ".join(words).replace("  |  ", " | ")

@@ -84,8 +84,6 @@ class Session:
         self._output = Path(*rank.ranks.agree([str(self._output)], lambda votes: votes[0]))
         if rank.place.rank == 0:
             self._recorder = RunRecorder(job, self._open(job), self._launch)
-            if self._request.baseline is not None:
-                self._recorder.compare_with(self._request.baseline)
         tasks = self._agree_on_tasks(job)
         if self._recorder is not None:
             self._recorder.begin(tasks)
@@ -194,16 +192,6 @@ class RunRecorder:
         self._job = job
         self._launch = launch
         self.good = sum(result.status == "ok" for result in writer.results.values())
-        self._before: baselines.EarlierTimes | None = None
-
-    def compare_with(self, baseline: str) -> None:
-        """The baseline of that name or file.
-
-        Raises:
-            UsageError: there is no such baseline. UnreadableRunError: it is no run.
-        """
-        run = read_run(baselines.find(baseline), with_samples=False)
-        self._before = baselines.EarlierTimes(run, baseline)
 
     def left(self, tasks: Iterable[Task]) -> list[Task]:
         return remaining(tasks, self.writer.results, self._launch)
@@ -246,8 +234,7 @@ class RunRecorder:
         except OutputError as error:
             raise OutputError(f"{error}: {kept_in(self.writer.path)}") from error
         self.good += written.status == "ok"
-        change = None if self._before is None else self._before.change([written])
-        self.progress.result(written, "" if change is None else change.words)
+        self.progress.result(written)
 
     def end(self) -> int:
         """When all is measured: the end of the file and the last lines. The exit code."""
@@ -260,7 +247,7 @@ class RunRecorder:
             left = self.left(self._job.listed)
             if request.budget_s is not None and left:
                 say(f"left out for --budget: {budget.name_left_out(self._job.listed, left)}")
-            say_ended(request, self.writer.path, self._before)
+            say_ended(request, self.writer.path)
         return exit_code_of(results.values())
 
 
@@ -304,16 +291,14 @@ def exit_code_of(results: Iterable[Result]) -> int:
     return EXIT_OK if statuses and not statuses & {"failed", "wrong"} else EXIT_CASE_FAILED
 
 
-def say_ended(request: RunRequest, path: Path, before: baselines.EarlierTimes | None) -> None:
-    """The last lines of a run that is whole: its findings, what became of it since an earlier run, what to type next.
+def say_ended(request: RunRequest, path: Path) -> None:
+    """The last lines of a run that is whole: its findings, and what to type next.
 
     Raises:
         OutputError: the baseline cannot be kept.
     """
     run = read_run(path)
     lines = [] if request.brief else findings(run)
-    if before is not None and (summary := before.summary(run.results)):
-        lines.append(summary)
     of = ", ".join(request.suites) if request.brief else path  # whose file is not kept
     lines.append(f"{of}: {summary_of(run.results)}")
     if request.save_baseline is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -127,20 +126,6 @@ def test_a_sweep_to_calibrate_with_is_whole_together_and_isolated(
     assert {c.params["mesh_dim"] for c in cases(suite, plan)} == {*names, "+".join(names)}
 
 
-def test_other_regimes_of_a_transition_only_accompany_its_sweep():
-    default = RunRequest().resolve("cpu", 4)
-    sizes = sizes_by_regime("redistribute", default)
-    assert sizes["P->R", "together", "isolated"] == set(default.coarse_sizes_bytes)
-    assert {
-        len(sizes["P->R", g, m]) for g, m in collectives.REGIMES if (g, m) != ("together", "isolated")
-    } == {1}
-    # Nine transitions on two dims: four sizes, and one in each of three regimes; on both at once, no group is
-    # alone.
-    assert len(cases("redistribute", default)) == 9 * 2 * (4 + 3) + 9 * (4 + 1)
-    for case in cases("redistribute", default):
-        assert (case.calls_per_sample > 1) == (case.params["mode"] == "back_to_back")
-
-
 @pytest.mark.parametrize("suite", ["redistribute", "collectives"])
 def test_a_refined_case_is_one_that_the_suite_would_list(suite: str):
     plan = RunOptions((("dp", 2), ("tp", 3)), (1000, 70000), ("bfloat16",), sizes_chosen=True)
@@ -157,17 +142,6 @@ def test_a_refined_case_is_one_that_the_suite_would_list(suite: str):
 
 def test_collectives_of_one_rank_have_no_bus_bandwidth():
     assert {c.busbw_factor for c in cases("collectives", PLANS["one rank"])} == {None}
-
-
-def test_every_collective_alone_together_and_back_to_back():
-    listed = cases("collectives", PLANS["quick"])
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter"):
-        own = {(c.params["groups"], c.params["mode"]) for c in listed if c.name == name}
-        assert own == set(itertools.product(("alone", "together"), ("isolated", "back_to_back")))
-    one_group = cases("collectives", PLANS["one dim"])
-    assert {c.params["groups"] for c in one_group} == {"together"}
-    for case in listed:
-        assert (case.calls_per_sample > 1) == (case.params["mode"] == "back_to_back")
 
 
 @pytest.mark.parametrize(
@@ -195,16 +169,6 @@ def test_redistributed_tensors_divide_by_the_ranks_on_both_dims(size: int, n: in
     if size >= 2**20:
         assert 1 / 4 <= rows / cols <= 4
         assert rows * cols * 4 > 0.9 * size
-
-
-def test_dispatch_warms_up_and_takes_one_first_call_per_sample():
-    for case in cases("dispatch", PLANS["2x2"]):
-        assert case.clock == "host"
-        if case.params["call"] == "cached":
-            assert case.warmup_calls >= 20
-            assert case.calls_per_sample > 1
-        else:
-            assert case.calls_per_sample == 1
 
 
 def test_some_ops_are_measured_behind_a_busy_stream_on_a_gpu():
