@@ -7,7 +7,7 @@ if {"DTBENCH_NOTE", "RANK"} <= os.environ.keys():
 
     # A rank of our launcher: until it has joined the others Ctrl-C just ends it, and the launcher says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from dtbench.engine.parent import end_with_launcher
+    from dtbench.engine.workers import end_with_launcher
 
     end_with_launcher()  # before the imports, which take seconds
 

@@ -297,7 +297,7 @@ def _run_here(
 ) -> Results:
     from dtbench.engine.failure import ActiveCase
     from dtbench.engine.options import RunRequest, list_tasks
-    from dtbench.engine.progress import ProgressLine
+    from dtbench.engine.progress import ProgressLine, line_of
     from dtbench.engine.sampling import Budget, TaskSweep, budget_of
     from dtbench.engine.session import instruments_of
     from dtbench.machine.provenance import local_rank_info, provenance
@@ -322,7 +322,7 @@ def _run_here(
 
         def record(result: Result) -> None:
             results.append(_with_doubts(result) if functions else result)
-            line.result(results[-1])
+            line.show(line_of(results[-1]))
 
         sweep = TaskSweep(
             0, timeout_s, ActiveCase(), record, lambda _task: None, lambda _s: contextlib.nullcontext()

@@ -16,10 +16,8 @@ from dtbench.engine.options import (
     CALIBRATION_LAUNCHES,
     RunRequest,
     parse_duration,
-    parse_nccl_size,
     parse_size,
     split_words,
-    sweep_of,
 )
 from dtbench.suite.errors import UsageError
 from dtbench.suite.suites import read_builtin
@@ -58,28 +56,6 @@ _OPTIONS = (
     options.DEVICE,
     options.BACKEND,
     options.SIZE,
-    click.option(
-        "-b",
-        "--minbytes",
-        metavar="SIZE",
-        type=parse_nccl_size,
-        help="As nccl-tests: the smallest size, with -e.",
-    ),
-    click.option(
-        "-e",
-        "--maxbytes",
-        metavar="SIZE",
-        type=parse_nccl_size,
-        help="As nccl-tests: the largest size, 128M is 2^27.",
-    ),
-    click.option(
-        "-f",
-        "--stepfactor",
-        metavar="N",
-        type=click.IntRange(2),
-        show_default="2",
-        help="As nccl-tests: from one size to the next.",
-    ),
     click.option(
         "--max-size",
         "max_size_bytes",
@@ -122,13 +98,9 @@ _OPTIONS = (
     click.option("--brief", is_flag=True, hidden=True, help="End with the counts alone."),
     click.option("--resume", is_flag=True, help="Go on with the run in -o FILE, as it was begun."),
     click.option(
-        "--baseline",
+        "--save-baseline",
         metavar="NAME",
-        show_default="the last run of such cases, beside the output",
-        help="Say of each case what became of it since this baseline, or since a run file.",
-    ),
-    click.option(
-        "--save-baseline", metavar="NAME", help="Keep the run as this baseline, in .dtbench/baselines."
+        help="Keep the run in .dtbench/baselines, for `dtbench compare NAME RUN`.",
     ),
     click.option(
         "-o", "--output", type=options.FILE, show_default="run-TIME.jsonl", help="The run file to write."
@@ -156,7 +128,6 @@ def run_command(context: click.Context, /, words: tuple[str, ...], **values: opt
     Examples:
       dtbench run --budget 3m
       dtbench run collectives --size 1KiB:16MiB:4x --nproc 4 -o run.jsonl
-      dtbench run collectives -b 8 -e 128M -f 2 --filter all_reduce
       dtbench run collectives redistribute --max-size 64MiB -o run.jsonl
     """
     from dtbench.engine.launch import run
@@ -193,23 +164,8 @@ def _begun_with(output: Path) -> list[str]:
     return [*argv, "--resume", "-o", str(output)]
 
 
-def options_of(
-    words: tuple[str, ...],
-    launches: int | None,
-    minbytes: int | None,
-    maxbytes: int | None,
-    stepfactor: int | None,
-    **values: options.Given,
-) -> RunRequest:
+def options_of(words: tuple[str, ...], launches: int | None, **values: options.Given) -> RunRequest:
     suites, own = split_words(words)
-    if minbytes is not None or maxbytes is not None or stepfactor is not None:
-        if values["sizes_bytes"] is not None:
-            raise UsageError("-b, -e and -f and --size both say what to sweep: give one or the other")
-        if minbytes is None or maxbytes is None:
-            raise UsageError(
-                "-b and -e go together: expected the smallest and the largest size, such as -b 8 -e 128M -f 2"
-            )
-        values["sizes_bytes"] = sweep_of(minbytes, maxbytes, stepfactor or 2)
     if launches is None:
         launches = 1 if values["max_size_bytes"] is None else CALIBRATION_LAUNCHES
     return RunRequest(suites=suites, suite_options=own, launches=launches, **values)

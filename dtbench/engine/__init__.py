@@ -9,7 +9,7 @@
     clock      what a sample is timed with
     (dtbench.records.run writes the result into the run file)
 
-Beside them: `failure`, what becomes of a lost or hanging rank; `place` and `parent`, what a launcher tells its ranks;
-`ranks`, the store and the process groups; `clocks`, one clock for all ranks; `workers` and `signals`, processes;
+Beside them: `failure`, what becomes of a lost or hanging rank; `place`, what a launcher tells its ranks; `ranks`,
+the store and the process groups; `clocks`, one clock for all ranks; `workers`, processes and their signals;
 `progress`, `findings`, `budget` and `refine`.
 """

@@ -19,12 +19,11 @@ from typing import Any, NoReturn
 
 from dtbench.engine.failure import INTERRUPTED, ActiveCase, Diagnosis, kept_in, record_failure
 from dtbench.engine.options import RunJob, RunRequest, prepare, remaining
-from dtbench.engine.parent import LAUNCHER, NOTE
-from dtbench.engine.place import AGAIN, LAUNCH, OUTPUT, Note, find_place, output_of
+from dtbench.engine.place import AGAIN, LAUNCH, NOTE, OUTPUT, Note, find_place, output_of
 from dtbench.engine.progress import said_if_slow, say
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.session import Session, run_to_resume, say_complete
-from dtbench.engine.signals import answered, ending_signals, how_ended
+from dtbench.engine.workers import LAUNCHER, answered, ending_signals, how_ended
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.machine.limits import refuse_to_start
 from dtbench.records import baselines
@@ -57,8 +56,6 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     place = find_place()
     if place is not None:
         Session(request, place, argv).go()
-    if request.baseline is not None:
-        baselines.find(request.baseline)
     if request.save_baseline is not None:
         baselines.named(request.save_baseline)
     with said_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):

@@ -95,7 +95,6 @@ class RunRequest:
     refine: bool | None = None  # None: as --max-size is given
     budget_s: float | None = None
     on_failure: Literal["continue", "stop"] = "continue"  # where a case has cost the run its ranks
-    baseline: str | None = None  # to compare with: a name or a run file
     save_baseline: str | None = None  # the name to keep the run under
     brief: bool = False  # of a trial: end with the counts alone, of a file that is not kept
 
@@ -192,24 +191,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         if len(sizes) > _MAX_SIZES:
             raise UsageError(f"--size {text} gives more than {_MAX_SIZES} sizes: take a larger factor")
     return tuple(sorted(sizes))
-
-
-def parse_nccl_size(text: str) -> int:
-    """`128M` -> 2^27 bytes, as nccl-tests reads sizes (K, M and G in powers of 1024, src/common.cu `parsesize`); those
-    of `parse_size` too."""
-    short = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgKMG])\s*", text)
-    return parse_size(f"{short[1]}{short[2]}iB" if short else text)
-
-
-def sweep_of(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """The sizes from `first` to `last` by `factor`, in bytes.
-
-    Raises:
-        UsageError: they are in the wrong order.
-    """
-    if first > last:
-        raise UsageError(f"-b {first} is above -e {last}: swap them")
-    return tuple(_geometric(first, last, factor))
 
 
 def _sweep(text: str) -> Iterator[int]:
@@ -515,18 +496,13 @@ def same_on_all_ranks(job: RunJob) -> dict[str, str]:
         "suites": " ".join(job.suite_names),
         "--mesh": format_mesh(options.mesh),
         "--device": options.device_type,
-        "--backend": request.backend,
-        "--impl": ",".join(options.impls),
         "--size": ",".join(map(str, options.sizes_bytes)),
-        "--dtype": ",".join(options.dtypes),
-        "--filter": request.filter,
-        "--quick": str(options.quick),
         "--refine": str(options.refine),
-        "--launches": str(request.launches),
-        "--budget": str(request.budget_s),
-        "--timeout": f"{request.timeout_s:g}",
-        "--on-failure": request.on_failure,
-        "--resume": str(request.resume),
+        **{
+            f"--{name}": str(getattr(request, name))
+            for name in ("backend", "filter", "quick", "launches", "resume")
+        },
+        **{f"--{name}": str(getattr(request, f"{name}_s")) for name in ("budget", "timeout")},
         **{f"--{name}": value for name, value in mask_options(options.options).items()},
         **{f"the file {path.name} with sha256": _digest(path) for path in sorted(files)},
         "a list": f"of {len(listed)} cases, sha256 {hashlib.sha256(repr(listed).encode()).hexdigest()[:12]}",

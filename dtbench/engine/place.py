@@ -24,6 +24,7 @@ from dtbench.suite.errors import UsageError
 
 LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
 AGAIN = "DTBENCH_AGAIN"  # where ranks of this launch were lost: when it began, on the monotonic clock
+NOTE = "DTBENCH_NOTE"  # path of the note to it; set by our own launcher only
 OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
 
 _MAX_PORT = 65535
@@ -134,7 +135,7 @@ def _torchrun_place(environ: Mapping[str, str]) -> RankPlace:
             f"or unset RANK and WORLD_SIZE to let it start its own ranks"
         )
     world_size = _number("WORLD_SIZE", environ["WORLD_SIZE"], 1)
-    rank = _number("RANK", environ["RANK"], 0, world_size - 1, f" below WORLD_SIZE={world_size}")
+    rank = _number("RANK", environ["RANK"], 0, world_size - 1)
     local = environ.get("LOCAL_WORLD_SIZE")
     return RankPlace(
         rank=rank,
@@ -161,9 +162,7 @@ def _slurm_place(environ: Mapping[str, str], world_size: int) -> RankPlace:
     # Spread jobs and steps over the registered ports below Linux's ephemeral range (from 32768).
     port = environ.get("MASTER_PORT") or str(20000 + (job * 7 + step) % 12000)
     return RankPlace(
-        rank=_number(
-            "SLURM_PROCID", environ["SLURM_PROCID"], 0, world_size - 1, f" below {world_size} tasks"
-        ),
+        rank=_number("SLURM_PROCID", environ["SLURM_PROCID"], 0, world_size - 1),
         world_size=world_size,
         local_rank=_number("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0")),
         local_world_size=int(per_node[1]) if per_node else None,
@@ -185,14 +184,12 @@ def first_host(nodelist: str) -> str:
     return name
 
 
-def _number(name: str, text: str, least: int = 0, most: int | None = None, bound: str = "") -> int:
-    """bound: `most` in words."""
+def _number(name: str, text: str, least: int = 0, most: int | None = None) -> int:
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
     if number < least or (most is not None and number > most):
-        bound = bound or ("" if most is None else f" of at most {most}")
         raise UsageError(
             f"the environment has {name}={text[:40]!r}: expected a whole number"
-            f"{f' from {least}' if least else ''}{bound}; correct or unset it"
+            f"{f' from {least}' if least else ''}{'' if most is None else f' of at most {most}'}; correct or unset it"
         )
     return number
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import socket
@@ -35,10 +34,8 @@ from dtbench.engine.failure import (
     FailureDetector,
     block_signals,
     exit_now,
-    farewell,
 )
-from dtbench.engine.parent import NOTE
-from dtbench.engine.place import Note, RankPlace, find_place, launch_number
+from dtbench.engine.place import NOTE, Note, RankPlace, find_place, launch_number
 from dtbench.engine.ranks import (
     LiveWorld,
     StoreRanks,
@@ -75,13 +72,9 @@ _TRIES_EVERY_S = 0.2
 _MOST_NAMED = 8
 # A launcher kills the others when the first rank leaves: the one that says why gets so long.
 _SPEAKS_S = 1.0
-# Options that are refused on every rank are said by rank 0. The others give it time to: a launcher kills the remaining
-# ranks as soon as one of them has left.
+# Options that are refused on every rank are said by rank 0. The others give it time to: a launcher ends the remaining
+# ranks as soon as one of them has left, and a store that rank 0 served is gone.
 LET_RANK_0_SPEAK_S = 10.0
-# Where it is another rank's alone, rank 0 loads torch before it hears of it; where it serves the store, it may have
-# found the same and left.
-_LET_RANK_0_JOIN_S = 60.0
-_LET_RANK_0_SERVE_S = 20.0
 _MAX_SHOWN_CHARS = 60
 # Ranks may need long to find each other's addresses, and the GPU its first context.
 _LEAST_GROUP_S = 60.0
@@ -92,8 +85,7 @@ class LaunchedRank:
 
     report: called once, on the lowest living rank of another's launcher and in a helper thread, with what ended the
         world and what it was doing; our own launcher is told, and reports itself.
-    code: what the process is to exit with, once all went well. infos: what each rank says of itself. leave_terminal:
-        called before a report, for what is drawn there.
+    code: what the process is to exit with, once all went well. infos: what each rank says of itself.
     """
 
     infos: list[dict[str, Any]]
@@ -108,7 +100,6 @@ class LaunchedRank:
         self.now = ActiveCase(launch=launch)
         self.code = EXIT_OK
         self.connect = store_of(self.place, launch)
-        self.leave_terminal: Callable[[], None] = lambda: None
         self._report = report
         self._note_path = os.environ.get(NOTE)
         self._noting = threading.Lock()
@@ -241,8 +232,6 @@ class LaunchedRank:
         self._detector.leave(self.code, self.store if self._joining else None)
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
-        with contextlib.suppress(Exception):  # whatever the terminal does, the report comes
-            self.leave_terminal()
         at_work = {"case": self.now} if self.now.name else {}  # else rank 0 may be, which has noted it
         if diagnosis == LAUNCHER_DIED or not self.note(diagnosis=diagnosis, **at_work):
             self._report(diagnosis, self.now)
@@ -352,9 +341,6 @@ def quiet_torch() -> None:
 
 def _compare(votes: list[dict[str, Any]]) -> tuple[list[Any], str]:
     """On rank 0: what the ranks say of themselves, and why they cannot work together; "" where they can."""
-    refused = [f"rank {rank}: {vote['refused']}" for rank, vote in enumerate(votes) if "refused" in vote]
-    if refused:
-        return [], refused[0]
     first: dict[str, str] = votes[0]["same"]
     for rank, vote in enumerate(votes):
         for name in [*first, *vote["same"]]:
@@ -373,7 +359,7 @@ def _short(value: str) -> str:
 
 
 def complain_once(text: str) -> None:
-    """Before a rank has joined: rank 0 says it, of another rank too, which otherwise may have found the same."""
+    """Before a rank has joined: rank 0 says what all ranks have met; a rank that has met it alone says so itself."""
     try:
         place = find_place()
     except DtbenchError:
@@ -382,17 +368,6 @@ def complain_once(text: str) -> None:
     if place is None or place.rank == 0:
         complain(line)
         return
-    began_s = time.monotonic()
-    with contextlib.suppress(Exception):
-        _tell_rank_0(place.of_launch(launch_number()), line)
-    time.sleep(max(began_s + LET_RANK_0_SPEAK_S - time.monotonic(), 0.0))
-
-
-def _tell_rank_0(place: RankPlace, line: str) -> None:
-    """In place of this rank's vote when all join."""
-    quiet_torch()
-    store = _store_within(place, store_of(place, launch_number()), _LET_RANK_0_SERVE_S)
-    store.set(f"vote/0/{place.rank}", json.dumps({"refused": line}))
-    store.set(f"hello/{place.rank}", "")
-    store.wait(["decision/0"], timedelta(seconds=_LET_RANK_0_JOIN_S))
-    farewell(store, place.rank, place.world_size)
+    time.sleep(LET_RANK_0_SPEAK_S)
+    if not _unreachable(place.of_launch(launch_number())):
+        complain(f"rank {place.rank}: {line}")

@@ -29,14 +29,14 @@ from dtbench.engine.options import (
     same_on_all_ranks,
 )
 from dtbench.engine.place import AGAIN, RankPlace, launch_number, output_of, start_again
-from dtbench.engine.progress import make_progress, say, summary_of
+from dtbench.engine.progress import Progress, say, summary_of
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.ranks import AloneRanks, backend_of, simulated_world
 from dtbench.engine.sampling import Budget, Instruments, RankGroup, TaskSweep, budget_of
 from dtbench.machine import provenance as machine
 from dtbench.machine.device import choose_device, is_gpu
 from dtbench.records import baselines
-from dtbench.records.run import RunWriter, read_header, read_run
+from dtbench.records.run import RunWriter, read_run
 from dtbench.suite import Param, Result, Run
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
 from dtbench.suite.mesh import format_mesh
@@ -70,10 +70,7 @@ class Session:
         place = self._rank.place
         with self._rank as rank:
             job = prepare(self._request, choose_device(self._request.device), place.world_size)
-            try:
-                self._run(job)
-            finally:
-                rank.leave_terminal()
+            self._run(job)
         if self._launch + 1 < self._request.launches and not rank.ours:
             start_again(self._launch + 1, self._output)
         rank.exit()
@@ -87,8 +84,6 @@ class Session:
         self._output = Path(*rank.ranks.agree([str(self._output)], lambda votes: votes[0]))
         if rank.place.rank == 0:
             self._recorder = RunRecorder(job, self._open(job), self._launch)
-            self._recorder.compare_with(self._request.baseline)
-            rank.leave_terminal = self._recorder.progress.close
         tasks = self._agree_on_tasks(job)
         if self._recorder is not None:
             self._recorder.begin(tasks)
@@ -193,19 +188,10 @@ class RunRecorder:
 
     def __init__(self, job: RunJob, writer: RunWriter, launch: int) -> None:
         self.writer = writer
-        self.progress = make_progress()
+        self.progress = Progress()
         self._job = job
         self._launch = launch
         self.good = sum(result.status == "ok" for result in writer.results.values())
-        self._before: baselines.EarlierTimes | None = None
-
-    def compare_with(self, baseline: str | None) -> None:
-        """The baseline of that name or file, else the last run of such cases.
-
-        Raises:
-            UsageError: there is no such baseline.
-        """
-        self._before = baselines.find_earlier(read_header(self.writer.path), self.writer.path, baseline)
 
     def left(self, tasks: Iterable[Task]) -> list[Task]:
         return remaining(tasks, self.writer.results, self._launch)
@@ -248,8 +234,7 @@ class RunRecorder:
         except OutputError as error:
             raise OutputError(f"{error}: {kept_in(self.writer.path)}") from error
         self.good += written.status == "ok"
-        change = None if self._before is None else self._before.change([written])
-        self.progress.result(written, "" if change is None else change.words)
+        self.progress.result(written)
 
     def end(self) -> int:
         """When all is measured: the end of the file and the last lines. The exit code."""
@@ -258,12 +243,11 @@ class RunRecorder:
         if last:
             self.writer.end()
         self.writer.close()
-        self.progress.close()
         if last:
             left = self.left(self._job.listed)
             if request.budget_s is not None and left:
                 say(f"left out for --budget: {budget.name_left_out(self._job.listed, left)}")
-            say_ended(request, self.writer.path, self._before)
+            say_ended(request, self.writer.path)
         return exit_code_of(results.values())
 
 
@@ -307,16 +291,14 @@ def exit_code_of(results: Iterable[Result]) -> int:
     return EXIT_OK if statuses and not statuses & {"failed", "wrong"} else EXIT_CASE_FAILED
 
 
-def say_ended(request: RunRequest, path: Path, before: baselines.EarlierTimes | None) -> None:
-    """The last lines of a run that is whole: its findings, what became of it since an earlier run, what to type next.
+def say_ended(request: RunRequest, path: Path) -> None:
+    """The last lines of a run that is whole: its findings, and what to type next.
 
     Raises:
         OutputError: the baseline cannot be kept.
     """
     run = read_run(path)
     lines = [] if request.brief else findings(run)
-    if before is not None and (summary := before.summary(run.results)):
-        lines.append(summary)
     of = ", ".join(request.suites) if request.brief else path  # whose file is not kept
     lines.append(f"{of}: {summary_of(run.results)}")
     if request.save_baseline is not None:

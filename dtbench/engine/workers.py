@@ -1,4 +1,5 @@
-"""Processes that we start, talk to and end: each is reaped, and what it has started ends with it.
+"""Processes: those that we start, talk to and end, each of which is reaped with what it has started; and the signals
+and the death of a parent that end this one.
 
     StartedProgram   another program, in a session of its own: an interrupt of the terminal reaches it through us
     Fork             this process again, which runs a function; in a process of one thread only
@@ -18,11 +19,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from types import FrameType
 from typing import IO
+
+LAUNCHER = "DTBENCH_LAUNCHER"  # the launcher's process id; set by our own launcher only
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StartedProgram:
@@ -181,3 +186,50 @@ def take_over(through: Connection) -> Connection:
 def left_s(deadline: float) -> float:
     """Until a moment of the monotonic clock, at least 0: what `Connection.poll` and `wait` take."""
     return max(deadline - time.monotonic(), 0.0)
+
+
+# ---------------------------------------------------------------------------------- what ends this process
+
+
+def end_with_launcher() -> None:
+    """From now on the kernel sends this process a SIGTERM when its launcher dies (on Linux; elsewhere the ranks notice
+    that its store is gone); it ends here if that has died already."""
+    launcher = int(os.environ.get(LAUNCHER, "0"))
+    if not launcher:
+        return
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != launcher:  # it died before its signal was set
+        os._exit(1)
+
+
+def ending_signals() -> frozenset[signal.Signals]:
+    """Those that end us: a hang-up too, unless the user had it ignored (nohup)."""
+    ending = {signal.SIGINT, signal.SIGTERM}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ending.add(signal.SIGHUP)
+    return frozenset(ending)
+
+
+@contextlib.contextmanager
+def answered(
+    numbers: Set[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Within the block `handler` answers these signals."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, other in before.items():
+            signal.signal(number, other)
+
+
+def how_ended(code: int) -> str:
+    """`died of SIGKILL` or `ended with exit code 3`, from a process's return code (negative: a signal's number)."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"died of {signal.Signals(-code).name}"
+    return f"died of signal {-code}"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from dtbench.engine.signals import how_ended
-from dtbench.engine.workers import StartedProgram, hand_over, left_s
+from dtbench.engine.workers import StartedProgram, hand_over, how_ended, left_s
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import Key, Listing, Order
 from dtbench.gate.loader import ENDED, GO, LISTING, NOW, READY, RESULT, LaunchRequest

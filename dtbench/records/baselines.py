@@ -1,35 +1,18 @@
-"""Runs to compare with: those kept under a name, and the last one of the same cases.
+"""Runs to compare with, kept under a name: copies of run files in `.dtbench/baselines` of the current folder.
 
-A baseline is a copy of a run file in `.dtbench/baselines` of the current folder; commit it to share it.
-
-What a run says of them while it goes on is a hint, not a verdict: a launch differs from the next one by more than its
-samples tell, so `dtbench compare` asks for five launches a side and `dtbench gate` makes them in turn.
+`dtbench run --save-baseline NAME` makes one, `dtbench compare NAME RUN` takes it; commit the folder to share it.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from dtbench.records.atomic import replace_file
-from dtbench.records.run import read_header, read_run
-from dtbench.stats import MIN_CHANGE_S
-from dtbench.suite import CaseKey, Header, Result, Run
-from dtbench.suite.errors import DtbenchError, OutputError, UsageError
-from dtbench.suite.grouping import group_by
+from dtbench.suite.errors import OutputError, UsageError
 
 FOLDER = Path(".dtbench", "baselines")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# Of the run files beside a new one: how many of the latest are looked at, and how large one may be that is read.
-_LOOKED_AT, _MOST_BYTES = 100, 32 * 2**20
-# Below it a difference between two launches is called no change, as `dtbench compare` calls the same.
-LEAST_CHANGE = 0.05
-_NAMED = 3
 
 
 def named(name: str) -> Path:
@@ -76,118 +59,3 @@ def save(run: Path, name: str) -> Path:
     except OSError as error:
         raise OutputError(f"cannot keep the baseline {path}: {error.strerror or error}") from error
     return path
-
-
-def last_like(header: Header, output: Path) -> Run | None:
-    """The latest complete run in the folder of `output` that has a suite of the header's and was measured on the same
-    host, mesh, device and backend; None where there is none."""
-    like: list[tuple[str, Path]] = []
-    files = []
-    for path in output.parent.glob("*.jsonl"):
-        with suppress(OSError):
-            if path.name != output.name and path.stat().st_size <= _MOST_BYTES:
-                files.append((path.stat().st_mtime, path))
-    for _, path in sorted(files, reverse=True)[:_LOOKED_AT]:
-        with suppress(DtbenchError, OSError):
-            other = read_header(path)
-            same = _circumstances(other) == _circumstances(header)
-            if same and {*other.suites} & {*header.suites} and not other.imported:
-                like.append((other.started, path))
-    for _, path in sorted(like, reverse=True):
-        with suppress(DtbenchError, OSError):
-            run = read_run(path, with_samples=False)
-            if run.complete:
-                return run
-    return None
-
-
-def _circumstances(header: Header) -> tuple[object, ...]:
-    hosts = sorted({str(rank.host) for rank in header.ranks})
-    return hosts, header.mesh, header.plan.get("device_type"), header.versions.get("backend")
-
-
-@dataclass(frozen=True)
-class TimeChange:
-    """ratio: of the new time to that before. words: `no change`, `slower by 12%`, `faster by 12%`."""
-
-    ratio: float
-
-    @property
-    def words(self) -> str:
-        share = abs(self.ratio - 1)
-        size = f"{share:.0%}" if self.ratio < 2 else f"{self.ratio:.3g}x"
-        return "no change" if self.ratio == 1 else f"{'slower' if self.ratio > 1 else 'faster'} by {size}"
-
-
-class EarlierTimes:
-    """The times before. source: the run, and in words what it is."""
-
-    def __init__(self, run: Run, source: str) -> None:
-        self.path, self.source = run.path, source
-        self._results = group_by((r for r in run.results if _is_timed(r)), lambda r: r.case_key)
-
-    def change(self, new: Sequence[Result]) -> TimeChange | None:
-        """What became of a case, by its launches; None where there is nothing to compare with.
-
-        No change where the difference lies within 5 %, within 0.2 us, or where the quartiles overlap.
-        """
-        new = [r for r in new if _is_timed(r)]
-        old = self._results.get(new[0].case_key) if new else None
-        if not old:
-            return None
-        (before_s, before_high_s), (time_s, high_s) = _band(old), _band(new)
-        apart = time_s > before_high_s or high_s < before_s
-        ratio = time_s / before_s
-        if (
-            not apart
-            or abs(time_s - before_s) <= MIN_CHANGE_S
-            or 1 / (1 + LEAST_CHANGE) <= ratio <= 1 + LEAST_CHANGE
-        ):
-            return TimeChange(1.0)
-        return TimeChange(ratio)
-
-    def summary(self, results: Iterable[Result]) -> str:
-        """`against main: 50 without change, 3 slower (a by 30%), 1 faster`; nothing where no case is shared."""
-        by_case: dict[CaseKey, list[Result]] = group_by(results, lambda r: r.case_key)
-        changes = {key: change for key, of in by_case.items() if (change := self.change(of)) is not None}
-        if not changes:
-            return ""
-        counts = Counter(change.words.split(" ")[0] for change in changes.values())
-        parts = [f"{counts['no']} without change"]
-        for word, largest in (("slower", True), ("faster", False)):
-            if counts[word]:
-                of = [(key, change) for key, change in changes.items() if change.words.startswith(word)]
-                of.sort(key=lambda pair: pair[1].ratio, reverse=largest)
-                named = ", ".join(f"{_name(key)} {change.words}" for key, change in of[:_NAMED])
-                parts.append(f"{counts[word]} {word} ({named}{', ...' if len(of) > _NAMED else ''})")
-        return f"against {self.source}: {', '.join(parts)}"
-
-
-def find_earlier(header: Header, output: Path, baseline: str | None) -> EarlierTimes | None:
-    """The baseline that was asked for, else the last run of such cases beside the output, if any.
-
-    Raises:
-        UsageError: there is no such baseline. UnreadableRunError: it is no run.
-    """
-    if baseline is not None:
-        path = find(baseline)
-        return EarlierTimes(read_run(path, with_samples=False), baseline)
-    run = last_like(header, output)
-    return None if run is None else EarlierTimes(run, f"{run.path}, the last run of such cases")
-
-
-def _is_timed(result: Result) -> bool:
-    return result.status == "ok" and bool(result.estimate_s)
-
-
-def _band(results: Sequence[Result]) -> tuple[float, float]:
-    """From the estimate to the upper quartile, medians over launches."""
-    times = [(r.estimate_s or 0.0, r.time_s.p75 if r.time_s else 0.0) for r in results]
-    low, high = (median(column) for column in zip(*times, strict=True))
-    return low, max(low, high)
-
-
-def _name(key: CaseKey) -> str:
-    suite, name, impl, params = key
-    shown = " ".join(f"{k}={v}" for k, v in params)
-    return f"{suite} {name} {shown} {impl}".replace("  ", " ")

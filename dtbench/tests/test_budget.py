@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dtbench.engine import budget, sampling
-from dtbench.engine.failure import ActiveCase
+from dtbench.engine import budget
 from dtbench.engine.options import RunRequest, Task, list_tasks
 from dtbench.engine.progress import Progress
 from dtbench.engine.refine import is_calibrated_with
-from dtbench.engine.sampling import ImplOutcome
-from dtbench.suite import Case, Param, Result
+from dtbench.suite import Case, Param
 from dtbench.suite.suites import Suite, WorldKind, load
 from dtbench.tests import made_up
 
@@ -37,10 +33,6 @@ SWEEPS = [
 ]
 ALONE = [task("sweeps", "reduce", mesh_dim="dp", mode="back_to_back", size=16)]
 OPS = [task("ops", name, "simulated", variant=k) for name in ("add", "mul") for k in range(20)]
-
-
-def test_coarse_to_fine_begins_with_the_ends_and_halves_the_gaps() -> None:
-    assert list(budget.coarse_to_fine(9)) == [0, 8, 4, 2, 6, 1, 3, 5, 7]
 
 
 def test_every_curve_has_a_size_before_one_has_the_next() -> None:
@@ -92,38 +84,6 @@ def test_a_suite_that_is_late_leaves_the_others_their_share() -> None:
     assert deadlines.allows(OPS[1], 47.0) and not deadlines.allows(OPS[2], 49.0)
     assert deadlines.allows(SWEEPS[0], 90.0)
     assert deadlines.allows(SWEEPS[1], 99.9) and not deadlines.allows(SWEEPS[2], 100.0)
-
-
-def test_what_is_said_before_and_after() -> None:
-    tasks = [*OPS, *SWEEPS]
-    assert budget.forecast(OPS, tasks, False) == "40 of 76 cases, about 21 s by estimate"
-    assert budget.forecast(SWEEPS * 10, SWEEPS * 10, False) == "360 cases, about 80 s by estimate"
-    assert budget.name_left_out(tasks, SWEEPS[:3]) == "sweeps 3 of 36 cases"
-
-
-def test_a_sweep_leaves_out_what_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Measured:
-        def __init__(self, _case: Case, impls: tuple[str, ...], *_given: Any) -> None:
-            self.impls = impls
-
-        def run(self, _world: Any) -> dict[str, ImplOutcome]:
-            return {impl: ImplOutcome("skipped") for impl in self.impls}
-
-    monkeypatch.setattr(sampling, "Adaptive", Measured)
-    deadlines = budget.Deadlines(OPS, end_s=2.0)
-    seconds = iter(range(100))
-    results: list[Result] = []
-    sweep = sampling.TaskSweep(
-        0,
-        60.0,
-        ActiveCase(),
-        results.append,
-        lambda task: None,
-        lambda seconds: nullcontext(),
-        lambda task, ranks: deadlines.allows(task, float(next(seconds))),
-    )
-    sweep.measure(OPS, None, SimpleNamespace(rank=0), None)  # type: ignore[arg-type]
-    assert [r.params["variant"] for r in results] == [0, 1]
 
 
 def test_a_log_is_told_now_and_then_how_much_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
 import re
 import subprocess
 import sys
@@ -79,19 +78,6 @@ def test_help_shows_thirteen_commands(dtbench: Cli) -> None:
     assert len(commands) == len({*commands}) == 13 and "suite" not in commands
 
 
-@pytest.mark.parametrize("name", ["run", "list", "gate"])
-def test_help_shows_ten_options_before_those_that_few_need(dtbench: Cli, name: str) -> None:
-    first, advanced = (
-        re.findall(r"^  (-\S+)", part, re.MULTILINE)
-        for part in dtbench(name, "--help")[1].partition("\nOptions:\n")[2].split("\nAdvanced options:\n")
-    )
-    assert (
-        len(first) <= 10
-        and {"--budget", "-h,"} <= {*first}
-        and {"--device", "--dtype"} <= {*advanced, *first}
-    )
-
-
 @pytest.mark.parametrize(
     ("args", "meant"),
     [
@@ -104,12 +90,6 @@ def test_help_shows_ten_options_before_those_that_few_need(dtbench: Cli, name: s
 def test_the_nearest_name_is_suggested(dtbench: Cli, args: str, meant: str) -> None:
     code, out, err = dtbench(*args.replace("SUITE", SUITE).split())
     assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1 and meant in err
-
-
-def test_version_and_bare_call(dtbench: Cli) -> None:
-    assert dtbench("--version")[:2] == (0, "dtbench, version 0.1.0\n")
-    code, out, _ = dtbench()
-    assert code == EXIT_OK and out.startswith("Usage: dtbench")
 
 
 @pytest.mark.parametrize(
@@ -175,21 +155,6 @@ def test_an_unexpected_error_has_its_exit_code(
 
 
 @pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        ("raise SystemExit(3)", "SystemExit: 3"),
-        ("raise BaseException('odd')", "BaseException: odd"),
-        ("raise ValueError('a\\nb')", "ValueError: a"),
-    ],
-)
-def test_a_suite_file_that_ends_the_program_is_a_line(
-    dtbench: Cli, tmp_path: Path, code: str, why: str
-) -> None:
-    Path("mine.py").write_text(code)
-    assert dtbench("list", "mine.py") == (2, "", f"dtbench: the suite file mine.py failed to load: {why}\n")
-
-
-@pytest.mark.parametrize(
     "words", ["show {}", "report --base {} x.jsonl -o x.html", "plan --model {} --gpus 1 --batch 1", "run {}"]
 )
 def test_an_error_echoes_no_secret_of_its_command_line(dtbench: Cli, tmp_path: Path, words: str) -> None:
@@ -210,15 +175,6 @@ def test_a_sweep_goes_through_what_the_run_asks_for() -> None:
     assert {at.size_bytes for at in registry.sweep(chosen, sizes=[8])} == {1024, 2048}
 
 
-def test_a_folder_that_may_not_be_written_is_refused(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> None:  # the tests may run as root, who may write anywhere
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    code, _, err = dtbench("run", SUITE, "-o", "x.jsonl")
-    assert code == EXIT_USAGE and "may not be written" in err and err.count("\n") == 1
-
-
 def test_cuda_without_cuda_is_refused(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, err = dtbench("run", SUITE, "--device", "cuda")
@@ -233,17 +189,6 @@ def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.Monk
     assert count_ranks(3, "cuda", "gloo") == 3
     assert [backend_of(device, "gloo") for device in ("cpu", "cuda")] == ["gloo", "gloo"]
     assert [backend_of(device) for device in ("cpu", "cuda")] == ["gloo", "nccl"]
-
-
-def test_only_rank_0_speaks(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtbench.engine.rank.LET_RANK_0_SPEAK_S", 0.0)
-    monkeypatch.setattr("dtbench.engine.rank._LET_RANK_0_SERVE_S", 0.0)
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RANK", "1")
-    assert dtbench("run", "--size", "x") == (EXIT_USAGE, "", "")
-    monkeypatch.setenv("RANK", "0")
-    assert "'x' is not a size" in dtbench("run", "--size", "x")[2]
 
 
 def test_list_for_people_and_machines(dtbench: Cli) -> None:
@@ -279,23 +224,6 @@ def test_a_run_to_calibrate_with_has_five_launches_and_refines(
     (options,) = got
     assert options.suites == ("collectives",) and options.launches == launches
     assert options.resolve("cpu", 4).refine == refines
-
-
-def test_a_file_that_imports_a_built_in_suite_is_not_that_suite(tmp_path: Path) -> None:
-    """In a process of its own: here the built-in ones are loaded already."""
-    (tmp_path / "mine.py").write_text(
-        "from dtbench.suite import suite\nfrom dtbench_suites import overlap\n"
-        "@suite('mine', world='ranks', help='x')\ndef mine(plan):\n    yield from overlap.overlap.cases(plan)\n"
-    )
-    program = "from dtbench.suite import suites as suite; print([s.name for s in suite.load(['mine.py'])])"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "['mine']\n", done.stderr
-
-
-def test_click_completes_commands(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"": "bash_complete", "COMP_WORDS": "dtbench ca", "COMP_CWORD": "1"}.items():
-        monkeypatch.setenv(name or "_DTBENCH_COMPLETE", value)
-    assert dtbench() == (EXIT_OK, "plain,calibrate\n", "")
 
 
 def test_a_new_suite_lists_its_cases_and_is_not_overwritten(dtbench: Cli, registered: None) -> None:

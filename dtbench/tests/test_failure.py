@@ -56,27 +56,27 @@ def test_at_the_timeout_the_rank_that_is_behind_is_named() -> None:
 
 
 def test_at_the_timeout_the_rank_in_code_of_its_own_is_named() -> None:
-    found = diagnose(states(r0=of("timeout"), r1=of(where="mine.py:3 in run", waits=False)), HOSTS, 2)
-    assert found.rank == 1
+    result = diagnose(states(r0=of("timeout"), r1=of(where="mine.py:3 in run", waits=False)), HOSTS, 2)
+    assert result.rank == 1
 
 
 def test_at_the_timeout_the_rank_in_another_place_is_named() -> None:
     """Where all look busy, because they wait in code that is neither torch's nor the harness's."""
     usual = of(where="comm.py:9 in wait", waits=False)
-    found = diagnose({0: usual, 1: usual, 2: of(where="x.py:1 in f", waits=False), 3: usual}, HOSTS, 2)
-    assert found.rank == 2
+    result = diagnose({0: usual, 1: usual, 2: of(where="x.py:1 in f", waits=False), 3: usual}, HOSTS, 2)
+    assert result.rank == 2
 
 
 def test_ranks_that_wait_for_one_another_are_all_named() -> None:
     alone = diagnose(states(r0=of("timeout", where="a.py:1 in f")), HOSTS, 2)
     assert alone.rank == 0 and "rank 0 on n1 did not finish" in alone.sentence
     even = of(where="a.py:1 in f")
-    found = diagnose(states(r0=even, r1=even), HOSTS, 2)
-    assert found.rank is None and "they wait for one another" in found.sentence
+    result = diagnose(states(r0=even, r1=even), HOSTS, 2)
+    assert result.rank is None and "they wait for one another" in result.sentence
 
 
 def test_a_case_that_hangs_in_the_simulated_world_is_rank_0s() -> None:
     """The other ranks are in no case: they wait for rank 0."""
     waiting = RankState("event", where="ranks.py:1 in agree", waits=True)
-    found = diagnose({0: of("timeout", case=9), 1: waiting}, ["a", "b"], 2)
-    assert found.rank == 0
+    result = diagnose({0: of("timeout", case=9), 1: waiting}, ["a", "b"], 2)
+    assert result.rank == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtbench.engine import clock as module
-from dtbench.engine.clock import GpuClock, HostClockOnBusyGpu, HostClockOnGpu, clocks_of
+from dtbench.engine.clock import GpuClock, HostClockOnBusyGpu, HostClockOnGpu
 from dtbench.engine.sampling import combine
 from dtbench.engine.session import instruments_of
 from dtbench.machine import device
@@ -115,47 +115,6 @@ def test_a_sample_began_when_its_event_was_passed(monkeypatch: pytest.MonkeyPatc
     assert clock.started_ns is not None
     assert abs(clock.started_ns - began) <= clock.error_ns + drift * 400_000 + 2
     assert 0 < clock.error_ns <= 500
-
-
-def test_a_mark_that_is_interrupted_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    time = Time(monkeypatch)
-    clock = time.clock()
-    record, interruptions = clock._marks[1].record, iter([4_000_000])
-
-    def interrupted() -> None:
-        record()
-        time.now += next(interruptions)
-
-    monkeypatch.setattr(clock._marks[1], "record", interrupted)
-    clock.settle()
-    clock.measure(lambda: None, 1)
-    assert clock.error_ns <= 500
-
-
-def test_an_event_says_no_time_before_the_gpu_has_passed_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    time = Time(monkeypatch)
-    start, end = time.gpus.event(), time.gpus.event()
-    with pytest.raises(ValueError, match="must be recorded"):
-        start.elapsed_time(end)
-    start.record()
-    time.gpus.launch(1e6)
-    end.record()
-    with pytest.raises(RuntimeError, match="not ready"):
-        start.elapsed_time(end)
-    end.synchronize()
-    assert start.elapsed_time(end) == 1.0
-
-
-def test_torchs_cuda_has_what_is_asked_of_it() -> None:
-    asked = {name for name in vars(device.Gpus) if not name.startswith("_")}
-    assert asked <= set(vars(FakeGpus))
-    of_events = {name for name in vars(device.GpuEvent) if not name.startswith("_")}
-    assert of_events <= set(dir(torch.cuda.Event))
-
-
-def test_without_a_rehearsal_a_cpu_has_a_cpus_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(device.REHEARSAL, raising=False)
-    assert not device.is_gpu(CPU) and {type(c) for c in clocks_of(CPU).values()} == {module.HostClock}
 
 
 def test_a_rehearsal_measures_with_a_gpus_instruments(monkeypatch: pytest.MonkeyPatch) -> None:

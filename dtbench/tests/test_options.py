@@ -93,17 +93,6 @@ def test_a_filter_takes_sizes_with_their_units(text: str) -> None:
     assert not matches("x all_reduce size=40960 n=1") and not matches("x all_reduce bsize=64 n=4096")
 
 
-def test_plan_of_a_world() -> None:
-    plan = RunRequest(quick=True).resolve("cpu", 4)
-    assert plan.mesh == (("dp", 2), ("tp", 2)) and plan.quick
-    assert len(RunRequest().resolve("cpu", 4).sizes_bytes) > len(plan.sizes_bytes)
-    assert RunRequest(sizes_bytes=(7,)).resolve("cuda", 1).sizes_bytes == (7,)
-    with pytest.raises(UsageError, match=r"--mesh tp=3 has 3 ranks, the world has 4: .* --mesh dp=2,tp=2"):
-        RunRequest(mesh=(("tp", 3),)).resolve("cpu", 4)
-    with pytest.raises(UsageError, match="--nproc 3: the launcher has started 4 ranks"):
-        RunRequest(nproc=3).resolve("cpu", 4)
-
-
 def build(_world: Any) -> Any:
     raise AssertionError("listing builds nothing")
 
@@ -113,12 +102,6 @@ def made_suite(name: str, cases: list[Case], world: WorldKind = "ranks") -> Suit
 
 
 CASE = Case("reduce", {"size": 4, "dim": "tp"}, {"core": build, "torch": build, "c10d": build})
-
-
-def test_tasks_simulated_suites_come_first() -> None:
-    tasks = options.list_tasks([made_suite("a", [CASE]), made_suite("b", [CASE], "simulated")], PLAN)
-    assert [task.suite.name for task in tasks] == ["b", "a"]
-    assert tasks[0].label == "b reduce size=4 dim=tp"
 
 
 def test_tasks_hold_the_wanted_impls_and_the_references() -> None:

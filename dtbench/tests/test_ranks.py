@@ -37,18 +37,24 @@ SLURM = {
 }
 
 
-def test_nobody_started_ranks() -> None:
-    assert find_place({}) is None
-    assert find_place({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # batch script
-    assert find_place(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None  # a shell under srun
-
-
-def test_torchrun() -> None:
-    place = find_place(TORCHRUN)
-    assert place == RankPlace(3, 8, 1, 2, "n1", 29500, True, attempt=2)
-    assert not place.one_host
-    alone = find_place(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"})
-    assert alone is not None and alone.one_host
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell under srun
+        (TORCHRUN, RankPlace(3, 8, 1, 2, "n1", 29500, True, attempt=2)),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not"),
+        (TORCHRUN | {"RANK": "x"}, "RANK='x'"),
+        (SLURM | {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not"),
+    ],
+)
+def test_the_place_that_a_launcher_gives(environ: dict[str, str], place: RankPlace | str | None) -> None:
+    if isinstance(place, str):
+        with pytest.raises(UsageError, match=place):
+            find_place(environ)
+    else:
+        assert find_place(environ) == place
 
 
 def test_slurm() -> None:
@@ -61,15 +67,6 @@ def test_slurm() -> None:
     assert other is not None and other.port != place.port
     given = find_place(SLURM | {"MASTER_PORT": "29501", "MASTER_ADDR": "10.0.0.1"})
     assert given is not None and (given.address, given.port) == ("10.0.0.1", 29501)
-
-
-def test_half_an_environment_is_refused() -> None:
-    with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT not"):
-        find_place({"RANK": "0", "WORLD_SIZE": "2"})
-    with pytest.raises(UsageError, match="RANK='x'"):
-        find_place(TORCHRUN | {"RANK": "x"})
-    with pytest.raises(UsageError, match="SLURM_JOB_NODELIST is not"):
-        find_place({k: v for k, v in SLURM.items() if k != "SLURM_JOB_NODELIST"})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from dtbench.engine.refine import MOST_ADDED, middles, sizes_between
 from dtbench.records.run import read_run
 from dtbench.stats import summarize
 from dtbench.suite import Case, Param, Result, RunOptions
-from dtbench.suite.errors import UsageError
 from dtbench.suite.suites import Refinement, Suite
 from dtbench.tests.test_runs import here, kinds, run  # noqa: F401 - `here` is a fixture
 
@@ -41,10 +40,6 @@ def samples(seconds: float, spread: float = 1.0) -> tuple[float, ...]:
 
 
 # ------------------------------------------------------------------------------------- one curve
-
-
-def test_a_line_is_what_a_table_draws() -> None:
-    assert middles({size: samples(line(size)) for size in SIZES}) == {}
 
 
 def test_both_sides_of_a_missed_point_are_halved() -> None:
@@ -76,12 +71,6 @@ def test_a_miss_within_the_spread_of_the_samples_counts_for_nothing() -> None:
 
     assert found(1.3, 1.2) and not found(1.2, 1.2)
     assert not found(1.3, 1.3) and found(1.5, 1.3)
-
-
-def test_narrow_steps_and_short_curves_are_left_alone() -> None:
-    assert middles({}) == middles({1024: samples(1.0)}) == {}
-    assert middles({1024: samples(1.0), 4096: samples(9.0)}) == {}
-    assert middles({1000: samples(1.0), 1500: samples(9.0), 2000: samples(1.0)}) == {}
 
 
 # ------------------------------------------------------------------------------------- a suite's results
@@ -183,12 +172,6 @@ def test_the_first_launch_decides_and_the_others_follow() -> None:
     (task,) = tasks
     assert task.case.params["size"] == 32 * KIB
     assert options.remaining([task], frozenset({r.key for r in added}), 1) == [task]
-
-
-def test_a_suite_that_cannot_refine_is_named() -> None:
-    for suite in (made_suite(lambda *_: [("x", {})]), made_suite(lambda *_: 1 / 0)):
-        with pytest.raises(UsageError, match=r"the suite s failed to refine its sweep: .*--refine"):
-            further_tasks([suite], PLAN, "", [], launch=0)
 
 
 # ------------------------------------------------------------------------------------- the options

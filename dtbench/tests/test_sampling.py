@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import pytest
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import Subject
 from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine
-from dtbench.suite import Case, Skip, Workload
+from dtbench.suite import Case, Workload
 
 BUDGET = Budget(samples_s=0.1, least=5, most=100, warmup_s=0.1)
 CHEAP = 1e-3
@@ -164,26 +163,6 @@ def test_all_ranks_make_the_same_calls_and_the_slowest_counts() -> None:
     assert outcome.counters["skew_s"] == pytest.approx(0.002)
 
 
-def test_ranks_of_one_kernel_say_how_late_they_began() -> None:
-    trial = Trial(size=2, kernel="k")
-    case = case_of({"core": trial.impl("core", lambda rank, i: 0.001 * (rank + 1))}, calls_per_sample=4)
-    outcome = trial.run(case)[0]["core"]
-    # Nothing holds the clocks of these ranks together: rank 1 falls behind by 1 ms with each call.
-    first, second = outcome.rank_arrivals_s["0"], outcome.rank_arrivals_s["1"]
-    assert set(first) == {0.0} and len(first) == len(second) == len(outcome.samples_s)
-    assert [b - a for a, b in itertools.pairwise(second)] == pytest.approx([0.001] * (len(second) - 1))
-    alone = Trial().run(case_of({"core": Trial().impl("core")}))[0]["core"]
-    assert alone.rank_arrivals_s == {}
-
-
-def test_a_sample_is_the_mean_of_its_calls() -> None:
-    trial = Trial()
-    case = case_of({"core": trial.impl("core")}, calls_per_sample=7, samples=4, warmup_calls=1)
-    (outcome,) = trial.run(case)
-    warm = len(trial.calls[0]) - 4 * 7
-    assert warm >= 1 and outcome["core"].samples_s == pytest.approx([CHEAP] * 4)
-
-
 @pytest.mark.parametrize("call_s", [1e-6, 3e-5, 1e-3, 2e-2])
 def test_samples_of_a_length_hold_so_many_calls_that_their_overhead_vanishes(call_s: float) -> None:
     trial = Trial(size=2, kernel="k")
@@ -239,57 +218,6 @@ def test_device_cases_meet_before_each_sample_and_host_cases_do_not() -> None:
     assert host.barriers[0] == 0 and set(host.clocks[0].settled) == {False}
     together.run(case_of({"core": together.impl("core")}, samples=5, calls_per_sample=2))
     assert set(together.clocks[0].settled) == {False}
-
-
-def test_before_readies_every_sample() -> None:
-    trial = Trial()
-    events: list[str] = []
-
-    def build(_rank: int) -> Workload:
-        def run() -> float:
-            events.append("run")
-            return CHEAP
-
-        return Workload(run, before=lambda: events.append("before"))
-
-    trial.run(case_of({"core": build}, samples=3))
-    assert events[:6] == ["before", "run"] * 3 and events.count("before") == events.count("run")
-
-
-def test_a_rank_that_only_waits_does_not_count() -> None:
-    trial = Trial(size=2)
-
-    def build(rank: int) -> Workload:
-        return Workload(
-            lambda: 2 * CHEAP if rank == 0 else CHEAP,
-            participates=rank == 1,
-            counters=lambda: {"of": rank},
-        )
-
-    outcome = trial.run(case_of({"core": build}, samples=5))[0]["core"]
-    assert outcome.samples_s == pytest.approx([CHEAP] * 5)
-    assert outcome.counters == {"of": 1} and outcome.rank_samples_s == {}
-
-
-def test_skipped_and_failing_builders_leave_the_other_impls_alone() -> None:
-    def skip(_rank: int) -> Workload:
-        raise Skip("not here")
-
-    def fail(rank: int) -> Workload:
-        if rank == 1:
-            raise ValueError("no\nsecond line")
-        return Workload(lambda: CHEAP, close=lambda: trial.closed.append("fail"))
-
-    trial = Trial(size=2)
-    outcomes = trial.run(case_of({"skip": skip, "fail": fail, "core": trial.impl("core")}))
-    assert [{i: o.status for i, o in each.items()} for each in outcomes] == [
-        {"skip": "skipped", "fail": "failed", "core": "ok"}
-    ] * 2
-    assert outcomes[0]["skip"].reason == "not here"
-    assert outcomes[0]["fail"].reason.startswith("ValueError: no (test_sampling.py:")
-    assert outcomes[0]["fail"].rank == 1
-    assert trial.ranks.reasons == [(1, outcomes[0]["fail"].reason)]
-    assert sorted(trial.closed) == ["core", "core", "fail"]
 
 
 @pytest.mark.parametrize("at", [0, 2, 9])

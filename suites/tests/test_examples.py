@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import dtbench_suites.examples
 from dtbench.tests.programs import start_fresh
 from dtbench_suites.examples import (
     bucketed_gradients,
@@ -32,11 +31,6 @@ with launched("together", 4):
 """
 
 
-def test_every_program_is_known() -> None:
-    files = {f.stem for f in Path(dtbench_suites.examples.__file__).parent.glob("*.py")}
-    assert files == {*LAUNCHED, "placements", "launched", "__init__"}
-
-
 def test_programs_on_four_ranks(tmp_path: Path) -> None:
     driver = tmp_path / "together.py"
     driver.write_text(TOGETHER)
@@ -57,23 +51,3 @@ def test_programs_on_four_ranks(tmp_path: Path) -> None:
 def test_the_program_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     placements.main()
     assert capsys.readouterr().out.endswith("placements: right\n")
-
-
-@pytest.mark.parametrize("name", LAUNCHED)
-def test_the_number_of_ranks_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [name])
-    for size, got in ((None, "no"), ("3", "3")):
-        monkeypatch.delenv("WORLD_SIZE", raising=False)
-        if size is not None:
-            monkeypatch.setenv("WORLD_SIZE", size)
-        with pytest.raises(
-            SystemExit, match=f"{name} got {got} ranks, expected 4: torchrun --nproc-per-node 4"
-        ):
-            LAUNCHED[name].main()
-
-
-def test_a_wrong_result_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 2)
-    with pytest.raises(SystemExit, match="rank 2: wrong: the values"):
-        sharded_tables.check(False, "the values")
-    sharded_tables.check(True, "the values")

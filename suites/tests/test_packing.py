@@ -74,19 +74,6 @@ def test_on_a_gpu_the_hosts_time_and_that_of_kernels_are_cases_of_their_own():
     }
 
 
-def test_the_sizes_add_up_to_64_mib():
-    options = RunOptions((("tp", 2),), ())
-    cases = list(packing.cases(options))
-    assert [(c.params["tensors"], c.params["tensor_bytes"]) for c in cases] == [
-        (4096, 16 * 1024),
-        (256, 256 * 1024),
-        (64, MIB),
-    ]
-    assert {c.size_bytes for c in cases} == {64 * MIB}
-    quick = list(packing.cases(RunOptions((("tp", 2),), (), quick=True)))
-    assert {c.size_bytes for c in quick} == {2 * MIB}
-
-
 def test_the_reference_sums_and_keeps_the_order(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
 
