@@ -37,21 +37,20 @@ def of_no_told_width() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def legible() -> Iterator[None]:
     """No text of a drawing lies on another, on any page that a test of these makes in its process."""
-    figures = sys.modules.get(
-        "dtbench.reporting.html.figures"
-    )  # imported where tests draw; it takes a second
+    # Imported where tests draw; it takes a second.
+    figures = sys.modules.get("dtbench.reporting.html.figures")
     if figures is None:
         yield
         return
-    from dtbench.tests.overlaps import overlapping_texts
+    from dtbench.tests.html_page import overlapping_texts
 
     draw = figures.draw
 
     def drawn(width: float, height: float, paint: Callable[[Any], None], **rest: Any) -> object:
         def painted(canvas: Any) -> None:
             paint(canvas)
-            found = overlapping_texts(canvas)
-            assert not found, f"{rest.get('title')}: {found}"
+            overlaps = overlapping_texts(canvas)
+            assert not overlaps, f"{rest.get('title')}: {overlaps}"
 
         return draw(width, height, painted, **rest)
 

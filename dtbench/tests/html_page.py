@@ -1,11 +1,13 @@
-"""Pages and their sections for tests: made in short, and parsed for what they hold."""
+"""Pages and their sections for tests: made in short, parsed for what they hold, drawings checked for their texts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from html.parser import HTMLParser
-from pathlib import Path
+from itertools import combinations
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from dtbench.reporting import html as reporting
 from dtbench.reporting.html import Sources
@@ -19,12 +21,8 @@ def sources(runs: Sequence[Run], topology: Mapping[str, Any] | None = None, **mo
     return Sources(runs=tuple(runs), topology=topology, **more)
 
 
-def render(runs: Sequence[Run], topology: Mapping[str, Any] | None = None, **more: Any) -> str:
-    return reporting.render(sources(runs, topology, **more))
-
-
-def write_report(runs: Sequence[Run], topology: Mapping[str, Any] | None, path: Path) -> None:
-    reporting.write_report(sources(runs, topology), path)
+def render(runs: Sequence[Run], topology: Mapping[str, Any] | None = None) -> str:
+    return reporting.render(sources(runs, topology))
 
 
 def section(part_id: str, results: Iterable[Result] = (), **more: Any) -> ReportSection:
@@ -97,9 +95,6 @@ class Page(HTMLParser):
         if tag in ("td", "th"):
             self.rows[-1].append("")
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag
         if tag == "section":
@@ -121,3 +116,24 @@ class Page(HTMLParser):
         """The one table row that begins with these cells."""
         (found,) = [row for row in self.rows if tuple(row[: len(start)]) == start]
         return found
+
+
+# Of a text's box, at each side: above and below its letters it has room for accents and descenders.
+SLACK_PX = 1.5
+
+
+def overlapping_texts(canvas: Figure) -> list[tuple[str, str]]:
+    """Pairs of texts whose boxes share more than the slack; a text that begins left of the drawing, with ""."""
+    canvas.draw_without_rendering()
+    boxes = []
+    for axes in canvas.axes:
+        texts = list(axes.texts)
+        if axes.axison:
+            texts += [*axes.get_xticklabels(), *axes.get_yticklabels(), axes.xaxis.label, axes.yaxis.label]
+        shown = [text for text in texts if text.get_visible() and text.get_text().strip()]
+        boxes += [(text.get_text(), text.get_window_extent().extents * 72 / canvas.dpi) for text in shown]
+    overlaps = [(words, "") for words, (left, *_) in boxes if left < -SLACK_PX]
+    for (one, a), (other, b) in combinations(boxes, 2):
+        if all(min(a[i + 2], b[i + 2]) - max(a[i], b[i]) > 2 * SLACK_PX for i in (0, 1)):
+            overlaps.append((one, other))
+    return overlaps

@@ -19,16 +19,8 @@ from dtbench.tests.made_up_logs import SIZES, read, table, time_us
 def test_the_table_of_public_systems_is_sound() -> None:
     systems = reference.read_systems()
     assert len({s.name for s in systems}) == len(systems) >= 30
-    for gpu, ranks in (
-        ("A100", 8),
-        ("H100", 8),
-        ("H200", 8),
-        ("B200", 8),
-        ("GB200", 72),
-        ("MI300X", 8),
-        ("V100", 2),
-    ):
-        assert any(s.gpu == gpu and s.ranks == ranks for s in systems), gpu
+    kinds = {(system.gpu, system.ranks) for system in systems}
+    assert {("A100", 8), ("H100", 8), ("H200", 8), ("B200", 8), ("GB200", 72), ("MI300X", 8)} <= kinds
     for system in systems:
         for name, known in system.collectives.items():
             assert known.source and len(known.points) >= 2, (system.name, name)
@@ -77,13 +69,9 @@ def test_kinds_are_told_by_gpu_ranks_and_hosts() -> None:
     assert names() == {"8xH100-AWS-p5", "8xH100-HBM3"}
     assert names(ranks=16, hosts=2) == {"2x8-H100-AWS-p5", "2x8-H100-GCP-A3-Mega"}
     assert names(ranks=16) == set()
-
-
-def test_a_run_on_cpus_has_no_kind() -> None:
     params = {"mesh_dim": "tp", "ranks": 2, "groups": "alone", "mode": "isolated", "dtype": "float32"}
     result = made_up.result("collectives", "all_reduce", "c10d", params, [1e-3], size_bytes=2**20, factor=1.0)
-    run = made_up.run([result])
-    comparison = reference.compare_with_reference(run, reference.read_systems())
+    comparison = reference.compare_with_reference(made_up.run([result]), reference.read_systems())
     assert comparison.exit_code == EXIT_NOTHING and "of cpu (dim tp)" in comparison.notes[0]
 
 
@@ -94,18 +82,18 @@ def test_compare_takes_two_runs_or_one_and_the_reference(dtbench: Cli, args: str
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
+        (None, "cannot read"),
         ("", "is not a reference table .* not JSON"),
         ("[]", "is not a reference table .* expected a JSON object"),
-        ('{"kind": "reference", "schema": 2}', "is damaged: schema is 2, expected 1"),
-        ('{"kind": "reference", "schema": 1, "systems": [{}]}', r"is damaged: systems\[0\].name is missing"),
+        ('{"kind": "reference", "schema": 2}', "is damaged: schema: invalid enum value 2"),
+        ('{"kind": "reference", "schema": 1, "systems": [{}]}', r"systems\[0\]: object missing .* name"),
     ],
 )
-def test_a_damaged_table_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_a_damaged_table_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "systems.json"
-    path.write_text(text)
-    with pytest.raises(UnreadableRunError, match=says):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UnreadableRunError, match=message):
         reference.read_systems(path)
-    with pytest.raises(UnreadableRunError, match="cannot read"):
-        reference.read_systems(tmp_path / "nosuch")

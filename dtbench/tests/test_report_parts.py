@@ -1,14 +1,13 @@
-"""The report's parts beyond the runs: verdict, changes, provenance, ranks, stages, history, ops, limits."""
+"""The figures of each part of the page, the files that it is made of, and the command."""
 
 from __future__ import annotations
 
-import csv
-import io
+import json
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 import numpy as np
@@ -16,53 +15,55 @@ import pytest
 
 from dtbench.cost import calibration
 from dtbench.records.run import RunWriter
-from dtbench.reporting.html import Sources, gather, page, render
+from dtbench.reporting.html import Sources, gather, render
 from dtbench.reporting.html.parts import bucketer, changes, collectives, cost_model, ranks
 from dtbench.reporting.html.section import Material
-from dtbench.suite import Run
-from dtbench.suite.errors import UnreadableRunError, UsageError
+from dtbench.reporting.html.sources import beside_each_other
+from dtbench.suite import Result, Run
+from dtbench.suite.errors import UnreadableRunError
 from dtbench.tests import made_up, made_up_findings
-from dtbench.tests.html_page import HOSTILE, Page, cells, harmless, hostile, section
+from dtbench.tests.html_page import HOSTILE, Page, cells, harmless, hostile, section, sources
+
+# ------------------------------------------------------------------------------------ verdict and changes
 
 
-def launches(factor: dict[str, float], run_id: str, count: int = 6, **changes: Any) -> Run:
-    """Launches of one case per name, each times a factor, with a spread of 1 %."""
+def launches(factor: dict[str, float], run_id: str) -> Run:
+    """Six launches of one case per name, each times a factor, with a spread of 1 %."""
     rng = np.random.default_rng(len(run_id))
-    results = [
-        made_up.result(
-            "dispatch",
-            name,
-            "core",
-            {"mesh": "8", "placements": "S(0)"},
-            (50e-6 * times * np.exp(rng.normal(0, 0.01)) * np.linspace(1, 1.1, 9)).tolist(),
-            launch=launch,
-        )
-        for name, times in factor.items()
-        for launch in range(count)
-    ]
-    return made_up.run(results, run_id=run_id, **changes)
+    results = []
+    for name, times in factor.items():
+        for launch in range(6):
+            samples = (50e-6 * times * np.exp(rng.normal(0, 0.01)) * np.linspace(1, 1.1, 9)).tolist()
+            params = {"mesh": "8", "placements": "S(0)"}
+            results.append(made_up.result("dispatch", name, "core", params, samples, launch=launch))
+    return made_up.run(results, run_id=run_id)
 
 
-BASE = {"same": 1.0, "slow": 1.0, "fast": 1.0, "gone": 1.0}
-NEW = {"same": 1.0, "slow": 1.5, "fast": 0.6, "fresh": 1.0}
-
-
-@pytest.fixture(scope="module")
-def compared() -> Sources:
-    base = launches(BASE, "base", versions={"torch": "2.12.0", "backend": "gloo"}, env={"A": "1", "B": "2"})
-    new = launches(NEW, "new-run", env={"A": "1", "C": "3"})
-    return Sources(runs=(new,), baseline=(base,))
-
-
-@pytest.fixture(scope="module")
-def compared_text(compared: Sources) -> str:
-    return render(compared)
-
-
-@pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    """Everything but runs."""
-    return gather(finding_files(tmp_path_factory.mktemp("findings")))
+def test_a_comparison_is_the_verdict_and_its_rows() -> None:
+    base = launches({"same": 1.0, "slow": 1.0, "fast": 1.0, "gone": 1.0}, "base")
+    new = launches({"same": 1.0, "slow": 1.5, "fast": 0.6, "fresh": 1.0}, "new-run")
+    text = render(Sources(runs=(new,), baseline=(base,)))
+    assert text.index('id="verdict"') < text.index('id="changes"') < text.index('id="provenance"')
+    shown = Page(text)
+    verdict = shown.section_text["verdict"]
+    assert "▲ Slower" in verdict
+    for shape, word in (("▲", "slower"), ("∅", "missing"), ("▼", "faster"), ("+", "new"), ("=", "same")):
+        assert re.search(rf"{re.escape(shape)}\s+1\s+{word}", verdict), word
+    for threshold in ("at least 5 launches", "p < 0.01", "more than 2% and 200 ns", "within ±5%"):
+        assert threshold in verdict
+    (row,) = [r for r in shown.rows if r[:1] == ["▲ slower"]]
+    slow, was = ([r.time_s.min for r in run.results if r.name == "slow" and r.time_s] for run in (new, base))
+    # Hodges-Lehmann: the median of 36 differences.
+    middle = math.exp(statistics.median(math.log(a / b) for a in slow for b in was))
+    assert row[1] == "slow (mesh=8, placements=S(0))"
+    assert float(row[4].rstrip("×")) == pytest.approx(middle, abs=0.006)
+    assert float(row[5].rstrip("×")) < middle < float(row[6].rstrip("×"))
+    assert float(row[7]) == 2.0
+    assert float(row[8]) == pytest.approx((middle - 1) / 0.02, abs=0.1)
+    assert any(cell.startswith("6 + 6 launches, interval of 9") for cell in row)
+    alone = Material(Sources(runs=(base,)))
+    left_out = changes.CHANGES.section(alone)
+    assert alone.changes is None and left_out is not None and "--base" in left_out.missing
 
 
 def finding_files(folder: Path) -> list[Path]:
@@ -75,6 +76,12 @@ def finding_files(folder: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    """Everything but runs."""
+    return gather(finding_files(tmp_path_factory.mktemp("findings")))
+
+
+@pytest.fixture(scope="module")
 def findings_text(findings: Sources) -> str:
     return render(findings)
 
@@ -84,158 +91,172 @@ def shown(findings_text: str) -> Page:
     return Page(findings_text)
 
 
-# ------------------------------------------------------------------------------------ verdict and changes
-
-
-def test_the_verdict_comes_first_in_words_and_shape(compared_text: str) -> None:
-    text = compared_text
-    assert text.index('id="verdict"') < text.index('id="changes"') < text.index('id="provenance"')
-    said = Page(text).section_text["verdict"]
-    assert "▲ Slower" in said
-    for shape, word in (("▲", "slower"), ("∅", "missing"), ("▼", "faster"), ("+", "new"), ("=", "same")):
-        assert re.search(rf"{re.escape(shape)}\s+1\s+{word}", said), word
-    for threshold in ("at least 5 launches", "p < 0.01", "more than 2% and 200 ns", "within ±5%"):
-        assert threshold in said
-
-
-def test_a_row_of_the_changes_is_the_comparison(compared: Sources, compared_text: str) -> None:
-    (row,) = [r for r in Page(compared_text).rows if r[:1] == ["▲ slower"]]
-    slow = [r.time_s.min for r in compared.runs[0].results if r.name == "slow" and r.time_s]
-    was = [r.time_s.min for r in compared.baseline[0].results if r.name == "slow" and r.time_s]
-    ratios = sorted(math.log(a / b) for a in slow for b in was)
-    middle = math.exp((ratios[17] + ratios[18]) / 2)  # Hodges-Lehmann: the median of 36 differences
-    assert row[1] == "slow (mesh=8, placements=S(0))"
-    assert float(row[4].rstrip("×")) == pytest.approx(middle, abs=0.006)
-    assert float(row[5].rstrip("×")) < middle < float(row[6].rstrip("×"))
-    assert float(row[7]) == 2.0
-    assert float(row[8]) == pytest.approx((middle - 1) / 0.02, abs=0.1)
-    assert any(cell.startswith("6 + 6 launches, interval of 9") for cell in row)
-
-
-def test_without_a_baseline_nothing_is_called_slower() -> None:
-    of = Material(Sources(runs=(launches(BASE, "base"),)))
-    left_out = changes.CHANGES.section(of)
-    assert of.changes is None and left_out is not None and "--base" in left_out.missing
-
-
 def test_the_gates_verdicts_are_the_pages(shown: Page) -> None:
-    said = shown.section_text["verdict"]
-    assert "▲ Slower" in said
+    verdict = shown.section_text["verdict"]
+    for words in ("▲ Slower", "a note of the gate", "the control moved by +0.10%"):
+        assert words in verdict
     assert "main → change: 2 slower, 1 failed, 1 missing, 1 inconclusive, 1 faster, 1 new of 8" in shown.text
-    assert "a note of the gate" in said
-    assert "the control moved by +0.10%" in said
-    rows = [
-        r
-        for r in shown.rows
-        if r[0][2:] in ("slower", "failed", "missing", "inconclusive", "faster", "same", "new")
-    ]
+    verdicts = ("slower", "failed", "missing", "inconclusive", "faster", "same", "new")
+    rows = [r for r in shown.rows if r[0][2:] in verdicts]
     assert [r[1].split()[0] for r in rows] == ["add", "matmul", "mm", "relu", "sum", "cat", "gelu", "view"]
-    assert rows[0][4:7] == ["1.50×", "1.47×", "1.53×"]
-    assert rows[0][-1] == "collectives 1 → 2"
+    assert rows[0][4:7] == ["1.50×", "1.47×", "1.53×"] and rows[0][-1] == "collectives 1 → 2"
     assert rows[4][4:7] == ["–", "–", "–"]  # no ratio, no bound: a gap, not a zero
+    assert not {"nan", "NaN", "inf", "None", "Infinity"} & set(re.findall(r"[A-Za-z]+", shown.text))
 
 
-def test_a_gate_that_cannot_be_trusted_says_so(tmp_path: Path) -> None:
+def test_a_gate_that_decides_nothing_says_why(tmp_path: Path) -> None:
+    def page_of(**of: Any) -> Sources:
+        return gather([made_up_findings.write(tmp_path, "gate.json", made_up_findings.gate(**of))])
+
     trust = {"control": 1.2, "null": None, "reasons": ["the control moved"]}
-    data = made_up_findings.gate(
-        trust=trust, exit_code=3, benchmarks=[made_up_findings.benchmark("PASS", "a", 1.0)]
-    )
-    said = gather([made_up_findings.write(tmp_path, "gate.json", data)]).gate
-    assert said is not None
-    assert (said.shape, said.headline) == ("?", "Not to be trusted")
-    assert "Not to be trusted: the control moved" in said.notes
-
-
-def test_bounds_that_are_open_are_said_to_be(tmp_path: Path) -> None:
+    doubted = Page(render(page_of(trust=trust, exit_code=3))).section_text["verdict"]
+    assert "? Not to be trusted" in doubted and "Not to be trusted: the control moved" in doubted
     few = made_up_findings.benchmark("INCONCLUSIVE", "sum", 1.03)
     few["effect"] |= {"low": 0.0, "high": None}
-    data = made_up_findings.gate(benchmarks=[few], exit_code=3)
-    shown = section("changes", gate=gather([made_up_findings.write(tmp_path, "gate.json", data)]).gate)
-    assert cells(shown, "? inconclusive")[6:9] == ["1.03×", "open", "open"]
+    undecided = section("changes", gate=page_of(benchmarks=[few], exit_code=3).gate)
+    assert cells(undecided, "? inconclusive")[6:9] == ["1.03×", "open", "open"]
+    nothing = page_of(benchmarks=[], exit_code=4)
+    assert "Incomplete" in Page(render(nothing)).section_text["verdict"]
 
 
-# ------------------------------------------------------------------------------------ provenance
+# ------------------------------------------------------------------------------------ suites
 
 
-# ------------------------------------------------------------------------------------ ranks
+def test_dispatch_has_the_minima_and_their_ratios() -> None:
+    results = list(made_up.dispatch())
+    shown = section("dispatch", results)
+
+    def minimum(impl: str, call: str) -> float:
+        wanted = {"mesh": "2x4", "pass": "forward", "call": call}
+        (value,) = [
+            r.time_s.min
+            for r in results
+            if (r.name, r.impl) == ("matmul", impl) and wanted.items() <= r.params.items() and r.time_s
+        ]
+        return value
+
+    core, torch, floor, words, first_core, first_torch = cells(shown, "matmul", "S(0),R", "2x4", "forward")[
+        4:
+    ]
+    calls = (
+        ("core", "cached"),
+        ("torch", "cached"),
+        ("local", "cached"),
+        ("core", "first"),
+        ("torch", "first"),
+    )
+    expected = [minimum(*call) for call in calls]
+    assert list(map(float, (core, torch, floor, first_core, first_torch))) == pytest.approx(
+        [time * 1e6 for time in expected], rel=0.01
+    )
+    assert float(words.removesuffix("× faster")) == pytest.approx(expected[1] / expected[0], abs=0.006)
+    marked = {row[0] for table in shown.tables for *_, row in table.rows if any("▲" in cell for cell in row)}
+    assert marked == {"layer_norm"}  # where the core is slower
+    medians: dict[Any, dict[str, float]] = {}
+    for r in results:
+        if r.params["call"] == "cached" and r.time_s:
+            medians.setdefault((r.name, *r.params.items()), {})[r.impl] = r.time_s.median
+    mean = statistics.geometric_mean(of["core"] / of["torch"] for of in medians.values())
+    assert f"Over all cached calls the core is {1 / mean:.2f}× faster than torch" in shown.lead
+    assert f"geometric mean of {len(medians)} cases" in shown.headlines[-1][1]
+    busy = [msgspec.structs.replace(r, params={**r.params, "call": "busy"}) for r in results[:6]]
+    both = section("dispatch", [*results, *busy])
+    assert (both.lead, both.headlines) == (shown.lead, shown.headlines)
+    assert "at earlier work" in both.tables[-1].caption
+
+
+def collective(params: dict[str, Any], own: dict[str, list[float]]) -> Result:
+    usual = {"mesh_dim": "dp", "ranks": 2, "groups": "together", "mode": "isolated", "dtype": "float32"}
+    times = [4e-3] * 8
+    return made_up.result(
+        *("collectives", "all_reduce", "c10d", usual | params, times),
+        rank_samples=own,
+        size_bytes=10**6,
+        factor=1.0,
+    )
 
 
 def test_who_is_late_and_which_group_is_slow() -> None:
-    # Ranks 0, 2 and 1, 3 are the groups of dp. Rank 2 comes 3 ms after 0, rank 3 with 1; both groups need 1 ms.
-    late_s = {0: 0.0, 1: 0.0, 2: 3e-3, 3: 0.0}
-    work_s = {0: 1e-3, 2: 1e-3, 1: 2e-3, 3: 2e-3}
-    own = {
-        str(r): [work_s[r] + max(late_s.values() if r in (0, 2) else [0.0]) - late_s[r]] * 8 for r in range(4)
-    }
-    params = {"mesh_dim": "dp", "ranks": 2, "groups": "together", "mode": "isolated", "dtype": "float32"}
-    result = made_up.result(
-        "collectives",
-        "all_reduce",
-        "c10d",
-        params,
-        [4e-3] * 8,
-        rank_samples=own,
-        size_bytes=10**6,
-        factor=1.0,
-    )
-    (found,) = ranks.ranks_of([made_up.run([result])])
-    assert {rank: found.late_s[rank][1] for rank in range(4)} == pytest.approx(late_s)
-    assert found.last[2] == 1.0
-    assert found.last[0] == 0.0
-    assert found.busbw_Bps == pytest.approx({0: 1e9, 2: 1e9, 1: 0.5e9, 3: 0.5e9})
-    shown = section("collectives", [result])
-    assert cells(shown, "dp", "all_reduce", "1000000 B", "2")[5:8] == ["3.00", "3.00", "3.00"]
+    # Ranks 0, 2 and 1, 3 are the groups of dp. Rank 2 comes 3 ms after 0, rank 3 with 1; they need 1 and 2 ms.
+    readings = {"0": 4e-3, "2": 1e-3, "1": 2e-3, "3": 2e-3}
+    result = collective({}, {rank: [time] * 8 for rank, time in readings.items()})
+    (skew,) = ranks.ranks_of([made_up.run([result])])
+    late = {rank: middle for rank, (_, middle, _) in skew.late_s.items()}
+    assert late == pytest.approx({0: 0.0, 1: 0.0, 2: 3e-3, 3: 0.0})
+    assert (skew.last[2], skew.last[0]) == (1.0, 0.0)
+    assert skew.busbw_Bps == pytest.approx({0: 1e9, 2: 1e9, 1: 0.5e9, 3: 0.5e9})
+    row = cells(section("collectives", [result]), "dp", "all_reduce", "1000000 B", "2")
+    assert row[5:8] == ["3.00", "3.00", "3.00"]
+    # With unequally many samples there is no bandwidth from the last arrival on.
+    uneven = collective({}, {str(rank): [1e-3 * (rank + 1)] * (8 + rank) for rank in range(4)})
+    (skew,) = ranks.ranks_of([made_up.run([uneven])])
+    assert skew.busbw_Bps == {} and skew.late_s.keys() == set(range(4))
 
 
-def test_ranks_with_unequally_many_samples_are_late_and_have_no_bandwidth() -> None:
-    params = {"mesh_dim": "dp", "ranks": 2, "groups": "together", "mode": "isolated", "dtype": "float32"}
-    own = {str(r): [1e-3 * (r + 1)] * (8 + r) for r in range(4)}
-    result = made_up.result(
-        *("collectives", "all_reduce", "c10d", params, [4e-3] * 8),
-        rank_samples=own,
-        size_bytes=10**6,
-        factor=1.0,
-    )
-    (found,) = ranks.ranks_of([made_up.run([result])])
-    assert found.busbw_Bps == {} and found.late_s.keys() == set(range(4))
-
-
-def test_the_limit_is_the_links_of_a_gpu() -> None:
+def test_the_limit_is_the_links_of_a_gpu_or_as_given() -> None:
     gpu = {"name": "NVIDIA H100 80GB HBM3", "nvlink": {"links": 18, "active_links": 18, "version": 6}}
-    link = {"neighbours": {}, "switch_links": 18}
     header = made_up.header(hosts=["a"] * 4, machine={"cpu": {}, "gpus": [gpu] * 4})
     for rank in header["ranks"]:
+        link = {"neighbours": {}, "switch_links": 18}
         rank |= {"nvlink": link, "pci_bus_id": f"{rank['rank']}", "boot_id": "1"}
-    limit = collectives.limit_of(made_up.read(header), "tp")
-    assert limit == 450e9  # NVLink 4: 18 links of 25 GB/s in each direction
+    assert collectives.limit_of(made_up.read(header), "tp") == 450e9  # NVLink 4: 18 links of 25 GB/s each way
     header["ranks"][3] |= {"nvlink": {"neighbours": {}, "switch_links": 0}}
     assert collectives.limit_of(made_up.read(header), "tp") is None  # a pair without a link
     assert collectives.limit_of(made_up.read(made_up.header()), "tp") is None  # no GPU
+    shown = section("collectives", made_up.collectives(), peaks={"tp": 5e9})
+    assert "The limit drawn is over tp as given, 5.00 GB/s" in shown.lead
+    assert "limit of tp" in [words for figure in shown.figures for words, _ in figure.legend]
 
 
-# ------------------------------------------------------------------------------------ model, stages, overlap
+def test_systems_are_drawn_beside_each_other() -> None:
+    """Collectives of other meshes and machines: a line each, and the rest of the page is the first's."""
+    first = made_up.run(list(made_up.collectives()), path="first.jsonl")
+    mesh = {"dp": 8}
+    other = made_up.run(
+        list(made_up.collectives(mesh=mesh, truth={"dp": (2.0, 50.0)})),
+        path="other.jsonl",
+        run_id="20260102-120000-abcd",
+        mesh=mesh,
+        hosts=[f"other-{i}" for i in range(8)],
+    )
+    together = beside_each_other(sources([first, other]))
+    assert (together.runs, together.systems) == ((first,), ((first,), (other,)))
+    shown = section("systems", systems=together.systems)
+    assert [panel.title for panel in shown.figures[0].panels][:2] == ["all_gather", "all_reduce"]
+    assert {words for words, _ in shown.figures[0].legend} == {"first", "other"}
+    machine = {"cpu": {"model": "other"}, "gpus": []}
+    dispatch = made_up.run(list(made_up.dispatch()), path="ops.jsonl", machine=machine)
+    assert beside_each_other(sources([first, dispatch])).systems == ()
 
 
-def test_residuals_are_percent_of_the_measured() -> None:
-    assert [cost_model.percent_off(r) for r in (0.5, 1.0, 2.0, 0.01, 0.001)] == [
-        "−50 %", "0 %", "+100 %", "−99 %", "−99.90 %",
-    ]  # fmt: skip
-    truth = made_up.TRUTH["dp"]
-    topology = calibration.calibrate([made_up.run(list(made_up.collectives(noise=0.0)))])
-    (dim,) = [d for d in topology.dims if d.name == "dp"]
-    series = {one.label: one for one in cost_model.residuals_of(dim)}
+def test_constants_stand_beside_the_builtin_ones_and_residuals_are_their_ratios() -> None:
+    run = made_up.run(list(made_up.collectives(noise=0.0)))
+    topology = calibration.calibrate([run])
+    dim = next(d for d in topology.dims if d.name == "dp")
+    shown = section("redistribute", run.results, topology=topology)
+    row = cells(shown, "dp", "2", "inter-host")
+    assert float(row[3]) == pytest.approx(dim.bandwidth_GiBps, rel=0.01)
+    assert float(row[6]) == pytest.approx(dim.latency_us_per_hop, rel=0.01)
+    assert (row[5], row[8]) == ("19.3", "2.70")
+    assert any("within one launch only: too narrow" in table.note for table in shown.tables)
     # The made-up times follow the formula, so the fitted constants are right everywhere ...
+    series = {one.label: one for one in cost_model.residuals_of(dim)}
     assert series["fitted"].y == pytest.approx([1.0] * len(series["fitted"].y), abs=0.02)
     # ... and the built-in ones are as far off as the two formulas are.
     point = dim.residuals.points[0]
     built = made_up.ring_us(point.collective, point.size_bytes, 2, 19.3, 2.7)
-    true = made_up.ring_us(point.collective, point.size_bytes, 2, *truth)
+    true = made_up.ring_us(point.collective, point.size_bytes, 2, *made_up.TRUTH["dp"])
     assert series["builtin"].y[0] == pytest.approx(built / true, rel=0.05)
+    words = [cost_model.percent_off(r) for r in (0.5, 1.0, 2.0, 0.01, 0.001)]
+    assert words == ["−50 %", "0 %", "+100 %", "−99 %", "−99.90 %"]
 
 
-def test_stages_add_up_in_the_table(shown: Page) -> None:
-    assert shown.row(made_up_findings.LABEL, "core", "local op")[3:6] == ["2.50", "0.02", "62"]
-    assert shown.row(made_up_findings.LABEL, "core", "entry")[3:6] == ["1.50", "0.02", "38"]
+def test_a_lower_bound_is_shown_as_one() -> None:
+    flat = {"dp": (1e6, 250.0), "tp": (1e6, 90.0)}
+    run = made_up.run(list(made_up.collectives(truth=flat, sizes=made_up.SIZES[:4])))
+    shown = section("redistribute", run.results, topology=calibration.calibrate([run]))
+    assert cells(shown, "dp", "2", "inter-host")[3].startswith("≥ ")
+    assert any("lower bound only" in cut for cut in shown.cuts)
 
 
 def test_what_is_hidden_is_the_share_of_the_collectives_time() -> None:
@@ -246,199 +267,54 @@ def test_what_is_hidden_is_the_share_of_the_collectives_time() -> None:
     assert bucketer.hidden_words(-0.25) == "−25% hidden"
 
 
-# ------------------------------------------------------------------------------------ a suite of a user's
+def test_stages_add_up_in_the_table(shown: Page) -> None:
+    assert shown.row(made_up_findings.LABEL, "core", "local op")[3:6] == ["2.50", "0.02", "62"]
+    assert shown.row(made_up_findings.LABEL, "core", "entry")[3:6] == ["1.50", "0.02", "38"]
 
 
-def test_the_title_of_an_unknown_suite_is_its_times_and_sizes_have_units() -> None:
+def test_an_unknown_suite_has_its_times_over_launches_and_sizes_with_units() -> None:
     results = [
-        made_up.result("mine", "mean", "one", {"size": size, "bucket_bytes": size}, [time_s] * 5)
+        made_up.result(
+            "mine", "mean", "one", {"size": size, "bucket_bytes": size}, [t * time_s] * 5, launch=i
+        )
         for size, time_s in ((2**14, 2e-4), (2**18, 1e-3))
+        for i, t in enumerate((0.5, 2.5, 1.0))
     ]
+    shown = section("others", results)
+    assert [row[3] for table in shown.tables for *_, row in table.rows] == ["200", "1000"]
     alone = made_up.run(results, mesh={}, ranks=made_up.header()["ranks"][:1])
-    shown = Page(render(Sources(runs=(alone,))))
-    assert "mine: 2 cases from 200 µs to 1.00 ms" in shown.text
-    assert "One process measured" in shown.text and "unknown" not in shown.text
-    assert "mean 16 KiB 16 KiB" in shown.text
+    text = Page(render(Sources(runs=(alone,)))).text
+    assert "mine: 2 cases from 200 µs to 1.00 ms" in text and "mean 16 KiB 16 KiB" in text
+    assert "One process measured" in text and "unknown" not in text
 
 
-# ------------------------------------------------------------------------------------ history, ops
+# ------------------------------------------------------------------------------------ history
 
 
-def test_titles_of_a_history_leave_out_what_all_benchmarks_share(tmp_path: Path) -> None:
-    line = made_up_findings.history(2)[0]
-    times = {f"dispatch add mesh=8 pass={way} [core]": 1e-6 for way in ("forward", "backward")}
-    lines = [line | {"revision": revision * 40, "times_s": times} for revision in "ab"]
-    shown = Page(render(gather([made_up_findings.write_lines(tmp_path, "h.jsonl", lines)])))
-    assert "add pass=forward [core]" in shown.section_text["history"]
-
-
-def test_history_puts_first_what_moved_most(shown: Page) -> None:
+def test_history_puts_first_what_moved_most(shown: Page, tmp_path: Path) -> None:
     rows = [r for r in shown.rows if r[0] in ("add", "view") and len(r) == 7]
     assert [r[0] for r in rows] == ["add", "view"]
-    assert rows[0][1:5] == ["6", "10.00", "12.00", "+20.0"]
-    assert rows[0][5] == "5" * 40
+    assert rows[0][1:6] == ["6", "10.00", "12.00", "+20.0", "5" * 40]
     assert "Made-up CPU, 2, Linux" in shown.section_text["history"]
-
-
-def test_a_line_cut_short_is_no_revision(tmp_path: Path) -> None:
-    path = made_up_findings.write_lines(tmp_path, "h.jsonl", made_up_findings.history(3))
+    # Titles leave out what all benchmarks share; a line cut short is no revision.
+    line = made_up_findings.history(2)[0]
+    times = {f"dispatch add mesh=8 pass={way} [core]": 1e-6 for way in ("forward", "backward")}
+    lines = [line | {"revision": revision * 40, "times_s": times} for revision in "abc"]
+    path = made_up_findings.write_lines(tmp_path, "h.jsonl", lines)
     path.write_text(path.read_text()[:-5])
-    assert len(gather([path]).histories[0].points) == 2
-
-
-# ------------------------------------------------------------------------------------ files
-
-
-def test_files_are_told_apart_by_what_they_hold(findings: Sources) -> None:
-    assert findings.gate is not None
-    assert len(findings.calls) == 2
-    assert len(findings.ranks) == 1
-    assert len(findings.histories) == 1
-    assert not findings.runs
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty"),
-        ("not json", "not JSON"),
-        ("[1]", "[1], expected a JSON object"),
-        ('{"kind": "other"}', "is none of the files"),
-        ('{"kind": "gate", "schema": 1', "not JSON"),
-        ('{"kind": "gate", "schema": 2}', "schema is 2, expected 1"),
-        ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [3]}', "expected an object"),
-        ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [], "exit_code": 9}', "exit_code is 9"),
-        ('{"kind": "gate", "schema": 1, "trust": {}, "benchmarks": [], "exit_code": NaN}', "not JSON"),
-        ('{"kind": "profile of calls", "cases": [{"label": "a"}]}', "impl is missing"),
-        ('{"kind": "profile of ranks", "sections": {}}', "expected a list"),
-        ('{"kind": "history", "schema": 7}\n', "schema"),
-        ('{"kind": "history", "schema": 1, "machine": {}, "revision": "a", "times_s": {"a": 0}}\n', "a is 0"),
-        ('{"kind": "topology", "schema": 99}', "schema 99"),
-        ('{"kind": "run", "schema": 1}\n', "damaged"),
-    ],
-)
-def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "file"
-    path.write_text(text)
-    with pytest.raises(UnreadableRunError, match=re.escape(message)) as caught:
-        gather([path])
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
-
-
-def test_two_gates_are_one_too_many(tmp_path: Path) -> None:
-    paths = [made_up_findings.write(tmp_path, name, made_up_findings.gate()) for name in "ab"]
-    with pytest.raises(UsageError, match="a second result of a gate"):
-        gather(paths)
-    with pytest.raises(UsageError, match="nothing to report"):
-        render(gather([]))
-
-
-# ------------------------------------------------------------------------------------ safe, small, the same
-
-
-def test_hostile_text_of_findings_stays_text(tmp_path: Path) -> None:
-    kept = ("kind", "verdict")
-    gate = hostile(made_up_findings.gate(), kept)
-    for benchmark in gate["benchmarks"]:
-        benchmark["params"] = {HOSTILE: HOSTILE}
-        benchmark["counters"] = {HOSTILE: {"base": 1, "head": 2}}
-    history = [
-        hostile(line, kept) | {"times_s": {HOSTILE: 1e-6 * (k + 1)}}
-        for k, line in enumerate(made_up_findings.history(3))
-    ]
-    ranks = hostile(made_up_findings.ranks(), kept)
-    folder = tmp_path / "p"
-    folder.mkdir()
-    made_up_findings.write(folder, "table.json", ranks)
-    files = [
-        made_up_findings.write(tmp_path, "gate.json", gate),
-        made_up_findings.write(tmp_path, "calls.json", hostile(made_up_findings.calls(), kept)),
-        made_up_findings.write_lines(tmp_path, "h.jsonl", history),
-        folder,
-    ]
-    shown = harmless(render(gather(files)))
-    parts = ("parts0", "stages0", "history0p0", "forest0")
-    assert {f"{part}-t" for part in parts} <= set(shown.ids())
-
-
-@pytest.fixture(scope="module")
-def large() -> Run:
-    """5,000 results of many suites and cases."""
-    results = list(made_up.everything().results)
-    for k in range(5):
-        results += [
-            msgspec.structs.replace(r, params={**r.params, "variant": k}) for r in made_up.dispatch(seed=k)
-        ]
-    results += [made_up.result("mine", "case", "a", {"n": k}, [1e-3] * 3) for k in range(4000)]
-    return made_up.run(results[:5000])
-
-
-def test_a_large_run_is_cut_and_it_is_said(large: Run) -> None:
-    assert len(large.results) == 5000
-    text = render(Sources(runs=(large,)))
-    assert len(text.encode()) <= 2_000_000
-    shown = Page(text)
-    said = shown.section_text[""]
-    assert "The raw data are left out" not in said and 'download="results.csv"' in text
-    assert "Tables are cut after" in said
-
-
-def test_links_to_rows_that_were_cut_lead_to_the_table(
-    monkeypatch: pytest.MonkeyPatch, findings: Sources
-) -> None:
-    monkeypatch.setattr(page, "ECONOMIES", (page.Economy(True, 12, 3),))
-    shown = Page(render(findings))
-    wanted = {str(attrs["href"])[1:] for tag, attrs in shown.tags if tag == "a" and attrs.get("href")}
-    assert "changes" in wanted
-    assert wanted <= set(shown.ids())
-
-
-def test_no_result_of_nothing_is_a_number(shown: Page) -> None:
-    words = set(re.findall(r"[A-Za-z]+", shown.text))
-    assert not {"nan", "NaN", "inf", "None", "Infinity"} & words
-    empty = Page(render(Sources(runs=(made_up.run([]),))))
-    assert not {"nan", "NaN", "inf", "None"} & set(re.findall(r"[A-Za-z]+", empty.text))
-
-
-def test_the_csv_in_the_page_holds_the_results() -> None:
-    results = [
-        made_up.result("=1+1", "name, with comma", "core", {"n": 3}, [1e-3, 2e-3, 3e-3]),
-        *made_up.tensor_parallel(),
-    ]
-    start, _, held = page.csv_link([made_up.run(results)]).partition(",")
-    assert start == "data:text/csv;charset=utf-8"
-    rows = list(csv.DictReader(io.StringIO(unquote(held))))
-    assert len(rows) == len(results)
-    assert rows[0]["suite"] == "'=1+1"  # no formula
-    assert rows[0]["name"] == "name, with comma"
-    assert float(rows[0]["median_s"]) == 2e-3
-    assert rows[0]["param.n"] == "3"
-
-
-# ------------------------------------------------------------------------------------ index, command
-
-
-def test_the_command_takes_any_of_the_files(dtbench: made_up.Cli, tmp_path: Path, findings_text: str) -> None:
-    files = [str(p) for p in finding_files(tmp_path)]
-    code, out, err = dtbench("report", *files, "-o", "page.html")
-    assert (code, err) == (0, "")
-    assert "the report is in page.html" in out
-    assert (tmp_path / "page.html").read_text("utf-8") == findings_text  # the same files, the same bytes
-    code, _, err = dtbench("report", "-o", "page.html")
-    assert code == 2
-    assert "nothing to report" in err
-    code, _, err = dtbench("report", "missing.jsonl", "-o", "page.html")
-    assert code == 2
-    assert "cannot read missing.jsonl" in err
+    short = gather([path])
+    assert len(short.histories[0].points) == 2
+    assert "add pass=forward [core]" in Page(render(short)).section_text["history"]
 
 
 def test_a_folder_of_runs_shows_the_last_and_how_each_case_moved(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableRunError, match=r"neither runs nor a table\.json"):
+        gather([tmp_path])
     ops = [r for r in made_up.dispatch() if r.name in ("add", "view", "sum")]
     for day, factor in enumerate((1.0, 1.0, 1.5), 1):
         slower = [
             made_up.result(r.suite, r.name, r.impl, r.params, [factor * s for s in r.samples_s])
-            if r.name == "add" and r.impl == "core"
+            if (r.name, r.impl) == ("add", "core")
             else r
             for r in ops
         ]
@@ -456,25 +332,70 @@ def test_a_folder_of_runs_shows_the_last_and_how_each_case_moved(tmp_path: Path)
     assert first[0].startswith("dispatch add ") and "+50.0" in first
 
 
-def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableRunError, match=r"neither runs nor a table\.json"):
-        gather([tmp_path])
+# ------------------------------------------------------------------------------------ files and the command
+
+GATE: dict[str, Any] = {"kind": "gate", "schema": 1, "trust": {}, "benchmarks": []}
+HISTORY_LINE = {"kind": "history", "schema": 1, "machine": {}, "revision": "a", "times_s": {"a": 0}}
 
 
-# ------------------------------------------------------------------------------------ few cases, profiles
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ([1], "[1], expected a JSON object"),
+        ({"kind": "other"}, "is none of the files"),
+        ('{"kind": "gate", "schema": 1', "not JSON"),
+        (GATE | {"schema": 2}, "schema: invalid enum value 2"),
+        (GATE | {"benchmarks": [3]}, "benchmarks[0]: expected object, got int"),
+        (GATE | {"exit_code": math.nan}, "not JSON"),
+        (
+            {"kind": "profile of calls", "cases": [{"label": "a"}]},
+            "cases[0]: object missing required field impl",
+        ),
+        ({"kind": "profile of ranks", "sections": {}}, "sections: expected array, got object"),
+        (HISTORY_LINE, "times_s"),
+        ({"kind": "topology", "schema": 99}, "schema 99"),
+        ({"kind": "run", "schema": 1}, "damaged"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(content if isinstance(content, str) else json.dumps(content) + "\n")
+    with pytest.raises(UnreadableRunError, match=re.escape(message)) as refused:
+        gather([path])
+    assert "\n" not in str(refused.value) and str(path) in str(refused.value)
 
 
-def test_what_one_process_measured_claims_no_mesh() -> None:
-    results = [msgspec.structs.replace(r, rank_samples_s={}) for r in list(made_up.dispatch())[:8]]
-    said = Page(render(Sources(runs=(made_up.run(results),))))
-    assert "One process measured" in said.text
-    assert "Ranks" not in said.section_text["provenance"] and "dp = 2" not in said.text
+def test_hostile_text_of_findings_stays_text(tmp_path: Path) -> None:
+    kept = ("kind", "verdict")
+    gate = hostile(made_up_findings.gate(), kept)
+    for benchmark in gate["benchmarks"]:
+        benchmark |= {"params": {HOSTILE: HOSTILE}, "counters": {HOSTILE: {"base": 1, "head": 2}}}
+    history = [
+        hostile(line, kept) | {"times_s": {HOSTILE: 1e-6 * (k + 1)}}
+        for k, line in enumerate(made_up_findings.history(3))
+    ]
+    (tmp_path / "p").mkdir()
+    made_up_findings.write(tmp_path / "p", "table.json", hostile(made_up_findings.ranks(), kept))
+    files = [
+        made_up_findings.write(tmp_path, "gate.json", gate),
+        made_up_findings.write(tmp_path, "calls.json", hostile(made_up_findings.calls(), kept)),
+        made_up_findings.write_lines(tmp_path, "h.jsonl", history),
+        tmp_path / "p",
+    ]
+    parts = ("parts0", "stages0", "history0p0", "forest0")
+    assert {f"{part}-t" for part in parts} <= set(harmless(render(gather(files))).ids())
 
 
-def test_calls_behind_a_busy_stream_stand_apart_from_cached_ones():
-    cached = [r for r in made_up.dispatch() if r.params["call"] == "cached"]
-    busy = [msgspec.structs.replace(r, params={**r.params, "call": "busy"}) for r in cached[:6]]
-    plain, both = section("dispatch", cached), section("dispatch", [*cached, *busy])
-    assert (both.lead, both.headlines) == (plain.lead, plain.headlines)
-    (table,) = (one for one in both.tables if one not in plain.tables)
-    assert "at earlier work" in table.caption
+def test_the_command_takes_any_of_the_files(dtbench: made_up.Cli, tmp_path: Path, findings_text: str) -> None:
+    files = [str(p) for p in finding_files(tmp_path)]
+    code, out, err = dtbench("report", *files, "-o", "page.html")
+    assert (code, err) == (0, "") and "the report is in page.html" in out
+    assert (tmp_path / "page.html").read_text("utf-8") == findings_text  # the same files, the same bytes
+    for words, message in (
+        ("", "nothing to report"),
+        ("missing.jsonl", "cannot read missing.jsonl"),
+        ("gate.json gate.json", "2 results of gates were given: a report shows one"),
+    ):
+        code, _, err = dtbench("report", *words.split(), "-o", "page.html")
+        assert code == 2 and message in err

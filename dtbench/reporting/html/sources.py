@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -107,11 +108,9 @@ def beside_each_other(sources: Sources) -> Sources:
 
 def _read(path: Path) -> dict[str, Any]:
     """Field of `Sources` -> what the file or folder holds of it."""
-    table = path / "table.json"  # of a profile
-    if table.is_file():
-        path = table
-    elif path.is_dir():
-        return _folder(path)
+    if os.path.isdir(path):  # noqa: PTH112 - Path's raises where a name is too long
+        table = path / "table.json"  # of a profile
+        return _json(table) if table.is_file() else _folder(path)
     kind = _kind_of_lines(path)
     if kind == b"run":
         return {"runs": [read_run(path)]}
