@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -48,12 +47,6 @@ def test_padding_equals_torch(dim: int, dtype: torch.dtype) -> None:
     assert back.untyped_storage().data_ptr() == padded.untyped_storage().data_ptr()
 
 
-def test_nothing_to_pad_is_the_same_object() -> None:
-    tensor = torch.ones(2)
-    assert collective_utils.pad_tensor(tensor, 0, 0) is tensor
-    assert collective_utils.unpad_tensor(tensor, 0, 0) is tensor
-
-
 def test_empty_shards_are_appended_in_place() -> None:
     shards = list(torch.ones(3, 5, dtype=torch.float64).split([2, 1]))
     filled = collective_utils.fill_empty_tensor_to_shards(shards, 0, 2)
@@ -86,22 +79,6 @@ def test_exchange_of_dims(mesh_shape: tuple[int, ...], shape: tuple[int, ...], d
         pieces = list(full.chunk(ranks, dst))
         want = collective_utils.fill_empty_tensor_to_shards(pieces, dst, ranks - len(pieces))[me]
         assert torch.equal(got, want) and got.is_contiguous(), (mesh_dim, src, dst)
-
-
-def test_the_fallback_on_cpu_is_told_once(fake_world: Callable[..., None]) -> None:
-    fake_world(4)
-    collective_utils._tell_fallback.cache_clear()
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    collective_utils.logger.addHandler(handler)
-    mesh = mesh_of((4,))
-    with count_collectives() as count:
-        for _ in range(2):
-            collective_utils.shard_dim_alltoall(torch.ones(1, 4), 0, 1, mesh, 0)
-    collective_utils.logger.removeHandler(handler)
-    message = "CPU process group does not support alltoall yet, falling back with allgather + chunk!"
-    assert records == [message] and count.calls == {"all_gather": 2}
 
 
 def test_the_op_has_a_meta_kernel(fake_world: Callable[..., None]) -> None:

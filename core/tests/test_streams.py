@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from core.tests.streams import MAIN, RaceError, recorded_streams
+from core.tests.streams import RaceError, recorded_streams
 from core.tests.test_comm_tensor import PROGRAMS
 from dtbench_core import CommTensor, DTensor, Partial, Replicate, Shard
 from dtbench_core.bucketer import ReduceScatterBucketer
@@ -61,19 +61,6 @@ def test_memory_is_not_given_away_while_another_stream_uses_it(record: bool) -> 
         assert y is not None
 
 
-def test_a_collective_is_waited_for_by_its_work(group: dist.ProcessGroup) -> None:
-    with recorded_streams() as streams:
-        x = torch.ones(4)
-        work = dist.all_reduce(x, async_op=True)
-        with pytest.raises(RaceError, match=r"on main does not wait for c10d.allreduce_"):
-            x + 1
-        assert work is not None
-        work.wait()
-        x + 1
-        dist.all_reduce(x)  # waits, so it runs on the current stream
-        assert streams.log[-1].startswith("main: c10d.allreduce_") or streams.log[-1] == "wait"
-
-
 # --- the bucketer ----------------------------------------------------------------------------------
 
 INPUTS = st.lists(
@@ -110,31 +97,6 @@ def test_a_bucketer_orders_its_streams(
             torch.ones(4)
     finally:
         dist.destroy_process_group()
-
-
-def test_a_bucket_is_filled_on_the_current_stream_and_reduced_beside_it(group: dist.ProcessGroup) -> None:
-    with recorded_streams() as streams:
-        bucketer = ReduceScatterBucketer(1, check_ranks="never")
-        x = torch.ones(16)
-        streams.log.clear()
-        bucketer.reduce_scatter_async(x, group, lambda _: streams.log.append("callback"))
-        bucketer.flush()
-        copy, reduce, wait = (
-            next(i for i, line in enumerate(streams.log) if what in line)
-            for what in ("copy_", "_reduce_scatter_base_", "wait")
-        )
-        assert copy < reduce < wait < streams.log.index("callback")
-        assert streams.log[copy].startswith(f"{MAIN}: ") and not streams.log[reduce].startswith(f"{MAIN}: ")
-
-
-def test_a_buffer_is_filled_again_once_its_collective_was_waited_for(group: dist.ProcessGroup) -> None:
-    with recorded_streams():
-        bucketer = ReduceScatterBucketer(64 * 4 / 2**20, check_ranks="never")
-        for _ in range(6):
-            bucketer.reduce_scatter_async(torch.ones(64), group, lambda _: None)
-        bucketer.flush()
-        assert bucketer.counters.collectives == 6
-        assert bucketer.counters.peak_bytes <= 2 * 64 * 4  # so buffers were used again
 
 
 # --- CommTensor ------------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch.distributed.tensor as torch_tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtbench_core as core
-from dtbench_core import comm, torch_compat
+from dtbench_core import torch_compat
 from dtbench_core.dispatch import entry
 from dtbench_core.errors import SimulationError
 from dtbench_core.simulate import ThreadWorld, per_rank, rank_map, run_ranks
@@ -228,11 +226,6 @@ def test_subgroups_and_meshes() -> None:
     torch.testing.assert_close(x, _all(2).sum(0))
 
 
-def test_meshes_of_ranks_are_different_meshes(world: ThreadWorld) -> None:
-    meshes = world.run(lambda: init_device_mesh("cpu", (N,)))
-    assert len(set(meshes)) == N
-
-
 @pytest.mark.parametrize("library", [core, torch_tensor], ids=["core", "torch"])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 def test_dtensors(world: ThreadWorld, library: Any, shape: tuple[int, ...]) -> None:
@@ -262,17 +255,6 @@ def test_64_ranks() -> None:
         return float((x * 2).sum().full_tensor())
 
     assert {outcome.value for outcome in run_ranks(body, 64)} == {512.0 * 511}
-
-
-def test_torchs_dtensors_in_one_world_after_another() -> None:
-    def body() -> float:
-        mesh = init_device_mesh("cpu", (2,))
-        x = torch_tensor.distribute_tensor(torch.ones(2, 2), mesh, [torch_tensor.Shard(0)])
-        return float((x * 3).sum().full_tensor())  # the first call of an op runs it on fake tensors
-
-    for _ in range(3):
-        with ThreadWorld(2) as one:
-            assert one.run(body) == [12.0, 12.0]
 
 
 # ---- ranks that go apart ----
@@ -342,17 +324,6 @@ def test_ranks_that_go_apart_are_named(world: ThreadWorld, body: Callable[[], ob
     assert world.run(dist.get_rank) == [0, 1, 2, 3]
 
 
-def test_errors_that_all_ranks_raise_are_raised_as_they_are(world: ThreadWorld) -> None:
-    def body() -> None:
-        dist.barrier()
-        raise KeyError(dist.get_rank())
-
-    with pytest.raises(KeyError, match="0"):
-        world.run(body)
-    outcomes = world.outcomes(body)
-    assert not any(o.stopped for o in outcomes) and diverged(outcomes) is None
-
-
 def test_a_swallowed_stop_still_counts(world: ThreadWorld) -> None:
     def body() -> str:
         if dist.get_rank() == 1:
@@ -370,27 +341,6 @@ def test_a_swallowed_stop_still_counts(world: ThreadWorld) -> None:
     assert [o.value for o in outcomes] == ["swallowed", "left", "swallowed", "swallowed"]
     assert [o.stopped for o in outcomes] == [True, False, True, True]
     assert "stopped" in (diverged(outcomes) or "")
-
-
-def test_groups_that_some_ranks_lack_are_dropped_after_a_failure() -> None:
-    def uneven() -> None:
-        if dist.get_rank() == 0:
-            raise ValueError
-        dist.new_group([0, 1])
-
-    def even() -> float:
-        group = dist.new_group([0, 1])
-        x = torch.ones(())
-        if dist.get_rank() < 2:
-            dist.all_reduce(x, group=group)
-        return float(x)
-
-    with ThreadWorld(2) as world:
-        threads = world.run(threading.current_thread)
-        with pytest.raises(SimulationError):
-            world.run(uneven)
-        assert world.run(even) == [2.0, 2.0]
-        assert set(threads) != set(world.run(threading.current_thread))
 
 
 # ---- what is a rank's own ----
@@ -418,18 +368,6 @@ def test_each_rank_draws_from_a_generator_of_its_own(world: ThreadWorld) -> None
     assert len(set(world.run(seeded))) == N
 
 
-def test_ranks_start_in_the_callers_grad_mode(world: ThreadWorld) -> None:
-    def body() -> tuple[bool, bool]:
-        dist.barrier()
-        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    assert world.run(body) == [(True, False)] * N
-    with torch.no_grad():
-        assert world.run(body) == [(False, False)] * N
-    with torch.inference_mode():
-        assert world.run(body) == [(False, True)] * N
-
-
 @on_threads
 def test_collectives_of_inference_tensors_and_of_leaves() -> None:
     with torch.inference_mode(dist.get_rank() == 0):
@@ -440,21 +378,6 @@ def test_collectives_of_inference_tensors_and_of_leaves() -> None:
     dist.all_reduce(leaf.detach())
     (leaf * 2).sum().backward()
     assert leaf.grad is not None and leaf.tolist() == [N, N]
-
-
-def test_counting_collectives_counts_one_ranks(world: ThreadWorld) -> None:
-    def body() -> int:
-        group = dist.group.WORLD
-        assert group is not None
-        with comm.count_collectives() as count:
-            for _ in range(dist.get_rank() == 0):
-                comm.all_reduce(torch.ones(2), group)
-            for _ in range(dist.get_rank() != 0):
-                comm.all_reduce(torch.ones(2), group)
-            comm.all_reduce(torch.ones(2), group)
-        return count.calls["all_reduce"]
-
-    assert world.run(body) == [2] * N
 
 
 def test_calls_learnt_while_ranks_take_turns_are_fast_later(world: ThreadWorld) -> None:
@@ -472,19 +395,6 @@ def test_calls_learnt_while_ranks_take_turns_are_fast_later(world: ThreadWorld) 
     # One entry per rank (their specs are different ones), none of them spoilt by another rank's ops.
     plans = [plan for key, plan in entry.functions.items() if "add" in str(key[0])]
     assert len(plans) == N and all(plan is not None for plan in plans)
-
-
-class _Lazy:
-    @functools.cached_property
-    def total(self) -> float:
-        dist.all_reduce(x := torch.ones(()))
-        return float(x)
-
-
-def test_a_cached_property_may_hold_a_collective(world: ThreadWorld) -> None:
-    original = functools.cached_property.__get__
-    assert world.run(lambda: _Lazy().total) == [N] * N
-    assert functools.cached_property.__get__ is original
 
 
 # ---- living with the process ----
@@ -529,15 +439,6 @@ def test_threads_end_with_their_world() -> None:
     world.close()
     assert world.run(dist.get_rank) == [0, 1, 2]  # it starts again
     world.close()
-
-
-def test_what_a_call_held_is_let_go(world: ThreadWorld) -> None:
-    thing = torch.ones(1)
-    seen = weakref.ref(thing)
-    world.run(lambda thing: None, thing)
-    del thing
-    gc.collect()
-    assert seen() is None
 
 
 def test_a_world_needs_a_rank() -> None:

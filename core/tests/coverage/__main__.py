@@ -5,102 +5,130 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
+import multiprocessing
 import os
 import re
 import sys
+import time
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from core.tests.coverage.judge import LIBRARIES, VERDICTS, OpOutcome
-from core.tests.coverage.pool import OpJob, judge_all
-from core.tests.coverage.samples import MODES, database, has_mode
+from core.tests.coverage.judge import LIBRARIES, VERDICTS, OpOutcome, judge_op
+from core.tests.coverage.samples import MODES, PLACES, RANKS, SAMPLES, database, has_mode
+from dtbench_core.simulate import ThreadWorld
 
-# Of the samples, what may stay not judged, because the plain op or its gradient raises.
-MOST_NOT_JUDGED = 0.005
+# The slowest op takes some seconds on a core of its own; a busy machine takes many times as long.
+OP_TIMEOUT_S = 300.0
 
 Outcomes = Mapping[tuple[str, str, str], OpOutcome]  # by library, op and mode
+OpJob = tuple[str, str, list[str]]  # a library, an op and its modes
 
 
-def table_of(outcomes: Outcomes, samples: int, places: int) -> dict[str, Any]:
+def judge_all(
+    jobs: Sequence[OpJob], workers: int, timeout_s: float = OP_TIMEOUT_S
+) -> Iterator[tuple[tuple[str, str, str], OpOutcome]]:
+    """The outcomes in the order in which they come, each op in a process forked for it.
+
+    A mode in which the process dies, or gives no answer in time, is an "error"; the modes after it get
+    another process.
+    """
+    context, waiting = multiprocessing.get_context("fork"), list(jobs[::-1])
+    running: dict[Connection, tuple[OpJob, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < workers:
+            connection, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_serve, args=(theirs, waiting[-1]), daemon=True)
+            process.start()
+            theirs.close()
+            running[connection] = waiting.pop(), process, time.monotonic() + timeout_s
+        answered = wait(list(running), timeout=0.2)
+        for connection, (job, process, deadline) in list(running.items()):
+            if connection not in answered and time.monotonic() < deadline:
+                continue
+            impl, op, (mode, *later) = job
+            ended = True
+            try:
+                outcome = OpOutcome.of("error", f"no answer within {timeout_s:.0f} s")
+                if connection in answered:
+                    outcome, ended = connection.recv(), not later
+            except EOFError:
+                process.join()
+                outcome = OpOutcome.of("error", f"the process ended with code {process.exitcode}")
+            running[connection] = (impl, op, later), process, time.monotonic() + timeout_s
+            if ended:
+                process.kill()
+                process.join()
+                del running[connection]
+                waiting += [(impl, op, later)] if later else []
+            yield (impl, op, mode), outcome
+
+
+def _serve(connection: Connection, job: OpJob) -> None:
+    warnings.simplefilter("ignore")  # thousands of calls would repeat the libraries' own
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+    impl, op, modes = job
+    with ThreadWorld(RANKS) as world:
+        for mode in modes:
+            connection.send(judge_op(world, impl, op, mode))
+
+
+def table_of(outcomes: Outcomes) -> dict[str, Any]:
     """The core's verdicts as they are committed: op -> mode -> verdict."""
-    table: dict[str, Any] = {
-        "torch": torch.__version__,
-        "options": {"samples": samples, "places": places},
-        "samples": sum(outcome.samples for (impl, *_), outcome in outcomes.items() if impl == "core"),
-        "not_judged": {},
-        "verdicts": {},
-    }
-    for (impl, op, mode), outcome in sorted(
-        outcomes.items(), key=lambda one: (one[0][1], MODES.index(one[0][2]))
-    ):
+    verdicts: dict[str, dict[str, str]] = {}
+    for (impl, op, mode), outcome in sorted(outcomes.items(), key=lambda item: MODES.index(item[0][2])):
         if impl == "core":
-            table["verdicts"].setdefault(op, {})[mode] = outcome.verdict
-            if outcome.not_judged:
-                table["not_judged"].setdefault(op, {})[mode] = outcome.not_judged
-    return table
+            verdicts.setdefault(op, {})[mode] = outcome.verdict
+    return {"torch": torch.__version__, "verdicts": dict(sorted(verdicts.items()))}
 
 
-def write_table(table: Mapping[str, Any], path: Path) -> None:
-    """As JSON with a line per op, which makes changes easy to read."""
-    head = json.dumps({name: value for name, value in table.items() if name != "verdicts"})
-    ops = ",\n".join(f"  {json.dumps(op)}: {json.dumps(modes)}" for op, modes in table["verdicts"].items())
-    path.write_text(f'{head[:-1]}, "verdicts": {{\n{ops}\n}}}}\n')
-
-
-def became_worse(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], int]:
-    """(a line per op and mode that became worse; how many became better).
+def became_worse(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line per op and mode that became worse.
 
     An op that passed must pass; one that did not must not have become wrong, nor a hang, nor be left out.
     """
-    if (was["torch"], was["options"]) != (now["torch"], now["options"]):
-        made, run = (f"torch {one['torch']} and {one['options']}" for one in (was, now))
+    if was["torch"] != now["torch"]:
         sys.exit(
-            f"the table was made with {made}, this run with {run}: measure as the table, or write a new one"
+            f"the table is of torch {was['torch']}, this run of {now['torch']}: write a new table with -o"
         )
-    worse, better = [], 0
-    for op, modes in was["verdicts"].items():
-        for mode, before in modes.items():
-            after = now["verdicts"].get(op, {}).get(mode, "not measured")
-            better += after == "pass" != before
-            if after != before and (before == "pass" or after in ("wrong", "hang", "not measured")):
-                worse.append(f"{op} ({mode}): was {before}, is {after}")
-    count = sum(sum(modes.values()) for modes in now["not_judged"].values())
-    if count > MOST_NOT_JUDGED * now["samples"]:
-        worse.append(
-            f"{count} of {now['samples']} samples are not judged, at most {MOST_NOT_JUDGED:.1%} may be"
-        )
-    return worse, better
+    return [
+        f"{op} ({mode}): was {before}, is {after}"
+        for op, modes in was["verdicts"].items()
+        for mode, before in modes.items()
+        for after in [now["verdicts"].get(op, {}).get(mode, "not measured")]
+        if after != before and (before == "pass" or after in ("wrong", "hang", "not measured"))
+    ]
 
 
 def sums(outcomes: Outcomes) -> list[list[str]]:
     """A row per mode and library: ops per verdict, ops that the core ran (also) on replicated inputs, cases."""
     words = [*VERDICTS, "n/a"]
-    rows = [["mode", "library", *words, "by fallback", "cases", "samples not judged"]]
+    rows = [["mode", "library", *words, "by fallback", "cases"]]
     for mode, impl in itertools.product(MODES, LIBRARIES):
         own = [outcome for key, outcome in outcomes.items() if key[::2] == (impl, mode)]
         ops = Counter(outcome.verdict for outcome in own)
         fallen = str(sum(bool(outcome.fallbacks) for outcome in own)) if impl == "core" else "-"
         cases = str(sum(outcome.cases.total() for outcome in own))
-        judged = f"{sum(o.not_judged for o in own)} of {sum(o.samples for o in own)}"
-        rows += [[mode, impl, *(str(ops[word]) for word in words), fallen, cases, judged]] * bool(own)
+        rows += [[mode, impl, *(str(ops[word]) for word in words), fallen, cases]] * bool(own)
     return rows
 
 
-def page_of(outcomes: Outcomes, samples: int, places: int) -> str:
+def page_of(outcomes: Outcomes) -> str:
     """Sums, and the ops whose verdicts on the core and on torch's DTensor differ, those of the same modes in a row."""
     differing: dict[str, list[str]] = {}
-    for op in dict.fromkeys(op for _, op, _ in outcomes):
+    for op in sorted({op for _, op, _ in outcomes}):
         by_pair: dict[str, list[str]] = {}
         for mode in MODES:
-            ours, theirs = (
-                outcomes[i, op, mode].verdict if (i, op, mode) in outcomes else "" for i in LIBRARIES
-            )
-            if ours != theirs:
-                by_pair.setdefault(f"{ours} / {theirs}", []).append(mode)
+            pair = [outcomes[i, op, mode].verdict if (i, op, mode) in outcomes else "" for i in LIBRARIES]
+            if pair[0] != pair[1]:
+                by_pair.setdefault(" / ".join(pair), []).append(mode)
         if by_pair:
             where = "; ".join(f"{pair}: {', '.join(modes)}" for pair, modes in by_pair.items())
             differing.setdefault(where, []).append(op.replace("_", "\\_"))
@@ -108,7 +136,7 @@ def page_of(outcomes: Outcomes, samples: int, places: int) -> str:
     command = "`python -m core.tests.coverage --impl core,torch -o results/coverage.md`"
     return f"""# Ops of torch's database on distributed tensors
 
-torch {torch.__version__}, {samples} samples of each op, {places} placements of each, four simulated ranks: {command}.
+torch {torch.__version__}, {SAMPLES} samples of each op, {PLACES} placements of each, four simulated ranks: {command}.
 
 {_markdown(sums(outcomes))}
 
@@ -126,47 +154,31 @@ def _markdown(rows: list[list[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m core.tests.coverage", description=__doc__)
     parser.add_argument("--impl", default="core", help="comma list of core, torch [core]")
-    parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)} [all]")
     parser.add_argument("--ops", default="", help="regular expression that an op's name holds [all]")
-    parser.add_argument("--samples", type=int, default=3, help="samples tried per op [3]")
-    parser.add_argument("--places", type=int, default=4, help="placements tried per sample [4]")
-    parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes [all cores]"
-    )
-    parser.add_argument(
-        "--base", type=Path, help="table that no op may fall behind: exit code 1 and their names"
-    )
-    parser.add_argument(
-        "-o", dest="outputs", type=Path, nargs="+", default=(), help="table.json, for --base; page.md"
-    )
+    parser.add_argument("--base", type=Path, help="table that no op may fall behind: exit code 1 and names")
+    parser.add_argument("-o", dest="output", type=Path, help="table.json, for --base; or page.md")
     options = parser.parse_args(arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     jobs: list[OpJob] = [
-        (impl, name, mode, options.samples, options.places)
+        (impl, op, [mode for mode in MODES if has_mode(op, mode)])
         for impl in options.impl.split(",")
-        for mode in options.mode.split(",")
-        for name in database()
-        if re.search(options.ops, name) and has_mode(name, mode)
+        for op in database()
+        if re.search(options.ops, op)
     ]
     outcomes: dict[tuple[str, str, str], OpOutcome] = {}
-    for (impl, op, mode, *_), outcome in judge_all(jobs, options.workers):
+    for (impl, op, mode), outcome in judge_all(jobs, len(os.sched_getaffinity(0))):
         outcomes[impl, op, mode] = outcome
         if outcome.verdict not in ("pass", "n/a"):
             _say(f"{impl} {op} ({mode}): {outcome.verdict}: {outcome.reasons[outcome.verdict]}")
     for row in sums(outcomes):
         _say("  ".join(f"{cell:>10}" for cell in row))
-    table = table_of(outcomes, options.samples, options.places)
-    for path in options.outputs:
-        if path.suffix == ".md":
-            path.write_text(page_of(outcomes, options.samples, options.places))
-        else:
-            write_table(table, path)
-    if options.base is None:
-        return 0
-    worse, better = became_worse(json.loads(options.base.read_text()), table)
+    table = table_of(outcomes)
+    if options.output:
+        is_page = options.output.suffix == ".md"
+        options.output.write_text(page_of(outcomes) if is_page else json.dumps(table, indent=1) + "\n")
+    worse = became_worse(json.loads(options.base.read_text()), table) if options.base else []
     for line in worse:
         _say(f"worse: {line}")
-    _say(f"{len(worse)} worse than {options.base}, {better} better")
     return int(bool(worse))
 
 

@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,42 +63,38 @@ _MOST_RTOL, _MOST_ATOL = 1e-3, 1e-4
 
 @dataclass
 class OpOutcome:
-    """Of an op in a mode: its cases per verdict, why the first of the worst is no pass, samples tried and not judged
-    because the plain op or its gradient raises, and calls that the core ran on replicated inputs."""
+    """Of an op in a mode: its cases per verdict, why the first of the worst is no pass, and calls that the core ran on
+    replicated inputs."""
 
     cases: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, str] = field(default_factory=dict)
-    samples: int = 0
-    not_judged: int = 0
     fallbacks: int = 0
+
+    @classmethod
+    def of(cls, verdict: str, reason: str) -> OpOutcome:
+        return cls(Counter([verdict]), {verdict: reason})
 
     @property
     def verdict(self) -> str:
         return next((v for v in VERDICTS if self.cases[v]), "n/a")
 
-    def add(self, verdict: str, reason: str) -> None:
-        self.cases[verdict] += 1
-        self.reasons.setdefault(verdict, reason)
 
-
-def judge_op(world: ThreadWorld, impl: str, name: str, mode: str, samples: int, places: int) -> OpOutcome:
-    """All cases of an op in a mode: at most so many samples, and placements of each."""
+def judge_op(world: ThreadWorld, impl: str, name: str, mode: str) -> OpOutcome:
+    """The cases of an op in a mode."""
     outcome = OpOutcome()
     if not has_mode(name, mode) or name.startswith(_NEED_A_GPU):
         return outcome
     core.clear_caches()
     before = sum(core.fallbacks().values())
-    drawn, ended = samples_of(name, mode, samples)
-    outcome.samples = outcome.not_judged = int(bool(ended))
-    for index, sample in enumerate(drawn):
-        wanted, raises = _reference(name, mode, sample)
-        tensors = [*sample.values, *(wanted.outs if wanted else ())]
-        ways = places_of(tensors, mode, places, f"{name} {index}") if wanted else []
-        outcome.not_judged += bool(raises)
-        outcome.samples += bool(raises or ways)
-        for placed in ways:
-            verdict, reason = _judge_case(world, impl, name, mode, sample, placed, wanted)
-            outcome.add(verdict, f"sample {index}, {' | '.join(map(','.join, placed))}: {reason}")
+    for index, sample in enumerate(samples_of(name, mode)):
+        if (plain := _reference(name, mode, sample)) is None:
+            continue
+        for placed in places_of([*sample.values, *plain.outs], mode, f"{name} {index}"):
+            verdict, reason = _judge_case(world, impl, name, mode, sample, placed, plain)
+            outcome.cases[verdict] += 1
+            outcome.reasons.setdefault(
+                verdict, f"sample {index}, {' | '.join(map(','.join, placed))}: {reason}"
+            )
     outcome.fallbacks = (sum(core.fallbacks().values()) - before) // RANKS
     return outcome
 
@@ -110,16 +106,17 @@ def judge_op(world: ThreadWorld, impl: str, name: str, mode: str, samples: int, 
 class OpReference:
     """What the plain op gives. processed: what of it is determined. outs: for out=, empty tensors like the results.
 
-    grads: per input, or None where the op has none to compare. nudged: processed and grads for inputs that differ in
-    their last bits.
+    grads: per input, or None where the op has none to compare. nudged, nudged_grads: processed and grads for inputs
+    that differ in their last bits.
     """
 
     raw: list[Any]
     processed: list[Any]
-    grads: list[torch.Tensor | None] | None
+    grads: list[Any] | None
+    nudged: list[Any]
+    nudged_grads: list[Any]
     is_random: bool
     outs: list[torch.Tensor]
-    nudged: Callable[[], tuple[list[Any], list[torch.Tensor | None]]]
 
 
 def _call(name: str, mode: str, sample: OpSample, tensors: Sequence[Any], outs: Sequence[Any]) -> Any:
@@ -148,7 +145,7 @@ def _plain(name: str, mode: str, sample: OpSample, outs: Sequence[Any], copy: An
     return _call(name, mode, sample, tensors, [out.clone() for out in outs]), tensors
 
 
-def _nudged(value: torch.Tensor) -> torch.Tensor:
+def _nudge(value: torch.Tensor) -> torch.Tensor:
     """The values changed in their last bits, some up and some down."""
     if not value.is_floating_point():
         return value.clone()
@@ -156,47 +153,41 @@ def _nudged(value: torch.Tensor) -> torch.Tensor:
     return value * torch.where(up, 1 + _NUDGE, 1 - _NUDGE)
 
 
-def _reference(name: str, mode: str, sample: OpSample) -> tuple[OpReference | None, str]:
-    """(what the plain op gives, or None where nothing can be compared; what it or its gradient raises)."""
+def _reference(name: str, mode: str, sample: OpSample) -> OpReference | None:
+    """What the plain op gives, or None where it raises or nothing can be compared."""
     outs: list[torch.Tensor] = []
     copy = stepped if mode == "from_local" else torch.clone
     try:
         if mode == "out":
             leaves = tree_flatten(_plain(name, "even", sample, (), torch.clone)[0])[0]
             if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-                return None, ""
+                return None
             outs = [torch.empty_like(leaf.detach()) for leaf in leaves]
         result, inputs = _plain(name, mode, sample, outs, copy)
         with _other_seeds():
             again = tree_flatten(_plain(name, mode, sample, outs, copy)[0])[0]
         raw, processed = tree_flatten(result)[0], tree_flatten(sample.process(result))[0]
-    except Exception as error:
-        return None, _brief(error)
-    if any(isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided for leaf in raw):
-        return None, ""
-    if not any(isinstance(leaf, torch.Tensor | bool | int | float | complex) for leaf in raw):
-        return None, ""
-    grads, raises = None, ""
-    try:
+    except Exception:
+        return None
+    tensors = [leaf for leaf in raw if isinstance(leaf, torch.Tensor)]
+    if any(t.layout is not torch.strided for t in tensors) or not (
+        tensors or any(isinstance(leaf, bool | int | float | complex) for leaf in raw)
+    ):
+        return None
+    grads: list[Any] | None = None
+    nudged: tuple[list[Any], list[Any]] = [], []
+    with contextlib.suppress(Exception):  # some ops have no gradient
         grads = _gradients(processed, inputs)
-    except Exception as error:
-        raises = _brief(error)
-
-    @functools.cache
-    def nudged() -> tuple[list[Any], list[torch.Tensor | None]]:
-        try:
-            result, inputs = _plain(name, mode, sample, outs, _nudged)
-            processed = tree_flatten(sample.process(result))[0]
-            return processed, (_gradients(processed, inputs) or []) if grads is not None else []
-        except Exception:
-            return [], []
-
+    with contextlib.suppress(Exception):  # or take no other values
+        result, inputs = _plain(name, mode, sample, outs, _nudge)
+        other = tree_flatten(sample.process(result))[0]
+        nudged = other, (_gradients(other, inputs) or []) if grads is not None else []
     is_random = name not in _UNINITIALISED and any(map(difference, raw, again))
     raw, processed = (
         [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         for leaves in (raw, processed)
     )
-    return OpReference(raw, processed, grads, is_random, outs, nudged), raises
+    return OpReference(raw, processed, grads, *nudged, is_random, outs)
 
 
 @contextlib.contextmanager
@@ -263,13 +254,10 @@ def _grad_difference(got: Any, wanted: torch.Tensor | None, nudged: Any = None) 
     return difference(got, wanted, nudged)
 
 
-def _first(what: str, compare: Any, got: Sequence[Any], wanted: Sequence[Any], nudged: Any = None) -> str:
-    """The first difference; of those of values, that remains beside results for nudged inputs."""
+def _first(what: str, compare: Any, got: Sequence[Any], wanted: Sequence[Any], nudged: Sequence[Any]) -> str:
+    """The first difference."""
     for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
-        problem = compare(one, other)
-        if problem and nudged is not None:
-            problem = compare(one, other, next(iter(nudged()[index : index + 1]), None))
-        if problem:
+        if problem := compare(one, other, next(iter(nudged[index : index + 1]), None)):
             return f"{what} {index}: {problem}"
     return ""
 
@@ -338,14 +326,14 @@ def _on_rank(
     results = full(leaves)
     if len(results) != len(wanted.raw):
         return "wrong", f"got {len(results)} results, expected {len(wanted.raw)}"
-    problem = _first("result", functools.partial(difference, values=False), results, wanted.raw)
+    problem = _first("result", functools.partial(difference, values=False), results, wanted.raw, ())
     if problem or name in _UNINITIALISED:
         return ("wrong" if problem else ""), problem
     processed = tree_flatten(sample.process(tree_unflatten(results, tree)))[0]
-    problem = _first("result", difference, processed, wanted.processed, lambda: wanted.nudged()[0])
+    problem = _first("result", difference, processed, wanted.processed, wanted.nudged)
     if not problem and mode in ("inplace", "out"):
         written = inputs[:1] if mode == "inplace" else outs
-        problem = _first("what was written", difference, full(written), wanted.raw[: len(written)])
+        problem = _first("what was written", difference, full(written), wanted.raw[: len(written)], ())
     if problem:
         return ("random differs" if wanted.is_random else "wrong"), problem
     if wanted.grads is None:
@@ -353,19 +341,14 @@ def _on_rank(
     grads = _gradients(processed, inputs)
     if grads is None or len(grads) != len(wanted.grads):
         return "wrong", "no result requires grad"
-    problem = _first("gradient", _grad_difference, full(grads), wanted.grads, lambda: wanted.nudged()[1])
+    problem = _first("gradient", _grad_difference, full(grads), wanted.grads, wanted.nudged_grads)
     return ("wrong" if problem else ""), problem
-
-
-def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _judge_case(world: ThreadWorld, impl: str, *case: Any) -> tuple[str, str]:
     """(verdict, reason). case: what `_on_rank` takes."""
     outcomes = world.outcomes(_on_rank, impl, *case)
-    apart = diverged(outcomes)
-    if apart is not None:
+    if (apart := diverged(outcomes)) is not None:
         world.close()  # what the libraries keep per rank and mesh may have gone apart too: start afresh
         # A rank that sees a difference leaves at once, and the others wait for it: that is no hang.
         seen = next((o for o in outcomes if o.error is None and o.value[0]), None)
@@ -375,5 +358,6 @@ def _judge_case(world: ThreadWorld, impl: str, *case: Any) -> tuple[str, str]:
     if (error := outcomes[0].error) is not None:
         no_rule = isinstance(error, NotImplementedError) or "sharding strategy" in str(error)
         refused = impl == "core" and isinstance(error, core.PlacementError)
-        return "no rule" if no_rule else "refused" if refused else "error", _brief(error)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return "no rule" if no_rule else "refused" if refused else "error", reason
     return next((outcome.value for outcome in outcomes if outcome.value[0]), ("pass", ""))

@@ -13,15 +13,16 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
-RANKS = 4
-SEED = 20251
+RANKS, SEED = 4, 20251
+# At most so many samples of each op, and placements of each sample.
+SAMPLES, PLACES = 3, 4
 MODES = ("even", "uneven", "partial", "mesh2x2", "order", "strided", "from_local", "inplace", "out")
 
 # Per tensor of a sample (and then per tensor of out=), per mesh dim: "R", "S(0)", "P(sum)", "P(avg)", "P(max)".
@@ -48,7 +49,6 @@ class OpSample:
     tensors: tuple[int, ...]
     requires_grad: tuple[bool, ...]
     process: Callable[[Any], Any]
-    broadcasts_input: bool
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -71,11 +71,8 @@ def has_mode(name: str, mode: str) -> bool:
     return mode != "out" or bool(database()[name].supports_out)
 
 
-def samples_of(name: str, mode: str, limit: int) -> tuple[list[OpSample], str]:
-    """(at most `limit` of the op's samples, spread over what its generator yields; the error that ended it or "").
-
-    The same every time. Some generators take a part of a tensor that is not there in the sizes set here.
-    """
+def samples_of(name: str, mode: str) -> list[OpSample]:
+    """Some of the op's samples, spread over what its generator yields; the same every time."""
     op = database()[name]
     sizes = _UNEVEN_SIZES if mode == "uneven" else _EVEN_SIZES
     _set_sizes(_OWN_SIZES if name in _NEED_OWN_SIZES else sizes)
@@ -83,30 +80,27 @@ def samples_of(name: str, mode: str, limit: int) -> tuple[list[OpSample], str]:
     random.seed(SEED)
     np.random.seed(SEED)
     generator = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
-    samples, ended = [], ""
+    usable = []
     try:
         for sample in itertools.islice(generator, _SAMPLES_LOOKED_AT):
-            samples.append(_sample(sample, _LAID_OUT.get(mode)))  # noqa: PERF401 - those before an error count
-    except (RuntimeError, ValueError, IndexError) as error:
-        ended = f"{type(error).__name__}: {error}"
-    usable = [s for s in samples if s.tensors and all(map(_can_distribute, s.values))]
-    if mode == "inplace":
-        usable = [s for s in usable if not s.broadcasts_input]
-    if len(usable) > limit:
-        usable = [usable[i * len(usable) // limit] for i in range(limit)]
-    return usable, ended
+            one = _sample(sample, _LAID_OUT.get(mode, lambda full: full))
+            fits = one.tensors and all(map(_can_distribute, one.values))
+            if fits and not (mode == "inplace" and sample.broadcasts_input):
+                usable.append(one)
+    except (RuntimeError, ValueError, IndexError):
+        pass  # some generators take a part of a tensor that is not there in these sizes: those before it count
+    count = min(SAMPLES, len(usable))
+    return [usable[i * len(usable) // count] for i in range(count)]
 
 
-def _sample(sample: Any, lay: Callable[[torch.Tensor], torch.Tensor] | None) -> OpSample:
+def _sample(sample: Any, lay_out: Callable[[torch.Tensor], torch.Tensor]) -> OpSample:
     leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
     tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     requires_grad = tuple(leaves[i].requires_grad for i in tensors)
     for i in tensors:
-        leaves[i] = leaves[i].detach()
-        if lay is not None and _can_distribute(leaves[i]):
-            leaves[i] = lay(leaves[i])
-    process, broadcasts = sample.output_process_fn_grad, bool(sample.broadcasts_input)
-    return OpSample(tuple(leaves), tree, tensors, requires_grad, process, broadcasts)
+        value = leaves[i].detach()
+        leaves[i] = lay_out(value) if _can_distribute(value) else value
+    return OpSample(tuple(leaves), tree, tensors, requires_grad, sample.output_process_fn_grad)
 
 
 def transposed(full: torch.Tensor) -> torch.Tensor:
@@ -130,27 +124,40 @@ def _can_distribute(tensor: torch.Tensor) -> bool:
 
 def _set_sizes(sizes: tuple[int, int, int, int]) -> None:
     for name, module in list(sys.modules.items()):
-        path = name.split(".")
-        if path[:3] == ["torch", "testing", "_internal"] and path[3:4] in (
-            ["opinfo"],
-            ["common_methods_invocations"],
+        if name.startswith(
+            ("torch.testing._internal.opinfo", "torch.testing._internal.common_methods_invocations")
         ):
             for constant, size in zip(("L", "M", "S", "XS"), sizes, strict=True):
                 if type(vars(module).get(constant)) is int:
                     setattr(module, constant, size)
 
 
-# ---- placements ----
-
-
-def places_of(tensors: Sequence[torch.Tensor], mode: str, limit: int, salt: str) -> list[Places]:
-    """At most `limit` ways to place the tensors, each once; the same every time for the same `salt`.
+def places_of(tensors: Sequence[torch.Tensor], mode: str, salt: str) -> list[Places]:
+    """Some ways to place the tensors, each once; the same every time for the same `salt`.
 
     First all replicated, then all tensors the same where they can be, then one tensor alone placed otherwise, in turn
     with combinations drawn at random.
     """
-    combinations = _combinations([_choices(tensor, mode) for tensor in tensors], salt)
-    return list(itertools.islice((c for c in combinations if _belongs(c, tensors, mode)), limit))
+    choices = [_choices(tensor, mode) for tensor in tensors]
+    rng = random.Random(salt)
+    if math.prod(map(len, choices)) <= 256:
+        drawn = list(itertools.product(*choices))
+        rng.shuffle(drawn)
+    else:
+        drawn = [tuple(rng.choice(own) for own in choices) for _ in range(1024)]
+    replicated = choices[0][0]
+    same = [
+        tuple(place if place in own else replicated for own in choices)
+        for place in dict.fromkeys(place for own in choices for place in own)
+    ]
+    alone = [
+        tuple(place if k == i else replicated for k in range(len(choices)))
+        for i, own in enumerate(choices)
+        for place in own[1:]
+    ]
+    mixed = itertools.chain.from_iterable(itertools.zip_longest(alone, drawn))
+    distinct = dict.fromkeys(places for places in (*same, *mixed) if places is not None)
+    return list(itertools.islice((p for p in distinct if _belongs(p, tensors, mode)), PLACES))
 
 
 def _choices(tensor: torch.Tensor, mode: str) -> list[tuple[str, ...]]:
@@ -174,32 +181,10 @@ def _choices(tensor: torch.Tensor, mode: str) -> list[tuple[str, ...]]:
 
 
 def _belongs(places: Places, tensors: Sequence[torch.Tensor], mode: str) -> bool:
+    """Whether some tensor is placed as only this mode does."""
     if mode == "partial":
         return any(place[0].startswith("P") for place in places)
     return mode != "uneven" or any(
         one.startswith("S") and tensor.shape[int(one[2:-1])] % RANKS
-        for place, tensor in zip(places, tensors, strict=True)
-        for one in place
+        for (one,), tensor in zip(places, tensors, strict=True)
     )
-
-
-def _combinations(choices: list[list[tuple[str, ...]]], salt: str) -> Iterator[Places]:
-    """Every combination if they are few; otherwise the plain ones and some drawn, without repetition."""
-    rng = random.Random(salt)
-    if math.prod(map(len, choices)) <= 256:
-        drawn = list(itertools.product(*choices))
-        rng.shuffle(drawn)
-    else:
-        drawn = [tuple(rng.choice(own) for own in choices) for _ in range(1024)]
-    replicated = choices[0][0]
-    same = [
-        tuple(place if place in own else replicated for own in choices)
-        for place in dict.fromkeys(place for own in choices for place in own)
-    ]
-    alone = [
-        tuple(place if k == i else replicated for k in range(len(choices)))
-        for i, own in enumerate(choices)
-        for place in own[1:]
-    ]
-    mixed = itertools.chain.from_iterable(itertools.zip_longest(alone, drawn))
-    yield from dict.fromkeys(places for places in (*same, *mixed) if places is not None)
