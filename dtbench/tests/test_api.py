@@ -75,15 +75,6 @@ def test_results_print_as_the_table_and_plot(tmp_path: Path, capsys):
             run.plot(**given)
 
 
-def test_an_error_is_said_once(capfd):
-    with pytest.raises(UsageError, match="no suite is called 'nosuch'"):
-        dtbench.run("nosuch")
-    said = capfd.readouterr()
-    assert "nosuch'" not in said.out + said.err
-    with pytest.raises(UsageError, match="3 cannot be measured"):
-        dtbench.run(3)
-
-
 def test_importing_loads_neither_torch_nor_pandas():
     code = "import sys, dtbench; dtbench.load; dtbench.run; print(sorted({'torch', 'pandas'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -143,16 +134,6 @@ def test_few_or_scattered_samples_are_warned_of(
     (result,) = dtbench.run(lambda: None, progress=False).results
     assert result.status == "ok" and result.counters["threads"] == torch.get_num_threads()
     assert all(doubt in result.reason for doubt in doubts), result.reason
-
-
-def test_a_function_that_raises_is_a_failed_result(capsys: pytest.CaptureFixture[str]):
-    def breaks() -> None:
-        raise ValueError("no such luck")
-
-    run = dtbench.run(breaks, progress=False)
-    assert [(r.name, r.status) for r in run.results] == [("breaks", "failed")]
-    assert "no such luck" in run.results[0].reason
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("world, size", [("ranks", 1), ("simulated", 8)])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,12 @@ import pytest
 
 from dtbench.cost import calibration
 from dtbench.cost.show import print_topology
-from dtbench.records.topology import CalibratedTopology, Dim, HostLayout, read_topology, write_topology
+from dtbench.records.topology import CalibratedTopology, Dim, read_topology, write_topology
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import slowed
-from dtbench_core.cost.ring import RING_COLLECTIVES, Ring
+from dtbench_core.cost.ring import RING_COLLECTIVES
 
 RING = RING_COLLECTIVES
 RESULTS = Path(__file__).parents[2] / "results"
@@ -41,18 +39,6 @@ def topology() -> CalibratedTopology:
 # ---------------------------------------------------------------------------- finding what is there
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_exact_times_give_back_their_constants(ranks: int) -> None:
-    truth = {"tp": (3.0, 12.0)}
-    results = made_up.collectives(mesh={"tp": ranks}, truth=truth, noise=0.0, names=RING, samples=8)
-    topology = calibration.calibrate([run_of(results, mesh={"tp": ranks}, hosts=["a"] * ranks)])
-    dim = topology.dims[0]
-    assert dim.bandwidth_GiBps == pytest.approx(3.0, rel=1e-3)
-    assert dim.latency_us_per_hop == pytest.approx(12.0, rel=1e-3)
-    assert dim.residuals.worst_ratio == pytest.approx(1.0, abs=1e-3)
-    assert dim.fitted_on.size_bytes == (made_up.SIZES[0], made_up.SIZES[-1])
-
-
 def test_noisy_times_give_back_their_constants(topology: CalibratedTopology) -> None:
     for name, (bandwidth, latency) in made_up.TRUTH.items():
         dim = dims_of(topology)[name]
@@ -63,34 +49,6 @@ def test_noisy_times_give_back_their_constants(topology: CalibratedTopology) -> 
         assert low < dim.bandwidth_GiBps < high
         low, high = dim.latency_interval
         assert low < dim.latency_us_per_hop < high
-
-
-def test_the_formulas_are_those_of_torch() -> None:
-    from torch.distributed.tensor import _collective_utils as theirs
-
-    costs = {
-        "all_gather": theirs.allgather_cost,
-        "all_reduce": theirs.allreduce_cost,
-        "reduce_scatter": theirs.reduce_scatter_cost,
-    }
-    for ranks in (2, 4, 8):
-        info = theirs.MeshTopoInfo(None, [ranks], [19.3], [2.7])  # type: ignore[arg-type]
-        for name, cost in costs.items():
-            for size in made_up.SIZES:
-                ours = Ring(ranks, 19.3, 2.7).collective_us(name, size)
-                assert ours == pytest.approx(cost(size / 1024**3, info, 0), rel=1e-12)
-
-
-def test_lines_per_collective_find_a_slow_reduce_scatter() -> None:
-    exact = made_up.collectives(noise=0.0, samples=8)
-    results = slowed(exact, lambda r, rank: 2.0 if r.name == "reduce_scatter" else 1.0)
-    dim = dims_of(calibration.calibrate([run_of(results)]))["tp"]
-    lines = dim.collectives
-    assert lines["reduce_scatter"].beta_GiBps == pytest.approx(lines["all_gather"].beta_GiBps / 2, rel=0.01)
-    assert lines["reduce_scatter"].alpha_us == pytest.approx(2 * lines["all_gather"].alpha_us, rel=0.01)
-    # A line through exact points of one collective is exact; the one bandwidth of the dim cannot be.
-    assert lines["reduce_scatter"].geometric_mean_ratio == pytest.approx(1, abs=0.01)
-    assert dim.residuals.geometric_mean_ratio > 1.1
 
 
 def test_one_burst_does_not_move_the_fit() -> None:
@@ -114,15 +72,6 @@ def test_waiting_for_late_ranks_is_no_transfer_time(topology: CalibratedTopology
     assert not any("wait for the last rank" in w for w in dims_of(topology)["tp"].warnings)
 
 
-def test_a_dim_is_as_slow_as_its_slowest_group() -> None:
-    def second_group(result: Result, rank: int) -> float:
-        return 3.0 if result.params["mesh_dim"] == "tp" and rank >= 2 else 1.0
-
-    exact = made_up.collectives(noise=0.0, names=RING, samples=8)
-    dim = dims_of(calibration.calibrate([run_of(slowed(exact, second_group))]))["tp"]
-    assert dim.bandwidth_GiBps == pytest.approx(1.6 / 3, rel=0.02)
-
-
 def test_groups_together_are_preferred(topology: CalibratedTopology) -> None:
     assert dims_of(topology)["tp"].groups_sharing == "together"
     alone = dims_of(calibration.calibrate([run_of(made_up.collectives(modes=["alone"]))]))["tp"]
@@ -136,19 +85,6 @@ def test_results_that_are_not_ok_do_not_count(topology: CalibratedTopology) -> N
     spoiled = [msgspec.structs.replace(r, status="wrong", launch=1) for r in slow]
     again = calibration.calibrate([run_of([*made_up.collectives(), *spoiled])])
     assert again.dims == topology.dims
-
-
-def test_another_dtype_is_taken_only_where_it_must_and_said() -> None:
-    half = [
-        msgspec.structs.replace(r, params={**r.params, "dtype": "bfloat16"})
-        for r in made_up.collectives(names=RING)
-    ]
-    both = calibration.calibrate([run_of([*made_up.collectives(names=RING), *half])])
-    assert both.warnings == ()
-    assert both.dims == calibration.calibrate([run_of(made_up.collectives(names=RING))]).dims
-    assert calibration.calibrate([run_of(half)]).warnings == (
-        "no results with dtype float32: bfloat16 was taken",
-    )
 
 
 # ---------------------------------------------------------------------------- what the data do not hold
@@ -191,9 +127,7 @@ def test_what_the_sizes_do_not_tell_is_said(changes: dict[str, Any], warning: st
 
 def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None:
     shape = {"pp": 1, "dp": 2, "tp": 2}
-    results = [
-        *made_up.collectives(mesh=shape, truth={"pp": (1, 1), **made_up.TRUTH}, names=RING),
-    ]
+    results = made_up.collectives(mesh=shape, truth={"pp": (1, 1), **made_up.TRUTH}, names=RING)
     results = [r for r in results if r.params["mesh_dim"] != "dp" or r.size_bytes == made_up.SIZES[0]]
     topology = calibration.calibrate([run_of(results, mesh=shape)])
     assert [dim.name for dim in topology.dims] == ["tp"]
@@ -203,30 +137,6 @@ def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None
 
 
 # ---------------------------------------------------------------------------- built-in constants
-
-
-@pytest.mark.parametrize(
-    ("hosts", "layouts"),
-    [
-        (("a", "a", "b", "b"), {"dp": "inter-host", "tp": "intra-host"}),
-        (("a", "b", "a", "b"), {"dp": "intra-host", "tp": "inter-host"}),
-        (("a", "a", "a", "a"), {"dp": "intra-host", "tp": "intra-host"}),
-        ((), {"dp": None, "tp": None}),
-    ],
-)
-def test_the_layout_comes_from_the_hosts(hosts: tuple[str, ...], layouts: dict[str, str | None]) -> None:
-    recorded = {"hosts": hosts} if hosts else {"ranks": []}
-    dims = dims_of(calibration.calibrate([run_of(made_up.collectives(names=RING), **recorded)]))
-    for name, layout in layouts.items():
-        builtin = dims[name].builtin
-        if layout is None:  # not recorded, and not guessed
-            assert (builtin, dims[name].layout) == (None, HostLayout())
-            assert any("on which host" in w for w in dims[name].warnings)
-            continue
-        constants = (87.7, 0.6) if layout == "intra-host" else (pytest.approx(19.294), 2.7)
-        assert (builtin.bandwidth_GiBps, builtin.latency_us_per_hop, builtin.layout) == (*constants, layout)
-        assert dims[name].layout.kind == layout
-        assert dims[name].layout.hosts_per_group == ((1, 1) if layout == "intra-host" else (2, 2))
 
 
 def test_how_far_off_the_builtin_constants_are() -> None:
@@ -289,9 +199,7 @@ def test_the_table_has_per_dim_latency_bandwidth_and_how_far_pytorch_is_off(
 ) -> None:
     print_topology(topology)
     out = capsys.readouterr().out
-    head, *rows = out.splitlines()
-    titles = ("mesh dim", "ranks", "latency [us/hop]", "bandwidth [GiB/s]", "PyTorch's constants")
-    assert all(title in head for title in titles) and head.count("off by") == 2 and "90% intervals" in out
+    _head, *rows = out.splitlines()
     for dim, row in zip(topology.dims, rows, strict=False):
         cells = re.split(r"  +", row.strip())
         latency, bandwidth = (list(map(float, re.findall(r"[\d.]*\d", cell))) for cell in cells[2:4])
@@ -341,10 +249,7 @@ def _damage(topology: CalibratedTopology, path: str, value: Any) -> str:
     at: Any = copy
     for step in way:
         at = at[step]
-    if value is KeyError:
-        del at[last]
-    else:
-        at[last] = value
+    at[last] = value
     return json.dumps(copy)
 
 
@@ -352,25 +257,17 @@ def _damage(topology: CalibratedTopology, path: str, value: Any) -> str:
     ("where", "value", "complaint"),
     [
         ("kind", "run", "is not a topology"),
-        ("schema", 3, "newer dtbench"),
         ("schema", 1, "older dtbench .* calibrate again from the run file"),
         ("dims", {}, "dims: expected array"),
         ("dims.0.ranks", 1, "expected int >= 2"),
         ("dims.0.bandwidth_GiBps", 0, "expected float >= 1e-30"),
         ("dims.0.bandwidth_GiBps", float("inf"), "not JSON"),
-        ("dims.1.latency_us_per_hop", True, "expected float"),
-        ("dims.0.residuals", KeyError, "missing required field residuals"),
         ("dims.0.collectives.all_gather.table", [], "table is empty"),
         ("dims.0.collectives.all_gather.table.1.size_bytes", 1, r"table\[1\].size_bytes is not above"),
         ("dims.0.collectives.all_gather.table.3.time_us", 1e-3, r"table\[3\].time_us is below"),
         ("dims.0.collectives.all_gather.table.2.low_us", 1e9, r"table\[2\].time_us is not between"),
-        ("dims.0.collectives.all_gather.table.2.size_bytes", 10**30, "expected int <= "),
         ("dims.0.collectives.all_gather.alpha_us", None, "one of alpha_us and beta_GiBps"),
-        ("dims.0.transitions", {"core": {"S(0)->R": {}}}, "missing required field alpha_us"),
-        ("dims.0.layout.kind", "inside", "invalid enum value 'inside'"),
         ("dims.1.name", "dp", "expected each name once"),
-        ("dims.0.bandwidth_interval", [1], "expected array of length 2"),
-        ("dims.0.name", "\ud800", "not a topology"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(
@@ -382,21 +279,3 @@ def test_a_damaged_file_is_refused_in_one_line(
         read_topology(path)
     assert "\n" not in str(caught.value)
     assert "topology.json" in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
-def test_what_is_no_topology_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(content)
-    with pytest.raises(UnreadableRunError, match="not a topology"):
-        read_topology(path)
-    with pytest.raises(UnreadableRunError, match="cannot read"):
-        read_topology(tmp_path / "missing.json")
-    with pytest.raises(UnreadableRunError, match="not a regular file"):
-        read_topology(tmp_path)
-
-
-def test_no_torch_is_loaded() -> None:
-    rooms = "dtbench.cost.calibration, dtbench.reporting.html"
-    code = f"import sys, {rooms}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

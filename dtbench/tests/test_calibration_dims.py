@@ -75,7 +75,14 @@ def test_constants_and_layout_of_meshes_with_unlike_dims(
             kind=kind, hosts_per_group=spans, ranks_per_host=per_host, groups_per_host_pair=pairs
         )
         assert dim.builtin.latency_us_per_hop == (2.7 if kind == "inter-host" else 0.6)
+        assert dim.builtin.bandwidth_GiBps == pytest.approx(19.294 if kind == "inter-host" else 87.7)
         assert not any("mixed" in w for w in dim.warnings)
+
+
+def test_a_layout_that_was_not_recorded_is_not_guessed() -> None:
+    for dim in dims_of(exact(), ranks=[]).values():
+        assert (dim.builtin, dim.layout) == (None, HostLayout())
+        assert any("on which host" in w for w in dim.warnings)
 
 
 # ------------------------------------------------------------------------------------- mixed dims

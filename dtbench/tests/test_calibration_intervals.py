@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dtbench.cost import calibration
 from dtbench.cost.calibration import intervals
 from dtbench.cost.calibration.times import QUANTILE, Launch, SizeTimes, points_of
 from dtbench.stats import interval
-from dtbench.suite import Result
-from dtbench.tests import made_up
 
 Array = NDArray[np.float64]
 Draw = Callable[..., Array]
@@ -78,54 +75,3 @@ def test_few_launches_make_wide_intervals_that_hold_and_one_launch_does_not() ->
     assert widths[0] > 1.5 * widths[1] > 1.5 * widths[2]
     alone, _ = coverage(1, 0.1, np.full(len(SIZES), 0.02))
     assert alone < 0.5  # as its file says
-
-
-def test_sizes_that_scatter_more_have_wider_intervals() -> None:
-    own = np.geomspace(0.2, 0.02, len(SIZES))
-    rng = np.random.default_rng(3)
-    points = [
-        point(size, {("r", k): np.exp(rng.normal(5, sd, 1)) for k in range(5)})
-        for size, sd in zip(SIZES, own, strict=True)
-    ]
-    low, high = interval(intervals.new_launch(points), intervals.INTERVAL)
-    widths = np.log(high / low)
-    assert widths[:3].mean() > 1.5 * widths[-3:].mean()
-
-
-def test_launches_without_some_sizes_still_count() -> None:
-    rng = np.random.default_rng(4)
-    points = [
-        point(size, {("r", k): np.exp(rng.normal(5, 0.1, 3)) for k in range(5) if (i + k) % 4 or i == 0})
-        for i, size in enumerate(SIZES)
-    ]
-    points.append(point(2**30, {("r", 2): np.array([200.0])}))
-    replicates = intervals.new_launch(points)
-    assert np.isfinite(replicates).all() and (replicates == intervals.new_launch(points)).all()
-    low, high = interval(replicates, intervals.INTERVAL)
-    assert low[-1] < 200.0 < high[-1]  # measured once, but launches are known to differ
-
-
-def test_the_file_says_what_a_new_launch_measures() -> None:
-    """From launches in one run file to the table: 90 % of further launches inside."""
-    rng = np.random.default_rng(8)
-
-    def results(launch: int) -> list[Result]:
-        made = made_up.collectives(
-            launch, names=("all_gather",), modes=["together"], samples=20, launch=launch
-        )
-        return [slow for r in made for slow in made_up.slowed([r], float(np.exp(rng.normal(0, 0.1))))]
-
-    dims = calibration.calibrate([made_up.run([r for k in range(6) for r in results(k)])]).dims
-    inside = []
-    for k in range(100, 110):
-        new = calibration.calibrate([made_up.run(results(k))]).dims
-        for dim, of_new in zip(dims, new, strict=True):
-            tables = (d.collectives["all_gather"].table for d in (dim, of_new))
-            inside += [
-                row.low_us <= other.measured_us <= row.high_us for row, other in zip(*tables, strict=True)
-            ]
-    assert 0.85 <= np.mean(inside) <= 0.98
-    curve = dims[0].collectives["all_gather"]
-    assert curve.launches == 6 and len(curve.table[0].launch_us) == 6
-    median = float(np.median(curve.table[0].launch_us))
-    assert curve.table[0].measured_us == pytest.approx(median)

@@ -120,13 +120,6 @@ def test_identical_launches_are_rarely_called_different() -> None:
     assert all(verdict(side(), side(1.1))[0] == "slower" for _ in range(50))
 
 
-def test_a_launch_is_its_minimum_on_the_host_and_its_lower_quartile_on_a_device() -> None:
-    for clock, estimator, seconds in (("host", "min", 8e-6), ("device", "p25", 8.8e-6)):
-        row = only(compare([launches(spread(5), "b", clock=clock)], [launches(spread(5), "n", clock=clock)]))
-        assert row.estimator == estimator
-        assert row.base_s == pytest.approx(seconds)
-
-
 def test_a_time_of_zero_is_no_time() -> None:
     row = only(compare([launches([0.0] * 5, "base")], [launches(spread(5), "new")]))
     assert row.verdict == "inconclusive"

@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench.cost.export.module import export, literal, render
 from dtbench.cost.price import price
-from dtbench.records.topology import CalibratedTopology, FromRun, HostLayout, MeasuredCurve, write_topology
+from dtbench.records.topology import CalibratedTopology, FromRun, HostLayout, write_topology
 from dtbench.suite.errors import OutputError, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology, ring_curve, ring_dim
@@ -169,31 +170,6 @@ def test_all_to_all_is_looked_up_by_a_ranks_part(mesh: DeviceMesh) -> None:
         assert getattr(_collective_utils, COST)(S0, S0, topo, 0, 0.0625) == (0.0, 0.0625)
 
 
-# 100 us at 16 KiB, 160 at 64 KiB, 200 at 128 KiB, 1240 at 1 MiB.
-STEEP = curve_of((16 * 1024, 64 * 1024, 128 * 1024, MIB), (100.0, 160.0, 200.0, 1240.0))
-FLAT = curve_of((16 * 1024,), (100.0,))
-
-
-@pytest.mark.parametrize(
-    ("curve", "size_kib", "us"),
-    [
-        (STEEP, 16, 100.0),  # the first row
-        (STEEP, 1024, 1240.0),  # the last
-        (STEEP, 40, 130.0),  # halfway between two
-        (STEEP, 4, 85.0),  # below: 60 us in 48 KiB, as up to the row of four times the size
-        (STEEP, 2048, 1240 + 1040 / 896 * 1024),  # beyond: as from the row of at most a quarter of the size
-        (FLAT, 4, 100.0),  # one size only: smaller ones take as long
-        (FLAT, 64, 400.0),  # and larger ones in proportion
-    ],
-)
-def test_tables_are_read_as_straight_lines(
-    mesh: DeviceMesh, curve: MeasuredCurve, size_kib: int, us: float
-) -> None:
-    with module_of(two_dims(transitions={"S(0)->R": curve})).apply():
-        src, dst = (spec(mesh["tp"], p, shape=(size_kib * 16, 16)) for p in (S0, R))
-        assert _collective_utils.redistribute_cost(src, dst) == pytest.approx(us)
-
-
 # ------------------------------------------------------------------------------------- decisions
 
 
@@ -292,6 +268,7 @@ def graph_of(mesh: DeviceMesh) -> torch.fx.Graph:
         "gather": (ops.all_gather_into_tensor.default, (x, 8, group), 8 * MIB),
         "reduce": (ops.all_reduce.default, (x, "sum", group), MIB),
         "scatter": (ops.reduce_scatter_tensor.default, (x, "sum", 8, group), MIB // 8),
+        "world": (ops.all_reduce.default, (x, "sum", _get_default_group().group_name), MIB),
         "exchange": (ops.all_to_all_single.default, (x, [MIB // 8] * 8, [MIB // 8] * 8, group), MIB),
     }
     for name, (op, args, elements) in calls.items():
@@ -319,6 +296,7 @@ def test_inductor_asks_for_milliseconds(mesh: DeviceMesh) -> None:
         }
         latency_ms = estimate_collective_time(nodes["gather"], 0, custom_runtime_estimation=hook)
         assert hook(nodes["exchange"]) is None  # all_to_all was not measured
+        assert hook(nodes["world"]) is None  # nor all dims as one
         assert hook(nodes["gather"], 4096) is None
         assert hook(nodes["x"]) is None
     assert ms["gather"] == pytest.approx(0.010 + 32 / 1024 / 4 * 1e3)
@@ -329,25 +307,6 @@ def test_inductor_asks_for_milliseconds(mesh: DeviceMesh) -> None:
         mesh
     ) as applied:
         assert applied.estimate(nodes["scatter"]) == pytest.approx(4 / 1024 * 1e3)  # of all that is scattered
-
-
-def test_inductor_knows_the_dims_by_their_ranks(mesh: DeviceMesh) -> None:
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(MIB, device="meta")
-    groups = {
-        "dp": mesh.get_group("dp").group_name,
-        "all": dist.group.WORLD.group_name if dist.group.WORLD else "",
-    }
-    nodes = {}
-    for name, group in groups.items():
-        op = torch.ops._c10d_functional.all_reduce.default
-        nodes[name] = graph.create_node("call_function", op, (x, "sum", group))
-        nodes[name].meta["val"] = x.meta["val"]
-    dims = made_dim("dp", 2, 1.0, 1.0, collectives={"all_reduce": made_curve(1, 1)}), two_dims().dims[1]
-    with module_of(made_topology(*dims), "inductor").apply(mesh) as applied:
-        assert applied.estimate(nodes["dp"]) == pytest.approx(0.001 + 4 / 1024 * 1e3)
-        assert applied.estimate(nodes["all"]) is None
 
 
 def test_inductor_keeps_torchs_estimates_of_other_nodes(mesh: DeviceMesh) -> None:
@@ -409,18 +368,13 @@ def test_the_program_writes_a_module(dtbench: Cli, tmp_path: Path, target: str) 
     compile(text, "mine.py", "exec")
 
 
-def for_autoparallel() -> tuple[dict[str, MeasuredCurve], dict[str, Any]]:
-    """What a topology of four ranks on two hosts measured, and the names in its module."""
+def test_autoparallel_finds_the_measured_times_in_its_tables() -> None:
+    """Of four ranks on two hosts."""
     curves = {name: ring_curve(name, 4, 20.0, 5.0) for name in ("all_gather", "all_reduce")}
     place = HostLayout(hosts_per_group=(2, 2), ranks_per_host=(2, 2))
     dim = structs.replace(made_dim("dp", 4, 20.0, 5.0, collectives=curves), layout=place)
     made: dict[str, Any] = {}
     exec(render(made_topology(dim), "autoparallel"), made)
-    return curves, made
-
-
-def test_autoparallel_finds_the_measured_times_in_its_tables() -> None:
-    curves, made = for_autoparallel()
     assert made["RUNTIME_TABLES"].keys() == made["RUNTIME_RAMPS"].keys() == curves.keys()
     for name, curve in curves.items():
         (latency, bandwidth), shares = made["RUNTIME_TABLES"][name][2, 2], made["RUNTIME_RAMPS"][name][2, 2]
@@ -459,27 +413,17 @@ def imported(node: ast.AST) -> list[ast.alias]:
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "said"),
+    ("words", "says"),
     [
-        (None, (), "cannot read"),
-        ("", (), "not JSON"),
-        ('{"kind": "topology", "schema": 2', (), "not JSON"),
-        ('{"kind": "run"}', (), 'expected "topology"'),
-        ('{"kind": "topology", "schema": 1}', (), "schema 1"),
-        (two_dims, ("--to", "jax"), "--to"),
-        (two_dims, ("-o", "none/mine.py"), "cannot write none"),
+        ("none.json --to torch -o mine.py", "cannot read"),
+        ("t.json --to jax -o mine.py", "--to"),
+        ("t.json --to torch -o none/mine.py", "cannot write none"),
     ],
 )
-def test_mistakes_are_one_line(
-    dtbench: Cli, tmp_path: Path, content: Any, options: tuple[str, ...], said: str
-) -> None:
-    if content is two_dims:
-        write_topology(two_dims(), tmp_path / "t.json")
-    elif content is not None:
-        (tmp_path / "t.json").write_text(content)
-    code, out, err = dtbench("export", "t.json", "--to", "torch", "-o", "mine.py", *options)
-    assert (code, out) == (2, "")
-    assert said in err and err.count("\n") == 1
+def test_mistakes_are_one_line(dtbench: Cli, tmp_path: Path, words: str, says: str) -> None:
+    write_topology(two_dims(), tmp_path / "t.json")
+    code, out, err = dtbench("export", *words.split())
+    assert (code, out, err.count("\n")) == (2, "", 1) and says in err
     assert not (tmp_path / "mine.py").exists()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +12,9 @@ from hypothesis import strategies as st
 from dtbench.engine.clocks import SAME_CLOCK, Offset, lateness_s
 from dtbench.records.frame import cases_frame, cells, results_frame
 from dtbench.records.layout import from_last_arrival_s, layout_of, mesh_groups
-from dtbench.records.run import RunWriter, read_run
 from dtbench.reporting.run_tables import print_runs
 from dtbench.stats import summarize
 from dtbench.suite import Header, Result
-from dtbench.suite.errors import UnreadableRunError
 from dtbench.suite.mesh import groups_of
 from dtbench.tests import made_up
 from dtbench.tests.test_tables import table_of
@@ -33,13 +29,6 @@ def header(mesh: dict[str, int], hosts: list[str], **facts: list[Any]) -> dict[s
 
 def read_by(*args: Any, **facts: list[Any]) -> Header:
     return made_up.read(header(*args, **facts))
-
-
-def test_groups_of_a_mesh_of_three_dims() -> None:
-    assert groups_of((2, 3, 2), 0) == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
-    assert groups_of((2, 3, 2), 1) == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
-    assert groups_of((2, 3, 2), 2) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-    assert groups_of((4,), 0) == [[0, 1, 2, 3]]
 
 
 def test_a_file_that_lists_other_ranks_than_its_mesh_has_no_layout() -> None:
@@ -103,30 +92,6 @@ def test_numa_nodes_and_nvlink_neighbours() -> None:
     switched = header({"tp": 2}, ["a"] * 2, nvlink=[{"neighbours": {}, "switch_links": 18}] * 2)
     assert layout_of(made_up.read(switched))[0].nvlink == (1, 1)
     assert layout_of(read_by({"tp": 2}, ["a", "b"], nvlink=peers[:2]))[0].nvlink is None
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("numa_nodes", [-1]),
-        ("device_numa_node", "0"),
-        ("pci_bus_id", 3),
-        ("nvlink", {"neighbours": {"x": "y"}, "switch_links": 0}),
-        ("nvlink", {"neighbours": {}}),
-        ("interface", ["lo"]),
-    ],
-)
-def test_what_ranks_say_is_checked_when_read(tmp_path: Path, field: str, value: Any) -> None:
-    good = header({"tp": 2}, ["a", "a"], numa_nodes=[[0], None], interface=["lo", None])
-    RunWriter.create(tmp_path / "good.jsonl", good).close()
-    assert read_run(tmp_path / "good.jsonl").header == made_up.read(good)
-    bad = copy.deepcopy(good)
-    bad["ranks"][1][field] = value
-    with pytest.raises(ValueError, match=field):
-        RunWriter.create(tmp_path / "bad.jsonl", bad)
-    (tmp_path / "bad.jsonl").write_text((tmp_path / "good.jsonl").read_text().replace('"lo"', "7"))
-    with pytest.raises(UnreadableRunError, match="interface"):
-        read_run(tmp_path / "bad.jsonl")
 
 
 # ------------------------------------------------------------------------------------- times

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,11 +14,9 @@ import pytest
 
 from dtbench.machine import provenance as machine
 from dtbench.machine.device import loaded_nvml
-from dtbench.records.layout import layout_of
 from dtbench.records.run import RunWriter, read_run
 from dtbench.suite import Header, MeshShape, Result, RunOptions
-from dtbench.suite.result import Checkouts, NvLinks
-from dtbench.tests import made_up
+from dtbench.suite.result import NvLinks
 from dtbench.tests.gpu.fake_gpu import fake_nvml as fake_nvml_of
 from dtbench.text import masking
 
@@ -75,18 +72,8 @@ def test_the_header_is_one_that_the_store_reads_back(tmp_path: Path) -> None:
     assert read == made
     assert read.mesh == MeshShape(dim_names=("dp", "tp"), shape=(2, 2))
     assert [r.rank for r in read.ranks] == [0, 1, 2, 3]
-    assert read.plan["sizes_bytes"] == [1024, 4096]
-    assert read.versions["backend"] == "gloo"
-    assert read.versions["nccl"] is None
-    assert read.versions["torch"]
-    assert read.started.endswith("+00:00")
+    assert read.versions["backend"] == "gloo" and read.versions["torch"]
     assert read.machine.cpu.usable_cores == len(os.sched_getaffinity(0))
-    assert read.launches == 2
-
-
-def test_this_module_does_not_load_torch() -> None:
-    code = "import sys, dtbench.machine.doctor, dtbench.cli.doctor; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_rank_tells_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,22 +85,6 @@ def test_a_rank_tells_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert info["host"]
     monkeypatch.setenv("LOCAL_RANK", "none")
     assert machine.local_rank_info("cpu")["local_rank"] == 0
-
-
-def test_two_namespaces_of_one_machine_are_told_apart_by_their_names() -> None:
-    """Real ones, where this user may make them; the made-up ones are in test_layout."""
-    code = "import json; from dtbench.machine import provenance; print(json.dumps(provenance.local_rank_info('cpu')))"
-    run = [sys.executable, "-c", code]
-    inside = ["unshare", "--uts", "sh", "-c", 'hostname node-b && exec "$@"', "sh", *run]
-    done = subprocess.run(inside, capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"needs the right to make a namespace: {done.stderr.strip()[-100:]}")
-    here = machine.local_rank_info("cpu")
-    there = json.loads(done.stdout)
-    assert there["boot_id"] == here["boot_id"] and there["host"] == "node-b" != here["host"]
-    mesh = {"dim_names": ["tp"], "shape": [2]}
-    (tp,) = layout_of(made_up.read({"mesh": mesh, "ranks": [here | {"rank": 0}, there | {"rank": 1}]}))
-    assert tp.hosts_per_group == (2, 2)
 
 
 def test_the_numa_nodes_of_the_cpus_that_a_rank_may_use(
@@ -128,32 +99,12 @@ def test_the_numa_nodes_of_the_cpus_that_a_rank_may_use(
         assert machine.numa_nodes(tmp_path) == nodes
 
 
-def test_the_interface_is_the_one_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    told = [machine.local_rank_info("cpu", backend)["interface"] for backend in ("gloo", "nccl", None)]
-    assert told == ["eth7", None, None]
-
-
 # ------------------------------------------------------------------------------ no secrets
 
 
 def test_the_environment_is_recorded_by_an_allow_list() -> None:
-    recorded = {
-        "NCCL_DEBUG": "INFO",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_NCCL_BLOCKING_WAIT": "1",
-        "CUDA_VISIBLE_DEVICES": "0,1",
-    }
-    refused = (
-        "AWS_SECRET_ACCESS_KEY",
-        "HF_TOKEN",
-        "HOME",
-        "TORCHELASTIC_ERROR_FILE",
-        "NCCL_API_TOKEN",
-        "XOMP_",
-    )
+    recorded = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
+    refused = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOME", "NCCL_API_TOKEN", "XOMP_")
     masked = {"NCCL_NET_PLUGIN": "token=leak", "NCCL_PROXY": "https://me:leak@host"}
     kept = machine.environment(recorded | masked | dict.fromkeys(refused, "leak"))
     assert kept == recorded | {"NCCL_NET_PLUGIN": "token=***", "NCCL_PROXY": "https://***@host"}
@@ -204,11 +155,6 @@ def test_the_commit_and_whether_it_was_changed(tmp_path: Path, monkeypatch: pyte
     assert clean.dirty is False
     (tmp_path / "a").write_text("2")
     assert header().git == msgspec.structs.replace(clean, dirty=True)
-
-
-def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert header().git == Checkouts()
 
 
 # -------------------------------------------------------------------------------------- CPU

@@ -13,15 +13,13 @@ import pytest
 from msgspec import structs
 
 from dtbench.cost.plan import measured_steps, search
-from dtbench.cost.plan.links import NodeLinks, TopologyLinks
+from dtbench.cost.plan.links import NodeLinks
 from dtbench.cost.plan.machines import FittedConstants, MachineSpec, Network, find_machine
 from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.models import TransformerModel, built_in_models, find_model, model_called
 from dtbench.cost.plan.step import model_flops, predict_step
 from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout, stage_layers
-from dtbench.records.topology import HostLayout as Place
 from dtbench.suite.errors import DtbenchError, UnreadableRunError, UsageError
-from dtbench.tests.made_up_topology import made_topology, ring_dim
 
 GPT = measured_steps.gpt(hidden=1024, layers=8, heads=16)
 LLAMA = built_in_models()["llama-8b"]
@@ -67,24 +65,6 @@ def test_flops_of_a_step_are_those_of_the_published_formula() -> None:
     assert model_flops(job(1)) == pytest.approx(published)
 
 
-def test_one_gpu_computes_and_nothing_else() -> None:
-    step = predict_step(job(1), layout(), MACHINE, LINKS)
-    assert (step.tensor_s, step.pipeline_s, step.data_s, step.bubble_s) == (0, 0, 0, 0)
-    scores = 10.5 * 16 * 1024
-    moved = 2 * 32 * 1024 * 8 * (33 * 1024 + 24 * 1024 + 6 * 4096 + scores) / 1e12
-    assert step.compute_s == pytest.approx(model_flops(job(1)) / 1e14 + moved, rel=1e-6)
-    assert 0 < step.mfu(MACHINE, 1) < 1
-
-
-def test_full_recomputation_adds_a_forward_pass_of_the_layers() -> None:
-    head = 6 * 32 * 1024 * 51200 * 1024 / 1e14
-    plain, again = (
-        predict_step(job(1), layout(recompute=how), MACHINE, LINKS).compute_s - head
-        for how in ("none", "full")
-    )
-    assert again == pytest.approx(plain * 4 / 3, rel=1e-6)
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches(chunks: int) -> None:
     """arXiv 2104.04473: (p - 1) / m of the layers' time, over the chunks."""
@@ -101,11 +81,6 @@ def test_tensor_parallel_ranks_wait_for_what_weight_gradients_do_not_hide() -> N
     one = 1024 * 1024 * 2 / 100e9
     weights = 2 * 1024 * 12 * 1024**2 / 8 / 1e14  # one forward pass, as long as the weights' gradients
     assert step.tensor_s == pytest.approx(32 * 8 * (2 * one + 2 * max(0, one - weights / 2)), rel=1e-3)
-
-
-def test_a_layer_takes_at_least_what_the_host_needs() -> None:
-    slow = structs.replace(MACHINE, fitted=structs.replace(MACHINE.fitted, host_us=1e6))
-    assert total(job(1, batch=3), layout(), slow) == pytest.approx(3 * 8, rel=0.02)
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 16), (8, 16)])
@@ -132,11 +107,6 @@ def test_full_sharding_gathers_in_every_micro_batch() -> None:
     assert sharded == pytest.approx(
         2 * 1.5 * once
     )  # two micro batches; gathers and a scatter of half an all-reduce each
-
-
-def test_experts_cost_those_that_a_token_visits() -> None:
-    few, many = (model_flops(job(1, experts=8, experts_per_token=n)) for n in (1, 2))
-    assert many - few == 3 * 32 * 1024 * 8 * 2 * 2 * 1024 * 4096
 
 
 # ---------------------------------------------------------------------------------------- memory
@@ -173,11 +143,6 @@ def test_activations_are_those_of_the_published_formulas(
     assert many - few == pytest.approx(10 * 1024 * 1024 * per_token(tp))
 
 
-def test_the_first_stage_holds_a_micro_batch_per_stage() -> None:
-    one, four = (memory_of(job(4, vocab=1), layout(pp=pp, dp=4 // pp)).activations for pp in (1, 4))
-    assert four == pytest.approx(one, rel=1e-3)  # a quarter of the layers, four micro batches
-
-
 # --------------------------------------------------------------------- stages, experts, sequences
 
 
@@ -200,16 +165,6 @@ def test_a_ring_pays_for_every_rank_so_its_bandwidth_falls_with_the_nodes() -> N
         sent = 2**28 * (ranks - 1) / ranks / 100e9
         assert slow.collective("all_gather", 2**28, ranks, 1) == pytest.approx(sent + 50e-6 * (ranks - 1))
     assert slow.collective("all_reduce", 1, 512, 1) == pytest.approx(12 * 50e-6, rel=1e-3)  # a tree's
-
-
-def test_between_two_measured_numbers_of_ranks_times_lie_between() -> None:
-    curve = {"2": [(1e3, 1.0), (1e9, 1e4)], "8": [(1e3, 4.0), (1e9, 9e4)]}
-    links = NodeLinks(
-        structs.replace(MACHINE, all_reduce=curve, collectives={"all_to_all": {"8": curve["8"]}})
-    )
-    assert links.in_node("all_reduce", 1e9, 4) == pytest.approx(3e-2)
-    assert links.in_node("all_to_all", 1e9, 4) == pytest.approx(9e-2 * (3 / 4) / (7 / 8))
-    assert links.in_node("all_gather", 1e9, 8) == pytest.approx(9e-2 / 2)
 
 
 def test_weights_stay_gathered_in_a_pipeline_that_shards_them() -> None:
@@ -246,32 +201,6 @@ def test_a_sequence_is_shared_by_context_parallel_ranks() -> None:
     assert long.compute_s == pytest.approx(
         predict_step(of, layout(dp=2), MACHINE, LINKS).compute_s / 4, rel=1e-3
     )
-
-
-def test_products_in_fp8_flash_attention_and_experts_have_prices_of_their_own() -> None:
-    def seconds(software: Software, of: Any = LLAMA, **fitted: float) -> float:
-        machine = structs.replace(MACHINE, fitted=structs.replace(MACHINE.fitted, **fitted))
-        return predict_step(TrainingJob(of, 1, 1, 8192, software), layout(), machine, LINKS).compute_s
-
-    head = 6 * 8192 * LLAMA.vocab * LLAMA.hidden / 1e14
-    products = 6 * 8192 * 32 * (LLAMA.layer_elements() - 2 * LLAMA.hidden) / 1e14
-    plain = seconds(Software())
-    assert plain - seconds(Software(precision="fp8"), fp8=2.0) == pytest.approx(products / 2)
-    scores = 3.5 * 4 * 8192 * 8192 * 32 * 4096 / 1e14
-    assert plain - seconds(Software(), attention=2.0) == pytest.approx(scores / 2)
-    moe = structs.replace(LLAMA, experts=8, experts_per_token=2)
-    slower = seconds(Software(), moe, grouped=0.5) - seconds(Software(), moe, grouped=1.0)
-    assert slower == pytest.approx(6 * 8192 * 32 * 2 * LLAMA.mlp_elements() / 1e14)
-    assert 0 < head < plain
-
-
-def test_the_host_waits_longer_where_a_pipeline_crosses_nodes() -> None:
-    waits = structs.replace(MACHINE, fitted=structs.replace(MACHINE.fitted, wait_us=1e5))
-    inside, across = (
-        total(job(gpus, software=Software()), layout(tp=2, pp=2, dp=gpus // 4), waits) for gpus in (8, 16)
-    )
-    assert across > 2 * inside
-    assert total(job(16, software=Software()), layout(tp=2, dp=8), waits) < inside
 
 
 # ---------------------------------------------------------------------------------------- search
@@ -316,11 +245,6 @@ def test_less_memory_takes_another_layout_or_none() -> None:
         planned(of, limit=2**20)
 
 
-def test_ten_thousand_ranks_are_a_search_of_some_thousand_layouts() -> None:
-    of = TrainingJob(built_in_models()["llama-405b"], 10_000, 20_000, 4096)
-    assert 0 < sum(1 for _ in search.all_layouts(of, H100)) < 5_000
-
-
 # ----------------------------------------------------------------------------------------- links
 
 
@@ -333,17 +257,6 @@ def test_groups_that_share_a_nodes_adapters_reach_a_share_of_them(inner: int, sl
     )
     times = [links.collective("all_reduce", 2**30, 16, inner) for links in (alone, shared)]
     assert times[1] == pytest.approx(slower * times[0], rel=1e-6)
-
-
-def test_links_of_a_topology_price_a_node_and_the_network() -> None:
-    dims = [
-        ring_dim(name, n, bw, 1.0, "all_reduce", layout=Place(kind=kind))
-        for name, n, bw, kind in (("dp", 4, 10.0, "inter-host"), ("tp", 8, 100.0, "intra-host"))
-    ]
-    links = TopologyLinks(made_topology(*dims), gpus_per_node=8)
-    assert links.collective("all_reduce", 2**28, 1, 1) == 0
-    assert links.collective("all_reduce", 2**28, 4, 8) > 5 * links.collective("all_reduce", 2**28, 8, 1) > 0
-    assert links.send(2**28, 1, 8) > links.send(2**28, 1, 1)
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -399,23 +312,15 @@ def test_a_file_is_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "not JSON"),
         ('{"hidden": 8,', "not JSON"),
         ("[" * 100_000, "nested too deeply"),
         ("[]", "expected a JSON object"),
-        ("{}", "hidden is missing, expected a whole number"),
-        (GOOD | {"hidden": True}, "hidden is True, expected a whole number"),
-        (GOOD | {"layers": 0}, "layers is 0"),
-        (GOOD | {"layers": 2**41}, "from 1 to 2"),
-        (GOOD | {"ffn": 1.5}, "ffn is 1.5"),
-        (GOOD | {"gated": 1}, "gated is 1, expected true or false"),
+        ("{}", "missing required field hidden"),
+        (GOOD | {"hidden": True}, "hidden: expected int"),
+        (GOOD | {"layers": 0}, "layers: expected int >= 1"),
         (GOOD | {"depth\x1b[2J": 1}, r"the key 'depth\\x1b\[2J' is not known"),
-        (GOOD | {"heads": 3}, "no multiple of heads 3"),
-        (GOOD | {"kv_heads": 8}, "heads 4 is no multiple of kv_heads 8"),
         (GOOD | {"kv_heads": 3}, "heads 4 is no multiple of kv_heads 3"),
         ({"hidden_size": 8, "model_type": "bloom"}, "model_type 'bloom', expected one of llama"),
-        ({"model_type": "gpt2", "n_embd": 768}, "model_type 'gpt2', expected one of llama"),
-        ({"model_type": "llava", "text_config": {}}, "model_type 'llava', expected one of llama"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "num_experts_per_tok is missing"),
     ],
 )

@@ -10,26 +10,20 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from dtbench.cli.compare import public_systems
-from dtbench.cost.plan import ground, machines, measured_steps, validate
+from dtbench.cost.plan import ground, machines, measured_steps
 from dtbench.cost.plan.csv_table import read_table
-from dtbench.cost.plan.fit import fit_machine
-from dtbench.cost.plan.links import NodeLinks
 from dtbench.cost.plan.machines import (
     ErrorBounds,
-    FittedConstants,
-    Network,
-    built_in,
     find_machine,
     machine_called,
 )
 from dtbench.cost.plan.models import built_in_models
 from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout
 from dtbench.records.topology import write_topology
-from dtbench.suite.errors import DtbenchError, UsageError
+from dtbench.suite.errors import DtbenchError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import made_topology, ring_dim
-from dtbench.tests.test_plan import H100, MACHINE, job, layout, total
+from dtbench.tests.test_plan import H100, MACHINE, job, layout
 
 STEPS = Path(__file__).parents[2] / "results" / "reference" / "step-times"
 TITLES = (
@@ -70,7 +64,6 @@ def test_case_order_and_punctuation_of_titles_do_not_matter(text: str, tmp_path:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no rows"),
         (TITLES, "has no rows"),
         (f"{TITLES},colour\n{GOOD},red", "column 'colour' is not known: expected some of gpus, nodes"),
         (f"{TITLES.replace('# layers', 'notes')}\n{GOOD}", "has no column layers"),
@@ -83,7 +76,6 @@ def test_case_order_and_punctuation_of_titles_do_not_matter(text: str, tmp_path:
             f"{TITLES}\n{GOOD.replace('219.7', '-1')}",
             "line 2: iteration time is '-1', expected a number from",
         ),
-        (f"{TITLES}\n{GOOD.replace('219.7', '1e-320')}", "line 2: iteration time is '1e-320'"),
         (f"{TITLES}\n{GOOD.replace('8,32', '8.5,32')}", "line 2: gpus is 8.5, expected a whole number"),
         (f"{TITLES}\n{GOOD.rpartition(',')[0]}", "no row can be predicted; 1: line 2: no time was measured"),
         (f"{TITLES}\n{GOOD.replace('8,32', '9,32', 1)}", "x pipeline parallelism is 8, expected the 9 GPUs"),
@@ -92,9 +84,7 @@ def test_case_order_and_punctuation_of_titles_do_not_matter(text: str, tmp_path:
         (f"{TITLES}\n64,64,1,1024,16,24,1024,64,1,1,9", "tensor parallelism is 64, expected at most the 16"),
         (f"{TITLES}\n64,64,1,1024,16,24,1024,1,1,64,9", "pipeline parallelism x chunks is 64, expected at"),
         (f"{TITLES},recomputation\n{GOOD},some", "recomputation is 'some', expected one of none, selective"),
-        (f"{TITLES},flash attention\n{GOOD},maybe", "line 2: flash attention is 'maybe', expected yes or no"),
         (f"{TITLES},zero\n{GOOD},4", "line 2: zero is '4', expected 0 to 3"),
-        (f"{TITLES},fsdp\n{GOOD},maybe", "line 2: fsdp is 'maybe', expected a number"),
         (f"{TITLES},precision\n{GOOD},NVFP4", "the precision nvfp4: expected bf16, fp16 or fp8"),
         ("size(B),count\n8,2", "has no column gpus: give --gpus"),
         ("gpus,bytes\n8,2", "has no column time"),
@@ -163,27 +153,6 @@ def test_every_column_of_steps_is_used(tmp_path: Path) -> None:
     assert (step.time_s, step.memory) == (pytest.approx(64 * 8192 / 4096 / 64), 40 * 2**30)
 
 
-@pytest.mark.parametrize(
-    ("titles", "cells", "expected"),
-    [
-        ("fsdp", "FULL_SHARD", {"fsdp": 8}),
-        ("fsdp", "n/a", {"fsdp": 1}),
-        ("zero", "3", {"fsdp": 8}),
-        ("recomputation", "True", {"recompute": "full"}),
-        ("recomputation", "False", {"recompute": "none"}),
-        ("gradient accumulation", "4", {"micro_batch": 2}),
-    ],
-)
-def test_cells_say_how_a_step_was_laid_out(
-    titles: str, cells: str, expected: dict[str, Any], tmp_path: Path
-) -> None:
-    text = f"model,gpus,global batch,micro batch,tokens/s,{titles}\nllama-8b,8,64,2,9000,{cells}\n"
-    if titles == "gradient accumulation":
-        text = text.replace("micro batch,", "").replace("64,2,", "64,")
-    (step,) = read(tmp_path, text).steps
-    assert {name: getattr(step.layout, name) for name in expected} == expected
-
-
 def test_rows_of_other_machines_and_of_what_is_not_modelled_are_left_out(tmp_path: Path) -> None:
     rows = ("llama-8b,DGX-H100,", "llama-8b,DGX-B200,", "llama-8b,,LoRA")
     text = "\n".join(f"{row},8,64,2,9000" for row in rows)
@@ -195,12 +164,6 @@ def test_rows_of_other_machines_and_of_what_is_not_modelled_are_left_out(tmp_pat
     }
     systems = {"DGX-H100": "h100-8x", "h100_80gb": "h100-8x", "NVIDIA GB200": "gb200", "T4": None}
     assert {words: machine_called(words) for words in systems} == systems
-
-
-def test_a_model_that_does_not_fit_without_is_recomputed_in_all_its_rows(tmp_path: Path) -> None:
-    large = "8,64,{micro},4096,32,32,2048,8,1,1,900"
-    text = "\n".join([TITLES, large.format(micro=1), large.format(micro=64), GOOD])
-    assert [step.layout.recompute for step in read(tmp_path, text).steps] == ["full", "full", "none"]
 
 
 def test_a_table_of_collectives_is_priced_by_the_machine(tmp_path: Path, dtbench: Cli) -> None:
@@ -254,58 +217,6 @@ def test_published_steps_are_predicted_about_as_well_as_the_docs_say(
 # --------------------------------------------------------------------------------- fits and machines
 
 
-def test_a_fit_recovers_the_constants_that_made_the_steps() -> None:
-    """Steps made by a machine of other constants: the fit predicts them, also those it has not seen."""
-    truth = structs.replace(
-        MACHINE,
-        fitted=FittedConstants(
-            matmul=0.6, memory=0.5, host_us=2000, host_tp_us=2500, layer_us=800, logit_bytes=60, step_us=3000
-        ),
-        network=Network(GBps=40, latency_us=10, shared=0.5),
-    )
-    steps = [
-        measured_steps.MeasuredStep(of, how, total(of, how, truth))
-        for hidden, layers, batch in ((1024, 8, 64), (2048, 16, 64), (4096, 8, 128))
-        for tp, pp, dp in (
-            (1, 1, 8),
-            (2, 1, 4),
-            (8, 1, 1),
-            (2, 2, 2),
-            (1, 4, 2),
-            (2, 1, 16),
-            (8, 1, 4),
-            (1, 1, 32),
-        )
-        for micro in (1, 2, 4)
-        for of in [
-            job(
-                tp * pp * dp,
-                batch,
-                hidden=hidden,
-                layers=layers,
-                heads=16,
-                head_dim=hidden // 16,
-                ffn=4 * hidden,
-            )
-        ]
-        if batch % (dp * micro) == 0
-        for how in [layout(tp, pp, dp, micro)]
-    ]
-    start = structs.replace(
-        truth, fitted=find_machine("a100-8x").fitted, network=Network(GBps=100, latency_us=10)
-    )
-    assert validate.steps_file("", validate.predict_rows(steps, start, NodeLinks(start))).mean_error > 0.05
-    fitted, held_out = fit_machine(measured_steps.MeasuredSteps(steps, {}, ()), start, "made up")
-    assert held_out.mean_error < 0.01
-    assert fitted.network.GBps == pytest.approx(40, rel=0.05)
-    assert fitted.network.shared == pytest.approx(0.5, rel=0.1)
-    assert fitted.fitted.matmul == pytest.approx(0.6, rel=0.05)
-    assert fitted.error is not None
-    assert fitted.error.low <= 1 <= fitted.error.high
-    with pytest.raises(UsageError, match="too few"):
-        fit_machine(measured_steps.MeasuredSteps(steps[:7], {}, ()), start, "made up")
-
-
 def test_intervals_are_of_the_kind_of_step_and_widen_beyond_the_ground() -> None:
     error = ErrorBounds(low=0.5, high=4.0, kinds={"one node": (0.9, 1.1)})
     machine = structs.replace(
@@ -331,15 +242,13 @@ def test_intervals_are_of_the_kind_of_step_and_widen_beyond_the_ground() -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peak_tflops": -1}, "peak_tflops is -1, expected a number of at least 1e-12"),
-        ({"gpus_per_node": 0}, "gpus_per_node is 0"),
+        ({"peak_tflops": -1}, "peak_tflops: expected float >= 1e-12"),
         ({"all_reduce": {}}, "all_reduce is empty"),
         ({"all_reduce": {"9": [[1, 1]]}}, "all_reduce.9 is not a number of ranks"),
         ({"all_reduce": {"8": [[2, 1], [1, 1]]}}, "rows of growing bytes"),
         ({"all_reduce": {"8": [[1, 2], [2, 1]]}}, "times that never fall"),
-        ({"all_reduce": {"8": [[0.5, 1], [0.6, 2]]}}, "all_reduce.8 must have rows of growing bytes"),
-        ({"error": {"low": 2, "high": 1}}, "error.low is above high"),
-        ({"fitted": None}, "fitted is missing"),
+        ({"error": {"low": 2, "high": 1}}, "error: low is above high"),
+        ({"fitted": None}, "fitted: expected object"),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -349,15 +258,6 @@ def test_a_machine_that_cannot_be_is_refused(change: dict[str, Any], message: st
     with pytest.raises(DtbenchError, match="--machine") as raised:
         find_machine(str(path))
     assert message in str(raised.value)
-
-
-def test_public_systems_hold_the_machines_beside_the_reference_table() -> None:
-    names = {system.name: system for system in public_systems()}
-    assert {"8xH200", "4xh200-8x", "2xh100-8x", "4xgb200"} <= set(names)
-    assert not {"8xb200-8x", "8xh100-8x-nanotron"} & set(names)  # nothing of their own
-    h200 = names["4xh200-8x"]
-    assert (h200.gpu, h200.ranks, h200.hosts) == ("H200", 4, 1)
-    assert h200.busbw("all_reduce", 2**28) == pytest.approx(2 * 3 / 4 * 2**28 / 1180.42e-6, rel=1e-3)
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -395,15 +295,6 @@ def test_a_machine_is_fitted_and_used(tmp_path: Path, dtbench: Cli) -> None:
     assert code == 0, err
 
 
-def test_machines_are_listed_with_their_sources(dtbench: Cli) -> None:
-    code, out, _ = dtbench("plan", "--machines")
-    assert code == 0
-    for machine in map(find_machine, built_in()):
-        assert machine.source and machine.fitted_on and machine.licence
-        assert (machine.error is None) == ("no step was measured" in machine.fitted_on)
-        assert f"{machine.name}: {machine.gpus_per_node} GPUs a node" in out
-
-
 SEARCH = ["--model", "llama-8b", "--gpus", "8", "--batch", "8"]
 
 
@@ -411,12 +302,10 @@ SEARCH = ["--model", "llama-8b", "--gpus", "8", "--batch", "8"]
     ("options", "message"),
     [
         ([], "give --model, --gpus and --batch"),
-        (["--model", "llama-8b", "--gpus", "8"], "give --model, --gpus and --batch"),
         ([*SEARCH, "--model", "no-such"], "--model no-such is not known"),
         ([*SEARCH, "--gpus", "7"], "no layout shares a batch of 8 sequences over all 7"),
         ([*SEARCH, "--model", "llama-405b"], "does not fit on 8 GPUs"),
         ([*SEARCH, "--memory", "3"], "--memory 3 leaves nothing"),
-        ([*SEARCH, "--memory", "nan"], "--memory nan leaves nothing"),
         ([*SEARCH, "--machine", "abacus"], "--machine abacus is not known"),
         ([*SEARCH, "-o", "b.json"], "-o is for --fit"),
         (["--validate", "a.csv", "--fit", "b.csv"], "exclude each other"),
@@ -434,16 +323,6 @@ def test_wrong_input_is_told_in_a_line(options: list[str], message: str, dtbench
     assert code == 2
     assert message in err
     assert len(err.splitlines()) == 1
-
-
-def test_a_topology_without_dims_prices_no_links(tmp_path: Path, dtbench: Cli) -> None:
-    path = tmp_path / "none.json"
-    write_topology(made_topology(), path)
-    code, _, err = dtbench(
-        "plan", "--model", "llama-8b", "--gpus", "8", "--batch", "8", "--topology", str(path)
-    )
-    assert code == 2
-    assert "the topology holds no mesh dim" in err
 
 
 def test_a_topology_prices_the_links(tmp_path: Path, dtbench: Cli) -> None:

@@ -118,34 +118,6 @@ def test_the_interval_is_that_of_the_table(m: int, n: int, k: int) -> None:
     assert estimate.confidence >= 0.95
 
 
-@settings(deadline=None)
-@given(sides, sides, st.floats(1e-3, 1e3))
-def test_a_ratio_turns_with_its_sides_and_scales(base: list[float], new: list[float], factor: float) -> None:
-    estimate = hodges_lehmann_ratio(base, new)
-    turned = hodges_lehmann_ratio(new, base)
-    assert turned.ratio == pytest.approx(1 / estimate.ratio)
-    assert hodges_lehmann_ratio(base, [v * factor for v in new]).ratio == pytest.approx(
-        estimate.ratio * factor
-    )
-    if estimate.low is not None and estimate.high is not None:
-        assert estimate.low * (1 - 1e-12) <= estimate.ratio <= estimate.high * (1 + 1e-12)
-        assert turned.low == pytest.approx(1 / estimate.high)
-
-
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(7)
-    covered = 0
-    for _ in range(600):
-        estimate = hodges_lehmann_ratio(
-            rng.lognormal(0, 0.1, 6).tolist(), (1.3 * rng.lognormal(0, 0.1, 6)).tolist()
-        )
-        assert estimate.low is not None
-        assert estimate.high is not None
-        covered += estimate.low <= 1.3 <= estimate.high
-    # 95.9% is what 6 against 6 reach; three standard errors of 600 trials are 2.4%.
-    assert 0.935 <= covered / 600 <= 0.983
-
-
 @pytest.mark.parametrize("bad", [[], [0.0], [math.nan], [math.inf]])
 @pytest.mark.parametrize("swap", [False, True])
 def test_ratios_and_rank_tests_need_times(bad: list[float], swap: bool) -> None:
@@ -158,20 +130,6 @@ def test_ratios_and_rank_tests_need_times(bad: list[float], swap: bool) -> None:
 
 
 # -------------------------------------------------------------------------------- rank test
-
-
-@pytest.mark.parametrize(
-    ("base", "new", "p_slower", "p_faster"),
-    [
-        ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10], 1 / 252, 1),
-        ([1, 2, 3, 4], [5, 6, 7, 8], 1 / 70, 1),
-        ([1.0] * 5, [1.0] * 5, 1, 1),
-        ([1.0] * 50, [1.0] * 50, 1, 1),
-    ],
-)
-def test_p_values_by_hand(base: list[float], new: list[float], p_slower: float, p_faster: float) -> None:
-    p = rank_test(base, new)
-    assert (p.p_slower, p.p_faster) == (pytest.approx(p_slower), pytest.approx(p_faster))
 
 
 @settings(deadline=None)
@@ -197,25 +155,6 @@ def test_with_ties_it_is_the_exact_permutation_test(base: list[float], new: list
             (new, base), rank_sum, alternative=alternative, n_resamples=np.inf, vectorized=False
         ).pvalue
         assert mine == pytest.approx(theirs)
-
-
-@settings(deadline=None)
-@given(tied_sides, tied_sides)
-def test_turning_the_sides_turns_the_p_values(base: list[float], new: list[float]) -> None:
-    p, turned = rank_test(base, new), rank_test(new, base)
-    assert p.p_slower == pytest.approx(turned.p_faster)
-    assert p.p_slower + p.p_faster >= 1
-
-
-@pytest.mark.parametrize("values", [list(range(60)), [i // 3 for i in range(60)]])
-def test_many_launches_use_scipys_approximation(values: list[int]) -> None:
-    rng = np.random.default_rng(3)
-    mixed = rng.permutation(values)
-    base, new = mixed[:25].tolist(), (mixed[25:] + 4).tolist()
-    p = rank_test(base, new)
-    for alternative, mine in (("greater", p.p_slower), ("less", p.p_faster)):
-        theirs = scipy.stats.mannwhitneyu(new, base, alternative=alternative, method="asymptotic").pvalue
-        assert mine == pytest.approx(theirs, rel=1e-6)
 
 
 def test_the_interval_of_many_launches_is_near_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:

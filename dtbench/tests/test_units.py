@@ -50,12 +50,6 @@ def test_how_figures_are_written(write: Callable[[Any], str], value: float | Non
     assert write(value) == text
 
 
-@given(st.integers(0, 2**50))
-def test_a_size_can_be_read_back(size: int) -> None:
-    number, unit = units.format_size(size).split()
-    assert float(number) * dict(units._SIZES)[unit] == size
-
-
 @given(st.floats(1e-12, 1e12), st.integers(2, 6))
 def test_significant_digits_round_and_never_drop_a_digit(value: float, digits: int) -> None:
     text = units.significant(value, digits)
