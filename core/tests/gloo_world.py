@@ -147,22 +147,8 @@ def forget_meshes() -> None:
 # --- a process of a rank ---------------------------------------------------------------------------
 
 
-def _name_of(fn: Callable[..., Any]) -> tuple[str, str]:
-    """(module, qualified name): loadable in a process that never saw the test session."""
-    qualname = getattr(fn, "__qualname__", repr(fn))
-    if not inspect.isfunction(fn) or "<" in qualname:
-        raise TypeError(
-            f"got {qualname}, expected a function defined at module level: "
-            "the ranks find it by its name, so move it out and pass what it captured as arguments"
-        )
-    return fn.__module__, qualname
-
-
 def _load(module: str, qualname: str) -> Callable[..., Any]:
-    value: Any = importlib.import_module(module)
-    for name in qualname.split("."):
-        value = getattr(value, name)
-    return inspect.unwrap(value)
+    return inspect.unwrap(functools.reduce(getattr, qualname.split("."), importlib.import_module(module)))
 
 
 def serve(connection: Connection, rank: int, world_size: int, store: str, stderr_path: str) -> None:
@@ -186,38 +172,27 @@ def serve(connection: Connection, rank: int, world_size: int, store: str, stderr
     dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size, timeout=timeout)
     while True:
         try:
-            name, filters, payload, timeout_s = pickle.loads(connection.recv_bytes())
+            call = pickle.loads(connection.recv_bytes())
         except EOFError:  # the session is over
             break
-        faulthandler.dump_traceback_later(timeout_s)  # tells where it hangs
-        connection.send_bytes(_answer(name, filters, payload))
+        faulthandler.dump_traceback_later(call[-1])  # tells where it hangs
+        connection.send_bytes(_answer(*call[:-1]))
         faulthandler.cancel_dump_traceback_later()
     os._exit(0)  # peers may be gone already: no orderly farewell to wait for
 
 
 def _answer(name: tuple[str, str], filters: Sequence[tuple[Any, ...]], payload: bytes) -> bytes:
-    """(whether it raised, the result or the error's text and, if it travels, the error)."""
+    """(the result, None), or (the error's text, the error if it travels)."""
     try:
         with warnings.catch_warnings():
-            _apply_filters(filters)
+            warnings.filters[:] = filters  # type: ignore[index]
             args, kwargs = pickle.loads(payload)
-            return pickle.dumps((False, _load(*name)(*args, **kwargs)))
+            return pickle.dumps((True, _load(*name)(*args, **kwargs), None))
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
-        try:
-            carried = pickle.dumps(error)
-            pickle.loads(carried)  # some exceptions pickle and cannot be read back
-        except Exception:
-            carried = None
-        return pickle.dumps((True, (text, carried)))
-
-
-def _apply_filters(filters: Sequence[tuple[Any, ...]]) -> None:
-    warnings.resetwarnings()
-    for action, message, category, module, lineno in reversed(filters):
-        pattern = message.pattern if isinstance(message, re.Pattern) else message or ""
-        where = module.pattern if isinstance(module, re.Pattern) else module or ""
-        warnings.filterwarnings(action, pattern, category, where, lineno)
+        text, carried = "".join(traceback.format_exception(error)), None
+        with contextlib.suppress(Exception):
+            carried = pickle.loads(pickle.dumps(error))  # some exceptions pickle and cannot be read back
+        return pickle.dumps((False, text, carried))
 
 
 # --- the worlds of a session -----------------------------------------------------------------------
@@ -228,12 +203,11 @@ class World:
 
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gloo_world_")
-        self._folder_path = Path(self._folder.name)
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
             mine, theirs = Pipe()
-            args = (theirs, rank, size, str(self._folder_path / "store"), str(self._stderr(rank)))
+            args = (theirs, rank, size, f"{self._folder.name}/store", str(self._stderr(rank)))
             process = START.Process(target=serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -241,37 +215,34 @@ class World:
             self.processes.append(process)
 
     def _stderr(self, rank: int) -> Path:
-        return self._folder_path / f"stderr{rank}"
+        return Path(self._folder.name) / f"stderr{rank}"
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> list[Any]:
-        payload = pickle.dumps((args, kwargs))
-        message = pickle.dumps((_name_of(fn), tuple(warnings.filters), payload, timeout_s))
+        name, payload = (fn.__module__, fn.__qualname__), pickle.dumps((args, kwargs))
+        message = pickle.dumps((name, list(warnings.filters), payload, timeout_s))
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # dead already: reported below
                 pipe.send_bytes(message)
-        answers, deaths = self._collect(time.monotonic() + timeout_s)
-        errors = {rank: value for rank, (raised, value) in answers.items() if raised}
-        if len(answers) == len(self._pipes) and not errors:
+        answers = self._collect(time.monotonic() + timeout_s)
+        if len(answers) == len(self._pipes) and all(ok for ok, *_ in answers.values()):
             return [answers[rank][1] for rank in range(len(self._pipes))]
-        if hung := [r for r in range(len(self._pipes)) if r not in answers and r not in deaths]:
-            time.sleep(0.5)  # for the stacks that they write
+        time.sleep(0.5)  # for the stacks that ranks that hang write
+        errors = {rank: error for rank, (ok, _, error) in answers.items() if not ok}
+        silent = [rank for rank in range(len(self._pipes)) if rank not in answers]
+        dead = [rank for rank in silent if not self.processes[rank].is_alive()]
         # A death explains its peers' errors, an error explains its peers' hanging: in this order.
-        failures = {r: f"died (exit {self.processes[r].exitcode}):\n{self._tail(r)}" for r in deaths}
-        failures |= {r: text for r, (text, _) in errors.items()}
-        failures |= {r: f"did not answer in time; its stderr:\n{self._tail(r)}" for r in hung}
-        first = next(iter(failures))
-        lines = failures[first].strip().splitlines()
-        parts = [f"rank {first} in {fn.__qualname__}: {lines[-1 if first in errors else 0]}"]
-        error = RankError("\n".join([*parts, *(f"--- rank {r}: {t}" for r, t in failures.items())]), failures)
-        raise error from (pickle.loads(errors[first][1]) if first in errors and errors[first][1] else None)
+        failures = {r: f"died (exit {self.processes[r].exitcode}):\n{self._tail(r)}" for r in dead}
+        failures |= {r: answers[r][1] for r in errors}
+        failures |= {r: f"did not answer in time:\n{self._tail(r)}" for r in silent if r not in dead}
+        texts = "\n".join(f"rank {r} in {fn.__qualname__}: {text}" for r, text in failures.items())
+        raise RankError(texts, failures) from errors.get(next(iter(failures)))
 
     def _tail(self, rank: int) -> str:
         return self._stderr(rank).read_text(errors="replace")[-STDERR_TAIL:].rstrip()
 
-    def _collect(self, deadline: float) -> tuple[dict[int, tuple[bool, Any]], list[int]]:
-        """Answers by rank, and who died, until all are in, or the time (shortened by the first failure) is over."""
-        answers: dict[int, tuple[bool, Any]] = {}
-        deaths: list[int] = []
+    def _collect(self, deadline: float) -> dict[int, tuple[bool, Any, BaseException | None]]:
+        """Answers by rank, until all are in, or the time (shortened by the first failure) is over."""
+        answers: dict[int, tuple[bool, Any, BaseException | None]] = {}
         waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         while waiting and (left := deadline - time.monotonic()) > 0:
             for ready in wait(list(waiting), timeout=left):
@@ -280,10 +251,9 @@ class World:
                     answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self.processes[rank].join(1)
-                    deaths.append(rank)
-                if rank in deaths or answers[rank][0]:
+                if rank not in answers or not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        return answers, deaths
+        return answers
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -322,9 +292,6 @@ class Worlds:
             raise
 
     refuse = refuse
-
-    def pids(self, world_size: int = WORLD_SIZE) -> list[int | None]:
-        return [process.pid for process in self._worlds[world_size].processes]
 
     def close(self) -> None:
         for world in self._worlds.values():

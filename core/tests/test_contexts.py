@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -61,25 +60,6 @@ def test_what_was_admitted_is_refused_outside() -> None:
                 _ = tensor * plain
         with pytest.raises(MixedTensorError, match=r"plain torch\.Tensor of shape \[4\]"):
             _ = tensor * plain
-
-
-@on_ranks
-def test_replication_holds_for_its_thread() -> None:
-    tensor, plain, refused = _cut(S0), torch.arange(4.0), []
-
-    def use() -> None:
-        try:
-            _ = tensor * plain
-            refused.append(False)
-        except MixedTensorError:
-            refused.append(True)
-
-    with implicit_replication():
-        thread = threading.Thread(target=use)
-        thread.start()
-        thread.join()
-        use()
-    assert refused == [True, False]
 
 
 # ---- explicit redistribution ----
@@ -142,8 +122,3 @@ def test_warnings() -> None:
     messages = [str(w.message) for w in caught if w.category is ImplicitRedistributionWarning]
     assert len(messages) == 1 and "from S(1) to S(0)" in messages[0]
     assert torch.equal(whole, 2 * torch.arange(32.0).reshape(8, 4))
-
-
-def test_modes() -> None:
-    with pytest.raises(RuntimeError, match='got mode=\'shout\', expected "raise" or "warn"'):
-        ExplicitRedistributionContext(mode="shout")

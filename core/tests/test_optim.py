@@ -80,34 +80,28 @@ def _trained(
     return _train(module, make(module.parameters(), **arguments, **FORMS[form]), layout, clip)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["rows", "columns", "both"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training(ranks: ThreadWorlds, optimizer: str, form: str, layout: Layout) -> None:
-    expected = _trained(optimizer, form, None)
-    for got in ranks(_trained, optimizer, form, layout):
-        torch.testing.assert_close(got, expected)
+CASES: list[tuple[str, str, Any]] = [(optimizer, form, None) for optimizer in OPTIMIZERS for form in FORMS]
+CASES += [("sgd", "default", {"foreach": foreach}) for foreach in (True, False)]
+CASES += [("sgd", "default", {"norm_type": kind}) for kind in (float("inf"), 1)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["rows", "columns", "both"])
-@pytest.mark.parametrize(
-    "clip", [{"foreach": True}, {"foreach": False}, {}, {"norm_type": float("inf")}, {"norm_type": 1}]
-)
-def test_clipping(ranks: ThreadWorlds, clip: dict[str, Any], layout: Layout) -> None:
-    clip = {"max_norm": 0.05, **clip}
-    expected = _trained("sgd", "default", None, clip)
-    for got in ranks(_trained, "sgd", "default", layout, clip):
+@pytest.mark.parametrize(("optimizer", "form", "clip"), CASES)
+def test_training(ranks: ThreadWorlds, optimizer: str, form: str, clip: Any, layout: Layout) -> None:
+    clip = clip and {"max_norm": 0.05, **clip}
+    expected = _trained(optimizer, form, None, clip)
+    for got in ranks(_trained, optimizer, form, layout, clip):
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("form", [FORMS["loop"], FORMS["fused"]], ids=["loop", "fused"])
+@pytest.mark.parametrize("form", ["loop", "fused"])
 @on_ranks
-def test_a_step_size_may_be_a_tensor(form: dict[str, Any]) -> None:
+def test_a_step_size_may_be_a_tensor(form: str) -> None:
     """In place of a number, which foreach asks for."""
     results = []
     for layout in (None, LAYOUTS[2]):
         module = _model(layout)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.01), **form)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.01), **FORMS[form])
         results.append(_train(module, optimizer, layout))
     torch.testing.assert_close(results[1], results[0])
 
@@ -176,6 +170,9 @@ def test_a_plain_tensor_is_scaled_by_a_distributed_number() -> None:
     assert written.mul_(factor) is written and torch.equal(written, torch.full((3,), 2.0))
     with pytest.raises(MixedTensorError, match=r"mul got a plain torch\.Tensor"):
         torch.mul(torch.ones(3), factor)
+    _, (spread, plain, *_) = _mixed()
+    with pytest.raises(MixedTensorError, match=r"_foreach_add_ got a plain torch\.Tensor"):
+        torch._foreach_add_([spread.detach(), plain.detach()], [plain.detach(), spread.detach()])
 
 
 @on_worlds
@@ -195,46 +192,19 @@ def test_a_state_of_whole_tensors_is_loaded() -> None:
     torch.testing.assert_close(full(spread.detach()), plain.detach())
 
 
-@on_worlds
-def test_unscaling_beside_plain_parameters() -> None:
-    for bad in (1.0, float("inf")):
-        plain, mixed = _mixed()
-        for parameters in (plain, mixed):
-            grads = [p.grad.float() for p in parameters]  # type: ignore[union-attr]
-            last = torch.ones(6, 5)
-            last[5, 4] = bad  # one rank's
-            if parameters is mixed:
-                last = place(last, S0, S1, mesh=(2, 2))
-            infinite = torch.zeros(1)
-            torch._amp_foreach_non_finite_check_and_unscale_([*grads, last], infinite, torch.full((1,), 0.5))
-            assert bool(infinite == float(bad == float("inf")))
-            for got, one in zip(grads, plain, strict=True):
-                torch.testing.assert_close(full(got), one.grad.float() / 2)  # type: ignore[union-attr]
-
-
 @on_ranks
-def test_unscaling_with_spread_numbers() -> None:
-    """Of one element each, which one rank of a mesh dim holds."""
+def test_unscaling() -> None:
+    """Beside plain tensors, of two meshes, and by numbers of one element that one rank of a mesh dim holds."""
     for sizes, placed in (((4,), [S0]), ((2, 2), [S0, R]), ((2, 2), [R, S0])):
-        mesh = mesh_of(sizes)
         for bad in (1.0, float("inf")):
             outcomes = []
-            for put in (torch.clone, lambda t: distribute_tensor(t, mesh, placed, src_data_rank=None)):  # noqa: B023
-                grads = [put(torch.tensor([1.0, 2, bad])), put(torch.ones(5))]
+            for spread in (False, True):
+                put: Any = (lambda t: place(t, *placed, mesh=sizes)) if spread else torch.clone  # noqa: B023
+                grads = [put(torch.tensor([1.0, 2, bad])), put(torch.ones(5)), torch.ones(3)]
                 infinite = put(torch.zeros(1))
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, infinite, put(torch.full((1,), 0.5)))
                 outcomes.append([full(t) for t in (*grads, infinite)])
             torch.testing.assert_close(*outcomes)
-
-
-@on_worlds
-def test_a_column_of_plain_and_distributed_is_refused() -> None:
-    _, (spread, plain, *_) = _mixed()
-    with pytest.raises(MixedTensorError, match=r"_foreach_add_ got a plain torch\.Tensor"):
-        torch._foreach_add_([spread.detach(), plain.detach()], [plain.detach(), spread.detach()])
-
-
-# ---- plans ----
 
 
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
@@ -257,42 +227,3 @@ def test_plans_do_not_pile_up(fake_world: Callable[..., None], optimizer: str, f
         if step == 2:
             held = cache_info()
     assert cache_info() == held
-
-
-@on_ranks
-def test_unscaling_counts_as_a_write() -> None:
-    grad = distribute_tensor(torch.ones(8, 2), mesh_of((4,)), [S0])
-    version = grad._version
-    torch._amp_foreach_non_finite_check_and_unscale_([grad], torch.zeros(1), torch.ones(1))
-    assert grad._version == version + 1
-
-
-# ---- what optimizers read of every parameter ----
-
-
-@on_ranks
-def test_attributes_of_parameters() -> None:
-    mesh = mesh_of((4,))
-    x = nn.Parameter(distribute_tensor(torch.ones(8, 2), mesh, [S0]))
-    assert x.grad is None
-    (x * x).sum().backward()
-    gradient = x.grad
-    assert isinstance(gradient, DTensor)
-    assert bool((gradient.full_tensor() == 2).all())
-    with pytest.raises(RuntimeError, match="size"):
-        x.grad = torch.ones(3)
-    x.grad = other = torch.zeros_like(x)
-    assert x.grad is other
-    x.grad = None
-    assert x.grad is None
-    x.grad = other
-    del x.grad
-    assert x.grad is None
-    y = x * 2
-    assert (x.is_leaf, y.is_leaf, x.grad_fn, y.grad_fn is None) == (True, False, None, False)
-    assert not x.is_sparse and not torch.is_complex(x) and torch.is_complex(input=x.to(torch.complex64))
-    assert (x.layout, x.device, x.is_cpu, x.is_cuda) == (torch.strided, torch.device("cpu"), True, False)
-    assert x.to(torch.device("cpu")) is x
-    assert x.to(torch.float64).dtype is torch.float64
-    assert gradient.requires_grad_() is gradient
-    assert gradient.requires_grad

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import parallel as torch_parallel
 
-from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import mesh_of, on_worlds
 from core.tests.local_world import ThreadWorlds
 from core.tests.parallel_models import MLP, VOCAB, WIDTH, Transformer, assert_same_parameters, seeded
 from dtbench_core import (
@@ -22,7 +21,6 @@ from dtbench_core import (
     StridedShard,
     count_collectives,
     distribute_tensor,
-    parallel,
 )
 from dtbench_core.parallel import (
     ColwiseParallel,
@@ -188,34 +186,3 @@ def _fully_shard(kind: str) -> None:
 def test_fully_shard_names_shard_parameters(ranks: ThreadWorlds, kind: str) -> None:
     message = r"fully_shard got the parameter float32\[.*with dtbench_core\.parallel\.shard_parameters"
     ranks.refuse(_fully_shard, kind, message=message)
-
-
-@on_ranks
-def test_steps_equal_those_of_fully_shard_over_torchs_tensor_parallelism() -> None:
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    nets = {"ours": seeded(Transformer), "torch": seeded(Transformer)}
-    columns, rows = ("attention.wq", "attention.wk", "attention.wv", "mlp.up"), ("attention.wo", "mlp.down")
-    for net, tp in zip(nets.values(), (parallel, torch_parallel), strict=True):
-        plan = {f"blocks.0.{name}": tp.ColwiseParallel() for name in columns}
-        plan |= {f"blocks.0.{name}": tp.RowwiseParallel() for name in rows}
-        tp.parallelize_module(net, mesh["tp"], plan)
-    shard_parameters(nets["ours"], mesh, "dp")
-    fully_shard(nets["torch"].blocks[0], mesh=mesh["dp"])
-    fully_shard(nets["torch"], mesh=mesh["dp"])
-    optimizers = {n: torch.optim.AdamW(net.parameters(), lr=0.05, eps=1e-3) for n, net in nets.items()}
-    for step in range(3):
-        torch.manual_seed(step)
-        tokens, labels = (_part(t, mesh["dp"]) for t in torch.randint(0, VOCAB, (2, ROWS, SEQ)).unbind())
-        losses = {}
-        for name, net in nets.items():
-            optimizers[name].zero_grad()
-            losses[name] = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten())
-            losses[name].backward()
-            optimizers[name].step()
-        torch.testing.assert_close(losses["ours"], losses["torch"])
-    one, other = (dict(net.named_parameters()) for net in nets.values())
-    assert list(one) == list(other)
-    for name, parameter in one.items():
-        torch.testing.assert_close(
-            parameter.full_tensor(), other[name].full_tensor(), msg=lambda m, n=name: f"{n}: {m}"
-        )

@@ -95,7 +95,6 @@ def test_a_wrapper_says_what_it_holds() -> None:
     assert two.__get_tensor_shard__(MetadataIndex("t", (0, 6))) is two.shards[1]
     with pytest.raises(LayoutError, match=r"expected one of \[\(0, 4\), \(0, 6\)\]"):
         two.__get_tensor_shard__(MetadataIndex("t", (0, 5)))
-    assert "at (0, 6)" in repr(two)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +104,6 @@ def test_a_wrapper_says_what_it_holds() -> None:
         ([(2, 4)], [(0, 0), (0, 4)], "expected one .row, column. offset for each shard"),
         ([(4,)], [(0,)], "expected matrices"),
         ([(2, 4)], [(0, -1)], ">= 0"),
-        ([(2, 4)], [(0,)], "offsets .row, column."),
-        ([(2, 4), (3, 4)], [(0, 0), (0, 4)], "column shards of the same rows"),
         ([(2, 4), (2, 4)], [(0, 0), (2, 0)], "column shards of the same rows"),
         ([(2, 4), (2, 4)], [(0, 4), (0, 1)], "do not overlap"),
     ],
@@ -114,9 +111,6 @@ def test_a_wrapper_says_what_it_holds() -> None:
 def test_shards_that_do_not_stand_side_by_side(shapes: Any, offsets: Any, expected: str) -> None:
     with pytest.raises(LayoutError, match=expected):
         LocalShardsWrapper([torch.zeros(shape) for shape in shapes], offsets)
-    if len(shapes) == 2:
-        with pytest.raises(LayoutError, match="of one dtype"):
-            LocalShardsWrapper([torch.zeros(2, 4), torch.zeros(2, 4).int()], [(0, 0), (0, 4)])
 
 
 def test_ops_of_a_state_dict() -> None:
@@ -128,10 +122,9 @@ def test_ops_of_a_state_dict() -> None:
         "pickle": pickle.loads(pickle.dumps(held)),
         "empty_like": torch.empty_like(held),
         "view": held.view(3, -1),
-        "view_as": held.view_as(held),
         "detach": held.detach(),
     }
-    shared = ("view", "view_as", "detach")
+    shared = ("view", "detach")
     for name, result in results.items():
         assert isinstance(result, LocalShardsWrapper), name
         assert result.shard_offsets == held.shard_offsets and result.shard_sizes == held.shard_sizes
@@ -170,14 +163,15 @@ def test_copies_and_equality_over_other_cuts() -> None:
 
 def test_other_ops_are_refused() -> None:
     held = _wrapper([(0, 8, 0, 16)])
-    for op in (lambda: held + 1, lambda: held.sum(), lambda: held.zero_(), lambda: torch.cat([held, held])):
+    for op in (
+        lambda: held + 1,
+        lambda: held.zero_(),
+        lambda: torch.cat([held, held]),
+        lambda: held.view(16, 8),
+    ):
         with pytest.raises(NotImplementedError, match="is not supported for LocalShardsWrapper!") as caught:
             op()
         assert isinstance(caught.value, NoRuleError)
-    with pytest.raises(NotImplementedError, match="is not supported for LocalShardsWrapper!"):
-        held.view(16, 8)  # in which the offset would mean nothing
-    with pytest.raises(NotImplementedError, match="is not supported for LocalShardsWrapper!"):
-        held.new_empty(2, 2)
 
 
 # ---- in a DTensor ----
@@ -250,9 +244,10 @@ def test_even_shards_need_no_shape() -> None:
     rank = dist.get_rank()
     rows = DTensor.from_local(_wrapper([(2 * rank, 2, 0, WIDTH)]), mesh_of((4,)), [S0], run_check=False)
     columns = DTensor.from_local(_wrapper([(0, ROWS, 4 * rank, 4)]), mesh_of((4,)), [S1], run_check=True)
-    copied = DTensor.from_local(
-        _wrapper([(0, ROWS, 0, 8), (0, ROWS, 8, 8)]), mesh_of((4,)), [R], run_check=True
-    )
+    replica = _wrapper([(0, ROWS, 0, 8), (0, ROWS, 8, 8)])
+    for shard in replica.shards:
+        shard += rank  # run_check makes replicas equal
+    copied = DTensor.from_local(replica, mesh_of((4,)), [R], run_check=True)
     for table in (rows, columns, copied):
         assert (tuple(table.shape), table.stride()) == ((ROWS, WIDTH), (WIDTH, 1))
         assert _all_equal(table.full_tensor(), _table())
@@ -273,71 +268,53 @@ def test_on_two_mesh_dims() -> None:
         assert _all_equal(table.redistribute(placements=[R, S0]).full_tensor(), _table())
 
 
-@on_ranks
-def test_run_check_makes_replicas_of_shards_equal() -> None:
-    held = _wrapper([(0, ROWS, 0, 8), (0, ROWS, 8, 8)])
-    for shard in held.shards:
-        shard += dist.get_rank()
-    table = DTensor.from_local(held, mesh_of((4,)), [R], run_check=True)
-    assert _all_equal(table.full_tensor(), _table())
-
-
 # ---- what is refused, on every rank ----
 
 
-def _elsewhere(use: str) -> None:
-    """One rank's offset is the width of the table, where the column belongs."""
+def _misplaced(use: str, folder: str) -> None:
+    """One rank's offset is the width of the table, where the column belongs; or it has no shards."""
     rank = dist.get_rank()
-    held = _wrapper([(2 * rank, 2, 0, WIDTH)])
-    if rank == 2:
-        held = LocalShardsWrapper(held.shards, [(4, WIDTH)])
-    table = DTensor.from_local(
-        held, mesh_of((4,)), [S0], run_check=use == "run_check", shape=(ROWS, WIDTH), stride=(WIDTH, 1)
-    )
+    held: torch.Tensor = _wrapper([(2 * rank, 2, 0, WIDTH)])
+    if rank == 2 or use == "save":
+        held = LocalShardsWrapper([torch.zeros(2, WIDTH)], [(2 * rank, WIDTH)])
+    if use == "plain" and rank == 1:
+        held = torch.zeros(2, WIDTH)
+    mesh, check = mesh_of((4,)), use == "run_check"
+    shape: Any = {} if use == "save" else {"shape": (ROWS, WIDTH), "stride": (WIDTH, 1)}
+    table = DTensor.from_local(held, mesh, [S0], run_check=check, **shape)
     if use == "full_tensor":
         table.full_tensor()
-    if use == "redistribute":
+    elif use == "redistribute":
         table.redistribute(placements=[S1])
-    if use == "fallback":
+    elif use == "fallback":
         torch.linalg.qr(table)
+    elif use == "save":
+        dcp.save({"t": table}, checkpoint_id=folder)
 
 
-@pytest.mark.parametrize("use", ["run_check", "full_tensor", "redistribute", "fallback"])
-@pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
-def test_offsets_that_contradict_the_placements(ranks: ThreadWorlds, use: str) -> None:
-    message = r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)"
-    ranks.refuse(_elsewhere, use, message=message, error=LayoutError)
-
-
-@on_ranks
-def test_offsets_are_trusted_without_run_check() -> None:
-    rank = dist.get_rank()
-    held = LocalShardsWrapper([torch.zeros(2, WIDTH)], [torch.Size((2 * rank, WIDTH))])
-    table = DTensor.from_local(held, mesh_of((4,)), [S0], run_check=False)
-    assert table.to_local() is held and table.shape == (ROWS, WIDTH)
-    assert tuple(held.shard_offsets[0]) == (2 * rank, WIDTH)
-
-
-def _some_plain() -> None:
-    held: torch.Tensor = _wrapper([(2 * dist.get_rank(), 2, 0, WIDTH)])
-    if dist.get_rank() == 1:
-        held = torch.zeros(2, WIDTH)
-    DTensor.from_local(held, mesh_of((4,)), [S0], shape=(ROWS, WIDTH), stride=(WIDTH, 1))
-
-
-def test_shards_on_all_ranks_or_on_none(ranks: ThreadWorlds) -> None:
-    ranks.refuse(_some_plain, message="shards on all ranks or on none", error=LayoutError)
-
-
-def _computes() -> None:
+def _computes(*_: str) -> None:
     table = _tensor("row-wise even")
     indices = distribute_tensor(torch.tensor([1, 7]), mesh_of((4,)), [R])
     torch.nn.functional.embedding(indices, table)
 
 
-def test_computing_on_shards_is_refused_on_every_rank(ranks: ThreadWorlds) -> None:
-    message = r"embedding.default is not supported for LocalShardsWrapper!"
-    ranks.refuse(_computes, message=message, error=NoRuleError)
+OFFSETS = (_misplaced, r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)", LayoutError)
+REFUSED: dict[str, tuple[Callable[..., None], str, type]] = {
+    "run_check": OFFSETS,
+    "full_tensor": OFFSETS,
+    "redistribute": OFFSETS,
+    "fallback": OFFSETS,
+    "plain": (_misplaced, "shards on all ranks or on none", LayoutError),
+    "save": (_misplaced, "expected one that lies within", object),
+    "compute": (_computes, "embedding.default is not supported for LocalShardsWrapper!", NoRuleError),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED)
+@pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
+def test_what_contradicts_the_placements_is_refused(ranks: ThreadWorlds, use: str, tmp_path: Path) -> None:
+    fn, message, error = REFUSED[use]
+    ranks.refuse(fn, use, str(tmp_path), message=message, error=error)
 
 
 # ---- checkpoints ----
@@ -378,33 +355,3 @@ def test_scattered_column_shards_are_saved_where_they_lie(tmp_path: Path) -> Non
     whole = {"t": torch.zeros(ROWS, WIDTH)}
     dcp.load(whole, checkpoint_id=tmp_path)
     assert torch.equal(whole["t"], _table())
-
-
-def _save_outside(folder: str) -> None:
-    held = LocalShardsWrapper([torch.zeros(2, WIDTH)], [(2 * dist.get_rank(), WIDTH)])
-    table = DTensor.from_local(held, mesh_of((4,)), [S0], run_check=False)
-    dcp.save({"t": table}, checkpoint_id=folder)
-
-
-def test_a_shard_outside_its_table_is_not_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
-    ranks.refuse(_save_outside, str(tmp_path), message="expected one that lies within")
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_wrapper_alone_is_saved(tmp_path: Path) -> None:
-    """Outside any DTensor it is a table of its own size."""
-    dcp.save({"t": _wrapper([(0, ROWS, 0, 6), (0, ROWS, 6, 10)])}, checkpoint_id=tmp_path, no_dist=True)
-    target = LocalShardsWrapper([torch.zeros(ROWS, 9), torch.zeros(ROWS, 7)], [(0, 0), (0, 9)])
-    dcp.load({"t": target}, checkpoint_id=tmp_path, no_dist=True)
-    assert torch.equal(target.joined(), _table())
-
-
-@on_ranks
-def test_tables_are_pickled_with_their_shards() -> None:
-    table = _tensor("column shards")
-    saved = io.BytesIO()
-    torch.save({"t": table}, saved)
-    saved.seek(0)
-    loaded = torch.load(saved, weights_only=True)["t"]
-    assert torch.equal(loaded, table)
-    assert _kinds(loaded) == {LocalShardsWrapper}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,21 +158,14 @@ def test_torchs_functions_get_whole_states(kind: str) -> None:
     for offload in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
         states = get_state_dict(model, optimizer, options=options)
-        assert not any(isinstance(t, DTensor) for t in _leaves(states)), "ours"
         if offload and dist.get_rank() != 0:
             assert states == ({}, {})
             continue
+        assert not any(isinstance(t, DTensor) for t in _leaves(states))
         if not offload:
-            _same(states[0], {n: whole(p) for n, p in model.state_dict().items()})
+            _same(states[0], model.state_dict())
         assert list(states[0]) == list(model.state_dict())
-        names = [name for name, _ in model.named_parameters()]
-        assert list(states[1]["state"]) == names  # type: ignore[arg-type]
-    sharded, moments = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
-    _same(sharded, model.state_dict())
-    _same(
-        dict(enumerate(moments["state"].values())),  # type: ignore[union-attr]
-        dict(enumerate(optimizer.state_dict()["state"].values())),
-    )
+        assert list(states[1]["state"]) == [name for name, _ in model.named_parameters()]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
@@ -194,8 +185,6 @@ def test_torchs_functions_load_whole_states(kind: str, broadcast: bool) -> None:
     assert all(before[name] is parameter for name, parameter in fresh.named_parameters())
     _same(fresh.state_dict(), model.state_dict(), "model")
     _same(other.state_dict(), optimizer.state_dict(), "optimizer")
-    for one in other.state_dict()["state"].values():
-        assert [isinstance(one[k], DTensor) for k in ("exp_avg", "exp_avg_sq")].count(True) in (0, 2)
     for parameter, held in other.state.items():
         assert type(held["exp_avg"]) in (type(parameter.data), DTensor)
         if isinstance(parameter, DTensor):
@@ -239,21 +228,6 @@ def test_torchs_own_tensors_are_gathered_and_spread_as_before() -> None:
         assert all(torch.equal(p.full_tensor(), source[n] * 2) for n, p in model.named_parameters())  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("first", ["torch.distributed.checkpoint.state_dict", "dtbench_core.parallel"])
-def test_torchs_functions_learn_whichever_is_imported_first(first: str) -> None:
-    other = {"torch.distributed.checkpoint.state_dict", "dtbench_core.parallel"} - {first}
-    program = (
-        f"import {first}, {other.pop()}, torch\n"
-        "from torch.distributed import _state_dict_utils as utils\n"
-        "taught = torch.distributed.checkpoint.state_dict\n"
-        "names = ('_gather_state_dict', '_broadcast_state_dict', '_distribute_state_dict')\n"
-        "assert all(vars(utils)[n].__wrapped__ is vars(taught)[n].__wrapped__ for n in names)\n"
-        "assert not hasattr(taught._gather_state_dict.__wrapped__, '__wrapped__')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 # ---- files ----
 
 
@@ -262,7 +236,6 @@ def test_files_of_either_class_are_read_by_the_other(tmp_path: Path) -> None:
     full = torch.arange(35.0).reshape(7, 5)
     layouts = [
         ((4,), [Shard(0)]),
-        ((4,), [Shard(1)]),
         ((2, 2), [Shard(0), Shard(1)]),
         ((2, 2), [Replicate(), Shard(0)]),
     ]

@@ -23,7 +23,6 @@ from dtbench_core import (
     Placement,
     Replicate,
     Shard,
-    distribute_tensor,
 )
 
 R, P, AVG = Replicate(), Partial(), Partial("avg")
@@ -122,29 +121,3 @@ def test_right_where_torch_is_known_to_be_wrong(name: str) -> None:
         plain = [torch.randn(n, generator=seed, dtype=torch.float64).requires_grad_() for n in case.shapes]
         placed = [_placed(t, p) for t, p in zip(plain, placements, strict=True)]
         assert_like_plain(case.fn, plain, placed, placements)
-
-
-@on_ranks
-def test_gradients_of_ways_in_and_out() -> None:
-    """Gradients through from_local, to_local and redistribute equal those of the whole computation."""
-    mesh = mesh_of((4,))
-    full = torch.arange(8.0, dtype=torch.float64).requires_grad_()
-    (full * full).sum().backward()
-    assert full.grad is not None
-    own = slice(mesh.get_local_rank() * 2, mesh.get_local_rank() * 2 + 2)
-
-    local = full.detach()[own].clone().requires_grad_()
-    x = DTensor.from_local(local, mesh, [S0])
-    (x * x).redistribute(placements=[R]).to_local().sum().backward()
-    y = distribute_tensor(full.detach(), mesh, [S0]).requires_grad_()
-    (y * y).to_local(grad_placements=[S0]).sum().backward()
-    z = distribute_tensor(full.detach(), mesh, [R]).requires_grad_()
-    (z * z).redistribute(placements=[S0]).full_tensor().sum().backward()
-    term = (full.detach() / 4).clone().requires_grad_()
-    summed = DTensor.from_local(term, mesh, [P]).redistribute(placements=[R])
-    (summed * summed).to_local().sum().backward()
-
-    assert torch.equal(local.grad, full.grad[own]), "from_local"  # type: ignore[arg-type]
-    assert torch.equal(y.grad.full_tensor(), full.grad), "to_local"  # type: ignore[union-attr]
-    assert torch.equal(z.grad.full_tensor(), full.grad), "redistribute"  # type: ignore[union-attr]
-    assert torch.allclose(term.grad, full.grad), "terms"  # type: ignore[arg-type]
