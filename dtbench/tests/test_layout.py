@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +12,9 @@ from hypothesis import strategies as st
 from dtbench.engine.clocks import SAME_CLOCK, Offset, lateness_s
 from dtbench.records.frame import cases_frame, cells, results_frame
 from dtbench.records.layout import from_last_arrival_s, layout_of, mesh_groups
-from dtbench.records.run import RunWriter, read_run
 from dtbench.reporting.run_tables import print_runs
 from dtbench.stats import summarize
 from dtbench.suite import Header, Result
-from dtbench.suite.errors import UnreadableRunError
 from dtbench.suite.mesh import groups_of
 from dtbench.tests import made_up
 from dtbench.tests.test_tables import table_of
@@ -103,30 +99,6 @@ def test_numa_nodes_and_nvlink_neighbours() -> None:
     switched = header({"tp": 2}, ["a"] * 2, nvlink=[{"neighbours": {}, "switch_links": 18}] * 2)
     assert layout_of(made_up.read(switched))[0].nvlink == (1, 1)
     assert layout_of(read_by({"tp": 2}, ["a", "b"], nvlink=peers[:2]))[0].nvlink is None
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("numa_nodes", [-1]),
-        ("device_numa_node", "0"),
-        ("pci_bus_id", 3),
-        ("nvlink", {"neighbours": {"x": "y"}, "switch_links": 0}),
-        ("nvlink", {"neighbours": {}}),
-        ("interface", ["lo"]),
-    ],
-)
-def test_what_ranks_say_is_checked_when_read(tmp_path: Path, field: str, value: Any) -> None:
-    good = header({"tp": 2}, ["a", "a"], numa_nodes=[[0], None], interface=["lo", None])
-    RunWriter.create(tmp_path / "good.jsonl", good).close()
-    assert read_run(tmp_path / "good.jsonl").header == made_up.read(good)
-    bad = copy.deepcopy(good)
-    bad["ranks"][1][field] = value
-    with pytest.raises(ValueError, match=field):
-        RunWriter.create(tmp_path / "bad.jsonl", bad)
-    (tmp_path / "bad.jsonl").write_text((tmp_path / "good.jsonl").read_text().replace('"lo"', "7"))
-    with pytest.raises(UnreadableRunError, match="interface"):
-        read_run(tmp_path / "bad.jsonl")
 
 
 # ------------------------------------------------------------------------------------- times
