@@ -51,19 +51,6 @@ def test_both_sides_of_a_missed_point_are_halved() -> None:
     assert [found[s * KIB] for s in (32, 128, 512)] == pytest.approx([before, before + after, after])
 
 
-def test_the_miss_of_ten_per_cent_is_that_of_the_interpolated_time() -> None:
-    def bent(miss: float) -> dict[int, float]:
-        times = {1024: 1.0, 4096: 1.6 * miss, 16384: 4.0}
-        return middles({size: samples(t) for size, t in times.items()})
-
-    assert bent(1.09) == bent(1 / 1.09) == {}
-    assert set(bent(1.11)) == set(bent(1 / 1.11)) == {2048, 8192}
-    # Uneven steps: 2 KiB is a fifteenth of the way from 1 to 16 KiB.
-    assert middles({1024: samples(1.0), 2048: samples(2.0), 16384: samples(16.0)}) == {}
-    uneven = middles({1024: samples(1.0), 2048: samples(2.0), 16384: samples(10.0)})
-    assert list(uneven.values()) == pytest.approx([math.log(2 / 1.6)] * 2)
-
-
 def test_a_miss_within_the_spread_of_the_samples_counts_for_nothing() -> None:
     def found(miss: float, spread: float) -> bool:
         times = {1024: 1.0, 4096: 1.6 * miss, 16384: 4.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtbench.suite import RunOptions
 from dtbench_suites import bucketer_reference
 from dtbench_suites.bucketer_reference import ReferenceBucketer
-from dtbench_suites.packing import IMPLS, build, packing
+from dtbench_suites.packing import IMPLS, build
 
 MIB = 2**20
 
@@ -64,14 +62,6 @@ def test_a_recording_whose_replay_packs_nothing_is_seen(impl: str, world: Simple
     wrong = build(impl, 5, 8 * 300, torch.float32, world, recorded).check
     assert right is not None and right() is None
     assert wrong is not None and "wrong" in str(wrong())
-
-
-def test_on_a_gpu_the_hosts_time_and_that_of_kernels_are_cases_of_their_own():
-    found = packing.cases(RunOptions((("tp", 2),), (), device_type="cuda"))
-    assert Counter((case.name, case.clock) for case in found) == {
-        ("pack", "host"): 3,
-        ("kernels", "device"): 3,
-    }
 
 
 def test_the_reference_sums_and_keeps_the_order(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):

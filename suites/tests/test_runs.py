@@ -162,13 +162,3 @@ def test_one_process_measures_simulated_suites_and_says_what_the_others_need():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest" in done.stdout
     assert "10 passed" in done.stdout
-
-
-def test_pytest_suites_and_the_tests_of_suites_are_kept_apart():
-    measured = start_python("-m", "pytest", "suites", "--collect-only", "-q", "-p", "no:cacheprovider").stdout
-    assert "suites/test_suites.py::collectives[all_reduce" in measured
-    assert "suites/tests" not in measured
-    only = ("--ignore-glob=*/test_[!er]*.py", "--collect-only", "-q", "-p", "no:cacheprovider")
-    tests = start_python("-m", "pytest", "suites/tests", *only).stdout
-    assert "suites/tests/test_runs.py::test_pytest_writes_one_file_with_the_agreed_times" in tests
-    assert "test_suites.py" not in tests
