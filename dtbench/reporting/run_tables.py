@@ -200,6 +200,7 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     print_rest(console, len(by_case), "cases", _ALL)
 
 
+_TIMES, _RATES = ("time", "spread", "from last"), ("algbw", "busbw")
 # Of an impl: what a figure is -> its column, in seconds or bytes per second but for the spread.
 _ImplFigures = dict[str, list[Any]]
 
@@ -220,25 +221,16 @@ def _side_by_side(
     words: Sequence[TableColumn], by_impl: Mapping[str, _ImplFigures], ratios: Sequence[str]
 ) -> list[TableColumn]:
     """A row per case: the times of all impls, core over torch, then the bandwidths."""
-    several = len(by_impl) > 1
-    times: list[tuple[int, TableColumn]] = []
-    rates: list[tuple[int, TableColumn]] = []
-    for kind in ("time", "spread", "from last", "algbw", "busbw"):
+    several, columns = len(by_impl) > 1, {}
+    for kind in (*_TIMES, *_RATES):
         of_kind = {impl: figures[kind] for impl, figures in by_impl.items() if kind in figures}
         for impl, (cells, unit) in zip(of_kind, _in_one_unit(kind, list(of_kind.values())), strict=True):
-            title = {"time": _IMPL_TITLES.get(impl, impl), "spread": kind}.get(
-                kind, f"{impl} {kind}" if several else kind
-            )
-            (rates if kind in ("algbw", "busbw") else times).append(
-                (list(by_impl).index(impl), TableColumn(title, cells, True, unit))
-            )
-    beside = [TableColumn("core/torch", ratios, True)] if ratios else []
-    return [
-        *words,
-        *(column for _, column in sorted(times, key=lambda one: one[0])),
-        *beside,
-        *(column for _, column in rates),
-    ]
+            titles = {"time": _IMPL_TITLES.get(impl, impl), "spread": kind}
+            title = titles.get(kind, f"{impl} {kind}" if several else kind)
+            columns[kind, impl] = TableColumn(title, cells, True, unit)
+    times = [columns[kind, impl] for impl in by_impl for kind in _TIMES if (kind, impl) in columns]
+    rates = [columns[kind, impl] for kind in _RATES for impl in by_impl if (kind, impl) in columns]
+    return [*words, *times, *([TableColumn("core/torch", ratios, True)] if ratios else []), *rates]
 
 
 def _row_per_impl(
@@ -274,8 +266,8 @@ def _in_one_unit(kind: str, columns: Sequence[Sequence[Any]]) -> list[tuple[list
 
 def _print_not_ok(console: Console, run: Run) -> None:
     # With a reason also a good time with a reservation: its GPU was throttled.
-    told = [r for r in run.results if r.status != "ok" or r.reason]
-    groups = group_by(told, lambda r: (r.status, r.suite, r.impl, r.reason))
+    doubtful = [r for r in run.results if r.status != "ok" or r.reason]
+    groups = group_by(doubtful, lambda r: (r.status, r.suite, r.impl, r.reason))
     print_line(console, "")
     for (status, suite, impl, reason), results in islice(groups.items(), MAX_ROWS):
         names = list(dict.fromkeys(_case_text(r.name, r.params) for r in results))

@@ -280,7 +280,7 @@ def test_words_and_series_can_be_told_from_their_ground(index: int, text: str) -
     ("low", "high"), [(1.0, 2.0), (1e-6, 3e-6), (0.9e-6, 1.1e-3), (1e-9, 10.0), (1.0, 1.0)]
 )
 def test_axes_hold_their_values_and_have_ticks(low: float, high: float) -> None:
-    for axis in (axes.linear_axis([low, high]), axes.times_axis([low, high])):
+    for axis in (axes.value_axis([low, high]), axes.times_axis([low, high])):
         assert axis.low <= low <= high <= axis.high
         ticks = [axis.format(t) for t in axis.ticks if axis.low <= t <= axis.high]
         assert 1 <= len(ticks) <= 8 and len(set(ticks)) == len(ticks)

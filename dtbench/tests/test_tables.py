@@ -95,7 +95,7 @@ def test_bandwidths_have_a_unit_and_times_are_those_of_the_run_and_of_frames(cap
     first, second = ([row[title] for title in titles] for row in rows)
     assert first == ["64 KiB", "150.0", "2.000", "1.000", "+67%"]
     assert second == ["65537 B", "150.0", "3.000", "1.500", "+67%"]
-    assert "150.0 µs +67%" in " ".join(line_of(results[0]).split())
+    assert "150 µs +67%" in " ".join(line_of(results[0]).split())
     assert cells(results_frame(run(*results))["estimate_s"]) == pytest.approx([150e-6] * 2)
 
 
@@ -152,7 +152,7 @@ def test_impls_that_do_not_fit_beside_each_other_have_rows(
     assert len(rows) == (6 if width else 2)
 
 
-@pytest.mark.parametrize(("width", "left_out"), [(80, ["why, remedy"]), (160, [])])
+@pytest.mark.parametrize(("width", "left_out"), [(80, ["remedy"]), (160, [])])
 def test_a_table_fits_the_terminal_and_names_what_it_leaves_out(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, width: int, left_out: list[str]
 ) -> None:

@@ -68,31 +68,23 @@ class Axis:
         return max((text_px(self.format(t)) for t in self._ticks_inside), default=0.0)
 
 
-def value_axis(values: Sequence[float], format_tick: Format = seconds_tick, *, title: str = "") -> Axis:
-    """An axis that holds all values: from 0 on, logarithmic beyond a factor of 12."""
+def value_axis(
+    values: Sequence[float], format_tick: Format = seconds_tick, *, title: str = "", log: bool = True
+) -> Axis:
+    """An axis from 0 on that holds all values. log: whether it may be logarithmic, beyond a factor of 12."""
     low, high = min(values), max(values)
-    if high > 12 * low > 0:
+    if log and high > 12 * low > 0:
         return log_axis(values, format_tick, title=title)
-    return linear_axis(values, format_tick, title=title)
-
-
-def linear_axis(values: Sequence[float], format_tick: Format = seconds_tick, *, title: str = "") -> Axis:
-    """From 0 on; where all values are 0, it has a length nevertheless."""
-    high = max(values) if max(values) >= MIN_POSITIVE else 1.0
+    high = high if high >= MIN_POSITIVE else 1.0  # where all are 0, it has a length nevertheless
     return Axis(0.0, high * 1.06, False, format_tick, round_ticks(0.0, high, 5), title)
 
 
 def log_axis(
-    values: Sequence[float],
-    format_tick: Format,
-    *,
-    ticks: Sequence[float] = (),
-    room: float = 1.15,
-    title: str = "",
+    values: Sequence[float], format_tick: Format, *, ticks: Sequence[float] = (), title: str = ""
 ) -> Axis:
-    """A logarithmic axis that holds all values with a factor of room beside them. ticks: else by how far it reaches."""
+    """A logarithmic axis that holds all values. ticks: else by how far it reaches."""
     low, high = min(values), max(values)
-    room = max((high / low) ** 0.05, room)
+    room = max((high / low) ** 0.05, 1.05)
     low, high = low / room, high * room
     fitting = round_ticks(low, high, 8) if high / low < 8 else _log_ticks(low, high, 6)
     return Axis(low, high, True, format_tick, ticks or fitting, title)
@@ -103,7 +95,7 @@ def size_axis(sizes: Sequence[int], title: str) -> Axis:
     low, high = min(sizes), max(sizes)
     powers = range(round(math.log2(low)), round(math.log2(high)) + 1)
     ticks = [2.0**power for power in powers[:: max(1, math.ceil(len(powers) / 4))]]
-    return log_axis(sizes, _size_tick, ticks=ticks, room=1.2, title=title)
+    return log_axis(sizes, _size_tick, ticks=ticks, title=title)
 
 
 def _size_tick(value: float) -> str:

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
 
-from dtbench.reporting.html.axes import Axis, linear_axis, size_axis
+from dtbench.reporting.html.axes import Axis, size_axis, value_axis
 from dtbench.reporting.html.svg import FONT_PX, STAND_IN, draw, text_px
 from dtbench.suite.errors import plain
 from dtbench.suite.fields import MIN_POSITIVE
@@ -303,7 +303,7 @@ def bars(
         top = max([0.0, *(max(sum(length for _, length in b.parts), b.mark or 0.0) for b in rows)])
         if top > 0:
             desc = "; ".join(f"{bar.label}: {bar.note}" for bar in rows)
-            paint = partial(_paint_bars, rows, styles, linear_axis([top]))
+            paint = partial(_paint_bars, rows, styles, value_axis([top], log=False))
             height = BAR_PX * len(rows) + 40
             drawn.append(Panel(title, desc, f"{name}{len(drawn)}", WIDE_PX, height, paint))
     present = {part for rows in panels.values() for bar in rows for part, length in bar.parts if length > 0}

@@ -32,12 +32,12 @@ def fill(section: ReportSection, of: Material) -> None:
 
 def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
     """All that changed or may have, and of the others as many as there is room for; the slowest first."""
-    known = [c for c in changes.changes if c.ratio and c.matters]
-    changed = sum(c.verdict != judged.Verdict.PASS for c in known)
-    drawn = known[: max(min(changed, MOST_CHANGED), MOST_INTERVALS)]
-    if len(drawn) < len(known):
+    comparable = [c for c in changes.changes if c.ratio and c.matters]
+    changed = sum(c.verdict != judged.Verdict.PASS for c in comparable)
+    drawn = comparable[: max(min(changed, MOST_CHANGED), MOST_INTERVALS)]
+    if len(drawn) < len(comparable):
         section.cuts.append(
-            f"{len(drawn)} of {len(known)} cases are drawn, the gravest; the table has them all."
+            f"{len(drawn)} of {len(comparable)} cases are drawn, the gravest; the table has them all."
         )
     values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
     several = len({c.impl for c in drawn}) > 1
@@ -46,10 +46,10 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
         assert c.ratio is not None and c.matters is not None
         style = c.verdict if c.verdict in STYLES else "inconclusive"
         # Short enough for a figure: what tells the case from the others in it.
-        told = [str(value) for name, value in c.params.items() if len(values[name]) > 1]
+        differing = [str(value) for name, value in c.params.items() if len(values[name]) > 1]
         rows.append(
             DotRow(
-                " ".join([c.name, *told, *([f"({c.impl})"] if several else [])]),
+                " ".join([c.name, *differing, *([f"({c.impl})"] if several else [])]),
                 {style: c.ratio},
                 f"{c.verdict.shape} {t.factor(c.ratio)}",
                 {style: (c.low, c.high)},
@@ -58,7 +58,7 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
         )
 
     def axis(ratios: Sequence[float]) -> Axis:
-        return log_axis([*ratios, 0.9, 1.1], lambda ratio: f"{ratio:g}×", room=1.05)
+        return log_axis([*ratios, 0.9, 1.1], lambda ratio: f"{ratio:g}×")
 
     return dots(
         "forest",
@@ -75,8 +75,10 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
 def _table(changes: Sequence[Judged]) -> t.Table:
     def bound(header: str, values: Sequence[float | None]) -> t.TableColumn:
         cells = ["open" if v is None else t.factor(v) for v in values]
-        known = [c.ratio is not None for c in changes]
-        return t.TableColumn(header, [x if k else t.MISSING for x, k in zip(cells, known, strict=True)], True)
+        has_ratio = [c.ratio is not None for c in changes]
+        return t.TableColumn(
+            header, [x if k else t.MISSING for x, k in zip(cells, has_ratio, strict=True)], True
+        )
 
     noise = [c.effect.sd if c.effect else None for c in changes]
     over = [t.MISSING if c.ratio is None or not c.matters else f"{c.severity:+.1f}" for c in changes]

@@ -34,8 +34,8 @@ def limit_of(header: Header, dim: str) -> float | None:
     gpus = header.machine.gpus
     if layout is None or layout.hosts_per_group != (1, 1) or not layout.nvlink or not gpus:
         return None
-    found = {_nvlink_Bps(gpu) for gpu in gpus}
-    return found.pop() if layout.nvlink[0] == layout.nvlink[1] and len(found) == 1 else None
+    speeds = {_nvlink_Bps(gpu) for gpu in gpus}
+    return speeds.pop() if layout.nvlink[0] == layout.nvlink[1] and len(speeds) == 1 else None
 
 
 def _nvlink_Bps(gpu: Gpu) -> float | None:  # noqa: N802
@@ -55,20 +55,20 @@ def fill(section: ReportSection, of: Material) -> None:
     drawn = _of_one_mode([c for c in cases if c.get("dtype") == dtype])
     way = f"{dtype}, {MODES.get(str(drawn[0].get('mode')), 'isolated calls')}"
     dims = distinct(str(c.get("mesh_dim")) for c in drawn)
-    given = {dim: peak for dim, peak in of.sources.peaks.items() if dim in dims}
-    limits = given | {
-        dim: limit for dim in dims if dim not in given and (limit := limit_of(header, dim)) is not None
+    peaks = {dim: peak for dim, peak in of.sources.peaks.items() if dim in dims}
+    limits = peaks | {
+        dim: limit for dim in dims if dim not in peaks and (limit := limit_of(header, dim)) is not None
     }
-    sources = {dim: "as given" if dim in given else "the NVLinks of a GPU in one direction" for dim in limits}
-    known = "; ".join(f"over {dim} {sources[dim]}, {format_bandwidth(limits[dim])}" for dim in limits)
+    sources = {dim: "as given" if dim in peaks else "the NVLinks of a GPU in one direction" for dim in limits}
+    words = "; ".join(f"over {dim} {sources[dim]}, {format_bandwidth(limits[dim])}" for dim in limits)
     section.lead = (
         "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
         "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). “Alone”: one group of the "
         "mesh dim works. “Together”: all its groups do, as in a program, and share what links they "
         "share. Sizes are the whole tensor as one group holds it. "
         + (
-            f"The limit drawn is {known}."
-            if known
+            f"The limit drawn is {words}."
+            if words
             else "The speed of these links is not known here, so no limit is drawn."
         )
     )

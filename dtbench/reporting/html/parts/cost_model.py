@@ -50,16 +50,16 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
     section.cuts += [f"{d.name} has no constants: {d.reason}." for d in topology.left_out]
     section.add(_residuals(topology))
     section.add(_constants(topology))
-    found = []
+    errors = []
     for dim in topology.dims if topology.backend == "nccl" else ():
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
         if dim.builtin:
             off, fit = dim.builtin.geometric_mean_ratio, dim.residuals.geometric_mean_ratio
             words = f"is how far PyTorch’s built-in constants are off over {dim.name}; the fitted by {t.factor(fit)}"
             section.headlines.append((t.factor(off), words))
-            found.append(f"{t.factor(off)} over {dim.name}")
-    if found:
-        section.outcome = section.outcome or f"PyTorch’s built-in constants are off by {', '.join(found)}"
+            errors.append(f"{t.factor(off)} over {dim.name}")
+    if errors:
+        section.outcome = section.outcome or f"PyTorch’s built-in constants are off by {', '.join(errors)}"
 
 
 # ------------------------------------------------------------------------------------------ figures

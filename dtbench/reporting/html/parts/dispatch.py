@@ -57,15 +57,15 @@ def fill(section: ReportSection, of: Material) -> None:
 
 def _added(section: ReportSection, cases: Sequence[ReportCase]) -> None:
     """What distribution adds to an op on the host: the time beyond that of the plain op, the median over ops."""
-    said = []
+    costs = []
     for impl, name in (("torch", "DTensor"), ("core", "dtbench’s core")):
         ops = [c.impls for c in cases if {impl, "local"} <= set(c.impls)]
         if ops:
             added_s = statistics.median(of[impl].estimate_s - of["local"].estimate_s for of in ops)
-            said.append((name, format_seconds(added_s), plural(len(ops), "cached op")))
-    if not said:
+            costs.append((name, format_seconds(added_s), plural(len(ops), "cached op")))
+    if not costs:
         return
-    (first, its, count), *rest = said
+    (first, its, count), *rest = costs
     other = "".join(f"; {name} adds {added}" for name, added, _ in rest)
     words = f"is what {first} adds to an op on the host, median of {count}{other}"
     section.headlines.append((f"+{its}", words))

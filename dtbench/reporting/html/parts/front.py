@@ -65,10 +65,10 @@ def summary(of: Material) -> list[str]:
     launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
     torch = f", torch {header.versions['torch']}" if header.versions.get("torch") else ""
     measured = f"{plural(len(cases), 'case')} in {launches} {'launch' if launches == 1 else 'launches'}"
-    said = [f"{measured} on {hardware(header)}{torch}. {_world(runs)}"]
+    sentences = [f"{measured} on {hardware(header)}{torch}. {_world(runs)}"]
     if any({"core", "torch"} <= set(case.impls) for case in cases):
-        said.append(CORE_IS)
-    return said
+        sentences.append(CORE_IS)
+    return sentences
 
 
 def _world(runs: Sequence[Run]) -> str:
@@ -87,32 +87,32 @@ def _world(runs: Sequence[Run]) -> str:
 def warnings(of: Material) -> list[str]:
     """What a reader has to know before believing a figure; the gravest first."""
     sources, runs = of.sources, of.sources.runs
-    found = []
+    notes = []
     if cut := [run.path.name for run in runs if not run.complete]:
-        found.append(
+        notes.append(
             f"Incomplete: {', '.join(cut)} has no end line; cases are missing. "
             "`dtbench run --resume` goes on with it."
         )
     tally = Counter(result.status for run in runs for result in run.results)
     if tally["wrong"]:
         wrong = plural(tally["wrong"], "result")
-        found.append(f"{wrong} held wrong data: see Failures. No time of theirs is shown.")
+        notes.append(f"{wrong} held wrong data: see Failures. No time of theirs is shown.")
     if tally["failed"]:
-        found.append(f"{plural(tally['failed'], 'result')} failed: see Failures.")
+        notes.append(f"{plural(tally['failed'], 'result')} failed: see Failures.")
     if of.crowded and any(case.get("mesh_dim") for cases in of.suites.values() for case in cases):
-        found.append(
+        notes.append(
             f"{of.crowded}: a rank waits for another to be scheduled, so times of collectives are not those of the "
             "links. They are drawn below, and none of them is an answer here."
         )
     if any(run.header.plan.get("quick") for run in runs):
-        found.append("Measured with --quick: few samples, so small differences mean nothing.")
+        notes.append("Measured with --quick: few samples, so small differences mean nothing.")
     if sources.topology is not None and runs:
-        found += _of_topology(sources.topology, {run.header.run_id for run in runs})
-    return [*found, *sources.notes]
+        notes += _of_topology(sources.topology, {run.header.run_id for run in runs})
+    return [*notes, *sources.notes]
 
 
-def _of_topology(topology: CalibratedTopology, known: set[str]) -> list[str]:
-    strangers = sorted(run.run_id for run in topology.runs if run.run_id not in known)
+def _of_topology(topology: CalibratedTopology, run_ids: set[str]) -> list[str]:
+    strangers = sorted(run.run_id for run in topology.runs if run.run_id not in run_ids)
     doubted = any(dim.warnings for dim in topology.dims)
     other = f"The topology was fitted to another run ({', '.join(strangers)}): its points are not those here."
     return [
@@ -124,13 +124,13 @@ def _of_topology(topology: CalibratedTopology, known: set[str]) -> list[str]:
 
 def failures(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     """(caption, its reasons with the results that gave them): a cause that meets many cases is told once."""
-    found = []
+    faults = []
     for status, caption in NOT_OK.items():
         results = (r for run in runs for r in run.results if r.status == status)
         by_reason = group_by(results, lambda result: result.reason or "no reason given")
         if by_reason:
-            found.append((caption, [(reason, list(map(_named, of))) for reason, of in by_reason.items()]))
-    return found
+            faults.append((caption, [(reason, list(map(_named, of))) for reason, of in by_reason.items()]))
+    return faults
 
 
 def _named(result: Result) -> str:

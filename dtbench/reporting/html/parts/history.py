@@ -96,20 +96,20 @@ def _short(labels: list[str]) -> dict[str, str]:
 
 
 def _table(one: History, times: Times) -> t.Table:
-    found = list(times.values())
-    changes = [_change(of) for of in found]
-    before, last = [_before(of) for of in found], [of[-1][1] for of in found]
+    series = list(times.values())
+    changes = [_change(of) for of in series]
+    before, last = [_before(of) for of in series], [of[-1][1] for of in series]
     return t.Table(
         f"Every benchmark on {one.machine or 'a machine of unknown kind'}",
         [
             t.text("Benchmark", list(times)),
-            t.counts("Revisions", [len(of) for of in found]),
+            t.counts("Revisions", [len(of) for of in series]),
             *t.times([("median before", before), ("last", last)]),
             t.TableColumn(
                 "change", [t.MISSING if c is None else f"{100 * c:+.1f}" for c in changes], True, "%"
             ),
-            t.text("Last revision", [one.points[of[-1][0]].revision for of in found]),
-            t.text("Recorded", [one.points[of[-1][0]].time for of in found]),
+            t.text("Last revision", [one.points[of[-1][0]].revision for of in series]),
+            t.text("Recorded", [one.points[of[-1][0]].time for of in series]),
         ],
         folded=True,
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from dtbench.records.layout import from_last_arrival_s, mesh_groups
-from dtbench.reporting.html.axes import linear_axis
+from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import ReportSection
 from dtbench.stats import estimate_s
@@ -43,13 +44,13 @@ class RankSkew:
 
 
 def add_ranks(section: ReportSection, runs: Sequence[Run]) -> None:
-    header, found = runs[0].header, ranks_of(runs)
-    section.add(_skew(found), _table(found, header))
+    header, skews = runs[0].header, ranks_of(runs)
+    section.add(_skew(skews), _table(skews, header))
 
 
 def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
     """Per mesh dim the all_reduce (else the first collective) of the largest size, all groups at work."""
-    found = []
+    skews = []
     groups = mesh_groups(runs[0].header)
     for dim in runs[0].header.mesh.dim_names if groups else ():
         results = [
@@ -67,8 +68,8 @@ def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
         if results:
             chosen = max(results, key=lambda r: (r.name == "all_reduce", r.size_bytes or 0))
             same = [r for r in results if (r.name, r.size_bytes) == (chosen.name, chosen.size_bytes)]
-            found.append(_ranks_of(dim, same, groups[dim]))
-    return [one for one in found if one.late_s]
+            skews.append(_ranks_of(dim, same, groups[dim]))
+    return [one for one in skews if one.late_s]
 
 
 def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> RankSkew:
@@ -123,10 +124,10 @@ def _last(groups: Groups, late: Mapping[int, np.ndarray]) -> dict[int, float]:
     return shares
 
 
-def _skew(found: Sequence[RankSkew]) -> Figure | None:
+def _skew(skews: Sequence[RankSkew]) -> Figure | None:
     """How late each rank comes."""
     panels = {}
-    for one in found:
+    for one in skews:
         latest = sorted(one.late_s, key=lambda rank: -one.late_s[rank][1])[:MAX_RANKS]
         panels[one.words] = [
             DotRow(
@@ -144,14 +145,14 @@ def _skew(found: Sequence[RankSkew]) -> Figure | None:
         LATE,
         "Rank skew: how much later than the first rank of its group each rank came to the collective, and in "
         "which share of the samples it was the last. A rank that is last nearly always holds the others up.",
-        linear_axis,
+        partial(value_axis, log=False),
         folded="Who is late: rank by rank",
     )
 
 
-def _table(found: Sequence[RankSkew], header: Header) -> t.Table:
+def _table(skews: Sequence[RankSkew], header: Header) -> t.Table:
     hosts = {rank.rank: rank.host for rank in header.ranks}
-    rows = [(one, rank) for one in found for rank in sorted(one.late_s)]
+    rows = [(one, rank) for one in skews for rank in sorted(one.late_s)]
     late = [one.late_s[rank] for one, rank in rows]
     return t.Table(
         "Every rank: how late it comes, and its group’s bandwidth",

@@ -77,15 +77,15 @@ def times_over_size(
     """A panel per mesh dim and collective that some change of placement needs; without runs, those of the topology."""
     fitted = {dim.name: dim for dim in (topology.dims if topology else ())}
     raw = group_by(collectives, lambda c: (str(c.get("mesh_dim")), c.name))
-    made = group_by(moved, lambda c: (str(c.get("mesh_dim")), c.name))
-    dims = distinct([*(dim for dim, _ in (*raw, *made)), *fitted])
+    of_libraries = group_by(moved, lambda c: (str(c.get("mesh_dim")), c.name))
+    dims = distinct([*(dim for dim, _ in (*raw, *of_libraries)), *fitted])
     panels = []
     for dim in dims:
         for name in distinct(
             [*TRANSITION, *RING_COLLECTIVES, *(fitted[dim].collectives if dim in fitted else ())]
         ):
             transition = TRANSITION.get(name, "")
-            series = _measured(raw.get((dim, name), ()), made.get((dim, transition), ()))
+            series = _measured(raw.get((dim, name), ()), of_libraries.get((dim, transition), ()))
             if not series and not raw and dim in fitted and name in fitted[dim].collectives:
                 series = table_lines(fitted[dim], name)
             if not series or (raw and not transition):
@@ -127,15 +127,15 @@ def _added(section: ReportSection, collectives: Sequence[ReportCase], moved: Seq
     }
     both = {key: c for c in moved if (key := (c.get("mesh_dim"), c.name, c.number("size"))) in raw}
     least = min((size for *_, size in both), default=0)
-    said = []
+    costs = []
     for impl, name in (("torch", "DTensor"), ("core", "dtbench’s core")):
         added = [
             s - raw[key] for key, c in both.items() if key[2] == least and (s := c.seconds(impl)) is not None
         ]
         if added and (median := statistics.median(added)) > 0:
-            said.append((name, format_seconds(median), plural(len(added), "transition")))
-    if said:
-        (name, added_s, of), *rest = said
+            costs.append((name, format_seconds(median), plural(len(added), "transition")))
+    if costs:
+        (name, added_s, of), *rest = costs
         other = "".join(f"; {name} adds {s}" for name, s, _ in rest)
         words = f"is what a redistribution by {name} adds to its collective"
         section.headlines.insert(

@@ -42,7 +42,7 @@ def _label(runs: Sequence[Run], systems: Sequence[Sequence[Run]]) -> str:
 
 def _curves(runs: Sequence[Run]) -> _Curves:
     """Of each collective those of the largest group, all groups at work, isolated where that was measured."""
-    found: dict[str, list[ReportCase]] = {}
+    by_name: dict[str, list[ReportCase]] = {}
     cases = [c for c in collect(runs).get("collectives", []) if c.impls and c.only.busbw_Bps]
     for name in distinct(c.name for c in cases):
         of = [c for c in cases if c.name == name]
@@ -55,8 +55,8 @@ def _curves(runs: Sequence[Run]) -> _Curves:
             of = [c for c in of if c.get(param) == wanted] or of
         key = ("mesh_dim", "groups", "mode", "dtype", "in_place")
         same = [c for c in of if all(c.get(param) == of[0].get(param) for param in key)]
-        found[name] = sorted(same, key=lambda c: c.only.size_bytes or 0)
-    return found
+        by_name[name] = sorted(same, key=lambda c: c.only.size_bytes or 0)
+    return by_name
 
 
 def _best(of: _Curves) -> float | None:
