@@ -36,11 +36,6 @@ class Verdict(StrEnum):
         return list(Verdict).index(self)
 
     @property
-    def is_grave(self) -> bool:
-        """Whether a reader has to look at it."""
-        return self in (Verdict.REGRESSION, Verdict.FAILED, Verdict.MISSING)
-
-    @property
     def shape(self) -> str:
         """A sign that tells it without colour."""
         return _LOOKS[self][0]
