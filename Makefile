@@ -83,8 +83,8 @@ docs: install
 # The picture of the README's first screen and those of the pages, of what the commands write from committed files; the
 # latter need a chromium.
 pictures: install
-	$(BIN)/python docs/answers.py docs/pages/answers.png
-	$(BIN)/python docs/pictures.py
+	$(BIN)/python -m dtbench.tests.answers docs/pages/answers.png
+	$(BIN)/python -m dtbench.tests.pictures
 
 install: $(VENV)/installed
 

@@ -19,7 +19,7 @@ from dtbench_core import Shard, zeros
 from dtbench_core.interop.visualize import sharding_svg
 from dtbench_core.simulate import ThreadWorld
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pages" / "pictures"
 SCREEN = {"width": 1280, "height": 820}
 

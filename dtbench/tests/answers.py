@@ -1,4 +1,4 @@
-"""The picture on the README's first screen, of committed measurements: `python docs/answers.py FILE.png`."""
+"""The picture on the README's first screen, of committed measurements: `python -m dtbench.tests.answers FILE.png`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 import dtbench
 from dtbench.text.units import format_size
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[2] / "results"
 # Of each op the placements that need no communication.
 OPS = {
     "add": "S(0),S(0)",
