@@ -39,7 +39,6 @@ class _Memory:
     home: str
     written: tuple[str, int, str]
     read: list[tuple[str, int, str]] = field(default_factory=list)
-    recorded: set[str] = field(default_factory=set)
 
 
 class _Work(Work):
@@ -118,10 +117,6 @@ class Streams(TorchDispatchMode):
         """What is enqueued from here on is behind the event, on any stream."""
         for stream in [*self._seen, self.current]:
             self.wait_for(event, stream)
-
-    def record_stream(self, tensor: torch.Tensor, stream: str) -> None:
-        """As Tensor.record_stream: freed memory waits for what the stream holds then."""
-        self._memory[tensor.untyped_storage()._cdata].recorded.add(stream)
 
     # ---- recording ----
 
@@ -210,8 +205,7 @@ class Streams(TorchDispatchMode):
         for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
             memory = self._memory.pop(key)
             for use in (memory.written, *memory.read):
-                if use[0] not in memory.recorded:
-                    self._check(use, memory.home, "memory that is given to others")
+                self._check(use, memory.home, "memory that is given to others")
 
     def _clock(self, stream: str) -> Clock:
         return self._seen.setdefault(stream, {})

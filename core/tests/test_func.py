@@ -22,7 +22,6 @@ from dtbench_core import (
     MixedTensorError,
     NoRuleError,
     Partial,
-    Placement,
     Replicate,
     Shard,
     count_collectives,
@@ -69,28 +68,6 @@ def _pulled(function: Callable[[Parameters], torch.Tensor], parameters: Paramete
 FORWARD_MODE = {"jvp", "hessian", "jacobian, forward", "forward over forward", "dual numbers"}
 
 
-@pytest.mark.parametrize("placement", [R, S0], ids=str)
-@pytest.mark.parametrize("name", [n for n in OF_MODULES if n not in FORWARD_MODE])
-@on_ranks
-def test_functions_of_modules(name: str, placement: Placement) -> None:
-    _compare_of_modules(name, placement)
-
-
-@pytest.mark.parametrize("placement", [R, S0], ids=str)
-@on_gloo_ranks
-def test_forward_mode_of_modules(placement: Placement) -> None:
-    for name in filter(FORWARD_MODE.__contains__, OF_MODULES):
-        _compare_of_modules(name, placement)
-
-
-def _compare_of_modules(name: str, placement: Placement) -> None:
-    plain = _network()
-    net, x = sharded(plain), torch.arange(20.0).double().reshape(5, 4).cos()
-    want = OF_MODULES[name](plain, {k: v.detach() for k, v in plain.named_parameters()}, x)
-    got = OF_MODULES[name](net, {k: v.detach() for k, v in net.named_parameters()}, place(x, placement))
-    torch.testing.assert_close(full(got), want)
-
-
 def _dual(x: torch.Tensor) -> Any:
     with forward_ad.dual_level():
         out = forward_ad.make_dual(x, x.cos()).softmax(0)
@@ -108,26 +85,32 @@ OF_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
-@pytest.mark.parametrize("name", [n for n in OF_TENSORS if n not in FORWARD_MODE])
+@pytest.mark.parametrize("name", [n for n in OF_MODULES | OF_TENSORS if n not in FORWARD_MODE])
 @on_ranks
-def test_functions_of_tensors(name: str, placement: Placement) -> None:
-    _compare_of_tensors(name, placement)
+def test_functions(name: str) -> None:
+    _assert_as_on_full_tensors(name)
 
 
-@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+@pytest.mark.parametrize("name", sorted(FORWARD_MODE))
 @on_gloo_ranks
-def test_forward_mode_of_tensors(placement: Placement) -> None:
-    for name in filter(FORWARD_MODE.__contains__, OF_TENSORS):
-        _compare_of_tensors(name, placement)
+def test_forward_mode(name: str) -> None:
+    _assert_as_on_full_tensors(name)
 
 
-def _compare_of_tensors(name: str, placement: Placement) -> None:
+def _assert_as_on_full_tensors(name: str) -> None:
+    plain = _network()
+    of_net, of_tensor = OF_MODULES.get(name), OF_TENSORS.get(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of rules there are none for
-        for size in (4, 3):
-            x = torch.arange(float(size * size), dtype=torch.float64).reshape(size, size).sin()
-            torch.testing.assert_close(full(OF_TENSORS[name](place(x, placement))), OF_TENSORS[name](x))
+        for placement in (R, S0, S1):
+            if of_net and placement != S1:
+                net, x = sharded(plain), torch.arange(20.0).double().reshape(5, 4).cos()
+                want = of_net(plain, {k: v.detach() for k, v in plain.named_parameters()}, x)
+                got = of_net(net, {k: v.detach() for k, v in net.named_parameters()}, place(x, placement))
+                torch.testing.assert_close(full(got), want)
+            for size in (4, 3) if of_tensor else ():
+                x = torch.arange(float(size * size), dtype=torch.float64).reshape(size, size).sin()
+                torch.testing.assert_close(full(of_tensor(place(x, placement))), of_tensor(x))
 
 
 @on_worlds

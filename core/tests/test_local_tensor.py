@@ -359,11 +359,6 @@ def _raise() -> None:
             lambda: None,
             r"hang: rank 2 returned while ranks 0, 1, 3 waited in all_reduce\(sum, float32\[1\]\)",
         ),
-        (_raise, "hang: rank 2 raised ValueError: bad luck while ranks 0, 1, 3 waited in all_reduce"),
-        (
-            lambda: dist.broadcast(torch.ones(1), 0),
-            "rank 2 called broadcast.* where ranks 0, 1 called all_reduce",
-        ),
         (
             lambda: dist.all_reduce(torch.ones(3)),
             r"mismatched collectives: rank 2 called all_reduce\(sum, float32\[3\]\)",

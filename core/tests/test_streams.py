@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from typing import Any
 
 import hypothesis.strategies as st
@@ -44,21 +43,16 @@ def test_a_read_must_wait_for_the_event_of_a_write() -> None:
         x.add_(y)
 
 
-@pytest.mark.parametrize("record", [False, True])
-def test_memory_is_not_given_away_while_another_stream_uses_it(record: bool) -> None:
+def test_memory_is_not_given_away_while_another_stream_uses_it() -> None:
     with recorded_streams() as streams:
         x = torch.ones(4)
         written = streams.event()
         with streams.on("side"):
             streams.wait_for(written)
-            y = x * 2
-        if record:
-            streams.record_stream(x, "side")
+            x * 2
         del x
-        race = pytest.raises(RaceError, match=r"given to others on main does not wait for aten\.mul")
-        with nullcontext() if record else race:
+        with pytest.raises(RaceError, match=r"given to others on main does not wait for aten\.mul"):
             torch.ones(4)
-        assert y is not None
 
 
 # --- the bucketer ----------------------------------------------------------------------------------

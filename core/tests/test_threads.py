@@ -11,12 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.distributed.tensor as torch_tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtbench_core as core
 from dtbench_core import torch_compat
-from dtbench_core.dispatch import entry
 from dtbench_core.errors import SimulationError
 from dtbench_core.simulate import ThreadWorld, per_rank, rank_map, run_ranks
 from dtbench_core.simulate.threads import diverged
@@ -226,28 +224,6 @@ def test_subgroups_and_meshes() -> None:
     torch.testing.assert_close(x, _all(2).sum(0))
 
 
-@pytest.mark.parametrize("library", [core, torch_tensor], ids=["core", "torch"])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
-def test_dtensors(world: ThreadWorld, library: Any, shape: tuple[int, ...]) -> None:
-    a, b = torch.randn(8, 6), torch.randn(6, 4)
-
-    def body() -> None:
-        mesh = init_device_mesh("cpu", shape)
-        rest = [library.Replicate()] * (len(shape) - 1)
-        x = library.distribute_tensor(a.clone(), mesh, [library.Shard(1), *rest]).requires_grad_()
-        w = library.distribute_tensor(b.clone(), mesh, [library.Shard(0), *rest]).requires_grad_()
-        y = x @ w
-        assert y.placements[0].is_partial()
-        out = torch.relu(y).redistribute(mesh, [library.Shard(0), *rest])
-        torch.testing.assert_close(out.full_tensor(), torch.relu(a @ b))
-        out.sum().backward()
-        mask = ((a @ b) > 0).to(a.dtype)
-        torch.testing.assert_close(x.grad.full_tensor(), mask @ b.t())
-        torch.testing.assert_close(w.grad.full_tensor(), a.t() @ mask)
-
-    world.run(body)
-
-
 def test_64_ranks() -> None:
     def body() -> float:
         mesh, full = init_device_mesh("cpu", (4, 4, 4)), torch.arange(512.0).view(8, 8, 8)
@@ -380,23 +356,6 @@ def test_collectives_of_inference_tensors_and_of_leaves() -> None:
     assert leaf.grad is not None and leaf.tolist() == [N, N]
 
 
-def test_calls_learnt_while_ranks_take_turns_are_fast_later(world: ThreadWorld) -> None:
-    core.clear_caches()
-
-    def body() -> None:
-        mesh = init_device_mesh("cpu", (N,))
-        x = core.distribute_tensor(torch.ones(4, 4), mesh, [core.Shard(0)])
-        y = core.distribute_tensor(torch.ones(4, 4), mesh, [core.Shard(1)])
-        for _ in range(3):  # a move inside: the ranks' watches of the call overlap
-            assert torch.equal((x + y).full_tensor(), torch.full((4, 4), 2.0))
-
-    with torch.no_grad():
-        world.run(body)
-    # One entry per rank (their specs are different ones), none of them spoilt by another rank's ops.
-    plans = [plan for key, plan in entry.functions.items() if "add" in str(key[0])]
-    assert len(plans) == N and all(plan is not None for plan in plans)
-
-
 # ---- living with the process ----
 
 
@@ -417,19 +376,6 @@ def test_the_process_keeps_its_own_group() -> None:
         assert not dist.is_initialized()
 
 
-def test_groups_do_not_work_outside_their_ranks(world: ThreadWorld) -> None:
-    groups = world.run(lambda: dist.group.WORLD)
-    with pytest.raises(SimulationError, match="not by that rank's thread"):
-        groups[0].barrier()
-
-    def use_anothers() -> None:
-        if dist.get_rank() == 0:
-            groups[1].barrier()
-
-    with pytest.raises(SimulationError, match="not by that rank's thread"):
-        world.run(use_anothers)
-
-
 def test_threads_end_with_their_world() -> None:
     before = threading.active_count()
     with ThreadWorld(3) as world:
@@ -439,8 +385,3 @@ def test_threads_end_with_their_world() -> None:
     world.close()
     assert world.run(dist.get_rank) == [0, 1, 2]  # it starts again
     world.close()
-
-
-def test_a_world_needs_a_rank() -> None:
-    with pytest.raises(SimulationError, match="world of 0 ranks"):
-        ThreadWorld(0)

@@ -63,20 +63,6 @@ class Side:
         torch.manual_seed(1)
         return self.spread(nn.Linear(4, 8), placement)
 
-    def trained(self, net: Any, optimizer: Any, steps: int = 2) -> Any:
-        """The parameters after some steps."""
-        for number in range(steps):
-            optimizer.zero_grad()
-            net(self.put(randn(8, 4, seed=number))).square().mean().backward()
-            optimizer.step()
-        return list(net.parameters())
-
-    def gradients(self, net: Any) -> Any:
-        """Output and gradients of a batch of eight."""
-        out = net(self.rows(R))
-        out.square().sum().backward()
-        return out, [p.grad for p in net.parameters()]
-
 
 Program = Callable[[Side], Any]
 
@@ -212,19 +198,9 @@ def _stepped_in_backward(w: Side) -> Any:
     return list(net.parameters())
 
 
-def _grown(w: Side) -> Any:
-    net = w.net()
-    optimizer = torch.optim.Adam(net[0].parameters(), 0.1)
-    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(net.parameters(), 0.01))
-    w.trained(net, optimizer, 1)
-    optimizer.add_param_group({"params": list(net[2].parameters()), "lr": 0.3})
-    return w.trained(net, optimizer)
-
-
 TRAINING: dict[str, Program] = {
     "grad scaler": _scaled,
     "optimizers in the backward pass": _stepped_in_backward,
-    "parameters and hooks added to an optimizer": _grown,
 }
 
 # ---- autograd ----
@@ -326,7 +302,8 @@ def _init(fill: Callable[[Any], object]) -> Program:
 def _pruned(w: Side) -> Any:
     net = w.linear()
     prune.ln_structured(net, "weight", 2, n=2, dim=0)
-    out, _ = w.gradients(net)
+    out = net(w.rows(R))
+    out.square().sum().backward()
     mask, grad = net.weight_mask, net.weight_orig.grad
     prune.remove(net, "weight")
     return out, mask, grad, net.weight
@@ -345,7 +322,6 @@ MODULES: dict[str, Program] = {
     "initial values, truncated": _init(lambda p: nn.init.trunc_normal_(p, std=0.3)),
     "initial values, orthogonal": _init(nn.init.orthogonal_),
     "pruned by rows": _pruned,
-    "symbolic trace": lambda w: w.gradients(torch.fx.symbolic_trace(w.net())),
     "custom operator": _through(lambda x: _flipped(x)),
     "fake quantization": _through(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7)),
 }

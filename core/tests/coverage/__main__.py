@@ -89,6 +89,12 @@ def table_of(outcomes: Outcomes) -> dict[str, Any]:
     return {"torch": torch.__version__, "verdicts": dict(sorted(verdicts.items()))}
 
 
+def text_of(table: Mapping[str, Any]) -> str:
+    """JSON with a line per op, which makes changes easy to read."""
+    ops = ",\n".join(f"  {json.dumps(op)}: {json.dumps(modes)}" for op, modes in table["verdicts"].items())
+    return f'{{"torch": {json.dumps(table["torch"])}, "verdicts": {{\n{ops}\n}}}}\n'
+
+
 def became_worse(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A line per op and mode that became worse.
 
@@ -133,22 +139,23 @@ def page_of(outcomes: Outcomes) -> str:
             where = "; ".join(f"{pair}: {', '.join(modes)}" for pair, modes in by_pair.items())
             differing.setdefault(where, []).append(op.replace("_", "\\_"))
     rows = [[", ".join(ops), where] for where, ops in sorted(differing.items(), key=lambda one: -len(one[1]))]
+    rows = [["ops", "core / torch"], ["---"] * 2, *rows]
+    own, *others = sums(outcomes)
+    tables = [
+        "\n".join(f"| {' | '.join(row)} |" for row in part)
+        for part in ([own, ["---"] * len(own), *others], rows)
+    ]
     command = "`python -m core.tests.coverage --impl core,torch -o results/coverage.md`"
     return f"""# Ops of torch's database on distributed tensors
 
 torch {torch.__version__}, {SAMPLES} samples of each op, {PLACES} placements of each, four simulated ranks: {command}.
 
-{_markdown(sums(outcomes))}
+{tables[0]}
 
 Ops whose verdicts differ:
 
-{_markdown([["ops", "core / torch"], *rows])}
+{tables[1]}
 """
-
-
-def _markdown(rows: list[list[str]]) -> str:
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -175,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = table_of(outcomes)
     if options.output:
         is_page = options.output.suffix == ".md"
-        options.output.write_text(page_of(outcomes) if is_page else json.dumps(table, indent=1) + "\n")
+        options.output.write_text(page_of(outcomes) if is_page else text_of(table))
     worse = became_worse(json.loads(options.base.read_text()), table) if options.base else []
     for line in worse:
         _say(f"worse: {line}")

@@ -120,10 +120,10 @@ class OpReference:
 
 
 def _call(name: str, mode: str, sample: OpSample, tensors: Sequence[Any], outs: Sequence[Any]) -> Any:
-    """The op on these tensors in the place of the sample's."""
+    """The op on these tensors in the place of the sample's, which require grad as those do unless written to."""
     leaves = list(sample.leaves)
-    for index, tensor in zip(sample.tensors, tensors, strict=True):
-        leaves[index] = tensor
+    for index, tensor, grad in zip(sample.tensors, tensors, sample.requires_grad, strict=True):
+        leaves[index] = tensor if mode in ("inplace", "out") else tensor.requires_grad_(grad)
     first, args, kwargs = tree_unflatten(leaves, sample.tree)
     if outs:
         kwargs = {**kwargs, "out": outs[0] if len(outs) == 1 else tuple(outs)}
@@ -132,16 +132,9 @@ def _call(name: str, mode: str, sample: OpSample, tensors: Sequence[Any], outs: 
     return (op.inplace_variant if mode == "inplace" else op.op)(first, *args, **kwargs)
 
 
-def _require_grad(mode: str, sample: OpSample, inputs: Sequence[torch.Tensor]) -> None:
-    if mode not in ("inplace", "out"):
-        for tensor, requires_grad in zip(inputs, sample.requires_grad, strict=True):
-            tensor.requires_grad_(requires_grad)
-
-
 def _plain(name: str, mode: str, sample: OpSample, outs: Sequence[Any], copy: Any) -> tuple[Any, list[Any]]:
     """(results, inputs) of the plain op on copies of the sample's tensors."""
     tensors = [copy(value) for value in sample.values]
-    _require_grad(mode, sample, tensors)
     return _call(name, mode, sample, tensors, [out.clone() for out in outs]), tensors
 
 
@@ -202,14 +195,17 @@ def _other_seeds() -> Iterator[None]:
 
 
 def _gradients(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any] | None:
-    """Per input that requires grad, the gradient (or None) for fixed random cotangents; None without any."""
+    """Per input that requires grad, the gradient for fixed random cotangents; None without any."""
     tensors = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
     wanted = [i for i in inputs if i.requires_grad]
     if not tensors or not wanted:
         return None
     generator = torch.Generator().manual_seed(SEED)
     cotangents = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in tensors]
-    return list(torch.autograd.grad(tensors, wanted, cotangents, allow_unused=True))
+    grads = torch.autograd.grad(tensors, wanted, cotangents, allow_unused=True)
+    return [
+        torch.zeros(i.shape, dtype=i.dtype) if g is None else g for i, g in zip(wanted, grads, strict=True)
+    ]
 
 
 # ---- comparing ----
@@ -247,17 +243,12 @@ def difference(got: Any, wanted: Any, nudged: Any = None, values: bool = True) -
     return f"{int((~close).sum())} of {got.numel()} elements differ, by up to {worst:.3g} at a scale of {scale:.3g}"
 
 
-def _grad_difference(got: Any, wanted: torch.Tensor | None, nudged: Any = None) -> str:
-    if wanted is None or got is None:  # an input that does not matter has no gradient, or zeros
-        other = got if wanted is None else wanted
-        return "" if other is None or not other.any() else f"got {got!r}, expected {wanted!r}"
-    return difference(got, wanted, nudged)
-
-
-def _first(what: str, compare: Any, got: Sequence[Any], wanted: Sequence[Any], nudged: Sequence[Any]) -> str:
+def _first(
+    what: str, got: Sequence[Any], wanted: Sequence[Any], nudged: Sequence[Any] = (), **how: Any
+) -> str:
     """The first difference."""
     for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
-        if problem := compare(one, other, next(iter(nudged[index : index + 1]), None)):
+        if problem := difference(one, other, next(iter(nudged[index : index + 1]), None), **how):
             return f"{what} {index}: {problem}"
     return ""
 
@@ -268,12 +259,11 @@ _of_thread = threading.local()  # .meshes of the rank
 
 
 def _mesh(mode: str) -> DeviceMesh:
-    grids = {"mesh2x2": [[0, 1], [2, 3]], "order": [[3, 1], [0, 2]]}
+    grids: dict[str, Any] = {"mesh2x2": [[0, 1], [2, 3]], "order": [[3, 1], [0, 2]]}
     meshes: dict[str, DeviceMesh] = vars(_of_thread).setdefault("meshes", {})
-    name = mode if mode in grids else ""
-    if name not in meshes:
-        meshes[name] = DeviceMesh("cpu", torch.tensor(grids.get(mode, range(RANKS))))
-    return meshes[name]
+    if mode not in meshes:
+        meshes[mode] = DeviceMesh("cpu", torch.tensor(grids.get(mode, range(RANKS))))
+    return meshes[mode]
 
 
 def _distribute(library: Any, full: torch.Tensor, mesh: DeviceMesh, place: Sequence[str], mode: str) -> Any:
@@ -321,19 +311,18 @@ def _on_rank(
     values = [*sample.values, *wanted.outs]
     tensors = [_distribute(library, v, mesh, p, mode) for v, p in zip(values, placed, strict=True)]
     inputs, outs = tensors[: len(sample.values)], tensors[len(sample.values) :]
-    _require_grad(mode, sample, inputs)
     leaves, tree = tree_flatten(_call(name, mode, sample, inputs, outs))
     results = full(leaves)
     if len(results) != len(wanted.raw):
         return "wrong", f"got {len(results)} results, expected {len(wanted.raw)}"
-    problem = _first("result", functools.partial(difference, values=False), results, wanted.raw, ())
+    problem = _first("result", results, wanted.raw, values=False)
     if problem or name in _UNINITIALISED:
         return ("wrong" if problem else ""), problem
     processed = tree_flatten(sample.process(tree_unflatten(results, tree)))[0]
-    problem = _first("result", difference, processed, wanted.processed, wanted.nudged)
+    problem = _first("result", processed, wanted.processed, wanted.nudged)
     if not problem and mode in ("inplace", "out"):
         written = inputs[:1] if mode == "inplace" else outs
-        problem = _first("what was written", difference, full(written), wanted.raw[: len(written)], ())
+        problem = _first("what was written", full(written), wanted.raw[: len(written)])
     if problem:
         return ("random differs" if wanted.is_random else "wrong"), problem
     if wanted.grads is None:
@@ -341,7 +330,7 @@ def _on_rank(
     grads = _gradients(processed, inputs)
     if grads is None or len(grads) != len(wanted.grads):
         return "wrong", "no result requires grad"
-    problem = _first("gradient", _grad_difference, full(grads), wanted.grads, wanted.nudged_grads)
+    problem = _first("gradient", full(grads), wanted.grads, wanted.nudged_grads)
     return ("wrong" if problem else ""), problem
 
 
