@@ -42,8 +42,6 @@ def test_plain_tensors_count_as_replicated() -> None:
     with implicit_replication():
         product = tensor * plain
         in_list = torch.cat([tensor.detach(), torch.ones(2, 4)]).full_tensor()
-        with implicit_replication():
-            pass
         assert (plain.detach() + tensor).placements == (S0,)
         product.sum().backward()
     assert torch.equal(product.full_tensor(), full * torch.arange(4.0)) and in_list.shape == (10, 4)

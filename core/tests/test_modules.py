@@ -192,21 +192,6 @@ def test_conversions_keep_what_a_parameter_is() -> None:
     torch.testing.assert_close(module(place(torch.ones(2, 4))).full_tensor(), plain(torch.ones(2, 4)))
 
 
-@on_ranks
-def test_hooks_of_state_dicts() -> None:
-    module = sharded(nn.Linear(4, 5))
-    module._register_state_dict_hook(
-        lambda mod, state, prefix, meta: state.update(extra=state["weight"].full_tensor())
-    )
-    state = module.state_dict()
-    assert state["extra"].shape == (5, 4) and not state["weight"].requires_grad
-    module.register_load_state_dict_pre_hook(lambda mod, state, *_: state.__delitem__("extra"))
-    module.load_state_dict({**state, "weight": state["extra"] * 2})
-    torch.testing.assert_close(module.weight.full_tensor(), state["extra"] * 2)  # type: ignore[operator]
-    F.linear(place(torch.ones(2, 4)), module.weight).sum().backward()  # type: ignore[arg-type]
-    assert module.weight.grad.placements == (S0,)  # type: ignore[union-attr]
-
-
 # ---- norms of half-precision tensors, with weights of their own precision and in float32 ----
 
 NORMS: dict[str, Callable[..., Any]] = {

@@ -285,31 +285,6 @@ def test_a_smaller_world_loads_what_was_saved(ranks: ThreadWorlds, tmp_path: Pat
     ranks(_load_smaller, str(tmp_path), world_size=2)
 
 
-# ---- copies ----
-
-
-@on_ranks
-def test_copies_of_models_and_optimizers_train_on_alike(tmp_path: Path) -> None:
-    for kind in KINDS:
-        model, optimizer = _trained(kind)
-        copied, other = copy.deepcopy((model, optimizer))
-        assert all(a is not b for a, b in zip(model.parameters(), copied.parameters(), strict=True))
-        assert other.param_groups[0]["params"][0] is next(iter(copied.parameters()))
-        file = tmp_path / f"{kind}{dist.get_rank()}.pt"
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        loaded, third = _trained(kind, seed=2)
-        states = torch.load(file, weights_only=True)
-        loaded.load_state_dict(states["model"])
-        third.load_state_dict(states["optimizer"])
-        for net, optim in ((model, optimizer), (copied, other), (loaded, third)):
-            for parameter in net.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optim.step()
-        _same(copied.state_dict(), model.state_dict(), kind)
-        _same(loaded.state_dict(), model.state_dict(), kind)
-        _same(third.state_dict(), optimizer.state_dict(), kind)
-
-
 @on_ranks
 def test_terms_are_gathered_as_their_sum() -> None:
     terms = DTensor.from_local(torch.ones(3), mesh_of((4,)), [Partial()])
