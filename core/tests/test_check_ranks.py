@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from core.tests.gloo_world import mesh_of
 from core.tests.local_world import ThreadWorlds
-from dtbench_core import DTensor, Partial, RanksDifferError, Replicate, Shard, check_ranks
+from dtbench_core import DTensor, RanksDifferError, Replicate, Shard, check_ranks
 
 CASES = ("rows", "placements", "part", "op", "redistribute", "full_tensor", "dtype")
 
@@ -49,24 +49,3 @@ def caught(how: str) -> str:
     with pytest.raises(RanksDifferError) as error:
         differ(how)
     return str(error.value)
-
-
-def test_ranks_that_do_the_same_are_left_alone(ranks: ThreadWorlds) -> None:
-    ranks(the_same, world_size=4)
-
-
-def the_same() -> None:
-    """A training step, uneven shards, a pending reduction, views, and a mesh of two dims."""
-    mesh = mesh_of((2, 2))
-    torch.manual_seed(0)
-    with check_ranks():
-        weight = DTensor.from_local(torch.rand(3, 4), mesh, [Replicate(), Replicate()]).redistribute(
-            mesh, [Replicate(), Shard(0)]
-        )
-        weight.requires_grad_()
-        x = DTensor.from_local(torch.rand(2, 4), mesh, [Shard(0), Replicate()])
-        y = torch.nn.functional.linear(x, weight).t().relu().sum()
-        y.backward()
-        assert weight.grad is not None and weight.grad.full_tensor().shape == (3, 4)
-        pending = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])
-        assert pending.full_tensor().tolist() == [2.0, 2.0]

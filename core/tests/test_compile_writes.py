@@ -121,7 +121,6 @@ SAVED_AND_WRITTEN: dict[str, Callable[[Any], object]] = {
     "by a detached": lambda t: t.detach().mul_(2),
     "by a view": lambda t: t.detach().t()[1:].add_(1),
     "by a chunk": lambda t: t.detach().chunk(2, 1)[1].add_(1),
-    "in a list": lambda t: torch._foreach_add_([t.detach()], 1.0),
     "out": lambda t: torch.add(t.detach().clone(), 1, out=t.detach()),
     "of data, which does not count": lambda t: t.data.mul_(2),
 }

@@ -88,14 +88,6 @@ def test_a_call_made_before_skips_torch_dispatch(x: DTensor, slow_calls: list[st
         assert result.placements == (Shard(0),) and torch.equal(result.to_local(), plain)
 
 
-def test_requires_grad_reads_and_writes(x: DTensor) -> None:
-    assert x.requires_grad is False
-    x.requires_grad = True
-    assert x.requires_grad is True and (x * 2).requires_grad
-    with pytest.raises(RuntimeError, match="leaf"):
-        (x * 2).requires_grad = False
-
-
 def test_views_are_never_fast_and_share_their_base_s_version(x: DTensor) -> None:
     views = (x.t, x.detach, lambda: x.view(-1), lambda: x[:, 1:], lambda: torch.transpose(x, 0, 1))
     for call in views:

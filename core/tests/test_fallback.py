@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -120,15 +119,23 @@ def test_a_pending_sum_is_added_to_by_a_rule() -> None:
     assert not fallbacks()
 
 
+def _resized(size: int, placement: Placement) -> Any:
+    out = _into(torch.empty(size), [placement])
+    return torch.mul(_into(torch.arange(15.0).reshape(5, 3), [S(0)]), 2, out=out)
+
+
+@pytest.mark.filterwarnings("ignore:aten.mul.out got out= of shape")
 @on_ranks
 def test_out_is_resized_as_torch_does() -> None:
-    """With a warning where it held something."""
-    full = torch.arange(15.0).reshape(5, 3)
-    for size, placement in ((0, R), (2, S(0))):
-        warns = pytest.warns(UserWarning, match=r"out= of shape \[2\].*resized") if size else nullcontext()
-        with warns:
-            out = torch.mul(_into(full, [S(0)]), 2, out=_into(torch.empty(size), [placement]))
-        assert _same(out, full * 2) and out.shape == (5, 3)
+    for out in (_resized(0, R), _resized(2, S(0))):
+        assert _same(out, torch.arange(15.0).reshape(5, 3) * 2) and out.shape == (5, 3)
+
+
+def test_a_resized_out_that_held_something_warns(fake_world: Callable[[int], None]) -> None:
+    fake_world(4)
+    _resized(0, R)  # warnings are errors here
+    with pytest.warns(UserWarning, match=r"out= of shape \[2\].*resized"):
+        _resized(2, S(0))
 
 
 # ---- views that are copies ----

@@ -28,7 +28,6 @@ TAKING: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     "*": lambda x, n: x * n,
     "/": lambda x, n: (x + 2) / n,
     "==": lambda x, n: x == n,
-    "copysign": lambda x, n: torch.copysign(x, n),
     "where": lambda x, n: torch.where(x > 0, x, n),
     "full_like": lambda x, n: torch.full_like(x, n),
     "masked_fill": lambda x, n: x.masked_fill(x > 0, n),

@@ -28,11 +28,9 @@ Layouts = list[tuple[tuple[int, int], tuple[Placement, Placement]]]
 
 PROGRAMS: Programs = {
     "attention with itself": lambda t: F.scaled_dot_product_attention(*[t[None, None]] * 3),
-    "norms": lambda t: F.layer_norm(t.t(), t.shape[:1]) @ (t - t.mean(0)) / (t.var(0) + 1).sqrt(),
     "views": lambda t: t.reshape(-1)[3:].sum() + t.flip(0)[1:].t().reshape(-1).cumsum(0),
     "cat and pad": lambda t: F.pad(torch.cat([t, t.sin()], 0), (1, 2, 1, 1)).roll(1, 0),
     "topk and sort": lambda t: t.topk(2, 0).values + t.sort(0).values[:2] + t.argsort(1)[:2],
-    "twice the same": lambda t: t.softmax(0) * t.softmax(0) + t.amax(0) * t.logsumexp(0) + t.amax(0),
     "products": lambda t: (t @ t.t()).softmax(0) @ t + F.normalize(t, dim=0) * t.sum(0),
     "indices": lambda t: t[[0, 2]] + t.gather(0, t.argsort(0))[:2] + t[[1, 1]],
 }

@@ -15,12 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._debug_mode import DebugMode
-from torch.utils.checkpoint import checkpoint
 
 from core.tests.gloo_world import mesh_of, on_ranks
 from dtbench_core import DTensor, Replicate, Shard, distribute_tensor
 from dtbench_core.layout.wrapper import shares_memory
-from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 RANKS = 2
 
@@ -199,34 +197,6 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
         assert squeezed.full_tensor().equal(torch.full((4,), 2.0))
         kept.append((squeezed, *(x + 1 for _ in range(8))))
     assert not any(shares_memory(other) for _, *others in kept for other in others)
-
-
-# ---- what training code does ----
-
-
-def _mlp(inplace: bool, *, local: bool) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 4)).double()
-    parts = copy.deepcopy(plain)
-    styles = {"0": ColwiseParallel(use_local_output=local), "2": RowwiseParallel(use_local_output=local)}
-    return parallelize_module(parts, mesh_of((RANKS,)), styles), plain
-
-
-@pytest.mark.parametrize("how", ["inplace", "reentrant", "checkpointed"])
-@on_ranks(world_size=RANKS)
-def test_activations_in_place_and_checkpoints(how: str) -> None:
-    """A checkpoint computes again inside backward, on the same path as before."""
-    parts, plain = _mlp(how == "inplace", local=how == "inplace")
-    x = torch.randn(3, 4, dtype=torch.float64)
-    if how == "inplace":
-        parts(x).pow(2).sum().backward()
-    else:
-        inputs = x.clone().requires_grad_(how == "reentrant")
-        checkpoint(parts, inputs, use_reentrant=how == "reentrant").pow(2).sum().backward()
-    plain(x).pow(2).sum().backward()
-    for p, q in zip(parts.parameters(), plain.parameters(), strict=True):
-        assert isinstance(p.grad, DTensor)
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
 # ---- tools ----

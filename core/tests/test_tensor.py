@@ -156,8 +156,6 @@ def test_placements_of_torch_are_understood() -> None:
     shard = torch_tensor.Shard(0)
     add = local_map(torch.add, out_placements=[shard], in_placements=([shard], [shard]))
     assert add(tensor, tensor).placements == (S0,)
-    both = local_map(lambda t: (t, t), out_placements=([shard], [shard]))(tensor)
-    assert [one.placements for one in both] == [(S0,), (S0,)]
 
 
 @on_ranks
