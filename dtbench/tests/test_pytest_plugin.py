@@ -69,7 +69,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_pytest(folder: Path, *words: str) -> str:
     paths = os.pathsep.join(str(ROOT / name) for name in ("", "core", "suites"))
-    command = [sys.executable, *"-m pytest -p dtbench.pytest_plugin -p no:cacheprovider".split(), *words]
+    command = [
+        sys.executable,
+        *["-m", "pytest", "-p", "dtbench.pytest_plugin", "-p", "no:cacheprovider"],
+        *words,
+    ]
     # A worker of xdist's would time nothing.
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = outer | {"PYTHONPATH": paths, "COLUMNS": "100"}
