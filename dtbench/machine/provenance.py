@@ -38,25 +38,15 @@ _ENV_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "TORCH_NCCL_", "TORC
 # Single names that change a measured time. TORCHELASTIC_* stays out: it holds ids and paths of the launch, and none
 # changes a time.
 _ENV_NAMES = {
-    *("MKL_NUM_THREADS", "MKL_DYNAMIC", "OPENBLAS_NUM_THREADS"),  # thread counts
-    *(
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_DEVICE_ORDER",
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-    ),  # choice and order of devices
+    *("MKL_NUM_THREADS", "MKL_DYNAMIC", "OPENBLAS_NUM_THREADS"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS"),
     *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING"),
-    *(
-        "PYTORCH_ALLOC_CONF",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "LD_PRELOAD",
-        "MALLOC_CONF",
-        "MALLOC_ARENA_MAX",
-    ),  # allocators
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "LD_PRELOAD", "MALLOC_CONF", "MALLOC_ARENA_MAX"),
     *(
         "TORCH_CPP_LOG_LEVEL",
         "TORCH_DISTRIBUTED_DEBUG",
         "TORCH_SHOW_CPP_STACKTRACES",
-    ),  # checks of each collective
+    ),  # check each collective
     *("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONDEVMODE", REHEARSAL),
 }
 
@@ -123,19 +113,6 @@ def provenance(
 def boot_id() -> str | None:
     """What names the running kernel; its processes share one monotonic clock."""
     return _read(Path("/proc/sys/kernel/random/boot_id")) or None
-
-
-def segments(snmp: Path = Path("/proc/net/snmp")) -> tuple[int, int]:
-    """TCP segments that this host (its network namespace) has sent, and sent again; zeros where none are counted.
-
-    Source: RFC 4022, tcpOutSegs and tcpRetransSegs.
-    """
-    try:
-        lines = [line.split() for line in snmp.read_text().splitlines() if line.startswith("Tcp:")]
-        counts = dict(zip(*lines, strict=True))
-        return int(counts["OutSegs"]), int(counts["RetransSegs"])
-    except (OSError, KeyError, ValueError, TypeError):
-        return 0, 0
 
 
 def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
@@ -230,10 +207,7 @@ def _checkout(folder: Path) -> Checkout:
 
 
 def _own_checkout() -> Checkout | None:
-    """The checkout that dtbench runs from; None when it was installed from a wheel.
-
-    A virtual environment may lie inside somebody's checkout: only a tracked file counts.
-    """
+    """The checkout that dtbench runs from, whose tracked file this is; None when it was installed from a wheel."""
     package = Path(__file__).parents[1]
     tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
     return _checkout(package) if tracked else None
@@ -368,11 +342,11 @@ def devices(library: Nvml | None) -> dict[int, NvmlDevice]:
 def cuda_device(index: int) -> NvmlDevice | None:
     """index: as torch numbers CUDA devices in this process. None where NVML cannot tell which it is."""
     library = nvml()
-    handle = None if library is None else handle_of(library, index)
+    handle = None if library is None else _handle_of(library, index)
     return None if handle is None else NvmlDevice(library, handle)
 
 
-def handle_of(library: Nvml, index: int) -> Nvml | None:
+def _handle_of(library: Nvml, index: int) -> Nvml | None:
     """NVML's handle of a CUDA device: CUDA_VISIBLE_DEVICES renumbers, and CUDA may sort otherwise."""
     by_uuid = getattr(library, "nvmlDeviceGetHandleByUUID", None)
     device_id = gpus_of_torch().uuid(index)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import median
+from statistics import NormalDist, median
 
 import numpy as np
 
@@ -180,12 +180,8 @@ def _share(chances: np.ndarray) -> float:
 def _rank_sum_tails(m: int, n: int) -> tuple[float, ...]:
     """P(U <= u) for u = 0, 1, ... of the Mann-Whitney U of m and n values without ties."""
     if m + n > _EXACT_UP_TO:
-        mean, sd = m * n / 2, math.sqrt(m * n * (m + n + 1) / 12)
-        return tuple(_normal_cdf((u + 0.5 - mean) / sd) for u in range(m * n + 1))
+        normal = NormalDist(m * n / 2, math.sqrt(m * n * (m + n + 1) / 12))
+        return tuple(normal.cdf(u + 0.5) for u in range(m * n + 1))
     least = n * (n + 1) // 2
     chances = _chances_of_sums(tuple(range(1, m + n + 1)), n)[least : least + m * n + 1]
     return tuple(np.cumsum(chances).tolist())
-
-
-def _normal_cdf(z: float) -> float:
-    return math.erfc(-z / math.sqrt(2)) / 2

@@ -239,7 +239,8 @@ def test_a_cuda_device_is_found_behind_visible_devices(
     fake_nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str, index: int, handle: str | None
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.handle_of(fake_nvml, index) == handle
+    device = machine.cuda_device(index)
+    assert (device and device.handle) == handle
     assert (machine.gpu_state(index) is None) == (handle is None)
 
 

@@ -104,7 +104,9 @@ def calibrate_dim(dim: MeasuredDim) -> Dim:
 
     bandwidth_interval, latency_interval = intervals.fitted(points, refit)
     residuals = _residuals(ring, dim.ranks, constants)
-    collectives, transitions = curves_of(dim)
+    curves = {
+        what: {name: curve_of(call) for name, call in of.items()} for what, of in dim.calls.items() if of
+    }
     return Dim(
         name=dim.name,
         ranks=dim.ranks,
@@ -129,8 +131,8 @@ def calibrate_dim(dim: MeasuredDim) -> Dim:
             estimator="p25 over samples, median over launches",
         ),
         residuals=residuals,
-        collectives=collectives,
-        transitions=transitions,
+        collectives=curves.pop(COLLECTIVES, {}),
+        transitions=curves,
         contention=dim.contention,
         warnings=(
             *_warnings_about_data(dim),
@@ -138,14 +140,6 @@ def calibrate_dim(dim: MeasuredDim) -> Dim:
             *_warnings_about_fit(ring, dim.ranks, line, residuals),
         ),
     )
-
-
-def curves_of(dim: MeasuredDim) -> tuple[dict[str, MeasuredCurve], dict[str, dict[str, MeasuredCurve]]]:
-    """The curves of a dim's `collectives` and `transitions`."""
-    curves = {
-        what: {name: curve_of(call) for name, call in of.items()} for what, of in dim.calls.items() if of
-    }
-    return curves.pop(COLLECTIVES, {}), curves
 
 
 def curve_of(call: CallTimes) -> MeasuredCurve:

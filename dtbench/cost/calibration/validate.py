@@ -17,12 +17,12 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from dtbench.cost.calibration.assemble import calibrate_dim, curves_of, why_left_out
+from dtbench.cost.calibration.assemble import calibrate_dim, why_left_out
 from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, measured_dims
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
 from dtbench.cost.price import price, ring_us
-from dtbench.records.topology import CalibratedTopology, Dim, HostLayout, MeasuredCurve
+from dtbench.records.topology import CalibratedTopology, Dim, MeasuredCurve
 from dtbench.suite import Header, MeshShape, Run
 from dtbench.suite.errors import UsageError
 from dtbench.suite.fields import Amount, Count
@@ -138,23 +138,24 @@ def validate(topology: CalibratedTopology, runs: Sequence[Run], *, same: bool = 
     notes += [*_differences(models, dims), f"PyTorch's guess: {guess}"]
     launches = sorted({launch for dim in dims for _, call in dim.all_calls() for launch in call.launches})
     title = f"{len(launches)} new launch{'es' * (len(launches) > 1)} of {_names(dims)}"
-    return _validation(title, _scored(models, dims, use_fitted=not same), notes)
+    groups = _scored(models, dims, use_fitted=not same)
+    return Validation(models=WORDS, title=title, groups=groups, notes=tuple(notes))
 
 
 def validate_split(run: Run) -> Validation:
     """The models' errors at every second size of a run, fitted on the others and both ends.
 
     Raises:
-        UsageError: no collective or transition measured at three sizes or more.
+        UsageError: no ring collective measured at three sizes or more.
     """
     notes: list[str] = []
     held, fitted, few = [], [], 0
     for dim in measured_dims([run], notes):
         kept, out = (dim.map(functools.partial(_alternate, kept=kept)) for kept in (True, False))
         few += len([*dim.all_calls()]) - len([*kept.all_calls()])
-        if dim.ranks > 1 and [*kept.all_calls()]:
+        if why_left_out(kept) is None:
             held.append(out)
-            fitted.append(_fit(kept))
+            fitted.append(calibrate_dim(kept))
     if not held:
         raise UsageError(
             f"{run.path} has no collective measured at {MIN_SIZES} sizes or more: none can be held out; "
@@ -167,11 +168,7 @@ def validate_split(run: Run) -> Validation:
         notes.append(f"{few} curves with fewer than {MIN_SIZES} sizes were left out")
     title = f"every second size of {run.path.name}, fitted on the others"
     groups = _scored(models, held, use_fitted=False)
-    return _validation(title, groups, [*notes, f"PyTorch's guess: {guess}"])
-
-
-def _validation(title: str, groups: tuple[CallGroup, ...], notes: Sequence[str]) -> Validation:
-    return Validation(models=WORDS, title=title, groups=groups, notes=tuple(notes))
+    return Validation(models=WORDS, title=title, groups=groups, notes=(*notes, f"PyTorch's guess: {guess}"))
 
 
 def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) -> tuple[CallGroup, ...]:
@@ -258,10 +255,6 @@ def _common(
     return common
 
 
-def _pair(of: tuple[int, int] | None) -> list[int] | None:
-    return None if of is None else list(of)
-
-
 def _differences(models: Models, dims: Sequence[MeasuredDim]) -> list[str]:
     """What is not alike between the topology and the runs, and may make the errors."""
     notes = []
@@ -269,10 +262,8 @@ def _differences(models: Models, dims: Sequence[MeasuredDim]) -> list[str]:
         ours = models.dims[dim.name]
         then, now = ours.layout.hosts_per_group, dim.layout.hosts_per_group
         if then != now:
-            notes.append(
-                f"{dim.name} spans {_pair(now)} hosts in the runs (least, most), {_pair(then)} in the topology"
-            )
-        if isinstance(ours, Dim) and ours.groups_sharing != dim.sharing:
+            notes.append(f"{dim.name} spans {now} hosts in the runs (least, most), {then} in the topology")
+        if ours.groups_sharing != dim.sharing:
             notes.append(
                 f"{dim.name} was measured {dim.sharing} in the runs, {ours.groups_sharing} in the topology"
             )
@@ -303,24 +294,7 @@ def _alternate(call: CallTimes, *, kept: bool) -> CallTimes:
     return call.only(fitted if kept else set(sizes) - fitted)
 
 
-def _fit(dim: MeasuredDim) -> Dim | CurvesOnly:
-    if why_left_out(dim) is None:
-        return calibrate_dim(dim)
-    return CurvesOnly(dim.name, dim.ranks, dim.layout, *curves_of(dim))
-
-
 # ------------------------------------------------------------------------------------ the models
-
-
-@dataclass(frozen=True)
-class CurvesOnly:
-    """A mesh dim without constants of the ring, whose collectives were not measured on it."""
-
-    name: str
-    ranks: int
-    layout: HostLayout
-    collectives: dict[str, MeasuredCurve]
-    transitions: dict[str, dict[str, MeasuredCurve]]
 
 
 class Models:
@@ -329,9 +303,7 @@ class Models:
     mesh, devices_per_host: what torch guesses the layout from; None where the devices are not known.
     """
 
-    def __init__(
-        self, dims: Sequence[Dim | CurvesOnly], mesh: MeshShape, devices_per_host: int | None
-    ) -> None:
+    def __init__(self, dims: Sequence[Dim], mesh: MeshShape, devices_per_host: int | None) -> None:
         self.dims = {dim.name: dim for dim in dims}
         links = [] if devices_per_host is None else guessed_links(mesh.shape, devices_per_host)
         self._guessed = dict(zip(mesh.dim_names, links, strict=False))
@@ -354,8 +326,7 @@ class Models:
             if link is not None:
                 predicted["builtin_layout"] = Ring(of.ranks, *link).collective_us(name, size_bytes)
                 predicted["builtin_scaled"] = predicted["builtin_layout"] * self._scale
-            if isinstance(of, Dim):
-                predicted["ring"] = ring_us(name, size_bytes, of.ranks, of)
+            predicted["ring"] = ring_us(name, size_bytes, of.ranks, of)
         curve = self.curve(dim, what, name)
         if curve is not None:
             if curve.alpha_us is not None and curve.beta_GiBps is not None:
