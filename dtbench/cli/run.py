@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from dtbench.engine.options import (
     RunRequest,
     parse_duration,
     parse_size,
+    parse_sizes,
     split_words,
 )
 from dtbench.suite.errors import UsageError
@@ -56,6 +58,18 @@ _OPTIONS = (
     options.DEVICE,
     options.BACKEND,
     options.SIZE,
+    click.option("-b", "--minbytes", metavar="SIZE", help="As nccl-tests: the smallest size, with -e."),
+    click.option(
+        "-e", "--maxbytes", metavar="SIZE", help="As nccl-tests: the largest size; 128M is 2^27 bytes."
+    ),
+    click.option(
+        "-f",
+        "--stepfactor",
+        metavar="N",
+        type=click.IntRange(2),
+        default=2,
+        help="As nccl-tests: from one size to the next.",
+    ),
     click.option(
         "--max-size",
         "max_size_bytes",
@@ -164,8 +178,24 @@ def _begun_with(output: Path) -> list[str]:
     return [*argv, "--resume", "-o", str(output)]
 
 
-def options_of(words: tuple[str, ...], launches: int | None, **values: options.Given) -> RunRequest:
+def options_of(
+    words: tuple[str, ...],
+    launches: int | None,
+    minbytes: str | None,
+    maxbytes: str | None,
+    stepfactor: int,
+    **values: options.Given,
+) -> RunRequest:
     suites, own = split_words(words)
+    if minbytes is not None or maxbytes is not None:
+        if minbytes is None or maxbytes is None or values["sizes_bytes"] is not None:
+            raise UsageError(
+                "-b and -e go together and without --size: expected the smallest and the largest size, such as "
+                "-b 8 -e 128M -f 2"
+            )
+        # K, M and G are powers of 1024 there: nccl-tests, src/common.cu, parsesize.
+        first, last = (re.sub(r"(?<=\d)[KMGkmg]$", r"\g<0>iB", text) for text in (minbytes, maxbytes))
+        values["sizes_bytes"] = parse_sizes(f"{first}:{last}:{stepfactor}x")
     if launches is None:
         launches = 1 if values["max_size_bytes"] is None else CALIBRATION_LAUNCHES
     return RunRequest(suites=suites, suite_options=own, launches=launches, **values)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dtbench.cli.run import options_of, run_command
 from dtbench.engine import options
 from dtbench.engine.options import RunRequest
 from dtbench.suite import Case, RunOptions
@@ -201,3 +202,23 @@ def test_options_nobody_declared_are_refused(suite: Suite, given: dict[str, str]
     options.refuse_foreign_options([suite_with("a", mode=""), suite_with("b")], {"mode": "x"})
     with pytest.raises(UsageError, match=says):
         options.refuse_foreign_options([suite], given)
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ("-b 8 -e 64 -f 2", (8, 16, 32, 64)),
+        ("-b 1K -e 1M -f 32", (2**10, 2**15, 2**20)),
+        ("-b 8 -e 16", (8, 16)),
+    ],
+)
+def test_sizes_are_taken_as_nccl_tests_takes_them(words: str, sizes: tuple[int, ...]) -> None:
+    context = run_command.make_context("run", words.split())
+    assert options_of(context.params.pop("words"), **context.params).sizes_bytes == sizes
+
+
+@pytest.mark.parametrize("words", ["-b 8", "-e 8", "-b 8 -e 16 --size 1KiB"])
+def test_half_a_range_of_sizes_is_refused(words: str) -> None:
+    context = run_command.make_context("run", words.split())
+    with pytest.raises(UsageError, match="-b and -e go together"):
+        options_of(context.params.pop("words"), **context.params)
