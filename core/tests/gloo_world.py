@@ -51,14 +51,9 @@ class RankError(Exception):
 # --- decorators of tests ---------------------------------------------------------------------------
 
 
-def on_ranks(
-    fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE, checked: bool = False
-) -> Any:
-    """Decorator: a test that every rank executes, a thread of this process, with what pytest parametrizes it with.
-
-    checked: the ranks are compared at every op (`check_ranks`), for tests of whole programs.
-    """
-    return _with_fixture(fn, "ranks", world_size, checked)
+def on_ranks(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
+    """Decorator: a test that every rank executes, a thread of this process, with what pytest parametrizes it with."""
+    return _with_fixture(fn, "ranks", world_size)
 
 
 def on_gloo_ranks(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
@@ -71,31 +66,19 @@ def on_worlds(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_
     return _with_fixture(fn, "worlds", world_size)
 
 
-def _with_fixture(
-    fn: Callable[..., None] | None, fixture: str, world_size: int, checked: bool = False
-) -> Any:
+def _with_fixture(fn: Callable[..., None] | None, fixture: str, world_size: int) -> Any:
     if fn is None:  # called with options
-        return functools.partial(_with_fixture, fixture=fixture, world_size=world_size, checked=checked)
+        return functools.partial(_with_fixture, fixture=fixture, world_size=world_size)
 
     @functools.wraps(fn)
     def test(**parameters: Any) -> None:
         run = parameters.pop(fixture)
-        run(_compared(fn) if checked else fn, world_size=world_size, **parameters)
+        run(fn, world_size=world_size, **parameters)
 
     signature = inspect.signature(fn)
     world = inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY)
     vars(test)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), world])
     return test
-
-
-def _compared(fn: Callable[..., None]) -> Callable[..., None]:
-    from dtbench_core import check_ranks
-
-    def run(**parameters: Any) -> None:
-        with check_ranks():
-            fn(**parameters)
-
-    return run
 
 
 def refuse(

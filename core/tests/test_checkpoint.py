@@ -128,24 +128,19 @@ def test_a_copy_of_a_window_may_be_written() -> None:
     assert copy.deepcopy(window).fill_(1).full_tensor().flatten().tolist() == [1.0] * 3
 
 
-def _load_the_neighbours(path: str) -> None:
+def _save(path: str) -> None:
     torch.save(_tensor(LAYOUTS[0]), f"{path}/{dist.get_rank()}.pt")
-    dist.barrier()
+
+
+def _load_the_neighbours(path: str) -> None:
     torch.load(f"{path}/{3 - dist.get_rank()}.pt")
 
 
-def test_another_ranks_part_is_refused(ranks: ThreadWorlds, tmp_path: Path) -> None:
+def test_a_part_is_loaded_by_its_rank_alone(ranks: ThreadWorlds, tmp_path: Path) -> None:
+    ranks(_save, str(tmp_path))
     # Rows 2, 2, 1, 0 over the ranks: no rank's mirror image holds as many.
     message = "every rank loads the part that it saved itself"
     ranks.refuse(_load_the_neighbours, str(tmp_path), message=message, error=LayoutError)
-
-
-def _save_alone(path: str) -> None:
-    torch.save(_tensor(LAYOUTS[0]), f"{path}/{dist.get_rank()}.pt")
-
-
-def test_loading_without_a_world_is_refused(ranks: ThreadWorlds, tmp_path: Path) -> None:
-    ranks(_save_alone, str(tmp_path))
     with pytest.raises(MeshError, match="no process group, expected the world it was saved in"):
         torch.load(tmp_path / "0.pt")
 

@@ -49,7 +49,6 @@ def test_factories_give_the_values_of_one_device(
         ((0.1, 3.7, 7), {}),
         ((-2.0, 5.0, 13), {"dtype": torch.float64}),
         ((3, 0, 5), {"dtype": torch.int64}),
-        ((0.0, 1.0, 1), {}),
         ((0.0, 1.0, 0), {}),
         ((0.0, 1.0 + 2.0j, 6), {}),
         ((torch.tensor(0.5), torch.tensor(2.0), 6), {}),

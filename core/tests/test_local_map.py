@@ -84,10 +84,6 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         r"got float32\[8, 4\] S\(0\) .* as argument 0 of _identity, expected the placements S\(1\)",
     ),
     "too few": (lambda a: local_map(_identity, [S0], ([S0],))(a, 1), "got 1 in_placements for 2 arguments"),
-    "too many gradients": (
-        lambda a: local_map(_identity, [S0], None, ([S0], [S0]))(a),
-        "got 2 in_grad_placements for 1 arguments",
-    ),
     "none for a tensor": (lambda a: local_map(_identity, [S0], (None,))(a), "got None in in_placements"),
     "placed number": (
         lambda a: local_map(_identity, [S0], ([S0], [S0]))(a, 1),
@@ -95,10 +91,6 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "results": (lambda a: local_map(_identity, ([S0], [S0]))(a), "got 2 out_placements for 1 results"),
     "no placements": (lambda a: local_map(_identity)(a), "which is a tensor; expected placements"),
-    "number result": (
-        lambda a: local_map(lambda x: 3, [S0])(a),
-        "which is 3; expected placements for tensors",
-    ),
     "distributed result": (lambda a: local_map(_wraps, [S0])(a), "got a DTensor, .* expected a plain tensor"),
     "dim": (lambda a: local_map(_identity, [S0], ([Shard(5)],))(a), r"got Shard\(5\) for a tensor of 2 dims"),
     "not an op": (lambda a: register_sharding(torch.add), "expected an op overload"),  # type: ignore[arg-type]

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
-from core.tests.placing import full, place, sharded
+from core.tests.placing import place, sharded
 from dtbench_core import (
     DTensor,
     FallbackWarning,
@@ -127,7 +126,7 @@ def test_sparse_gradients_are_refused() -> None:
                 out.sum().backward()
 
 
-# ---- parametrizations, averages, conversions ----
+# ---- parametrizations, conversions ----
 
 NORMED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight_norm": parametrizations.weight_norm,
@@ -150,28 +149,6 @@ def test_parametrized_weights(name: str) -> None:
         _assert_trains_alike(module, plain, place(torch.randn(5, 4)))
     if not name.startswith("old"):  # whose weight is no leaf, which no module copies
         _assert_trains_alike(sharded(plain.eval()), plain, place(torch.randn(5, 4)))
-
-
-def _averaged(model: nn.Module) -> list[torch.Tensor]:
-    mean, moving = AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    lerped = copy.deepcopy(model)
-    for _ in range(3):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(1)
-            for mine, p in zip(lerped.parameters(), model.parameters(), strict=True):
-                mine.lerp_(p, 0.1)
-                mine.data.copy_(mine.data * 0.5 + p.data * 0.5)
-        mean.update_parameters(model)
-        moving.update_parameters(model)
-    return [full(p.detach()) for kind in (mean, moving, lerped) for p in kind.parameters()]
-
-
-@on_ranks
-def test_averages_of_parameters() -> None:
-    torch.manual_seed(0)
-    plain = nn.Linear(4, 5)
-    torch.testing.assert_close(_averaged(sharded(plain)), _averaged(copy.deepcopy(plain)))
 
 
 @on_ranks

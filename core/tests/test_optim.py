@@ -120,9 +120,8 @@ def _mixed() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 @on_worlds
 def test_plain_parameters_and_several_meshes(optimizer: str, form: str) -> None:
     make, arguments = OPTIMIZERS[optimizer]
-    for clip in ({"norm_type": 2.0}, {"norm_type": 1.0}, {"norm_type": float("inf")})[
-        : 3 if form == "default" else 1
-    ]:
+    clips: list[dict[str, Any]] = [{}, {"norm_type": 1.0}, {"norm_type": float("inf")}]
+    for clip in clips if form == "default" else clips[:1]:
         plain, mixed = _mixed()
         norms = []
         for parameters in (plain, mixed):
@@ -133,25 +132,21 @@ def test_plain_parameters_and_several_meshes(optimizer: str, form: str) -> None:
         for got, expected in zip(norms[3:], norms[:3], strict=True):
             torch.testing.assert_close(full(got), expected)
         for one, expected in zip(mixed, plain, strict=True):
-            torch.testing.assert_close(full(one.detach()), expected.detach())
+            assert isinstance(one.grad, DTensor) == isinstance(one, DTensor)
+            torch.testing.assert_close(full([one.detach(), one.grad]), [expected.detach(), expected.grad])
 
 
 @on_worlds
-def test_clipping_beside_plain_parameters() -> None:
-    for keep, foreach in (([0, 1, 3, 4], None), ([1, 2, 5], None), ([0, 1, 3, 4], False)):  # on one mesh
-        plain, mixed = _mixed()
-        these, those = [plain[i] for i in keep], [mixed[i] for i in keep]
-        expected = nn.utils.get_total_norm([p.grad for p in these], foreach=foreach)
-        got = nn.utils.get_total_norm([p.grad for p in those], foreach=foreach)
-        torch.testing.assert_close(full(got), expected)
-        nn.utils.clip_grad_norm_(these, 0.3, foreach=foreach)
-        nn.utils.clip_grad_norm_(those, 0.3, foreach=foreach)
-        for one, plainly in zip(those, these, strict=True):
-            assert isinstance(one.grad, DTensor) == isinstance(one, DTensor)
-            torch.testing.assert_close(full(one.grad), plainly.grad)
-    mixed[1].grad.fill_(float("nan"))
+def test_clipping_one_by_one_beside_plain_parameters() -> None:
+    """Of one mesh, which clipping without foreach asks for."""
+    these, those = ([parameters[i] for i in (0, 1, 3, 4)] for parameters in _mixed())
+    expected, got = (nn.utils.clip_grad_norm_(ps, 0.3, foreach=False) for ps in (these, those))
+    torch.testing.assert_close(full(got), expected)
+    for one, plainly in zip(those, these, strict=True):
+        torch.testing.assert_close(full(one.grad), plainly.grad)
+    those[1].grad.fill_(float("nan"))  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="non-finite"):
-        nn.utils.clip_grad_norm_(mixed, 0.3, error_if_nonfinite=True)
+        nn.utils.clip_grad_norm_(those, 0.3, error_if_nonfinite=True)
 
 
 @on_worlds

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
-from core.tests.local_world import AnyWorlds, LocalWorlds
 from dtbench_core import (
     DTensor,
     MixedTensorError,
@@ -67,21 +66,16 @@ def _compare(logits: Tensor, target: Tensor, placements: list[Any], sent: int | 
         assert forward.bytes["all_reduce"] <= sent
 
 
-def _reductions(reductions: list[str]) -> None:
+@on_worlds
+def test_reductions() -> None:
     logits, target, weight = _random((6, 10), (6,), 10)
     layouts = ([R, S1], [S0, S1], [S1, S1], [S1, S0])
-    for reduction, placements in itertools.product(reductions, layouts):
-        if reduction != "mean" and placements not in layouts[1:2]:
-            continue
-        for weighted, smoothing, ignored in OPTIONS:
-            options = {"reduction": reduction, "label_smoothing": smoothing}
-            options |= {"weight": weight} if weighted else {}
-            options |= {"ignore_index": ignored} if ignored is not None else {}
-            _compare(logits, target, placements, 8 * 80, **options)
-
-
-def test_reductions(worlds: AnyWorlds) -> None:
-    worlds(_reductions, ["mean"] if isinstance(worlds, LocalWorlds) else ["none", "mean", "sum"])
+    cases = [*(("mean", layout) for layout in layouts), ("none", layouts[1]), ("sum", layouts[1])]
+    for (reduction, placements), (weighted, smoothing, ignored) in itertools.product(cases, OPTIONS):
+        options = {"reduction": reduction, "label_smoothing": smoothing}
+        options |= {"weight": weight} if weighted else {}
+        options |= {"ignore_index": ignored} if ignored is not None else {}
+        _compare(logits, target, placements, 8 * 80, **options)
 
 
 @on_worlds

@@ -46,7 +46,6 @@ SLOW = {
     "dtbench/tests/test_gate_runs.py::test_arms_load_apart*": "three of them",
     "dtbench/tests/test_gate_runs.py::test_an_arm_that_brings*": "two of them",
     "dtbench/tests/test_gate_runs.py::test_what_is_launched_again*": "three of them",
-    "core/tests/test_state_dicts.py::test_torchs_functions_learn*": "which of two a fresh process imports first",
     "core/tests/*[gloo*": "real gloo ranks, where simulated ones run the same program",
 }
 
