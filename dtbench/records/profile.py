@@ -3,7 +3,7 @@ read again."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
@@ -101,17 +101,3 @@ class RanksProfile(Struct, frozen=True, kw_only=True):
     sections: tuple[RankSection, ...]
     clock_us: dict[Rank, Amount]
     throttled: dict[Rank, tuple[str, ...]] = {}
-
-
-class TraceEvent(Struct, frozen=True, kw_only=True):
-    """A complete event of a trace (Trace Event Format, "ph" X), us."""
-
-    pid: int
-    ts: Real
-    dur: Amount
-
-
-class TraceFile(Struct, frozen=True, kw_only=True):
-    """A trace; its events are of many kinds, some of other tools."""
-
-    traceEvents: list[Any]  # noqa: N815 - as the format spells it
