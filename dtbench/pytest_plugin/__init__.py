@@ -166,13 +166,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         live_of(item.config).leave()
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if "dtbench.pytest_plugin.measure" in sys.modules:
-        from dtbench.pytest_plugin.measure import close
-
-        close(config)
-
-
 # ----------------------------------------------------------------------------- functions of one's own tests
 
 

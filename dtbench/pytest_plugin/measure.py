@@ -141,13 +141,8 @@ def live_of(config: pytest.Config) -> Live:
         capture = config.pluginmanager.get_plugin("capturemanager")
         show = capture.suspend_global_capture if capture else lambda: None
         config.stash[_LIVE] = Live(find_place(), options, show)
+        config.add_cleanup(config.stash[_LIVE].close)
     return config.stash[_LIVE]
-
-
-def close(config: pytest.Config) -> None:
-    """Leaves the world, if there is one."""
-    if _LIVE in config.stash:
-        config.stash[_LIVE].close()
 
 
 # ----------------------------------------------------------------------------- rounds
@@ -190,8 +185,7 @@ class Rounds(CollectiveSchedule):
         """What stops one rank stops all."""
         self.vote(None, lambda _votes: None)
 
-    def warm_up(self) -> None:
-        self.agree()
+    warm_up = agree
 
     def sample(self) -> None:
         self.agree()
