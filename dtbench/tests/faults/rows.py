@@ -243,6 +243,17 @@ ROWS = [
     ),
     Fault(
         4,
+        "a rank that alone has a bad option",
+        UNDER_TORCHRUN.format('--filter "$([ $RANK = 1 ] && echo zzz || echo good)"'),
+        1,
+        (
+            "rank 0 waits for rank 1 of 2",
+            "^dtbench: rank 1: .*--filter 'zzz' matches none",
+            "nothing was measured",
+        ),
+    ),
+    Fault(
+        4,
         "names and errors of a suite that a terminal would obey",
         "DTBENCH run ./hostile.py --quick -o x.jsonl; DTBENCH show x.jsonl",
         0,
@@ -280,7 +291,6 @@ ROWS = [
                 "mkdir gone; cd gone; rmdir ../gone; DTBENCH doctor",
                 "current folder is gone",
             ),
-            ("`ulimit -v 700000`", f"ulimit -v 700000; {RUN}", "out of memory: torch cannot be loaded"),
             ("`ulimit -n 12`", f"ulimit -n 12; {RUN}", "12 open files are allowed"),
         )
     ),
