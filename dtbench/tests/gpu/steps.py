@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[3]
 # Test files whose tensors lie where DTBENCH_TEST_DEVICE says (core/tests/on_device.py), by worth.
-TESTS = ("bucketer", "comm_tensor", "dispatch", "comm", "redistribute", "bucketer_more")
+TESTS = ("bucketer", "comm_tensor", "dispatch", "comm", "redistribute")
 # Plugins of other packages are not loaded (the check's environment says so); failures beyond these repeat the first.
 PYTEST = "-m pytest -v -p pytest_benchmark.plugin -p no:cacheprovider -W default --maxfail=20"
 # Of a suite's limit: to its first sample (torch, CUDA's context, ranks), and from its last to its end.
