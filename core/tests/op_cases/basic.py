@@ -60,6 +60,7 @@ OPS: dict[str, Op] = {
     "mean": Op(torch.mean),
     "mean_dim": Op(lambda a: a.mean(0)),
     "amax": Op(lambda a: a.amax(0)),
+    "amin_all": Op(lambda a: a.amin((0, 1))),
     "max_all": values(torch.max),
     "max_dim": values(lambda a: a.max(1).values),
     "argmax": values(lambda a: a.argmax(0)),

@@ -16,7 +16,6 @@ def _strided(x: Any, w: Any, b: Any) -> Any:
 OPS: dict[str, Op] = {
     "conv1d": Op(F.conv1d, ((4, 4, 6), (8, 4, 3), (8,)), ((3, 5, 6), (6, 5, 2), (6,))),
     "conv2d_strided": Op(_strided, ((4, 4, 5, 5), (4, 4, 3, 3), (4,)), ((2, 3, 5, 4), (5, 3, 3, 2), (5,))),
-    "conv2d_no_bias": Op(F.conv2d, ((4, 4, 4, 4), (4, 4, 2, 2)), ((3, 2, 4, 4), (5, 2, 2, 2))),
     "conv_unbatched": Op(F.conv2d, ((4, 5, 5), (8, 4, 2, 2), (8,)), ((3, 5, 5), (2, 3, 2, 2), (2,))),
     "conv_depthwise": Op(
         lambda x, w, b: F.conv1d(x, w, b, groups=x.shape[1], dilation=2),
