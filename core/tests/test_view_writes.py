@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.tests.gloo_world import mesh_of
+from core.tests.gloo_world import Worlds, mesh_of
 from core.tests.local_world import LocalWorlds, ThreadWorlds
 from core.tests.placing import full, place
 from dtbench_core import Replicate, Shard, distribute_tensor
@@ -156,8 +156,9 @@ def _in_turn_uncounted() -> None:
         torch.testing.assert_close(x.full_tensor(), plain)
 
 
-def test_views_show_writes_that_torch_does_not_count(ranks: ThreadWorlds) -> None:
-    ranks(_in_turn_uncounted)
+def test_views_show_writes_that_torch_does_not_count(gloo_ranks: Worlds) -> None:
+    # On threads, which share learnt calls, one rank may read such a view, and so gather it, more often than another.
+    gloo_ranks(_in_turn_uncounted)
 
 
 def test_simulated_ranks_refuse_what_real_ones_store() -> None:
