@@ -106,7 +106,7 @@ def test_a_worker_that_dies_or_hangs_costs_one_verdict(monkeypatch: pytest.Monke
     verdicts = {mode: outcome.verdict for mode, outcome in outcomes.items()}
     assert verdicts == {"even": "pass", "crashes": "error", "out": "pass", "hangs": "error"}
     assert outcomes["crashes"].reasons["error"] == f"the process ended with code {-signal.SIGKILL}"
-    assert outcomes["hangs"].reasons["error"] == "no answer within 1 s"
+    assert outcomes["hangs"].reasons["error"] == "no answer within 5 s"
 
 
 def test_a_worker_judges_every_mode_and_its_table_holds(tmp_path: Path, capsys: Any) -> None:
