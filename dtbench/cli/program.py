@@ -200,7 +200,7 @@ def _outside(error: Exception) -> int:
 
 
 def _own_fault(error: Exception) -> int:
-    """An error that nobody foresaw: its traceback goes to a file, to be reported with."""
+    """An unexpected error: its traceback goes to a file, to be reported with."""
     kept = "".join(traceback.format_exception(error))
     where = "the traceback could not be kept"
     with suppress(OSError):

@@ -99,7 +99,7 @@ class Result(msgspec.Struct, frozen=True, tag_field="kind", tag="result"):
 
 
 def estimator_of(of: Case | Result) -> Estimator:
-    """Which order statistic stands for a launch: a steady one, never the mean.
+    """Which order statistic is the estimate of a launch: a steady one, never the mean.
 
     The minimum is the steadiest for a host latency, whose noise only adds; a collective's fastest
     call is a lucky meeting of ranks, so the lower quartile stands for work on a device or between ranks.
