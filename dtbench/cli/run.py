@@ -195,6 +195,8 @@ def options_of(
             )
         # K, M and G are powers of 1024 there: nccl-tests, src/common.cu, parsesize.
         first, last = (re.sub(r"(?<=\d)[KMGkmg]$", r"\g<0>iB", text) for text in (minbytes, maxbytes))
+        if parse_size(first) > parse_size(last):
+            raise UsageError(f"-b {minbytes} is above -e {maxbytes}: swap them")
         values["sizes_bytes"] = parse_sizes(f"{first}:{last}:{stepfactor}x")
     if launches is None:
         launches = 1 if values["max_size_bytes"] is None else CALIBRATION_LAUNCHES

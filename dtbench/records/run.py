@@ -361,7 +361,7 @@ def _first_line(path: Path, data: bytes) -> Header:
         line = decode(data)
     except ValueError as error:
         raise UnreadableRunError(
-            f"{path} is not a dtbench run: its first line is not a JSON object ({error})"
+            f"{path} is not a dtbench run: its first line is no header: {error}"
         ) from error
     if line.get("kind") != "run":
         raise UnreadableRunError(

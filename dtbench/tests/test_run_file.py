@@ -264,7 +264,7 @@ def test_an_interrupt_inside_a_line_leaves_whole_lines(
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"hello\n", "first line is not a JSON object"),
+        (b"hello\n", "first line is no header: not JSON"),
         (b"[1, 2]\n", "expected a JSON object"),
         (b"{}\n", 'kind missing, expected "run"'),
         (b'{"kind":"topology"}\n', "kind 'topology'"),
