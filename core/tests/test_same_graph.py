@@ -124,7 +124,6 @@ def _slow(*row: Any, id: str) -> Any:
     ("programs", "layouts", "backend", "budget"),
     [
         (CHECKPOINTED, WITHOUT_COLUMNS, _aot_eager, 1.0),
-        _slow(PROGRAMS, LAYOUTS, _aot_eager, 1.0, id="eager"),
         _slow(PROGRAMS, LAYOUTS, _aot_eager, 0.5, id="budget"),
         _slow(PROGRAMS, LAYOUTS, _inductor, 1.0, id="inductor"),
     ],
