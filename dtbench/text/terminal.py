@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 from rich import box
 from rich.cells import cell_len
@@ -41,11 +41,17 @@ _EASY_WIDTH = 40
 _GAP = 2
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """Rich would end with exit code 1, a regression: the program says what it means that a reader has gone."""
+        raise BrokenPipeError
+
+
 def new_console() -> Console:
     """The terminal; as wide as its lines where nobody reads along and `COLUMNS` says nothing."""
     # Of NO_COLOR alone rich would still print in bold.
     colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    console = Console(highlight=False, markup=False, emoji=False, color_system=colors)
+    console = _Console(highlight=False, markup=False, emoji=False, color_system=colors)
     if not console.is_terminal:
         console.width = _told_width() or _PIPE_WIDTH
     return console
