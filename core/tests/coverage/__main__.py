@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import logging
@@ -74,6 +75,8 @@ def _serve(connection: Connection, job: OpJob) -> None:
     warnings.simplefilter("ignore")  # thousands of calls would repeat the libraries' own
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
+    # torch's own formats a stack trace for each kind of GPU that is not there, a quarter of the time of all.
+    torch.manual_seed = torch.default_generator.manual_seed
     impl, op, modes = job
     with ThreadWorld(RANKS) as world:
         for mode in modes:
@@ -172,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for op in database()
         if re.search(options.ops, op)
     ]
+    gc.disable()  # in the workers forked from here, each of which ends after an op
     outcomes: dict[tuple[str, str, str], OpOutcome] = {}
     for (impl, op, mode), outcome in judge_all(jobs, len(os.sched_getaffinity(0))):
         outcomes[impl, op, mode] = outcome

@@ -84,7 +84,6 @@ def judge_op(world: ThreadWorld, impl: str, name: str, mode: str) -> OpOutcome:
     outcome = OpOutcome()
     if not has_mode(name, mode) or name.startswith(_NEED_A_GPU):
         return outcome
-    core.clear_caches()
     before = sum(core.fallbacks().values())
     for index, sample in enumerate(samples_of(name, mode)):
         if (plain := _reference(name, mode, sample)) is None:
@@ -338,7 +337,9 @@ def _judge_case(world: ThreadWorld, impl: str, *case: Any) -> tuple[str, str]:
     """(verdict, reason). case: what `_on_rank` takes."""
     outcomes = world.outcomes(_on_rank, impl, *case)
     if (apart := diverged(outcomes)) is not None:
-        world.close()  # what the libraries keep per rank and mesh may have gone apart too: start afresh
+        # What the libraries keep per rank and mesh may have gone apart too: start afresh.
+        world.close()
+        core.clear_caches()
         # A rank that sees a difference leaves at once, and the others wait for it: that is no hang.
         seen = next((o for o in outcomes if o.error is None and o.value[0]), None)
         if seen is not None and all(o.stopped or o.error is None for o in outcomes):

@@ -7,6 +7,7 @@ ranks, 5 gives shards of 2, 2, 1, 0 and 3 gives 1, 1, 1, 0.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -73,24 +74,31 @@ def has_mode(name: str, mode: str) -> bool:
 
 def samples_of(name: str, mode: str) -> list[OpSample]:
     """Some of the op's samples, spread over what its generator yields; the same every time."""
+    usable = []
+    for sample in _drawn(name, _UNEVEN_SIZES if mode == "uneven" else _EVEN_SIZES):
+        one = _sample(sample, _LAID_OUT.get(mode, lambda full: full))
+        fits = one.tensors and all(map(_can_distribute, one.values))
+        if fits and not (mode == "inplace" and sample.broadcasts_input):
+            usable.append(one)
+    count = min(SAMPLES, len(usable))
+    return [usable[i * len(usable) // count] for i in range(count)]
+
+
+@functools.lru_cache(maxsize=2)
+def _drawn(name: str, sizes: tuple[int, int, int, int]) -> list[Any]:
+    """The first of what the op's generator yields."""
     op = database()[name]
-    sizes = _UNEVEN_SIZES if mode == "uneven" else _EVEN_SIZES
     _set_sizes(_OWN_SIZES if name in _NEED_OWN_SIZES else sizes)
     torch.manual_seed(SEED)
     random.seed(SEED)
     np.random.seed(SEED)
     generator = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
-    usable = []
-    try:
+    drawn: list[Any] = []
+    # Some generators take a part of a tensor that is not there in these sizes: those before it count.
+    with contextlib.suppress(RuntimeError, ValueError, IndexError):
         for sample in itertools.islice(generator, _SAMPLES_LOOKED_AT):
-            one = _sample(sample, _LAID_OUT.get(mode, lambda full: full))
-            fits = one.tensors and all(map(_can_distribute, one.values))
-            if fits and not (mode == "inplace" and sample.broadcasts_input):
-                usable.append(one)
-    except (RuntimeError, ValueError, IndexError):
-        pass  # some generators take a part of a tensor that is not there in these sizes: those before it count
-    count = min(SAMPLES, len(usable))
-    return [usable[i * len(usable) // count] for i in range(count)]
+            drawn.append(sample)  # noqa: PERF402 - what was yielded before an error is kept
+    return drawn
 
 
 def _sample(sample: Any, lay_out: Callable[[torch.Tensor], torch.Tensor]) -> OpSample:
