@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -385,3 +386,20 @@ def test_threads_end_with_their_world() -> None:
     world.close()
     assert world.run(dist.get_rank) == [0, 1, 2]  # it starts again
     world.close()
+
+
+def test_threads_end_one_after_another() -> None:
+    """What torch keeps of a compilation per thread may be freed by one thread at a time: freeing it takes a lock, and
+    runs Python with it."""
+    kept, events = threading.local(), list[tuple[str, int]]()
+
+    class OfThread:
+        def __del__(self) -> None:
+            events.append(("begins", threading.get_ident()))
+            time.sleep(0.02)
+            events.append(("ends", threading.get_ident()))
+
+    with ThreadWorld(3) as world:
+        world.run(lambda: setattr(kept, "value", OfThread()))
+    assert [what for what, _ in events] == ["begins", "ends"] * 3
+    assert len({thread for _, thread in events}) == 3
