@@ -34,8 +34,8 @@ class _Torch:
 
 def _made(factory: Any, *args: Any, **kwargs: Any) -> Any:
     if "generator" in kwargs or kwargs.get("out") is not None:  # a generator is a device's
-        made = factory(*args, **kwargs)
-        return made if "device" in kwargs or "out" in kwargs else made.to(DEVICE)
+        tensor = factory(*args, **kwargs)
+        return tensor if "device" in kwargs or "out" in kwargs else tensor.to(DEVICE)
     return factory(*args, **({"device": DEVICE} | kwargs))
 
 

@@ -93,9 +93,9 @@ def assert_same_parameters(parallel: nn.Module, plain: nn.Module, grads: bool = 
             )
 
 
-def assert_trains_alike(plain: nn.Module, parallel: nn.Module, given: Tensor, **options: Any) -> None:
+def assert_trains_alike(plain: nn.Module, parallel: nn.Module, inputs: Tensor, **options: Any) -> None:
     """One step on the same whole input, which has a gradient: outputs and all gradients."""
-    x, y = given.clone().requires_grad_(), given.clone().requires_grad_()
+    x, y = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
     expected, got = plain(x), parallel(y)
     torch.testing.assert_close(got, expected, **options)
     weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)

@@ -31,7 +31,7 @@ def topology(**changes: Any) -> dict[str, Any]:
         "dp": {"name": "dp", "ranks": 2, "bandwidth_GiBps": 0.5, "latency_us_per_hop": 40},
         "tp": {"name": "tp", "ranks": 4, "bandwidth_GiBps": 2.0, "latency_us_per_hop": 10.0},
     }
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "kind": "topology",
         "schema": 2,
         "device_type": "cpu",
@@ -43,8 +43,8 @@ def topology(**changes: Any) -> dict[str, Any]:
         if field:
             dims[dim][field] = value
         else:
-            made[key] = value
-    return made
+            fields[key] = value
+    return fields
 
 
 def table(*rows: tuple[int, float]) -> dict[str, Any]:
@@ -55,11 +55,11 @@ def table(*rows: tuple[int, float]) -> dict[str, Any]:
 def measured(**changed: Any) -> dict[str, Any]:
     """The topology with every change of placement measured on both mesh dims: 100 us at any size, except
     as `changed` says: `tp_SR=table(...)`."""
-    made = topology()
+    priced = topology()
     short = {name.replace("(", "").replace(")", "").replace("->", ""): name for name in CHANGES}
-    for dim in made["dims"]:
+    for dim in priced["dims"]:
         own = {}
         for key, name in short.items():
             own[name] = changed.get(f"{dim['name']}_{key}", table((1024, 100.0), (2**30, 100.0)))
         dim["transitions"] = {"core": own, "torch": {}}
-    return made
+    return priced

@@ -61,11 +61,11 @@ def test_sums_in_every_dtype_gloo_reduces(cap_mb: float) -> None:
     bucketer = ReduceScatterBucketer(cap_mb)
     results: dict[int, Tensor] = {}
     for seed, shape in enumerate(shapes):
-        given_inputs = _inputs(me, shape, world, GLOO_DTYPES[seed % len(GLOO_DTYPES)], seed)
+        own_inputs = _inputs(me, shape, world, GLOO_DTYPES[seed % len(GLOO_DTYPES)], seed)
         bucketer.reduce_scatter_async(
-            given_inputs, group, lambda result, seed=seed: results.__setitem__(seed, result)
+            own_inputs, group, lambda result, seed=seed: results.__setitem__(seed, result)
         )
-        for tensor in given_inputs:
+        for tensor in own_inputs:
             tensor.fill_(1)  # the caller may reuse its tensors at once
     bucketer.flush()
     assert sorted(results) == list(range(len(shapes)))
@@ -291,8 +291,8 @@ def test_a_failed_collective_loses_its_bucket_only(
 def test_reductions() -> None:
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     # Thirds are rounded in bfloat16, sums of them too: what was added in float32 is seen.
-    given = [((torch.arange(40) + 7 * r) / 3).to(torch.bfloat16) for r in range(world)]
-    whole = torch.stack(given)
+    own_inputs = [((torch.arange(40) + 7 * r) / 3).to(torch.bfloat16) for r in range(world)]
+    whole = torch.stack(own_inputs)
     part = slice(me * 40 // world, (me + 1) * 40 // world)
     cases = [
         ({"op": "sum"}, torch.float32, lambda t: t.float().sum(0)),
@@ -310,7 +310,7 @@ def test_reductions() -> None:
     for (options, dtype, expected), cap, hold in product(cases, (25, 50 / MIB, 0), (False, True)):
         bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, **options)  # type: ignore[arg-type]
         got: list[Tensor] = []
-        mine = given[me].to(dtype)
+        mine = own_inputs[me].to(dtype)
         chunks = list(mine.chunk(world))
         for inputs in (mine, chunks, mine.view(-1, 2), [c.clone() for c in chunks]):
             bucketer.reduce_scatter_async(inputs, group, got.append)
@@ -321,7 +321,7 @@ def test_reductions() -> None:
             torch.testing.assert_close(
                 result.flatten(), expected(whole)[part].to(dtype), rtol=1e-6, atol=1e-6
             )
-        same(mine, given[me].to(dtype))  # as it was handed over
+        same(mine, own_inputs[me].to(dtype))  # as it was handed over
 
 
 @on_worlds

@@ -90,9 +90,9 @@ def test_parameters_stay_parameters() -> None:
 @pytest.mark.parametrize("leaf", [True, False])
 def test_data_of_what_from_local_made_counts_its_writes_apart(leaf: bool) -> None:
     """They count for the plain tensor, too, but by no other way."""
-    given = _tensor(LAYOUTS[0], (4, 2)).double()
-    plain = given.to_local().clone().requires_grad_()
-    x = DTensor.from_local(plain if leaf else plain * 1, given.device_mesh, given.placements)
+    source = _tensor(LAYOUTS[0], (4, 2)).double()
+    plain = source.to_local().clone().requires_grad_()
+    x = DTensor.from_local(plain if leaf else plain * 1, source.device_mesh, source.placements)
     y, of_view = x**2, x[:, :1] ** 3
     x.data.mul_(2)
     x[:, :1].data.add_(1)

@@ -113,11 +113,11 @@ def test_scatter_and_broadcast_along_a_mesh_dim() -> None:
     for mesh_dim, src, source in ((0, 0, rank % 2), (1, 1, rank // 2 * 2 + 1)):
         me = mesh.get_local_rank(mesh_dim)
         pieces = [torch.full((2,), 10.0 * rank + i) for i in range(2)]
-        given: Any = pieces if me == src else "never looked at"
+        tensors: Any = pieces if me == src else "never looked at"
         output, later, sent = torch.empty(2), torch.empty(2), torch.full((2,), float(rank))
-        assert collective_utils.mesh_scatter(output, given, mesh, mesh_dim, group_src=src) is None
+        assert collective_utils.mesh_scatter(output, tensors, mesh, mesh_dim, group_src=src) is None
         collective_utils.mesh_broadcast(sent, mesh, mesh_dim, async_op=True, group_src=src).wait()
-        collective_utils.mesh_scatter(later, given, mesh, mesh_dim, True, group_src=src).wait()
+        collective_utils.mesh_scatter(later, tensors, mesh, mesh_dim, True, group_src=src).wait()
         assert output.tolist() == later.tolist() == [10.0 * source + me] * 2
         assert sent.tolist() == [source] * 2
 

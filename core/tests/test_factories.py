@@ -101,6 +101,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 @on_ranks
 def test_mistakes(name: str) -> None:
     wrong, message = MISTAKES[name]
-    given = {"size": (2, 3), "device_mesh": mesh_of((4,)), **wrong}
+    options = {"size": (2, 3), "device_mesh": mesh_of((4,)), **wrong}
     with pytest.raises(CoreError, match=message):
-        dtbench_core.zeros(given.pop("size"), **given)
+        dtbench_core.zeros(options.pop("size"), **options)

@@ -214,15 +214,15 @@ def test_gradients_are_those_of_torch() -> None:
 def test_linear_cross_entropy_in_chunks() -> None:
     """torch's op for it makes plain buffers in its backward. For a DTensor's loss and a plain one."""
     mesh, options = mesh_of((4,)), nn.LinearCrossEntropyOptions(batch_chunk_size=2)
-    given = [torch.arange(n * 4.0).view(n, 4).sin() for n in (6, 5)]
+    tensors = [torch.arange(n * 4.0).view(n, 4).sin() for n in (6, 5)]
     target = torch.tensor([0, 3, 1, 4, 2, 2])
 
     for reduction in ("none", "mean"):
-        plain = [t.clone().requires_grad_() for t in given]
+        plain = [t.clone().requires_grad_() for t in tensors]
         wanted = F.linear_cross_entropy(*plain, target, reduction=reduction, options=options)
         wanted.pow(2).sum().backward()
         for whole in (False, True):
-            parts = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in given]
+            parts = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in tensors]
             labels = distribute_tensor(target, mesh, [Replicate()])
             loss = F.linear_cross_entropy(*parts, labels, reduction=reduction, options=options)
             _equal(loss, wanted.detach())

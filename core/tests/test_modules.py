@@ -31,9 +31,9 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 def _assert_trains_alike(module: nn.Module, plain: nn.Module, x: DTensor) -> None:
     """Outputs and the gradients of all parameters."""
-    for one, given in ((module, x), (plain, x.full_tensor())):
+    for one, inputs in ((module, x), (plain, x.full_tensor())):
         one.zero_grad()
-        out = one(given)
+        out = one(inputs)
         out = out[0] if isinstance(out, tuple) else out
         if one is module:
             got = out
@@ -185,12 +185,14 @@ def test_half_precision() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for precision in (dtype, torch.float32):
             values = [torch.randn(shape, generator=rng) for shape in ((5, 8, 4), (4,), (8,))]
-            given = [one.to(kind) for one, kind in zip(values, (dtype, precision, precision), strict=True)]
+            converted = [
+                one.to(kind) for one, kind in zip(values, (dtype, precision, precision), strict=True)
+            ]
             for name, norm in NORMS.items():
-                plain = [one.clone().requires_grad_() for one in given]
+                plain = [one.clone().requires_grad_() for one in converted]
                 placed = [
                     distribute_tensor(one, mesh, [placement] if placement else None, src_data_rank=None)
-                    for one, placement in zip(given, (Shard(0), None, None), strict=True)
+                    for one, placement in zip(converted, (Shard(0), None, None), strict=True)
                 ]
                 for one in placed:
                     one.requires_grad_()

@@ -145,20 +145,22 @@ def _cut(tensor: Tensor, placement: Placement) -> Tensor:
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-@pytest.mark.parametrize("given", [Replicate(), Shard(0), Shard(1), Shard(-1)])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Shard(-1)])
 @pytest.mark.parametrize("wanted", [Replicate(), Shard(0), Shard(1), Shard(-1)])
 @pytest.mark.parametrize("local", [True, False])
 @on_ranks
-def test_linear_layouts(style: type[ParallelStyle], given: Placement, wanted: Placement, local: bool) -> None:
+def test_linear_layouts(
+    style: type[ParallelStyle], placement: Placement, wanted: Placement, local: bool
+) -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
     torch.manual_seed(0)
     plain = nn.Linear(WIDTH, HIDDEN)
     parallel = copy.deepcopy(plain)
-    layouts = style(input_layouts=given, output_layouts=wanted, use_local_output=local)  # type: ignore[call-arg]
+    layouts = style(input_layouts=placement, output_layouts=wanted, use_local_output=local)  # type: ignore[call-arg]
     parallelize_module(parallel, mesh, layouts)
     data, weights = torch.randn(4, 4, WIDTH), torch.randn(4, 4, HIDDEN)
     x = data.clone().requires_grad_()
-    mine = _cut(data, given).clone().requires_grad_()
+    mine = _cut(data, placement).clone().requires_grad_()
     expected = plain(x)
     (expected * weights).sum().backward()
     out = parallel(mine)
@@ -169,7 +171,7 @@ def test_linear_layouts(style: type[ParallelStyle], given: Placement, wanted: Pl
     else:
         torch.testing.assert_close(out.full_tensor(), expected)
         (out.full_tensor() * weights).sum().backward()
-    torch.testing.assert_close(mine.grad, _cut(x.grad, given))  # type: ignore[arg-type]
+    torch.testing.assert_close(mine.grad, _cut(x.grad, placement))  # type: ignore[arg-type]
     assert_same_parameters(parallel, plain)
 
 

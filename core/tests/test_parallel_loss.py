@@ -176,9 +176,9 @@ def test_other_ops_inside() -> None:
     dt = distribute_tensor(logits, mesh, [S1], src_data_rank=None).requires_grad_()
     there, factors = (distribute_tensor(one, mesh, [R], src_data_rank=None) for one in (target, weights))
 
-    def total(given: Any, labels: Any, scale: Any) -> Any:
-        first = (F.log_softmax(given, 1) * scale).sum() + F.nll_loss(given.log_softmax(1), labels)
-        return first + (given.softmax(1) * scale).sum()
+    def total(values: Any, labels: Any, scale: Any) -> Any:
+        first = (F.log_softmax(values, 1) * scale).sum() + F.nll_loss(values.log_softmax(1), labels)
+        return first + (values.softmax(1) * scale).sum()
 
     expected = total(x, target, weights)
     expected.backward()
@@ -222,10 +222,10 @@ def test_second_derivatives() -> None:
     x = logits.clone().requires_grad_()
     dt = distribute_tensor(logits, mesh, [S1], src_data_rank=None).requires_grad_()
 
-    def twice(given: Any, *rest: Any) -> Any:
-        loss = F.cross_entropy(given, *rest, label_smoothing=0.1)
-        (grad,) = torch.autograd.grad(loss, given, create_graph=True)
-        return torch.autograd.grad(grad.square().sum(), given)[0]
+    def twice(values: Any, *rest: Any) -> Any:
+        loss = F.cross_entropy(values, *rest, label_smoothing=0.1)
+        (grad,) = torch.autograd.grad(loss, values, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), values)[0]
 
     there = [distribute_tensor(one, mesh, [R], src_data_rank=None) for one in (target, weight)]
     torch.testing.assert_close(twice(dt, *there).full_tensor(), twice(x, target, weight))

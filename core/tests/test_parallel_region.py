@@ -86,13 +86,13 @@ def test_plain_tensors() -> None:
         with rng.region():
             first = F.dropout(torch.ones(1, 64))
             with rng.region([R]):
-                alike = F.dropout(torch.ones(1, 64))
+                same_on_all = F.dropout(torch.ones(1, 64))
         outside = F.dropout(torch.ones(1, 64))
         with rng.region():
             second = F.dropout(torch.ones(1, 64))
         masks = [*_everybodys(first, mesh), *_everybodys(second, mesh)]
         assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 8
-        for same in (alike, outside):
+        for same in (same_on_all, outside):
             assert len({tuple(mask.flatten().tolist()) for mask in _everybodys(same, mesh)}) == 1
         torch.manual_seed(3)
         torch.testing.assert_close(outside, F.dropout(torch.ones(1, 64)))

@@ -256,7 +256,7 @@ def test_a_captured_draw_asks_no_generator_and_sends_nothing() -> None:
         patch.setattr(info, "device_type", "cuda")
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         patch.setattr(in_step, "generators", lambda _: pytest.fail("the generator was asked"))
-        assert in_step.drawn(info, x._spec.alike_dims, lambda: 5) == 5
+        assert in_step.drawn(info, x._spec.replica_dims, lambda: 5) == 5
     assert not sent.calls
     with comm.count_collectives() as sent:
         torch.rand_like(x)

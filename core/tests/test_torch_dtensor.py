@@ -64,8 +64,8 @@ def test_there_and_back() -> None:
             if mesh.get_coordinate() is not None:
                 assert torch.equal(torchs.full_tensor(), _values(shape)), message
             if not any(p.is_partial() for p in placements):
-                made = theirs.distribute_tensor(_values(shape), mesh, torchs.placements)
-                assert torch.equal(made.to_local(), ours.to_local()), message
+                distributed = theirs.distribute_tensor(_values(shape), mesh, torchs.placements)
+                assert torch.equal(distributed.to_local(), ours.to_local()), message
             back = from_torch(torchs)
             assert back._spec is ours._spec and type(back) is DTensor, message
             assert back.to_local().data_ptr() == ours.to_local().data_ptr(), message
@@ -90,16 +90,16 @@ def test_writes_are_seen_and_counted_on_both_sides() -> None:
 def test_autograd_notices_a_write_on_the_other_side() -> None:
     for toward_torch in (True, False):
         leaf = _spread((4, 6), mesh_of((4,)), [S0])
-        given: Any = (leaf if toward_torch else to_torch(leaf)).requires_grad_()
-        result = (given * 2).sin()
-        saved = given * 2
+        source: Any = (leaf if toward_torch else to_torch(leaf)).requires_grad_()
+        result = (source * 2).sin()
+        saved = source * 2
         squared = saved * saved
         with torch.no_grad():
             (to_torch(saved) if toward_torch else from_torch(saved)).add_(1)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             squared.sum().backward()
         result.sum().backward()
-        converted: Any = to_torch(given) if toward_torch else from_torch(given)
+        converted: Any = to_torch(source) if toward_torch else from_torch(source)
         with pytest.raises(RuntimeError, match="a view"):
             converted.mul_(2)
 
@@ -143,16 +143,16 @@ def _theirs() -> Any:
 
 
 def _masked() -> None:
-    given = theirs.DTensor.from_local(torch.ones(2), mesh_of((4,)), [theirs.Partial()])
-    given._spec.placements = (placement_types._MaskPartial(offset_shape=torch.Size([8]), offset_dim=0),)
-    from_torch(given)
+    partial = theirs.DTensor.from_local(torch.ones(2), mesh_of((4,)), [theirs.Partial()])
+    partial._spec.placements = (placement_types._MaskPartial(offset_shape=torch.Size([8]), offset_dim=0),)
+    from_torch(partial)
 
 
 def _other_order() -> None:
-    given = theirs.distribute_tensor(_values((8, 2)), mesh_of((2, 2)), [theirs.Shard(0), theirs.Shard(0)])
-    entry = type(given._spec.shard_order[0])
-    given._spec.shard_order = (entry(tensor_dim=0, mesh_dims=(1, 0)),)
-    from_torch(given)
+    sharded = theirs.distribute_tensor(_values((8, 2)), mesh_of((2, 2)), [theirs.Shard(0), theirs.Shard(0)])
+    entry = type(sharded._spec.shard_order[0])
+    sharded._spec.shard_order = (entry(tensor_dim=0, mesh_dims=(1, 0)),)
+    from_torch(sharded)
 
 
 def _dual() -> None:

@@ -97,10 +97,10 @@ def _module(w: Side, info: Any) -> Any:
     return [_module_run(w, info, one, *way) for one in drawn for way in ((S0, R), (R, S0))]
 
 
-def _module_run(w: Side, info: Any, given: Any, batch: Placement, weights: Placement) -> Any:
+def _module_run(w: Side, info: Any, inputs: Any, batch: Placement, weights: Placement) -> Any:
     torch.manual_seed(1)
-    net = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
-    leaves, tree = tree_flatten((given.forward_input.args, given.forward_input.kwargs))
+    net = info.module_cls(*inputs.constructor_input.args, **inputs.constructor_input.kwargs)
+    leaves, tree = tree_flatten((inputs.forward_input.args, inputs.forward_input.kwargs))
     if isinstance(net, nn.modules.lazy.LazyModuleMixin):
         net(*leaves)  # type: ignore[operator]  # learns its sizes from a plain batch
     net = w.spread(net, weights)

@@ -74,7 +74,7 @@ def gate_command(
     as_json: bool,
     history: Path | None,
     exports: tuple[tuple[str, Path], ...],
-    **given: Any,
+    **choices: Any,
 ) -> int:
     """Is HEAD slower than BASE? As many launches of both as it takes.
 
@@ -99,7 +99,7 @@ def gate_command(
     from dtbench.gate.history import append, history_file
     from dtbench.records.exports import write_exports
 
-    options = GateOptions(base, head, tuple(Selection(*split_target(word)) for word in words), **given)
+    options = GateOptions(base, head, tuple(Selection(*split_target(word)) for word in words), **choices)
     kept = None if history is None else history_file(history)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job cleans up as Ctrl-C does
     try:

@@ -22,7 +22,7 @@ from dtbench.cli import options
 )
 @click.option("--timeout", "timeout_s", default=60.0, metavar="SECONDS", help="For all of it; then it ends.")
 @options.JSON
-def preflight_command(expect: Path | None, as_json: bool, **given: options.Given) -> int:
+def preflight_command(expect: Path | None, as_json: bool, **choices: options.Given) -> int:
     """Which link, host or rank is slower than its peers.
 
     Pairs of ranks, the collectives of each mesh dim, computation and copies, in seconds; what looks slow is measured
@@ -38,4 +38,4 @@ def preflight_command(expect: Path | None, as_json: bool, **given: options.Given
     from dtbench.engine.options import RunRequest
     from dtbench.preflight.preflight import preflight
 
-    return preflight(RunRequest(**given), expect, as_json, sys.argv[1:])
+    return preflight(RunRequest(**choices), expect, as_json, sys.argv[1:])

@@ -21,7 +21,7 @@ from dtbench.cli import options
 @click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
 @options.TIMEOUT
 @click.option("-o", "--output", type=options.FILE, show_default="profile-TIME", help="The folder to make.")
-def profile_command(target: str, filter: str, output: Path | None, **given: options.Given) -> int:
+def profile_command(target: str, filter: str, output: Path | None, **choices: options.Given) -> int:
     """Where the time of a case goes: stages, or a trace of all ranks.
 
     Writes a table and, of ranks, a trace for Perfetto or, of single calls, frames
@@ -35,4 +35,4 @@ def profile_command(target: str, filter: str, output: Path | None, **given: opti
     from dtbench.engine.options import RunRequest
     from dtbench.profile.profile import make_request, profile
 
-    return profile(make_request(target, filter, output, RunRequest(**given)), sys.argv[1:])
+    return profile(make_request(target, filter, output, RunRequest(**choices)), sys.argv[1:])

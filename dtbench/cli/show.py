@@ -112,10 +112,10 @@ def report_command(
 
     baseline = tuple(path if path.exists() else baselines.find(path) for path in baseline)
     sources = gather(files, baseline, topology)
-    known = {dim for run in sources.runs for dim in run.header.mesh.dim_names}
-    if unknown := [dim for dim, _ in peaks if dim not in known]:
+    dims = {dim for run in sources.runs for dim in run.header.mesh.dim_names}
+    if unknown := [dim for dim, _ in peaks if dim not in dims]:
         raise click.UsageError(
-            f"--peak names {', '.join(unknown)}, but the mesh dims of the runs are {', '.join(sorted(known)) or 'none'}"
+            f"--peak names {', '.join(unknown)}, but the mesh dims of the runs are {', '.join(sorted(dims)) or 'none'}"
         )
     write_report(replace(sources, peaks=dict(peaks)), output)
     click.echo(f"the report is in {output}")

@@ -50,8 +50,8 @@ class System(Struct, frozen=True, kw_only=True):
 
     def busbw(self, collective: str, size_bytes: int) -> float | None:
         """Bus bandwidth at a size, bytes per second; None outside what was published."""
-        known = self.collectives.get(collective)
-        points = sorted(dict(known.points).items()) if known else []
+        curve = self.collectives.get(collective)
+        points = sorted(dict(curve.points).items()) if curve else []
         for (small, fast), (large, slow) in itertools.pairwise(points):
             if small <= size_bytes <= large and (large <= small * _MAX_GAP or size_bytes in (small, large)):
                 share = math.log(size_bytes / small) / math.log(large / small)
@@ -72,9 +72,9 @@ def read_systems(path: Path = TABLE) -> tuple[System, ...]:
     Raises:
         UnreadableRunError: there is none, or it is damaged.
     """
-    made = read_json(path, "a reference table of dtbench", MAX_BYTES)
+    table = read_json(path, "a reference table of dtbench", MAX_BYTES)
     try:
-        return into(made, _SystemsFile).systems
+        return into(table, _SystemsFile).systems
     except BadFieldError as error:
         raise UnreadableRunError(f"the reference table {path} is damaged: {error}") from error
 
@@ -133,9 +133,9 @@ def compare_with_reference(
         for system in chosen:
             if system.ranks != ranks:
                 notes.append(f"{system.name} has {system.ranks} ranks, dim {dim} has {ranks}")
-            found = list(_rows(run, dim, system))
-            rows += found
-            if found:
+            compared = list(_rows(run, dim, system))
+            rows += compared
+            if compared:
                 used[system.name] = system
     return ReferenceComparison(
         exit_code=EXIT_OK if rows else EXIT_NOTHING,
@@ -147,12 +147,12 @@ def compare_with_reference(
 
 def _named(systems: Sequence[System], named: str) -> list[System]:
     exact = [s for s in systems if s.name.lower() == named.lower()]
-    found = exact or [s for s in systems if named.lower() in s.name.lower()]
-    if not found:
+    matching = exact or [s for s in systems if named.lower() in s.name.lower()]
+    if not matching:
         raise UsageError(
             f"no public system is called {named!r}: expected one of {', '.join(s.name for s in systems)}"
         )
-    return found
+    return matching
 
 
 def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
@@ -165,8 +165,8 @@ def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
         if name in measured and size > 1:
             inside = math.prod(shape[at + 1 :])
             group = range(0, size * inside, inside)
-            known = all(rank in hosts for rank in group)
-            yield name, size, len({hosts[rank] for rank in group}) if known else None
+            all_known = all(rank in hosts for rank in group)
+            yield name, size, len({hosts[rank] for rank in group}) if all_known else None
 
 
 def _gpus(run: Run) -> str:
@@ -192,13 +192,13 @@ def _rows(run: Run, dim: str, system: System) -> Iterator[ReferenceRow]:
     cases = group_by(of_dim, lambda r: (r.name, str(r.params.get("dtype")), r.size_bytes or 0))
     for (name, dtype, size), results in sorted(cases.items()):
         reference = system.busbw(name, size)
-        mine = [r.busbw_Bps for r in _alike(results) if r.busbw_Bps]
+        mine = [r.busbw_Bps for r in _one_mode(results) if r.busbw_Bps]
         if reference is not None and mine:
             ours = median(mine)
             yield ReferenceRow(system.name, dim, name, dtype, size, ours, reference, ours / reference)
 
 
-def _alike(results: Sequence[Result]) -> list[Result]:
+def _one_mode(results: Sequence[Result]) -> list[Result]:
     """The launches measured as the references were: back to back, one group alone, if there are such."""
     kept = list(results)
     for param, wanted in (("mode", "back_to_back"), ("groups", "alone")):

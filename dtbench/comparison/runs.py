@@ -197,10 +197,10 @@ def _launch_times(results: list[Result]) -> list[float]:
 
 def _why(results: list[Result], *statuses: str) -> str | None:
     """The first result of these statuses, in words; None if there is none."""
-    found = next((r for r in results if r.status in statuses), None)
-    if found is None:
+    first = next((r for r in results if r.status in statuses), None)
+    if first is None:
         return None
-    return f"{found.status}: {found.reason}" if found.reason else found.status
+    return f"{first.status}: {first.reason}" if first.reason else first.status
 
 
 # ------------------------------------------------------------------------------------ notes

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from dtbench.engine.failure import INTERRUPTED, ActiveCase, Diagnosis, kept_in, record_failure
 from dtbench.engine.options import RunJob, RunRequest, prepare, remaining
 from dtbench.engine.place import AGAIN, LAUNCH, NOTE, OUTPUT, Note, find_place, output_of
-from dtbench.engine.progress import said_if_slow, say
+from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.session import Session, run_to_resume, say_complete
 from dtbench.engine.workers import LAUNCHER, answered, ending_signals, how_ended
@@ -58,7 +58,7 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
         Session(request, place, argv).go()
     if request.save_baseline is not None:
         baselines.named(request.save_baseline)
-    with said_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):
+    with say_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):
         job = job_here(request)
     output = output_of(request.output)
     before = run_to_resume(job, output) if request.resume else None

@@ -90,7 +90,7 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def said_if_slow(text: str, tell: Callable[[str], None] | None = None) -> Iterator[None]:
+def say_if_slow(text: str, tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Says what is being done, where it takes longer than a second. tell: in place of `say`."""
     timer = threading.Timer(SILENT_S, tell or say, [text])
     timer.daemon = True

@@ -13,7 +13,7 @@ from typing import Literal
 
 from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunRequest
 from dtbench.engine.place import find_place
-from dtbench.engine.progress import about, said_if_slow
+from dtbench.engine.progress import about, say_if_slow
 from dtbench.gate import control, outputs
 from dtbench.gate.arms import Arm, open_arms, repository
 from dtbench.gate.benchmark import Benchmark, Key, Selection
@@ -91,7 +91,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     if any((folder / name).exists() for name in FILES) or any(folder.glob("launches/*")):
         raise OutputError(f"{folder} holds a gate already: give another -o")
     with contextlib.ExitStack() as stack:
-        with said_if_slow("making base and head ready", say):
+        with say_if_slow("making base and head ready", say):
             base, head = stack.enter_context(open_arms(options.base, options.head, say))
         plan = options.plan(base, head)
         kind = control_kind(base, head)

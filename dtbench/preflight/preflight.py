@@ -17,7 +17,7 @@ from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.launch import start_ranks
 from dtbench.engine.options import RunRequest
 from dtbench.engine.place import RankPlace, find_place
-from dtbench.engine.progress import said_if_slow, say
+from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import LaunchedRank, quiet_torch
 from dtbench.engine.ranks import backend_of
 from dtbench.machine.device import choose_device, count_ranks
@@ -56,7 +56,7 @@ def preflight(options: RunRequest, expect: Path | None, as_json: bool, argv: Seq
     if place is not None:
         Coordinator(options, as_json, place, expected).go()
     tell = (lambda _text: None) if as_json else say
-    with said_if_slow("loading torch", tell):
+    with say_if_slow("loading torch", tell):
         device_type = choose_device(options.device)
         nproc = count_ranks(options.ranks, device_type, options.backend)
     options.resolve(device_type, nproc)

@@ -14,7 +14,7 @@ from dtbench.engine.launch import start_ranks
 from dtbench.engine.measure import Subject, measure
 from dtbench.engine.options import RunRequest, Task, matcher, prepare, split_target
 from dtbench.engine.place import OUTPUT, find_place
-from dtbench.engine.progress import said_if_slow, say
+from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.machine.device import choose_device, count_ranks
@@ -101,7 +101,7 @@ def profile(request: ProfileRequest, argv: Sequence[str]) -> int:
         from dtbench.profile.ranks import RankProfile
 
         RankProfile(request, place).go()
-    with said_if_slow("loading torch and the suite"):
+    with say_if_slow("loading torch and the suite"):
         device_type = choose_device(request.options.device)
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
         tasks = request.tasks(device_type, nproc)

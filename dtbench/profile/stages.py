@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from dtbench.records.profile import CallStages, Stage
 from dtbench.suite import STAGES
-from dtbench.suite.grouping import known_first
+from dtbench.suite.grouping import in_order
 
 # The fitted cost of recording may be so many times the calibrated one: beyond that something else than
 # recording was slow, and the difference is left unattributed.
@@ -138,7 +138,7 @@ def break_down(
             borne[stage] = borne.get(stage, 0.0) + cost_ns / len(calls)
     time.pop(ignored, None)
     rows = tuple(
-        Stage(stage=s, ns=time[s], plus_minus_ns=borne[s] * abs(scale - 1)) for s in known_first(time, STAGES)
+        Stage(stage=s, ns=time[s], plus_minus_ns=borne[s] * abs(scale - 1)) for s in in_order(time, STAGES)
     )
     table = CallStages(
         label="",

@@ -13,7 +13,7 @@ from dtbench.engine.progress import say
 from dtbench.records.atomic import write_folder
 from dtbench.records.profile import Calls, CallStages, IterationParts, RankSection, RanksProfile
 from dtbench.suite import STAGES
-from dtbench.suite.grouping import group_by, known_first
+from dtbench.suite.grouping import group_by, in_order
 from dtbench.text.units import significant
 
 SPEEDSCOPE, TRACE = "speedscope.json", "trace.json.gz"
@@ -30,7 +30,7 @@ def stage_tables(calls: Sequence[CallStages]) -> list[str]:
 
 
 def _stage_table(impls: Sequence[CallStages]) -> list[str]:
-    rows = [["µs per call"], *([s] for s in known_first({r.stage for b in impls for r in b.rows}, STAGES))]
+    rows = [["µs per call"], *([s] for s in in_order({r.stage for b in impls for r in b.rows}, STAGES))]
     wholes = ["unattributed", "whole, not recorded", "whole, recorded", "plain op alone"]
     for b in impls:
         stages = {r.stage: (_us(r.ns), _us(r.plus_minus_ns), f"{r.ns / b.whole_ns:.0%}") for r in b.rows}

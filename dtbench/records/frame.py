@@ -201,8 +201,8 @@ def _merged(results: pd.DataFrame) -> pd.DataFrame:
     figures[_BANDWIDTHS] = 1 / figures[_BANDWIDTHS]
     if {"p75_s", "estimate_s"} <= {*there}:
         high_s, estimate_s = launches["p75_s"].quantile(0.75), figures["estimate_s"]
-        told = (estimate_s > 0) & (launches["samples"].sum() > 1)  # a single sample has none
-        figures["spread"] = (high_s / estimate_s.where(told) - 1).clip(lower=0)
+        has_spread = (estimate_s > 0) & (launches["samples"].sum() > 1)  # a single sample has none
+        figures["spread"] = (high_s / estimate_s.where(has_spread) - 1).clip(lower=0)
     counters = [c for c in good.columns if c.startswith(COUNTER)]
     figures = figures.join(launches[["size_bytes", *counters]].first())
     figures = figures.assign(launches=launches.size().astype("Int64"), samples=launches["samples"].sum())
@@ -216,7 +216,7 @@ def _case(result: Result) -> tuple[object, ...]:
 
 
 def _rank_spreads(results: Sequence[Result]) -> list[float | None]:
-    found: list[float | None] = [None] * len(results)
+    spreads: list[float | None] = [None] * len(results)
     per_rank = [[*filter(None, r.rank_samples_s.values())] for r in results]
     keys = ((len(ranks), min(map(len, ranks))) if len(ranks) > 1 else None for ranks in per_rank)
     for (_, shared), places in blocks_of(keys):
@@ -229,22 +229,22 @@ def _rank_spreads(results: Sequence[Result]) -> list[float | None]:
         rows = zip(places, np.median(ratios, axis=1).tolist(), there.all(axis=1).tolist(), strict=True)
         for row, (place, spread, whole) in enumerate(rows):
             if whole:
-                found[place] = spread
+                spreads[place] = spread
             elif there[row].any():
-                found[place] = float(np.median(ratios[row, there[row]]))
-    return found
+                spreads[place] = float(np.median(ratios[row, there[row]]))
+    return spreads
 
 
 def _from_last(pairs: Sequence[tuple[Run, Result]]) -> list[float | None]:
-    found: list[float | None] = [None] * len(pairs)
+    times_s: list[float | None] = [None] * len(pairs)
     groups = {id(run): mesh_groups(run.header) for run in {id(run): run for run, _ in pairs}.values()}
     dims = ((id(run), str(r.params.get("mesh_dim"))) for run, r in pairs)
     for (run_id, dim), places in blocks_of(key if key[1] in groups[key[0]] else None for key in dims):
         results = [pairs[place][1] for place in places]
         estimates = estimates_s(from_last_arrivals_s(results, groups[run_id][dim]), results)
         for place, estimate in zip(places, estimates, strict=True):
-            found[place] = estimate
-    return found
+            times_s[place] = estimate
+    return times_s
 
 
 def _field(of: Sequence[object], name: str) -> list[object]:

@@ -53,8 +53,8 @@ def crowded(header: Header) -> str:
 
 def hosts_of(header: Header) -> list[str | None]:
     """By rank what tells its host from others; None where the run does not say."""
-    known = {rank.rank: f"{rank.host} {rank.boot_id or ''}" for rank in header.ranks if rank.host}
-    return [known.get(rank) for rank in range(math.prod(header.mesh.shape))]
+    host_of_rank = {rank.rank: f"{rank.host} {rank.boot_id or ''}" for rank in header.ranks if rank.host}
+    return [host_of_rank.get(rank) for rank in range(math.prod(header.mesh.shape))]
 
 
 def mesh_groups(header: Header) -> dict[str, Groups]:
@@ -101,8 +101,8 @@ def _layout_of_dim(
 
 
 def _range(numbers: Iterable[int]) -> tuple[int, int]:
-    found = list(numbers)
-    return min(found), max(found)
+    values = list(numbers)
+    return min(values), max(values)
 
 
 def _numa_nodes(facts: RankFacts) -> list[int]:
@@ -141,7 +141,7 @@ def from_last_arrivals_s(results: Sequence[Result], groups: Groups) -> list[NDAr
     includes its wait for the last one. That is too short where ranks end one by one (all-to-all). Empty
     where the file lacks the ranks' own samples.
     """
-    found = [np.empty(0)] * len(results)
+    times_s = [np.empty(0)] * len(results)
     for (own, late, _), places in blocks_of(map(_shape, results)):
         readings = np.array([list(results[place].rank_samples_s.values()) for place in places])
         arrivals = np.array([list(results[place].rank_arrivals_s.values()) for place in places])
@@ -154,8 +154,8 @@ def from_last_arrivals_s(results: Sequence[Result], groups: Groups) -> list[NDAr
                 of_group = readings[:, [rows[rank] for rank in there]]
                 taken.append(_of_group(of_group, arrivals[:, came] if len(came) == len(there) else None))
         for place, samples in zip(places, np.max(taken, axis=0) if taken else (), strict=False):
-            found[place] = samples
-    return found
+            times_s[place] = samples
+    return times_s
 
 
 def _shape(result: Result) -> tuple[tuple[str, ...], tuple[str, ...], int] | None:

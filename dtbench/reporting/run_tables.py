@@ -20,7 +20,7 @@ from dtbench.engine.options import label_of, matcher
 from dtbench.records.layout import DimLayout, layout_of
 from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
 from dtbench.suite.errors import UsageError
-from dtbench.suite.grouping import group_by, known_first
+from dtbench.suite.grouping import group_by, in_order
 from dtbench.text.table import TableColumn
 from dtbench.text.terminal import (
     MAX_ROWS,
@@ -150,10 +150,10 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
         "NUMA nodes per group": [_span(d.numa_nodes_per_group) for d in dims],
         "NVLink pairs": ["-" if d.nvlink is None else f"{d.nvlink[0]} of {d.nvlink[1]}" for d in dims],
     }
-    known = {title: column for title, column in figures.items() if set(column) != {"-"}}
+    filled = {title: column for title, column in figures.items() if set(column) != {"-"}}
     print_line(console, "")
     print_line(console, "layout: where the groups of each mesh dim lie", style="bold")
-    print_columns(console, [("mesh dim", [d.name for d in dims])], known.items())
+    print_columns(console, [("mesh dim", [d.name for d in dims])], filled.items())
 
 
 def _span(span: tuple[int, int] | None) -> str:
@@ -175,7 +175,7 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     statistic = " or ".join(sorted({estimator_of(r) for r in own}))
     results = results_frame([replace(run, results=own)])
     cases = cases_frame(results)
-    impls = known_first(impls_of(cases), _IMPL_ORDER)
+    impls = in_order(impls_of(cases), _IMPL_ORDER)
     params = params_of(cases)
     varying, same = split_params(params)
     words = [TableColumn("case", cells(cases["name", ""]))]

@@ -107,22 +107,22 @@ def quantiles_of(
 ) -> list[float | None]:
     """`quantile` of many, as many as are equally long at once, since numpy's call takes longer than its work; None
     where no share is asked for."""
-    found: list[float | None] = [None] * len(samples)
+    quantiles: list[float | None] = [None] * len(samples)
     keys = (None if share is None else (len(of), share) for of, share in zip(samples, shares, strict=True))
     for (_, share), places in blocks_of(keys):
         at_once = np.quantile(np.stack([samples[place] for place in places]), share, axis=1)
         for place, figure in zip(places, at_once.tolist(), strict=True):
-            found[place] = figure
-    return found
+            quantiles[place] = figure
+    return quantiles
 
 
 def blocks_of(keys: Iterable[_K | None]) -> Iterator[tuple[_K, list[int]]]:
     """The places of equal keys, a few hundred at a time, for work on many at once. Those of None are left out."""
-    found: dict[_K, list[int]] = {}
+    blocks: dict[_K, list[int]] = {}
     for place, key in enumerate(keys):
         if key is not None:
-            found.setdefault(key, []).append(place)
-    for key, places in found.items():
+            blocks.setdefault(key, []).append(place)
+    for key, places in blocks.items():
         # So many that numpy's calls cost little, and arrays stay small.
         for first in range(0, len(places), 256):
             yield key, places[first : first + 256]

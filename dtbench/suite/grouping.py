@@ -17,6 +17,6 @@ def group_by(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]
     return grouped
 
 
-def known_first(found: Collection[str], known: Sequence[str]) -> list[str]:
-    """Each name that was found once: those that are known in their order, then the others by the alphabet."""
-    return [name for name in known if name in found] + sorted(set(found).difference(known))
+def in_order(names: Collection[str], order: Sequence[str]) -> list[str]:
+    """Each name once: those of `order` as there, then the others by the alphabet."""
+    return [name for name in order if name in names] + sorted(set(names).difference(order))

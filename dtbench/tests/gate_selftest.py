@@ -126,8 +126,8 @@ def _pool(
                 names = ["base", "same", "null", "slowed"]
                 order.shuffle(names)
                 arms: list[ArmName] = ["head" if name == "slowed" else "base" for name in names]
-                made = launcher.launch(arms, benchmarks)
-                rounds.append(dict(zip(names, made, strict=True)))
+                launches = launcher.launch(arms, benchmarks)
+                rounds.append(dict(zip(names, launches, strict=True)))
                 say(f"round {len(rounds)} of the pool")
         except OutOfTimeError:
             return rounds, benchmarks, controls
@@ -162,13 +162,13 @@ def trials(
 
 def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArms:
     """Gives the launches of the drawn rounds, a round for each pair."""
-    asked = {"base": 0, "head": 0, "null": 0}
+    counts = {"base": 0, "head": 0, "null": 0}
 
     def one(arm: ArmName) -> LaunchTimes:
-        at = asked[arm]
+        at = counts[arm]
         if at == len(drawn):
             raise OutOfTimeError("the pool is used up")
-        asked[arm] += 1
+        counts[arm] += 1
         changed = "slowed" if slowed else "same"
         return drawn[at][changed if arm == "head" else arm]
 
@@ -200,7 +200,7 @@ def meets_goals(unchanged: Tally, changed: Tally) -> bool:
 def lines(unchanged: Tally, changed: Tally, rounds: int) -> list[str]:
     """For a terminal."""
     runs = unchanged.runs
-    made = [
+    rows = [
         f"pool: {rounds} rounds of 4 real launches; {runs} trials of each kind, resampled from it: they share",
         "launches, so the intervals are narrower than fresh gates would give",
         f"no change: false alarms per benchmark {unchanged.share(0)}, goal 0.5 %",
@@ -209,10 +209,10 @@ def lines(unchanged: Tally, changed: Tally, rounds: int) -> list[str]:
         f"changed: false alarms of the unchanged benchmarks {changed.share(0)}",
     ]
     for extra, goal in FOUND.items():
-        made.append(f"+{extra} % found {changed.share(extra)}, goal {goal:.0%}")
+        rows.append(f"+{extra} % found {changed.share(extra)}, goal {goal:.0%}")
     for kind, tally in (("no change", unchanged), ("changed", changed)):
-        made.append(f"{kind}: {tally.launches / max(tally.runs, 1):.1f} launches per run")
-    return [*made, "the goals are met" if meets_goals(unchanged, changed) else "the goals are NOT met"]
+        rows.append(f"{kind}: {tally.launches / max(tally.runs, 1):.1f} launches per run")
+    return [*rows, "the goals are met" if meets_goals(unchanged, changed) else "the goals are NOT met"]
 
 
 @click.command()

@@ -28,14 +28,14 @@ def render(runs: Sequence[Run], topology: Mapping[str, Any] | None = None) -> st
 def section(part_id: str, results: Iterable[Result] = (), **more: Any) -> ReportSection:
     """One part of the page of these results, filled and not drawn."""
     of = Material(sources([made_up.run(list(results))], **more))
-    (found,) = [one for part in PARTS if part.id == part_id and (one := part.section(of)) is not None]
-    return found
+    (match,) = [one for part in PARTS if part.id == part_id and (one := part.section(of)) is not None]
+    return match
 
 
 def cells(shown: ReportSection, *start: str) -> list[str]:
     """The one row of the section's tables that begins with these cells."""
-    (found,) = [row for table in shown.tables for *_, row in table.rows if tuple(row[: len(start)]) == start]
-    return list(found)
+    (match,) = [row for table in shown.tables for *_, row in table.rows if tuple(row[: len(start)]) == start]
+    return list(match)
 
 
 # Text that would break out of its element, of a script, of a template, of a formula, or turn the reading direction.
@@ -114,8 +114,8 @@ class Page(HTMLParser):
 
     def row(self, *start: str) -> list[str]:
         """The one table row that begins with these cells."""
-        (found,) = [row for row in self.rows if tuple(row[: len(start)]) == start]
-        return found
+        (match,) = [row for row in self.rows if tuple(row[: len(start)]) == start]
+        return match
 
 
 # Of a text's box, at each side: above and below its letters it has room for accents and descenders.

@@ -290,5 +290,5 @@ def tensor_parallel(seed: int = 4) -> Iterator[Result]:
 
 def everything(**changes: Any) -> Run:
     """A complete run of all five suites."""
-    made = [*dispatch(), *redistribute(), *collectives(), *bucketer(), *tensor_parallel()]
-    return run(made, **changes)
+    results = [*dispatch(), *redistribute(), *collectives(), *bucketer(), *tensor_parallel()]
+    return run(results, **changes)

@@ -85,8 +85,8 @@ def ranks() -> dict[str, Any]:
 
 
 def as_dict(record: msgspec.Struct) -> dict[str, Any]:
-    made: dict[str, Any] = msgspec.to_builtins(record)
-    return made
+    fields: dict[str, Any] = msgspec.to_builtins(record)
+    return fields
 
 
 def history(revisions: int = 6, **changes: Any) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ GIB = 1024**3
 SIZES = tuple(2**k for k in range(10, 31))  # 1 KiB to 1 GiB
 
 
-def made_curve(
+def a_curve(
     alpha_us: float,
     beta_GiBps: float,  # noqa: N803 - the unit, as the topology file spells it
     sizes: Sequence[int] = SIZES,
@@ -76,7 +76,7 @@ def ring_curve(collective: str, ranks: int, bandwidth: float, latency: float) ->
     )
 
 
-def made_dim(
+def a_dim(
     name: str,
     ranks: int,
     bandwidth: float,
@@ -116,10 +116,10 @@ def ring_dim(
 ) -> Dim:
     """A mesh dim whose collectives take what the ring formula says."""
     curves = {collective: ring_curve(collective, ranks, bandwidth, latency) for collective in collectives}
-    return structs.replace(made_dim(name, ranks, bandwidth, latency, collectives=curves), **more)
+    return structs.replace(a_dim(name, ranks, bandwidth, latency, collectives=curves), **more)
 
 
-def made_topology(*dims: Dim, **changes: object) -> CalibratedTopology:
+def a_topology(*dims: Dim, **changes: object) -> CalibratedTopology:
     topology = CalibratedTopology(
         schema=SCHEMA,
         created="2026-11-21T12:00:00+00:00",

@@ -66,13 +66,13 @@ def test_results_print_as_the_table_and_plot(tmp_path: Path, capsys):
     rows = run.plot("dispatch")
     assert [text.get_text() for text in rows.get_yticklabels()] == ["b", "a"]
     assert [c.get_label() for c in rows.containers] == ["core", "torch"]
-    for given, said in (
+    for arguments, message in (
         ({}, "the suites are collectives, dispatch"),
         ({"suite": "dispatch", "y": "busbw"}, "no result of dispatch has one"),
         ({"suite": "dispatch", "y": "p99"}, "expected one of time, algbw, busbw"),
     ):
-        with pytest.raises(UsageError, match=said):
-            run.plot(**given)
+        with pytest.raises(UsageError, match=message):
+            run.plot(**arguments)
 
 
 def test_importing_loads_neither_torch_nor_pandas():
@@ -190,10 +190,10 @@ def test_frames_take_a_run_a_path_or_several(both: Path):
 
 def test_results_are_tables_in_a_notebook_and_escaped(both: Path):
     run = dtbench.load(both)
-    said = run._repr_html_()
-    assert "estimate_s" not in said and re.search(r"<th>time</th>\s*<th>spread</th>", said)
-    assert re.search(r"<td>[\d.]+ [nµm]s</td>\s*<td>\+\d+%</td>", said)
-    for shown in (said, dtbench.compare(run, both)._repr_html_()):
+    page = run._repr_html_()
+    assert "estimate_s" not in page and re.search(r"<th>time</th>\s*<th>spread</th>", page)
+    assert re.search(r"<td>[\d.]+ [nµm]s</td>\s*<td>\+\d+%</td>", page)
+    for shown in (page, dtbench.compare(run, both)._repr_html_()):
         assert "<table" in shown and "&lt;script&gt;" in shown and HOSTILE not in shown
 
 

@@ -93,5 +93,5 @@ def test_a_log_is_told_now_and_then_how_much_time_is_left(capsys: pytest.Capture
     for _ in range(10):
         now_s += 40.0
         progress.result(made_up.result("collectives", "all_reduce", "c10d", {}, [1e-3]))
-    told = [line for line in capsys.readouterr().out.splitlines() if line.endswith("left")]
-    assert told[0] == "result 2 of 10, about 5 min left" and len(told) == 4
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("left")]
+    assert lines[0] == "result 2 of 10, about 5 min left" and len(lines) == 4

@@ -26,8 +26,8 @@ def dims_of(results: Sequence[Result] | Iterator[Result], **changes: Any) -> dic
 
 
 def exact(**changes: Any) -> list[Result]:
-    given = {"names": RING_COLLECTIVES, "noise": 0.0, "samples": 8, "modes": ["together"]}
-    return list(made_up.collectives(**{**given, **changes}))
+    options = {"names": RING_COLLECTIVES, "noise": 0.0, "samples": 8, "modes": ["together"]}
+    return list(made_up.collectives(**{**options, **changes}))
 
 
 # ------------------------------------------------------------------------------ meshes of other shapes
@@ -172,8 +172,8 @@ def test_one_curve_holds_one_dtype_and_float32_first() -> None:
     assert dims["tp"].collectives == dims_of(results)["tp"].collectives
     of_dtype = [w for w in dims["tp"].warnings if "bfloat16" in w]
     assert len(of_dtype) == 3 and "all_reduce of bfloat16 takes 1.50x the time of float32" in of_dtype[1]
-    alike = dims_of([*results, *as_dtype(results, "bfloat16")])["tp"]
-    assert not any("bfloat16" in w for w in alike.warnings)
+    dim = dims_of([*results, *as_dtype(results, "bfloat16")])["tp"]
+    assert not any("bfloat16" in w for w in dim.warnings)
     # Without float32 the dtype of most sizes is taken.
     few = as_dtype(exact(sizes=made_up.SIZES[:2]), "bfloat16")
     curve = dims_of([*few, *as_dtype(exact(), "float16", 2.0)])["tp"].collectives["all_gather"]

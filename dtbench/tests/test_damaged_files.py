@@ -60,10 +60,14 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
 
 
 def run_file() -> bytes:
-    made = [*islice(made_up.collectives(samples=3), 2), *islice(made_up.dispatch(), 1), *made_up.NOT_OK[:1]]
+    results = [
+        *islice(made_up.collectives(samples=3), 2),
+        *islice(made_up.dispatch(), 1),
+        *made_up.NOT_OK[:1],
+    ]
     return b"".join(
         json.dumps(line).encode() + b"\n"
-        for line in (made_up.header(), *(msgspec.to_builtins(r) for r in made))
+        for line in (made_up.header(), *(msgspec.to_builtins(r) for r in results))
     )
 
 
@@ -181,12 +185,12 @@ def _try(kind: str, tmp_path: Path, seed: int, times: int) -> None:
     path = tmp_path / "file.jsonl"
     path.write_bytes(data)
     try:
-        found = read(path)
+        result = read(path)
     except DtbenchError as error:
         assert times, f"the sound file is refused: {error}"
         assert "\n" not in str(error) and "\x1b" not in str(error)
         return
-    for name, value in times_in(found):
+    for name, value in times_in(result):
         assert math.isfinite(value), name
         assert value >= 0 or not name.endswith(("_s", "samples", "Bps", "_us")), (name, value)
 
@@ -196,9 +200,9 @@ def test_a_mesh_of_more_ranks_than_there_are_is_refused(dtbench: Cli, tmp_path: 
     text = Path("r.jsonl").read_text()
     for shape in ([2, 2**53 + 1], [2**63 - 1] * 2):
         header, rest = text.split("\n", 1)
-        found = json.loads(header)
-        found["mesh"]["shape"] = shape
-        Path("f.jsonl").write_text(json.dumps(found) + "\n" + rest)
+        fields = json.loads(header)
+        fields["mesh"]["shape"] = shape
+        Path("f.jsonl").write_text(json.dumps(fields) + "\n" + rest)
         for words in ("report f.jsonl -o p.html", "calibrate f.jsonl -o t.json"):
             code, _, err = dtbench(*words.split())
             assert (code, err.count("\n")) == (2, 1) and "shape is of more ranks than the 1048576" in err

@@ -49,20 +49,20 @@ def test_options_that_pages_give_exist(page: Path) -> None:
             words = shlex.split(part, comments=True)
             if "dtbench" not in words:
                 continue
-            name, *given = words[words.index("dtbench") + 1 :]
-            found = cli.get_command(click.Context(cli), name)
-            assert found is not None, f"{command}: no command {name}"
-            if isinstance(found, click.Group):
-                found = found.get_command(click.Context(found), given.pop(0))
-                assert found is not None, command
-            known = {
+            name, *arguments = words[words.index("dtbench") + 1 :]
+            called = cli.get_command(click.Context(cli), name)
+            assert called is not None, f"{command}: no command {name}"
+            if isinstance(called, click.Group):
+                called = called.get_command(click.Context(called), arguments.pop(0))
+                assert called is not None, command
+            names = {
                 option
-                for parameter in found.params
+                for parameter in called.params
                 for option in (*parameter.opts, *parameter.secondary_opts)
             }
-            asked = {word.partition("=")[0] for word in given if word.startswith("-")}
+            options = {word.partition("=")[0] for word in arguments if word.startswith("-")}
             own = {"--topology", "--mode", "--ops"} if name == "run" else set()  # of suites
-            assert asked <= known | own, f"{command}: {sorted(asked - known)}"
+            assert options <= names | own, f"{command}: {sorted(options - names)}"
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=_name)
@@ -84,9 +84,9 @@ def test_the_workflow_gives_options_that_exist_and_parses() -> None:
     ]
     gate = cli.get_command(click.Context(cli), "gate")
     assert gate is not None
-    given = gate.make_context("gate", words[2:]).params
-    assert given["words"] == ("benchmarks/my_suite.py",)
-    assert given["exports"] == [("bmf", Path("times.json"))]
+    chosen = gate.make_context("gate", words[2:]).params
+    assert chosen["words"] == ("benchmarks/my_suite.py",)
+    assert chosen["exports"] == [("bmf", Path("times.json"))]
 
 
 # What differs from machine to machine, and from one run to the next.
@@ -133,10 +133,10 @@ def differs(shown: list[str], printed: str, of: Callable[[str], str]) -> str:
         if line == "...":
             gap = True
             continue
-        found = there[at:].index(of(line)) if of(line) in there[at:] else -1
-        if found < 0 or (found > 0 and not gap):
+        position = there[at:].index(of(line)) if of(line) in there[at:] else -1
+        if position < 0 or (position > 0 and not gap):
             return line
-        at, gap = at + found + 1, False
+        at, gap = at + position + 1, False
     return "" if gap or not shown or at == len(there) else f"(its last line) {there[at]}"
 
 

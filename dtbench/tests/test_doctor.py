@@ -50,8 +50,8 @@ def here(tmp_path: Path, files: Mapping[str, str] = {}, **changes: Any) -> Surro
 
 
 def finding(surroundings: Surroundings, check: str) -> MachineFinding:
-    (found,) = [f for f in examine(surroundings) if f.check == check]
-    return found
+    (match,) = [f for f in examine(surroundings) if f.check == check]
+    return match
 
 
 def test_a_quiet_machine_has_nothing_to_remedy(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_what_disturbs_is_found_with_its_remedy(
     got: str,
     remedy: str,
 ) -> None:
-    found = finding(here(tmp_path, files, **changes), check)
-    assert found.ok is ok and found.got.startswith(got)
-    assert remedy in found.effect + found.remedy and (ok or found.effect)
+    result = finding(here(tmp_path, files, **changes), check)
+    assert result.ok is ok and result.got.startswith(got)
+    assert remedy in result.effect + result.remedy and (ok or result.effect)
 
 
 def fake_nvml(reasons: int = 0, persistent: int = 1, pids: tuple[int, ...] = ()) -> SimpleNamespace:

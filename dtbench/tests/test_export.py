@@ -31,7 +31,7 @@ from dtbench.cost.price import price
 from dtbench.records.topology import CalibratedTopology, FromRun, HostLayout, write_topology
 from dtbench.suite.errors import OutputError, UsageError
 from dtbench.tests.made_up import Cli
-from dtbench.tests.made_up_topology import curve_of, made_curve, made_dim, made_topology, ring_curve, ring_dim
+from dtbench.tests.made_up_topology import a_curve, a_dim, a_topology, curve_of, ring_curve, ring_dim
 
 GIB, MIB = 1024**3, 1024**2
 # 64 MiB as float32; a gather of it, and of the eighth that one rank of tp holds.
@@ -66,9 +66,7 @@ def module_of(topology: CalibratedTopology, target: Any = "torch", name: str = "
 
 def two_dims(device_type: str = "cpu", **tp: Any) -> CalibratedTopology:
     """dp is slow (5 GiB/s, 20 us a hop), tp is fast (50 GiB/s, 2 us a hop)."""
-    return made_topology(
-        made_dim("dp", 2, 5.0, 20.0), made_dim("tp", 8, 50.0, 2.0, **tp), device_type=device_type
-    )
+    return a_topology(a_dim("dp", 2, 5.0, 20.0), a_dim("tp", 8, 50.0, 2.0, **tp), device_type=device_type)
 
 
 def spec(mesh: DeviceMesh, *placements: Any, shape: tuple[int, int] = SHAPE) -> DTensorSpec:
@@ -108,7 +106,7 @@ def test_dims_are_found_by_name_in_other_meshes(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "names", "said"),
+    ("sizes", "names", "message"),
     [
         ((2, 8), ("dp", "cp"), "cp=8"),
         ((4, 4), ("dp", "tp"), "dp=4, tp=4"),
@@ -116,14 +114,14 @@ def test_dims_are_found_by_name_in_other_meshes(mesh: DeviceMesh) -> None:
     ],
 )
 def test_other_meshes_keep_torchs_constants_with_one_warning(
-    sizes: tuple[int, ...], names: tuple[str, ...] | None, said: str
+    sizes: tuple[int, ...], names: tuple[str, ...] | None, message: str
 ) -> None:
     other = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     src, dst = (S0, *[R] * (len(sizes) - 1)), (R,) * len(sizes)
     before = cost(other, src, dst)
-    dims = made_dim("dp", 2, 5.0, 20.0, transitions={"S(0)->R": BENT}), made_dim("tp", 8, 50.0, 2.0)
-    with module_of(made_topology(*dims)).apply():
-        with pytest.warns(UserWarning, match=f"dp=2, tp=8; got .*{said}: torch's own"):
+    dims = a_dim("dp", 2, 5.0, 20.0, transitions={"S(0)->R": BENT}), a_dim("tp", 8, 50.0, 2.0)
+    with module_of(a_topology(*dims)).apply():
+        with pytest.warns(UserWarning, match=f"dp=2, tp=8; got .*{message}: torch's own"):
             assert cost(other, src, dst) == before
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -151,8 +149,8 @@ def test_measured_transitions_replace_the_formulas(mesh: DeviceMesh) -> None:
 
 
 def test_collectives_stand_in_for_transitions(mesh: DeviceMesh) -> None:
-    collectives = {"all_gather": made_curve(50, 2), "all_reduce": BENT, "all_to_all": made_curve(9, 1)}
-    with module_of(two_dims(collectives=collectives, transitions={"P->S(0)": made_curve(7, 4)})).apply():
+    collectives = {"all_gather": a_curve(50, 2), "all_reduce": BENT, "all_to_all": a_curve(9, 1)}
+    with module_of(two_dims(collectives=collectives, transitions={"P->S(0)": a_curve(7, 4)})).apply():
         one = mesh["tp"]
         assert cost(one, (P,), (R,)) == pytest.approx(HALFWAY_US)
         assert cost(one, (S1,), (R,)) == pytest.approx(50 + 0.0625 / 2 * 1e6)
@@ -161,7 +159,7 @@ def test_collectives_stand_in_for_transitions(mesh: DeviceMesh) -> None:
 
 
 def test_all_to_all_is_looked_up_by_a_ranks_part(mesh: DeviceMesh) -> None:
-    topology = two_dims("cuda", collectives={"all_to_all": made_curve(9, 1)})
+    topology = two_dims("cuda", collectives={"all_to_all": a_curve(9, 1)})
     exported = module_of(topology)
     exported.DEVICE_TYPE = "cpu"  # no mesh on cuda here
     with exported.apply():
@@ -191,7 +189,7 @@ def test_another_redistribution_is_planned(mesh: DeviceMesh) -> None:
 
 
 def test_another_sharding_strategy_is_chosen(mesh: DeviceMesh) -> None:
-    one, slow, fast = mesh["tp"], made_curve(1000, 1), made_curve(1, 1000)
+    one, slow, fast = mesh["tp"], a_curve(1000, 1), a_curve(1, 1000)
     others = dict.fromkeys(("S(1)->R", "S(1)->S(0)", "P->R", "P->S(0)", "P->S(1)"), slow)
 
     def product(**prices: Any) -> str:
@@ -223,7 +221,7 @@ def test_undo_puts_everything_back_in_turn(mesh: DeviceMesh) -> None:
     first = module_of(two_dims()).apply()
     changed = [now is not then for now, then in zip(functions(), before, strict=True)]
     assert changed == [then is not None for then in before]
-    second = module_of(made_topology(made_dim("dp", 2, 1.0, 0.0), made_dim("tp", 8, 1.0, 0.0))).apply()
+    second = module_of(a_topology(a_dim("dp", 2, 1.0, 0.0), a_dim("tp", 8, 1.0, 0.0))).apply()
     assert cost(mesh, (S0, R), (R, R)) == pytest.approx(6.6 + 0.0625 / 2 * 1e6)
     with pytest.raises(RuntimeError, match="undo those first"):
         first.undo()
@@ -240,17 +238,21 @@ def other_cost(current: Any, target: Any, mesh_topo: Any, mesh_dim: int) -> floa
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         (COST, other_cost, r"current_placement.*got \(current, target"),
         (COST, None, "got none"),
         ("allreduce_cost", lambda bytes_gb, mesh_topo, mesh_dim: 1.0, "allreduce_cost of 1 GiB.*got 1.0 us"),
     ],
 )
-def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str) -> None:
+def test_another_torch_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, message: str
+) -> None:
     exported = module_of(two_dims())
     monkeypatch.setattr(_collective_utils, name, value)
-    with pytest.raises(RuntimeError, match=rf"(?s)another cost model.*{said}.*known are torch 2.11 and 2.13"):
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)another cost model.*{message}.*known are torch 2.11 and 2.13"
+    ):
         exported.apply()
     assert getattr(_collective_utils, name) is value
 
@@ -278,7 +280,7 @@ def graph_of(mesh: DeviceMesh) -> torch.fx.Graph:
 
 
 def with_collectives(device_type: str = "cpu") -> CalibratedTopology:
-    curves = {"all_gather": made_curve(10, 4), "all_reduce": made_curve(20, 2), "reduce_scatter": BENT}
+    curves = {"all_gather": a_curve(10, 4), "all_reduce": a_curve(20, 2), "reduce_scatter": BENT}
     return two_dims(device_type, collectives=curves)
 
 
@@ -303,7 +305,7 @@ def test_inductor_asks_for_milliseconds(mesh: DeviceMesh) -> None:
     assert ms["reduce"] == pytest.approx(0.020 + 4 / 1024 / 2 * 1e3)
     assert latency_ms == pytest.approx(0.010)
     assert options.custom_runtime_estimation is None
-    with module_of(two_dims(collectives={"reduce_scatter": made_curve(0, 1)}), "inductor").apply(
+    with module_of(two_dims(collectives={"reduce_scatter": a_curve(0, 1)}), "inductor").apply(
         mesh
     ) as applied:
         assert applied.estimate(nodes["scatter"]) == pytest.approx(4 / 1024 * 1e3)  # of all that is scattered
@@ -344,7 +346,7 @@ def test_inductors_cache_tells_constants_apart(mesh: DeviceMesh, tmp_path: Path)
 
     saved = []
     for beta in (4, 5):
-        curves = {"all_gather": made_curve(10, beta)}
+        curves = {"all_gather": a_curve(10, beta)}
         name = "exported_for_cache"
         sys.modules[name] = exported = module_of(two_dims(collectives=curves), "inductor", name)
         with exported.apply(mesh) as applied:
@@ -372,12 +374,15 @@ def test_autoparallel_finds_the_measured_times_in_its_tables() -> None:
     """Of four ranks on two hosts."""
     curves = {name: ring_curve(name, 4, 20.0, 5.0) for name in ("all_gather", "all_reduce")}
     place = HostLayout(hosts_per_group=(2, 2), ranks_per_host=(2, 2))
-    dim = structs.replace(made_dim("dp", 4, 20.0, 5.0, collectives=curves), layout=place)
-    made: dict[str, Any] = {}
-    exec(render(made_topology(dim), "autoparallel"), made)
-    assert made["RUNTIME_TABLES"].keys() == made["RUNTIME_RAMPS"].keys() == curves.keys()
+    dim = structs.replace(a_dim("dp", 4, 20.0, 5.0, collectives=curves), layout=place)
+    exported: dict[str, Any] = {}
+    exec(render(a_topology(dim), "autoparallel"), exported)
+    assert exported["RUNTIME_TABLES"].keys() == exported["RUNTIME_RAMPS"].keys() == curves.keys()
     for name, curve in curves.items():
-        (latency, bandwidth), shares = made["RUNTIME_TABLES"][name][2, 2], made["RUNTIME_RAMPS"][name][2, 2]
+        (latency, bandwidth), shares = (
+            exported["RUNTIME_TABLES"][name][2, 2],
+            exported["RUNTIME_RAMPS"][name][2, 2],
+        )
         for row in curve.table:
             size = row.size_bytes
             share = np.interp(math.log2(size / 4 / 64), range(24), shares)
@@ -387,10 +392,10 @@ def test_autoparallel_finds_the_measured_times_in_its_tables() -> None:
 @pytest.mark.parametrize(
     ("topology", "target", "says"),
     [
-        (made_topology(made_dim("tp", 8, 1.0, 1.0), base_latency_us=3.0), "torch", "base latency of 3 us"),
-        (made_topology(), "torch", "no mesh dim"),
+        (a_topology(a_dim("tp", 8, 1.0, 1.0), base_latency_us=3.0), "torch", "base latency of 3 us"),
+        (a_topology(), "torch", "no mesh dim"),
         (
-            made_topology(
+            a_topology(
                 structs.replace(
                     ring_dim("dp", 4, 20.0, 5.0, "all_reduce"),
                     layout=HostLayout(hosts_per_group=(1, 2), ranks_per_host=(2, 4)),
@@ -437,14 +442,14 @@ def test_names_stay_names(target: Any) -> None:
     def names_in(text: str) -> set[str]:
         return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
-    curves = {"all_reduce": made_curve(1, 1)}
-    topology = made_topology(
-        made_dim(NASTY, 8, 50.0, 2.0, collectives=curves, warnings=(NASTY,)),
+    curves = {"all_reduce": a_curve(1, 1)}
+    topology = a_topology(
+        a_dim(NASTY, 8, 50.0, 2.0, collectives=curves, warnings=(NASTY,)),
         runs=(FromRun(run_id=NASTY, versions={NASTY: NASTY}),),
         created=NASTY,
         warnings=(NASTY,),
     )
-    plain = made_topology(made_dim("tp", 8, 1.0, 2.0, collectives=curves))
+    plain = a_topology(a_dim("tp", 8, 1.0, 2.0, collectives=curves))
     text = render(topology, target, NASTY)
     assert text.isascii() and names_in(text) == names_in(render(plain, target))
     exported = module_of(topology, target)

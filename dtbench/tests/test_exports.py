@@ -21,13 +21,13 @@ POINTS = [
 
 
 def test_bmf_is_what_bencher_reads():
-    made = json.loads(exports.bmf(POINTS))
-    assert list(made.values()) == [
+    exported = json.loads(exports.bmf(POINTS))
+    assert list(exported.values()) == [
         {"latency": {"value": 2000, "lower_value": 1000, "upper_value": pytest.approx(3000)}},
         {"latency": {"value": 4000}},
     ]
-    assert list(made)[1] == "s plain [torch]"
-    assert all(name.isprintable() for name in made)
+    assert list(exported)[1] == "s plain [torch]"
+    assert all(name.isprintable() for name in exported)
 
 
 def test_long_names_stay_apart():
@@ -80,10 +80,10 @@ def test_commands_export(tmp_path: Path, dtbench: made_up.Cli):
     assert list(json.loads(out.read_text())) == ["dispatch add [core]"]
     dtbench("compare", str(run), str(run), "--export", f"bmf:{out}")
     assert list(json.loads(out.read_text())) == ["dispatch add [core]"]
-    for given, says in (
+    for points, says in (
         ("xml:f", "expected FORMAT:FILE"),
         ("bmf:", "expected"),
         ("bmf:no/f", "there is no folder no"),
     ):
-        code, _, err = dtbench("show", str(run), "--export", given)
+        code, _, err = dtbench("show", str(run), "--export", points)
         assert code == 2 and says in err

@@ -16,14 +16,14 @@ def states(**special: RankState) -> dict[int, RankState]:
 
 
 def of(cause: str = "event", **more: object) -> RankState:
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         "label": "suite case",
         "step": 7,
         "where": "c10d.py:1 in f",
         "waits": True,
         "case": 2,
     }
-    return RankState(cause, **(given | more))  # type: ignore[arg-type]
+    return RankState(cause, **(fields | more))  # type: ignore[arg-type]
 
 
 def test_ranks_that_do_not_answer_are_dead() -> None:

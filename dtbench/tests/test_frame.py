@@ -83,35 +83,35 @@ def time_of(result: Result, column: str) -> Any:
 @MANY
 @given(RESULTS)
 def test_every_value_of_every_result_is_there(results: list[Result]) -> None:
-    made = results_frame([made_up.run(results[:5]), made_up.run(results[5:], run_id="second")])
-    assert len(made) == len(results)
-    assert made.columns.is_unique
-    assert cells(made["run_id"]) == ["20260101-120000-abcd"] * len(results[:5]) + ["second"] * len(
+    table = results_frame([made_up.run(results[:5]), made_up.run(results[5:], run_id="second")])
+    assert len(table) == len(results)
+    assert table.columns.is_unique
+    assert cells(table["run_id"]) == ["20260101-120000-abcd"] * len(results[:5]) + ["second"] * len(
         results[5:]
     )
     for field in ("suite", "name", "impl", "launch", "status", "reason", "rank", "size_bytes"):
-        for got, r in zip(cells(made[field]), results, strict=True):
+        for got, r in zip(cells(table[field]), results, strict=True):
             assert same(got, getattr(r, field)), field
     for field in ("algbw_Bps", "busbw_Bps"):
-        assert cells(made[field]) == [getattr(r, field) for r in results]
+        assert cells(table[field]) == [getattr(r, field) for r in results]
     for field in TIME_COLUMNS:
-        assert cells(made[field]) == [time_of(r, field) for r in results]
-    assert cells(made["samples"]) == [r.time_s and r.time_s.n for r in results]
+        assert cells(table[field]) == [time_of(r, field) for r in results]
+    assert cells(table["samples"]) == [r.time_s and r.time_s.n for r in results]
     for name in {name for r in results for name in r.params}:
-        for got, r in zip(cells(made["param." + name]), results, strict=True):
+        for got, r in zip(cells(table["param." + name]), results, strict=True):
             assert same(got, r.params.get(name)), name
     for name in {name for r in results for name in r.counters}:
-        assert cells(made["counter." + name]) == [r.counters.get(name) for r in results]
-    fixed = [c for c in made.columns if not c.startswith(("param.", "counter."))]
+        assert cells(table["counter." + name]) == [r.counters.get(name) for r in results]
+    fixed = [c for c in table.columns if not c.startswith(("param.", "counter."))]
     named = {n for r in results for n in r.params}, {n for r in results for n in r.counters}
-    assert len(made.columns) == len(fixed) + sum(map(len, named))
+    assert len(table.columns) == len(fixed) + sum(map(len, named))
 
 
 def test_no_results_make_an_empty_frame() -> None:
-    made = results_frame([])
-    assert len(made) == 0
-    assert {"run_id", "case", "median_s", "busbw_Bps"} <= set(made.columns)
-    cases = cases_frame(made)
+    table = results_frame([])
+    assert len(table) == 0
+    assert {"run_id", "case", "median_s", "busbw_Bps"} <= set(table.columns)
+    cases = cases_frame(table)
     assert (len(cases), impls_of(cases), params_of(cases)) == (0, [], [])
 
 
@@ -180,10 +180,10 @@ def test_core_over_torch_where_both_were_measured() -> None:
 def test_texts_that_differ_by_a_null_character_are_told_apart() -> None:
     # pandas and numpy take it for the end of a text here and there.
     texts = ["a", "a\0", "a\0b", "a\0c", "\0"]
-    made = frame(
+    table = frame(
         *(result(text, 1.0 + i, params={text: text}, counters={text: i}) for i, text in enumerate(texts))
     )
-    cases = cases_frame(made)
+    cases = cases_frame(table)
     spelled = ["a", "a\\x00", "a\\x00b", "a\\x00c", "\\x00"]
     assert impls_of(cases) == spelled
     assert params_of(cases) == [{text: text} for text in spelled]

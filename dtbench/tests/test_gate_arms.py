@@ -55,14 +55,14 @@ def test_a_revision_has_its_own_core_and_the_harness_of_the_gate(repository: Pat
             assert Path(suite[0].suite).read_text() == f"NUMBER = {number}\n"
             assert suite[1] == Selection("dispatch", "add")
         assert base.revision == git("rev-parse", "HEAD~1")
-        made = [Path(arm.root) for arm in (base, head)]
-        assert all(root.is_dir() for root in made)
+        roots = [Path(arm.root) for arm in (base, head)]
+        assert all(root.is_dir() for root in roots)
         # Even a gate that is killed now leaves the repository as it was.
         assert git("status", "--porcelain") == "" and not Path(".git/worktrees").exists()
         assert git("ls-files", "--stage") == git(
             "ls-tree", "-r", "--format=%(objectmode) %(objectname) 0%x09%(path)", "HEAD"
         )
-    assert not any(root.exists() for root in made)
+    assert not any(root.exists() for root in roots)
 
 
 def test_other_arms_take_the_sources_of_the_gate_as_they_were(repository: Path) -> None:

@@ -91,11 +91,11 @@ def test_json_is_strict_and_whole() -> None:
     effect = effect_and_times([(1.0, 2.0)])[0]
     one = verdict.judged(benchmark("s"), Verdict.INCONCLUSIVE, "", "", effect, 1.0, 2.0)
     whole = report([one, judged(Verdict.PASS, HOSTILE)])
-    made = json.loads(text_of(whole))
-    assert made["benchmarks"][0]["effect"]["high"] is None
-    assert made["benchmarks"][0]["effect"]["ratio"] == pytest.approx(2.0)
-    assert made["benchmarks"][1]["name"] == HOSTILE
-    assert made["counts"]["PASS"] == 1 and made["benchmarks"][0]["verdict"] == "INCONCLUSIVE"
+    fields = json.loads(text_of(whole))
+    assert fields["benchmarks"][0]["effect"]["high"] is None
+    assert fields["benchmarks"][0]["effect"]["ratio"] == pytest.approx(2.0)
+    assert fields["benchmarks"][1]["name"] == HOSTILE
+    assert fields["counts"]["PASS"] == 1 and fields["benchmarks"][0]["verdict"] == "INCONCLUSIVE"
     printable = report([one, judged(Verdict.PASS)])
     assert into(decode(text_of(msgspec.structs.replace(printable, notes=())).encode()), Gate).benchmarks == (
         printable.benchmarks
@@ -103,6 +103,8 @@ def test_json_is_strict_and_whole() -> None:
 
 
 def test_points_are_heads_times_where_both_arms_were_timed() -> None:
-    made = outputs.points_of(report([judged(Verdict.PASS), verdict.judged(benchmark("x"), Verdict.MISSING)]))
-    assert [(p.key[0], p.verdict, p.time_s) for p in made] == [("s", "PASS", pytest.approx(11.5e-6))]
-    assert (made[0].low_s, made[0].high_s) == (None, None)  # three pairs bound nothing
+    points = outputs.points_of(
+        report([judged(Verdict.PASS), verdict.judged(benchmark("x"), Verdict.MISSING)])
+    )
+    assert [(p.key[0], p.verdict, p.time_s) for p in points] == [("s", "PASS", pytest.approx(11.5e-6))]
+    assert (points[0].low_s, points[0].high_s) == (None, None)  # three pairs bound nothing

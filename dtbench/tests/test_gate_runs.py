@@ -267,17 +267,19 @@ def launcher_of(folder: Path, suite: str = TIMED, **arms: Arm) -> Iterator[launc
     (folder / "launches").mkdir(parents=True)
     (folder / "timed.py").write_text(suite)
     selections = {name: [Selection(str(folder / "timed.py"))] for name in arms}
-    made = launcher.Launcher(arms, selections, plan_on("cpu"), folder / "launches", launcher.Limits(60))
-    with contextlib.closing(made):
-        yield made
+    gate_launcher = launcher.Launcher(
+        arms, selections, plan_on("cpu"), folder / "launches", launcher.Limits(60)
+    )
+    with contextlib.closing(gate_launcher):
+        yield gate_launcher
 
 
 def test_compared_launches_are_set_up_together_and_measure_by_turns(tmp_path: Path) -> None:
     """Both are warm before either measures, and then each sample of one follows one of the other."""
     seen = tmp_path / "seen"
     arm = real_arm(SEEN=str(seen))
-    with launcher_of(tmp_path / "gate", base=arm, head=arm) as made:
-        one, other = made.launch(["head", "base"], [SUM])
+    with launcher_of(tmp_path / "gate", base=arm, head=arm) as gate_launcher:
+        one, other = gate_launcher.launch(["head", "base"], [SUM])
         assert one.times_s[SUM.key] > 0 and other.times_s[SUM.key] > 0
         rows = map(str.split, seen.read_text().splitlines())
         calls = [pid for what, pid, *_ in rows if what == "call"]
@@ -292,8 +294,8 @@ def test_compared_launches_are_set_up_together_and_measure_by_turns(tmp_path: Pa
 
 
 def test_what_brings_a_launch_down_fails_and_the_rest_is_launched_again_in_turn(tmp_path: Path) -> None:
-    with launcher_of(tmp_path, base=real_arm(), head=real_arm(DTBENCH_DIES="1")) as made:
-        sound, broken = made.launch(["base", "head"], [SUM, DIES])
+    with launcher_of(tmp_path, base=real_arm(), head=real_arm(DTBENCH_DIES="1")) as gate_launcher:
+        sound, broken = gate_launcher.launch(["base", "head"], [SUM, DIES])
     assert "exit code 7" in broken.bad[DIES.key] and not sound.bad
     assert broken.times_s[SUM.key] > 0 and DIES.key not in sound.times_s
     assert len(sound.samples_s[SUM.key]) == len(broken.samples_s[SUM.key]) > 0
@@ -314,8 +316,8 @@ def test_arms_that_load_alike_share_a_process(
             (tmp_path / name / "click.py").write_text("")
         arms[name] = real_arm([str(tmp_path / name)], alone, **{variable: str(tmp_path / f"{name}.seen")})
     suite = f"{TIMED}\nimport click\nsee(click.__file__)\n"
-    with launcher_of(tmp_path / "gate", suite, **arms) as made:
-        for launch in made.launch(["head", "base"], [SUM]):
+    with launcher_of(tmp_path / "gate", suite, **arms) as gate_launcher:
+        for launch in gate_launcher.launch(["head", "base"], [SUM]):
             assert launch.times_s[SUM.key] > 0
     texts = {name: (tmp_path / f"{name}.seen").read_text() for name in arms}
     assert len({text.split()[2] for text in texts.values()}) == loaders

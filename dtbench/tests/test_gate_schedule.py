@@ -100,11 +100,11 @@ def test_false_alarms_and_detection_at_the_noise_of_this_kind_of_machine() -> No
         false, alarmed = false + alarms, alarmed + bool(alarms)
     assert false <= 0.005 * runs * 20 and alarmed <= 0.02 * runs
     for factor, goal in ((1.03, 0.80), (1.05, 0.95)):
-        found = [
+        verdicts = [
             judge(KnownLaunches({"b0": factor}, seed=seed, drift=0.002), 1, seed)[0][0].verdict
             for seed in range(150)
         ]
-        assert found.count(Verdict.REGRESSION) >= goal * 150
+        assert verdicts.count(Verdict.REGRESSION) >= goal * 150
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_too_much_noise_is_inconclusive_and_no_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("moves", "said"),
+    ("moves", "message"),
     [({"control": 1.03}, "control"), ({"control": 1.30}, "control"), ({"null": 1.03}, "itself")],
 )
-def test_what_nobody_touched_and_moves_makes_the_run_untrusted(moves: dict[str, float], said: str) -> None:
+def test_what_nobody_touched_and_moves_makes_the_run_untrusted(moves: dict[str, float], message: str) -> None:
     machine = KnownLaunches(noise=0.002, **moves)
     _, trust = judge(machine)
-    assert said in trust.reasons[0]
+    assert message in trust.reasons[0]
     assert len(machine.arms) >= 30, "five more rounds tell whether by chance"
 
 
@@ -170,18 +170,20 @@ def test_what_nobody_touched_and_moves_makes_the_run_untrusted(moves: dict[str, 
 def test_what_is_no_time_never_passes(time_s: float | None, verdict: str) -> None:
     key = benchmarks(1)[0].key
 
-    def odd(arm: ArmName, made: LaunchTimes, wanted: Sequence[Benchmark]) -> LaunchTimes:
-        rest = {k: t for k, t in made.times_s.items() if (arm, k) != ("head", key)}
-        return LaunchTimes(rest if time_s is None or len(rest) == len(made.times_s) else rest | {key: time_s})
+    def odd(arm: ArmName, times: LaunchTimes, wanted: Sequence[Benchmark]) -> LaunchTimes:
+        rest = {k: t for k, t in times.times_s.items() if (arm, k) != ("head", key)}
+        return LaunchTimes(
+            rest if time_s is None or len(rest) == len(times.times_s) else rest | {key: time_s}
+        )
 
     judged, _ = judge(KnownLaunches(noise=0.001, odd=odd), 2)
     assert [j.verdict for j in judged] == [verdict, Verdict.PASS]
 
 
 def test_what_fails_in_a_launch_fails_and_is_not_measured_on() -> None:
-    def odd(arm: ArmName, made: LaunchTimes, wanted: Sequence[Benchmark]) -> LaunchTimes:
+    def odd(arm: ArmName, times: LaunchTimes, wanted: Sequence[Benchmark]) -> LaunchTimes:
         breaks = arm == "head" and len(wanted) == 2
-        return LaunchTimes(made.times_s, {wanted[0].key: "it broke"} if breaks else {})
+        return LaunchTimes(times.times_s, {wanted[0].key: "it broke"} if breaks else {})
 
     machine = KnownLaunches(noise=0.001, odd=odd)
     judged, _ = judge(machine, 2)

@@ -158,8 +158,8 @@ def test_ranks_on_gpus_of_two_hosts_tell_who_came_last() -> None:
         facts = {"counters": {}, "kernel": f"k{rank}", "throttled": None, "offset": offset}
         return facts | {"samples": taken, "started": started, "error_ns": error_ns}
 
-    found = combine([part(0), part(1)])
-    error_s = found.counters["arrival_error_s"]
+    combined = combine([part(0), part(1)])
+    error_s = combined.counters["arrival_error_s"]
     assert 0 < error_s < 2e-6
-    for number, (first, second) in enumerate(zip(*found.rank_arrivals_s.values(), strict=True)):
+    for number, (first, second) in enumerate(zip(*combined.rank_arrivals_s.values(), strict=True)):
         assert abs(second - first - (late_ns * 1e-9 if number % 2 else 0.0)) <= 2 * error_s

@@ -75,8 +75,8 @@ def _commands(name: str, command: click.Command) -> Iterator[tuple[str, click.Co
 
 def _all_commands() -> dict[str, click.Command]:
     context = click.Context(cli)
-    found = [(name, cli.get_command(context, name)) for name in [*cli.list_commands(context), *_HIDDEN]]
-    return {at: one for name, command in found if command for at, one in _commands(name, command)}
+    commands = [(name, cli.get_command(context, name)) for name in [*cli.list_commands(context), *_HIDDEN]]
+    return {at: one for name, command in commands if command for at, one in _commands(name, command)}
 
 
 def test_help_fits_one_screen(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

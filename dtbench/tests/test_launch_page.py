@@ -46,16 +46,16 @@ def bash(tmp_path: Path) -> Bash:
 
 def test_an_sbatch_script_starts_the_command(bash: Bash, tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(FILES["job.sh"])
-    found = bash([str(tmp_path / "job.sh")], {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_NODEID": "1"})
-    assert found == [*TORCHRUN, *COMMAND]
+    output = bash([str(tmp_path / "job.sh")], {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_NODEID": "1"})
+    assert output == [*TORCHRUN, *COMMAND]
     options = [line for line in FILES["job.sh"].splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"} <= set(options)
 
 
 def test_a_skypilot_task_starts_the_command(bash: Bash) -> None:
     task = yaml.safe_load(FILES["task.yaml"])
-    found = bash(["-c", task["run"]], {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "host-a\nhost-b"})
-    assert found == [*TORCHRUN, *COMMAND]
+    output = bash(["-c", task["run"]], {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "host-a\nhost-b"})
+    assert output == [*TORCHRUN, *COMMAND]
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
 
 

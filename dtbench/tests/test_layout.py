@@ -21,10 +21,10 @@ from dtbench.tests.test_tables import table_of
 
 
 def header(mesh: dict[str, int], hosts: list[str], **facts: list[Any]) -> dict[str, Any]:
-    made = made_up.header(mesh, hosts)
-    for rank in made["ranks"]:
+    changed = made_up.header(mesh, hosts)
+    for rank in changed["ranks"]:
         rank |= {name: values[rank["rank"]] for name, values in facts.items()}
-    return made
+    return changed
 
 
 def read_by(*args: Any, **facts: list[Any]) -> Header:
@@ -32,10 +32,10 @@ def read_by(*args: Any, **facts: list[Any]) -> Header:
 
 
 def test_a_file_that_lists_other_ranks_than_its_mesh_has_no_layout() -> None:
-    made = header({"dp": 2, "tp": 2}, ["a"] * 4)
-    assert set(mesh_groups(made_up.read(made))) == {"dp", "tp", "dp+tp"}
-    made["mesh"]["shape"] = [2**10, 2**10]
-    assert layout_of(made_up.read(made)) == [] and mesh_groups(made_up.read(made)) == {}
+    described = header({"dp": 2, "tp": 2}, ["a"] * 4)
+    assert set(mesh_groups(made_up.read(described))) == {"dp", "tp", "dp+tp"}
+    described["mesh"]["shape"] = [2**10, 2**10]
+    assert layout_of(made_up.read(described)) == [] and mesh_groups(made_up.read(described)) == {}
 
 
 def test_hosts_are_counted_per_group_and_per_pair() -> None:
@@ -65,9 +65,9 @@ def test_hosts_are_counted_per_group_and_per_pair() -> None:
 def test_a_host_is_a_name_and_a_kernel(
     hosts: list[str], boots: list[str | None], count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = header({"tp": 2}, hosts, boot_id=boots)
-    assert layout_of(made_up.read(made))[0].hosts_per_group == (count, count)
-    run = made_up.run([], mesh={"tp": 2}, ranks=made["ranks"])
+    described = header({"tp": 2}, hosts, boot_id=boots)
+    assert layout_of(made_up.read(described))[0].hosts_per_group == (count, count)
+    run = made_up.run([], mesh={"tp": 2}, ranks=described["ranks"])
     print_runs([run])
     out = capsys.readouterr().out
     assert f"2 on {', '.join(hosts[:count])}\n" in out
@@ -78,7 +78,7 @@ def test_a_host_is_a_name_and_a_kernel(
 
 def test_numa_nodes_and_nvlink_neighbours() -> None:
     peers = [{"neighbours": {bus: 4}, "switch_links": 0} for bus in ("1", "0", "3", "2")]
-    made = header(
+    described = header(
         {"dp": 2, "tp": 2},
         ["a"] * 4,
         pci_bus_id=list("0123"),
@@ -86,7 +86,7 @@ def test_numa_nodes_and_nvlink_neighbours() -> None:
         device_numa_node=[0, 0, 1, None],
         numa_nodes=[[0, 1]] * 4,
     )
-    dp, tp, _ = layout_of(made_up.read(made))
+    dp, tp, _ = layout_of(made_up.read(described))
     assert (dp.nvlink, tp.nvlink) == ((0, 2), (2, 2))
     assert (dp.numa_nodes_per_group, tp.numa_nodes_per_group) == ((2, 2), (1, 2))
     switched = header({"tp": 2}, ["a"] * 2, nvlink=[{"neighbours": {}, "switch_links": 18}] * 2)
@@ -119,9 +119,9 @@ def test_the_last_arrival_is_the_shortest_reading_of_a_group_and_the_slowest_gro
 def test_where_a_clock_tells_a_sample_lasts_until_the_last_rank_of_a_group_is_done() -> None:
     # Rank 2 came first and waited; rank 0 came 2 s later and ended at 7 s, the last.
     late = {"0": (2.0, 0.0), "1": (1.0, 0.0), "2": (0.0, 1.0), "3": (0.0, 0.0)}
-    made = timed("dp", rank_arrivals_s=late)
-    assert from_last_arrival_s(made, groups_of((2, 2), 0)) == (6.0, 8.0)  # max(7 - 2, 7 - 1), max(9 - 1, 6)
-    assert from_last_arrival_s(made, [[0, 2]]) == (5.0, 8.0)
+    result = timed("dp", rank_arrivals_s=late)
+    assert from_last_arrival_s(result, groups_of((2, 2), 0)) == (6.0, 8.0)  # max(7 - 2, 7 - 1), max(9 - 1, 6)
+    assert from_last_arrival_s(result, [[0, 2]]) == (5.0, 8.0)
     # What cannot be, as no rank's reading is so short or so long, is brought back to what can.
     impossible = timed("dp", rank_arrivals_s={"0": (0.0, 0.0), "2": (9.0, 0.0)})
     assert from_last_arrival_s(impossible, [[0, 2]]) == (3.0, 9.0)
@@ -134,10 +134,10 @@ def test_measured_offsets_correct_what_barriers_suggest(error_ns: float) -> None
     """Rank 1, on another host whose clock is 5 s ahead, leaves every barrier 10 us after rank 0."""
     started = {0: [100, 200_100, 400_100], 1: [5 * 10**9 + t + 10_000 for t in (100, 200_100, 400_100)]}
     offsets = {0: SAME_CLOCK, 1: Offset(-5e9 + 40, error_ns)}
-    found = lateness_s(started, {0: "a", 1: "b"}, offsets)
+    late_s = lateness_s(started, {0: "a", 1: "b"}, offsets)
     # Where the ping bounds it loosely, the barriers are believed; else as far as the ping allows.
     late_ns = 0 if error_ns > 10_000 else 10_000 + 40 - error_ns
-    assert found[1] * 1e9 == pytest.approx([late_ns] * 3, abs=1e-3)
+    assert late_s[1] * 1e9 == pytest.approx([late_ns] * 3, abs=1e-3)
 
 
 @given(st.data())
@@ -148,15 +148,15 @@ def test_arrivals_are_found_whatever_the_clocks_of_the_hosts_show(data: st.DataO
     behind = {rank: data.draw(times) for rank in range(4)}
     clock = {0: 0, 1: 0, 2: data.draw(st.integers(-(10**17), 10**17)), 3: data.draw(st.integers(0, 10**17))}
     started = {r: [b + d + clock[r] for b, d in zip(barrier, behind[r], strict=True)] for r in range(4)}
-    found = lateness_s(started, {0: "a", 1: "a", 2: "b", 3: None})
+    late_s = lateness_s(started, {0: "a", 1: "a", 2: "b", 3: None})
     # On one kernel exactly; between kernels but for a shift, which leaves both together in the median.
-    assert found[1] - found[0] == pytest.approx((np.array(behind[1]) - behind[0]) * 1e-9, abs=1e-7)
+    assert late_s[1] - late_s[0] == pytest.approx((np.array(behind[1]) - behind[0]) * 1e-9, abs=1e-7)
     for rank in (2, 3):
-        ours = (found[rank] - (found[0] + found[1]) / 2) * 1e9
+        ours = (late_s[rank] - (late_s[0] + late_s[1]) / 2) * 1e9
         assert np.median(ours) == pytest.approx(0.0, abs=100.0)
         true = np.array(behind[rank]) - (np.array(behind[0]) + behind[1]) / 2
         assert ours - true == pytest.approx(np.full(samples, ours[0] - true[0]), abs=100.0)
-    assert np.min(list(found.values()), axis=0) == pytest.approx(np.zeros(samples))
+    assert np.min(list(late_s.values()), axis=0) == pytest.approx(np.zeros(samples))
 
 
 def test_it_stands_in_the_frame_and_beside_the_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,11 +65,11 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_the_header_is_one_that_the_store_reads_back(tmp_path: Path) -> None:
-    made = header()
-    with RunWriter.create(tmp_path / "x.jsonl", made) as writer:
+    written = header()
+    with RunWriter.create(tmp_path / "x.jsonl", written) as writer:
         writer.append(Result("s", "n", "core", {}, "ok"))
     read = read_run(tmp_path / "x.jsonl").header
-    assert read == made
+    assert read == written
     assert read.mesh == MeshShape(dim_names=("dp", "tp"), shape=(2, 2))
     assert [r.rank for r in read.ranks] == [0, 1, 2, 3]
     assert read.versions["backend"] == "gloo" and read.versions["torch"]
@@ -183,17 +183,17 @@ def test_the_cpu_of_a_foreign_machine_and_of_one_that_tells_nothing(tmp_path: Pa
 
 
 def test_gpus_as_nvml_tells_them(fake_nvml: SimpleNamespace) -> None:
-    found = machine.gpus()
-    assert [gpu.index for gpu in found] == [0, 1]
-    assert found[1].name == "Fake of handle-1"
-    assert found[0].memory_bytes == 80 * 2**30
-    assert (found[0].sm_clock_MHz, found[0].sm_clock_max_MHz) == (1500, 1980)
-    assert found[0].power_limit_W == 700
-    assert found[0].nvlink == NvLinks(links=3, active_links=2, version=4)
-    assert found[0].mig is None  # raises
-    assert found[0].persistence is None  # not in these bindings
+    facts = machine.gpus()
+    assert [gpu.index for gpu in facts] == [0, 1]
+    assert facts[1].name == "Fake of handle-1"
+    assert facts[0].memory_bytes == 80 * 2**30
+    assert (facts[0].sm_clock_MHz, facts[0].sm_clock_max_MHz) == (1500, 1980)
+    assert facts[0].power_limit_W == 700
+    assert facts[0].nvlink == NvLinks(links=3, active_links=2, version=4)
+    assert facts[0].mig is None  # raises
+    assert facts[0].persistence is None  # not in these bindings
     assert machine.driver_version() == "570.1"
-    assert header().machine.gpus == tuple(found)
+    assert header().machine.gpus == tuple(facts)
 
 
 def test_a_rank_tells_where_its_gpu_sits(fake_nvml: SimpleNamespace, tmp_path: Path) -> None:

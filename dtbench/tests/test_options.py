@@ -98,7 +98,7 @@ def build(_world: Any) -> Any:
     raise AssertionError("listing builds nothing")
 
 
-def made_suite(name: str, cases: list[Case], world: WorldKind = "ranks") -> Suite:
+def a_suite(name: str, cases: list[Case], world: WorldKind = "ranks") -> Suite:
     return Suite(name, lambda plan: iter(cases), world, "")
 
 
@@ -108,13 +108,13 @@ CASE = Case("reduce", {"size": 4, "dim": "tp"}, {"core": build, "torch": build, 
 def test_tasks_hold_the_wanted_impls_and_the_references() -> None:
     plan = RunOptions(mesh=PLAN.mesh, sizes_bytes=(1,), impls=("torch",))
     only_core = Case("x", {}, {"core": build})
-    (task,) = options.list_tasks([made_suite("a", [CASE, only_core])], plan)
+    (task,) = options.list_tasks([a_suite("a", [CASE, only_core])], plan)
     assert task.impls == ("torch", "c10d")
 
 
 def test_filter_looks_at_the_whole_label() -> None:
     other = Case("gather", {"size": 8}, {"core": build})
-    suites = [made_suite("abc", [CASE, other])]
+    suites = [a_suite("abc", [CASE, other])]
     assert [t.case.name for t in options.list_tasks(suites, PLAN, "SIZE=8")] == ["gather"]
     assert len(options.list_tasks(suites, PLAN, "abc")) == 2
     for text, names in (
@@ -138,7 +138,7 @@ def test_filter_looks_at_the_whole_label() -> None:
 
 def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
     with pytest.raises(UsageError, match="has the case 'a reduce size=4 dim=tp' twice"):
-        options.list_tasks([made_suite("a", [CASE, CASE])], PLAN)
+        options.list_tasks([a_suite("a", [CASE, CASE])], PLAN)
 
     def fails(plan: RunOptions) -> Iterator[Case]:
         yield CASE
@@ -156,7 +156,7 @@ def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
 
 
 def test_remaining_leaves_out_what_is_done_in_that_launch() -> None:
-    tasks = options.list_tasks([made_suite("a", [CASE])], PLAN)
+    tasks = options.list_tasks([a_suite("a", [CASE])], PLAN)
     done = frozenset({tasks[0].key("core", 0), tasks[0].key("torch", 0), tasks[0].key("c10d", 1)})
     assert [t.impls for t in options.remaining(tasks, done, 0)] == [("c10d",)]
     assert [t.impls for t in options.remaining(tasks, done, 1)] == [("core", "torch")]
@@ -198,10 +198,10 @@ def test_words_are_suites_and_options() -> None:
         (suite_with("a"), {"-x": "1"}, "No such option '-x'"),
     ],
 )
-def test_options_nobody_declared_are_refused(suite: Suite, given: dict[str, str], says: str) -> None:
+def test_options_nobody_declared_are_refused(suite: Suite, values: dict[str, str], says: str) -> None:
     options.refuse_foreign_options([suite_with("a", mode=""), suite_with("b")], {"mode": "x"})
     with pytest.raises(UsageError, match=says):
-        options.refuse_foreign_options([suite], given)
+        options.refuse_foreign_options([suite], values)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLay
 from dtbench.records.topology import write_topology
 from dtbench.suite.errors import DtbenchError
 from dtbench.tests.made_up import Cli
-from dtbench.tests.made_up_topology import made_topology, ring_dim
+from dtbench.tests.made_up_topology import a_topology, ring_dim
 from dtbench.tests.test_plan import H100, MACHINE, job, layout
 
 STEPS = Path(__file__).parents[2] / "results" / "reference" / "step-times"
@@ -330,7 +330,7 @@ def test_a_topology_prices_the_links(tmp_path: Path, dtbench: Cli) -> None:
     for bandwidth in (20.0, 2.0):
         dim = ring_dim("dp", 4, bandwidth, 5.0, "all_reduce")
         path = tmp_path / f"{bandwidth:g}.json"
-        write_topology(made_topology(dim), path)
+        write_topology(a_topology(dim), path)
         code, out, err = dtbench(
             "plan", "--model", "llama-8b", "--gpus", "64", "--batch", "64", "--topology", str(path), "--json"
         )

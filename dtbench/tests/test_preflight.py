@@ -34,7 +34,7 @@ from dtbench.preflight.preflight import compare_with, file_of, names_of, sentenc
 from dtbench.suite.mesh import default_mesh
 from dtbench.tests import preflight_selftest as selftest
 from dtbench.tests import programs
-from dtbench.tests.made_up_topology import made_topology, ring_dim
+from dtbench.tests.made_up_topology import a_topology, ring_dim
 
 # ------------------------------------------------------------------------------------------ rounds
 
@@ -215,18 +215,18 @@ def test_trials_of_a_gathered_pool_name_what_is_slow_in_it() -> None:
 
 
 def test_the_verdict_stands_in_one_line() -> None:
-    def said(share: float) -> str:
+    def text_of_share(share: float) -> str:
         ranks = FakeRanks(hosts_of(4, 2), slow_rank(5, share), work={1: 0.6}, noise=0.01)
         return sentence(file_of(ranks.examine(), 3.21, "cpu"))
 
-    assert re.search(r"; rank 5 \(node-2\): (69|70|71)% of its peers \(between hosts\)", said(0.7))
-    only_work = said(1.0)
+    assert re.search(r"; rank 5 \(node-2\): (69|70|71)% of its peers \(between hosts\)", text_of_share(0.7))
+    only_work = text_of_share(1.0)
     assert re.search(r"preflight: slow .*: rank 1 \(node-0\): (59|60|61)% of its peers \(matrix", only_work)
     assert "rank 5" not in only_work
 
 
 def test_a_mesh_dim_that_is_slower_than_the_topology_is_named() -> None:
-    topology = made_topology(ring_dim("dp", 8, 100.0, 1.0, "all_reduce"))
+    topology = a_topology(ring_dim("dp", 8, 100.0, 1.0, "all_reduce"))
     expected_s = estimate(topology.dims[0], "all_reduce", 8, 2**26).high_us * 1e-6
     for times_as_long, named in ((1.1, False), (2.0, True)):
         examination = Examination(ExaminedWorld(("node-0",) * 8, (("dp", 8),)))

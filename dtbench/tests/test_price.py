@@ -14,7 +14,7 @@ from msgspec import structs
 from dtbench.cost import price as curves
 from dtbench.cost.price import price
 from dtbench.records.topology import CalibratedTopology, Residuals
-from dtbench.tests.made_up_topology import curve_of, made_dim, made_topology, ring_dim
+from dtbench.tests.made_up_topology import a_dim, a_topology, curve_of, ring_dim
 from dtbench_core.cost.topology import read_curve
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
@@ -26,7 +26,7 @@ TIMES = [100.0, 110.0, 150.0, 310.0, 950.0]
 
 
 def topology() -> CalibratedTopology:
-    return made_topology(*(ring_dim(name, *of, *COLLECTIVES) for name, of in DIMS.items()))
+    return a_topology(*(ring_dim(name, *of, *COLLECTIVES) for name, of in DIMS.items()))
 
 
 # ------------------------------------------------------------------------------------- by its curve
@@ -111,7 +111,7 @@ def test_other_ranks_cost_what_the_ring_says() -> None:
 
 
 def test_a_ring_scales_what_was_measured_and_does_not_replace_it() -> None:
-    slow = made_dim("tp", 8, 150.0, 2.0, collectives={"all_reduce": curve_of((2**26,), (9000.0,))})
+    slow = a_dim("tp", 8, 150.0, 2.0, collectives={"all_reduce": curve_of((2**26,), (9000.0,))})
     ring = [6.6 + 2 * (n - 1) * 2 + 2**-4 * 2 * (n - 1) / n / 150 * 1e6 for n in (8, 32)]
     got = curves.estimate(slow, "all_reduce", 32, 2**26).time_us
     assert got == pytest.approx(9000 * ring[1] / ring[0])
@@ -130,7 +130,7 @@ def test_intervals_widen_with_every_doubling_of_ranks_and_size() -> None:
 
 
 def test_collectives_that_were_not_measured_are_priced_by_the_formula() -> None:
-    dim = made_dim(
+    dim = a_dim(
         "tp", 8, 150.0, 2.0, residuals=Residuals(geometric_mean_ratio=1.2, worst_ratio=1.5, points=())
     )
     at = curves.estimate(dim, "all_gather", 8, 2**26)

@@ -32,12 +32,12 @@ def test_a_dispatch_by_stage_for_core_and_torch(tmp_path: Path) -> None:
     core, other = json.loads((folder / "table.json").read_text())["cases"]
     assert (core["impl"], core["source"]) == ("core", "the core's counters")
     assert (other["impl"], other["source"]) == ("torch", "Python and C++ frames")
-    for made in (core, other):
-        total = sum(row["ns"] for row in made["rows"]) + made["unattributed_ns"]
-        assert total == pytest.approx(made["whole_ns"])
-        stages = {row["stage"] for row in made["rows"]}
+    for backend in (core, other):
+        total = sum(row["ns"] for row in backend["rows"]) + backend["unattributed_ns"]
+        assert total == pytest.approx(backend["whole_ns"])
+        stages = {row["stage"] for row in backend["rows"]}
         assert {"entry", "key", "cache", "local op", "wrap"} <= stages and "redistribute" not in stages
-        assert made["floor_ns"] > 0 and made["recorded_ns"] > 0
+        assert backend["floor_ns"] > 0 and backend["recorded_ns"] > 0
     for line in (folder / "table.txt").read_text().splitlines():
         assert line in done.stdout
     assert not (folder / "trace.json.gz").exists()
@@ -56,8 +56,8 @@ def test_two_ranks_in_one_trace(tmp_path: Path) -> None:
     args = ("--filter", "pass=forward ", "--impl", "core", "--nproc", "2", "--quick", "-o", "p")
     done = start("profile", "tensor_parallel/mlp", *args, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    made = json.loads((tmp_path / "p" / "table.json").read_text())
-    core, whole = made["sections"]
+    table = json.loads((tmp_path / "p" / "table.json").read_text())
+    core, whole = table["sections"]
     assert core["label"].endswith("(core)") and whole["label"].endswith("(local)")
     for section in (core, whole):
         assert section["iterations"] == 3 and section["plain_us"] > 0 and section["unmatched"] == 0
@@ -86,7 +86,7 @@ def test_two_ranks_in_one_trace(tmp_path: Path) -> None:
     for mine, theirs in zip(
         *([e for e in drawn if (e["pid"], e["tid"]) == (r, 1)] for r in (0, 1)), strict=True
     ):
-        late_us = sum(made["clock_us"].values())
+        late_us = sum(table["clock_us"].values())
         assert mine["ts"] + mine["dur"] >= theirs["ts"] - late_us
         assert theirs["ts"] + theirs["dur"] >= mine["ts"] - late_us
 

@@ -36,9 +36,9 @@ def recorded(name: str, own_ns: float, *children: Any, cost: Overhead = COST["co
         span = Span(name, "counter", at, at)
         at += cost.inside_ns + own_ns
         for child in children:
-            made = child(at + cost.outside_ns / 2)
-            at = made.end_ns + cost.outside_ns / 2
-            span.children.append(made)
+            inner = child(at + cost.outside_ns / 2)
+            at = inner.end_ns + cost.outside_ns / 2
+            span.children.append(inner)
         span.end_ns = at
         return span
 
@@ -83,10 +83,10 @@ def test_stages_are_found_below_what_recording_adds(cost: Overhead, scale: float
 
 
 def test_what_no_fit_explains_is_left_unattributed() -> None:
-    made = broken_down([made_up_call()], 20_000.0)  # a call alone took longer than a recorded one
-    assert made.fitted_to_calibrated == 0
-    assert made.unattributed_ns > 5000
-    assert all(row.plus_minus_ns > 0 for row in made.rows)
+    breakdown = broken_down([made_up_call()], 20_000.0)  # a call alone took longer than a recorded one
+    assert breakdown.fitted_to_calibrated == 0
+    assert breakdown.unattributed_ns > 5000
+    assert all(row.plus_minus_ns > 0 for row in breakdown.rows)
     assert broken_down([made_up_call(slow=9)], 10.0).fitted_to_calibrated == stages.MOST_FIT
 
 
@@ -107,12 +107,12 @@ def test_frames_of_torch_go_to_their_stages() -> None:
         kind="TorchOp",
     )
     call = frame("profiled_call", 0, 110, frame("aten::add", 20, 105, handed, kind="TorchOp"))
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for stage, ns, _ in stages.frame_pieces(call, {}):
-        found[stage] = found.get(stage, 0) + ns
+        times[stage] = times.get(stage, 0) + ns
     # C++ between two frames counts with the one that comes next.
-    assert found == {"entry": 20 + 5 + 10 + 5 + 5, "key": 10, "cache": 12, "local op": 18, "wrap": 25}
-    assert sum(found.values()) == 110
+    assert times == {"entry": 20 + 5 + 10 + 5 + 5, "key": 10, "cache": 12, "local op": 18, "wrap": 25}
+    assert sum(times.values()) == 110
 
 
 def test_speedscope_gets_a_weighted_stack_per_frame() -> None:
@@ -207,12 +207,12 @@ def test_on_a_gpu_kernels_count() -> None:
 
 def test_traces_merge_on_one_clock_with_lanes() -> None:
     ranks = [cpu_rank(0, 0, 1000.0), cpu_rank(1, 3, -500.0)]
-    made: Any = trace.merge(ranks)
-    json.dumps(made, allow_nan=False)
-    drawn = [e for e in made["traceEvents"] if e["ph"] == "X"]
+    merged: Any = trace.merge(ranks)
+    json.dumps(merged, allow_nan=False)
+    drawn = [e for e in merged["traceEvents"] if e["ph"] == "X"]
     assert min(e["ts"] for e in drawn) == 0
     names = {
-        (e["pid"], e["tid"]): e["args"]["name"] for e in made["traceEvents"] if e["name"] == "thread_name"
+        (e["pid"], e["tid"]): e["args"]["name"] for e in merged["traceEvents"] if e["name"] == "thread_name"
     }
     for pid in (0, 1):
         assert {names[pid, tid] for tid in LANES} == set(LANES.values())
@@ -227,10 +227,10 @@ def test_traces_merge_on_one_clock_with_lanes() -> None:
 def test_the_late_rank_is_named() -> None:
     ranks = [cpu_rank(0, 0, 0.0), cpu_rank(1, 4, 700.0)]
     windows = {r.rank: trace.iterations_of(r) * 20 for r in ranks}
-    (found,), unmatched = skews(windows, [[0, 1]], {0: 0.5, 1: 0.5})
-    assert (found.kind, found.count, unmatched) == ("allreduce", 20, 0)
-    assert (found.mean_us, found.p95_us) == (4, 4)
-    assert (found.latest, found.late, found.unclear) == (1, {"1": 20}, 0)
+    (skew,), unmatched = skews(windows, [[0, 1]], {0: 0.5, 1: 0.5})
+    assert (skew.kind, skew.count, unmatched) == ("allreduce", 20, 0)
+    assert (skew.mean_us, skew.p95_us) == (4, 4)
+    assert (skew.latest, skew.late, skew.unclear) == (1, {"1": 20}, 0)
     # Clocks that may be wrong by as much do not tell.
     (vague,), _ = skews(windows, [[0, 1]], {0: 2.0, 1: 2.0})
     assert (vague.latest, vague.unclear) == (None, 20)
@@ -287,10 +287,12 @@ def test_another_hosts_clock_is_found_over_the_store() -> None:
         ]  # a second time, by other keys
 
     with ThreadPoolExecutor(len(kernels)) as pool:
-        found = list(pool.map(on, range(len(kernels))))
-    assert found[0] == found[1] == [clocks.SAME_CLOCK] * 2 and found[2] == found[4]
+        offsets = list(pool.map(on, range(len(kernels))))
+    assert offsets[0] == offsets[1] == [clocks.SAME_CLOCK] * 2 and offsets[2] == offsets[4]
     for rank in (2, 3, 4):
-        assert all(o.uncertainty_ns > 0 and abs(o.ns + ahead[rank]) <= o.uncertainty_ns for o in found[rank])
+        assert all(
+            o.uncertainty_ns > 0 and abs(o.ns + ahead[rank]) <= o.uncertainty_ns for o in offsets[rank]
+        )
     assert not store.check(["clock/0/2/0/ask"])  # nothing is left behind
     drifted = clocks.halfway(clocks.Offset(10.0, 2.0), clocks.Offset(30.0, 1.0))
     assert drifted == clocks.Offset(20.0, 12.0)

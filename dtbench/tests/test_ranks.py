@@ -65,8 +65,8 @@ def test_slurm() -> None:
     assert 20000 <= place.port < 32000
     other = find_place(SLURM | {"SLURM_STEP_ID": "3"})
     assert other is not None and other.port != place.port
-    given = find_place(SLURM | {"MASTER_PORT": "29501", "MASTER_ADDR": "10.0.0.1"})
-    assert given is not None and (given.address, given.port) == ("10.0.0.1", 29501)
+    with_port = find_place(SLURM | {"MASTER_PORT": "29501", "MASTER_ADDR": "10.0.0.1"})
+    assert with_port is not None and (with_port.address, with_port.port) == ("10.0.0.1", 29501)
 
 
 @pytest.mark.parametrize(

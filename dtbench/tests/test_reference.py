@@ -22,9 +22,9 @@ def test_the_table_of_public_systems_is_sound() -> None:
     kinds = {(system.gpu, system.ranks) for system in systems}
     assert {("A100", 8), ("H100", 8), ("H200", 8), ("B200", 8), ("GB200", 72), ("MI300X", 8)} <= kinds
     for system in systems:
-        for name, known in system.collectives.items():
-            assert known.source and len(known.points) >= 2, (system.name, name)
-            for size, _ in known.points:
+        for name, published in system.collectives.items():
+            assert published.source and len(published.points) >= 2, (system.name, name)
+            for size, _ in published.points:
                 busbw = system.busbw(name, size)
                 assert busbw is not None and 1e5 < busbw < 1e12, (system.name, name, size)
     # A figure of a source, by hand: 8 GiB in 31294 us, seven quarters of it on the bus.

@@ -43,21 +43,21 @@ def samples(seconds: float, spread: float = 1.0) -> tuple[float, ...]:
 
 
 def test_both_sides_of_a_missed_point_are_halved() -> None:
-    found = middles({size: samples(jump(size)) for size in SIZES})
+    sizes = middles({size: samples(jump(size)) for size in SIZES})
     # Missed are 64 KiB and 256 KiB; each is a fifth of the way between its neighbours, 16 to 256 KiB and
     # 64 to 1024 KiB, where a line gives 2.8 times the time before the jump.
-    assert sorted(found) == [32 * KIB, 128 * KIB, 512 * KIB]
+    assert sorted(sizes) == [32 * KIB, 128 * KIB, 512 * KIB]
     before, after = math.log(2.8), math.log(10 / 2.8)
-    assert [found[s * KIB] for s in (32, 128, 512)] == pytest.approx([before, before + after, after])
+    assert [sizes[s * KIB] for s in (32, 128, 512)] == pytest.approx([before, before + after, after])
 
 
 def test_a_miss_within_the_spread_of_the_samples_counts_for_nothing() -> None:
-    def found(miss: float, spread: float) -> bool:
+    def resolves(miss: float, spread: float) -> bool:
         times = {1024: 1.0, 4096: 1.6 * miss, 16384: 4.0}
         return bool(middles({size: samples(t, spread) for size, t in times.items()}))
 
-    assert found(1.3, 1.2) and not found(1.2, 1.2)
-    assert not found(1.3, 1.3) and found(1.5, 1.3)
+    assert resolves(1.3, 1.2) and not resolves(1.2, 1.2)
+    assert not resolves(1.3, 1.3) and resolves(1.5, 1.3)
 
 
 # ------------------------------------------------------------------------------------- a suite's results
@@ -140,21 +140,21 @@ def case_of(_plan: RunOptions, name: str, params: Mapping[str, Param]) -> Case:
     return Case(name, {**params, "size": size}, {"core": build, "torch": build})
 
 
-def made_suite(wanted: Any = sizes_between) -> Suite:
+def a_suite(wanted: Any = sizes_between) -> Suite:
     cases = [case_of(PLAN, "x", WHERE | {"size": size}) for size in SIZES]
     return Suite("s", lambda plan: iter(cases), "ranks", "", refinement=Refinement(wanted, case_of))
 
 
 def test_the_first_launch_decides_and_the_others_follow() -> None:
     first = [result("x", size, jump(size), "core") for size in SIZES]
-    tasks = further_tasks([made_suite()], PLAN, "", first, launch=0)
+    tasks = further_tasks([a_suite()], PLAN, "", first, launch=0)
     assert sorted(t.case.params["size"] for t in tasks) == [32 * KIB, 128 * KIB, 512 * KIB]
     assert {t.impls for t in tasks} == {("core", "torch")}
-    assert further_tasks([made_suite()], PLAN, "", first, launch=1) == []  # nothing was added yet
+    assert further_tasks([a_suite()], PLAN, "", first, launch=1) == []  # nothing was added yet
     added = [result("x", 32 * KIB, 1e-4, "core"), result("x", 32 * KIB, 1e-4, "torch")]
     second = [result("x", size, line(size), "core", launch=1) for size in SIZES]
     for launch in (0, 1):  # in the first beside what it wants now, in case an impl is still to be measured
-        tasks = further_tasks([made_suite()], PLAN, "", first + added + second, launch)
+        tasks = further_tasks([a_suite()], PLAN, "", first + added + second, launch)
         assert (32 * KIB in {t.case.params["size"] for t in tasks}) and (len(tasks) == 1) == (launch == 1)
     (task,) = tasks
     assert task.case.params["size"] == 32 * KIB

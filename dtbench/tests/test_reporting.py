@@ -85,8 +85,8 @@ def test_without_results_each_section_names_its_command() -> None:
     machine = {"cpu": {"model": "M", "usable_cores": 2}, "gpus": [], "memory_bytes": 49 * 2**29}
     git = {"commit": "abc", "dirty": True, "dtbench": {"commit": "def", "dirty": False}}
     shown = Page(render([made_up.run([], machine=machine, git=git, argv=["run", "--mesh", "a b=2"])]))
-    known = ("24.50 GiB", "usable cores 2", "abc, with uncommitted changes", "def, clean")
-    for words in (*known, "dtbench run --mesh 'a b=2'"):
+    texts = ("24.50 GiB", "usable cores 2", "abc, with uncommitted changes", "def, clean")
+    for words in (*texts, "dtbench run --mesh 'a b=2'"):
         assert words in shown.section_text["provenance"]
     for suite in SECTIONS:
         assert f"dtbench run {suite}" in shown.section_text["method"] and suite not in shown.section_text

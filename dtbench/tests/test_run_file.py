@@ -150,9 +150,9 @@ def test_a_file_that_does_not_say_the_clock_has_the_bandwidths_of_the_median(tmp
 
 def test_a_file_cut_anywhere_can_be_read_and_resumed(tmp_path: Path) -> None:
     path = tmp_path / "whole.jsonl"
-    made = [good(size=2**k) for k in range(3)]
+    three = [good(size=2**k) for k in range(3)]
     with RunWriter.create(path, HEADER) as writer:
-        for r in made:
+        for r in three:
             writer.append(r)
         writer.end()
     whole = path.read_bytes()
@@ -170,16 +170,16 @@ def test_a_file_cut_anywhere_can_be_read_and_resumed(tmp_path: Path) -> None:
         run = read_run(cut)
         # A line that lacks nothing but its newline is whole.
         expected = sum(end <= length for end in ends)
-        assert list(run.results) == made[:expected], length
+        assert list(run.results) == three[:expected], length
         assert run.complete == (length == len(whole) - 1)
         with RunWriter.resume(cut, {"argv": ["again"]}) as writer:
-            assert writer.results.keys() == {r.key for r in made[:expected]}
-            for r in made[expected:]:
+            assert writer.results.keys() == {r.key for r in three[:expected]}
+            for r in three[expected:]:
                 writer.append(r)
             assert not read_run(cut).complete
             writer.end()
         again = read_run(cut)
-        assert list(again.results) == made
+        assert list(again.results) == three
         assert again.complete
         assert [json.loads(s)["kind"] for s in cut.read_text().splitlines()].count("resume") == 1
 

@@ -65,24 +65,24 @@ def test_faults_that_leave_the_world_standing_end_one_case_each(here: Path) -> N
     assert done.returncode == 5 and done.stderr == ""
     run_file = read_run("x.jsonl")
     assert run_file.complete and kinds()[-1] == "end"
-    found = by_impl(run_file)
-    said = {
+    cases = by_impl(run_file)
+    messages = {
         key: (r.status, re.sub(r":\d+\)", ")", r.reason), r.rank)
-        for key, r in found.items()
+        for key, r in cases.items()
         if r.status != "ok"
     }
-    slow = said.pop("slow core 0")
+    slow = messages.pop("slow core 0")
     assert slow[0] == "failed" and "does not fit into --timeout 3 s" in slow[1]
     memory = "ran out of memory: OutOfMemoryError"
-    assert said == {
+    assert messages == {
         "skips core 0": ("skipped", "not for this world", 0),
         "breaks core 0": ("failed", "ValueError: no such shape (faults_suite.py)", 1),
         "raises core 0": ("failed", "RuntimeError: nobody can do this (faults_suite.py)", 0),
         "memory core 0": ("failed", f"{memory}: tried to allocate 1 TiB (faults_suite.py)", 0),
         "wrong core 0": ("wrong", "the sum is 3.0 (after the warm-up)", 1),
     }
-    assert len(found) == 12
-    good = found["none c10d 0"]
+    assert len(cases) == 12
+    good = cases["none c10d 0"]
     assert good.time_s is not None and good.rank_samples_s.keys() == {"0", "1"}
     assert good.samples_s == tuple(map(max, zip(*good.rank_samples_s.values(), strict=True)))
     assert good.counters["bytes"] == 16 and good.counters["skew_s"] >= 0
@@ -163,9 +163,9 @@ def test_under_slurm_rank_0_serves_the_store_and_each_launch_is_a_fresh_world(
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=LIMIT_S) for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    assert said[1] == ("", "") and "x.jsonl: 4 ok" in said[0][0].splitlines()
+    outputs = [process.communicate(timeout=LIMIT_S) for process in started]
+    assert [process.returncode for process in started] == [0, 0], outputs
+    assert outputs[1] == ("", "") and "x.jsonl: 4 ok" in outputs[0][0].splitlines()
     assert {r.launch for r in read_run("x.jsonl").results} == {0, 1}
 
 

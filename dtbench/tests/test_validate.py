@@ -24,34 +24,34 @@ SIZES = made_up.SIZES
 
 
 def results(scale: float = 1.0, launch: int = 0, **changes: Any) -> list[Result]:
-    given = {"names": RING_COLLECTIVES, "noise": 0.0, "samples": 6, "modes": ["together"]}
-    made = made_up.collectives(launch, launch=launch, launch_factor=scale, **{**given, **changes})
-    return list(made)
+    options = {"names": RING_COLLECTIVES, "noise": 0.0, "samples": 6, "modes": ["together"]}
+    measured = made_up.collectives(launch, launch=launch, launch_factor=scale, **{**options, **changes})
+    return list(measured)
 
 
-def run_of(made: list[Result], run_id: str = "new", **changes: Any) -> Run:
-    return made_up.run(made, path=f"{run_id}.jsonl", run_id=run_id, **changes)
+def run_of(measured: list[Result], run_id: str = "new", **changes: Any) -> Run:
+    return made_up.run(measured, path=f"{run_id}.jsonl", run_id=run_id, **changes)
 
 
 @functools.cache
 def fitted(*scales: float) -> CalibratedTopology:
-    made = [r for k, scale in enumerate(scales) for r in results(scale, k)]
-    return calibrate([run_of(made, "fitted")])
+    measured = [r for k, scale in enumerate(scales) for r in results(scale, k)]
+    return calibrate([run_of(measured, "fitted")])
 
 
 def ratio(validation: Validation, model: str, regime: str = "all", group: str = "ring collectives") -> float:
-    (found,) = [g for g in validation.groups if g.name == group]
-    return found.scores[model][regime].geometric_mean_ratio
+    (result,) = [g for g in validation.groups if g.name == group]
+    return result.scores[model][regime].geometric_mean_ratio
 
 
 def test_errors_and_the_noise_floor_are_those_of_the_launches() -> None:
     """Fitted on launches of 0.9, 1 and 1.1; new ones take 1.2 and 0.8 of what the formula says."""
     new = run_of([*results(1.2, 0), *results(0.8, 1)])
-    found = validate(fitted(0.9, 1.0, 1.1), [new])
+    validation = validate(fitted(0.9, 1.0, 1.1), [new])
     expected = math.exp((math.log(1.2) - math.log(0.8)) / 2)
     for model in ("ring", "table"):
-        assert ratio(found, model) == pytest.approx(expected, rel=2e-3)
-    (group,) = found.groups
+        assert ratio(validation, model) == pytest.approx(expected, rel=2e-3)
+    (group,) = validation.groups
     assert group.scores["table"]["all"].points == 2 * 2 * 3 * len(SIZES)
     assert group.scores["table"]["all"].median_error == pytest.approx(
         (1 - 1 / 1.2 + 1 / 0.8 - 1) / 2, rel=2e-3
@@ -60,7 +60,7 @@ def test_errors_and_the_noise_floor_are_those_of_the_launches() -> None:
     forecasts = [(a, b) for a, b in ((1.2, 0.8), (0.8, 1.2))]
     forecasts += [(a, b) for a in (0.9, 1.0, 1.1) for b in (1.2, 0.8)]
     logs = [abs(math.log(a / b)) for a, b in forecasts]
-    assert ratio(found, "floor") == pytest.approx(math.exp(sum(logs) / len(logs)), rel=1e-3)
+    assert ratio(validation, "floor") == pytest.approx(math.exp(sum(logs) / len(logs)), rel=1e-3)
     assert group.scores["floor"]["all"].points == len(forecasts) * 2 * 3 * len(SIZES)
 
 
@@ -68,16 +68,16 @@ def test_torchs_own_layout_and_the_right_one_are_told_apart() -> None:
     """On CPU torch takes every dim for crossing hosts; here tp does not, and takes what torch would say."""
     builtin = {"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}
     topology = calibrate([run_of(results(truth=builtin), "fitted")])
-    found = validate(topology, [run_of(results(truth=builtin))])
-    assert ratio(found, "builtin_layout") == pytest.approx(1, abs=1e-6)
-    assert ratio(found, "builtin_scaled") == pytest.approx(1, abs=1e-6)
-    assert ratio(found, "builtin", "> 1 MiB") > 1.5
-    assert any("1 device per host" in note for note in found.notes)
+    validation = validate(topology, [run_of(results(truth=builtin))])
+    assert ratio(validation, "builtin_layout") == pytest.approx(1, abs=1e-6)
+    assert ratio(validation, "builtin_scaled") == pytest.approx(1, abs=1e-6)
+    assert ratio(validation, "builtin", "> 1 MiB") > 1.5
+    assert any("1 device per host" in note for note in validation.notes)
     # With as many GPUs per host as ranks it guesses right.
     gpus = {"machine": {"cpu": {}, "gpus": [{"name": "H"}, {"name": "H"}]}, "plan": {"device_type": "cuda"}}
     topology = calibrate([run_of(results(truth=builtin), "fitted", **gpus)])
-    found = validate(topology, [run_of(results(truth=builtin), **gpus)])
-    assert ratio(found, "builtin") == pytest.approx(1, abs=1e-6)
+    validation = validate(topology, [run_of(results(truth=builtin), **gpus)])
+    assert ratio(validation, "builtin") == pytest.approx(1, abs=1e-6)
 
 
 def test_intervals_are_scored_on_each_new_value() -> None:
@@ -91,16 +91,16 @@ def test_intervals_are_scored_on_each_new_value() -> None:
 
 
 def test_other_collectives_and_changes_of_placement_are_scored_apart() -> None:
-    made = [*made_up.collectives(noise=0.0, samples=6, modes=["together"]), *made_up.redistribute()]
-    found = validate(calibrate([run_of(made, "fitted")]), [run_of(made)])
-    assert [group.name for group in found.groups] == [
+    measured = [*made_up.collectives(noise=0.0, samples=6, modes=["together"]), *made_up.redistribute()]
+    validation = validate(calibrate([run_of(measured, "fitted")]), [run_of(measured)])
+    assert [group.name for group in validation.groups] == [
         "ring collectives",
         "other collectives",
         "changes of placement, core",
         "changes of placement, torch",
     ]
-    assert set(found.groups[1].scores) == set(found.groups[2].scores) == {"line", "table", "floor"}
-    assert ratio(found, "table", group="changes of placement, torch") == pytest.approx(1, abs=0.02)
+    assert set(validation.groups[1].scores) == set(validation.groups[2].scores) == {"line", "table", "floor"}
+    assert ratio(validation, "table", group="changes of placement, torch") == pytest.approx(1, abs=0.02)
 
 
 # ---------------------------------------------------------------------------------- what is refused
@@ -110,8 +110,8 @@ def test_runs_that_it_was_fitted_on_are_refused_unless_asked_for() -> None:
     topology, own = fitted(1.0), run_of(results(), "fitted")
     with pytest.raises(UsageError, match=r"what the topology was fitted on.*--same"):
         validate(topology, [own])
-    found = validate(topology, [own], same=True)
-    assert any(note.startswith("FITTED ON THE SAME RUN (fitted.jsonl)") for note in found.notes)
+    validation = validate(topology, [own], same=True)
+    assert any(note.startswith("FITTED ON THE SAME RUN (fitted.jsonl)") for note in validation.notes)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_runs_that_it_was_fitted_on_are_refused_unless_asked_for() -> None:
 )
 def test_runs_of_another_setup_are_refused(changes: dict[str, Any], says: str) -> None:
     of_mesh = {"mesh": changes["mesh"], "truth": {"x": (1, 1), "y": (1, 1)}} if "mesh" in changes else {}
-    made = results(**of_mesh)
+    measured = results(**of_mesh)
     with pytest.raises(UsageError, match=says):
-        validate(fitted(1.0), [run_of(made, **changes)])
+        validate(fitted(1.0), [run_of(measured, **changes)])
 
 
 def test_differences_that_may_make_the_errors_are_said() -> None:
@@ -171,8 +171,8 @@ def test_the_command_prints_a_table_or_json(dtbench: Cli) -> None:
     assert code == EXIT_OK and "noise floor: one launch forecasts another" in out
     assert "2 new launches of dp=2, tp=2" in out and "values lie inside the fit's 90 % intervals" in out
     code, out, _ = dtbench("calibrate", "--validate", "t.json", "new.jsonl", "--json")
-    found = json.loads(out)
-    assert found["kind"] == "validation" and found["groups"][0]["scores"]["table"]["all"]["points"] == 96
+    fields = json.loads(out)
+    assert fields["kind"] == "validation" and fields["groups"][0]["scores"]["table"]["all"]["points"] == 96
     code, out, _ = dtbench("calibrate", "--split", "new.jsonl")
     assert code == EXIT_OK and "every second size of new.jsonl" in out
 

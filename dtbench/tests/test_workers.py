@@ -45,8 +45,8 @@ def test_the_end_of_a_program_is_that_of_what_it_started(tmp_path: Path, grace_s
     while not (tmp_path / "started").exists():
         assert program.wait(0.01) is None
     assert program.end(grace_s) == code
-    with os.fdopen(read) as said:
-        assert said.read() == "", "nobody holds its output any more"
+    with os.fdopen(read) as lines:
+        assert lines.read() == "", "nobody holds its output any more"
 
 
 def test_a_fork_ends_with_what_its_function_returns():

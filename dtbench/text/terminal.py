@@ -53,19 +53,19 @@ def new_console() -> Console:
     colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     console = _Console(highlight=False, markup=False, emoji=False, color_system=colors)
     if not console.is_terminal:
-        console.width = _told_width() or _PIPE_WIDTH
+        console.width = _width_by_columns() or _PIPE_WIDTH
     return console
 
 
-def _told_width() -> int:
+def _width_by_columns() -> int:
     """What `COLUMNS` says, or 0."""
-    told = os.environ.get("COLUMNS", "")
-    return int(told) if told.isdecimal() else 0
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() else 0
 
 
 def readable_width(console: Console) -> int:
     """Of the terminal; where something else reads along, of `COLUMNS`, else what a wide terminal has."""
-    return console.width if console.is_terminal else _told_width() or _READABLE_WIDTH
+    return console.width if console.is_terminal else _width_by_columns() or _READABLE_WIDTH
 
 
 def width_of(console: Console, columns: Sequence[TableColumn]) -> int:

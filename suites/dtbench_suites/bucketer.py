@@ -96,8 +96,8 @@ def send_all(
     bucketer: Any, inputs: Sequence[Any], callbacks: Sequence[Callable[..., Any]], group: dist.ProcessGroup
 ) -> None:
     """One pass over all tensors."""
-    for given, callback in zip(inputs, callbacks, strict=True):
-        bucketer.reduce_scatter_async(given, group, callback)
+    for tensor, callback in zip(inputs, callbacks, strict=True):
+        bucketer.reduce_scatter_async(tensor, group, callback)
     bucketer.flush()
 
 

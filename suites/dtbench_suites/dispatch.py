@@ -153,12 +153,12 @@ class PlacedOp:
 
     def full_inputs(self, k: int) -> list[Tensor]:
         """Small whole numbers, another run of them for each input."""
-        made = []
+        results = []
         for i, shape in enumerate(self.op.shapes(k)):
             count = int(torch.Size(shape).numel())
             values = torch.arange(i, i + count, device=self.at.device, dtype=torch.float32) % 7 - 3
-            made.append(values.view(shape))
-        return made
+            results.append(values.view(shape))
+        return results
 
     def call(self, k: int) -> Callable[[], Any]:
         """One call on inputs of its own, for local tensors of k rows; gives outputs, or (outputs, gradients)."""
@@ -241,10 +241,10 @@ class Least(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Call, types: Value, args: Args = (), kwargs: Value = None) -> Value:
-        made = cls.local()
+        tensor = cls.local()
         if cls.in_place:
             return args[0]
-        return tuple(map(cls.wrap, made)) if made.__class__ is tuple else cls.wrap(made)
+        return tuple(map(cls.wrap, tensor)) if tensor.__class__ is tuple else cls.wrap(tensor)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -253,8 +253,8 @@ class Least(Tensor):
         raise AssertionError(f"{func} got below __torch_function__: wrappers of this class hold nothing")
 
     @classmethod
-    def wrap(cls, made: Tensor) -> Tensor:
-        wrapper: Tensor = Tensor._make_wrapper_subclass(cls, made.shape, made.stride())
+    def wrap(cls, tensor: Tensor) -> Tensor:
+        wrapper: Tensor = Tensor._make_wrapper_subclass(cls, tensor.shape, tensor.stride())
         return wrapper
 
 

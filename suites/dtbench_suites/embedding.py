@@ -107,10 +107,10 @@ def by_table(
 
     def embed() -> Tensor:
         sent = api.DTensor.from_local(mine, mesh, [api.Shard(1)], run_check=False)
-        asked = sent.redistribute(placements=[api.Shard(0)]).to_local()  # (1, lookups): of my table
-        index = api.DTensor.from_local(asked, alone, [api.Replicate()], run_check=False)
-        found: Any = F.embedding(index, weight)  # (1, lookups, width)
-        answered = api.DTensor.from_local(found.to_local(), mesh, [api.Shard(0)], run_check=False)
+        lookups = sent.redistribute(placements=[api.Shard(0)]).to_local()  # (1, lookups): of my table
+        index = api.DTensor.from_local(lookups, alone, [api.Replicate()], run_check=False)
+        embedded: Any = F.embedding(index, weight)  # (1, lookups, width)
+        answered = api.DTensor.from_local(embedded.to_local(), mesh, [api.Shard(0)], run_check=False)
         home: Tensor = answered.redistribute(
             placements=[api.Shard(1)]
         ).to_local()  # (tables, lookups / n, width)
@@ -162,8 +162,8 @@ def build_impl(
         wrong = mismatch(embedded.view_as(want), want, "the embeddings")
         held = range(number) if impl == "local" or sharding != "table-wise" else [rank]
         # Every rank gathers every gradient, whatever it found before.
-        found = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
-        for k, grad in zip(held, found, strict=False):
+        gathered = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+        for k, grad in zip(held, gathered, strict=False):
             expected = torch.zeros_like(tables[k]).index_add_(0, indices[k], summed[k])
             wrong = wrong or mismatch(grad, expected, f"the gradient of table {k}")
         return wrong

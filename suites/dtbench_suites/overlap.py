@@ -82,16 +82,16 @@ def build_impl(
     group, reduce = world.mesh.get_group(mesh_dim), IMPLS[impl]
     rank, n, device = group.rank(), group.size(), world.device
     count = size_bytes // dtype.itemsize
-    given = [summed_values(rank, n, count, dtype, device, start=k) for k in range(LAYERS)]
-    gradients = [torch.empty_like(one) for one in given]
-    used = [torch.empty_like(one) for one in given]
+    inputs = [summed_values(rank, n, count, dtype, device, start=k) for k in range(LAYERS)]
+    gradients = [torch.empty_like(one) for one in inputs]
+    used = [torch.empty_like(one) for one in inputs]
     # (width, width) zeros and ones, few of these, so that the product is exact.
     index = torch.arange(width * width, device=device).view(width, width)
     layer, activations = ((index % step == 0).to(dtype) for step in (width // 2 + 1, width // 4 + 1))
     computed = torch.empty_like(layer)
 
     def before() -> None:
-        for gradient, values in zip(gradients, given, strict=True):
+        for gradient, values in zip(gradients, inputs, strict=True):
             gradient.copy_(values)
 
     def run() -> None:
@@ -110,7 +110,7 @@ def build_impl(
         run()
         wrong = mismatch(computed, _product(activations, layer), "the computation")
         for k, out in enumerate(used):
-            want = given[k] if impl == "local" else sum_of_values(n, count, dtype, device, start=k)
+            want = inputs[k] if impl == "local" else sum_of_values(n, count, dtype, device, start=k)
             wrong = wrong or mismatch(out, want * 2, f"gradient {k}")
         return wrong
 

@@ -200,8 +200,8 @@ def loss_context(impl: str) -> AbstractContextManager[Any]:
     """Where cross entropy keeps the logits where they are."""
     if impl == "local":
         return nullcontext()
-    made: AbstractContextManager[Any] = parallel_api(impl).loss_parallel()
-    return made
+    context: AbstractContextManager[Any] = parallel_api(impl).loss_parallel()
+    return context
 
 
 def forward(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -260,12 +260,12 @@ def build_impl(
     if backward:
         step = partial(forward_backward, cotangent=cotangent)
     mesh = world.mesh[mesh_dim]
-    given = x if impl == "local" else model.place(x, dtensor_api(impl), mesh)
+    placed = x if impl == "local" else model.place(x, dtensor_api(impl), mesh)
     cut = parallelize(impl, model, mesh)
 
     def run() -> list[Tensor]:
         with loss_context(impl) if block == "loss" else nullcontext():
-            return step(cut, given)
+            return step(cut, placed)
 
     def check() -> str | None:
         return compare(names if backward else names[:1], run(), step(whole, x))

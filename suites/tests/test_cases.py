@@ -103,11 +103,11 @@ def test_a_sweep_that_was_chosen_is_measured_whole(suite: str):
 
 
 def sizes_by_regime(suite: str, plan: RunOptions) -> dict[tuple[str, object, object], set[object]]:
-    found: dict[tuple[str, object, object], set[object]] = {}
+    sizes: dict[tuple[str, object, object], set[object]] = {}
     for case in cases(suite, plan):
         regime = (case.name, case.params["groups"], case.params["mode"])
-        found.setdefault(regime, set()).add(case.params["size"])
-    return found
+        sizes.setdefault(regime, set()).add(case.params["size"])
+    return sizes
 
 
 @pytest.mark.parametrize("mesh", [(("tp", 4),), (("dp", 2), ("tp", 2)), (("pp", 2), ("dp", 2), ("tp", 2))])

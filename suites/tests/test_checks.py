@@ -81,8 +81,8 @@ def test_nan_and_other_shapes_and_dtypes_are_wrong(rtol: float):
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Any]:
-    with simulated_world(CPU) as made:
-        yield made
+    with simulated_world(CPU) as simulated:
+        yield simulated
 
 
 def setup_of(
@@ -104,11 +104,11 @@ def test_every_op_gives_what_plain_torch_gives(world: Any, impl: str):
     wrong: dict[str, str] = {}
     for label, setup in setups(world, impl):
         try:
-            said = setup.check()
+            message = setup.check()
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        if said:
-            wrong[label] = said
+            message = f"{type(error).__name__}: {error}"
+        if message:
+            wrong[label] = message
     assert wrong == {}
 
 
@@ -118,11 +118,13 @@ def test_the_least_wraps_every_result_and_one_that_does_not_is_caught(
     ops = [op for op in dispatch.OPS if not op.name.endswith("_local")]
 
     def said() -> dict[str, str | None]:
-        made = [(op, dispatch.wrapped(setup_of(world, "local", op, False))) for op in ops]
-        return {f"{op.name} {op.placements}": workload.check() for op, workload in made if workload.check}
+        wrapped_ops = [(op, dispatch.wrapped(setup_of(world, "local", op, False))) for op in ops]
+        return {
+            f"{op.name} {op.placements}": workload.check() for op, workload in wrapped_ops if workload.check
+        }
 
     assert set(said().values()) == {None}
-    monkeypatch.setattr(dispatch.Least, "wrap", lambda made: made)
+    monkeypatch.setattr(dispatch.Least, "wrap", lambda wrapped_ops: wrapped_ops)
     assert {name for name, wrong in said().items() if not wrong} == {"add_ S(0),S(0)"}  # gives its argument
 
 

@@ -36,14 +36,14 @@ def test_programs_on_four_ranks(tmp_path: Path) -> None:
     driver.write_text(TOGETHER)
     done = start_fresh(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(driver))
     assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout.splitlines()
-    assert [line for line in said if line.endswith(": right")] == [
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.endswith(": right")] == [
         *(f"{name}: right" for name in (*sharded_tables.SHARDINGS, sharded_tables.TABLE_WISE)),
         *(f"{name}: right" for name in list(LAUNCHED)[1:]),
     ]
-    drawn = said[said.index("row-wise-uneven") : said.index("row-wise-uneven: right")]
+    drawn = lines[lines.index("row-wise-uneven") : lines.index("row-wise-uneven: right")]
     assert [line.split()[0] for line in drawn[4:8]] == ["0:1", "1:4", "4:5", "5:8"]
-    assert {line for line in said if "table-wise: table" in line} == {
+    assert {line for line in lines if "table-wise: table" in line} == {
         f"table-wise: table {k}" for k in range(4)
     }
 

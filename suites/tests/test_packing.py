@@ -46,8 +46,8 @@ def test_every_impl_packs_what_it_should_and_a_wrong_one_is_seen(impl: str, worl
 
     patch = mock.patch.object(owner, name, spoiled)
     with patch:
-        told = workload.check()
-    assert told is not None and "wrong" in told
+        message = workload.check()
+    assert message is not None and "wrong" in message
     if workload.close is not None:
         workload.close()
 

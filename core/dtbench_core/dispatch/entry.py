@@ -70,8 +70,8 @@ _MISSING: Any = object()
 
 on_clear(lambda: plans.clear())  # by name: a StageTimer puts others in their place
 on_clear(lambda: functions.clear())
-for _known in (ops, judged, by_type):
-    on_clear(_known.clear, with_rules=True)
+for _cache in (ops, judged, by_type):
+    on_clear(_cache.clear, with_rules=True)
 
 # What torch_dispatch has run since torch_function began to record a call; None while nobody records.
 _recorded: PerRank[list[Recorded] | None] = PerRank("dispatch.recorded", lambda: None)

@@ -41,7 +41,7 @@ def plan_of_call(
     elif isinstance(op_result, list):  # torch's function makes a tuple of it
         if not isinstance(result, tuple) or list(map(id, result)) != list(map(id, op_result)):
             return None
-    elif result is not (op_result if plan.info.op._schema.returns else _given_back(plan.info, args)):
+    elif result is not (op_result if plan.info.op._schema.returns else _returned_value(plan.info, args)):
         return None
     writes = plan.info.mutated and (plan.info.returned is not None or plan.out is None)
     # A rule's own local op replaces the op, not the function.
@@ -68,7 +68,7 @@ def without_detach(seen: list[Recorded]) -> list[Recorded]:
     return [(plan, args, kwargs, result)] if detached else seen
 
 
-def _given_back(info: OpInfo, args: Args) -> Value:
+def _returned_value(info: OpInfo, args: Args) -> Value:
     """What torch's function of an op without results gives."""
     return args[0] if gives_list(info) else None
 

@@ -57,7 +57,7 @@ def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> to
     region = entered.get(spec.info.mesh) if entered else None
     if region is not None:
         return region.draw(spec, make)
-    return _kept(drawn(spec.info, spec.alike_dims, lambda: make(spec.shape)), spec)
+    return _kept(drawn(spec.info, spec.replica_dims, lambda: make(spec.shape)), spec)
 
 
 def draw_like(
@@ -79,7 +79,7 @@ def draw_like(
     whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
     if generator is not None:
         return _kept(op(whole), spec)
-    return _kept(drawn(spec.info, spec.alike_dims, lambda: op(whole)), spec)
+    return _kept(drawn(spec.info, spec.replica_dims, lambda: op(whole)), spec)
 
 
 def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **others: object) -> Any:
@@ -125,7 +125,7 @@ def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of what was drawn."""
     part = part_of(whole, spec)
     if dispatch_modes_active() and is_traced():
-        for dim in () if simulation.active else sorted(spec.alike_dims):
+        for dim in () if simulation.active else sorted(spec.replica_dims):
             part = part.contiguous()
             comm.broadcast(part, spec.info.groups[dim])
     return part

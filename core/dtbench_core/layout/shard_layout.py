@@ -228,12 +228,12 @@ def _ragged(
 
 
 def checked_over_mesh(
-    local: torch.Tensor, info: MeshInfo, placements: Placements, *, given_shape: bool
+    local: torch.Tensor, info: MeshInfo, placements: Placements, *, with_shape: bool
 ) -> torch.Tensor:
     """run_check: every rank sees every rank's metadata, so that all raise or none; replicas are made equal."""
     shards = local.shards if holds_shards(local) else [local]
     layout = [(tuple(shard.shape), shard.stride()) for shard in shards]
-    mine = (str(local.dtype), local.requires_grad, None if given_shape else layout)
+    mine = (str(local.dtype), local.requires_grad, None if with_shape else layout)
     seen = [mine]
     for group in info.groups:
         seen = [meta for part in comm.all_gather_objects(seen, group) for meta in part]

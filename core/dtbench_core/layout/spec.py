@@ -159,7 +159,7 @@ class DTensorSpec:
         return self._local
 
     @property
-    def alike_dims(self) -> frozenset[int]:
+    def replica_dims(self) -> frozenset[int]:
         """The mesh dims along which several ranks hold the same part."""
         if self._equal_dims is None:
             placed = enumerate(

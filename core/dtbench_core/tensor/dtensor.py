@@ -291,7 +291,7 @@ class DTensor(Wrapper):
         if local_tensor.device.type not in (info.device_type, "meta"):
             local_tensor = local_tensor.to(info.device_type)
         if run_check and info.coordinate is not None:
-            local_tensor = checked_over_mesh(local_tensor, info, placed, given_shape=shape is not None)
+            local_tensor = checked_over_mesh(local_tensor, info, placed, with_shape=shape is not None)
         ask = shape is not None
         if shape is None or stride is None:
             shape, stride = even_layout(local_tensor, info, placed)

@@ -47,7 +47,7 @@ def ones(
         ArgumentError: a shape or layout that cannot be. PlacementError: placements that do not fit.
         MeshError: no mesh.
     """
-    return _made(torch.ones, "ones", size, dtype, layout, requires_grad, device_mesh, placements)
+    return _create(torch.ones, "ones", size, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def full(
@@ -66,7 +66,7 @@ def full(
     """
     fill = functools.partial(torch.full, fill_value=fill_value)
     dtype = dtype or fill(()).dtype
-    return _made(fill, "full", (size,), dtype, layout, requires_grad, device_mesh, placements)
+    return _create(fill, "full", (size,), dtype, layout, requires_grad, device_mesh, placements)
 
 
 def linspace(
@@ -128,7 +128,7 @@ def _spaced(fill: Callable[..., torch.Tensor], name: str, steps: int, dtype: Any
     def make(size: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
         return fill(steps=size[0], dtype=dtype, device=device)
 
-    return _made(make, name, ((steps,),), kind, *options)
+    return _create(make, name, ((steps,),), kind, *options)
 
 
 def _like(model: Callable[P, DTensor], make: Callable[..., torch.Tensor], doc: str) -> Callable[P, DTensor]:
@@ -137,7 +137,7 @@ def _like(model: Callable[P, DTensor], make: Callable[..., torch.Tensor], doc: s
 
     @functools.wraps(model, assigned=())  # its parameters, for `inspect` and `help`
     def factory(*size: Any, **options: Any) -> DTensor:
-        return _made(make, name, size, **options)
+        return _create(make, name, size, **options)
 
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"{doc} Arguments and errors as for `ones`."
@@ -162,7 +162,7 @@ randn = _like(
 )
 
 
-def _made(
+def _create(
     make: Callable[..., torch.Tensor],
     name: str,
     arguments: tuple[Any, ...],

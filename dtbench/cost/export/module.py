@@ -138,8 +138,8 @@ def _placement_curves(topology: CalibratedTopology) -> Iterator[tuple[tuple[str,
         for change in (*COLLECTIVE_OF, *SHARD_TO_SHARD):
             # On the CPU, DTensor gathers the whole tensor and keeps its part (`shard_dim_alltoall` in
             # torch/distributed/tensor/_collective_utils.py).
-            made_of = COLLECTIVE_OF.get(change, "all_gather" if on_cpu else "")
-            curve = measured.get(change) or collectives.get(made_of)
+            collective = COLLECTIVE_OF.get(change, "all_gather" if on_cpu else "")
+            curve = measured.get(change) or collectives.get(collective)
             if curve is not None:
                 yield (dim.name, change), times_of(curve)
         if ALL_TO_ALL in collectives and not on_cpu and not all(c in measured for c in SHARD_TO_SHARD):

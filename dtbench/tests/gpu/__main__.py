@@ -49,22 +49,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--within", type=seconds, default="9m", help="all of it, e.g. 540s (default 9m)")
     parser.add_argument("-o", dest="bundle", type=Path, default=ROOT / "results/gpu.zip", help="gone on with")
     parser.add_argument("--rehearse", action="store_true", help="on this CPU: no figure counts")
-    asked = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    card = fake_gpu.NAME if asked.rehearse else _card()
+    card = fake_gpu.NAME if options.rehearse else _card()
     environ = os.environ | {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environ |= fake_gpu.ENVIRON if asked.rehearse else {"DTBENCH_TEST_DEVICE": "cuda"}
+    environ |= fake_gpu.ENVIRON if options.rehearse else {"DTBENCH_TEST_DEVICE": "cuda"}
     with tempfile.TemporaryDirectory(prefix="dtbench-gpu-") as folder:
         program = partial(run, environ, _interpreter(Path(folder, "environment")))
-        check = Check(card, asked.bundle, Path(folder, "cards"), program)
-        return check.run(steps_of(asked.rehearse), began + asked.within)
+        check = Check(card, options.bundle, Path(folder, "cards"), program)
+        return check.run(steps_of(options.rehearse), began + options.within)
 
 
 def _card() -> str:
     """As it was found: its name, by which its results lie apart, then driver, mode, clocks, power, temperature."""
-    asked = "name,driver_version,compute_mode,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+    fields = "name,driver_version,compute_mode,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        query = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
         return subprocess.check_output(query, text=True, timeout=30).splitlines()[0]
     sys.exit("nvidia-smi names no GPU here, expected one; give --rehearse to try the steps on this CPU")
 
@@ -84,13 +84,13 @@ def _interpreter(folder: Path) -> Path:
 def write_bundle(path: Path, folder: Path) -> list[str]:
     """Replaces the file by a whole one of what is in the folder; what it has no room for, the largest files."""
     files = sorted(filter(Path.is_file, folder.rglob("*")), key=lambda file: file.stat().st_size)
-    left_out, made = list[str](), path.with_name(f".{path.name}.part")
+    left_out, partial = list[str](), path.with_name(f".{path.name}.part")
     while True:
-        with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
             for file in files:
                 archive.write(file, file.relative_to(folder))
-        if made.stat().st_size <= BUNDLE_BYTES:
-            made.replace(path)
+        if partial.stat().st_size <= BUNDLE_BYTES:
+            partial.replace(path)
             return left_out
         left_out.append(str(files.pop().relative_to(folder)))
 
@@ -150,13 +150,16 @@ class Check:
         with (self.folder / f"logs/{step.name}.log").open("w+b") as log:
             code = self._program([*words, output, *resume], log, step.limit_s)
             log.seek(0)
-            told = log.read().decode(errors="replace")
+            log_text = log.read().decode(errors="replace")
         if code is None:
             return "cut off", f"at its {step.limit_s:.0f} s"
         if code in step.good:
             return "ok", ""
-        found = _ERROR.search(told)
-        return "failed", f"exit {code}: {(found[0] if found else told.strip().rpartition(chr(10))[2])[:200]}"
+        match = _ERROR.search(log_text)
+        return (
+            "failed",
+            f"exit {code}: {(match[0] if match else log_text.strip().rpartition(chr(10))[2])[:200]}",
+        )
 
     def _keep(self, steps: Sequence[Step]) -> None:
         self._state.write_text(json.dumps(self.outcomes, indent=1))

@@ -166,7 +166,7 @@ GROUPS: dict[str, tuple[Callable[[Bench], Found], ...]] = {
 
 def main(group: str, path: Path) -> int:
     """Makes every check of a group; 5 where one raised, else 0: a missed goal is a finding."""
-    bench, found, code = Bench(), [], 0
+    bench, findings, code = Bench(), [], 0
     for check in GROUPS[group]:
         try:
             got, goal, met = check(bench)
@@ -174,8 +174,8 @@ def main(group: str, path: Path) -> int:
             traceback.print_exc()
             got, goal, met, code = {"failed": describe(error)}, "", False, 5
         shown = {True: "yes", False: "NO", None: ""}[None if bench.rehearsal else met]
-        found.append([check.__name__, got, goal, shown])
-        write_atomically(path, json.dumps(found, indent=1) + "\n", lambda head: "[" in head, "measurement")
+        findings.append([check.__name__, got, goal, shown])
+        write_atomically(path, json.dumps(findings, indent=1) + "\n", lambda head: "[" in head, "measurement")
     return code
 
 

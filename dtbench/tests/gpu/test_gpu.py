@@ -106,9 +106,9 @@ def test_every_command_is_one(rehearse: bool) -> None:
     for one in steps_of(rehearse):
         words = one.command.split()
         if words[2] == "dtbench":
-            found = cli.get_command(None, words[3])  # type: ignore[arg-type]
-            assert found is not None
-            params = found.make_context(words[3], words[4:], cli.make_context("dtbench", words[3:])).params
+            called = cli.get_command(None, words[3])  # type: ignore[arg-type]
+            assert called is not None
+            params = called.make_context(words[3], words[4:], cli.make_context("dtbench", words[3:])).params
             assert params.get("device") in (None, "cpu" if rehearse else "cuda")
             assert words[3] != "run" or [s.name for s in load(params["words"])] == list(params["words"])
         elif words[1] == "pytest":

@@ -212,7 +212,7 @@ def _parts(profiles: Sequence[profile.RankSection], folded: bool) -> Figure | No
             StackedBar(
                 f"rank {rank}", [(word, getattr(parts, k) * 1e-6) for k, word in BUSY.items()], words(parts)
             )
-            for rank, parts in _known(one)[:MAX_RANKS]
+            for rank, parts in _measured_ranks(one)[:MAX_RANKS]
         ]
         for one in profiles[:MAX_SECTIONS]
     }
@@ -228,7 +228,7 @@ def _parts(profiles: Sequence[profile.RankSection], folded: bool) -> Figure | No
 
 
 def _parts_table(profiles: Sequence[profile.RankSection]) -> t.Table:
-    rows = [(one, rank, parts) for one in profiles for rank, parts in _known(one)]
+    rows = [(one, rank, parts) for one in profiles for rank, parts in _measured_ranks(one)]
     slower = [one.profiled_us / one.plain_us if one.plain_us else None for one, *_ in rows]
     return t.Table(
         "Profile of ranks: time per iteration",
@@ -246,7 +246,7 @@ def _parts_table(profiles: Sequence[profile.RankSection]) -> t.Table:
     )
 
 
-def _known(section: profile.RankSection) -> list[tuple[str, profile.IterationParts]]:
+def _measured_ranks(section: profile.RankSection) -> list[tuple[str, profile.IterationParts]]:
     """The ranks that something is known of."""
     return [(rank, parts) for rank, parts in section.parts_us.items() if parts is not None]
 

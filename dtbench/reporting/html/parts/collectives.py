@@ -14,7 +14,7 @@ from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_
 from dtbench.reporting.html.parts.suites import named
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite import Gpu, Header, Param
-from dtbench.suite.grouping import group_by, known_first
+from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_size
 
@@ -139,7 +139,7 @@ def _bandwidths(
             if (label := f"limit of {dim}") in styles
         ]
         panels.append(CurvePanel(name, series))
-    names = known_first({one.title for one in panels}, MAIN)
+    names = in_order({one.title for one in panels}, MAIN)
     return curves(
         "bandwidth",
         sorted(panels, key=lambda one: names.index(one.title)),

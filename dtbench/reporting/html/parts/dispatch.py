@@ -15,7 +15,7 @@ from dtbench.reporting.html.figures import (
 from dtbench.reporting.html.parts.suites import add_dots, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite import STAGES
-from dtbench.suite.grouping import group_by, known_first
+from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds, plural
 
@@ -118,7 +118,7 @@ def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
 
 
 def _in_order(calls: Sequence[CallStages]) -> list[str]:
-    return known_first({row.stage for c in calls for row in c.rows}, STAGES)
+    return in_order({row.stage for c in calls for row in c.rows}, STAGES)
 
 
 def _rows(call: CallStages) -> list[Stage]:

@@ -10,7 +10,7 @@ from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, geometric_mean
 from dtbench.reporting.html.figures import MAX_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.suite.grouping import group_by, known_first
+from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
 from dtbench.text.units import format_size, plural
 
@@ -28,7 +28,7 @@ _MORE_STYLES = (Style("s3", "^", hollow=True), Style("s4", "D", hollow=True), St
 
 def impls_of(cases: Sequence[ReportCase]) -> list[str]:
     """Those that are there, the core and torch first."""
-    return known_first({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
+    return in_order({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
 
 
 def named(
@@ -38,8 +38,8 @@ def named(
     first that is no mesh dim, sizes last; all others but `drop` in one column, for no two rows may look the same."""
     sizes = [p for p in params if p == "size" or p.endswith("_bytes")]
     words = {title: [c.get(p) for c in cases] for p, title in params.items() if p not in sizes}
-    known = {*params, *drop}
-    rest = [", ".join(f"{k}={v}" for k, v in sorted(c.params.items()) if k not in known) for c in cases]
+    in_columns = {*params, *drop}
+    rest = [", ".join(f"{k}={v}" for k, v in sorted(c.params.items()) if k not in in_columns) for c in cases]
     return [
         *(t.text(title, column) for title, column in words.items() if title == "Mesh dim"),
         t.text(of_name, [c.name for c in cases]),
@@ -170,7 +170,9 @@ def other_suites(claimed: Collection[str]) -> Part:
         add_dots(
             section,
             panels,
-            lambda c: " ".join([c.name, *(_said(c, param) for param in differing if param in c.params)]),
+            lambda c: " ".join(
+                [c.name, *(_param_text(c, param) for param in differing if param in c.params)]
+            ),
             caption,
             folded="Case by case" if len(suites) < len(of.suites) else "",
         )
@@ -179,7 +181,7 @@ def other_suites(claimed: Collection[str]) -> Part:
     return Part("others", "Other suites", fill)
 
 
-def _said(case: ReportCase, param: str) -> str:
+def _param_text(case: ReportCase, param: str) -> str:
     """The param's value, a size with its unit."""
     counts_bytes = param == "size" or param.endswith("_bytes")
     return format_size(case.number(param)) if counts_bytes else str(case.get(param))
