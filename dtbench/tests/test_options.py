@@ -190,7 +190,7 @@ def test_words_are_suites_and_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("suite", "given", "says"),
+    ("suite", "values", "says"),
     [
         (suite_with("a", mode=""), {"nonsense": "1"}, "No such option '--nonsense'.* a has --mode"),
         (suite_with("a", mode=""), {"mode": ""}, "--mode needs a value"),

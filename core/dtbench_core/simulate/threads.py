@@ -346,8 +346,11 @@ class RankThreads:
         return f"hang: {', '.join(ended)} while {where}" if ended else f"hang: {where}"
 
     def close(self) -> None:
-        """Ends the threads one after another, for torch's lock over the stack traces that a compilation leaves with a
-        thread is held while Python code runs, and two of them would wait for each other. A later call starts new ones."""
+        """Ends the threads. A later call starts new ones.
+
+        One after another: torch frees the stack traces that a compilation leaves with a thread under a lock, and may
+        run Python meanwhile, so that two threads that end at once could wait for each other.
+        """
         ranks, self._ranks, self.meetings = list(self._ranks.values()), {}, {}
         for rank in ranks:
             rank.baton.release()
