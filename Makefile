@@ -9,7 +9,7 @@ STAMP := $(shell date -u +%Y%m%dT%H%M%SZ)
 RUN := results/bench-$(STAMP)
 PAGE := reports/bench-$(STAMP).html
 
-.PHONY: pictures bench plan gpu rehearse-gpu wheels test test-all faults coverage docs size install checks lint types imports fast slow both clean
+.PHONY: pictures bench plan gpu rehearse-gpu wheels test test-all faults coverage docs size install checks lint types imports fast slow clean
 
 bench: install
 	@mkdir -p results reports
@@ -50,9 +50,7 @@ checks: install
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory imports
 
-test-all: install
-	@$(MAKE) --no-print-directory checks
-	@$(MAKE) --no-print-directory both
+test-all: test slow
 
 # Ranks that die, full disks, hostile files, Ctrl-C: starts every fault of dtbench/tests/faults and writes what was seen
 # to results/faults.md.
@@ -112,8 +110,8 @@ imports: install
 
 # One thread per rank: the worlds of the tests hold more ranks than small machines have cores. A worker that is done
 # takes tests from the other. Which test is of which tier stands in dtbench/tests/tiers.py.
-fast slow both: install
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "$(@:both=fast or slow)"
+fast slow: install
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m $@
 
 # Lines of Python per room: `make size` as checked out, `make size AT=v0.1` at that revision.
 size:

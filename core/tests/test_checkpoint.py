@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
 from core.tests.local_world import ThreadWorlds
@@ -68,6 +69,17 @@ def test_copies_are_equal_and_apart() -> None:
         assert _same(torch.load(saved, weights_only=True)["x"][0], tensor)
         saved.seek(0)
         assert _same(torch.load(saved, weights_only=False)["x"][0], tensor)
+
+
+@on_ranks
+def test_a_mesh_is_found_again_beside_an_equal_one_of_other_groups() -> None:
+    """Each has its own process groups: what is loaded lies on those that it was saved on."""
+    first, second = (init_device_mesh("cpu", (2, 2)) for _ in range(2))
+    one, other = (
+        distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [S0, S1]) for mesh in (first, second)
+    )
+    assert _same(pickle.loads(pickle.dumps(one)), one) and _same(pickle.loads(pickle.dumps(other)), other)
+    assert one._spec is not other._spec
 
 
 @on_ranks

@@ -64,7 +64,7 @@ class MeshTables:
     """What a rank knows of meshes, by object and by value."""
 
     by_object: dict[int, tuple[weakref.ref[DeviceMesh], MeshInfo]] = field(default_factory=dict)
-    by_value: dict[DeviceMesh, MeshInfo] = field(default_factory=dict)
+    by_value: dict[tuple[DeviceMesh, tuple[dist.ProcessGroup, ...]], MeshInfo] = field(default_factory=dict)
 
 
 mesh_tables: PerRank[MeshTables] = PerRank("layout.meshes", MeshTables)
@@ -137,16 +137,8 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
 
 def _shared_info(mesh: DeviceMesh) -> MeshInfo:
     inside = mesh.get_coordinate() is not None
-    groups = tuple(mesh.get_all_groups()) if inside else ()
+    key = mesh, tuple(mesh.get_all_groups()) if inside else ()
     table = _tables().by_value
-    info = table.get(mesh)
-    if (
-        info is not None
-        and len(info.groups) == len(groups)
-        and all(comm.own_group(old) is new for old, new in zip(info.groups, groups, strict=True))
-    ):
-        return info
-    # pop first: assigning under an equal key would keep the dead mesh as the key.
-    table.pop(mesh, None)
-    created = table[mesh] = MeshInfo(mesh, groups)
-    return created
+    if (info := table.get(key)) is None:
+        info = table[key] = MeshInfo(*key)
+    return info

@@ -92,6 +92,12 @@ def ranks_say_at_most_why(ended: Ended) -> None:
     assert all("the process that started the ranks died" in line for line in ended.lines), ended
 
 
+def interrupted_unless_too_early_or_late(ended: Ended) -> None:
+    """The interpreter has the signal for itself while it starts, and again when all is said."""
+    assert len(ended.lines) == 1 or (ended.code < 0 and not ended.lines), ended
+    assert all("interrupted" in line for line in ended.lines), ended
+
+
 # A rank that another launcher started, whose place stands in the environment.
 ALONE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29631"}
 ALONE |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "DTBENCH_JOIN_TIMEOUT": "7"}
@@ -157,9 +163,10 @@ ROWS = [
             2,
             f"{number.name} after {' and '.join(f'{s:g} s' for s in seconds)}",
             LONG_RUN,
-            (130, -number),  # a second one may come when all is said
-            ("interrupted",),
+            (130, -number),
+            None,
             during=after(number, *seconds),
+            also=interrupted_unless_too_early_or_late,
         )
         for number, *seconds in ((INT, 0.5), (INT, 3.0, 0.5), (TERM, 2.0), (TERM, 5.0))
     ),
