@@ -61,7 +61,7 @@ class MeshInfo:
 
 @dataclass(slots=True, eq=False)
 class MeshTables:
-    """What a rank knows of meshes, by object and by value."""
+    """What a rank knows of meshes, by object, and by value with the process groups of their dims."""
 
     by_object: dict[int, tuple[weakref.ref[DeviceMesh], MeshInfo]] = field(default_factory=dict)
     by_value: dict[tuple[DeviceMesh, tuple[dist.ProcessGroup, ...]], MeshInfo] = field(default_factory=dict)
