@@ -28,6 +28,7 @@ from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dtbench_core import comm
 from dtbench_core.errors import ArgumentError
 from dtbench_core.op_types import Args, Call, Ctx, Kwargs, Value
 from dtbench_core.torch_compat import (
@@ -94,7 +95,7 @@ def _wait_comm(result: _CommResult) -> torch.Tensor:
 @dataclass
 class _Flight:
     """A collective that was issued. In a trace, also the `_CommResult` node of a tensor that it writes. On CUDA a
-    wait orders one stream behind it: the current one."""
+    wait orders one stream behind it: the current one. output: what `tensor`, that it writes to, is a packed copy of."""
 
     work: Any
     device: torch.device
@@ -102,6 +103,7 @@ class _Flight:
     tensor: torch.Tensor | None = None
     result: Value = None
     waiting: list[Value] = field(default_factory=list)  # the streams behind it; [None] without streams
+    output: torch.Tensor | None = None
 
     def wait(self) -> None:
         stream = None if self.tracer is not None else current_stream(self.device)
@@ -109,6 +111,10 @@ class _Flight:
             return
         if self.tracer is None:
             _wait(self.work)  # where it raises, the next use does, too
+            if self.waiting and self.output is not None:
+                stream.wait_stream(self.waiting[0])  # type: ignore[union-attr]  # which copied
+            elif self.output is not None:
+                self.output.copy_(self.tensor)  # type: ignore[arg-type]
             self.waiting.append(stream)
             return
         self.waiting.append(stream)
@@ -116,11 +122,15 @@ class _Flight:
         trace_as(self.tensor, waited, self.tracer)  # type: ignore[arg-type]
         with untraced():  # some transports finish the result here, with ops
             _wait(self.work)
+        if self.output is not None:
+            self.output.copy_(self.tensor)  # type: ignore[arg-type]
 
     def over(self) -> bool:
         """Whether there is nothing to wait for any more, on any stream."""
         if None in self.waiting or self.tracer is not None:
             return None in self.waiting
+        if self.output is not None and not self.waiting:
+            return False
         if self.work is None:
             return True
         return not is_capturing(self.device) and bool(Work.unbox(self.work).is_completed())
@@ -308,12 +318,20 @@ def _collective(func: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> Va
     for leaf in everything:
         leaf._memory.unseen = False
         leaf._memory.wait(for_readers=id(leaf) in written)
+    # Transports read memory as if it were packed: what is not travels as a copy.
+    tensors = [leaf for leaf in tree_iter(_plain((args, kwargs))) if isinstance(leaf, torch.Tensor)]
+    staged = {id(tensor): comm.packed(tensor) for tensor in tensors if not comm.is_packed(tensor)}
+    sent = tree_map_only(torch.Tensor, lambda t: staged.get(id(t), t), _plain((args, kwargs)))
     if tracer is None:
-        result = func(*_plain(args), **_plain(kwargs))
+        result = func(*sent[0], **sent[1])
         work = result[-1] if isinstance(result, tuple) else result
         flights = {id(leaf): _Flight(work, leaf.device) for leaf in everything if id(leaf) in written}
+        if func._schema.name.endswith("_"):  # in c10d, one that writes to its first argument
+            for one in everything:
+                if id(one) in flights and any(one is output for output in outputs):
+                    _copy_from(staged.get(id(one._tensor)), one._tensor, flights[id(one)], func, sent[0])
     else:
-        result, flights = _traced(func, args, kwargs, tracer)
+        result, flights = _traced(func, args[0], sent, staged, tracer)
     for leaf in everything:
         if id(leaf) in written:
             leaf._memory.writing.append(flights[id(leaf)])
@@ -324,23 +342,38 @@ def _collective(func: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> Va
     return (args[0], *result[1:]) if traceable else result
 
 
+def _copy_from(
+    staged: torch.Tensor | None, output: torch.Tensor, flight: _Flight, func: OpOverload, args: Any
+) -> None:
+    """`output` gets what the collective writes to `staged`: by the wait, or now if the caller does not look for one."""
+    if staged is None:
+        return
+    flight.tensor, flight.output = staged, output
+    names = [argument.name for argument in func._schema.arguments]
+    if "async_op" in names[: len(args)] and not args[names.index("async_op")]:
+        flight.wait()
+
+
 def _traced(
-    func: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, tracer: Any
+    func: OpOverload, outputs: Any, sent: Any, staged: dict[int, torch.Tensor], tracer: Any
 ) -> tuple[Any, dict[int, _Flight]]:
     """Puts the collective and the node of its results into the graph, and runs it too: (what it gave, the
-    flight of each CommTensor that it writes)."""
-    proxies = tree_map_only(torch.Tensor, lambda t: traced_value(t, tracer), _plain((args, kwargs)))
+    flight of each CommTensor that it writes). sent: its arguments. staged: by id, those of packed copies."""
+    proxies = tree_map_only(torch.Tensor, lambda t: traced_value(t, tracer), sent)
     issued = tracer.create_proxy("call_function", func, *proxies)
     results = tracer.create_proxy("call_function", _wrap_comm_result, (issued,), {}, name="comm_result")
     with untraced():
-        outcome = func(*_plain(args), **_plain(kwargs))
+        outcome = func(*sent[0], **sent[1])
     flights: dict[int, _Flight] = {}
-    for output, result in _each(args[0], results[0]):
-        flight = _Flight(outcome[1], output.device, tracer, output._tensor, result)
+    for output, result in _each(outputs, results[0]):
+        plain = output._tensor
+        written = staged.get(id(plain), plain)
+        behind = None if written is plain else plain
+        flight = _Flight(outcome[1], output.device, tracer, written, result, output=behind)
         flights[id(output)] = flight
         _traced_flights[tracer].append(flight)
         # To read the tensor past its CommTensor is an error when the graph runs, and not a race.
-        trace_as(output._tensor, result, tracer)
+        trace_as(written, result, tracer)
     return outcome, flights
 
 

@@ -14,6 +14,7 @@ from dtbench_core.dispatch.metadata import (
     device_of_results,
     flattened,
     is_spec,
+    orders_of,
     results_of,
     view_offsets,
     written_by,
@@ -121,9 +122,10 @@ def _plan_for(
     to_copy: bool,
 ) -> OpPlan:
     mesh = call.inputs[0].info
+    orders = orders_of(info.op, call.args, call.kwargs, call.outputs)
     specs = [
-        None if meta is None else DTensorSpec.of(mesh, placed, *meta)
-        for meta, placed in zip(call.outputs, outputs, strict=True)
+        None if meta is None else DTensorSpec.of(mesh, placed, *meta, order)
+        for meta, placed, order in zip(call.outputs, outputs, orders, strict=True)
     ]
     out: Value = None
     if structure == "tensor":

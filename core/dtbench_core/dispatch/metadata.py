@@ -8,7 +8,7 @@ the call whose tensors have no elements, and the slowest of the common ones, lay
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dtbench_core.layout.spec import DTensorSpec, TensorMeta, contiguous_stride
+from dtbench_core.layout.spec import DTensorSpec, Order, TensorMeta, contiguous_stride, memory_order
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Args, Kwargs, Value
 from dtbench_core.torch_compat import kernel_of
@@ -93,6 +93,31 @@ def results_of(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, elementw
     return metas, "list" if several else "tensor"
 
 
+# What `reshape` calls: a rank that can take a view takes the second, and one that has to copy clones before the first.
+_RESHAPES = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
+
+
+def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[TensorMeta | None]) -> list[Order]:
+    """In which order the elements of each result travel: Note [Order of elements] in layout/spec.py. Of a view as it
+    lies where its base lies in the base's order. `args` hold specs for tensors."""
+    leaves, rebuilt = flattened(args, kwargs)
+    specs = [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
+    reshapes = op in _RESHAPES
+    if not reshapes and (not op.is_view or op is torch.ops.aten.as_strided.default):
+        return [next((s.order for s in specs if meta and s.shape == meta.shape), None) for meta in metas]
+    twins = [s.stride_in_order() for s in specs]
+    if not reshapes and twins == [s.stride for s in specs]:
+        return [meta and tuple(memory_order(meta.shape, meta.stride)) for meta in metas]
+    strides = iter(twins)
+    twin_args, twin_kwargs = rebuilt([_as_meta(leaf, strides) for leaf in leaves])
+    try:
+        result = twin_args[0].view(args[1]) if reshapes else op(*twin_args, **twin_kwargs)
+    except RuntimeError:  # memory in this order gives no such view, though this rank's does
+        return [None] * len(metas)
+    results = result if isinstance(result, (list, tuple)) else [result]
+    return [tuple(memory_order(one.shape, one.stride())) for one in results]
+
+
 def view_offsets(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> tuple[int, ...]:
     """Where the results of a view begin behind its base, in bytes of the global tensor's memory."""
     leaves, rebuilt = flattened(args, kwargs)
@@ -161,9 +186,11 @@ def _empty_twin(leaf: object) -> Value:
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
-def _as_meta(leaf: object) -> Value:
+def _as_meta(leaf: object, strides: Iterator[tuple[int, ...]] | None = None) -> Value:
+    """strides: of the tensors, if not those of the specs."""
     if isinstance(leaf, DTensorSpec):
-        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+        stride = leaf.stride if strides is None else next(strides)
+        return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device="meta")
     if isinstance(leaf, torch.Generator):  # of another device
         return None
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf

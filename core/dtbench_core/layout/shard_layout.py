@@ -63,7 +63,7 @@ def even_layout(
             ragged = isinstance(placement, RaggedShard)
             shape[dim] = sum(placement.lengths(was, parts)) if ragged else was * parts
             stride = [
-                s // max(was, 1) * shape[dim] if d != dim and s > stride[dim] else s
+                -(-s * shape[dim] // max(was, 1)) if d != dim and s > stride[dim] else s
                 for d, s in enumerate(stride)
             ]
     if local.stride() == preserved_stride(tuple(local.shape), local.stride()):

@@ -3,6 +3,13 @@
 Note [Interned specs]: two specs with the same content are the same object, so a spec is compared
 and hashed by identity, and a cached plan is found by a dict lookup that never looks inside one.
 The table holds them weakly; a cached plan keeps the specs of its key alive.
+
+Note [Order of elements]: strides are what this rank sees, and ranks may differ in them: `from_local` and
+`distribute_tensor` take tensors as they lie. So elements never travel in the order of strides, but in the spec's
+`order`, which follows from the calls alone, the same on every rank: row-major for tensors that come in; permuted by
+views as their dims are; that of an input of the same shape for other results (a copy too, as a rank may need none
+where another does), else row-major. Where all tensors came in row-major, it is mostly the order in memory, and nothing
+is copied for it.
 """
 
 from __future__ import annotations
@@ -32,6 +39,8 @@ from dtbench_core.layout.placement import (
 )
 from dtbench_core.torch_compat import as_unknown_size
 
+Order = tuple[int, ...] | None
+
 
 class TensorMeta(NamedTuple):
     """Global metadata of a distributed tensor."""
@@ -48,6 +57,7 @@ class DTensorSpec:
         info: the `MeshInfo`; mesh: its DeviceMesh.
         placements: one per mesh dim; Shard dims are non-negative.
         shape, stride, dtype: of the global tensor. row_major: whether the strides are those of torch.empty.
+        order: the dims as elements travel, outermost first. See Note [Order of elements].
         local_shape, local_offset: this rank's part of it; (0,) on a rank outside the mesh, () of a tensor without dims.
         local_stride: that of a dense part whose dims lie in memory in the order of the global ones.
     """
@@ -58,6 +68,7 @@ class DTensorSpec:
         "_local",
         "dtype",
         "info",
+        "order",
         "placements",
         "row_major",
         "shape",
@@ -70,6 +81,7 @@ class DTensorSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     row_major: bool
+    order: tuple[int, ...]
 
     def __init__(self) -> None:
         raise TypeError(
@@ -83,16 +95,19 @@ class DTensorSpec:
         shape: Sequence[int],
         stride: Sequence[int],
         dtype: torch.dtype,
+        order: Order = None,
     ) -> DTensorSpec:
-        """The one spec of this content. `placements` must be normalised (see `normalize`)."""
+        """The one spec of this content. `placements` must be normalised (see `normalize`). order: None is row-major."""
         info = mesh if isinstance(mesh, MeshInfo) else mesh_info(mesh)
-        key = (info, placements, tuple(shape), tuple(stride), dtype)
+        if order is not None and order == tuple(range(len(order))):
+            order = None
+        key = (info, placements, tuple(shape), tuple(stride), dtype, order)
         try:
             interned = _interned.get(key)
         except (
             TypeError
         ):  # traced with symbolic sizes: how shards are cut depends on the numbers, so they are guarded
-            key = (info, placements, _numbers(shape), _numbers(stride), dtype)
+            key = (info, placements, _numbers(shape), _numbers(stride), dtype, order)
             interned = _interned.get(key)
         if interned is not None:
             return interned
@@ -100,6 +115,7 @@ class DTensorSpec:
         spec.info, spec.placements = info, placements
         spec.shape, spec.stride, spec.dtype = torch.Size(key[2]), key[3], dtype
         spec.row_major = spec.stride == contiguous_stride(spec.shape)
+        spec.order = tuple(range(len(key[2]))) if order is None else order
         spec._local = spec._equal_dims = None
         _interned[key] = spec
         return spec
@@ -110,7 +126,7 @@ class DTensorSpec:
     def with_placements(self, placements: Placements) -> DTensorSpec:
         """The same tensor, placed otherwise: a copy, dense in memory."""
         stride = preserved_stride(tuple(self.shape), self.stride)
-        return DTensorSpec.of(self.info, placements, self.shape, stride, self.dtype)
+        return DTensorSpec.of(self.info, placements, self.shape, stride, self.dtype, self.order)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -137,6 +153,10 @@ class DTensorSpec:
     @property
     def local_stride(self) -> tuple[int, ...]:
         return contiguous_stride(self.local_shape, reversed(memory_order(self.shape, self.stride)))
+
+    def stride_in_order(self) -> tuple[int, ...]:
+        """The global strides of a dense tensor that lies in memory in `order`."""
+        return contiguous_stride(self.shape, reversed(self.order))
 
     def lays_out(self, local: torch.Tensor) -> bool:
         """Whether `local`, of the local shape, lies in memory as a dense tensor's part must. Of a tensor with gaps or
@@ -210,7 +230,7 @@ def _numbers(symbols: Sequence[int]) -> tuple[int, ...]:
 
 
 _interned: weakref.WeakValueDictionary[
-    tuple[MeshInfo, Placements, tuple[int, ...], tuple[int, ...], torch.dtype], DTensorSpec
+    tuple[MeshInfo, Placements, tuple[int, ...], tuple[int, ...], torch.dtype, Order], DTensorSpec
 ] = weakref.WeakValueDictionary()
 
 

@@ -89,5 +89,5 @@ def cast_dtype(tensor: Wrapper, dtype: torch.dtype) -> Wrapper:
     """`tensor` in another dtype, shard by shard, outside autograd."""
     spec = tensor._spec
     stride = preserved_stride(tuple(spec.shape), spec.stride)
-    cast = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, dtype)
+    cast = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, dtype, spec.order)
     return wrap(tensor.viewed, tensor._local_tensor.to(dtype), cast)

@@ -27,6 +27,7 @@ from dtbench_core.layout.placement import (
     local_extents,
     permuted,
 )
+from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec, memory_order, normalize
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.movers import Exchange, Mover, mover
@@ -238,18 +239,20 @@ def _averages(dtype: torch.dtype) -> bool:
 
 
 def _movers(steps: Sequence[RedistributeStep], source: DTensorSpec, result: DTensorSpec) -> tuple[Mover, ...]:
-    """What runs the steps. Shards travel with their dims in the order of memory, so that they keep it and no step
-    copies them for it."""
-    order = memory_order(result.shape, result.stride)
-    if result.row_major or order == sorted(order):
-        return tuple(_mover(step, source) for step in steps)
+    """What runs the steps. Shards travel with their dims in the spec's order: mostly that of memory, which they then
+    keep, and no step copies them for it."""
+    order = result.order
     places = [order.index(dim) for dim in range(len(order))]
-    movers = []
+    movers: list[Mover] = []
     for step in steps:
         src, dst = permuted(step.src, places), permuted(step.dst, places)
         shape = tuple(step.shape[dim] for dim in order)
         movers.append(_mover(step._replace(src=src, dst=dst, shape=shape), source))
-    return lambda local: local.permute(order), *movers, lambda local: local.permute(places)
+    if places != sorted(places):
+        movers = [lambda local: local.permute(order), *movers, lambda local: local.permute(places)]
+    if memory_order(result.shape, result.stride) != list(order):
+        movers.append(lambda local: laid_out(local, result))
+    return tuple(movers)
 
 
 def _mover(step: RedistributeStep, spec: DTensorSpec) -> Mover:

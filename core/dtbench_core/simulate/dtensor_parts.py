@@ -104,7 +104,7 @@ class CoreParts(RankParts):
 def of_rank(value: DTensorSpec) -> DTensorSpec:
     """`value` as the rank that runs has it."""
     return DTensorSpec.of(
-        mesh_info(value.info.mesh), value.placements, value.shape, value.stride, value.dtype
+        mesh_info(value.info.mesh), value.placements, value.shape, value.stride, value.dtype, value.order
     )
 
 
@@ -112,13 +112,13 @@ def _of_all(specs: Mapping[int, DTensorSpec], what: str) -> DTensorSpec:
     """The one spec of which these are the ranks'."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank, one in specs.items():
-        key = (one.info.mesh, one.placements, tuple(one.shape), tuple(one.stride), one.dtype)
+        key = (one.info.mesh, one.placements, tuple(one.shape), tuple(one.stride), one.dtype, one.order)
         kinds.setdefault(key, []).append(rank)
     if len(kinds) > 1:
         listed = "; ".join(f"ranks {describe_ranks(ranks)}: {specs[ranks[0]]}" for ranks in kinds.values())
         raise SimulationError(f"{what} gave the ranks different DTensors ({listed}), expected one for all")
-    of, placements, shape, stride, dtype = next(iter(kinds))
-    return DTensorSpec.of(mesh_info(of), placements, shape, stride, dtype)
+    of, *described = next(iter(kinds))
+    return DTensorSpec.of(mesh_info(of), *described)
 
 
 def depends_on_rank(*values: object) -> bool:

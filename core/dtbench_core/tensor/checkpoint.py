@@ -56,13 +56,13 @@ def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
     spec = tensor._spec
     if (origin := kept_origin(tensor)) is not None:
         offset = tensor._memory[1] - origin.owner._memory[1]  # type: ignore[index]
-        parts = (held_by(tensor), spec.placements, tuple(spec.shape), spec.stride)
+        parts = (held_by(tensor), spec.placements, tuple(spec.shape), spec.stride, spec.order)
         return rebuild_view, (origin.owner, *parts, *(origin.gathered or ()), offset)
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in MEMORIES}
     if tensor._memory is not None:  # which views in the file share with it
         attributes["_memory"] = tensor._memory
     described = (spec.mesh, spec.placements, tuple(spec.shape), spec.stride, tensor.requires_grad)
-    return rebuild, (tensor.viewed, tensor._local_tensor, *described, attributes)
+    return rebuild, (tensor.viewed, tensor._local_tensor, *described, attributes, spec.order)
 
 
 def rebuild_view(
@@ -71,12 +71,13 @@ def rebuild_view(
     placements: Placements,
     shape: Sequence[int],
     stride: Sequence[int],
+    order: tuple[int, ...],
     gathered: torch.Tensor,
     at: Placements,
     offset: int,
 ) -> Wrapper:
     """The view of `owner` that was pickled: `local` is a window on `gathered`, the base's values placed as `at`."""
-    spec = DTensorSpec.of(owner._spec.info, tuple(placements), shape, stride, local.dtype)
+    spec = DTensorSpec.of(owner._spec.info, tuple(placements), shape, stride, local.dtype, order)
     return copied_view(type(owner).viewed, local, spec, owner, Gathered(gathered, tuple(at)), offset)
 
 
@@ -89,6 +90,7 @@ def rebuild(
     stride: Sequence[int],
     requires_grad: bool,
     attributes: dict[str, Any],
+    order: tuple[int, ...] | None = None,  # of files from before it was kept, row-major
 ) -> Wrapper:
     """The DTensor that was pickled.
 
@@ -109,7 +111,7 @@ def rebuild(
             f"got a pickled DTensor on {mesh}, whose process groups are not in this process ({error}); expected the "
             "mesh to exist: make it first, in the order it was made in when the tensor was saved"
         ) from error
-    spec = DTensorSpec.of(info, tuple(placements), shape, stride, local.dtype)
+    spec = DTensorSpec.of(info, tuple(placements), shape, stride, local.dtype, order)
     if _rank_in(info.mesh) != info.coordinate or tuple(local.shape) != spec.local_shape:
         raise LayoutError(
             f"got the part {list(local.shape)} of {spec} on rank {dist.get_rank()}, expected "

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtbench_core import comm
 from dtbench_core.errors import ArgumentError, ArgumentTypeError
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
-from dtbench_core.layout.placement import Placement, Placements, Shard, describe, permuted
+from dtbench_core.layout.placement import Placement, Placements, Shard, describe
 from dtbench_core.layout.shard_layout import empty_part, laid_out, part_of
-from dtbench_core.layout.spec import DTensorSpec, memory_order, normalize, preserved_stride
+from dtbench_core.layout.spec import DTensorSpec, normalize, preserved_stride
 from dtbench_core.layout.wrapper import wrap
 from dtbench_core.op_types import Call
 from dtbench_core.redistribute.movers import padded
@@ -73,13 +73,9 @@ def distribute_tensor(
     elif src_data_rank is None or local.is_meta:
         part = part_of(local, spec)
         part = laid_out(part, spec) if part is local else part
-    elif spec.row_major:
-        part = _sent(local, info, values, src_data_rank)
     else:
-        order = memory_order(spec.shape, stride)
-        places = [order.index(dim) for dim in range(len(order))]
-        sent = _sent(local.permute(order), info, permuted(values, places), src_data_rank)
-        part = sent.permute(places)
+        part = _sent(local, info, values, src_data_rank)
+        part = part if spec.row_major else laid_out(part, spec)
     if values != placed:
         part, spec = apply(part, plan(spec, placed)), spec.with_placements(placed)
     return wrap(DTensor, part, spec, tensor.requires_grad)

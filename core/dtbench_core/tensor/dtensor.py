@@ -169,7 +169,7 @@ class DTensor(Wrapper):
     ) -> DTensor:
         spec, requires_grad, parted = described
         local = inner["_local_tensor"]
-        spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype)
+        spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype, spec.order)
         tensor = wrap(DTensor, local, spec, requires_grad)
         if parted is not None:
             tensor = parted_as(tensor, parted, inner.get("_source"))

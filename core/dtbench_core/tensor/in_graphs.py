@@ -118,7 +118,7 @@ def stable_hash(tensor: Wrapper) -> str:
     groups = mesh.device_type, mesh.mesh_dim_names, ranks_of_mesh(mesh), mesh_group_names(mesh)
     by = state_of_library()
     kept = tuple(local.shape), local.stride(), tensor.requires_grad
-    return repr((by, groups, spec.placements, tuple(spec.shape), tuple(spec.stride), spec.dtype, kept))
+    return repr((by, groups, spec.placements, tuple(spec.shape), spec.stride, spec.order, spec.dtype, kept))
 
 
 class MarkedDims(set[int]):
