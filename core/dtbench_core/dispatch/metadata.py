@@ -104,6 +104,10 @@ def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[Tensor
     specs = [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
     reshapes = op in _RESHAPES
     if not reshapes and (not op.is_view or op is torch.ops.aten.as_strided.default):
+        if all(
+            list(s.order) == sorted(s.order) for s in specs
+        ):  # nor are sizes compared, which a graph may not know
+            return [None] * len(metas)
         return [next((s.order for s in specs if meta and s.shape == meta.shape), None) for meta in metas]
     twins = [s.stride_in_order() for s in specs]
     if not reshapes and twins == [s.stride for s in specs]:
@@ -112,7 +116,7 @@ def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[Tensor
     twin_args, twin_kwargs = rebuilt([_as_meta(leaf, strides) for leaf in leaves])
     try:
         result = twin_args[0].view(args[1]) if reshapes else op(*twin_args, **twin_kwargs)
-    except RuntimeError:  # memory in this order gives no such view, though this rank's does
+    except (RuntimeError, ValueError):  # memory in this order gives no such view, though this rank's does
         return [None] * len(metas)
     results = result if isinstance(result, (list, tuple)) else [result]
     return [tuple(memory_order(one.shape, one.stride())) for one in results]
