@@ -1,0 +1,68 @@
+"""The CSV of rccl-tests (-Z csv -x FILE): a header, then a row per size and placement."""
+
+from __future__ import annotations
+
+import csv
+import math
+
+from dtbench.importers.columns import TIMED, Names, Row, add_rows, values_of
+from dtbench.importers.model import Log, LogTable, collective_of
+from dtbench.importers.text import lines_of
+
+_NEEDED = {"size", "type", *TIMED}
+
+
+def applies(text: str) -> bool:
+    """Whether the text has the header of such a table."""
+    return any(_is_header(line) for line in text.split("\n") if "," in line)
+
+
+def read(text: str, log: Log) -> None:
+    """Adds the tables of a text to its log."""
+    blocks: list[tuple[int, Names, list[Row]]] = []
+    inside = False
+    for number, line in enumerate(lines_of(text), 1):
+        if _is_header(line):
+            blocks.append((number, tuple(field.lower() for field in _fields(line)), []))
+            inside = True
+        elif inside := inside and line.count(",") >= len(_NEEDED):
+            blocks[-1][2].append((number, _fields(line)))
+    for number, names, rows in blocks:
+        log.tables.append(_table(log, number, names, rows))
+
+
+def _table(log: Log, number: int, names: Names, rows: list[Row]) -> LogTable:
+    table = LogTable("rccl-tests", number, ended=True)
+    # With MPI its headers before May 2026 lack the column of nodes that the rows have (ROCm/rocm-systems#6004).
+    if "rankspernode" in names and "nodes" not in names and all(len(words) > len(names) for _, words in rows):
+        at = names.index("ranks")
+        names = (*names[:at], "nodes", *names[at:])
+    names = add_rows(log, table, names, rows)
+    about = {(of.get("collective", ""), _ranks(of)) for of in (values_of(names, words) for _, words in rows)}
+    if len(about) > 1 and table.rows:
+        table.refusal = "its rows are of several collectives or numbers of ranks: give them as a file each"
+    for name, ranks in about:
+        table.collective, table.ranks, table.ranks_from = (
+            collective_of(name),
+            ranks,
+            "its columns of ranks and GPUs",
+        )
+        if name and table.collective is None:
+            table.refusal = f"{name[:40]!r} is no collective that is known here"
+    return table
+
+
+def _ranks(of: dict[str, str]) -> int | None:
+    """How many GPUs took part: the processes' times those of each, or without MPI those of the one process."""
+    counts = [of[name] for name in ("ranks", "gpusperrank", "gpus") if name in of]
+    if not counts or not all(count.isdecimal() and len(count) < 8 for count in counts):
+        return None
+    return math.prod(map(int, counts))
+
+
+def _is_header(line: str) -> bool:
+    return "algbw" in line.lower() and {field.lower() for field in _fields(line)} >= _NEEDED
+
+
+def _fields(line: str) -> list[str]:
+    return [field.strip() for field in next(csv.reader([line], skipinitialspace=True), [])]
