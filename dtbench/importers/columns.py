@@ -110,7 +110,7 @@ def _with_unnamed(names: Names, rows: Sequence[Words]) -> Names:
     together = {i for places in timed for i in range(places[0] + 1, places[-1] + 1)}
     together |= {i for i, name in enumerate(names) if name == "root"}
     held: dict[tuple[int, ...], Names] = {}
-    for place in range(len(names) + 1 if extra > 0 else 0):
+    for place in range(len(names) + 1 if 0 < extra <= 16 else 0):
         trial = names[:place] + ("",) * extra + names[place:]
         fits = [_fits(trial, words) for words in rows] if place not in together else []
         if fits.count(True) > 4 * fits.count(False):  # single rows that were altered do not decide

@@ -38,26 +38,20 @@ def _table(log: Log, number: int, names: Names, rows: list[Row]) -> LogTable:
         at = names.index("ranks")
         names = (*names[:at], "nodes", *names[at:])
     names = add_rows(log, table, names, rows)
-    about = {(of.get("collective", ""), _ranks(of)) for of in (values_of(names, words) for _, words in rows)}
+    said = (values_of(names, words) for _, words in rows)
+    about = {
+        tuple(of.get(name, "") for name in ("collective", "ranks", "gpusperrank", "gpus")) for of in said
+    }
+    for collective, *counts in about:
+        # Processes times the GPUs of each; without MPI the GPUs of the one process.
+        known = [int(count) for count in counts if count.isdecimal() and len(count) < 8]
+        table.collective, table.ranks = collective_of(collective), math.prod(known) if known else None
+        table.ranks_from = "its columns of ranks and GPUs"
+        if collective and table.collective is None:
+            table.refusal = f"{collective[:40]!r} is no collective that is known here"
     if len(about) > 1 and table.rows:
-        table.refusal = "its rows are of several collectives or numbers of ranks: give them as a file each"
-    for name, ranks in about:
-        table.collective, table.ranks, table.ranks_from = (
-            collective_of(name),
-            ranks,
-            "its columns of ranks and GPUs",
-        )
-        if name and table.collective is None:
-            table.refusal = f"{name[:40]!r} is no collective that is known here"
+        table.refusal = "its rows are of several collectives or numbers of ranks: give a file each"
     return table
-
-
-def _ranks(of: dict[str, str]) -> int | None:
-    """How many GPUs took part: the processes' times those of each, or without MPI those of the one process."""
-    counts = [of[name] for name in ("ranks", "gpusperrank", "gpus") if name in of]
-    if not counts or not all(count.isdecimal() and len(count) < 8 for count in counts):
-        return None
-    return math.prod(map(int, counts))
 
 
 def _is_header(line: str) -> bool:

@@ -23,12 +23,11 @@ _NUMBERS = (*TIMED, *CHECKS, "redop", "root")
 _NAMES = "|".join(sorted(PROGRAMS, key=len, reverse=True))
 _PROGRAM = pattern(rf"\b({_NAMES})_perf(?:_mpi)?\b")
 _STATED = pattern(r"Collective test (starting|concluded):\s*(\S+)")
-_HEADER = pattern(r"(?:^|[\s#>:)|\]])((?:size|count|type)\s.*\s(?:time|algbw|busbw)\b.*)$")
+_HEADER = pattern(r"(?:^|[\s#>:)|\]])((?:size|count|type)\s.*)$")
 _UNITS = pattern(r"\(B\)\s+\(elements\)\s+(.*)$")
 _STARTS = {"size": r"\d{1,20}", "count": r"\d{1,20}", "type": r"[A-Za-z][A-Za-z0-9_]*"}
 _USUAL: Names = ("size", "count", "type")
-# A word of a row: a number, or a name such as that of an algorithm. Messages have other signs.
-_WORD = pattern(r"[+-]?[\w.]+(?:[eE][+-]\d+)?\*?|N/A")
+_WORD = pattern(r"[\w.+*/%#-]+")  # of a row; messages have other signs, too
 _TIMESTAMP = pattern(r" \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b")
 _RANK = pattern(
     r"Rank\s+(\d{1,7})\s+(?:Group\s+(\d{1,7})\s+)?Pid\s+(\d{1,10})\s+on\s+(\S+)\s+device\s+(\d{1,4})"
@@ -114,7 +113,7 @@ class _Reader:
         match = _HEADER.search(line)
         words = match[1].split() if match else []
         names = tuple("time" if word == "cputime" else word for word in words if word != "timestamp")
-        if not set(names) >= {*_USUAL, *TIMED} or not groups_of(names):
+        if not set(names[:9]) >= {*_USUAL} or not groups_of(names):
             return False
         self._close("a new table begins inside it")
         self.columns = _columns(names)
@@ -220,7 +219,7 @@ class _Reader:
             return True
         self._close("another row begins inside it")
         if self.table is not None and self.table.ended:  # a further cycle, printed without another header
-            self._add(replace(self.table, line=number, aside={}, ended=False), columns)
+            self._add(replace(self.table, line=number, rows=[], aside={}, ended=False), columns)
         self.open = _OpenRow(number, _tag(text[: match.start()].rstrip()), match[0].split())
         self._feed(text[match.end() :])
         return True
@@ -243,13 +242,10 @@ class _Reader:
         row, columns = self.open, self.columns
         assert row is not None and columns is not None
         words = _TIMESTAMP.sub(" ", rest).split()
-        numbers = sum(value_of(word)[1] for word in words)
-        whole = len(words) + columns.lead >= len(columns.names) - columns.after
-        if (
-            whole
-            and numbers >= len(TIMED) * len(groups_of(columns.names))
-            and all(map(_WORD.fullmatch, words))
-        ):
+        expected = len(columns.names) - columns.after - columns.lead
+        if len(words) >= expected and all(
+            map(_WORD.fullmatch, words)
+        ):  # a whole row, maybe with unnamed columns
             row.words += words
             words = []
         for word in words:
@@ -267,9 +263,9 @@ class _Reader:
                 break
         if len(row.words) >= _needed(row, columns):
             self.open = None
-            if _is_blank(row, columns):
+            if blank := len(columns.names) - columns.after - _needed(row, columns):
                 at = columns.names.index("redop")
-                row.words[at:at] = [""] * (1 + ("root" in columns.names))
+                row.words[at:at] = [""] * blank
             self.read_rows[-1][2].append((row.line, row.words))
 
     def _close(self, why: str) -> None:
@@ -297,19 +293,17 @@ def _columns(names: Names) -> _HeaderColumns:
 @lru_cache(2**8)
 def _start(names: Names) -> re.Pattern[str]:
     """How a row begins: with the columns up to the size, count and type."""
-    columns = (f"(?P<{name}>{_STARTS[name]})" if name in _STARTS else r"\S{1,40}" for name in names)
-    return pattern(rf"(?<![\w.]){' +'.join(columns)}(?= )")
-
-
-def _is_blank(row: _OpenRow, columns: _HeaderColumns) -> bool:
-    """Whether the redop is blank, as of alltoall in nccl-tests 2.0 to 2.12: there is no column of roots either then."""
-    return "redop" in columns.names and not set(REDOPS) & set(row.words)
+    kinds = (
+        rf"(?P<{n}>{_STARTS[n]})" if n in _STARTS and n not in names[:i] else r"\S+"
+        for i, n in enumerate(names)
+    )
+    return pattern(rf"(?<![\w.]){' +'.join(kinds)}(?= )")
 
 
 def _needed(row: _OpenRow, columns: _HeaderColumns) -> int:
-    """How many values a row has to have."""
-    blank = (1 + ("root" in columns.names)) if _is_blank(row, columns) else 0
-    return len(columns.names) - columns.after - blank
+    """How many values a row has to have. Where its redop is blank (alltoall of nccl-tests 2.0 to 2.12), its root is."""
+    blank = "redop" in columns.names and not set(REDOPS) & set(row.words)
+    return len(columns.names) - columns.after - blank * (1 + ("root" in columns.names))
 
 
 def library_version(code: int) -> str:

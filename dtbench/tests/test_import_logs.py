@@ -526,6 +526,25 @@ def test_a_killed_run_and_its_repetition_in_one_file_are_two_launches() -> None:
     assert "no end" in read(cut).problems[0].text
 
 
+def test_cycles_without_another_header_are_launches() -> None:
+    lines = table().splitlines(keepends=True)
+    cycle = lines[-len(SIZES) - 3 :]
+    log = read("".join(lines + cycle))
+    assert [len(one.rows) for one in log.tables] == [len(SIZES)] * 2
+    assert {r.launch for r in convert.to_run([log], [])[1]} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "names", ["size count size type", "size " * 999 + "count type", "type " * 1600 + "count"]
+)
+def test_headers_that_no_tool_prints_are_survived(names: str) -> None:
+    text = table().replace("size         count      type", names)
+    log = parse((text * 2).encode(), "x.log")
+    assert not any(
+        figure.time and figure.time.value > 1e-3 for one in log.tables for _, figure in one.figures
+    )
+
+
 def test_a_footer_that_counts_errors_which_no_row_shows_spoils_them_all() -> None:
     text = table(layout=LogLayout(checked=False))
     assert not faults(text)
