@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 @click.argument("new", required=False, type=options.FILE)
 @click.option("--reference", is_flag=True, help="Compare BASE with public systems of its kind instead.")
 @click.option("--system", metavar="NAME", help="With --reference: the public system to compare with.")
-@click.option(
-    "--all", "with_all", is_flag=True, help="With --reference: also each size's ratio to each source."
-)
+@click.option("--all", "with_all", is_flag=True, help="With --reference: every ratio, too.")
 @options.JSON
 @options.EXPORT
 def compare_command(
@@ -110,16 +108,11 @@ def public_systems() -> Iterator[System]:
                 for name, of in tables.items()
                 if ranks in of
             }
+            name = f"{ranks}x{machine.name}"
             system = System(
-                name=f"{ranks}x{machine.name}",
-                gpu=gpu,
-                ranks=int(ranks),
-                hosts=1,
-                link="",
-                collectives=collectives,
+                name=name, gpu=gpu, ranks=int(ranks), hosts=1, link="NVLink", collectives=collectives
             )
-            fastest = max(
-                system.busbw(name, size) or 0.0 for name, of in collectives.items() for size, _ in of.points
-            )
+            sizes = [(name, size) for name, of in collectives.items() for size, _ in of.points]
             # PCIe 5.0 carries 64 GB/s in each direction.
-            yield replace(system, link="NVLink" if fastest > 64e9 else "PCIe")
+            is_pcie = max(system.busbw(*at) or 0.0 for at in sizes) <= 64e9
+            yield replace(system, link="PCIe") if is_pcie else system

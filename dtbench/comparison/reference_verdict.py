@@ -58,9 +58,8 @@ class ReferenceVerdict(Struct, frozen=True, kw_only=True):
         least, most = (f"{ratio:.2f}" for ratio in self.ratios)
         ratios = least if least == most else f"{least} to {most}"
         sources = f"{self.sources} sources" if self.sources >= len(_COUNTS) else _COUNTS[self.sources]
-        why = ""
-        if self.verdict == "cannot tell":
-            why = ": their network or PCIe may be another" if self.sources == 1 else ", which disagree"
+        unsure = ": their network or PCIe may be another" if self.sources == 1 else ", which disagree"
+        why = unsure if self.verdict == "cannot tell" else ""
         what = f"{', '.join(self.collectives)} of dim {self.mesh_dim}"
         return f"{self.verdict}: {ratios} of {self.beside} at {self.sizes}, {sources}{why} ({what})"
 

@@ -15,20 +15,8 @@ REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum", "none")
 # A placement's columns, which every version prints together.
 TIMED = {"time": 1e-6, "algbw": 1e9, "busbw": 1e9}
 CHECKS = ("#wrong", "wrong", "error")
-_READ = (
-    "size",
-    "count",
-    "type",
-    "redop",
-    "root",
-    "inplace",
-    "collective",
-    "ranks",
-    "gpus",
-    "gpusperrank",
-    *TIMED,
-    *CHECKS,
-)
+_OF_ROW = ("size", "count", "type", "redop", "root", "inplace")
+_READ = (*_OF_ROW, "collective", "ranks", "gpus", "gpusperrank", *TIMED, *CHECKS)
 _SAID_ELSEWHERE = ("numcycle", "nodes", "rankspernode")
 # Bandwidths printed so finely tell a time from another number; the 0.00 of a small size does not.
 _FINE = 0.01
@@ -39,13 +27,15 @@ Row = tuple[int, Words]  # with its line
 
 
 def groups_of(names: Names) -> list[range]:
-    """The places of each placement's columns: a placement ends where a name comes again."""
+    """The places of each placement's columns: a placement ends where a name comes again. None where one
+    lacks its time or a bandwidth."""
     starts = [0]
     for place, name in enumerate(names):
         if name and name in names[starts[-1] : place]:
             starts.append(place)
     groups = map(range, starts, [*starts[1:], len(names)])
-    return [group for group in groups if {names[i] for i in group} >= TIMED.keys()]
+    timed = [group for group in groups if {names[i] for i in group} >= TIMED.keys()]
+    return timed if all(names.count(name) == len(timed) for name in TIMED) else []
 
 
 def values_of(names: Names, words: Words) -> dict[str, str]:
@@ -58,29 +48,36 @@ def add_rows(log: Log, table: LogTable, names: Names, rows: Sequence[Row], optio
     if len({len(words) for _, words in rows}) == 1:
         names = _with_unnamed(names, [words for _, words in rows])
     for line, words in rows:
-        fault, size = "", values_of(names, words).get("size", "")
+        of = values_of(names, words)
+        odd = [k for k in ("count", "root") if of.get(k) and not _is_whole(of[k])]
+        odd += ["inplace"] if of.get("inplace", "0") not in ("0", "1") else []
+        fault = f"its {odd[0]} is {of[odd[0]][:20]!r}" if odd else ""
         if extra := [word for word in words[len(names) :] if value_of(word)[0]]:
             fault = f"it has {len(extra)} value(s) more than the header has columns"
         if len(words) < len(names) and len(words) != len(names) - optional:
             log.say(line, f"it has {len(words)} of the {len(names)} values that its header names: left out")
-        elif not size.isdecimal() or len(size) > 20:
-            log.say(line, f"{fault or f'its size is {size[:20]!r}'}: left out")
+        elif not _is_whole(of["size"]) or of["size"][0] == "-":
+            log.say(line, f"{fault or 'its size is ' + repr(of['size'][:20])}: left out")
         else:
             table.rows.append(_row(line, names, words, fault))
             for place, (name, word) in enumerate(zip(names, words, strict=False), 1):
                 if name not in (*_READ, *_SAID_ELSEWHERE):
-                    table.aside.setdefault(name or f"column {place}", {})[word[:20]] = None
+                    table.aside.setdefault(name[:20] or f"column {place}", {})[word[:20]] = None
     if table.aside:
-        columns = (f"{name[:20]} ({', '.join([*held][:4])})" for name, held in table.aside.items())
+        columns = (f"{name} ({', '.join([*held][:4])})" for name, held in table.aside.items())
         log.say(table.line, f"columns kept aside: {', '.join(columns)}")
     return names
 
 
+def _is_whole(word: str) -> bool:
+    return word.removeprefix("-").isdecimal() and len(word) <= 20
+
+
 def _row(line: int, names: Names, words: Words, fault: str = "") -> LogRow:
     of = values_of(names, words)
-    count, root = (int(of[name]) if printed(of.get(name, "")) else None for name in ("count", "root"))
-    dtype = DTYPES.get(of["type"], (of["type"], 0))[0]
-    row = LogRow(line, int(of["size"]), count, dtype, of.get("redop", ""), root, [])
+    count, root = (int(of[name]) if _is_whole(of.get(name, "")) else None for name in ("count", "root"))
+    dtype = DTYPES.get(of["type"], (of["type"][:20], 0))[0]
+    row = LogRow(line, int(of["size"]), count, dtype, of.get("redop", "")[:20], root, [])
     for index, group in enumerate(groups_of(names)):
         values = {names[i]: words[i] for i in group if i < len(words)}
         in_place = index == 1 or of.get("inplace") == "1"
@@ -122,12 +119,11 @@ def _fits(names: Names, words: Words) -> bool | None:
     """Whether a row may have these columns: size / time = algbw. None where it is printed too coarsely to tell."""
     of = values_of(names, words)
     if not (
-        of["size"].isdecimal()
+        all(_is_whole(of[name]) for name in ("size", "count", "root") if of.get(name))
         and of["type"] in DTYPES
         and of.get("redop", "") in ("", *REDOPS)
         and of.get("inplace", "0") in ("0", "1")
         and collective_of(of.get("collective", "reduce")) is not None
-        and all(printed(of[name]) for name in ("count", "root") if of.get(name))
     ):
         return False
     fine = True

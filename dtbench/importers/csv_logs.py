@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 
-from dtbench.importers.columns import TIMED, Names, Row, add_rows, values_of
+from dtbench.importers.columns import TIMED, Names, Row, add_rows, groups_of, values_of
 from dtbench.importers.model import Log, LogTable, collective_of
 from dtbench.importers.text import lines_of
 
@@ -34,8 +34,8 @@ def read(text: str, log: Log) -> None:
 def _table(log: Log, number: int, names: Names, rows: list[Row]) -> LogTable:
     table = LogTable("rccl-tests", number, ended=True)
     # With MPI its headers before May 2026 lack the column of nodes that the rows have (ROCm/rocm-systems#6004).
-    if "rankspernode" in names and "nodes" not in names and all(len(words) > len(names) for _, words in rows):
-        at = names.index("ranks")
+    at = names.index("rankspernode") - 1 if "rankspernode" in names and "nodes" not in names else 0
+    if at > 0 and all(len(words) > len(names) for _, words in rows):
         names = (*names[:at], "nodes", *names[at:])
     names = add_rows(log, table, names, rows)
     said = (values_of(names, words) for _, words in rows)
@@ -55,7 +55,9 @@ def _table(log: Log, number: int, names: Names, rows: list[Row]) -> LogTable:
 
 
 def _is_header(line: str) -> bool:
-    return "algbw" in line.lower() and {field.lower() for field in _fields(line)} >= _NEEDED
+    names = tuple(field.lower() for field in _fields(line)) if "algbw" in line.lower() else ()
+    placements = len(groups_of(names))  # two, or one that `inplace` tells
+    return set(names) >= _NEEDED and placements + ("inplace" in names) == 2
 
 
 def _fields(line: str) -> list[str]:

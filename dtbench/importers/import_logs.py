@@ -35,9 +35,7 @@ READERS: dict[str, _Reader] = {
     "OSU": (other_tools.is_osu, other_tools.read_osu),
     "ml-engineering": (other_tools.is_ml_engineering, other_tools.read_ml_engineering),
 }
-EXPECTED = (
-    "the output of nccl-tests (text or JSON), rccl-tests (text or CSV), DeepSpeed, OSU or ml-engineering"
-)
+EXPECTED = "the output of nccl-tests (text, JSON), rccl-tests (text, CSV), DeepSpeed, OSU or ml-engineering"
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[Log]:

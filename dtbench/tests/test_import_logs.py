@@ -314,6 +314,9 @@ def test_csv_of_rccl_tests(form: str) -> None:
         (lambda row: row.replace('"0"', '"N/A"'), ""),
         (lambda row: row.replace(",4194304,", ",4194404,"), "the row says"),
         (lambda row: row.replace(",4194304,", ",x,"), "its size is 'x'"),
+        (lambda row: row.replace(",4194304,", ",-4194304,"), "its size is '-4194304'"),
+        (lambda row: row.replace(",4194304,", ",4e6,"), "its size is '4e6'"),
+        (lambda row: row.replace('"sum",0', '"sum",2'), "its inplace is '2'"),
     ],
 )
 def test_a_row_of_csv_that_does_not_fit_is_told_and_no_other(
@@ -479,6 +482,7 @@ TAMPERED: dict[str, tuple[Callable[[str], str], str]] = {
     "a value less": (lambda row: re.sub(r" 0$", "", row), ""),
     "an added value": (lambda row: row + "  5", "1 value(s) more than the header has columns"),
     "root": (lambda row: re.sub(r" -1 ", " 8 ", row, count=1), "its root is rank 8 of 8"),
+    "root of letters": (lambda row: re.sub(r" -1 ", " 1e5 ", row, count=1), "its root is '1e5'"),
     "nan": (lambda row: re.sub(r"67\.\d+", "nan", row, count=1), "no number for algbw nan"),
     "wrong": (lambda row: re.sub(r" 0$", " 7", row), "the data were wrong: wrong elements: 7"),
     "wrong is nan": (lambda row: re.sub(r" 0$", " nan", row), "its check of the data says nan"),
