@@ -98,13 +98,18 @@ def _judged(rows: Sequence[ReferenceRow], beside: str, one_is_enough: bool) -> R
             at[size] = "above public measurements" if ours * LOW > fastest else "as public measurements"
     verdict = min(at.values(), key=WORST_FIRST.index)
     judged = [size for size in at if at[size] == verdict or verdict not in ("low", "cannot tell")]
-    reaches_up = len(judged) > 1 and judged == [*at][-len(judged) :]
+    named = [
+        format_size(round(size / 2**20) * 2**20) for size in judged
+    ]  # nccl-tests cuts 64 MiB to whole ranks
+    sizes = ", ".join(named)
+    if len(judged) > 1 and judged == [size for size in at if judged[0] <= size <= judged[-1]]:
+        sizes = f"{named[0]} and above" if judged[-1] == max(at) else f"{named[0]} to {named[-1]}"
     return ReferenceVerdict(
         verdict=verdict,
         mesh_dim=rows[0].mesh_dim,
         collectives=(rows[0].collective,),
         ratios=(min(ratios[size] for size in judged), max(ratios[size] for size in judged)),
         beside=beside,
-        sizes=f"{format_size(judged[0])} and above" if reaches_up else ", ".join(map(format_size, judged)),
+        sizes=sizes,
         sources=len({row.system for row in rows if row.size_bytes in judged}),
     )
