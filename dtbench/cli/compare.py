@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @click.argument("new", required=False, type=options.FILE)
 @click.option("--reference", is_flag=True, help="Compare BASE with public systems of its kind instead.")
 @click.option("--system", metavar="NAME", help="With --reference: the public system to compare with.")
+@click.option("--all", "with_all", is_flag=True, help="With --reference: every ratio, too.")
 @options.JSON
 @options.EXPORT
 def compare_command(
@@ -26,6 +27,7 @@ def compare_command(
     new: Path | None,
     reference: bool,
     system: str | None,
+    with_all: bool,
     as_json: bool,
     exports: tuple[tuple[str, Path], ...],
 ) -> int:
@@ -33,7 +35,8 @@ def compare_command(
 
     BASE is a run file, or the name of a baseline that `dtbench run --save-baseline` has kept.
 
-    With --reference, BASE's bus bandwidths beside published ones of the same GPUs, ranks and hosts.
+    With --reference, whether BASE has the bus bandwidths that were published of the same GPUs, ranks and hosts, from
+    64 MiB on: exit code 1 where they are low, 3 where it cannot be told, 4 without a reference.
 
     \b
     Examples:
@@ -49,9 +52,9 @@ def compare_command(
             raise click.UsageError(
                 "--export writes the times of NEW: give BASE and NEW, or use `dtbench show`"
             )
-        return _compare_with_reference(base, system, as_json)
-    if system is not None:
-        raise click.UsageError("--system goes with --reference")
+        return _compare_with_reference(base, system, with_all, as_json)
+    if system is not None or with_all:
+        raise click.UsageError(f"{'--all' if with_all else '--system'} goes with --reference")
     from dtbench.comparison.comparison_table import print_comparison
     from dtbench.comparison.runs import compare
     from dtbench.records import baselines
@@ -65,7 +68,7 @@ def compare_command(
     return comparison.exit_code
 
 
-def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int:
+def _compare_with_reference(run: Path, system: str | None, with_all: bool, as_json: bool) -> int:
     import msgspec
 
     from dtbench.comparison import references
@@ -77,7 +80,7 @@ def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int
     if as_json:
         print_json(msgspec.to_builtins(comparison))
     else:
-        for line in references.comparison_lines(comparison):
+        for line in references.comparison_lines(comparison, with_all):
             click.echo(line)
     return comparison.exit_code
 
@@ -85,6 +88,8 @@ def _compare_with_reference(run: Path, system: str | None, as_json: bool) -> int
 def public_systems() -> Iterator[System]:
     """The reference systems, then each machine of `dtbench plan` that has collectives of its own, as one system for
     each number of ranks."""
+    from msgspec.structs import replace
+
     from dtbench.comparison.references import PublishedCollective, System, read_systems
     from dtbench.cost.plan.machines import MachineSpec, built_in, find_machine
 
@@ -103,5 +108,11 @@ def public_systems() -> Iterator[System]:
                 for name, of in tables.items()
                 if ranks in of
             }
-            name, count = f"{ranks}x{machine.name}", int(ranks)
-            yield System(name=name, gpu=gpu, ranks=count, hosts=1, link="one node", collectives=collectives)
+            name = f"{ranks}x{machine.name}"
+            system = System(
+                name=name, gpu=gpu, ranks=int(ranks), hosts=1, link="NVLink", collectives=collectives
+            )
+            sizes = [(name, size) for name, of in collectives.items() for size, _ in of.points]
+            # PCIe 5.0 carries 64 GB/s in each direction.
+            is_pcie = max(system.busbw(*at) or 0.0 for at in sizes) <= 64e9
+            yield replace(system, link="PCIe") if is_pcie else system

@@ -1,7 +1,6 @@
 """Measured figures of public systems, and a run beside those of its kind.
 
-The table is results/reference/systems.json: per system and collective the times that a source has
-printed. It says what others got, which is no verdict: their software, network and day were theirs.
+The table is results/reference/systems.json: per system and collective the times that a source has printed.
 """
 
 from __future__ import annotations
@@ -16,12 +15,20 @@ from typing import Literal
 
 from msgspec import Struct
 
+from dtbench.comparison.reference_verdict import (
+    EXIT_CODES,
+    JUDGED_FROM,
+    WORST_FIRST,
+    ReferenceRow,
+    ReferenceVerdict,
+    verdicts_of,
+)
 from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.suite import Result, Run
-from dtbench.suite.errors import EXIT_NOTHING, EXIT_OK, UnreadableRunError, UsageError
+from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, UnreadableRunError, UsageError
 from dtbench.suite.fields import Positive, Whole
 from dtbench.suite.grouping import group_by
-from dtbench.text.units import format_bandwidth, format_ratio, format_size
+from dtbench.text.units import format_bandwidth, format_ratio, format_size, plural
 from dtbench_core.cost.ring import busbw_factor
 
 MAX_BYTES = 16 * 2**20
@@ -47,6 +54,16 @@ class System(Struct, frozen=True, kw_only=True):
     link: str
     note: str = ""
     collectives: dict[str, PublishedCollective]
+
+    @property
+    def kind(self) -> str:
+        """The GPU and the scale."""
+        return f"{self.ranks}x {self.gpu}" + (f" on {self.hosts} hosts" if self.hosts > 1 else "")
+
+    @property
+    def varies(self) -> bool:
+        """Whether another of its kind may have another network, or cards another switch or bridge."""
+        return "PCIe" in self.link or (self.hosts > 1 and "NVLink across" not in self.link)
 
     def busbw(self, collective: str, size_bytes: int) -> float | None:
         """Bus bandwidth at a size, bytes per second; None outside what was published."""
@@ -79,24 +96,13 @@ def read_systems(path: Path = TABLE) -> tuple[System, ...]:
         raise UnreadableRunError(f"the reference table {path} is damaged: {error}") from error
 
 
-class ReferenceRow(Struct, frozen=True):
-    """One collective at one size: the run's bus bandwidth and the reference's, bytes per second, and their ratio."""
-
-    system: str
-    mesh_dim: str
-    collective: str
-    dtype: str
-    size_bytes: int
-    run_Bps: float  # noqa: N815 - bytes per second
-    reference_Bps: float  # noqa: N815
-    ratio: float
-
-
 class ReferenceComparison(Struct, frozen=True, kw_only=True):
-    """The rows, the systems they speak of, and what was left out. exit_code: 4 where nothing could be compared."""
+    """The verdicts, the worst first, what was not judged, and the rows and systems compared. exit_code: 1 something
+    low, 3 it cannot be told, 4 nothing to compare with."""
 
     kind: Literal["reference_comparison"] = "reference_comparison"
     exit_code: int
+    verdicts: tuple[ReferenceVerdict, ...]
     notes: tuple[str, ...]
     systems: tuple[System, ...]
     rows: tuple[ReferenceRow, ...]
@@ -116,31 +122,32 @@ def compare_with_reference(
         UsageError: no system of that name.
     """
     groups = list(_groups(run))
-    notes: list[str] = []
-    if not groups:
-        notes.append(f"{run.path.name} has no ok results of the collectives suite")
+    notes = [] if groups else [f"{run.path.name} has no ok results of the collectives suite"]
     rows: list[ReferenceRow] = []
-    used: dict[str, System] = {}
+    verdicts: list[ReferenceVerdict] = []
     for dim, ranks, hosts in groups:
-        chosen = _named(systems, named) if named else _of_kind(systems, run, ranks, hosts)
+        alike = [s for s in systems if (s.ranks, s.hosts) == (ranks, hosts) and _has_gpus_of(s, run)]
+        chosen = _named(systems, named) if named else alike
+        of_dim = [(system, row) for system in chosen for row in _rows(run, dim, system)]
+        rows += [row for _, row in of_dim]
+        judged = [row for system, row in of_dim if system.ranks == ranks and row.size_bytes >= JUDGED_FROM]
+        verdicts += verdicts_of(judged, named or chosen[0].kind, named is not None) if judged else ()
         if not chosen:
-            device = _gpus(run) or run.header.plan.get("device_type") or "an unknown device"
-            where = f" on {hosts} host(s)" if hosts else ""
+            notes.append(_why_none(systems, run, dim, ranks, hosts))
+        elif not judged:
+            of = ", ".join(f"{system.name} with {system.ranks} ranks" for system in chosen)
             notes.append(
-                f"no public figures of {ranks} ranks{where} of {device} (dim {dim}); "
-                "--system NAME compares with another: " + ", ".join(system.name for system in systems)
+                f"dim {dim} is not judged: it has {ranks} ranks and no size from {format_size(JUDGED_FROM)} on that is "
+                f"published of as many: {of}"
             )
-        for system in chosen:
-            if system.ranks != ranks:
-                notes.append(f"{system.name} has {system.ranks} ranks, dim {dim} has {ranks}")
-            compared = list(_rows(run, dim, system))
-            rows += compared
-            if compared:
-                used[system.name] = system
+    used = {row.system for row in rows}
+    unjudged = EXIT_INCONCLUSIVE if rows else EXIT_NOTHING
+    verdicts.sort(key=lambda verdict: WORST_FIRST.index(verdict.verdict))
     return ReferenceComparison(
-        exit_code=EXIT_OK if rows else EXIT_NOTHING,
+        exit_code=EXIT_CODES[verdicts[0].verdict] if verdicts else unjudged,
+        verdicts=tuple(verdicts),
         notes=tuple(dict.fromkeys(notes)),
-        systems=tuple(used.values()),
+        systems=tuple(system for system in systems if system.name in used),
         rows=tuple(rows),
     )
 
@@ -169,33 +176,49 @@ def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
             yield name, size, len({hosts[rank] for rank in group}) if all_known else None
 
 
-def _gpus(run: Run) -> str:
-    return ", ".join(sorted({str(gpu.name) for gpu in run.header.machine.gpus if gpu.name}))
+def _has_gpus_of(system: System, run: Run) -> bool:
+    """Whether all GPUs of the run are of the system's model and, where their names say it, on cards as these are."""
+    model = rf"(?<![A-Za-z0-9]){re.escape(system.gpu)}(?![0-9])"
+    other = r"SXM|HBM3" if "PCIe" in system.link else r"PCIe|\bNVL\b"
+    names = [gpu.name or "" for gpu in run.header.machine.gpus if run.header.plan.get("device_type") != "cpu"]
+    return bool(names) and all(
+        re.search(model, name, re.IGNORECASE) and not re.search(other, name, re.IGNORECASE) for name in names
+    )
 
 
-def _of_kind(systems: Sequence[System], run: Run, ranks: int, hosts: int | None) -> list[System]:
-    gpus = _gpus(run)
-    if run.header.plan.get("device_type") == "cpu":
-        return []
-    return [
-        system
-        for system in systems
-        if system.ranks == ranks
-        and hosts in (None, system.hosts)
-        and (not gpus or re.search(rf"(?<![A-Za-z0-9]){re.escape(system.gpu)}(?![0-9])", gpus, re.IGNORECASE))
-    ]
+def _why_none(systems: Sequence[System], run: Run, dim: str, ranks: int, hosts: int | None) -> str:
+    gpus = ", ".join(sorted({gpu.name for gpu in run.header.machine.gpus if gpu.name}))
+    same = [system for system in systems if _has_gpus_of(system, run)]
+    same.sort(key=lambda system: (abs(math.log(system.ranks / ranks)), system.hosts != hosts))
+    device = run.header.plan.get("device_type")
+    others = same or [system for system in systems if system.ranks == ranks] or systems
+    return (
+        f"not judged: no public figures of {ranks} ranks on {hosts or 'unknown'} host(s) of "
+        f"{gpus or ('cpu' if device == 'cpu' else 'a GPU that the run does not name')} (dim {dim}); "
+        + (f"nearest is {same[0].name}; " if same else "")
+        + f"--system NAME compares with another: {', '.join(system.name for system in others)}"
+    )
 
 
 def _rows(run: Run, dim: str, system: System) -> Iterator[ReferenceRow]:
+    mesh = run.header.mesh
+    # Of groups that ran at once, and may share links, nothing was published.
+    whole = mesh.shape[mesh.dim_names.index(dim)] == math.prod(mesh.shape)
     measured = (r for r in run.ok("collectives") if r.size_bytes and r.busbw_Bps)
     of_dim = (r for r in measured if r.params.get("mesh_dim") == dim)
     cases = group_by(of_dim, lambda r: (r.name, str(r.params.get("dtype")), r.size_bytes or 0))
     for (name, dtype, size), results in sorted(cases.items()):
         reference = system.busbw(name, size)
-        mine = [r.busbw_Bps for r in _one_mode(results) if r.busbw_Bps]
+        mine = [
+            r.busbw_Bps
+            for r in _one_mode(results)
+            if r.busbw_Bps and (whole or r.params.get("groups") != "together")
+        ]
         if reference is not None and mine:
             ours = median(mine)
-            yield ReferenceRow(system.name, dim, name, dtype, size, ours, reference, ours / reference)
+            yield ReferenceRow(
+                system.name, dim, name, dtype, size, ours, reference, ours / reference, system.varies
+            )
 
 
 def _one_mode(results: Sequence[Result]) -> list[Result]:
@@ -211,8 +234,14 @@ def _one_mode(results: Sequence[Result]) -> list[Result]:
 # ------------------------------------------------------------------------------------------ printing
 
 
-def comparison_lines(comparison: ReferenceComparison) -> Iterator[str]:
-    """The comparison for people."""
+def comparison_lines(comparison: ReferenceComparison, with_all: bool) -> Iterator[str]:
+    """The comparison for people: the verdicts, and with_all every ratio."""
+    yield from map(str, comparison.verdicts)
+    for note in comparison.notes:
+        yield f"! {note}"
+    if comparison.rows and not with_all:
+        yield f"{plural(len(comparison.rows), 'ratio')} by size and source: --all"
+        return
     for system in comparison.systems:
         mine = [row for row in comparison.rows if row.system == system.name]
         yield f"{system.name} ({system.link})" + (f", {system.note}" if system.note else "")
@@ -223,7 +252,5 @@ def comparison_lines(comparison: ReferenceComparison) -> Iterator[str]:
                     f"    {row.dtype:>9} {format_size(row.size_bytes):>14}  {format_bandwidth(row.run_Bps):>11}  "
                     f"reference {format_bandwidth(row.reference_Bps):>11}  {format_ratio(row.ratio)}"
                 )
-    for note in comparison.notes:
-        yield f"! {note}"
     if comparison.rows:
         yield "bus bandwidths; the reference's software, network and day were its own"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 
-from dtbench.importers.model import ITEMSIZE, PARTS, SPELT, Log, LogFigure, LogRow, LogTable, Printed
+from dtbench.importers.model import ITEMSIZE, PARTS, SPELT, Log, LogFigure, LogRow, LogTable, Printed, Problem
 from dtbench.suite.mesh import MAX_RANKS
 from dtbench_core.cost.ring import busbw_factor
 
@@ -39,15 +39,19 @@ def check(log: Log, *, collective: str | None = None, ranks: int | None = None) 
     collective, ranks: what the user says of tables that do not say it themselves.
     """
     for table in log.tables:
-        if table.refusal:
-            continue
+        listed = max((device.rank + 1 for device in table.devices), default=ranks)
+        conflict = "" if ranks in (None, listed) else f"{listed} ranks are listed, --ranks gives {ranks}"
         try:
+            if table.refusal:
+                raise _RefusedError(table.refusal)
             _identify(log, table, collective, ranks)
             _find_sizes(log, table)
             _check_rows(log, table)
         except _RefusedError as refused:
-            table.refusal = str(refused)
+            table.refusal = f"{conflict}: {refused}" if conflict else str(refused)
             continue
+        if conflict:  # before all else that is said of the log
+            log.problems.insert(0, Problem(table.line, f"{conflict}: the list is taken for cut"))
         _check_data(table)
         if not table.ended and table.rows:
             why = "the table has no end: the log was cut, or the benchmark did not finish"
@@ -93,8 +97,8 @@ def _find_ranks(log: Log, table: LogTable, by_user: int | None) -> None:
     more than it."""
     parts = {_parts(row) for row in table.rows} - {None}
     part = parts.pop() if len(parts) == 1 else None
-    if part is not None and part > 1 and part != table.ranks:
-        if table.ranks is not None:
+    if part is not None and part > 1 and {part} != {table.ranks, by_user or part}:
+        if table.ranks not in (None, part, by_user):
             log.say(
                 table.line, f"{table.ranks} ranks are listed, size over count gives {part}, which is taken"
             )
@@ -103,8 +107,6 @@ def _find_ranks(log: Log, table: LogTable, by_user: int | None) -> None:
         return
     if table.ranks is not None and (by_user < table.ranks or table.ranks_from != "the list of ranks"):
         raise _RefusedError(f"--ranks {by_user} contradicts it: {table.ranks_from} gives {table.ranks} ranks")
-    if table.ranks is not None:
-        log.say(table.line, f"{table.ranks} ranks are listed, --ranks gives {by_user}: the list is cut")
     table.ranks, table.ranks_from = by_user, "--ranks"
 
 
@@ -167,8 +169,8 @@ def _check_rows(log: Log, table: LogTable) -> None:
         low, high = sorted(ratios)[len(ratios) // 2]
         raise _RefusedError(
             f"busbw is {(low + high) / 2:.4g} x algbw, {table.collective} among {table.ranks} ranks "
-            f"({table.ranks_from}) would have {factor:.4g}: the collective or the ranks are not what they seem; "
-            "where a list of ranks was cut, give --ranks N"
+            f"({table.ranks_from}) would have {factor:.4g}: the collective or the ranks are not what they seem"
+            + ("; where a list of ranks was cut, give --ranks N" if table.ranks_from != "--ranks" else "")
         )
     for row, figure in table.figures:
         if row.root is not None and not -1 <= row.root < table.ranks:  # -1: it has none

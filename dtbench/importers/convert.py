@@ -71,9 +71,10 @@ def _why_nothing(logs: Sequence[Log]) -> str:
         if log.failures:
             reasons.append(f"{log.name}: the benchmark failed, {log.failures[0]}")
         for table in log.tables:
-            faults = [f.fault for _, f in table.figures if f.fault]
-            why = table.refusal or (faults[0] if faults else "no rows with data")
+            why = table.refusal or next((f.fault for _, f in table.figures if f.fault), "no rows with data")
             reasons.append(f"{log.name} line {table.line}: {why}")
+        if not log.rows:
+            reasons += [f"{log.name} {problem}" for problem in log.problems]
         if not log.tables and not log.failures:
             reasons.append(f"{log.name}: the head of a {log.format} output without any row")
     more = f", and {len(reasons) - 3} more" if len(reasons) > 3 else ""
@@ -283,6 +284,7 @@ def _header(
                 tables=len(log.tables),
                 rows=log.rows,
                 started=next((table.started for table in log.tables if table.started), None),
+                aside={name: (*held,)[:9] for table in log.tables for name, held in table.aside.items()},
             )
             for log in logs
         ),

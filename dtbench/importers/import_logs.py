@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dtbench.importers import checks, convert, json_logs, nccl_text, other_tools
+from dtbench.importers import checks, convert, csv_logs, json_logs, nccl_text, other_tools
 from dtbench.importers.model import COLLECTIVES, Log, LogTable, Problem
 from dtbench.records.read import read_bytes
 from dtbench.records.run import RunWriter, without_collecting
@@ -30,11 +30,12 @@ JSON = "nccl-tests JSON"
 READERS: dict[str, _Reader] = {
     JSON: (json_logs.applies, json_logs.read),
     "nccl-tests text": (nccl_text.applies, nccl_text.read),
+    "rccl-tests CSV": (csv_logs.applies, csv_logs.read),
     "DeepSpeed": (other_tools.is_deepspeed, other_tools.read_deepspeed),
     "OSU": (other_tools.is_osu, other_tools.read_osu),
     "ml-engineering": (other_tools.is_ml_engineering, other_tools.read_ml_engineering),
 }
-EXPECTED = "the output of nccl-tests (text or JSON), rccl-tests (text), DeepSpeed, OSU or ml-engineering"
+EXPECTED = "the output of nccl-tests (text, JSON), rccl-tests (text, CSV), DeepSpeed, OSU or ml-engineering"
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[Log]:

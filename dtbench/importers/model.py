@@ -166,6 +166,9 @@ class LogTable:
     mixed: bool = False  # several processes said they were rank 0 above it
     started: str = ""
     sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are known
+    aside: dict[str, dict[str, None]] = field(
+        default_factory=dict
+    )  # columns that are not read -> what they hold
 
     @property
     def figures(self) -> list[tuple[LogRow, LogFigure]]:

@@ -1,42 +1,34 @@
 """The text that nccl-tests and rccl-tests print, from nccl-tests 2.0 to 2.20.
 
-Columns are bound by the header above them. A row is found wherever it begins in a line, so that it
+Columns are bound by the header above them, in its order. A row is found wherever it begins in a line, so that it
 does not matter which tags a launcher put before it. NCCL's own messages end up inside rows, because
 a row is printed in three parts: a row stays open until it has all its columns.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from dtbench.importers.model import (
-    COLLECTIVES,
-    DTYPES,
-    ListedRank,
-    Log,
-    LogFigure,
-    LogRow,
-    LogTable,
-    Problem,
-    amount,
-    printed,
-)
+from dtbench.importers.columns import CHECKS, REDOPS, TIMED, Names, Row, add_rows, groups_of
+from dtbench.importers.model import COLLECTIVES, DTYPES, ListedRank, Log, LogTable, Problem
 from dtbench.importers.text import lines_of, pattern, value_of, without_nccl
 
 # The programs' names -> ours. Those without ours count bytes in ways of their own.
 PROGRAMS = {name: name for name in COLLECTIVES} | {"alltoall": "all_to_all", "alltoallv": "", "hypercube": ""}
-REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum", "none")
 _UNITS_READ = {"(us)", "(GB/s)"}
+_NUMBERS = (*TIMED, *CHECKS, "redop", "root")
 
 _NAMES = "|".join(sorted(PROGRAMS, key=len, reverse=True))
 _PROGRAM = pattern(rf"\b({_NAMES})_perf(?:_mpi)?\b")
 _STATED = pattern(r"Collective test (starting|concluded):\s*(\S+)")
-_HEADER = pattern(r"(?:^|[\s#>:)|\]])size\s+count\s+type\s.*\b(?:time|cputime)\s+algbw\s+busbw\b")
+_HEADER = pattern(r"(?:^|[\s#>:)|\]])((?:size|count|type)\s.*)$")
 _UNITS = pattern(r"\(B\)\s+\(elements\)\s+(.*)$")
-_START = pattern(r"(?<![\w.])(\d{1,20}) +(\d{1,20}) +([A-Za-z][A-Za-z0-9_]*)(?= )")
+_STARTS = {"size": r"\d{1,20}", "count": r"\d{1,20}", "type": r"[A-Za-z][A-Za-z0-9_]*"}
+_USUAL: Names = ("size", "count", "type")
+_WORD = pattern(r"[\w.+*/%#-]+")  # of a row; messages have other signs, too
+_TIMESTAMP = pattern(r" \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b")
 _RANK = pattern(
     r"Rank\s+(\d{1,7})\s+(?:Group\s+(\d{1,7})\s+)?Pid\s+(\d{1,10})\s+on\s+(\S+)\s+device\s+(\d{1,4})"
     r"\s+\[[0-9a-fA-Fx:.]*\]\s*(.*)$"
@@ -50,18 +42,13 @@ _FAILURE = pattern(r"Test (?:CUDA |NCCL |HIP )?failure\b.*|\b(?:Cuda|HIP|NCCL) f
 
 @dataclass
 class _HeaderColumns:
-    """What a header says. groups: the columns of each placement, from its time on."""
+    """What a header says. lead: how many columns up to the size, count and type. after: columns of the whole row,
+    such as the algorithm, behind its placements."""
 
-    redop: bool
-    root: bool
-    groups: list[list[str]]
-    after: int  # columns of the whole row, behind its placements
-    error_column: bool
-
-    @property
-    def values(self) -> int:
-        """How many all placements have together."""
-        return sum(map(len, self.groups))
+    names: Names
+    lead: int
+    after: int
+    start: re.Pattern[str]
 
 
 @dataclass
@@ -70,10 +57,7 @@ class _OpenRow:
 
     line: int
     tag: re.Pattern[str]
-    size: int
-    count: int
-    dtype: str
-    words: list[str] = field(default_factory=list)
+    words: list[str]
 
 
 _HEADERLESS = (
@@ -84,7 +68,7 @@ _HEADERLESS = (
 
 def applies(text: str) -> bool:
     """Whether the text may hold such output."""
-    return any(word in text for word in ("algbw", "minBytes", " Pid ")) or bool(_START.search(text))
+    return any(word in text for word in ("algbw ", "minBytes", " Pid ")) or bool(_start(_USUAL).search(text))
 
 
 def read(text: str, log: Log) -> None:
@@ -99,6 +83,7 @@ class _Reader:
         self.table: LogTable | None = None
         self.columns: _HeaderColumns | None = None
         self.open: _OpenRow | None = None
+        self.read_rows: list[tuple[LogTable, _HeaderColumns, list[Row]]] = []
         # What stands before a table and belongs to it.
         self.devices: list[ListedRank] = []
         self.programs: set[str] = set()
@@ -119,36 +104,45 @@ class _Reader:
             takers = (self._header, self._units, self._device, self._footer, self._about)
             any(take(number, line) for take in takers)
         self._close("the log ends inside it")
+        for table, columns, rows in self.read_rows:
+            add_rows(self.log, table, columns.names, rows, columns.after)
 
     # ------------------------------------------------------------------------------ the table's frame
 
     def _header(self, number: int, line: str) -> bool:
         match = _HEADER.search(line)
-        if match is None:
+        words = match[1].split() if match else []
+        names = tuple("time" if word == "cputime" else word for word in words if word != "timestamp")
+        if not set(names[:9]) >= {*_USUAL} or not groups_of(names):
             return False
         self._close("a new table begins inside it")
-        words = line[match.start() :].lstrip(" #>:)|]").split()
-        self.columns = _columns(words)
+        self.columns = _columns(names)
         before, only = self.table, next(iter(self.programs)) if len(self.programs) == 1 else None
         table = LogTable("rccl-tests" if "rccl-tests" in self.versions else "nccl-tests", number)
         table.devices, table.versions = self.devices, dict(self.versions)
         table.mode = "isolated" if self.blocking else "back_to_back"
-        table.error_column, table.mixed = self.columns.error_column, len(self.roots) > 1
+        table.error_column, table.mixed = "error" in names, len(self.roots) > 1
         name_table(table, only if self.stated is None else self.stated)
         if "cputime" in words:
             table.refusal = "its times are the host's (cputime): run nccl-tests without -C"
-        if before is not None and table.mixed and not (before.rows or before.ended):
+        if before is not None and table.mixed and not (self.read_rows[-1][2] or before.ended):
             self.log.tables.remove(before)
         self.programs, self.stated = set(), None
-        self.log.tables.append(table)
-        self.table = table
+        self._add(table, self.columns)
         return True
+
+    def _add(self, table: LogTable, columns: _HeaderColumns) -> None:
+        self.table = table
+        self.log.tables.append(table)
+        self.read_rows.append((table, columns, []))
 
     def _units(self, number: int, line: str) -> bool:
         match = _UNITS.search(line)
         if match is None or self.table is None:
             return False
-        if set(match[1].split()) != _UNITS_READ and not self.table.refusal:
+        # (%) is of the iterations' variation, and a timestamp has its format here.
+        units = {word for word in match[1].split() if word.startswith("(")} - {"(%)"}
+        if units != _UNITS_READ and not self.table.refusal:
             self.table.refusal = (
                 f"line {number} gives the units {match[1][:80]}: expected {' and '.join(sorted(_UNITS_READ))}"
             )
@@ -213,33 +207,32 @@ class _Reader:
 
     def _row(self, number: int, text: str) -> bool:
         """Whether a row begins in the line."""
-        match = _START.search(text)
+        columns = self.columns
+        match = (columns.start if columns else _start(_USUAL)).search(text)
         if match is None:
             return False
-        if match[3] not in DTYPES and (self.columns is None or not _looks_like_values(text[match.end() :])):
+        if match["type"] not in DTYPES and (columns is None or not _looks_like_values(text[match.end() :])):
             return False
-        if self.columns is None:
+        if columns is None:
             if not self.log.tables:
                 self.log.tables.append(LogTable("nccl-tests", number, refusal=_HEADERLESS))
             return True
         self._close("another row begins inside it")
         if self.table is not None and self.table.ended:  # a further cycle, printed without another header
-            self.table = replace(self.table, line=number, rows=[], ended=False)
-            self.log.tables.append(self.table)
-        before = text[: match.start()].rstrip()
-        size, count = int(match[1]), int(match[2])
-        self.open = _OpenRow(number, _tag(before), size, count, match[3])
+            self._add(replace(self.table, line=number, rows=[], aside={}, ended=False), columns)
+        self.open = _OpenRow(number, _tag(text[: match.start()].rstrip()), match[0].split())
         self._feed(text[match.end() :])
         return True
 
     def _rest(self, text: str) -> bool:
         """Whether the line goes on with the open row."""
-        if self.open is None:
+        if self.open is None or self.columns is None:
             return False
         tag = self.open.tag.match(text)
         rest = text[tag.end() :] if tag else text
         words = rest.split()
-        if not words or not value_of(words[0])[0] or not all(value_of(word)[1] for word in words[:-1]):
+        left = _needed(self.open, self.columns) - len(self.open.words)
+        if not words or not value_of(words[0])[0] or not all(value_of(word)[1] for word in words[:left][:-1]):
             return False
         self._feed(rest)
         return True
@@ -248,48 +241,40 @@ class _Reader:
         """Adds the line's values to the open row, which is closed once it has them all."""
         row, columns = self.open, self.columns
         assert row is not None and columns is not None
-        for word in rest.split():
+        words = _TIMESTAMP.sub(" ", rest).split()
+        expected = len(columns.names) - columns.after - columns.lead
+        if len(words) >= expected and all(
+            map(_WORD.fullmatch, words)
+        ):  # a whole row, maybe with unnamed columns
+            row.words += words
+            words = []
+        for word in words:
             value, whole = value_of(word)
-            if not row.words and word in REDOPS:
+            name = columns.names[len(row.words)] if len(row.words) < len(columns.names) else ""
+            if name == "redop" and word in REDOPS:
                 row.words.append(word)
             elif value:
                 row.words.append(value)
                 if not whole:
                     break
-            elif len(row.words) >= _needed(row, columns):
-                row.words.append(word)  # columns of text, after the numbers
+            elif name not in _NUMBERS or len(row.words) >= _needed(row, columns):
+                row.words.append(word)  # a column of text
             else:
                 break
         if len(row.words) >= _needed(row, columns):
             self.open = None
-            self._take(row, columns)
-
-    def _take(self, row: _OpenRow, columns: _HeaderColumns) -> None:
-        assert self.table is not None
-        words = list(row.words)
-        redop = words.pop(0) if words and words[0] in REDOPS else ""
-        root = None
-        if columns.root and len(words) > columns.values and re.fullmatch(r"[+-]?[0-9]{1,9}", words[0]):
-            root = int(words.pop(0))
-        extra = [word for word in words[columns.values + columns.after :] if value_of(word)[0]]
-        dtype = DTYPES.get(row.dtype, (row.dtype, 0))[0]
-        taken = LogRow(row.line, row.size, row.count, dtype, redop, root, [])
-        for index, names in enumerate(columns.groups):
-            values = dict(zip(names, words, strict=False))
-            words = words[len(names) :]
-            taken.figures.append(_figure(values, index == 1))
-        if extra:
-            for figure in taken.figures:
-                figure.fail(f"it has {len(extra)} value(s) more than the header has columns")
-        self.table.rows.append(taken)
+            if blank := len(columns.names) - columns.after - _needed(row, columns):
+                at = columns.names.index("redop")
+                row.words[at:at] = [""] * blank
+            self.read_rows[-1][2].append((row.line, row.words))
 
     def _close(self, why: str) -> None:
         if self.open is not None and self.columns is not None:
             row, self.open = self.open, None
             self.log.say(
                 row.line,
-                f"the row of {row.size} bytes is incomplete and was left out: {why}, "
-                f"after {len(row.words)} of {_needed(row, self.columns)} values",
+                f"the row of {row.words[self.columns.names.index('size')]} bytes is incomplete and was left out: "
+                f"{why}, after {len(row.words)} of {_needed(row, self.columns)} values",
             )
 
 
@@ -299,42 +284,26 @@ def _tag(before: str) -> re.Pattern[str]:
     return pattern(re.sub(r"\d+", r"\\d+", re.escape(before)) if len(before) < 256 else "")
 
 
-def _columns(words: list[str]) -> _HeaderColumns:
-    starts = [i for i, word in enumerate(words) if word in ("time", "cputime")]
-    groups = [words[a:b] for a, b in itertools.pairwise([*starts, len(words)])]
-    after = max(len(groups[-1]) - len(groups[0]), 0)  # for the whole row, such as the algorithm
-    groups[-1] = groups[-1][: len(groups[-1]) - after]
-    first = words[: starts[0]]
-    return _HeaderColumns(
-        redop="redop" in first,
-        root="root" in first,
-        groups=groups,
-        after=after,
-        error_column=any("error" in group for group in groups),
+def _columns(names: Names) -> _HeaderColumns:
+    lead = max(map(names.index, _USUAL)) + 1
+    after = next(i for i, name in enumerate(reversed(names)) if name in (*TIMED, *CHECKS))
+    return _HeaderColumns(names, lead, after, _start(names[:lead]))
+
+
+@lru_cache(2**8)
+def _start(names: Names) -> re.Pattern[str]:
+    """How a row begins: with the columns up to the size, count and type."""
+    kinds = (
+        rf"(?P<{n}>{_STARTS[n]})" if n in _STARTS and n not in names[:i] else r"\S+"
+        for i, n in enumerate(names)
     )
+    return pattern(rf"(?<![\w.]){' +'.join(kinds)}(?= )")
 
 
 def _needed(row: _OpenRow, columns: _HeaderColumns) -> int:
-    """How many values a row has to have after its type; a blank redop or root is not one."""
-    has_redop = bool(row.words) and row.words[0] in REDOPS
-    # Where the redop is blank (alltoall of nccl-tests 2.0 to 2.12) there is no column of roots either.
-    return columns.values + int(has_redop) + int(columns.root and (has_redop or not columns.redop))
-
-
-def _figure(values: dict[str, str], in_place: bool) -> LogFigure:
-    units = {"time": 1e-6, "algbw": 1e9, "busbw": 1e9}
-    time, algbw, busbw = (amount(values.get(name, ""), unit) for name, unit in units.items())
-    figure = LogFigure(in_place, time, algbw, busbw)
-    if time is None or algbw is None or busbw is None:
-        bad = [f"{k} {v[:20]}" for k, v in values.items() if amount(v) is None and k in units]
-        figure.fail(f"it has no number for {', '.join(bad) or 'time, algbw or busbw'}")
-    text = values.get("#wrong", values.get("error", "N/A"))
-    wrong = printed(text)
-    if wrong is not None:
-        figure.wrong = wrong.value
-    elif text.upper() != "N/A":
-        figure.fail(f"its check of the data says {text[:20]}", wrong_data=True)
-    return figure
+    """How many values a row has to have. Where its redop is blank (alltoall of nccl-tests 2.0 to 2.12), its root is."""
+    blank = "redop" in columns.names and not set(REDOPS) & set(row.words)
+    return len(columns.names) - columns.after - blank * (1 + ("root" in columns.names))
 
 
 def library_version(code: int) -> str:

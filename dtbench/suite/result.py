@@ -214,7 +214,8 @@ class MeshShape(Record, frozen=True, kw_only=True):
 
 
 class ImportedLog(Record, frozen=True, kw_only=True):
-    """A log of another tool that results were taken from."""
+    """A log of another tool that results were taken from. aside: columns that were not read, with some of what they
+    hold."""
 
     file: str
     sha256: str
@@ -222,6 +223,7 @@ class ImportedLog(Record, frozen=True, kw_only=True):
     tables: Count
     rows: Count
     started: str | None = None
+    aside: Mapping[str, tuple[str, ...]] = {}
 
 
 class Header(Record, frozen=True, kw_only=True):

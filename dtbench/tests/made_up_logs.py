@@ -121,6 +121,49 @@ def _titles(collective: str, era: str) -> list[str]:
     ]
 
 
+# Where further columns stand in a row of `table`, as the number of columns before them.
+PLACES = {"before redop": 3, "before the times": 5, "between the placements": 9, "behind": 13}
+
+
+def widened(
+    text: str,
+    at: int,
+    names: Sequence[str],
+    values: Callable[[int], Sequence[str]] = lambda _: ("RING", "LL", "2"),
+) -> str:
+    """The log with further columns: their names in the header, if any, and per size their values in the rows."""
+    lines = []
+    for line in text.splitlines():
+        words = line.split()
+        if "algbw" in words:
+            words[at + 1 : at + 1] = names  # the sign # counts as a word
+        elif words and words[0].isdigit():
+            words[at:at] = values(int(words[0]))
+        lines.append(" ".join(words))
+    return "\n".join(lines) + "\n"
+
+
+def rccl_csv(head: str, row: str, sizes: Sequence[int] = SIZES, ranks: int = 8) -> str:
+    """The CSV that rccl-tests writes for all_reduce. row: what stands before and behind a result, around {}."""
+    lines = [head]
+    for size in sizes:
+        for in_place in (False, True):
+            us = time_us(size, in_place)
+            algbw = size / us / 1e3
+            values = (
+                size,
+                '"float"',
+                '"sum"',
+                int(in_place),
+                us,
+                algbw,
+                algbw * busbw_factor("all_reduce", ranks),
+                '"0"',
+            )
+            lines.append(row.format(("," if ", " not in head else ", ").join(map(str, values))))
+    return "\n".join(lines) + "\n"
+
+
 def document(version: int = 1, **changes: Any) -> dict[str, Any]:
     """The JSON of nccl-tests -J of all_gather among 8 ranks; from version 2 on with single iterations."""
     results = []

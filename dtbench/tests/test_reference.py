@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from dtbench.cli.compare import public_systems
 from dtbench.comparison import references as reference
+from dtbench.comparison.reference_verdict import JUDGED_FROM, verdicts_of
+from dtbench.comparison.references import PublishedCollective, ReferenceComparison, ReferenceRow, System
 from dtbench.importers import convert
 from dtbench.suite import Run
-from dtbench.suite.errors import EXIT_NOTHING, EXIT_OK, EXIT_USAGE, UnreadableRunError
+from dtbench.suite.errors import (
+    EXIT_INCONCLUSIVE,
+    EXIT_NOTHING,
+    EXIT_REGRESSION,
+    EXIT_USAGE,
+    UnreadableRunError,
+)
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import SIZES, read, table, time_us
+from dtbench_core.cost.ring import busbw_factor
 
 
 def test_the_table_of_public_systems_is_sound() -> None:
@@ -40,10 +52,20 @@ def test_the_table_of_public_systems_is_sound() -> None:
 def test_a_run_beside_its_kind(dtbench: Cli) -> None:
     Path("x.log").write_text(table(sizes=(*SIZES, 2**30)))
     dtbench("import", "x.log", "-o", "run.jsonl")
+    # At 64 MiB 175 GB/s where the median of three sources is 362, at 1 GiB 180 where two have 442 and 470.
     code, out, _ = dtbench("compare", "--reference", "run.jsonl")
-    assert code == EXIT_OK and "8xH100-AWS-p5 (NVLink)" in out and "A100" not in out
+    line, ratios = out.splitlines()
+    assert code == EXIT_REGRESSION and "A100" not in out
+    assert line == "low: 0.40 to 0.48 of 8x H100 at 64 MiB and above, three sources (all_reduce of dim world)"
+    assert ratios.endswith("ratios by size and source: --all")
+    code, out, _ = dtbench("compare", "--reference", "run.jsonl", "--all")
+    assert code == EXIT_REGRESSION and out.splitlines()[0] == line and "8xH100-AWS-p5 (NVLink)" in out
     code, out, _ = dtbench("compare", "--reference", "run.jsonl", "--system", "8xA100-SXM4-40GB", "--json")
     content = json.loads(out)
+    assert code == EXIT_REGRESSION == content["exit_code"]
+    assert content["verdicts"][0]["verdict"] == "low" and content["verdicts"][0]["collectives"] == [
+        "all_reduce"
+    ]
     row = next(r for r in content["rows"] if r["size_bytes"] == 2**30)
     mine = 2**30 / (time_us(2**30, True) * 1e-6) * 1.75
     assert row["run_Bps"] == pytest.approx(mine, rel=1e-3)
@@ -56,23 +78,195 @@ def test_a_run_beside_its_kind(dtbench: Cli) -> None:
     dtbench("import", "y.log", "-o", "five.jsonl")
     code, out, _ = dtbench("compare", "--reference", "five.jsonl")
     assert code == EXIT_NOTHING and "no public figures of 5 ranks on 1 host(s) of NVIDIA H100" in out
+    assert "not judged" in out and "nearest is 8xH100-AWS-p5" in out
 
 
-def test_kinds_are_told_by_gpu_ranks_and_hosts() -> None:
+LARGE = tuple(2**20 * 4**k for k in range(7))  # 1 MiB to 4 GiB
+
+
+def system(name: str, busbw: float, **changes: object) -> System:
+    """GPUs, if not said otherwise 8 H100 of one host, with this bus bandwidth, GB/s, at every size."""
+    kind = {"gpu": "H100", "ranks": 8, "hosts": 1, "link": "NVLink"} | changes
+    factors = {name: busbw_factor(name, kind["ranks"]) for name in ("all_reduce", "all_gather", "broadcast")}  # type: ignore[arg-type]
+    curves = {
+        collective: PublishedCollective(tuple((size, size * factor / busbw / 1e3) for size in LARGE), name)
+        for collective, factor in factors.items()
+    }
+    return System(name=name, collectives=curves, **kind)  # type: ignore[arg-type]
+
+
+def measured(
+    busbw: Callable[[int], float],
+    collective: str = "all_reduce",
+    gpu: str = "NVIDIA H100",
+    ranks: int = 8,
+    hosts: int = 1,
+) -> str:
+    factor = busbw_factor(collective, ranks)
+    text = table(
+        collective, ranks, LARGE, hosts=hosts, time=lambda size, _: size * factor / busbw(size) / 1e3
+    )
+    return text.replace("NVIDIA H100", gpu)
+
+
+def compared(texts: str | list[str], systems: list[System], **options: object) -> ReferenceComparison:
+    logs = [read(text) for text in ([texts] if isinstance(texts, str) else texts)]
+    header, results = convert.to_run(logs, [], **options)  # type: ignore[arg-type]
+    return reference.compare_with_reference(Run(Path("x"), header, tuple(results), True), systems)
+
+
+SOURCES = [system("a", 400), system("b", 410), system("c", 390)]
+
+
+@pytest.mark.parametrize(
+    ("busbw", "line", "code"),
+    [
+        (lambda _: 292, "low: 0.73 of 8x H100 at 64 MiB and above, three sources", 1),
+        (
+            lambda size: 366 if size < 2**30 else 88,
+            "low: 0.22 of 8x H100 at 1 GiB and above, three sources",
+            1,
+        ),
+        (lambda size: 100 if size == 2**28 else 400, "low: 0.25 of 8x H100 at 256 MiB, three sources", 1),
+        (
+            lambda size: 100 if size < 2**25 else 400,
+            "as public measurements: 1.00 of 8x H100 at 64 MiB and above, three",
+            0,
+        ),
+        (
+            lambda size: 388 if size < 2**30 else 416,
+            "as public measurements: 0.97 to 1.04 of 8x H100 at 64 MiB and ab",
+            0,
+        ),
+        (lambda _: 333, "as public measurements: 0.83 of 8x H100", 0),  # 0.854 of the slowest
+        (lambda _: 600, "above public measurements: 1.50 of 8x H100", 0),
+    ],
+)
+def test_one_line_says_whether_large_sizes_have_the_bandwidth(
+    busbw: Callable[[int], float], line: str, code: int
+) -> None:
+    comparison = compared(measured(busbw), SOURCES)
+    assert str(comparison.verdicts[0]).startswith(line)
+    assert (len(comparison.verdicts), comparison.exit_code) == (1, code)
+
+
+@pytest.mark.parametrize(
+    ("busbw", "verdict", "code"),
+    [
+        (40, "low", 1),
+        (100, "cannot tell", 3),
+        (180, "as public measurements", 0),
+        (400, "above public measurements", 0),
+    ],
+)
+def test_sources_that_disagree_leave_what_lies_between_open(busbw: float, verdict: str, code: int) -> None:
+    network = {"hosts": 2, "ranks": 16, "link": "NVLink and EFA"}
+    two = [system("a", 50, **network), system("b", 190, **network)]
+    comparison = compared(measured(lambda _: busbw, ranks=16, hosts=2), two)
+    assert (comparison.verdicts[0].verdict, comparison.exit_code) == (verdict, code)
+    assert "of 16x H100 on 2 hosts at 64 MiB and above, two sources" in str(comparison.verdicts[0])
+
+
+def test_one_network_or_card_says_little_of_another_and_one_host_enough() -> None:
+    across = measured(lambda _: 40, ranks=16, hosts=2)
+    network = system("a", 50, hosts=2, ranks=16, link="NVLink and EFA")
+    comparison = compared(across, [network])
+    assert comparison.exit_code == EXIT_INCONCLUSIVE
+    assert "one source: their network or PCIe may be another" in str(comparison.verdicts[0])
+    (low,) = compared(across, [replace(network, link="NVLink across 2 hosts of 8")]).verdicts
+    assert low.verdict == "low" and low.ratios == pytest.approx((0.8, 0.8), rel=6e-3)
+    assert compared(measured(lambda _: 40), [system("a", 50)]).verdicts[0].verdict == "low"
+    assert compared(measured(lambda _: 40, gpu="H100 PCIe"), [system("a", 50, link="PCIe")]).exit_code == 3
+    header, results = convert.to_run([read(across)], [])
+    run = Run(Path("x"), header, tuple(results), True)
+    assert (
+        reference.compare_with_reference(run, [network], "a").exit_code == EXIT_REGRESSION
+    )  # the user's choice
+    other = reference.compare_with_reference(run, [system("b", 50)], "b")
+    assert other.exit_code == EXIT_INCONCLUSIVE and "b with 8 ranks" in other.notes[0] and other.rows
+
+
+def test_collectives_and_dims_that_differ_have_a_line_each() -> None:
+    texts = [
+        measured(lambda _: 400),
+        measured(lambda _: 100, "all_gather"),
+        measured(lambda _: 395, "broadcast"),
+    ]
+    comparison = compared(texts, SOURCES)
+    assert [str(verdict) for verdict in comparison.verdicts] == [
+        "low: 0.25 of 8x H100 at 64 MiB and above, three sources (all_gather of dim world)",
+        (
+            "as public measurements: 0.99 to 1.00 of 8x H100 at 64 MiB and above, three sources "
+            "(all_reduce, broadcast of dim world)"
+        ),
+    ]
+    across = measured(lambda _: 20, ranks=2, hosts=2)
+    comparison = compared([across, measured(lambda _: 100)], SOURCES, mesh=(("dp", 2), ("tp", 8)))
+    assert [verdict.mesh_dim for verdict in comparison.verdicts] == [
+        "tp"
+    ] and comparison.exit_code == EXIT_REGRESSION
+    assert "2 ranks on 2 host(s) of NVIDIA H100 (dim dp); nearest is a" in comparison.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "link", "alike"),
+    [
+        ("NVIDIA H100 80GB HBM3", "NVLink", True),
+        ("H100 SXM", "NVLink", True),
+        ("NVIDIA H100 PCIe", "NVLink", False),
+        ("NVIDIA H100 NVL", "NVLink", False),
+        ("NVIDIA H100 PCIe", "PCIe", True),
+        ("NVIDIA H100 80GB HBM3", "PCIe", False),
+        ("NVIDIA GH100", "NVLink", False),
+        ("NVIDIA H1000", "NVLink", False),
+        ("NVIDIA A100-SXM4-80GB", "NVLink", False),
+        ("", "NVLink", False),
+    ],
+)
+def test_gpus_are_told_by_model_and_form(gpu: str, link: str, alike: bool) -> None:
+    comparison = compared(measured(lambda _: 400, gpu=gpu), [system("a", 400, link=link)])
+    assert bool(comparison.rows) == alike
+    if not alike:
+        assert comparison.exit_code == EXIT_NOTHING and "not judged" in comparison.notes[0]
+        assert "--system NAME compares with another: a" in comparison.notes[0]
+
+
+def test_kinds_are_told_by_ranks_and_hosts() -> None:
     def names(**changes: object) -> set[str]:
-        text = table(**changes).replace("NVIDIA H100", str(changes.pop("gpu", "NVIDIA H100")))  # type: ignore[arg-type]
-        header, results = convert.to_run([read(text)], [])
-        run = Run(Path("x"), header, tuple(results), True)
-        comparison = reference.compare_with_reference(run, reference.read_systems())
-        return {system.name for system in comparison.systems}
+        comparison = compared(table(**changes), list(reference.read_systems()))  # type: ignore[arg-type]
+        return {one.name for one in comparison.systems}
 
     assert names() == {"8xH100-AWS-p5", "8xH100-HBM3"}
     assert names(ranks=16, hosts=2) == {"2x8-H100-AWS-p5", "2x8-H100-GCP-A3-Mega"}
     assert names(ranks=16) == set()
+    small = compared(table(sizes=SIZES[:7]), SOURCES)
+    assert small.exit_code == EXIT_INCONCLUSIVE and small.rows and "no size from 64 MiB" in small.notes[0]
     params = {"mesh_dim": "tp", "ranks": 2, "groups": "alone", "mode": "isolated", "dtype": "float32"}
     result = made_up.result("collectives", "all_reduce", "c10d", params, [1e-3], size_bytes=2**20, factor=1.0)
     comparison = reference.compare_with_reference(made_up.run([result]), reference.read_systems())
     assert comparison.exit_code == EXIT_NOTHING and "of cpu (dim tp)" in comparison.notes[0]
+
+
+def test_no_public_system_is_low_beside_the_others_of_its_kind() -> None:
+    """What LOW and JUDGED_FROM are chosen for; across hosts those of another network cannot be told."""
+    everything = list(public_systems())
+    seen = []
+    for mine in everything:
+        others = [s for s in everything if s is not mine and s.kind == mine.kind and s.hosts == mine.hosts]
+        rows = [
+            ReferenceRow(
+                other.name, "world", name, "float32", size, ours, theirs, ours / theirs, other.varies
+            )
+            for other in others
+            for name, published in mine.collectives.items()
+            for size, _ in published.points
+            if size >= JUDGED_FROM
+            and (theirs := other.busbw(name, size))
+            and (ours := mine.busbw(name, size))
+        ]
+        seen += [(mine.hosts, verdict.verdict) for verdict in verdicts_of(rows, mine.kind, False)]
+    assert {verdict for hosts, verdict in seen if hosts == 1} == {"as public measurements"}
+    assert {verdict for hosts, verdict in seen if hosts > 1} == {"cannot tell", "above public measurements"}
 
 
 @pytest.mark.parametrize("args", ["run.jsonl", "--reference run.jsonl other.jsonl", "a b --system x"])
