@@ -1,6 +1,6 @@
-"""Where public curves drop, and how often noise is taken for a drop: `results/bandwidth-drops.md` is made of it.
+"""Where public curves drop, and how often noise is taken for a drop: the figures of `results/bandwidth-drops.md`.
 
-    python -m dtbench.tests.bandwidth_drops LOG... > results/bandwidth-drops.md
+    python -m dtbench.tests.bandwidth_drops LOG...
 
 LOG: outputs of nccl-tests and others, read as `dtbench import` reads them; those that it refuses are named at the end.
 """
@@ -27,6 +27,9 @@ from dtbench.suite.errors import DtbenchError
 from dtbench.suite.grouping import group_by
 from dtbench_core.cost.ring import busbw_factor
 
+# What logs do not say and their sources do: ranks (20 and 51 by busbw / algbw), and what was measured.
+RANKS = {"20": 96, "28": 16, "30": 8, "31": 16, "33": 2, "35": 16, "51": 32, "52": 8}
+COLLECTIVES = {"05": "reduce"}
 RESULTS = Path(__file__).parents[2] / "results"
 
 
@@ -66,13 +69,29 @@ def committed() -> Iterator[PublicCurve]:
         yield PublicCurve("single-node.csv", op, f"{n} x {system}, {version}", int(n), points)
 
 
+def reported() -> Iterator[PublicCurve]:
+    """Of reported drops: all_reduce out of place, ranks by busbw over algbw, microseconds from 2**low bytes on."""
+    issues = {
+        "NVIDIA/nccl#1453, H100": (
+            24,
+            20,
+            (1626.5, 2325.3, 622.6, 992.6, 1334.9, 2180.1, 24410, 49264, 125807, 193909),
+        ),
+        "aws/aws-ofi-nccl#65, A100": (16, 23, (1321.5, 1896.7, 1931.6, 6586.3, 8189.9, 11812)),
+    }
+    for source, (ranks, low, times) in issues.items():
+        points = [(2 ** (low + i), us) for i, us in enumerate(times)]
+        yield PublicCurve(source, "all_reduce", "the world", ranks, points)
+
+
 def curves_of_log(path: Path, refused: list[str]) -> Iterator[PublicCurve]:
     try:
         [log] = read_logs([path])
     except DtbenchError as error:
         refused.append(f"{path.name}: {error}")
         return
-    checks.check(log)
+    number = path.name.partition("-")[0]
+    checks.check(log, ranks=RANKS.get(number), collective=COLLECTIVES.get(number))
     for table in log.tables:
         if table.refusal or table.collective is None or table.ranks is None:
             refused.append(f"{path.name} line {table.line}: {table.refusal}")
@@ -168,14 +187,20 @@ def simulated(curves: int = 2000, seed: int = 1) -> dict[tuple[str, float], floa
 
 def _page(logs: Sequence[Path]) -> Iterator[str]:
     refused: list[str] = []
-    of_logs = [curve for path in logs for curve in curves_of_log(path, refused)]
-    curves = [*committed(), *of_logs]
-    drops = [drop for curve in curves for drop in drops_in(curve)]
-    own = [drop for path in sorted(RESULTS.glob("*.jsonl")) for drop in drops_of(read_run(path).results)]
-    yield f"{len(curves)} curves, {len(of_logs)} of {len(logs)} logs: {len(drops)} drops; {len(own)} in own runs.\n"
-    yield from (f"- {drop}" for drop in (*drops, *own))
+    sources = {
+        "results/reference": list(committed()),
+        f"{len(logs)} logs": [curve for path in logs for curve in curves_of_log(path, refused)],
+        "reports of drops": list(reported()),
+    }
+    yield "| curves of | curves | drops found |"
+    yield "|---|---|---|"
+    for source, curves in sources.items():
+        yield f"| {source} | {len(curves)} | {sum(len(drops_in(curve)) for curve in curves)} |"
+    runs = [read_run(path).results for path in sorted(RESULTS.glob("*.jsonl"))]
+    yield f"| runs in results/ | of {len(runs)} files | {sum(len(drops_of(run)) for run in runs)} |\n"
+    yield from (f"- {drop}" for curves in sources.values() for curve in curves for drop in drops_in(curve))
     yield (
-        "\n| share of curves with a drop found | "
+        "\n| simulated, 2000 curves each: share with a drop found | "
         + " | ".join(f"noise {noise:.0%}" for noise in NOISES)
         + " |"
     )
@@ -183,7 +208,8 @@ def _page(logs: Sequence[Path]) -> Iterator[str]:
     rates = simulated()
     for kind in (*HEALTHY, *(f"{depth}x" for depth in DEPTHS)):
         yield f"| {kind} | " + " | ".join(f"{rates[kind, noise]:.1%}" for noise in NOISES) + " |"
-    yield "\nNot read: " + "; ".join(refused)
+    yield "\nNot read:\n"
+    yield from (f"- {reason}" for reason in refused)
 
 
 if __name__ == "__main__":
