@@ -176,6 +176,7 @@ def test_from_a_log_to_the_report_a_drop_is_said_and_no_constant_is_fitted_to_it
     assert (
         page.count(levels) == 3 and "drops from" not in healthy
     )  # on top, the collectives and the cost model
+    assert "and all_reduce drops at 512 MiB" in page.partition("</title>")[0]
     assert "in a drop of bandwidth" in page and "in a drop of bandwidth" not in healthy  # the figure's legend
 
     [good], [bad] = read_topology("good.json").dims, read_topology("bad.json").dims

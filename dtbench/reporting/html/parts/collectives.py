@@ -80,6 +80,8 @@ def fill(section: ReportSection, of: Material) -> None:
     add_ranks(section, of.sources.runs)
     section.add(_table(cases))
     _headlines(section, cases, limits)
+    for drop in of.drops[:1] if section.outcome else ():
+        section.outcome += f", and {drop.collective} drops at {format_size(drop.first_bytes)}"
 
 
 def _of_one_mode(cases: Sequence[ReportCase]) -> Sequence[ReportCase]:
@@ -124,7 +126,7 @@ def _bandwidths(
             styles[_label((dim, ranks), of)] = replace(look, dash=dash, hollow=nth > 0)
         if dim in limits:
             styles[f"limit of {dim}"] = replace(look, marker="", dash=(1, 2))
-    styles[DROPPED] = Style("ink", "x", None)
+    styles[DROPPED] = Style("ink", "X", None)
     ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
     ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
     panels = []
