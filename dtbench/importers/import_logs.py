@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dtbench.importers import checks, convert, csv_logs, json_logs, nccl_text, other_tools
 from dtbench.importers.model import COLLECTIVES, Log, LogTable, Problem
+from dtbench.records.drops import drops_of
 from dtbench.records.read import read_bytes
 from dtbench.records.run import RunWriter, without_collecting
 from dtbench.suite import Result
@@ -110,7 +111,8 @@ def import_logs(
         for result in results:
             writer.append(result)
         writer.end()
-    lines = [line for log in logs for line in report(log)] + [_total(results, output)]
+    lines = [line for log in logs for line in report(log)] + [f"! {drop}" for drop in drops_of(results)]
+    lines.append(_total(results, output))
     flagged = any(r.status in ("failed", "wrong") for r in results) or any(log.failures for log in logs)
     return EXIT_CASE_FAILED if flagged else EXIT_OK, lines
 

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct, structs
 
 from dtbench.records.atomic import write_atomically
+from dtbench.records.drops import BandwidthDrop
 from dtbench.records.read import BadFieldError, into, read_json, shown
 from dtbench.suite import MeshShape
 from dtbench.suite.errors import UnreadableRunError
@@ -50,15 +51,16 @@ class TableRow(Struct, frozen=True, kw_only=True):
 
 class MeasuredCurve(Struct, frozen=True, kw_only=True):
     """Times of one call over size, and the line through them where one fits. Rows by size, times that do not
-    fall, each within its interval: pricing relies on it. end_GiBps: the bandwidth that the table ends with."""
+    fall, each within its interval: pricing relies on it. end_GiBps: the bandwidth that the table ends with. The line
+    leaves out the sizes in a drop of bandwidth."""
 
-    alpha_us: Amount | None
-    beta_GiBps: Positive | None  # noqa: N815 - as the file spells it
-    beta_is_lower_bound: bool
-    alpha_interval: Interval | None
-    beta_interval: PositiveInterval | None
-    geometric_mean_ratio: Ratio | None
-    worst_ratio: Ratio | None
+    alpha_us: Amount | None = None
+    beta_GiBps: Positive | None = None  # noqa: N815 - as the file spells it
+    beta_is_lower_bound: bool = False
+    alpha_interval: Interval | None = None
+    beta_interval: PositiveInterval | None = None
+    geometric_mean_ratio: Ratio | None = None
+    worst_ratio: Ratio | None = None
     end_GiBps: Positive | None = None  # noqa: N815
     end_interval: PositiveInterval | None = None
     dtype: str = ""
@@ -164,6 +166,7 @@ class Dim(Struct, frozen=True, kw_only=True):
     collectives: dict[str, MeasuredCurve]
     transitions: dict[str, dict[str, MeasuredCurve]]
     contention: dict[str, Contention]
+    drops: tuple[BandwidthDrop, ...] = ()
     warnings: tuple[str, ...] = ()
 
 

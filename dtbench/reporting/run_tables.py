@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from dtbench.engine.options import label_of, matcher
+from dtbench.records.drops import drops_of
 from dtbench.records.layout import DimLayout, layout_of
 from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
 from dtbench.suite.errors import UsageError
@@ -82,6 +83,8 @@ def _print_results(console: Console, run: Run) -> None:
             print_line(console, "")
         _print_suite(console, suite, run, results)
     print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
+    for drop in drops_of(run.results)[:MAX_TABLES]:
+        print_prose(console, f"warning: {drop}")
     _print_not_ok(console, run)
 
 
@@ -285,7 +288,8 @@ def _run_json(run: Run) -> dict[str, object]:
         for name in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s"):
             del result[name]
     header = msgspec.to_builtins(run.header)
-    return {"path": str(run.path), "complete": run.complete, "header": header, "results": results}
+    run_json = {"path": str(run.path), "complete": run.complete, "header": header, "results": results}
+    return run_json | {"bandwidth_drops": msgspec.to_builtins(drops_of(run.results))}
 
 
 def _case_text(name: str, params: Mapping[str, Param]) -> str:

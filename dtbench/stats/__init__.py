@@ -4,6 +4,7 @@
     rank_tests.py   whether launches differ, and by which ratio
     pairs.py        what pairs of launches show, and the least that counts
     bootstrap.py    intervals of what is made of samples
+    drops.py        where a bandwidth drops as sizes grow
 
 Why these: 99% and more of the variance of a host-latency benchmark lies between processes, so what
 is compared are launches (one estimate each), not samples; the minimum and the lower quartile are
@@ -12,6 +13,7 @@ faster and 2x slower are equally far from no change.
 """
 
 from dtbench.stats.bootstrap import drawn_again, interval
+from dtbench.stats.drops import bandwidth_drops
 from dtbench.stats.order import (
     SHARES,
     blocks_of,
@@ -52,6 +54,7 @@ __all__ = [
     "RankTest",
     "RatioEstimate",
     "alpha_of",
+    "bandwidth_drops",
     "blocks_of",
     "drawn_again",
     "effect_of",

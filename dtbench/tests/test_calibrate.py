@@ -57,8 +57,9 @@ def test_one_burst_does_not_move_the_fit() -> None:
 
     exact = made_up.collectives(noise=0.0, names=RING, samples=8)
     dim = dims_of(calibration.calibrate([run_of(slowed(exact, burst))]))["tp"]
-    assert dim.bandwidth_GiBps == pytest.approx(1.6, rel=0.1)
-    assert dim.residuals.worst_ratio > 8
+    assert dim.bandwidth_GiBps == pytest.approx(1.6, rel=1e-3)
+    assert dim.residuals.worst_ratio == pytest.approx(1, abs=1e-3)
+    assert [drop.first_bytes for drop in dim.drops] == [made_up.SIZES[-1]]
 
 
 # ---------------------------------------------------------------------------- which samples count

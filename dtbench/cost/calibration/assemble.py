@@ -27,6 +27,7 @@ from dtbench.cost.calibration.setups import (
 )
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
 from dtbench.cost.price import ring_us
+from dtbench.records.drops import BandwidthDrop, drops_of_curve
 from dtbench.records.topology import (
     SCHEMA,
     BuiltIn,
@@ -45,7 +46,7 @@ from dtbench.stats import interval
 from dtbench.suite import Run
 from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
-from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, RING_COLLECTIVES, hops
+from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, RING_COLLECTIVES, busbw_factor, hops
 
 ONE_LAUNCH = "within one launch only: too narrow"
 
@@ -107,6 +108,7 @@ def calibrate_dim(dim: MeasuredDim) -> Dim:
     curves = {
         what: {name: curve_of(call) for name, call in of.items()} for what, of in dim.calls.items() if of
     }
+    drops = tuple(drop for call in dim.collectives.values() for drop in _drops(dim, call))
     return Dim(
         name=dim.name,
         ranks=dim.ranks,
@@ -134,7 +136,9 @@ def calibrate_dim(dim: MeasuredDim) -> Dim:
         collectives=curves.pop(COLLECTIVES, {}),
         transitions=curves,
         contention=dim.contention,
+        drops=drops,
         warnings=(
+            *(f"{drop}{_left_out(dim, drop)}" for drop in drops),
             *_warnings_about_data(dim),
             *dim.warnings,
             *_warnings_about_fit(ring, dim.ranks, line, residuals),
@@ -159,13 +163,6 @@ def curve_of(call: CallTimes) -> MeasuredCurve:
         for i, (p, time_us) in enumerate(zip(call.points, rising(measured), strict=True))
     )
     curve = MeasuredCurve(
-        alpha_us=None,
-        beta_GiBps=None,
-        beta_is_lower_bound=False,
-        alpha_interval=None,
-        beta_interval=None,
-        geometric_mean_ratio=None,
-        worst_ratio=None,
         dtype=call.dtype,
         size_bytes=(int(sizes.min()), int(sizes.max())),
         points=len(table),
@@ -173,7 +170,7 @@ def curve_of(call: CallTimes) -> MeasuredCurve:
         table=table,
     )
     # A single size leaves the line open, and the slope at its end.
-    return curve if len(sizes) < 2 else _with_end(_with_line(curve, call), call)
+    return curve if len(sizes) < 2 else _with_end(_with_line(curve, call.steady), call)
 
 
 def _with_end(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
@@ -217,7 +214,18 @@ RingPoints = Sequence[tuple[str, SizeTimes]]  # collective, point
 
 
 def _of(dim: MeasuredDim, name: str) -> tuple[SizeTimes, ...]:
-    return dim.collectives[name].points
+    return dim.collectives[name].steady.points
+
+
+def _drops(dim: MeasuredDim, call: CallTimes) -> list[BandwidthDrop]:
+    sizes, factor = [p.size_bytes for p in call.points], busbw_factor(call.name, dim.ranks)
+    times_s = [1e-6 * p.measured_us / factor for p in call.points]
+    return drops_of_curve(sizes, times_s, call.name, dim.name, "")
+
+
+def _left_out(dim: MeasuredDim, drop: BandwidthDrop) -> str:
+    steady = dim.collectives[drop.collective].steady
+    return "" if drop.first_bytes in steady.sizes else ": left out of the constants"
 
 
 def why_left_out(dim: MeasuredDim) -> str | None:
@@ -281,8 +289,8 @@ def _warnings_about_data(dim: MeasuredDim) -> list[str]:
     if not dim.own_times:
         warnings.append("without the ranks' own samples the times include the wait for the last rank")
     for count, what in (
-        (1, "one size only: they have no line, and no price but near that size"),
-        (2, "two sizes only: a line goes through any two, so how good it is is unknown"),
+        (1, "one size only: no line is fitted, and prices hold near that size alone"),
+        (2, "two sizes only: a line fits any two points, so its error is unknown"),
     ):
         few = [in_words(what, call.name) for what, call in dim.all_calls() if len(call.points) == count]
         if few:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.records.layout import from_last_arrivals_s
-from dtbench.stats import quantiles_of
+from dtbench.stats import bandwidth_drops, quantiles_of
 from dtbench.suite import Result, Run
 from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Groups
@@ -79,7 +79,14 @@ class CallTimes:
     def launches(self) -> list[Launch]:
         return sorted({launch for p in self.points for launch in p.launches})
 
-    def only(self, sizes: Iterable[int]) -> CallTimes:
+    @cached_property
+    def steady(self) -> CallTimes:
+        """Without the sizes in drops of bandwidth, which constants are not fitted to, unless they are half of them."""
+        drops = bandwidth_drops(self.sizes.tolist(), self.measured_us.tolist())
+        low = {float(self.sizes[i]) for drop in drops for i in drop}
+        return self.only({*self.sizes} - low) if 2 * len(low) < len(self.points) else self
+
+    def only(self, sizes: Iterable[float]) -> CallTimes:
         """The same without the points of other sizes."""
         wanted = set(sizes)
         return CallTimes(self.name, self.dtype, tuple(p for p in self.points if p.size_bytes in wanted))

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from dtbench.comparison.runs import compare
+from dtbench.records.drops import BandwidthDrop, drops_of
 from dtbench.records.layout import crowded
 from dtbench.reporting.html.cases import ReportCase, collect
 from dtbench.reporting.html.changes import Changes, of_comparison
@@ -28,6 +29,11 @@ class Material:
     def suites(self) -> Mapping[str, Sequence[ReportCase]]:
         """The cases of the runs, by suite."""
         return collect(self.sources.runs)
+
+    @cached_property
+    def drops(self) -> Sequence[BandwidthDrop]:
+        """Where the collectives' bandwidth drops as sizes grow, the first dozen."""
+        return drops_of(result for run in self.sources.runs for result in run.results)[:12]
 
     @cached_property
     def crowded(self) -> str:

@@ -13,6 +13,7 @@ from dtbench.reporting.html.parts.ranks import add_ranks
 from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_size
 from dtbench.reporting.html.parts.suites import named
 from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.stats import bandwidth_drops
 from dtbench.suite import Gpu, Header, Param
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
@@ -22,7 +23,7 @@ from dtbench.text.units import format_bandwidth, format_size
 # 3.0, 3.1, 4.0, 5.0). Source: NVIDIA's NVLink page, GB/s of both directions over links (V100 300/6, A100 600/12,
 # H100 900/18, B200 1800/18) and the P100 white paper (160/4).
 NVLINK_GBPS = {"1": 20.0, "2": 25.0, "3": 25.0, "4": 25.0, "5": 25.0, "6": 25.0, "7": 50.0}
-OUT = "out of place"
+OUT, DROPPED = "out of place", "in a drop of bandwidth"
 MAIN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MODES = {"back_to_back": "calls back to back", "isolated": "isolated calls"}
 
@@ -72,12 +73,15 @@ def fill(section: ReportSection, of: Material) -> None:
             else "The speed of these links is not known here, so no limit is drawn."
         )
     )
+    section.cuts += [f"{drop}." for drop in of.drops]
     section.add(_bandwidths(section, [c for c in drawn if c.only.busbw_Bps], way, limits), _contention(drawn))
     if not of.cases("redistribute") and of.sources.topology is None:
         section.add(times_over_size(section, plain_cases(cases), folded="Time over size"))
     add_ranks(section, of.sources.runs)
     section.add(_table(cases))
     _headlines(section, cases, limits)
+    for drop in of.drops[:1] if section.outcome else ():
+        section.outcome += f", and {drop.collective} drops at {format_size(drop.first_bytes)}"
 
 
 def _of_one_mode(cases: Sequence[ReportCase]) -> Sequence[ReportCase]:
@@ -122,6 +126,7 @@ def _bandwidths(
             styles[_label((dim, ranks), of)] = replace(look, dash=dash, hollow=nth > 0)
         if dim in limits:
             styles[f"limit of {dim}"] = replace(look, marker="", dash=(1, 2))
+    styles[DROPPED] = Style("ink", "X", None)
     ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
     ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
     panels = []
@@ -133,6 +138,10 @@ def _bandwidths(
             if label in styles
             for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of])
         ]
+        for one in list(series):
+            times = [size / rate for size, rate in zip(one.x, one.y, strict=True)]
+            for drop in bandwidth_drops(one.x, times):
+                series += line(DROPPED, [(one.x[i], one.y[i]) for i in drop])
         series += [
             DrawnCurve(label, ends, [limits[dim]] * 2)
             for dim in limits

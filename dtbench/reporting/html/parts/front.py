@@ -99,6 +99,7 @@ def warnings(of: Material) -> list[str]:
         notes.append(f"{wrong} held wrong data: see Failures. No time of theirs is shown.")
     if tally["failed"]:
         notes.append(f"{plural(tally['failed'], 'result')} failed: see Failures.")
+    notes += [f"{drop}." for drop in of.drops]
     if of.crowded and any(case.get("mesh_dim") for cases in of.suites.values() for case in cases):
         notes.append(
             f"{of.crowded}: a rank waits for another to be scheduled, so times of collectives are not those of the "
