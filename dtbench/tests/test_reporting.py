@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from dtbench.cost import calibration
 from dtbench.records.topology import CalibratedTopology, FromRun
 from dtbench.reporting.html import axes, figures, page
-from dtbench.reporting.html.parts import front
+from dtbench.reporting.html.parts import front, history
 from dtbench.reporting.html.svg import STAND_IN, settings
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import OutputError
@@ -119,7 +119,12 @@ def test_one_suite_alone_makes_a_section(suite: str) -> None:
         alone = section(suite, [result])
         assert any(result.name in row for table in alone.tables for *_, row in table.rows)
         with settings():
-            assert result is bare or [panel.svg for figure in alone.figures for panel in figure.panels]
+            assert result is bare or [
+                drawing
+                for figure in alone.figures
+                for panel in figure.panels
+                for drawing in panel.drawings(1)
+            ]
 
 
 # ------------------------------------------------------------------------------------- safe
@@ -277,13 +282,39 @@ def test_words_and_series_can_be_told_from_their_ground(index: int, text: str) -
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(1.0, 2.0), (1e-6, 3e-6), (0.9e-6, 1.1e-3), (1e-9, 10.0), (1.0, 1.0)]
+    ("low", "high"),
+    [(1.0, 2.0), (1e-6, 3e-6), (0.9e-6, 1.1e-3), (1e-9, 10.0), (3e-4, 9.9e-4), (8.3, 9.1), (1.0, 1.0)],
 )
 def test_axes_hold_their_values_and_have_ticks(low: float, high: float) -> None:
-    for axis in (axes.value_axis([low, high]), axes.times_axis([low, high])):
-        assert axis.low <= low <= high <= axis.high
-        ticks = [axis.format(t) for t in axis.ticks if axis.low <= t <= axis.high]
-        assert 1 <= len(ticks) <= 8 and len(set(ticks)) == len(ticks)
+    sizes = axes.size_axis([round(low * 1e9), round(high * 1e9)], "size")
+    of_seconds = (axes.value_axis([low, high]), axes.times_axis([low, high]), history.close_axis([low, high]))
+    for axis, scale in (*((axis, 1) for axis in of_seconds), (sizes, 1e9)):
+        assert axis.low <= scale * low <= scale * high <= axis.high
+        for of in axis.ticks:
+            ticks = [axis.format(t) for t in of if axis.low <= t <= axis.high]
+            assert len(ticks) <= 8 and len(set(ticks)) == len(ticks)
+        assert low == high or any(sum(axis.low <= t <= axis.high for t in of) >= 3 for of in axis.ticks)
+
+
+def test_ticks_are_dropped_down_to_three_as_labels_need_room() -> None:
+    times = axes.times_axis([4e-7, 2e-3])
+    for width, ticks in ((900, 4), (200, 4), (150, 3)):
+        with settings():
+            canvas = Figure(figsize=(width / 72, 1))
+            there = times.spaced_ticks(canvas.add_axes((0, 0, 1, 1)), True)
+        assert len(there) == ticks and there[0] < there[-1] / 100, (width, there)
+
+
+@pytest.mark.parametrize(
+    ("count", "columns", "rows"),
+    [(1, 3, [1]), (3, 3, [3] * 3), (4, 3, [2] * 4), (5, 3, [3, 3, 3, 2, 2]), (3, 2, [2, 2, 1]), (0, 2, [])],
+)
+def test_rows_of_panels_are_as_equal_as_can_be(count: int, columns: int, rows: list[int]) -> None:
+    panels = [
+        figures.Panel(str(i), "", f"p{i}", lambda width: width, lambda canvas: None) for i in range(count)
+    ]
+    figure = figures.Figure("", [], panels, columns)
+    assert figure.abreast(panels) == list(zip(panels, rows, strict=True))
 
 
 def test_the_check_of_all_drawings_sees_texts_on_each_other() -> None:

@@ -22,8 +22,9 @@ RESIDUAL_STYLES = {
     "table": Style("s3", "^", None, hollow=True, words="its own table"),
 }
 
-# Of ratios, drawn as percent: half and double are equally far off.
-PERCENT_TICKS = (1e-4, 1e-3, 0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0, 1e3, 1e4)
+# Of ratios, drawn as percent: half and double are equally far off; each set has the line of 0 %.
+_DECADES = (1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4)
+PERCENT_TICKS = (sorted((*_DECADES, 0.5, 2.0)), _DECADES, _DECADES[::2], (0.5, 1.0, 2.0))
 
 
 def ring_s(dim: Dim, name: str, size: float, constants: Constants | Dim | None) -> float | None:
