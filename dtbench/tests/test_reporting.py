@@ -292,7 +292,7 @@ def test_axes_hold_their_values_and_have_ticks(low: float, high: float) -> None:
         assert axis.low <= scale * low <= scale * high <= axis.high
         for of in axis.ticks:
             ticks = [axis.format(t) for t in of if axis.low <= t <= axis.high]
-            assert len(ticks) <= 8 and len(set(ticks)) == len(ticks)
+            assert len(ticks) <= 9 and len(set(ticks)) == len(ticks)
         assert low == high or any(sum(axis.low <= t <= axis.high for t in of) >= 3 for of in axis.ticks)
 
 

@@ -53,7 +53,7 @@ class Axis:
         return [[t for t in ticks if self.low <= t <= self.high] for ticks in self.ticks]
 
     def spaced_ticks(self, axes: Axes, across: bool) -> Sequence[float]:
-        """The first set of three ticks or more whose labels have a gap between them; else of the largest set those three,
+        """The first set of three ticks or more whose labels have a gap between them; else of the largest set the three,
         two or one that lie farthest apart."""
         box, place = axes.get_position(), math.log if self.log else float
         width, height = 72 * axes.get_figure(root=True).get_size_inches()  # type: ignore[union-attr]
@@ -103,7 +103,7 @@ def size_axis(sizes: Sequence[int], title: str) -> Axis:
     fewest = max(1, math.ceil((math.log2(high) - math.log2(low) + 1) / 4))
     sets = [[2.0**power for power in powers[::step]] for step in range(fewest, fewest + 3)]
     unit = 1024.0 ** (math.floor(math.log2(high)) // 10)
-    if high <= 4 * low:
+    if low < high <= 4 * low:
         sets += [[t * unit for t in ticks] for ticks in round_ticks(low / unit, high / unit)]
     return log_axis(sizes, _size_tick, ticks=sets, title=title)
 
