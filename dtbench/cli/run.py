@@ -224,6 +224,7 @@ def list_command(
     from dtbench.engine.launch import job_here
 
     job = job_here(options_of(words, **values))
+    tasks = job.expected(job.tasks)
     if as_json:
         listing = [
             {
@@ -232,7 +233,7 @@ def list_command(
                 "help": s.help,
                 "cases": [
                     {"name": t.case.name, "params": dict(t.case.params), "impls": list(t.impls)}
-                    for t in job.tasks
+                    for t in tasks
                     if t.suite is s
                 ],
             }
@@ -243,7 +244,7 @@ def list_command(
     for suite in job.suites:
         for name, text in suite.options.items():
             click.echo(f"--{name}: {text}")
-    for task in job.tasks:
+    for task in tasks:
         click.echo(f"{task.label}  [{', '.join(task.impls)}]")
 
 

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypedDict, TypeVar, cast
 
 from dtbench.engine.clock import Clock
@@ -485,17 +485,49 @@ class TaskSweep:
     def measure(
         self, tasks: Sequence[Task], world: World, ranks: RankGroup, instruments: Instruments
     ) -> None:
-        """Measures the tasks in order, all ranks of `ranks` together."""
+        """Measures the tasks, all ranks of `ranks` together: those of several passes first, then in their order."""
+        several = [task for task in tasks if task.case.passes > 1 and self.go_on(task, ranks)]
+        outcomes: list[list[dict[str, ImplOutcome]]] = [[] for _ in several]
+        for number in range(max((task.case.passes for task in several), default=0)):
+            for task, passes in zip(several, outcomes, strict=True):
+                if number < task.case.passes:
+                    passes.append(self._once(task, world, ranks, instruments))
+        for task, passes in zip(several, outcomes, strict=True):
+            self._record(task, passes, ranks)
         for task in tasks:
-            if not self.go_on(task, ranks):
-                continue
-            case, now = task.case, self.now
-            now.begin(task.suite.name, case.name, case.params, task.impls)
-            self.starting(task)
-            with self.limit(self.timeout_s):
-                schedule = Adaptive(case, task.impls, ranks, instruments, now, self.timeout_s)
-                outcomes = schedule.run(world)
-            if ranks.rank == 0:
-                for impl in task.impls:
-                    self.record(to_result(task, impl, outcomes[impl], self.launch))
-            now.end()
+            if task.case.passes == 1 and self.go_on(task, ranks):
+                self._record(task, [self._once(task, world, ranks, instruments)], ranks)
+
+    def _once(
+        self, task: Task, world: World, ranks: RankGroup, instruments: Instruments
+    ) -> dict[str, ImplOutcome]:
+        now = self.now
+        now.begin(task.suite.name, task.case.name, task.case.params, task.impls)
+        self.starting(task)
+        with self.limit(self.timeout_s):
+            schedule = Adaptive(task.case, task.impls, ranks, instruments, now, self.timeout_s)
+            outcomes = schedule.run(world)
+        now.end()
+        return outcomes
+
+    def _record(self, task: Task, passes: Sequence[Mapping[str, ImplOutcome]], ranks: RankGroup) -> None:
+        for impl in task.impls if ranks.rank == 0 else ():
+            outcome = joined([of[impl] for of in passes])
+            self.record(to_result(task, impl, outcome, self.launch))
+
+
+def joined(passes: Sequence[ImplOutcome]) -> ImplOutcome:
+    """The outcome of an impl over its passes: all their samples, or the first that is not ok."""
+    first = next((one for one in passes if one.status != "ok"), passes[0])
+    if first.status != "ok" or len(passes) == 1:
+        return first
+
+    def chained(by_rank: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
+        return {rank: tuple(s for of in by_rank for s in of[rank]) for rank in by_rank[0]}
+
+    return replace(
+        first,
+        samples_s=tuple(s for one in passes for s in one.samples_s),
+        rank_samples_s=chained([one.rank_samples_s for one in passes]),
+        rank_arrivals_s=chained([one.rank_arrivals_s for one in passes if one.rank_arrivals_s] or [{}]),
+    )
