@@ -15,7 +15,7 @@ import pytest
 
 from dtbench.cost import calibration
 from dtbench.records.run import RunWriter
-from dtbench.reporting.html import Sources, gather, render
+from dtbench.reporting.html import Sources, figures, gather, render
 from dtbench.reporting.html.parts import bucketer, changes, collectives, cost_model, ranks
 from dtbench.reporting.html.section import Material
 from dtbench.reporting.html.sources import beside_each_other
@@ -163,6 +163,20 @@ def test_dispatch_has_the_minima_and_their_ratios() -> None:
     both = section("dispatch", [*results, *busy])
     assert (both.lead, both.headlines) == (shown.lead, shown.headlines)
     assert "at earlier work" in both.tables[-1].caption
+
+
+def test_the_chart_of_ops_has_common_ones_first_and_then_the_slowest() -> None:
+    params = {"mesh": "8", "pass": "forward", "call": "cached"}
+    times = {f"slow_{i}": ("S(0)", 1e-3 * (i + 1)) for i in range(30)}
+    times |= {"relu": ("S(0)", 1e-6), "mm": ("R,S(1)", 9e-6), "add": ("S(0),S(0)", 2e-6)}
+    results = [
+        made_up.result("dispatch", name, "torch", {**params, "placements": placements}, [time_s] * 3)
+        for name, (placements, time_s) in times.items()
+    ]
+    (panel,) = section("dispatch", results).figures[0].panels
+    drawn = [words.split()[0] for words in panel.desc.split("; ")]
+    slowest = [f"slow_{i}" for i in range(29, 14, -1)]
+    assert drawn == ["add", "relu", "mm", *slowest][: figures.MAX_ROWS]
 
 
 def collective(params: dict[str, Any], own: dict[str, list[float]]) -> Result:

@@ -23,7 +23,7 @@ from dtbench.suite.errors import plain
 from dtbench.suite.fields import MIN_POSITIVE
 
 # A figure of more panels or rows is not read; the tables hold all.
-MAX_PANELS, MAX_ROWS = 24, 12
+MAX_PANELS, MAX_ROWS = 24, 18
 MAX_SHOWN = 6  # two rows of small panels
 # Of a panel, by how many stand side by side: the page's width, halves and thirds. A phone's width holds a half or a
 # third without making its text small.

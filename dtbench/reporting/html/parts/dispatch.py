@@ -15,6 +15,7 @@ from dtbench.reporting.html.figures import (
 from dtbench.reporting.html.parts.suites import add_dots, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite import STAGES
+from dtbench.suite.dispatched import SINGLE_OPS
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds, plural
@@ -41,8 +42,8 @@ def fill(section: ReportSection, of: Material) -> None:
             section,
             {f"mesh {mesh}, {direction}": of for (mesh, direction), of in grouped.items()},
             lambda c: f"{c.name} {c.get('placements')}".strip(),
-            "Time per call, cached, with a line to the upper quartile; at the right, the core beside torch.",
-            sort=True,
+            "Time per call, cached, with a line to the upper quartile; at the right, core vs torch.",
+            first=[f"{name} {placements}" for name, placements in SINGLE_OPS.items()],
         )
         section.add(_table(cached, cases))
     elif cases:

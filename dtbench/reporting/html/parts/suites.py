@@ -69,20 +69,25 @@ def add_dots(
     label: Callable[[ReportCase], str],
     caption: str,
     *,
-    sort: bool = False,
+    first: Sequence[str] | None = None,
     shown: int = 2,
     folded: str = "",
 ) -> None:
     """A row per case with a mark per impl, a line to the upper quartile, and at its end how much faster the core is.
 
-    sort: by torch's time, the longest first. shown, folded: as of `Figure`.
+    first: labels in the order in which they come first, before all others by torch's time, the longest first; None: as
+    `panels` has them. shown, folded: as of `Figure`.
     """
     drawn = dict(section.capped(list(panels.items()), "groups"))
-    if sort:
-        drawn = {title: sorted(cases, key=_longest, reverse=True) for title, cases in drawn.items()}
+    if first is not None:
+        place = {name: i for i, name in enumerate(first)}
+        drawn = {
+            title: sorted(cases, key=lambda c: (place.get(label(c), len(place)), -_longest(c)))
+            for title, cases in drawn.items()
+        }
     if any(len(cases) > MAX_ROWS for cases in drawn.values()):
-        which = "slowest" if sort else "first"
-        section.cuts.append(f"Of each group the {which} {MAX_ROWS} cases are drawn; the table has them all.")
+        which = "" if first is None else ", common ops first, then the slowest"
+        section.cuts.append(f"Of each group {MAX_ROWS} cases are drawn{which}; the table has all.")
     rows = {title: [_row(case, label(case)) for case in cases[:MAX_ROWS]] for title, cases in drawn.items()}
     impls = {impl for of in rows.values() for row in of for impl in row.values}
     styles = {impl: style for impl, style in IMPL_STYLES.items() if impl in impls}
