@@ -59,26 +59,48 @@ def test_every_section_has_its_figure_and_table(whole: Page, text: str) -> None:
     drawn = {"bandwidth0", "times0", "skew0", "redistribute0", "residual0", "dispatch0", "bucket0"}
     assert {f"{prefix}-t" for prefix in (*drawn, "tensor_parallel0")} <= set(whole.ids())
     assert sum(tag == "figure" for tag, _ in whole.tags) == 8
-    assert len(text.encode()) < 0.7 * page.BUDGET_BYTES and "Read first" not in text
+    assert len(text.encode()) < 0.7 * page.BUDGET_BYTES and 'class="warnings"' not in text
     plots = [attrs for tag, attrs in whole.tags if tag == "svg" and attrs.get("role") == "img"]
     assert len(plots) >= 15 and all(attrs.get("aria-labelledby") for attrs in plots)
 
 
-def test_warnings_come_first(topology: CalibratedTopology) -> None:
+def test_warnings_are_folded_behind_their_number_and_the_severe_ones_in_few_words(
+    topology: CalibratedTopology,
+) -> None:
     elsewhere = msgspec.structs.replace(topology, runs=(FromRun(run_id="another-run"),))
     warned = render([made_up.run(list(made_up.NOT_OK), complete=False)], elsewhere)
     shown = Page(warned)
-    assert warned.index("Read first") < warned.index('id="provenance"')
-    for words in (
-        "Incomplete: made-up.jsonl",
-        "1 result held wrong data",
-        "1 result failed",
-        "another run (another-run)",
-    ):
-        assert words in shown.section_text[""]
+    (fold,) = re.findall(
+        r'<details class="warnings">\n<summary>(.*?)</summary>(.*?)</details>', warned, re.DOTALL
+    )
+    texts = re.findall(r"<li>(.*?)</li>", fold[1])
+    count, _, severe = fold[0].partition(": ")
+    assert count == f"{len(texts)} warnings" and len(texts) > 3
+    assert severe == "run incomplete; 1 wrong result; 1 failed result"
+    assert warned.index('<details class="warnings">') < warned.index("<main")
+    for words in ("made-up.jsonl", "did not pass the check", "another run (another-run)"):
+        assert any(words in text for text in texts)
     for reason in ("got 3, expected 4", "out of memory", "no rule for it"):
         assert reason in shown.section_text["failures"]
     assert "bucketer reduce_scatter, core (mesh_dim=tp), rank 3, launch 0" in shown.section_text["failures"]
+
+
+def test_what_has_one_row_is_folded() -> None:
+    """A section of one row whole, in a section of more the table or the figure of one; nothing is folded twice."""
+    cases = list(made_up.tensor_parallel())
+    one = [r for r in cases if (r.name, r.params) == (cases[0].name, cases[0].params)]
+    assert section("tensor_parallel", one).of_one_row and not section("tensor_parallel", cases).of_one_row
+    page_of_one = render([made_up.run([*one, *made_up.bucketer()])])
+    inside = page_of_one.partition('<section id="tensor_parallel">')[2].partition("</section>")[0]
+    assert inside.index("<details") < min(inside.index("<p"), inside.index("<figure"), inside.index("<table"))
+    assert inside.count("<details") == 1 and "<summary>1 case" in inside
+    params = {"mesh_dim": "dp", "dtype": "float32", "size": 65536}
+    overlap = [
+        made_up.result("overlap", "all_reduce", impl, params, [1e-3] * 3) for impl in ("core", "torch")
+    ]
+    shown = section("bucketer", [*made_up.bucketer(), *overlap])
+    assert [bool(figure.folded) for figure in shown.figures] == [False, True] and not shown.of_one_row
+    assert [table.closed for table in section("others", [made_up.result("mine", "a", "b", {}, [1.0])]).tables]
 
 
 def test_without_results_each_section_names_its_command() -> None:

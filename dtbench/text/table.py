@@ -62,6 +62,11 @@ class Table:
         return len(self.columns[0].cells) if self.columns else 0
 
     @property
+    def closed(self) -> bool:
+        """Whether it is shown behind its caption: one row is, too."""
+        return self.folded or (self.total_rows == 1 and not self.filter)
+
+    @property
     def rows(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """Anchor, tag and the cells per row, as the template writes them."""
         rows = list(zip(*(c.cells[: self.most] for c in self.columns), strict=True))

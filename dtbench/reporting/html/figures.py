@@ -250,7 +250,7 @@ def dots(
     """A line per row, a mark per series; the core and torch are joined to show their distance.
 
     axis: from the values of a panel. intervals: one panel across, spans with ends, and a line at 1. shown, folded: as
-    of `Figure`.
+    of `Figure`; one row alone is folded in any case.
     """
     panels = {title: there for title, rows in panels.items() if (there := [r for r in rows if r.values])}
     if not panels:
@@ -264,6 +264,8 @@ def dots(
         desc = "; ".join(f"{row.label}: {row.note}" for row in rows)
         drawn.append(Panel(title, desc, f"{name}{index}", lambda _, px=height: px, paint))  # type: ignore[misc]
     present = {series for rows in panels.values() for row in rows for series in row.values}
+    if not intervals and sum(map(len, panels.values())) == 1:
+        folded = folded or f"1 case: {next(iter(panels.values()))[0].label}"
     return Figure(caption, _legend(name, styles, present, False), drawn, 1 if intervals else 2, shown, folded)
 
 
