@@ -103,7 +103,9 @@ def warnings(of: Material) -> list[PageWarning]:
     if tally["wrong"]:
         wrong = plural(tally["wrong"], "wrong result")
         notes.append(
-            Warning(f"{wrong}: the data did not pass the check, so no time is shown; see Failures.", wrong)
+            PageWarning(
+                f"{wrong}: the data did not pass the check, so no time is shown; see Failures.", wrong
+            )
         )
     if tally["failed"]:
         failed = plural(tally["failed"], "failed result")
@@ -116,7 +118,7 @@ def warnings(of: Material) -> list[PageWarning]:
         notes.append(PageWarning(text, of.crowded))
     if any(run.header.plan.get("quick") for run in runs):
         notes.append(
-            Warning(
+            PageWarning(
                 "Measured with --quick: few samples, so small differences are not significant.", "--quick"
             )
         )
