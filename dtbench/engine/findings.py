@@ -36,7 +36,7 @@ def findings(run: Run) -> list[str]:
             doubts = _doubts(run, timed)
             (doubted[doubts] if doubts else sure).append(f"{suite}: {_finding(_cases(timed))}")
     for doubts, lines in doubted.items():
-        sure += [f"with doubts, as {doubts}:", *(f"  {line}" for line in lines)]
+        sure += [f"unreliable ({doubts}):", *(f"  {line}" for line in lines)]
     return sure
 
 
@@ -44,7 +44,7 @@ def next_commands(run: Run) -> list[str]:
     """What a reader may want to type, as lines."""
     path = run.path
     bad = any(r.status in ("failed", "wrong") for r in run.results)
-    commands = [f"dtbench show {path}" + ("  # with the reasons of what is not ok" if bad else "")]
+    commands = [f"dtbench show {path}" + ("  # with the reasons of failures" if bad else "")]
     if any(r.params.get("groups") == "together" for r in run.ok("collectives")):
         commands.append(f"dtbench calibrate {path} -o {path.with_suffix('.topology.json')}")
     if run.ok("bucketer"):
@@ -66,10 +66,10 @@ def _time_s(case: _Case, impl: str) -> float | None:
 def _doubts(run: Run, timed: Sequence[Result]) -> str:
     doubts = []
     if any(r.rank_samples_s for r in timed) and (shared := crowded(run.header)):
-        doubts.append(f"{shared}, so times of collectives are not those of the links")
+        doubts.append(f"{shared}, so times of collectives include waiting for a core")
     if median(r.spread or 0.0 for r in timed) > SCATTERED:
-        doubts.append(f"samples scatter by over {SCATTERED:.0%} (see dtbench doctor)")
-    return " and ".join(doubts)
+        doubts.append(f"samples spread by over {SCATTERED:.0%}, see dtbench doctor")
+    return "; ".join(doubts)
 
 
 def _finding(cases: Sequence[_Case]) -> str:

@@ -67,7 +67,7 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     elif before.complete:
         return say_complete(before)
     ranks = plural(job.options.world_size, "process")
-    say(f"starting {ranks}, which load{'' if job.options.world_size > 1 else 's'} torch and meet")
+    say(f"starting {ranks}, loading torch")
     done = {result.key for result in before.results} if before else set()
     code = EXIT_OK
     for launch in range(request.launches):
@@ -111,7 +111,7 @@ def _measure_launch(job: RunJob, argv: Sequence[str], launch: int, output: Path)
         goes_on = job.request.on_failure == "continue" and fruitless < MAX_FRUITLESS
         if not record_failure(note.diagnosis, note.case, output, goes_on=goes_on):
             if fruitless == MAX_FRUITLESS:
-                complain(f"{MAX_FRUITLESS} starts in a row measured nothing: {kept_in(output)}")
+                complain(f"{MAX_FRUITLESS} starts in a row gave no result: {kept_in(output)}")
             return note
         again = True
 

@@ -289,7 +289,7 @@ def refuse_foreign_options(suites: Sequence[Suite], chosen: Mapping[str, str]) -
             raise UnknownOptionError(
                 dashed,
                 [f"--{option}" for option in declared],
-                f"No such option '{dashed}'; `dtbench run --help` shows what there is{of_suites}",
+                f"No such option '{dashed}'; `dtbench run --help` lists the options{of_suites}",
             )
         if not value or value.startswith("--"):
             raise UsageError(f"--{name} needs a value: expected --{name} VALUE")

@@ -44,7 +44,7 @@ class Progress:
     def more(self, estimates_s: Sequence[float]) -> None:
         """So many more are to come than `begin` said."""
         self._estimates_s += estimates_s
-        say(f"{plural(len(estimates_s), 'more result')} to measure, where the sweep was too coarse")
+        say(f"{plural(len(estimates_s), 'more result')} to measure, between sizes where interpolation is off")
 
     def result(self, result: Result) -> None:
         """The next one."""

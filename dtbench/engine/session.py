@@ -228,7 +228,7 @@ class RunRecorder:
         if self._job.simulated:
             ranks = "in one process, which simulates its ranks"
         elif alone:
-            ranks += f", of {' and '.join(alone)} in one process"
+            ranks += f", {' and '.join(alone)} in one process"
         words = [
             f"{plural(len(estimates), 'result')} to measure {ranks},",
             f"launch {self._launch + 1} of {request.launches}," if request.launches > 1 else "",

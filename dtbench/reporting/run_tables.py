@@ -111,7 +111,7 @@ def _print_provenance(console: Console, run: Run) -> None:
     cores = "" if cpu.usable_cores is None else f"{cpu.usable_cores} cores usable"
     dims = ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
     lines = {
-        "run": f"{run.path}" + ("" if run.complete else "  INCOMPLETE: no end line, go on with --resume"),
+        "run": f"{run.path}" + ("" if run.complete else "  INCOMPLETE: no end line, continue with --resume"),
         "started": header.started,
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value),
         "commit": f"{commit}{' with changes' if dirty else ''}" if commit else "",
@@ -134,7 +134,7 @@ def _by_one_process(run: Run) -> bool:
 
 def _ranks_words(run: Run) -> str:
     ranks = len(run.header.ranks)
-    return f"one process, beside {ranks - 1} that waited," if _by_one_process(run) else str(ranks)
+    return f"one process of {ranks} (the others idle)" if _by_one_process(run) else str(ranks)
 
 
 def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
@@ -185,9 +185,9 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     launches = results["launch"].nunique()
     title = f"{suite}: {statistic} of the samples"
     title += f", median over {launches} launches" if launches > 1 else ""
-    title += ", spread up to their upper quartile"
+    title += ", spread to their upper quartile"
     if run.by_one_process(suite):
-        title += f", by one process, not the run's {len(run.header.ranks)} ranks"
+        title += f", measured in one process, not on {len(run.header.ranks)} ranks"
     by_impl = {impl: _figures(cases, impl) for impl in impls}
     both = {"core", "torch"} <= set(impls)
     ratios = list(map(format_ratio, cells(cases["core/torch", "estimate_s"]))) if both else []

@@ -46,9 +46,7 @@ def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured()
         "      dtbench report a.jsonl -o a.html",
     ]
     sure, doubts, doubted = findings(made_up.run([*sums, *dispatch], machine={"cpu": {"usable_cores": 1}}))
-    assert (
-        sure == fast and doubts.startswith("with doubts, as 2 ranks share 1 core") and doubted == f"  {slow}"
-    )
+    assert sure == fast and doubts.startswith("unreliable (2 ranks share 1 core, ") and doubted == f"  {slow}"
 
 
 def test_any_suite_has_something_to_say() -> None:

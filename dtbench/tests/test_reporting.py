@@ -246,7 +246,7 @@ def test_a_page_too_large_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(page, "BUDGET_BYTES", len(without_data.encode()) - 1)
     monkeypatch.setattr(page, "ECONOMIES", (*page.ECONOMIES[:2], page.Economy(False, 20, 1)))
     short = render([run])
-    assert "Tables are cut after 20 rows each" in short and "at most 1 drawing can" in short
+    assert "Tables are cut after 20 rows each" in short and "At most 1 drawing of each figure can" in short
     assert len(short) < len(without_data)
     few = list(made_up.dispatch())[:6]
     many = [msgspec.structs.replace(r, params={**r.params, "mesh": f"{k}"}) for k in range(26) for r in few]

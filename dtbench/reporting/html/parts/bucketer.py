@@ -31,8 +31,8 @@ BUCKET_STYLES = {
     "core": CORE,
     "unbucketed": Style("s3", "^", (5, 1.5, 1, 1.5), hollow=True),
     "reference": Style("s4", "D", (8, 2), hollow=True),
-    "packed": Style("s5", "", (4, 1, 1, 1), words="as many collectives, nothing packed"),
-    "limit": Style("s2", "", (1.5, 1.5), words="one collective, nothing packed"),
+    "packed": Style("s5", "", (4, 1, 1, 1), words="packed: as many collectives, without copies"),
+    "limit": Style("s2", "", (1.5, 1.5), words="limit: one collective, without copies"),
 }
 OVERLAP_STYLES = {
     "core": replace(CORE, words="core: waits at first use"),
@@ -112,8 +112,8 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
         "bucket",
         section.capped(panels, "panels"),
         BUCKET_STYLES,
-        "Throughput over bucket size, one panel per mesh dim and size of the small tensors. The nearer the core to the "
-        "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
+        "Throughput over bucket size, one panel per mesh dim and size of the small tensors. The closer the core is to "
+        "the limit, the better; where it equals unbucketed, buckets of that size give no speedup.",
         y=partial(value_axis, format_tick=bandwidth_tick, title="throughput"),
         over="size of a bucket",
     )
@@ -130,7 +130,7 @@ def _bucket_table(cases: Sequence[ReportCase]) -> t.Table:
         [
             *named(cases, "Collective", params | sizes, "ranks"),
             *bandwidths(cases),
-            t.speeds("core beside unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
+            t.speeds("core vs unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
             t.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
             t.counts("Collectives, core", counter("collectives")),
             t.TableColumn("Copied, core", t.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
@@ -175,8 +175,8 @@ def _overlap(cases: Sequence[ReportCase]) -> Figure | None:
         {"Layers with an all-reduce each": rows},
         OVERLAP_STYLES,
         "Overlap: time of some layers with an all-reduce each. At the right, the share of the collectives’ time that "
-        "the core hides behind the computation; 100 % would cost no more than the computation alone, below 0 % "
-        "waiting at once is better.",
+        "the core overlaps with the computation: at 100 % the step takes no longer than the computation, below 0 % "
+        "waiting at once is faster.",
         value_axis,
     )
 
@@ -220,10 +220,10 @@ def _parts(profiles: Sequence[profile.RankSection], folded: bool) -> Figure | No
         "parts",
         panels,
         list(BUSY.values()),
-        "What each rank does in one iteration, mean over the profiled ones. “Communicating” is exposed: nothing is "
-        "computed meanwhile; “both” is what overlaps. "
+        "Time of one iteration by rank, mean over the profiled ones. “Communicating” is exposed communication, “both” "
+        "overlaps with computation. "
         f"At most {MAX_SECTIONS} sections and {MAX_RANKS} ranks are drawn; the table has all.",
-        folded="What each rank does in an iteration" if folded else "",
+        folded="Time of an iteration, rank by rank" if folded else "",
     )
 
 
@@ -240,7 +240,7 @@ def _parts_table(profiles: Sequence[profile.RankSection]) -> t.Table:
             ),
             t.counts("Iterations", [one.iterations for one, *_ in rows]),
             t.ratios("profiled / plain", slower),
-            t.text("Who is late", ["; ".join(map(_late, one.skews)) for one, *_ in rows]),
+            t.text("Late ranks", ["; ".join(map(_late, one.skews)) for one, *_ in rows]),
         ],
         folded=True,
     )
@@ -252,7 +252,7 @@ def _measured_ranks(section: profile.RankSection) -> list[tuple[str, profile.Ite
 
 
 def _late(skew: profile.Skew) -> str:
-    last = "the clocks cannot tell who is last"
+    last = "which rank is last is below the clocks’ resolution"
     if skew.latest is not None:
         last = f"rank {skew.latest} is last most often"
     return f"{skew.kind}: the ranks arrive {skew.mean_us:.3g} µs apart on average, {last}"

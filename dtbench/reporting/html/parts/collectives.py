@@ -64,12 +64,12 @@ def fill(section: ReportSection, of: Material) -> None:
     section.lead = (
         "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
         "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). “Alone”: one group of the "
-        "mesh dim works. “Together”: all its groups do, as in a program, and share what links they "
-        "share. Sizes are the whole tensor as one group holds it. "
+        "mesh dim works. “Together”: all its groups work at once, as in a program, over shared "
+        "links. Sizes are the whole tensor as one group holds it. "
         + (
             f"The limit drawn is {words}."
             if words
-            else "The speed of these links is not known here, so no limit is drawn."
+            else "The speed of these links is unknown, so no limit is drawn."
         )
     )
     section.add(_bandwidths(section, [c for c in drawn if c.only.busbw_Bps], way, limits), _contention(drawn))
@@ -102,7 +102,7 @@ def _headlines(section: ReportSection, cases: Sequence[ReportCase], limits: Mapp
         rate = case.only.busbw_Bps or 0.0
         of = f" of {format_bandwidth(limits[dim])}, {rate / limits[dim]:.0%}" if dim in limits else ""
         groups = f", groups {case.get('groups')}" if case.get("groups") else ""
-        words = f"is what {dim} gives{of}: bus bandwidth of {case.name} at {format_size(case.only.size_bytes)}{groups}"
+        words = f"over {dim}{of}: bus bandwidth of {case.name} at {format_size(case.only.size_bytes)}{groups}"
         section.headlines.append((format_bandwidth(rate), words))
         best.append(f"{format_bandwidth(rate)} over {dim}{of.replace(',', ' or')}")
     if best:
@@ -144,8 +144,8 @@ def _bandwidths(
         "bandwidth",
         sorted(panels, key=lambda one: names.index(one.title)),
         styles,
-        f"Bus bandwidth over tensor size, {way}; both axes logarithmic and common to all panels. A line that stops "
-        "rising has reached what the links give; where “together” lies below “alone”, the groups share a link.",
+        f"Bus bandwidth over tensor size, {way}; both axes logarithmic and common to all panels. A line "
+        "levels off at the bandwidth of the links; where “together” lies below “alone”, the groups share a link.",
         y=bandwidths_axis,
     )
 
@@ -178,7 +178,7 @@ def _contention(cases: Sequence[ReportCase]) -> t.Table:
     times = [("alone", [m.estimate_s for m in alone]), ("together", [m.estimate_s for m in together])]
     bus = [("alone, bus", [m.busbw_Bps for m in alone]), ("together, bus", [m.busbw_Bps for m in together])]
     return t.Table(
-        "Alone against together, at the largest size",
+        "One group alone vs all groups together, at the largest size",
         [
             t.text("Mesh dim", [r[0] for r in rows]),
             t.text("Collective", [r[1] for r in rows]),
@@ -219,7 +219,7 @@ def _table(cases: Sequence[ReportCase]) -> t.Table:
         ],
         folded=True,
         note="Sizes are the whole tensor as one group holds it. A sample is the longest time of all ranks; bandwidths "
-        "are those of the lower quartile; the last column says how far the ranks’ own times lie apart.",
+        "are those of the lower quartile; the last column is the ratio of the ranks’ own times.",
     )
 
 

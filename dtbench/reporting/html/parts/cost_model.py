@@ -56,7 +56,7 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
         if dim.builtin:
             off, fit = dim.builtin.geometric_mean_ratio, dim.residuals.geometric_mean_ratio
-            words = f"is how far PyTorch’s built-in constants are off over {dim.name}; the fitted by {t.factor(fit)}"
+            words = f"mean error of PyTorch’s built-in constants over {dim.name}; of the fitted ones {t.factor(fit)}"
             section.headlines.append((t.factor(off), words))
             errors.append(f"{t.factor(off)} over {dim.name}")
     if errors:
@@ -108,10 +108,10 @@ def _residuals(topology: CalibratedTopology) -> Figure | None:
         "residual",
         panels,
         RESIDUAL_STYLES,
-        "How much more (+) or less (−) time the model predicts than was measured, in percent of the measured, on a "
-        "logarithmic axis: −50 % is half, +100 % is double. On the line it is right. Shaded: what it was fitted on.",
+        "Predicted minus measured time in percent of the measured, on a logarithmic axis: −50 % is half, +100 % is "
+        "double. Shaded: the sizes of the fit.",
         y=lambda values: log_axis([*values, 0.5, 2.0], percent_off, ticks=PERCENT_TICKS),
-        folded="How far the constants and the tables are off, over size",
+        folded="Prediction error of the constants and the tables, over size",
     )
 
 
@@ -165,7 +165,7 @@ def _constants(topology: CalibratedTopology) -> t.Table:
     bandwidths = [b + significant(d.bandwidth_GiBps, 3) for b, d in zip(bounds, dims, strict=True)]
     latencies = [significant(dim.latency_us_per_hop, 3) for dim in dims]
     return t.Table(
-        "Fitted constants beside PyTorch’s built-in ones",
+        "Fitted and PyTorch’s built-in constants",
         [
             t.text("Mesh dim", [dim.name for dim in dims]),
             t.counts("Ranks", [dim.ranks for dim in dims]),

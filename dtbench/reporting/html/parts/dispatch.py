@@ -31,9 +31,8 @@ def fill(section: ReportSection, of: Material) -> None:
     section.lead = "Time of one call on the host, the minimum of the samples. "
     if cached:
         section.lead += (
-            "A call looks up the sharding, runs the local op and wraps the result. One process plays a rank of a "
-            "simulated world of 8, as a mesh of one dim (8) or two (2x4). The floor is the same op on plain local "
-            "tensors. "
+            "A cached call looks up the sharding, runs the local op and wraps the result. One process simulates a rank "
+            "of a world of 8, as a mesh of one dim (8) or two (2x4). The floor is the same op on plain local tensors. "
         )
         _added(section, [c for c in cached if c.get("pass") in ("forward", "")])
         section.lead += core_beside_torch(section, cached, "cached dispatch", "Over all cached calls the")
@@ -111,10 +110,10 @@ def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
         "stages",
         panels,
         _in_order(calls),
-        "Where the time of one call goes, stage by stage, what recording costs taken off; the upright strokes are the "
-        "plain op alone, so what lies beyond its length is what distribution adds. Stages too short for their name "
-        f"are in the table; so are cases beyond the first {MAX_CASES}.",
-        folded="Where the time of a call goes, stage by stage" if folded else "",
+        "Time of one call, stage by stage, without the cost of recording; vertical strokes: the time of the plain op, "
+        "so the rest is the overhead of distribution. The table also has stages too short for a label and cases beyond "
+        f"the first {MAX_CASES}.",
+        folded="Time of a call, stage by stage" if folded else "",
     )
 
 

@@ -15,7 +15,7 @@ from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, plural
 
 NOT_OK = {
-    "wrong": "Wrong data: timed, but the result was not what it should be",
+    "wrong": "Wrong data: the result did not match the reference",
     "failed": "Failed",
     "skipped": "Skipped",
 }
@@ -52,7 +52,7 @@ def _times(of: Material) -> str:
 
 CORE_IS = (
     "“The core” is dtbench’s own DTensor, dtbench_core, written in Python on torch.distributed; “torch” is "
-    "torch.distributed.tensor. Both did the same in turn."
+    "torch.distributed.tensor. Both ran the same cases alternately."
 )
 
 

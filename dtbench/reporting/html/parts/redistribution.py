@@ -28,8 +28,8 @@ SHOWN = 3  # panels over size; the others are folded
 STYLES = {
     "builtin": Style("s4", "", (1.5, 1.5), words="PyTorch’s built-in constants"),
     "fitted": Style("s3", "", (6, 3), words="the fitted constants"),
-    "table": Style("s3", "", words="its own table, with the 90 % interval of a new launch"),
-    "measured": Style("ink", "o", None, hollow=True, words="measured, from the last arrival on"),
+    "table": Style("s3", "", words="table of the collective, with the 90 % interval of a new launch"),
+    "measured": Style("ink", "o", None, hollow=True, words="measured, from the arrival of the last rank"),
     "c10d": Style("s2", "D", words="the collective alone, c10d"),
     "core": Style(CORE.colour, "^", words="core’s redistribute"),
     "torch": Style(TORCH.colour, "s", (5, 2), hollow=True, words="torch’s redistribute"),
@@ -101,11 +101,11 @@ def times_over_size(
             )
     caption = "Time over tensor size, both axes logarithmic and common to all panels."
     if moved:
-        caption += " The distance of the core and torch from c10d is what a redistribution costs beside its collective."
+        caption += " The distance of the core and torch from c10d is the overhead of a redistribution."
     if fitted:
         caption += (
-            " Where a model’s dashes leave the points, it misleads DTensor’s planner; it is fitted to times from the "
-            "last arrival of a rank on, on the sizes with a grey ground."
+            " Where a model’s dashes leave the points, DTensor’s planner works with wrong costs. Models are fitted to "
+            "times from the arrival of the last rank, over the shaded sizes."
         )
     return curves(
         "times", section.capped(panels, "panels"), STYLES, caption, y=times_axis, shown=SHOWN, folded=folded
@@ -137,7 +137,7 @@ def _added(section: ReportSection, collectives: Sequence[ReportCase], moved: Seq
     if costs:
         (name, added_s, of), *rest = costs
         other = "".join(f"; {name} adds {s}" for name, s, _ in rest)
-        words = f"is what a redistribution by {name} adds to its collective"
+        words = f"overhead of a redistribution by {name} over its collective"
         section.headlines.insert(
             0, (f"+{added_s}", f"{words} at {format_size(least)}, median of {of}{other}")
         )
@@ -156,8 +156,8 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
         for size in dict.fromkeys([*sizes[:1], *sizes[-1:]])
     }
     caption = (
-        f"Time per redistribute at the smallest and the largest size, {drawn[0].get('dtype')}; at the right, the core "
-        "beside torch."
+        f"Time per redistribute at the smallest and the largest size, {drawn[0].get('dtype')}; at the right, core vs "
+        "torch."
     )
     add_dots(section, panels, lambda c: c.name, caption)
     params = {"mesh_dim": "Mesh dim", "dtype": "Dtype", "size": "Size"}

@@ -20,7 +20,7 @@ IMPL_STYLES = {
     "core": replace(CORE, words="core: dtbench core"),
     "torch": replace(TORCH, words="torch: torch.distributed.tensor"),
     "local": replace(FLOOR, words="local: plain torch, no distribution"),
-    "wrapped": Style("s4", "D", hollow=True, words="wrapped: the least that a tensor class in Python takes"),
+    "wrapped": Style("s4", "D", hollow=True, words="wrapped: minimal tensor subclass in Python"),
 }
 # Of impls that are not known here, in turn.
 _MORE_STYLES = (Style("s3", "^", hollow=True), Style("s4", "D", hollow=True), Style("s5", "v", hollow=True))
@@ -53,7 +53,7 @@ def times(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
     """The time of each impl, and of the core over torch."""
     columns = [(impl, [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]
     ratios = [c.ratio("core", "torch") for c in cases]
-    marked = [t.speeds("core beside torch", ratios)] if any(ratios) else []
+    marked = [t.speeds("core vs torch", ratios)] if any(ratios) else []
     return [*t.times([("floor" if impl == "local" else impl, column) for impl, column in columns]), *marked]
 
 
@@ -135,7 +135,7 @@ def tensor_parallel(section: ReportSection, of: Material) -> None:
     if not cases:
         return
     section.lead = (
-        "One op, the blocks of a transformer and the loss behind it, cut over the ranks: the first linear layers by "
+        "One op, the blocks of a transformer and its loss, sharded over the ranks: the first linear layers by "
         "columns, the last by rows. The floor is the plain model on one rank with all of the work, no communication. "
         + core_beside_torch(section, cases, "block", "The")
     )
@@ -144,7 +144,7 @@ def tensor_parallel(section: ReportSection, of: Material) -> None:
         section,
         {f"{direction}, {dtype}": members for (direction, dtype), members in grouped.items()},
         lambda c: f"{c.name}, {c.get('mesh_dim')} of {c.get('ranks')}",
-        "Time per step; at the right, the core beside torch.",
+        "Time per step; at the right, core vs torch.",
     )
     params = {"pass": "Pass", "mesh_dim": "Mesh dim", "dtype": "Dtype"}
     columns = [*named(cases, "Block", params, "ranks"), *times(cases)]
@@ -210,8 +210,5 @@ def _generic(caption: str, cases: Sequence[ReportCase]) -> t.Table:
         for field in ("median", "p75")
     ]
     columns = [*named(cases, "Case", params), *times(cases), *t.times(spans), *bandwidths(cases)]
-    note = (
-        "The first column of an impl is the time that stands for it: of host latencies the minimum, of all others the "
-        "lower quartile."
-    )
+    note = "The first column of an impl is its estimate: the minimum for host latencies, else the lower quartile."
     return t.Table(caption, columns, folded=len(cases) > MOST_ROWS, note=note)
