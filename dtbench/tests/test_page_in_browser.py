@@ -159,6 +159,7 @@ def test_it_needs_no_script(browser: Any, path: Path) -> None:
     with Visit(browser, path, java_script_enabled=False) as visit:
         assert visit.page.locator("svg.plot").count() >= 15
         assert not visit.page.locator("details.table table").first.is_visible()
+        assert visit.page.locator("#dispatch svg.plot text", has_text="add S(0)").first.is_visible()
         visit.page.locator("details.table summary", has_text="Every op").click()
         assert visit.page.locator("td", has_text="linear_3d").first.is_visible()
         # No dead controls, and links that lead to their rows.

@@ -20,6 +20,7 @@ from dtbench.cost import calibration
 from dtbench.records.topology import CalibratedTopology, FromRun
 from dtbench.reporting.html import axes, figures, page
 from dtbench.reporting.html.parts import front, history
+from dtbench.reporting.html.section import Material
 from dtbench.reporting.html.svg import STAND_IN, settings
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import OutputError
@@ -64,6 +65,13 @@ def test_every_section_has_its_figure_and_table(whole: Page, text: str) -> None:
     assert len(plots) >= 15 and all(attrs.get("aria-labelledby") for attrs in plots)
 
 
+def test_ratios_of_times_are_called_by_their_terms(text: str) -> None:
+    assert "core vs torch" in text and "beside torch" not in text
+    crowd = {"cpu": {"model": "M", "usable_cores": 2}, "gpus": []}
+    (warning,) = front.warnings(Material(sources([made_up.run(list(made_up.collectives()), machine=crowd)])))
+    assert warning.brief == "4 ranks share 2 cores" and "none of them" not in warning.text
+
+
 def test_warnings_are_folded_behind_their_number_and_the_severe_ones_in_few_words(
     topology: CalibratedTopology,
 ) -> None:
@@ -78,7 +86,7 @@ def test_warnings_are_folded_behind_their_number_and_the_severe_ones_in_few_word
     assert count == f"{len(texts)} warnings" and len(texts) > 3
     assert severe == "run incomplete; 1 wrong result; 1 failed result"
     assert warned.index('<details class="warnings">') < warned.index("<main")
-    for words in ("made-up.jsonl", "did not pass the check", "another run (another-run)"):
+    for words in ("made-up.jsonl", "1 wrong result: see", "another run (another-run)"):
         assert any(words in text for text in texts)
     for reason in ("got 3, expected 4", "out of memory", "no rule for it"):
         assert reason in shown.section_text["failures"]

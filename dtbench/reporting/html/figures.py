@@ -91,23 +91,13 @@ class Panel:
 
     def drawings(self, abreast: int) -> list[tuple[str, Markup]]:
         """(class, SVG) of so many panels side by side."""
-        kinds = {"wide" if self.scrolls else "alone" if abreast == 1 else "drawing": abreast}
-        if "alone" in kinds:
-            kinds["phone"] = 2
-        return [
-            (
-                kind,
-                draw(
-                    width := WIDTHS_PX[n],
-                    self.height(width),
-                    self.paint,
-                    prefix=self.prefix + ("n" if kind == "phone" else ""),
-                    title=self.title,
-                    desc=self.desc,
-                ),
-            )
-            for kind, n in kinds.items()
-        ]
+        alone = {"wide": 1} if self.scrolls else {"alone": 1, "phone": 2}
+        kinds = alone if abreast == 1 else {"drawing": abreast}
+        return [(kind, self._draw(WIDTHS_PX[n], "n" * (kind == "phone"))) for kind, n in kinds.items()]
+
+    def _draw(self, width: float, suffix: str) -> Markup:
+        words = {"prefix": self.prefix + suffix, "title": self.title, "desc": self.desc}
+        return draw(width, self.height(width), self.paint, **words)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, plural
 
 NOT_OK = {
-    "wrong": "Wrong data: the result did not match the reference",
+    "wrong": "Wrong data: the result did not match the reference, so no time is shown",
     "failed": "Failed",
     "skipped": "Skipped",
 }
@@ -100,16 +100,10 @@ def warnings(of: Material) -> list[PageWarning]:
         text = f"{', '.join(cut)} has no end line; cases are missing. `dtbench run --resume` continues it."
         notes.append(PageWarning(text, "run incomplete"))
     tally = Counter(result.status for run in runs for result in run.results)
-    if tally["wrong"]:
-        wrong = plural(tally["wrong"], "wrong result")
-        notes.append(
-            PageWarning(
-                f"{wrong}: the data did not pass the check, so no time is shown; see Failures.", wrong
-            )
-        )
-    if tally["failed"]:
-        failed = plural(tally["failed"], "failed result")
-        notes.append(PageWarning(f"{failed}: see Failures.", failed))
+    for status in ("wrong", "failed"):
+        if tally[status]:
+            words = plural(tally[status], f"{status} result")
+            notes.append(PageWarning(f"{words}: see Failures.", words))
     if of.crowded and any(case.get("mesh_dim") for cases in of.suites.values() for case in cases):
         text = (
             f"{of.crowded}: times of collectives include waiting for a core, so they do not show the speed of the "
@@ -118,9 +112,7 @@ def warnings(of: Material) -> list[PageWarning]:
         notes.append(PageWarning(text, of.crowded))
     if any(run.header.plan.get("quick") for run in runs):
         notes.append(
-            PageWarning(
-                "Measured with --quick: few samples, so small differences are not significant.", "--quick"
-            )
+            PageWarning("Few samples: small differences are not significant.", "measured with --quick")
         )
     if sources.topology is not None and runs:
         notes += map(PageWarning, _of_topology(sources.topology, {run.header.run_id for run in runs}))
