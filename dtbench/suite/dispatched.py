@@ -57,30 +57,27 @@ def kind_of(name: str, params: Mapping[str, Param]) -> str:
 
 
 class AddedTime(NamedTuple):
-    """What an impl adds to a single op: seconds beyond the floor, the median over so many of `SINGLE_OPS`."""
+    """What an impl adds to a single op: seconds beyond the floor, the median over these of `SINGLE_OPS`."""
 
     impl: str
     seconds: float
-    ops: int
-
-    @property
-    def words(self) -> str:
-        return (
-            f"median of {self.ops} of {len(SINGLE_OPS)} single ops"
-            if self.ops < len(SINGLE_OPS)
-            else (f"median of {self.ops} single ops")
-        )
+    ops: tuple[str, ...]
 
 
 def added_times(
     cases: Iterable[tuple[str, Mapping[str, Param], Mapping[str, float]]],
 ) -> list[AddedTime]:
-    """Of torch, then of the core, where enough of the single ops are there; of others in `cases` nothing.
+    """Of torch, then of the core, where `FEWEST_CASES` of the single ops are there; of other cases nothing.
 
     cases: name, params and seconds by impl.
     """
-    ops = [times for name, params, times in cases if FLOOR in times and is_headline(name, params)]
+    ops = {name: times for name, params, times in cases if FLOOR in times and is_headline(name, params)}
     added = {
-        impl: [times[impl] - times[FLOOR] for times in ops if impl in times] for impl in ("torch", "core")
+        impl: {name: of[impl] - of[FLOOR] for name, of in ops.items() if impl in of}
+        for impl in ("torch", "core")
     }
-    return [AddedTime(impl, median(of), len(of)) for impl, of in added.items() if len(of) >= FEWEST_CASES]
+    return [
+        AddedTime(impl, median(of.values()), tuple(of))
+        for impl, of in added.items()
+        if len(of) >= FEWEST_CASES
+    ]

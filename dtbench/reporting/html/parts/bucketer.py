@@ -21,7 +21,7 @@ from dtbench.reporting.html.figures import (
     dots,
     line,
 )
-from dtbench.reporting.html.parts.suites import CORE, FLOOR, TORCH, bandwidths, named
+from dtbench.reporting.html.parts.suites import CORE, FLOOR, TORCH, bandwidths, doubt_floors, named
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
@@ -40,6 +40,13 @@ OVERLAP_STYLES = {
     "wait_at_once": Style("s3", "^", None, hollow=True, words="waits at once"),
     "local": replace(FLOOR, words="the computation alone"),
 }
+WAYS = {
+    "core": "core: through the bucketer",
+    "unbucketed": "unbucketed: one call for each",
+    "packed": "packed: tensors of the same bytes that need no packing, a bucket each",
+    "limit": "limit: the same bytes in one call, nothing packed",
+    "reference": "reference: fairscale’s algorithm",
+}
 BUSY = {"compute": "computing", "overlap": "both", "exposed": "communicating", "host": "neither"}
 MAX_SECTIONS = 3
 MAX_RANKS = 8
@@ -49,14 +56,12 @@ def fill(section: ReportSection, of: Material) -> None:
     buckets = [c for c in of.cases("bucketer") if any(m.algbw_Bps for m in c.impls.values())]
     section.lead = "How much communication hides behind computation."
     if buckets:
-        section.lead = (
-            "Many small tensors are reduced and scattered: through the bucketer, one call for each (unbucketed), and "
-            "as tensors of the same bytes that need no packing, a bucket each (packed) or all in one (limit). The "
-            "reference is fairscale’s algorithm. GB = 10⁹ bytes."
-        )
+        ways = "; ".join(words for impl, words in WAYS.items() if any(impl in c.impls for c in buckets))
+        section.lead = f"Many small tensors are reduced and scattered: {ways}. GB = 10⁹ bytes."
         section.add(_throughput(section, buckets), _bucket_table(buckets))
         _headline(section, of, buckets)
     overlaps = of.cases("overlap")
+    doubt_floors(section, overlaps, "Overlap: ")
     section.add(_overlap(overlaps), _overlap_table(overlaps))
     ranks = of.sources.ranks
     folded = bool(section.figures)  # beside the suites' own figures
@@ -91,7 +96,7 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
     groups = group_by(
         ordered, lambda c: (c.get("mesh_dim"), c.number("tensor_bytes"), c.get("dtype"), c.name)
     )
-    panels = []
+    panels, impls = [], {impl for c in cases for impl in c.impls}
     for (dim, tensor, dtype, name), of in groups.items():
         if name != "reduce_scatter" and len({c.number("bucket_bytes") for c in of}) == 1:
             continue
@@ -112,8 +117,13 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
         "bucket",
         section.capped(panels, "panels"),
         BUCKET_STYLES,
-        "Throughput over bucket size, one panel per mesh dim and size of the small tensors. The nearer the core to the "
-        "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
+        "Throughput over bucket size, one panel per mesh dim and size of the small tensors."
+        + (" The nearer the core to the limit the better." if {"core", "limit"} <= impls else "")
+        + (
+            " Where it falls to the unbucketed, its buckets buy nothing."
+            if {"core", "unbucketed"} <= impls
+            else ""
+        ),
         y=partial(value_axis, format_tick=bandwidth_tick, title="throughput"),
         over="size of a bucket",
     )
@@ -162,6 +172,10 @@ def _gradient(case: ReportCase) -> str:
 
 def _overlap(cases: Sequence[ReportCase]) -> Figure | None:
     """An all-reduce per layer, waited for at once or where it is used."""
+    share = (
+        " At the right, the share of the collectives’ time that the core hides behind the computation; 100 % would "
+        "cost no more than the computation alone, below 0 % waiting at once is better."
+    )
     rows = [
         DotRow(
             f"{c.get('mesh_dim')}, {_gradient(c)}",
@@ -174,9 +188,7 @@ def _overlap(cases: Sequence[ReportCase]) -> Figure | None:
         "overlap",
         {"Layers with an all-reduce each": rows},
         OVERLAP_STYLES,
-        "Overlap: time of some layers with an all-reduce each. At the right, the share of the collectives’ time that "
-        "the core hides behind the computation; 100 % would cost no more than the computation alone, below 0 % "
-        "waiting at once is better.",
+        "Overlap: time of some layers with an all-reduce each." + (share if any(map(hidden, cases)) else ""),
         value_axis,
     )
 
