@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean, median
 
 from dtbench.records.layout import crowded
-from dtbench.suite import CHOOSABLE_IMPLS, Result, Run
+from dtbench.suite import CHOOSABLE_IMPLS, Param, Result, Run
 from dtbench.suite.case import FLOOR
-from dtbench.suite.dispatched import FEWEST_CASES, SINGLE_OPS, AddedTime, added_times, kind_of
+from dtbench.suite.dispatched import FEWEST_CASES, SINGLE_OPS, added_times, kind_of
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import (
     format_seconds,
@@ -83,7 +83,7 @@ def _findings(suite: str, cases: Sequence[_Case]) -> Iterator[str]:
     if suite == "dispatch":
         firsts = [next(iter(of.values()))[0] for of in cases]
         named = [(r.name, r.params, of) for r, of in zip(firsts, times, strict=True)]
-        yield from added_words(added_times(named))
+        yield from added_words(named)
         kinds = group_by(zip(firsts, cases, strict=True), lambda pair: kind_of(pair[0].name, pair[0].params))
         yield from (f"{kind}: {_finding([case for _, case in of])}" for kind, of in kinds.items())
     else:
@@ -91,19 +91,19 @@ def _findings(suite: str, cases: Sequence[_Case]) -> Iterator[str]:
     yield from floor_words(times)
 
 
-def added_words(added: Sequence[AddedTime]) -> list[str]:
+def added_words(cases: Iterable[tuple[str, Mapping[str, Param], Mapping[str, float]]]) -> list[str]:
     """`an op takes 5.00 µs more with torch’s DTensor, 3.28 µs more with dtbench’s core: median of 12 single ops (add,
-    ...), cached forward calls on one mesh dim`."""
-    if not added:
-        return []
-    names, ops = {"torch": "torch’s DTensor", "core": "dtbench’s core"}, added[0].ops
-    each = ", ".join(f"{format_seconds(of.seconds)} more with {names[of.impl]}" for of in added)
-    count = (
+    ...), cached forward calls on one mesh dim`, or nothing. cases: see `added_times`."""
+    added, ops = added_times(cases)
+    names = {"torch": "torch’s DTensor", "core": "dtbench’s core"}
+    each = ", ".join(f"{format_seconds(s)} more with {names[impl]}" for impl, s in added.items())
+    of = (
         f"{len(ops)} single ops"
         if len(ops) == len(SINGLE_OPS)
         else f"{len(ops)} of {len(SINGLE_OPS)} single ops"
     )
-    return [f"an op takes {each}: median of {count} ({', '.join(ops)}), cached forward calls on one mesh dim"]
+    words = f"an op takes {each}: median of {of} ({', '.join(ops)}), cached forward calls on one mesh dim"
+    return [words] if added else []
 
 
 def floor_words(times: Iterable[Mapping[str, float]]) -> list[str]:

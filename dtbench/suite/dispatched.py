@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from statistics import median
-from typing import NamedTuple
 
 from dtbench.suite.case import FLOOR, Param
 
@@ -56,28 +55,11 @@ def kind_of(name: str, params: Mapping[str, Param]) -> str:
     )
 
 
-class AddedTime(NamedTuple):
-    """What an impl adds to a single op: seconds beyond the floor, the median over these of `SINGLE_OPS`."""
-
-    impl: str
-    seconds: float
-    ops: tuple[str, ...]
-
-
 def added_times(
     cases: Iterable[tuple[str, Mapping[str, Param], Mapping[str, float]]],
-) -> list[AddedTime]:
-    """Of torch, then of the core, where `FEWEST_CASES` of the single ops are there; of other cases nothing.
-
-    cases: name, params and seconds by impl.
-    """
+) -> tuple[dict[str, float], list[str]]:
+    """What torch, then the core, adds to a single op: impl -> seconds beyond the floor, the median over ops, and these;
+    nothing where there are fewer than `FEWEST_CASES`. cases: name, params and seconds by impl."""
     ops = {name: times for name, params, times in cases if FLOOR in times and is_headline(name, params)}
-    added = {
-        impl: {name: of[impl] - of[FLOOR] for name, of in ops.items() if impl in of}
-        for impl in ("torch", "core")
-    }
-    return [
-        AddedTime(impl, median(of.values()), tuple(of))
-        for impl, of in added.items()
-        if len(of) >= FEWEST_CASES
-    ]
+    added = {i: [of[i] - of[FLOOR] for of in ops.values() if i in of] for i in ("torch", "core")}
+    return {i: median(of) for i, of in added.items() if len(of) >= FEWEST_CASES}, list(ops)

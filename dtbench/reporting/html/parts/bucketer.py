@@ -28,24 +28,17 @@ from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
 
 BUCKET_STYLES = {
-    "core": CORE,
-    "unbucketed": Style("s3", "^", (5, 1.5, 1, 1.5), hollow=True),
-    "reference": Style("s4", "D", (8, 2), hollow=True),
-    "packed": Style("s5", "", (4, 1, 1, 1), words="as many collectives, nothing packed"),
-    "limit": Style("s2", "", (1.5, 1.5), words="one collective, nothing packed"),
+    "core": replace(CORE, words="core: dtbench’s bucketer"),
+    "unbucketed": Style("s3", "^", (5, 1.5, 1, 1.5), hollow=True, words="unbucketed: a call for each tensor"),
+    "reference": Style("s4", "D", (8, 2), hollow=True, words="reference: fairscale’s algorithm"),
+    "packed": Style("s5", "", (4, 1, 1, 1), words="packed: as many calls as buckets, nothing to pack"),
+    "limit": Style("s2", "", (1.5, 1.5), words="limit: one call, nothing to pack"),
 }
 OVERLAP_STYLES = {
     "core": replace(CORE, words="core: waits at first use"),
     "torch": replace(TORCH, words="torch: waits at first use"),
     "wait_at_once": Style("s3", "^", None, hollow=True, words="waits at once"),
     "local": replace(FLOOR, words="the computation alone"),
-}
-WAYS = {
-    "core": "core: through the bucketer",
-    "unbucketed": "unbucketed: one call for each",
-    "packed": "packed: tensors of the same bytes that need no packing, a bucket each",
-    "limit": "limit: the same bytes in one call, nothing packed",
-    "reference": "reference: fairscale’s algorithm",
 }
 BUSY = {"compute": "computing", "overlap": "both", "exposed": "communicating", "host": "neither"}
 MAX_SECTIONS = 3
@@ -56,8 +49,7 @@ def fill(section: ReportSection, of: Material) -> None:
     buckets = [c for c in of.cases("bucketer") if any(m.algbw_Bps for m in c.impls.values())]
     section.lead = "How much communication hides behind computation."
     if buckets:
-        ways = "; ".join(words for impl, words in WAYS.items() if any(impl in c.impls for c in buckets))
-        section.lead = f"Many small tensors are reduced and scattered: {ways}. GB = 10⁹ bytes."
+        section.lead = "Many small tensors are reduced and scattered, in buckets or not. GB = 10⁹ bytes."
         section.add(_throughput(section, buckets), _bucket_table(buckets))
         _headline(section, of, buckets)
     overlaps = of.cases("overlap")

@@ -45,7 +45,11 @@ def fill(section: ReportSection, of: Material) -> None:
         )
         if any(FLOOR in c.impls for c in cached):
             section.lead += "The floor is the same op on plain local tensors. "
-        _added(section, cached)
+        cases_of = [(c.name, c.params, {i: m.estimate_s for i, m in c.impls.items()}) for c in cached]
+        for words in added_words(cases_of):
+            section.outcome = words.partition(":")[0]
+            first_s, *_ = added_times(cases_of)[0].values()
+            section.headlines.append((f"+{format_seconds(first_s)}", words))
         for kind, of_kind in group_by(cached, lambda c: kind_of(c.name, c.params)).items():
             section.lead += core_beside_torch(
                 section, of_kind, f"cached call: {kind}", f"Of {kind}, cached, the"
@@ -68,14 +72,6 @@ def fill(section: ReportSection, of: Material) -> None:
         section.add(t.Table(caption, [*named(busy, "Op", PARAMS, "call"), *times(busy)]))
     if calls:
         section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
-
-
-def _added(section: ReportSection, cases: Sequence[ReportCase]) -> None:
-    """What distribution adds to an op on the host, by the same single ops in every run."""
-    added = added_times((c.name, c.params, {i: m.estimate_s for i, m in c.impls.items()}) for c in cases)
-    for words in added_words(added):
-        section.outcome = words.partition(":")[0]
-        section.headlines.append((f"+{format_seconds(added[0].seconds)}", words))
 
 
 def _table(cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table:
