@@ -141,8 +141,8 @@ class Deadlines:
         self._began_s = self._until_s = self._spent_s = 0.0  # spent: as estimated
 
     def allows(self, task: Task, now_s: float) -> bool:
-        """Whether the next task may begin now. The first unit of all may whatever the time, the first of a suite where it
-        takes at most twice the suite's share; a unit that was begun is measured to its end."""
+        """Whether the next task may begin now. The first unit of all always may, the first of a suite where it takes
+        at most twice the suite's share; a unit that was begun is measured to its end."""
         unit = self._units.get(id(task.case))
         if unit is None:
             return not self._closed

@@ -485,18 +485,19 @@ class TaskSweep:
     def measure(
         self, tasks: Sequence[Task], world: World, ranks: RankGroup, instruments: Instruments
     ) -> None:
-        """Measures the tasks, all ranks of `ranks` together: those of several passes first, then in their order."""
-        several = [task for task in tasks if task.case.passes > 1 and self.go_on(task, ranks)]
-        outcomes: list[list[dict[str, ImplOutcome]]] = [[] for _ in several]
-        for number in range(max((task.case.passes for task in several), default=0)):
-            for task, passes in zip(several, outcomes, strict=True):
-                if number < task.case.passes:
-                    passes.append(self._once(task, world, ranks, instruments))
-        for task, passes in zip(several, outcomes, strict=True):
-            self._record(task, passes, ranks)
+        """Measures the tasks in order, all ranks of `ranks` together; one process those of several passes first."""
+        several = [t for t in tasks if t.case.passes > 1 and ranks.size == 1 and self.go_on(t, ranks)]
+        passes = [
+            [self._once(task, world, ranks, instruments) for task in several]
+            for _ in range(max((task.case.passes for task in several), default=0))
+        ]
+        for task, *outcomes in zip(several, *passes, strict=True):
+            self._record(task, outcomes)
         for task in tasks:
-            if task.case.passes == 1 and self.go_on(task, ranks):
-                self._record(task, [self._once(task, world, ranks, instruments)], ranks)
+            if task not in several and self.go_on(task, ranks):
+                outcome = self._once(task, world, ranks, instruments)
+                if ranks.rank == 0:
+                    self._record(task, [outcome])
 
     def _once(
         self, task: Task, world: World, ranks: RankGroup, instruments: Instruments
@@ -510,24 +511,9 @@ class TaskSweep:
         now.end()
         return outcomes
 
-    def _record(self, task: Task, passes: Sequence[Mapping[str, ImplOutcome]], ranks: RankGroup) -> None:
-        for impl in task.impls if ranks.rank == 0 else ():
-            outcome = joined([of[impl] for of in passes])
+    def _record(self, task: Task, passes: Sequence[Mapping[str, ImplOutcome]]) -> None:
+        for impl in task.impls:
+            outcome = next((of[impl] for of in passes if of[impl].status != "ok"), passes[0][impl])
+            if len(passes) > 1 and outcome.status == "ok":
+                outcome = replace(outcome, samples_s=tuple(s for of in passes for s in of[impl].samples_s))
             self.record(to_result(task, impl, outcome, self.launch))
-
-
-def joined(passes: Sequence[ImplOutcome]) -> ImplOutcome:
-    """The outcome of an impl over its passes: all their samples, or the first that is not ok."""
-    first = next((one for one in passes if one.status != "ok"), passes[0])
-    if first.status != "ok" or len(passes) == 1:
-        return first
-
-    def chained(by_rank: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
-        return {rank: tuple(s for of in by_rank for s in of[rank]) for rank in by_rank[0]}
-
-    return replace(
-        first,
-        samples_s=tuple(s for one in passes for s in one.samples_s),
-        rank_samples_s=chained([one.rank_samples_s for one in passes]),
-        rank_arrivals_s=chained([one.rank_arrivals_s for one in passes if one.rank_arrivals_s] or [{}]),
-    )

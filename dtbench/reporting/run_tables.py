@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
+from dtbench.engine.findings import floor_words
 from dtbench.engine.options import label_of, matcher
 from dtbench.records.layout import DimLayout, layout_of
 from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
+from dtbench.suite.case import FLOOR, WHOLE
 from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text.table import TableColumn
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # Core and its rival first, then the references that they are read against.
-_IMPL_ORDER = ("core", "torch", "local", "wrapped", "c10d", "unbucketed", "packed", "limit")
-_IMPL_TITLES = {"local": "floor (local)"}
+_IMPL_ORDER = ("core", "torch", FLOOR, WHOLE, "wrapped", "c10d", "unbucketed", "packed", "limit")
+_IMPL_TITLES = {FLOOR: "floor (local)", WHOLE: "one rank (whole)"}
 # How many cases are named where many share one reason; the rest is counted.
 _NAMED = 5
 _ALL = "--csv and --json give all"
@@ -198,6 +200,10 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     print_prose(console, titled(title, same), "bold", width)
     print_table(console, table)
     print_rest(console, len(by_case), "cases", _ALL)
+    columns = [cells(cases["estimate_s", impl]) for impl in impls]
+    times = [{i: s for i, s in zip(impls, row, strict=True) if s} for row in zip(*columns, strict=True)]
+    for line in floor_words(times):
+        print_prose(console, f"{suite}: {line}", "", width)
 
 
 _TIMES, _RATES = ("time", "spread", "from last"), ("algbw", "busbw")

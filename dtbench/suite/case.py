@@ -108,8 +108,8 @@ class Case:
         than `calls_per_sample`; the counter of that name then says how many.
     samples: fixed number of samples, or None to let the sampler choose within its budget.
     warmup_calls: at least so many calls are thrown away.
-    passes: above 1, such cases are measured before all others, so many times in turn: what disturbs the machine for
-        some seconds then spoils one pass of each instead of all samples of some.
+    passes: above 1, in a simulated world, such cases are measured before all others, so many times in turn: what
+        disturbs the machine for some seconds then spoils one pass of each instead of all samples of some.
     tolerance: the largest slowdown that a gate's PASS has to exclude, as a share (0.05 is 5%), or None for
         the gate's own. floor_s: changes of less than so many seconds are none to a gate.
     """

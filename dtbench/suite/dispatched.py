@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from statistics import median
-from typing import NamedTuple
 
 from dtbench.suite.case import FLOOR, Param
 
@@ -56,31 +55,11 @@ def kind_of(name: str, params: Mapping[str, Param]) -> str:
     )
 
 
-class AddedTime(NamedTuple):
-    """What an impl adds to a single op: seconds beyond the floor, the median over so many of `SINGLE_OPS`."""
-
-    impl: str
-    seconds: float
-    ops: int
-
-    @property
-    def words(self) -> str:
-        return (
-            f"median of {self.ops} of {len(SINGLE_OPS)} single ops"
-            if self.ops < len(SINGLE_OPS)
-            else (f"median of {self.ops} single ops")
-        )
-
-
 def added_times(
     cases: Iterable[tuple[str, Mapping[str, Param], Mapping[str, float]]],
-) -> list[AddedTime]:
-    """Of torch, then of the core, where enough of the single ops are there; of others in `cases` nothing.
-
-    cases: name, params and seconds by impl.
-    """
-    ops = [times for name, params, times in cases if FLOOR in times and is_headline(name, params)]
-    added = {
-        impl: [times[impl] - times[FLOOR] for times in ops if impl in times] for impl in ("torch", "core")
-    }
-    return [AddedTime(impl, median(of), len(of)) for impl, of in added.items() if len(of) >= FEWEST_CASES]
+) -> tuple[dict[str, float], list[str]]:
+    """What torch, then the core, adds to a single op: impl -> seconds beyond the floor, the median over ops, and these;
+    nothing where there are fewer than `FEWEST_CASES`. cases: name, params and seconds by impl."""
+    ops = {name: times for name, params, times in cases if FLOOR in times and is_headline(name, params)}
+    added = {i: [of[i] - of[FLOOR] for of in ops.values() if i in of] for i in ("torch", "core")}
+    return {i: median(of) for i, of in added.items() if len(of) >= FEWEST_CASES}, list(ops)

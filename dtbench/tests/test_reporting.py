@@ -67,9 +67,9 @@ def test_every_section_has_its_figure_and_table(whole: Page, text: str) -> None:
 
 def test_ratios_of_times_are_called_by_their_terms(text: str) -> None:
     assert "core vs torch" in text and "beside torch" not in text
-    crowd = {"cpu": {"model": "M", "usable_cores": 2}, "gpus": []}
+    crowd = {"cpu": {"model": "M", "usable_cores": 1}, "gpus": []}
     (warning,) = front.warnings(Material(sources([made_up.run(list(made_up.collectives()), machine=crowd)])))
-    assert warning.brief == "4 ranks share 2 cores" and "none of them" not in warning.text
+    assert warning.brief == "2 ranks share 1 core" and "none of them" not in warning.text
 
 
 def test_warnings_are_folded_behind_their_number_and_the_severe_ones_in_few_words(

@@ -45,7 +45,12 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
     section.lead += (
         " DTensor chooses redistributions by a model of a ring: a base latency of "
         f"{topology.base_latency_us:g} µs, a latency per hop, and the bytes over one bandwidth per mesh dim. Here its "
-        "two constants are fitted to the measured times; the built-in ones are those for the ranks’ hosts."
+        "two constants are fitted to the measured times"
+        + (
+            "; the built-in ones are those for the ranks’ hosts."
+            if any(d.builtin for d in topology.dims)
+            else "."
+        )
     )
     section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
     section.cuts += [f"{d.name} has no constants: {d.reason}." for d in topology.left_out]

@@ -10,7 +10,7 @@ from dtbench.reporting.html.axes import times_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, line
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
-from dtbench.reporting.html.parts.suites import CORE, TORCH, add_dots, core_beside_torch, named, times
+from dtbench.reporting.html.parts.suites import CORE, TORCH, add_dots, beside, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
@@ -41,7 +41,7 @@ def fill(section: ReportSection, of: Material) -> None:
     if moved:
         section.lead = (
             "Time to bring a tensor from one placement to another over mesh dims, with real process groups. "
-            + core_beside_torch(section, moved, "redistribute", "Over all transitions and sizes the")
+            + core_beside_torch(section, moved, "redistribute", "Over the transitions and sizes here the")
         )
     collectives = plain_cases([c for c in of.cases("collectives") if c.impls and c.only.size_bytes])
     if moved or topology is not None:
@@ -100,8 +100,8 @@ def times_over_size(
                 )
             )
     caption = "Time over tensor size, both axes logarithmic and common to all panels."
-    if moved:
-        caption += " The distance of the core and torch from c10d is the overhead of a redistribution."
+    if moved and collectives:
+        caption += " The distance of a redistribute from c10d is its overhead over the collective."
     if fitted:
         caption += (
             " Where a model’s dashes leave the points, DTensor’s planner works with wrong costs. Models are fitted to "
@@ -155,10 +155,8 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
         for dim in distinct(c.get("mesh_dim") for c in drawn)
         for size in dict.fromkeys([*sizes[:1], *sizes[-1:]])
     }
-    caption = (
-        f"Time per redistribute at the smallest and the largest size, {drawn[0].get('dtype')}; at the right, core vs "
-        "torch."
-    )
+    ends = "the smallest and the largest size" if len(sizes) > 1 else "one size"
+    caption = f"Time per redistribute at {ends}, {drawn[0].get('dtype')}{beside(drawn)}."
     add_dots(section, panels, lambda c: c.name, caption)
     params = {"mesh_dim": "Mesh dim", "dtype": "Dtype", "size": "Size"}
     section.add(

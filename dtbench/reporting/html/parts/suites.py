@@ -6,10 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from dtbench.engine.findings import floor_words
 from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, geometric_mean
 from dtbench.reporting.html.figures import MAX_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.suite.case import WHOLE
+from dtbench.suite.dispatched import FEWEST_CASES
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
 from dtbench.text.units import format_size, plural
@@ -20,6 +23,7 @@ IMPL_STYLES = {
     "core": replace(CORE, words="core: dtbench core"),
     "torch": replace(TORCH, words="torch: torch.distributed.tensor"),
     "local": replace(FLOOR, words="local: plain torch, no distribution"),
+    WHOLE: Style("s3", "^", hollow=True, words="whole: plain torch, all of the work on one rank"),
     "wrapped": Style("s4", "D", hollow=True, words="wrapped: minimal tensor subclass in Python"),
 }
 # Of impls that are not known here, in turn.
@@ -54,7 +58,8 @@ def times(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
     columns = [(impl, [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]
     ratios = [c.ratio("core", "torch") for c in cases]
     marked = [t.speeds("core vs torch", ratios)] if any(ratios) else []
-    return [*t.times([("floor" if impl == "local" else impl, column) for impl, column in columns]), *marked]
+    titles = {"local": "floor", WHOLE: "one rank, whole"}
+    return [*t.times([(titles.get(impl, impl), column) for impl, column in columns]), *marked]
 
 
 def bandwidths(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
@@ -110,13 +115,13 @@ def _row(case: ReportCase, label: str) -> DotRow:
 
 
 def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what: str, where: str) -> str:
-    """A headline and a sentence on the geometric mean; "" where no case has both.
+    """A headline and a sentence on the geometric mean; "" where fewer than `FEWEST_CASES` cases have both.
 
     what: one of that which is timed. where: how the sentence begins.
     """
     ratios = [r for c in cases if (r := c.ratio("core", "torch")) is not None]
     mean = geometric_mean(ratios)
-    if mean is None:
+    if mean is None or len(ratios) < FEWEST_CASES:
         return ""
     words = (
         f"the core than torch, time per {what}: geometric mean of {plural(len(ratios), 'case')}, from "
@@ -124,7 +129,19 @@ def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what:
     )
     section.headlines.append((t.faster(mean), words))
     section.outcome = section.outcome or f"the core is {t.faster(mean, 'torch')} per {what}"
-    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean)."
+    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean of {len(ratios)} cases). "
+
+
+def beside(cases: Sequence[ReportCase]) -> str:
+    """What a caption says of the words at the right of `add_dots`, where there are any."""
+    both = any(c.ratio("core", "torch") is not None for c in cases)
+    return "; at the right, core vs torch" if both else ""
+
+
+def doubt_floors(section: ReportSection, cases: Sequence[ReportCase], of: str = "") -> None:
+    """Says where the floor of a suite is none. of: the suite, where the section holds several."""
+    times = [{impl: m.estimate_s for impl, m in case.impls.items()} for case in cases]
+    section.cuts += [f"{of}{words[0].upper()}{words[1:]}." for words in floor_words(times)]
 
 
 # ------------------------------------------------------------------------------------ the parts
@@ -134,9 +151,10 @@ def tensor_parallel(section: ReportSection, of: Material) -> None:
     cases = of.cases("tensor_parallel")
     if not cases:
         return
+    whole = any(WHOLE in c.impls for c in cases)
     section.lead = (
-        "One op, the blocks of a transformer and its loss, sharded over the ranks: the first linear layers by "
-        "columns, the last by rows. The floor is the plain model on one rank with all of the work, no communication. "
+        f"Parts of a transformer, sharded over the ranks: {', '.join(distinct(c.name for c in cases))}. "
+        + (f"“{WHOLE}” is the plain model with all of the work on one rank: no floor. " if whole else "")
         + core_beside_torch(section, cases, "block", "The")
     )
     grouped = group_by(cases, lambda c: (c.get("pass"), c.get("dtype")))
@@ -144,7 +162,7 @@ def tensor_parallel(section: ReportSection, of: Material) -> None:
         section,
         {f"{direction}, {dtype}": members for (direction, dtype), members in grouped.items()},
         lambda c: f"{c.name}, {c.get('mesh_dim')} of {c.get('ranks')}",
-        "Time per step; at the right, core vs torch.",
+        f"Time per step{beside(cases)}.",
     )
     params = {"pass": "Pass", "mesh_dim": "Mesh dim", "dtype": "Dtype"}
     columns = [*named(cases, "Block", params, "ranks"), *times(cases)]
@@ -181,6 +199,8 @@ def other_suites(claimed: Collection[str]) -> Part:
             caption,
             folded="Case by case" if len(suites) < len(of.suites) else "",
         )
+        for suite, cases in suites.items():
+            doubt_floors(section, cases, f"Suite {suite}: ")
         section.add(*(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()))
 
     return Part("others", "Other suites", fill)
