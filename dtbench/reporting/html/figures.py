@@ -239,8 +239,9 @@ def dots(
 ) -> Figure | None:
     """A line per row, a mark per series; the core and torch are joined to show their distance.
 
-    axis: from the values of a panel. intervals: one panel across, spans with ends, and a line at 1. shown, folded: as
-    of `Figure`; one row alone is folded in any case.
+    axis: from the values of a panel. intervals: spans with ends, and a line at 1. shown, folded: as of `Figure`; but
+    one row alone is folded in any case, and two panels stand side by side where that leaves half of each to its marks,
+    else one is shown.
     """
     panels = {title: there for title, rows in panels.items() if (there := [r for r in rows if r.values])}
     if not panels:
@@ -254,9 +255,13 @@ def dots(
         desc = "; ".join(f"{row.label}: {row.note}" for row in rows)
         drawn.append(Panel(title, desc, f"{name}{index}", lambda _, px=height: px, paint))  # type: ignore[misc]
     present = {series for rows in panels.values() for row in rows for series in row.values}
-    if not intervals and sum(map(len, panels.values())) == 1:
-        folded = folded or f"1 case: {next(iter(panels.values()))[0].label}"
-    return Figure(caption, _legend(name, styles, present, False), drawn, 1 if intervals else 2, shown, folded)
+    all_rows = [(title, row) for title, rows in panels.items() for row in rows]
+    if len(all_rows) == 1 and not intervals:
+        folded = folded or f"{all_rows[0][0]}: {all_rows[0][1].label}"
+    words_px = (max(text_px(plain(getattr(row, of))) for _, row in all_rows) for of in ("label", "note"))
+    columns = 1 if intervals or sum(words_px) > WIDTHS_PX[2] / 2 else 2
+    shown = shown if columns > 1 else 1
+    return Figure(caption, _legend(name, styles, present, False), drawn, columns, shown, folded)
 
 
 def _paint_dots(
