@@ -19,7 +19,9 @@ from dtbench.cli import options
     help="Instead: how well it predicts RUNs that it was not fitted on.",
 )
 @click.option(
-    "--same", is_flag=True, help="With --validate: allow runs that it was fitted on, which flatters it."
+    "--same",
+    is_flag=True,
+    help="With --validate: allow runs that it was fitted on, which gives too small errors.",
 )
 @click.option("--split", is_flag=True, help="Instead: fit every second size of one RUN, predict the rest.")
 @options.JSON
@@ -31,11 +33,10 @@ def calibrate_command(
     split: bool,
     as_json: bool,
 ) -> None:
-    """Fits the cost model to run files, into a topology; or judges one.
+    """Fits the cost model to runs and writes a topology, or checks one.
 
     Fits to their collectives and changes of placement. Prints per mesh dim latency and bandwidth with their intervals,
-    and PyTorch's constants beside them, with how far either is off. Beside a validated topology stands the noise
-    between launches, too.
+    PyTorch's constants, and the error of both. --validate prints the noise between launches, too.
 
     Of runs of the suite bucketer: the smallest bucket of gradients within 5% of the best rate, as bucket_cap_mb, with
     its interval. These need no -o.

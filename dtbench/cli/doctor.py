@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("doctor")
 @options.JSON
 def doctor_command(as_json: bool) -> None:
-    """What will disturb a measurement here, and the remedies.
+    """Checks this machine for sources of noise, with remedies.
 
     \b
     Example:
@@ -38,7 +38,7 @@ def print_findings(findings: Sequence[MachineFinding], as_json: bool = False) ->
         print_json([asdict(finding) for finding in findings])
         return
     console = new_console()
-    marks = {True: Text("ok", "green"), False: Text("DISTURBS", "red"), None: Text("unknown", "yellow")}
+    marks = {True: Text("ok", "green"), False: Text("NOISE", "red"), None: Text("unknown", "yellow")}
     checks, got = [f.check for f in findings], [f.got for f in findings]
     print_columns(console, [("", [marks[f.ok] for f in findings]), ("check", checks), ("found", got)])
     bad = [f for f in findings if f.ok is False]
@@ -46,4 +46,4 @@ def print_findings(findings: Sequence[MachineFinding], as_json: bool = False) ->
         print_line(console, f"{finding.check}: {finding.got}")
         print_line(console, f"    effect: {finding.effect}")
         print_line(console, f"    remedy: {finding.remedy}")
-    print_line(console, f"{len(bad)} of {len(findings)} checks found something that disturbs a measurement")
+    print_line(console, f"{len(bad)} of {len(findings)} checks found a source of noise")

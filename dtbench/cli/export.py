@@ -17,7 +17,7 @@ from dtbench.cli import options
     "target",
     required=True,
     type=click.Choice(["torch", "inductor", "autoparallel"]),
-    help="Its reader.",
+    help="What imports the module.",
 )
 @click.option("-o", "--output", required=True, type=options.FILE, help="The Python module to write.")
 def export_command(topology: Path, target: str, output: Path) -> None:

@@ -47,7 +47,7 @@ class GateCommand(options.AdvancedCommand):
 @click.option(
     "--launch-timeout", "timeout_s", default=LAUNCH_TIMEOUT_S, metavar="SECONDS", help="Per launch."
 )
-@click.option("--allow-new", is_flag=True, help="Benchmarks that base lacks are no fault.")
+@click.option("--allow-new", is_flag=True, help="Accept benchmarks that base lacks.")
 @click.option(
     "--counters",
     type=click.Choice(["judge", "report"]),
@@ -78,7 +78,7 @@ def gate_command(
 ) -> int:
     """Is HEAD slower than BASE? As many launches of both as it takes.
 
-    They take turns in random order.
+    Launches of both alternate in random order.
 
     \b
     An ARM is rev:origin/main (a git revision), python:PATH (another build of

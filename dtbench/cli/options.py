@@ -48,7 +48,7 @@ IMPL = click.option(
     default=",".join(CHOOSABLE_IMPLS),
     metavar="LIST",
     type=lambda text: parse_list(text, CHOOSABLE_IMPLS, "--impl"),
-    help="Which implementations; the references beside them are always measured.",
+    help="Implementations to measure; their references always are.",
 )
 MESH = click.option("--mesh", metavar="DIMS", type=parse_mesh, help="Mesh dims, outermost first: dp=2,tp=2.")
 NPROC = click.option("--nproc", type=int, show_default="one per GPU, else 4", help="Ranks to start here.")
@@ -79,7 +79,7 @@ FILTER = click.option(
     default="",
     show_default=False,
     metavar="TEXT",
-    help="Only cases whose line in `list` holds every word of TEXT ('in quotes' it is one), NAME=VALUE as a whole, "
+    help="Only cases whose line in `list` contains every word of TEXT ('in quotes': a phrase), NAME=VALUE exactly, "
     "sizes with units too: size=4KiB.",
 )
 TIMEOUT = click.option(

@@ -20,14 +20,14 @@ from dtbench.cli import options
     metavar="TOPOLOGY",
     help="What `dtbench calibrate` wrote: also name the mesh dims that are slower.",
 )
-@click.option("--timeout", "timeout_s", default=60.0, metavar="SECONDS", help="For all of it; then it ends.")
+@click.option("--timeout", "timeout_s", default=60.0, metavar="SECONDS", help="Limit of the whole check.")
 @options.JSON
 def preflight_command(expect: Path | None, as_json: bool, **choices: options.Given) -> int:
-    """Which link, host or rank is slower than its peers.
+    """Finds links, hosts and ranks slower than their peers.
 
-    Pairs of ranks, the collectives of each mesh dim, computation and copies, in seconds; what looks slow is measured
-    again before it is named. Joins the ranks of torchrun or srun, or starts its own. Exits with 1 where
-    something is slow, and leaves nothing behind.
+    Pairs of ranks, the collectives of each mesh dim, computation and copies, in seconds; suspects are measured again
+    before they are reported. Joins the ranks of torchrun or srun, or starts its own. Exits with 1 where something
+    is slow, and writes no files.
 
     \b
     Examples:

@@ -22,7 +22,7 @@ from dtbench.cli import options
 @options.TIMEOUT
 @click.option("-o", "--output", type=options.FILE, show_default="profile-TIME", help="The folder to make.")
 def profile_command(target: str, filter: str, output: Path | None, **choices: options.Given) -> int:
-    """Where the time of a case goes: stages, or a trace of all ranks.
+    """Profiles a case by stage, or traces all ranks.
 
     Writes a table and, of ranks, a trace for Perfetto or, of single calls, frames
     for speedscope, which draws flame graphs.

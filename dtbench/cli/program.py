@@ -93,7 +93,7 @@ def cli(context: click.Context) -> None:
 
     \b
     Exit codes: 0 done, 1 regression, 2 usage or unreadable input, 3 inconclusive,
-    4 nothing comparable, 5 a case failed, 70 a fault of dtbench itself.
+    4 nothing comparable, 5 a case failed, 70 an internal error.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -130,7 +130,7 @@ def _run() -> int:
         code = _refuse(str(error), error.exit_code)
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "dtbench"
-        code = _refuse(f"{_explain(error)}; `{command} --help` shows what there is", error.exit_code)
+        code = _refuse(f"{_explain(error)}; `{command} --help` lists the options", error.exit_code)
     except click.ClickException as error:
         code = _refuse(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
@@ -215,9 +215,7 @@ def _own_fault(error: Exception) -> int:
             versions = f"Python {platform.python_version()}, {platform.platform()}"
             file.write(f"dtbench {__version__}, {versions}\n{mask_arguments(sys.argv[1:])}\n{kept}")
         where = file.name
-    return _refuse(
-        f"a fault of dtbench itself, please report it with {where}: {describe(error)}", EXIT_OWN_FAULT
-    )
+    return _refuse(f"an internal error, please report it with {where}: {describe(error)}", EXIT_OWN_FAULT)
 
 
 def _refuse(text: str, code: int) -> int:

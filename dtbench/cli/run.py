@@ -82,7 +82,7 @@ _OPTIONS = (
         "--refine/--no-refine",
         default=None,
         show_default="with --max-size",
-        help="Measure further sizes where neighbours miss a size between them by over 10 % and over its noise "
+        help="Add sizes where interpolation between two is off by over 10 % and by more than the noise "
         "(collectives, redistribute).",
     ),
     options.DTYPE,
@@ -100,17 +100,17 @@ _OPTIONS = (
         "budget_s",
         metavar="TIME",
         type=parse_duration,
-        help="About so long, as 3m or 90s. Every suite keeps its share, for the sizes and cases that say most.",
+        help="x",
     ),
     options.TIMEOUT,
     click.option(
         "--on-failure",
         type=click.Choice(["continue", "stop"]),
         default="continue",
-        help="Where a case hangs or kills a rank: record it and go on with new ranks, or end the run.",
+        help="After a hang or a lost rank: continue with new ranks, or stop.",
     ),
     click.option("--brief", is_flag=True, hidden=True, help="End with the counts alone."),
-    click.option("--resume", is_flag=True, help="Go on with the run in -o FILE, as it was begun."),
+    click.option("--resume", is_flag=True, help="Continue the run in -o FILE with its own options."),
     click.option(
         "--save-baseline",
         metavar="NAME",
@@ -210,7 +210,7 @@ def options_of(
 def list_command(
     context: click.Context, /, as_json: bool, words: tuple[str, ...], **values: options.Given
 ) -> None:
-    """The suites; with words of `run`, the cases it would measure.
+    """Lists suites; with options of `run`, the cases it would measure.
 
     \b
     Examples:
@@ -224,6 +224,7 @@ def list_command(
     from dtbench.engine.launch import job_here
 
     job = job_here(options_of(words, **values))
+    tasks = job.expected(job.tasks)
     if as_json:
         listing = [
             {
@@ -232,7 +233,7 @@ def list_command(
                 "help": s.help,
                 "cases": [
                     {"name": t.case.name, "params": dict(t.case.params), "impls": list(t.impls)}
-                    for t in job.tasks
+                    for t in tasks
                     if t.suite is s
                 ],
             }
@@ -243,7 +244,7 @@ def list_command(
     for suite in job.suites:
         for name, text in suite.options.items():
             click.echo(f"--{name}: {text}")
-    for task in job.tasks:
+    for task in tasks:
         click.echo(f"{task.label}  [{', '.join(task.impls)}]")
 
 

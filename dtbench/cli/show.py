@@ -79,7 +79,7 @@ def _peak(text: str) -> tuple[str, float]:
     metavar="RUN",
     help="What to compare with, a run or the name of a baseline; repeatable.",
 )
-@click.option("--topology", type=options.FILE, help="A topology; may as well be one of the FILEs.")
+@click.option("--topology", type=options.FILE, help="A topology; may also be one of the FILEs.")
 @click.option(
     "--peak",
     "peaks",
@@ -96,9 +96,9 @@ def report_command(
     peaks: tuple[tuple[str, float], ...],
     output: Path,
 ) -> None:
-    """One HTML page of what was measured and found out.
+    """Writes an HTML page of results.
 
-    FILEs are told apart by what they hold: runs, a topology, the JSON of a gate, a profile's folder, a history of
+    The kind of each FILE is detected: runs, a topology, the JSON of a gate, a profile's folder, a history of
     gates. Of a folder of runs the last is shown, and how each case moved from run to run.
 
     \b

@@ -29,7 +29,7 @@ def matmul(world: World, n: int) -> Workload:
 
 @click.group("suite")
 def suite_command() -> None:
-    """Begins a suite of your own, and tries one.
+    """Creates a suite of your own, and checks one.
 
     \b
     Example:
@@ -40,7 +40,7 @@ def suite_command() -> None:
 @suite_command.command("new")
 @click.argument("file", type=options.FILE)
 def new(file: Path) -> None:
-    """Writes a suite of two cases to begin with.
+    """Writes a template with two cases.
 
     \b
     Example:
@@ -60,7 +60,7 @@ def new(file: Path) -> None:
 @click.option("--nproc", type=int, default=2, help="Ranks to start here.")
 @click.pass_context
 def check(context: click.Context, /, file: Path, nproc: int) -> int:
-    """Tries each case of a suite file, and says what is wrong.
+    """Checks each case of a suite file and lists errors.
 
     Builds it and runs it shortly, on ranks.
 

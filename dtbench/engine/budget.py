@@ -1,91 +1,108 @@
 """What fits into a time: how long cases take, and which of them to measure first (`dtbench run --budget`).
 
-Every suite keeps the same share of what it would take, and spends it on the cases that say most: of a sweep its
-ends, its middle, then the middles between, over all curves before the next size; of cases without a size a few of
-each name, spread over the suite's list. Pure: all ranks choose alike, and rank 0 alone looks at a clock.
+Every suite keeps the same share of what it would take, and spends it on the cases that say most: those of a headline;
+then of each curve its ends and its middle, all three or none, for no line is fitted to fewer; then the middles between,
+over all curves before the next size. Of cases without a size a few of each name, spread over the suite's list.
+
+All ranks put the cases in the same order, and rank 0 alone looks at a clock.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dtbench.engine.progress import about
+from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 
 if TYPE_CHECKING:
     from dtbench.engine.options import Task
 
-# Of one impl of a case on two cores with 4 gloo ranks, in the ratios of a full run; scaled to a run of 426 results that
-# took 98 s there with nothing beside. A GPU takes less. A machine that is slower measures fewer: see `Deadlines`.
-_SIMULATED_S, _RANKS_S, _PER_BYTE_S = 0.15, 0.18, 24e-9
-_QUICK = 0.4  # of that, with --quick
-# Parameters whose values are the points of one curve.
+# Of one impl, beside what its suite says of itself: seconds per byte that is sent, with 4 gloo ranks on two cores that
+# others use, too; and the share of all that which --quick takes, from whole runs there. GPUs take less.
+_PER_BYTE_S = 24e-9
+_QUICK = {"simulated": 0.4, "ranks": 0.65}
+# Each further pass over a case finds its shardings and its memory there.
+_FURTHER_PASS = 0.6
+# Before the first case: a process loads torch and the suites, then do all ranks, on a core each where there are as
+# many; several meet. At the end they leave one another.
+_LOAD_S, _MEET_S, _END_S = 1.5, 1.0, 1.0
+# Parameters whose values are the points of one curve, and how many of these a line needs.
 _SWEPT = ("size", "bucket_bytes")
-# Before the first case: torch is loaded by every rank.
-START_S = 15.0
+_LINE = 3
+
+
+def start_s(ranks: int) -> float:
+    """About how long it takes until the first case."""
+    waves = max(1.0, ranks / len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1.0)
+    return _LOAD_S * (1 + waves) + (_MEET_S if ranks > 1 else 0.0)
 
 
 def estimate_s(tasks: Sequence[Task], quick: bool) -> float:
     """About how long the tasks take, in seconds, without the start of the ranks."""
-    return sum(map(_task_s, tasks)) * (_QUICK if quick else 1.0)
+    return sum(impl_s(task, quick) * len(task.impls) for task in tasks)
 
 
-def forecast(tasks: Sequence[Task], listed: Sequence[Task], quick: bool) -> str:
+def impl_s(task: Task, quick: bool) -> float:
+    """Of one impl of the task."""
+    suite, case = task.suite, task.case
+    seconds = suite.impl_s + (_PER_BYTE_S * (case.size_bytes or 0) if suite.world == "ranks" else 0.0)
+    return seconds * (1 + (case.passes - 1) * _FURTHER_PASS) * (_QUICK[suite.world] if quick else 1.0)
+
+
+def forecast(tasks: Sequence[Task], listed: Sequence[Task], quick: bool, ranks: int) -> str:
     """`132 of 831 cases, about 3 min by estimate`."""
-    seconds = START_S + estimate_s(tasks, quick)
+    seconds = start_s(ranks) + estimate_s(tasks, quick) + _END_S
     cases = f"{len(tasks)} of {len(listed)} cases" if len(tasks) < len(listed) else plural(len(tasks), "case")
     return f"{cases}, {about(seconds)} by estimate"
 
 
-def _task_s(task: Task) -> float:
-    if task.suite.world == "simulated":
-        return _SIMULATED_S * len(task.impls)
-    return (_RANKS_S + _PER_BYTE_S * (task.case.size_bytes or 0)) * len(task.impls)
-
-
-def choose(tasks: Sequence[Task], budget_s: float, quick: bool) -> list[Task]:
-    """Those that fit into so many seconds with the start of the ranks, suite by suite, the most telling first;
-    of every suite at least one."""
-    share = (budget_s - START_S) / max(estimate_s(tasks, quick), 1e-9)
-    chosen: list[Task] = []
-    for suite in dict.fromkeys(task.suite.name for task in tasks):
-        own = by_importance([task for task in tasks if task.suite.name == suite])
-        left_s = share * estimate_s(own, quick)
-        for number, task in enumerate(own):
-            left_s -= estimate_s([task], quick)
-            if left_s < 0 and number > 0:
-                break
+def choose(tasks: Sequence[Task], budget_s: float, quick: bool, ranks: int) -> list[Task]:
+    """Those that fit into so many seconds if all takes as long as estimated. tasks: by importance."""
+    deadlines = Deadlines(tasks, budget_s, quick)
+    now_s, chosen = start_s(ranks), []
+    for task in tasks:
+        if deadlines.allows(task, now_s):
             chosen.append(task)
+            now_s += estimate_s([task], quick)
     return chosen
 
 
 def by_importance(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks of one suite, the most telling first."""
-    curves: dict[tuple[object, ...], list[Task]] = {}
-    names: dict[str, list[tuple[object, ...]]] = {}
-    for task in tasks:
-        params = tuple((key, value) for key, value in task.case.params.items() if key not in _SWEPT)
-        curve = task.case.name, *params
-        if curve not in curves:
-            names.setdefault(task.case.name, []).append(curve)
-        curves.setdefault(curve, []).append(task)
+    """Suite by suite, the most telling first."""
+    return [task for unit in _units(tasks) for task in unit]
+
+
+def _units(tasks: Sequence[Task]) -> list[list[Task]]:
+    """The tasks by importance; those that say something together alone are one unit."""
+    return [unit for of in group_by(tasks, lambda t: t.suite.name).values() for unit in _units_of_suite(of)]
+
+
+def _units_of_suite(tasks: Sequence[Task]) -> list[list[Task]]:
+    headline = [task for task in tasks if task.case.passes > 1]
+    curves = group_by(
+        (task for task in tasks if task.case.passes == 1),
+        lambda task: (task.case.name, *((k, v) for k, v in task.case.params.items() if k not in _SWEPT)),
+    )
     sweeps = any(len(points) > 2 for points in curves.values())
-    ranked: list[tuple[int, int, Task]] = []
-    for of_name in names.values():
+    ranked: list[tuple[int, int, list[Task]]] = []
+    for of_name in group_by(curves.values(), lambda points: points[0].case.name).values():
         for place, curve_at in enumerate(coarse_to_fine(len(of_name))):
-            points = curves[of_name[curve_at]]
+            points = of_name[curve_at]
             points.sort(key=lambda task: [float(task.case.params.get(key, 0)) for key in _SWEPT])
+            ordered = [points[at] for at in coarse_to_fine(len(points))]
             budget_priority = points[0].suite.budget_priority
             # What accompanies a sweep comes after three sizes of the sweep itself.
             comes_first = (
                 budget_priority(points[0].case) if budget_priority else not sweeps or len(points) > 1
             )
-            first = 0 if comes_first else 3
-            for size, at in enumerate(coarse_to_fine(len(points)), first):
-                ranked.append((size, place, points[at]))
-    return [task for _, _, task in sorted(ranked, key=lambda entry: entry[:2])]
+            first = 0 if comes_first else 1
+            ranked.append((first, place, ordered[:_LINE]))
+            ranked += [(size, place, [task]) for size, task in enumerate(ordered[_LINE:], first + 1)]
+    return [*([headline] if headline else []), *(unit for *_, unit in sorted(ranked, key=lambda r: r[:2]))]
 
 
 def coarse_to_fine(count: int) -> Iterator[int]:
@@ -107,24 +124,38 @@ def name_left_out(listed: Sequence[Task], left: Sequence[Task]) -> str:
 
 
 class Deadlines:
-    """When a suite has to end, so that the others get their share of what is left.
+    """Whether there is time for a task, so that a run ends in time and every suite gets its share of what is left.
 
-    tasks: what is to be measured, in order. end_s: when all has to end, on the clock that `allows` is given.
+    tasks: what may be measured, by importance. end_s: when all has to end, on the clock that `allows` is given.
     """
 
-    def __init__(self, tasks: Sequence[Task], end_s: float) -> None:
-        self._end_s = end_s
-        self._left = dict.fromkeys(dict.fromkeys(task.suite.name for task in tasks), 0.0)
+    def __init__(self, tasks: Sequence[Task], end_s: float, quick: bool) -> None:
+        self._end_s = end_s - _END_S
+        self._quick = quick
+        self._units = {id(unit[0].case): unit for unit in _units(tasks)}
+        self._left: dict[str, float] = {}
         for task in tasks:
-            self._left[task.suite.name] += _task_s(task)
-        self._until: dict[str, float] = {}
+            self._left[task.suite.name] = self._left.get(task.suite.name, 0.0) + estimate_s([task], quick)
+        self._suite = ""
+        self._closed = False  # a unit of this suite had no time: what is less important has none
+        self._began_s = self._until_s = self._spent_s = 0.0  # spent: as estimated
 
     def allows(self, task: Task, now_s: float) -> bool:
-        """Whether another case of its suite may begin now; the first one always may."""
-        suite = task.suite.name
-        if suite in self._until:
-            return now_s < self._until[suite]
-        share = self._left.pop(suite)
-        share /= share + sum(self._left.values())
-        self._until[suite] = now_s + share * (self._end_s - now_s)
-        return True
+        """Whether the next task may begin now. The first unit of all always may, the first of a suite where it takes
+        at most twice the suite's share; a unit that was begun is measured to its end."""
+        unit = self._units.get(id(task.case))
+        if unit is None:
+            return not self._closed
+        needed_s, left_s = estimate_s(unit, self._quick), self._end_s - now_s
+        if task.suite.name != self._suite:
+            first, self._suite = not self._suite, task.suite.name
+            share = self._left.pop(self._suite)
+            share *= left_s / (share + sum(self._left.values()))
+            self._closed = not first and needed_s > min(2 * share, left_s)
+            self._began_s, self._until_s, self._spent_s = now_s, now_s + share, 0.0
+        elif not self._closed:
+            pace = (now_s - self._began_s) / self._spent_s
+            self._closed = now_s + needed_s * pace > self._until_s
+        if not self._closed:
+            self._spent_s += needed_s
+        return not self._closed

@@ -187,7 +187,7 @@ def record_failure(
         complain(f"{sentence}: {error}")
         return False
     if failed and goes_on:
-        complain(f"{sentence}: recorded as failed; going on with new ranks")
+        complain(f"{sentence}: recorded as failed; continuing with new ranks")
         return True
     complain(f"{sentence}: {kept}")
     return False
@@ -215,14 +215,12 @@ def _record(diagnosis: Diagnosis, case: ActiveCase, output: Path, writer: RunWri
 
 
 def kept_in(output: Path) -> str:
-    """`3 results are in x.jsonl; go on with --resume -o x.jsonl`."""
+    """`3 results are in x.jsonl; continue with --resume -o x.jsonl`."""
     try:
         count = len(read_run(output, with_samples=False).results)
     except UnreadableRunError:
         return "nothing was measured"
-    return (
-        f"{count} {'result is' if count == 1 else 'results are'} in {output}; go on with --resume -o {output}"
-    )
+    return f"{count} {'result is' if count == 1 else 'results are'} in {output}; continue with --resume -o {output}"
 
 
 class FailureDetector:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from dtbench.engine.failure import INTERRUPTED, ActiveCase, Diagnosis, kept_in, record_failure
 from dtbench.engine.options import RunJob, RunRequest, prepare, remaining
-from dtbench.engine.place import AGAIN, LAUNCH, NOTE, OUTPUT, Note, find_place, output_of
+from dtbench.engine.place import AGAIN, BEGAN, LAUNCH, NOTE, OUTPUT, Note, find_place, output_of
 from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.session import Session, run_to_resume, say_complete
@@ -53,7 +53,7 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
 
     argv: the command line without the program's name, which the ranks are started with again.
     """
-    place = find_place()
+    began_s, place = time.monotonic(), find_place()
     if place is not None:
         Session(request, place, argv).go()
     if request.save_baseline is not None:
@@ -67,13 +67,14 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     elif before.complete:
         return say_complete(before)
     ranks = plural(job.options.world_size, "process")
-    say(f"starting {ranks}, which load{'' if job.options.world_size > 1 else 's'} torch and meet")
+    say(f"starting {ranks}, loading torch")
     done = {result.key for result in before.results} if before else set()
     code = EXIT_OK
     for launch in range(request.launches):
         last = launch + 1 == request.launches
         # What a refined launch lacks is known to its ranks only.
         if last or job.options.refine or remaining(job.tasks, done, launch):
+            os.environ[BEGAN] = str(began_s)
             note = _measure_launch(job, argv, launch, output)
             code = EXIT_INTERRUPTED if note.code is None else note.code
             if not note.whole:
@@ -100,9 +101,9 @@ def job_here(request: RunRequest) -> RunJob:
 
 def _measure_launch(job: RunJob, argv: Sequence[str], launch: int, output: Path) -> Note:
     """One launch: while cases cost it its ranks, new ones go on with those that are left."""
-    fruitless, good, now_s, began_s = 0, 0, time.monotonic(), None
+    fruitless, good, again = 0, 0, False
     while True:
-        note = start_ranks(argv, job.options.world_size, launch, output, began_s=began_s)
+        note = start_ranks(argv, job.options.world_size, launch, output, again=again)
         if note.diagnosis is None:
             return note
         fruitless = 0 if note.good > good else fruitless + 1
@@ -110,9 +111,9 @@ def _measure_launch(job: RunJob, argv: Sequence[str], launch: int, output: Path)
         goes_on = job.request.on_failure == "continue" and fruitless < MAX_FRUITLESS
         if not record_failure(note.diagnosis, note.case, output, goes_on=goes_on):
             if fruitless == MAX_FRUITLESS:
-                complain(f"{MAX_FRUITLESS} starts in a row measured nothing: {kept_in(output)}")
+                complain(f"{MAX_FRUITLESS} starts in a row gave no result: {kept_in(output)}")
             return note
-        began_s = now_s
+        again = True
 
 
 def start_ranks(
@@ -122,7 +123,7 @@ def start_ranks(
     output: Path,
     report: Callable[[Diagnosis, ActiveCase], object] = lambda _diagnosis, _case: None,
     *,
-    began_s: float | None = None,
+    again: bool = False,
 ) -> Note:
     """Starts `nproc` fresh ranks of `dtbench ARGUMENTS` here and waits for them; their last note, with the launch's
     exit code.
@@ -130,8 +131,7 @@ def start_ranks(
     They are started through torch's elastic launcher, which waits for them, hosts their store and ends
     the others when one dies. Its log and its tables are not shown: the ranks say what happened.
 
-    report: called with what ended the ranks and what they were doing. began_s: where others of this launch were lost,
-        when the first of them were started.
+    report: called with what ended the ranks and what they were doing. again: whether others of this launch were lost.
 
     Raises:
         UsageError: fewer files may be open than they need, or they could not meet.
@@ -141,7 +141,7 @@ def start_ranks(
     with tempfile.TemporaryDirectory(prefix="dtbench-", ignore_cleanup_errors=True) as folder:
         note_path = str(Path(folder, "note.json"))
         os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})
-        os.environ.update({LAUNCHER: str(os.getpid()), AGAIN: str(began_s or "")})
+        os.environ.update({LAUNCHER: str(os.getpid()), AGAIN: "1" if again else ""})
         # Ranks that share cores and each start a thread per core would measure the fight for them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         failures: list[tuple[int, int]] = []

@@ -289,7 +289,7 @@ def refuse_foreign_options(suites: Sequence[Suite], chosen: Mapping[str, str]) -
             raise UnknownOptionError(
                 dashed,
                 [f"--{option}" for option in declared],
-                f"No such option '{dashed}'; `dtbench run --help` shows what there is{of_suites}",
+                f"No such option '{dashed}'; `dtbench run --help` lists the options{of_suites}",
             )
         if not value or value.startswith("--"):
             raise UsageError(f"--{name} needs a value: expected --{name} VALUE")
@@ -455,8 +455,7 @@ class RunJob:
     request: RunRequest
     options: RunOptions
     suites: tuple[Suite, ...]
-    tasks: tuple[Task, ...]  # to measure, in this order
-    listed: tuple[Task, ...]  # all that the options name; --budget may leave some out
+    tasks: tuple[Task, ...]  # to measure, in this order; under --budget as far as time allows
 
     @property
     def suite_names(self) -> list[str]:
@@ -468,6 +467,16 @@ class RunJob:
         """Whether one process measures all of it, which simulates its ranks."""
         return all(task.suite.world == "simulated" for task in self.tasks)
 
+    @property
+    def processes(self) -> int:
+        """How many measure."""
+        return 1 if self.simulated else self.options.world_size
+
+    def expected(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """Those of the tasks that --budget holds by estimate; without it all."""
+        limit_s = self.request.budget_s
+        return tasks if limit_s is None else budget.choose(tasks, limit_s, self.options.quick, self.processes)
+
 
 def prepare(request: RunRequest, device_type: DeviceType, world_size: int) -> RunJob:
     """Validates all that can be validated before ranks exist.
@@ -478,10 +487,10 @@ def prepare(request: RunRequest, device_type: DeviceType, world_size: int) -> Ru
     options = request.resolve(device_type, world_size)
     suites = tuple({suite.name: suite for suite in load(request.suites)}.values())
     refuse_foreign_options(suites, request.suite_options)
-    listed = tasks = list_tasks(suites, options, request.filter)
+    tasks = list_tasks(suites, options, request.filter)
     if request.budget_s is not None:
-        tasks = budget.choose(listed, request.budget_s, options.quick)
-    return RunJob(request, options, suites, tuple(tasks), tuple(listed))
+        tasks = budget.by_importance(tasks)
+    return RunJob(request, options, suites, tuple(tasks))
 
 
 def same_on_all_ranks(job: RunJob) -> dict[str, str]:

@@ -23,7 +23,8 @@ from dtbench.records.atomic import replace_file
 from dtbench.suite.errors import UsageError
 
 LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
-AGAIN = "DTBENCH_AGAIN"  # where ranks of this launch were lost: when it began, on the monotonic clock
+AGAIN = "DTBENCH_AGAIN"  # set where ranks of this launch were lost
+BEGAN = "DTBENCH_BEGAN"  # when the run did, on the launcher's monotonic clock
 NOTE = "DTBENCH_NOTE"  # path of the note to it; set by our own launcher only
 OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from dtbench.suite import STATUSES, Result
@@ -30,29 +30,36 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._total = self._done = 0
+        self._done = 0
+        self._estimates_s: list[float] = []
+        self._end_s: float | None = None
         self._began_s = self._told_s = clock()
 
-    def begin(self, headline: str, total: int) -> None:
-        """So many results are to come."""
-        self._total = total
+    def begin(self, headline: str, estimates_s: Sequence[float], end_s: float | None = None) -> None:
+        """Results are to come that take about so many seconds each; or as many as there is time for until `end_s`."""
+        self._estimates_s, self._end_s = list(estimates_s), end_s
         self._began_s = self._told_s = self._clock()
         say(headline)
 
-    def more(self, count: int) -> None:
+    def more(self, estimates_s: Sequence[float]) -> None:
         """So many more are to come than `begin` said."""
-        self._total += count
-        say(f"{plural(count, 'more result')} to measure, where the sweep was too coarse")
+        self._estimates_s += estimates_s
+        say(f"{plural(len(estimates_s), 'more result')} to measure, between sizes where interpolation is off")
 
     def result(self, result: Result) -> None:
         """The next one."""
         say(line_of(result))
         self._done += 1
-        now_s = self._clock()
-        if now_s - self._told_s >= TELL_EVERY_S and self._done < self._total:
-            self._told_s = now_s
-            left_s = (now_s - self._began_s) / self._done * (self._total - self._done)
-            say(f"result {self._done} of {self._total}, {about(left_s)} left")
+        now_s, total = self._clock(), len(self._estimates_s)
+        if now_s - self._told_s < TELL_EVERY_S:
+            return
+        self._told_s = now_s
+        if self._end_s is not None:
+            say(f"{plural(self._done, 'result')}, {about(max(self._end_s - now_s, 0.0))} left")
+        elif self._done < total:
+            pace = (now_s - self._began_s) / sum(self._estimates_s[: self._done])
+            left_s = pace * sum(self._estimates_s[self._done :])
+            say(f"result {self._done} of {total}, {about(left_s)} left")
 
 
 class ProgressLine:

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypedDict, TypeVar, cast
 
 from dtbench.engine.clock import Clock
@@ -485,17 +485,35 @@ class TaskSweep:
     def measure(
         self, tasks: Sequence[Task], world: World, ranks: RankGroup, instruments: Instruments
     ) -> None:
-        """Measures the tasks in order, all ranks of `ranks` together."""
+        """Measures the tasks in order, all ranks of `ranks` together; one process those of several passes first."""
+        several = [t for t in tasks if t.case.passes > 1 and ranks.size == 1 and self.go_on(t, ranks)]
+        passes = [
+            [self._once(task, world, ranks, instruments) for task in several]
+            for _ in range(max((task.case.passes for task in several), default=0))
+        ]
+        for task, *outcomes in zip(several, *passes, strict=True):
+            self._record(task, outcomes)
         for task in tasks:
-            if not self.go_on(task, ranks):
-                continue
-            case, now = task.case, self.now
-            now.begin(task.suite.name, case.name, case.params, task.impls)
-            self.starting(task)
-            with self.limit(self.timeout_s):
-                schedule = Adaptive(case, task.impls, ranks, instruments, now, self.timeout_s)
-                outcomes = schedule.run(world)
-            if ranks.rank == 0:
-                for impl in task.impls:
-                    self.record(to_result(task, impl, outcomes[impl], self.launch))
-            now.end()
+            if task not in several and self.go_on(task, ranks):
+                outcome = self._once(task, world, ranks, instruments)
+                if ranks.rank == 0:
+                    self._record(task, [outcome])
+
+    def _once(
+        self, task: Task, world: World, ranks: RankGroup, instruments: Instruments
+    ) -> dict[str, ImplOutcome]:
+        now = self.now
+        now.begin(task.suite.name, task.case.name, task.case.params, task.impls)
+        self.starting(task)
+        with self.limit(self.timeout_s):
+            schedule = Adaptive(task.case, task.impls, ranks, instruments, now, self.timeout_s)
+            outcomes = schedule.run(world)
+        now.end()
+        return outcomes
+
+    def _record(self, task: Task, passes: Sequence[Mapping[str, ImplOutcome]]) -> None:
+        for impl in task.impls:
+            outcome = next((of[impl] for of in passes if of[impl].status != "ok"), passes[0][impl])
+            if len(passes) > 1 and outcome.status == "ok":
+                outcome = replace(outcome, samples_s=tuple(s for of in passes for s in of[impl].samples_s))
+            self.record(to_result(task, impl, outcome, self.launch))

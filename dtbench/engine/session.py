@@ -28,7 +28,7 @@ from dtbench.engine.options import (
     remaining,
     same_on_all_ranks,
 )
-from dtbench.engine.place import AGAIN, RankPlace, launch_number, output_of, start_again
+from dtbench.engine.place import AGAIN, BEGAN, RankPlace, launch_number, output_of, start_again
 from dtbench.engine.progress import Progress, say, summary_of
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.ranks import AloneRanks, backend_of, simulated_world
@@ -61,7 +61,7 @@ class Session:
         self._argv = argv
         self._launch = launch_number()
         self._output = output_of(request.output)
-        self._began_s = float(os.environ.get(AGAIN) or time.monotonic())
+        self._began_s = float(os.environ.get(BEGAN) or time.monotonic())
         self._recorder: RunRecorder | None = None  # on rank 0
         self._rank = LaunchedRank(place, self._report, self._launch)
 
@@ -86,7 +86,7 @@ class Session:
             self._recorder = RunRecorder(job, self._open(job), self._launch)
         tasks = self._agree_on_tasks(job)
         if self._recorder is not None:
-            self._recorder.begin(tasks)
+            self._recorder.begin(tasks, self._began_s)
         self._measure(job, tasks)
         rank.conclude(lambda: self._on_rank_0.end())
 
@@ -165,10 +165,18 @@ class Session:
         """Whether --budget has time for a task, as rank 0 finds."""
         if self._request.budget_s is None:
             return lambda _task, _ranks: True
-        deadlines = budget.Deadlines(tasks, self._began_s + self._request.budget_s)
-        return lambda task, ranks: bool(
-            ranks.agree(None, lambda _votes: deadlines.allows(task, time.monotonic()))
-        )
+        deadlines = budget.Deadlines(tasks, self._began_s + self._request.budget_s, self._request.quick)
+        ended: set[str] = set()  # suites: what comes after a refusal is refused, too
+
+        def go_on(task: Task, ranks: RankGroup) -> bool:
+            suite = task.suite.name
+            if suite not in ended and not ranks.agree(
+                None, lambda _votes: deadlines.allows(task, time.monotonic())
+            ):
+                ended.add(suite)
+            return suite not in ended
+
+        return go_on
 
     # ---- for whoever reports a failure ----
 
@@ -207,26 +215,28 @@ class RunRecorder:
         more = further_tasks(job.suites, job.options, job.request.filter, results, self._launch)
         left = self.left(more)
         if left:
-            self.progress.more(sum(len(task.impls) for task in left))
+            self.progress.more([budget.impl_s(t, job.options.quick) for t in left for _ in t.impls])
         return [(t.suite.name, t.case.name, dict(t.case.params), list(t.impls)) for t in left]
 
-    def begin(self, tasks: Sequence[Task]) -> None:
-        """The first line."""
+    def begin(self, tasks: Sequence[Task], began_s: float) -> None:
+        """The first line. began_s: when the run was, on the monotonic clock."""
         options, request = self._job.options, self._job.request
-        total = sum(len(task.impls) for task in tasks)
+        expected, quick = self._job.expected(tasks), options.quick
+        estimates = [budget.impl_s(task, quick) for task in expected for _ in task.impls]
         alone = dict.fromkeys(task.suite.name for task in tasks if task.suite.world == "simulated")
         ranks = f"on {options.world_size} {options.device_type} ranks ({format_mesh(options.mesh)})"
         if self._job.simulated:
             ranks = "in one process, which simulates its ranks"
         elif alone:
-            ranks += f", of {' and '.join(alone)} in one process"
+            ranks += f", {' and '.join(alone)} in one process"
         words = [
-            f"{plural(total, 'result')} to measure {ranks},",
+            f"{plural(len(estimates), 'result')} to measure {ranks},",
             f"launch {self._launch + 1} of {request.launches}," if request.launches > 1 else "",
             "" if request.brief else f"into {self.writer.path}:",
-            budget.forecast(tasks, self._job.listed, options.quick),
+            budget.forecast(expected, self._job.tasks, quick, self._job.processes),
         ]
-        self.progress.begin(" ".join(word for word in words if word), total)
+        end_s = None if request.budget_s is None else began_s + request.budget_s
+        self.progress.begin(" ".join(word for word in words if word), estimates, end_s)
 
     def record(self, result: Result) -> None:
         try:
@@ -244,9 +254,9 @@ class RunRecorder:
             self.writer.end()
         self.writer.close()
         if last:
-            left = self.left(self._job.listed)
+            left = self.left(self._job.tasks)
             if request.budget_s is not None and left:
-                say(f"left out for --budget: {budget.name_left_out(self._job.listed, left)}")
+                say(f"left out for --budget: {budget.name_left_out(self._job.tasks, left)}")
             say_ended(request, self.writer.path)
         return exit_code_of(results.values())
 

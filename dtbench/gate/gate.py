@@ -197,7 +197,7 @@ class GateRun:
         )
 
     def _count(self) -> tuple[Counted, Counted]:
-        self.say("counting what one call of each benchmark does, in base and in head")
+        self.say("counting the operations of one call of each benchmark, in base and in head")
         old, new = self.launcher.count("base", "head")
         for name, counted in (("base", old), ("head", new)):
             self.notes += [f"in {name}: {problem}" for problem in counted.listing.problems]

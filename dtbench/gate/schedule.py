@@ -110,7 +110,7 @@ class GateSchedule:
         self._rounds(SCREEN_ROUNDS)
         moved = [self._effect(pairs) for pairs in (self.evidence.control, self.evidence.null)]
         if any(has_moved(effect) for effect in moved):
-            self._say("something moved that nobody touched: five more rounds tell whether by chance")
+            self._say("an unchanged benchmark moved: five more rounds, to tell chance from drift")
             self._rounds(MORE_ROUNDS)
         for benchmark in self._left():
             effect, base_s, head_s = effect_and_times(self.evidence.screen[benchmark.key])

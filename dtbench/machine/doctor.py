@@ -103,7 +103,7 @@ def _load(here: Surroundings) -> Iterator[MachineFinding]:
     # Half a core busy on average is already a neighbour of some rank.
     ok = load <= max(0.5, 0.1 * here.usable_cores)
     effect = "other processes take cores from the ranks: the slowest rank counts, so all times grow"
-    yield _judged("load average", ok, got, effect, "end what runs (see: top) and wait a minute")
+    yield _judged("load average", ok, got, effect, "stop other processes (see: top) and wait a minute")
 
 
 def _threads(here: Surroundings) -> Iterator[MachineFinding]:

@@ -346,7 +346,7 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
     worst = dict(sorted(slow.items(), key=lambda item: item[1])[:MAX_SUSPECTS])
     if len(slow) > len(worst):
         notes.append(
-            f"{kind}: {len(slow)} of {len(times)} ranks are slow; the worst {len(worst)} were looked at"
+            f"{kind}: {len(slow)} of {len(times)} ranks are slow; the worst {len(worst)} were examined"
         )
     return worst
 

@@ -61,7 +61,7 @@ def preflight(options: RunRequest, expect: Path | None, as_json: bool, argv: Seq
         nproc = count_ranks(options.ranks, device_type, options.backend)
     options.resolve(device_type, nproc)
     _refuse_one(nproc)
-    tell(f"starting {plural(nproc, 'process')}, which load torch and meet")
+    tell(f"starting {plural(nproc, 'process')}, loading torch")
     note = start_ranks(argv, nproc, 0, Path(), _report)
     return EXIT_INTERRUPTED if note.code is None else note.code
 

@@ -37,6 +37,7 @@ from dtbench.profile.stages import (
 )
 from dtbench.records.profile import CallStages
 from dtbench.suite import Workload
+from dtbench.suite.case import FLOOR
 from dtbench_core.interop import stopwatch
 
 # A block of calls lasts about so long: above the clock's and the loop's cost, below most disturbances.
@@ -50,8 +51,6 @@ _ROUNDS, _FRAME_ROUNDS = 60, 16
 _QUICK_ROUNDS, _QUICK_FRAME_ROUNDS = 16, 4
 # Of frames so many calls are recorded at once.
 _FRAME_CALLS = 20
-# The floor beside the impls: the plain op on the local tensors.
-FLOOR = "local"
 # The floor inside a class of tensors: it has no stages to tell apart.
 WRAPPED = "wrapped"
 # torch's names of what it records.

@@ -21,6 +21,7 @@ from dtbench.machine.device import choose_device, count_ranks
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import Calls, CallStages
 from dtbench.suite import DeviceType
+from dtbench.suite.case import FLOOR
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.text.units import plural
 
@@ -129,7 +130,7 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     with simulated_world(device_of(device_type, 0)) as world:
         for task in tasks:
             floor_ns = None
-            impls = sorted(set(task.impls) - {calls.WRAPPED}, key=lambda impl: (impl != calls.FLOOR, impl))
+            impls = sorted(set(task.impls) - {calls.WRAPPED}, key=lambda impl: (impl != FLOOR, impl))
             for impl in impls:
                 subject = Subject(task.case, impl)
                 recording = calls.CallRecording(task.label, subject, request.options.quick, floor_ns)

@@ -72,7 +72,7 @@ def section_tables(record: RanksProfile) -> list[str]:
 def _skew_lines(section: RankSection) -> list[str]:
     lines = []
     for skew in section.skews:
-        late = "the clocks cannot tell who is last"
+        late = "which rank is last is below the clocks’ resolution"
         if skew.latest is not None:
             late = (
                 f"rank {skew.latest} is last most often, {skew.late[str(skew.latest)]} of {skew.count} times"

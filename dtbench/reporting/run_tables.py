@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
+from dtbench.engine.findings import floor_words
 from dtbench.engine.options import label_of, matcher
 from dtbench.records.drops import drops_of
 from dtbench.records.layout import DimLayout, layout_of
 from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
+from dtbench.suite.case import FLOOR, WHOLE
 from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text.table import TableColumn
@@ -46,8 +48,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # Core and its rival first, then the references that they are read against.
-_IMPL_ORDER = ("core", "torch", "local", "wrapped", "c10d", "unbucketed", "packed", "limit")
-_IMPL_TITLES = {"local": "floor (local)"}
+_IMPL_ORDER = ("core", "torch", FLOOR, WHOLE, "wrapped", "c10d", "unbucketed", "packed", "limit")
+_IMPL_TITLES = {FLOOR: "floor (local)", WHOLE: "one rank (whole)"}
 # How many cases are named where many share one reason; the rest is counted.
 _NAMED = 5
 _ALL = "--csv and --json give all"
@@ -114,7 +116,7 @@ def _print_provenance(console: Console, run: Run) -> None:
     cores = "" if cpu.usable_cores is None else f"{cpu.usable_cores} cores usable"
     dims = ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
     lines = {
-        "run": f"{run.path}" + ("" if run.complete else "  INCOMPLETE: no end line, go on with --resume"),
+        "run": f"{run.path}" + ("" if run.complete else "  INCOMPLETE: no end line, continue with --resume"),
         "started": header.started,
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value),
         "commit": f"{commit}{' with changes' if dirty else ''}" if commit else "",
@@ -137,7 +139,7 @@ def _by_one_process(run: Run) -> bool:
 
 def _ranks_words(run: Run) -> str:
     ranks = len(run.header.ranks)
-    return f"one process, beside {ranks - 1} that waited," if _by_one_process(run) else str(ranks)
+    return f"one process of {ranks} (the others idle)" if _by_one_process(run) else str(ranks)
 
 
 def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
@@ -188,9 +190,9 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     launches = results["launch"].nunique()
     title = f"{suite}: {statistic} of the samples"
     title += f", median over {launches} launches" if launches > 1 else ""
-    title += ", spread up to their upper quartile"
+    title += ", spread to their upper quartile"
     if run.by_one_process(suite):
-        title += f", by one process, not the run's {len(run.header.ranks)} ranks"
+        title += f", measured in one process, not on {len(run.header.ranks)} ranks"
     by_impl = {impl: _figures(cases, impl) for impl in impls}
     both = {"core", "torch"} <= set(impls)
     ratios = list(map(format_ratio, cells(cases["core/torch", "estimate_s"]))) if both else []
@@ -201,6 +203,10 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     print_prose(console, titled(title, same), "bold", width)
     print_table(console, table)
     print_rest(console, len(by_case), "cases", _ALL)
+    columns = [cells(cases["estimate_s", impl]) for impl in impls]
+    times = [{i: s for i, s in zip(impls, row, strict=True) if s} for row in zip(*columns, strict=True)]
+    for line in floor_words(times):
+        print_prose(console, f"{suite}: {line}", "", width)
 
 
 _TIMES, _RATES = ("time", "spread", "from last"), ("algbw", "busbw")

@@ -35,6 +35,9 @@ STAGES = (
 # What `--impl` chooses between. Every other impl (local, c10d, unbucketed, limit) is a reference
 # that stands beside them and is always measured.
 CHOOSABLE_IMPLS = ("core", "torch")
+# Two of the references. FLOOR: plain torch does a rank's share of the work, which nothing that distributes it can beat.
+# WHOLE: plain torch does all ranks' work on one, without communication: no floor, as a rank of several has less to do.
+FLOOR, WHOLE = "local", "whole"
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class Case:
         than `calls_per_sample`; the counter of that name then says how many.
     samples: fixed number of samples, or None to let the sampler choose within its budget.
     warmup_calls: at least so many calls are thrown away.
+    passes: above 1, in a simulated world, such cases are measured before all others, so many times in turn: what
+        disturbs the machine for some seconds then spoils one pass of each instead of all samples of some.
     tolerance: the largest slowdown that a gate's PASS has to exclude, as a share (0.05 is 5%), or None for
         the gate's own. floor_s: changes of less than so many seconds are none to a gate.
     """
@@ -120,6 +125,7 @@ class Case:
     sample_s: float = 0.0
     samples: int | None = None
     warmup_calls: int = 3
+    passes: int = 1
     tolerance: float | None = None
     floor_s: float = 0.0
 

@@ -106,7 +106,8 @@ class Suite:
     options: name -> help of the options of `dtbench run` that are this suite's; the values stand as text
         in `RunOptions.options`, and the suite checks them. by_default: whether it runs when no suite is named.
     refinement: what to measure beyond the cases, found while measuring. budget_priority: the cases of which --budget
-        measures three sizes before it comes to the others; without it all that have a sweep.
+        measures three sizes before it comes to the others; without it all that have a sweep. impl_s: about how long an
+        impl of a case takes, set-up and checks included, beside the bytes that it sends; for estimates.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Suite:
     by_default: bool = True
     refinement: Refinement | None = None
     budget_priority: Callable[[Case], bool] | None = None
+    impl_s: float = 0.15
 
     def __post_init__(self) -> None:
         if self.world not in get_args(WorldKind):
@@ -137,12 +139,13 @@ def suite(
     by_default: bool = True,
     refinement: Refinement | None = None,
     budget_priority: Callable[[Case], bool] | None = None,
+    impl_s: float = 0.15,
 ) -> Callable[[Callable[[RunOptions], Iterator[Case]]], Suite]:
     """Registers a generator of cases as the suite `name`; see `Suite` for the arguments."""
 
     def register(cases: Callable[[RunOptions], Iterator[Case]]) -> Suite:
         _registered[name] = registered = Suite(
-            name, cases, world, help, options or {}, by_default, refinement, budget_priority
+            name, cases, world, help, options or {}, by_default, refinement, budget_priority, impl_s
         )
         return registered
 

@@ -12,29 +12,19 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 import dtbench
+from dtbench.suite.dispatched import SINGLE_OP_PARAMS, SINGLE_OPS
 from dtbench.text.units import format_size
 
 RESULTS = Path(__file__).parents[2] / "results"
-# Of each op the placements that need no communication.
-OPS = {
-    "add": "S(0),S(0)",
-    "addmm": "R,S(0),R",
-    "linear_3d": "S(0),R,R",
-    "softmax": "S(0)",
-    "layer_norm": "S(0),R,R",
-    "cat": "S(0),S(0)",
-    "sum_dim0": "S(0)",
-    "view": "S(0)",
-}
 
 
 def ops(axes: Axes) -> None:
     """Cached forward calls on a mesh of 8."""
     frame = dtbench.cases_frame(RESULTS / "dispatch-cpu-2cores.jsonl", "dispatch")
-    for name, value in {"mesh": "8", "pass": "forward", "call": "cached"}.items():
+    for name, value in SINGLE_OP_PARAMS.items():
         frame = frame[frame[f"param.{name}", ""] == value]
     frame = frame.set_index([("name", ""), ("param.placements", "")])["estimate_s"] * 1e6
-    chosen = frame.loc[list(reversed(OPS.items()))]
+    chosen = frame.loc[list(reversed(SINGLE_OPS.items()))]
     names = [name for name, _ in chosen.index]
     for impl, label, look in (
         ("local", "plain tensors: the floor", {"marker": "|", "color": "0.4", "s": 90}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,15 +36,23 @@ def of_no_told_width() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def legible() -> Iterator[None]:
-    """No text of a drawing lies on another, on any page that a test of these makes in its process."""
+    """No text of a drawing lies on another and every axis has three labelled ticks where it can have them, on any page
+    that a test of these makes in its process."""
     # Imported where tests draw; it takes a second.
     figures = sys.modules.get("dtbench.reporting.html.figures")
     if figures is None:
         yield
         return
+    from dtbench.reporting.html.axes import Axis
     from dtbench.tests.html_page import overlapping_texts
 
-    draw = figures.draw
+    draw, spaced = figures.draw, Axis.spaced_ticks
+
+    def ticks_of(axis: Axis, *where: Any) -> Sequence[float]:
+        ticks = spaced(axis, *where)
+        there = {tick for of in axis.ticks for tick in of if axis.low <= tick <= axis.high}
+        assert len(ticks) >= min(3, len(there)), f"{axis}: {ticks}"
+        return ticks
 
     def drawn(width: float, height: float, paint: Callable[[Any], None], **rest: Any) -> object:
         def painted(canvas: Any) -> None:
@@ -56,6 +64,7 @@ def legible() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "draw", drawn)
+        patch.setattr(Axis, "spaced_ticks", ticks_of)
         yield
 
 

@@ -84,7 +84,7 @@ def test_help_shows_thirteen_commands(dtbench: Cli) -> None:
         ("calibrat", "Did you mean 'calibrate'?; `dtbench --help`"),
         ("suite chek", "Did you mean 'check'?; `dtbench suite --help`"),
         ("show --jso", "Did you mean '--json'?; `dtbench show --help`"),
-        ("run SUITE --filtr x", "`dtbench run --help` shows what there is. Did you mean '--filter'?"),
+        ("run SUITE --filtr x", "`dtbench run --help` lists the options. Did you mean '--filter'?"),
     ],
 )
 def test_the_nearest_name_is_suggested(dtbench: Cli, args: str, meant: str) -> None:
@@ -127,7 +127,7 @@ def test_a_run_that_cannot_be_is_refused_in_one_line_before_anything_starts(
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
-        (KeyError("x"), EXIT_OWN_FAULT, "a fault of dtbench itself, please report it with "),
+        (KeyError("x"), EXIT_OWN_FAULT, "an internal error, please report it with "),
         (OSError(errno.ENOENT, "No such file", "/x"), EXIT_OWN_FAULT, "FileNotFoundError: [Errno 2]"),
         (
             OSError(errno.EACCES, "Permission denied", "/x"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
 
 from dtbench.cli.run import _begun_with
-from dtbench.engine.findings import findings, next_commands
+from dtbench.engine.findings import findings, floor_words, next_commands
 from dtbench.records import baselines
 from dtbench.suite import Result
+from dtbench.suite.dispatched import SINGLE_OPS
 from dtbench.suite.errors import UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
@@ -20,35 +22,106 @@ def timed(suite: str, name: str, impl: str, seconds: float, **params: str | int)
     return made_up.result(suite, name, impl, params, [seconds] * 5, rank_samples=ranks)
 
 
+CACHED = {"mesh": "8", "pass": "forward", "call": "cached"}
+
+
+def single_ops(count: int) -> list[Result]:
+    """Op k takes 1 us on plain tensors, 5 + k in the core and 9 + 2 k us in torch."""
+    return [
+        timed("dispatch", name, impl, us * 1e-6, **CACHED | {"placements": SINGLE_OPS[name]})
+        for k, name in enumerate(list(SINGLE_OPS)[:count])
+        for impl, us in (("core", 5.0 + k), ("torch", 9.0 + 2 * k), ("local", 1.0))
+    ]
+
+
+# Calls that are no single op on one mesh dim, each a thousand times as long.
+OTHERS = [
+    timed("dispatch", name, impl, us * 1e-3, **CACHED | params)
+    for name, params in (
+        ("adamw_step_x10", {"placements": "S(0)"}),
+        ("tp_mlp", {"placements": "Colwise,Rowwise"}),
+        ("redistribute", {"placements": "S(0)->S(0)"}),
+        ("add", {"placements": "S(0),S(0)", "mesh": "2x4"}),
+        ("add", {"placements": "S(0),R"}),
+        ("relu", {"placements": "S(0)", "call": "first"}),
+        ("relu", {"placements": "S(0)", "pass": "forward+backward"}),
+    )
+    for impl, us in (("core", 5.0), ("torch", 9.0), ("local", 1.0))
+]
+
+
+def test_what_an_op_adds_is_of_the_same_single_ops_whatever_else_was_measured() -> None:
+    alone = findings(made_up.run(single_ops(12)))
+    # 8 + 2 k and 4 + k us, k = 5.5 in the middle.
+    assert alone[0].startswith(
+        "dispatch: an op takes 19.0 µs more with torch’s DTensor, 9.50 µs more with dtbench’s core: "
+        "median of 12 single ops (add, mul_scalar, "
+    )
+    assert findings(made_up.run([*OTHERS, *single_ops(12)]))[0] == alone[0]
+    (some, *_) = findings(made_up.run([*OTHERS, *single_ops(5)]))
+    assert "an op takes 12.0 µs more with torch’s DTensor" in some and "median of 5 of 12 single ops" in some
+    assert not [line for line in findings(made_up.run([*OTHERS, *single_ops(4)])) if "an op takes" in line]
+
+
+def test_kinds_of_calls_have_means_of_their_own() -> None:
+    lines = findings(made_up.run([*single_ops(12), *OTHERS]))
+    ratios = [(9 + 2 * k) / (5 + k) for k in range(12)] + [9 / 5] * 3
+    mean = statistics.geometric_mean(ratios)
+    assert (
+        f"dispatch: single ops: the core is {mean:.2f}x faster than torch.distributed.tensor, geometric mean of "
+        "15 cases, from 1.8x to 1.9x"
+    ) in lines
+    kinds = [line.split(": ")[1] for line in lines[1:]]
+    assert kinds == [
+        "single ops",
+        "optimizer steps, clipping and other calls of many ops",
+        "redistributions to the same placement",
+        "first calls",
+    ]
+    assert lines[-1] == (
+        "dispatch: first calls: 3 times from 1.00 ms (relu mesh=8 pass=forward call=first placements=S(0) local) to "
+        "9.00 ms (relu mesh=8 pass=forward call=first placements=S(0) torch)"
+    )  # of fewer than five cases there is no mean
+
+
+def test_a_floor_that_is_slower_is_called_none() -> None:
+    times = [{"local": 3.0, "core": 2.0, "torch": 4.0}, {"local": 1.05, "core": 1.0}, {"core": 1.0}]
+    assert floor_words(times) == [
+        "the floor (local) is slower than core in 1 of 2 cases: it is no floor there"
+    ]
+    both = [{"local": 3.0, "core": 2.0, "torch": 2.0}]
+    assert floor_words(both) == [
+        "the floor (local) is slower than core in 1 of 1 case and torch in 1 of 1 case: it is no floor there"
+    ]
+    assert floor_words([{"local": 1.0, "core": 2.0}, {"whole": 3.0, "core": 2.0}]) == []
+    mine = [timed("mine", "a", impl, s) for impl, s in (("core", 1e-3), ("local", 2e-3))]
+    assert findings(made_up.run(mine))[-1] == f"mine: {floor_words([{'core': 1.0, 'local': 2.0}])[0]}"
+
+
 def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured() -> None:
-    dispatch = [
-        timed("dispatch", "add", impl, seconds, call=call)
-        for call, times in (
-            ("cached", {"core": 3e-6, "torch": 9e-6}),
-            ("first", {"core": 1e-6, "torch": 1e-3}),
-        )
-        for impl, seconds in times.items()
+    steps = [
+        timed("steps", "add", impl, seconds, n=n)
+        for n in range(5)
+        for impl, seconds in {"core": 3e-6, "torch": 9e-6}.items()
     ]
     sums = [
         timed("collectives", "all_reduce", "c10d", s, size=n, groups="together")
         for n, s in ((4096, 1e-4), (2**20, 1e-3))
     ]
-    quiet = made_up.run([*dispatch, *sums], "a.jsonl", machine={"cpu": {"usable_cores": 8}})
+    quiet = made_up.run([*steps, *sums], "a.jsonl", machine={"cpu": {"usable_cores": 8}})
     of_sums = "collectives: 2 times from 100 µs (all_reduce size=4 KiB groups=together c10d) to 1.00 ms"
     fast, slow = findings(quiet)
-    assert (
-        fast == "dispatch: the core is 3.00x faster than torch.distributed.tensor over 1 case"
-    )  # of cached calls
+    assert fast == (
+        "steps: the core is 3.00x faster than torch.distributed.tensor, geometric mean of 5 cases, from 3.0x to 3.0x"
+    )
     assert slow.startswith(of_sums)
     assert next_commands(quiet) == [
         "next: dtbench show a.jsonl",
         "      dtbench calibrate a.jsonl -o a.topology.json",
         "      dtbench report a.jsonl -o a.html",
     ]
-    sure, doubts, doubted = findings(made_up.run([*sums, *dispatch], machine={"cpu": {"usable_cores": 1}}))
-    assert (
-        sure == fast and doubts.startswith("with doubts, as 2 ranks share 1 core") and doubted == f"  {slow}"
-    )
+    sure, doubts, doubted = findings(made_up.run([*sums, *steps], machine={"cpu": {"usable_cores": 1}}))
+    assert sure == fast and doubts.startswith("unreliable (2 ranks share 1 core, ") and doubted == f"  {slow}"
 
 
 def test_any_suite_has_something_to_say() -> None:

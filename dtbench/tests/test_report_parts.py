@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from dtbench.cost import calibration
+from dtbench.engine.findings import findings as findings_of
 from dtbench.records.run import RunWriter
-from dtbench.reporting.html import Sources, gather, render
+from dtbench.reporting.html import Sources, figures, gather, render
 from dtbench.reporting.html.parts import bucketer, changes, collectives, cost_model, ranks
 from dtbench.reporting.html.section import Material
 from dtbench.reporting.html.sources import beside_each_other
@@ -23,6 +24,7 @@ from dtbench.suite import Result, Run
 from dtbench.suite.errors import UnreadableRunError
 from dtbench.tests import made_up, made_up_findings
 from dtbench.tests.html_page import HOSTILE, Page, cells, harmless, hostile, section, sources
+from dtbench.tests.test_findings import OTHERS, single_ops
 
 # ------------------------------------------------------------------------------------ verdict and changes
 
@@ -157,12 +159,52 @@ def test_dispatch_has_the_minima_and_their_ratios() -> None:
         if r.params["call"] == "cached" and r.time_s:
             medians.setdefault((r.name, *r.params.items()), {})[r.impl] = r.time_s.median
     mean = statistics.geometric_mean(of["core"] / of["torch"] for of in medians.values())
-    assert f"Over all cached calls the core is {1 / mean:.2f}× faster than torch" in shown.lead
+    words = f"Of single ops, cached, the core is {1 / mean:.2f}× faster than torch"
+    assert f"{words} (geometric mean of {len(medians)} cases)" in shown.lead
     assert f"geometric mean of {len(medians)} cases" in shown.headlines[-1][1]
     busy = [msgspec.structs.replace(r, params={**r.params, "call": "busy"}) for r in results[:6]]
     both = section("dispatch", [*results, *busy])
     assert (both.lead, both.headlines) == (shown.lead, shown.headlines)
     assert "at earlier work" in both.tables[-1].caption
+
+
+def test_the_chart_of_ops_has_common_ones_first_and_then_the_slowest() -> None:
+    params = {"mesh": "8", "pass": "forward", "call": "cached"}
+    times = {f"slow_{i}": ("S(0)", 1e-3 * (i + 1)) for i in range(30)}
+    times |= {"relu": ("S(0)", 1e-6), "mm": ("R,S(1)", 9e-6), "add": ("S(0),S(0)", 2e-6)}
+    results = [
+        made_up.result("dispatch", name, "torch", {**params, "placements": placements}, [time_s] * 3)
+        for name, (placements, time_s) in times.items()
+    ]
+    (panel,) = section("dispatch", results).figures[0].panels
+    drawn = [words.split()[0] for words in panel.desc.split("; ")]
+    slowest = [f"slow_{i}" for i in range(29, 14, -1)]
+    assert drawn == ["add", "relu", "mm", *slowest][: figures.MAX_ROWS]
+
+
+def test_the_page_says_what_a_single_op_adds_in_the_words_of_the_run() -> None:
+    shown = section("dispatch", [*OTHERS, *single_ops(12)])
+    figure, words = shown.headlines[0]
+    assert figure == "+19.0 µs" and f"dispatch: {words}" == findings_of(made_up.run(single_ops(12)))[0]
+    assert shown.outcome == words.partition(":")[0]
+    assert "The floor is the same op" in shown.lead and "8 and 2x4" in shown.lead
+    bare = section("dispatch", [r for r in single_ops(4) if r.impl == "core"])
+    assert bare.headlines == [] and "floor" not in bare.lead and "2x4" not in bare.lead
+    assert "vs torch" not in bare.figures[0].caption and "▲" not in bare.tables[0].note
+
+
+def test_captions_say_what_is_there() -> None:
+    quiet = section("collectives", [collective({}, {})])
+    assert "“Together”" in quiet.lead and "“Alone”" not in quiet.lead
+    assert "“alone”" not in quiet.figures[0].caption and "last column" not in quiet.tables[-1].note
+    both = section("collectives", [collective({}, {}), collective({"groups": "alone"}, {})])
+    assert "“Alone”" in both.lead and "“alone”" in both.figures[0].caption
+    buckets = section("bucketer", [r for r in made_up.bucketer() if r.impl == "core"])
+    assert "fairscale" not in buckets.lead and "limit" not in buckets.lead + buckets.figures[0].caption
+    whole = [msgspec.structs.replace(r, impl="whole") for r in made_up.tensor_parallel() if r.impl == "local"]
+    shown = section("tensor_parallel", whole)
+    assert "no floor" in shown.lead and "one rank, whole" in [c.header for c in shown.tables[0].columns]
+    assert "attention" in shown.lead and "block" not in shown.lead
 
 
 def collective(params: dict[str, Any], own: dict[str, list[float]]) -> Result:

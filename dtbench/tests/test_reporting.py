@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from dtbench.cost import calibration
 from dtbench.records.topology import CalibratedTopology, FromRun
 from dtbench.reporting.html import axes, figures, page
-from dtbench.reporting.html.parts import front
+from dtbench.reporting.html.parts import front, history
+from dtbench.reporting.html.section import Material
 from dtbench.reporting.html.svg import STAND_IN, settings
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import OutputError
@@ -59,26 +60,55 @@ def test_every_section_has_its_figure_and_table(whole: Page, text: str) -> None:
     drawn = {"bandwidth0", "times0", "skew0", "redistribute0", "residual0", "dispatch0", "bucket0"}
     assert {f"{prefix}-t" for prefix in (*drawn, "tensor_parallel0")} <= set(whole.ids())
     assert sum(tag == "figure" for tag, _ in whole.tags) == 8
-    assert len(text.encode()) < 0.7 * page.BUDGET_BYTES and "Read first" not in text
+    assert len(text.encode()) < 0.7 * page.BUDGET_BYTES and 'class="warnings"' not in text
     plots = [attrs for tag, attrs in whole.tags if tag == "svg" and attrs.get("role") == "img"]
     assert len(plots) >= 15 and all(attrs.get("aria-labelledby") for attrs in plots)
 
 
-def test_warnings_come_first(topology: CalibratedTopology) -> None:
+def test_ratios_of_times_are_called_by_their_terms(text: str) -> None:
+    assert "core vs torch" in text and "beside torch" not in text
+    crowd = {"cpu": {"model": "M", "usable_cores": 1}, "gpus": []}
+    (warning,) = front.warnings(Material(sources([made_up.run(list(made_up.collectives()), machine=crowd)])))
+    assert warning.brief == "2 ranks share 1 core" and "none of them" not in warning.text
+
+
+def test_warnings_are_folded_behind_their_number_and_the_severe_ones_in_few_words(
+    topology: CalibratedTopology,
+) -> None:
     elsewhere = msgspec.structs.replace(topology, runs=(FromRun(run_id="another-run"),))
     warned = render([made_up.run(list(made_up.NOT_OK), complete=False)], elsewhere)
     shown = Page(warned)
-    assert warned.index("Read first") < warned.index('id="provenance"')
-    for words in (
-        "Incomplete: made-up.jsonl",
-        "1 result held wrong data",
-        "1 result failed",
-        "another run (another-run)",
-    ):
-        assert words in shown.section_text[""]
+    (fold,) = re.findall(
+        r'<details class="warnings">\n<summary>(.*?)</summary>(.*?)</details>', warned, re.DOTALL
+    )
+    texts = re.findall(r"<li>(.*?)</li>", fold[1])
+    count, _, severe = fold[0].partition(": ")
+    assert count == f"{len(texts)} warnings" and len(texts) > 3
+    assert severe == "run incomplete; 1 wrong result; 1 failed result"
+    assert warned.index('<details class="warnings">') < warned.index("<main")
+    for words in ("made-up.jsonl", "1 wrong result: see", "another run (another-run)"):
+        assert any(words in text for text in texts)
     for reason in ("got 3, expected 4", "out of memory", "no rule for it"):
         assert reason in shown.section_text["failures"]
     assert "bucketer reduce_scatter, core (mesh_dim=tp), rank 3, launch 0" in shown.section_text["failures"]
+
+
+def test_what_has_one_row_is_folded() -> None:
+    """A section of one row whole, in a section of more the table or the figure of one; nothing is folded twice."""
+    cases = list(made_up.tensor_parallel())
+    one = [r for r in cases if (r.name, r.params) == (cases[0].name, cases[0].params)]
+    assert section("tensor_parallel", one).of_one_row and not section("tensor_parallel", cases).of_one_row
+    page_of_one = render([made_up.run([*one, *made_up.bucketer()])])
+    inside = page_of_one.partition('<section id="tensor_parallel">')[2].partition("</section>")[0]
+    assert inside.index("<details") < min(inside.index("<p"), inside.index("<figure"), inside.index("<table"))
+    assert inside.count("<details") == 1 and "<summary>1 case" in inside
+    params = {"mesh_dim": "dp", "dtype": "float32", "size": 65536}
+    overlap = [
+        made_up.result("overlap", "all_reduce", impl, params, [1e-3] * 3) for impl in ("core", "torch")
+    ]
+    shown = section("bucketer", [*made_up.bucketer(), *overlap])
+    assert [bool(figure.folded) for figure in shown.figures] == [False, True] and not shown.of_one_row
+    assert [table.closed for table in section("others", [made_up.result("mine", "a", "b", {}, [1.0])]).tables]
 
 
 def test_without_results_each_section_names_its_command() -> None:
@@ -119,7 +149,12 @@ def test_one_suite_alone_makes_a_section(suite: str) -> None:
         alone = section(suite, [result])
         assert any(result.name in row for table in alone.tables for *_, row in table.rows)
         with settings():
-            assert result is bare or [panel.svg for figure in alone.figures for panel in figure.panels]
+            assert result is bare or [
+                drawing
+                for figure in alone.figures
+                for panel in figure.panels
+                for drawing in panel.drawings(1)
+            ]
 
 
 # ------------------------------------------------------------------------------------- safe
@@ -219,7 +254,7 @@ def test_a_page_too_large_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(page, "BUDGET_BYTES", len(without_data.encode()) - 1)
     monkeypatch.setattr(page, "ECONOMIES", (*page.ECONOMIES[:2], page.Economy(False, 20, 1)))
     short = render([run])
-    assert "Tables are cut after 20 rows each" in short and "at most 1 drawing can" in short
+    assert "Tables are cut after 20 rows each" in short and "At most 1 drawing of each figure can" in short
     assert len(short) < len(without_data)
     few = list(made_up.dispatch())[:6]
     many = [msgspec.structs.replace(r, params={**r.params, "mesh": f"{k}"}) for k in range(26) for r in few]
@@ -277,13 +312,39 @@ def test_words_and_series_can_be_told_from_their_ground(index: int, text: str) -
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(1.0, 2.0), (1e-6, 3e-6), (0.9e-6, 1.1e-3), (1e-9, 10.0), (1.0, 1.0)]
+    ("low", "high"),
+    [(1.0, 2.0), (1e-6, 3e-6), (0.9e-6, 1.1e-3), (1e-9, 10.0), (3e-4, 9.9e-4), (8.3, 9.1), (1.0, 1.0)],
 )
 def test_axes_hold_their_values_and_have_ticks(low: float, high: float) -> None:
-    for axis in (axes.value_axis([low, high]), axes.times_axis([low, high])):
-        assert axis.low <= low <= high <= axis.high
-        ticks = [axis.format(t) for t in axis.ticks if axis.low <= t <= axis.high]
-        assert 1 <= len(ticks) <= 8 and len(set(ticks)) == len(ticks)
+    sizes = axes.size_axis([round(low * 1e9), round(high * 1e9)], "size")
+    of_seconds = (axes.value_axis([low, high]), axes.times_axis([low, high]), history.close_axis([low, high]))
+    for axis, scale in (*((axis, 1) for axis in of_seconds), (sizes, 1e9)):
+        assert axis.low <= scale * low <= scale * high <= axis.high
+        for of in axis.ticks:
+            ticks = [axis.format(t) for t in of if axis.low <= t <= axis.high]
+            assert len(ticks) <= 9 and len(set(ticks)) == len(ticks)
+        assert low == high or any(sum(axis.low <= t <= axis.high for t in of) >= 3 for of in axis.ticks)
+
+
+def test_ticks_are_dropped_down_to_three_as_labels_need_room() -> None:
+    times = axes.times_axis([4e-7, 2e-3])
+    for width, ticks in ((900, 4), (200, 4), (150, 3)):
+        with settings():
+            canvas = Figure(figsize=(width / 72, 1))
+            there = times.spaced_ticks(canvas.add_axes((0, 0, 1, 1)), True)
+        assert len(there) == ticks and there[0] < there[-1] / 100, (width, there)
+
+
+@pytest.mark.parametrize(
+    ("count", "columns", "rows"),
+    [(1, 3, [1]), (3, 3, [3] * 3), (4, 3, [2] * 4), (5, 3, [3, 3, 3, 2, 2]), (3, 2, [2, 2, 1]), (0, 2, [])],
+)
+def test_rows_of_panels_are_as_equal_as_can_be(count: int, columns: int, rows: list[int]) -> None:
+    panels = [
+        figures.Panel(str(i), "", f"p{i}", lambda width: width, lambda canvas: None) for i in range(count)
+    ]
+    figure = figures.Figure("", [], panels, columns)
+    assert figure.abreast(panels) == list(zip(panels, rows, strict=True))
 
 
 def test_the_check_of_all_drawings_sees_texts_on_each_other() -> None:

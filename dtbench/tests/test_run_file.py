@@ -127,6 +127,16 @@ def test_what_is_written_is_read_back(tmp_path: Path, made: list[Result]) -> Non
         json.loads(line, parse_constant=pytest.fail)
 
 
+def test_what_old_files_call_the_floor_of_whole_models_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    suites = ("tensor_parallel", "embedding", "overlap", "dispatch")
+    lines = [
+        msgspec.to_builtins(msgspec.structs.replace(good(), suite=suite, impl="local")) for suite in suites
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER, *lines]))
+    assert [r.impl for r in read_run(path).results] == ["whole", "whole", "local", "local"]
+
+
 def test_a_file_that_does_not_say_the_clock_has_the_bandwidths_of_the_median(tmp_path: Path) -> None:
     """Files of before the field: only `dispatch` timed the host, and every bandwidth was size over median."""
     path, times = tmp_path / "old.jsonl", summarize([1.0, 2.0, 4.0, 4.0])

@@ -89,12 +89,9 @@ def test_faults_that_leave_the_world_standing_end_one_case_each(here: Path) -> N
     # One plain line per result, and the last says what there is.
     lines = done.stdout.splitlines()
     (last,) = [i for i, line in enumerate(lines) if line.startswith("x.jsonl: ")]
-    assert (
-        "starting 2 processes, which load torch and meet" in lines[:2]
-        and "12 results to measure" in done.stdout
-    )
+    assert "starting 2 processes, loading torch" in lines[:2] and "12 results to measure" in done.stdout
     assert lines[last] == "x.jsonl: 6 ok, 4 failed, 1 skipped, 1 wrong"
-    assert lines[last + 1] == "next: dtbench show x.jsonl  # with the reasons of what is not ok"
+    assert lines[last + 1] == "next: dtbench show x.jsonl  # with the reasons of failures"
     assert any(line.strip().startswith("bad: ") for line in lines[13:last])
     assert any("mild how=wrong | core  wrong on rank 1" in line for line in lines)
 
@@ -129,12 +126,10 @@ def test_a_budget_measures_what_says_most_and_names_the_rest(here: Path) -> None
     done = run("--nproc", "2", "--budget", "1s", "--filter", "wait\nall_reduce\nadd")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert any("3 of 2004 cases, about 15 s by estimate" in line for line in lines[:3])
-    assert "left out for --budget: good 2 of 3 cases, long 1999 of 2000 cases" in lines
+    assert any("1 of 2004 cases, about " in line for line in lines[:3])
+    assert "left out for --budget: good 3 of 3 cases, long 2000 of 2000 cases" in lines
     run_file = read_run("x.jsonl")
-    assert run_file.complete and [r.suite for r in run_file.results] == ["simulated"] * 2 + ["good"] * 2 + [
-        "long"
-    ]
+    assert run_file.complete and [r.suite for r in run_file.results] == ["simulated"] * 2
 
 
 def test_under_torchrun_each_launch_is_a_fresh_world(with_own_packages: None) -> None:
@@ -187,17 +182,17 @@ def test_under_torchrun_a_killed_rank_is_named(with_own_packages: None) -> None:
 def test_ranks_that_are_lost_whatever_they_measure_end_the_run(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    starts: list[float | None] = []
+    starts: list[bool] = []
 
-    def lose(*_args: object, began_s: float | None) -> Note:
-        starts.append(began_s)
+    def lose(*_args: object, again: bool) -> Note:
+        starts.append(again)
         case = ActiveCase("bad", "grave", impls=["core"])
         return Note(case, code=5, diagnosis=Diagnosis("rank 0 died", 0))
 
     monkeypatch.setattr("dtbench.engine.launch.start_ranks", lose)
     assert run_here(RunRequest(suites=(SUITE,), device="cpu", output=here / "x.jsonl"), []) == 5
-    assert len(starts) == 5 and starts[0] is None and starts[1] is not None
-    assert "5 starts in a row measured nothing" in capsys.readouterr().err.splitlines()[-1]
+    assert starts == [False] + [True] * 4
+    assert "5 starts in a row gave no result" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_suite_is_checked(with_own_packages: None) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import Subject
-from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine
-from dtbench.suite import Case, Workload
+from dtbench.engine.options import Task
+from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, TaskSweep, combine
+from dtbench.suite import Case, Result, Skip, Workload
+from dtbench.suite.suites import Suite
 
 BUDGET = Budget(samples_s=0.1, least=5, most=100, warmup_s=0.1)
 CHEAP = 1e-3
@@ -106,11 +110,18 @@ class Trial:
             return list(pool.map(lambda rank: self._on(rank, case), range(self.size)))
 
     def _on(self, rank: int, case: Case) -> dict[str, ImplOutcome]:
+        now = ActiveCase()
+        schedule = Adaptive(
+            case, list(case.build), self.ranks.of(rank), self.tools(rank), now, self.timeout_s
+        )
+        return schedule.run(rank)
+
+    def tools(self, rank: int) -> Instruments:
         def barrier() -> None:
             self.barriers[rank] += 1
 
-        states = iter(self.states)
-        tools = Instruments(
+        states = itertools.cycle(self.states)
+        return Instruments(
             clocks={"host": self.clocks[rank], "device": self.clocks[rank]},
             barrier=barrier,
             budget=BUDGET,
@@ -118,9 +129,6 @@ class Trial:
             gpu_state=lambda: next(states),
             monotonic=lambda: self.clocks[rank].now,
         )
-        now = ActiveCase()
-        schedule = Adaptive(case, list(case.build), self.ranks.of(rank), tools, now, self.timeout_s)
-        return schedule.run(rank)
 
     def impl(
         self, name: str, took: float | Callable[[int, int], float] = CHEAP, **more: Any
@@ -288,6 +296,47 @@ def test_garbage_is_not_collected_while_sampling() -> None:
     assert gc.isenabled()
     trial.run(case_of({"core": watch}))
     assert seen and not any(seen) and gc.isenabled()
+
+
+def test_cases_of_several_passes_come_first_in_turn_and_keep_all_samples() -> None:
+    trial, order = Trial(), list[str]()
+    results: list[Result] = []
+
+    def task(name: str, passes: int, build: Mapping[str, Any]) -> Task:
+        return Task(
+            Suite("s", lambda plan: iter(()), "simulated", ""),
+            Case(name, {}, build, passes=passes),
+            ("core",),
+        )
+
+    def fails(_world: object) -> Workload:
+        raise Skip("not here")
+
+    # 1, 2 and 3 ms in the first, second and third pass: the fastest is of one pass alone.
+    slower = {"core": trial.impl("core", lambda _rank, _call: 1e-3 * order.count("steady"))}
+    sweep = TaskSweep(
+        launch=0,
+        timeout_s=60.0,
+        now=ActiveCase(),
+        record=results.append,
+        starting=lambda one: order.append(one.case.name),
+        limit=lambda _seconds: nullcontext(),
+    )
+    tasks = [
+        task("once", 1, {"core": trial.impl("other")}),
+        task("steady", 3, slower),
+        task("bad", 3, {"core": fails}),
+    ]
+    sweep.measure(tasks, 0, trial.ranks.of(0), trial.tools(0))
+    assert order == ["steady", "bad"] * 3 + ["once"]
+    steady, bad, once = results
+    assert (
+        {round(s * 1e3) for s in steady.samples_s} == {1, 2, 3}
+        and steady.time_s
+        and steady.time_s.min == pytest.approx(1e-3)
+    )
+    assert len(steady.samples_s) == 100 + 50 + 33  # 0.1 s of each pass
+    assert (bad.status, once.status, len(results)) == ("skipped", "ok", 3)
 
 
 def test_combining_leaves_out_rounds_that_a_rank_missed() -> None:

@@ -68,7 +68,7 @@ def test_the_impls_stand_side_by_side(capsys: Capture) -> None:
     results = [result("dispatch", "add", impl, time, params=params) for impl, time in times.items()]
     print_runs([run(*results, result("dispatch", "add", "core", 5e-6, params=other))])
     out = capsys.readouterr().out
-    title = "dispatch: min of the samples, spread up to their upper quartile, by one process"
+    title = "dispatch: min of the samples, spread to their upper quartile, measured in one process"
     assert out.startswith(title)
     titles = ["case", "placements"]
     for impl in ("core [µs]", "torch [µs]", "floor (local) [µs]"):
@@ -105,7 +105,7 @@ def test_one_process_has_no_ranks_and_no_mesh(capsys: Capture) -> None:
     together = result("collectives", "all_reduce", "c10d", 1.0, rank_samples_s=samples)
     print_runs([run(alone)])
     out = capsys.readouterr().out
-    assert "one process, beside 3 that waited, on node-a" in out
+    assert "one process of 4 (the others idle) on node-a" in out
     assert "mesh:" not in out and "layout" not in out
     print_runs([run(alone, together)])
     out = capsys.readouterr().out
@@ -162,7 +162,7 @@ def test_a_table_fits_the_terminal_and_names_what_it_leaves_out(
     print_columns(new_console(), words, figures, extras=[("why", ["for it " * 6]), ("remedy", ["do " * 14])])
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert max(map(len, out.splitlines())) <= width and "366 ms .. 934 s" in out
-    assert re.findall(r"^left out, as the terminal is narrow: (.*)$", out, re.MULTILINE) == left_out
+    assert re.findall(r"^columns omitted \(narrow terminal\): (.*)$", out, re.MULTILINE) == left_out
 
 
 def test_the_head_tells_where_it_was_measured(capsys: Capture) -> None:
@@ -212,7 +212,7 @@ def test_text_from_a_file_can_not_steer_the_terminal(capsys: Capture) -> None:
     print_findings([MachineFinding(evil, False, evil, evil, "cpupower")])
     out = capsys.readouterr().out
     assert not set("\x1b\x07\u202e\r") & set(out)
-    assert re.search(r"^DISTURBS ", out, re.MULTILINE) and "    remedy: cpupower\n" in out
+    assert re.search(r"^NOISE ", out, re.MULTILINE) and "    remedy: cpupower\n" in out
     assert "[red]x[/red]" in out and "\\x1b[2J" in out  # shown, and not taken as markup
 
 

@@ -11,6 +11,7 @@ from dtbench.text.units import Unit, bandwidth_unit, significant, time_unit, typ
 
 MISSING = "–"
 LONG = 40  # characters
+MARKED = 1.05  # ratios above bear a mark
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Table:
     @property
     def total_rows(self) -> int:
         return len(self.columns[0].cells) if self.columns else 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is shown behind its caption: one row is, too."""
+        return self.folded or (self.total_rows == 1 and not self.filter)
 
     @property
     def rows(self) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -128,7 +134,7 @@ def faster(ratio: float | None, than: str = "") -> str:
 
 def speeds(header: str, ratios: Sequence[float | None]) -> TableColumn:
     """How much faster one is than another; what is slower by more than 5 % bears a mark."""
-    cells = [f"{'▲ ' if r is not None and r > 1.05 else ''}{faster(r)}" for r in ratios]
+    cells = [f"{'▲ ' if r is not None and r > MARKED else ''}{faster(r)}" for r in ratios]
     return TableColumn(header, cells, True)
 
 

@@ -118,7 +118,7 @@ def print_table(console: Console, columns: Sequence[TableColumn], extras: Sequen
     _print_ruled(console, [*columns, *extras[:shown]])
     if shown < len(extras):
         print_prose(
-            console, f"left out, as the terminal is narrow: {', '.join(one.header for one in extras[shown:])}"
+            console, f"columns omitted (narrow terminal): {', '.join(one.header for one in extras[shown:])}"
         )
 
 

@@ -9,9 +9,9 @@ SUITES = {
     "collectives": "time and bandwidth of six collectives per mesh dim",
     "compile": "compiled calls of ops and blocks over DTensors, and the time to compile them (only when named)",
     "dispatch": "host latency of an op on a DTensor, by op and placements",
-    "embedding": "lookups in tables cut by rows, by columns, or one per rank",
-    "overlap": "waiting for collectives at first use, and at once",
-    "packing": "what bundling costs the host, with nothing sent (only when named)",
+    "embedding": "embedding lookups in tables sharded by rows, by columns, or table by table",
+    "overlap": "waiting for collectives at first use and immediately",
+    "packing": "host time of packing buckets, without communication (only when named)",
     "redistribute": "time to change a DTensor's placement, per mesh dim",
-    "tensor_parallel": "the parts of a transformer, cut over one mesh dim",
+    "tensor_parallel": "transformer blocks sharded over one mesh dim",
 }

@@ -2,7 +2,7 @@
 
     core    dtbench_core
     torch   torch.distributed.tensor
-    local   every table whole on every rank, without communication
+    whole   every table whole on every rank, without communication: no floor, as a gradient is as large as its table
 
 Each rank brings its part of the batch and wants the embeddings of that part. So a lookup is a gather of the
 indices, the lookup in what the rank holds, and a collective that brings the embeddings home; backward, the
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtbench.suite import Case, RunOptions, Workload, World, suite
+from dtbench.suite.case import WHOLE
 from dtbench_suites import SUITES
 from dtbench_suites.data import (
     MOVED_VALUES,
@@ -84,7 +85,7 @@ def placed_as(grad: Tensor, weight: Tensor) -> Tensor:
 def by_module(style: str, impl: str, mesh: Any, table: Tensor, mine: Tensor) -> tuple[Any, list[Tensor]]:
     """The table as an nn.Embedding, cut by a style of tensor parallelism. mine: (1, lookups / n)."""
     module: nn.Module = nn.Embedding.from_pretrained(table.clone(), freeze=False)
-    if impl != "local":
+    if impl != WHOLE:
         api, parallel = dtensor_api(impl), parallel_api(impl)
         cut = getattr(parallel, style)(input_layouts=api.Shard(0), output_layouts=api.Shard(0))
         module = parallel.parallelize_module(module, mesh, cut)
@@ -96,7 +97,7 @@ def by_table(
     impl: str, mesh: Any, alone: Any, tables: Sequence[Tensor], mine: Tensor
 ) -> tuple[Any, list[Tensor]]:
     """Table k on rank k of the mesh. mine: (tables, lookups / n). alone: the mesh of this rank only."""
-    if impl == "local":
+    if impl == WHOLE:
         whole: list[Tensor] = [nn.Parameter(table.clone()) for table in tables]
         return lambda: torch.stack(
             [F.embedding(one, table) for one, table in zip(mine, whole, strict=True)]
@@ -151,8 +152,8 @@ def build_impl(
     if sharding != "table-wise":
         own = own[0]
     step = step_of(embed, weights, own if backward else None)
-    summed = cotangent if impl != "local" else torch.zeros_like(cotangent)
-    if impl == "local":  # no rank learns of the others' lookups
+    summed = cotangent if impl != WHOLE else torch.zeros_like(cotangent)
+    if impl == WHOLE:  # no rank learns of the others' lookups
         first = rank * mine.size(1)
         summed[:, first : first + mine.size(1)] = cotangent[:, first : first + mine.size(1)]
 
@@ -160,7 +161,7 @@ def build_impl(
         embedded, *grads = step()
         want = torch.stack([table[one] for table, one in zip(tables, mine, strict=True)])
         wrong = mismatch(embedded.view_as(want), want, "the embeddings")
-        held = range(number) if impl == "local" or sharding != "table-wise" else [rank]
+        held = range(number) if impl == WHOLE or sharding != "table-wise" else [rank]
         # Every rank gathers every gradient, whatever it found before.
         gathered = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
         for k, grad in zip(held, gathered, strict=False):
@@ -171,7 +172,7 @@ def build_impl(
     return Workload(run=step, check=check)
 
 
-@suite("embedding", world="ranks", help=SUITES["embedding"])
+@suite("embedding", world="ranks", help=SUITES["embedding"], impl_s=0.25)
 def embedding(options: RunOptions) -> Iterator[Case]:
     rows, width, lookups = QUICK if options.quick else SHAPES[options.device_type]
     for mesh_dim, n in shared_dims(options):
@@ -184,5 +185,5 @@ def embedding(options: RunOptions) -> Iterator[Case]:
                     yield Case(
                         name=sharding,
                         params={"mesh_dim": mesh_dim, "ranks": n, "pass": passes, "dtype": dtype, **sizes},
-                        build={impl: partial(build, impl) for impl in ("core", "torch", "local")},
+                        build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
                     )

@@ -115,6 +115,7 @@ def case_of(change: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtyp
     "redistribute",
     world="ranks",
     help=SUITES["redistribute"],
+    impl_s=0.13,
     refinement=refinement_of(case_of),
     budget_priority=is_calibrated_with,
 )

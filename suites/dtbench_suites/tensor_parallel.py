@@ -2,7 +2,7 @@
 
     core    dtbench_core.parallel        the model cut over the ranks of one mesh dim
     torch   torch.distributed.tensor.parallel
-    local   the whole model on every rank, without communication
+    whole   the whole model on one rank, without communication: no floor, as it does all ranks' work
 
     addmm       bias + x @ weight, the weight by columns: one op on DTensors, and nothing is sent
     mlp         Colwise, then Rowwise: one all-reduce forward, one backward
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtbench.suite import Case, Param, RunOptions, Workload, World, suite
+from dtbench.suite.case import WHOLE
 from dtbench_suites import SUITES
 from dtbench_suites.data import dtensor_api, mismatch, parallel_api, shared_dims, torch_dtype
 
@@ -188,8 +189,8 @@ QUICK = ("addmm", "mlp", "block", "loss")
 
 
 def parallelize(impl: str, model: ParallelModel, mesh: Any) -> nn.Module:
-    """The model cut over `mesh` by the library of `impl`; itself for "local"."""
-    if impl == "local":
+    """The model cut over `mesh` by the library of `impl`; itself for "whole"."""
+    if impl == WHOLE:
         return model
     api = parallel_api(impl)
     cut: nn.Module = api.parallelize_module(model, mesh, model.plan(api, dtensor_api(impl)))
@@ -198,7 +199,7 @@ def parallelize(impl: str, model: ParallelModel, mesh: Any) -> nn.Module:
 
 def loss_context(impl: str) -> AbstractContextManager[Any]:
     """Where cross entropy keeps the logits where they are."""
-    if impl == "local":
+    if impl == WHOLE:
         return nullcontext()
     context: AbstractContextManager[Any] = parallel_api(impl).loss_parallel()
     return context
@@ -260,7 +261,7 @@ def build_impl(
     if backward:
         step = partial(forward_backward, cotangent=cotangent)
     mesh = world.mesh[mesh_dim]
-    placed = x if impl == "local" else model.place(x, dtensor_api(impl), mesh)
+    placed = x if impl == WHOLE else model.place(x, dtensor_api(impl), mesh)
     cut = parallelize(impl, model, mesh)
 
     def run() -> list[Tensor]:
@@ -280,7 +281,7 @@ def shape_for(options: RunOptions, n: int) -> tuple[int, int, int, int]:
     return batch, -(-seq // n) * n, d_head * shared, shared
 
 
-@suite("tensor_parallel", world="ranks", help=SUITES["tensor_parallel"])
+@suite("tensor_parallel", world="ranks", help=SUITES["tensor_parallel"], impl_s=0.3)
 def tensor_parallel(options: RunOptions) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(options):
         shape = shape_for(options, n)
@@ -298,5 +299,5 @@ def tensor_parallel(options: RunOptions) -> Iterator[Case]:
                     yield Case(
                         name=block,
                         params=where | sizes,
-                        build={impl: partial(build, impl) for impl in ("core", "torch", "local")},
+                        build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
                     )

@@ -41,8 +41,8 @@ IMPLS = {
     "redistribute": {"core", "torch"},
     "collectives": {"c10d"},
     "bucketer": {"core", "reference", "unbucketed", "packed", "limit"},
-    "tensor_parallel": {"core", "torch", "local"},
-    "embedding": {"core", "torch", "local"},
+    "tensor_parallel": {"core", "torch", "whole"},
+    "embedding": {"core", "torch", "whole"},
     "overlap": {"core", "torch", "wait_at_once", "local"},
 }
 # Of the bucketer's cases of 64 MiB.

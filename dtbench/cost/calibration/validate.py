@@ -225,7 +225,7 @@ def _fitted_on(topology: CalibratedTopology, runs: Sequence[Run], same: bool) ->
     own = [str(run.path) for run in runs if run.header.run_id in fitted_on]
     if own and not same:
         raise UsageError(
-            f"{', '.join(own)} is what the topology was fitted on, so its errors would flatter: "
+            f"{', '.join(own)} is what the topology was fitted on, so its errors would be too small: "
             "give a run of another day, or --same to see them nevertheless"
         )
     return [f"FITTED ON THE SAME RUN ({', '.join(own)}): a new launch will be further off"] if own else []

@@ -6,6 +6,7 @@ Series differ by colour, marker and dash, so that colour is never alone in telli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +23,14 @@ from dtbench.suite.errors import plain
 from dtbench.suite.fields import MIN_POSITIVE
 
 # A figure of more panels or rows is not read; the tables hold all.
-MAX_PANELS, MAX_ROWS = 24, 12
+MAX_PANELS, MAX_ROWS = 24, 18
 MAX_SHOWN = 6  # two rows of small panels
-# A phone's width holds a panel without making its text small; bars are wider, and scroll.
-WIDE_PX, INTERVALS_PX, DOTS_PX, CURVES_PX = 880.0, 440.0, 400.0, (340.0, 192.0)
+# Of a panel, by how many stand side by side: the page's width, halves and thirds. A phone's width holds a half or a
+# third without making its text small.
+WIDTHS_PX = {1: 980.0, 2: 440.0, 3: 340.0}
 ROW_PX, BAR_PX = 17.0, 34.0
+CURVES_ASPECT, CURVES_MAX_PX = 0.565, 280.0  # height over width, as far as that height
+CHARACTERS_PER_PX = 0.06  # of a label: about half of a panel's width
 SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
 # The page's colours for the parts of bars, in turn, then paler once more; a part also bears its name.
 _BAR_COLOURS = ("s0", "s1", "s3", "s4", "s5", "s2")
@@ -74,29 +78,32 @@ LOOKS = (
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing, made only where the page has room for it. desc: what a screen reader says. prefix: of its ids."""
+    """One drawing, made only where the page has room for it. desc: what a screen reader says. prefix: of its ids.
+    height: in px, of its width. scrolls: whether a phone shows a part of it at a time; else one that is as wide as the
+    page is drawn once more for a phone."""
 
     title: str
     desc: str
     prefix: str
-    width: float
-    height: float
+    height: Callable[[float], float]
     paint: Callable[[Canvas], None]
+    scrolls: bool = False
 
-    @property
-    def scrolls(self) -> bool:
-        """Whether a phone shows a part of it at a time."""
-        return self.width >= WIDE_PX
+    def drawings(self, abreast: int) -> list[tuple[str, Markup]]:
+        """(class, SVG) of so many panels side by side."""
+        alone = {"wide": 1} if self.scrolls else {"alone": 1, "phone": 2}
+        kinds = alone if abreast == 1 else {"drawing": abreast}
+        return [(kind, self._draw(WIDTHS_PX[n], "n" * (kind == "phone"))) for kind, n in kinds.items()]
 
-    @property
-    def svg(self) -> Markup:
-        return draw(self.width, self.height, self.paint, prefix=self.prefix, title=self.title, desc=self.desc)
+    def _draw(self, width: float, suffix: str) -> Markup:
+        words = {"prefix": self.prefix + suffix, "title": self.title, "desc": self.desc}
+        return draw(width, self.height(width), self.paint, **words)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """legend: words and swatch of each series. shown: so many panels are seen at once, the others behind a fold.
-    folded: its few words, where all of it is."""
+    """legend: words and swatch of each series. columns: as many panels stand side by side at most. shown: so many are
+    seen at once, the others behind a fold. folded: its few words, where all of it is."""
 
     caption: str
     legend: Sequence[tuple[str, Markup]]
@@ -104,6 +111,12 @@ class Figure:
     columns: int
     shown: int = MAX_SHOWN
     folded: str = ""
+
+    def abreast(self, panels: Sequence[Panel]) -> list[tuple[Panel, int]]:
+        """Each of these with how many stand in its row: the rows are as equal as can be, and fill the width."""
+        rows = math.ceil(len(panels) / self.columns)
+        in_row = [len(panels) // rows + (row < len(panels) % rows) for row in range(rows)]
+        return list(zip(panels, [count for count in in_row for _ in range(count)], strict=True))
 
 
 # ----------------------------------------------------------------------------------------- curves
@@ -171,8 +184,12 @@ def curves(
     for i, one in enumerate(panels):
         own = one.y or common
         paint = partial(_paint_curves, one, styles, x, own)
-        drawn.append(Panel(one.title, one.desc(own), f"{name}{i}", *CURVES_PX, paint))
+        drawn.append(Panel(one.title, one.desc(own), f"{name}{i}", _height_of_curves, paint))
     return Figure(caption, _legend(name, styles, {s.label for s in series}, True), drawn, 3, shown, folded)
+
+
+def _height_of_curves(width: float) -> float:
+    return min(CURVES_ASPECT * width, CURVES_MAX_PX)
 
 
 def _paint_curves(of: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Axis, canvas: Canvas) -> None:
@@ -222,8 +239,9 @@ def dots(
 ) -> Figure | None:
     """A line per row, a mark per series; the core and torch are joined to show their distance.
 
-    axis: from the values of a panel. intervals: one panel across, spans with ends, and a line at 1. shown, folded: as
-    of `Figure`.
+    axis: from the values of a panel. intervals: spans with ends, and a line at 1. shown, folded: as of `Figure`; but
+    one row alone is folded in any case, and two panels stand side by side where that leaves half of each to its marks,
+    else one is shown.
     """
     panels = {title: there for title, rows in panels.items() if (there := [r for r in rows if r.values])}
     if not panels:
@@ -232,19 +250,25 @@ def dots(
     for index, (title, rows) in enumerate(panels.items()):
         ends = [v for row in rows for span in row.spans.values() for v in span if v and v >= MIN_POSITIVE]
         x = axis([*(v for row in rows for v in row.values.values()), *ends])
-        size = INTERVALS_PX if intervals else DOTS_PX, ROW_PX * len(rows) + (48 if x.title else 34)
+        height = ROW_PX * len(rows) + (48 if x.title else 34)
         paint = partial(_paint_dots, rows, styles, x, intervals)
         desc = "; ".join(f"{row.label}: {row.note}" for row in rows)
-        drawn.append(Panel(title, desc, f"{name}{index}", *size, paint))
+        drawn.append(Panel(title, desc, f"{name}{index}", lambda _, px=height: px, paint))  # type: ignore[misc]
     present = {series for rows in panels.values() for row in rows for series in row.values}
-    return Figure(caption, _legend(name, styles, present, False), drawn, 1 if intervals else 2, shown, folded)
+    all_rows = [(title, row) for title, rows in panels.items() for row in rows]
+    if len(all_rows) == 1 and not intervals:
+        folded = folded or f"{all_rows[0][0]}: {all_rows[0][1].label}"
+    words_px = (max(text_px(plain(getattr(row, of))) for _, row in all_rows) for of in ("label", "note"))
+    columns = 1 if intervals or sum(words_px) > WIDTHS_PX[2] / 2 else 2
+    shown = shown if columns > 1 else 1
+    return Figure(caption, _legend(name, styles, present, False), drawn, columns, shown, folded)
 
 
 def _paint_dots(
     rows: Sequence[DotRow], styles: Mapping[str, Style], x: Axis, intervals: bool, canvas: Canvas
 ) -> None:
-    labels = [_cut(row.label, 30) for row in rows]
-    axes = _rows_in(canvas, labels, [row.note for row in rows], "muted", 42 if x.title else 28)
+    labels, notes = [row.label for row in rows], [row.note for row in rows]
+    axes = _rows_in(canvas, labels, notes, "muted", 42 if x.title else 28)
     if intervals:
         axes.axvline(1, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
     for place, row in enumerate(rows):
@@ -305,14 +329,14 @@ def bars(
             desc = "; ".join(f"{bar.label}: {bar.note}" for bar in rows)
             paint = partial(_paint_bars, rows, styles, value_axis([top], log=False))
             height = BAR_PX * len(rows) + 40
-            drawn.append(Panel(title, desc, f"{name}{len(drawn)}", WIDE_PX, height, paint))
+            drawn.append(Panel(title, desc, f"{name}{len(drawn)}", lambda _, px=height: px, paint, True))  # type: ignore[misc]
     present = {part for rows in panels.values() for bar in rows for part, length in bar.parts if length > 0}
     return Figure(caption, _legend(name, styles, present, False), drawn, 1, folded=folded) if drawn else None
 
 
 def _paint_bars(rows: Sequence[StackedBar], styles: Mapping[str, Style], x: Axis, canvas: Canvas) -> None:
-    axes = _rows_in(canvas, [_cut(bar.label, 40) for bar in rows], [bar.note for bar in rows], "ink", 30)
-    across = axes.get_position().width * WIDE_PX / (x.high - x.low)
+    axes = _rows_in(canvas, [bar.label for bar in rows], [bar.note for bar in rows], "ink", 30)
+    across = axes.get_position().width * WIDTHS_PX[1] / (x.high - x.low)
     for place, bar in enumerate(rows):
         at = 0.0
         for part, length in bar.parts:
@@ -355,8 +379,10 @@ def _axes_in(canvas: Canvas, *, left: float, right: float, top: float, bottom: f
 
 
 def _rows_in(canvas: Canvas, labels: Sequence[str], notes: Sequence[str], ink: str, bottom: float) -> Axes:
-    """Axes of rows with labels at the left and notes at the right, in margins that hold them."""
-    labels, notes = list(map(plain, labels)), list(map(plain, notes))
+    """Axes of rows with labels at the left, cut to about half of the width, and notes at the right, in margins that
+    hold them."""
+    most = round(CHARACTERS_PER_PX * 72 * canvas.get_size_inches()[0])
+    labels, notes = [_cut(plain(label), most) for label in labels], list(map(plain, notes))
     left, right = max(map(text_px, labels)) + 10, max(*map(text_px, notes), 12) + 12
     axes = _axes_in(canvas, left=left, right=right, top=6, bottom=bottom)
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}

@@ -151,7 +151,7 @@ def _fit(sections: Sequence[ReportSection], economy: Economy) -> tuple[list[Repo
     ]
     cuts = []
     if max(panels, default=0) > economy.panels:
-        cuts.append(f"Of each figure at most {plural(economy.panels, 'drawing')} can be seen here.")
+        cuts.append(f"At most {plural(economy.panels, 'drawing')} of each figure can be shown.")
     if max(rows, default=0) > economy.rows:
         cuts.append(
             f"Tables are cut after {economy.rows} rows each; the longest has {max(rows)}. The run files have them all."

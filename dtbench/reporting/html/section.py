@@ -55,8 +55,8 @@ class Material:
 @dataclass
 class ReportSection:
     """outcome: the section in a few words, for the title. headlines: (figure, what it says), the most telling ones.
-    cuts: what the figures leave out, and what to doubt. missing: the command that would fill it, where there is
-    nothing to show."""
+    doubt: why its figures do not mean what they say. cuts: what the figures leave out, and warnings. missing: the
+    command that would fill it, where there is nothing to show."""
 
     id: str
     title: str
@@ -65,8 +65,14 @@ class ReportSection:
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     headlines: list[tuple[str, str]] = field(default_factory=list)
+    doubt: str = ""
     cuts: list[str] = field(default_factory=list)
     missing: str = ""
+
+    @property
+    def of_one_row(self) -> bool:
+        """Whether each of its tables has a single row: the section is then folded."""
+        return bool(self.tables) and all(table.total_rows == 1 and not table.filter for table in self.tables)
 
     def add(self, *shown: Figure | Table | None) -> None:
         """Appends them; None and a table without rows are nothing to show."""
@@ -86,7 +92,7 @@ class ReportSection:
 class Part:
     """A part of the page. suites: those it claims, which are drawn nowhere else. fill: adds figures, tables and words.
     missing: the command that makes what it shows, named where there is none of it; "": then it is left out. of_links:
-    whether its figures are those of links; where the page doubts these, none is an answer."""
+    whether its figures are those of links; where ranks share cores, no headline is taken from it."""
 
     id: str
     title: str
@@ -100,7 +106,7 @@ class Part:
         self.fill(section, material)
         if self.of_links and material.crowded:
             section.outcome, section.headlines = "", []
-            section.cuts.insert(0, f"As {material.crowded}, these are not times of the links.")
+            section.doubt = f"{material.crowded}: these times include waiting for a core."
         if section.figures or section.tables:
             section.missing = ""
             return section

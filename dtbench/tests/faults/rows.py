@@ -83,7 +83,7 @@ def no_escape(ended: Ended) -> None:
 
 
 def lost(rank: str, why: str, case: str) -> str:
-    during = rf"during bad grave how={case}.*: recorded as failed; going on with new ranks$"
+    during = rf"during bad grave how={case}.*: recorded as failed; continuing with new ranks$"
     return rf"^dtbench: rank {rank}{why} {during}"
 
 
@@ -102,7 +102,7 @@ def interrupted_unless_too_early_or_late(ended: Ended) -> None:
 ALONE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29631"}
 ALONE |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "DTBENCH_JOIN_TIMEOUT": "7"}
 UNDER_TORCHRUN = "TORCHRUN bash -c 'exec DTBENCH run SUITE --quick -o x.jsonl {}'"
-INTERRUPTED = (r"^dtbench: interrupted: \d+ results are in x.jsonl; go on with --resume -o x.jsonl$",)
+INTERRUPTED = (r"^dtbench: interrupted: \d+ results are in x.jsonl; continue with --resume -o x.jsonl$",)
 DIED = r" on \S+ died or did not answer"
 RAISED = r" on \S+ raised ValueError: {}.*"
 LATE = r" on \S+ did not finish .* \(at faults_suite.py:\d+ .*\)"

@@ -21,18 +21,18 @@ from dtbench.reporting.html.figures import (
     dots,
     line,
 )
-from dtbench.reporting.html.parts.suites import CORE, FLOOR, TORCH, bandwidths, named
+from dtbench.reporting.html.parts.suites import CORE, FLOOR, TORCH, bandwidths, doubt_floors, named
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
 
 BUCKET_STYLES = {
-    "core": CORE,
-    "unbucketed": Style("s3", "^", (5, 1.5, 1, 1.5), hollow=True),
-    "reference": Style("s4", "D", (8, 2), hollow=True),
-    "packed": Style("s5", "", (4, 1, 1, 1), words="as many collectives, nothing packed"),
-    "limit": Style("s2", "", (1.5, 1.5), words="one collective, nothing packed"),
+    "core": replace(CORE, words="core: dtbench’s bucketer"),
+    "unbucketed": Style("s3", "^", (5, 1.5, 1, 1.5), hollow=True, words="unbucketed: a call for each tensor"),
+    "reference": Style("s4", "D", (8, 2), hollow=True, words="reference: fairscale’s algorithm"),
+    "packed": Style("s5", "", (4, 1, 1, 1), words="packed: as many calls as buckets, without copies"),
+    "limit": Style("s2", "", (1.5, 1.5), words="limit: one call, without copies"),
 }
 OVERLAP_STYLES = {
     "core": replace(CORE, words="core: waits at first use"),
@@ -49,14 +49,11 @@ def fill(section: ReportSection, of: Material) -> None:
     buckets = [c for c in of.cases("bucketer") if any(m.algbw_Bps for m in c.impls.values())]
     section.lead = "How much communication hides behind computation."
     if buckets:
-        section.lead = (
-            "Many small tensors are reduced and scattered: through the bucketer, one call for each (unbucketed), and "
-            "as tensors of the same bytes that need no packing, a bucket each (packed) or all in one (limit). The "
-            "reference is fairscale’s algorithm. GB = 10⁹ bytes."
-        )
+        section.lead = "Many small tensors are reduced and scattered, in buckets or not. GB = 10⁹ bytes."
         section.add(_throughput(section, buckets), _bucket_table(buckets))
         _headline(section, of, buckets)
     overlaps = of.cases("overlap")
+    doubt_floors(section, overlaps, "Overlap: ")
     section.add(_overlap(overlaps), _overlap_table(overlaps))
     ranks = of.sources.ranks
     folded = bool(section.figures)  # beside the suites' own figures
@@ -91,7 +88,7 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
     groups = group_by(
         ordered, lambda c: (c.get("mesh_dim"), c.number("tensor_bytes"), c.get("dtype"), c.name)
     )
-    panels = []
+    panels, impls = [], {impl for c in cases for impl in c.impls}
     for (dim, tensor, dtype, name), of in groups.items():
         if name != "reduce_scatter" and len({c.number("bucket_bytes") for c in of}) == 1:
             continue
@@ -112,8 +109,13 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
         "bucket",
         section.capped(panels, "panels"),
         BUCKET_STYLES,
-        "Throughput over bucket size, one panel per mesh dim and size of the small tensors. The nearer the core to the "
-        "limit the better; where it falls to the unbucketed, buckets of that size buy nothing.",
+        "Throughput over bucket size, one panel per mesh dim and size of the small tensors."
+        + (" The closer the core is to the limit, the better." if {"core", "limit"} <= impls else "")
+        + (
+            " Where it equals unbucketed, buckets of that size give no speedup."
+            if {"core", "unbucketed"} <= impls
+            else ""
+        ),
         y=partial(value_axis, format_tick=bandwidth_tick, title="throughput"),
         over="size of a bucket",
     )
@@ -130,7 +132,7 @@ def _bucket_table(cases: Sequence[ReportCase]) -> t.Table:
         [
             *named(cases, "Collective", params | sizes, "ranks"),
             *bandwidths(cases),
-            t.speeds("core beside unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
+            t.speeds("core vs unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
             t.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
             t.counts("Collectives, core", counter("collectives")),
             t.TableColumn("Copied, core", t.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
@@ -162,6 +164,10 @@ def _gradient(case: ReportCase) -> str:
 
 def _overlap(cases: Sequence[ReportCase]) -> Figure | None:
     """An all-reduce per layer, waited for at once or where it is used."""
+    share = (
+        " At the right, the share of the collectives’ time that the core overlaps with the computation: at 100 % "
+        "the step takes no longer than the computation, below 0 % waiting at once is faster."
+    )
     rows = [
         DotRow(
             f"{c.get('mesh_dim')}, {_gradient(c)}",
@@ -174,9 +180,7 @@ def _overlap(cases: Sequence[ReportCase]) -> Figure | None:
         "overlap",
         {"Layers with an all-reduce each": rows},
         OVERLAP_STYLES,
-        "Overlap: time of some layers with an all-reduce each. At the right, the share of the collectives’ time that "
-        "the core hides behind the computation; 100 % would cost no more than the computation alone, below 0 % "
-        "waiting at once is better.",
+        "Overlap: time of some layers with an all-reduce each." + (share if any(map(hidden, cases)) else ""),
         value_axis,
     )
 
@@ -220,10 +224,10 @@ def _parts(profiles: Sequence[profile.RankSection], folded: bool) -> Figure | No
         "parts",
         panels,
         list(BUSY.values()),
-        "What each rank does in one iteration, mean over the profiled ones. “Communicating” is exposed: nothing is "
-        "computed meanwhile; “both” is what overlaps. "
+        "Time of one iteration by rank, mean over the profiled ones. “Communicating” is exposed communication, “both” "
+        "overlaps with computation. "
         f"At most {MAX_SECTIONS} sections and {MAX_RANKS} ranks are drawn; the table has all.",
-        folded="What each rank does in an iteration" if folded else "",
+        folded="Time of an iteration, rank by rank" if folded else "",
     )
 
 
@@ -240,7 +244,7 @@ def _parts_table(profiles: Sequence[profile.RankSection]) -> t.Table:
             ),
             t.counts("Iterations", [one.iterations for one, *_ in rows]),
             t.ratios("profiled / plain", slower),
-            t.text("Who is late", ["; ".join(map(_late, one.skews)) for one, *_ in rows]),
+            t.text("Late ranks", ["; ".join(map(_late, one.skews)) for one, *_ in rows]),
         ],
         folded=True,
     )
@@ -252,7 +256,7 @@ def _measured_ranks(section: profile.RankSection) -> list[tuple[str, profile.Ite
 
 
 def _late(skew: profile.Skew) -> str:
-    last = "the clocks cannot tell who is last"
+    last = "which rank is last is below the clocks’ resolution"
     if skew.latest is not None:
         last = f"rank {skew.latest} is last most often"
     return f"{skew.kind}: the ranks arrive {skew.mean_us:.3g} µs apart on average, {last}"

@@ -25,6 +25,10 @@ from dtbench.text.units import format_bandwidth, format_size
 NVLINK_GBPS = {"1": 20.0, "2": 25.0, "3": 25.0, "4": 25.0, "5": 25.0, "6": 25.0, "7": 50.0}
 OUT, DROPPED = "out of place", "in a drop of bandwidth"
 MAIN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+GROUPS = {
+    "alone": "“Alone”: one group of the mesh dim works. ",
+    "together": "“Together”: all groups of the mesh dim work at once, as in a program, over shared links. ",
+}
 MODES = {"back_to_back": "calls back to back", "isolated": "isolated calls"}
 
 
@@ -64,13 +68,13 @@ def fill(section: ReportSection, of: Material) -> None:
     words = "; ".join(f"over {dim} {sources[dim]}, {format_bandwidth(limits[dim])}" for dim in limits)
     section.lead = (
         "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
-        "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). “Alone”: one group of the "
-        "mesh dim works. “Together”: all its groups do, as in a program, and share what links they "
-        "share. Sizes are the whole tensor as one group holds it. "
+        "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). "
+        + "".join(words for groups, words in GROUPS.items() if any(c.get("groups") == groups for c in cases))
+        + "Sizes are the whole tensor as one group holds it. "
         + (
             f"The limit drawn is {words}."
             if words
-            else "The speed of these links is not known here, so no limit is drawn."
+            else "The speed of these links is unknown, so no limit is drawn."
         )
     )
     section.cuts += [f"{drop}." for drop in of.drops]
@@ -106,7 +110,7 @@ def _headlines(section: ReportSection, cases: Sequence[ReportCase], limits: Mapp
         rate = case.only.busbw_Bps or 0.0
         of = f" of {format_bandwidth(limits[dim])}, {rate / limits[dim]:.0%}" if dim in limits else ""
         groups = f", groups {case.get('groups')}" if case.get("groups") else ""
-        words = f"is what {dim} gives{of}: bus bandwidth of {case.name} at {format_size(case.only.size_bytes)}{groups}"
+        words = f"over {dim}{of}: bus bandwidth of {case.name} at {format_size(case.only.size_bytes)}{groups}"
         section.headlines.append((format_bandwidth(rate), words))
         best.append(f"{format_bandwidth(rate)} over {dim}{of.replace(',', ' or')}")
     if best:
@@ -149,12 +153,16 @@ def _bandwidths(
         ]
         panels.append(CurvePanel(name, series))
     names = in_order({one.title for one in panels}, MAIN)
+    groups, shared = (
+        {c.get("groups") for c in cases},
+        "; where “together” lies below “alone”, the groups share a link",
+    )
     return curves(
         "bandwidth",
         sorted(panels, key=lambda one: names.index(one.title)),
         styles,
-        f"Bus bandwidth over tensor size, {way}; both axes logarithmic and common to all panels. A line that stops "
-        "rising has reached what the links give; where “together” lies below “alone”, the groups share a link.",
+        f"Bus bandwidth over tensor size, {way}; both axes logarithmic and common to all panels. A line levels off at "
+        f"the bandwidth of the links{shared if {'alone', 'together'} <= groups else ''}.",
         y=bandwidths_axis,
     )
 
@@ -187,7 +195,7 @@ def _contention(cases: Sequence[ReportCase]) -> t.Table:
     times = [("alone", [m.estimate_s for m in alone]), ("together", [m.estimate_s for m in together])]
     bus = [("alone, bus", [m.busbw_Bps for m in alone]), ("together, bus", [m.busbw_Bps for m in together])]
     return t.Table(
-        "Alone against together, at the largest size",
+        "One group alone vs all groups together, at the largest size",
         [
             t.text("Mesh dim", [r[0] for r in rows]),
             t.text("Collective", [r[1] for r in rows]),
@@ -210,6 +218,7 @@ def _table(cases: Sequence[ReportCase]) -> t.Table:
         "in_place": "In place",
         "dtype": "Dtype",
     }
+    apart = [m.rank_spread for m in measured]
     quartiles = [
         ("lower quartile", [m.p25_s for m in measured]),
         ("median", [m.median_s for m in measured]),
@@ -224,11 +233,12 @@ def _table(cases: Sequence[ReportCase]) -> t.Table:
             *t.bandwidths(
                 [("algorithm", [m.algbw_Bps for m in measured]), ("bus", [m.busbw_Bps for m in measured])]
             ),
-            t.ratios("longest / shortest rank", [m.rank_spread for m in measured]),
+            *([t.ratios("longest / shortest rank", apart)] if any(apart) else []),
         ],
         folded=True,
         note="Sizes are the whole tensor as one group holds it. A sample is the longest time of all ranks; bandwidths "
-        "are those of the lower quartile; the last column says how far the ranks’ own times lie apart.",
+        "are those of the lower quartile"
+        + ("; the last column is the ratio of the ranks’ own times." if any(apart) else "."),
     )
 
 

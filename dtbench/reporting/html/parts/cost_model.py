@@ -22,8 +22,9 @@ RESIDUAL_STYLES = {
     "table": Style("s3", "^", None, hollow=True, words="its own table"),
 }
 
-# Of ratios, drawn as percent: half and double are equally far off.
-PERCENT_TICKS = (1e-4, 1e-3, 0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0, 1e3, 1e4)
+# Of ratios, drawn as percent: half and double are equally far off; each set has the line of 0 %.
+_DECADES = (1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4)
+PERCENT_TICKS = (sorted((*_DECADES, 0.5, 2.0)), _DECADES, _DECADES[::2], (0.5, 1.0, 2.0))
 
 
 def ring_s(dim: Dim, name: str, size: float, constants: Constants | Dim | None) -> float | None:
@@ -44,7 +45,12 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
     section.lead += (
         " DTensor chooses redistributions by a model of a ring: a base latency of "
         f"{topology.base_latency_us:g} µs, a latency per hop, and the bytes over one bandwidth per mesh dim. Here its "
-        "two constants are fitted to the measured times; the built-in ones are those for the ranks’ hosts."
+        "two constants are fitted to the measured times"
+        + (
+            "; the built-in ones are those for the ranks’ hosts."
+            if any(d.builtin for d in topology.dims)
+            else "."
+        )
     )
     section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
     section.cuts += [f"{d.name} has no constants: {d.reason}." for d in topology.left_out]
@@ -55,7 +61,7 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
         if dim.builtin:
             off, fit = dim.builtin.geometric_mean_ratio, dim.residuals.geometric_mean_ratio
-            words = f"is how far PyTorch’s built-in constants are off over {dim.name}; the fitted by {t.factor(fit)}"
+            words = f"mean error of PyTorch’s built-in constants over {dim.name}; of the fitted ones {t.factor(fit)}"
             section.headlines.append((t.factor(off), words))
             errors.append(f"{t.factor(off)} over {dim.name}")
     if errors:
@@ -107,10 +113,10 @@ def _residuals(topology: CalibratedTopology) -> Figure | None:
         "residual",
         panels,
         RESIDUAL_STYLES,
-        "How much more (+) or less (−) time the model predicts than was measured, in percent of the measured, on a "
-        "logarithmic axis: −50 % is half, +100 % is double. On the line it is right. Shaded: what it was fitted on.",
+        "Predicted minus measured time in percent of the measured, on a logarithmic axis: −50 % is half, +100 % is "
+        "double. Shaded: the sizes of the fit.",
         y=lambda values: log_axis([*values, 0.5, 2.0], percent_off, ticks=PERCENT_TICKS),
-        folded="How far the constants and the tables are off, over size",
+        folded="Prediction error of the constants and the tables, over size",
     )
 
 
@@ -164,7 +170,7 @@ def _constants(topology: CalibratedTopology) -> t.Table:
     bandwidths = [b + significant(d.bandwidth_GiBps, 3) for b, d in zip(bounds, dims, strict=True)]
     latencies = [significant(dim.latency_us_per_hop, 3) for dim in dims]
     return t.Table(
-        "Fitted constants beside PyTorch’s built-in ones",
+        "Fitted and PyTorch’s built-in constants",
         [
             t.text("Mesh dim", [dim.name for dim in dims]),
             t.counts("Ranks", [dim.ranks for dim in dims]),

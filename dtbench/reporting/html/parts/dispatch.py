@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
+from dtbench.engine.findings import added_words
 from dtbench.records.profile import CallStages, Stage
 from dtbench.reporting.html.cases import ReportCase, distinct
 from dtbench.reporting.html.figures import (
@@ -12,12 +12,21 @@ from dtbench.reporting.html.figures import (
     StackedBar,
     bars,
 )
-from dtbench.reporting.html.parts.suites import add_dots, core_beside_torch, named, times
+from dtbench.reporting.html.parts.suites import (
+    add_dots,
+    beside,
+    core_beside_torch,
+    doubt_floors,
+    named,
+    times,
+)
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite import STAGES
+from dtbench.suite.case import FLOOR
+from dtbench.suite.dispatched import SINGLE_OPS, added_times, kind_of
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
-from dtbench.text.units import format_seconds, plural
+from dtbench.text.units import format_seconds
 
 PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
 MAX_CASES = 4
@@ -29,20 +38,30 @@ def fill(section: ReportSection, of: Material) -> None:
     busy = [c for c in cases if c.get("call") == "busy"]
     section.lead = "Time of one call on the host, the minimum of the samples. "
     if cached:
+        meshes = " and ".join(distinct(str(c.get("mesh")) for c in cached if c.get("mesh")))
         section.lead += (
-            "A call looks up the sharding, runs the local op and wraps the result. One process plays a rank of a "
-            "simulated world of 8, as a mesh of one dim (8) or two (2x4). The floor is the same op on plain local "
-            "tensors. "
+            "A cached call looks up the sharding, runs the local op and wraps the result. One process simulates a rank "
+            f"of a larger world{f', its mesh {meshes}' if meshes else ''}. "
         )
-        _added(section, [c for c in cached if c.get("pass") in ("forward", "")])
-        section.lead += core_beside_torch(section, cached, "cached dispatch", "Over all cached calls the")
+        if any(FLOOR in c.impls for c in cached):
+            section.lead += "The floor is the same op on plain local tensors. "
+        cases_of = [(c.name, c.params, {i: m.estimate_s for i, m in c.impls.items()}) for c in cached]
+        for words in added_words(cases_of):
+            section.outcome = words.partition(":")[0]
+            first_s, *_ = added_times(cases_of)[0].values()
+            section.headlines.append((f"+{format_seconds(first_s)}", words))
+        for kind, of_kind in group_by(cached, lambda c: kind_of(c.name, c.params)).items():
+            section.lead += core_beside_torch(
+                section, of_kind, f"cached call: {kind}", f"Of {kind}, cached, the"
+            )
+        doubt_floors(section, cached)
         grouped = group_by(cached, lambda c: (c.get("mesh"), c.get("pass")))
         add_dots(
             section,
             {f"mesh {mesh}, {direction}": of for (mesh, direction), of in grouped.items()},
             lambda c: f"{c.name} {c.get('placements')}".strip(),
-            "Time per call, cached, with a line to the upper quartile; at the right, the core beside torch.",
-            sort=True,
+            f"Time per call, cached, with a line to the upper quartile{beside(cached)}.",
+            first=[f"{name} {placements}" for name, placements in SINGLE_OPS.items()],
         )
         section.add(_table(cached, cases))
     elif cases:
@@ -55,23 +74,6 @@ def fill(section: ReportSection, of: Material) -> None:
         section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
 
 
-def _added(section: ReportSection, cases: Sequence[ReportCase]) -> None:
-    """What distribution adds to an op on the host: the time beyond that of the plain op, the median over ops."""
-    costs = []
-    for impl, name in (("torch", "DTensor"), ("core", "dtbench’s core")):
-        ops = [c.impls for c in cases if {impl, "local"} <= set(c.impls)]
-        if ops:
-            added_s = statistics.median(of[impl].estimate_s - of["local"].estimate_s for of in ops)
-            costs.append((name, format_seconds(added_s), plural(len(ops), "cached op")))
-    if not costs:
-        return
-    (first, its, count), *rest = costs
-    other = "".join(f"; {name} adds {added}" for name, added, _ in rest)
-    words = f"is what {first} adds to an op on the host, median of {count}{other}"
-    section.headlines.append((f"+{its}", words))
-    section.outcome = f"{first} adds {its} to an op{''.join(f', {name} {added}' for name, added, _ in rest)}"
-
-
 def _table(cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table:
     def identity(case: ReportCase) -> tuple[object, ...]:
         return (case.name, *sorted((k, v) for k, v in case.params.items() if k != "call"))
@@ -79,12 +81,16 @@ def _table(cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table
     first = {identity(c): c for c in cases if c.get("call") == "first"}
     firsts = [first.get(identity(c)) for c in cached]
     columns = [(f"{i}, first call", [f.seconds(i) if f else None for f in firsts]) for i in ("core", "torch")]
+    slower = any((c.ratio("core", "torch") or 0.0) > t.MARKED for c in cached)
+    notes = [
+        *(["▲ marks where the core takes over 5 % more time than torch."] if slower else []),
+        *(["A first call has to find its sharding; a cached one looks it up."] if any(firsts) else []),
+    ]
     return t.Table(
         "Every op: time per call",
         [*named(cached, "Op", PARAMS, "call"), *times(cached), *t.times(columns)],
         folded=True,
-        note="▲ marks where the core takes over 5 % more time than torch. "
-        "A first call has to find its sharding; a cached one looks it up.",
+        note=" ".join(notes),
     )
 
 
@@ -93,6 +99,7 @@ def _table(cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table
 
 def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
     """A panel per case: a bar per impl, its parts the stages."""
+    labels = distinct(c.label for c in calls)
     panels = {
         label: [
             StackedBar(
@@ -104,16 +111,17 @@ def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
             for c in calls
             if c.label == label
         ]
-        for label in distinct(c.label for c in calls)[:MAX_CASES]
+        for label in labels[:MAX_CASES]
     }
+    floors = "; vertical strokes: the time of the plain op, so the rest is the overhead of distribution"
     return bars(
         "stages",
         panels,
         _in_order(calls),
-        "Where the time of one call goes, stage by stage, what recording costs taken off; the upright strokes are the "
-        "plain op alone, so what lies beyond its length is what distribution adds. Stages too short for their name "
-        f"are in the table; so are cases beyond the first {MAX_CASES}.",
-        folded="Where the time of a call goes, stage by stage" if folded else "",
+        "Time of one call, stage by stage, without the cost of recording"
+        f"{floors if any(c.floor_ns is not None for c in calls) else ''}. Stages too short for a label are in the "
+        f"table{f'; so are cases beyond the first {MAX_CASES}' if len(labels) > MAX_CASES else ''}.",
+        folded="Time of a call, stage by stage" if folded else "",
     )
 
 

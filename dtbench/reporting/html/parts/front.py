@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from dtbench.records import judged
 from dtbench.records.topology import CalibratedTopology
@@ -14,7 +15,7 @@ from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, plural
 
 NOT_OK = {
-    "wrong": "Wrong data: timed, but the result was not what it should be",
+    "wrong": "Wrong data: the result did not match the reference, so no time is shown",
     "failed": "Failed",
     "skipped": "Skipped",
 }
@@ -51,7 +52,7 @@ def _times(of: Material) -> str:
 
 CORE_IS = (
     "“The core” is dtbench’s own DTensor, dtbench_core, written in Python on torch.distributed; “torch” is "
-    "torch.distributed.tensor. Both did the same in turn."
+    "torch.distributed.tensor. Both ran the same cases alternately."
 )
 
 
@@ -84,42 +85,50 @@ def _world(runs: Sequence[Run]) -> str:
     return f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{where}."
 
 
-def warnings(of: Material) -> list[str]:
-    """What a reader has to know before believing a figure; the gravest first."""
+class PageWarning(NamedTuple):
+    """text: what a reader has to know. brief: the same in few words, of one that changes how the page is read."""
+
+    text: str
+    brief: str = ""
+
+
+def warnings(of: Material) -> list[PageWarning]:
+    """The most severe first."""
     sources, runs = of.sources, of.sources.runs
     notes = []
     if cut := [run.path.name for run in runs if not run.complete]:
-        notes.append(
-            f"Incomplete: {', '.join(cut)} has no end line; cases are missing. "
-            "`dtbench run --resume` goes on with it."
-        )
+        text = f"{', '.join(cut)} has no end line; cases are missing. `dtbench run --resume` continues it."
+        notes.append(PageWarning(text, "run incomplete"))
     tally = Counter(result.status for run in runs for result in run.results)
-    if tally["wrong"]:
-        wrong = plural(tally["wrong"], "result")
-        notes.append(f"{wrong} held wrong data: see Failures. No time of theirs is shown.")
-    if tally["failed"]:
-        notes.append(f"{plural(tally['failed'], 'result')} failed: see Failures.")
-    notes += [f"{drop}." for drop in of.drops]
+    for status in ("wrong", "failed"):
+        if tally[status]:
+            words = plural(tally[status], f"{status} result")
+            notes.append(PageWarning(f"{words}: see Failures.", words))
+    words = plural(len(of.drops), "bandwidth drop")
+    notes += [PageWarning(f"{drop}.", "" if i else words) for i, drop in enumerate(of.drops)]
     if of.crowded and any(case.get("mesh_dim") for cases in of.suites.values() for case in cases):
-        notes.append(
-            f"{of.crowded}: a rank waits for another to be scheduled, so times of collectives are not those of the "
-            "links. They are drawn below, and none of them is an answer here."
+        text = (
+            f"{of.crowded}: times of collectives include waiting for a core, so they do not show the speed of the "
+            "links and are left out of the title and the headlines."
         )
+        notes.append(PageWarning(text, of.crowded))
     if any(run.header.plan.get("quick") for run in runs):
-        notes.append("Measured with --quick: few samples, so small differences mean nothing.")
+        notes.append(
+            PageWarning("Few samples: small differences are not significant.", "measured with --quick")
+        )
     if sources.topology is not None and runs:
-        notes += _of_topology(sources.topology, {run.header.run_id for run in runs})
-    return [*notes, *sources.notes]
+        notes += map(PageWarning, _of_topology(sources.topology, {run.header.run_id for run in runs}))
+    return [*notes, *map(PageWarning, sources.notes)]
 
 
 def _of_topology(topology: CalibratedTopology, run_ids: set[str]) -> list[str]:
     strangers = sorted(run.run_id for run in topology.runs if run.run_id not in run_ids)
-    doubted = any(dim.warnings for dim in topology.dims)
+    warned = sum(bool(dim.warnings) for dim in topology.dims)
     other = f"The topology was fitted to another run ({', '.join(strangers)}): its points are not those here."
     return [
         *([other] if strangers else []),
         *topology.warnings,
-        *(["The fit of the cost model has its doubts: its section says which."] if doubted else []),
+        *([f"The fit of {plural(warned, 'mesh dim')} has warnings: see the cost model."] if warned else []),
     ]
 
 

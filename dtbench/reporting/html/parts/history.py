@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from statistics import median
 
@@ -16,7 +17,7 @@ MOST_PANELS = 6
 # A revision and what was there before it: fewer tell nothing.
 FEWEST = 2
 STYLES = {"time": Style("s0", "o", words="a revision, or a run")}
-_SHORT = 11
+_HASH, _SHORT = 8, 11  # characters of a commit and of another revision's name beside a tick
 
 # Benchmark -> (place of the revision, seconds).
 Times = dict[str, list[tuple[int, float]]]
@@ -25,8 +26,8 @@ Times = dict[str, list[tuple[int, float]]]
 def fill(section: ReportSection, of: Material) -> None:
     section.lead = (
         "Times that gates recorded for each revision, or of each run of a folder, one estimate each; only times of one "
-        "kind of machine stand in one series. There are no intervals, so a single step may be noise: what stays is a "
-        "change."
+        "kind of machine stand in one series. There are no intervals: a single step may be noise, a "
+        "lasting one is a change."
     )
     for index, one in enumerate(one for one in of.sources.histories if one.points):
         times = _times(one)
@@ -62,27 +63,30 @@ def _figure(section: ReportSection, index: int, one: History, times: Times) -> F
     for label, points in list(drawn.items())[:MOST_PANELS]:
         values = [time for _, time in points]
         line = [DrawnCurve("time", [float(place) for place, _ in points], values)]
-        own = _close_axis(values)
+        own = close_axis(values)
         panels.append(CurvePanel(names[label], line, level=_before(points), y=own))
-    places = range(0, len(one.points), max(1, (len(one.points) - 1) // 3))
+    count = len(one.points)
+    places = [range(0, count, max(1, count // parts)) for parts in (4, 3, 2)]
     return curves(
         f"history{index}p",
         panels,
         STYLES,
         f"Time per revision, oldest at the left, on {one.machine or 'a machine of unknown kind'}; the line across is "
         "the median of all but the last. Ordered by how far the last lies from it. The axes do not begin at 0.",
-        x=Axis(
-            -0.3, len(one.points) - 0.7, False, lambda v: one.points[round(v)].revision[:_SHORT], list(places)
-        ),
-        y=_close_axis,
+        x=Axis(-0.3, count - 0.7, False, lambda place: _tick(one.points[round(place)].revision), places),
+        y=close_axis,
     )
 
 
-def _close_axis(values: Sequence[float]) -> Axis:
+def _tick(revision: str) -> str:
+    return revision[: _HASH if re.fullmatch("[0-9a-f]{40,}", revision) else _SHORT]
+
+
+def close_axis(values: Sequence[float]) -> Axis:
     """As near to the values as shows a change of a few percent; it does not begin at 0."""
     low, high = min(*values, 0.95 * median(values)), max(*values, 1.05 * median(values))
     low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
-    return Axis(low, high, False, format_seconds, round_ticks(low, high, 5), "time")
+    return Axis(low, high, False, format_seconds, round_ticks(low, high), "time")
 
 
 def _short(labels: list[str]) -> dict[str, str]:

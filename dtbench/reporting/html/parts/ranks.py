@@ -20,7 +20,7 @@ from dtbench.text.units import format_size
 
 # More rows are not told apart on a page.
 MAX_RANKS = 48
-LATE = {"late": Style("s1", "D", words="median, with the lower and upper quartile")}
+LATE = {"late": Style("s1", "D", words="median, lower and upper quartile")}
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ def _skew(skews: Sequence[RankSkew]) -> Figure | None:
         "skew",
         panels,
         LATE,
-        "Rank skew: how much later than the first rank of its group each rank came to the collective, and in "
-        "which share of the samples it was the last. A rank that is last nearly always holds the others up.",
+        "Rank skew: each rank’s arrival at the collective after the first rank of its group, and the share of samples "
+        "in which it arrived last. A rank that is nearly always last delays its group.",
         partial(value_axis, log=False),
-        folded="Who is late: rank by rank",
+        folded="Arrival delay, rank by rank",
     )
 
 
@@ -155,7 +155,7 @@ def _table(skews: Sequence[RankSkew], header: Header) -> t.Table:
     rows = [(one, rank) for one in skews for rank in sorted(one.late_s)]
     late = [one.late_s[rank] for one, rank in rows]
     return t.Table(
-        "Every rank: how late it comes, and its group’s bandwidth",
+        "Every rank: arrival delay and bandwidth of its group",
         [
             t.text("Mesh dim", [one.dim for one, _ in rows]),
             t.text("Collective", [one.name for one, _ in rows]),

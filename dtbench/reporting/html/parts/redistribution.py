@@ -10,7 +10,7 @@ from dtbench.reporting.html.axes import times_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, line
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
-from dtbench.reporting.html.parts.suites import CORE, TORCH, add_dots, core_beside_torch, named, times
+from dtbench.reporting.html.parts.suites import CORE, TORCH, add_dots, beside, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
@@ -28,8 +28,8 @@ SHOWN = 3  # panels over size; the others are folded
 STYLES = {
     "builtin": Style("s4", "", (1.5, 1.5), words="PyTorch’s built-in constants"),
     "fitted": Style("s3", "", (6, 3), words="the fitted constants"),
-    "table": Style("s3", "", words="its own table, with the 90 % interval of a new launch"),
-    "measured": Style("ink", "o", None, hollow=True, words="measured, from the last arrival on"),
+    "table": Style("s3", "", words="table of the collective, with the 90 % interval of a new launch"),
+    "measured": Style("ink", "o", None, hollow=True, words="measured, from the arrival of the last rank"),
     "c10d": Style("s2", "D", words="the collective alone, c10d"),
     "core": Style(CORE.colour, "^", words="core’s redistribute"),
     "torch": Style(TORCH.colour, "s", (5, 2), hollow=True, words="torch’s redistribute"),
@@ -41,7 +41,7 @@ def fill(section: ReportSection, of: Material) -> None:
     if moved:
         section.lead = (
             "Time to bring a tensor from one placement to another over mesh dims, with real process groups. "
-            + core_beside_torch(section, moved, "redistribute", "Over all transitions and sizes the")
+            + core_beside_torch(section, moved, "redistribute", "Over the transitions and sizes here the")
         )
     collectives = plain_cases([c for c in of.cases("collectives") if c.impls and c.only.size_bytes])
     if moved or topology is not None:
@@ -100,12 +100,12 @@ def times_over_size(
                 )
             )
     caption = "Time over tensor size, both axes logarithmic and common to all panels."
-    if moved:
-        caption += " The distance of the core and torch from c10d is what a redistribution costs beside its collective."
+    if moved and collectives:
+        caption += " The distance of a redistribute from c10d is its overhead over the collective."
     if fitted:
         caption += (
-            " Where a model’s dashes leave the points, it misleads DTensor’s planner; it is fitted to times from the "
-            "last arrival of a rank on, on the sizes with a grey ground."
+            " Where a model’s dashes leave the points, DTensor’s planner works with wrong costs. Models are fitted to "
+            "times from the arrival of the last rank, over the shaded sizes."
         )
     return curves(
         "times", section.capped(panels, "panels"), STYLES, caption, y=times_axis, shown=SHOWN, folded=folded
@@ -137,7 +137,7 @@ def _added(section: ReportSection, collectives: Sequence[ReportCase], moved: Seq
     if costs:
         (name, added_s, of), *rest = costs
         other = "".join(f"; {name} adds {s}" for name, s, _ in rest)
-        words = f"is what a redistribution by {name} adds to its collective"
+        words = f"overhead of a redistribution by {name} over its collective"
         section.headlines.insert(
             0, (f"+{added_s}", f"{words} at {format_size(least)}, median of {of}{other}")
         )
@@ -155,10 +155,8 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
         for dim in distinct(c.get("mesh_dim") for c in drawn)
         for size in dict.fromkeys([*sizes[:1], *sizes[-1:]])
     }
-    caption = (
-        f"Time per redistribute at the smallest and the largest size, {drawn[0].get('dtype')}; at the right, the core "
-        "beside torch."
-    )
+    ends = "the smallest and the largest size" if len(sizes) > 1 else "one size"
+    caption = f"Time per redistribute at {ends}, {drawn[0].get('dtype')}{beside(drawn)}."
     add_dots(section, panels, lambda c: c.name, caption)
     params = {"mesh_dim": "Mesh dim", "dtype": "Dtype", "size": "Size"}
     section.add(

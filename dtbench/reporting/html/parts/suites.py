@@ -6,10 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from dtbench.engine.findings import floor_words
 from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, geometric_mean
 from dtbench.reporting.html.figures import MAX_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.suite.case import WHOLE
+from dtbench.suite.dispatched import FEWEST_CASES
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
 from dtbench.text.units import format_size, plural
@@ -20,7 +23,8 @@ IMPL_STYLES = {
     "core": replace(CORE, words="core: dtbench core"),
     "torch": replace(TORCH, words="torch: torch.distributed.tensor"),
     "local": replace(FLOOR, words="local: plain torch, no distribution"),
-    "wrapped": Style("s4", "D", hollow=True, words="wrapped: the least that a tensor class in Python takes"),
+    WHOLE: Style("s3", "^", hollow=True, words="whole: plain torch, all of the work on one rank"),
+    "wrapped": Style("s4", "D", hollow=True, words="wrapped: minimal tensor subclass in Python"),
 }
 # Of impls that are not known here, in turn.
 _MORE_STYLES = (Style("s3", "^", hollow=True), Style("s4", "D", hollow=True), Style("s5", "v", hollow=True))
@@ -53,8 +57,9 @@ def times(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
     """The time of each impl, and of the core over torch."""
     columns = [(impl, [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]
     ratios = [c.ratio("core", "torch") for c in cases]
-    marked = [t.speeds("core beside torch", ratios)] if any(ratios) else []
-    return [*t.times([("floor" if impl == "local" else impl, column) for impl, column in columns]), *marked]
+    marked = [t.speeds("core vs torch", ratios)] if any(ratios) else []
+    titles = {"local": "floor", WHOLE: "one rank, whole"}
+    return [*t.times([(titles.get(impl, impl), column) for impl, column in columns]), *marked]
 
 
 def bandwidths(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
@@ -69,20 +74,25 @@ def add_dots(
     label: Callable[[ReportCase], str],
     caption: str,
     *,
-    sort: bool = False,
+    first: Sequence[str] | None = None,
     shown: int = 2,
     folded: str = "",
 ) -> None:
     """A row per case with a mark per impl, a line to the upper quartile, and at its end how much faster the core is.
 
-    sort: by torch's time, the longest first. shown, folded: as of `Figure`.
+    first: labels in the order in which they come first, before all others by torch's time, the longest first; None: as
+    `panels` has them. shown, folded: as of `Figure`.
     """
     drawn = dict(section.capped(list(panels.items()), "groups"))
-    if sort:
-        drawn = {title: sorted(cases, key=_longest, reverse=True) for title, cases in drawn.items()}
+    if first is not None:
+        place = {name: i for i, name in enumerate(first)}
+        drawn = {
+            title: sorted(cases, key=lambda c: (place.get(label(c), len(place)), -_longest(c)))
+            for title, cases in drawn.items()
+        }
     if any(len(cases) > MAX_ROWS for cases in drawn.values()):
-        which = "slowest" if sort else "first"
-        section.cuts.append(f"Of each group the {which} {MAX_ROWS} cases are drawn; the table has them all.")
+        which = "" if first is None else ", common ops first, then the slowest"
+        section.cuts.append(f"Of each group {MAX_ROWS} cases are drawn{which}; the table has all.")
     rows = {title: [_row(case, label(case)) for case in cases[:MAX_ROWS]] for title, cases in drawn.items()}
     impls = {impl for of in rows.values() for row in of for impl in row.values}
     styles = {impl: style for impl, style in IMPL_STYLES.items() if impl in impls}
@@ -105,13 +115,13 @@ def _row(case: ReportCase, label: str) -> DotRow:
 
 
 def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what: str, where: str) -> str:
-    """A headline and a sentence on the geometric mean; "" where no case has both.
+    """A headline and a sentence on the geometric mean; "" where fewer than `FEWEST_CASES` cases have both.
 
     what: one of that which is timed. where: how the sentence begins.
     """
     ratios = [r for c in cases if (r := c.ratio("core", "torch")) is not None]
     mean = geometric_mean(ratios)
-    if mean is None:
+    if mean is None or len(ratios) < FEWEST_CASES:
         return ""
     words = (
         f"the core than torch, time per {what}: geometric mean of {plural(len(ratios), 'case')}, from "
@@ -119,7 +129,19 @@ def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what:
     )
     section.headlines.append((t.faster(mean), words))
     section.outcome = section.outcome or f"the core is {t.faster(mean, 'torch')} per {what}"
-    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean)."
+    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean of {len(ratios)} cases). "
+
+
+def beside(cases: Sequence[ReportCase]) -> str:
+    """What a caption says of the words at the right of `add_dots`, where there are any."""
+    both = any(c.ratio("core", "torch") is not None for c in cases)
+    return "; at the right, core vs torch" if both else ""
+
+
+def doubt_floors(section: ReportSection, cases: Sequence[ReportCase], of: str = "") -> None:
+    """Says where the floor of a suite is none. of: the suite, where the section holds several."""
+    times = [{impl: m.estimate_s for impl, m in case.impls.items()} for case in cases]
+    section.cuts += [f"{of}{words[0].upper()}{words[1:]}." for words in floor_words(times)]
 
 
 # ------------------------------------------------------------------------------------ the parts
@@ -129,9 +151,10 @@ def tensor_parallel(section: ReportSection, of: Material) -> None:
     cases = of.cases("tensor_parallel")
     if not cases:
         return
+    whole = any(WHOLE in c.impls for c in cases)
     section.lead = (
-        "One op, the blocks of a transformer and the loss behind it, cut over the ranks: the first linear layers by "
-        "columns, the last by rows. The floor is the plain model on one rank with all of the work, no communication. "
+        f"Parts of a transformer, sharded over the ranks: {', '.join(distinct(c.name for c in cases))}. "
+        + (f"“{WHOLE}” is the plain model with all of the work on one rank: no floor. " if whole else "")
         + core_beside_torch(section, cases, "block", "The")
     )
     grouped = group_by(cases, lambda c: (c.get("pass"), c.get("dtype")))
@@ -139,7 +162,7 @@ def tensor_parallel(section: ReportSection, of: Material) -> None:
         section,
         {f"{direction}, {dtype}": members for (direction, dtype), members in grouped.items()},
         lambda c: f"{c.name}, {c.get('mesh_dim')} of {c.get('ranks')}",
-        "Time per step; at the right, the core beside torch.",
+        f"Time per step{beside(cases)}.",
     )
     params = {"pass": "Pass", "mesh_dim": "Mesh dim", "dtype": "Dtype"}
     columns = [*named(cases, "Block", params, "ranks"), *times(cases)]
@@ -176,6 +199,8 @@ def other_suites(claimed: Collection[str]) -> Part:
             caption,
             folded="Case by case" if len(suites) < len(of.suites) else "",
         )
+        for suite, cases in suites.items():
+            doubt_floors(section, cases, f"Suite {suite}: ")
         section.add(*(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()))
 
     return Part("others", "Other suites", fill)
@@ -205,8 +230,5 @@ def _generic(caption: str, cases: Sequence[ReportCase]) -> t.Table:
         for field in ("median", "p75")
     ]
     columns = [*named(cases, "Case", params), *times(cases), *t.times(spans), *bandwidths(cases)]
-    note = (
-        "The first column of an impl is the time that stands for it: of host latencies the minimum, of all others the "
-        "lower quartile."
-    )
+    note = "The first column of an impl is its estimate: the minimum for host latencies, else the lower quartile."
     return t.Table(caption, columns, folded=len(cases) > MOST_ROWS, note=note)

@@ -85,4 +85,4 @@ def _figure(systems: Mapping[str, _Curves]) -> Figure | None:
     )
 
 
-SYSTEMS = Part("systems", "Systems beside each other", fill)
+SYSTEMS = Part("systems", "Comparison of systems", fill)
