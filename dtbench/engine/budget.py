@@ -15,15 +15,16 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dtbench.engine.progress import about
+from dtbench.machine.provenance import usable_cpus
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 
 if TYPE_CHECKING:
     from dtbench.engine.options import Task
 
-# Of one impl, beside what its suite says of itself: seconds per byte that is sent, with 4 gloo ranks on two cores that
-# others use, too; and the share of all that which --quick takes, from whole runs there. GPUs take less.
-_PER_BYTE_S = 24e-9
+# Of one impl, beside what its suite says of itself: seconds per byte that is sent, and the share of all that which
+# --quick takes. All are from whole runs of 4 gloo ranks on two cores, less what others took of these. GPUs take less.
+_PER_BYTE_S = 16e-9
 _QUICK = {"simulated": 0.4, "ranks": 0.65}
 # Each further pass over a case finds its shardings and its memory there.
 _FURTHER_PASS = 0.6
@@ -37,8 +38,13 @@ _LINE = 3
 
 def start_s(ranks: int) -> float:
     """About how long it takes until the first case."""
-    waves = max(1.0, ranks / len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1.0)
-    return _LOAD_S * (1 + waves) + (_MEET_S if ranks > 1 else 0.0)
+    return _LOAD_S * (1 + max(1.0, ranks / len(usable_cpus()))) + (_MEET_S if ranks > 1 else 0.0)
+
+
+def slowdown(ranks: int) -> float:
+    """How much longer all takes beside what else is running now."""
+    own, others = ranks / len(usable_cpus()), os.getloadavg()[0] / (os.cpu_count() or 1)
+    return max(1.0, own + others) / max(1.0, own)
 
 
 def estimate_s(tasks: Sequence[Task], quick: bool) -> float:
@@ -53,9 +59,14 @@ def impl_s(task: Task, quick: bool) -> float:
     return seconds * (1 + (case.passes - 1) * _FURTHER_PASS) * (_QUICK[suite.world] if quick else 1.0)
 
 
-def forecast(tasks: Sequence[Task], listed: Sequence[Task], quick: bool, ranks: int) -> str:
-    """`132 of 831 cases, about 3 min by estimate`."""
-    seconds = start_s(ranks) + estimate_s(tasks, quick) + _END_S
+def forecast(
+    tasks: Sequence[Task], listed: Sequence[Task], quick: bool, ranks: int, limit_s: float | None = None
+) -> str:
+    """`132 of 831 cases, about 3 min by estimate`. limit_s: the budget, which the first cases alone may exceed."""
+    least_s = start_s(ranks) + estimate_s(tasks, quick) + _END_S
+    seconds = least_s * slowdown(ranks)
+    if limit_s is not None:
+        seconds = min(seconds, max(limit_s, least_s))
     cases = f"{len(tasks)} of {len(listed)} cases" if len(tasks) < len(listed) else plural(len(tasks), "case")
     return f"{cases}, {about(seconds)} by estimate"
 

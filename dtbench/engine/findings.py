@@ -27,7 +27,9 @@ SCATTERED = 0.5
 # Minima and lower quartiles of one launch differ by less between equal code on a machine that is not at other work.
 SLOWER = 1.1
 
-_Case = Mapping[str, Sequence[Result]]  # impl -> its launches
+_Case = Mapping[
+    str, tuple[float, Result]
+]  # impl -> seconds, the median over launches, and the first of these
 
 
 def findings(run: Run) -> list[str]:
@@ -60,12 +62,8 @@ def next_commands(run: Run) -> list[str]:
 
 def _cases(results: Sequence[Result]) -> list[_Case]:
     cases = group_by(results, lambda r: (r.name, tuple(sorted(r.params.items()))))
-    return [group_by(of, lambda r: r.impl) for of in cases.values()]
-
-
-def _time_s(case: _Case, impl: str) -> float | None:
-    """Over launches; None where the case lacks it."""
-    return median(r.estimate_s or 0.0 for r in case[impl]) if impl in case else None
+    by_impl = [group_by(of, lambda r: r.impl) for of in cases.values()]
+    return [{i: (median(r.estimate_s or 0.0 for r in of), of[0]) for i, of in one.items()} for one in by_impl]
 
 
 def _doubts(run: Run, timed: Sequence[Result]) -> str:
@@ -79,12 +77,11 @@ def _doubts(run: Run, timed: Sequence[Result]) -> str:
 
 def _findings(suite: str, cases: Sequence[_Case]) -> Iterator[str]:
     """Of the dispatch suite each kind of call by itself, after what is added to a single op."""
-    times = [{impl: s for impl in of if (s := _time_s(of, impl)) is not None} for of in cases]
+    times = [{impl: seconds for impl, (seconds, _) in of.items()} for of in cases]
     if suite == "dispatch":
-        firsts = [next(iter(of.values()))[0] for of in cases]
-        named = [(r.name, r.params, of) for r, of in zip(firsts, times, strict=True)]
-        yield from added_words(named)
-        kinds = group_by(zip(firsts, cases, strict=True), lambda pair: kind_of(pair[0].name, pair[0].params))
+        names = [(r.name, r.params) for of in cases for _, r in [next(iter(of.values()))]]
+        yield from added_words((*name, of) for name, of in zip(names, times, strict=True))
+        kinds = group_by(zip(names, cases, strict=True), lambda named: kind_of(*named[0]))
         yield from (f"{kind}: {_finding([case for _, case in of])}" for kind, of in kinds.items())
     else:
         yield _finding(cases)
@@ -97,11 +94,7 @@ def added_words(cases: Iterable[tuple[str, Mapping[str, Param], Mapping[str, flo
     added, ops = added_times(cases)
     names = {"torch": "torch’s DTensor", "core": "dtbench’s core"}
     each = ", ".join(f"{format_seconds(s)} more with {names[impl]}" for impl, s in added.items())
-    of = (
-        f"{len(ops)} single ops"
-        if len(ops) == len(SINGLE_OPS)
-        else f"{len(ops)} of {len(SINGLE_OPS)} single ops"
-    )
+    of = f"{len(ops)}{f' of {len(SINGLE_OPS)}' if len(ops) < len(SINGLE_OPS) else ''} single ops"
     words = f"an op takes {each}: median of {of} ({', '.join(ops)}), cached forward calls on one mesh dim"
     return [words] if added else []
 
@@ -114,19 +107,16 @@ def floor_words(times: Iterable[Mapping[str, float]]) -> list[str]:
         slower = [of[FLOOR] > SLOWER * of[impl] for of in times if impl in of]
         if any(slower):
             below.append(f"{impl} in {sum(slower)} of {plural(len(slower), 'case')}")
-    return (
-        [f"the floor ({FLOOR}) is slower than {' and '.join(below)}: it is no floor there"] if below else []
-    )
+    words = f"the floor ({FLOOR}) is slower than {' and '.join(below)}: it is no floor there"
+    return [words] if below else []
 
 
 def _finding(cases: Sequence[_Case]) -> str:
     """The core against torch where enough cases have both; else from the fastest case on."""
-    pairs = [(core, torch) for c in cases if (core := _time_s(c, "core")) and (torch := _time_s(c, "torch"))]
-    if len(pairs) >= FEWEST_CASES:
-        return f"the core is {_speed([torch / core for core, torch in pairs])}"
-    times = [
-        (time_s, of[0]) for case in cases for of in case.values() if (time_s := _time_s(case, of[0].impl))
-    ]
+    ratios = [c["torch"][0] / c["core"][0] for c in cases if {"core", "torch"} <= c.keys()]
+    if len(ratios) >= FEWEST_CASES:
+        return f"the core is {_speed(ratios)}"
+    times = [timed for case in cases for timed in case.values()]
     (low_s, fastest), (high_s, slowest) = min(times, key=_first), max(times, key=_first)
     if len(times) == 1:
         return f"{_words(fastest)} {format_seconds(low_s)} {format_spread(fastest.spread)}"

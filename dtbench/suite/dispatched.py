@@ -43,10 +43,8 @@ def is_headline(name: str, params: Mapping[str, Param]) -> bool:
 
 def kind_of(name: str, params: Mapping[str, Param]) -> str:
     """What a call of the suite is: one op, several, or none; means go over one kind alone."""
-    if params.get("call") == "first":
-        return "first calls"
-    if params.get("call") == "busy":
-        return "calls while the GPU is at earlier work"
+    if params.get("call") in ("first", "busy"):
+        return "first calls" if params["call"] == "first" else "calls while the GPU is at earlier work"
     if name in _MOVES:
         source, _, target = str(params.get("placements")).partition("->")
         return "redistributions to the same placement" if source == target else "redistributions"

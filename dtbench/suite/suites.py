@@ -118,7 +118,7 @@ class Suite:
     by_default: bool = True
     refinement: Refinement | None = None
     budget_priority: Callable[[Case], bool] | None = None
-    impl_s: float = 0.15
+    impl_s: float = 0.1
 
     def __post_init__(self) -> None:
         if self.world not in get_args(WorldKind):
@@ -139,7 +139,7 @@ def suite(
     by_default: bool = True,
     refinement: Refinement | None = None,
     budget_priority: Callable[[Case], bool] | None = None,
-    impl_s: float = 0.15,
+    impl_s: float = 0.1,
 ) -> Callable[[Callable[[RunOptions], Iterator[Case]]], Suite]:
     """Registers a generator of cases as the suite `name`; see `Suite` for the arguments."""
 

@@ -48,12 +48,12 @@ def test_curves_have_their_ends_and_their_middle_before_one_has_more() -> None:
     assert {t.label for t in ordered} == {t.label for t in [*SWEEPS, *ALONE]}
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("seconds", [0.4, 0.7, 1.3, 2.0])
 def test_a_curve_has_three_sizes_or_none(seconds: float) -> None:
-    """An impl takes 0.15 s: none of these budgets holds all curves."""
+    """An impl takes 0.1 s: none of these budgets holds all curves."""
     chosen = budget.choose(budget.by_importance(SWEEPS), budget.start_s(1) + 1.0 + seconds, False, 1)
     sizes = Counter(t.label.split(" size=")[0] for t in chosen)
-    assert min(sizes.values()) >= 3 and len(sizes) == min(max(int(seconds / 0.45), 1), 4)
+    assert min(sizes.values()) >= 3 and len(sizes) == min(max(int(seconds / 0.3 + 1e-9), 1), 4)
 
 
 def test_what_a_suite_calls_telling_has_three_sizes_before_the_rest_has_one() -> None:
@@ -100,7 +100,7 @@ def test_a_budget_that_holds_nothing_holds_the_first_cases_alone() -> None:
 
 
 def test_a_suite_that_is_late_leaves_the_others_their_share() -> None:
-    tasks = budget.by_importance([*OPS, *SWEEPS])  # 40 and 36 impls of 0.15 s: shares of 0.53 and 0.47
+    tasks = budget.by_importance([*OPS, *SWEEPS])  # 40 and 36 impls of 0.1 s: shares of 0.53 and 0.47
     deadlines = budget.Deadlines(tasks, 101.0, quick=False)
     assert deadlines.allows(tasks[0], 0.0)
     # A case took 17.5 s: another would end at 52.5 of 52.6 s, a third after it.
@@ -114,10 +114,10 @@ def test_a_suite_that_is_late_leaves_the_others_their_share() -> None:
 
 def test_a_first_curve_may_take_twice_the_share_of_its_suite_and_no_more() -> None:
     tasks = budget.by_importance([*OPS, *SWEEPS[:9]])
-    for left_s, allowed in ((0.46, True), (0.44, False)):
+    for left_s, allowed in ((0.31, True), (0.29, False)):
         deadlines = budget.Deadlines(tasks, 1.0 + left_s, quick=False)
         deadlines.allows(tasks[0], 0.0)
-        assert deadlines.allows(tasks[-9], 0.0) == allowed  # 3 x 0.15 s, the last suite: all that is left
+        assert deadlines.allows(tasks[-9], 0.0) == allowed  # 3 x 0.1 s, the last suite: all that is left
 
 
 def test_a_log_is_told_now_and_then_how_much_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -414,7 +414,7 @@ SLOW = frozenset(program.name for program in PROGRAMS if not program.quick)
     "dispatch",
     world="simulated",
     help=SUITES["dispatch"],
-    impl_s=0.07,
+    impl_s=0.05,
     budget_priority=lambda case: case.name not in SLOW,
 )
 def dispatch(options: RunOptions) -> Iterator[Case]:

@@ -122,7 +122,7 @@ def _product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one.double() @ other.double()).to(one.dtype)
 
 
-@suite("overlap", world="ranks", help=SUITES["overlap"], impl_s=0.4)
+@suite("overlap", world="ranks", help=SUITES["overlap"], impl_s=0.35)
 def overlap(options: RunOptions) -> Iterator[Case]:
     usual, width = QUICK if options.quick else SWEEPS[options.device_type]
     sizes = options.sizes_bytes if options.sizes_chosen else usual
