@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from statistics import geometric_mean, median
 
 from dtbench.records.layout import crowded
+from dtbench.stats import drifts_of, has_drifted
 from dtbench.suite import Result, Run
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import (
+    format_change,
     format_seconds,
     format_size,
     format_spread,
@@ -37,7 +39,23 @@ def findings(run: Run) -> list[str]:
             (doubted[doubts] if doubts else sure).append(f"{suite}: {_finding(_cases(timed))}")
     for doubts, lines in doubted.items():
         sure += [f"with doubts, as {doubts}:", *(f"  {line}" for line in lines)]
-    return sure
+    return [*sure, *_drifts(run)]
+
+
+def _drifts(run: Run) -> list[str]:
+    """Where plain torch and all beside it took longer, or less, in the later launches than in the earlier."""
+    half, moves = max((r.launch for r in run.results), default=0) / 2, []
+    timed = (r for r in run.results if r.status == "ok" and r.estimate_s)
+    for (suite, _, impl, _), launches in group_by(timed, lambda r: r.case_key).items():
+        parts = group_by(launches, lambda r: r.launch > half)
+        if len(parts) == 2:
+            early, late = (median(r.estimate_s or 0.0 for r in parts[is_late]) for is_late in (False, True))
+            moves.append((suite, impl, late / early))
+    return [
+        f"the machine drifted: plain torch and all else of {suite} became {format_change(factor)} in the later launches"
+        for suite, factor in drifts_of(moves).items()
+        if has_drifted(factor)
+    ]
 
 
 def next_commands(run: Run) -> list[str]:
@@ -84,8 +102,10 @@ def _finding(cases: Sequence[_Case]) -> str:
     (low_s, fastest), (high_s, slowest) = min(times, key=_first), max(times, key=_first)
     if len(times) == 1:
         return f"{_words(fastest)} {format_seconds(low_s)} {format_spread(fastest.spread)}"
-    ends = (f"{format_seconds(t)} ({_words(r)})" for t, r in ((low_s, fastest), (high_s, slowest)))
-    return f"{plural(len(times), 'time')} from {' to '.join(ends)}"
+    return (
+        f"{plural(len(times), 'result')}, fastest {_words(fastest)} at {format_seconds(low_s)}, "
+        f"slowest {_words(slowest)} at {format_seconds(high_s)}"
+    )
 
 
 def _first(pair: tuple[float, Result]) -> float:

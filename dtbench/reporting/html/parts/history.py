@@ -25,7 +25,7 @@ Times = dict[str, list[tuple[int, float]]]
 def fill(section: ReportSection, of: Material) -> None:
     section.lead = (
         "Times that gates recorded for each revision, or of each run of a folder, one estimate each; only times of one "
-        "kind of machine stand in one series. There are no intervals, so a single step may be noise: what stays is a "
+        "kind of machine stand in one series. There are no intervals, so a single step is no verdict: what stays is a "
         "change."
     )
     for index, one in enumerate(one for one in of.sources.histories if one.points):
