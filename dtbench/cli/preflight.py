@@ -27,7 +27,7 @@ def preflight_command(expect: Path | None, as_json: bool, **choices: options.Giv
 
     Pairs of ranks, the collectives of each mesh dim, computation and copies, in seconds; what looks slow is measured
     again before it is named. Joins the ranks of torchrun or srun, or starts its own. Exits with 1 where
-    something is slow, and leaves nothing behind.
+    something is slow, with 3 where it has no peers, and leaves nothing behind.
 
     \b
     Examples:
