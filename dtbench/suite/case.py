@@ -35,6 +35,13 @@ STAGES = (
 # What `--impl` chooses between. Every other impl (local, c10d, unbucketed, limit) is a reference
 # that stands beside them and is always measured.
 CHOOSABLE_IMPLS = ("core", "torch")
+# What the names of implementations mean, wherever they stand.
+IMPL_WORDS = {
+    "core": "dtbench core",
+    "torch": "torch.distributed.tensor",
+    "local": "plain torch, no distribution",
+    "wrapped": "the least that a tensor class in Python takes",
+}
 
 
 @dataclass(frozen=True)
