@@ -27,7 +27,7 @@ def preflight_command(expect: Path | None, as_json: bool, **choices: options.Giv
 
     Pairs of ranks, the collectives of each mesh dim, computation and copies, in seconds; suspects are measured again
     before they are reported. Joins the ranks of torchrun or srun, or starts its own. Exits with 1 where something
-    is slow, and writes no files.
+    is slow, with 3 where it has no peers, and writes no files.
 
     \b
     Examples:

@@ -144,7 +144,18 @@ def _run() -> int:
 
 
 def _explain(error: click.UsageError) -> str:
-    """The error's message; of an unknown name with the nearest that exists."""
+    """The error's message; of an unknown name with the nearest that exists, of a number with what was expected."""
+    if isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
+        option, of, usual = error.param.opts[0], error.param.type, error.param.default
+        kinds = {"integer": "a whole number", "float": "a number"}
+        value, is_not, _ = error.message.partition(" is not ")
+        if is_not and (expected := kinds.get(of.name.removesuffix(" range"))):
+            least, most = getattr(of, "min", None), getattr(of, "max", None)
+            if least is not None:
+                expected += f" {'above' if getattr(of, 'min_open', False) else 'from'} {least:g}"
+                expected += " on" if most is None else f" to {most:.10g}"
+            such = usual if isinstance(usual, int | float) else int(least or 1)
+            return f"{option}: got {value}, expected {expected}, such as {option} {such}"
     if isinstance(error, click.NoSuchOption | click.NoSuchCommand) and error.possibilities:
         return f"{error.message} Did you mean {error.possibilities[0]!r}?"
     return error.format_message().rstrip(".")

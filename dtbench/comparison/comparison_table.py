@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Sequence
+from html import escape
 from itertools import islice
 
 import msgspec
-from rich.console import Console
 
 from dtbench.comparison.runs import Comparison
-from dtbench.records.judged import Change, Judged, Verdict
+from dtbench.records.judged import Change, Judged
+from dtbench.suite.errors import plain
 from dtbench.suite.grouping import group_by
 from dtbench.text.table import TableColumn
 from dtbench.text.terminal import (
@@ -24,7 +27,7 @@ from dtbench.text.terminal import (
     split_params,
     titled,
 )
-from dtbench.text.units import format_ratio, significant, time_unit
+from dtbench.text.units import NO_INTERVAL, format_interval, format_ratio, time_unit
 
 
 def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
@@ -32,29 +35,56 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
     if as_json:
         print_json(msgspec.to_builtins(comparison, str_keys=True))
         return
-    console = new_console()
-    if comparison.nothing_shared:
-        print_line(console, comparison.nothing_shared)
-        return
-    single = comparison.of_single_launches
-    # Where there are verdicts, the worst first.
-    rows = list(comparison.rows)
-    if not single:
-        rows.sort(key=lambda r: (r.verdict.gravity, -(r.ratio or 0)))
-    by_suite = group_by(rows, lambda row: row.suite)
-    for suite in islice(dict.fromkeys(row.suite for row in comparison.rows), MAX_TABLES):
-        _print_suite(console, suite, by_suite[suite][:MAX_ROWS], single)
-        print_rest(console, len(by_suite[suite]), "cases", "--json gives all")
+    console, by_suite = new_console(), _by_suite(comparison)
+    for suite, rows in islice(by_suite.items(), MAX_TABLES):
+        title, columns = _table(suite, rows[:MAX_ROWS], comparison.of_single_launches)
+        print_line(console, title, style="bold")
+        print_table(console, columns)
+        print_rest(console, len(rows), "cases", "--json gives all")
         print_line(console, "")
     print_rest(console, len(by_suite), "suites", "--json gives all", MAX_TABLES)
-    for note in comparison.notes:
-        print_line(console, f"note: {note}")
-    counts = ", ".join(f"{comparison.count(v)} {v}" for v in Verdict if comparison.count(v))
-    print_line(console, _spread(comparison) if single else counts or "nothing to compare")
+    for line in _ending(comparison):
+        print_line(console, line)
 
 
-def _print_suite(console: Console, suite: str, rows: Sequence[Judged], single: bool) -> None:
-    """single: one launch against another, which has differences and no verdicts."""
+def text_of(comparison: Comparison) -> str:
+    """What `print_comparison` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_comparison(comparison)
+    return out.getvalue().rstrip("\n")
+
+
+def html_of(comparison: Comparison) -> str:
+    """The same for a notebook, escaped."""
+    import pandas as pd
+
+    parts = []
+    for suite, rows in islice(_by_suite(comparison).items(), MAX_TABLES):
+        title, columns = _table(suite, rows[:MAX_ROWS], comparison.of_single_launches)
+        cells = list(zip(*(map(plain, one.cells) for one in columns), strict=True))
+        table = pd.DataFrame(cells, columns=[plain(one.title) for one in columns])
+        parts.append(f"<p>{escape(plain(title))}</p>{table.to_html(index=False)}")
+    return "".join([*parts, *(f"<p>{escape(plain(line))}</p>" for line in _ending(comparison))])
+
+
+def _by_suite(comparison: Comparison) -> dict[str, list[Judged]]:
+    """As the base's file has them; where there are verdicts, the worst first in each."""
+    by_suite = group_by(() if comparison.nothing_shared else comparison.rows, lambda row: row.suite)
+    if comparison.of_single_launches:
+        return by_suite
+    return {
+        suite: sorted(rows, key=lambda row: (row.verdict.gravity, -(row.ratio or 0)))
+        for suite, rows in by_suite.items()
+    }
+
+
+def _ending(comparison: Comparison) -> list[str]:
+    notes = () if comparison.nothing_shared else comparison.notes
+    return [*(f"note: {note}" for note in notes), comparison.sentence]
+
+
+def _table(suite: str, rows: Sequence[Judged], single: bool) -> tuple[str, list[TableColumn]]:
+    """Its title and columns. single: one launch against another, which has differences and no verdicts."""
     varying, same = split_params([row.params for row in rows])
     unit = time_unit(t for row in rows for t in (row.base_s, row.head_s) if t is not None)
     columns = [
@@ -82,22 +112,14 @@ def _print_suite(console: Console, suite: str, rows: Sequence[Judged], single: b
         ]
     if any(why):
         columns.append(TableColumn("why", why))
-    print_line(console, titled(title, same), style="bold")
-    print_table(console, columns)
-
-
-def _spread(comparison: Comparison) -> str:
-    """How far single launches lie apart, and once that this is no verdict."""
-    ratios = [row.ratio - 1 for row in comparison.rows if row.ratio is not None]
-    rest = [f"{n} {v}" for v in Verdict if v is not Verdict.INCONCLUSIVE and (n := comparison.count(v))]
-    spread = f"{len(ratios)} times differ by {min(ratios):+.1%} to {max(ratios):+.1%}"
-    return f"{', '.join([*rest, spread])}: no verdict from one launch on each side"
+    return titled(title, same), columns
 
 
 def _interval(row: Judged) -> str:
-    if row.low is None or row.high is None or row.effect is None or row.effect.confidence is None:
-        return "-"
-    return f"{significant(row.low, 3)}..{significant(row.high, 3)} ({100 * row.effect.confidence:.0f}%)"
+    interval = format_interval((row.low, row.high), "..")
+    if row.effect is None or row.effect.confidence is None or interval == NO_INTERVAL:
+        return "-" if row.effect is None else NO_INTERVAL
+    return f"{interval} ({100 * row.effect.confidence:.0f}%)"
 
 
 def _p(effect: Change | None) -> str:

@@ -3,30 +3,43 @@
 Almost all variance of a host latency lies between processes, so a launch counts as one observation
 however many samples it holds: with one launch per side, 32% of identical pairs differ by 5% in
 their means. Hence no verdict of slower or faster below five launches on each side (the fewest for
-which the exact rank test can reach p < .01: 1/252), and `same` only where an interval shows it.
+which the exact rank test can reach p < .01: 1/252), and `same` only where an interval shows it. What plain torch beside
+it shares is no change of the code: then the machine drifted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import median
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dtbench.records.exports import Point, relative
 from dtbench.records.judged import Change, Judged, Verdict
-from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S, hodges_lehmann_ratio, rank_test
+from dtbench.stats import (
+    FLOORS,
+    MAX_P,
+    MIN_CHANGE,
+    MIN_CHANGE_S,
+    drifts_of,
+    has_drifted,
+    hodges_lehmann_ratio,
+    rank_test,
+    shares,
+)
 from dtbench.suite import CaseKey, Header, Result, Run, errors, estimator_of
 from dtbench.suite.grouping import group_by
-from dtbench.text.units import plural
+from dtbench.text.units import format_change, plural
 
 MIN_LAUNCHES = 5
 # Of one case on a side; the test looks at all pairs, so a hundred thousand launches would never end.
 MAX_LAUNCHES = 500
 SAME_WITHIN = 0.05
 SAME_CONFIDENCE = 0.95
+ONE_LAUNCH = f"cannot tell: one launch each; use --launches {MIN_LAUNCHES} or more"
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
@@ -57,17 +70,28 @@ class Comparison(Struct, frozen=True, kw_only=True):
         points = (relative(row, row.verdict, row.reason) for row in self.rows)
         return [point for point in points if point is not None]
 
-    def _repr_html_(self) -> str:
-        """A table in a notebook: the worst first."""
-        import pandas as pd
+    @property
+    def sentence(self) -> str:
+        """The end in one line."""
+        if self.nothing_shared:
+            return self.nothing_shared
+        of_each = [f"{n} {v}" for v in Verdict if (n := self.count(v))]
+        if not self.of_single_launches:
+            return ", ".join(of_each) or "nothing to compare"
+        ratios = [row.ratio - 1 for row in self.rows if row.ratio is not None]
+        spread = f"{plural(len(ratios), 'time')}, {min(ratios):+.1%} to {max(ratios):+.1%}"
+        rest = [words for words in of_each if not words.endswith(Verdict.INCONCLUSIVE)]
+        return f"{ONE_LAUNCH} ({', '.join([spread, *rest])})"
 
-        fields = ("suite", "name", "impl", "verdict", "base_s", "head_s", "ratio", "low", "high", "reason")
-        shown = [
-            {name: getattr(row, name) for name in fields}
-            | {"params": " ".join(f"{k}={v}" for k, v in row.params.items())}
-            for row in sorted(self.rows, key=lambda row: row.verdict.gravity)
-        ]
-        return str(pd.DataFrame(shown).to_html(index=False, max_rows=60))
+    def __repr__(self) -> str:
+        from dtbench.comparison.comparison_table import text_of
+
+        return text_of(self)
+
+    def _repr_html_(self) -> str:
+        from dtbench.comparison.comparison_table import html_of
+
+        return html_of(self)
 
 
 def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
@@ -75,15 +99,22 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
 
     base, new: the files of each side; all launches of all files of a side count as its launches.
     """
-    old, fresh = (
-        group_by((r for run in side for r in run.results), lambda r: r.case_key) for side in (base, new)
-    )
+    once = [{(run.header.run_id, r.key): r for run in side for r in run.results} for side in (base, new)]
+    old, fresh = (group_by(side.values(), lambda r: r.case_key) for side in once)
     sides = {key: (old.get(key, []), fresh.get(key, [])) for key in old | fresh}
     skipped = {k for k, side in sides.items() if all(r.status == "skipped" for r in chain(*side))}
-    rows = tuple(_row(key, *side) for key, side in sides.items() if key not in skipped)
-    notes = _notes(base, new, rows)
+    judged = tuple(_row(key, *side) for key, side in sides.items() if key not in skipped)
+    notes = _notes(base, new, judged)
+    if repeated := sum(len(run.results) for run in (*base, *new)) - sum(map(len, once)):
+        notes.append(f"{plural(repeated, 'result')} of a run that is given twice on a side count once")
     if skipped:
         notes.append(f"{len(skipped)} case(s) were skipped on each side that has them, and are left out")
+    moves = _moves(judged)
+    drifts = drifts_of((suite, impl, ratio) for (suite, _, impl, _), ratio in moves.items())
+    rows = tuple(_without_drift(row, moves, drifts) for row in judged)
+    if drifts:
+        said = ", ".join(f"{format_change(factor)} in {suite}" for suite, factor in drifts.items())
+        notes.insert(0, f"the machine drifted: plain torch and all else became {said}; {_SHARED}")
     return Comparison(
         exit_code=_exit_code(rows),
         notes=tuple(dict.fromkeys(notes)),
@@ -177,8 +208,10 @@ def _judged(base: list[float], new: list[float]) -> tuple[Verdict, str, Change |
         verdict = Verdict.IMPROVED
     elif _within(estimate.low, estimate.high, estimate.confidence):
         verdict = Verdict.PASS
+    elif len(base) == len(new) == 1:
+        reason = ONE_LAUNCH
     elif not enough:
-        reason = f"fewer than {MIN_LAUNCHES} launches"
+        reason = f"cannot tell: fewer than {MIN_LAUNCHES} launches on a side"
     else:
         reason = "neither a change of 2% and 0.2 µs nor sameness within 5% is shown"
     return verdict, reason, Change(**vars(estimate), **vars(test))
@@ -201,6 +234,40 @@ def _why(results: list[Result], *statuses: str) -> str | None:
     if first is None:
         return None
     return f"{first.status}: {first.reason}" if first.reason else first.status
+
+
+# ------------------------------------------------------------------------------------ drift
+
+_SHARED = "what plain torch shares is no change of the code; `dtbench gate` measures both sides in turn"
+
+
+def _moves(rows: Sequence[Judged]) -> dict[CaseKey, float]:
+    """Of each case new over base; 1 of plain torch whose launches do not show, or one of which does not suggest, that
+    it moved."""
+    moves = {row.key: row.effect.ratio for row in rows if row.effect is not None}
+    for row in rows:
+        if row.effect is not None and row.impl in FLOORS:
+            p = min(row.effect.p_slower or 1.0, row.effect.p_faster or 1.0)
+            enough = min(row.base_launches, row.head_launches) >= MIN_LAUNCHES
+            if not (p < MAX_P if enough else has_drifted(row.effect.ratio)):
+                moves[row.key] = 1.0
+    return moves
+
+
+def _without_drift(row: Judged, moves: Mapping[CaseKey, float], drifts: Mapping[str, float]) -> Judged:
+    """Slower and faster taken back where plain torch moved by as much: beside the same case, else in the suite; of
+    suites without plain torch, in another of the run."""
+    suite, name, impl, params = row.key
+    beside = [
+        moves[key] for floor in FLOORS if floor != impl and (key := (suite, name, floor, params)) in moves
+    ]
+    if not beside and suite not in {key[0] for key in moves if key[2] in FLOORS}:
+        beside = list(drifts.values())
+    floor = next((one for one in [*beside, drifts.get(suite, 1.0)] if shares(row.ratio or 1.0, one)), None)
+    if row.verdict not in (Verdict.REGRESSION, Verdict.IMPROVED) or floor is None:
+        return row
+    reason = f"the machine drifted: plain torch became {format_change(floor)}, too"
+    return replace(row, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
 
 # ------------------------------------------------------------------------------------ notes

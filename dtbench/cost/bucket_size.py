@@ -39,7 +39,8 @@ class BucketChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     bucket_cap_mb: as DDP and inductor take it, in MiB whatever its name says (torch 2.13, nn/parallel/distributed.py
     and _inductor/fx_passes/bucketing.py multiply it by 1024 * 1024); None at the edge of the sizes measured.
-    low_bytes, high_bytes: the 90% interval; None with one launch. loss: by which share it is slower than the fastest.
+    low_bytes, high_bytes: the 90% interval; None with one launch, or where all agree on a size. loss: by which share it
+    is slower than the fastest.
     edge: why there is no recommendation.
     """
 
@@ -87,7 +88,8 @@ def choose(
     if len(times_s) > 1:
         drawn = drawn_again(relative, REPLICATES, np.random.default_rng(seed))
         chosen = _smallest(np.median(drawn, axis=1))
-        low, high = (sizes[int(i)] for i in interval(chosen, INTERVAL, interpolated=False))
+        ends = {sizes[int(i)] for i in interval(chosen, INTERVAL, interpolated=False)}
+        low, high = (min(ends), max(ends)) if len(ends) > 1 else (None, None)
     edge = ""
     if index == len(sizes) - 1:
         edge = f"{format_size(sizes[-1])} is the largest measured and larger may be faster"

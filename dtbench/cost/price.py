@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from dtbench.records.topology import Constants, Dim, MeasuredCurve
+from dtbench.records.topology import Constants, Dim, MeasuredCurve, TableRow
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import Ring, busbw_factor
 
@@ -27,7 +27,8 @@ BORROWED = 2.0
 
 @dataclass(frozen=True)
 class Price:
-    """Microseconds; low and high: 90 % interval of what one new launch would measure, where both factors are 1.
+    """Microseconds; low and high: 90 % interval of what one new launch would measure, where both factors are 1; the
+    time itself where nothing says how launches scatter.
 
     size_factor: how far the size lies outside the measured ones; 1 inside.
     ranks_factor: ranks / measured ranks.
@@ -65,8 +66,14 @@ def price(curve: MeasuredCurve, size_bytes: float) -> Price:
     nearest, beyond = (
         (last, size_bytes / last.size_bytes) if above else (first, first.size_bytes / size_bytes)
     )
-    own = max(nearest.high_us / nearest.time_us, nearest.time_us / nearest.low_us)
+    low_us, high_us = _bounds(nearest)
+    own = max(high_us / nearest.time_us, nearest.time_us / low_us)
     return _around(time_us, max(math.log(own), BEYOND_HALF_WIDTH) * (1 + math.log2(beyond)), beyond)
+
+
+def _bounds(row: TableRow) -> tuple[float, float]:
+    """Its interval; the time itself where it has none."""
+    return row.low_us or row.time_us, row.high_us or row.time_us
 
 
 def estimate(dim: Dim, collective: str, ranks: int, size_bytes: int) -> Price:
@@ -114,7 +121,8 @@ def _by_other_slopes(dim: Dim, collective: str, size_bytes: int) -> Price:
     if not per_byte:
         return _around(last.time_us * beyond, MAX_HALF_WIDTH, beyond)
     slope = median(per_byte) * busbw_factor(collective, dim.ranks)
-    half_width = max(math.log(last.high_us / last.low_us) / 2, BORROWED * BEYOND_HALF_WIDTH)
+    low_us, high_us = _bounds(last)
+    half_width = max(math.log(high_us / low_us) / 2, BORROWED * BEYOND_HALF_WIDTH)
     return _around(
         last.time_us + (size_bytes - last.size_bytes) * slope, half_width * (1 + math.log2(beyond)), beyond
     )
@@ -137,10 +145,9 @@ def _around(
 
 
 def times_of(curve: MeasuredCurve, column: Literal["time_us", "low_us", "high_us"] = "time_us") -> Curve:
-    """A column of a curve's table over size."""
-    return Curve(
-        tuple(row.size_bytes for row in curve.table), tuple(getattr(row, column) for row in curve.table)
-    )
+    """A column of a curve's table over size; the times where it has no bounds."""
+    times = tuple(getattr(row, column) or row.time_us for row in curve.table)
+    return Curve(tuple(row.size_bytes for row in curve.table), times)
 
 
 def ring_us(collective: str, size_bytes: float, ranks: int, constants: Constants | Dim) -> float:

@@ -11,7 +11,14 @@ from dtbench.cost.bucket_size import MEASURE, MIB, BucketChoice
 from dtbench.cost.calibration.validate import REGIMES, CallGroup, Validation
 from dtbench.records.topology import CalibratedTopology, Dim
 from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line, print_prose
-from dtbench.text.units import format_ratio, format_size, significant
+from dtbench.text.units import (
+    NO_INTERVAL,
+    format_interval,
+    format_ratio,
+    format_size,
+    interval_or_none,
+    significant,
+)
 
 
 def print_topology(topology: CalibratedTopology) -> None:
@@ -53,8 +60,8 @@ def _bandwidth(dim: Dim) -> str:
     return (">= " if dim.bandwidth_is_lower_bound else "") + significant(dim.bandwidth_GiBps, 3)
 
 
-def _with_interval(figure: str, of: tuple[float, float]) -> str:
-    return f"{figure} ({' .. '.join(significant(end, 3) for end in of)})"
+def _with_interval(figure: str, of: tuple[float, float] | None) -> str:
+    return f"{figure} ({format_interval(of)})"
 
 
 def print_validation(validation: Validation, as_json: bool = False) -> None:
@@ -128,6 +135,5 @@ def print_buckets(choices: Sequence[BucketChoice], as_json: bool = False) -> Non
 
 
 def _bucket_interval(choice: BucketChoice) -> str:
-    if choice.low_bytes is None or choice.high_bytes is None:
-        return "-"
-    return f"{choice.low_bytes / MIB:g} to {choice.high_bytes / MIB:g}"
+    ends = interval_or_none(choice.low_bytes, choice.high_bytes)
+    return NO_INTERVAL if ends is None else " to ".join(f"{end / MIB:g}" for end in ends)

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean, median
 
 from dtbench.records.layout import crowded
+from dtbench.stats import drifts_of, has_drifted
 from dtbench.suite import CHOOSABLE_IMPLS, Param, Result, Run
 from dtbench.suite.case import FLOOR
 from dtbench.suite.dispatched import FEWEST_CASES, SINGLE_OPS, added_times, kind_of
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import (
+    format_change,
     format_seconds,
     format_size,
     format_spread,
@@ -44,7 +46,23 @@ def findings(run: Run) -> list[str]:
             lines += (f"{suite}: {finding}" for finding in _findings(suite, _cases(timed)))
     for doubts, lines in doubted.items():
         sure += [f"unreliable ({doubts}):", *(f"  {line}" for line in lines)]
-    return sure
+    return [*sure, *_drifts(run)]
+
+
+def _drifts(run: Run) -> list[str]:
+    """Where plain torch and all beside it took longer, or less, in the later launches than in the earlier."""
+    half, moves = max((r.launch for r in run.results), default=0) / 2, []
+    timed = (r for r in run.results if r.status == "ok" and r.estimate_s)
+    for (suite, _, impl, _), launches in group_by(timed, lambda r: r.case_key).items():
+        parts = group_by(launches, lambda r: r.launch > half)
+        if len(parts) == 2:
+            early, late = (median(r.estimate_s or 0.0 for r in parts[is_late]) for is_late in (False, True))
+            moves.append((suite, impl, late / early))
+    return [
+        f"the machine drifted: plain torch and all else of {suite} became {format_change(factor)} in the later launches"
+        for suite, factor in drifts_of(moves).items()
+        if has_drifted(factor)
+    ]
 
 
 def next_commands(run: Run) -> list[str]:
@@ -120,8 +138,10 @@ def _finding(cases: Sequence[_Case]) -> str:
     (low_s, fastest), (high_s, slowest) = min(times, key=_first), max(times, key=_first)
     if len(times) == 1:
         return f"{_words(fastest)} {format_seconds(low_s)} {format_spread(fastest.spread)}"
-    ends = (f"{format_seconds(t)} ({_words(r)})" for t, r in ((low_s, fastest), (high_s, slowest)))
-    return f"{plural(len(times), 'time')} from {' to '.join(ends)}"
+    return (
+        f"{plural(len(times), 'result')}, fastest {_words(fastest)} at {format_seconds(low_s)}, "
+        f"slowest {_words(slowest)} at {format_seconds(high_s)}"
+    )
 
 
 def _first(pair: tuple[float, Result]) -> float:
@@ -138,6 +158,7 @@ def _words(result: Result) -> str:
 def _speed(ratios: Sequence[float]) -> str:
     """`1.96x faster than torch.distributed.tensor, geometric mean of 12 cases, from 0.9x to 5.3x`."""
     mean = geometric_mean(ratios)
-    factor = f"{significant(max(mean, 1 / mean), 3)}x {'faster' if mean >= 1 else 'slower'}"
+    factor = significant(max(mean, 1 / mean), 3)
+    words = f"{factor}x {'faster' if mean >= 1 else 'slower'} than" if factor != "1.00" else "as fast as"
     span = f"from {significant(min(ratios), 2)}x to {significant(max(ratios), 2)}x"
-    return f"{factor} than torch.distributed.tensor, geometric mean of {plural(len(ratios), 'case')}, {span}"
+    return f"{words} torch.distributed.tensor, geometric mean of {plural(len(ratios), 'case')}, {span}"

@@ -320,7 +320,7 @@ def say_ended(request: RunRequest, path: Path) -> None:
 
 def say_complete(run: Run) -> int:
     """There is nothing to resume; the exit code."""
-    say(f"{run.path} is complete already: {summary_of(run.results)}; nothing to go on with")
+    say(f"{run.path} is complete already: {summary_of(run.results)}; there is nothing left to measure")
     return exit_code_of(run.results)
 
 

@@ -11,7 +11,7 @@ from dtbench.records.judged import Judged, Verdict
 from dtbench.suite.errors import plain
 from dtbench.text import junit as xml
 from dtbench.text import markdown as md
-from dtbench.text.units import format_seconds
+from dtbench.text.units import NO_INTERVAL, format_seconds
 
 # So many benchmarks are listed whole; of more, those that pass are only counted.
 LISTED = 60
@@ -29,8 +29,9 @@ def change_of(judged: Judged) -> str:
     if effect is None:
         return ""
     if judged.verdict is Verdict.REGRESSION:
-        return f"{effect.ratio - 1:+.1%} (at least {(effect.low or 0) - 1:+.1%})"
-    bound = "no bound yet" if effect.high is None else f"{effect.high - 1:+.1%} at most"
+        bound = NO_INTERVAL if judged.low is None else f"at least {judged.low - 1:+.1%}"
+    else:
+        bound = NO_INTERVAL if judged.high is None else f"{judged.high - 1:+.1%} at most"
     return f"{effect.ratio - 1:+.1%} ({bound})"
 
 
@@ -54,17 +55,11 @@ def lines(report: Gate) -> list[str]:
     hidden = report.count(Verdict.PASS) if len(shown) > LISTED else 0
     if hidden:
         shown = [j for j in shown if j.verdict is not Verdict.PASS]
-    trust = report.trust
-    moves = (("control", trust.control, trust.control_pairs), ("base/base", trust.null, trust.null_pairs))
     return [
         *(f"{j.verdict.name:<12}  {plain(j.label)}\n{'':14}{plain(words(j))}" for j in shown),
         *([f"{'PASS':<12}  {hidden} more"] if hidden else []),
-        *(
-            f"{name}: {ratio - 1:+.2%} over {pairs} pairs"
-            for name, ratio, pairs in moves
-            if ratio is not None
-        ),
-        *(f"UNTRUSTED: {plain(reason)}: no verdict by time holds" for reason in trust.reasons),
+        *report.checks,
+        *(f"UNTRUSTED: {plain(reason)}: no verdict by time holds" for reason in report.trust.reasons),
         *(f"note: {plain(note)}" for note in report.notes),
         report.sentence,
     ]
@@ -117,7 +112,7 @@ def markdown(report: Gate) -> str:
     rest = [j for j in report.benchmarks if j.verdict is Verdict.PASS]
     lines = [f"### {md.escaped(report.sentence)}", ""]
     lines += [f"- **UNTRUSTED**: {md.escaped(reason)}" for reason in report.trust.reasons]
-    lines += [f"- {md.escaped(note)}" for note in report.notes]
+    lines += [f"- {md.escaped(note)}" for note in (*report.checks, *report.notes)]
     lines += ["", *_table(first)] if first else []
     if rest:
         lines += ["", f"<details><summary>{len(rest)} PASS</summary>", "", *_table(rest), "", "</details>"]

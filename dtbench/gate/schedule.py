@@ -1,10 +1,12 @@
 """Which launches a verdict needs, and when to stop. Pure: launches are made by a function it is given.
 
     rounds of the screen   base, head and base again, in random order: five of them pass what is clearly fine
-    fresh pairs            base and head, for what the screen does not pass; they alone can call it slower
+    fresh pairs            base and head, for what the screen does not pass; they alone can call it a little slower
 
-Fresh pairs may let a benchmark pass from the second on, and are tested after 10 and 20: the level of the test is split
-over these. What the screen saw may help to pass a benchmark, never to condemn it.
+Fresh pairs may let a benchmark pass from the second on, and are tested after 10 and 22. What the screen saw may help to
+pass a benchmark; it condemns none but what is at least twice as slow in every round and pair so far, which ends as soon
+as chance would not do so: the three launches of a round stand in random order, so that head is the slowest in one of
+three, and in one of two of a pair, whatever the noise is. The level is split over these three looks.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ SCREEN_ROUNDS = 5
 MORE_ROUNDS = 5
 # From here on each pair may let a benchmark pass. Only at the test's looks may it be called slower or faster.
 FIRST_PASS_LOOK = 2
-TEST_LOOKS = (10, 20)
+TEST_LOOKS = (10, 22)
+LOOKS = len(TEST_LOOKS) + 1
+# What is unmistakable: of unchanged collectives, whose times scatter most (CV of 40 %), one pair in ten.
+GROSS = 2.0
 # Of base, head and base again in each round of the screen, and of base and head in each pair.
 MOST_LAUNCHES = 3 * SCREEN_ROUNDS + 2 * TEST_LOOKS[-1]
 # A gain is worth fresh pairs where the screen shows so much of it in every pair.
@@ -60,9 +65,11 @@ Pair = tuple[float, float]  # base and head, seconds
 
 @dataclass
 class Evidence:
-    """What was measured: the pairs of each benchmark in the screen and the fresh ones; null: base against itself."""
+    """What was measured: the pairs of each benchmark in the screen, there of base against itself, and the fresh ones;
+    null: base against itself as a whole."""
 
     screen: dict[Key, list[Pair]] = field(default_factory=dict)
+    itself: dict[Key, list[Pair]] = field(default_factory=dict)
     fresh: dict[Key, list[Pair]] = field(default_factory=dict)
     control: list[Pair] = field(default_factory=list)
     null: list[Pair] = field(default_factory=list)
@@ -99,10 +106,10 @@ class GateSchedule:
                 self.evidence.stopped = str(error)
         for benchmark in self._left():
             self._leave_undecided(benchmark)
-        trust = trust_of(
-            self._effect(self.evidence.control), self._effect(self.evidence.null), bool(self._benchmarks)
-        )
-        return [self._judged[b.key] for b in self._benchmarks], trust
+        ended = [self._judged[b.key] for b in self._benchmarks]
+        control, null = (self._effect(pairs) for pairs in (self.evidence.control, self.evidence.null))
+        ratios = [one.ratio for one in ended if one.ratio is not None]
+        return ended, trust_of(control, null, bool(ended), ratios)
 
     # ---- stages ----
 
@@ -117,6 +124,7 @@ class GateSchedule:
             gain = effect.ratio < 1 - SCREEN_GAIN and effect.high < 1
             if passes(benchmark, effect, base_s) and not gain:
                 self._judge(benchmark, Verdict.PASS, "", "screen", (effect, base_s, head_s))
+        self._end_gross()
 
     def _rounds(self, count: int) -> None:
         for number in range(count):
@@ -126,6 +134,9 @@ class GateSchedule:
             self._say(f"screen {number + 1} of {count}: {len(left)} benchmarks")
             launches = self._together(arms, left)
             self._keep(self.evidence.screen, launches["base"], launches["head"])
+            for benchmark in self._left():
+                pair = pair_of(launches["base"], launches["null"], benchmark.key)
+                self.evidence.itself.setdefault(benchmark.key, []).append(pair)
             _compare(self.evidence.null, launches["base"], launches["null"], self._left())
 
     def _confirm(self) -> None:
@@ -135,7 +146,7 @@ class GateSchedule:
         family = len(left)
         last = max(TEST_LOOKS[-1], fewest_pairs(family))
         looks = [*TEST_LOOKS[:-1], last]
-        alpha = alpha_of(family, len(looks))
+        alpha = alpha_of(family, LOOKS)
         for number in range(1, last + 1):
             left = self._left()
             if not left:
@@ -145,9 +156,24 @@ class GateSchedule:
             self._random.shuffle(arms)
             launches = self._together(arms, left)
             self._keep(self.evidence.fresh, launches["base"], launches["head"])
+            self._end_gross()
             if number >= FIRST_PASS_LOOK:
                 for benchmark in self._left():
                     self._look(benchmark, alpha if number in looks else None, number == last)
+
+    def _end_gross(self) -> None:
+        """What is gross in all that was measured, where chance would not make it so."""
+        alpha = alpha_of(len(self._benchmarks), LOOKS)  # the screen has chosen none of them
+        for benchmark in self._left():
+            evidence = [e.get(benchmark.key, []) for e in (self.evidence.screen, self.evidence.fresh)]
+            effect, base_s, _ = figures = effect_and_times([*evidence[0], *evidence[1]])
+            least = max(GROSS, 1 + smallest_change(base_s, benchmark.floor_s))
+            in_rounds = zip(evidence[0], self.evidence.itself[benchmark.key], strict=True)
+            gross = all(head >= least * max(base, again) for (base, head), (_, again) in in_rounds)
+            gross &= all(head >= least * base for base, head in evidence[1])
+            if gross and 3.0 ** -len(evidence[0]) * 2.0 ** -len(evidence[1]) <= alpha:
+                reason = f"at least {least:.3g}x slower in each of {effect.pairs} pairs: no more were needed"
+                self._judge(benchmark, Verdict.REGRESSION, reason, "gross", figures, alpha)
 
     def _look(self, benchmark: Benchmark, alpha: float | None, last: bool) -> None:
         screened, confirmed = (e[benchmark.key] for e in (self.evidence.screen, self.evidence.fresh))
@@ -259,4 +285,4 @@ def effect_and_times(pairs: Sequence[Pair]) -> tuple[Effect, float, float]:
 def fewest_pairs(family: int) -> int:
     """How many pairs the test of one of so many benchmarks needs to be able to speak at all, and two more:
     n pairs that all agree have p = 2**-n."""
-    return math.ceil(-math.log2(FAMILY_P / family / len(TEST_LOOKS))) + 2
+    return math.ceil(-math.log2(FAMILY_P / family / LOOKS)) + 2

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dtbench.gate.benchmark import Benchmark
 from dtbench.records.gate import GateCode, Trust
 from dtbench.records.judged import Change, Counts, Judged, Verdict
-from dtbench.stats import Effect, smallest_change
+from dtbench.stats import FLOORS, Effect, drifts_of, smallest_change
 from dtbench.suite import errors
+from dtbench.text.units import format_change
 
 # What a screen lets pass: three quarters of the change that matters, 1.5% where that is 2%.
 SCREEN_SHARE = 0.75
@@ -123,13 +124,18 @@ def has_moved(effect: Effect | None) -> bool:
     return change > TRUST_SCATTER or (change > TRUST_CHANGE and p < TRUST_P)
 
 
-def trust_of(control: Effect | None, null: Effect | None, measured: bool) -> Trust:
-    """The verdict on the whole run. measured: whether any benchmark was timed."""
+def trust_of(
+    control: Effect | None, null: Effect | None, measured: bool, ratios: Sequence[float] = ()
+) -> Trust:
+    """The verdict on the whole run. measured: whether any benchmark was timed. ratios: head over base of each."""
     reasons: list[str] = []
     names = (("the control, which no arm touches,", control), ("base, measured against itself,", null))
     for name, effect in names:
         if effect is not None and has_moved(effect):
             reasons.append(f"{name} moved by {effect.ratio - 1:+.1%} over {effect.pairs} pairs")
+    if control is not None and has_moved(control):
+        drifts = drifts_of([("", FLOORS[0], control.ratio), *(("", "", ratio) for ratio in ratios)])
+        reasons += [f"the machine drifted: all is {format_change(by)} in head" for by in drifts.values()]
     if measured and control is None and null is None:
         reasons.append("neither the control nor base against itself was measured")
     return Trust(

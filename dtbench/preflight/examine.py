@@ -115,7 +115,7 @@ class PairsOf:
 
 @dataclass
 class Examination:
-    """Everything that was measured, what is slow, and what could not be told."""
+    """Everything that was measured, what is slow, notes; unjudged: what could not be told, for want of peers."""
 
     world: ExaminedWorld
     pairs: dict[str, PairsOf] = field(default_factory=dict)
@@ -123,6 +123,7 @@ class Examination:
     work_s: dict[str, list[float]] = field(default_factory=dict)
     findings: list[SlowFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ def examine(world: ExaminedWorld) -> Examining:
     suspects: list[_Suspect] = []
     for kind, rounds in rounds_of(world.hosts).items():
         examination.pairs[kind] = yield from _screen_pairs(rounds)
-        suspects += _suspect_links(kind, examination.pairs[kind], notes)
+        suspects += _suspect_links(kind, examination.pairs[kind], examination)
+    if world.size < 3:
+        examination.unjudged.append("2 ranks have one link and no peers; start 3 or more, or give --expect")
     places = yield {"do": "place"}
     slow_work: dict[str, list[int]] = {}
     for kind in (MATMUL, COPY):
@@ -295,15 +298,16 @@ def _of_group(answers: Answers, group: Iterable[int]) -> float:
 # ------------------------------------------------------------------------------------------ suspects
 
 
-def _suspect_links(kind: str, of: PairsOf, notes: list[str]) -> list[_Suspect]:
+def _suspect_links(kind: str, of: PairsOf, examination: Examination) -> list[_Suspect]:
     """Ranks that are slow with nearly all partners, then links that are slow between two ranks which are not."""
     times = {pair: of.seconds(pair) for pair in of.exchanges}
     if len(times) < 2:
-        notes.append(f"{kind}: a single pair has no peers to be compared with")
+        if examination.world.size > 2:
+            examination.unjudged.append(f"links {kind}: a single pair has no peers")
         return []
     usual = median(times.values())
     best = _by_rank(times)
-    slow = _below(best, notes, kind)
+    slow = _below(best, examination.notes, kind)
     links = {}
     for pair, seconds in times.items():
         if not slow.keys() & set(pair):
@@ -359,8 +363,8 @@ def _confirm_link(
 ) -> Generator[ProbeCommand, Answers, list[SlowFinding]]:
     """Pair by pair with nobody else at work, in turns with sound ones."""
     if not suspect.controls:
-        examination.notes.append(
-            f"{examination.world.words(suspect.ranks)}: no sound peers to compare it with ({suspect.kind})"
+        examination.unjudged.append(
+            f"{examination.world.words(suspect.ranks)}: no sound peers ({suspect.kind})"
         )
         return []
     turns = zip(itertools.cycle(suspect.pairs), itertools.cycle(suspect.controls), strict=False)
@@ -379,7 +383,7 @@ def _confirm_work(
     usual = median(times)
     peers = [rank for rank in range(len(times)) if rank not in ranks and usual / times[rank] >= SUSPECT]
     if ranks and not peers:
-        examination.notes.append(f"{examination.world.words(ranks)}: no sound peers to compare with ({kind})")
+        examination.unjudged.append(f"{examination.world.words(ranks)}: no sound peers ({kind})")
         return []
     left: dict[int, SlowFinding | None] = dict.fromkeys(ranks)
     for peer in peers[:PEERS]:

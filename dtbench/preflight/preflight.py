@@ -33,7 +33,15 @@ from dtbench.preflight.examine import (
     examine,
 )
 from dtbench.records.topology import CalibratedTopology, read_topology
-from dtbench.suite.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, UsageError, complain, plain
+from dtbench.suite.errors import (
+    EXIT_INCONCLUSIVE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_REGRESSION,
+    UsageError,
+    complain,
+    plain,
+)
 from dtbench.suite.mesh import Mesh
 from dtbench.text.terminal import new_console, print_columns, print_json, print_line
 from dtbench.text.units import bandwidth_unit, format_seconds, format_size, plural
@@ -43,7 +51,8 @@ SLOWER_THAN_EXPECTED = 0.80
 
 
 def preflight(options: RunRequest, expect: Path | None, as_json: bool, argv: Sequence[str]) -> int:
-    """Examines the world, or starts one here; the exit code: 1 where something is named.
+    """Examines the world, or starts one here; the exit code: 1 where something is named, 3 where something had no
+    peers to be compared with.
 
     expect: a topology. argv: what ranks are started with again.
 
@@ -139,7 +148,9 @@ class Coordinator:
             print_json(msgspec.to_builtins(file))
         else:
             print_all(file)
-        return EXIT_REGRESSION if file.findings else EXIT_OK
+        if file.findings:
+            return EXIT_REGRESSION
+        return EXIT_INCONCLUSIVE if file.unjudged else EXIT_OK
 
 
 def compare_with(expected: CalibratedTopology, examination: Examination) -> None:
@@ -147,7 +158,11 @@ def compare_with(expected: CalibratedTopology, examination: Examination) -> None
     ranks are slow, none has a faster peer."""
     dims = {dim.name: dim for dim in expected.dims}
     if not dims.keys() & examination.dims.keys():
-        examination.notes.append("--expect holds no mesh dim that was measured here")
+        examination.unjudged.append(
+            f"--expect has mesh dim {', '.join(dims)}, measured here: {', '.join(examination.dims) or 'none'}"
+        )
+    elif examination.world.size == 2:  # what no peers tell, the topology does
+        examination.unjudged.clear()
     for name in dims.keys() & examination.dims.keys():
         times = examination.dims[name]
         price = estimate(dims[name], "all_reduce", len(times.groups[0]), times.size_bytes)
@@ -186,6 +201,7 @@ class Preflight(Struct, frozen=True, kw_only=True):
     work_s: dict[str, tuple[float, ...]]
     findings: tuple[SlowFinding, ...]
     notes: tuple[str, ...]
+    unjudged: tuple[str, ...]
     named: float
     level: float
 
@@ -207,6 +223,7 @@ def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
         work_s={kind: tuple(times) for kind, times in examination.work_s.items()},
         findings=tuple(examination.findings),
         notes=tuple(examination.notes),
+        unjudged=tuple(examination.unjudged),
         named=NAMED,
         level=LEVEL,
     )
@@ -260,6 +277,10 @@ def _worst_first(values: Sequence[float]) -> list[float]:
 def sentence(file: Preflight) -> str:
     """The verdict in one line."""
     about = f"{len(file.hosts)} ranks on {plural(len(set(file.hosts)), 'host')}, {file.seconds:.0f} s"
+    if not file.findings and file.unjudged:
+        return f"preflight: no verdict ({about}): nothing to compare with: {plain('; '.join(file.unjudged))}"
+    if not file.findings and len(file.hosts) == 2:
+        return f"preflight: as expected ({about}): nothing below {SLOWER_THAN_EXPECTED:.0%} of the topology"
     if not file.findings:
         return f"preflight: healthy ({about}): nothing below {file.named:.0%} of its peers"
     return f"preflight: slow ({about}): {'; '.join(plain(one.words()) for one in file.findings)}"

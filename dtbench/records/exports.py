@@ -14,6 +14,7 @@ from dtbench.records.judged import Judged
 from dtbench.suite import CaseKey, Run
 from dtbench.suite.errors import plain
 from dtbench.suite.grouping import group_by
+from dtbench.text.units import interval_or_none
 
 # https://bencher.dev/docs/reference/bencher-metric-format: longer names are refused.
 MAX_NAME_CHARS = 1024
@@ -63,7 +64,8 @@ def points_of(runs: Iterable[Run]) -> list[Point]:
     for key, results in group_by(timed, lambda result: result.case_key).items():
         times = [result.estimate_s for result in results if result.estimate_s is not None]
         bounds = times if len(times) > 1 else [*times, *((t.p25, t.p75) if (t := results[0].time_s) else ())]
-        points.append(Point(key, median(times), min(bounds), max(bounds)))
+        ends = interval_or_none(min(bounds), max(bounds)) or (None, None)
+        points.append(Point(key, median(times), *ends))
     return points
 
 

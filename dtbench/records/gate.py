@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from dtbench.records.judged import Judged, Verdict
-from dtbench.suite import errors
+from dtbench.suite import IMPL_WORDS, errors
 from dtbench.suite.fields import Amount, Count
 
 GateCode = Literal[0, 1, 3, 4, 5]
@@ -57,6 +57,20 @@ class Gate(Struct, frozen=True, kw_only=True):
         return sum(j.verdict == verdict for j in self.benchmarks)
 
     @property
+    def checks(self) -> list[str]:
+        """By what that moved which no change moves, and what names in the tables mean."""
+        control, null = self.trust.control, self.trust.null
+        moves = {
+            f"control (plain operations that neither arm touches), {self.trust.control_pairs} pairs": control,
+            f"base/base (base against a second launch of itself), {self.trust.null_pairs} pairs": null,
+        }
+        lines = [
+            f"{what}: {of - 1:+.2%}".replace(", 0 pairs", "") for what, of in moves.items() if of is not None
+        ]
+        impls = {judged.impl for judged in self.benchmarks}
+        return lines + [f"{impl}: {IMPL_WORDS[impl]}" for impl in ("local", "wrapped") if impl in impls]
+
+    @property
     def sentence(self) -> str:
         """The end in one line."""
         counts = (
@@ -66,7 +80,9 @@ class Gate(Struct, frozen=True, kw_only=True):
             errors.EXIT_OK: "no regression",
             errors.EXIT_REGRESSION: "a regression",
             errors.EXIT_INCONCLUSIVE: "UNTRUSTED" if self.trust.reasons else "inconclusive",
-            errors.EXIT_NOTHING: "a benchmark is missing in one arm",
+            errors.EXIT_NOTHING: "a benchmark is missing in one arm"
+            if self.benchmarks
+            else "nothing was compared",
             errors.EXIT_CASE_FAILED: "a benchmark failed",
         }
         return f"gate: {meaning[self.exit_code]} ({counts}); exit code {self.exit_code}"

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from dtbench.stats import smallest_change
 from dtbench.suite import CaseKey, Param
 from dtbench.suite.fields import Amount, Count, Positive, Time
+from dtbench.text.units import interval_or_none
 
 
 class Verdict(StrEnum):
@@ -78,6 +81,11 @@ class Change(Struct, frozen=True, kw_only=True):
     smallest_detectable: Amount | None = None
     pairs: Count = 0
 
+    def __post_init__(self) -> None:
+        if self.low and self.high and interval_or_none(self.low, self.high) is None:
+            for bound in ("low", "high", "confidence"):
+                force_setattr(self, bound, None)
+
 
 class Counts(Struct, frozen=True):
     """What was counted per call, in either arm."""
@@ -90,8 +98,8 @@ class Judged(Struct, frozen=True, kw_only=True):
     """One impl of a case. base_s, head_s: seconds per call, the median over launches of each launch's `estimator`.
 
     label: the case's line in `list` and the impl. tolerance: the largest slowdown that sameness has to exclude.
-    floor_s: smaller changes are none. stage: of the gate, what decided: "counters", "screen", "confirmed" or "".
-    alpha: the level of its test. counters: what rose.
+    floor_s: smaller changes are none. stage: of the gate, what decided: "counters", "screen", "gross", "confirmed" or
+    "". alpha: the level of its test. counters: what rose.
     """
 
     suite: str
@@ -118,11 +126,10 @@ class Judged(Struct, frozen=True, kw_only=True):
     def key(self) -> CaseKey:
         return self.suite, self.name, self.impl, tuple(sorted(self.params.items()))
 
-    @property
-    def words(self) -> str:
-        """`add (mesh=8, pass=forward)`."""
-        params = ", ".join(f"{k}={v}" for k, v in self.params.items())
-        return f"{self.name} ({params})" if params else self.name
+    def words_of(self, params: Sequence[str]) -> str:
+        """`add (mesh=8, pass=forward)`, with these of its params."""
+        text = ", ".join(f"{name}={self.params[name]}" for name in params if name in self.params)
+        return f"{self.name} ({text})" if text else self.name
 
     @property
     def ratio(self) -> float | None:

@@ -39,13 +39,14 @@ PRICE_OF_A_TABLE = "linear in size between rows; beyond them the slope of the la
 
 
 class TableRow(Struct, frozen=True, kw_only=True):
-    """A size of a curve: the time with its interval, what was measured, and each launch's."""
+    """A size of a curve: the time with its interval (None where it was measured once), what was measured, and each
+    launch's."""
 
     size_bytes: Whole
     time_us: Positive
-    low_us: Positive
-    high_us: Positive
     measured_us: Positive
+    low_us: Positive | None = None
+    high_us: Positive | None = None
     launch_us: tuple[Positive | None, ...] = ()
 
 
@@ -78,7 +79,7 @@ class MeasuredCurve(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"table[{index}].size_bytes is not above that of the row before it")
             if row.time_us < time_us:
                 raise ValueError(f"table[{index}].time_us is below that of the row before it")
-            if not row.low_us <= row.time_us <= row.high_us:
+            if not (row.low_us or row.time_us) <= row.time_us <= (row.high_us or row.time_us):
                 raise ValueError(f"table[{index}].time_us is not between low_us and high_us")
             size_bytes, time_us = row.size_bytes, row.time_us
         if (self.alpha_us is None) != (self.beta_GiBps is None):
@@ -157,8 +158,8 @@ class Dim(Struct, frozen=True, kw_only=True):
     bandwidth_GiBps: Positive  # noqa: N815
     latency_us_per_hop: Amount
     bandwidth_is_lower_bound: bool = False
-    bandwidth_interval: PositiveInterval
-    latency_interval: Interval
+    bandwidth_interval: PositiveInterval | None
+    latency_interval: Interval | None
     intervals: str = ""
     builtin: BuiltIn | None
     fitted_on: FittedOn

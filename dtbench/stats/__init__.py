@@ -2,6 +2,7 @@
 
     order.py        quantiles, and what stands for the samples of a launch
     rank_tests.py   whether launches differ, and by which ratio
+    drift.py        whether plain torch and all beside it moved together
     pairs.py        what pairs of launches show, and the least that counts
     bootstrap.py    intervals of what is made of samples
     drops.py        where a bandwidth drops as sizes grow
@@ -13,6 +14,7 @@ faster and 2x slower are equally far from no change.
 """
 
 from dtbench.stats.bootstrap import drawn_again, interval
+from dtbench.stats.drift import FLOORS, drifts_of, has_drifted, shares
 from dtbench.stats.drops import bandwidth_drops
 from dtbench.stats.order import (
     SHARES,
@@ -46,6 +48,7 @@ from dtbench.stats.rank_tests import (
 
 __all__ = [
     "FAMILY_P",
+    "FLOORS",
     "MAX_P",
     "MIN_CHANGE",
     "MIN_CHANGE_S",
@@ -57,10 +60,12 @@ __all__ = [
     "bandwidth_drops",
     "blocks_of",
     "drawn_again",
+    "drifts_of",
     "effect_of",
     "estimate_s",
     "estimates_s",
     "figures_of",
+    "has_drifted",
     "hodges_lehmann_ratio",
     "interval",
     "order_statistic",
@@ -68,6 +73,7 @@ __all__ = [
     "quantile",
     "quantiles_of",
     "rank_test",
+    "shares",
     "signed_rank_p",
     "smallest_change",
     "summarize",

@@ -4,6 +4,7 @@
 
 from dtbench.suite.case import (
     CHOOSABLE_IMPLS,
+    IMPL_WORDS,
     STAGES,
     Case,
     ClockKind,
@@ -41,6 +42,7 @@ from dtbench.suite.suites import Refinement, World, suite, sweep
 
 __all__ = [
     "CHOOSABLE_IMPLS",
+    "IMPL_WORDS",
     "SCHEMA",
     "STAGES",
     "STATUSES",

@@ -38,6 +38,14 @@ CHOOSABLE_IMPLS = ("core", "torch")
 # Two of the references. FLOOR: plain torch does a rank's share of the work, which nothing that distributes it can beat.
 # WHOLE: plain torch does all ranks' work on one, without communication: no floor, as a rank of several has less to do.
 FLOOR, WHOLE = "local", "whole"
+# What the names of implementations mean, wherever they stand.
+IMPL_WORDS = {
+    "core": "dtbench core",
+    "torch": "torch.distributed.tensor",
+    FLOOR: "plain torch, no distribution",
+    WHOLE: "plain torch, all of the work on one rank",
+    "wrapped": "a minimal tensor subclass in Python",
+}
 
 
 @dataclass(frozen=True)

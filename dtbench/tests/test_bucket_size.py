@@ -32,7 +32,7 @@ def chosen(*launches: Sequence[float]) -> BucketChoice:
         ([[3.0, 1.02, 1.0]], 4, 4, None),  # flat up to the edge
         ([[1 / 0.951, 1.0]], 1, None, None),  # 5 % of the rate, not of the time
         ([[1 / 0.949, 1.0]], 4, None, None),
-        ([[2.0, 1.0, 1.0]] * 6, 4, 4, (4, 4)),
+        ([[2.0, 1.0, 1.0]] * 6, 4, 4, None),  # all agree: the sizes are too far apart for an interval
         ([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]] * 3, 1, None, (1, 16)),
         # Launches of 1, 3 and 9 s: 4 MiB is 20 % faster in two of them, and has the larger median time.
         ([[1.0, 0.8], [3.0, 3.6], [9.0, 7.2]], 4, None, (1, 4)),

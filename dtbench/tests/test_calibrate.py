@@ -91,6 +91,18 @@ def test_results_that_are_not_ok_do_not_count(topology: CalibratedTopology) -> N
 # ---------------------------------------------------------------------------- what the data do not hold
 
 
+def test_what_was_measured_once_has_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    once = calibration.calibrate([run_of(made_up.collectives(names=RING, noise=0.0, samples=1))])
+    for dim in once.dims:
+        assert dim.bandwidth_interval is dim.latency_interval is None
+        for curve in dim.collectives.values():
+            assert curve.alpha_interval is curve.beta_interval is curve.end_interval is None
+            assert {(row.low_us, row.high_us) for row in curve.table} == {(None, None)}
+    print_topology(once)
+    out = capsys.readouterr().out
+    assert out.count("(no interval)") == 2 * len(once.dims) and ".." not in out
+
+
 def test_launches_that_differ_widen_the_interval(topology: CalibratedTopology) -> None:
     assert {dim.intervals for dim in topology.dims} == {"within one launch only: too narrow"}
     factors = (0.8, 0.9, 1.0, 1.1, 1.25)

@@ -238,7 +238,7 @@ def test_tables_never_fall_with_size_and_keep_what_was_measured() -> None:
     table = dims_of([*exact(), *results])["tp"].transitions["core"]["S(0)->R"].table
     assert [row.time_us for row in table] == pytest.approx([50, 200, 200, 500])
     assert [row.measured_us for row in table] == pytest.approx([50, 400, 100, 500])
-    assert all(row.low_us <= row.time_us <= row.high_us for row in table)
+    assert all((row.low_us or row.time_us) <= row.time_us <= (row.high_us or row.time_us) for row in table)
     spoiled = {made_up.SIZES[2]: math.nan, made_up.SIZES[4]: 0.0}  # no times, which do not count
     results = slowed(exact(), lambda r, rank: spoiled.get(r.size_bytes or 0, 1.0))
     sizes = [row.size_bytes for row in dims_of(results)["tp"].collectives["all_gather"].table]
@@ -249,7 +249,7 @@ def test_the_bandwidth_a_table_ends_with_is_that_of_its_large_messages() -> None
     (tp,) = [d for name, d in dims_of(exact()).items() if name == "tp"]
     reduced = tp.collectives["all_reduce"]  # two ranks: its algbw is the ring's
     assert reduced.end_GiBps == pytest.approx(1.6, rel=1e-3)
-    assert reduced.end_interval == pytest.approx([1.6, 1.6], rel=1e-3)
+    assert reduced.end_interval is None, "times without noise have no interval"
     # Messages below 4 MiB go twice as fast, as through a shaper's bucket: the line is pulled, the end not.
     quick = slowed(exact(), lambda r, rank: 0.5 if (r.size_bytes or 0) < 4 * MIB else 1.0)
     bent = dims_of(quick)["tp"].collectives["all_reduce"]

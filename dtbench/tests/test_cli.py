@@ -85,9 +85,14 @@ def test_help_shows_thirteen_commands(dtbench: Cli) -> None:
         ("suite chek", "Did you mean 'check'?; `dtbench suite --help`"),
         ("show --jso", "Did you mean '--json'?; `dtbench show --help`"),
         ("run SUITE --filtr x", "`dtbench run --help` lists the options. Did you mean '--filter'?"),
+        (
+            "plan --gpus x",
+            "--gpus: got 'x', expected a whole number from 1 to 1048576, such as --gpus 1; `dtbench",
+        ),
+        ("plan --memory 0", "got 0.0, expected a number above 0 to 1048576, such as --memory 1;"),
     ],
 )
-def test_the_nearest_name_is_suggested(dtbench: Cli, args: str, meant: str) -> None:
+def test_what_was_meant_or_expected_is_said(dtbench: Cli, args: str, meant: str) -> None:
     code, out, err = dtbench(*args.replace("SUITE", SUITE).split())
     assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1 and meant in err
 
@@ -100,7 +105,11 @@ def test_the_nearest_name_is_suggested(dtbench: Cli, args: str, meant: str) -> N
         ("SUITE --mesh tp=3 --nproc 2", "--mesh tp=3 has 3 ranks, --nproc asks for 2"),
         ("SUITE --dtype int4", "'int4' is not known; expected one or more of float32"),
         ("SUITE --filter zzz", "--filter 'zzz' matches none"),
-        ("SUITE --nproc two", "'two' is not a valid integer; `dtbench run --help`"),
+        ("SUITE --nproc two", "--nproc: got 'two', expected a whole number, such as --nproc 1; `dtbench run"),
+        (
+            "SUITE --stepfactor 1",
+            "got 1, expected a whole number from 2 on, such as -f 2; `dtbench run --help`",
+        ),
         ("SUITE --budget 3", "'3' has no unit: expected s, m or h after it, such as 3m or 3s"),
         ("SUITE --max-size 1MiB --size 1KiB", "--max-size and --size both say what to sweep"),
         ("SUITE --resume -o nosuch.jsonl", "cannot read nosuch.jsonl: No such file"),

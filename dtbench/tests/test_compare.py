@@ -126,6 +126,87 @@ def test_a_time_of_zero_is_no_time() -> None:
     assert "0 s" in row.reason
 
 
+# ------------------------------------------------------------------------------------ drift
+
+
+def arms(factors: dict[str, float], path: str, count: int, suite: str = "dispatch") -> list[Result]:
+    """So many launches of each implementation, by what it takes of 8 us."""
+    return [
+        msgspec.structs.replace(result(s * factor, i, suite), impl=impl)
+        for impl, factor in factors.items()
+        for i, s in enumerate(spread(count) if count > 1 else [8e-6])
+    ]
+
+
+OF_ALL = {"core": 1.3, "torch": 1.3, "local": 1.3}
+
+
+@pytest.mark.parametrize(
+    ("moved", "slower", "drifts"),
+    [
+        (OF_ALL, set(), "1.30x slower in dispatch"),
+        ({impl: 1 / f for impl, f in OF_ALL.items()}, set(), "1.30x faster in dispatch"),
+        ({"core": 1.03, "local": 1.03}, set(), "1.03x slower in dispatch"),
+        (OF_ALL | {"core": 2.0}, {"core"}, "1.30x slower in dispatch"),  # and slower for a reason of its own
+        ({"core": 1.3, "torch": 1.3, "local": 1.0}, {"core", "torch"}, ""),
+        ({"core": 1.0, "torch": 1.0, "local": 1.3}, {"local"}, ""),  # alone
+        ({"core": 1.3, "torch": 1.3}, {"core", "torch"}, ""),  # nothing tells the machine from the code
+        ({"core": 1.3}, {"core"}, ""),
+        ({"local": 1.3}, {"local"}, ""),
+        ({"core": 1.3, "local": 0.7}, {"core"}, ""),
+    ],
+)
+def test_what_plain_torch_shares_is_drift_and_no_change_of_the_code(
+    moved: dict[str, float], slower: set[str], drifts: str
+) -> None:
+    for count in (5, 1):
+        base = run(*arms(dict.fromkeys(moved, 1.0), "a", count), path="a")
+        comparison = compare([base], [run(*arms(moved, "b", count), path="b")])
+        found = {row.impl for row in comparison.rows if row.verdict == "slower"}
+        assert found == (slower if count == 5 else set())
+        notes = " ".join(comparison.notes)
+        if count == 5 or "1.03x" not in drifts:
+            assert (f"the machine drifted: plain torch and all else became {drifts};" in notes) == bool(
+                drifts
+            )
+        if count == 5:
+            assert comparison.exit_code == (1 if slower else 3)
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.3, "inconclusive"), (2.0, "slower")])
+def test_a_suite_without_plain_torch_is_judged_by_the_drift_of_the_others(
+    factor: float, verdict: str
+) -> None:
+    suites = {"dispatch": OF_ALL, "steady": dict.fromkeys(OF_ALL, 1.0), "redistribute": {"core": factor}}
+    base, new = (
+        run(
+            *(r for s, of in suites.items() for r in arms({i: f**p for i, f in of.items()}, "", 5, s)),
+            path=path,
+        )
+        for path, p in (("a", 0), ("b", 1))
+    )
+    rows = {(row.suite, row.impl): row for row in compare([base], [new]).rows}
+    assert rows["redistribute", "core"].verdict == verdict
+    assert {row.verdict for (suite, _), row in rows.items() if suite == "steady"} == {"same"}
+    assert rows["dispatch", "core"].reason == "the machine drifted: plain torch became 1.30x slower, too"
+
+
+def test_a_launch_that_is_given_again_is_no_further_launch() -> None:
+    base, new = launches([8e-6], "a"), launches([80e-6], "b")
+    comparison = compare([base] * 5, [new] * 5)
+    assert (only(comparison).verdict, only(comparison).base_launches) == ("inconclusive", 1)
+    assert only(comparison).reason == "cannot tell: one launch each; use --launches 5 or more"
+    assert any(note.startswith("8 results of a run that is given twice") for note in comparison.notes)
+
+
+def test_an_interval_without_width_is_none() -> None:
+    row = only(compare([launches([8e-6] * 5, "a")], [launches([8e-6] * 5, "b")]))
+    assert row.effect and (row.effect.low, row.effect.high, row.effect.confidence) == (None, None, None)
+    assert (row.low, row.verdict) == (None, "same")
+    stored = msgspec.structs.replace(row, effect=Change(ratio=1.0, low=1.0, high=1.0))
+    assert (stored.low, stored.high) == (None, None), "of a file of before"
+
+
 # ---------------------------------------------------------------------- missing and failed
 
 

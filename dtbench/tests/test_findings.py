@@ -109,7 +109,7 @@ def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured()
         for n, s in ((4096, 1e-4), (2**20, 1e-3))
     ]
     quiet = made_up.run([*steps, *sums], "a.jsonl", machine={"cpu": {"usable_cores": 8}})
-    of_sums = "collectives: 2 times from 100 µs (all_reduce size=4 KiB groups=together c10d) to 1.00 ms"
+    of_sums = "collectives: 2 results, fastest all_reduce size=4 KiB groups=together c10d at 100 µs, slowest all_reduce"
     fast, slow = findings(quiet)
     assert fast == (
         "steps: the core is 3.00x faster than torch.distributed.tensor, geometric mean of 5 cases, from 3.0x to 3.0x"
@@ -124,12 +124,29 @@ def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured()
     assert sure == fast and doubts.startswith("unreliable (2 ranks share 1 core, ") and doubted == f"  {slow}"
 
 
+@pytest.mark.parametrize(
+    ("late", "drifts"),
+    [({"core": 1.3, "torch": 1.3, "local": 1.3}, True), ({"core": 1.3, "torch": 1.3, "local": 1.0}, False)],
+)
+def test_launches_in_which_all_took_longer_are_drift(late: dict[str, float], drifts: bool) -> None:
+    results = [
+        made_up.result("dispatch", "add", impl, {}, [1e-5 * factor**is_late] * 5, launch=launch)
+        for impl, factor in late.items()
+        for launch, is_late in enumerate((0, 0, 0, 1, 1))
+    ]
+    line = (
+        "the machine drifted: plain torch and all else of dispatch became 1.30x slower in the later launches"
+    )
+    assert any(one.startswith(line) for one in findings(made_up.run(results))) == drifts
+    assert not any("drifted" in one for one in findings(made_up.run(results[:1])))
+
+
 def test_any_suite_has_something_to_say() -> None:
     one = made_up.result("mine", "matmul", "torch", {"n": 64}, [4e-6] * 3)
     other = made_up.result("mine", "matmul", "torch", {"n": 256}, [1e-4] * 3)
     assert findings(made_up.run([one])) == ["mine: matmul n=64 torch 4.00 µs +0%"]
     assert findings(made_up.run([one, other])) == [
-        "mine: 2 times from 4.00 µs (matmul n=64 torch) to 100 µs (matmul n=256 torch)"
+        "mine: 2 results, fastest matmul n=64 torch at 4.00 µs, slowest matmul n=256 torch at 100 µs"
     ]
     assert findings(made_up.run([])) == []
 

@@ -114,6 +114,12 @@ def test_what_moves_by_chance_is_trusted_and_what_moves_always_is_not() -> None:
     assert [has_moved(e) for e in effects] == [True, False, False, True, True, False]
     assert "control" in trust_of(always, little, measured=True).reasons[0]
     assert "itself" in trust_of(little, faster, measured=True).reasons[0]
+    assert (
+        trust_of(always, little, True, [1.02, 1.03])
+        .reasons[-1]
+        .startswith("the machine drifted: all is 1.02x slower in head")
+    )
+    assert len(trust_of(always, little, True, [1.0, 1.0]).reasons) == 1
     assert trust_of(None, None, measured=True).reasons
     assert not trust_of(None, None, measured=False).reasons
 

@@ -150,6 +150,8 @@ def test_the_committed_examples_are_short_and_legible(browser: Any, name: str) -
     reports = Path(__file__).parents[2] / "reports"
     with Visit(browser, reports / f"{name}.html", width=1280) as visit:
         assert visit.page.evaluate("document.documentElement.scrollHeight") <= 6000
+        if name == "example-gate":
+            assert visit.page.locator(".filter + .scroll").evaluate("e => e.scrollWidth <= e.clientWidth")
         assert visit.pages() <= 8
         visit.page.evaluate(UNFOLD)
         assert visit.page.evaluate(OVERLAPS) == [] and visit.messages == []
@@ -187,12 +189,12 @@ def test_changes_are_filtered_and_sorted_and_the_address_says_how(browser: Any, 
     with Visit(browser, gate) as visit:
         assert len(visit.cases()) == 308
         visit.page.get_by_label("Verdict").select_option("slower")
-        visit.page.get_by_label("Cases that hold").fill("add29 S(0)")
+        visit.page.get_by_label("Cases that hold").fill("add29")
         assert visit.cases() == ["add29", *(f"add{n}" for n in range(290, 300))]
         assert visit.page.locator("form.filter output").inner_text() == "11 of 308 cases"
         visit.page.get_by_role("button", name="ratio").click()
         address = visit.page.url.partition("#")[2]
-        assert address == "changes?q=add29+S%280%29&verdict=slower&sort=4"
+        assert address == "changes?q=add29&verdict=slower&sort=4"
         shown = visit.cases()
         assert shown[-1] == "add29"
         visit.page.get_by_role("button", name="ratio").click()

@@ -37,6 +37,18 @@ from dtbench.text import units
         (units.format_size, 2**20 + 2**10, "1025 KiB"),
         (units.format_size, 3 * 2**38, "768 GiB"),
         (units.format_size, None, "-"),
+        (units.format_interval, (0.698, 0.698), "no interval"),
+        (units.format_interval, (0.698, 0.698 * (1 + 1e-15)), "no interval"),  # what arithmetic rounds off
+        (units.format_interval, (0.6981, 0.6984), "0.6981 .. 0.6984"),  # as many digits as it takes
+        (units.format_interval, (0.5, 0.7), "0.500 .. 0.700"),
+        (units.format_interval, (0.0, 0.0), "no interval"),
+        (units.format_interval, (0.7, 0.5), "no interval"),
+        (units.format_interval, (float("nan"), 1.0), "no interval"),
+        (units.format_interval, (1.0, float("inf")), "no interval"),
+        (units.format_interval, (None, 1.0), "no interval"),
+        (units.format_interval, None, "no interval"),
+        (units.format_change, 1.3, "1.30x slower"),
+        (units.format_change, 0.5, "2.00x faster"),
         (units.format_ratio, 1.0346, "1.03x"),
         (units.format_ratio, None, "-"),
         # Rounding up adds no digit.

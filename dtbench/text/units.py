@@ -68,6 +68,29 @@ def format_ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{significant(ratio, 3)}x"
 
 
+def format_change(ratio: float) -> str:
+    """Of a time over another: "1.30x slower", "2.00x faster"."""
+    return f"{format_ratio(max(ratio, 1 / ratio))} {'slower' if ratio > 1 else 'faster'}"
+
+
+NO_INTERVAL = "no interval"
+
+
+def format_interval(bounds: tuple[float | None, float | None] | None, between: str = " .. ") -> str:
+    """Such as "0.698 .. 0.702", with as many digits as tell its ends apart; "no interval" where it has no width."""
+    if (found := interval_or_none(*bounds or (None, None))) is None:
+        return NO_INTERVAL
+    ends = ([significant(end, digits) for end in found] for digits in range(3, 12))
+    return between.join(next(pair for pair in ends if pair[0] != pair[1]))
+
+
+def interval_or_none(low: float | None, high: float | None) -> tuple[float, float] | None:
+    """The bounds where they bound anything: both are numbers that differ by more than arithmetic rounds off."""
+    if low is None or high is None or not math.isfinite(high - low) or high - low <= 1e-9 * abs(high):
+        return None
+    return low, high
+
+
 def format_spread(spread: float | None) -> str:
     """Such as "+4%": how far the upper quartile lies above a figure; "-" for None."""
     if spread is None:

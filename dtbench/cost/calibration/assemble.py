@@ -45,6 +45,7 @@ from dtbench.records.topology import (
 from dtbench.stats import interval
 from dtbench.suite import Run
 from dtbench.suite.errors import UsageError
+from dtbench.text.units import interval_or_none
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, RING_COLLECTIVES, busbw_factor, hops
 
@@ -155,12 +156,13 @@ def curve_of(call: CallTimes) -> MeasuredCurve:
         TableRow(
             size_bytes=p.size_bytes,
             time_us=float(time_us),
-            low_us=float(min(low[i], time_us)),
-            high_us=float(max(high[i], time_us)),
             measured_us=float(measured[i]),
+            low_us=bounds and bounds[0],
+            high_us=bounds and bounds[1],
             launch_us=tuple(p.by_launch.get(launch) for launch in launches),
         )
         for i, (p, time_us) in enumerate(zip(call.points, rising(measured), strict=True))
+        for bounds in [interval_or_none(float(min(low[i], time_us)), float(max(high[i], time_us)))]
     )
     curve = MeasuredCurve(
         dtype=call.dtype,
@@ -181,10 +183,13 @@ def _with_end(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
         times = Curve(tuple(call.sizes), tuple(rising(times_us)))
         return (times.end_slope() * GIB / 1e6,)  # seconds per GiB
 
-    (end,), ((low, high),) = slope(call.measured_us), intervals.fitted(call.points, slope)
+    (end,), (bounds,) = slope(call.measured_us), intervals.fitted(call.points, slope)
+    low, high = bounds or (end, end)
     if min(end, low) <= 0:  # times that do not grow with size say nothing of a bandwidth
         return curve
-    return structs.replace(curve, end_GiBps=float(1 / end), end_interval=(1 / high, 1 / low))
+    return structs.replace(
+        curve, end_GiBps=float(1 / end), end_interval=(1 / high, 1 / low) if bounds else None
+    )
 
 
 def _with_line(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from dtbench.cost.calibration.times import QUANTILE, SizeTimes
 from dtbench.stats import drawn_again, interval
+from dtbench.text.units import interval_or_none
 
 Array = NDArray[np.float64]
 
@@ -58,10 +59,13 @@ def new_launch(points: Sequence[SizeTimes], count: int | None = None) -> Array:
     return np.asarray(np.exp(centre + drawn[:, 0] - np.median(drawn[:, 1:], axis=1)))
 
 
-def fitted(points: Sequence[SizeTimes], fit: Callable[[Array], Sequence[float]]) -> list[tuple[float, float]]:
-    """(low, high) of each constant that `fit` makes of the points' times, over new launches."""
+def fitted(
+    points: Sequence[SizeTimes], fit: Callable[[Array], Sequence[float]]
+) -> list[tuple[float, float] | None]:
+    """(low, high) of each constant that `fit` makes of the points' times, over new launches; None where all that was
+    measured gives one value."""
     constants = np.array([fit(times) for times in new_launch(points, FITS)])
-    return [(float(low), float(high)) for low, high in interval(constants, INTERVAL).T]
+    return [interval_or_none(float(low), float(high)) for low, high in interval(constants, INTERVAL).T]
 
 
 def _deviations(logs: Array, repeated: NDArray[np.bool_], count: int, rng: np.random.Generator) -> Array:

@@ -203,7 +203,7 @@ def _score_point(
             into.add(model, point.size_bytes, time_us, measured)
         if expected.extrapolated:
             into.beyond += 1
-        else:
+        elif expected.low_us < expected.high_us:
             into.inside.append(expected.low_us <= measured <= expected.high_us)
 
 

@@ -6,7 +6,7 @@ from dtbench.cost.plan.machines import built_in, find_machine
 from dtbench.cost.plan.search import LayoutRow, PlanFile
 from dtbench.cost.plan.validate import StepsFile
 from dtbench.text.terminal import Column, new_console, print_columns, print_line, print_prose
-from dtbench.text.units import format_bytes, format_seconds, plural
+from dtbench.text.units import NO_INTERVAL, format_bytes, format_seconds, interval_or_none, plural
 
 # Of a long table the rows that are furthest off are shown; `--json` has all.
 MAX_ROWS = 60
@@ -55,9 +55,8 @@ def _print_plan(file: PlanFile) -> None:
 
 
 def _interval(one: LayoutRow) -> str:
-    return (
-        "not known" if one.low_s is None else f"{format_seconds(one.low_s)} .. {format_seconds(one.high_s)}"
-    )
+    ends = interval_or_none(one.low_s, one.high_s)
+    return NO_INTERVAL if ends is None else " .. ".join(map(format_seconds, ends))
 
 
 def _print_validation(file: StepsFile) -> None:

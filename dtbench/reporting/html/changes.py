@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
-from dtbench.comparison.runs import MIN_LAUNCHES, SAME_CONFIDENCE, SAME_WITHIN, Comparison
+from dtbench.comparison.runs import MIN_LAUNCHES, ONE_LAUNCH, SAME_CONFIDENCE, SAME_WITHIN, Comparison
 from dtbench.records.gate import Gate
 from dtbench.records.judged import Judged, Verdict
 from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S
@@ -68,6 +68,7 @@ OUTCOMES: Mapping[str, tuple[str, str]] = {
     "missing": ("∅", "Incomplete"),
     "untrusted": ("?", "Not to be trusted"),
     "inconclusive": ("?", "Inconclusive"),
+    "single": ("?", ONE_LAUNCH[0].upper() + ONE_LAUNCH[1:]),
     "nothing": ("∅", "Nothing could be compared"),
     "ok": ("=", "No regression"),
 }
@@ -90,6 +91,8 @@ def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes
         errors.EXIT_NOTHING: "nothing",
     }
     outcome = outcomes[comparison.exit_code]
+    if outcome == "inconclusive" and comparison.of_single_launches:
+        outcome = "single"
     thresholds = (
         (
             f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test at p < {MAX_P:g}, "
@@ -124,11 +127,7 @@ def of_gate(gate: Gate) -> Changes:
         for side, of in (("base", gate.base), ("head", gate.head))
         if of is not None
     )
-    moves = (("the control", gate.trust.control), ("base against itself", gate.trust.null))
-    notes = (
-        *(f"Not to be trusted: {reason}" for reason in gate.trust.reasons),
-        *(f"{words} moved by {ratio - 1:+.2%}" for words, ratio in moves if ratio is not None),
-    )
+    notes = (*(f"Not to be trusted: {reason}" for reason in gate.trust.reasons), *gate.checks)
     undecided = "untrusted" if gate.trust.reasons else "inconclusive"
     outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
     bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."

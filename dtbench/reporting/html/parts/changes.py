@@ -12,6 +12,8 @@ from dtbench.reporting.html.changes import ROW, Changes, observations_of, why
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.text import table as t
+from dtbench.text.terminal import split_params
+from dtbench.text.units import format_interval, significant
 
 MOST_INTERVALS, MOST_CHANGED = 40, 300
 STYLES = {
@@ -73,42 +75,43 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
 
 
 def _table(changes: Sequence[Judged]) -> t.Table:
-    def bound(header: str, values: Sequence[float | None]) -> t.TableColumn:
-        cells = ["open" if v is None else t.factor(v) for v in values]
-        has_ratio = [c.ratio is not None for c in changes]
-        return t.TableColumn(
-            header, [x if k else t.MISSING for x, k in zip(cells, has_ratio, strict=True)], True
-        )
-
     noise = [c.effect.sd if c.effect else None for c in changes]
-    over = [t.MISSING if c.ratio is None or not c.matters else f"{c.severity:+.1f}" for c in changes]
+    # What tells the cases apart; what they share is said once.
+    varying, same = split_params([c.params for c in changes])
     details = [
         t.percents("least that counts", [c.matters for c in changes]),
-        t.TableColumn("over threshold", over, True),
         *([t.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
-        t.text("Observations", [observations_of(c) for c in changes]),
-        t.text("Estimator", [c.estimator for c in changes]),
+        replace(t.text("seen in", [observations_of(c) for c in changes]), numeric=True),
         t.text("Why", [why(c) for c in changes]),
     ]
+    shared = ", ".join(f"{name}={value}" for name, value in same.items())
+    note = "Base and now: the median over launches of each launch’s estimate. Open: not bounded by so few."
     return t.Table(
         "Every case: before and now",
         [
             t.text("Verdict", [f"{c.verdict.shape} {c.verdict}" for c in changes]),
             t.text("Suite", [c.suite for c in changes]),
-            t.text("Case", [c.words for c in changes]),
+            t.text("Case", [c.words_of(varying) for c in changes]),
             t.text("Impl", [c.impl for c in changes]),
             *t.times([("base", [c.base_s for c in changes]), ("now", [c.head_s for c in changes])]),
             t.ratios("ratio", [c.ratio for c in changes]),
-            bound("low", [c.low for c in changes]),
-            bound("high", [c.high for c in changes]),
+            t.TableColumn("interval", [_interval(c) for c in changes], True),
             *(replace(detail, screen=True) for detail in details),
         ],
-        note="Base and now: the median over launches of each launch’s estimate. “Over threshold”: the change over the "
-        "least that counts for this case. “open”: so few observations bound it on no side.",
+        note=f"{note} In every case: {shared}." if shared else note,
         ids=[f"{ROW}{i}" for i in range(len(changes))],
         tags=[c.verdict for c in changes],
         filter="changes",
     )
+
+
+def _interval(case: Judged) -> str:
+    """`1.06 – 1.08`, one side open where there are too few observations."""
+    if case.ratio is None:
+        return t.MISSING
+    if (case.low is None) == (case.high is None):
+        return format_interval((case.low, case.high), " – ")
+    return " – ".join("open" if end is None else significant(end, 3) for end in (case.low, case.high))
 
 
 CHANGES = Part(

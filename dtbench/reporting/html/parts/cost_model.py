@@ -13,7 +13,7 @@ from dtbench.reporting.html.axes import log_axis
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves
 from dtbench.reporting.html.section import ReportSection
 from dtbench.text import table as t
-from dtbench.text.units import format_size, significant
+from dtbench.text.units import format_interval, format_size, significant
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
 RESIDUAL_STYLES = {
@@ -144,10 +144,6 @@ def percent_off(ratio: float) -> str:
 # ------------------------------------------------------------------------------------------ tables
 
 
-def _interval(pair: Sequence[float] | None) -> str:
-    return f"{significant(pair[0], 3)} – {significant(pair[1], 3)}" if pair else t.MISSING
-
-
 def _basis(dim: Dim) -> str:
     """What a dim's constants were fitted on, in words."""
     on = dim.fitted_on
@@ -176,10 +172,12 @@ def _constants(topology: CalibratedTopology) -> t.Table:
             t.counts("Ranks", [dim.ranks for dim in dims]),
             t.text("Layout", [dim.layout.kind or "unknown" for dim in dims]),
             column("Bandwidth", bandwidths, "GiB/s"),
-            column("90 % interval", [_interval(dim.bandwidth_interval) for dim in dims], "GiB/s"),
+            column(
+                "90 % interval", [format_interval(dim.bandwidth_interval, " – ") for dim in dims], "GiB/s"
+            ),
             column("built-in", ours(b.bandwidth_GiBps if b else None for b in builtin), "GiB/s"),
             column("Latency per hop", latencies, "µs"),
-            column("90 % interval", [_interval(dim.latency_interval) for dim in dims], "µs"),
+            column("90 % interval", [format_interval(dim.latency_interval, " – ") for dim in dims], "µs"),
             column("built-in", ours(b.latency_us_per_hop if b else None for b in builtin), "µs"),
             t.ratios("Fit off by, mean", [dim.residuals.geometric_mean_ratio for dim in dims]),
             t.ratios("worst", [dim.residuals.worst_ratio for dim in dims]),

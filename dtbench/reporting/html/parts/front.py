@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dtbench.comparison.runs import ONE_LAUNCH
 from dtbench.records import judged
 from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.parts.provenance import by_one_process, hardware, hosts, mesh_words
@@ -27,6 +28,8 @@ def title(of: Material, sections: Sequence[ReportSection]) -> str:
     if of.changes is not None and (tallies := of.changes.tallies):
         sides = " → ".join(of.changes.ends)
         moved = [tally for tally in tallies if tally.words != judged.Verdict.PASS] or tallies
+        if of.changes.outcome == "single":
+            return f"{sides + ': ' if sides else ''}{ONE_LAUNCH}"
         counts = ", ".join(f"{tally.count} {tally.words}" for tally in moved)
         return f"{sides + ': ' if sides else ''}{counts} of {len(of.changes.changes)}"
     outcomes = [one.outcome for one in sections if one.outcome][:2]

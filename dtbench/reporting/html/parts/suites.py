@@ -11,6 +11,7 @@ from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, geometric_mean
 from dtbench.reporting.html.figures import MAX_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.suite import IMPL_WORDS
 from dtbench.suite.case import WHOLE
 from dtbench.suite.dispatched import FEWEST_CASES
 from dtbench.suite.grouping import group_by, in_order
@@ -20,11 +21,14 @@ from dtbench.text.units import format_size, plural
 MOST_ROWS = 8  # of a table that is not folded, beside a figure
 CORE, TORCH, FLOOR = Style("s0", "o"), Style("s1", "s", (5, 2), hollow=True), Style("s2", "|", (1.5, 1.5))
 IMPL_STYLES = {
-    "core": replace(CORE, words="core: dtbench core"),
-    "torch": replace(TORCH, words="torch: torch.distributed.tensor"),
-    "local": replace(FLOOR, words="local: plain torch, no distribution"),
-    WHOLE: Style("s3", "^", hollow=True, words="whole: plain torch, all of the work on one rank"),
-    "wrapped": Style("s4", "D", hollow=True, words="wrapped: minimal tensor subclass in Python"),
+    impl: replace(style, words=f"{impl}: {IMPL_WORDS[impl]}")
+    for impl, style in {
+        "core": CORE,
+        "torch": TORCH,
+        "local": FLOOR,
+        WHOLE: Style("s3", "^", hollow=True),
+        "wrapped": Style("s4", "D", hollow=True),
+    }.items()
 }
 # Of impls that are not known here, in turn.
 _MORE_STYLES = (Style("s3", "^", hollow=True), Style("s4", "D", hollow=True), Style("s5", "v", hollow=True))
