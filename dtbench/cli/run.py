@@ -100,7 +100,7 @@ _OPTIONS = (
         "budget_s",
         metavar="TIME",
         type=parse_duration,
-        help="About so long, as 3m or 90s. Every suite keeps its share, for the sizes and cases that say most.",
+        help="About so long, as 3m or 90s. Every suite keeps its share, for the cases that say most, and three sizes of a curve.",
     ),
     options.TIMEOUT,
     click.option(
