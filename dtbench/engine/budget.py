@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dtbench.engine.progress import about
-from dtbench.machine.provenance import usable_cpus
+from dtbench.machine.limits import usable_cpus
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 
