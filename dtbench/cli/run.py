@@ -100,7 +100,7 @@ _OPTIONS = (
         "budget_s",
         metavar="TIME",
         type=parse_duration,
-        help="x",
+        help="About so long, as 3m or 90s. Every suite keeps its share; a curve gets three sizes or none.",
     ),
     options.TIMEOUT,
     click.option(

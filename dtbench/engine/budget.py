@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dtbench.engine.progress import about
-from dtbench.machine.provenance import usable_cpus
+from dtbench.machine.limits import usable_cpus
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 
@@ -31,6 +31,8 @@ _FURTHER_PASS = 0.6
 # Before the first case: a process loads torch and the suites, then do all ranks, on a core each where there are as
 # many; several meet. At the end they leave one another.
 _LOAD_S, _MEET_S, _END_S = 1.5, 1.0, 1.0
+# Of what the load average counts; the rest waits or shares: what fits best for nine suites run at loads from 6 to 11.
+_COMPETES = 0.7
 # Parameters whose values are the points of one curve, and how many of these a line needs.
 _SWEPT = ("size", "bucket_bytes")
 _LINE = 3
@@ -43,7 +45,7 @@ def start_s(ranks: int) -> float:
 
 def slowdown(ranks: int) -> float:
     """How much longer all takes beside what else is running now."""
-    own, others = ranks / len(usable_cpus()), os.getloadavg()[0] / (os.cpu_count() or 1)
+    own, others = ranks / len(usable_cpus()), _COMPETES * os.getloadavg()[0] / (os.cpu_count() or 1)
     return max(1.0, own + others) / max(1.0, own)
 
 

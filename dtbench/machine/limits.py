@@ -5,6 +5,7 @@ Needs neither torch nor anything else that may not be loadable then.
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 from pathlib import Path
@@ -73,3 +74,10 @@ def _raised_files() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return _ENOUGH_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def usable_cpus() -> list[int]:
+    """The CPUs this process may run on, by number: fewer than the machine's under taskset or a cpuset."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

@@ -28,6 +28,7 @@ from dtbench._version import __version__
 from dtbench.machine.device import REHEARSAL, Nvml
 from dtbench.machine.device import gpus as gpus_of_torch
 from dtbench.machine.git import run_git
+from dtbench.machine.limits import usable_cpus
 from dtbench.suite import SCHEMA, Gpu, Header, Machine, MeshShape, RankFacts, RunOptions
 from dtbench.suite.mesh import Mesh
 from dtbench.suite.result import Checkout, Checkouts, Cpu, NvLinks
@@ -236,13 +237,6 @@ def cpu(root: Path = Path("/")) -> Cpu:
         governor="+".join(sorted(g for g in governors if g)) or None,
         numa_nodes=len(list(root.glob("sys/devices/system/node/node[0-9]*"))) or None,
     )
-
-
-def usable_cpus() -> list[int]:
-    """The CPUs this process may run on, by number: fewer than the machine's under taskset or a cpuset."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _cpu_model(cpuinfo: str) -> str | None:

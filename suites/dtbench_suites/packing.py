@@ -122,7 +122,7 @@ def build(
 IMPLS = ("core", "core_held", "core_lists", "reference", "copy")
 
 
-@suite("packing", world="simulated", by_default=False, help=SUITES["packing"])
+@suite("packing", world="simulated", by_default=False, help=SUITES["packing"], impl_s=0.8)
 def packing(options: RunOptions) -> Iterator[Case]:
     total = TOTAL_QUICK if options.quick else TOTAL
     for dtype_name in options.dtypes:
