@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
 from dtbench_suites import SUITES
-from dtbench_suites.data import BEFORE_213, Place, hush_torch, mismatch, shared_dims
-from dtbench_suites.tensor_parallel import MODELS, finished, parallelize
+from dtbench_suites.data import BEFORE_213, Place, hush_torch, shared_dims
+from dtbench_suites.tensor_parallel import MODELS, compare, finished, names_of, parallelize
 
 BACKENDS = ("aot_eager", "inductor")
 FORWARD, BOTH = "forward", "forward+backward"
@@ -86,10 +86,6 @@ def chain(x: Tensor) -> Tensor:
     return (((x * 2 + 1) * x).sin() * x + x) * 0.5
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],), weight, bias)
-
-
 def reduced(to: Function) -> Function:
     """A product whose terms are pending, and then not."""
     return lambda x, y: to(x @ y)
@@ -117,7 +113,11 @@ OPS = (
     CompiledOp("softmax", "S(0)", by_rows(1), *same(lambda x: x.softmax(1)), "R"),
     CompiledOp("softmax", "S(1)", by_rows(1), *same(lambda x: x.softmax(1)), "S(0)"),
     CompiledOp(
-        "layer_norm", "S(0),R,R", lambda n, k: ((n * k, COLS), (COLS,), (COLS,)), *same(norm), "R,R,R"
+        "layer_norm",
+        "S(0),R,R",
+        lambda n, k: ((n * k, COLS), (COLS,), (COLS,)),
+        *same(lambda x, weight, bias: F.layer_norm(x, (COLS,), weight, bias)),
+        "R,R,R",
     ),
     CompiledOp("mm", "R,S(1)", lambda n, k: ((n * k, COLS), (COLS, n * COLS)), *same(torch.mm), "S(0),R"),
     CompiledOp(
@@ -165,7 +165,7 @@ class Ready:
     inputs: tuple[Tensor, ...]
     wanted: tuple[Tensor, ...]
     expected: Callable[[bool], list[Tensor]]
-    names: tuple[str, ...]
+    names: Sequence[str]
     plain_part: str = "R"
 
 
@@ -176,13 +176,14 @@ def values(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Tens
 
 
 def answers(fn: Function, inputs: Sequence[Tensor], wanted: Sequence[Tensor], backward: bool) -> list[Tensor]:
+    """The output, and with a backward pass the gradients."""
+    if not backward:
+        with torch.no_grad():
+            return [finished(fn(*inputs))]
     out = fn(*inputs)
-    return [out, *(torch.autograd.grad(out, wanted, cotangent_of(out)) if backward else ())]
-
-
-def cotangent_of(out: Tensor) -> Tensor:
-    """Of ones, whatever it is placed as: every rank's part of a whole of ones."""
-    return torch.ones_like(out.detach())
+    # Of ones, whatever it is placed as: every rank's part of a whole of ones.
+    grads = torch.autograd.grad(out, wanted, torch.ones_like(out.detach()))
+    return [finished(out), *map(finished, grads)]
 
 
 def op_ready(op: CompiledOp, place: Place, rows: int = ROWS, placements: str = "") -> Ready:
@@ -209,18 +210,15 @@ def block_ready(name: str, place: Place, batch: int = BATCH) -> Ready:
         model, whole = (MODELS[name](n * WIDTH, n) for _ in range(2))
     whole.load_state_dict(model.state_dict())
     (x,) = values([(batch, SEQ, n * WIDTH)], device)
+    cut: nn.Module = model
     if place.impl == "local":
         keep_parts(model, place)
         keep_parts(whole, place)
-    cut: nn.Module = parallelize(place.impl, model, place.mesh)
+    else:
+        cut = parallelize(place.impl, model, place.mesh)
     own, reference = (x.clone().requires_grad_() for _ in range(2))
-    names = (
-        "the output",
-        "the gradient of x",
-        *(f"the gradient of {n}" for n, _ in whole.named_parameters()),
-    )
     expected = lambda backward: answers(whole, [reference], [reference, *whole.parameters()], backward)  # noqa: E731
-    return Ready(lambda x: cut(x), (own,), (own, *cut.parameters()), expected, names)
+    return Ready(lambda x: cut(x), (own,), (own, *cut.parameters()), expected, names_of(whole))
 
 
 def keep_parts(model: nn.Module, place: Place) -> None:
@@ -247,47 +245,26 @@ class Compilation:
     compiled: Function | None = None
     ready: Ready = field(init=False)
 
-    def start(self) -> None:
-        """Forgets all that Dynamo knows."""
-        torch._dynamo.reset()
-        self.renew()
-
-    def renew(self) -> None:
-        self.ready = self.make(False)
-        self.compiled = torch.compile(own_code(self.ready.fn), backend=self.backend)
+    def start(self, call: str) -> None:
+        """Before a first call Dynamo forgets all that it knows; before a recompiled one it has the graph of the other
+        placement or batch, and only that."""
+        if call != CACHED:
+            torch._dynamo.reset()
+        before = self.make(call == RECOMPILED)
+        self.ready = self.make(False) if call == RECOMPILED else before
+        self.compiled = torch.compile(own_code(before.fn), backend=self.backend)
+        if call == RECOMPILED:
+            answers(self.compiled, before.inputs, before.wanted, self.backward)
 
     def call(self) -> list[Tensor]:
-        """The output, and with a backward pass the gradients."""
         assert self.compiled is not None
-        return run_once(self.compiled, self.ready, self.backward)
-
-    def precompiled(self) -> None:
-        """The graph of the other placement or batch is there, and only that."""
-        torch._dynamo.reset()
-        before = self.make(True)
-        self.ready = self.make(False)
-        self.compiled = torch.compile(own_code(before.fn), backend=self.backend)
-        run_once(self.compiled, before, self.backward)
+        return answers(self.compiled, self.ready.inputs, self.ready.wanted, self.backward)
 
     def check(self) -> str | None:
-        got = self.call()
-        # Every rank gathers every tensor, whatever it found before.
-        wholes = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in got]
-        wrong = None
-        for name, g, w in zip(self.ready.names, wholes, self.ready.expected(self.backward), strict=False):
-            if self.ready.plain_part != "R":
-                w = self.place.part(w, self.ready.plain_part)
-            wrong = wrong or mismatch(g, w, name, RTOL)
-        return wrong
-
-
-def run_once(fn: Function, ready: Ready, backward: bool) -> list[Tensor]:
-    if not backward:
-        with torch.no_grad():
-            return [finished(fn(*ready.inputs))]
-    out = fn(*ready.inputs)
-    grads = torch.autograd.grad(out, ready.wanted, cotangent_of(out))
-    return [finished(out), *map(finished, grads)]
+        part, want = self.ready.plain_part, self.ready.expected(self.backward)
+        if part != "R":
+            want = [self.place.part(whole, part) for whole in want]
+        return compare(self.ready.names, self.call(), want, RTOL)
 
 
 def own_code(fn: Function) -> Function:
@@ -329,12 +306,10 @@ def counted(compilation: Compilation) -> dict[str, float]:
     counter = Counter()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    ready = compilation.ready
     with caches_off():
-        run_once(
-            torch.compile(own_code(compilation.ready.fn), backend=counter),
-            compilation.ready,
-            compilation.backward,
-        )
+        compiled = torch.compile(own_code(ready.fn), backend=counter)
+        answers(compiled, ready.inputs, ready.wanted, compilation.backward)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     torch._dynamo.reset()
     return {"graph_breaks": breaks, "graphs": counter.graphs, "collectives": counter.collectives}
@@ -354,7 +329,7 @@ def caches_off() -> Iterator[None]:
         yield
 
 
-def ready_of(program: CompiledOp | str, place: Place, call: str, before: bool) -> Ready:
+def ready_of(program: CompiledOp | str, place: Place, before: bool) -> Ready:
     """A program's tensors; `before`: those it is compiled for before a recompilation."""
     if isinstance(program, str):
         return block_ready(program, place, BATCH + 1 if before else BATCH)
@@ -372,8 +347,7 @@ def build_impl(
         raise Skip("before torch 2.13 Dynamo takes no mesh of the core into a graph")
     hush_torch()
     place = Place(impl, world.mesh[mesh_dim], world.device)
-    compilation = Compilation(partial(ready_of, program, place, call), backend, passes == BOTH, place)
-
+    compilation = Compilation(partial(ready_of, program, place), backend, passes == BOTH, place)
     counters = partial(counted, compilation)
 
     def run() -> list[Tensor]:
@@ -381,7 +355,7 @@ def build_impl(
             return compilation.call()
 
     if call == CACHED:
-        compilation.renew()
+        compilation.start(call)
         run()  # compiles, and what is called later enters no compiler
         return Workload(
             run=compilation.call, check=compilation.check, counters=counters, close=torch._dynamo.reset
@@ -389,17 +363,14 @@ def build_impl(
 
     def before() -> None:
         with caches_off():
-            compilation.start() if call == FIRST else compilation.precompiled()
+            compilation.start(call)
 
-    check = partial(checked, compilation, before)
+    def check() -> str | None:
+        before()  # another impl's sample may have reset Dynamo since
+        with caches_off():
+            return compilation.check()
+
     return Workload(run, before, check, counters, close=torch._dynamo.reset)
-
-
-def checked(compilation: Compilation, before: Callable[[], None]) -> str | None:
-    """Compiled anew: another impl's sample may have reset Dynamo since."""
-    before()
-    with caches_off():
-        return compilation.check()
 
 
 def variants(options: RunOptions, name: str) -> Iterator[tuple[str, str, str]]:
@@ -419,6 +390,7 @@ def variants(options: RunOptions, name: str) -> Iterator[tuple[str, str, str]]:
 def compiled(options: RunOptions) -> Iterator[Case]:
     programs: list[tuple[str, str, CompiledOp | str]] = [(op.name, op.placements, op) for op in OPS]
     programs += [(name, "", name) for name in BLOCKS]
+    compile_samples = COMPILE_SAMPLES_QUICK if options.quick else COMPILE_SAMPLES
     for mesh_dim, n in shared_dims(options):
         for name, placements, program in programs:
             if options.quick and (name, placements) not in QUICK:
@@ -438,10 +410,6 @@ def compiled(options: RunOptions) -> Iterator[Case]:
                     build={impl: partial(build, impl) for impl in ("core", "torch", "local")},
                     clock="host",
                     calls_per_sample=CALLS_PER_SAMPLE if call == CACHED else 1,
-                    samples=None
-                    if call == CACHED
-                    else COMPILE_SAMPLES_QUICK
-                    if options.quick
-                    else COMPILE_SAMPLES,
+                    samples=None if call == CACHED else compile_samples,
                     warmup_calls=WARMUP_CALLS if call == CACHED else 1,
                 )

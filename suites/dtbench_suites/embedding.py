@@ -112,10 +112,8 @@ def by_table(
         index = api.DTensor.from_local(lookups, alone, [api.Replicate()], run_check=False)
         embedded: Any = F.embedding(index, weight)  # (1, lookups, width)
         answered = api.DTensor.from_local(embedded.to_local(), mesh, [api.Shard(0)], run_check=False)
-        home: Tensor = answered.redistribute(
-            placements=[api.Shard(1)]
-        ).to_local()  # (tables, lookups / n, width)
-        return home
+        home: Tensor = answered.redistribute(placements=[api.Shard(1)]).to_local()
+        return home  # (tables, lookups / n, width)
 
     return embed, [weight]
 

@@ -50,30 +50,17 @@ def wait_on_use(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     return reduced
 
 
-def functional_wait_on_use(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    reduced: torch.Tensor = functional.all_reduce(gradient, "sum", group)
-    return reduced
-
-
 def wait_at_once(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     dist.all_reduce(gradient, group=group)
     return gradient
 
 
-def leave(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return gradient
-
-
 IMPLS: dict[str, Reduce] = {
     "core": wait_on_use,
-    "torch": functional_wait_on_use,
+    "torch": lambda gradient, group: functional.all_reduce(gradient, "sum", group),
     "wait_at_once": wait_at_once,
-    "local": leave,
+    "local": lambda gradient, _group: gradient,
 }
-
-
-def use(out: torch.Tensor, reduced: torch.Tensor) -> None:
-    torch.mul(reduced, 2, out=out)
 
 
 def build_impl(
@@ -102,24 +89,20 @@ def build_impl(
             issued.append(reduce(gradient, group))
             torch.mm(activations, layer, out=computed)
         for reduced, out in zip(issued, used, strict=True):
-            use(out, reduced)
+            torch.mul(reduced, 2, out=out)
 
     def check() -> str | None:
         before()
         computed.zero_()
         run()
-        wrong = mismatch(computed, _product(activations, layer), "the computation")
+        product = activations.double() @ layer.double()  # of values that every dtype holds
+        wrong = mismatch(computed, product.to(dtype), "the computation")
         for k, out in enumerate(used):
             want = inputs[k] if impl == "local" else sum_of_values(n, count, dtype, device, start=k)
             wrong = wrong or mismatch(out, want * 2, f"gradient {k}")
         return wrong
 
     return Workload(run=run, before=before, check=check)
-
-
-def _product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """In double, of values that every dtype holds."""
-    return (one.double() @ other.double()).to(one.dtype)
 
 
 @suite("overlap", world="ranks", help=SUITES["overlap"], impl_s=0.35)

@@ -38,20 +38,11 @@ TOTAL, TOTAL_QUICK = 64 * MIB, 2 * MIB
 BUCKET = 25 * MIB  # the bucketers' default
 
 
-def forget(result: Tensor) -> None:
-    """A callback that keeps nothing."""
-
-
 Run = Callable[[], object]
 
 
 def eager(run: Run) -> Run:
     return run
-
-
-def captured(run: Run) -> Run:
-    """Its work on the GPU alone."""
-    return gpus().captured(run)
 
 
 def check(
@@ -105,7 +96,7 @@ def build(
     if impl == "copy":
         return copy(whole, record)
     bucketer, inputs = bucketer_of(impl, BUCKET, gradients, n)
-    run = partial(send_all, bucketer, inputs, [forget] * number, group)
+    run = partial(send_all, bucketer, inputs, [lambda _result: None] * number, group)
     timed = record(run)
     if impl == "reference":
         spied = partial(check, run, bucketer_reference, "reduce_scatter_single", whole, n, record)
@@ -131,7 +122,7 @@ def packing(options: RunOptions) -> Iterator[Case]:
             number, count = total // tensor_bytes, tensor_bytes // dtype.itemsize
             ways: list[tuple[str, ClockKind, Callable[[Run], Run]]] = [("pack", "host", eager)]
             if options.device_type == "cuda":
-                ways.append(("kernels", "device", captured))
+                ways.append(("kernels", "device", gpus().captured))
             for name, clock, record in ways:
                 yield Case(
                     name=name,

@@ -17,7 +17,7 @@ with the whole model's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -197,14 +197,6 @@ def parallelize(impl: str, model: ParallelModel, mesh: Any) -> nn.Module:
     return cut
 
 
-def loss_context(impl: str) -> AbstractContextManager[Any]:
-    """Where cross entropy keeps the logits where they are."""
-    if impl == WHOLE:
-        return nullcontext()
-    context: AbstractContextManager[Any] = parallel_api(impl).loss_parallel()
-    return context
-
-
 def forward(model: nn.Module, x: Tensor) -> list[Tensor]:
     with torch.no_grad():
         return [finished(model(x))]
@@ -225,12 +217,17 @@ def finished(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def compare(names: Sequence[str], got: list[Tensor], want: list[Tensor]) -> str | None:
-    """What differs from the whole model's tensors, or None; all ranks together."""
+def names_of(model: nn.Module) -> list[str]:
+    """Of what a pass gives."""
+    return ["the output", "the gradient of x", *(f"the gradient of {n}" for n, _ in model.named_parameters())]
+
+
+def compare(names: Sequence[str], got: list[Tensor], want: list[Tensor], rtol: float) -> str | None:
+    """What differs from the whole model's tensors, or None; all ranks together. names: of as many, or more."""
+    # Every rank gathers every tensor, whatever it found before.
     wholes = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in got]
-    rtol = ROUNDINGS * torch.finfo(want[0].dtype).eps
-    wrong = (mismatch(g, w, name, rtol) for name, g, w in zip(names, wholes, want, strict=True))
-    return next((text for text in wrong if text), None)
+    pairs = zip(names, zip(wholes, want, strict=True), strict=False)
+    return next((wrong for name, (g, w) in pairs if (wrong := mismatch(g, w, name, rtol))), None)
 
 
 def build_impl(
@@ -252,24 +249,21 @@ def build_impl(
         with torch.no_grad():
             cotangent = torch.randn(whole(x).shape).to(dtype)
     x.requires_grad_(backward)
-    names = [
-        "the output",
-        "the gradient of x",
-        *(f"the gradient of {name}" for name, _ in whole.named_parameters()),
-    ]
     step: Callable[[nn.Module, Tensor], list[Tensor]] = forward
     if backward:
         step = partial(forward_backward, cotangent=cotangent)
     mesh = world.mesh[mesh_dim]
     placed = x if impl == WHOLE else model.place(x, dtensor_api(impl), mesh)
     cut = parallelize(impl, model, mesh)
+    # Where cross entropy keeps the logits where they are.
+    context = nullcontext if block != "loss" or impl == WHOLE else parallel_api(impl).loss_parallel
 
     def run() -> list[Tensor]:
-        with loss_context(impl) if block == "loss" else nullcontext():
+        with context():
             return step(cut, placed)
 
     def check() -> str | None:
-        return compare(names if backward else names[:1], run(), step(whole, x))
+        return compare(names_of(whole), run(), step(whole, x), ROUNDINGS * torch.finfo(dtype).eps)
 
     return Workload(run=run, check=check)
 

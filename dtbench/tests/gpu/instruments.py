@@ -142,7 +142,7 @@ def packing_kernels(bench: Bench) -> Found:
     got, impls, moved = dict[str, float](), ("core", "core_held", "copy"), 2 * packing.TOTAL / 1e9
     with simulated_world(bench.device) as world:
         for impl in impls:
-            replay = packing.build(impl, number, count, torch.float32, world, packing.captured).run
+            replay = packing.build(impl, number, count, torch.float32, world, bench.gpus.captured).run
             got[f"{impl}_replay_GBps"] = moved / bench.median_us(replay, 1) * 1e6
         for impl in impls:
             run = packing.build(impl, number, count, torch.float32, world).run
