@@ -107,12 +107,9 @@ def _units_of_suite(tasks: Sequence[Task]) -> list[list[Task]]:
             points = of_name[curve_at]
             points.sort(key=lambda task: [float(task.case.params.get(key, 0)) for key in _SWEPT])
             ordered = [points[at] for at in coarse_to_fine(len(points))]
-            budget_priority = points[0].suite.budget_priority
+            priority = points[0].suite.budget_priority
             # What accompanies a sweep comes after three sizes of the sweep itself.
-            comes_first = (
-                budget_priority(points[0].case) if budget_priority else not sweeps or len(points) > 1
-            )
-            first = 0 if comes_first else 1
+            first = int(not (priority(points[0].case) if priority else not sweeps or len(points) > 1))
             ranked.append((first, place, ordered[:_LINE]))
             ranked += [(size, place, [task]) for size, task in enumerate(ordered[_LINE:], first + 1)]
     return [*([headline] if headline else []), *(unit for *_, unit in sorted(ranked, key=lambda r: r[:2]))]
@@ -146,9 +143,8 @@ class Deadlines:
         self._end_s = end_s - _END_S
         self._quick = quick
         self._units = {id(unit[0].case): unit for unit in _units(tasks)}
-        self._left: dict[str, float] = {}
-        for task in tasks:
-            self._left[task.suite.name] = self._left.get(task.suite.name, 0.0) + estimate_s([task], quick)
+        by_suite = group_by(tasks, lambda task: task.suite.name)
+        self._left = {suite: estimate_s(of, quick) for suite, of in by_suite.items()}
         self._suite = ""
         self._closed = False  # a unit of this suite had no time: what is less important has none
         self._began_s = self._until_s = self._spent_s = 0.0  # spent: as estimated

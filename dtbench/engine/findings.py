@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from statistics import geometric_mean, median
 
 from dtbench.records.layout import crowded
@@ -29,9 +30,8 @@ SCATTERED = 0.5
 # Minima and lower quartiles of one launch differ by less between equal code on a machine that is not at other work.
 SLOWER = 1.1
 
-_Case = Mapping[
-    str, tuple[float, Result]
-]  # impl -> seconds, the median over launches, and the first of these
+# impl -> seconds, the median over launches, and the first of these
+_Case = Mapping[str, tuple[float, Result]]
 
 
 def findings(run: Run) -> list[str]:
@@ -135,17 +135,13 @@ def _finding(cases: Sequence[_Case]) -> str:
     if len(ratios) >= FEWEST_CASES:
         return f"the core is {_speed(ratios)}"
     times = [timed for case in cases for timed in case.values()]
-    (low_s, fastest), (high_s, slowest) = min(times, key=_first), max(times, key=_first)
+    (low_s, fastest), (high_s, slowest) = (of(times, key=itemgetter(0)) for of in (min, max))
     if len(times) == 1:
         return f"{_words(fastest)} {format_seconds(low_s)} {format_spread(fastest.spread)}"
     return (
         f"{plural(len(times), 'result')}, fastest {_words(fastest)} at {format_seconds(low_s)}, "
         f"slowest {_words(slowest)} at {format_seconds(high_s)}"
     )
-
-
-def _first(pair: tuple[float, Result]) -> float:
-    return pair[0]
 
 
 def _words(result: Result) -> str:

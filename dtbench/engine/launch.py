@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from dtbench.engine.place import AGAIN, BEGAN, LAUNCH, NOTE, OUTPUT, Note, find_
 from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.session import Session, run_to_resume, say_complete
-from dtbench.engine.workers import LAUNCHER, answered, ending_signals, how_ended
+from dtbench.engine.workers import LAUNCHER, answered, ending_signals, how_ended, scratch
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.machine.limits import refuse_to_start
 from dtbench.records import baselines
@@ -138,8 +137,8 @@ def start_ranks(
         WorldBrokenError: they cannot be started.
     """
     refuse_to_start(nproc)
-    with tempfile.TemporaryDirectory(prefix="dtbench-", ignore_cleanup_errors=True) as folder:
-        note_path = str(Path(folder, "note.json"))
+    with scratch() as folder:
+        note_path = str(folder / "note.json")
         os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})
         os.environ.update({LAUNCHER: str(os.getpid()), AGAIN: "1" if again else ""})
         # Ranks that share cores and each start a thread per core would measure the fight for them.
@@ -147,7 +146,7 @@ def start_ranks(
         failures: list[tuple[int, int]] = []
         ended_by = run_elastic(
             [sys.executable, "-P", "-m", "dtbench", *arguments],
-            folder,
+            str(folder),
             failures.extend,
             shutdown_s=_SHUTDOWN_S,
             min_nodes=1,
@@ -160,9 +159,8 @@ def start_ranks(
         note = Note.read(note_path)
     if note.code is not None:  # over, whatever came after
         return dataclasses.replace(note, diagnosis=None)
-    if (
-        note.diagnosis is None and failures and failures[0][1] in _SAID_WHY
-    ):  # refused, or no note can be written
+    # Refused, or no note can be written.
+    if note.diagnosis is None and failures and failures[0][1] in _SAID_WHY:
         return dataclasses.replace(note, code=failures[0][1])
     diagnosis = INTERRUPTED if ended_by else note.diagnosis or _diagnose(failures)
     report(diagnosis, note.case)
@@ -199,9 +197,7 @@ def run_elastic(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if "shutdown_timeout" in {
-        field.name for field in dataclasses.fields(LaunchConfig)
-    }:  # torch 2.11 lacks it
+    if "shutdown_timeout" in {of.name for of in dataclasses.fields(LaunchConfig)}:  # torch 2.11 lacks it
         chosen["shutdown_timeout"] = shutdown_s
     config = LaunchConfig(
         rdzv_backend="c10d",

@@ -105,7 +105,7 @@ class SamplingSchedule(Protocol):
 
     def finish(self) -> None:
         """After the last check, before they are closed."""
-        ...
+        return
 
 
 def measure(subjects: Sequence[Subject], world: World, schedule: SamplingSchedule) -> None:

@@ -353,9 +353,7 @@ def list_tasks(suites: Sequence[Suite], options: RunOptions, text: str = "") -> 
     Raises:
         UsageError: a suite that cannot list its cases or lists one twice, or nothing that matches.
     """
-    tasks: list[Task] = []
-    matches = matcher(text)
-    total = 0
+    listed: list[Task] = []
     for suite in sorted(suites, key=lambda s: s.world != "simulated"):
         seen: set[tuple[object, ...]] = set()
         for case in _cases_of(suite, options):
@@ -366,20 +364,14 @@ def list_tasks(suites: Sequence[Suite], options: RunOptions, text: str = "") -> 
                     f"expected params that tell its cases apart"
                 )
             seen.add(key)
-            impls = tuple(impl for impl in case.build if options.wants(impl))
-            if not impls:
-                continue
-            total += 1
-            task = Task(suite, case, impls)
-            if matches(task.label):
-                tasks.append(task)
+            if impls := tuple(impl for impl in case.build if options.wants(impl)):
+                listed.append(Task(suite, case, impls))
+    matches = matcher(text)
+    tasks = [task for task in listed if matches(task.label)]
     if not tasks:
-        names = ", ".join(s.name for s in suites)
-        why = (
-            f"--filter {text!r} matches none of their {total} cases"
-            if text
-            else "they have no case for these options"
-        )
+        names, why = ", ".join(s.name for s in suites), "they have no case for these options"
+        if text:
+            why = f"--filter {text!r} matches none of their {len(listed)} cases"
         raise UsageError(f"nothing to measure in {names}: {why}; `dtbench list SUITE` shows the cases")
     return tasks
 
@@ -402,12 +394,8 @@ def _cases_of(suite: Suite, options: RunOptions) -> Iterator[Case]:
 
 def remaining(tasks: Iterable[Task], done: Container[ResultKey], launch: int) -> list[Task]:
     """The tasks less the impls whose results are there already."""
-    left: list[Task] = []
-    for task in tasks:
-        impls = tuple(impl for impl in task.impls if task.key(impl, launch) not in done)
-        if impls:
-            left.append(dataclasses.replace(task, impls=impls))
-    return left
+    left = [(task, tuple(i for i in task.impls if task.key(i, launch) not in done)) for task in tasks]
+    return [dataclasses.replace(task, impls=impls) for task, impls in left if impls]
 
 
 def further_tasks(

@@ -175,14 +175,8 @@ def _slurm_place(environ: Mapping[str, str], world_size: int) -> RankPlace:
 
 def first_host(nodelist: str) -> str:
     """`gpu[001-004,009],login1` -> `gpu001`: the first host of a Slurm node list; "" of an empty one."""
-    name, rest = "", nodelist.strip()
-    while rest and rest[0] != ",":
-        if rest[0] == "[":
-            inside, _, rest = rest[1:].partition("]")
-            name += re.split(r"[-,]", inside, maxsplit=1)[0]
-        else:
-            name, rest = name + rest[0], rest[1:]
-    return name
+    firsts = re.sub(r"\[([^],-]*)[^]]*]?", r"\1", nodelist.strip())  # of each range
+    return firsts.partition(",")[0]
 
 
 def _number(name: str, text: str, least: int = 0, most: int | None = None) -> int:

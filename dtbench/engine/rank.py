@@ -211,7 +211,7 @@ class LaunchedRank:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._leave()
+            self._detector.leave(self.code, self.store if self._joining else None)
         elif isinstance(error, DtbenchError) and not self._joining:
             return  # the command line says it, once for all ranks
         elif isinstance(error, RankMismatchError):
@@ -227,9 +227,6 @@ class LaunchedRank:
             if os.environ.get("DTBENCH_TRACEBACK"):
                 sys.excepthook(type(error), error, trace)
             self._detector.fault(mask(describe(error)))
-
-    def _leave(self) -> None:
-        self._detector.leave(self.code, self.store if self._joining else None)
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
         at_work = {"case": self.now} if self.now.name else {}  # else rank 0 may be, which has noted it

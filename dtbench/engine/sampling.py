@@ -257,21 +257,15 @@ class Adaptive(CollectiveSchedule):
 
         def decide(votes: list[dict[str, float | None]]) -> dict[str, int]:
             self._learn(votes)
-            calls_s = {
-                impl: (self._calls[impl], max(self._call_s[impl], 1e-9))
-                for impl in growing
-                if impl in self.live
-            }
-            return {
-                impl: min(MAX_GROWTH * calls, math.ceil(SPARE_LENGTH * shortest_s / call_s))
-                for impl, (calls, call_s) in calls_s.items()
-                if calls * call_s < shortest_s
-            }
+            longer = {}
+            for impl in [i for i in growing if i in self.live]:
+                calls, call_s = self._calls[impl], max(self._call_s[impl], 1e-9)
+                if calls * call_s < shortest_s:
+                    longer[impl] = min(MAX_GROWTH * calls, math.ceil(SPARE_LENGTH * shortest_s / call_s))
+            return longer
 
         while growing:
-            took = {
-                impl: self._fastest_of(impl, SAMPLES_OF_A_LENGTH) for impl in growing if impl in self.live
-            }
+            took = {i: self._fastest_of(i, SAMPLES_OF_A_LENGTH) for i in growing if i in self.live}
             growing = self.vote(took, decide)
             self._calls |= growing
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from dtbench.engine.clock import HostClock
-from dtbench.engine.measure import ImplOutcome, Subject, measure, to_result
+from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, to_result
 from dtbench.engine.options import Task
 from dtbench.gate.benchmark import CALL_S
 from dtbench.gate.sampler import warm_up_calls
@@ -32,7 +32,7 @@ def counted(task: Task, impl: str, world: World) -> Result:
     return to_result(task, impl, ImplOutcome(*bad) if bad else ImplOutcome("ok", counters=schedule.counters))
 
 
-class _Counting:
+class _Counting(SamplingSchedule):
     """The schedule of a benchmark that is counted."""
 
     def __init__(self, subject: Subject) -> None:
@@ -44,9 +44,6 @@ class _Counting:
 
     def sample(self) -> None:
         self.subject.attempt(self._count)
-
-    def finish(self) -> None:
-        pass
 
     def _count(self) -> None:
         subject, clock = self.subject, HostClock()

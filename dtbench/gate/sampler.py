@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dtbench.engine.clock import Clock
-from dtbench.engine.measure import ImplOutcome, Subject, measure, to_result
+from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, to_result
 from dtbench.engine.options import Task
 from dtbench.gate.benchmark import label_of
 from dtbench.suite import Case, Result, World
@@ -96,7 +96,7 @@ def measure_in_turns(
             yield to_result(task, impl, ImplOutcome(*subject.bad) if subject.bad else good)
 
 
-class _InTurns:
+class _InTurns(SamplingSchedule):
     """The schedule of a gate's launch: a fixed number of samples of each benchmark, spread over the whole."""
 
     def __init__(
@@ -124,9 +124,6 @@ class _InTurns:
         for at, number in self._in_order():
             self._await_turn(number)
             self.subjects[at].attempt(partial(self._sample, at))
-
-    def finish(self) -> None:
-        pass
 
     def _in_order(self) -> Iterator[tuple[int, int]]:
         """Whose sample is next, and which: each has its own spread evenly over the whole."""

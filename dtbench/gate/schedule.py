@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean, median
@@ -61,6 +62,7 @@ LaunchArms = Callable[[Sequence[ArmName], Sequence[Benchmark]], Sequence[LaunchT
 
 
 Pair = tuple[float, float]  # base and head, seconds
+Pairs = defaultdict[Key, list[Pair]]
 
 
 @dataclass
@@ -68,9 +70,9 @@ class Evidence:
     """What was measured: the pairs of each benchmark in the screen, there of base against itself, and the fresh ones;
     null: base against itself as a whole."""
 
-    screen: dict[Key, list[Pair]] = field(default_factory=dict)
-    itself: dict[Key, list[Pair]] = field(default_factory=dict)
-    fresh: dict[Key, list[Pair]] = field(default_factory=dict)
+    screen: Pairs = field(default_factory=lambda: defaultdict(list))
+    itself: Pairs = field(default_factory=lambda: defaultdict(list))
+    fresh: Pairs = field(default_factory=lambda: defaultdict(list))
     control: list[Pair] = field(default_factory=list)
     null: list[Pair] = field(default_factory=list)
     launches: int = 0
@@ -120,10 +122,10 @@ class GateSchedule:
             self._say("an unchanged benchmark moved: five more rounds, to tell chance from drift")
             self._rounds(MORE_ROUNDS)
         for benchmark in self._left():
-            effect, base_s, head_s = effect_and_times(self.evidence.screen[benchmark.key])
+            effect, base_s, _ = figures = effect_and_times(self.evidence.screen[benchmark.key])
             gain = effect.ratio < 1 - SCREEN_GAIN and effect.high < 1
             if passes(benchmark, effect, base_s) and not gain:
-                self._judge(benchmark, Verdict.PASS, "", "screen", (effect, base_s, head_s))
+                self._end(judged(benchmark, Verdict.PASS, "", "screen", figures))
         self._end_gross()
 
     def _rounds(self, count: int) -> None:
@@ -136,7 +138,7 @@ class GateSchedule:
             self._keep(self.evidence.screen, launches["base"], launches["head"])
             for benchmark in self._left():
                 pair = pair_of(launches["base"], launches["null"], benchmark.key)
-                self.evidence.itself.setdefault(benchmark.key, []).append(pair)
+                self.evidence.itself[benchmark.key].append(pair)
             _compare(self.evidence.null, launches["base"], launches["null"], self._left())
 
     def _confirm(self) -> None:
@@ -165,30 +167,29 @@ class GateSchedule:
         """What is gross in all that was measured, where chance would not make it so."""
         alpha = alpha_of(len(self._benchmarks), LOOKS)  # the screen has chosen none of them
         for benchmark in self._left():
-            evidence = [e.get(benchmark.key, []) for e in (self.evidence.screen, self.evidence.fresh)]
-            effect, base_s, _ = figures = effect_and_times([*evidence[0], *evidence[1]])
+            screened, fresh = (e[benchmark.key] for e in (self.evidence.screen, self.evidence.fresh))
+            effect, base_s, _ = figures = effect_and_times(screened + fresh)
             least = max(GROSS, 1 + smallest_change(base_s, benchmark.floor_s))
-            in_rounds = zip(evidence[0], self.evidence.itself[benchmark.key], strict=True)
+            in_rounds = zip(screened, self.evidence.itself[benchmark.key], strict=True)
             gross = all(head >= least * max(base, again) for (base, head), (_, again) in in_rounds)
-            gross &= all(head >= least * base for base, head in evidence[1])
-            if gross and 3.0 ** -len(evidence[0]) * 2.0 ** -len(evidence[1]) <= alpha:
+            gross &= all(head >= least * base for base, head in fresh)
+            if gross and 3.0 ** -len(screened) * 2.0 ** -len(fresh) <= alpha:
                 reason = f"at least {least:.3g}x slower in each of {effect.pairs} pairs: no more were needed"
-                self._judge(benchmark, Verdict.REGRESSION, reason, "gross", figures, alpha)
+                self._end(judged(benchmark, Verdict.REGRESSION, reason, "gross", figures, alpha))
 
     def _look(self, benchmark: Benchmark, alpha: float | None, last: bool) -> None:
         screened, confirmed = (e[benchmark.key] for e in (self.evidence.screen, self.evidence.fresh))
-        fresh, base_s, head_s = effect_and_times(confirmed)
-        whole, whole_base_s, whole_head_s = effect_and_times(screened + confirmed)
+        fresh, base_s, _ = figures = effect_and_times(confirmed)
+        whole, whole_base_s, _ = of_all = effect_and_times(screened + confirmed)
         matters = smallest_change(base_s, benchmark.floor_s)
-        figures = (fresh, base_s, head_s)
         if alpha is not None and fresh.p_slower < alpha and fresh.ratio > 1 + matters:
-            self._judge(benchmark, Verdict.REGRESSION, "", "confirmed", figures, alpha)
+            self._end(judged(benchmark, Verdict.REGRESSION, "", "confirmed", figures, alpha))
         elif alpha is not None and fresh.p_faster < alpha and fresh.ratio < 1 / (1 + matters):
-            self._judge(benchmark, Verdict.IMPROVED, "", "confirmed", figures, alpha)
+            self._end(judged(benchmark, Verdict.IMPROVED, "", "confirmed", figures, alpha))
         elif passes(benchmark, whole, whole_base_s) and (last or fresh.ratio > 1 / (1 + matters)):
-            self._judge(benchmark, Verdict.PASS, "", "confirmed", (whole, whole_base_s, whole_head_s))
+            self._end(judged(benchmark, Verdict.PASS, "", "confirmed", of_all))
         elif last and passes(benchmark, fresh, base_s, share=1.0):
-            self._judge(benchmark, Verdict.PASS, "", "confirmed", figures, alpha)
+            self._end(judged(benchmark, Verdict.PASS, "", "confirmed", figures, alpha))
 
     # ---- parts ----
 
@@ -210,48 +211,38 @@ class GateSchedule:
                 continue
             time_s = launch.times_s.get(key)
             if key in launch.bad:
-                self._judge(benchmark, Verdict.FAILED, f"in {who}: {launch.bad[key]}")
+                self._end(judged(benchmark, Verdict.FAILED, f"in {who}: {launch.bad[key]}"))
             elif time_s is None:
-                self._judge(benchmark, Verdict.FAILED, f"a launch of {who} gave no time of it")
+                self._end(judged(benchmark, Verdict.FAILED, f"a launch of {who} gave no time of it"))
             elif not 0 < time_s < math.inf:
                 reason = f"a launch of {who} measured {time_s:g} s: below what the clock resolves, or no time"
-                self._judge(benchmark, Verdict.INCONCLUSIVE, reason)
+                self._end(judged(benchmark, Verdict.INCONCLUSIVE, reason))
 
-    def _keep(self, evidence: dict[Key, list[Pair]], base: LaunchTimes, head: LaunchTimes) -> None:
+    def _keep(self, evidence: Pairs, base: LaunchTimes, head: LaunchTimes) -> None:
         for benchmark in self._left():
-            evidence.setdefault(benchmark.key, []).append(pair_of(base, head, benchmark.key))
+            evidence[benchmark.key].append(pair_of(base, head, benchmark.key))
         _compare(self.evidence.control, base, head, self._control)
 
     def _left(self) -> list[Benchmark]:
         return [b for b in self._benchmarks if b.key not in self._judged]
 
-    def _judge(
-        self,
-        benchmark: Benchmark,
-        verdict: Verdict,
-        reason: str = "",
-        stage: str = "",
-        figures: tuple[Effect, float, float] | None = None,
-        alpha: float | None = None,
-    ) -> None:
-        effect, base_s, head_s = figures or (None, None, None)
-        self._judged[benchmark.key] = judged(benchmark, verdict, reason, stage, effect, base_s, head_s, alpha)
+    def _end(self, verdict: Judged) -> None:
+        self._judged[verdict.key] = verdict
 
     def _effect(self, pairs: Sequence[Pair]) -> Effect | None:
         return effect_and_times(pairs)[0] if pairs else None
 
     def _leave_undecided(self, benchmark: Benchmark) -> None:
-        stages = (self.evidence.screen, self.evidence.fresh)
-        pairs = [pair for stage in stages for pair in stage.get(benchmark.key, [])]
+        pairs = self.evidence.screen[benchmark.key] + self.evidence.fresh[benchmark.key]
         why = self.evidence.stopped or "neither slower nor within its tolerance"
         if not pairs:
-            self._judge(benchmark, Verdict.INCONCLUSIVE, f"{why}; it was not measured")
+            self._end(judged(benchmark, Verdict.INCONCLUSIVE, f"{why}; it was not measured"))
             return
-        effect, base_s, head_s = effect_and_times(pairs)
+        effect, *_ = figures = effect_and_times(pairs)
         smallest = effect.smallest_detectable
         detectable = f"with {effect.pairs} pairs of this spread a change of {smallest:.1%} would be found"
         reason = f"{why}; {detectable if math.isfinite(smallest) else 'one pair shows nothing'}"
-        self._judge(benchmark, Verdict.INCONCLUSIVE, reason, "", (effect, base_s, head_s))
+        self._end(judged(benchmark, Verdict.INCONCLUSIVE, reason, "", figures))
 
 
 def pair_of(base: LaunchTimes, head: LaunchTimes, key: Key) -> Pair:

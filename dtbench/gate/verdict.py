@@ -40,14 +40,14 @@ def judged(
     verdict: Verdict,
     reason: str = "",
     stage: str = "",
-    effect: Effect | None = None,
-    base_s: float | None = None,
-    head_s: float | None = None,
+    figures: tuple[Effect | None, float | None, float | None] = (None, None, None),
     alpha: float | None = None,
     counters: Mapping[str, Counts] | None = None,
 ) -> Judged:
-    """One benchmark's end. effect: of the pairs that decided. counters: what rose."""
+    """One benchmark's end. figures: the effect of the pairs that decided, base's and head's seconds. counters: what
+    rose."""
     suite, name, impl, params = benchmark.key
+    effect, base_s, head_s = figures
     return Judged(
         suite=suite,
         name=name,

@@ -27,7 +27,7 @@ def benchmark(name: str) -> Benchmark:
 
 def judged(of: Verdict, name: str = "s", reason: str = "") -> Judged:
     effect, base_s, head_s = effect_and_times([(1e-5, 1.1e-5), (1e-5, 1.2e-5), (1e-5, 1.15e-5)])
-    return verdict.judged(benchmark(name), of, reason, "confirmed", effect, base_s, head_s)
+    return verdict.judged(benchmark(name), of, reason, "confirmed", (effect, base_s, head_s))
 
 
 def report(items: Sequence[Judged], *reasons: str) -> Gate:
@@ -89,7 +89,7 @@ def test_thousands_are_cut_short() -> None:
 
 def test_json_is_strict_and_whole() -> None:
     effect = effect_and_times([(1.0, 2.0)])[0]
-    one = verdict.judged(benchmark("s"), Verdict.INCONCLUSIVE, "", "", effect, 1.0, 2.0)
+    one = verdict.judged(benchmark("s"), Verdict.INCONCLUSIVE, "", "", (effect, 1.0, 2.0))
     whole = report([one, judged(Verdict.PASS, HOSTILE)])
     fields = json.loads(text_of(whole))
     assert fields["benchmarks"][0]["effect"]["high"] is None
