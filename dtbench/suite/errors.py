@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from traceback import walk_tb
-from types import CodeType, FrameType
 from typing import Final
 
 # Exit codes of the command line. 0 and 1 follow every comparison tool; 2 is click's for bad usage.
@@ -99,12 +98,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def place_in(error: BaseException, function: object) -> str:
     """` (FILE:LINE)`, where in the file of `function` the error arose; empty where it did not pass through there."""
     code = getattr(function, "__code__", None)
-    lines = [line for frame, line in walk_tb(error.__traceback__) if code and _same_file(frame, code)]
-    return f" ({Path(code.co_filename).name}:{lines[-1]})" if code and lines else ""
-
-
-def _same_file(frame: FrameType, code: CodeType) -> bool:
-    return frame.f_code.co_filename == code.co_filename
+    path = getattr(code, "co_filename", None)
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    return f" ({Path(path).name}:{lines[-1]})" if path and lines else ""
 
 
 def last_line(text: str) -> str:

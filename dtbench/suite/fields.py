@@ -17,9 +17,8 @@ Name = Annotated[str, Meta(min_length=1, description="a name")]
 Amount = Annotated[float, Meta(ge=0, le=MAX_NUMBER)]
 Positive = Annotated[float, Meta(ge=MIN_POSITIVE, le=MAX_NUMBER)]
 Real = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-Time = Annotated[
-    float, Meta(ge=_MIN_TIME, le=_MAX_TIME)
-]  # that something is divided by, or drawn on a logarithmic axis
+# That something is divided by, or drawn on a logarithmic axis.
+Time = Annotated[float, Meta(ge=_MIN_TIME, le=_MAX_TIME)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Whole = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Rank = Annotated[str, Meta(pattern="^[0-9]{1,18}$", description="a rank")]  # as a key, which JSON has as text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 Outcome = Literal["passed", "failure", "error", "skipped"]
 
 
@@ -46,8 +48,4 @@ def document(suite: str, cases: Sequence[Testcase], seconds: float | None = None
 
 def _xml(text: str) -> str:
     """Characters that XML 1.0 cannot hold, not even escaped, are spelled out; the library escapes the others."""
-    return "".join(c if _is_xml(ord(c)) else ascii(c)[1:-1] for c in text)
-
-
-def _is_xml(code: int) -> bool:
-    return code in (0x9, 0xA, 0xD) or 0x20 <= code <= 0xD7FF or 0xE000 <= code <= 0xFFFD or code >= 0x10000
+    return _NOT_XML.sub(lambda found: ascii(found[0])[1:-1], text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -138,26 +138,24 @@ def speeds(header: str, ratios: Sequence[float | None]) -> TableColumn:
     return TableColumn(header, cells, True)
 
 
+def figures(
+    header: str, values: Iterable[float | None], written: Callable[[float], str], unit: str = ""
+) -> TableColumn:
+    """Numbers, each as `written` has it."""
+    return TableColumn(header, [MISSING if v is None else written(v) for v in values], True, unit)
+
+
 def ratios(header: str, values: Sequence[float | None]) -> TableColumn:
     """Factors with two decimals."""
-    return TableColumn(header, [MISSING if value is None else factor(value) for value in values], True)
-
-
-def factors(header: str, values: Sequence[float | None]) -> TableColumn:
-    """Factors that may lie far below 1, with two significant digits."""
-    return TableColumn(header, [MISSING if v is None else f"{significant(v, 2)}×" for v in values], True)
+    return figures(header, values, factor)
 
 
 def percents(header: str, shares: Sequence[float | None], digits: int = 1, unit: str = "%") -> TableColumn:
-    return TableColumn(
-        header, [MISSING if v is None else f"{100 * v:.{digits}f}" for v in shares], True, unit
-    )
+    return figures(header, shares, lambda share: f"{100 * share:.{digits}f}", unit)
 
 
 def counts(header: str, values: Sequence[float | None]) -> TableColumn:
-    return TableColumn(
-        header, [MISSING if v is None else f"{v:,.0f}".replace(",", "\u202f") for v in values], True
-    )
+    return figures(header, values, lambda value: f"{value:,.0f}".replace(",", "\u202f"))
 
 
 def aligned(values: Sequence[float | None], scale: float = 1.0, decimals: int | None = None) -> list[str]:

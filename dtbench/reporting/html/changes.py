@@ -132,9 +132,8 @@ def of_gate(gate: Gate) -> Changes:
     outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
     bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."
     changes = _sorted(gate.benchmarks)
-    arms = [
-        (of.arm or of.commit or "").removeprefix("rev:") for of in (gate.base, gate.head) if of is not None
-    ]
+    there = [of for of in (gate.base, gate.head) if of is not None]
+    arms = [(of.arm or of.commit or "").removeprefix("rev:") for of in there]
     named = tuple(arms) if all(arms) else ()
     return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, gate.notes, sides, named)
 

@@ -150,10 +150,10 @@ class CurvePanel:
         )
 
 
-def line(label: str, points: Iterable[tuple[float, float | None]]) -> list[DrawnCurve]:
-    """The curve of the points that have a value; none where no point has."""
-    there = [(x, y) for x, y in points if y is not None]
-    return [DrawnCurve(label, *zip(*there, strict=True))] if there else []
+def lines(points: Mapping[str, Iterable[tuple[float, float | None]]]) -> list[DrawnCurve]:
+    """By label the curves of the points that have a value; none where no point has."""
+    there = {label: [(x, y) for x, y in of if y is not None] for label, of in points.items()}
+    return [DrawnCurve(label, *zip(*of, strict=True)) for label, of in there.items() if of]
 
 
 def curves(

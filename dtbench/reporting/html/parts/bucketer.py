@@ -19,7 +19,7 @@ from dtbench.reporting.html.figures import (
     bars,
     curves,
     dots,
-    line,
+    lines,
 )
 from dtbench.reporting.html.parts.suites import CORE, FLOOR, TORCH, bandwidths, doubt_floors, named
 from dtbench.reporting.html.section import Material, Part, ReportSection
@@ -92,19 +92,11 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
     for (dim, tensor, dtype, name), of in groups.items():
         if name != "reduce_scatter" and len({c.number("bucket_bytes") for c in of}) == 1:
             continue
-        series = [
-            one
+        points = {
+            impl: [(c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps) for c in of if impl in c.impls]
             for impl in BUCKET_STYLES
-            for one in line(
-                impl,
-                [
-                    (c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps or None)
-                    for c in of
-                    if impl in c.impls
-                ],
-            )
-        ]
-        panels.append(CurvePanel(f"{dim}, tensors of {format_size(tensor)}, {dtype}", series))
+        }
+        panels.append(CurvePanel(f"{dim}, tensors of {format_size(tensor)}, {dtype}", lines(points)))
     return curves(
         "bucket",
         section.capped(panels, "panels"),

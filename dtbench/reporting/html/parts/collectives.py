@@ -8,7 +8,7 @@ from dataclasses import replace
 from dtbench.records.layout import layout_of
 from dtbench.reporting.html.axes import bandwidths_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
-from dtbench.reporting.html.figures import DASHES, LOOKS, CurvePanel, DrawnCurve, Figure, Style, curves, line
+from dtbench.reporting.html.figures import DASHES, LOOKS, CurvePanel, DrawnCurve, Figure, Style, curves, lines
 from dtbench.reporting.html.parts.ranks import add_ranks
 from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_size
 from dtbench.reporting.html.parts.suites import named
@@ -135,17 +135,13 @@ def _bandwidths(
     ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
     panels = []
     for name, members in group_by(ordered, lambda c: c.name).items():
-        lines = group_by(members, lambda c: _label(_dim(c), _way(c)))
-        series = [
-            one
-            for label, of in lines.items()
-            if label in styles
-            for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of])
-        ]
+        by_label = group_by(members, lambda c: _label(_dim(c), _way(c)))
+        points = {label: bandwidth_points(of) for label, of in by_label.items() if label in styles}
+        series = lines(points)
         for one in list(series):
             times = [size / rate for size, rate in zip(one.x, one.y, strict=True)]
             for drop in bandwidth_drops(one.x, times):
-                series += line(DROPPED, [(one.x[i], one.y[i]) for i in drop])
+                series += lines({DROPPED: [(one.x[i], one.y[i]) for i in drop]})
         series += [
             DrawnCurve(label, ends, [limits[dim]] * 2)
             for dim in limits
@@ -153,10 +149,8 @@ def _bandwidths(
         ]
         panels.append(CurvePanel(name, series))
     names = in_order({one.title for one in panels}, MAIN)
-    groups, shared = (
-        {c.get("groups") for c in cases},
-        "; where “together” lies below “alone”, the groups share a link",
-    )
+    groups = {c.get("groups") for c in cases}
+    shared = "; where “together” lies below “alone”, the groups share a link"
     return curves(
         "bandwidth",
         sorted(panels, key=lambda one: names.index(one.title)),
@@ -165,6 +159,11 @@ def _bandwidths(
         f"the bandwidth of the links{shared if {'alone', 'together'} <= groups else ''}.",
         y=bandwidths_axis,
     )
+
+
+def bandwidth_points(cases: Sequence[ReportCase]) -> list[tuple[float, float | None]]:
+    """(size, bus bandwidth) of each."""
+    return [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in cases]
 
 
 def _dim(case: ReportCase) -> tuple[str, Param]:

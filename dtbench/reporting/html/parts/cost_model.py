@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from dtbench.cost.price import price, ring_us
 from dtbench.records.topology import CalibratedTopology, Constants, Dim
 from dtbench.reporting.html.axes import log_axis
-from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves
+from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, lines
 from dtbench.reporting.html.section import ReportSection
 from dtbench.text import table as t
 from dtbench.text.units import format_interval, format_size, significant
@@ -79,12 +80,8 @@ def fitted_on(dim: Dim) -> tuple[float, float]:
 
 def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[DrawnCurve]:
     """Times by the built-in and by the fitted constants."""
-    at = between(sizes)
     by = {"builtin": dim.builtin, "fitted": dim}
-    times = {
-        key: [s for size in at if (s := ring_s(dim, name, size, of)) is not None] for key, of in by.items()
-    }
-    return [DrawnCurve(key, at, of) for key, of in times.items() if of]
+    return lines({key: [(s, ring_s(dim, name, s, of)) for s in between(sizes)] for key, of in by.items()})
 
 
 def table_lines(dim: Dim, name: str) -> list[DrawnCurve]:
@@ -101,12 +98,7 @@ def table_lines(dim: Dim, name: str) -> list[DrawnCurve]:
 def _residuals(topology: CalibratedTopology) -> Figure | None:
     """A panel per mesh dim: predicted over measured, in percent, over size."""
     panels = [
-        CurvePanel(
-            f"{dim.name}, {dim.ranks} ranks",
-            residuals_of(dim),
-            shade=fitted_on(dim),
-            level=1.0,
-        )
+        CurvePanel(f"{dim.name}, {dim.ranks} ranks", residuals_of(dim), shade=fitted_on(dim), level=1.0)
         for dim in topology.dims
     ]
     return curves(
@@ -129,7 +121,7 @@ def residuals_of(dim: Dim) -> list[DrawnCurve]:
             pairs["builtin"].append((size, built_in / measured))
         if name in dim.collectives:
             pairs["table"].append((size, 1e-6 * price(dim.collectives[name], size).time_us / measured))
-    return [DrawnCurve(key, [p[0] for p in of], [p[1] for p in of]) for key, of in pairs.items() if of]
+    return lines(pairs)
 
 
 def percent_off(ratio: float) -> str:
@@ -159,12 +151,9 @@ def _constants(topology: CalibratedTopology) -> t.Table:
     def column(header: str, cells: Sequence[str], unit: str) -> t.TableColumn:
         return t.TableColumn(header, cells, True, unit)
 
-    def ours(values: Iterable[float | None]) -> list[str]:
-        return [t.MISSING if value is None else significant(value, 3) for value in values]
-
+    digits = partial(significant, digits=3)
     bounds = ["≥ " if dim.bandwidth_is_lower_bound else "" for dim in dims]
-    bandwidths = [b + significant(d.bandwidth_GiBps, 3) for b, d in zip(bounds, dims, strict=True)]
-    latencies = [significant(dim.latency_us_per_hop, 3) for dim in dims]
+    bandwidths = [b + digits(d.bandwidth_GiBps) for b, d in zip(bounds, dims, strict=True)]
     return t.Table(
         "Fitted and PyTorch’s built-in constants",
         [
@@ -175,10 +164,10 @@ def _constants(topology: CalibratedTopology) -> t.Table:
             column(
                 "90 % interval", [format_interval(dim.bandwidth_interval, " – ") for dim in dims], "GiB/s"
             ),
-            column("built-in", ours(b.bandwidth_GiBps if b else None for b in builtin), "GiB/s"),
-            column("Latency per hop", latencies, "µs"),
+            t.figures("built-in", (b.bandwidth_GiBps if b else None for b in builtin), digits, "GiB/s"),
+            t.figures("Latency per hop", (dim.latency_us_per_hop for dim in dims), digits, "µs"),
             column("90 % interval", [format_interval(dim.latency_interval, " – ") for dim in dims], "µs"),
-            column("built-in", ours(b.latency_us_per_hop if b else None for b in builtin), "µs"),
+            t.figures("built-in", (b.latency_us_per_hop if b else None for b in builtin), digits, "µs"),
             t.ratios("Fit off by, mean", [dim.residuals.geometric_mean_ratio for dim in dims]),
             t.ratios("worst", [dim.residuals.worst_ratio for dim in dims]),
             t.ratios("Built-in off by, mean", [b.geometric_mean_ratio if b else None for b in builtin]),

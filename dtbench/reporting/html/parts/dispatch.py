@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from dtbench.engine.findings import added_words
 from dtbench.records.profile import CallStages, Stage
 from dtbench.reporting.html.cases import ReportCase, distinct
-from dtbench.reporting.html.figures import (
-    Figure,
-    StackedBar,
-    bars,
-)
+from dtbench.reporting.html.figures import Figure, StackedBar, bars
 from dtbench.reporting.html.parts.suites import (
     add_dots,
     beside,

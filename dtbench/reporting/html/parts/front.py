@@ -26,15 +26,13 @@ def title(of: Material, sections: Sequence[ReportSection]) -> str:
     """The outcome: the verdict of a comparison, else what the first sections found."""
     sources = of.sources
     if of.changes is not None and (tallies := of.changes.tallies):
-        sides = " → ".join(of.changes.ends)
+        sides = f"{' → '.join(of.changes.ends)}: " if of.changes.ends else ""
         moved = [tally for tally in tallies if tally.words != judged.Verdict.PASS] or tallies
         if of.changes.outcome == "single":
-            return f"{sides + ': ' if sides else ''}{ONE_LAUNCH}"
+            return f"{sides}{ONE_LAUNCH}"
         counts = ", ".join(f"{tally.count} {tally.words}" for tally in moved)
-        return f"{sides + ': ' if sides else ''}{counts} of {len(of.changes.changes)}"
-    outcomes = [one.outcome for one in sections if one.outcome][:2]
-    if outcomes:
-        words = "; ".join(outcomes)
+        return f"{sides}{counts} of {len(of.changes.changes)}"
+    if words := "; ".join([one.outcome for one in sections if one.outcome][:2]):
         return words[0].upper() + words[1:] if words.split()[0].isalpha() else words
     if sources.runs:
         return _times(of) or f"Mesh {mesh_words(sources.runs[0].header) or 'unknown'}"
@@ -68,11 +66,9 @@ def summary(of: Material) -> list[str]:
     cases = [case for members in of.suites.values() for case in members]
     launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
     torch = f", torch {header.versions['torch']}" if header.versions.get("torch") else ""
-    measured = f"{plural(len(cases), 'case')} in {launches} {'launch' if launches == 1 else 'launches'}"
-    sentences = [f"{measured} on {hardware(header)}{torch}. {_world(runs)}"]
-    if any({"core", "torch"} <= set(case.impls) for case in cases):
-        sentences.append(CORE_IS)
-    return sentences
+    measured = f"{plural(len(cases), 'case')} in {plural(launches, 'launch')}"
+    sentence = f"{measured} on {hardware(header)}{torch}. {_world(runs)}"
+    return [sentence, *([CORE_IS] if any({"core", "torch"} <= case.impls.keys() for case in cases) else [])]
 
 
 def _world(runs: Sequence[Run]) -> str:

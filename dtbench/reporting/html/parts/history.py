@@ -109,9 +109,7 @@ def _table(one: History, times: Times) -> t.Table:
             t.text("Benchmark", list(times)),
             t.counts("Revisions", [len(of) for of in series]),
             *t.times([("median before", before), ("last", last)]),
-            t.TableColumn(
-                "change", [t.MISSING if c is None else f"{100 * c:+.1f}" for c in changes], True, "%"
-            ),
+            t.figures("change", changes, lambda change: f"{100 * change:+.1f}", "%"),
             t.text("Last revision", [one.points[of[-1][0]].revision for of in series]),
             t.text("Recorded", [one.points[of[-1][0]].time for of in series]),
         ],

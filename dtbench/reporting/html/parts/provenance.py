@@ -61,13 +61,9 @@ def provenance(sources: Sources) -> Provenance:
 
 
 def _run_words(run: Run) -> str:
-    words = [
-        run.header.run_id,
-        f"started {run.header.started or 'at an unknown time'}",
-        "complete" if run.complete else "incomplete",
-        f"file {run.path.name}",
-    ]
-    return ", ".join(words)
+    started = run.header.started or "at an unknown time"
+    whole = "complete" if run.complete else "incomplete"
+    return f"{run.header.run_id}, started {started}, {whole}, file {run.path.name}"
 
 
 def by_one_process(runs: Sequence[Run]) -> bool:

@@ -26,15 +26,13 @@ LATE = {"late": Style("s1", "D", words="median, lower and upper quartile")}
 @dataclass(frozen=True)
 class RankSkew:
     """One collective over one mesh dim, rank by rank. busbw_Bps: of the rank's group, from the arrival of its
-    last rank on; whole_Bps: of all groups from the barrier on, as the tables have it. late_s: (lower quartile,
-    median, upper) of how much later than the first of its group the rank came. last: share of the samples in which
-    it was the last."""
+    last rank on. late_s: (lower quartile, median, upper) of how much later than the first of its group the rank came.
+    last: share of the samples in which it was the last."""
 
     dim: str
     name: str
     size_bytes: int
     busbw_Bps: Mapping[int, float]  # noqa: N815 - bytes per second
-    whole_Bps: float  # noqa: N815
     late_s: Mapping[int, tuple[float, float, float]]
     last: Mapping[int, float]
 
@@ -97,7 +95,6 @@ def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> RankSkew:
         results[0].name,
         results[0].size_bytes or 0,
         {rank: float(np.median(values)) for rank, values in bandwidths.items()},
-        float(1 / np.median([1 / r.busbw_Bps for r in results if r.busbw_Bps])),
         {rank: (low, middle, high) for rank, (low, middle, high) in quartiles.items()},
         _last(groups, together),
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.axes import times_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
-from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, line
+from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, lines
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
 from dtbench.reporting.html.parts.suites import CORE, TORCH, add_dots, beside, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, ReportSection
@@ -48,7 +48,6 @@ def fill(section: ReportSection, of: Material) -> None:
         section.add(times_over_size(section, collectives, plain_cases(moved), topology))
     if moved:
         _added(section, collectives, plain_cases(moved))
-    if moved:
         _add_cases(section, moved)
     if topology is not None:
         add_model(section, topology)
@@ -117,7 +116,7 @@ def _measured(collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) ->
     points = {"c10d": [(c.only.size_bytes or 0, c.only.estimate_s) for c in collectives]}
     for impl in ("core", "torch"):
         points[impl] = [(c.number("size"), s) for c in moved if (s := c.seconds(impl)) is not None]
-    return [one for label, of in points.items() for one in line(label, sorted(p for p in of if p[0] > 0))]
+    return lines({label: sorted(p for p in of if p[0] > 0) for label, of in points.items()})
 
 
 def _added(section: ReportSection, collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) -> None:

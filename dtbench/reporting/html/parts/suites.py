@@ -16,6 +16,7 @@ from dtbench.suite.case import WHOLE
 from dtbench.suite.dispatched import FEWEST_CASES
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
+from dtbench.text.terminal import param_text, split_params
 from dtbench.text.units import format_size, plural
 
 MOST_ROWS = 8  # of a table that is not folded, beside a figure
@@ -79,21 +80,22 @@ def add_dots(
     caption: str,
     *,
     first: Sequence[str] | None = None,
-    shown: int = 2,
     folded: str = "",
 ) -> None:
     """A row per case with a mark per impl, a line to the upper quartile, and at its end how much faster the core is.
 
     first: labels in the order in which they come first, before all others by torch's time, the longest first; None: as
-    `panels` has them. shown, folded: as of `Figure`.
+    `panels` has them. folded: as of `Figure`.
     """
     drawn = dict(section.capped(list(panels.items()), "groups"))
     if first is not None:
         place = {name: i for i, name in enumerate(first)}
-        drawn = {
-            title: sorted(cases, key=lambda c: (place.get(label(c), len(place)), -_longest(c)))
-            for title, cases in drawn.items()
-        }
+
+        def order(case: ReportCase) -> tuple[int, float]:
+            longest = case.seconds("torch") or case.seconds("core") or 0.0
+            return place.get(label(case), len(place)), -longest
+
+        drawn = {title: sorted(cases, key=order) for title, cases in drawn.items()}
     if any(len(cases) > MAX_ROWS for cases in drawn.values()):
         which = "" if first is None else ", common ops first, then the slowest"
         section.cuts.append(f"Of each group {MAX_ROWS} cases are drawn{which}; the table has all.")
@@ -104,11 +106,7 @@ def add_dots(
     styles |= {impl: _MORE_STYLES[i % len(_MORE_STYLES)] for i, impl in enumerate(more)}
 
     axis = partial(value_axis, title="time per call")
-    section.add(dots(section.id, rows, styles, caption, axis, shown=shown, folded=folded))
-
-
-def _longest(case: ReportCase) -> float:
-    return case.seconds("torch") or case.seconds("core") or 0.0
+    section.add(dots(section.id, rows, styles, caption, axis, shown=2, folded=folded))
 
 
 def _row(case: ReportCase, label: str) -> DotRow:
@@ -190,17 +188,12 @@ def other_suites(claimed: Collection[str]) -> Part:
         suites = {suite: cases for suite, cases in of.suites.items() if suite not in claimed}
         section.lead = "Suites without a section of their own: their cases with the impls side by side."
         panels = {f"Suite {suite}": cases for suite, cases in suites.items()}
-        caption = (
-            "Time per call, with a line to the upper quartile, of the suites without a section of their own."
-        )
-        differing = _differences([case for cases in suites.values() for case in cases])
+        differing, _ = split_params([case.params for cases in suites.values() for case in cases])
         add_dots(
             section,
             panels,
-            lambda c: " ".join(
-                [c.name, *(_param_text(c, param) for param in differing if param in c.params)]
-            ),
-            caption,
+            lambda c: " ".join([c.name, *(param_text(p, c.params[p]) for p in differing if p in c.params)]),
+            "Time per call, with a line to the upper quartile, of the suites without a section of their own.",
             folded="Case by case" if len(suites) < len(of.suites) else "",
         )
         for suite, cases in suites.items():
@@ -210,28 +203,13 @@ def other_suites(claimed: Collection[str]) -> Part:
     return Part("others", "Other suites", fill)
 
 
-def _param_text(case: ReportCase, param: str) -> str:
-    """The param's value, a size with its unit."""
-    counts_bytes = param == "size" or param.endswith("_bytes")
-    return format_size(case.number(param)) if counts_bytes else str(case.get(param))
-
-
-def _differences(cases: Sequence[ReportCase]) -> list[str]:
-    """The params that tell the cases apart."""
-    params = distinct(param for c in cases for param in c.params)
-    return [param for param in params if len({c.get(param) for c in cases}) > 1]
-
-
 def _generic(caption: str, cases: Sequence[ReportCase]) -> t.Table:
     """A column per param, then per impl its time, its median and upper quartile, and bandwidths."""
-    params = {param: param for param in distinct(param for c in cases for param in c.params)}
+    params = {param: param for c in cases for param in c.params}
     spans = [
-        (
-            f"{impl}, {field}",
-            [getattr(c.impls[impl], f"{field}_s") if impl in c.impls else None for c in cases],
-        )
+        (f"{impl}, {name}", [getattr(c.impls[impl], f"{name}_s") if impl in c.impls else None for c in cases])
         for impl in impls_of(cases)
-        for field in ("median", "p75")
+        for name in ("median", "p75")
     ]
     columns = [*named(cases, "Case", params), *times(cases), *t.times(spans), *bandwidths(cases)]
     note = "The first column of an impl is its estimate: the minimum for host latencies, else the lower quartile."

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from dtbench.reporting.html.axes import bandwidths_axis
 from dtbench.reporting.html.cases import ReportCase, collect, distinct
-from dtbench.reporting.html.figures import LOOKS, CurvePanel, Figure, curves, line
+from dtbench.reporting.html.figures import LOOKS, CurvePanel, Figure, curves, lines
+from dtbench.reporting.html.parts.collectives import bandwidth_points
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite import Run
 from dtbench.text.units import format_bandwidth
@@ -68,12 +69,8 @@ def _best(of: _Curves) -> float | None:
 def _figure(systems: Mapping[str, _Curves]) -> Figure | None:
     panels = []
     for name in distinct(name for of in systems.values() for name in of):
-        series = [
-            one
-            for label, of in systems.items()
-            for one in line(label, [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in of.get(name, ())])
-        ]
-        panels.append(CurvePanel(name, series))
+        points = {label: bandwidth_points(of.get(name, ())) for label, of in systems.items()}
+        panels.append(CurvePanel(name, lines(points)))
     # What one system alone has is in the section of the first.
     panels = [one for one in panels if len(one.series) > 1] or panels
     return curves(
