@@ -127,7 +127,7 @@ def test_a_gate_that_decides_nothing_says_why(tmp_path: Path) -> None:
         few["effect"] |= dict(zip(("low", "high"), bounds, strict=True))
         gate = page_of(benchmarks=[few], exit_code=3).gate
         assert cells(section("changes", gate=gate), "? inconclusive")[6:8] == ["1.03×", interval]
-    assert gate and gate.notes[-1] == "wrapped: the least that a tensor class in Python takes"
+    assert gate and gate.notes[-1] == "wrapped: a minimal tensor subclass in Python"
     nothing = page_of(benchmarks=[], exit_code=4)
     assert "Incomplete" in Page(render(nothing)).section_text["verdict"]
 
