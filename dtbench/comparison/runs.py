@@ -55,7 +55,6 @@ class Comparison(Struct, frozen=True, kw_only=True):
     nothing_shared: str = ""
 
     def count(self, verdict: Verdict) -> int:
-        """How many rows have this verdict."""
         return self.counts[verdict]
 
     @property

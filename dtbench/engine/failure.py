@@ -67,12 +67,10 @@ class ActiveCase:
     raised_in: str | None = None  # and its impl
 
     def begin(self, suite: str, name: str, params: Mapping[str, Param], impls: Sequence[str]) -> None:
-        """The next case."""
         self.suite, self.name, self.params, self.impls = suite, name, params, impls
         self.case, self.step = self.case + 1, 0
 
     def end(self) -> None:
-        """It has its results."""
         self.name = ""
 
     @property
@@ -230,13 +228,7 @@ class FailureDetector:
         last line. Runs in a helper thread.
     """
 
-    def __init__(
-        self,
-        now: ActiveCase,
-        rank: int,
-        size: int,
-        report: Callable[[Diagnosis], None],
-    ) -> None:
+    def __init__(self, now: ActiveCase, rank: int, size: int, report: Callable[[Diagnosis], None]) -> None:
         self._now = now
         self._rank = rank
         self._report = report

@@ -16,14 +16,7 @@ from dtbench.suite import CHOOSABLE_IMPLS, Param, Result, Run
 from dtbench.suite.case import FLOOR
 from dtbench.suite.dispatched import FEWEST_CASES, SINGLE_OPS, added_times, kind_of
 from dtbench.suite.grouping import group_by
-from dtbench.text.units import (
-    format_change,
-    format_seconds,
-    format_size,
-    format_spread,
-    plural,
-    significant,
-)
+from dtbench.text.units import format_change, format_seconds, format_size, format_spread, plural, significant
 
 # Half of the cases scattering by more than this: the machine was busy with something else.
 SCATTERED = 0.5

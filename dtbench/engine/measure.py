@@ -59,7 +59,6 @@ class Subject:
         return None
 
     def build(self, world: World) -> None:
-        """Sets it up in the live world."""
         self.attempt(lambda: self._build(world))
 
     def _build(self, world: World) -> None:

@@ -312,7 +312,6 @@ class Task:
         return label_of(self.suite.name, self.case)
 
     def key(self, impl: str, launch: int) -> ResultKey:
-        """The key its result has in the run file."""
         params = tuple(sorted(self.case.params.items()))
         return (self.suite.name, self.case.name, impl, params, launch)
 
@@ -447,7 +446,6 @@ class RunJob:
 
     @property
     def suite_names(self) -> list[str]:
-        """As the header has them."""
         return [suite.name for suite in self.suites]
 
     @property

@@ -32,7 +32,6 @@ _MAX_PORT = 65535
 
 
 def launch_number(environ: Mapping[str, str] = os.environ) -> int:
-    """Which launch this process belongs to."""
     return int(environ.get(LAUNCH, "0"))
 
 
@@ -103,7 +102,6 @@ class RankPlace:
 
     @property
     def serves(self) -> bool:
-        """Whether this rank hosts the store."""
         return self.rank == 0 and not self.agent_store
 
     @property

@@ -11,13 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from dtbench.suite import STATUSES, Result
-from dtbench.text.units import (
-    format_bandwidth,
-    format_seconds,
-    format_size,
-    format_spread,
-    plural,
-)
+from dtbench.text.units import format_bandwidth, format_seconds, format_size, format_spread, plural
 
 # How often it is said how far the run is.
 TELL_EVERY_S = 60.0
@@ -47,7 +41,6 @@ class Progress:
         say(f"{plural(len(estimates_s), 'more result')} to measure, between sizes where interpolation is off")
 
     def result(self, result: Result) -> None:
-        """The next one."""
         say(line_of(result))
         self._done += 1
         now_s, total = self._clock(), len(self._estimates_s)

@@ -103,7 +103,6 @@ class StoreRanks:
         self._reason = ""  # why the last call raised that did
 
     def raised(self, reason: str) -> None:
-        """See `RankGroup.raised`."""
         self._reason = reason
         if self._on_raised is not None:
             self._on_raised(reason)

@@ -66,7 +66,6 @@ class Session:
         self._rank = LaunchedRank(place, self._report, self._launch)
 
     def go(self) -> NoReturn:
-        """Measures and exits."""
         place = self._rank.place
         with self._rank as rank:
             job = prepare(self._request, choose_device(self._request.device), place.world_size)

@@ -71,7 +71,6 @@ class StartedProgram:
 
     @property
     def connection(self) -> Connection:
-        """Our end."""
         assert self._connection is not None, "it was started without a connection"
         return self._connection
 

@@ -55,7 +55,6 @@ class Round:
             loader.await_loaded(deadline)
 
     def start(self, arm: Arm, order: Order, log: Path) -> LaunchProcess:
-        """Starts a launch."""
         return self._loaders[arm.loads_as].fork(arm, order, log, self._cpu)
 
     def close(self) -> None:
@@ -81,7 +80,6 @@ class Loader:
                 self._loaded = self._program.connection.recv() == (READY, 0)
 
     def fork(self, arm: Arm, order: Order, log: Path, cpu: int) -> LaunchProcess:
-        """A launch of one of its arms."""
         request = LaunchRequest(
             msgspec.msgpack.encode(order), str(log), str(arm.root), arm.path, dict(arm.env)
         )
@@ -122,7 +120,6 @@ class LaunchProcess:
         _remove_if_empty(self._log)
 
     def receive(self) -> None:
-        """Takes in one message."""
         try:
             what, value = self.connection.recv()
             if what == LISTING:
@@ -144,7 +141,6 @@ class LaunchProcess:
             self.died = _end_of(value, self._log) if value else ""
 
     def go(self) -> None:
-        """Gives it its turn."""
         self.ready = False
         with contextlib.suppress(OSError):  # its end is met by `receive`
             self.connection.send((GO, self._cpu))

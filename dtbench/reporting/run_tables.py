@@ -7,7 +7,7 @@ import io
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import median
@@ -20,7 +20,7 @@ from dtbench.engine.findings import floor_words
 from dtbench.engine.options import label_of, matcher
 from dtbench.records.drops import drops_of
 from dtbench.records.layout import DimLayout, layout_of
-from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
+from dtbench.suite import MeshShape, Result, Run, estimator_of
 from dtbench.suite.case import FLOOR, WHOLE
 from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by, in_order
@@ -67,7 +67,7 @@ def print_runs(runs: Sequence[Run]) -> None:
         _print_results(console, run)
         print_line(console, "")
         _print_provenance(console, run)
-        if not _by_one_process(run):
+        if not by_one_process([run]):
             _print_layout(console, layout_of(run.header))
 
 
@@ -110,7 +110,9 @@ def _print_provenance(console: Console, run: Run) -> None:
     header, versions = run.header, run.header.versions
     commit, dirty = header.git.commit, header.git.dirty
     cpu, gpus, ranks = header.machine.cpu, header.machine.gpus, header.ranks
-    mesh = MeshShape(dim_names=(), shape=()) if _by_one_process(run) else header.mesh
+    alone = by_one_process([run])
+    mesh = MeshShape(dim_names=(), shape=()) if alone else header.mesh
+    count = f"one process of {len(ranks)} (the others idle)" if alone else f"{len(ranks)}"
     nodes = dict.fromkeys(r.node for r in ranks)  # of one name they are several all the same
     hosts = [str(host) for host, _ in nodes]
     cores = "" if cpu.usable_cores is None else f"{cpu.usable_cores} cores usable"
@@ -122,9 +124,7 @@ def _print_provenance(console: Console, run: Run) -> None:
         "commit": f"{commit}{' with changes' if dirty else ''}" if commit else "",
         "cpu": ", ".join(str(fact) for fact in (cpu.model, cores, cpu.governor) if fact),
         "gpus": _counted(str(gpu.name) for gpu in gpus),
-        "ranks": f"{_ranks_words(run)} on {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}"
-        if ranks
-        else "",
+        "ranks": f"{count} on {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}" if ranks else "",
         "mesh": dims,
     }
     for name, value in lines.items():
@@ -132,14 +132,10 @@ def _print_provenance(console: Console, run: Run) -> None:
             print_line(console, f"{name + ':':<10}{value}")
 
 
-def _by_one_process(run: Run) -> bool:
-    suites = {r.suite for r in run.results}
-    return bool(suites) and all(map(run.by_one_process, suites))
-
-
-def _ranks_words(run: Run) -> str:
-    ranks = len(run.header.ranks)
-    return f"one process of {ranks} (the others idle)" if _by_one_process(run) else str(ranks)
+def by_one_process(runs: Sequence[Run]) -> bool:
+    """Whether one process measured all there is: the ranks and the mesh are then not those of the times."""
+    suites = [(run, suite) for run in runs for suite in {r.suite for r in run.results}]
+    return bool(suites) and all(run.by_one_process(suite) for run, suite in suites)
 
 
 def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
@@ -279,7 +275,8 @@ def _print_not_ok(console: Console, run: Run) -> None:
     groups = group_by(doubtful, lambda r: (r.status, r.suite, r.impl, r.reason))
     print_line(console, "")
     for (status, suite, impl, reason), results in islice(groups.items(), MAX_ROWS):
-        names = list(dict.fromkeys(_case_text(r.name, r.params) for r in results))
+        texts = ([f"{name}={param_text(name, value)}" for name, value in r.params.items()] for r in results)
+        names = list(dict.fromkeys(" ".join([r.name, *of]) for r, of in zip(results, texts, strict=True)))
         shown = "; ".join(names[:_NAMED]) + (
             f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         )
@@ -298,20 +295,11 @@ def _run_json(run: Run) -> dict[str, object]:
     return run_json | {"bandwidth_drops": msgspec.to_builtins(drops_of(run.results))}
 
 
-def _case_text(name: str, params: Mapping[str, Param]) -> str:
-    return " ".join([name, *(f"{key}={param_text(key, value)}" for key, value in params.items())])
-
-
 # ------------------------------------------------------------------------------------- what is shown
 
 
 # Of a case: the time of one of its impls, as named first, else the core's.
-_FIGURES: Mapping[str, Callable[[Result], float | None]] = {
-    "time": lambda result: result.estimate_s,
-    "spread": lambda result: result.spread,
-    "algbw": lambda result: result.algbw_Bps,
-    "busbw": lambda result: result.busbw_Bps,
-}
+_FIGURES = {"time": "estimate_s", "spread": "spread", "algbw": "algbw_Bps", "busbw": "busbw_Bps"}
 _RATIO = "core/torch"
 
 
@@ -365,5 +353,5 @@ def _key(name: str, of: Sequence[Result], sign: int) -> tuple[bool, float, str]:
 
 def _figure(of: Sequence[Result], name: str) -> float | None:
     """Over launches."""
-    there = [value for r in of if r.status == "ok" and (value := _FIGURES[name](r)) is not None]
+    there = [value for r in of if r.status == "ok" and (value := getattr(r, _FIGURES[name])) is not None]
     return median(there) if there else None

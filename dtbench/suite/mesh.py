@@ -36,7 +36,6 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def ranks_of(mesh: Mesh) -> int:
-    """How many ranks the mesh holds."""
     return math.prod(size for _, size in mesh)
 
 

@@ -156,10 +156,6 @@ def packed(gradients: Gradients, bucket_bytes: int) -> Workload:
     return plain(calls, outputs, lambda: gradients.check([shard for output in outputs for shard in output]))
 
 
-def limit(gradients: Gradients) -> Workload:
-    return packed(gradients, sum(t.nbytes for t in gradients.tensors))
-
-
 def copy(
     source: torch.Tensor, record: Callable[[Callable[[], object]], Callable[[], object]] = lambda run: run
 ) -> Workload:
@@ -243,7 +239,8 @@ def build_impl(
     gradients = Gradients.make(group, number, count, dtype, world.device)
     if impl == "copy":
         return copy(torch.stack(gradients.tensors))
-    if impl == "packed":
-        return packed(gradients, bucket_bytes)
-    alone = {"unbucketed": unbucketed, "limit": limit}.get(impl)
-    return alone(gradients) if alone else bucketed(impl, gradients, bucket_bytes)
+    if impl in ("packed", "limit"):
+        return packed(
+            gradients, bucket_bytes if impl == "packed" else sum(t.nbytes for t in gradients.tensors)
+        )
+    return unbucketed(gradients) if impl == "unbucketed" else bucketed(impl, gradients, bucket_bytes)

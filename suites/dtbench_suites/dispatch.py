@@ -138,13 +138,9 @@ class PlacedOp:
     at: Place
     backward: bool
 
-    @property
-    def impl(self) -> str:
-        return self.at.impl
-
     def crosses(self, name: str) -> bool:
         """Whether this is from_local or to_local of a library: a plain tensor on the one side."""
-        return self.impl != "local" and self.op.name == name
+        return self.at.impl != "local" and self.op.name == name
 
     def function(self) -> Callable[..., Any]:
         """What is timed; the inputs are its arguments."""
@@ -167,7 +163,7 @@ class PlacedOp:
     def call(self, k: int) -> Callable[[], Any]:
         """One call on inputs of its own, for local tensors of k rows; gives outputs, or (outputs, gradients)."""
         full = self.full_inputs(k)
-        inputs = [self.at.put(t, text) for t, text in zip(full, self.op.sources(self.impl), strict=True)]
+        inputs = [self.at.put(t, text) for t, text in zip(full, self.op.sources(self.at.impl), strict=True)]
         if self.crosses("from_local"):
             inputs = [x.to_local() for x in inputs]
         function = self.function()
@@ -211,14 +207,14 @@ class PlacedOp:
 
     def check_gradients(self, got: Sequence[Any], want: Sequence[Tensor]) -> str | None:
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
-            text = self.op.sources(self.impl)[i]
+            text = self.op.sources(self.at.impl)[i]
             if hasattr(g, "placements"):
                 # A gradient may be placed otherwise than its tensor; a Partial one is not known by rank 0.
                 first = g.placements[0]
                 if any(p != first for p in g.placements) or first.is_partial():
                     continue
                 text = f"S({first.dim})" if first.is_shard() else "R"
-            elif self.impl == "local" and (self.op.result.startswith("P") or text == "R"):
+            elif self.at.impl == "local" and (self.op.result.startswith("P") or text == "R"):
                 continue  # the floor's gradient is that of its own small problem, without the other ranks' terms
             wrong = self.compare(g, w, shard_of(w, text, 0, WORLD), text, f"gradient {i}")
             if wrong:
@@ -232,7 +228,7 @@ class PlacedOp:
             if list(got.placements) != want or got.shape != full.shape:
                 return f"{what} is {got.placements} {tuple(got.shape)}, expected {want} {tuple(full.shape)}"
             got = got.to_local()
-        elif self.impl != "local" and self.op.name not in ("to_local", "from_local"):
+        elif self.at.impl != "local" and self.op.name not in ("to_local", "from_local"):
             return f"{what} is a plain {type(got).__name__}, expected a DTensor"
         return mismatch(got, local, what, RTOL)
 

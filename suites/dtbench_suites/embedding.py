@@ -147,13 +147,10 @@ def build_impl(
     cotangent = torch.arange(number * lookups * width, device=world.device).view(number, lookups, width)
     cotangent = (cotangent % SUMMED_VALUES).to(dtype)
     own = cotangent.chunk(n, dim=1)[rank].contiguous()
-    if sharding != "table-wise":
-        own = own[0]
-    step = step_of(embed, weights, own if backward else None)
-    summed = cotangent if impl != WHOLE else torch.zeros_like(cotangent)
-    if impl == WHOLE:  # no rank learns of the others' lookups
-        first = rank * mine.size(1)
-        summed[:, first : first + mine.size(1)] = cotangent[:, first : first + mine.size(1)]
+    given = own if sharding == "table-wise" else own[0]
+    step = step_of(embed, weights, given if backward else None)
+    # Of whole tables no rank learns of the others' lookups.
+    looked_up, summed = (mine, own) if impl == WHOLE else (indices, cotangent)
 
     def check() -> str | None:
         embedded, *grads = step()
@@ -163,7 +160,7 @@ def build_impl(
         # Every rank gathers every gradient, whatever it found before.
         gathered = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
         for k, grad in zip(held, gathered, strict=False):
-            expected = torch.zeros_like(tables[k]).index_add_(0, indices[k], summed[k])
+            expected = torch.zeros_like(tables[k]).index_add_(0, looked_up[k], summed[k])
             wrong = wrong or mismatch(grad, expected, f"the gradient of table {k}")
         return wrong
 

@@ -16,7 +16,7 @@ with the whole model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -197,13 +197,11 @@ def parallelize(impl: str, model: ParallelModel, mesh: Any) -> nn.Module:
     return cut
 
 
-def forward(model: nn.Module, x: Tensor) -> list[Tensor]:
-    with torch.no_grad():
-        return [finished(model(x))]
-
-
-def forward_backward(model: nn.Module, x: Tensor, cotangent: Tensor) -> list[Tensor]:
-    """The output, then the gradients of x and of the parameters."""
+def one_pass(model: nn.Module, x: Tensor, cotangent: Tensor | None) -> list[Tensor]:
+    """The output, and with a cotangent the gradients of x and of the parameters."""
+    if cotangent is None:
+        with torch.no_grad():
+            return [finished(model(x))]
     y = finished(model(x))
     return [y, *map(finished, torch.autograd.grad(y, [x, *model.parameters()], cotangent))]
 
@@ -249,9 +247,7 @@ def build_impl(
         with torch.no_grad():
             cotangent = torch.randn(whole(x).shape).to(dtype)
     x.requires_grad_(backward)
-    step: Callable[[nn.Module, Tensor], list[Tensor]] = forward
-    if backward:
-        step = partial(forward_backward, cotangent=cotangent)
+    step = partial(one_pass, cotangent=cotangent if backward else None)
     mesh = world.mesh[mesh_dim]
     placed = x if impl == WHOLE else model.place(x, dtensor_api(impl), mesh)
     cut = parallelize(impl, model, mesh)

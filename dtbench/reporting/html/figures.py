@@ -180,16 +180,12 @@ def curves(
         measured = [one for one in series if styles[one.label].marker] or series
         x = size_axis([round(v) for one in measured for v in one.x], over)
     common = y([v for one in series for v in (*one.y, *(one.band[1] if one.band else ()))])
-    drawn = []
+    drawn, height = [], lambda width: min(CURVES_ASPECT * width, CURVES_MAX_PX)
     for i, one in enumerate(panels):
         own = one.y or common
         paint = partial(_paint_curves, one, styles, x, own)
-        drawn.append(Panel(one.title, one.desc(own), f"{name}{i}", _height_of_curves, paint))
+        drawn.append(Panel(one.title, one.desc(own), f"{name}{i}", height, paint))
     return Figure(caption, _legend(name, styles, {s.label for s in series}, True), drawn, 3, shown, folded)
-
-
-def _height_of_curves(width: float) -> float:
-    return min(CURVES_ASPECT * width, CURVES_MAX_PX)
 
 
 def _paint_curves(of: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Axis, canvas: Canvas) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dtbench.records import judged
 from dtbench.records.judged import Judged
-from dtbench.reporting.html.axes import Axis, log_axis
+from dtbench.reporting.html.axes import log_axis
 from dtbench.reporting.html.changes import ROW, Changes, observations_of, why
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
@@ -59,9 +59,6 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
             )
         )
 
-    def axis(ratios: Sequence[float]) -> Axis:
-        return log_axis([*ratios, 0.9, 1.1], lambda ratio: f"{ratio:g}×")
-
     return dots(
         "forest",
         {"New over base": rows},
@@ -69,7 +66,7 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
         "Time now over time before, the slowest first, on a logarithmic axis; the line at 1 is no change, the grey "
         "band is too small to count. What lies right of it with its whole interval is slower. An arrowhead "
         f"at the end of an interval: no bound yet on that side. {changes.bounds}",
-        axis,
+        lambda ratios: log_axis([*ratios, 0.9, 1.1], lambda ratio: f"{ratio:g}×"),
         intervals=True,
     )
 

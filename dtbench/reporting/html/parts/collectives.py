@@ -162,7 +162,6 @@ def _bandwidths(
 
 
 def bandwidth_points(cases: Sequence[ReportCase]) -> list[tuple[float, float | None]]:
-    """(size, bus bandwidth) of each."""
     return [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in cases]
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from dtbench.comparison.runs import ONE_LAUNCH
 from dtbench.records import judged
 from dtbench.records.topology import CalibratedTopology
-from dtbench.reporting.html.parts.provenance import by_one_process, hardware, hosts, mesh_words
+from dtbench.reporting.html.parts.provenance import hardware, hosts, mesh_words
 from dtbench.reporting.html.section import Material, ReportSection
+from dtbench.reporting.run_tables import by_one_process
 from dtbench.suite import Result, Run
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, plural

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from dtbench.reporting.html.sources import Sources
+from dtbench.reporting.run_tables import by_one_process
 from dtbench.suite import Checkout, Header, Run
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_bytes
@@ -64,12 +65,6 @@ def _run_words(run: Run) -> str:
     started = run.header.started or "at an unknown time"
     whole = "complete" if run.complete else "incomplete"
     return f"{run.header.run_id}, started {started}, {whole}, file {run.path.name}"
-
-
-def by_one_process(runs: Sequence[Run]) -> bool:
-    """Whether one process measured all there is: the ranks and the mesh are then not those of the times."""
-    suites = [(run, suite) for run in runs for suite in {r.suite for r in run.results}]
-    return bool(suites) and all(run.by_one_process(suite) for run, suite in suites)
 
 
 def _facts(header: Header, apart: bool) -> list[tuple[str, str]]:
