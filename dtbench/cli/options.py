@@ -41,7 +41,6 @@ class AdvancedCommand(click.Command):
 FILE = click.Path(path_type=Path)
 RUNS = click.argument("runs", nargs=-1, required=True, type=FILE, metavar="RUN...")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-TOPOLOGY = click.option("--topology", required=True, type=FILE, help="What `dtbench calibrate` wrote.")
 IMPL = click.option(
     "--impl",
     "impls",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import socket
 import sys
@@ -257,7 +256,7 @@ def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, pat
         WorldBrokenError: the store is not served, or not all ranks have come within the limit.
     """
     began_s, where = time.monotonic(), f"{place.address}:{place.port}"
-    store = _store_within(place, connect, limit_s, patience_s, place.local_rank == 0)
+    store = _store_within(place, connect, limit_s, patience_s)
     store.set(f"hello/{place.rank}", "")
     for until_s in (patience_s, limit_s):
         left_s = max(began_s + until_s - time.monotonic(), 0.1)
@@ -279,12 +278,9 @@ def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, pat
 
 
 def _store_within(
-    place: RankPlace,
-    connect: Callable[[bool], Store],
-    limit_s: float,
-    patience_s: float = math.inf,
-    speaks: bool = False,
+    place: RankPlace, connect: Callable[[bool], Store], limit_s: float, patience_s: float
 ) -> Store:
+    speaks = place.local_rank == 0
     began_s, where = time.monotonic(), f"the store of the ranks at {place.address}:{place.port}"
     while why := _unreachable(place):
         waited_s = time.monotonic() - began_s

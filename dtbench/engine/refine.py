@@ -76,9 +76,8 @@ def middles(points: Mapping[int, Sequence[float]]) -> dict[int, float]:
     times = [quantile(points[size], 0.25) for size in sizes]
     spread = [math.log(quantile(points[s], 0.75) / t) for s, t in zip(sizes, times, strict=True)]
     wanted: dict[int, float] = {}
-    for left, middle, right in zip(
-        range(len(sizes)), range(1, len(sizes)), range(2, len(sizes)), strict=False
-    ):
+    for middle in range(1, len(sizes) - 1):
+        left, right = middle - 1, middle + 1
         share = (sizes[middle] - sizes[left]) / (sizes[right] - sizes[left])
         parts = (1 - share) * times[left], share * times[right]
         miss = abs(math.log(times[middle] / sum(parts)))

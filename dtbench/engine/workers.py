@@ -81,17 +81,10 @@ class StartedProgram:
         except subprocess.TimeoutExpired:
             return None
 
-    def tell(self, number: signal.Signals) -> None:
-        """Sends a signal to it and to all that is left of what it has started."""
+    def end(self) -> int:
+        """Kills it with all that is left of what it has started, and gives its exit code."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: all of it has ended
-            os.killpg(self.pid, number)
-
-    def end(self, grace_s: float = 0.0) -> int:
-        """Ends it with all that it has started, and gives its exit code. grace_s: what it gets after a SIGTERM."""
-        if grace_s and self._process.poll() is None:
-            self.tell(signal.SIGTERM)
-            self.wait(grace_s)
-        self.tell(signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         code = self._process.wait()
         if self._connection is not None:
             self._connection.close()

@@ -80,7 +80,7 @@ class Arm:
         """Launches of arms that agree in this are forked off one process."""
         return self.python, tuple(sorted(self.env_for_loading.items())), self.path if self.alone else ()
 
-    def selections(self, wanted: Sequence[Selection], top: Path | None) -> list[Selection]:
+    def selections(self, wanted: Sequence[Selection], top: Path | None) -> tuple[Selection, ...]:
         """The selections for this arm: a suite file of the repository is the revision's own."""
         own = []
         for selection in wanted:
@@ -90,7 +90,7 @@ class Arm:
                 if self.revision and top is not None and path.is_relative_to(top):
                     path = self.root / path.relative_to(top)
             own.append(Selection(str(path), selection.text))
-        return own
+        return tuple(own)
 
 
 @contextlib.contextmanager

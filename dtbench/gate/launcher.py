@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import CALL_S, Benchmark, Key, Listing, Order, Selection
@@ -69,7 +68,7 @@ class Launcher:
     def __init__(
         self,
         arms: Mapping[str, Arm],
-        selections: Mapping[str, Sequence[Selection]],
+        selections: Mapping[str, tuple[Selection, ...]],
         plan: RunOptions,
         folder: Path,
         limits: Limits,
@@ -111,7 +110,8 @@ class Launcher:
             orders = []
             for name in left:
                 done = {b.label for b in _listed(listings, name) if b.key in results[name] | bad[name]}
-                orders.append((name, self._order(name, "count", without=tuple(sorted(done)))))
+                without = tuple(sorted(done))
+                orders.append((name, Order("count", self._selections[name], self._plan, without)))
             launches = self._started(orders)
             await_ready(launches, self._limits.timeout_s, self._limits.deadline)
             for name, launch in zip(tuple(left), launches, strict=True):
@@ -163,7 +163,8 @@ class Launcher:
         simulated = [b for b in benchmarks if b.world == "simulated"]
         while True:
             call_s = {b.label: self._call_s.get(b.key, 0.0) for b in simulated}
-            launches = self._started([(_side(arm), self._order(_side(arm), "time", call_s)) for arm in arms])
+            orders = [Order("time", self._selections[_side(arm)], self._plan, (), call_s) for arm in arms]
+            launches = self._started(list(zip(map(_side, arms), orders, strict=True)))
             await_ready(launches, self._limits.timeout_s, self._limits.deadline)
             if not any(launch.died for launch in launches):
                 for prepared in self._prepared:
@@ -192,15 +193,6 @@ class Launcher:
         return launch_times
 
     # ---- processes ----
-
-    def _order(
-        self,
-        side: str,
-        mode: Literal["count", "time"],
-        call_s: Mapping[str, float] | None = None,
-        without: tuple[str, ...] = (),
-    ) -> Order:
-        return Order(mode, tuple(self._selections[side]), self._plan, without, call_s or {})
 
     def _started(self, orders: Sequence[tuple[str, Order]]) -> list[LaunchProcess]:
         """Launches next to each other, in a round of their own: a side of the gate and an order each."""

@@ -36,12 +36,8 @@ class CleanStream(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         """Cleaned; the number of characters of `text`, as ever."""
-        super().write(self._pattern.sub(_shown, text))
+        super().write(self._pattern.sub(lambda found: found[1] or ascii(found[0])[1:-1], text))
         return len(text)
-
-
-def _shown(match: re.Match[str]) -> str:
-    return match[1] or ascii(match[0])[1:-1]
 
 
 @contextlib.contextmanager

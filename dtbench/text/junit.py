@@ -15,8 +15,7 @@ Outcome = Literal["passed", "failure", "error", "skipped"]
 
 @dataclass(frozen=True)
 class Testcase:
-    """message: why, in one line; of one that passed its output. details: more of it, else the message stands again,
-    as some readers show the one and some the other."""
+    """message: why, in one line; of one that passed its output."""
 
     __test__ = False  # pytest collects no class of this name
 
@@ -24,23 +23,20 @@ class Testcase:
     name: str
     outcome: Outcome = "passed"
     message: str = ""
-    details: str = ""
 
 
-def document(suite: str, cases: Sequence[Testcase], seconds: float | None = None) -> str:
-    """The XML of one suite, of any text at all. seconds: what all of it took."""
+def document(suite: str, cases: Sequence[Testcase]) -> str:
+    """The XML of one suite, of any text at all."""
     tally = Counter(case.outcome for case in cases)
     root = ET.Element("testsuites")
     counts = {"failures": tally["failure"], "errors": tally["error"], "skipped": tally["skipped"]}
     of = ET.SubElement(root, "testsuite", name=_xml(suite), tests=str(len(cases)))
     of.attrib |= {name: str(count) for name, count in counts.items()}
-    if seconds is not None:
-        of.set("time", f"{seconds:.3f}")
     for case in cases:
         element = ET.SubElement(of, "testcase", classname=_xml(case.classname), name=_xml(case.name))
-        text = _xml(case.details or case.message)
-        if case.outcome != "passed":
-            ET.SubElement(element, case.outcome, message=_xml(case.message)).text = text
+        text = _xml(case.message)
+        if case.outcome != "passed":  # twice, as some readers show the one and some the other
+            ET.SubElement(element, case.outcome, message=text).text = text
         elif text:
             ET.SubElement(element, "system-out").text = text
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"

@@ -150,11 +150,9 @@ def _print_ruled(console: Console, columns: Sequence[TableColumn]) -> None:
             no_wrap=one.numeric,
             min_width=_natural(one) if one.numeric else _least(one),
         )
-    styles = [one.styles or [""] * len(one.cells) for one in columns]
-    for row, of_row in zip(
-        zip(*(one.cells for one in columns), strict=True), zip(*styles, strict=True), strict=True
-    ):
-        table.add_row(*(as_text(cell, style) for cell, style in zip(row, of_row, strict=True)))
+    texts = [map(as_text, one.cells, one.styles or [""] * len(one.cells)) for one in columns]
+    for row in zip(*texts, strict=True):
+        table.add_row(*row)
     width = console.width
     console.width = max(width, width_of(console, columns) + _GAP)
     console.print(table, crop=False)

@@ -217,14 +217,7 @@ def case_of(
 
 def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: int) -> dict[str, Param]:
     """What tells the cases of a collective, or of a change of placement, apart."""
-    return {
-        "mesh_dim": mesh_dim,
-        "ranks": n,
-        "groups": groups,
-        "mode": mode,
-        "dtype": dtype,
-        "size": size,
-    }
+    return {"mesh_dim": mesh_dim, "ranks": n, "groups": groups, "mode": mode, "dtype": dtype, "size": size}
 
 
 @suite(

@@ -30,10 +30,9 @@ from torch import Tensor, nn
 from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.data import BEFORE_213, Place, hush_torch, shared_dims
-from dtbench_suites.tensor_parallel import MODELS, compare, finished, names_of, parallelize
+from dtbench_suites.tensor_parallel import BOTH, FORWARD, MODELS, compare, finished, names_of, parallelize
 
 BACKENDS = ("aot_eager", "inductor")
-FORWARD, BOTH = "forward", "forward+backward"
 CACHED, FIRST, RECOMPILED = "cached", "first", "recompiled"
 # A sample outlasts the clock's reading and the scheduler's interruptions stay rare: see the dispatch suite.
 CALLS_PER_SAMPLE = 10

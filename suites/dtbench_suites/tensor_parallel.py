@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtbench.suite import Case, Param, RunOptions, Workload, World, suite
+from dtbench.suite import Case, RunOptions, Workload, World, suite
 from dtbench.suite.case import WHOLE
 from dtbench_suites import SUITES
 from dtbench_suites.data import dtensor_api, mismatch, parallel_api, shared_dims, torch_dtype
@@ -279,15 +279,9 @@ def tensor_parallel(options: RunOptions) -> Iterator[Case]:
         for dtype in options.dtypes:
             for block in QUICK if options.quick else MODELS:
                 for passes in PASSES[block]:
-                    where: dict[str, Param] = {
-                        "mesh_dim": mesh_dim,
-                        "ranks": n,
-                        "pass": passes,
-                        "dtype": dtype,
-                    }
                     build = partial(build_impl, block, mesh_dim, passes, shape, torch_dtype(dtype))
                     yield Case(
                         name=block,
-                        params=where | sizes,
+                        params={"mesh_dim": mesh_dim, "ranks": n, "pass": passes, "dtype": dtype, **sizes},
                         build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
                     )

@@ -169,9 +169,5 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
 
 
 REDISTRIBUTION = Part(
-    "redistribute",
-    "Redistribution and the cost model",
-    fill,
-    ("redistribute",),
-    of_links=True,
+    "redistribute", "Redistribution and the cost model", fill, ("redistribute",), of_links=True
 )

@@ -10,6 +10,7 @@ from dtbench.reporting.html.figures import LOOKS, CurvePanel, Figure, curves, li
 from dtbench.reporting.html.parts.collectives import bandwidth_points
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite import Run
+from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_bandwidth
 
 # More lines in a panel are not told apart.
@@ -45,8 +46,7 @@ def _curves(runs: Sequence[Run]) -> _Curves:
     """Of each collective those of the largest group, all groups at work, isolated where that was measured."""
     by_name: dict[str, list[ReportCase]] = {}
     cases = [c for c in collect(runs).get("collectives", []) if c.impls and c.only.busbw_Bps]
-    for name in distinct(c.name for c in cases):
-        of = [c for c in cases if c.name == name]
+    for name, of in group_by(cases, lambda c: c.name).items():
         for param, wanted in (
             ("ranks", max(c.number("ranks") for c in of)),
             ("groups", "together"),
