@@ -119,19 +119,6 @@ def _parts(row: LogRow) -> int | None:
     return whole if not rest else None
 
 
-def _ratios(table: LogTable) -> list[tuple[float, float]]:
-    """The intervals of busbw / algbw, where they are not printed too coarsely to say anything."""
-    return [
-        (b.low / a.high / _SLACK, b.high / a.low * _SLACK)
-        for _, figure in table.figures
-        if not figure.fault and (a := figure.algbw) is not None and (b := figure.busbw) is not None
-        if max(a.coarseness, b.coarseness) <= _MAX_COARSENESS
-    ]
-
-
-# ------------------------------------------------------------------------------- which collective it is
-
-
 def _collective(log: Log, table: LogTable, by_user: str | None) -> str:
     """What the log says, else the user, else the name of the file; of the latter two the rows may say otherwise."""
     if table.collective is not None:
@@ -163,7 +150,13 @@ def _named(name: str) -> str | None:
 def _check_rows(log: Log, table: LogTable) -> None:
     assert table.collective is not None and table.ranks is not None
     factor = busbw_factor(table.collective, table.ranks)
-    ratios = _ratios(table)
+    # Intervals of busbw / algbw, where they are not printed too coarsely to say anything.
+    ratios = [
+        (b.low / a.high / _SLACK, b.high / a.low * _SLACK)
+        for _, figure in table.figures
+        if not figure.fault and (a := figure.algbw) is not None and (b := figure.busbw) is not None
+        if max(a.coarseness, b.coarseness) <= _MAX_COARSENESS
+    ]
     # Single rows that were altered do not decide.
     if sum(low <= factor <= high for low, high in ratios) < 0.8 * len(ratios):
         low, high = sorted(ratios)[len(ratios) // 2]
@@ -240,9 +233,6 @@ def _derive_times(table: LogTable, factor: float) -> None:
         else:
             seconds = row.size_bytes / by_bandwidth.value
             figure.time, figure.time_is_derived = Printed(seconds, seconds * by_bandwidth.coarseness), True
-
-
-# --------------------------------------------------------------------------------- the data it checked
 
 
 def _check_data(table: LogTable) -> None:

@@ -38,10 +38,8 @@ def _table(log: Log, number: int, names: Names, rows: list[Row]) -> LogTable:
     if at > 0 and all(len(words) > len(names) for _, words in rows):
         names = (*names[:at], "nodes", *names[at:])
     names = add_rows(log, table, names, rows)
-    said = (values_of(names, words) for _, words in rows)
-    about = {
-        tuple(of.get(name, "") for name in ("collective", "ranks", "gpusperrank", "gpus")) for of in said
-    }
+    said = ("collective", "ranks", "gpusperrank", "gpus")
+    about = {tuple(values_of(names, words).get(name, "") for name in said) for _, words in rows}
     for collective, *counts in about:
         # Processes times the GPUs of each; without MPI the GPUs of the one process.
         known = [int(count) for count in counts if count.isdecimal() and len(count) < 8]

@@ -10,16 +10,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from dtbench.importers.model import (
-    DTYPES,
-    ListedRank,
-    Log,
-    LogFigure,
-    LogRow,
-    LogTable,
-    Printed,
-    Problem,
-)
+from dtbench.importers.columns import is_whole
+from dtbench.importers.model import DTYPES, ListedRank, Log, LogFigure, LogRow, LogTable, Printed, Problem
 from dtbench.importers.nccl_text import library_version, name_table
 from dtbench.importers.text import pattern
 from dtbench.records.read import BadFieldError, decode, into, shown
@@ -154,12 +146,7 @@ def _figure(of: _Times, in_place: bool) -> LogFigure:
 
 
 def _row(entry: _Entry, index: int) -> LogRow:
-    root = str(entry.root).strip()
-    dtype = DTYPES.get(entry.type, (entry.type[:20], 0))[0]
-    row = LogRow(
-        index + 1, entry.size, entry.count, dtype, entry.redop[:20], None, []
-    )  # rows stand for lines here
-    row.root = int(root) if root.isascii() and root.lstrip("-").isdigit() and len(root) < 10 else None
+    figures = []
     for of, iterations, in_place in (
         (entry.out_of_place, entry.out_of_place_per_iter, False),
         (entry.in_place, entry.in_place_per_iter, True),
@@ -170,7 +157,11 @@ def _row(entry: _Entry, index: int) -> LogRow:
         if iterations is not None and (times := iterations.times_us) and min(times) > 0:
             skip = iterations.skipped_iterations if iterations.skipped_iterations < len(times) else 0
             figure.samples_s = tuple(us * 1e-6 for us in times[skip:])
-        row.figures.append(figure)
-    if not row.figures:
+        figures.append(figure)
+    if not figures:
         raise BadFieldError(f"results[{index}] has neither out_of_place nor in_place")
-    return row
+    text = str(entry.root).strip()
+    root = int(text) if is_whole(text) else None
+    dtype = DTYPES.get(entry.type, (entry.type[:20], 0))[0]
+    # Rows stand for lines here.
+    return LogRow(index + 1, entry.size, entry.count, dtype, entry.redop[:20], root, figures)

@@ -146,7 +146,8 @@ class LogTable:
 
     collective, ranks: what the log states; None where it does not. ranks_from: where `ranks` is from.
     refusal: why no row of it can be used. error_column: the wrong column holds the largest deviation
-    (nccl-tests before 2.13), not a count. mode: see `dtbench_suites.collectives`.
+    (nccl-tests before 2.13), not a count. mode: see `dtbench_suites.collectives`. aside: columns that are not
+    read -> what they hold. dim: of a mesh, which `convert` chooses.
     """
 
     tool: str
@@ -166,9 +167,8 @@ class LogTable:
     mixed: bool = False  # several processes said they were rank 0 above it
     started: str = ""
     sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are known
-    aside: dict[str, dict[str, None]] = field(
-        default_factory=dict
-    )  # columns that are not read -> what they hold
+    aside: dict[str, dict[str, None]] = field(default_factory=dict)
+    dim: str = ""
 
     @property
     def figures(self) -> list[tuple[LogRow, LogFigure]]:

@@ -211,7 +211,9 @@ class _Reader:
         match = (columns.start if columns else _start(_USUAL)).search(text)
         if match is None:
             return False
-        if match["type"] not in DTYPES and (columns is None or not _looks_like_values(text[match.end() :])):
+        words = text[match.end() :].split()
+        values = len(words) >= 3 and (words[0] in REDOPS or value_of(words[0])[0])
+        if match["type"] not in DTYPES and (columns is None or not values):
             return False
         if columns is None:
             if not self.log.tables:
@@ -243,9 +245,8 @@ class _Reader:
         assert row is not None and columns is not None
         words = _TIMESTAMP.sub(" ", rest).split()
         expected = len(columns.names) - columns.after - columns.lead
-        if len(words) >= expected and all(
-            map(_WORD.fullmatch, words)
-        ):  # a whole row, maybe with unnamed columns
+        # A whole row, maybe with unnamed columns.
+        if len(words) >= expected and all(map(_WORD.fullmatch, words)):
             row.words += words
             words = []
         for word in words:
@@ -324,8 +325,3 @@ def name_table(table: LogTable, program: str | None) -> None:
         )
     elif program is not None:
         table.refusal = f"{program[:40]!r} is no program of nccl-tests that is known here"
-
-
-def _looks_like_values(rest: str) -> bool:
-    words = rest.split()
-    return len(words) >= 3 and (words[0] in REDOPS or bool(value_of(words[0])[0]))

@@ -39,12 +39,10 @@ _DEEPSPEED_BANDWIDTHS = {"Gbps": 1e9 / 8, "GBps": 1e9}
 
 
 def is_deepspeed(text: str) -> bool:
-    """Whether the text may hold such a table."""
     return _DEEPSPEED_TITLE.search(text) is not None
 
 
 def read_deepspeed(text: str, log: Log) -> None:
-    """Adds the tables of a text to its log."""
     table: LogTable | None = None
     units: tuple[bool, str, str] | None = None
     for number, kind, match in scan(text, _DEEPSPEED_LINES):
@@ -109,19 +107,14 @@ def _deepspeed_size(table: LogTable, described: int, time: Printed, tput: Printe
 
 # -------------------------------------------------------------------------------------------- OSU
 
-_OSU_TITLE = pattern(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
-_OSU_HEADER = pattern(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$")
-_OSU_LAUNCH = pattern(
-    r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_"
-)
-_OSU_DATATYPE = pattern(r"#\s*Datatype:\s*(\w+)")
-_OSU_ROW = pattern(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$")
 _OSU_LINES = {
-    "launch": _OSU_LAUNCH,
-    "title": _OSU_TITLE,
-    "datatype": _OSU_DATATYPE,
-    "header": _OSU_HEADER,
-    "row": _OSU_ROW,
+    "launch": pattern(
+        r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_"
+    ),
+    "title": pattern(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$"),
+    "datatype": pattern(r"#\s*Datatype:\s*(\w+)"),
+    "header": pattern(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$"),
+    "row": pattern(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$"),
 }
 # Their sizes are one rank's part of S.
 _OSU_OF_PARTS = ("all_gather", "all_to_all", "gather", "scatter")
@@ -129,7 +122,6 @@ _OSU_DATATYPES = {"MPI_FLOAT": "float32", "MPI_INT": "int32", "MPI_CHAR": "int8"
 
 
 def is_osu(text: str) -> bool:
-    """Whether the text may hold such a table."""
     return "OSU MPI" in text and " Latency Test" in text
 
 
@@ -212,12 +204,10 @@ _ML_TIMES = TIMES | {"µs": TIMES["us"]}
 
 
 def is_ml_engineering(text: str) -> bool:
-    """Whether the text may hold such a table."""
     return "payload" in text and any(map(_is_ml_header, map(_cells, lines_of(text))))
 
 
 def read_ml_engineering(text: str, log: Log) -> None:
-    """Adds the tables of a text to its log."""
     table: LogTable | None = None
     columns: list[str] = []
     title: re.Match[str] | None = None
