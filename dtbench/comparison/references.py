@@ -23,6 +23,7 @@ from dtbench.comparison.reference_verdict import (
     ReferenceVerdict,
     verdicts_of,
 )
+from dtbench.records.layout import layout_of
 from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, UnreadableRunError, UsageError
@@ -108,9 +109,6 @@ class ReferenceComparison(Struct, frozen=True, kw_only=True):
     rows: tuple[ReferenceRow, ...]
 
 
-# ----------------------------------------------------------------------------------------- comparing
-
-
 def compare_with_reference(
     run: Run, systems: Sequence[System], named: str | None = None
 ) -> ReferenceComparison:
@@ -164,16 +162,14 @@ def _named(systems: Sequence[System], named: str) -> list[System]:
 
 def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
     """Per mesh dim with results: its name, ranks, and hosts per group where the run says."""
-    header = run.header
-    names, shape = header.mesh.dim_names, header.mesh.shape
-    hosts = {rank.rank: rank.host for rank in header.ranks if rank.host}
+    mesh = run.header.mesh
+    hosts = {layout.name: layout.hosts_per_group for layout in layout_of(run.header)}
     measured = {r.params.get("mesh_dim") for r in run.ok("collectives")}
-    for at, (name, size) in enumerate(zip(names, shape, strict=True)):
+    for name, size in zip(mesh.dim_names, mesh.shape, strict=True):
         if name in measured and size > 1:
-            inside = math.prod(shape[at + 1 :])
-            group = range(0, size * inside, inside)
-            all_known = all(rank in hosts for rank in group)
-            yield name, size, len({hosts[rank] for rank in group}) if all_known else None
+            # Of groups that differ the widest, which is the slowest.
+            spans = hosts.get(name)
+            yield name, size, spans[1] if spans else None
 
 
 def _has_gpus_of(system: System, run: Run) -> bool:
@@ -229,9 +225,6 @@ def _one_mode(results: Sequence[Result]) -> list[Result]:
         taken = wanted if wanted in values else min(values, key=str)
         kept = [r for r in kept if r.params.get(param) == taken]
     return kept
-
-
-# ------------------------------------------------------------------------------------------ printing
 
 
 def comparison_lines(comparison: ReferenceComparison, with_all: bool) -> Iterator[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtbench.machine import provenance as machine
-from dtbench.machine.device import DEFAULT_CPU_RANKS, Nvml
+from dtbench.machine.device import DEFAULT_CPU_RANKS, Nvml, gpus
 from dtbench.text.units import format_bytes
 
 _TESTED_TORCH = ((2, 11), (2, 13))
@@ -43,7 +43,7 @@ class Surroundings:
     root: Path = Path("/")
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     usable_cores: int = field(default_factory=lambda: len(machine.usable_cpus()))
-    nvml: Callable[[], Nvml | None] = machine.nvml
+    nvml: Callable[[], Nvml | None] = lambda: gpus().nvml()
     resolve: Callable[[str], str] = socket.gethostbyname
     torch_version: Callable[[], str | None] = lambda: machine.installed("torch")
 

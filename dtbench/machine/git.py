@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 # Of `git help config`.
@@ -34,14 +35,11 @@ def run_git(
     Raises:
         OSError, subprocess.SubprocessError: it cannot be run, or takes longer.
     """
-    return _run(arguments, _OFF | _without_filters(cwd, env, timeout_s), cwd, env, timeout_s)
-
-
-def _without_filters(cwd: Path | None, env: Mapping[str, str] | None, timeout_s: float) -> dict[str, str]:
-    """Settings by which no filter that is configured does anything: an empty command leaves a file as it is."""
-    listed = _run(("config", "--null", "--name-only", "--get-regexp", _FILTERS), _OFF, cwd, env, timeout_s)
-    names = [name for name in listed.stdout.split("\0") if name]
-    return {name: "false" if name.endswith(".required") else "" for name in names}
+    run = partial(_run, cwd=cwd, env=env, timeout_s=timeout_s)
+    listed = run(("config", "--null", "--name-only", "--get-regexp", _FILTERS), _OFF)
+    filters = [name for name in listed.stdout.split("\0") if name]
+    # An empty command of a filter leaves a file as it is.
+    return run(arguments, _OFF | {name: "false" if name.endswith(".required") else "" for name in filters})
 
 
 def _run(

@@ -42,11 +42,8 @@ _ENV_NAMES = {
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS"),
     *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "LD_PRELOAD", "MALLOC_CONF", "MALLOC_ARENA_MAX"),
-    *(
-        "TORCH_CPP_LOG_LEVEL",
-        "TORCH_DISTRIBUTED_DEBUG",
-        "TORCH_SHOW_CPP_STACKTRACES",
-    ),  # check each collective
+    # These check each collective.
+    *("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES"),
     *("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONDEVMODE", REHEARSAL),
 }
 
@@ -66,9 +63,6 @@ _CLOCK_REASONS = {
 }
 # Settings and idleness are no throttling: the clock is where its owner put it.
 _NOT_THROTTLING = frozenset({"gpu_idle", "applications_clocks_setting", "display_clock_setting"})
-
-
-# ------------------------------------------------------------------------------- the header
 
 
 def provenance(
@@ -98,7 +92,7 @@ def provenance(
             cpu=cpu(),
             gpus=tuple(gpus()),
             driver=driver_version(),
-            memory_bytes=_memory_bytes(Path("/")),
+            memory_bytes=_memory_bytes(),
             system=f"{platform.system()} {platform.release()} {platform.machine()}",
         ),
         ranks=tuple(msgspec.convert({**of, "rank": rank}, RankFacts) for rank, of in enumerate(ranks)),
@@ -253,16 +247,14 @@ def _cpu_model(cpuinfo: str) -> str | None:
 
 
 def _physical_cores(cpuinfo: str) -> int | None:
-    cores: set[tuple[str, str]] = set()
-    for block in cpuinfo.split("\n\n"):
-        fields = dict(re.findall(r"^([^\t:]+?)\s*:\s*(.*)$", block, re.MULTILINE))
-        if "core id" in fields:
-            cores.add((fields.get("physical id", "0"), fields["core id"]))
-    return len(cores) or None
+    blocks = (
+        dict(re.findall(r"^([^\t:]+?)\s*:\s*(.*)$", one, re.MULTILINE)) for one in cpuinfo.split("\n\n")
+    )
+    return len({(of.get("physical id", "0"), of["core id"]) for of in blocks if "core id" in of}) or None
 
 
-def _memory_bytes(root: Path) -> int | None:
-    match = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+def _memory_bytes() -> int | None:
+    match = re.search(r"^MemTotal:\s*(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
 
@@ -275,11 +267,6 @@ def _read(path: Path) -> str:
 
 
 # ---------------------------------------------------------------------------------- GPUs
-
-
-def nvml() -> Nvml | None:
-    """See `Gpus.nvml`."""
-    return gpus_of_torch().nvml()
 
 
 def _ask(query: Callable[..., Nvml] | None, *args: object) -> Nvml | None:
@@ -341,7 +328,7 @@ def devices(library: Nvml | None) -> dict[int, NvmlDevice]:
 
 def cuda_device(index: int) -> NvmlDevice | None:
     """index: as torch numbers CUDA devices in this process. None where NVML cannot tell which it is."""
-    library = nvml()
+    library = gpus_of_torch().nvml()
     handle = None if library is None else _handle_of(library, index)
     return None if handle is None else NvmlDevice(library, handle)
 
@@ -365,12 +352,12 @@ def _handle_of(library: Nvml, index: int) -> Nvml | None:
 
 def driver_version() -> str | None:
     """The NVIDIA driver's version, or None."""
-    return _ask(getattr(nvml(), "nvmlSystemGetDriverVersion", None))
+    return _ask(getattr(gpus_of_torch().nvml(), "nvmlSystemGetDriverVersion", None))
 
 
 def gpus() -> list[Gpu]:
     """What NVML says of all GPUs of this host."""
-    return [_gpu(index, device) for index, device in devices(nvml()).items()]
+    return [_gpu(index, device) for index, device in devices(gpus_of_torch().nvml()).items()]
 
 
 def _gpu(index: int, device: NvmlDevice) -> Gpu:

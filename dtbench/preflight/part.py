@@ -75,10 +75,8 @@ class Probe:
         return times
 
     def _partner(self, pairs: Sequence[Sequence[int]]) -> int | None:
-        for a, b in pairs:
-            if self._world.rank in (a, b):
-                return b if self._world.rank == a else a
-        return None
+        rank = self._world.rank
+        return next((b if rank == a else a for a, b in pairs if rank in (a, b)), None)
 
     def _exchange(self, partner: int | None, size_bytes: int) -> None:
         """So many bytes each way."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
-from msgspec import structs
 
 from dtbench.cost.calibration import intervals
 from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, measured_dims
@@ -162,20 +162,21 @@ def curve_of(call: CallTimes) -> MeasuredCurve:
         )
         for i, (p, time_us) in enumerate(zip(call.points, rising(measured), strict=True))
     )
-    curve = MeasuredCurve(
+    # A single size leaves the line open, and the slope at its end.
+    fitted = _line(call.steady) | _end(call) if len(sizes) > 1 else {}
+    return MeasuredCurve(
         dtype=call.dtype,
         size_bytes=(int(sizes.min()), int(sizes.max())),
         points=len(table),
         launches=len(launches),
         table=table,
+        **fitted,
     )
-    # A single size leaves the line open, and the slope at its end.
-    return curve if len(sizes) < 2 else _with_end(_with_line(curve, call.steady), call)
 
 
-def _with_end(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
-    """With the bandwidth that the table ends with, which one line through all sizes need not have: a protocol, a
-    cache or a shaper's burst that serves small messages better pulls the line, not the end."""
+def _end(call: CallTimes) -> dict[str, Any]:
+    """The bandwidth that the table ends with, which one line through all sizes need not have: a protocol, a cache or
+    a shaper's burst that serves small messages better pulls the line, not the end."""
 
     def slope(times_us: Array) -> tuple[float]:
         times = Curve(tuple(call.sizes), tuple(rising(times_us)))
@@ -183,11 +184,11 @@ def _with_end(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
 
     (end,), ((low, high),) = slope(call.measured_us), intervals.fitted(call.points, slope)
     if min(end, low) <= 0:  # times that do not grow with size say nothing of a bandwidth
-        return curve
-    return structs.replace(curve, end_GiBps=float(1 / end), end_interval=(1 / high, 1 / low))
+        return {}
+    return {"end_GiBps": float(1 / end), "end_interval": (1 / high, 1 / low)}
 
 
-def _with_line(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
+def _line(call: CallTimes) -> dict[str, Any]:
     sizes, measured = call.sizes, call.measured_us
 
     def fit(times_us: Array) -> tuple[float, float]:
@@ -197,15 +198,14 @@ def _with_line(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
     line = fit_curve(sizes, measured)
     alpha_interval, beta_interval = intervals.fitted(call.points, fit)
     accuracy = Accuracy.of(line.intercept + line.slope * sizes / GIB * 1e6, measured)
-    return structs.replace(
-        curve,
-        alpha_us=line.intercept,
-        beta_GiBps=1 / line.slope,
-        beta_is_lower_bound=line.slope_is_bound,
-        alpha_interval=alpha_interval,
-        beta_interval=beta_interval,
+    return {
+        "alpha_us": line.intercept,
+        "beta_GiBps": 1 / line.slope,
+        "beta_is_lower_bound": line.slope_is_bound,
+        "alpha_interval": alpha_interval,
+        "beta_interval": beta_interval,
         **accuracy._asdict(),
-    )
+    }
 
 
 # -------------------------------------------------------------------------------- the ring's constants
@@ -272,9 +272,6 @@ def _residuals(ring: RingPoints, ranks: int, constants: Constants) -> Residuals:
         for (name, p), us in zip(ring, predicted, strict=True)
     )
     return Residuals(**accuracy._asdict(), points=points)
-
-
-# ---------------------------------------------------------------------------------------- warnings
 
 
 def _warnings_about_data(dim: MeasuredDim) -> list[str]:
