@@ -81,9 +81,6 @@ def _identify(log: Log, table: LogTable, collective: str | None, ranks: int | No
         raise _RefusedError("one rank: nothing is sent, so its bandwidths are of memory or mean nothing")
 
 
-# -------------------------------------------------------------------------- what the log says of ranks
-
-
 def _find_sizes(log: Log, table: LogTable) -> None:
     for row in table.rows:
         row.size_bytes *= (table.ranks or 1) if table.sizes_are_parts else 1
@@ -142,9 +139,6 @@ def _named(name: str) -> str | None:
     letters = re.sub(r"[^a-z0-9]", "", name.lower())
     names = {name for hint, name in _HINTS.items() if hint in letters}
     return names.pop() if len(names) == 1 else None
-
-
-# ------------------------------------------------------------------------------------- the laws of rows
 
 
 def _check_rows(log: Log, table: LogTable) -> None:

@@ -79,9 +79,6 @@ def _why_nothing(logs: Sequence[Log]) -> str:
     return f"nothing can be imported ({'; '.join(reasons[:3])}{more})"
 
 
-# --------------------------------------------------------------------------------- what goes together
-
-
 def _agree(usable: Sequence[tuple[Log, LogTable]], one_mesh: bool) -> None:
     """Raises UsageError where the tables are of different machines or, unless of dims of one mesh, ranks and hosts."""
     facts: dict[str, Callable[[LogTable], Hashable]] = {

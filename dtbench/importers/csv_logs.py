@@ -13,12 +13,10 @@ _NEEDED = {"size", "type", *TIMED}
 
 
 def applies(text: str) -> bool:
-    """Whether the text has the header of such a table."""
     return any(_is_header(line) for line in text.split("\n") if "," in line)
 
 
 def read(text: str, log: Log) -> None:
-    """Adds the tables of a text to its log."""
     blocks: list[tuple[int, Names, list[Row]]] = []
     inside = False
     for number, line in enumerate(lines_of(text), 1):

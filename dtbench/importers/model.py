@@ -172,7 +172,6 @@ class LogTable:
 
     @property
     def figures(self) -> list[tuple[LogRow, LogFigure]]:
-        """Every figure, with its row."""
         return [(row, figure) for row in self.rows for figure in row.figures]
 
 
@@ -199,7 +198,6 @@ class Log:
     failures: list[Problem] = field(default_factory=list)  # where the benchmark itself said it failed
 
     def say(self, line: int, text: str) -> None:
-        """Notes a problem."""
         self.problems.append(Problem(line, text))
 
     @property

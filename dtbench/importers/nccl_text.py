@@ -67,12 +67,10 @@ _HEADERLESS = (
 
 
 def applies(text: str) -> bool:
-    """Whether the text may hold such output."""
     return any(word in text for word in ("algbw ", "minBytes", " Pid ")) or bool(_start(_USUAL).search(text))
 
 
 def read(text: str, log: Log) -> None:
-    """Adds the tables of a text to its log."""
     _Reader(text, log).read()
 
 
@@ -106,8 +104,6 @@ class _Reader:
         self._close("the log ends inside it")
         for table, columns, rows in self.read_rows:
             add_rows(self.log, table, columns.names, rows, columns.after)
-
-    # ------------------------------------------------------------------------------ the table's frame
 
     def _header(self, number: int, line: str) -> bool:
         match = _HEADER.search(line)
@@ -202,8 +198,6 @@ class _Reader:
             self.blocking = True
         self.programs |= {m[1] for m in _PROGRAM.finditer(line)}
         return bool(version or library)
-
-    # --------------------------------------------------------------------------------------- its rows
 
     def _row(self, number: int, text: str) -> bool:
         """Whether a row begins in the line."""

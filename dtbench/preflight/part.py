@@ -56,8 +56,6 @@ class Probe:
         cpus = usable_cpus() if self._device.type == "cpu" else []
         return boot_id(), cpus, torch.get_num_threads()
 
-    # ------------------------------------------------------------------------------------- links
-
     def _pairs(self, command: ProbeCommand) -> list[list[float] | None]:
         """Per round the time of each exchange of this rank; None without one."""
         partners = [self._partner(one) for one in command["rounds"]]
@@ -111,8 +109,6 @@ class Probe:
         if buffer is None or buffer.numel() < size_bytes:
             buffer = self._buffers[name] = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
         return buffer[:size_bytes]
-
-    # -------------------------------------------------------------------------------------- work
 
     def _work(self, command: ProbeCommand) -> list[float]:
         """Times of equal pieces of work; empty where this rank has no part."""

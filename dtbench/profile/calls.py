@@ -177,9 +177,6 @@ def taken_apart(
     return table, spans, fitted
 
 
-# --------------------------------------------------------------------------------- torch's frames
-
-
 def profiled_call(run: Callable[[], object]) -> object:
     """The root of every tree; the profiler finds it by its name."""
     return run()

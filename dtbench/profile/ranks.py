@@ -162,7 +162,6 @@ class RankProfile:
         self._failed = False
 
     def go(self) -> NoReturn:
-        """Profiles and exits."""
         with self._rank as rank:
             device_type = choose_device(self._request.options.device)
             tasks = self._request.tasks(device_type, self._place.world_size)

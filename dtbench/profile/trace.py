@@ -176,9 +176,6 @@ def _nccl_kind(name: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-# --------------------------------------------------------------------------------- intervals
-
-
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """What any of them covers."""
     merged: list[Interval] = []
@@ -203,9 +200,6 @@ def difference(some: Iterable[Interval], others: Iterable[Interval]) -> list[Int
 def length(intervals: Iterable[Interval]) -> float:
     """How much they cover together."""
     return sum(end - start for start, end in union(intervals))
-
-
-# --------------------------------------------------------------------------------- the merged trace
 
 
 def merge(ranks: Sequence[RankTrace]) -> dict[str, object]:
@@ -246,9 +240,6 @@ def _rank_events(trace: RankTrace, zero: float) -> Iterator[Event]:
         for tid, name, (start, end) in drawn:
             at = {"ts": round(start - zero, 3), "dur": round(end - start, 3), "pid": pid, "tid": tid}
             yield {"name": name, "cat": LANES[tid], "ph": "X"} | at
-
-
-# -------------------------------------------------------------------------- sections
 
 
 def sections_of(

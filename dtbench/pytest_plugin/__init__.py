@@ -42,9 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtbench-rounds", type=int, metavar="N", help="Samples per case [20; quick: 5].")
 
 
-# ----------------------------------------------------------------------------- one rank writes
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-benchmark reads its options: only rank 0 has anything to save or to compare with."""
     place = find_place()
@@ -88,9 +85,6 @@ class _OtherRank:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             sys.__stderr__.write(f"rank {self.rank}: {report.nodeid}\n{report.longreprtext}\n")  # type: ignore[union-attr]
-
-
-# ----------------------------------------------------------------------------- suites are collected
 
 
 def pytest_pycollect_makeitem(
@@ -164,9 +158,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         from dtbench.pytest_plugin.measure import live_of
 
         live_of(item.config).leave()
-
-
-# ----------------------------------------------------------------------------- functions of one's own tests
 
 
 @pytest.fixture

@@ -14,17 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dtbench.cost.calibration import intervals
+from dtbench.cost.calibration import intervals, setups
 from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, measured_dims
 from dtbench.cost.calibration.fit import Accuracy, Array, FittedLine, fit_curve, fit_ring, rising
-from dtbench.cost.calibration.setups import (
-    backend,
-    check_same_setup,
-    device_type,
-    paths,
-    provenance,
-    version_warnings,
-)
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
 from dtbench.cost.price import ring_us
 from dtbench.records.drops import BandwidthDrop, drops_of_curve
@@ -57,13 +49,13 @@ def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
     Raises:
         UsageError: no usable results, or runs that are not of one machine, mesh and backend.
     """
-    check_same_setup(runs)
+    setups.check_same_setup(runs)
     header = runs[0].header
     notes: list[str] = []
     measured = measured_dims(runs, notes)
     if not any(dim.collectives for dim in measured):
         raise UsageError(
-            f"no ok results of the collectives suite in {paths(runs)}: "
+            f"no ok results of the collectives suite in {setups.paths(runs)}: "
             "measure them with `dtbench run collectives`, then calibrate that file"
         )
     dims, left_out = [], []
@@ -74,19 +66,19 @@ def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
             dims.append(calibrate_dim(dim))
     if not dims:
         reasons = "; ".join(f"{dim.name}: {dim.reason}" for dim in left_out)
-        raise UsageError(f"no mesh dim of {paths(runs)} can be calibrated ({reasons})")
+        raise UsageError(f"no mesh dim of {setups.paths(runs)} can be calibrated ({reasons})")
     return CalibratedTopology(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        runs=tuple(map(provenance, runs)),
-        device_type=device_type(header),
-        backend=backend(header),
+        runs=tuple(map(setups.provenance, runs)),
+        device_type=setups.device_type(header),
+        backend=setups.backend(header),
         mesh=header.mesh,
         base_latency_us=BASE_LATENCY_US,
         interval_method=intervals.METHOD,
         dims=tuple(dims),
         left_out=tuple(left_out),
-        warnings=(*version_warnings(runs), *notes),
+        warnings=(*setups.version_warnings(runs), *notes),
     )
 
 
@@ -207,8 +199,6 @@ def _line(call: CallTimes) -> dict[str, Any]:
         **accuracy._asdict(),
     }
 
-
-# -------------------------------------------------------------------------------- the ring's constants
 
 RingPoints = Sequence[tuple[str, SizeTimes]]  # collective, point
 

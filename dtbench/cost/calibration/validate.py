@@ -210,9 +210,6 @@ def _names(dims: Sequence[MeasuredDim]) -> str:
     return ", ".join(f"{dim.name}={dim.ranks}" for dim in dims)
 
 
-# ------------------------------------------------------------------------------- runs and topologies
-
-
 def _fitted_on(topology: CalibratedTopology, runs: Sequence[Run], same: bool) -> list[str]:
     fitted_on = {run.run_id for run in topology.runs}
     own = [str(run.path) for run in runs if run.header.run_id in fitted_on]

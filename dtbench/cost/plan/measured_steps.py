@@ -141,9 +141,6 @@ def _notes(
         yield f"the time is that of {time}; not used: {', '.join([*others, *table.unused])}"
 
 
-# ----------------------------------------------------------------------------------------- one row
-
-
 def _measured(row: CsvRow, machine: MachineSpec, software: Software, sequence: int) -> MeasuredStep:
     time = _time_column(row)
     _refuse(row, machine)
