@@ -230,7 +230,6 @@ def _derive_times(table: LogTable, factor: float) -> None:
 
 
 def _check_data(table: LogTable) -> None:
-    bad = False
     for row, figure in table.figures:
         if figure.wrong is None:
             continue
@@ -238,8 +237,7 @@ def _check_data(table: LogTable) -> None:
         if not 0 <= figure.wrong <= allowed:
             what = "a deviation of" if table.error_column else "wrong elements:"
             figure.fail(f"the data were wrong: {what} {figure.wrong:g}", wrong_data=True)
-        bad = bad or figure.fault_is_wrong_data
-    if table.failed_values and not bad:
+    if table.failed_values and not any(figure.fault_is_wrong_data for _, figure in table.figures):
         for _, figure in table.figures:
             figure.fail(
                 f"the table ends with {table.failed_values} values out of bounds, and no row says which",

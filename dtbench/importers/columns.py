@@ -81,11 +81,12 @@ def _row(line: int, names: Names, words: Words, fault: str = "") -> LogRow:
     for index, group in enumerate(groups_of(names)):
         values = {names[i]: words[i] for i in group if i < len(words)}
         in_place = index == 1 or of.get("inplace") == "1"
-        row.figures.append(LogFigure(in_place, None, fault=fault) if fault else _figure(values, in_place))
+        row.figures.append(LogFigure(in_place, None, fault=fault) if fault else figure_of(values, in_place))
     return row
 
 
-def _figure(values: dict[str, str], in_place: bool) -> LogFigure:
+def figure_of(values: dict[str, str], in_place: bool) -> LogFigure:
+    """values: us, GB/s and wrong elements, as printed, by the names of `TIMED` and `CHECKS`."""
     time, algbw, busbw = (amount(values.get(name, ""), unit) for name, unit in TIMED.items())
     figure = LogFigure(in_place, time, algbw, busbw)
     if time is None or algbw is None or busbw is None:

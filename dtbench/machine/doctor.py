@@ -49,10 +49,7 @@ class Surroundings:
 
     def read(self, path: str) -> str:
         """The text of a file below the root; empty where there is none."""
-        try:
-            return (self.root / path).read_text(errors="replace").strip()
-        except OSError:
-            return ""
+        return machine.read_text(self.root / path)
 
     @property
     def local_ranks(self) -> int:

@@ -106,7 +106,7 @@ def provenance(
 
 def boot_id() -> str | None:
     """What names the running kernel; its processes share one monotonic clock."""
-    return _read(Path("/proc/sys/kernel/random/boot_id")) or None
+    return read_text(Path("/proc/sys/kernel/random/boot_id")) or None
 
 
 def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def numa_nodes(root: Path = Path("/")) -> list[int]:
     return sorted(
         int(folder.name.removeprefix("node"))
         for folder in root.glob("sys/devices/system/node/node[0-9]*")
-        if mine & cpu_list(_read(folder / "cpulist"))
+        if mine & cpu_list(read_text(folder / "cpulist"))
     )
 
 
@@ -220,8 +220,8 @@ def _git(folder: Path, *args: str) -> str | None:
 
 def cpu(root: Path = Path("/")) -> Cpu:
     """Of this host."""
-    info = _read(root / "proc/cpuinfo")
-    governors = {_read(p) for p in root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
+    info = read_text(root / "proc/cpuinfo")
+    governors = {read_text(p) for p in root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
     return Cpu(
         model=_cpu_model(info),
         logical_cores=os.cpu_count(),
@@ -254,12 +254,12 @@ def _physical_cores(cpuinfo: str) -> int | None:
 
 
 def _memory_bytes() -> int | None:
-    match = re.search(r"^MemTotal:\s*(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
+    match = re.search(r"^MemTotal:\s*(\d+) kB", read_text(Path("/proc/meminfo")), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
 
-def _read(path: Path) -> str:
-    """The text of a file of the kernel; empty where there is none."""
+def read_text(path: Path) -> str:
+    """Of a file of the kernel; empty where there is none."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -398,7 +398,7 @@ def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, object]:
     bus_id = None if device is None else _bus_id(device.ask("nvmlDeviceGetPciInfo"))
     if device is None or bus_id is None:
         return {"pci_bus_id": None, "device_numa_node": None, "nvlink": None}
-    node = _read(root / "sys/bus/pci/devices" / bus_id / "numa_node")
+    node = read_text(root / "sys/bus/pci/devices" / bus_id / "numa_node")
     return {
         "pci_bus_id": bus_id,
         "device_numa_node": int(node) if node.isdigit() else None,  # -1: the kernel does not know

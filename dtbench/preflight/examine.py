@@ -378,11 +378,7 @@ def _confirm_work(
 
 
 def _judge(
-    suspect: _Suspect,
-    controls: Sequence[float],
-    again: Sequence[float],
-    level: float,
-    world: ExaminedWorld,
+    suspect: _Suspect, controls: Sequence[float], again: Sequence[float], level: float, world: ExaminedWorld
 ) -> list[SlowFinding]:
     """Nothing or one. controls, again: seconds of sound peers and of the suspect."""
     share = 1 / hodges_lehmann_ratio(controls, again).ratio

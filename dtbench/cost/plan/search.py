@@ -68,12 +68,7 @@ class PlanFile(Struct, frozen=True, kw_only=True):
     assumptions: tuple[str, ...]
 
 
-def search_layouts(
-    job: TrainingJob,
-    machine: MachineSpec,
-    links: Links,
-    limit_bytes: float,
-) -> PlanFile:
+def search_layouts(job: TrainingJob, machine: MachineSpec, links: Links, limit_bytes: float) -> PlanFile:
     """The best layouts of `job` over its GPUs.
 
     limit_bytes: memory of one GPU that the training may use.
