@@ -57,8 +57,6 @@ class PublishedCollective(Struct, frozen=True):
 
 
 class System(Struct, frozen=True, kw_only=True):
-    """One public system."""
-
     name: str
     gpu: str
     ranks: Whole

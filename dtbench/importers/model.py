@@ -63,7 +63,6 @@ class Printed:
         return self.value + self.half
 
     def scaled(self, factor: float) -> Printed:
-        """The same number in another unit."""
         return Printed(self.value * factor, self.half * factor)
 
     @property
@@ -130,8 +129,6 @@ class LogRow:
 
 @dataclass(frozen=True)
 class ListedRank:
-    """What a log says of one rank."""
-
     rank: int
     group: int
     host: str

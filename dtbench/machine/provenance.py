@@ -219,7 +219,6 @@ def _git(folder: Path, *args: str) -> str | None:
 
 
 def cpu(root: Path = Path("/")) -> Cpu:
-    """Of this host."""
     info = read_text(root / "proc/cpuinfo")
     governors = {read_text(p) for p in root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
     return Cpu(
@@ -351,7 +350,6 @@ def _handle_of(library: Nvml, index: int) -> Nvml | None:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, or None."""
     return _ask(getattr(gpus_of_torch().nvml(), "nvmlSystemGetDriverVersion", None))
 
 

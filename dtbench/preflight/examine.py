@@ -105,7 +105,6 @@ class PairsOf:
     exchanges: _Exchanges
 
     def seconds(self, pair: Pair) -> float:
-        """Of the median exchange."""
         return median(self.exchanges[pair])
 
     def rate(self, pair: Pair) -> float:

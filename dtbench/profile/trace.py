@@ -68,7 +68,6 @@ class Iteration:
 
     @property
     def parts_us(self) -> IterationParts:
-        """How long each was."""
         whole, exposed = self.end_us - self.start_us, length(self.exposed)
         parts = {"communication": length(c[1:] for c in self.collectives), "compute": length(self.compute)}
         parts |= {"exposed": exposed, "overlap": parts["communication"] - exposed}
@@ -76,7 +75,6 @@ class Iteration:
 
 
 def iterations_of(trace: RankTrace) -> list[Iteration]:
-    """The iterations that the rank recorded, in the order of time."""
     shift = trace.shift_us
     events = sorted((e | {"ts": e["ts"] + shift} for e in trace.events if e.get("ph") == "X"), key=_start)
     compute = compute_of(events)

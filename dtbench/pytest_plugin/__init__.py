@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -171,17 +171,11 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
     """
     config = request.config
 
-    def run(
-        what: Function | Mapping[str, Function] | Suite,
-        *,
-        clock: Literal["host", "device"] = "device",
-        output: str | Path | None = None,
-        timeout_s: float = 60.0,
-    ) -> Results:
+    def run(what: Function | Mapping[str, Function] | Suite, **options: Any) -> Results:
         import dtbench
         from dtbench.engine.progress import line_of
 
-        results = dtbench.run(what, progress=False, clock=clock, output=output, timeout_s=timeout_s)
+        results = dtbench.run(what, progress=False, **options)
         lines = config.stash.setdefault(_TIMED, [])
         lines += [f"{request.node.nodeid}: {line_of(r).partition(' | ')[2]}" for r in results.results]
         bad = [f"{r.impl} {r.status}: {r.reason}" for r in results.results if r.status != "ok"]

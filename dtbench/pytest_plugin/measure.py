@@ -37,8 +37,6 @@ _LIVE: pytest.StashKey[Live] = pytest.StashKey()
 
 
 class Up(NamedTuple):
-    """A world, its ranks' votes and their barrier."""
-
     world: LiveWorld
     ranks: RankGroup
     barrier: Callable[[], None]

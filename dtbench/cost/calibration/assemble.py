@@ -84,7 +84,7 @@ def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
 
 def calibrate_dim(dim: MeasuredDim) -> Dim:
     """One entry of the topology's `dims`, of a dim that `why_left_out` gives no reason against."""
-    ring = [(name, p) for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)]
+    ring = _ring_points(dim)
     names, points = [name for name, _ in ring], [p for _, p in ring]
     sizes, measured = np.array([(float(p.size_bytes), p.measured_us) for p in points]).T
     line = fit_ring(names, sizes, dim.ranks, measured)
@@ -203,8 +203,9 @@ def _line(call: CallTimes) -> dict[str, Any]:
 RingPoints = Sequence[tuple[str, SizeTimes]]  # collective, point
 
 
-def _of(dim: MeasuredDim, name: str) -> tuple[SizeTimes, ...]:
-    return dim.collectives[name].steady.points
+def _ring_points(dim: MeasuredDim) -> RingPoints:
+    measured = [(name, dim.collectives[name]) for name in RING_COLLECTIVES if name in dim.collectives]
+    return [(name, point) for name, call in measured for point in call.steady.points]
 
 
 def _drops(dim: MeasuredDim, call: CallTimes) -> list[BandwidthDrop]:
@@ -222,7 +223,7 @@ def why_left_out(dim: MeasuredDim) -> str | None:
     """Why the ring's constants cannot be fitted to a dim, or None."""
     if dim.ranks == 1:
         return "one rank: nothing is sent over this dim"
-    sizes = {p.size_bytes for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)}
+    sizes = {point.size_bytes for _, point in _ring_points(dim)}
     if not sizes:
         return f"no ok results of {', '.join(RING_COLLECTIVES)} on it"
     if len(sizes) < 2:
@@ -236,10 +237,8 @@ def _builtin(layout: HostLayout, residuals: Residuals, ranks: int) -> BuiltIn | 
     if link is None:
         return None
     constants = Constants(bandwidth_GiBps=link.bandwidth, latency_us_per_hop=link.latency_us)
-    points = residuals.points
-    logs = np.log(
-        [ring_us(p.collective, p.size_bytes, ranks, constants) * 1e-6 / p.measured_s for p in points]
-    )
+    predicted = ((ring_us(p.collective, p.size_bytes, ranks, constants), p) for p in residuals.points)
+    logs = np.log([us * 1e-6 / p.measured_s for us, p in predicted])
     return BuiltIn(
         bandwidth_GiBps=link.bandwidth,
         latency_us_per_hop=link.latency_us,

@@ -39,8 +39,6 @@ DTYPES_DIFFER = 1.25
 
 
 class LaunchResult(NamedTuple):
-    """A result and the launch that it is of."""
-
     launch: Launch
     result: Result
 

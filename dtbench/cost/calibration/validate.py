@@ -224,7 +224,6 @@ def _fitted_on(topology: CalibratedTopology, runs: Sequence[Run], same: bool) ->
 def _common(
     topology: CalibratedTopology, measured: Sequence[MeasuredDim], runs: Sequence[Run]
 ) -> list[MeasuredDim]:
-    """The dims that both have."""
     header, path = runs[0].header, runs[0].path
     for what, ours, theirs in (
         ("backend", topology.backend, backend(header)),

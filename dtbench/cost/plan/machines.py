@@ -149,7 +149,6 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def built_in() -> list[str]:
-    """Names of the machines that come with dtbench."""
     return sorted(file.name[:-5] for file in _folder().iterdir() if file.name.endswith(".json"))
 
 

@@ -82,7 +82,6 @@ def model_flops(job: TrainingJob) -> float:
 
 
 def predict_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec, links: Links) -> StepTime:
-    """What a step of `job` takes in this layout."""
     layer_s, exposed_s = _layer(job, layout, machine, links)
     counts = stage_layers(job.model, layout.pp, machine.fitted.stages_by_cost)
     count = layout.micro_batches(job.batch)
