@@ -293,25 +293,25 @@ def _warnings_about_fit(ring: RingPoints, ranks: int, line: FittedLine, residual
             f"the sizes span a factor of {ratio:g} only: latency and bandwidth are hard to tell apart, "
             "measure from 1 KiB to the largest tensor in use"
         )
-    slope_shares = [_share(x, ranks, line, "slope") for x in ring if x[1].size_bytes == sizes[-1]]
+    bandwidth = max(_shares(name, p, ranks, line)[1] for name, p in ring if p.size_bytes == sizes[-1])
     if line.slope_is_bound:
         warnings.append(
             f"the times do not grow with size up to {sizes[-1]} bytes: the bandwidth is a lower bound only, "
             "measure larger sizes"
         )
-    elif max(slope_shares) < 0.5:
+    elif bandwidth < 0.5:
         warnings.append(
-            f"at the largest size bandwidth makes {max(slope_shares):.0%} of the time: it is poorly known, "
+            f"at the largest size bandwidth makes {bandwidth:.0%} of the time: it is poorly known, "
             "measure larger sizes"
         )
-    intercept_shares = [_share(x, ranks, line, "intercept") for x in ring if x[1].size_bytes == sizes[0]]
+    latency = max(_shares(name, p, ranks, line)[0] for name, p in ring if p.size_bytes == sizes[0])
     if line.intercept == 0:
         warnings.append(
             f"the latency fits to 0: the base of {BASE_LATENCY_US} us is all the formula has at small sizes"
         )
-    elif max(intercept_shares) < 0.1:
+    elif latency < 0.1:
         warnings.append(
-            f"at the smallest size latency makes {max(intercept_shares):.0%} of the time: it is poorly "
+            f"at the smallest size latency makes {latency:.0%} of the time: it is poorly "
             "known, measure smaller sizes"
         )
     if residuals.geometric_mean_ratio > 1.5:
@@ -322,12 +322,9 @@ def _warnings_about_fit(ring: RingPoints, ranks: int, line: FittedLine, residual
     return warnings
 
 
-def _share(of: tuple[str, SizeTimes], ranks: int, line: FittedLine, term: str) -> float:
-    """How much of the predicted time one term makes."""
-    name, point = of
+def _shares(name: str, point: SizeTimes, ranks: int, line: FittedLine) -> tuple[float, float]:
+    """How much of the predicted time latency and bandwidth make."""
     steps = hops(name, ranks)
-    terms = {
-        "intercept": steps * line.intercept,
-        "slope": point.size_bytes / GIB * steps / ranks * line.slope * 1e6,
-    }
-    return terms[term] / (BASE_LATENCY_US + sum(terms.values()))
+    latency, transfer = steps * line.intercept, point.size_bytes / GIB * steps / ranks * line.slope * 1e6
+    whole = BASE_LATENCY_US + latency + transfer
+    return latency / whole, transfer / whole
