@@ -57,8 +57,7 @@ def to_run(
     results = _numbered(
         result for _, table in usable for result in _results(table, table.ranks == ranks_of(shape))
     )
-    several = mesh is not None and len(mesh) > 1
-    ranks = _mesh_layout(usable, shape) if several else {facts.rank: facts for facts in _places(usable)}
+    ranks = _mesh_layout(usable, shape) if len(shape) > 1 else _places(usable)
     results.sort(key=lambda result: result.suite != SUITE)  # what counts comes first
     return _header(logs, usable, argv, shape, results, ranks), results
 
@@ -154,16 +153,14 @@ def _mesh_layout(usable: Sequence[tuple[Log, LogTable]], mesh: Mesh) -> dict[int
     return ranks
 
 
-def _places(usable: Sequence[tuple[Log, LogTable]]) -> Iterator[RankFacts]:
+def _places(usable: Sequence[tuple[Log, LogTable]]) -> dict[int, RankFacts]:
     """Per rank what the most telling table lists of it."""
     table = max((table for _, table in usable), key=lambda t: len(t.devices))
-    for device in sorted(table.devices, key=lambda d: d.rank):
-        yield RankFacts(
-            rank=device.rank,
-            host=device.host or None,
-            local_rank=device.index,
-            device=f"{table.device_type}:{device.index}",
-        )
+    kind = table.device_type
+    return {
+        d.rank: RankFacts(rank=d.rank, host=d.host or None, local_rank=d.index, device=f"{kind}:{d.index}")
+        for d in table.devices
+    }
 
 
 def _results(table: LogTable, together: bool) -> Iterator[Result]:
