@@ -294,14 +294,10 @@ class NvmlDevice:
         """The clock of its multiprocessors or memory, now or at most."""
         return self.ask(f"nvmlDeviceGet{most}ClockInfo", getattr(self.library, f"NVML_CLOCK_{of}"))
 
-    @property
-    def links(self) -> range:
-        """Numbers of the NVLinks it may have."""
-        return range(getattr(self.library, "NVML_NVLINK_MAX_LINKS", 18))
-
     def link_states(self) -> dict[int, bool]:
         """Whether they are up, of the NVLinks that NVML knows."""
-        states = {link: self.ask("nvmlDeviceGetNvLinkState", link) for link in self.links}
+        links = range(getattr(self.library, "NVML_NVLINK_MAX_LINKS", 18))
+        states = {link: self.ask("nvmlDeviceGetNvLinkState", link) for link in links}
         return {link: bool(state) for link, state in states.items() if state is not None}
 
     def clock_reasons(self) -> list[str] | None:
