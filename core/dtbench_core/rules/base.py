@@ -134,6 +134,20 @@ Rule = Callable[[OpCall], Strategy]
 _rules: dict[OpOverload, Rule] = {}
 
 
+_library = torch.library.Library("dtbench_core", "FRAGMENT")
+
+
+def new_op(schema: str, kernel: Call, meta: Call | None = None) -> OpOverload:
+    """An op of the core's own, of that schema. meta: its kernel for metadata alone, if `kernel` cannot be it."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    if meta is not None:
+        _library.impl(name, meta, "Meta")
+    op: OpOverload = getattr(torch.ops.dtbench_core, name).default
+    return op
+
+
 def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
     """Registers the decorated rule for `ops`."""
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from dtbench_core.layout.placement import Partial, Shard
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.op_types import Ctx, Value
-from dtbench_core.rules.base import OpCall, Placed, Strategy, rule
+from dtbench_core.rules.base import OpCall, Placed, Strategy, new_op, rule
 from dtbench_core.rules.labels import SUM, label_rows, letters, materialised, whole
 from dtbench_core.torch_compat import is_fake_mode_active
 
@@ -170,22 +170,6 @@ def _refuse_wrong(wrong: torch.Tensor, classes: int) -> None:
         )
 
 
-# ---- the ops ----
-
-_library = torch.library.Library("dtbench_core", "FRAGMENT")
-_library.define("class_max(Tensor logits, int dim) -> Tensor")
-_library.define(
-    "class_sums(Tensor logits, Tensor maximum, Tensor target, Tensor? weight, int dim, bool smoothed) -> Tensor"
-)
-_library.define(
-    "class_loss(Tensor sums, Tensor target, Tensor? weight, int classes, int ignore_index, float smoothing) -> Tensor"
-)
-_library.define(
-    "class_gradient(Tensor grad, Tensor logits, Tensor maximum, Tensor sums, Tensor target, Tensor? weight, int dim,"
-    " int classes, int ignore_index, float smoothing) -> Tensor"
-)
-
-
 def accumulated(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in: half precision adds up in float32, as torch's kernels do."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -293,17 +277,20 @@ def _along(weight: Tensor, first: int, logits: Tensor, dim: int) -> Tensor:
     return own.view(-1, *(1,) * (logits.ndim - dim - 1))
 
 
-for _name, _function in (
-    ("class_max", _max),
-    ("class_sums", _sums),
-    ("class_loss", _loss),
-    ("class_gradient", _gradient),
-):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-class_max = torch.ops.dtbench_core.class_max.default
-class_sums = torch.ops.dtbench_core.class_sums.default
-class_loss = torch.ops.dtbench_core.class_loss.default
-class_gradient = torch.ops.dtbench_core.class_gradient.default
+class_max = new_op("class_max(Tensor logits, int dim) -> Tensor", _max)
+class_sums = new_op(
+    "class_sums(Tensor logits, Tensor maximum, Tensor target, Tensor? weight, int dim, bool smoothed) -> Tensor",
+    _sums,
+)
+class_loss = new_op(
+    "class_loss(Tensor sums, Tensor target, Tensor? weight, int classes, int ignore_index, float smoothing) -> Tensor",
+    _loss,
+)
+class_gradient = new_op(
+    "class_gradient(Tensor grad, Tensor logits, Tensor maximum, Tensor sums, Tensor target, Tensor? weight, int dim,"
+    " int classes, int ignore_index, float smoothing) -> Tensor",
+    _gradient,
+)
 
 
 # ---- their rules ----

@@ -188,12 +188,8 @@ def squeeze(call: OpCall) -> Strategy:
 def expand(call: OpCall) -> Strategy:
     before, after = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
     lead = len(after) - len(before)
-    rows = [
-        PlacementRow((Shard(d),), (Shard(d + lead),))
-        for d in range(len(before))
-        if before[d] == after[d + lead]
-    ]
-    return Strategy([*rows, *linear_rows(call, 1, ops=REDUCE_OPS)], local_shape_args=(1,))
+    dims = {d: d + lead for d in range(len(before)) if before[d] == after[d + lead]}
+    return Strategy(mapped_rows(call, dims), local_shape_args=(1,))
 
 
 def tensor_split(tensor: Value, indices_or_sections: Any = None, dim: int = 0, **named: object) -> Value:
