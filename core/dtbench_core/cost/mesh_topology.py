@@ -60,8 +60,6 @@ class MeshTopoInfo(MeshConstants):
         return MeshTopoInfo(**vars(constants) | {"mesh": mesh})
 
 
-# --- which constants are in use --------------------------------------------------------------------
-
 _topology: Topology | None = None  # None: the built-in constants
 _constants: dict[DeviceMesh, MeshTopoInfo] = {}  # of its meshes
 

@@ -39,11 +39,11 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 class Options(NamedTuple):
-    """What F.cross_entropy takes besides tensors."""
+    """What F.cross_entropy takes besides tensors, by its names."""
 
     ignore_index: int
     reduction: str
-    smoothing: float
+    label_smoothing: float
 
 
 def cross_entropy(
@@ -88,19 +88,13 @@ def _fits(logits: Wrapper, target: Any, weight: Value) -> bool:
     """Whether these are what torch takes for class targets; else it is for torch to say what is wrong."""
     dim, spec = class_dim(logits), logits._spec
     shape = (*spec.shape[:dim], *spec.shape[dim + 1 :])
-    if (
-        not isinstance(target, Wrapper)
-        or target._spec.dtype != torch.int64
-        or tuple(target._spec.shape) != shape
-    ):
+    if not spec.dtype.is_floating_point or spec.shape[dim] == 0 or not _is(target, torch.int64, shape):
         return False
-    if weight is not None and not (isinstance(weight, Wrapper) and weight._spec.dtype == spec.dtype):
-        return False
-    return (
-        spec.dtype.is_floating_point
-        and spec.shape[dim] > 0
-        and (weight is None or tuple(weight._spec.shape) == (spec.shape[dim],))
-    )
+    return weight is None or _is(weight, spec.dtype, (spec.shape[dim],))
+
+
+def _is(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    return isinstance(tensor, Wrapper) and (tensor._spec.dtype, tuple(tensor._spec.shape)) == (dtype, shape)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -109,7 +103,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, logits: Any, target: Any, weight: Value, options: Options) -> Value:
         dim, classes = class_dim(logits), logits._spec.shape[class_dim(logits)]
-        smoothing = options.smoothing
+        smoothing = options.label_smoothing
         maximum = materialised(class_max(logits, dim))
         sums = materialised(class_sums(logits, maximum, target, weight, dim, smoothing > 0))
         result = class_loss(sums, target, weight, classes, options.ignore_index, smoothing)
@@ -122,14 +116,9 @@ class CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, target, weight, maximum, sums)
         if options.reduction == "none":
             return result[0].to(logits._spec.dtype, copy=True)
-        value = (held[0] / held[1] if options.reduction == "mean" else held[0]).to(
-            logits._spec.dtype, copy=True
-        )
-        return wrap(
-            logits.viewed,
-            value,
-            totals._spec.of(totals._spec.info, totals._spec.placements, (), (), value.dtype),
-        )
+        loss = held[0] / held[1] if options.reduction == "mean" else held[0]
+        spec = totals._spec.of(totals._spec.info, totals._spec.placements, (), (), logits._spec.dtype)
+        return wrap(logits.viewed, loss.to(spec.dtype, copy=True), spec)
 
     @staticmethod
     def backward(ctx: Ctx, grad: Value) -> Value:
@@ -147,15 +136,7 @@ class CrossEntropy(torch.autograd.Function):
 
 def _differentiable_gradient(grad: Value, logits: Any, target: Any, weight: Value, options: Options) -> Value:
     """The gradient through torch's own ops, which autograd can follow."""
-    moved = logits.redistribute()
-    loss = F.cross_entropy(
-        moved,
-        target,
-        weight,
-        ignore_index=options.ignore_index,
-        reduction=options.reduction,
-        label_smoothing=options.smoothing,
-    )
+    loss = F.cross_entropy(logits.redistribute(), target, weight, **options._asdict())
     return torch.autograd.grad(loss, logits, grad, create_graph=True)[0]
 
 

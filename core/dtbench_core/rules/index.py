@@ -31,9 +31,6 @@ from dtbench_core.torch_compat import is_fake_mode_active
 INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-# ---- embedding ----
-
-
 @decomposition(aten._sparse_coo_tensor_with_dims_and_tensors.default)
 def sparse(*_: object, **__: object) -> Value:
     raise NoRuleError(

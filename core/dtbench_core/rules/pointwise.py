@@ -247,10 +247,8 @@ def neutral_term(spec: DTensorSpec) -> int | None:
 def where(call: OpCall) -> Strategy:
     """(condition, a, b): each element is one of the two, whatever is pending. Not an average: a mask's lowest
     number, on every rank, overflows the sum on the way to it."""
-    picked = (
-        pending_rows(call, (1, 2), ops=("sum", "max", "min")) if call.inputs[0].dtype == torch.bool else []
-    )
-    return Strategy([*pointwise(call).rows, *picked])
+    ops = ("sum", "max", "min") if call.inputs[0].dtype == torch.bool else ()
+    return Strategy([*pointwise(call).rows, *pending_rows(call, (1, 2), ops=ops)])
 
 
 @rule(aten.maximum.default, aten.minimum.default)

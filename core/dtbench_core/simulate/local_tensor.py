@@ -472,11 +472,9 @@ def _refuse_partial_broadcast(op: OpOverload, args: Args, results: Mapping[int, 
 
 def _tensors_written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     named = bound(op, args, kwargs)
-    written = [name for _, name in written_arguments(op)]
-    values = [
-        named.get(name) for name in (*written, "running_mean", "running_var")
-    ]  # some batch norms write to these
-    return [t for t in tree_leaves(values) if t is not None]
+    # Some batch norms write to these without saying so.
+    written = [*(name for _, name in written_arguments(op)), "running_mean", "running_var"]
+    return [t for t in tree_leaves([named.get(name) for name in written]) if t is not None]
 
 
 class PlainCopies:

@@ -95,9 +95,6 @@ def _arrive(arrival: Arrival) -> dist.Work:
     return rank.arrive(arrival)
 
 
-# ---- answers ----
-
-
 def _simulation() -> LocalTensorMode:
     assert _mode is not None  # patched only while one is active
     return _mode

@@ -354,9 +354,6 @@ class RankThreads:
             rank.thread.join()
 
 
-# ---- results ----
-
-
 def values_of_ranks(results: Sequence[RankResult]) -> list[Any]:
     """The ranks' values.
 
@@ -411,9 +408,6 @@ def _without_property_lock() -> Iterator[None]:
         yield
     finally:
         functools.cached_property.__get__ = original  # type: ignore[method-assign]
-
-
-# ---- a world ----
 
 
 class ThreadWorld:
