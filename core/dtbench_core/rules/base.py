@@ -131,7 +131,7 @@ def ops_named(names: str, suffix: str = "") -> list[OpOverload]:
 
 Rule = Callable[[OpCall], Strategy]
 
-_rules: dict[OpOverload, Rule] = {}
+rule_of: dict[OpOverload, Rule] = {}  # an op's own
 
 
 _library = torch.library.Library("dtbench_core", "FRAGMENT")
@@ -152,8 +152,7 @@ def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
     """Registers the decorated rule for `ops`."""
 
     def register(function: Rule) -> Rule:
-        for op in ops:
-            _rules[op] = function
+        rule_of.update(dict.fromkeys(ops, function))
         return function
 
     return register
@@ -184,28 +183,14 @@ def decomposition_of(op: OpOverload) -> Call | None:
     return _decompositions.get(op)
 
 
-def rule_of(op: OpOverload) -> Rule | None:
-    """The rule registered for `op` itself, or None."""
-    return _rules.get(op)
-
-
-_overridden: set[OpOverload] = set()
+overridden: set[OpOverload] = set()  # for which a user has registered a rule
 
 
 def override(op: OpOverload, new: Rule) -> None:
     """Puts a user's rule in the place of whatever the core knows of `op`."""
-    _rules[op] = new
+    rule_of[op] = new
     _decompositions.pop(op, None)
-    _overridden.add(op)
-
-
-def is_overridden(op: OpOverload) -> bool:
-    """Whether a user has registered a rule for `op`."""
-    return op in _overridden
-
-
-def ops_with_rules() -> Iterable[OpOverload]:
-    return _rules.keys()
+    overridden.add(op)
 
 
 def by_tensor(rows: Sequence[PlacementRow]) -> Chosen:

@@ -68,7 +68,7 @@ def _single(op: OpOverload) -> tuple[OpOverload, Rule]:
     packet = aten.zeros_like if name == "zero" else getattr(aten, name)
     overload = next(o for o in OVERLOADS[op._overloadname or "default"] if o in packet.overloads())
     single = getattr(packet, overload)
-    own = rule_of(single)
+    own = rule_of.get(single)
     assert own is not None or is_pointwise(single), single
     return single, own or pointwise
 
@@ -315,10 +315,8 @@ def foreach_norm(tensors: Sequence[Value], ord: Any = 2, dtype: torch.dtype | No
     norms: list[Value] = [None] * len(tensors)
     for placed, positions in groups.items():
         group = [tensors[at] for at in positions]
-        group_norms = (
-            _norms_of_group(group, ord, dtype) if placed else torch._foreach_norm(group, ord, dtype=dtype)
-        )
-        for at, norm in zip(positions, group_norms, strict=True):
+        norms_of = _norms_of_group if placed else torch._foreach_norm
+        for at, norm in zip(positions, norms_of(group, ord, dtype=dtype), strict=True):
             norms[at] = norm._local_tensor if placed and apart else norm
     return norms
 

@@ -129,6 +129,5 @@ def register_device_guard() -> None:
 
 
 def destroy() -> None:
-    """Destroys the calling thread's groups, if it has any."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -334,7 +334,6 @@ def _others(types: Iterable[type], allowed: type = LocalTensor) -> bool:
 
 
 def _generators(arguments: Any) -> list[torch.Generator]:
-    """Those among the arguments of a call."""
     return [x for x in tree_leaves(arguments) if isinstance(x, torch.Generator)]
 
 

@@ -170,19 +170,15 @@ class LocalTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         held = _groups(self._local_tensors)
-        lines = []
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        lines = [f"LocalTensor({_brief(self)} on ranks {describe_ranks(self.ranks)}{grad}"]
         with torch._C._DisableTorchDispatch():
             for ranks in held[:SHOWN]:
                 text = repr(self._local_tensors[ranks[0]]).replace("\n", "\n    ")
                 lines.append(f"  {describe_ranks(ranks)}: {text}")
         if len(held) > SHOWN:
             lines.append(f"  ... {len(held) - SHOWN} more")
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        return (
-            f"LocalTensor({_brief(self)} on ranks {describe_ranks(self.ranks)}{grad}\n"
-            + "\n".join(lines)
-            + ")"
-        )
+        return "\n".join(lines) + ")"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
