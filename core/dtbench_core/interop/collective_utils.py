@@ -1,9 +1,12 @@
 """Collectives over one mesh dim, padding, and the cost model: what torch.distributed.tensor keeps in
 `_collective_utils`, by the same names.
 
-The core's own redistribution does not pass through here (see redistribute.py); these are for code that
+The core's own redistribution does not pass through here (see redistribute/movers.py); these are for code that
 is written against them. The cost functions are cost/search.py's, the constants of a mesh cost/mesh_topology.py's.
 """
+
+# ruff: noqa: F401
+# mypy: implicit-reexport
 
 from __future__ import annotations
 
@@ -35,28 +38,7 @@ from dtbench_core.redistribute.movers import Exchange, mover, padded
 from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import resolve_group
 
-__all__ = [
-    "MeshTopoInfo",
-    "all_to_all_cost",
-    "allgather_cost",
-    "allreduce_cost",
-    "check_tensor_meta",
-    "fill_empty_tensor_to_shards",
-    "mesh_broadcast",
-    "mesh_scatter",
-    "one_step_redistribute_cost",
-    "pad_tensor",
-    "redistribute_cost",
-    "reduce_scatter_cost",
-    "shard_dim_alltoall",
-    "spec_to_bytes",
-    "unpad_tensor",
-]
-
 logger = logging.getLogger(__name__)
-
-
-# --- from one sharded dim to another ---------------------------------------------------------------
 
 
 def shard_dim_alltoall(
@@ -218,9 +200,6 @@ def fill_empty_tensor_to_shards(
         shape[shard_dim] = 0
         shards.extend([shards[0].new_zeros(shape)] * num_empty_tensors)
     return shards
-
-
-# --- checks ----------------------------------------------------------------------------------------
 
 
 def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = False) -> TensorMeta | None:
