@@ -5,9 +5,6 @@ The core's own redistribution does not pass through here (see redistribute/mover
 is written against them. The cost functions are cost/search.py's, the constants of a mesh cost/mesh_topology.py's.
 """
 
-# ruff: noqa: F401
-# mypy: implicit-reexport
-
 from __future__ import annotations
 
 import functools
@@ -37,6 +34,24 @@ from dtbench_core.layout.spec import TensorMeta
 from dtbench_core.redistribute.movers import Exchange, mover, padded
 from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import resolve_group
+
+__all__ = [
+    "MeshTopoInfo",
+    "all_to_all_cost",
+    "allgather_cost",
+    "allreduce_cost",
+    "check_tensor_meta",
+    "fill_empty_tensor_to_shards",
+    "mesh_broadcast",
+    "mesh_scatter",
+    "one_step_redistribute_cost",
+    "pad_tensor",
+    "redistribute_cost",
+    "reduce_scatter_cost",
+    "shard_dim_alltoall",
+    "spec_to_bytes",
+    "unpad_tensor",
+]
 
 logger = logging.getLogger(__name__)
 
