@@ -309,15 +309,13 @@ def _run_here(
         device = world.device
         plan = RunRequest().resolve("cuda" if device.type == "cuda" else "cpu", world.world_size)
         results: list[Result] = []
-        info = local_rank_info(str(device))
-        infos = ranks.agree(info, lambda votes: votes)
+        infos = ranks.agree(local_rank_info(str(device)), lambda votes: votes)
         header = provenance(
             argv=[], plan=plan, suites=[suite.name], mesh=plan.mesh, ranks=infos, backend=None, launches=1
         )
         line = ProgressLine(progress and ranks.rank == 0)
-        budget = (
-            Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S) if functions else budget_of(suite.world, quick=False)
-        )
+        of_functions = Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S)
+        budget = of_functions if functions else budget_of(suite.world, quick=False)
         tools = instruments_of(device, barrier=barrier, budget=budget)
 
         def record(result: Result) -> None:

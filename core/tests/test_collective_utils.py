@@ -19,12 +19,12 @@ from dtbench_core.interop import collective_utils
 
 
 def test_all_names_of_torch_are_here() -> None:
-    ours = set(collective_utils.__all__)
     public = {
         name
         for name, value in vars(torch_utils).items()
         if getattr(value, "__module__", "") == torch_utils.__name__ and not name.startswith("_")
     }
+    ours = set(collective_utils.__all__)
     assert public <= ours, "what a user of torch's module finds there"
     assert all(hasattr(collective_utils, name) for name in ours)
     assert collective_utils.redistribute_cost is cost.redistribute_cost

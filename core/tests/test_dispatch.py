@@ -212,7 +212,7 @@ def test_the_mesh_of_a_new_world_is_another_mesh() -> None:
 def test_a_wrong_rule_is_noticed(x: DTensor) -> None:
     """A rule that claims a placement its local result contradicts raises, and leaves no plan behind."""
     op = torch.ops.aten.trace.default
-    base._rules[op] = lambda call: Strategy(
+    base.rule_of[op] = lambda call: Strategy(
         [PlacementRow((Shard(0),), (Partial(),))], local_op=lambda local: local
     )
     try:
@@ -220,7 +220,7 @@ def test_a_wrong_rule_is_noticed(x: DTensor) -> None:
             x.trace()
         assert not any(op in str(key) for key in dispatching.plans for op in ("trace",))
     finally:
-        del base._rules[op]
+        del base.rule_of[op]
 
 
 def test_fast_writes_to_lists_count_each(mesh: DeviceMesh) -> None:

@@ -189,6 +189,6 @@ def test_rules_are_replaced() -> None:
             assert scaled.full_tensor().equal(A * scale)
     finally:
         dist.barrier()
-        base._rules.pop(op, None)
-        base._overridden.discard(op)
+        base.rule_of.pop(op, None)
+        base.overridden.discard(op)
         clear_caches()

@@ -59,14 +59,14 @@ def test_topology_prices_redistributions_until_undone() -> None:
     builtin = cost.redistribute_cost(*pair)
     gib = math.prod(SHAPE) * 4 / GIB
     with mesh_topology.use_topology(topology()):
-        assert mesh_topology.topology_in_use() is not None
+        assert mesh_topology._topology is not None
         assert cost.redistribute_cost(*pair) == pytest.approx(6.6 + 30 + gib * 0.75 / 2.0 * 1e6)
         inner = mesh_topology.use_topology(topology(tp__latency_us_per_hop=100.0, base_latency_us=0))
         assert cost.redistribute_cost(*pair) == pytest.approx(300 + gib * 0.75 / 2.0 * 1e6)
         inner.restore()
         inner.restore()
         assert mesh_topology.topology_of(mesh).mesh_dim_latency == (40.0, 10.0)
-    assert mesh_topology.topology_in_use() is None
+    assert mesh_topology._topology is None
     assert cost.redistribute_cost(*pair) == builtin
 
 
@@ -120,7 +120,7 @@ def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, mes
     before = mesh_topology.use_topology(topology())
     with pytest.raises(TopologyError, match=message):
         mesh_topology.use_topology(path)
-    assert mesh_topology.topology_in_use() is not None
+    assert mesh_topology._topology is not None
     before.restore()
 
 

@@ -81,9 +81,6 @@ def _identify(log: Log, table: LogTable, collective: str | None, ranks: int | No
         raise _RefusedError("one rank: nothing is sent, so its bandwidths are of memory or mean nothing")
 
 
-# -------------------------------------------------------------------------- what the log says of ranks
-
-
 def _find_sizes(log: Log, table: LogTable) -> None:
     for row in table.rows:
         row.size_bytes *= (table.ranks or 1) if table.sizes_are_parts else 1
@@ -119,19 +116,6 @@ def _parts(row: LogRow) -> int | None:
     return whole if not rest else None
 
 
-def _ratios(table: LogTable) -> list[tuple[float, float]]:
-    """The intervals of busbw / algbw, where they are not printed too coarsely to say anything."""
-    return [
-        (b.low / a.high / _SLACK, b.high / a.low * _SLACK)
-        for _, figure in table.figures
-        if not figure.fault and (a := figure.algbw) is not None and (b := figure.busbw) is not None
-        if max(a.coarseness, b.coarseness) <= _MAX_COARSENESS
-    ]
-
-
-# ------------------------------------------------------------------------------- which collective it is
-
-
 def _collective(log: Log, table: LogTable, by_user: str | None) -> str:
     """What the log says, else the user, else the name of the file; of the latter two the rows may say otherwise."""
     if table.collective is not None:
@@ -157,13 +141,16 @@ def _named(name: str) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-# ------------------------------------------------------------------------------------- the laws of rows
-
-
 def _check_rows(log: Log, table: LogTable) -> None:
     assert table.collective is not None and table.ranks is not None
     factor = busbw_factor(table.collective, table.ranks)
-    ratios = _ratios(table)
+    # Intervals of busbw / algbw, where they are not printed too coarsely to say anything.
+    ratios = [
+        (b.low / a.high / _SLACK, b.high / a.low * _SLACK)
+        for _, figure in table.figures
+        if not figure.fault and (a := figure.algbw) is not None and (b := figure.busbw) is not None
+        if max(a.coarseness, b.coarseness) <= _MAX_COARSENESS
+    ]
     # Single rows that were altered do not decide.
     if sum(low <= factor <= high for low, high in ratios) < 0.8 * len(ratios):
         low, high = sorted(ratios)[len(ratios) // 2]
@@ -242,11 +229,7 @@ def _derive_times(table: LogTable, factor: float) -> None:
             figure.time, figure.time_is_derived = Printed(seconds, seconds * by_bandwidth.coarseness), True
 
 
-# --------------------------------------------------------------------------------- the data it checked
-
-
 def _check_data(table: LogTable) -> None:
-    bad = False
     for row, figure in table.figures:
         if figure.wrong is None:
             continue
@@ -254,8 +237,7 @@ def _check_data(table: LogTable) -> None:
         if not 0 <= figure.wrong <= allowed:
             what = "a deviation of" if table.error_column else "wrong elements:"
             figure.fail(f"the data were wrong: {what} {figure.wrong:g}", wrong_data=True)
-        bad = bad or figure.fault_is_wrong_data
-    if table.failed_values and not bad:
+    if table.failed_values and not any(figure.fault_is_wrong_data for _, figure in table.figures):
         for _, figure in table.figures:
             figure.fail(
                 f"the table ends with {table.failed_values} values out of bounds, and no row says which",

@@ -49,14 +49,14 @@ def add_rows(log: Log, table: LogTable, names: Names, rows: Sequence[Row], optio
         names = _with_unnamed(names, [words for _, words in rows])
     for line, words in rows:
         of = values_of(names, words)
-        odd = [k for k in ("count", "root") if of.get(k) and not _is_whole(of[k])]
+        odd = [k for k in ("count", "root") if of.get(k) and not is_whole(of[k])]
         odd += ["inplace"] if of.get("inplace", "0") not in ("0", "1") else []
         fault = f"its {odd[0]} is {of[odd[0]][:20]!r}" if odd else ""
         if extra := [word for word in words[len(names) :] if value_of(word)[0]]:
             fault = f"it has {len(extra)} value(s) more than the header has columns"
         if len(words) < len(names) and len(words) != len(names) - optional:
             log.say(line, f"it has {len(words)} of the {len(names)} values that its header names: left out")
-        elif not _is_whole(of["size"]) or of["size"][0] == "-":
+        elif not is_whole(of["size"]) or of["size"][0] == "-":
             log.say(line, f"{fault or 'its size is ' + repr(of['size'][:20])}: left out")
         else:
             table.rows.append(_row(line, names, words, fault))
@@ -69,23 +69,24 @@ def add_rows(log: Log, table: LogTable, names: Names, rows: Sequence[Row], optio
     return names
 
 
-def _is_whole(word: str) -> bool:
+def is_whole(word: str) -> bool:
     return word.removeprefix("-").isdecimal() and len(word) <= 20
 
 
 def _row(line: int, names: Names, words: Words, fault: str = "") -> LogRow:
     of = values_of(names, words)
-    count, root = (int(of[name]) if _is_whole(of.get(name, "")) else None for name in ("count", "root"))
+    count, root = (int(of[name]) if is_whole(of.get(name, "")) else None for name in ("count", "root"))
     dtype = DTYPES.get(of["type"], (of["type"][:20], 0))[0]
     row = LogRow(line, int(of["size"]), count, dtype, of.get("redop", "")[:20], root, [])
     for index, group in enumerate(groups_of(names)):
         values = {names[i]: words[i] for i in group if i < len(words)}
         in_place = index == 1 or of.get("inplace") == "1"
-        row.figures.append(LogFigure(in_place, None, fault=fault) if fault else _figure(values, in_place))
+        row.figures.append(LogFigure(in_place, None, fault=fault) if fault else figure_of(values, in_place))
     return row
 
 
-def _figure(values: dict[str, str], in_place: bool) -> LogFigure:
+def figure_of(values: dict[str, str], in_place: bool) -> LogFigure:
+    """values: us, GB/s and wrong elements, as printed, by the names of `TIMED` and `CHECKS`."""
     time, algbw, busbw = (amount(values.get(name, ""), unit) for name, unit in TIMED.items())
     figure = LogFigure(in_place, time, algbw, busbw)
     if time is None or algbw is None or busbw is None:
@@ -119,7 +120,7 @@ def _fits(names: Names, words: Words) -> bool | None:
     """Whether a row may have these columns: size / time = algbw. None where it is printed too coarsely to tell."""
     of = values_of(names, words)
     if not (
-        all(_is_whole(of[name]) for name in ("size", "count", "root") if of.get(name))
+        all(is_whole(of[name]) for name in ("size", "count", "root") if of.get(name))
         and of["type"] in DTYPES
         and of.get("redop", "") in ("", *REDOPS)
         and of.get("inplace", "0") in ("0", "1")

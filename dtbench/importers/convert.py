@@ -52,15 +52,12 @@ def to_run(
     if not usable:
         raise UsageError(_why_nothing(logs))
     _agree(usable, mesh is not None)
-    dims = _dims(usable, mesh, dim)
+    _choose_dims(usable, mesh, dim)
     shape = mesh or ((WORLD, usable[0][1].ranks or 1),)
     results = _numbered(
-        result
-        for _, table in usable
-        for result in _results(table, dims[id(table)], table.ranks == ranks_of(shape))
+        result for _, table in usable for result in _results(table, table.ranks == ranks_of(shape))
     )
-    several = mesh is not None and len(mesh) > 1
-    ranks = _mesh_layout(usable, dims, shape) if several else {facts.rank: facts for facts in _places(usable)}
+    ranks = _mesh_layout(usable, shape) if len(shape) > 1 else _places(usable)
     results.sort(key=lambda result: result.suite != SUITE)  # what counts comes first
     return _header(logs, usable, argv, shape, results, ranks), results
 
@@ -79,9 +76,6 @@ def _why_nothing(logs: Sequence[Log]) -> str:
             reasons.append(f"{log.name}: the head of a {log.format} output without any row")
     more = f", and {len(reasons) - 3} more" if len(reasons) > 3 else ""
     return f"nothing can be imported ({'; '.join(reasons[:3])}{more})"
-
-
-# --------------------------------------------------------------------------------- what goes together
 
 
 def _agree(usable: Sequence[tuple[Log, LogTable]], one_mesh: bool) -> None:
@@ -112,24 +106,23 @@ def _hosts(table: LogTable) -> str | None:
     return f"{max(layout) + 1} host(s), in the order {', '.join(map(str, layout[:16]))}" if layout else None
 
 
-def _dims(usable: Sequence[tuple[Log, LogTable]], mesh: Mesh | None, dim: str | None) -> dict[int, str]:
-    """Per table (by its id) the mesh dim it is of."""
-    if mesh is None:
-        if dim is not None:
-            raise UsageError(f"--dim {dim} needs the mesh that it is a dim of: give --mesh NAME=RANKS,...")
-        return {id(table): WORLD for _, table in usable}
-    if dim is not None and dim not in dict(mesh):
+def _choose_dims(usable: Sequence[tuple[Log, LogTable]], mesh: Mesh | None, dim: str | None) -> None:
+    """Says of each table which mesh dim it is of."""
+    if mesh is None and dim is not None:
+        raise UsageError(f"--dim {dim} needs the mesh that it is a dim of: give --mesh NAME=RANKS,...")
+    if mesh is not None and dim is not None and dim not in dict(mesh):
         raise UsageError(f"--dim {dim} is no dim of --mesh {format_mesh(mesh)}")
-    dims = {}
     for log, table in usable:
+        if mesh is None:
+            table.dim = WORLD
+            continue
         fitting = [name for name, size in mesh if size == table.ranks and dim in (None, name)]
         if len(fitting) != 1:
             why = f"no dim of {f'--dim {dim}' if dim else f'--mesh {format_mesh(mesh)}'}"
             if fitting:
                 why = f"those of {' and of '.join(fitting)}: say which with --dim"
             raise UsageError(f"{log.name} line {table.line}: its {table.ranks} ranks are {why}")
-        dims[id(table)] = fitting[0]
-    return dims
+        table.dim = fitting[0]
 
 
 def _layout(table: LogTable) -> HostOrder | None:
@@ -141,14 +134,12 @@ def _layout(table: LogTable) -> HostOrder | None:
     return tuple(order.setdefault(device.host, len(order)) for device in devices)
 
 
-def _mesh_layout(
-    usable: Sequence[tuple[Log, LogTable]], dims: Mapping[int, str], mesh: Mesh
-) -> dict[int, RankFacts]:
+def _mesh_layout(usable: Sequence[tuple[Log, LogTable]], mesh: Mesh) -> dict[int, RankFacts]:
     """Per rank of the mesh its host, if each dim's logs show it within a host or one rank per host; else {}."""
     spans: dict[str, set[int]] = {}
     for _, table in usable:
         if (layout := _layout(table)) is not None:
-            spans.setdefault(dims[id(table)], set()).add(max(layout) + 1)
+            spans.setdefault(table.dim, set()).add(max(layout) + 1)
     across = []
     for name, size in mesh:
         if size > 1 and spans.get(name) not in ({1}, {size}):
@@ -162,22 +153,17 @@ def _mesh_layout(
     return ranks
 
 
-def _places(usable: Sequence[tuple[Log, LogTable]]) -> Iterator[RankFacts]:
+def _places(usable: Sequence[tuple[Log, LogTable]]) -> dict[int, RankFacts]:
     """Per rank what the most telling table lists of it."""
     table = max((table for _, table in usable), key=lambda t: len(t.devices))
-    for device in sorted(table.devices, key=lambda d: d.rank):
-        yield RankFacts(
-            rank=device.rank,
-            host=device.host or None,
-            local_rank=device.index,
-            device=f"{table.device_type}:{device.index}",
-        )
+    kind = table.device_type
+    return {
+        d.rank: RankFacts(rank=d.rank, host=d.host or None, local_rank=d.index, device=f"{kind}:{d.index}")
+        for d in table.devices
+    }
 
 
-# --------------------------------------------------------------------------------------- the results
-
-
-def _results(table: LogTable, dim: str, together: bool) -> Iterator[Result]:
+def _results(table: LogTable, together: bool) -> Iterator[Result]:
     first = table.collective in IN_PLACE
     placements = {f.in_place for _, f in table.figures if f.time and not f.fault}
     main = first if first in placements else not first
@@ -188,12 +174,10 @@ def _results(table: LogTable, dim: str, together: bool) -> Iterator[Result]:
     )
     for rows in repeated.values():
         for figures in zip(*(row.figures for row in rows), strict=True):
-            yield _result(table, rows[0], figures, dim, together, figures[0].in_place == main)
+            yield _result(table, rows[0], figures, together, figures[0].in_place == main)
 
 
-def _result(
-    table: LogTable, row: LogRow, figures: Sequence[LogFigure], dim: str, together: bool, main: bool
-) -> Result:
+def _result(table: LogTable, row: LogRow, figures: Sequence[LogFigure], together: bool, main: bool) -> Result:
     assert table.collective is not None and table.ranks is not None
     params: dict[str, Param] = {
         "mode": table.mode,
@@ -207,7 +191,7 @@ def _result(
     if (row.root or 0) > 0 and row.root is not None:
         params["root"] = row.root
     suite = SUITE if main and not {"redop", "root"} & params.keys() else OTHER
-    params |= {"mesh_dim": dim, "groups": "together" if together else "alone"}
+    params |= {"mesh_dim": table.dim, "groups": "together" if together else "alone"}
     blank = Result(suite, table.collective, table.tool, params, "failed", "", size_bytes=row.size_bytes)
     good = [f for f in figures if not f.fault and f.time is not None]
     bad = next((f for f in figures if f.fault), None)
@@ -235,9 +219,6 @@ def _numbered(results: Iterator[Result]) -> list[Result]:
     launches: dict[object, Iterator[int]] = defaultdict(itertools.count)
     keys = ((result, (*result.case_key[:2], *result.case_key[3:])) for result in results)
     return [msgspec.structs.replace(result, launch=next(launches[key])) for result, key in keys]
-
-
-# ---------------------------------------------------------------------------------------- the header
 
 
 def _header(

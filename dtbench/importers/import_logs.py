@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dtbench.importers import checks, convert, csv_logs, json_logs, nccl_text, other_tools
+from dtbench.importers import checks, convert, json_logs, nccl_text, other_tools
 from dtbench.importers.model import COLLECTIVES, Log, LogTable, Problem
 from dtbench.records.drops import drops_of
 from dtbench.records.read import read_bytes
@@ -31,7 +31,7 @@ JSON = "nccl-tests JSON"
 READERS: dict[str, _Reader] = {
     JSON: (json_logs.applies, json_logs.read),
     "nccl-tests text": (nccl_text.applies, nccl_text.read),
-    "rccl-tests CSV": (csv_logs.applies, csv_logs.read),
+    "rccl-tests CSV": (other_tools.is_rccl_csv, other_tools.read_rccl_csv),
     "DeepSpeed": (other_tools.is_deepspeed, other_tools.read_deepspeed),
     "OSU": (other_tools.is_osu, other_tools.read_osu),
     "ml-engineering": (other_tools.is_ml_engineering, other_tools.read_ml_engineering),

@@ -10,34 +10,17 @@ from typing import Literal
 
 from msgspec import Struct
 
-from dtbench.importers.model import (
-    DTYPES,
-    ListedRank,
-    Log,
-    LogFigure,
-    LogRow,
-    LogTable,
-    Printed,
-    Problem,
-)
+from dtbench.importers.columns import figure_of, is_whole
+from dtbench.importers.model import DTYPES, ListedRank, Log, LogFigure, LogRow, LogTable, Problem
 from dtbench.importers.nccl_text import library_version, name_table
 from dtbench.importers.text import pattern
-from dtbench.records.read import BadFieldError, decode, into, shown
+from dtbench.records.read import BadFieldError, decode, into
 from dtbench.suite.errors import UnreadableRunError
 from dtbench.suite.fields import Count
 
 # A number, or the text that the tool prints for one that it does not have: "nan", "N/A".
 Shown = float | str | None
-# Their JSON has six decimals (%lf).
-_HALF_DECIMAL = 0.5e-6
 _PROGRAM = pattern(r"(?:.*[/\\])?([a-z_]{1,40}?)_perf(?:_mpi)?")
-
-
-def _decimal(value: Shown, unit: float) -> Printed | None:
-    """The number in this unit with its rounding; None for anything else, and below 0."""
-    if not isinstance(value, float) or not 0 <= value < 1e300:
-        return None
-    return Printed(value, _HALF_DECIMAL).scaled(unit)
 
 
 class _Device(Struct, frozen=True):
@@ -141,25 +124,17 @@ def _table(file: _File) -> LogTable:
 
 
 def _figure(of: _Times, in_place: bool) -> LogFigure:
-    figure = LogFigure(in_place, _decimal(of.time, 1e-6), _decimal(of.alg_bw, 1e9), _decimal(of.bus_bw, 1e9))
-    if None in (figure.time, figure.algbw, figure.busbw):
-        figure.fail("it has no number for time, alg_bw or bus_bw")
-    if isinstance(of.nwrong, float):
-        figure.wrong = of.nwrong
-    elif of.nwrong not in (None, "N/A"):
-        figure.fail(f"its check of the data says {shown(of.nwrong)}", wrong_data=True)
+    values = {"time": of.time, "algbw": of.alg_bw, "busbw": of.bus_bw, "#wrong": of.nwrong}
+    # As the tool prints numbers into its JSON (%lf), so that their rounding is known.
+    texts = {k: f"{v:.6f}" if isinstance(v, float) else v or "N/A" for k, v in values.items()}
+    figure = figure_of(texts, in_place)
     if of.cpu_time is not None:
         figure.fail("its times are the host's (cpu_time): run nccl-tests without -C")
     return figure
 
 
 def _row(entry: _Entry, index: int) -> LogRow:
-    root = str(entry.root).strip()
-    dtype = DTYPES.get(entry.type, (entry.type[:20], 0))[0]
-    row = LogRow(
-        index + 1, entry.size, entry.count, dtype, entry.redop[:20], None, []
-    )  # rows stand for lines here
-    row.root = int(root) if root.isascii() and root.lstrip("-").isdigit() and len(root) < 10 else None
+    figures = []
     for of, iterations, in_place in (
         (entry.out_of_place, entry.out_of_place_per_iter, False),
         (entry.in_place, entry.in_place_per_iter, True),
@@ -170,7 +145,11 @@ def _row(entry: _Entry, index: int) -> LogRow:
         if iterations is not None and (times := iterations.times_us) and min(times) > 0:
             skip = iterations.skipped_iterations if iterations.skipped_iterations < len(times) else 0
             figure.samples_s = tuple(us * 1e-6 for us in times[skip:])
-        row.figures.append(figure)
-    if not row.figures:
+        figures.append(figure)
+    if not figures:
         raise BadFieldError(f"results[{index}] has neither out_of_place nor in_place")
-    return row
+    text = str(entry.root).strip()
+    root = int(text) if is_whole(text) else None
+    dtype = DTYPES.get(entry.type, (entry.type[:20], 0))[0]
+    # Rows stand for lines here.
+    return LogRow(index + 1, entry.size, entry.count, dtype, entry.redop[:20], root, figures)

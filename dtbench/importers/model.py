@@ -63,7 +63,6 @@ class Printed:
         return self.value + self.half
 
     def scaled(self, factor: float) -> Printed:
-        """The same number in another unit."""
         return Printed(self.value * factor, self.half * factor)
 
     @property
@@ -130,8 +129,6 @@ class LogRow:
 
 @dataclass(frozen=True)
 class ListedRank:
-    """What a log says of one rank."""
-
     rank: int
     group: int
     host: str
@@ -146,7 +143,8 @@ class LogTable:
 
     collective, ranks: what the log states; None where it does not. ranks_from: where `ranks` is from.
     refusal: why no row of it can be used. error_column: the wrong column holds the largest deviation
-    (nccl-tests before 2.13), not a count. mode: see `dtbench_suites.collectives`.
+    (nccl-tests before 2.13), not a count. mode: see `dtbench_suites.collectives`. aside: columns that are not
+    read -> what they hold. dim: of a mesh, which `convert` chooses.
     """
 
     tool: str
@@ -166,13 +164,11 @@ class LogTable:
     mixed: bool = False  # several processes said they were rank 0 above it
     started: str = ""
     sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are known
-    aside: dict[str, dict[str, None]] = field(
-        default_factory=dict
-    )  # columns that are not read -> what they hold
+    aside: dict[str, dict[str, None]] = field(default_factory=dict)
+    dim: str = ""
 
     @property
     def figures(self) -> list[tuple[LogRow, LogFigure]]:
-        """Every figure, with its row."""
         return [(row, figure) for row in self.rows for figure in row.figures]
 
 
@@ -199,7 +195,6 @@ class Log:
     failures: list[Problem] = field(default_factory=list)  # where the benchmark itself said it failed
 
     def say(self, line: int, text: str) -> None:
-        """Notes a problem."""
         self.problems.append(Problem(line, text))
 
     @property

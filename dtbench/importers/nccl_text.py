@@ -67,12 +67,10 @@ _HEADERLESS = (
 
 
 def applies(text: str) -> bool:
-    """Whether the text may hold such output."""
     return any(word in text for word in ("algbw ", "minBytes", " Pid ")) or bool(_start(_USUAL).search(text))
 
 
 def read(text: str, log: Log) -> None:
-    """Adds the tables of a text to its log."""
     _Reader(text, log).read()
 
 
@@ -106,8 +104,6 @@ class _Reader:
         self._close("the log ends inside it")
         for table, columns, rows in self.read_rows:
             add_rows(self.log, table, columns.names, rows, columns.after)
-
-    # ------------------------------------------------------------------------------ the table's frame
 
     def _header(self, number: int, line: str) -> bool:
         match = _HEADER.search(line)
@@ -203,15 +199,15 @@ class _Reader:
         self.programs |= {m[1] for m in _PROGRAM.finditer(line)}
         return bool(version or library)
 
-    # --------------------------------------------------------------------------------------- its rows
-
     def _row(self, number: int, text: str) -> bool:
         """Whether a row begins in the line."""
         columns = self.columns
         match = (columns.start if columns else _start(_USUAL)).search(text)
         if match is None:
             return False
-        if match["type"] not in DTYPES and (columns is None or not _looks_like_values(text[match.end() :])):
+        words = text[match.end() :].split()
+        values = len(words) >= 3 and (words[0] in REDOPS or value_of(words[0])[0])
+        if match["type"] not in DTYPES and (columns is None or not values):
             return False
         if columns is None:
             if not self.log.tables:
@@ -243,9 +239,8 @@ class _Reader:
         assert row is not None and columns is not None
         words = _TIMESTAMP.sub(" ", rest).split()
         expected = len(columns.names) - columns.after - columns.lead
-        if len(words) >= expected and all(
-            map(_WORD.fullmatch, words)
-        ):  # a whole row, maybe with unnamed columns
+        # A whole row, maybe with unnamed columns.
+        if len(words) >= expected and all(map(_WORD.fullmatch, words)):
             row.words += words
             words = []
         for word in words:
@@ -324,8 +319,3 @@ def name_table(table: LogTable, program: str | None) -> None:
         )
     elif program is not None:
         table.refusal = f"{program[:40]!r} is no program of nccl-tests that is known here"
-
-
-def _looks_like_values(rest: str) -> bool:
-    words = rest.split()
-    return len(words) >= 3 and (words[0] in REDOPS or bool(value_of(words[0])[0]))

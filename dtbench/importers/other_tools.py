@@ -1,15 +1,19 @@
-"""The tables of DeepSpeed, the OSU Micro-Benchmarks and ml-engineering.
+"""The tables of DeepSpeed, the OSU Micro-Benchmarks, ml-engineering and the CSV of rccl-tests.
 
 DeepSpeed: DeepSpeedExamples, benchmarks/communication. OSU (osu_allreduce and its like): a time per size and neither
 a bandwidth nor the number of ranks, which come from the command line, where the log has it; nothing can be checked.
 ml-engineering: the Markdown of all_reduce_bench.py and torch-dist-bench.py; the older ones give bandwidths and no time:
-it is derived, where the bandwidth has digits enough.
+it is derived, where the bandwidth has digits enough. rccl-tests (-Z csv -x FILE): a header, then a row per size and
+placement.
 """
 
 from __future__ import annotations
 
+import csv
+import math
 import re
 
+from dtbench.importers.columns import TIMED, Names, Row, add_rows, groups_of, values_of
 from dtbench.importers.model import (
     COLLECTIVES,
     IN_PLACE,
@@ -39,12 +43,10 @@ _DEEPSPEED_BANDWIDTHS = {"Gbps": 1e9 / 8, "GBps": 1e9}
 
 
 def is_deepspeed(text: str) -> bool:
-    """Whether the text may hold such a table."""
     return _DEEPSPEED_TITLE.search(text) is not None
 
 
 def read_deepspeed(text: str, log: Log) -> None:
-    """Adds the tables of a text to its log."""
     table: LogTable | None = None
     units: tuple[bool, str, str] | None = None
     for number, kind, match in scan(text, _DEEPSPEED_LINES):
@@ -109,19 +111,14 @@ def _deepspeed_size(table: LogTable, described: int, time: Printed, tput: Printe
 
 # -------------------------------------------------------------------------------------------- OSU
 
-_OSU_TITLE = pattern(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$")
-_OSU_HEADER = pattern(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$")
-_OSU_LAUNCH = pattern(
-    r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_"
-)
-_OSU_DATATYPE = pattern(r"#\s*Datatype:\s*(\w+)")
-_OSU_ROW = pattern(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$")
 _OSU_LINES = {
-    "launch": _OSU_LAUNCH,
-    "title": _OSU_TITLE,
-    "datatype": _OSU_DATATYPE,
-    "header": _OSU_HEADER,
-    "row": _OSU_ROW,
+    "launch": pattern(
+        r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_"
+    ),
+    "title": pattern(r"\bOSU MPI(-CUDA|-ROCM|-OPENACC)? (.+?) Latency Test(?: v(\S+))?\s*$"),
+    "datatype": pattern(r"#\s*Datatype:\s*(\w+)"),
+    "header": pattern(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$"),
+    "row": pattern(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$"),
 }
 # Their sizes are one rank's part of S.
 _OSU_OF_PARTS = ("all_gather", "all_to_all", "gather", "scatter")
@@ -129,7 +126,6 @@ _OSU_DATATYPES = {"MPI_FLOAT": "float32", "MPI_INT": "int32", "MPI_CHAR": "int8"
 
 
 def is_osu(text: str) -> bool:
-    """Whether the text may hold such a table."""
     return "OSU MPI" in text and " Latency Test" in text
 
 
@@ -212,12 +208,10 @@ _ML_TIMES = TIMES | {"µs": TIMES["us"]}
 
 
 def is_ml_engineering(text: str) -> bool:
-    """Whether the text may hold such a table."""
     return "payload" in text and any(map(_is_ml_header, map(_cells, lines_of(text))))
 
 
 def read_ml_engineering(text: str, log: Log) -> None:
-    """Adds the tables of a text to its log."""
     table: LogTable | None = None
     columns: list[str] = []
     title: re.Match[str] | None = None
@@ -278,3 +272,56 @@ def _ml_row(number: int, cells: dict[str, str], surplus: int) -> LogRow:
 def _scaled(kind: re.Pattern[str], cell: str, units: dict[str, float]) -> Printed | None:
     match = kind.fullmatch(cell)
     return amount(match[1], units[match[2]]) if match else None
+
+
+# ----------------------------------------------------------------------------------- rccl-tests CSV
+
+_CSV_NEEDED = {"size", "type", *TIMED}
+
+
+def is_rccl_csv(text: str) -> bool:
+    return any(_is_csv_header(line) for line in text.split("\n") if "," in line)
+
+
+def read_rccl_csv(text: str, log: Log) -> None:
+    blocks: list[tuple[int, Names, list[Row]]] = []
+    inside = False
+    for number, line in enumerate(lines_of(text), 1):
+        if _is_csv_header(line):
+            blocks.append((number, tuple(field.lower() for field in _csv_fields(line)), []))
+            inside = True
+        elif inside := inside and line.count(",") >= len(_CSV_NEEDED):
+            blocks[-1][2].append((number, _csv_fields(line)))
+    for number, names, rows in blocks:
+        log.tables.append(_csv_table(log, number, names, rows))
+
+
+def _csv_table(log: Log, number: int, names: Names, rows: list[Row]) -> LogTable:
+    table = LogTable("rccl-tests", number, ended=True)
+    # With MPI its headers before May 2026 lack the column of nodes that the rows have (ROCm/rocm-systems#6004).
+    at = names.index("rankspernode") - 1 if "rankspernode" in names and "nodes" not in names else 0
+    if at > 0 and all(len(words) > len(names) for _, words in rows):
+        names = (*names[:at], "nodes", *names[at:])
+    names = add_rows(log, table, names, rows)
+    said = ("collective", "ranks", "gpusperrank", "gpus")
+    about = {tuple(values_of(names, words).get(name, "") for name in said) for _, words in rows}
+    for collective, *counts in about:
+        # Processes times the GPUs of each; without MPI the GPUs of the one process.
+        known = [int(count) for count in counts if count.isdecimal() and len(count) < 8]
+        table.collective, table.ranks = collective_of(collective), math.prod(known) if known else None
+        table.ranks_from = "its columns of ranks and GPUs"
+        if collective and table.collective is None:
+            table.refusal = f"{collective[:40]!r} is no collective that is known here"
+    if len(about) > 1 and table.rows:
+        table.refusal = "its rows are of several collectives or numbers of ranks: give a file each"
+    return table
+
+
+def _is_csv_header(line: str) -> bool:
+    names = tuple(field.lower() for field in _csv_fields(line)) if "algbw" in line.lower() else ()
+    placements = len(groups_of(names))  # two, or one that `inplace` tells
+    return set(names) >= _CSV_NEEDED and placements + ("inplace" in names) == 2
+
+
+def _csv_fields(line: str) -> list[str]:
+    return [field.strip() for field in next(csv.reader([line], skipinitialspace=True), [])]

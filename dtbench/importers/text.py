@@ -17,7 +17,6 @@ MAX_LINE = 8192
 _ESCAPES = pattern(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-_])")
 # What NCCL logs, wherever in a line it begins: "host:pid:tid [device] NCCL INFO ...".
 _NCCL = pattern(r":\d+:\d+ \[\d+\] (?:\d+\.\d+ \S+ )?NCCL [A-Z]+")
-_LAST_WORD = pattern(r"\S+$")
 _VALUE = pattern(r"N/A|[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|[+-]?nan|[+-]?inf", re.IGNORECASE)
 # A number with text glued to it; where that text begins with a digit, nothing tells them apart.
 _LEADING_VALUE = pattern(r"(N/A|[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?=[A-Za-z\[(<_])")
@@ -53,12 +52,9 @@ def without_nccl(line: str) -> str:
     match = _NCCL.search(line)
     if match is None:
         return line
-    before = line[: match.start()]
-    word = _LAST_WORD.search(before)
-    if word is None:
-        return before
-    value = _LEADING_VALUE.match(word[0])
-    return before[: word.start()] + (value[1] if value else "")
+    before, space, word = line[: match.start()].rpartition(" ")
+    value = _LEADING_VALUE.match(word)
+    return before + space + (value[1] if value else "")
 
 
 @lru_cache(2**14)

@@ -58,7 +58,6 @@ class Gpus:
         return torch.device("cuda", torch.cuda.current_device())
 
     def select(self, index: int) -> torch.device:
-        """Makes a GPU the current one."""
         import torch
 
         torch.cuda.set_device(index)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtbench.machine import provenance as machine
-from dtbench.machine.device import DEFAULT_CPU_RANKS, Nvml
+from dtbench.machine.device import DEFAULT_CPU_RANKS, Nvml, gpus
 from dtbench.machine.limits import usable_cpus
 from dtbench.text.units import format_bytes
 
@@ -44,16 +44,13 @@ class Surroundings:
     root: Path = Path("/")
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     usable_cores: int = field(default_factory=lambda: len(usable_cpus()))
-    nvml: Callable[[], Nvml | None] = machine.nvml
+    nvml: Callable[[], Nvml | None] = lambda: gpus().nvml()
     resolve: Callable[[str], str] = socket.gethostbyname
     torch_version: Callable[[], str | None] = lambda: machine.installed("torch")
 
     def read(self, path: str) -> str:
         """The text of a file below the root; empty where there is none."""
-        try:
-            return (self.root / path).read_text(errors="replace").strip()
-        except OSError:
-            return ""
+        return machine.read_text(self.root / path)
 
     @property
     def local_ranks(self) -> int:

@@ -34,38 +34,28 @@ def run_git(
     Raises:
         OSError, subprocess.SubprocessError: it cannot be run, or takes longer.
     """
-    return _run(arguments, _OFF | _without_filters(cwd, env, timeout_s), cwd, env, timeout_s)
 
+    def run(words: tuple[str, ...], settings: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        own = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+        # Names of filters may hold what `-c` cannot; the user's own settings in the environment stay.
+        count = os.environ.get("GIT_CONFIG_COUNT", "")
+        first = int(count) if count.isascii() and count.isdigit() else 0
+        own["GIT_CONFIG_COUNT"] = str(first + len(settings))
+        for number, (name, value) in enumerate(settings.items(), first):
+            own |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
+        return subprocess.run(
+            ["git", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            timeout=timeout_s,
+            check=False,
+            cwd=cwd,
+            env={**os.environ, **own, **(env or {})},
+        )
 
-def _without_filters(cwd: Path | None, env: Mapping[str, str] | None, timeout_s: float) -> dict[str, str]:
-    """Settings by which no filter that is configured does anything: an empty command leaves a file as it is."""
-    listed = _run(("config", "--null", "--name-only", "--get-regexp", _FILTERS), _OFF, cwd, env, timeout_s)
-    names = [name for name in listed.stdout.split("\0") if name]
-    return {name: "false" if name.endswith(".required") else "" for name in names}
-
-
-def _run(
-    arguments: tuple[str, ...],
-    settings: Mapping[str, str],
-    cwd: Path | None,
-    env: Mapping[str, str] | None,
-    timeout_s: float,
-) -> subprocess.CompletedProcess[str]:
-    own = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-    # Names of filters may hold what `-c` cannot; the user's own settings in the environment stay.
-    count = os.environ.get("GIT_CONFIG_COUNT", "")
-    first = int(count) if count.isascii() and count.isdigit() else 0
-    own["GIT_CONFIG_COUNT"] = str(first + len(settings))
-    for number, (name, value) in enumerate(settings.items(), first):
-        own |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
-    return subprocess.run(
-        ["git", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        errors="surrogateescape",
-        timeout=timeout_s,
-        check=False,
-        cwd=cwd,
-        env={**os.environ, **own, **(env or {})},
-    )
+    listed = run(("config", "--null", "--name-only", "--get-regexp", _FILTERS), _OFF)
+    filters = [name for name in listed.stdout.split("\0") if name]
+    # An empty command of a filter leaves a file as it is.
+    return run(arguments, _OFF | {name: "false" if name.endswith(".required") else "" for name in filters})

@@ -43,11 +43,8 @@ _ENV_NAMES = {
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS"),
     *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "LD_PRELOAD", "MALLOC_CONF", "MALLOC_ARENA_MAX"),
-    *(
-        "TORCH_CPP_LOG_LEVEL",
-        "TORCH_DISTRIBUTED_DEBUG",
-        "TORCH_SHOW_CPP_STACKTRACES",
-    ),  # check each collective
+    # These check each collective.
+    *("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES"),
     *("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONDEVMODE", REHEARSAL),
 }
 
@@ -67,9 +64,6 @@ _CLOCK_REASONS = {
 }
 # Settings and idleness are no throttling: the clock is where its owner put it.
 _NOT_THROTTLING = frozenset({"gpu_idle", "applications_clocks_setting", "display_clock_setting"})
-
-
-# ------------------------------------------------------------------------------- the header
 
 
 def provenance(
@@ -99,7 +93,7 @@ def provenance(
             cpu=cpu(),
             gpus=tuple(gpus()),
             driver=driver_version(),
-            memory_bytes=_memory_bytes(Path("/")),
+            memory_bytes=_memory_bytes(),
             system=f"{platform.system()} {platform.release()} {platform.machine()}",
         ),
         ranks=tuple(msgspec.convert({**of, "rank": rank}, RankFacts) for rank, of in enumerate(ranks)),
@@ -113,7 +107,7 @@ def provenance(
 
 def boot_id() -> str | None:
     """What names the running kernel; its processes share one monotonic clock."""
-    return _read(Path("/proc/sys/kernel/random/boot_id")) or None
+    return read_text(Path("/proc/sys/kernel/random/boot_id")) or None
 
 
 def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
@@ -145,7 +139,7 @@ def numa_nodes(root: Path = Path("/")) -> list[int]:
     return sorted(
         int(folder.name.removeprefix("node"))
         for folder in root.glob("sys/devices/system/node/node[0-9]*")
-        if mine & cpu_list(_read(folder / "cpulist"))
+        if mine & cpu_list(read_text(folder / "cpulist"))
     )
 
 
@@ -226,9 +220,8 @@ def _git(folder: Path, *args: str) -> str | None:
 
 
 def cpu(root: Path = Path("/")) -> Cpu:
-    """Of this host."""
-    info = _read(root / "proc/cpuinfo")
-    governors = {_read(p) for p in root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
+    info = read_text(root / "proc/cpuinfo")
+    governors = {read_text(p) for p in root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
     return Cpu(
         model=_cpu_model(info),
         logical_cores=os.cpu_count(),
@@ -247,21 +240,19 @@ def _cpu_model(cpuinfo: str) -> str | None:
 
 
 def _physical_cores(cpuinfo: str) -> int | None:
-    cores: set[tuple[str, str]] = set()
-    for block in cpuinfo.split("\n\n"):
-        fields = dict(re.findall(r"^([^\t:]+?)\s*:\s*(.*)$", block, re.MULTILINE))
-        if "core id" in fields:
-            cores.add((fields.get("physical id", "0"), fields["core id"]))
-    return len(cores) or None
+    blocks = (
+        dict(re.findall(r"^([^\t:]+?)\s*:\s*(.*)$", one, re.MULTILINE)) for one in cpuinfo.split("\n\n")
+    )
+    return len({(of.get("physical id", "0"), of["core id"]) for of in blocks if "core id" in of}) or None
 
 
-def _memory_bytes(root: Path) -> int | None:
-    match = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+def _memory_bytes() -> int | None:
+    match = re.search(r"^MemTotal:\s*(\d+) kB", read_text(Path("/proc/meminfo")), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
 
-def _read(path: Path) -> str:
-    """The text of a file of the kernel; empty where there is none."""
+def read_text(path: Path) -> str:
+    """Of a file of the kernel; empty where there is none."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -269,11 +260,6 @@ def _read(path: Path) -> str:
 
 
 # ---------------------------------------------------------------------------------- GPUs
-
-
-def nvml() -> Nvml | None:
-    """See `Gpus.nvml`."""
-    return gpus_of_torch().nvml()
 
 
 def _ask(query: Callable[..., Nvml] | None, *args: object) -> Nvml | None:
@@ -302,14 +288,10 @@ class NvmlDevice:
         """The clock of its multiprocessors or memory, now or at most."""
         return self.ask(f"nvmlDeviceGet{most}ClockInfo", getattr(self.library, f"NVML_CLOCK_{of}"))
 
-    @property
-    def links(self) -> range:
-        """Numbers of the NVLinks it may have."""
-        return range(getattr(self.library, "NVML_NVLINK_MAX_LINKS", 18))
-
     def link_states(self) -> dict[int, bool]:
         """Whether they are up, of the NVLinks that NVML knows."""
-        states = {link: self.ask("nvmlDeviceGetNvLinkState", link) for link in self.links}
+        links = range(getattr(self.library, "NVML_NVLINK_MAX_LINKS", 18))
+        states = {link: self.ask("nvmlDeviceGetNvLinkState", link) for link in links}
         return {link: bool(state) for link, state in states.items() if state is not None}
 
     def clock_reasons(self) -> list[str] | None:
@@ -335,7 +317,7 @@ def devices(library: Nvml | None) -> dict[int, NvmlDevice]:
 
 def cuda_device(index: int) -> NvmlDevice | None:
     """index: as torch numbers CUDA devices in this process. None where NVML cannot tell which it is."""
-    library = nvml()
+    library = gpus_of_torch().nvml()
     handle = None if library is None else _handle_of(library, index)
     return None if handle is None else NvmlDevice(library, handle)
 
@@ -358,13 +340,12 @@ def _handle_of(library: Nvml, index: int) -> Nvml | None:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, or None."""
-    return _ask(getattr(nvml(), "nvmlSystemGetDriverVersion", None))
+    return _ask(getattr(gpus_of_torch().nvml(), "nvmlSystemGetDriverVersion", None))
 
 
 def gpus() -> list[Gpu]:
     """What NVML says of all GPUs of this host."""
-    return [_gpu(index, device) for index, device in devices(nvml()).items()]
+    return [_gpu(index, device) for index, device in devices(gpus_of_torch().nvml()).items()]
 
 
 def _gpu(index: int, device: NvmlDevice) -> Gpu:
@@ -405,7 +386,7 @@ def _gpu_place(index: int, root: Path = Path("/")) -> dict[str, object]:
     bus_id = None if device is None else _bus_id(device.ask("nvmlDeviceGetPciInfo"))
     if device is None or bus_id is None:
         return {"pci_bus_id": None, "device_numa_node": None, "nvlink": None}
-    node = _read(root / "sys/bus/pci/devices" / bus_id / "numa_node")
+    node = read_text(root / "sys/bus/pci/devices" / bus_id / "numa_node")
     return {
         "pci_bus_id": bus_id,
         "device_numa_node": int(node) if node.isdigit() else None,  # -1: the kernel does not know

@@ -105,7 +105,6 @@ class PairsOf:
     exchanges: _Exchanges
 
     def seconds(self, pair: Pair) -> float:
-        """Of the median exchange."""
         return median(self.exchanges[pair])
 
     def rate(self, pair: Pair) -> float:
@@ -169,9 +168,6 @@ def examine(world: ExaminedWorld) -> Examining:
     return examination
 
 
-# -------------------------------------------------------------------------------------------- rounds
-
-
 def rounds_of(hosts: Sequence[str]) -> dict[str, list[PairRound]]:
     """Kind of link -> rounds; in a round no rank is in two pairs.
 
@@ -180,7 +176,7 @@ def rounds_of(hosts: Sequence[str]) -> dict[str, list[PairRound]]:
     """
     groups = list(group_by(range(len(hosts)), lambda rank: hosts[rank]).values())
     inside = [
-        tuple(pair for group in groups for pair in _among(group, turn))
+        tuple((group[a], group[b]) for group in groups for a, b in turn if max(a, b) < len(group))
         for turn in matchings(max(map(len, groups)))
     ]
     between = [
@@ -189,10 +185,6 @@ def rounds_of(hosts: Sequence[str]) -> dict[str, list[PairRound]]:
     ]
     rounds = {INSIDE: [one for one in inside if one], BETWEEN: [one for one in between if one]}
     return {kind: several for kind, several in rounds.items() if several}
-
-
-def _among(group: Sequence[int], turn: Iterable[Pair]) -> list[Pair]:
-    return [(group[a], group[b]) for a, b in turn if max(a, b) < len(group)]
 
 
 def matchings(n: int) -> list[PairRound]:
@@ -216,9 +208,6 @@ def matchings(n: int) -> list[PairRound]:
 
 def _sorted(a: int, b: int) -> Pair:
     return (a, b) if a < b else (b, a)
-
-
-# -------------------------------------------------------------------------------------------- screen
 
 
 def _screen_pairs(rounds: Sequence[PairRound]) -> Generator[ProbeCommand, Answers, PairsOf]:
@@ -295,9 +284,6 @@ def _of_group(answers: Answers, group: Iterable[int]) -> float:
     return float(median(max(turn) for turn in zip(*(answers[rank] for rank in group), strict=True)))
 
 
-# ------------------------------------------------------------------------------------------ suspects
-
-
 def _suspect_links(kind: str, of: PairsOf, examination: Examination) -> list[_Suspect]:
     """Ranks that are slow with nearly all partners, then links that are slow between two ranks which are not."""
     times = {pair: of.seconds(pair) for pair in of.exchanges}
@@ -355,9 +341,6 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
     return worst
 
 
-# ------------------------------------------------------------------------------------------- confirm
-
-
 def _confirm_link(
     suspect: _Suspect, examination: Examination, level: float
 ) -> Generator[ProbeCommand, Answers, list[SlowFinding]]:
@@ -398,11 +381,7 @@ def _confirm_work(
 
 
 def _judge(
-    suspect: _Suspect,
-    controls: Sequence[float],
-    again: Sequence[float],
-    level: float,
-    world: ExaminedWorld,
+    suspect: _Suspect, controls: Sequence[float], again: Sequence[float], level: float, world: ExaminedWorld
 ) -> list[SlowFinding]:
     """Nothing or one. controls, again: seconds of sound peers and of the suspect."""
     share = 1 / hodges_lehmann_ratio(controls, again).ratio

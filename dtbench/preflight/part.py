@@ -57,8 +57,6 @@ class Probe:
         cpus = usable_cpus() if self._device.type == "cpu" else []
         return boot_id(), cpus, torch.get_num_threads()
 
-    # ------------------------------------------------------------------------------------- links
-
     def _pairs(self, command: ProbeCommand) -> list[list[float] | None]:
         """Per round the time of each exchange of this rank; None without one."""
         partners = [self._partner(one) for one in command["rounds"]]
@@ -76,10 +74,8 @@ class Probe:
         return times
 
     def _partner(self, pairs: Sequence[Sequence[int]]) -> int | None:
-        for a, b in pairs:
-            if self._world.rank in (a, b):
-                return b if self._world.rank == a else a
-        return None
+        rank = self._world.rank
+        return next((b if rank == a else a for a, b in pairs if rank in (a, b)), None)
 
     def _exchange(self, partner: int | None, size_bytes: int) -> None:
         """So many bytes each way."""
@@ -114,8 +110,6 @@ class Probe:
         if buffer is None or buffer.numel() < size_bytes:
             buffer = self._buffers[name] = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
         return buffer[:size_bytes]
-
-    # -------------------------------------------------------------------------------------- work
 
     def _work(self, command: ProbeCommand) -> list[float]:
         """Times of equal pieces of work; empty where this rank has no part."""

@@ -117,8 +117,7 @@ class CallRecording:
             blocks = sorted(caller.whole_ns() for _ in range(self._rounds))
             self.floor_ns = fmean(blocks[: max(1, round(self._rounds * _KEPT_ROUNDS))])
             return
-        calls = min(_FRAME_CALLS, caller.calls)
-        record = partial(recorded_calls, caller.run, caller.before, caller.warmup // 4, calls)
+        record = partial(recorded_calls, caller)
         table, spans, fitted = taken_apart(caller, self._frame_rounds, record, frame_overheads, frame_pieces)
         total_ns = table.whole_ns - table.unattributed_ns
         self.folded[f"{self._label} ({impl})"] = fold(spans, fitted, short_name, total_ns)
@@ -127,7 +126,7 @@ class CallRecording:
             table, *_ = taken_apart(
                 caller,
                 self._rounds,
-                partial(counters(caller.run, caller.before), caller.warmup, caller.calls),
+                counters(caller),
                 lambda: {COUNTER: bracket_overhead()},
                 named_pieces,
                 stopwatch.BOOKKEEPING,
@@ -176,27 +175,23 @@ def taken_apart(
     return table, spans, fitted
 
 
-# --------------------------------------------------------------------------------- torch's frames
-
-
 def profiled_call(run: Callable[[], object]) -> object:
     """The root of every tree; the profiler finds it by its name."""
     return run()
 
 
-def recorded_calls(
-    run: Callable[[], object], before: Callable[[], None] | None, warmup: int, calls: int
-) -> list[Span]:
+def recorded_calls(caller: Caller) -> list[Span]:
     """One tree of frames per call; the root is `profiled_call`."""
+    warmup = caller.warmup // 4
 
     def call_them() -> None:
-        for number in range(warmup + calls):
-            if before is not None:
-                before()
+        for number in range(warmup + min(_FRAME_CALLS, caller.calls)):
+            if caller.before is not None:
+                caller.before()
             if number < warmup:
-                run()
+                caller.run()
             else:
-                profiled_call(run)
+                profiled_call(caller.run)
 
     return _recorded(call_them, profiled_call.__name__)
 
@@ -276,22 +271,20 @@ def _loop_ns(call: Callable[[], object]) -> float:
     return min(clock.measure(call, _CALIBRATION_CALLS) for _ in range(3)) * 1e9
 
 
-def counters(
-    run: Callable[[], object], before: Callable[[], None] | None
-) -> Callable[[int, int], list[Span]]:
-    """What records so many calls after a warm-up; a call's tree has the whole call as its root, at stage "entry"."""
+def counters(caller: Caller) -> Callable[[], list[Span]]:
+    """What records some calls after a warm-up; a call's tree has the whole call as its root, at stage "entry"."""
     timer = stopwatch.StageTimer()  # made once: finding what to put stopwatches around takes milliseconds
-    timed = stopwatch.stopwatch(run, "entry", timer.log)
+    timed = stopwatch.stopwatch(caller.run, "entry", timer.log)
 
-    def calls(warmup: int, count: int) -> list[Span]:
+    def calls() -> list[Span]:
         roots: list[Span] = []
         with timer as log:
-            for number in range(warmup + count):
-                if before is not None:
-                    before()
+            for number in range(caller.warmup + caller.calls):
+                if caller.before is not None:
+                    caller.before()
                 log.clear()
                 timed()
-                if number >= warmup:
+                if number >= caller.warmup:
                     roots += from_brackets(log, stopwatch.NAMES, COUNTER)
         return roots
 

@@ -40,11 +40,7 @@ class ProfileRequest:
     filter_text: str = ""
 
     def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
-        """The cases to profile, in the order of the suite; the same on every rank.
-
-        Raises:
-            UsageError: no such suite or case, or too many.
-        """
+        """The cases to profile, the same on every rank; raises UsageError as `choose` does, or for no such suite."""
         # The filter comes after the case's name, so that a message can name the nearest.
         return choose(prepare(self.options, device_type, world_size).tasks, self.case, self.filter_text)
 

@@ -78,11 +78,10 @@ class RankRecording(CollectiveSchedule):
         self._recorded.attempt(lambda: self._record(count))
         self._agree_on_verdicts()
 
-    def finish(self) -> None:
-        self._agree_on_verdicts()
-
     def _agree_on_verdicts(self) -> None:
         self.vote(None, lambda _votes: None)
+
+    finish = _agree_on_verdicts
 
     def _decide_iterations(self, votes: list[float | None]) -> int:
         slowest_s = max(took_s for took_s in votes if took_s is not None)
@@ -126,9 +125,8 @@ class RankRecording(CollectiveSchedule):
             ]
         )
         self.uncertainty_us = offset.uncertainty_ns / 1e3
-        for event in (e for e in events if e["name"] != _MARK):
-            moved = {"ts": event["ts"] + offset.ns / 1e3} if "ts" in event else {}
-            self.events.append(event | moved)
+        others = (e for e in events if e["name"] != _MARK)
+        self.events += [e | {"ts": e["ts"] + offset.ns / 1e3} if "ts" in e else e for e in others]
 
 
 def events_of(profiler: torch.profiler.profile, epoch_ns: int) -> list[trace.Event]:
@@ -164,7 +162,6 @@ class RankProfile:
         self._failed = False
 
     def go(self) -> NoReturn:
-        """Profiles and exits."""
         with self._rank as rank:
             device_type = choose_device(self._request.options.device)
             tasks = self._request.tasks(device_type, self._place.world_size)

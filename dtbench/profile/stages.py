@@ -107,8 +107,6 @@ def fold(
     return {stack: ns * scale for stack, ns in kept.items()}
 
 
-# ---------------------------------------------------------------------------------- stages
-
 # Yields, for each piece of a call, (stage, ns in it, spans whose recording it bears).
 Pieces = Callable[[Span, Mapping[str, Overhead]], Iterator[tuple[str, float, float]]]
 
@@ -171,8 +169,6 @@ def named_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tupl
         outside = sum(overheads.get(child.kind, NOTHING).outside_ns for child in span.children)
         yield span.name, alone, own.inside_ns + outside
 
-
-# --------------------------------------------------------------------------------- torch's frames
 
 # torch's DTensor, by file and function: (part of the frame's name, stage). Read from
 # torch/distributed/tensor of 2.11 and 2.13; a frame that none names belongs to its caller's stage.

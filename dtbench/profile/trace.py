@@ -68,7 +68,6 @@ class Iteration:
 
     @property
     def parts_us(self) -> IterationParts:
-        """How long each was."""
         whole, exposed = self.end_us - self.start_us, length(self.exposed)
         parts = {"communication": length(c[1:] for c in self.collectives), "compute": length(self.compute)}
         parts |= {"exposed": exposed, "overlap": parts["communication"] - exposed}
@@ -76,7 +75,6 @@ class Iteration:
 
 
 def iterations_of(trace: RankTrace) -> list[Iteration]:
-    """The iterations that the rank recorded, in the order of time."""
     shift = trace.shift_us
     events = sorted((e | {"ts": e["ts"] + shift} for e in trace.events if e.get("ph") == "X"), key=_start)
     compute = compute_of(events)
@@ -176,9 +174,6 @@ def _nccl_kind(name: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-# --------------------------------------------------------------------------------- intervals
-
-
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """What any of them covers."""
     merged: list[Interval] = []
@@ -203,9 +198,6 @@ def difference(some: Iterable[Interval], others: Iterable[Interval]) -> list[Int
 def length(intervals: Iterable[Interval]) -> float:
     """How much they cover together."""
     return sum(end - start for start, end in union(intervals))
-
-
-# --------------------------------------------------------------------------------- the merged trace
 
 
 def merge(ranks: Sequence[RankTrace]) -> dict[str, object]:
@@ -246,9 +238,6 @@ def _rank_events(trace: RankTrace, zero: float) -> Iterator[Event]:
         for tid, name, (start, end) in drawn:
             at = {"ts": round(start - zero, 3), "dur": round(end - start, 3), "pid": pid, "tid": tid}
             yield {"name": name, "cat": LANES[tid], "ph": "X"} | at
-
-
-# -------------------------------------------------------------------------- sections
 
 
 def sections_of(

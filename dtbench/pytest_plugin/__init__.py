@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -40,9 +40,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtbench-size", metavar="SIZES", help="1KiB:16MiB:4x, or a comma list.")
     group.addoption("--dtbench-dtype", default="float32", metavar="LIST", help="Comma list.")
     group.addoption("--dtbench-rounds", type=int, metavar="N", help="Samples per case [20; quick: 5].")
-
-
-# ----------------------------------------------------------------------------- one rank writes
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,9 +85,6 @@ class _OtherRank:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             sys.__stderr__.write(f"rank {self.rank}: {report.nodeid}\n{report.longreprtext}\n")  # type: ignore[union-attr]
-
-
-# ----------------------------------------------------------------------------- suites are collected
 
 
 def pytest_pycollect_makeitem(
@@ -166,9 +160,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         live_of(item.config).leave()
 
 
-# ----------------------------------------------------------------------------- functions of one's own tests
-
-
 @pytest.fixture
 def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
     """Times functions as `dtbench.run` does, by itself or on all ranks of the process group that is up, and lists them
@@ -180,17 +171,11 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
     """
     config = request.config
 
-    def run(
-        what: Function | Mapping[str, Function] | Suite,
-        *,
-        clock: Literal["host", "device"] = "device",
-        output: str | Path | None = None,
-        timeout_s: float = 60.0,
-    ) -> Results:
+    def run(what: Function | Mapping[str, Function] | Suite, **options: Any) -> Results:
         import dtbench
         from dtbench.engine.progress import line_of
 
-        results = dtbench.run(what, progress=False, clock=clock, output=output, timeout_s=timeout_s)
+        results = dtbench.run(what, progress=False, **options)
         lines = config.stash.setdefault(_TIMED, [])
         lines += [f"{request.node.nodeid}: {line_of(r).partition(' | ')[2]}" for r in results.results]
         bad = [f"{r.impl} {r.status}: {r.reason}" for r in results.results if r.status != "ok"]

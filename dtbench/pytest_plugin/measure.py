@@ -36,12 +36,7 @@ TIMEOUT_S = 60.0
 _LIVE: pytest.StashKey[Live] = pytest.StashKey()
 
 
-# ----------------------------------------------------------------------------- worlds
-
-
 class Up(NamedTuple):
-    """A world, its ranks' votes and their barrier."""
-
     world: LiveWorld
     ranks: RankGroup
     barrier: Callable[[], None]
@@ -143,9 +138,6 @@ def live_of(config: pytest.Config) -> Live:
         config.stash[_LIVE] = Live(find_place(), options, show)
         config.add_cleanup(config.stash[_LIVE].close)
     return config.stash[_LIVE]
-
-
-# ----------------------------------------------------------------------------- rounds
 
 
 def test_of(task: Task, impl: str, *, alone: bool) -> Callable[..., None]:

@@ -79,8 +79,8 @@ def test_kinds_of_calls_have_means_of_their_own() -> None:
         "first calls",
     ]
     assert lines[-1] == (
-        "dispatch: first calls: 3 results, fastest relu mesh=8 pass=forward call=first placements=S(0) local at 1.00 ms, "
-        "slowest relu mesh=8 pass=forward call=first placements=S(0) torch at 9.00 ms"
+        "dispatch: first calls: 3 results, fastest relu mesh=8 pass=forward call=first placements=S(0) local at "
+        "1.00 ms, slowest relu mesh=8 pass=forward call=first placements=S(0) torch at 9.00 ms"
     )  # of fewer than five cases there is no mean
 
 

@@ -123,7 +123,8 @@ def test_a_rehearsal_measures_with_a_gpus_instruments(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "gpus", lambda: fake)
     nvml = fake_nvml(1)
     nvml.reasons = 0x4
-    monkeypatch.setattr(machine, "nvml", lambda: nvml)
+    monkeypatch.setattr(fake, "nvml", lambda: nvml)
+    monkeypatch.setattr(machine, "gpus_of_torch", lambda: fake)
     tools: Any = instruments_of(CPU, barrier=lambda: None, budget=None)
     assert isinstance(tools.clocks["device"], GpuClock)
     assert tools.gpu_state()["throttled_by"] == ["sw_power_cap"]

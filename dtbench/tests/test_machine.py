@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from dtbench.machine import provenance as machine
-from dtbench.machine.device import loaded_nvml
+from dtbench.machine.device import Gpus, loaded_nvml
 from dtbench.records.run import RunWriter, read_run
 from dtbench.suite import Header, MeshShape, Result, RunOptions
 from dtbench.suite.result import NvLinks
@@ -57,7 +57,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         nvmlDeviceGetNvLinkRemoteDeviceType=lambda handle, link: {0: 0, 2: 2}[link],
         nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: SimpleNamespace(busId="00000000:C1:00.0"),
     )
-    monkeypatch.setattr(machine, "nvml", lambda: fake)
+    monkeypatch.setattr(Gpus, "nvml", lambda _self: fake)
     return fake
 
 
@@ -257,7 +257,7 @@ def test_missing_bindings_or_a_broken_library_are_no_error(
     else:
         monkeypatch.setattr(broken, init)
     try:
-        assert (machine.nvml(), machine.gpus(), machine.gpu_state(0)) == (None, [], None)
+        assert (loaded_nvml(), machine.gpus(), machine.gpu_state(0)) == (None, [], None)
         assert machine.driver_version() is None
     finally:
         loaded_nvml.cache_clear()

@@ -11,8 +11,14 @@ from msgspec.structs import replace
 
 from dtbench.cli.compare import public_systems
 from dtbench.comparison import references as reference
-from dtbench.comparison.reference_verdict import JUDGED_FROM, verdicts_of
-from dtbench.comparison.references import PublishedCollective, ReferenceComparison, ReferenceRow, System
+from dtbench.comparison.references import (
+    JUDGED_FROM,
+    PublishedCollective,
+    ReferenceComparison,
+    ReferenceRow,
+    System,
+    verdicts_of,
+)
 from dtbench.importers import convert
 from dtbench.suite import Run
 from dtbench.suite.errors import (

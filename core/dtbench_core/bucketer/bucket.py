@@ -177,11 +177,6 @@ class Bucket:
         """Inputs that wait for a flush."""
         return len(self._pending.numels) if self._pending else 0
 
-    @property
-    def in_flight(self) -> int:
-        """Collectives issued and not waited for."""
-        return len(self._flying)
-
     def teardown(self) -> None:
         """Frees the buffers; the next input allocates them again."""
         self.check_empty()
@@ -191,7 +186,7 @@ class Bucket:
         if self._pending or self._flying:
             raise BucketError(
                 f"Incorrect call of teardown: got it with {self.pending} inputs ({self.offset} elements per shard, "
-                f"{self.dtype}) waiting and {self.in_flight} collectives under way, expected none: call flush() "
+                f"{self.dtype}) waiting and {len(self._flying)} collectives under way, expected none: call flush() "
                 "before teardown()"
             )
 

@@ -92,7 +92,6 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Takes back what `take` gave."""
         self.in_use -= buffer.nbytes
         self._free.append(buffer)
 

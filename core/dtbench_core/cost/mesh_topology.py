@@ -60,15 +60,8 @@ class MeshTopoInfo(MeshConstants):
         return MeshTopoInfo(**vars(constants) | {"mesh": mesh})
 
 
-# --- which constants are in use --------------------------------------------------------------------
-
-_topology: Topology | None = None
+_topology: Topology | None = None  # None: the built-in constants
 _constants: dict[DeviceMesh, MeshTopoInfo] = {}  # of its meshes
-
-
-def topology_in_use() -> Topology | None:
-    """The measured constants that `use_topology` put in place; None: the built-in ones."""
-    return _topology
 
 
 class _InUse(contextlib.ExitStack):

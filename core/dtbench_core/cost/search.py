@@ -34,30 +34,19 @@ from dtbench_core.errors import CoreError, PlacementError
 from dtbench_core.layout.placement import REPLICATE, Shard
 from dtbench_core.layout.spec import DTensorSpec
 
-# --- collectives -----------------------------------------------------------------------------------
-
 
 def allgather_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
-    """us to all-gather over `mesh_dim` into an output of `bytes_gb` GiB on each rank."""
+    """us to all-gather over `mesh_dim` into an output of `bytes_gb` GiB on each rank; or to reduce-scatter an input of
+    that size, or to exchange that much of each rank, of which 1/n stays where it is."""
     return ring_of(mesh_topo, [mesh_dim]).us(bytes_gb)
+
+
+reduce_scatter_cost = all_to_all_cost = allgather_cost
 
 
 def allreduce_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
     """us to all-reduce `bytes_gb` GiB on each rank of `mesh_dim`: a reduce-scatter and an all-gather."""
     return ring_of(mesh_topo, [mesh_dim]).us(bytes_gb, trips=2)
-
-
-def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
-    """us to reduce-scatter an input of `bytes_gb` GiB on each rank of `mesh_dim`."""
-    return ring_of(mesh_topo, [mesh_dim]).us(bytes_gb)
-
-
-def all_to_all_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
-    """us to exchange `bytes_gb` GiB of each rank of `mesh_dim`, of which 1/n stays where it is."""
-    return ring_of(mesh_topo, [mesh_dim]).us(bytes_gb)
-
-
-# --- one transition --------------------------------------------------------------------------------
 
 
 def transition_cost(

@@ -1,7 +1,7 @@
 """Collectives over one mesh dim, padding, and the cost model: what torch.distributed.tensor keeps in
 `_collective_utils`, by the same names.
 
-The core's own redistribution does not pass through here (see redistribute.py); these are for code that
+The core's own redistribution does not pass through here (see redistribute/movers.py); these are for code that
 is written against them. The cost functions are cost/search.py's, the constants of a mesh cost/mesh_topology.py's.
 """
 
@@ -54,9 +54,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-# --- from one sharded dim to another ---------------------------------------------------------------
 
 
 def shard_dim_alltoall(
@@ -218,9 +215,6 @@ def fill_empty_tensor_to_shards(
         shape[shard_dim] = 0
         shards.extend([shards[0].new_zeros(shape)] * num_empty_tensors)
     return shards
-
-
-# --- checks ----------------------------------------------------------------------------------------
 
 
 def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = False) -> TensorMeta | None:

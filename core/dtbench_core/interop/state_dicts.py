@@ -79,7 +79,6 @@ def spread(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def _whole(tensor: torch.Tensor, kept: bool, cpu_offload: bool) -> torch.Tensor | None:
-    """The whole tensor, where it is kept."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()

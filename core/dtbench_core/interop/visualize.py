@@ -60,9 +60,6 @@ def _spec_of(dtensor: DTensor) -> DTensorSpec:
     return dtensor._spec
 
 
-# ---- the layout (pure) ----
-
-
 def _segments(spec: DTensorSpec, dim: int) -> list[Segment]:
     """The segments of tensor dim `dim` that have elements, by offset."""
     info = spec.info
@@ -111,9 +108,6 @@ def _notes(spec: DTensorSpec) -> list[str]:
     return [*notes, f"empty: {name_ranks(empty)}"] if empty else notes
 
 
-# ---- text ----
-
-
 def sharding_text(dtensor: DTensor, header: str = "") -> str:
     """The picture as a table per plane: dim ranges at the edges, ranks in the cells."""
     spec = _spec_of(dtensor)
@@ -136,9 +130,7 @@ def _table(ndim: int, plane: Plane) -> list[str]:
     return [lines[0], "+".join("-" * (width + 2) for width in widths), *lines[1:]]
 
 
-# ---- SVG ----
-
-# Pixels. A plane is as large as its tensor's proportions say, and at least as its labels need.
+# Pixels of the SVG. A plane is as large as its tensor's proportions say, and at least as its labels need.
 PLANE = 360
 FONT, LINE, MARGIN = 12, 20, 16
 CHARACTER = 7.3  # of a 12 px monospace font, a little generous

@@ -22,6 +22,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from ctypes import string_at
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,13 +48,12 @@ POLL_S = 1e-4, 1e-2  # the first pause between two looks at the store, and the l
 DIFFERS = 1 << 32  # above any number of ranks, in a count that says of each whether its state differs
 
 
+@dataclass(eq=False)
 class Lineage:
     """The state after the last draw on meshes of which the largest has `ranks`."""
 
-    __slots__ = ("ranks", "state")
-
-    def __init__(self, ranks: frozenset[int], state: bytes = b"") -> None:
-        self.ranks, self.state = ranks, state
+    ranks: frozenset[int]
+    state: bytes = b""
 
 
 class Agreement:
@@ -64,21 +64,6 @@ class Agreement:
     draws: so far. reports_moves: whether a rank can tell that it moved; where not, as where ranks are threads, every
     draw compares.
     """
-
-    __slots__ = (
-        "alone_with",
-        "device_type",
-        "draws",
-        "equal_dims",
-        "every",
-        "lineage",
-        "name",
-        "no_peers",
-        "ranks",
-        "reports_moves",
-        "warned",
-        "watched",
-    )
 
     def __init__(self, mesh: MeshInfo) -> None:
         ordered = tuple(ranks_of_mesh(mesh.mesh))

@@ -88,11 +88,9 @@ def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placemen
     placed = normalize(placements, local.ndim, info)
     here = local.device.type in (info.device_type, "meta") and info.coordinate is not None
     plain = {RaggedShard, StridedShard}.isdisjoint(map(type, placed))
-    spec = (
-        DTensorSpec.of(info, placed, *even_layout(local, info, placed), local.dtype)
-        if here and plain
-        else None
-    )
+    spec = None
+    if here and plain:
+        spec = DTensorSpec.of(info, placed, *even_layout(local, info, placed), local.dtype)
     remember(_even_specs, key, spec)
     return spec
 

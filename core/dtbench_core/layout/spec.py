@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class TensorMeta(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass(slots=True, weakref_slot=True, init=False, eq=False, repr=False)
 class DTensorSpec:
     """Mesh, placements, global shape, stride and dtype. Make one with `DTensorSpec.of`.
 
@@ -62,19 +64,6 @@ class DTensorSpec:
         local_stride: that of a dense part whose dims lie in memory in the order of the global ones.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_equal_dims",
-        "_local",
-        "dtype",
-        "info",
-        "order",
-        "placements",
-        "row_major",
-        "shape",
-        "stride",
-    )
-
     info: MeshInfo
     placements: Placements
     shape: torch.Size
@@ -82,6 +71,8 @@ class DTensorSpec:
     dtype: torch.dtype
     row_major: bool
     order: tuple[int, ...]
+    _local: tuple[tuple[int, ...], tuple[int, ...]] | None
+    _equal_dims: frozenset[int] | None
 
     def __init__(self) -> None:
         raise TypeError(
@@ -104,9 +95,8 @@ class DTensorSpec:
         key = (info, placements, tuple(shape), tuple(stride), dtype, order)
         try:
             interned = _interned.get(key)
-        except (
-            TypeError
-        ):  # traced with symbolic sizes: how shards are cut depends on the numbers, so they are guarded
+        except TypeError:
+            # Traced with symbolic sizes: how shards are cut depends on the numbers, so they are guarded.
             key = (info, placements, _numbers(shape), _numbers(stride), dtype, order)
             interned = _interned.get(key)
         if interned is not None:
@@ -119,9 +109,6 @@ class DTensorSpec:
         spec._local = spec._equal_dims = None
         _interned[key] = spec
         return spec
-
-    _local: tuple[tuple[int, ...], tuple[int, ...]] | None
-    _equal_dims: frozenset[int] | None
 
     def with_placements(self, placements: Placements) -> DTensorSpec:
         """The same tensor, placed otherwise: a copy, dense in memory."""
@@ -182,12 +169,11 @@ class DTensorSpec:
     def replica_dims(self) -> frozenset[int]:
         """The mesh dims along which several ranks hold the same part."""
         if self._equal_dims is None:
-            placed = enumerate(
+            pairs = enumerate(
                 zip(self.info.groups, self.placements, strict=False)
             )  # outside the mesh, no groups
-            self._equal_dims = frozenset(
-                d for d, (group, p) in placed if group.size() > 1 and not isinstance(p, Shard)
-            )
+            several = (d for d, (group, p) in pairs if group.size() > 1 and not isinstance(p, Shard))
+            self._equal_dims = frozenset(several)
         return self._equal_dims
 
     @property

@@ -11,10 +11,8 @@ Reading order:
     pairwise    PairwiseParallel: the Linears of an MLP in pairs
     prepare     PrepareModuleInput and its like: inputs and outputs alone
     convert     make_input_..., make_output_...: the conversions by themselves
-    parameters  parameters in their places, and ties between them
+    parameters  parameters in their places, and ties between them; one dim of a mesh; what is refused
     embedding   an Embedding by rows, whose gradient is of its own rows
-    meshes      one dim of a mesh
-    errors      what is refused
     shard       shard_parameters: what tensor parallelism left, spread over another mesh dim
     loss        loss_parallel: cross entropy of logits sharded by class
     region      tensor_parallel_rng: random numbers that differ by shard

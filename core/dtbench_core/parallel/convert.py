@@ -2,17 +2,7 @@
 
 An input is a plain tensor, which is read as this rank's part, or a DTensor, which moves. It may stand in
 the tuple that a hook gets. The names are those that PairwiseParallel's `prepare_input` and
-`prepare_output` have always had:
-
-    make_input_replicate_1d        all ranks hold the whole input       -> Replicate
-    make_input_shard_1d            every rank holds its part of a dim   -> Shard(dim)
-    make_input_shard_1d_last_dim   ... of the last dim                  -> Shard(-1)
-    make_input_reshard_replicate   ... of dim 0; the parts are gathered -> Replicate
-    make_output_replicate_1d       -> Replicate
-    make_output_shard_1d           -> Shard(dim)
-    make_output_tensor             -> the whole, as a plain tensor
-    make_output_reshard_tensor     -> this rank's part of dim 0, as a plain tensor
-    make_sharded_output_tensor     -> this rank's part as it is, as a plain tensor
+`prepare_output` have always had.
 """
 
 from __future__ import annotations

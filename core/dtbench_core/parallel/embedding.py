@@ -13,16 +13,12 @@ from torch import Tensor, nn
 
 from dtbench_core.layout.placement import REPLICATE, Shard
 from dtbench_core.op_types import Ctx
-from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, rule
+from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, new_op, rule
 
-_library = torch.library.Library("dtbench_core", "FRAGMENT")
-_library.define("embedding_rows_backward(Tensor grad, Tensor indices, int rows, int padding_idx) -> Tensor")
-_library.impl(
-    "embedding_rows_backward",
+_backward = new_op(
+    "embedding_rows_backward(Tensor grad, Tensor indices, int rows, int padding_idx) -> Tensor",
     lambda grad, indices, rows, padding: aten.embedding_dense_backward(grad, indices, rows, padding, False),
-    "CompositeExplicitAutograd",
 )
-_backward = torch.ops.dtbench_core.embedding_rows_backward.default
 
 
 @rule(_backward)

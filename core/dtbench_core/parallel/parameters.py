@@ -73,8 +73,6 @@ def dim_index(mesh: DeviceMesh, dim: int | str) -> int:
     )
 
 
-# ---- parameters ----
-
 # Original parameter -> what it became, so that tied parameters stay tied. It lives while any module
 # still holds the original.
 _became: Any = WeakIdKeyDictionary()

@@ -135,9 +135,6 @@ def _where(shape: torch.Size, placement: Placement, mesh: DeviceMesh, over: int)
     return StridedShard(0, split_factor=pieces) if shape[0] % pieces == 0 else REPLICATE
 
 
-# ---- hooks ----
-
-
 def _gather(own: dict[str, _Held], module: nn.Module, inputs: Any) -> None:
     """Lets the module see its parameters whole: an attribute of its own hides the parameter of that name."""
     for name, held in own.items():

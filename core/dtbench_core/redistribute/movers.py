@@ -79,11 +79,8 @@ def mover(step: Exchange) -> Mover:
 def _sender(step: Exchange) -> Mover:
     src, dst = step.src[0], step.dst[0]
     if isinstance(src, Partial):
-        return (
-            _reducing_scatter(step, src.reduce_op)
-            if isinstance(dst, Shard)
-            else _reducer(step, src.reduce_op)
-        )
+        reduction = _reducing_scatter if isinstance(dst, Shard) else _reducer
+        return reduction(step, src.reduce_op)
     if dst.is_replicate():
         return _even_gather(step) if _even(step, step.src) else _gather(step)
     return _even_exchange(step) if _even(step, step.src) and _even(step, step.dst) else _exchange(step)
@@ -136,9 +133,7 @@ _CARRIED = {
 def _sent(tensor: torch.Tensor) -> torch.Tensor:
     """The contiguous tensor, flat, in a dtype that every transport moves."""
     flat = tensor.view(-1)
-    if (
-        flat.dtype in _CARRIED or flat.dtype is torch.bool
-    ):  # which is moved, and not reduced, by every transport
+    if flat.dtype in _CARRIED or flat.dtype is torch.bool:  # which every transport moves, though not reduces
         return flat
     flat = flat.resolve_conj().resolve_neg()
     # One element is contiguous whatever its stride, and can be seen as bytes with a stride of 1 alone.
@@ -292,11 +287,7 @@ def _reducer(step: Exchange, op: str) -> Mover:
         return lambda local: _extremum(local, op, group)
     if step.dtype in _CARRIED or step.dtype.is_complex:
         return lambda local: comm.reduced(local, group, op)
-
-    def reduce_carried(local: torch.Tensor) -> torch.Tensor:
-        return comm.reduced(local.to(carrier), group, op).to(local.dtype)
-
-    return reduce_carried
+    return lambda local: comm.reduced(local.to(carrier), group, op).to(local.dtype)
 
 
 _BITWISE = dict(zip(BITWISE, ("bitwise_and", "bitwise_or", "bitwise_xor"), strict=True))

@@ -264,9 +264,6 @@ def _mover(step: RedistributeStep, spec: DTensorSpec) -> Mover:
     return mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, coordinate))
 
 
-# ---- applying ----
-
-
 def apply(local: torch.Tensor, route: Route) -> torch.Tensor:
     """Runs the route on this rank's shard; every rank of the mesh must call it. Never aliases `local`
     when there is a step."""

@@ -40,5 +40,5 @@ for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
 
 def find(op: OpOverload) -> Rule | None:
     """The rule for `op`: its own, else the pointwise one where torch tags it so, else None."""
-    own = rule_of(op)
+    own = rule_of.get(op)
     return own if own is not None or not pointwise.is_pointwise(op) else pointwise.pointwise

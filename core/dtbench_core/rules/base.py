@@ -131,15 +131,28 @@ def ops_named(names: str, suffix: str = "") -> list[OpOverload]:
 
 Rule = Callable[[OpCall], Strategy]
 
-_rules: dict[OpOverload, Rule] = {}
+rule_of: dict[OpOverload, Rule] = {}  # an op's own
+
+
+_library = torch.library.Library("dtbench_core", "FRAGMENT")
+
+
+def new_op(schema: str, kernel: Call, meta: Call | None = None) -> OpOverload:
+    """An op of the core's own, of that schema. meta: its kernel for metadata alone, if `kernel` cannot be it."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    if meta is not None:
+        _library.impl(name, meta, "Meta")
+    op: OpOverload = getattr(torch.ops.dtbench_core, name).default
+    return op
 
 
 def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
     """Registers the decorated rule for `ops`."""
 
     def register(function: Rule) -> Rule:
-        for op in ops:
-            _rules[op] = function
+        rule_of.update(dict.fromkeys(ops, function))
         return function
 
     return register
@@ -170,28 +183,14 @@ def decomposition_of(op: OpOverload) -> Call | None:
     return _decompositions.get(op)
 
 
-def rule_of(op: OpOverload) -> Rule | None:
-    """The rule registered for `op` itself, or None."""
-    return _rules.get(op)
-
-
-_overridden: set[OpOverload] = set()
+overridden: set[OpOverload] = set()  # for which a user has registered a rule
 
 
 def override(op: OpOverload, new: Rule) -> None:
     """Puts a user's rule in the place of whatever the core knows of `op`."""
-    _rules[op] = new
+    rule_of[op] = new
     _decompositions.pop(op, None)
-    _overridden.add(op)
-
-
-def is_overridden(op: OpOverload) -> bool:
-    """Whether a user has registered a rule for `op`."""
-    return op in _overridden
-
-
-def ops_with_rules() -> Iterable[OpOverload]:
-    return _rules.keys()
+    overridden.add(op)
 
 
 def by_tensor(rows: Sequence[PlacementRow]) -> Chosen:

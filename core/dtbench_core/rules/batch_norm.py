@@ -21,7 +21,6 @@ from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Value
 from dtbench_core.rules.base import (
-    Chosen,
     OpCall,
     PlacementRow,
     Strategy,
@@ -59,7 +58,7 @@ def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> Plac
     )
 
 
-def _kept_dims(data: DTensorSpec) -> list[int]:
+def _kept_dims(data: Any) -> list[int]:
     return [d for d in range(data.ndim) if d != CHANNEL]
 
 
@@ -93,7 +92,9 @@ def batch_norm(call: OpCall) -> Strategy:
     _correct_saved(call)
     by_channel = _channel_row(call.inputs, call.outputs)
     if _trains(call.op, call.named()):
-        return Strategy([], exact=_as_the_data(call, by_channel), localize=lambda _: call.op)
+        # By channel on the mesh dims where the data is: nothing that is written moves.
+        placed = [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
+        return Strategy([], exact=by_tensor(placed), localize=lambda _: call.op)
     rows = [by_channel]
     rest = (REPLICATE,) * (len(call.inputs) - 1)
     rows += [
@@ -118,12 +119,6 @@ def batch_norm_backward(call: OpCall) -> Strategy:
             for d in _kept_dims(call.inputs[0])
         ]
     return Strategy(rows)
-
-
-def _as_the_data(call: OpCall, by_channel: PlacementRow) -> Chosen:
-    """All inputs and outputs by channel on the mesh dims where the data is: nothing that is written moves."""
-    rows = [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
-    return by_tensor(rows)
 
 
 def _correct_saved(call: OpCall) -> None:
@@ -192,8 +187,7 @@ def _statistics(
     running_mean, running_var = running
     if not train:
         return accurate(running_mean), (accurate(running_var) + eps).rsqrt()
-    dims = [d for d in range(data.ndim) if d != CHANNEL]
-    var, mean = torch.var_mean(accurate(data), dims, correction=0)
+    var, mean = torch.var_mean(accurate(data), _kept_dims(data), correction=0)
     # Reduced once here: each of the uses below would reduce it again.
     var, mean = (materialised(t) for t in (var, mean))
     count = data.numel() // data.shape[CHANNEL]
@@ -210,7 +204,7 @@ def _gradients(
     grad: Value, data: Any, weight: Value, mean: Any, inverse: Any, train: bool, mask: Sequence[bool]
 ) -> Three:
     """The three gradients, or None where `mask` asks for none."""
-    dims = [d for d in range(data.ndim) if d != CHANNEL]
+    dims = _kept_dims(data)
     grad_in, source = accurate(grad), accurate(data)
     scaled = (source - _over_channels(mean, data)) * _over_channels(inverse, data)
     of_bias = grad_in.sum(dims)

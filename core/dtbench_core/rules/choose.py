@@ -219,14 +219,11 @@ class _Lengths:
             most, least = self._tensor(index)[dim]
             if most != least or most % parts:
                 return False
-        return all(
-            self._cut(self._placed(row, index), self._tensor(index)[dim], parts)[1] != 0
-            for index, dim in row.nonempty
-        )
-
-    @staticmethod
-    def _placed(row: PlacementRow, index: int) -> Placement:
-        return row.inputs[index] if index >= 0 else row.outputs[-1 - index]
+        for index, dim in row.nonempty:
+            placed = row.inputs[index] if index >= 0 else row.outputs[-1 - index]
+            if self._cut(placed, self._tensor(index)[dim], parts)[1] == 0:
+                return False
+        return True
 
     @staticmethod
     def _cut(placement: Placement, lengths: tuple[int, int], parts: int) -> tuple[int, int]:
@@ -239,7 +236,6 @@ class _Lengths:
         return -(-most // parts), chunk_extent(least, parts, parts - 1)[0]
 
     def split(self, row: PlacementRow, parts: int) -> None:
-        """Applies the row's shards."""
         for tensors, placements in zip(self._dims, (row.inputs, row.outputs), strict=True):
             for lengths, placement in zip(tensors, placements, strict=True):
                 if isinstance(placement, Shard) and lengths:  # an output may be absent

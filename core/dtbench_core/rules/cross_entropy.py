@@ -29,7 +29,7 @@ from torch import Tensor
 from dtbench_core.layout.placement import Partial, Shard
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.op_types import Ctx, Value
-from dtbench_core.rules.base import OpCall, Placed, Strategy, rule
+from dtbench_core.rules.base import OpCall, Placed, Strategy, new_op, rule
 from dtbench_core.rules.labels import SUM, label_rows, letters, materialised, whole
 from dtbench_core.torch_compat import is_fake_mode_active
 
@@ -39,11 +39,11 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 class Options(NamedTuple):
-    """What F.cross_entropy takes besides tensors."""
+    """What F.cross_entropy takes besides tensors, by its names."""
 
     ignore_index: int
     reduction: str
-    smoothing: float
+    label_smoothing: float
 
 
 def cross_entropy(
@@ -88,19 +88,13 @@ def _fits(logits: Wrapper, target: Any, weight: Value) -> bool:
     """Whether these are what torch takes for class targets; else it is for torch to say what is wrong."""
     dim, spec = class_dim(logits), logits._spec
     shape = (*spec.shape[:dim], *spec.shape[dim + 1 :])
-    if (
-        not isinstance(target, Wrapper)
-        or target._spec.dtype != torch.int64
-        or tuple(target._spec.shape) != shape
-    ):
+    if not spec.dtype.is_floating_point or spec.shape[dim] == 0 or not _is(target, torch.int64, shape):
         return False
-    if weight is not None and not (isinstance(weight, Wrapper) and weight._spec.dtype == spec.dtype):
-        return False
-    return (
-        spec.dtype.is_floating_point
-        and spec.shape[dim] > 0
-        and (weight is None or tuple(weight._spec.shape) == (spec.shape[dim],))
-    )
+    return weight is None or _is(weight, spec.dtype, (spec.shape[dim],))
+
+
+def _is(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    return isinstance(tensor, Wrapper) and (tensor._spec.dtype, tuple(tensor._spec.shape)) == (dtype, shape)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -109,7 +103,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, logits: Any, target: Any, weight: Value, options: Options) -> Value:
         dim, classes = class_dim(logits), logits._spec.shape[class_dim(logits)]
-        smoothing = options.smoothing
+        smoothing = options.label_smoothing
         maximum = materialised(class_max(logits, dim))
         sums = materialised(class_sums(logits, maximum, target, weight, dim, smoothing > 0))
         result = class_loss(sums, target, weight, classes, options.ignore_index, smoothing)
@@ -122,14 +116,9 @@ class CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, target, weight, maximum, sums)
         if options.reduction == "none":
             return result[0].to(logits._spec.dtype, copy=True)
-        value = (held[0] / held[1] if options.reduction == "mean" else held[0]).to(
-            logits._spec.dtype, copy=True
-        )
-        return wrap(
-            logits.viewed,
-            value,
-            totals._spec.of(totals._spec.info, totals._spec.placements, (), (), value.dtype),
-        )
+        loss = held[0] / held[1] if options.reduction == "mean" else held[0]
+        spec = totals._spec.of(totals._spec.info, totals._spec.placements, (), (), logits._spec.dtype)
+        return wrap(logits.viewed, loss.to(spec.dtype, copy=True), spec)
 
     @staticmethod
     def backward(ctx: Ctx, grad: Value) -> Value:
@@ -147,15 +136,7 @@ class CrossEntropy(torch.autograd.Function):
 
 def _differentiable_gradient(grad: Value, logits: Any, target: Any, weight: Value, options: Options) -> Value:
     """The gradient through torch's own ops, which autograd can follow."""
-    moved = logits.redistribute()
-    loss = F.cross_entropy(
-        moved,
-        target,
-        weight,
-        ignore_index=options.ignore_index,
-        reduction=options.reduction,
-        label_smoothing=options.smoothing,
-    )
+    loss = F.cross_entropy(logits.redistribute(), target, weight, **options._asdict())
     return torch.autograd.grad(loss, logits, grad, create_graph=True)[0]
 
 
@@ -168,22 +149,6 @@ def _refuse_wrong(wrong: torch.Tensor, classes: int) -> None:
             f"cross_entropy got {count} targets that are no class, expected numbers in [0, {classes}) or ignore_index: "
             "correct them, or pass what they are as ignore_index"
         )
-
-
-# ---- the ops ----
-
-_library = torch.library.Library("dtbench_core", "FRAGMENT")
-_library.define("class_max(Tensor logits, int dim) -> Tensor")
-_library.define(
-    "class_sums(Tensor logits, Tensor maximum, Tensor target, Tensor? weight, int dim, bool smoothed) -> Tensor"
-)
-_library.define(
-    "class_loss(Tensor sums, Tensor target, Tensor? weight, int classes, int ignore_index, float smoothing) -> Tensor"
-)
-_library.define(
-    "class_gradient(Tensor grad, Tensor logits, Tensor maximum, Tensor sums, Tensor target, Tensor? weight, int dim,"
-    " int classes, int ignore_index, float smoothing) -> Tensor"
-)
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
@@ -293,17 +258,20 @@ def _along(weight: Tensor, first: int, logits: Tensor, dim: int) -> Tensor:
     return own.view(-1, *(1,) * (logits.ndim - dim - 1))
 
 
-for _name, _function in (
-    ("class_max", _max),
-    ("class_sums", _sums),
-    ("class_loss", _loss),
-    ("class_gradient", _gradient),
-):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-class_max = torch.ops.dtbench_core.class_max.default
-class_sums = torch.ops.dtbench_core.class_sums.default
-class_loss = torch.ops.dtbench_core.class_loss.default
-class_gradient = torch.ops.dtbench_core.class_gradient.default
+class_max = new_op("class_max(Tensor logits, int dim) -> Tensor", _max)
+class_sums = new_op(
+    "class_sums(Tensor logits, Tensor maximum, Tensor target, Tensor? weight, int dim, bool smoothed) -> Tensor",
+    _sums,
+)
+class_loss = new_op(
+    "class_loss(Tensor sums, Tensor target, Tensor? weight, int classes, int ignore_index, float smoothing) -> Tensor",
+    _loss,
+)
+class_gradient = new_op(
+    "class_gradient(Tensor grad, Tensor logits, Tensor maximum, Tensor sums, Tensor target, Tensor? weight, int dim,"
+    " int classes, int ignore_index, float smoothing) -> Tensor",
+    _gradient,
+)
 
 
 # ---- their rules ----

@@ -58,26 +58,19 @@ def _overloads(names: Sequence[str]) -> list[OpOverload]:
     ops = [getattr(packet, one) for packet in packets for one in packet.overloads() if "out" not in one]
     # Without those that take their numbers as one tensor, which must lie on the CPU to be read.
     return [
-        op
-        for op in ops
-        if all(
-            argument.name != "scalars" or str(argument.type) != "Tensor" for argument in op._schema.arguments
-        )
+        op for op in ops if ("scalars", "Tensor") not in {(a.name, str(a.type)) for a in op._schema.arguments}
     ]
 
 
 def _single(op: OpOverload) -> tuple[OpOverload, Rule]:
     """The op on one tensor, and its rule."""
-    name = op._schema.name.removeprefix("aten::")
-    packet = aten.zeros_like if name == "_foreach_zero" else getattr(aten, name.removeprefix("_foreach_"))
+    name = op._schema.name.removeprefix("aten::_foreach_")
+    packet = aten.zeros_like if name == "zero" else getattr(aten, name)
     overload = next(o for o in OVERLOADS[op._overloadname or "default"] if o in packet.overloads())
     single = getattr(packet, overload)
-    own = rule_of(single)
+    own = rule_of.get(single)
     assert own is not None or is_pointwise(single), single
     return single, own or pointwise
-
-
-# ---- columns ----
 
 
 class _ForeachArguments:
@@ -137,7 +130,7 @@ def _place_column(
     single, rule_of_single = _single(op)
     whole = (REPLICATE,) * inputs[0].info.ndim
     everything = (*inputs, *(call.inputs[i].with_placements(whole) for i in shared))
-    numbers = len(call.args) > len([a for a in call.args if isinstance(a, (list, tuple, DTensorSpec))])
+    numbers = not all(isinstance(a, (list, tuple, DTensorSpec)) for a in call.args)
     takes_numbers = numbers or call.op._overloadname == "ScalarList"
     column = OpCall(single, (*everything, *((0,) if takes_numbers else ())), {}, everything, (meta,))
     strategy = rule_of_single(column)
@@ -304,9 +297,8 @@ def foreach_norm(tensors: Sequence[Value], ord: Any = 2, dtype: torch.dtype | No
     of the same ranks, the norms are plain tensors, so that they can be put together."""
     if ord <= 0 or (is_grad_enabled() and any_requires_grad(tensors)):
         return NotImplemented
-    by_spec: dict[
-        Any, list[int]
-    ] = {}  # (class, spec), (None, dtype, shape) of plain ones -> where such tensors are
+    # (class, spec), or of plain ones (None, dtype, shape) -> where such tensors are
+    by_spec: dict[Any, list[int]] = {}
     for at, tensor in enumerate(tensors):
         placed = isinstance(tensor, Wrapper)
         kind = (tensor.viewed, tensor._spec) if placed else (None, tensor.dtype, tensor.shape)
@@ -323,10 +315,8 @@ def foreach_norm(tensors: Sequence[Value], ord: Any = 2, dtype: torch.dtype | No
     norms: list[Value] = [None] * len(tensors)
     for placed, positions in groups.items():
         group = [tensors[at] for at in positions]
-        group_norms = (
-            _norms_of_group(group, ord, dtype) if placed else torch._foreach_norm(group, ord, dtype=dtype)
-        )
-        for at, norm in zip(positions, group_norms, strict=True):
+        norms_of = _norms_of_group if placed else torch._foreach_norm
+        for at, norm in zip(positions, norms_of(group, ord, dtype=dtype), strict=True):
             norms[at] = norm._local_tensor if placed and apart else norm
     return norms
 

@@ -31,9 +31,6 @@ from dtbench_core.torch_compat import is_fake_mode_active
 INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-# ---- embedding ----
-
-
 @decomposition(aten._sparse_coo_tensor_with_dims_and_tensors.default)
 def sparse(*_: object, **__: object) -> Value:
     raise NoRuleError(
@@ -165,19 +162,16 @@ def _mask_rows(call: OpCall) -> list[PlacementRow]:
 
 @rule(aten.index_select.default)
 def index_select(call: OpCall) -> Strategy:
-    picked = call.dim()
-    rows = [
-        PlacementRow((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim) if d != picked
-    ]
+    rows = _other_dims(call)
     if call.inputs[0].ndim and call.inputs[1].ndim:
-        rows.append(PlacementRow((REPLICATE, Shard(0)), (Shard(picked),)))
+        rows.append(PlacementRow((REPLICATE, Shard(0)), (Shard(call.dim()),)))
     return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)])
 
 
 @rule(aten.index_add.default, aten.index_add_.default)
 def index_add(call: OpCall) -> Strategy:
     """(self, index, source): the rows added to are whole, and the sum is linear in self and source."""
-    rows = _listed_rows(call)
+    rows = _other_dims(call, source=True)
     if call.inputs[1].ndim and call.inputs[2].ndim:
         rows.append(PlacementRow((SUM, Shard(0), Shard(call.dim())), (SUM,)))
     return Strategy([*rows, *pending_rows(call, (0, 2))])
@@ -186,31 +180,28 @@ def index_add(call: OpCall) -> Strategy:
 @rule(aten.index_copy.default, aten.index_copy_.default)
 @rule(aten.index_reduce.default, aten.index_reduce_.default)
 def index_copy(call: OpCall) -> Strategy:
-    return Strategy(_listed_rows(call))
+    return Strategy(_other_dims(call, source=True))
 
 
 @rule(aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar)
 @rule(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor)
 def index_fill(call: OpCall) -> Strategy:
     """(self, index, value?): a number is filled in on every rank, so a pending sum takes only 0."""
-    more = len(call.inputs) - 1
-    filled = call.dim()
-    rows = [
-        PlacementRow((Shard(d), *(REPLICATE,) * more), (Shard(d),))
-        for d in range(call.inputs[0].ndim)
-        if d != filled
-    ]
-    if more == 2:
+    rows = _other_dims(call)
+    if len(call.inputs) == 3:
         return Strategy([*rows, *pending_rows(call, (0, 2), ops=("sum", "max", "min"))])
     ops = ("sum", "max", "min") if call["value"] == 0 else ("max", "min")
     return Strategy([*rows, *pending_rows(call, (0,), ops=ops)])
 
 
-def _listed_rows(call: OpCall) -> list[PlacementRow]:
-    """(self, index, source): dims other than the indexed one are a batch."""
-    whole = call.dim()
-    dims = (d for d in range(call.inputs[0].ndim) if d != whole)
-    return [PlacementRow((Shard(d), REPLICATE, Shard(d)), (Shard(d),)) for d in dims]
+def _other_dims(call: OpCall, *, source: bool = False) -> list[PlacementRow]:
+    """(self, index, source or value?): dims other than the indexed one are a batch, of a source as well."""
+    whole, more = call.dim(), len(call.inputs) - 2
+    return [
+        PlacementRow((Shard(d), REPLICATE, *(Shard(d) if source else REPLICATE,) * more), (Shard(d),))
+        for d in range(call.inputs[0].ndim)
+        if d != whole
+    ]
 
 
 # ---- along one dim, an index per element ----
@@ -302,9 +293,6 @@ def put(call: OpCall) -> Strategy:
     dims = range(index.ndim) if index.shape == source.shape else ()
     rows = [PlacementRow((SUM, Shard(d), Shard(d)), (SUM,)) for d in dims]
     return Strategy([*rows, *pending_rows(call, (0, 2))])
-
-
-# ---- counting ----
 
 
 @rule(aten.histc.default)

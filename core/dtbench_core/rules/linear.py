@@ -17,7 +17,7 @@ from torch import Tensor
 from dtbench_core.layout.placement import Shard
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Ctx, Value
-from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, pending_rows, rule
+from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, new_op, pending_rows, rule
 from dtbench_core.rules.labels import SUM, label_rows, letters, placed_along
 from dtbench_core.torch_compat import is_grad_enabled, kernel_of
 
@@ -68,12 +68,6 @@ def _forward(input: Wrapper, weight: Wrapper, bias: Wrapper | None) -> Value:
 
 linear_forward = aten.linear.default
 
-_library = torch.library.Library("dtbench_core", "FRAGMENT")
-_library.define(
-    "linear_backward(Tensor grad, Tensor input, Tensor weight, bool need_input, bool need_weight, bool need_bias)"
-    " -> Tensor[]"
-)
-
 
 def gradients(
     grad: Tensor,  # [..., o]
@@ -109,9 +103,12 @@ def _metadata(
     return [*metas, grad.new_empty(weight.shape[0])] if need_bias else metas
 
 
-_library.impl("linear_backward", gradients, "CompositeExplicitAutograd")
-_library.impl("linear_backward", _metadata, "Meta")
-linear_backward = torch.ops.dtbench_core.linear_backward.default
+linear_backward = new_op(
+    "linear_backward(Tensor grad, Tensor input, Tensor weight, bool need_input, bool need_weight, bool need_bias)"
+    " -> Tensor[]",
+    gradients,
+    _metadata,
+)
 
 
 # ---- their rules ----

@@ -24,9 +24,6 @@ def _gathers(tensor: Value, dims: Sequence[int]) -> bool:
     return inexact and tensor.numel() > 0 and is_split(tensor, dims)
 
 
-# ---- variance ----
-
-
 def _variance(
     tensor: Value, dims: Sequence[int], correction: float | None, keepdim: bool
 ) -> tuple[Any, Any] | None:
@@ -54,9 +51,6 @@ def moments(
     deviation = op in (aten.std.correction, aten.std_mean.correction)
     spread = (variance[0].sqrt() if deviation else variance[0]).to(tensor.dtype)
     return (spread, variance[1].to(tensor.dtype)) if len(op._schema.returns) == 2 else spread
-
-
-# ---- norms ----
 
 
 @decomposition(aten.linalg_vector_norm.default)
@@ -104,9 +98,6 @@ def norm(
 def dist(tensor: Value, other: object, p: float = 2) -> Value:
     """The norm of the difference, wherever its elements lie."""
     return aten.linalg_vector_norm.default(tensor - other, p)
-
-
-# ---- logarithm of a sum ----
 
 
 @decomposition(aten.logsumexp.default)

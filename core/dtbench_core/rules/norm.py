@@ -149,9 +149,6 @@ def _own_sizes(call: OpCall) -> Call:
     return local_op
 
 
-# ---- weights by direction and length ----
-
-
 @rule(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default)
 def weight_norm(call: OpCall) -> Strategy:
     """(direction, length) -> (weight, norms): norms over all dims but `dim`, on which both lie.
@@ -162,9 +159,6 @@ def weight_norm(call: OpCall) -> Strategy:
     same = all(len(s) == len(shapes[0]) and s[dim] == shapes[0][dim] for s in shapes)
     rows = along([dim] if same else (), len(call.inputs), len(call.outputs))
     return Strategy([*rows, *(pending_rows(call, (0,)) if len(call.inputs) == 4 else ())])
-
-
-# ---- distances ----
 
 
 @rule(aten._cdist_forward.default)

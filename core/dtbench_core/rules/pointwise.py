@@ -38,7 +38,7 @@ from dtbench_core.rules.labels import broadcast
 
 def is_pointwise(op: OpOverload) -> bool:
     """Whether torch says the op is elementwise (and draws no random numbers), and no user says otherwise."""
-    if torch.Tag.nondeterministic_seeded in op.tags or base.is_overridden(op):
+    if torch.Tag.nondeterministic_seeded in op.tags or op in base.overridden:
         return False
     if sum(argument.is_out for argument in op._schema.arguments) > 1:  # frexp(out=): the common way of out=
         return False
@@ -116,16 +116,12 @@ def pointwise(call: OpCall) -> Strategy:
 def _partial_rows(call: OpCall) -> list[PlacementRow]:
     count = len(call.inputs)
     # A plain number added to a pending sum would be added once per rank.
-    if call.op in LINEAR and not _adds_number(call):
+    if call.op in LINEAR and not (count == 1 and len(call.args) > 1):
         return pending_rows(call, tuple(range(count)))
     terms = TERMS.get(call.op, ())
     if call.op in SCALING and not call.kwargs.get("rounding_mode"):
         terms = ((0,), *terms)
     return pending_rows(call, *(group for group in terms if max(group) < count))
-
-
-def _adds_number(call: OpCall) -> bool:
-    return len(call.inputs) == 1 and len(call.args) > 1
 
 
 @rule(aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default)
@@ -247,10 +243,8 @@ def neutral_term(spec: DTensorSpec) -> int | None:
 def where(call: OpCall) -> Strategy:
     """(condition, a, b): each element is one of the two, whatever is pending. Not an average: a mask's lowest
     number, on every rank, overflows the sum on the way to it."""
-    picked = (
-        pending_rows(call, (1, 2), ops=("sum", "max", "min")) if call.inputs[0].dtype == torch.bool else []
-    )
-    return Strategy([*pointwise(call).rows, *picked])
+    ops = ("sum", "max", "min") if call.inputs[0].dtype == torch.bool else ()
+    return Strategy([*pointwise(call).rows, *pending_rows(call, (1, 2), ops=ops)])
 
 
 @rule(aten.maximum.default, aten.minimum.default)

@@ -44,9 +44,6 @@ def _pending_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -> 
     return [*kept_rows(call, reduced, keepdim, outs=len(outputs)), *rows]
 
 
-# ---- sums ----
-
-
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def sum_(call: OpCall) -> Strategy:
     return Strategy([*_pending_rows(call, SUM), *_linear(call)])
@@ -57,11 +54,8 @@ def _linear(call: OpCall) -> list[PlacementRow]:
     dtype, result_dtype = call.inputs[0].dtype, call.outputs[0].dtype if call.outputs[0] is not None else None
     if dtype == result_dtype and not _inexact(dtype):
         return linear_rows(call, 1, ops=("sum",))
-    return (
-        linear_rows(call, 1)
-        if _inexact(dtype) and result_dtype is not None and _inexact(result_dtype)
-        else []
-    )
+    inexact = result_dtype is not None and _inexact(dtype) and _inexact(result_dtype)
+    return linear_rows(call, 1) if inexact else []
 
 
 def _inexact(dtype: torch.dtype) -> bool:
@@ -128,9 +122,6 @@ def trace(call: OpCall) -> Strategy:
     return Strategy([*rows, *_linear(call)], localize=localize, any_lengths=True)
 
 
-# ---- products ----
-
-
 @rule(aten.prod.default, aten.prod.dim_int)
 def prod(call: OpCall) -> Strategy:
     if call.inputs[0].dtype.is_complex:  # no transport multiplies complex numbers
@@ -140,9 +131,6 @@ def prod(call: OpCall) -> Strategy:
     if pending(call, "product") and call["dtype"] is None:
         rows.append(PlacementRow((Partial("product"),), (Partial("product"),)))
     return Strategy(rows)
-
-
-# ---- extrema ----
 
 
 @rule(aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)
@@ -155,9 +143,6 @@ def extremum(call: OpCall) -> Strategy:
 @rule(aten.aminmax.default)
 def aminmax(call: OpCall) -> Strategy:
     return Strategy(_pending_rows(call, Partial("min"), Partial("max"), nonempty=True))
-
-
-# ---- whole dims ----
 
 
 @rule(aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)

@@ -86,11 +86,6 @@ def _swapped(call: OpCall, ndim: int) -> dict[int, int]:
     return {d: {a: b, b: a}.get(d, d) for d in range(ndim)}
 
 
-def _added(call: OpCall, ndim: int) -> dict[int, int]:
-    new = call.dim(ndim=ndim + 1)
-    return {d: d + (d >= new) for d in range(ndim)}
-
-
 def _repeated(call: OpCall, ndim: int) -> dict[int, int]:
     """Dims that are not repeated keep their shards."""
     lead = len(call["repeats"]) - ndim
@@ -111,7 +106,7 @@ MOVED: dict[str, Dims] = {
     "t t_copy": lambda _, n: {d: n - 1 - d for d in range(n)},
     "transpose.int transpose_copy.int": _swapped,
     "permute permute_copy": lambda call, n: {src % n: dst for dst, src in enumerate(call["dims"])},
-    "unsqueeze unsqueeze_copy": _added,
+    "unsqueeze unsqueeze_copy": lambda call, n: {d: d + (d >= call.dim(ndim=n + 1)) for d in range(n)},
     "select.int select_copy.int unbind.int unbind_copy.int": WINDOWS["select"],
     "slice.Tensor slice_copy.Tensor": WINDOWS["slice"],
     "diagonal diagonal_copy": WINDOWS["diagonal"],
@@ -188,12 +183,8 @@ def squeeze(call: OpCall) -> Strategy:
 def expand(call: OpCall) -> Strategy:
     before, after = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
     lead = len(after) - len(before)
-    rows = [
-        PlacementRow((Shard(d),), (Shard(d + lead),))
-        for d in range(len(before))
-        if before[d] == after[d + lead]
-    ]
-    return Strategy([*rows, *linear_rows(call, 1, ops=REDUCE_OPS)], local_shape_args=(1,))
+    dims = {d: d + lead for d in range(len(before)) if before[d] == after[d + lead]}
+    return Strategy(mapped_rows(call, dims), local_shape_args=(1,))
 
 
 def tensor_split(tensor: Value, indices_or_sections: Any = None, dim: int = 0, **named: object) -> Value:

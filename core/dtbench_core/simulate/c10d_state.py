@@ -16,8 +16,7 @@ from torch.distributed import device_mesh, distributed_c10d
 _c10d: Any = torch._C._distributed_c10d
 _device_mesh: Any = device_mesh
 
-
-_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+_UNSET: Any = None
 
 
 class RankC10d(distributed_c10d._World):
@@ -29,19 +28,14 @@ class RankC10d(distributed_c10d._World):
         process: tables in which groups are looked up that are not the rank's own.
     """
 
-    default_pg: Any = None
     group_count: Any = 0
-    pg_map: Any = None
-    pg_names: Any = None
-    pg_group_ranks: Any = None
-    pg_backend_config: Any = None
-    tags_to_pg: Any = None
-    pg_to_tag: Any = None
+    default_pg = _UNSET
+    pg_map = pg_names = pg_group_ranks = pg_backend_config = tags_to_pg = pg_to_tag = _UNSET
 
     def __init__(self, process: Any = None) -> None:
         super().__init__()
         self.ends: dict[dist.ProcessGroup, Any] = {}  # of the process' groups
-        for name in _TABLES:
+        for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"):
             setattr(self, name, {} if process is None else ChainMap({}, getattr(process, name)))
 
     def add(self, group: dist.ProcessGroup, end: Any, backend: str) -> None:
@@ -135,6 +129,5 @@ def register_device_guard() -> None:
 
 
 def destroy() -> None:
-    """Destroys the calling thread's groups, if it has any."""
     if dist.is_initialized():
         dist.destroy_process_group()

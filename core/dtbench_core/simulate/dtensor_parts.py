@@ -83,10 +83,8 @@ class CoreParts(RankParts):
         held = joined({r: v._local_tensor for r, v in values.items()}, self, what)
         spec = _of_all({r: v._spec for r, v in values.items()}, what)
         origin = getattr(first, "_origin", None)  # of a copied view, whose base is that of all ranks here
-        if origin is not None:
-            owner = self.whole_of(origin.owner)
-            if owner is not None:
-                return copied_view(type(first).viewed, held, spec, owner)
+        if origin is not None and (owner := self.whole_of(origin.owner)) is not None:
+            return copied_view(type(first).viewed, held, spec, owner)
         return wrap(type(first), held, spec)
 
     def settle(self, what: str) -> None:

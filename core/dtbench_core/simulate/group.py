@@ -355,7 +355,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         call = (output, input, list(output_splits or ()), list(input_splits or ()))
         return self._call(signature, _finish_all_to_all_single, call, [output])
 
-    def barrier(self, opts: object = None) -> dist.Work:
+    def barrier(self, *_: object, opts: object = None) -> dist.Work:
         return self._call(("barrier", "", ()), lambda *_: None, ())
 
     # The names of torch 2.11.
@@ -369,30 +369,6 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 # ---- the collectives of c10d as ops, which a dispatch mode sees ----
 
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-
-# Op -> (the group's method, the op's arguments that it takes before the options, the one that the op returns).
-_IN_PLACE: dict[str, tuple[str, tuple[str, ...], str | None]] = {
-    "allreduce_": ("allreduce", ("tensors",), "tensors"),
-    "allreduce_coalesced_": ("allreduce", ("tensors",), "tensors"),
-    "reduce_": ("reduce", ("tensors",), "tensors"),
-    "broadcast_": ("broadcast", ("tensors",), "tensors"),
-    "allgather_": ("allgather", ("output_tensors", "input_tensors"), "output_tensors"),
-    "_allgather_base_": ("all_gather_single", ("output_tensor", "input_tensor"), "output_tensor"),
-    "allgather_into_tensor_coalesced_": ("all_gather_single_coalesced", ("outputs", "inputs"), "outputs"),
-    "gather_": ("gather", ("output_tensors", "input_tensors"), "output_tensors"),
-    "scatter_": ("scatter", ("output_tensors", "input_tensors"), "output_tensors"),
-    "reduce_scatter_": ("reduce_scatter", ("output_tensors", "input_tensors"), "output_tensors"),
-    "_reduce_scatter_base_": ("reduce_scatter_single", ("output_tensor", "input_tensor"), "output_tensor"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_single_coalesced", ("outputs", "inputs"), "outputs"),
-    "alltoall_": ("alltoall", ("output_tensors", "input_tensors"), "output_tensors"),
-    "alltoall_base_": (
-        "all_to_all_single",
-        ("output", "input", "output_split_sizes", "input_split_sizes"),
-        "output",
-    ),
-    "barrier": ("barrier", (), None),
-    "monitored_barrier_": ("barrier", (), None),
-}
 
 
 def group_of(op: OpOverload, args: Args, kwargs: Kwargs) -> dist.ProcessGroup | None:
@@ -421,17 +397,19 @@ def issue(op: OpOverload, args: Args, kwargs: Kwargs, end: SimulatedGroup | None
         for tensor in tree_leaves(result):
             torch.ops._c10d_functional.wait_tensor(tensor)
         return result
-    method, taken, returned = _IN_PLACE.get(op._schema.name.partition("::")[2], ("", (), None))
-    if end is None or not method:
+    # `alltoall_base_(output, input, process_group, output_split_sizes, ...)` calls the method of that name.
+    name = op._schema.name.removeprefix("c10d::").removesuffix("_")
+    if end is None or name not in vars(SimulatedGroup):
         raise SimulationError(
             f"{op} is not simulated: use a collective, or ThreadWorld, which runs each rank by itself"
         )
     named = bound(op, args, kwargs)
     reduce_op = SimpleNamespace(op=named["reduce_op"].op()) if "reduce_op" in named else None
     options = SimpleNamespace(reduceOp=reduce_op, rootRank=named.get("root_rank", 0))
-    getattr(end, method)(*(named[name] for name in taken), options).wait()
-    result = returned and named[returned]
-    returns = [_done() if "Work" in str(r.type) else result for r in op._schema.returns]
+    tensors = list(named.values())[: list(named).index("process_group")]
+    splits = [sizes for argument, sizes in named.items() if argument.endswith("_split_sizes")]
+    getattr(end, name)(*tensors, *splits, options).wait()
+    returns = [_done() if "Work" in str(r.type) else tensors[0] for r in op._schema.returns]
     return tuple(returns) if len(returns) > 1 else returns[0]
 
 
@@ -447,22 +425,19 @@ def _done() -> Any:
 # (its fibres): in the mesh [[0, 1], [2, 3]] the groups of the inner dim are 0-1 and 2-3, and a call on the one is, on
 # the other ranks, a call on the other.
 Fibres = tuple[tuple[int, ...], ...]
+_dims: weakref.WeakKeyDictionary[DeviceMesh, list[Fibres]] = weakref.WeakKeyDictionary()
 
 
-_dims: weakref.WeakKeyDictionary[DeviceMesh, dict[int, Fibres]] = weakref.WeakKeyDictionary()
-
-
-def fibres_of_dim(mesh: DeviceMesh, dim: int) -> Fibres:
-    """The ranks of every group along `dim` of `mesh`, or of its siblings where it is a slice."""
-    fibres = _dims.setdefault(mesh, {})
-    if dim not in fibres:
-        fibres[dim] = mesh_dim_groups(mesh, dim)
-    return fibres[dim]
+def fibres_by_dim(mesh: DeviceMesh) -> list[Fibres]:
+    """The ranks of every group along each dim of `mesh`, or of its siblings where it is a slice."""
+    if mesh not in _dims:
+        _dims[mesh] = [mesh_dim_groups(mesh, dim) for dim in range(mesh.ndim)]
+    return _dims[mesh]
 
 
 def coordinate_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
     """Where `rank` stands in `mesh`, or in the sibling of it that holds `rank`; None outside."""
-    fibres = [next((f for f in fibres_of_dim(mesh, d) if rank in f), None) for d in range(mesh.ndim)]
+    fibres = [next((f for f in along if rank in f), None) for along in fibres_by_dim(mesh)]
     return None if None in fibres else tuple(f.index(rank) for f in fibres if f is not None)
 
 
@@ -510,7 +485,7 @@ def _fibres_by_mesh(group: dist.ProcessGroup) -> Fibres:
         if issubclass(type(mesh), DeviceMesh) and getattr(mesh, "_thread_id", None) is None:
             for dim, name in enumerate(mesh_group_names(mesh)):
                 if name == group.group_name:
-                    fibres = fibres_of_dim(mesh, dim)
+                    fibres = fibres_by_dim(mesh)[dim]
                     # A mesh of a destroyed world may have used the same name for other ranks.
                     is_own = any(set(own) == set(fibre) for fibre in fibres)
                     if is_own and max(map(max, fibres)) < dist.get_world_size():

@@ -143,9 +143,10 @@ class LocalBoolNode(_LocalNode):
         return bool(self._decide())
 
 
-_SAME_NAME = "add sub mul mod floordiv lshift rshift truediv pow eq ne lt le gt ge neg abs pos"
+_SAME_NAME = "add sub mul mod floordiv lshift rshift truediv pow eq ne lt le gt ge neg abs pos and_ or_"
 _NUMBERS: dict[str, Call] = {
     **{name: getattr(operator, name) for name in _SAME_NAME.split()},
+    **{name: getattr(math, name) for name in ("floor", "ceil", "trunc")},
     "int_floordiv": operator.floordiv,
     "int_truediv": operator.truediv,
     "float_truediv": operator.truediv,
@@ -156,15 +157,10 @@ _NUMBERS: dict[str, Call] = {
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
     "bitwise_xor": operator.xor,
-    "and_": lambda a, b: a and b,
-    "or_": lambda a, b: a or b,
-    "sym_and": lambda a, b: a and b,
-    "sym_or": lambda a, b: a or b,
+    "sym_and": operator.and_,
+    "sym_or": operator.or_,
     "sym_not": operator.not_,
     "sym_float": float,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "trunc": math.trunc,
     "round": round,
     "sym_int": int,
     "is_integer": lambda a: float(a).is_integer(),

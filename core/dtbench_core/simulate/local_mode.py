@@ -23,7 +23,7 @@ from dtbench_core.runtime import entered
 from dtbench_core.simulate import rank_answers
 from dtbench_core.simulate.c10d_state import RankC10d, per_thread
 from dtbench_core.simulate.dtensor_parts import CoreParts
-from dtbench_core.simulate.group import NAMESPACES, Arrival, describe, group_of, issue, name_ranks
+from dtbench_core.simulate.group import NAMESPACES, group_of, issue
 from dtbench_core.simulate.local_int import local_int
 from dtbench_core.simulate.local_random import RankStates, default_generators, set_states
 from dtbench_core.simulate.local_tensor import (
@@ -227,17 +227,7 @@ class LocalTensorMode(TorchDispatchMode):
     def _issue(self, op: Any, /, *args: object, **kwargs: object) -> Any:
         rank, group = self.current, group_of(op, args, kwargs)
         assert rank is not None
-        end = None if group is None else rank_answers.rank_group(group, rank)
-        if end is not None and running_rank() is None:
-            raise _alone(str(op), end.ranks)
-        return issue(op, args, kwargs, end)
-
-    def arrive(self, arrival: Arrival) -> dist.Work:
-        """A collective called by the rank that runs."""
-        rank = running_rank()
-        if rank is None:
-            raise _alone(describe(arrival.signature), arrival.ranks)
-        return rank.arrive(arrival)
+        return issue(op, args, kwargs, None if group is None else rank_answers.rank_group(group, rank))
 
     # ---- rank by rank ----
 
@@ -322,13 +312,6 @@ def _below_autograd(op: Any, /, *args: object, **kwargs: object) -> Any:
         return op(*args, **kwargs)
 
 
-def _alone(what: str, ranks: Sequence[int]) -> SimulationError:
-    return SimulationError(
-        f"{what} was called on the group of {name_ranks(ranks)}, in code that runs as one rank alone: run it in a "
-        "function under rank_map, which lets the others come"
-    )
-
-
 # What the core knows of meshes as one rank, or as all of these.
 _meshes: dict[int | tuple[int, ...], MeshTables] = {}
 
@@ -351,7 +334,6 @@ def _others(types: Iterable[type], allowed: type = LocalTensor) -> bool:
 
 
 def _generators(arguments: Any) -> list[torch.Generator]:
-    """Those among the arguments of a call."""
     return [x for x in tree_leaves(arguments) if isinstance(x, torch.Generator)]
 
 
@@ -374,8 +356,7 @@ def _refuse_grad(*arguments: object) -> None:
 
 def local_tensor_mode() -> LocalTensorMode | None:
     """The mode that is active, if any."""
-    mode = rank_answers.active()
-    return mode if isinstance(mode, LocalTensorMode) else None
+    return rank_answers.active()
 
 
 def _mode_for_all() -> LocalTensorMode | None:

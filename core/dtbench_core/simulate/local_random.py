@@ -48,7 +48,6 @@ class RankStates:
             self.reset(generator)
 
     def of(self, generator: torch.Generator) -> dict[int, State]:
-        """rank -> state."""
         states, now = self._states.get(generator), generator.get_state()
         if states is not None and torch.equal(now, states[self._ranks[0]]):
             return dict(states)
@@ -56,7 +55,6 @@ class RankStates:
         return dict.fromkeys(self._ranks, now)
 
     def set(self, generator: torch.Generator, states: Mapping[int, State]) -> None:
-        """Gives ranks their states."""
         self.finish({generator: {**self.of(generator), **states}})
 
     def finish(self, states: dict[torch.Generator, dict[int, State]]) -> None:

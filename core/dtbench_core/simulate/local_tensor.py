@@ -50,8 +50,6 @@ from dtbench_core.torch_compat import make_wrapper, register_foreach_type
 # Of how many ranks (or groups of ranks that hold the same) `repr` shows the values.
 SHOWN = 8
 
-Metadata = tuple[list[Any], list[Any], torch.dtype, torch.device]
-
 
 class LocalTensor(torch.Tensor):
     """A tensor per simulated rank. Sizes and strides that differ between ranks are rank-dependent ints.
@@ -80,9 +78,6 @@ class LocalTensor(torch.Tensor):
         )
         tensor._local_tensors = {rank: local_tensors[rank] for rank in sorted(local_tensors)}
         return tensor  # type: ignore[no-any-return]
-
-    def __init__(self, local_tensors: Mapping[int, torch.Tensor], requires_grad: bool = False) -> None:
-        pass
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -175,19 +170,15 @@ class LocalTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         held = _groups(self._local_tensors)
-        lines = []
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        lines = [f"LocalTensor({_brief(self)} on ranks {describe_ranks(self.ranks)}{grad}"]
         with torch._C._DisableTorchDispatch():
             for ranks in held[:SHOWN]:
                 text = repr(self._local_tensors[ranks[0]]).replace("\n", "\n    ")
                 lines.append(f"  {describe_ranks(ranks)}: {text}")
         if len(held) > SHOWN:
             lines.append(f"  ... {len(held) - SHOWN} more")
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        return (
-            f"LocalTensor({_brief(self)} on ranks {describe_ranks(self.ranks)}{grad}\n"
-            + "\n".join(lines)
-            + ")"
-        )
+        return "\n".join(lines) + ")"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -218,7 +209,7 @@ def is_random(op: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
-def _metadata(tensors: Mapping[int, torch.Tensor]) -> Metadata:
+def _metadata(tensors: Mapping[int, torch.Tensor]) -> tuple[list[Any], list[Any], torch.dtype, torch.device]:
     """(shape, stride, dtype, device) common to `tensors`, with numbers per rank where they differ."""
     if not tensors:
         raise SimulationError("got no tensor for a LocalTensor, expected one for at least one rank")
@@ -288,16 +279,10 @@ def _brief(tensor: torch.Tensor) -> str:
 def refresh(tensor: LocalTensor) -> None:
     """Makes the sizes that torch sees those of the shards, after an op that changed them in place."""
     shape, stride, _, _ = _metadata(tensor._local_tensors)
-    shown = [*tensor.shape, *tensor.stride()]
-    if len(shown) != 2 * len(shape) or any(
-        a is not b and _values(a) != _values(b) for a, b in zip(shown, [*shape, *stride], strict=True)
-    ):
+    shown = *tensor.shape, *tensor.stride()
+    if [values_of(n) or n for n in shown] != [values_of(n) or n for n in (*shape, *stride)]:
         with torch.no_grad():
             tensor.data = LocalTensor(tensor._local_tensors)
-
-
-def _values(number: Any) -> Any:
-    return values_of(number) or number
 
 
 # ---- one value for all ranks, and back ----
@@ -369,7 +354,7 @@ def _joined_leaf(values: Mapping[int, Any], parts: RankParts, what: str) -> Any:
     if special is not NotImplemented:
         return special
     if all(isinstance(v, torch.Tensor) for v in values.values()):
-        return join_tensors(values, what)
+        return _join_tensors(values, what)
     if {type(v) for v in values.values()} <= {int, float, bool}:
         return local_number(values)
     if any(v is not first and (type(v) is not type(first) or v != first) for v in values.values()):
@@ -385,8 +370,7 @@ def _different(values: Mapping[int, Any], what: str) -> RankDependentError:
     )
 
 
-def join_tensors(values: Mapping[int, torch.Tensor], what: str) -> torch.Tensor:
-    """The tensors of all ranks as one: a LocalTensor."""
+def _join_tensors(values: Mapping[int, torch.Tensor], what: str) -> LocalTensor:
     memory = {v.untyped_storage()._cdata for v in values.values() if is_plain(type(v))}
     try:
         if len(memory) < len(values):  # ranks share no memory: parts of one plain tensor become their own
@@ -451,7 +435,8 @@ def run_on_each(
         try:
             results[rank] = call(rank, lambda arguments=arguments: op(*arguments[0], **arguments[1]))  # type: ignore[misc]
         except Exception as error:
-            error.add_note(f"on simulated rank {rank}: {op} got {_outlines(arguments)}")
+            got = [*map(_outline, arguments[0]), *(f"{k}={_outline(v)}" for k, v in arguments[1].items())]
+            error.add_note(f"on simulated rank {rank}: {op} got {', '.join(map(str, got))}")
             raise
     _refuse_partial_broadcast(op, args, results)
     copies.write_back(str(op))
@@ -481,18 +466,11 @@ def _refuse_partial_broadcast(op: OpOverload, args: Args, results: Mapping[int, 
                 )
 
 
-def _outlines(arguments: Any) -> str:
-    args, kwargs = arguments
-    return ", ".join([str(_outline(a)) for a in args] + [f"{k}={_outline(v)}" for k, v in kwargs.items()])
-
-
 def _tensors_written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     named = bound(op, args, kwargs)
-    written = [name for _, name in written_arguments(op)]
-    values = [
-        named.get(name) for name in (*written, "running_mean", "running_var")
-    ]  # some batch norms write to these
-    return [t for t in tree_leaves(values) if t is not None]
+    # Some batch norms write to these without saying so.
+    written = [*(name for _, name in written_arguments(op)), "running_mean", "running_var"]
+    return [t for t in tree_leaves([named.get(name) for name in written]) if t is not None]
 
 
 class PlainCopies:

@@ -42,6 +42,7 @@ from dtbench_core.simulate.group import (
 from dtbench_core.simulate.local_int import local_int, values_of
 from dtbench_core.simulate.local_random import default_generators
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
+from dtbench_core.simulate.threads import running_rank
 from dtbench_core.tensor import distribute
 from dtbench_core.tensor import dtensor as tensor
 
@@ -81,15 +82,17 @@ def rank_group(group: ProcessGroup, rank: int) -> SimulatedGroup:
 
 
 def _arrive(arrival: Arrival) -> dist.Work:
+    called = f"{describe(arrival.signature)} was called on the group of {name_ranks(arrival.ranks)}"
     if _mode is None:
         raise SimulationError(
-            f"{describe(arrival.signature)} was called on the group of {name_ranks(arrival.ranks)} of a "
-            "LocalTensorMode that is over: make the groups' mesh, and use them, inside one"
+            f"{called} of a LocalTensorMode that is over: make the groups' mesh, and use them, inside one"
         )
-    return _mode.arrive(arrival)
-
-
-# ---- answers ----
+    if (rank := running_rank()) is None:
+        raise SimulationError(
+            f"{called}, in code that runs as one rank alone: run it in a function under rank_map, which lets the "
+            "others come"
+        )
+    return rank.arrive(arrival)
 
 
 def _simulation() -> LocalTensorMode:

@@ -222,18 +222,15 @@ class SimulatedRank:
         if not pending.done and self.threads.broken is None:
             self.waiting = pending
             pending.waiters.append(self)
-            self._let_others_run()
+            following = self.threads.next_rank()
+            if following is not self:
+                self._keep_states()
+                following.baton.release()
+                self.baton.acquire()
+                self._take_states()
             self.waiting = None
         if pending.error is not None or not pending.done:
             self._stop()
-
-    def _let_others_run(self) -> None:
-        following = self.threads.next_rank()
-        if following is not self:
-            self._keep_states()
-            following.baton.release()
-            self.baton.acquire()
-            self._take_states()
 
     def _stop(self) -> None:
         self.stopped = True
@@ -357,9 +354,6 @@ class RankThreads:
             rank.thread.join()
 
 
-# ---- results ----
-
-
 def values_of_ranks(results: Sequence[RankResult]) -> list[Any]:
     """The ranks' values.
 
@@ -414,9 +408,6 @@ def _without_property_lock() -> Iterator[None]:
         yield
     finally:
         functools.cached_property.__get__ = original  # type: ignore[method-assign]
-
-
-# ---- a world ----
 
 
 class ThreadWorld:

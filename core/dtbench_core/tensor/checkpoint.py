@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-# ---- copies ----
-
 
 def forget(tensor: Wrapper) -> None:
     """Takes from a deep copy what the tensor remembers of itself, but for `_memory`: tensors that are copied together
@@ -154,13 +152,8 @@ def blocks(spec: DTensorSpec) -> list[ShardBlock]:
     for dim, size in enumerate(spec.shape):
         runs = held_runs(size, dim, spec.placements, info.sizes, info.coordinate)
         starts = itertools.accumulate((length for _, length in runs), initial=0)
-        pieces.append(
-            [(offset, length, start) for (offset, length), start in zip(runs, starts, strict=False)]
-        )
-    boxes = []
-    for box in itertools.product(*pieces):
-        offset, shape, start = (tuple(piece[i] for piece in box) for i in range(3))
-        boxes.append(ShardBlock(offset, shape, start))
+        pieces.append([(*run, start) for run, start in zip(runs, starts, strict=False)])
+    boxes = [ShardBlock(*(tuple(p[i] for p in box) for i in range(3))) for box in itertools.product(*pieces)]
     return [b for b in boxes if 0 in spec.shape or 0 not in b.shape]
 
 

@@ -82,7 +82,6 @@ def distribute_tensor(
 
 
 def _refusal(tensor: torch.Tensor) -> ArgumentError:
-    """Of what is no leaf of plain values."""
     if is_torchs_dtensor(tensor):
         return ArgumentError(
             "distribute_tensor got a DTensor of torch.distributed.tensor, expected a plain tensor: use "

@@ -36,9 +36,7 @@ def note_lender(tensor: Wrapped, local: torch.Tensor) -> Wrapped:
     """`tensor`, a DTensor of `local`, which is no leaf and may be used after a write to `tensor`."""
     base = local._base
     window: _Window | None = None
-    if (
-        base is not None and base.dtype == local.dtype
-    ):  # which may be used where nobody holds `local` any more
+    if base is not None and base.dtype == local.dtype:  # may be used where nobody holds `local` any more
         window = (local.size(), local.stride(), local.storage_offset())
     memory = SharedMemory()
     memory.follow = partial(_follow, ref(local if base is None or window is None else base), window)

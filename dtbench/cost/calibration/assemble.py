@@ -10,21 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
-from msgspec import structs
 
-from dtbench.cost.calibration import intervals
+from dtbench.cost.calibration import intervals, setups
 from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, measured_dims
 from dtbench.cost.calibration.fit import Accuracy, Array, FittedLine, fit_curve, fit_ring, rising
-from dtbench.cost.calibration.setups import (
-    backend,
-    check_same_setup,
-    device_type,
-    paths,
-    provenance,
-    version_warnings,
-)
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
 from dtbench.cost.price import ring_us
 from dtbench.records.drops import BandwidthDrop, drops_of_curve
@@ -58,13 +50,13 @@ def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
     Raises:
         UsageError: no usable results, or runs that are not of one machine, mesh and backend.
     """
-    check_same_setup(runs)
+    setups.check_same_setup(runs)
     header = runs[0].header
     notes: list[str] = []
     measured = measured_dims(runs, notes)
     if not any(dim.collectives for dim in measured):
         raise UsageError(
-            f"no ok results of the collectives suite in {paths(runs)}: "
+            f"no ok results of the collectives suite in {setups.paths(runs)}: "
             "measure them with `dtbench run collectives`, then calibrate that file"
         )
     dims, left_out = [], []
@@ -75,25 +67,25 @@ def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
             dims.append(calibrate_dim(dim))
     if not dims:
         reasons = "; ".join(f"{dim.name}: {dim.reason}" for dim in left_out)
-        raise UsageError(f"no mesh dim of {paths(runs)} can be calibrated ({reasons})")
+        raise UsageError(f"no mesh dim of {setups.paths(runs)} can be calibrated ({reasons})")
     return CalibratedTopology(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        runs=tuple(map(provenance, runs)),
-        device_type=device_type(header),
-        backend=backend(header),
+        runs=tuple(map(setups.provenance, runs)),
+        device_type=setups.device_type(header),
+        backend=setups.backend(header),
         mesh=header.mesh,
         base_latency_us=BASE_LATENCY_US,
         interval_method=intervals.METHOD,
         dims=tuple(dims),
         left_out=tuple(left_out),
-        warnings=(*version_warnings(runs), *notes),
+        warnings=(*setups.version_warnings(runs), *notes),
     )
 
 
 def calibrate_dim(dim: MeasuredDim) -> Dim:
     """One entry of the topology's `dims`, of a dim that `why_left_out` gives no reason against."""
-    ring = [(name, p) for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)]
+    ring = _ring_points(dim)
     names, points = [name for name, _ in ring], [p for _, p in ring]
     sizes, measured = np.array([(float(p.size_bytes), p.measured_us) for p in points]).T
     line = fit_ring(names, sizes, dim.ranks, measured)
@@ -164,20 +156,21 @@ def curve_of(call: CallTimes) -> MeasuredCurve:
         for i, (p, time_us) in enumerate(zip(call.points, rising(measured), strict=True))
         for bounds in [interval_or_none(float(min(low[i], time_us)), float(max(high[i], time_us)))]
     )
-    curve = MeasuredCurve(
+    # A single size leaves the line open, and the slope at its end.
+    fitted = _line(call.steady) | _end(call) if len(sizes) > 1 else {}
+    return MeasuredCurve(
         dtype=call.dtype,
         size_bytes=(int(sizes.min()), int(sizes.max())),
         points=len(table),
         launches=len(launches),
         table=table,
+        **fitted,
     )
-    # A single size leaves the line open, and the slope at its end.
-    return curve if len(sizes) < 2 else _with_end(_with_line(curve, call.steady), call)
 
 
-def _with_end(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
-    """With the bandwidth that the table ends with, which one line through all sizes need not have: a protocol, a
-    cache or a shaper's burst that serves small messages better pulls the line, not the end."""
+def _end(call: CallTimes) -> dict[str, Any]:
+    """The bandwidth that the table ends with, which one line through all sizes need not have: a protocol, a cache or
+    a shaper's burst that serves small messages better pulls the line, not the end."""
 
     def slope(times_us: Array) -> tuple[float]:
         times = Curve(tuple(call.sizes), tuple(rising(times_us)))
@@ -186,13 +179,11 @@ def _with_end(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
     (end,), (bounds,) = slope(call.measured_us), intervals.fitted(call.points, slope)
     low, high = bounds or (end, end)
     if min(end, low) <= 0:  # times that do not grow with size say nothing of a bandwidth
-        return curve
-    return structs.replace(
-        curve, end_GiBps=float(1 / end), end_interval=(1 / high, 1 / low) if bounds else None
-    )
+        return {}
+    return {"end_GiBps": float(1 / end), "end_interval": (1 / high, 1 / low) if bounds else None}
 
 
-def _with_line(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
+def _line(call: CallTimes) -> dict[str, Any]:
     sizes, measured = call.sizes, call.measured_us
 
     def fit(times_us: Array) -> tuple[float, float]:
@@ -202,24 +193,22 @@ def _with_line(curve: MeasuredCurve, call: CallTimes) -> MeasuredCurve:
     line = fit_curve(sizes, measured)
     alpha_interval, beta_interval = intervals.fitted(call.points, fit)
     accuracy = Accuracy.of(line.intercept + line.slope * sizes / GIB * 1e6, measured)
-    return structs.replace(
-        curve,
-        alpha_us=line.intercept,
-        beta_GiBps=1 / line.slope,
-        beta_is_lower_bound=line.slope_is_bound,
-        alpha_interval=alpha_interval,
-        beta_interval=beta_interval,
+    return {
+        "alpha_us": line.intercept,
+        "beta_GiBps": 1 / line.slope,
+        "beta_is_lower_bound": line.slope_is_bound,
+        "alpha_interval": alpha_interval,
+        "beta_interval": beta_interval,
         **accuracy._asdict(),
-    )
+    }
 
-
-# -------------------------------------------------------------------------------- the ring's constants
 
 RingPoints = Sequence[tuple[str, SizeTimes]]  # collective, point
 
 
-def _of(dim: MeasuredDim, name: str) -> tuple[SizeTimes, ...]:
-    return dim.collectives[name].steady.points
+def _ring_points(dim: MeasuredDim) -> RingPoints:
+    measured = [(name, dim.collectives[name]) for name in RING_COLLECTIVES if name in dim.collectives]
+    return [(name, point) for name, call in measured for point in call.steady.points]
 
 
 def _drops(dim: MeasuredDim, call: CallTimes) -> list[BandwidthDrop]:
@@ -237,7 +226,7 @@ def why_left_out(dim: MeasuredDim) -> str | None:
     """Why the ring's constants cannot be fitted to a dim, or None."""
     if dim.ranks == 1:
         return "one rank: nothing is sent over this dim"
-    sizes = {p.size_bytes for name in RING_COLLECTIVES if name in dim.collectives for p in _of(dim, name)}
+    sizes = {point.size_bytes for _, point in _ring_points(dim)}
     if not sizes:
         return f"no ok results of {', '.join(RING_COLLECTIVES)} on it"
     if len(sizes) < 2:
@@ -251,10 +240,8 @@ def _builtin(layout: HostLayout, residuals: Residuals, ranks: int) -> BuiltIn | 
     if link is None:
         return None
     constants = Constants(bandwidth_GiBps=link.bandwidth, latency_us_per_hop=link.latency_us)
-    points = residuals.points
-    logs = np.log(
-        [ring_us(p.collective, p.size_bytes, ranks, constants) * 1e-6 / p.measured_s for p in points]
-    )
+    predicted = ((ring_us(p.collective, p.size_bytes, ranks, constants), p) for p in residuals.points)
+    logs = np.log([us * 1e-6 / p.measured_s for us, p in predicted])
     return BuiltIn(
         bandwidth_GiBps=link.bandwidth,
         latency_us_per_hop=link.latency_us,
@@ -277,9 +264,6 @@ def _residuals(ring: RingPoints, ranks: int, constants: Constants) -> Residuals:
         for (name, p), us in zip(ring, predicted, strict=True)
     )
     return Residuals(**accuracy._asdict(), points=points)
-
-
-# ---------------------------------------------------------------------------------------- warnings
 
 
 def _warnings_about_data(dim: MeasuredDim) -> list[str]:
@@ -312,25 +296,25 @@ def _warnings_about_fit(ring: RingPoints, ranks: int, line: FittedLine, residual
             f"the sizes span a factor of {ratio:g} only: latency and bandwidth are hard to tell apart, "
             "measure from 1 KiB to the largest tensor in use"
         )
-    slope_shares = [_share(x, ranks, line, "slope") for x in ring if x[1].size_bytes == sizes[-1]]
+    bandwidth = max(_shares(name, p, ranks, line)[1] for name, p in ring if p.size_bytes == sizes[-1])
     if line.slope_is_bound:
         warnings.append(
             f"the times do not grow with size up to {sizes[-1]} bytes: the bandwidth is a lower bound only, "
             "measure larger sizes"
         )
-    elif max(slope_shares) < 0.5:
+    elif bandwidth < 0.5:
         warnings.append(
-            f"at the largest size bandwidth makes {max(slope_shares):.0%} of the time: it is poorly known, "
+            f"at the largest size bandwidth makes {bandwidth:.0%} of the time: it is poorly known, "
             "measure larger sizes"
         )
-    intercept_shares = [_share(x, ranks, line, "intercept") for x in ring if x[1].size_bytes == sizes[0]]
+    latency = max(_shares(name, p, ranks, line)[0] for name, p in ring if p.size_bytes == sizes[0])
     if line.intercept == 0:
         warnings.append(
             f"the latency fits to 0: the base of {BASE_LATENCY_US} us is all the formula has at small sizes"
         )
-    elif max(intercept_shares) < 0.1:
+    elif latency < 0.1:
         warnings.append(
-            f"at the smallest size latency makes {max(intercept_shares):.0%} of the time: it is poorly "
+            f"at the smallest size latency makes {latency:.0%} of the time: it is poorly "
             "known, measure smaller sizes"
         )
     if residuals.geometric_mean_ratio > 1.5:
@@ -341,12 +325,9 @@ def _warnings_about_fit(ring: RingPoints, ranks: int, line: FittedLine, residual
     return warnings
 
 
-def _share(of: tuple[str, SizeTimes], ranks: int, line: FittedLine, term: str) -> float:
-    """How much of the predicted time one term makes."""
-    name, point = of
+def _shares(name: str, point: SizeTimes, ranks: int, line: FittedLine) -> tuple[float, float]:
+    """How much of the predicted time latency and bandwidth make."""
     steps = hops(name, ranks)
-    terms = {
-        "intercept": steps * line.intercept,
-        "slope": point.size_bytes / GIB * steps / ranks * line.slope * 1e6,
-    }
-    return terms[term] / (BASE_LATENCY_US + sum(terms.values()))
+    latency, transfer = steps * line.intercept, point.size_bytes / GIB * steps / ranks * line.slope * 1e6
+    whole = BASE_LATENCY_US + latency + transfer
+    return latency / whole, transfer / whole

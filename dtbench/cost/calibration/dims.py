@@ -165,9 +165,6 @@ def _contention(together: Mapping[str, CallTimes], alone: Mapping[str, CallTimes
     return ratios
 
 
-# ------------------------------------------------------------------------------------- where its groups lie
-
-
 def _host_layout(of_ranks: DimLayout | None, slowest_over_fastest: float, warnings: list[str]) -> HostLayout:
     """of_ranks: what the run's ranks said, or None."""
     mixed = slowest_over_fastest > GROUPS_DIFFER

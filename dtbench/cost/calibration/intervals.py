@@ -23,11 +23,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.cost.calibration.times import QUANTILE, SizeTimes
+from dtbench.cost.calibration.times import QUANTILE, Array, SizeTimes
 from dtbench.stats import drawn_again, interval
 from dtbench.text.units import interval_or_none
-
-Array = NDArray[np.float64]
 
 INTERVAL = 0.9
 REPLICATES = 400

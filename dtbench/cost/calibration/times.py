@@ -39,8 +39,6 @@ DTYPES_DIFFER = 1.25
 
 
 class LaunchResult(NamedTuple):
-    """A result and the launch that it is of."""
-
     launch: Launch
     result: Result
 
@@ -92,9 +90,6 @@ class CallTimes:
         return CallTimes(self.name, self.dtype, tuple(p for p in self.points if p.size_bytes in wanted))
 
 
-# ------------------------------------------------------------------------------------- results that count
-
-
 def results_of(runs: Sequence[Run], suite: str) -> list[LaunchResult]:
     """The suite's ok results that say their size and mesh dim."""
     return [
@@ -126,9 +121,6 @@ def one_impl(results: Sequence[LaunchResult], notes: list[str]) -> list[LaunchRe
     if len(impls) > 1:
         notes.append(f"{', '.join(impls[1:])} was left aside for {impls[0]}")
     return [r for r in results if r.result.impl == impls[0]]
-
-
-# ------------------------------------------------------------------------------------- times of a call
 
 
 def times_by_name(

@@ -20,7 +20,7 @@ from msgspec import Struct
 from dtbench.cost.calibration.assemble import calibrate_dim, why_left_out
 from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, measured_dims
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
-from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
+from dtbench.cost.calibration.times import COLLECTIVES, CallTimes
 from dtbench.cost.price import price, ring_us
 from dtbench.records.topology import CalibratedTopology, Dim, MeasuredCurve
 from dtbench.suite import Header, MeshShape, Run
@@ -182,29 +182,22 @@ def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) ->
             into.one_launch |= curve.launches == 1
             fitted = {row.size_bytes: row.launch_us for row in curve.table if use_fitted}
             for point in call.points:
-                _score_point(into, models, dim.name, what, call.name, point, curve)
-                of_fit = [us for us in fitted.get(point.size_bytes, ()) if us is not None]
+                size = point.size_bytes
+                predicted, expected = models.predict_us(dim.name, what, call.name, size), price(curve, size)
+                of_fit = [us for us in fitted.get(size, ()) if us is not None]
                 new = list(point.by_launch.values())
-                for i, value in enumerate(new):
+                for i, measured in enumerate(new):
+                    for model, time_us in predicted.items():
+                        into.add(model, size, time_us, measured)
                     for forecast in (*new[:i], *new[i + 1 :], *of_fit):
-                        into.add("floor", point.size_bytes, forecast, value)
+                        into.add("floor", size, forecast, measured)
+                    if expected.extrapolated:
+                        into.beyond += 1
+                    elif expected.low_us < expected.high_us:
+                        into.inside.append(expected.low_us <= measured <= expected.high_us)
     return tuple(
         errors[name].group(name) for name in sorted(errors, key=lambda n: (n != RING, n != OTHER, n))
     )
-
-
-def _score_point(
-    into: _Errors, models: Models, dim: str, what: str, name: str, point: SizeTimes, curve: MeasuredCurve
-) -> None:
-    predicted = models.predict_us(dim, what, name, point.size_bytes)
-    expected = price(curve, point.size_bytes)
-    for measured in point.by_launch.values():
-        for model, time_us in predicted.items():
-            into.add(model, point.size_bytes, time_us, measured)
-        if expected.extrapolated:
-            into.beyond += 1
-        elif expected.low_us < expected.high_us:
-            into.inside.append(expected.low_us <= measured <= expected.high_us)
 
 
 def _group_of(what: str, name: str) -> str:
@@ -215,9 +208,6 @@ def _group_of(what: str, name: str) -> str:
 
 def _names(dims: Sequence[MeasuredDim]) -> str:
     return ", ".join(f"{dim.name}={dim.ranks}" for dim in dims)
-
-
-# ------------------------------------------------------------------------------- runs and topologies
 
 
 def _fitted_on(topology: CalibratedTopology, runs: Sequence[Run], same: bool) -> list[str]:
@@ -234,7 +224,6 @@ def _fitted_on(topology: CalibratedTopology, runs: Sequence[Run], same: bool) ->
 def _common(
     topology: CalibratedTopology, measured: Sequence[MeasuredDim], runs: Sequence[Run]
 ) -> list[MeasuredDim]:
-    """The dims that both have."""
     header, path = runs[0].header, runs[0].path
     for what, ours, theirs in (
         ("backend", topology.backend, backend(header)),
@@ -282,9 +271,6 @@ def _differences(models: Models, dims: Sequence[MeasuredDim]) -> list[str]:
     return notes
 
 
-# ------------------------------------------------------------------------------------ held-out sizes
-
-
 def _alternate(call: CallTimes, *, kept: bool) -> CallTimes:
     """Every second size and the last, or those between; a call that is too short keeps none."""
     sizes = [p.size_bytes for p in call.points]
@@ -292,9 +278,6 @@ def _alternate(call: CallTimes, *, kept: bool) -> CallTimes:
         return call.only(())
     fitted = {*sizes[::2], sizes[-1]}
     return call.only(fitted if kept else set(sizes) - fitted)
-
-
-# ------------------------------------------------------------------------------------ the models
 
 
 class Models:

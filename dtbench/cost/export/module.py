@@ -60,14 +60,19 @@ def render(topology: CalibratedTopology, target: Target, module: str = "topology
         autoescape=False,
     )
     environment.filters["literal"] = literal
-    curves = _placement_curves(topology) if target == "torch" else _collective_curves(topology)
+    curves = {
+        (dim.name, name): times_of(dim.collectives[name])
+        for dim in topology.dims
+        for name in INDUCTOR_COLLECTIVES
+        if name in dim.collectives
+    }
     return environment.get_template(f"{target}.py.jinja").render(
         module=module if module.isascii() and module.isidentifier() else "topology",
         source=_source(topology),
         device_type=topology.device_type,
         dims={dim.name: (dim.ranks, dim.bandwidth_GiBps, dim.latency_us_per_hop) for dim in topology.dims},
         ranks={dim.name: dim.ranks for dim in topology.dims},
-        curves=dict(curves),
+        curves=dict(_placement_curves(topology)) if target == "torch" else curves,
         tables=tables,
         ramps=ramps,
         price=inspect.getsource(Curve).rstrip(),
@@ -85,9 +90,7 @@ def literal(value: object) -> str:
     """
     if isinstance(value, str):
         return ascii(str(value))
-    if value is None or isinstance(value, bool | int):
-        return repr(value)
-    if isinstance(value, float) and math.isfinite(value):
+    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return repr(value)
     if isinstance(value, tuple | list):
         items = [literal(item) for item in value]
@@ -144,13 +147,6 @@ def _placement_curves(topology: CalibratedTopology) -> Iterator[tuple[tuple[str,
                 yield (dim.name, change), times_of(curve)
         if ALL_TO_ALL in collectives and not on_cpu and not all(c in measured for c in SHARD_TO_SHARD):
             yield (dim.name, ALL_TO_ALL), times_of(collectives[ALL_TO_ALL])
-
-
-def _collective_curves(topology: CalibratedTopology) -> Iterator[tuple[tuple[str, str], Curve]]:
-    for dim in topology.dims:
-        for name in INDUCTOR_COLLECTIVES:
-            if name in dim.collectives:
-                yield (dim.name, name), times_of(dim.collectives[name])
 
 
 def _runtimes(

@@ -24,13 +24,7 @@ USUAL_ERROR = 0.05
 # that is off by `USUAL_ERROR`: few rows move those constants only that they say something about.
 USUAL_CHANGE = 0.5
 # What differs between programs and fabrics by orders of magnitude.
-CHANGES = {
-    "wait_us": 4.0,
-    "latency_us": 1.5,
-    "step_us": 1.5,
-    "layer_us": 1.5,
-    "host_us": 1.0,
-}
+CHANGES = {"wait_us": 4.0, "latency_us": 1.5, "step_us": 1.5, "layer_us": 1.5, "host_us": 1.0}
 # A share starts so far below 1, as a logarithm: at its bound a constant does not move.
 OFF_THE_BOUND = 0.2
 # Constants that may be next to nothing start where they are felt.

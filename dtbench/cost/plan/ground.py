@@ -9,6 +9,7 @@ import numpy as np
 
 from dtbench.cost.plan.machines import ErrorBounds, MachineSpec
 from dtbench.cost.plan.training import TrainingJob, TrainingLayout
+from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_ratio
 
 # Share of the steps on each side of an interval. Steps of one layout are alike, so new layouts lie further off: in four
@@ -54,13 +55,10 @@ def error_of(kinds: Sequence[str], ratios: Sequence[float]) -> ErrorBounds:
         low, high = min(ordered[outside], LAUNCHES[0]), max(ordered[-1 - outside], LAUNCHES[1])
         return round(float(low), 3), round(float(high), 3)
 
-    by_kind = {
-        kind: [r for k, r in zip(kinds, ratios, strict=True) if k == kind] for kind in sorted({*kinds})
-    }
+    by_kind = group_by(sorted(zip(kinds, ratios, strict=True)), lambda pair: pair[0])
     low, high = ends(ratios)
-    return ErrorBounds(
-        low=low, high=high, kinds={kind: ends(of) for kind, of in by_kind.items() if len(of) >= ENOUGH}
-    )
+    enough = {kind: ends([r for _, r in of]) for kind, of in by_kind.items() if len(of) >= ENOUGH}
+    return ErrorBounds(low=low, high=high, kinds=enough)
 
 
 def interval(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> tuple[float, float] | None:

@@ -93,10 +93,9 @@ class TopologyLinks:
         if ranks == 1:
             return 0.0
         within = group_in_node(self.gpus_per_node, ranks, inner) >= ranks
-        if name == "all_to_all":
-            return self._seconds(name, size_bytes, ranks, within)
-        halves = 1 if name == "all_reduce" else 2  # a ring gathers, or scatters, in half an all-reduce
-        return self._seconds("all_reduce", size_bytes, ranks, within) / halves
+        if name in ("all_gather", "reduce_scatter"):  # of a ring, each half an all-reduce
+            return self._seconds("all_reduce", size_bytes, ranks, within) / 2
+        return self._seconds(name, size_bytes, ranks, within)
 
     def send(self, size_bytes: float, tp: int, inner: int) -> float:
         return self._seconds("all_reduce", size_bytes / tp, 2, inner < self.gpus_per_node) / 2

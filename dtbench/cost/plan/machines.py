@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +14,7 @@ from dtbench.records.read import BadFieldError, decode, into, read_json
 from dtbench.suite.errors import UsageError
 
 MAX_FILE_BYTES = 2**20
+_FOLDER = resources.files("dtbench.cost.plan") / "machines"
 
 # No constant of a machine comes near these; products and powers of some stay floats, and none of them 0.
 _Positive = Annotated[float, msgspec.Meta(ge=1e-12, le=1e18)]
@@ -149,12 +149,7 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def built_in() -> list[str]:
-    """Names of the machines that come with dtbench."""
-    return sorted(file.name[:-5] for file in _folder().iterdir() if file.name.endswith(".json"))
-
-
-def _folder() -> Traversable:
-    return resources.files("dtbench.cost.plan") / "machines"
+    return sorted(file.name[:-5] for file in _FOLDER.iterdir() if file.name.endswith(".json"))
 
 
 def machine_called(system: str) -> str | None:
@@ -173,7 +168,7 @@ def find_machine(name_or_path: str) -> MachineSpec:
         UnreadableRunError: a file that cannot be read, or is no JSON.
     """
     if name_or_path in built_in():
-        content = decode((_folder() / f"{name_or_path}.json").read_bytes())
+        content = decode((_FOLDER / f"{name_or_path}.json").read_bytes())
     elif name_or_path.endswith(".json"):
         content = read_json(Path(name_or_path), "a machine in JSON", MAX_FILE_BYTES)
     else:

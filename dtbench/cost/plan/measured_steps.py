@@ -141,9 +141,6 @@ def _notes(
         yield f"the time is that of {time}; not used: {', '.join([*others, *table.unused])}"
 
 
-# ----------------------------------------------------------------------------------------- one row
-
-
 def _measured(row: CsvRow, machine: MachineSpec, software: Software, sequence: int) -> MeasuredStep:
     time = _time_column(row)
     _refuse(row, machine)
@@ -228,21 +225,20 @@ def _micro_batch(row: CsvRow, batch: int, dp: int) -> int:
 
 
 def _software(row: CsvRow, software: Software) -> Software:
-    for column, field in _FLAGS.items():
-        if row.text(column):
-            changes: dict[str, Any] = {field: row.flag(column)}
-            software = replace(software, **changes)
+    changes: dict[str, Any] = {
+        field: row.flag(column) for column, field in _FLAGS.items() if row.text(column)
+    }
     if zero := row.text("zero"):
         if zero not in ("0", "1", "2", "3"):
             raise row.wrong(f"zero is {ascii(zero)[:20]}, expected 0 to 3")
-        software = replace(software, zero=int(zero))
+        changes["zero"] = int(zero)
     if text := row.text("precision").lower():
         words = {*re.split(r"[^a-z0-9]+", text)}
         if words & {"fp8", "mxfp8", "float8"}:
-            return replace(software, precision="fp8")
-        if not words & {"bf16", "fp16", "bfloat16", "float16"}:
+            changes["precision"] = "fp8"
+        elif not words & {"bf16", "fp16", "bfloat16", "float16"}:
             raise InexpressibleError(f"the precision {text[:20]}: expected bf16, fp16 or fp8")
-    return software
+    return replace(software, **changes)
 
 
 def _fsdp(row: CsvRow, copies: int, cp: int) -> int:

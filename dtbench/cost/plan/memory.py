@@ -77,14 +77,10 @@ def _layer_bytes(job: TrainingJob, layout: TrainingLayout) -> tuple[float, float
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     cut = 4.0 * (width + kv_width) + (6 if model.gated else 4) * model.ffn * model.experts_per_token
     scores = 0.0 if software.flash else 5.0 * model.heads * job.sequence
-    kept = (
-        (whole + cut + scores) / layout.tp
-        if software.sequence_parallel
-        else whole + (cut + scores) / layout.tp
-    )
+    sharing = layout.tp if software.sequence_parallel else 1
+    kept = whole / sharing + (cut + scores) / layout.tp
     if layout.recompute == "full":
-        inputs = 2.0 * model.hidden / (layout.tp if software.sequence_parallel else 1)
-        return inputs, kept
+        return 2.0 * model.hidden / sharing, kept
     if layout.recompute == "selective" and software.flash:
         # torchtitan keeps attention and every second matrix product (its option "op").
         products = 2 * width + 2 * kv_width + model.hidden + (3 if model.gated else 2) * model.ffn / 2

@@ -79,7 +79,6 @@ class TransformerModel(msgspec.Struct, frozen=True):
         return (1 if self.tied else 2) * _ceil(self.vocab, tp) * self.hidden + self.hidden
 
     def elements(self) -> int:
-        """All parameters."""
         return self.layers * self.layer_elements() + self.end_elements()
 
 

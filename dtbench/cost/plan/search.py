@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Literal
 
@@ -68,12 +69,7 @@ class PlanFile(Struct, frozen=True, kw_only=True):
     assumptions: tuple[str, ...]
 
 
-def search_layouts(
-    job: TrainingJob,
-    machine: MachineSpec,
-    links: Links,
-    limit_bytes: float,
-) -> PlanFile:
+def search_layouts(job: TrainingJob, machine: MachineSpec, links: Links, limit_bytes: float) -> PlanFile:
     """The best layouts of `job` over its GPUs.
 
     limit_bytes: memory of one GPU that the training may use.
@@ -162,10 +158,9 @@ def _of_ranks(job: TrainingJob, machine: MachineSpec, tp: int, pp: int, dp: int)
         micro = 2**exponent
         if per_rank % micro:
             return
-        for chunks in _chunks(job.model.layers, pp, per_rank // micro):
-            for fsdp in shards:
-                for recompute in recomputes:
-                    yield TrainingLayout(tp, pp, dp, fsdp, micro, chunks, recompute)
+        all_chunks = _chunks(job.model.layers, pp, per_rank // micro)
+        for chunks, fsdp, recompute in itertools.product(all_chunks, shards, recomputes):
+            yield TrainingLayout(tp, pp, dp, fsdp, micro, chunks, recompute)
 
 
 def _chunks(layers: int, pp: int, micro_batches: int) -> list[int]:

@@ -82,7 +82,6 @@ def model_flops(job: TrainingJob) -> float:
 
 
 def predict_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec, links: Links) -> StepTime:
-    """What a step of `job` takes in this layout."""
     layer_s, exposed_s = _layer(job, layout, machine, links)
     counts = stage_layers(job.model, layout.pp, machine.fitted.stages_by_cost)
     count = layout.micro_batches(job.batch)
@@ -155,13 +154,10 @@ def _in_layer(
         # Backward the collectives run beside the block's weight gradients.
         name = "all_gather" if job.software.sequence_parallel else "all_reduce"
         one, empty = (links.collective(name, size_bytes, tp, 1) for size_bytes in (size, 1))
-        if job.software.sequence_parallel:
-            # A gather and a scatter per block; the backward pass gathers once more.
-            exposed += BLOCKS * (2 * (1 + again) * one + max(0.0, 3 * one - forward / BLOCKS))
-            waits += BLOCKS * (5 + 2 * again) * empty
-        else:
-            exposed += BLOCKS * ((1 + again) * one + max(0.0, one - forward / BLOCKS))
-            waits += BLOCKS * (2 + again) * empty
+        # With sequence parallelism a gather and a scatter per block; the backward pass gathers once more.
+        ahead, back = (2 * (1 + again), 3) if job.software.sequence_parallel else (1 + again, 1)
+        exposed += BLOCKS * (ahead * one + max(0.0, back * one - forward / BLOCKS))
+        waits += BLOCKS * (ahead + back) * empty
     if layout.cp > 1:
         # Keys and values of the whole sequence pass each rank, and their gradients back, beside the attention.
         kv_bytes = 2 * model.kv_heads * model.head_dim * ITEM * tokens * layout.cp / tp

@@ -146,7 +146,6 @@ def validate_table(
 
 
 def predict_rows(steps: Iterable[MeasuredStep], machine: MachineSpec, links: Links) -> tuple[StepRow, ...]:
-    """The steps with their predictions."""
     sharded = find_machine(machine.fsdp) if machine.fsdp else machine
     return tuple(_predicted(step, sharded if step.layout.fsdp > 1 else machine, links) for step in steps)
 
