@@ -189,7 +189,7 @@ def test_changes_are_filtered_and_sorted_and_the_address_says_how(browser: Any, 
     with Visit(browser, gate) as visit:
         assert len(visit.cases()) == 308
         visit.page.get_by_label("Verdict").select_option("slower")
-        visit.page.get_by_label("Cases that hold").fill("add29")
+        visit.page.get_by_label("Filter cases").fill("add29")
         assert visit.cases() == ["add29", *(f"add{n}" for n in range(290, 300))]
         assert visit.page.locator("form.filter output").inner_text() == "11 of 308 cases"
         visit.page.get_by_role("button", name="ratio").click()
