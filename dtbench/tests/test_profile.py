@@ -58,7 +58,7 @@ def test_two_ranks_in_one_trace(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     table = json.loads((tmp_path / "p" / "table.json").read_text())
     core, whole = table["sections"]
-    assert core["label"].endswith("(core)") and whole["label"].endswith("(local)")
+    assert core["label"].endswith("(core)") and whole["label"].endswith("(whole)")
     for section in (core, whole):
         assert section["iterations"] == 3 and section["plain_us"] > 0 and section["unmatched"] == 0
         for parts in section["parts_us"].values():

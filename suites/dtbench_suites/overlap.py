@@ -63,6 +63,10 @@ IMPLS: dict[str, Reduce] = {
 }
 
 
+def use(out: torch.Tensor, reduced: torch.Tensor) -> None:
+    torch.mul(reduced, 2, out=out)
+
+
 def build_impl(
     mesh_dim: str, size_bytes: int, late_ms: int, width: int, dtype: torch.dtype, impl: str, world: World
 ) -> Workload:
@@ -89,7 +93,7 @@ def build_impl(
             issued.append(reduce(gradient, group))
             torch.mm(activations, layer, out=computed)
         for reduced, out in zip(issued, used, strict=True):
-            torch.mul(reduced, 2, out=out)
+            use(out, reduced)
 
     def check() -> str | None:
         before()

@@ -106,7 +106,7 @@ INTERRUPTED = (r"^dtbench: interrupted: \d+ results are in x.jsonl; continue wit
 DIED = r" on \S+ died or did not answer"
 RAISED = r" on \S+ raised ValueError: {}.*"
 LATE = r" on \S+ did not finish .* \(at faults_suite.py:\d+ .*\)"
-KEPT = "cannot write to x.jsonl: file too large.*results are in x.jsonl; go on with --resume"
+KEPT = "cannot write to x.jsonl: file too large.*results are in x.jsonl; continue with --resume"
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 
 ROWS = [
@@ -127,7 +127,7 @@ ROWS = [
         "the launcher is killed while cases are measured",
         LONG_RUN,
         -9,
-        ("^dtbench: the process that started the ranks died .* go on with --resume",),
+        ("^dtbench: the process that started the ranks died .* continue with --resume",),
         during=at_two_results(KILL),
     ),
     Fault(1, "the disk is full", f"ulimit -f 8; {LONG_RUN}", 2, (KEPT,)),
@@ -139,7 +139,7 @@ ROWS = [
         "a rank is killed, --on-failure stop",
         f"{RUN} --filter 'good n=1\nhow=dies rank=1' --on-failure stop",
         5,
-        (f"^dtbench: rank 1{DIED} during bad .*: 3 results are in x.jsonl; go on",),
+        (f"^dtbench: rank 1{DIED} during bad .*: 3 results are in x.jsonl; continue",),
         "2 ok, 1 failed, cut short",
     ),
     Fault(
@@ -222,7 +222,7 @@ ROWS = [
         "a rank is killed under torchrun",
         UNDER_TORCHRUN.format('--filter "how=dies rank=1"'),
         1,
-        (f"^dtbench: rank 1{DIED} during bad .*: 1 result is in x.jsonl; go on",),
+        (f"^dtbench: rank 1{DIED} during bad .*: 1 result is in x.jsonl; continue",),
         "1 failed, cut short",
     ),
     Fault(
