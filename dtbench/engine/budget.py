@@ -9,7 +9,6 @@ All ranks put the cases in the same order, and rank 0 alone looks at a clock.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -22,17 +21,14 @@ from dtbench.text.units import plural
 if TYPE_CHECKING:
     from dtbench.engine.options import Task
 
-# Of one impl, beside what its suite says of itself: seconds per byte that is sent, and the share of all that which
-# --quick takes. All are from whole runs of 4 gloo ranks on two cores, less what others took of these. GPUs take less.
+# Of one impl, beside what its suite says of itself: seconds per byte that is sent. All these are from whole runs of 4
+# gloo ranks on two cores that did nothing else. GPUs take less.
 _PER_BYTE_S = 16e-9
-_QUICK = {"simulated": 0.4, "ranks": 0.65}
 # Each further pass over a case finds its shardings and its memory there.
 _FURTHER_PASS = 0.6
 # Before the first case: a process loads torch and the suites, then do all ranks, on a core each where there are as
 # many; several meet. At the end they leave one another.
 _LOAD_S, _MEET_S, _END_S = 1.5, 1.0, 1.0
-# Of what the load average counts; the rest waits or shares: what fits best for nine suites run at loads from 6 to 11.
-_COMPETES = 0.7
 # Parameters whose values are the points of one curve, and how many of these a line needs.
 _SWEPT = ("size", "bucket_bytes")
 _LINE = 3
@@ -43,12 +39,6 @@ def start_s(ranks: int) -> float:
     return _LOAD_S * (1 + max(1.0, ranks / len(usable_cpus()))) + (_MEET_S if ranks > 1 else 0.0)
 
 
-def slowdown(ranks: int) -> float:
-    """How much longer all takes beside what else is running now."""
-    own, others = ranks / len(usable_cpus()), _COMPETES * os.getloadavg()[0] / (os.cpu_count() or 1)
-    return max(1.0, own + others) / max(1.0, own)
-
-
 def estimate_s(tasks: Sequence[Task], quick: bool) -> float:
     """About how long the tasks take, in seconds, without the start of the ranks."""
     return sum(impl_s(task, quick) * len(task.impls) for task in tasks)
@@ -57,18 +47,13 @@ def estimate_s(tasks: Sequence[Task], quick: bool) -> float:
 def impl_s(task: Task, quick: bool) -> float:
     """Of one impl of the task."""
     suite, case = task.suite, task.case
-    seconds = suite.impl_s + (_PER_BYTE_S * (case.size_bytes or 0) if suite.world == "ranks" else 0.0)
-    return seconds * (1 + (case.passes - 1) * _FURTHER_PASS) * (_QUICK[suite.world] if quick else 1.0)
+    seconds = suite.impl_s[quick] + (_PER_BYTE_S * (case.size_bytes or 0) if suite.world == "ranks" else 0.0)
+    return seconds * (1 + (case.passes - 1) * _FURTHER_PASS)
 
 
-def forecast(
-    tasks: Sequence[Task], listed: Sequence[Task], quick: bool, ranks: int, limit_s: float | None = None
-) -> str:
-    """`132 of 831 cases, about 3 min by estimate`. limit_s: the budget, which the first cases alone may exceed."""
-    least_s = start_s(ranks) + estimate_s(tasks, quick) + _END_S
-    seconds = least_s * slowdown(ranks)
-    if limit_s is not None:
-        seconds = min(seconds, max(limit_s, least_s))
+def forecast(tasks: Sequence[Task], listed: Sequence[Task], quick: bool, ranks: int) -> str:
+    """`132 of 831 cases, about 3 min by estimate`."""
+    seconds = start_s(ranks) + estimate_s(tasks, quick) + _END_S
     cases = f"{len(tasks)} of {len(listed)} cases" if len(tasks) < len(listed) else plural(len(tasks), "case")
     return f"{cases}, {about(seconds)} by estimate"
 

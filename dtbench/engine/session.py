@@ -232,7 +232,7 @@ class RunRecorder:
             f"{plural(len(estimates), 'result')} to measure {ranks},",
             f"launch {self._launch + 1} of {request.launches}," if request.launches > 1 else "",
             "" if request.brief else f"into {self.writer.path}:",
-            budget.forecast(expected, self._job.tasks, quick, self._job.processes, request.budget_s),
+            budget.forecast(expected, self._job.tasks, quick, self._job.processes),
         ]
         end_s = None if request.budget_s is None else began_s + request.budget_s
         self.progress.begin(" ".join(word for word in words if word), estimates, end_s)

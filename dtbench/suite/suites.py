@@ -107,7 +107,7 @@ class Suite:
         in `RunOptions.options`, and the suite checks them. by_default: whether it runs when no suite is named.
     refinement: what to measure beyond the cases, found while measuring. budget_priority: the cases of which --budget
         measures three sizes before it comes to the others; without it all that have a sweep. impl_s: about how long an
-        impl of a case takes, set-up and checks included, beside the bytes that it sends; for estimates.
+        impl of a case takes, set-up and checks included, beside the bytes that it sends; and with --quick.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Suite:
     by_default: bool = True
     refinement: Refinement | None = None
     budget_priority: Callable[[Case], bool] | None = None
-    impl_s: float = 0.1
+    impl_s: tuple[float, float] = (0.1, 0.06)
 
     def __post_init__(self) -> None:
         if self.world not in get_args(WorldKind):
@@ -139,7 +139,7 @@ def suite(
     by_default: bool = True,
     refinement: Refinement | None = None,
     budget_priority: Callable[[Case], bool] | None = None,
-    impl_s: float = 0.1,
+    impl_s: tuple[float, float] = (0.1, 0.06),
 ) -> Callable[[Callable[[RunOptions], Iterator[Case]]], Suite]:
     """Registers a generator of cases as the suite `name`; see `Suite` for the arguments."""
 

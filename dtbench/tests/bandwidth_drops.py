@@ -1,4 +1,4 @@
-"""Where public curves drop, and how often noise is taken for a drop: the figures of `results/reference/bandwidth-drops.md`.
+"""Where public curves drop, and how often noise is taken for a drop, for `results/reference/bandwidth-drops.md`.
 
     python -m dtbench.tests.bandwidth_drops LOG...
 

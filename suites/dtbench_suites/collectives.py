@@ -224,7 +224,7 @@ def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: i
     "collectives",
     world="ranks",
     help=SUITES["collectives"],
-    impl_s=0.08,
+    impl_s=(0.155, 0.095),
     refinement=refinement_of(case_of),
     budget_priority=is_calibrated_with,
 )

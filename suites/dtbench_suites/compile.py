@@ -385,7 +385,7 @@ def variants(options: RunOptions, name: str) -> Iterator[tuple[str, str, str]]:
                 yield backend, passes, call
 
 
-@suite("compile", world="ranks", by_default=False, help=SUITES["compile"], impl_s=1.3)
+@suite("compile", world="ranks", by_default=False, help=SUITES["compile"], impl_s=(2.3, 1.5))
 def compiled(options: RunOptions) -> Iterator[Case]:
     programs: list[tuple[str, str, CompiledOp | str]] = [(op.name, op.placements, op) for op in OPS]
     programs += [(name, "", name) for name in BLOCKS]

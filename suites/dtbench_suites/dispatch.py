@@ -410,7 +410,7 @@ SLOW = frozenset(program.name for program in PROGRAMS if not program.quick)
     "dispatch",
     world="simulated",
     help=SUITES["dispatch"],
-    impl_s=0.05,
+    impl_s=(0.07, 0.028),
     budget_priority=lambda case: case.name not in SLOW,
 )
 def dispatch(options: RunOptions) -> Iterator[Case]:

@@ -109,7 +109,7 @@ def build_impl(
     return Workload(run=run, before=before, check=check)
 
 
-@suite("overlap", world="ranks", help=SUITES["overlap"], impl_s=0.35)
+@suite("overlap", world="ranks", help=SUITES["overlap"], impl_s=(0.6, 0.42))
 def overlap(options: RunOptions) -> Iterator[Case]:
     usual, width = QUICK if options.quick else SWEEPS[options.device_type]
     sizes = options.sizes_bytes if options.sizes_chosen else usual

@@ -113,7 +113,7 @@ def build(
 IMPLS = ("core", "core_held", "core_lists", "reference", "copy")
 
 
-@suite("packing", world="simulated", by_default=False, help=SUITES["packing"], impl_s=0.8)
+@suite("packing", world="simulated", by_default=False, help=SUITES["packing"], impl_s=(0.85, 0.03))
 def packing(options: RunOptions) -> Iterator[Case]:
     total = TOTAL_QUICK if options.quick else TOTAL
     for dtype_name in options.dtypes:

@@ -115,7 +115,7 @@ def case_of(change: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtyp
     "redistribute",
     world="ranks",
     help=SUITES["redistribute"],
-    impl_s=0.09,
+    impl_s=(0.135, 0.085),
     refinement=refinement_of(case_of),
     budget_priority=is_calibrated_with,
 )

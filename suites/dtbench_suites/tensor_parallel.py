@@ -271,7 +271,7 @@ def shape_for(options: RunOptions, n: int) -> tuple[int, int, int, int]:
     return batch, -(-seq // n) * n, d_head * shared, shared
 
 
-@suite("tensor_parallel", world="ranks", help=SUITES["tensor_parallel"], impl_s=0.3)
+@suite("tensor_parallel", world="ranks", help=SUITES["tensor_parallel"], impl_s=(0.35, 0.23))
 def tensor_parallel(options: RunOptions) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(options):
         shape = shape_for(options, n)
