@@ -13,7 +13,7 @@ PAGE := reports/bench-$(STAMP).html
 
 bench: install
 	@mkdir -p results reports
-	$(BIN)/dtbench run --budget 3m -o $(RUN).jsonl
+	$(BIN)/dtbench run --budget 150s -o $(RUN).jsonl
 	$(BIN)/dtbench calibrate $(RUN).jsonl -o $(RUN).topology.json
 	$(BIN)/dtbench report $(RUN).jsonl --topology $(RUN).topology.json -o $(PAGE)
 	@echo
