@@ -1,10 +1,10 @@
 """The only file of the core that calls collectives: issue, wait, count calls and bytes.
 
 All functions take a process group, or one in another order (a `MeshInfo.groups` entry), and contiguous tensors, as a
-transport reads and writes memory; `broadcast` and `scatter`, which users reach, take any. Those named by a verb act in
-place on their output, and wait unless `async_op`, which returns the Work instead: keep the tensors alive until its
-`wait()`. Those named by a participle wait and return a new tensor: in a traced graph, one op and its wait. Bytes
-counted are those of the larger side of the call (nccl-tests' size).
+transport reads and writes memory. Those named by a verb act in place on their output, and wait unless `async_op`, which
+returns the Work instead: keep the tensors alive until its `wait()`. Those named by a participle wait and return a new
+tensor: in a traced graph, one op and its wait. Bytes counted are those of the larger side of the call (nccl-tests'
+size).
 
 The process group's own methods are called, not torch.distributed's functions, which spend 5 to 20 us
 on checks, logging and options that are the same every time; what they check holds by construction here.
@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -348,36 +347,8 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_packed(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-class _StagedWork(Work):
-    """The Work of a collective that writes to `staged`, a packed copy of its output; `wait()` copies it back."""
-
-    def __init__(self, work: Work, output: torch.Tensor, staged: torch.Tensor) -> None:
-        super().__init__()
-        self._work, self._output, self._staged = work, output, staged
-
-    def wait(self, *timeout: timedelta) -> bool:
-        done = self._work.wait(*timeout)
-        self._output.copy_(self._staged)
-        return done
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-
-def _staged(output: torch.Tensor, collective: Callable[[torch.Tensor], Work | None]) -> Work | None:
-    """`collective` on a packed copy of its output."""
-    staged = packed(output)
-    work = collective(staged)
-    if work is not None:
-        return _StagedWork(work, output, staged)
-    output.copy_(staged)
-    return None
-
-
 def broadcast(tensor: torch.Tensor, group: Group, src: int = 0, async_op: bool = False) -> Work | None:
     """Copies the tensor of group rank `src` to the others, in place."""
-    if not is_packed(tensor):
-        return _staged(tensor, lambda staged: broadcast(staged, group, src, async_op))
     if isinstance(group, OrderedGroup):
         src, group = group.order[src], group.group
     _record("broadcast", tensor)
@@ -398,9 +369,6 @@ def scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Gives rank r the r-th of `inputs` (equal shapes), which only group rank `src` passes."""
-    if not is_packed(output):
-        return _staged(output, lambda staged: scatter(staged, inputs, group, src, async_op))
-    inputs = None if inputs is None else [packed(part) for part in inputs]
     if isinstance(group, OrderedGroup):
         inputs = None if inputs is None else [inputs[i] for i in group.back]
         src, group = group.order[src], group.group

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -131,6 +133,34 @@ def _shard_dim_alltoall_meta(
 # --- from one rank to all --------------------------------------------------------------------------
 
 
+class _StagedWork(Work):
+    """The Work of a collective that writes to `staged`, a packed copy of its output; `wait()` copies it back."""
+
+    def __init__(self, work: Work, output: torch.Tensor, staged: torch.Tensor) -> None:
+        super().__init__()
+        self._work, self._output, self._staged = work, output, staged
+
+    def wait(self, *timeout: timedelta) -> bool:
+        done = self._work.wait(*timeout)
+        self._output.copy_(self._staged)
+        return done
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+def _staged(output: torch.Tensor, collective: Callable[[torch.Tensor], Work | None]) -> Work | None:
+    """`collective` on a packed copy of its output."""
+    staged = comm.packed(output)
+    work = collective(staged)
+    if staged is output:
+        return work
+    if work is not None:
+        return _StagedWork(work, output, staged)
+    output.copy_(staged)
+    return None
+
+
 def mesh_scatter(
     output: torch.Tensor,
     scatter_list: list[torch.Tensor] | None,
@@ -164,8 +194,10 @@ def mesh_scatter(
             )
         output.copy_(scatter_list[group.rank()])
         return None
-    inputs = scatter_list if group.rank() == group_src else None
-    return comm.scatter(output, inputs, group, group_src, async_op)
+    inputs = None
+    if group.rank() == group_src and scatter_list is not None:
+        inputs = [comm.packed(part) for part in scatter_list]
+    return _staged(output, lambda staged: comm.scatter(staged, inputs, group, group_src, async_op))
 
 
 def mesh_broadcast(
@@ -186,7 +218,8 @@ def mesh_broadcast(
     """
     if tensor.is_meta or group_src is None:
         return None
-    return comm.broadcast(tensor, mesh_info(mesh).groups[mesh_dim], group_src, async_op)
+    group = mesh_info(mesh).groups[mesh_dim]
+    return _staged(tensor, lambda staged: comm.broadcast(staged, group, group_src, async_op))
 
 
 # --- shards of one length --------------------------------------------------------------------------

@@ -199,8 +199,8 @@ class _Axes:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """`whole` -> contiguous (n, *local), in whatever shape."""
         if self.in_place:
-            return comm.packed(tensor)
-        return comm.packed(tensor.reshape(self.split).permute(self.to_front))
+            return tensor.contiguous().resolve_neg()
+        return tensor.reshape(self.split).permute(self.to_front).contiguous().resolve_neg()
 
     def unpack(self, stacked: torch.Tensor) -> torch.Tensor:
         """Contiguous (n, *local), in whatever shape -> `whole`."""
@@ -218,7 +218,7 @@ def _even_gather(step: Exchange) -> Mover:
     stacked = (math.prod(step.sizes) * axes.local[0], *axes.local[1:])  # gloo takes no axis of ranks
 
     def gather(local: torch.Tensor) -> torch.Tensor:
-        gathered = (comm.gathered if carried else _gathered)(comm.packed(local), stacked, group)
+        gathered = (comm.gathered if carried else _gathered)(local.contiguous().resolve_neg(), stacked, group)
         return gathered if rows else axes.unpack(gathered)
 
     return gather
@@ -265,12 +265,12 @@ def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """`tensor`, contiguous, lengthened to `length` on `dim` with zeros."""
     missing = length - tensor.size(dim)
     if missing == 0:
-        return comm.packed(tensor)
+        return tensor.contiguous().resolve_conj().resolve_neg()
     shape = (*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])
     if missing == length:
         return comm.full_ordered_after([tensor], shape, 0, tensor.dtype)
     filler = tensor.new_zeros(shape)
-    return comm.packed(torch.cat([tensor, filler], dim))
+    return torch.cat([tensor, filler], dim).contiguous()
 
 
 # ---- reduce ----
@@ -295,7 +295,7 @@ _BITWISE = dict(zip(BITWISE, ("bitwise_and", "bitwise_or", "bitwise_xor"), stric
 
 def _gathered_terms(local: torch.Tensor, parts: int, group: comm.Group) -> torch.Tensor:
     """(n, *local shape): every rank's term, for what no transport computes."""
-    return _gathered(comm.packed(local), (parts, *local.shape), group)
+    return _gathered(local.contiguous().resolve_neg(), (parts, *local.shape), group)
 
 
 def _extremum(local: torch.Tensor, op: str, group: comm.Group) -> torch.Tensor:
@@ -397,7 +397,7 @@ def _exchange(step: Exchange) -> Mover:
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
         if in_order:
-            packed = comm.packed(local.permute(order))
+            packed = local.permute(order).contiguous().resolve_neg()
         else:
             packed = torch.cat([dst.part(local, parts, r).permute(order).reshape(-1) for r in range(parts)])
         flat = comm.exchanged(_sent(packed), (sum(in_sizes),), group, in_sizes, out_sizes)
