@@ -167,6 +167,8 @@ def test_expanded_and_lazily_negated_ones() -> None:
         local = lazy if first else lazy.resolve_conj().resolve_neg()
         for placed, whole in ((R, lazy), (Shard(1), torch.cat([lazy] * 4, 1)), (P, 4 * lazy)):
             assert torch.equal(DTensor.from_local(local, mesh, [placed]).full_tensor(), whole), (lazy, placed)
+            spread = distribute_tensor(local, mesh, [placed] if placed != P else [Shard(0)])
+            assert torch.equal(spread.full_tensor(), lazy), (lazy, placed)
 
 
 # ---- where ranks agree, what is seen stays ----

@@ -134,7 +134,7 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
     """The contiguous tensor, flat, in a dtype that every transport moves."""
     flat = tensor.view(-1)
     if flat.dtype in _CARRIED or flat.dtype is torch.bool:  # which every transport moves, though not reduces
-        return flat
+        return flat.resolve_neg() if flat.is_neg() else flat
     flat = flat.resolve_conj().resolve_neg()
     # One element is contiguous whatever its stride, and can be seen as bytes with a stride of 1 alone.
     return (flat if flat.numel() != 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
@@ -199,8 +199,8 @@ class _Axes:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """`whole` -> contiguous (n, *local), in whatever shape."""
         if self.in_place:
-            return tensor.contiguous().resolve_neg()
-        return tensor.reshape(self.split).permute(self.to_front).contiguous().resolve_neg()
+            return tensor.contiguous()
+        return tensor.reshape(self.split).permute(self.to_front).contiguous()
 
     def unpack(self, stacked: torch.Tensor) -> torch.Tensor:
         """Contiguous (n, *local), in whatever shape -> `whole`."""
@@ -218,7 +218,10 @@ def _even_gather(step: Exchange) -> Mover:
     stacked = (math.prod(step.sizes) * axes.local[0], *axes.local[1:])  # gloo takes no axis of ranks
 
     def gather(local: torch.Tensor) -> torch.Tensor:
-        gathered = (comm.gathered if carried else _gathered)(local.contiguous().resolve_neg(), stacked, group)
+        sent = local.contiguous()
+        if sent.is_neg():  # lazily negated memory would arrive as it lies
+            sent = sent.resolve_neg()
+        gathered = (comm.gathered if carried else _gathered)(sent, stacked, group)
         return gathered if rows else axes.unpack(gathered)
 
     return gather
@@ -265,7 +268,7 @@ def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """`tensor`, contiguous, lengthened to `length` on `dim` with zeros."""
     missing = length - tensor.size(dim)
     if missing == 0:
-        return tensor.contiguous().resolve_conj().resolve_neg()
+        return tensor.contiguous()
     shape = (*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])
     if missing == length:
         return comm.full_ordered_after([tensor], shape, 0, tensor.dtype)
@@ -295,7 +298,7 @@ _BITWISE = dict(zip(BITWISE, ("bitwise_and", "bitwise_or", "bitwise_xor"), stric
 
 def _gathered_terms(local: torch.Tensor, parts: int, group: comm.Group) -> torch.Tensor:
     """(n, *local shape): every rank's term, for what no transport computes."""
-    return _gathered(local.contiguous().resolve_neg(), (parts, *local.shape), group)
+    return _gathered(local.contiguous(), (parts, *local.shape), group)
 
 
 def _extremum(local: torch.Tensor, op: str, group: comm.Group) -> torch.Tensor:
@@ -324,6 +327,8 @@ def _reducing_scatter(step: Exchange, op: str) -> Mover:
 
     def scatter(local: torch.Tensor) -> torch.Tensor:
         packed = axes.pack(local)
+        if packed.is_neg():
+            packed = packed.resolve_neg()
         if rows:
             return comm.reduce_scattered(packed, mine, group, op)
         return comm.reduce_scattered(packed.view(-1), (math.prod(mine),), group, op).view(mine)
@@ -397,7 +402,7 @@ def _exchange(step: Exchange) -> Mover:
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
         if in_order:
-            packed = local.permute(order).contiguous().resolve_neg()
+            packed = local.permute(order).contiguous()
         else:
             packed = torch.cat([dst.part(local, parts, r).permute(order).reshape(-1) for r in range(parts)])
         flat = comm.exchanged(_sent(packed), (sum(in_sizes),), group, in_sizes, out_sizes)

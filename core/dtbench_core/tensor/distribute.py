@@ -63,6 +63,8 @@ def distribute_tensor(
     if is_torchs_dtensor(tensor) or not tensor.is_leaf:
         raise _refusal(tensor)
     local = tensor.detach()
+    if local.is_neg() or local.is_conj():  # lazily, in memory that would be sent as it lies
+        local = local.resolve_conj().resolve_neg()
     if local.device.type not in (info.device_type, "meta"):
         local = local.to(info.device_type)
     values = placements_of_gradient(placed)  # as the tensor's, but whole where terms are to be pending
