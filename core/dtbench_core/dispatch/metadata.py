@@ -104,9 +104,8 @@ def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[Tensor
     specs = [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
     reshapes = op in _RESHAPES
     if not reshapes and (not op.is_view or op is torch.ops.aten.as_strided.default):
-        if all(
-            list(s.order) == sorted(s.order) for s in specs
-        ):  # nor are sizes compared, which a graph may not know
+        # Nor are sizes compared then, which a graph may not know.
+        if all(list(s.order) == sorted(s.order) for s in specs):
             return [None] * len(metas)
         return [next((s.order for s in specs if meta and s.shape == meta.shape), None) for meta in metas]
     twins = [s.stride_in_order() for s in specs]
