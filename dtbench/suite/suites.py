@@ -125,6 +125,12 @@ class Suite:
             raise ValueError(
                 f"the suite {self.name} has world={self.world!r}, expected one of {', '.join(get_args(WorldKind))}"
             )
+        seconds = self.impl_s if isinstance(self.impl_s, tuple) else ()
+        if len(seconds) != 2 or not all(isinstance(s, int | float) and s > 0 for s in seconds):
+            raise ValueError(
+                f"the suite {self.name} has impl_s={self.impl_s!r}, expected two numbers of seconds above 0: of a full "
+                "run, and with --quick"
+            )
 
 
 _registered: dict[str, Suite] = {}

@@ -153,6 +153,9 @@ def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
         options.list_tasks([Suite("s", lambda plan: iter([1]), "ranks", "")], PLAN)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="world='rank', expected one of ranks, simulated"):
         Suite("s", fails, "rank", "")  # type: ignore[arg-type]
+    for impl_s in (0.5, (0.5,), (0.5, 0.0), ("1", "1")):
+        with pytest.raises(ValueError, match="expected two numbers of seconds above 0"):
+            Suite("mine", lambda options: iter(()), "simulated", "", impl_s=impl_s)  # type: ignore[arg-type]
 
 
 def test_remaining_leaves_out_what_is_done_in_that_launch() -> None:
