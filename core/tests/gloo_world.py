@@ -29,8 +29,11 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from core.tests.on_device import DEVICE_TYPE
+
 WORLD_SIZE = 4
-START = multiprocessing.get_context("forkserver")
+# Without a fork where a rank uses CUDA: what the fork server imports counts GPUs, after which none may.
+START = multiprocessing.get_context("forkserver" if DEVICE_TYPE == "cpu" else "spawn")
 START.set_forkserver_preload(["core.tests.preload"])
 CALL_TIMEOUT_S = 60.0
 # Below the call's timeout, so that a collective without its peers raises where it stands.
@@ -114,8 +117,6 @@ def mesh_in(order: list[Any], names: tuple[str, ...] | None = None) -> Any:
     """As `mesh_of`, of these ranks in this order."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from core.tests.on_device import DEVICE_TYPE
-
     mine, key = _meshes.setdefault(threading.current_thread(), {}), f"{order} {names}"
     if key not in mine:
         mine[key] = DeviceMesh(DEVICE_TYPE, order, mesh_dim_names=names)
@@ -144,8 +145,6 @@ def serve(connection: Connection, rank: int, world_size: int, store: str, stderr
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
-
-    from core.tests.on_device import DEVICE_TYPE
 
     if DEVICE_TYPE == "cuda":
         torch.cuda.set_device(0)  # a mesh warns of ranks that select none

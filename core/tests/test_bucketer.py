@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
-from core.tests.on_device import torch
+from core.tests.on_device import DEVICE_TYPE, torch
 from dtbench_core import CoreError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.bucketer.packing import JOIN_BYTES
@@ -377,7 +377,7 @@ def test_dtensors_tensors_and_lists() -> None:
 def test_gradients_come_by_hooks() -> None:
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
+    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)).to(DEVICE_TYPE)
     data = torch.randn(world, 4, 5)
 
     def gradients(rank: int) -> list[Tensor]:
@@ -521,7 +521,7 @@ def test_inputs_that_make_no_sense(group: dist.ProcessGroup) -> None:
             (bucketer, [small] * 7 + [torch.ones(5)], r"got input 7 of float32\[5\] .* beside input 0"),
             (bucketer, [small] * 7 + [small.double()], r"got input 7 of float64\[4\]"),
             (bucketer, [large] * 7 + [large[:-1]], r"got input 7 of"),
-            (bucketer, [torch.ones(4, device="meta")] + [small] * 7, r"got input 1 of float32\[4\] on cpu"),
+            (bucketer, [torch.ones(4, device="meta")] + [small] * 7, rf"got input 1 of float32\[4\] on {DEVICE_TYPE}"),
             (bucketer, [], "received 0 inputs"),
         ]:
             with pytest.raises(BucketError, match=message):

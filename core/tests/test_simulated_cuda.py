@@ -70,3 +70,18 @@ def test_cuda_states_by_rank(mode: LocalTensorMode, cuda_generator: torch.Genera
     assert states() == [states()[0]] * len(RANKS) != want
     torch.cuda.set_rng_state(kept)
     assert states() == want
+
+
+def test_backward_stays_on_a_rank_s_thread(world: ThreadWorld) -> None:
+    """For a GPU autograd has a thread of its own, which is no rank's, unless it is told to use the caller's."""
+
+    def body() -> bool:
+        return torch._C._is_multithreading_enabled()
+
+    assert world.run(body) == [False] * N and body()
+
+
+def test_backward_of_local_tensors_stays_on_the_caller_s_thread(mode: LocalTensorMode) -> None:
+    assert not torch._C._is_multithreading_enabled()
+    with mode.disable():
+        assert not torch._C._is_multithreading_enabled()

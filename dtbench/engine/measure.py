@@ -184,7 +184,8 @@ def to_result(task: Task, impl: str, outcome: ImplOutcome, launch: int = 0) -> R
     except ValueError as error:
         return msgspec.structs.replace(result, status="failed", reason=str(error))
     estimate_s = getattr(timing, estimator_of(case))
-    algbw = None if case.size_bytes is None or estimate_s <= 0 else case.size_bytes / estimate_s
+    measurable = case.bandwidth and case.size_bytes is not None and estimate_s > 0
+    algbw = case.size_bytes / estimate_s if measurable else None
     busbw = None if algbw is None or case.busbw_factor is None else algbw * case.busbw_factor
     return msgspec.structs.replace(
         result,

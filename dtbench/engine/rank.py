@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import os
 import socket
 import sys
@@ -106,6 +107,7 @@ class LaunchedRank:
 
     def __enter__(self) -> Self:
         block_signals()
+        faulthandler.enable()  # what dies in a library's C++ says where
         quiet_torch()
         size = self.place.world_size
         self._detector = FailureDetector(self.now, self.place.rank, size, self._report_failure)

@@ -107,6 +107,7 @@ class Case:
     build: impl name -> function of the live `World`, giving this rank's `Workload`. Raising
         `Skip` from it records the impl as skipped, with the reason.
     size_bytes: the size the bandwidth counts (nccl-tests' S for collectives), or None.
+    bandwidth: whether size over time is one: not of a collective of one rank, nor of a host that only launches.
     busbw_factor: bus bandwidth = algorithm bandwidth x this; None where there is no bus bandwidth.
     clock: "host" times the calling thread (dispatch latency); "device" times the work itself.
     busy: the host's time is taken while a GPU is still at earlier work; nothing on a CPU.
@@ -126,6 +127,7 @@ class Case:
     params: Mapping[str, Param]
     build: Mapping[str, Callable[[Any], Workload]]
     size_bytes: int | None = None
+    bandwidth: bool = True
     busbw_factor: float | None = None
     clock: ClockKind = "device"
     busy: bool = False

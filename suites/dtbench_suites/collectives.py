@@ -210,7 +210,8 @@ def case_of(
         params=params_of(mesh_dim, ranks, groups, mode, dtype, size),
         build={"c10d": partial(build, collective, mesh_dim, groups, torch_dtype(dtype), size)},
         size_bytes=size,
-        busbw_factor=busbw_factor(collective, ranks) if ranks > 1 else None,  # one rank uses no bus
+        bandwidth=ranks > 1,  # one rank sends nothing: its time is that of a launch
+        busbw_factor=busbw_factor(collective, ranks) if ranks > 1 else None,
         calls_per_sample=calls_of(mode, size),
     )
 

@@ -121,7 +121,8 @@ def packing(options: RunOptions) -> Iterator[Case]:
         for tensor_bytes in SIZES:
             number, count = total // tensor_bytes, tensor_bytes // dtype.itemsize
             ways: list[tuple[str, ClockKind, Callable[[Run], Run]]] = [("pack", "host", eager)]
-            if options.device_type == "cuda":
+            on_gpu = options.device_type == "cuda"
+            if on_gpu:
                 ways.append(("kernels", "device", gpus().captured))
             for name, clock, record in ways:
                 yield Case(
@@ -129,5 +130,6 @@ def packing(options: RunOptions) -> Iterator[Case]:
                     params={"tensors": number, "tensor_bytes": tensor_bytes, "dtype": dtype_name},
                     build={impl: partial(build, impl, number, count, dtype, record=record) for impl in IMPLS},
                     size_bytes=number * tensor_bytes,
+                    bandwidth=not (on_gpu and clock == "host"),
                     clock=clock,
                 )

@@ -78,6 +78,8 @@ class LocalTensorMode(TorchDispatchMode):
         with ExitStack() as stack:
             stack.enter_context(rank_answers.answering_for(self))
             stack.enter_context(_knowing_meshes(self.ranks))
+            # What is known of ranks is a thread's, and autograd has a thread of its own for a GPU.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             self.random = RankStates(self.ranks)
             super().__enter__()
             self._leave = stack.pop_all()

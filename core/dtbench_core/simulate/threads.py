@@ -178,7 +178,8 @@ class SimulatedRank:
     def _run(self, call: Callable[[int], Any]) -> RankResult:
         try:
             with (
-                torch.inference_mode(self.threads.inference),
+                torch.inference_mode(self.threads.inference),  # allows autograd's threads
+                torch.autograd.set_multithreading_enabled(False),  # a GPU's backward runs here too
                 torch.set_grad_enabled(self.threads.grad),
             ):
                 return RankResult(self.rank, call(self.rank), None, self.stopped)
