@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 def ops(axes: Axes) -> None:
     """Cached forward calls on a mesh of 8."""
-    frame = dtbench.cases_frame(RESULTS / "dispatch-cpu-2cores.jsonl", "dispatch")
+    frame = dtbench.cases_frame(RESULTS / "baseline-cpu-gloo-4ranks.jsonl", "dispatch")
     for name, value in SINGLE_OP_PARAMS.items():
         frame = frame[frame[f"param.{name}", ""] == value]
     frame = frame.set_index([("name", ""), ("param.placements", "")])["estimate_s"] * 1e6

@@ -69,6 +69,6 @@ def test_calibrate_prints_the_choice_of_a_bucketer_run(dtbench: Cli) -> None:
     choices = msgspec.convert(json.loads(out)["buckets"], list[BucketChoice])
     assert code == 0 and [c.group.dtype for c in choices] == ["float32", "bfloat16"]
     assert all(c.edge or c.bucket_cap_mb == c.bucket_bytes / MIB for c in choices)
-    dispatch = str(Path(RUN).parent / "dispatch-cpu-2cores.jsonl")
+    dispatch = str(Path(RUN).parent / "packing-cpu-2cores.jsonl")
     code, out, error = dtbench("calibrate", dispatch)
     assert (code, out) == (2, "") and error.count("\n") == 1 and "dtbench run bucketer --size" in error
