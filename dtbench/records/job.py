@@ -1,0 +1,137 @@
+"""What `dtbench profile` says of a job from the traces of its ranks: the one struct that the terminal, the page, `--json`
+and `--base` read, and `job.json` in a profile's folder.
+
+All times are seconds. Intervals are united before they are added up: two kernels at once count once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from dtbench.suite.fields import Amount, Count, Real
+
+
+class StepParts(Struct, frozen=True, kw_only=True):
+    """Where one step of a rank went. computation_s: kernels but for communication's (without a GPU: ops of torch).
+    communication_s: collectives and point to point, waiting included; exposed_s: of that what no computation covers
+    (copies hide nothing). copy_s: memory copies and sets. idle_s: what none of these covers, over all streams;
+    host_bound_s: of that the time in which the GPU's next kernel had not been launched, None without launches."""
+
+    step_s: Amount
+    computation_s: Amount
+    communication_s: Amount
+    exposed_s: Amount
+    copy_s: Amount = 0.0
+    idle_s: Amount = 0.0
+    host_bound_s: Amount | None = None
+
+
+class DimParts(Struct, frozen=True, kw_only=True):
+    """Communication of one rank over one mesh dim, over the whole trace."""
+
+    mesh_dim: str
+    communication_s: Amount
+    exposed_s: Amount
+
+
+class RankJob(Struct, frozen=True, kw_only=True):
+    """One rank's trace. steps: how many, and steps_by: what they were told by ("ProfilerStep#", an annotation's name,
+    "repetition", or "" where there are none). step_s: their median. The sums are over the whole trace (`span_s`), also
+    outside steps. each_step: in order. clock_off_s: what was added to its clock, +- clock_error_s. source: the file's
+    name. mbs: read so many MB/s of unpacked JSON."""
+
+    rank: Count
+    source: str = ""
+    host: str = ""
+    device: str = ""
+    steps: Count = 0
+    steps_by: str = ""
+    step_s: Amount | None = None
+    span_s: Amount = 0.0
+    computation_s: Amount = 0.0
+    communication_s: Amount = 0.0
+    exposed_s: Amount = 0.0
+    copy_s: Amount = 0.0
+    idle_s: Amount = 0.0
+    host_bound_s: Amount | None = None
+    each_step: tuple[StepParts, ...] = ()
+    dims: tuple[DimParts, ...] = ()
+    clock_off_s: Real = 0.0
+    clock_error_s: Amount | None = None
+
+
+class Collective(Struct, frozen=True, kw_only=True):
+    """Calls of one rank that agree in all but time.
+
+    collective: nccl-tests' name ("all_reduce", ...), "send", "recv", or "unknown" where the trace does not say which.
+    mesh_dim: as the program's DeviceMesh names it, "group of 8" where it has no name, "unknown group".
+    group_size, dtype ("float32"), bytes (per call: the larger of what goes in and comes out): None where the trace does
+    not say. count: calls. time_s: of all of them together; median_s, best_s: of one. busbw: of the median call, bytes/s.
+    moving_s: median of what is left of a call without the wait for the last rank, where all ranks of its group are
+    there. asked_by: the ops that asked for them, the most frequent first.
+    """
+
+    rank: Count
+    collective: str
+    mesh_dim: str
+    group_size: Count | None = None
+    dtype: str | None = None
+    bytes: Count | None = None
+    count: Count
+    time_s: Amount
+    median_s: Amount
+    best_s: Amount
+    moving_s: Amount | None = None
+    busbw: Amount | None = None
+    asked_by: tuple[str, ...] = ()
+
+
+class Waits(Struct, frozen=True, kw_only=True):
+    """Who waits for whom in the collectives over one mesh dim that all ranks of their group show.
+
+    calls: so many. waiting_s: rank -> what it spent waiting for the last one; moving_s: from the last arrival to the
+    end, of all calls. last: rank -> how often it came last by more than the clocks' error; late_s: rank -> by how much
+    then, median, behind the median of the others. unclear: how often the clocks cannot tell.
+    """
+
+    mesh_dim: str
+    group_size: Count
+    calls: Count
+    waiting_s: dict[str, Amount]
+    moving_s: Amount
+    last: dict[str, Count]
+    late_s: dict[str, Amount]
+    unclear: Count = 0
+
+
+class Lane(Struct, frozen=True, kw_only=True):
+    """Intervals of one rank in the step that is drawn, (start, end) from the step's begin on the common clock.
+    name: "communication DIM", "computation", "copy", or "exposed"."""
+
+    rank: Count
+    name: str
+    intervals: tuple[tuple[Real, Real], ...]
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """What the traces of a job come to. world_size: as the traces say, more than `ranks` where some are missing.
+    aligned_by: how the ranks' clocks were brought together. notes: what is missing, left out or not told, a sentence
+    each. drawn_step: its number and, from rank 0's begin, lanes. command: what `profile -- COMMAND` ran."""
+
+    kind: Literal["job"] = "job"
+    schema: Literal[1] = 1
+    label: str = ""
+    command: tuple[str, ...] = ()
+    world_size: Count
+    backend: str = ""
+    torch: str = ""
+    ranks: tuple[RankJob, ...]
+    collectives: tuple[Collective, ...]
+    waits: tuple[Waits, ...] = ()
+    aligned_by: str = ""
+    drawn_step: Count | None = None
+    drawn_s: Amount = 0.0
+    lanes: tuple[Lane, ...] = ()
+    notes: tuple[str, ...] = ()
