@@ -1,17 +1,54 @@
-"""`dtbench profile` on the command line."""
+"""`dtbench profile` on the command line: a user's job, from its traces or run for it, or a case of a suite."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from dtbench.cli import options
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, complain
+from dtbench.suite.foreign import looks_like_trace
+from dtbench.suite.suites import read_builtin
+
+if TYPE_CHECKING:
+    from dtbench.records.job import Job
+    from dtbench.records.judged_job import Judgement
+
+JOB = "job.json"
+# Which options a kind of target has beside -o, by the parameters' names.
+_OF_JOBS = ("topology", "bases", "as_json")
+_OF = {
+    "a suite": ("impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"),
+    "traces": _OF_JOBS,
+    "a command": (*_OF_JOBS, "steps", "warmup", "timeout_s"),
+}
 
 
-@click.command("profile")
-@click.argument("target", metavar="SUITE[/CASE]")
+class _Profile(options.AdvancedCommand):
+    first = ("--topology", "--base", "--json", "-o", "--steps", "--filter", "--nproc")
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """What stands behind the first `--` is the command of a job, with options of its own."""
+        own, *command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args,)
+        context.meta["command"] = command[0] if command else None
+        return super().parse_args(context, own)
+
+
+@click.command("profile", cls=_Profile)
+@click.argument("targets", nargs=-1, metavar="[TARGET]... [-- COMMAND]")
+@click.option("--topology", type=options.FILE, help="Of a job: what its links reach alone, as calibrated.")
+@click.option(
+    "--base", "bases", multiple=True, type=options.FILE, help="Of a job: its profile before; repeatable."
+)
+@options.JSON
+@click.option("--steps", default=3, type=click.IntRange(1), help="Of a command: steps to record.")
+@click.option("--warmup", default=2, type=click.IntRange(0), help="Of a command: steps before them.")
 @options.IMPL
 @options.FILTER
 @options.MESH
@@ -21,18 +58,119 @@ from dtbench.cli import options
 @click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
 @options.TIMEOUT
 @click.option("-o", "--output", type=options.FILE, show_default="profile-TIME", help="The folder to make.")
-def profile_command(target: str, filter: str, output: Path | None, **choices: options.Given) -> int:
-    """Profiles a case by stage, or traces all ranks.
+@click.pass_context
+def profile_command(
+    context: click.Context, targets: tuple[str, ...], output: Path | None, **choices: options.Given
+) -> int:
+    """Where the time of a job goes, by mesh dim and rank; or of a suite's case.
 
-    Writes a table and, of ranks, a trace for Perfetto or, of single calls, frames
-    for speedscope, which draws flame graphs.
+    TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run as it is,
+    and recorded. Traces are read without making a folder unless -o names one. With --base, exit code 1 if the job's
+    calls, bytes, dtypes or times became worse.
 
     \b
     Examples:
+      dtbench profile -- torchrun --nproc-per-node 8 train.py --steps 20
+      dtbench profile traces/*.json.gz --topology topology.json -o job
+      dtbench profile job-new --base job-old
       dtbench profile dispatch/add -o add
-      dtbench profile tensor_parallel --filter "pass=forward" --nproc 2
     """
+    command: list[str] | None = context.meta["command"]
+    kind = "a command" if command is not None else "traces" if any(map(_is_of_job, targets)) else "a suite"
+    typed = {n for n in choices if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
+    for option in context.command.params:
+        if option.name in typed.difference(_OF[kind]):
+            takers = " or ".join(taker for taker, names in _OF.items() if option.name in names)
+            raise click.UsageError(f"{option.opts[0]} is for {takers}, the target is {kind}: leave it out")
+    if (len(targets) > 1 if kind == "a suite" else kind == "a command" and targets) or not (
+        targets or command
+    ):
+        raise click.UsageError(
+            f"got {len(targets)} targets{'' if command is None else ' and --'}, expected traces, one SUITE[/CASE], or "
+            "-- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
+        )
+    if kind != "a suite":
+        timeout_s = choices["timeout_s"] if "timeout_s" in typed else None
+        return _profile_job([*map(Path, targets)], command, output, **choices | {"timeout_s": timeout_s})
     from dtbench.engine.options import RunRequest
     from dtbench.profile.profile import make_request, profile
 
-    return profile(make_request(target, filter, output, RunRequest(**choices)), sys.argv[1:])
+    chosen = {name: choices[name] for name in _OF[kind] if name != "filter"}
+    return profile(make_request(targets[0], choices["filter"], output, RunRequest(**chosen)), sys.argv[1:])
+
+
+def _is_of_job(target: str) -> bool:
+    path = Path(target)
+    is_suite = target.partition("/")[0] in read_builtin()
+    return (
+        (path.is_dir() and not is_suite) or target.endswith((".json", ".json.gz")) or looks_like_trace(path)
+    )
+
+
+def _profile_job(
+    paths: Sequence[Path], command: Sequence[str] | None, folder: Path | None, **choices: options.Given
+) -> int:
+    from msgspec import json, structs
+
+    from dtbench.profile.job import read_job
+    from dtbench.profile.judge import judged
+    from dtbench.records.atomic import refuse_taken, replace_file, write_folder
+    from dtbench.records.topology import read_topology
+    from dtbench.reporting.job_tables import text_of
+
+    topology = read_topology(choices["topology"]) if choices["topology"] else None
+    bases, code = [job_in([base]) for base in choices["bases"]], EXIT_OK
+    folder = folder or (Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())) if command else None)
+    if folder:
+        refuse_taken(folder, "remove it")
+    if command and folder:
+        from dtbench.profile.recording import record
+
+        done = record(command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")})
+        code = done.code
+        if not done.traces:
+            complain(f"no trace was recorded, so no profile was written: {' '.join(done.notes)}")
+            return code or EXIT_CASE_FAILED
+        job = read_job(done.traces, folder.name)
+        job = structs.replace(job, command=tuple(command), notes=(*done.notes, *job.notes))
+    else:
+        job = job_in(paths)
+    judgement = judged(job, topology, bases)
+    if folder:
+        files = {JOB: json.encode(job), "table.txt": text_of(job, judgement).encode("utf-8", "replace")}
+        if not folder.exists():
+            write_folder(folder, files)
+        for name, data in files.items():
+            replace_file(folder / name, data)
+    show_job(job, judgement, choices["as_json"])
+    click.echo(
+        f"the profile is in {folder}" if folder else "-o FOLDER keeps it for --base and report", err=True
+    )
+    return code or judgement.exit_code
+
+
+def is_profile(path: Path) -> bool:
+    """Whether it is a job's profile: the folder, or the job.json in it."""
+    return path.name == JOB or (path / JOB).is_file()
+
+
+def job_in(paths: Sequence[Path]) -> Job:
+    """Of a profile, or of traces."""
+    from dtbench.profile.job import load_job, read_job
+
+    if len(paths) > 1 and any(map(is_profile, paths)):
+        raise click.UsageError("got a job's profile among other targets: give it alone, or the traces in it")
+    return load_job(paths[0]) if is_profile(paths[0]) else read_job(paths)
+
+
+def show_job(job: Job, judgement: Judgement | None, as_json: bool) -> None:
+    """Its tables, or all of both as JSON."""
+    from msgspec import to_builtins
+
+    from dtbench.reporting.job_tables import print_job
+    from dtbench.text.terminal import new_console, print_json
+
+    if as_json:
+        print_json({**to_builtins(job), "judgement": to_builtins(judgement)})
+    else:
+        print_job(new_console(), job, judgement)

@@ -76,7 +76,7 @@ def opened(path: Path, what: str, max_bytes: int | None = None) -> Iterator[Bina
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited on for ever
             raise UnreadableRunError(f"{path} is not a regular file: expected {what}")
-        refuse_job(path, what)
+        refuse_job(path, what, programs=True)
         with path.open("rb") as file:
             if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
                 raise UnreadableRunError(f"{path} has more than {max_bytes} bytes: expected {what}")

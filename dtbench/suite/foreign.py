@@ -1,5 +1,5 @@
-"""Files that are a user's own job: traces of torch.profiler, told by their first bytes, and programs in Python, told
-without running them. Whoever is given one in place of something else names the command that takes it."""
+"""A user's own job given in place of a run or suite: traces of torch.profiler, told by their first bytes, and programs,
+told without running them. The error names the command that takes it."""
 
 from __future__ import annotations
 
@@ -7,64 +7,52 @@ import ast
 import re
 import shlex
 import zlib
-from contextlib import suppress
 from pathlib import Path
 
 from dtbench.suite.errors import UnreadableRunError, UsageError
 
 HEAD_BYTES = 64 * 2**10
-# What kineto writes before "traceEvents", which may come late where thousands of ranks are listed
-# (libkineto/src/output_json.cpp).
-_KINETO = (b'"deviceProperties"', b'"distributedInfo"')
-_EVENTS = re.compile(rb'\[\s*\{[^\[\]]*"ph"\s*:\s*"')
-_GZIP = b"\x1f\x8b"
-PROFILE = "dtbench profile"
+# Kineto's header may be long: it lists devices and process groups first (libkineto/src/output_json.cpp).
+_TRACE = re.compile(
+    rb'[\xef\xbb\xbf\s]*(\{.*"(traceEvents|deviceProperties|distributedInfo)"|\[\s*\{[^\[\]]*"ph"\s*:)',
+    re.DOTALL,
+)
 
 
 def looks_like_trace(path: Path) -> bool:
-    """Whether the file begins as a trace of torch.profiler does, packed or not; False where it cannot be read."""
+    """Whether the file begins as a trace does, packed or not; False where it cannot be read."""
     try:
-        if not path.is_file():
+        if not path.is_file():  # a pipe would be waited on for ever
             return False
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
-        if head.startswith(_GZIP):  # unpacks at most so much of what a few bytes may unpack to
+        if head.startswith(b"\x1f\x8b"):  # unpacks no more than this, whatever the file holds
             head = zlib.decompressobj(wbits=31).decompress(head, HEAD_BYTES)
     except (OSError, ValueError, zlib.error):
         return False
-    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if head.startswith(b"{"):
-        return b'"traceEvents"' in head or (b'"schemaVersion"' in head and any(k in head for k in _KINETO))
-    return _EVENTS.match(head) is not None
+    return _TRACE.match(head) is not None
 
 
-def refuse_trace(path: Path, expected: str) -> None:
-    """Raises UnreadableRunError, which names `dtbench profile`, where the file is a trace."""
+def refuse_job(path: Path, expected: str, *, programs: bool = False) -> None:
+    """Raises UnreadableRunError for a trace, and for a program in Python where `programs`."""
     if looks_like_trace(path):
-        raise UnreadableRunError(
-            f"{path} is a trace of torch.profiler, expected {expected}; read it with `{PROFILE} {shlex.quote(str(path))}`"
-        )
-
-
-def refuse_job(path: Path, expected: str) -> None:
-    """As `refuse_trace`, and for a program in Python."""
-    refuse_trace(path, expected)
-    if path.suffix == ".py":
-        with suppress(OSError, ValueError):
-            if path.is_file():
-                raise UnreadableRunError(f"{path} is a program, expected {expected}; {how_to_profile(path)}")
+        what, remedy = "trace of torch.profiler", f"read it with `dtbench profile {shlex.quote(str(path))}`"
+    elif programs and path.suffix == ".py" and path.is_file():
+        what, remedy = "program", how_to_profile(path)
+    else:
+        return
+    raise UnreadableRunError(f"{path} is a {what}, expected {expected}; {remedy}")
 
 
 def refuse_program(path: Path) -> None:
-    """Raises UsageError where a file in Python cannot register a suite, as it imports nothing of dtbench; it is not
-    run for that."""
+    """Raises UsageError for a file in Python that imports nothing of dtbench: to see that it has no suite, it need not
+    be run."""
     try:
-        tree = ast.parse(path.read_bytes())
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return  # to load it says what is wrong
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [getattr(node, "module", None) or "" for node in imports]
-    names += [alias.name for node in imports for alias in node.names]
+    names = [str(getattr(node, "module", "")) for node in nodes if isinstance(node, ast.ImportFrom)]
+    names += [node.name for node in nodes if isinstance(node, ast.alias)]
     if not any("dtbench" in name or "suite" in name for name in names):
         raise UsageError(
             f"{path} registers no suite, as it imports nothing of dtbench, and was not run: expected functions with "
@@ -74,4 +62,6 @@ def refuse_program(path: Path) -> None:
 
 def how_to_profile(path: Path) -> str:
     name = shlex.quote(str(path))
-    return f"to profile a training job: `{PROFILE} -- python {name}`, or `{PROFILE} -- torchrun ... {name}`"
+    return (
+        f"to profile a job: `dtbench profile -- python {name}`, or `dtbench profile -- torchrun ... {name}`"
+    )

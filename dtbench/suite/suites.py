@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from dtbench.suite import Case, Param, Result, RunOptions
 from dtbench.suite.errors import UsageError, describe
-from dtbench.suite.foreign import how_to_profile, refuse_program, refuse_trace
+from dtbench.suite.foreign import how_to_profile, refuse_job, refuse_program
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +184,7 @@ def load(names: Iterable[str] = ()) -> list[Suite]:
         elif name in _registered:
             chosen.append(_registered[name])
         else:
-            refuse_trace(Path(name), "a suite")
+            refuse_job(Path(name), "a suite")
             raise UsageError(
                 f"no suite is called {name!r}: the suites are {', '.join(builtin)}, or give the path of a .py file"
             )
@@ -204,7 +204,7 @@ def _is_builtin(suite: Suite) -> bool:
 
 
 def _load_file(path: Path) -> list[Suite]:
-    refuse_trace(path, "a suite")
+    refuse_job(path, "a suite")
     before = dict(_registered)
     spec = importlib.util.spec_from_file_location(f"dtbench_user_suite_{path.stem}", path)
     if spec is None or spec.loader is None or not os.path.isfile(path):  # noqa: PTH113 - Path's raises where a name is too long

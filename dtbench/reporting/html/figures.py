@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ MAX_SHOWN = 6  # two rows of small panels
 # Of a panel, by how many stand side by side: the page's width, halves and thirds. A phone's width holds a half or a
 # third without making its text small.
 WIDTHS_PX = {1: 980.0, 2: 440.0, 3: 340.0}
-ROW_PX, BAR_PX = 17.0, 34.0
+ROW_PX, BAR_PX, LANE_PX = 17.0, 34.0, 7.0
+Spans = Sequence[tuple[float, float]]  # from where to where
 CURVES_ASPECT, CURVES_MAX_PX = 0.565, 280.0  # height over width, as far as that height
 CHARACTERS_PER_PX = 0.06  # of a label: about half of a panel's width
 SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
@@ -348,6 +349,41 @@ def _paint_bars(rows: Sequence[StackedBar], styles: Mapping[str, Style], x: Axis
         if bar.mark is not None:
             for ends in ((-0.46, -0.26), (0.26, 0.46)):  # beside the names of the parts
                 axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
+    x.apply(axes, "x")
+    axes.grid(visible=False, axis="y")
+
+
+def lanes(
+    name: str,
+    title: str,
+    rows: Mapping[str, Mapping[str, Spans]],
+    order: Sequence[str],
+    x: Axis,
+    caption: str,
+) -> Figure | None:
+    """Intervals on one axis: per row its lanes one below the other, by name in this order."""
+    styles = {one: replace(style, box=1.0) for one, style in box_styles(order).items()}
+    height = (LANE_PX * len(order) + 6) * len(rows) + 40
+    panel = Panel(
+        title, ", ".join(rows), name, lambda _: height, partial(_paint_lanes, rows, styles, x), True
+    )
+    return Figure(caption, _legend(name, styles, order, False), [panel], 1) if rows else None
+
+
+def _paint_lanes(
+    rows: Mapping[str, Mapping[str, Spans]], styles: Mapping[str, Style], x: Axis, canvas: Canvas
+) -> None:
+    axes = _rows_in(canvas, [*rows], [""] * len(rows), "ink", 30)
+    for place, of in enumerate(rows.values()):
+        for nth, (name, style) in enumerate(styles.items()):
+            ends: list[float] = []  # one path with gaps, as thousands of boxes make a large page
+            for start, end in sorted(of.get(name, ())):
+                if ends and start - ends[-1] < x.high / 1000:
+                    ends[-1] = max(ends[-1], end)
+                else:
+                    ends += [math.nan, start, max(end, start + x.high / 1000)]  # what was there is seen
+            y = [place - 0.42 + 0.84 * (nth + 0.5) / len(styles)] * len(ends)
+            axes.plot(ends, y, color=STAND_IN[style.colour], linewidth=LANE_PX - 1, solid_capstyle="butt")
     x.apply(axes, "x")
     axes.grid(visible=False, axis="y")
 

@@ -1,0 +1,213 @@
+"""A job in words and tables, which the terminal and the page share. Figures are per step of a rank, or of the whole
+trace where no steps are marked; over steps and ranks times are medians, calls and bytes means."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+from rich.console import Console
+
+from dtbench.records.job import Collective, Job, RankJob, StepParts
+from dtbench.records.judged_job import Judgement, LinkRow
+from dtbench.suite.grouping import group_by
+from dtbench.text import terminal as to
+from dtbench.text.table import MISSING, Table, TableColumn
+from dtbench.text.units import format_bandwidth, format_bytes, format_seconds, format_size, plural
+
+MOST_RANKS, MOST_COLLECTIVES = 16, 12  # of a screenful
+_Links = Mapping[tuple[object, ...], LinkRow]
+_PARTS = ("step", "computation", "communication", "exposed", "idle", "host_bound")
+
+
+def parts_of(rank: RankJob) -> StepParts:
+    """Its median step; without steps its whole trace."""
+    names = StepParts.__struct_fields__
+    whole = StepParts(step_s=rank.span_s, **{name: getattr(rank, name) for name in names[1:]})
+    middle = {name: _median(getattr(one, name) for one in rank.each_step or [whole]) for name in names}
+    return StepParts(**{name: value for name, value in middle.items() if value is not None})
+
+
+def extremes(job: Job) -> list[RankJob]:
+    """As many ranks as are shown: half that came last most often or have the longest steps, half of the contrary."""
+    last = sum((Counter(waits.last) for waits in job.waits), Counter[str]())
+    ranks = sorted(job.ranks, key=lambda rank: (last[str(rank.rank)], parts_of(rank).step_s))
+    half = MOST_RANKS // 2
+    return sorted(ranks[:half] + ranks[half:][-half:], key=lambda rank: rank.rank)
+
+
+def exposed_share(job: Job) -> float:
+    """Of a step, or the whole trace; the median over ranks."""
+    return median(parts.exposed_s / (parts.step_s or 1) for parts in map(parts_of, job.ranks))
+
+
+def headline(job: Job) -> str:
+    step_s, longest = (f([parts_of(rank).step_s for rank in job.ranks]) for f in (median, max))
+    missing = f" of {job.world_size}" if job.world_size > len(job.ranks) else ""
+    on = ", ".join(filter(None, (job.backend, job.torch and f"torch {job.torch}", job.ranks[0].device)))
+    told = {f"{plural(rank.steps, 'step')} by {rank.steps_by}" for rank in job.ranks if rank.steps}
+    return (
+        f"{job.label or 'job'}: {plural(len(job.ranks), 'rank')}{missing}{on and f' ({on})'}. "
+        f"{'A step takes' if told else 'No steps are marked; the traces span'} {format_seconds(step_s)}, the longest "
+        f"{format_seconds(longest)}; {exposed_share(job):.0%} of it is exposed communication. {', '.join(sorted(told))}"
+    ).strip()
+
+
+def tables(job: Job, judgement: Judgement | None = None, *, screen: bool = False) -> list[Table]:
+    """By mesh dim, by collective and by rank. screen: the costliest collectives and the extreme ranks alone."""
+    links = {_kind(row): row for row in judgement.links} if judgement else {}
+    made = _dims(job, links), _collectives(job, links, screen), _ranks(job, screen)
+    return [table for table in made if table.total_rows]
+
+
+def _table(what: str, job: Job, heads: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> Table:
+    """heads: those of figures begin with >."""
+    cells = [[MISSING if row[i] in ("", "-") else row[i] for row in rows] for i in range(len(heads))]
+    columns = [
+        TableColumn(h.lstrip(">"), of, h[0] == ">") for h, of in zip(heads, cells, strict=True) if any(of)
+    ]
+    return Table(
+        f"{what}, {'per step' if all(r.steps for r in job.ranks) else 'whole trace'}", columns, note=note
+    )
+
+
+def _kind(one: Collective | LinkRow) -> tuple[object, ...]:
+    return one.mesh_dim, one.collective, one.group_size, one.dtype, one.bytes
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return median(there) if there else None
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _distinct(values: Iterable[object]) -> str:
+    return ", ".join(sorted({"?" if value is None else str(value) for value in values}))
+
+
+def _dims(job: Job, links: _Links) -> Table:
+    steps = {rank.rank: max(rank.steps, 1) for rank in job.ranks}
+    calls = group_by(job.collectives, lambda c: c.mesh_dim)
+    parts = group_by(((rank, d) for rank in job.ranks for d in rank.dims), lambda of: of[1].mesh_dim)
+    rows = []
+    for dim in sorted({**calls, **parts}, key=lambda dim: -sum(d.exposed_s for _, d in parts.get(dim, ()))):
+        of, timed = calls.get(dim, []), parts.get(dim, [])
+        ranks = len({c.rank for c in of}) or 1
+        largest = max((c for c in of if c.busbw), key=lambda c: c.bytes or 0, default=None)
+        link = links.get(_kind(largest)) if largest else None
+        row = [dim, _distinct(c.group_size for c in of)]
+        row.append(f"{sum(c.count / steps[c.rank] for c in of) / ranks:.4g}")
+        row.append(format_bytes(sum(c.count / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None))
+        row.append(_distinct(c.dtype for c in of))
+        row.append(format_seconds(_median(d.communication_s / steps[rank.rank] for rank, d in timed)))
+        row.append(format_seconds(_median(d.exposed_s / steps[rank.rank] for rank, d in timed)))
+        row.append(_percent(_median(d.exposed_s / (rank.span_s or 1) for rank, d in timed)))
+        row.append(f"{largest.collective} {format_size(largest.bytes)}" if largest else "")
+        row.append(format_bandwidth(_median(c.busbw for c in of if largest and _kind(c) == _kind(largest))))
+        rows.append([*row, _percent(link.share if link else None), _last(job, dim=dim)])
+    heads = ["Mesh dim", "Ranks", ">calls", ">bytes", "Dtypes", ">time", ">exposed", ">of all", "Largest"]
+    note = "Bus bandwidths include waiting; those beside calibrated ones do not, where all ranks are there."
+    heads += [">its busbw", ">of calibrated", "Last most often"]
+    return _table("Communication by mesh dim", job, heads, rows, note)
+
+
+def _last(job: Job, rank: str = "", dim: str = "") -> str:
+    """Who came last over the dim most often, or over which dims the rank did; how often and by how much."""
+    said = []
+    for of in job.waits:
+        one = rank or max(of.last, key=of.last.__getitem__, default="")
+        if one in of.last and dim in ("", of.mesh_dim):
+            who = of.mesh_dim if rank else f"rank {one}"
+            said.append(f"{who}: {of.last[one] / (of.calls or 1):.0%}, {format_seconds(of.late_s.get(one))}")
+    return "; ".join(said)
+
+
+def _collectives(job: Job, links: _Links, screen: bool) -> Table:
+    steps = {rank.rank: max(rank.steps, 1) for rank in job.ranks}
+    rows = []
+    for of in group_by(job.collectives, _kind).values():
+        one, link = of[0], links.get(_kind(of[0]))
+        each_s = median(c.time_s / steps[c.rank] for c in of)
+        row = [one.mesh_dim, one.collective, one.dtype or "", format_size(one.bytes)]
+        row += [f"{median(c.count / steps[c.rank] for c in of):.4g}", format_seconds(each_s)]
+        row += [format_seconds(_median(getattr(c, name) for c in of)) for name in ("median_s", "moving_s")]
+        row += [format_bandwidth(_median(c.busbw for c in of)), _percent(link.share if link else None)]
+        rows.append((each_s, [*row, *([] if screen else [", ".join(one.asked_by[:2])])]))
+    shown = [row for _, row in sorted(rows, key=lambda of: -of[0])][: MOST_COLLECTIVES if screen else None]
+    heads = [
+        "Mesh dim",
+        "Collective",
+        "Dtype",
+        ">Size",
+        ">calls",
+        ">time",
+        ">one call",
+        ">without waiting",
+        ">busbw",
+    ]
+    heads += [">of calibrated", *([] if screen else ["Asked by"])]
+    return _table(f"The {len(shown)} costliest of {len(rows)} collectives and sizes", job, heads, shown)
+
+
+def _ranks(job: Job, screen: bool) -> Table:
+    rows = []
+    for rank in extremes(job) if screen else job.ranks:
+        parts = parts_of(rank)
+        row = [str(rank.rank), *(format_seconds(getattr(parts, f"{name}_s")) for name in _PARTS)]
+        row += [_percent(parts.exposed_s / (parts.step_s or 1)), _last(job, rank=str(rank.rank))]
+        rows.append([*row, *([] if screen else [rank.source])])
+    heads = [">Rank", *(f">{name.replace('_', '-')}" for name in _PARTS), ">exposed", "Last"]
+    note = "Exposed: communication that no computation covers. Host-bound: idle before a launch."
+    what = f"Ranks, {len(rows)} of {len(job.ranks)}"
+    return _table(what, job, heads if screen else [*heads, "Trace"], rows, note)
+
+
+def sentences(judgement: Judgement | None) -> dict[str, list[str]]:
+    """Title -> what it would be worth, what changed from a base, and what the layout needs."""
+    if judgement is None:
+        return {}
+    said = {"What it would be worth": [one.sentence for one in judgement.worth]}
+    if changes := judgement.changes:
+        times = [
+            f"{one.label}: {format_seconds(one.base_s)} → {format_seconds(one.head_s)}, {one.verdict.meaning}"
+            for one in changes.times
+        ]
+        said["Base → new"] = [one.sentence for one in changes.calls] or ["the same calls, bytes and dtypes"]
+        said["Base → new"] += [*times, *changes.unclear, *changes.notes]
+    said["Bytes per step beside what the layout needs"] = [
+        f"{row.mesh_dim}: {format_bytes(row.trace_bytes)}, needed {format_bytes(row.needed_bytes)}"
+        for row in judgement.needed
+    ]
+    return said
+
+
+def print_job(console: Console, job: Job, judgement: Judgement | None = None) -> None:
+    """A screenful; what is cut is said. Too wide a table is broken into several, of which each names its rows."""
+    width = to.readable_width(console)
+    to.print_prose(console, headline(job), width=width)
+    for table in tables(job, judgement, screen=True):
+        to.print_line(console, "")
+        to.print_line(console, table.caption, "bold")
+        names = table.columns[: 4 if table.columns[1].header == "Collective" else 1]
+        block, rest = [*names], [*table.columns[len(names) :]]
+        while rest:
+            block.append(rest.pop(0))
+            if not rest or to.width_of(console, [*block, rest[0]]) > width:
+                to.print_table(console, block)
+                block = [*names]
+    for title, lines in {**sentences(judgement), "Notes": job.notes}.items():
+        for line in ["", title, *(f"- {line}" for line in lines[: to.MAX_ROWS])] if lines else ():
+            to.print_prose(console, line, "bold" * (line == title), width)
+
+
+def text_of(job: Job, judgement: Judgement | None = None) -> str:
+    """What `print_job` prints where no terminal reads along."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_job(to.new_console(), job, judgement)
+    return out.getvalue()
