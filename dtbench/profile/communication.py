@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,9 @@ COMMUNICATES = re.compile(
     r"(?i)\b(?:nccl|rccl|msccl|oneccl|nvshmem|deep_ep)|(?:one|two)_shot_all_reduce|multimem_(?:all|one)"
 )
 # Calls of c10d that are none: they wait, open or close a batch, or set up.
-NO_COLLECTIVE = re.compile(r"(?i)^_?(?:wait|start|end|init|new_group|wrap|monitored|work_)|wait_tensor|_autograd$")
+NO_COLLECTIVE = re.compile(
+    r"(?i)^_?(?:wait|start|end|init|new_group|wrap|monitored|work_)|wait_tensor|_autograd$"
+)
 # What is left of a name without its namespace, underscores and case -> nccl-tests' name. Whatever has more to it
 # ("_allgather_base_", "all_gather_into_tensor_coalesced", "AllGather_RING_LL") begins or goes on with one of these.
 _NAMES = (
@@ -51,7 +54,10 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "uint16": ("uint16", 2),
     "uint32": ("uint32", 4),
     "uint64": ("uint64", 8),
-    **{name: (name, 1) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")},
+    **{
+        name: (name, 1)
+        for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    },
 }
 
 
@@ -114,7 +120,9 @@ def payload_of_shapes(op: str, args: Args, group_size: int | None) -> tuple[str 
     if not isinstance(shapes, list) or not isinstance(types, list):
         return None, None
     dtype, itemsize = next((found for kind in types if (found := dtype_of(kind))[0]), (None, None))
-    elements = [n for shape, kind in zip(shapes, types, strict=False) if (n := _elements(shape, kind)) is not None]
+    elements = [
+        n for shape, kind in zip(shapes, types, strict=False) if (n := _elements(shape, kind)) is not None
+    ]
     lists = op.endswith(("allgather_", "gather_", "reduce_scatter_", "scatter_")) and "base" not in op
     if not elements or itemsize is None:
         return dtype, None
@@ -142,7 +150,9 @@ def groups_of(header: Mapping[str, Any]) -> dict[str, Group]:
     for one in listed if isinstance(listed, list) else ():
         if isinstance(one, dict) and (name := told(one.get("pg_name", ""))):
             ranks = one.get("ranks")
-            known = tuple(ranks) if isinstance(ranks, list) and all(whole(r) is not None for r in ranks) else None
+            known = (
+                tuple(ranks) if isinstance(ranks, list) and all(whole(r) is not None for r in ranks) else None
+            )
             size = len(known) if known else whole(one.get("pg_size"))
             groups[name] = Group(name, dim_of(str(one.get("pg_desc", "")), known, size), size, known)
     return groups
@@ -171,13 +181,18 @@ def dim_of(description: str, ranks: Sequence[int] | None, size: int | None) -> s
         return told(description)
     if size is None:
         return UNKNOWN_GROUP
-    strides = {b - a for a, b in zip(ranks, ranks[1:], strict=False)} if ranks else set()
-    return f"group of {size}" + (f", every {strides.pop()}th rank" if len(strides) == 1 and strides != {1} else "")
+    strides = {b - a for a, b in itertools.pairwise(ranks)} if ranks else set()
+    return f"group of {size}" + (f", stride {strides.pop()}" if len(strides) == 1 and strides != {1} else "")
 
 
 def busbw_of(collective: str, size: int | None, bytes_: int | None, seconds: float) -> float | None:
     """bytes/s as nccl-tests has it; None where there is none."""
-    if bytes_ is None or not bytes_ or seconds <= 0 or collective in (UNKNOWN, "coalesced", "barrier", "send_recv"):
+    if (
+        bytes_ is None
+        or not bytes_
+        or seconds <= 0
+        or collective in (UNKNOWN, "coalesced", "barrier", "send_recv")
+    ):
         return None
     if collective in ("send", "recv"):
         return bytes_ / seconds

@@ -34,13 +34,17 @@ def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()
     """
     files = list(_files(paths))
     if not files:
-        raise UsageError(f"no traces in {', '.join(map(str, paths))}: expected *.json or *.json.gz of torch.profiler")
+        raise UsageError(
+            f"no traces in {', '.join(map(str, paths))}: expected *.json or *.json.gz of torch.profiler"
+        )
     traces: dict[int, RankTrace] = {}
     for number, file in enumerate(files):
         trace = read_rank(file, number)
         if trace.rank in traces:
             other = traces[trace.rank].source
-            raise UsageError(f"{file} and {other} are both of rank {trace.rank}: expected the traces of one run")
+            raise UsageError(
+                f"{file} and {other} are both of rank {trace.rank}: expected the traces of one run"
+            )
         traces[trace.rank] = trace
     return job_of([traces[rank] for rank in sorted(traces)], label or files[0].parent.name, command)
 
@@ -62,7 +66,9 @@ def load_job(path: Path) -> Job:
 def _files(paths: Sequence[Path]) -> Iterable[Path]:
     for path in paths:
         if path.is_dir():
-            yield from sorted(f for f in path.iterdir() if _TRACES.search(f.name) and f.name not in (JOB, "table.json"))
+            yield from sorted(
+                f for f in path.iterdir() if _TRACES.search(f.name) and f.name not in (JOB, "table.json")
+            )
         else:
             yield path
 
@@ -74,9 +80,11 @@ def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] 
     world_size = max(max(t.world_size, t.rank + 1) for t in traces)
     notes = [note for trace in traces for note in trace.notes]
     if len(traces) < world_size:
-        notes.insert(0, f"traces of {len(traces)} of {world_size} ranks: who waits for whom is told where all of a group are there")
+        missing = f"traces of {len(traces)} of {world_size} ranks"
+        notes.insert(0, f"{missing}: who waits for whom is told where all of a group are there")
     elif 1 < len(together.shift_us) < len(traces):
-        notes.append(f"{len(traces) - len(together.shift_us)} ranks share no collective with rank {traces[0].rank}: their clocks are their own")
+        apart = f"{len(traces) - len(together.shift_us)} ranks share no collective with rank {traces[0].rank}"
+        notes.append(f"{apart}: their clocks are their own")
     return Job(
         label=label,
         command=tuple(command),

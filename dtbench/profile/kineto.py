@@ -1,8 +1,8 @@
 """Reads traces of torch.profiler (Chrome's Trace Event Format as Kineto writes it) as a stream: plain or gzip, of any
 size, cut off, unsorted, with an event here and there that is no JSON. Memory holds a few MB of text at a time.
 
-A piece of text is cut where one event ends and the next begins. Where exactly cannot be told without parsing it, so a cut
-is tried and is right if what lies before it is a whole JSON array.
+A piece of text is cut where one event ends and the next begins. Where exactly cannot be told without parsing it, so a
+cut is tried and is right if what lies before it is a whole JSON array.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ class Trace:
             self.cut_off, more = True, b""
         self.size += len(more)
         if self.size > MOST_TRACE:
-            raise UnreadableRunError(f"{self.path} holds more than {MOST_TRACE >> 30} GiB, expected a trace of less")
+            raise UnreadableRunError(
+                f"{self.path} holds more than {MOST_TRACE >> 30} GiB, expected a trace of less"
+            )
         self._text = self._text + more if self._text else more
         return bool(more)
 
@@ -126,8 +128,12 @@ class Trace:
                 self._keep_header(head + b"}" if head.lstrip().startswith(b"{") else b"{}")
                 self._text = self._text[begin.end() :]
                 return
-        why = "it ends before its events" if b'"schemaVersion"' in self._text[:4096] else "no events are in it"
-        raise UnreadableRunError(f"{self.path} is no trace of torch.profiler: {why}, expected its JSON, plain or gzip")
+        why = (
+            "it ends before its events" if b'"schemaVersion"' in self._text[:4096] else "no events are in it"
+        )
+        raise UnreadableRunError(
+            f"{self.path} is no trace of torch.profiler: {why}, expected its JSON, plain or gzip"
+        )
 
     def _keep_header(self, text: bytes) -> None:
         try:
@@ -149,7 +155,9 @@ class Trace:
         if cuts and (len(self._text) > 2 * PIECE or len(cuts) > 1):
             yield self._one_by_one(cuts[-1])
         elif len(self._text) > MOST_EVENT:
-            raise UnreadableRunError(f"{self.path} has an event of more than {MOST_EVENT >> 20} MiB, expected a trace")
+            raise UnreadableRunError(
+                f"{self.path} has an event of more than {MOST_EVENT >> 20} MiB, expected a trace"
+            )
 
     def _decoded(self, text: bytes) -> list[Event] | None:
         """Of a text of whole events; None where it is not."""
@@ -168,8 +176,8 @@ class Trace:
             return None
 
     def _one_by_one(self, last_cut: tuple[int, int]) -> list[Event]:
-        """Where a piece as a whole is no JSON: its events, and how many of them are damaged. The end of the list may lie
-        in it, before what the file has after its events."""
+        """Where a piece as a whole is no JSON: its events; damaged ones are counted. The end of the list may lie in it,
+        before what the file has after its events."""
         text, self._text = self._text[: last_cut[0] + 1], self._text[last_cut[1] :]
         text = _NO_NUMBER.sub(b":null", text).decode("utf-8", "replace").encode()
         if (events := self._decoded(text)) is not None:

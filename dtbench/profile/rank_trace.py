@@ -1,12 +1,13 @@
-"""One rank's trace: when it computed, copied and communicated, and what each collective was. Times in us since `zero_us`.
+"""One rank's trace: when it computed, copied and communicated, and what each collective was. Times in us since its zero.
 
-With a GPU the kernels are the work, and a collective is a kernel; what it was stands in its own arguments, or in those of
-the call that launched it. Without one, ops of torch are the work, and gloo's transports the collectives.
+With a GPU the kernels are the work, and a collective is a kernel; what it was stands in its own arguments, or in those
+of the call that launched it. Without one, ops of torch are the work, and gloo's transports the collectives.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import time
 from array import array
 from bisect import bisect_right
@@ -29,9 +30,21 @@ _COPIES = frozenset(("gpu_memcpy", "gpu_memset", "memcpy", "memset"))
 _LAUNCHES = frozenset(("cuda_runtime", "cuda_driver", "runtime", "xpu_runtime", "privateuse1_runtime"))
 _OPS = frozenset(("cpu_op", "operator", "user_annotation"))
 _OF_CALLS = re.compile(r"^(?:c10d::|record_param_comms|nccl:|_c10d_functional)")
-_HANDED_OVER = "PythonSubclass"  # an op that is handed to a tensor subclass: what is around it is dispatch, not work
+_HANDED_OVER = (
+    "PythonSubclass"  # an op that is handed to a tensor subclass: what is around it is dispatch, not work
+)
 _NO_ASKER = re.compile(r"^(?:autograd::engine|torch::autograd|ProfilerStep|PythonSubclass|## )|wait_tensor")
 _AFTER_CALL_US = 5e6  # a transport that begins later than this after a call is another one's
+
+
+class Message(NamedTuple):
+    """A kernel that communicates, a transport of gloo, or what is drawn on a stream, us."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any
+    args: Args
 
 
 class Op(NamedTuple):
@@ -47,8 +60,8 @@ class Op(NamedTuple):
 
 @dataclass
 class RankTrace:
-    """What a trace comes to. compute, copies: united. launched: (start of a kernel, when the host launched it), by start.
-    notes: what was left out or is not told."""
+    """What a trace comes to. compute, copies: united. launched: (start of a kernel, when the host launched it), by
+    start. notes: what was left out or is not told."""
 
     rank: int
     world_size: int
@@ -98,9 +111,11 @@ class _Reader:
         self._trace, self._fallback_rank = Trace(path), fallback_rank
         self._zero: float | None = None
         self._kernels, self._copies, self._launches = _Spans(), _Spans(), _Spans()
-        self._ops: dict[Any, list[tuple[float, float, str, Event]]] = {}  # by thread
-        self._messages: list[tuple[float, float, Event]] = []  # kernels that communicate, gloo's transports
-        self._gpu_annotations: list[tuple[float, float, Event]] = []
+        # By thread: start, end, name; the arguments of c10d's calls; whether it is an annotation.
+        self._ops: dict[Any, list[tuple[float, float, str, Args | None, bool]]] = {}
+        self._messages: list[Message] = []  # kernels that communicate, gloo's transports
+        self._gpu_annotations: list[Message] = []
+        self._communicates: dict[str, bool] = {}  # by name: kernels' names are few and long
         self._window_us: float | None = None
         self._wrong: Counter[str] = Counter()
         self._threads: dict[Any, int] = {}
@@ -135,8 +150,11 @@ class _Reader:
         elif not abs(start) < 1e13 or duration != duration:  # a third of a year, NaN
             self._wrong["without a time"] += 1
         elif category == "kernel":
-            if comm.COMMUNICATES.search(event.name):
-                self._messages.append((start, start + duration, event))
+            name = event.name
+            if (communicates := self._communicates.get(name)) is None:
+                communicates = self._communicates[name] = comm.COMMUNICATES.search(name) is not None
+            if communicates:
+                self._messages.append(Message(name, start, start + duration, _thread(event), args_of(event)))
             else:
                 self._kernels.add(start, duration, self._correlation(event))
         elif category in _COPIES:
@@ -145,13 +163,18 @@ class _Reader:
             thread = self._threads.setdefault(_thread(event), len(self._threads))
             self._launches.add(start, thread, self._correlation(event))
         elif category == "gpu_user_annotation":
-            self._gpu_annotations.append((start, start + duration, event))
+            self._gpu_annotations.append(
+                Message(event.name, start, start + duration, _thread(event), args_of(event))
+            )
         elif category in _OPS:
-            if event.name.startswith("gloo:"):
-                self._messages.append((start, start + duration, event))
+            name = sys.intern(event.name)
+            if name.startswith("gloo:"):
+                self._messages.append(Message(name, start, start + duration, _thread(event), args_of(event)))
             else:
+                # An event's arguments hold on to all the text that they stand in.
+                args = args_of(event) if _OF_CALLS.match(name) else None
                 of_thread = self._ops.setdefault(_thread(event), [])
-                of_thread.append((start, start + duration, event.name, event))
+                of_thread.append((start, start + duration, name, args, category == "user_annotation"))
 
     @staticmethod
     def _correlation(event: Event) -> int:
@@ -162,7 +185,8 @@ class _Reader:
         header = self._trace.header
         info = header.get("distributedInfo")
         info = info if isinstance(info, dict) else {}
-        ours = header.get("dtbench") if isinstance(header.get("dtbench"), dict) else {}
+        ours = header.get("dtbench")
+        ours = ours if isinstance(ours, dict) else {}
         rank = comm.whole(info.get("rank"))
         base_us = (comm.whole(header.get("baseTimeNanoseconds"), 2**63) or 0) / 1e3
         trace = RankTrace(
@@ -171,11 +195,15 @@ class _Reader:
             backend=told(info.get("backend", "")),
             zero_us=(self._zero or 0.0) + base_us,
             source=self._trace.path.name,
-            **{key: told(ours.get(key, "")) for key in ("torch", "host", "device")},  # type: ignore[union-attr]
+            torch=told(ours.get("torch", "")),
+            host=told(ours.get("host", header.get("host_name", ""))),
+            device=told(ours.get("device", "")),
         )
         if self._zero is None:
-            raise UnreadableRunError(f"{self._trace.path} holds no event with a time, expected a profiler's trace")
-        trace.on_gpu = bool(self._kernels.ts) or any(e.cat == "kernel" for *_, e in self._messages)
+            raise UnreadableRunError(
+                f"{self._trace.path} holds no event with a time, expected a profiler's trace"
+            )
+        trace.on_gpu = bool(self._kernels.ts) or any(not m.name.startswith("gloo:") for m in self._messages)
         calls, compute = self._host_calls()
         trace.steps = steps_of(self._annotations(), self._gpu_starts() if trace.on_gpu else None)
         self._drop_impossible(trace)
@@ -188,7 +216,7 @@ class _Reader:
         else:
             trace.compute = union(intervals(compute))
             callers = {op.thread[1] for op in calls if op.thread is not None}
-            pools = _pools(ours or {}, self._messages, groups, callers)  # type: ignore[arg-type]
+            pools = _pools(ours, self._messages, groups, callers)
             trace.calls = list(self._gloo_calls(calls, groups, pools))
         only = next(iter(groups.values())) if len(groups) == 1 else Group("")
         trace.calls = [call if call.group.key else call._replace(group=only) for call in trace.calls]
@@ -209,28 +237,27 @@ class _Reader:
         for thread, ops in self._ops.items():
             ops.sort(key=lambda op: (op[0], -op[1]))
             open_: list[tuple[float, str, list[Any]]] = []  # end, name, [start, is work, children's work]
-            for start, end, name, event in [*ops, (float("inf"), float("inf"), "", None)]:
+            for start, end, name, args, _ in [*ops, (float("inf"), float("inf"), "", None, True)]:
                 while open_ and open_[-1][0] <= start:
                     until, closed, (began, is_work, below) = open_.pop()
                     mine = [(began, until)] if is_work and closed.startswith("aten::") else below
                     (open_[-1][2][2] if open_ else work).extend(mine)
                     if open_ and not is_work:
                         open_[-1][2][1] = False
-                if event is None:
+                if start == float("inf"):
                     break
-                communicates = _OF_CALLS.match(name) is not None
-                if communicates:
+                if args is not None:
                     inside = tuple(of for _, of, _ in open_)
-                    calls.append(Op(name, start, end, thread, args_of(event), inside))
-                open_.append((end, name, [start, not communicates and name != _HANDED_OVER, []]))
+                    calls.append(Op(name, start, end, thread, args, inside))
+                open_.append((end, name, [start, args is None and name != _HANDED_OVER, []]))
         return calls, work
 
     def _annotations(self) -> list[tuple[str, float, float]]:
         return [
             (name, start, end)
             for ops in self._ops.values()
-            for start, end, name, event in ops
-            if event.cat == "user_annotation"
+            for start, end, name, _, annotates in ops
+            if annotates
         ]
 
     # ---- the GPU ----
@@ -261,7 +288,9 @@ class _Reader:
 
     def _drop_impossible(self, trace: RankTrace) -> None:
         """Leaves out what cannot be: a negative duration, one beyond the trace, or beyond the longest step."""
-        starts = np.concatenate([self._kernels.ts, self._copies.ts, [start for start, *_ in self._messages]])
+        starts = np.concatenate(
+            [self._kernels.ts, self._copies.ts, [message.start for message in self._messages]]
+        )
         if not len(starts):
             return
         most = self._window_us or (float(np.ptp(starts)) if len(starts) > 9 else float("inf"))
@@ -270,58 +299,70 @@ class _Reader:
             ts, dur, tag = spans.arrays()
             good = (dur >= 0) & (dur <= most)
             self._wrong["of an impossible duration"] += int((~good).sum())
-            spans.ts, spans.dur, spans.tag = array("d", ts[good]), array("d", dur[good]), array("q", tag[good])
-        good_messages = [one for one in self._messages if 0 <= one[1] - one[0] <= most]
+            spans.ts, spans.dur, spans.tag = (
+                array("d", ts[good]),
+                array("d", dur[good]),
+                array("q", tag[good]),
+            )
+        good_messages = [one for one in self._messages if 0 <= one.end - one.start <= most]
         self._wrong["of an impossible duration"] += len(self._messages) - len(good_messages)
         self._messages = good_messages
 
     def _kernel_calls(self, host: Sequence[Op], groups: Mapping[str, Group]) -> Iterator[Call]:
         at = _HostCalls(host)
-        launches = dict(zip(self._launches.tag, zip(self._launches.ts, self._launches.dur, strict=True), strict=True))
+        launches = dict(
+            zip(self._launches.tag, zip(self._launches.ts, self._launches.dur, strict=True), strict=True)
+        )
         threads = {number: thread for thread, number in self._threads.items()}
         annotated = _Annotated(self._gpu_annotations, host)
-        for start, end, event in self._messages:
-            args = args_of(event)
-            launch = launches.get(args.correlation) if type(args.correlation) is int else None
+        for message in self._messages:
+            number = message.args.correlation
+            launch = launches.get(number) if type(number) is int else None
             around = at.around(threads[int(launch[1])], launch[0]) if launch else ()
-            if not around and (op := annotated.op(event, start)):
+            if not around and (op := annotated.op(message)):
                 around = at.around(op.thread, op.start)
-            yield _described(event, args, around, groups, start, end)
+            yield _described(message, around, groups)
 
     # ---- gloo ----
 
-    def _gloo_calls(self, host: Sequence[Op], groups: Mapping[str, Group], pools: Mapping[Any, str]) -> Iterator[Call]:
-        """A transport belongs to the first call before it of its kind and shapes that has none yet: a call starts it, or
-        queues it behind others of its group."""
+    def _gloo_calls(
+        self, host: Sequence[Op], groups: Mapping[str, Group], pools: Mapping[Any, str]
+    ) -> Iterator[Call]:
+        """A transport belongs to the first call before it of its kind and shapes that has none yet: a call starts it,
+        or queues it behind others of its group."""
         calls = sorted((op for op in host if _is_call(op.name)), key=lambda op: op.start)
         waiting: list[Op] = []
         following = iter([*calls, None])
         upcoming = next(following)
-        for start, end, event in sorted(self._messages, key=lambda one: one[0]):
+        for transport, start, end, thread, args in sorted(self._messages, key=lambda one: one.start):
             while upcoming is not None and upcoming.start <= start:
                 waiting.append(upcoming)
                 upcoming = next(following)
             waiting = [op for op in waiting if start - op.start < _AFTER_CALL_US]
-            name, args = comm.collective_of(event.name), args_of(event)
+            name = comm.collective_of(transport)
             op = next((op for op in waiting if _carried_by(op, name, args)), None)
-            group = groups.get(pools.get(event.tid, ""), Group(""))
+            group = groups.get(pools.get(thread and thread[1], ""), Group(""))
             if op is None:
-                dtype, bytes_ = comm.payload_of_shapes(event.name, args, None)
+                dtype, bytes_ = comm.payload_of_shapes(transport, args, None)
                 yield Call(start, start, end, name, group, dtype, bytes_)
                 continue
             waiting.remove(op)
             dtype, bytes_ = comm.payload_of_shapes(op.name, op.args, group.size)
             if dtype is None:
-                dtype, bytes_ = comm.payload_of_shapes(event.name, args, group.size)
+                dtype, bytes_ = comm.payload_of_shapes(transport, args, group.size)
             elif bytes_ is None and not op.name.endswith("gather_"):
-                bytes_ = comm.payload_of_shapes(event.name, args, group.size)[1]
-            yield Call(op.start, start, end, comm.collective_of(op.name), group, dtype, bytes_, None, _asker(op))
+                bytes_ = comm.payload_of_shapes(transport, args, group.size)[1]
+            yield Call(
+                op.start, start, end, comm.collective_of(op.name), group, dtype, bytes_, None, _asker(op)
+            )
 
     # ---- the whole ----
 
     def _span(self, trace: RankTrace) -> tuple[float, float]:
         """From the first to the last of the GPU's work; without one, of all that the host did."""
-        edges = [of for of in (trace.compute, trace.copies, intervals(c[1:3] for c in trace.calls)) if len(of)]
+        edges = [
+            of for of in (trace.compute, trace.copies, intervals(c[1:3] for c in trace.calls)) if len(of)
+        ]
         if not trace.on_gpu:
             edges += [intervals((ops[0][0], max(op[1] for op in ops)) for ops in self._ops.values())]
         if not edges:
@@ -343,7 +384,10 @@ class _Reader:
                 f"{where}: {unknown} of {len(trace.calls)} collectives are not told: their kernels' names say nothing "
                 "and the calls that launched them are not in the trace"
             )
-        if unsized := sum(call.bytes is None and call.collective != "barrier" for call in trace.calls) - unknown:
+        if (
+            unsized := sum(call.bytes is None and call.collective != "barrier" for call in trace.calls)
+            - unknown
+        ):
             yield f"{where}: {unsized} collectives carry no size; record_shapes=True of torch.profiler has it"
         if host_calls and not trace.calls:
             yield f"{where}: its collectives have no kernels: it was recorded without ProfilerActivity.CUDA"
@@ -401,34 +445,50 @@ class _HostCalls:
 class _Annotated:
     """The annotations `nccl:...` that are drawn on the GPU's streams: they name the host's call by its number."""
 
-    def __init__(self, drawn: Sequence[tuple[float, float, Event]], host: Sequence[Op]) -> None:
+    def __init__(self, drawn: Sequence[Message], host: Sequence[Op]) -> None:
         self._by_stream: dict[Any, list[tuple[float, float, Any]]] = {}
-        for start, end, event in sorted(drawn, key=lambda one: one[0]):
-            if event.name.startswith("nccl:"):
-                self._by_stream.setdefault(_thread(event), []).append((start, end, args_of(event).external))
+        for one in sorted(drawn, key=lambda one: one.start):
+            if one.name.startswith("nccl:"):
+                self._by_stream.setdefault(one.thread, []).append((one.start, one.end, one.args.external))
         self._host = {op.args.external: op for op in host if type(op.args.external) is int}
 
-    def op(self, event: Event, start: float) -> Op | None:
-        drawn = self._by_stream.get(_thread(event), [])
-        at = bisect_right(drawn, start + 1e-3, key=lambda one: one[0]) - 1
-        if at < 0 or drawn[at][1] < start or type(drawn[at][2]) is not int:
+    def op(self, kernel: Message) -> Op | None:
+        drawn = self._by_stream.get(kernel.thread, [])
+        at = bisect_right(drawn, kernel.start + 1e-3, key=lambda one: one[0]) - 1
+        if at < 0 or drawn[at][1] < kernel.start or type(drawn[at][2]) is not int:
             return None
         return self._host.get(drawn[at][2])
 
 
-def _described(
-    event: Event, args: Args, around: Sequence[Op], groups: Mapping[str, Group], start: float, end: float
-) -> Call:
+def _described(kernel: Message, around: Sequence[Op], groups: Mapping[str, Group]) -> Call:
     """A kernel as a call: by its own words, else by those of the calls that it was launched in."""
-    said = [args, *(op.args for op in around)]
-    own = next((of for of in said if of.collective is not None and not comm.NO_COLLECTIVE.search(str(of.collective))), None)
-    by_name = comm.collective_of(event.name)
+    start, end = kernel.start, kernel.end
+    said = [kernel.args, *(op.args for op in around)]
+    own = next(
+        (
+            of
+            for of in said
+            if of.collective is not None and not comm.NO_COLLECTIVE.search(str(of.collective))
+        ),
+        None,
+    )
+    by_name = comm.collective_of(kernel.name)
     asker = _asker(around[0]) if around else ""
     if own is not None:
         dtype, bytes_ = comm.payload(own)
         name = comm.collective_of(str(own.collective))
         name = by_name if name in (comm.UNKNOWN, "coalesced") and by_name != comm.UNKNOWN else name
-        return Call(start, start, end, name, comm.group_of(own, groups), dtype, bytes_, comm.whole(own.sequence), asker)
+        return Call(
+            start,
+            start,
+            end,
+            name,
+            comm.group_of(own, groups),
+            dtype,
+            bytes_,
+            comm.whole(own.sequence),
+            asker,
+        )
     dtype = bytes_ = None
     for op in around:
         found, size = comm.payload_of_shapes(op.name, op.args, None)
@@ -440,19 +500,20 @@ def _described(
 
 def _pools(
     ours: Mapping[str, Any],
-    messages: Sequence[tuple[float, float, Event]],
+    messages: Sequence[Message],
     groups: Mapping[str, Group],
     callers: set[Any],
 ) -> dict[Any, str]:
-    """gloo's thread -> the name of its group. Traces say it where dtbench recorded them; else each group has two threads
-    that were started one after the other, in the order of the groups."""
+    """gloo's thread -> the name of its group. Traces say it where dtbench recorded them; else each group has two
+    threads that were started one after the other, in the order of the groups."""
     listed = ours.get("gloo_threads")
-    threads = sorted({e.tid for *_, e in messages if type(e.tid) is int} - callers)
+    threads = sorted({m.thread[1] for m in messages if m.thread and type(m.thread[1]) is int} - callers)
     if isinstance(listed, dict):
         return {tid: told(listed[str(tid)]) for tid in threads if str(tid) in listed}
     if len(groups) == 1:
         return dict.fromkeys(threads, next(iter(groups)))
-    starts = [tid for tid in threads if tid - 1 not in threads]
+    by_two = len(threads) == 2 * len(groups)
+    starts = threads[::2] if by_two else [tid for tid in threads if tid - 1 not in threads]
     if len(starts) != len(groups) or not all(name.isdigit() for name in groups):
         return {}
     names = sorted(groups, key=int)

@@ -1,8 +1,9 @@
-"""Where the steps of a job begin and end, by what a trace shows: the profiler's own marks, an annotation that comes again
-and again, or a sequence of collectives that repeats."""
+"""Where the steps of a job begin and end, by what a trace shows: the profiler's own marks, an annotation that comes
+again and again, or a sequence of collectives that repeats."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from dtbench.profile.communication import Call
 
 _PROFILER = "ProfilerStep#"
 # What torch annotates by itself and is no step.
-_NO_STEP = re.compile(r"^(?:nccl|gloo|c10d|record_param|DistributedDataParallel|FSDP|enumerate|## |Optimizer\.zero|\[|Backward)")
+_NO_STEP = re.compile(
+    r"^(?:nccl|gloo|c10d|record_param|DistributedDataParallel|FSDP|enumerate|## |Optimizer\.zero|\[|Backward)"
+)
 _OPTIMIZER = "Optimizer.step#"
 _COVERS = 0.5  # an annotation that is a step covers at least so much of the time from its first to its last
 _MOST_PERIOD = 5000  # collectives in a step
@@ -22,8 +25,8 @@ _MOST_PERIOD = 5000  # collectives in a step
 
 @dataclass(frozen=True)
 class Steps:
-    """by: what told them. host: (start, end) as marked; marks: the same on the device, from the first kernel that a step
-    launched to that of the next. us."""
+    """by: what told them. host: (start, end) as marked; marks: the same on the device, from the first kernel that a
+    step launched to that of the next. us."""
 
     by: str = ""
     host: tuple[tuple[float, float], ...] = ()
@@ -41,7 +44,9 @@ def steps_of(
     annotations: Sequence[tuple[str, float, float]], launches: Any, calls: Sequence[Call] = ()
 ) -> Steps:
     """annotations: (name, start, end). launches: (launch, start) of kernels, by launch, None without a GPU."""
-    marked = sorted((start, end) for name, start, end in annotations if name.startswith(_PROFILER) and start < end)
+    marked = sorted(
+        (start, end) for name, start, end in annotations if name.startswith(_PROFILER) and start < end
+    )
     by = _PROFILER
     if not marked:
         by, marked = _repeated(annotations)
@@ -76,7 +81,7 @@ def _repeated(annotations: Sequence[tuple[str, float, float]]) -> tuple[str, lis
     best, covers = "", _COVERS
     for name, of in by_name.items():
         of.sort()
-        apart = all(a[1] <= b[0] for a, b in zip(of, of[1:], strict=False))
+        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(of))
         share = sum(e - s for s, e in of) / max(of[-1][1] - of[0][0], 1e-9)
         if len(of) > 1 and apart and share >= covers and not name.startswith(_OPTIMIZER):
             best, covers = name, share
@@ -87,7 +92,7 @@ def _repeated(annotations: Sequence[tuple[str, float, float]]) -> tuple[str, lis
         return "", []
     name = min(optimizers, key=lambda name: len(by_name[name]))
     ends = [end for _, end in by_name[name]]
-    return name, list(zip(ends, ends[1:], strict=False))
+    return name, list(itertools.pairwise(ends))
 
 
 def _by_calls(calls: Sequence[Call]) -> list[tuple[float, float]]:
@@ -99,5 +104,5 @@ def _by_calls(calls: Sequence[Call]) -> list[tuple[float, float]]:
             continue
         if all(kinds[at] == kinds[at + period] for at in range(n - period)):
             starts = [calls[at].start for at in range(0, n, period)]
-            return list(zip(starts, starts[1:], strict=False))
+            return list(itertools.pairwise(starts))
     return []

@@ -1,9 +1,9 @@
 """The ranks of a job on one clock, and in each collective who came when. Times in us.
 
 The clocks of hosts differ, and traces do not say by how much. But a collective ends on all ranks of its group about
-together: the median difference of the ends is that of the clocks, and how far the ends scatter about it its error. Calls are
-joined by the number that the process group gave them where traces have it, else the n-th call of a kind over a group is
-the n-th on every rank.
+together: the median difference of the ends is that of the clocks, and how far the ends scatter about it its error. Calls
+are joined by the number that the process group gave them where traces have it, else the n-th call of a kind over a group
+is the n-th on every rank.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ _Key = tuple[object, ...]
 @dataclass
 class Together:
     """shift_us, error_us: by rank, what brings its times to the first rank's clock, and how far off that may be; a rank
-    that shares no collective with it has none. waits: by mesh dim. moving_us: (rank, index of its call) -> from the last
-    arrival to its end."""
+    that shares no collective with it has none. waits: by mesh dim. moving_us: (rank, index of its call) -> from the
+    last arrival to its end."""
 
     shift_us: dict[int, float] = field(default_factory=dict)
     error_us: dict[int, float] = field(default_factory=dict)
     waits: list[Waits] = field(default_factory=list)
     moving_us: dict[tuple[int, int], float] = field(default_factory=dict)
-    waiting_us: dict[tuple[int, int], float] = field(default_factory=dict)
     by: str = ""
 
 
@@ -89,7 +88,9 @@ def _align(traces: Sequence[RankTrace], joined: Mapping[_Key, Mapping[int, int]]
     neighbours: dict[int, list[tuple[int, float, float]]] = {}
     for (a, b), apart in ends.items():
         shift = median(apart)
-        scatter = float(np.median(np.abs(np.array(apart) - shift))) * 1.4826  # of a normal distribution's sigma
+        scatter = (
+            float(np.median(np.abs(np.array(apart) - shift))) * 1.4826
+        )  # of a normal distribution's sigma
         error = scatter if len(apart) > 2 else float("inf")
         neighbours.setdefault(a, []).append((b, shift, error))
         neighbours.setdefault(b, []).append((a, -shift, error))
@@ -121,9 +122,8 @@ def _find_waits(
         arrivals = {rank: calls[rank].arrival + together.shift_us[rank] for rank in of}
         last_at = max(arrivals.values())
         for rank, index in of.items():
-            waited = min(last_at - arrivals[rank], calls[rank].end - calls[rank].arrival)
-            together.waiting_us[rank, index] = max(waited, 0.0)
-            moving = calls[rank].end + together.shift_us[rank] - max(last_at, calls[rank].start + together.shift_us[rank])
+            shift = together.shift_us[rank]
+            moving = calls[rank].end + shift - max(last_at, calls[rank].start + shift)
             together.moving_us[rank, index] = max(moving, 0.0)
         if name in _END_TOGETHER or name == "broadcast":
             size = len(of)
