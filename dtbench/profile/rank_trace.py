@@ -1,4 +1,4 @@
-"""One rank's trace: when it computed, copied and communicated, and what each collective was. Times in us since its zero.
+"""One rank's trace: when it computed, copied and communicated, and what each collective was. Times in us.
 
 With a GPU the kernels are the work, and a collective is a kernel; what it was stands in its own arguments, or in those
 of the call that launched it. Without one, ops of torch are the work, and gloo's transports the collectives.

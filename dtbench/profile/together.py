@@ -1,9 +1,9 @@
 """The ranks of a job on one clock, and in each collective who came when. Times in us.
 
 The clocks of hosts differ, and traces do not say by how much. But a collective ends on all ranks of its group about
-together: the median difference of the ends is that of the clocks, and how far the ends scatter about it its error. Calls
-are joined by the number that the process group gave them where traces have it, else the n-th call of a kind over a group
-is the n-th on every rank.
+together: the median difference of the ends is that of the clocks, and how far the ends scatter about it its error.
+Calls are joined by the number that the process group gave them where traces have it, else the n-th call of a kind over
+a group is the n-th on every rank.
 """
 
 from __future__ import annotations
