@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dtbench.records.job import Job
     from dtbench.records.judged_job import Judgement
 
-JOB = "job.json"
 # Which options a kind of target has beside -o, by the parameters' names.
 _OF_JOBS = ("topology", "bases", "as_json")
 _OF = {
@@ -47,8 +46,8 @@ class _Profile(options.AdvancedCommand):
     "--base", "bases", multiple=True, type=options.FILE, help="Of a job: its profile before; repeatable."
 )
 @options.JSON
-@click.option("--steps", default=3, type=click.IntRange(1), help="Of a command: steps to record.")
-@click.option("--warmup", default=2, type=click.IntRange(0), help="Of a command: steps before them.")
+@click.option("--steps", default=3, type=click.IntRange(0), help="Of a command: steps to record; 0: all.")
+@click.option("--warmup", default=5, type=click.IntRange(0), help="Of a command: steps before them.")
 @options.IMPL
 @options.FILTER
 @options.MESH
@@ -60,7 +59,7 @@ class _Profile(options.AdvancedCommand):
 @click.option("-o", "--output", type=options.FILE, show_default="profile-TIME", help="The folder to make.")
 @click.pass_context
 def profile_command(
-    context: click.Context, targets: tuple[str, ...], output: Path | None, **choices: options.Given
+    context: click.Context, /, targets: tuple[str, ...], output: Path | None, **choices: options.Given
 ) -> int:
     """Where the time of a job goes, by mesh dim and rank; or of a suite's case.
 
@@ -90,7 +89,7 @@ def profile_command(
             "-- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
         )
     if kind != "a suite":
-        timeout_s = choices["timeout_s"] if "timeout_s" in typed else None
+        timeout_s = choices["timeout_s"] if "timeout_s" in typed else 0
         return _profile_job([*map(Path, targets)], command, output, **choices | {"timeout_s": timeout_s})
     from dtbench.engine.options import RunRequest
     from dtbench.profile.profile import make_request, profile
@@ -126,21 +125,24 @@ def _profile_job(
     if command and folder:
         from dtbench.profile.recording import record
 
+        folder.mkdir()
         done = record(command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")})
-        code = done.code
         if not done.traces:
-            complain(f"no trace was recorded, so no profile was written: {' '.join(done.notes)}")
-            return code or EXIT_CASE_FAILED
-        job = read_job(done.traces, folder.name)
-        job = structs.replace(job, command=tuple(command), notes=(*done.notes, *job.notes))
+            complain(f"no rank wrote a trace, so there is no profile: {' '.join(done.notes)}")
+            return done.exit_code or EXIT_CASE_FAILED
+        code, job = done.exit_code, read_job(done.traces, folder.name, command)
+        job = structs.replace(job, notes=(*done.notes, *job.notes))
     else:
         job = job_in(paths)
     judgement = judged(job, topology, bases)
     if folder:
-        files = {JOB: json.encode(job), "table.txt": text_of(job, judgement).encode("utf-8", "replace")}
-        if not folder.exists():
+        files = {
+            "job.json": json.encode(job),
+            "table.txt": text_of(job, judgement).encode("utf-8", "replace"),
+        }
+        if not command:
             write_folder(folder, files)
-        for name, data in files.items():
+        for name, data in files.items() if command else ():  # beside its traces
             replace_file(folder / name, data)
     show_job(job, judgement, choices["as_json"])
     click.echo(
@@ -151,16 +153,14 @@ def _profile_job(
 
 def is_profile(path: Path) -> bool:
     """Whether it is a job's profile: the folder, or the job.json in it."""
-    return path.name == JOB or (path / JOB).is_file()
+    return path.name == "job.json" or (path / "job.json").is_file()
 
 
 def job_in(paths: Sequence[Path]) -> Job:
     """Of a profile, or of traces."""
     from dtbench.profile.job import load_job, read_job
 
-    if len(paths) > 1 and any(map(is_profile, paths)):
-        raise click.UsageError("got a job's profile among other targets: give it alone, or the traces in it")
-    return load_job(paths[0]) if is_profile(paths[0]) else read_job(paths)
+    return load_job(paths[0]) if len(paths) == 1 and is_profile(paths[0]) else read_job(paths)
 
 
 def show_job(job: Job, judgement: Judgement | None, as_json: bool) -> None:

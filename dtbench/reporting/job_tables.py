@@ -12,14 +12,19 @@ from statistics import median
 from rich.console import Console
 
 from dtbench.records.job import Collective, Job, RankJob, StepParts
-from dtbench.records.judged_job import Judgement, LinkRow
+from dtbench.records.judged_job import CallKind, Judgement
 from dtbench.suite.grouping import group_by
 from dtbench.text import terminal as to
 from dtbench.text.table import MISSING, Table, TableColumn
 from dtbench.text.units import format_bandwidth, format_bytes, format_seconds, format_size, plural
 
 MOST_RANKS, MOST_COLLECTIVES = 16, 12  # of a screenful
-_Links = Mapping[tuple[object, ...], LinkRow]
+_Shares = Mapping[CallKind, float | None]
+_IF = {
+    "hidden": "if {}'s communication were hidden",
+    "links": "if {}'s links ran as without the job",
+    "on time": "if the last rank came on time over {}",
+}
 _PARTS = ("step", "computation", "communication", "exposed", "idle", "host_bound")
 
 
@@ -58,7 +63,7 @@ def headline(job: Job) -> str:
 
 def tables(job: Job, judgement: Judgement | None = None, *, screen: bool = False) -> list[Table]:
     """By mesh dim, by collective and by rank. screen: the costliest collectives and the extreme ranks alone."""
-    links = {_kind(row): row for row in judgement.links} if judgement else {}
+    links = {row.kind: row.share for row in judgement.links} if judgement else {}
     made = _dims(job, links), _collectives(job, links, screen), _ranks(job, screen)
     return [table for table in made if table.total_rows]
 
@@ -66,16 +71,15 @@ def tables(job: Job, judgement: Judgement | None = None, *, screen: bool = False
 def _table(what: str, job: Job, heads: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> Table:
     """heads: those of figures begin with >."""
     cells = [[MISSING if row[i] in ("", "-") else row[i] for row in rows] for i in range(len(heads))]
-    columns = [
-        TableColumn(h.lstrip(">"), of, h[0] == ">") for h, of in zip(heads, cells, strict=True) if any(of)
-    ]
+    there = [(head, of) for head, of in zip(heads, cells, strict=True) if {*of} != {MISSING}]
+    per = "per step" if all(rank.steps for rank in job.ranks) else "whole trace"
     return Table(
-        f"{what}, {'per step' if all(r.steps for r in job.ranks) else 'whole trace'}", columns, note=note
+        f"{what}, {per}", [TableColumn(h.lstrip(">"), of, h[0] == ">") for h, of in there], note=note
     )
 
 
-def _kind(one: Collective | LinkRow) -> tuple[object, ...]:
-    return one.mesh_dim, one.collective, one.group_size, one.dtype, one.bytes
+def _kind(one: Collective) -> CallKind:
+    return CallKind(one.mesh_dim, one.collective, one.group_size, one.dtype, one.bytes)
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -91,7 +95,7 @@ def _distinct(values: Iterable[object]) -> str:
     return ", ".join(sorted({"?" if value is None else str(value) for value in values}))
 
 
-def _dims(job: Job, links: _Links) -> Table:
+def _dims(job: Job, links: _Shares) -> Table:
     steps = {rank.rank: max(rank.steps, 1) for rank in job.ranks}
     calls = group_by(job.collectives, lambda c: c.mesh_dim)
     parts = group_by(((rank, d) for rank in job.ranks for d in rank.dims), lambda of: of[1].mesh_dim)
@@ -100,7 +104,7 @@ def _dims(job: Job, links: _Links) -> Table:
         of, timed = calls.get(dim, []), parts.get(dim, [])
         ranks = len({c.rank for c in of}) or 1
         largest = max((c for c in of if c.busbw), key=lambda c: c.bytes or 0, default=None)
-        link = links.get(_kind(largest)) if largest else None
+        share = links.get(_kind(largest)) if largest else None
         row = [dim, _distinct(c.group_size for c in of)]
         row.append(f"{sum(c.count / steps[c.rank] for c in of) / ranks:.4g}")
         row.append(format_bytes(sum(c.count / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None))
@@ -110,7 +114,7 @@ def _dims(job: Job, links: _Links) -> Table:
         row.append(_percent(_median(d.exposed_s / (rank.span_s or 1) for rank, d in timed)))
         row.append(f"{largest.collective} {format_size(largest.bytes)}" if largest else "")
         row.append(format_bandwidth(_median(c.busbw for c in of if largest and _kind(c) == _kind(largest))))
-        rows.append([*row, _percent(link.share if link else None), _last(job, dim=dim)])
+        rows.append([*row, _percent(share), _last(job, dim=dim)])
     heads = ["Mesh dim", "Ranks", ">calls", ">bytes", "Dtypes", ">time", ">exposed", ">of all", "Largest"]
     note = "Bus bandwidths include waiting; those beside calibrated ones do not, where all ranks are there."
     heads += [">its busbw", ">of calibrated", "Last most often"]
@@ -128,16 +132,16 @@ def _last(job: Job, rank: str = "", dim: str = "") -> str:
     return "; ".join(said)
 
 
-def _collectives(job: Job, links: _Links, screen: bool) -> Table:
+def _collectives(job: Job, links: _Shares, screen: bool) -> Table:
     steps = {rank.rank: max(rank.steps, 1) for rank in job.ranks}
     rows = []
     for of in group_by(job.collectives, _kind).values():
-        one, link = of[0], links.get(_kind(of[0]))
+        one = of[0]
         each_s = median(c.time_s / steps[c.rank] for c in of)
         row = [one.mesh_dim, one.collective, one.dtype or "", format_size(one.bytes)]
         row += [f"{median(c.count / steps[c.rank] for c in of):.4g}", format_seconds(each_s)]
         row += [format_seconds(_median(getattr(c, name) for c in of)) for name in ("median_s", "moving_s")]
-        row += [format_bandwidth(_median(c.busbw for c in of)), _percent(link.share if link else None)]
+        row += [format_bandwidth(_median(c.busbw for c in of)), _percent(links.get(_kind(one)))]
         rows.append((each_s, [*row, *([] if screen else [", ".join(one.asked_by[:2])])]))
     shown = [row for _, row in sorted(rows, key=lambda of: -of[0])][: MOST_COLLECTIVES if screen else None]
     heads = [
@@ -169,22 +173,18 @@ def _ranks(job: Job, screen: bool) -> Table:
 
 
 def sentences(judgement: Judgement | None) -> dict[str, list[str]]:
-    """Title -> what it would be worth, what changed from a base, and what the layout needs."""
+    """Title -> what at most it would be worth, and what changed from a base."""
     if judgement is None:
         return {}
-    said = {"What it would be worth": [one.sentence for one in judgement.worth]}
-    if changes := judgement.changes:
-        times = [
-            f"{one.label}: {format_seconds(one.base_s)} → {format_seconds(one.head_s)}, {one.verdict.meaning}"
-            for one in changes.times
-        ]
-        said["Base → new"] = [one.sentence for one in changes.calls] or ["the same calls, bytes and dtypes"]
-        said["Base → new"] += [*times, *changes.unclear, *changes.notes]
-    said["Bytes per step beside what the layout needs"] = [
-        f"{row.mesh_dim}: {format_bytes(row.trace_bytes)}, needed {format_bytes(row.needed_bytes)}"
-        for row in judgement.needed
+    worth = [
+        f"{_IF[one.what].format(one.mesh_dim)}: {format_seconds(one.saved_s)} of rank {one.rank}'s step, {one.share:.0%}"
+        for one in judgement.worth
     ]
-    return said
+    times = [
+        f"{one.part}: {format_seconds(one.base_s)} → {format_seconds(one.head_s)}, {one.why or one.verdict.meaning}"
+        for one in judgement.times
+    ]
+    return {"At most it would save": worth, "Base → new": [*map(str, judgement.calls), *times]}
 
 
 def print_job(console: Console, job: Job, judgement: Judgement | None = None) -> None:

@@ -7,6 +7,7 @@ import ast
 import re
 import shlex
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 from dtbench.suite.errors import UnreadableRunError, UsageError
@@ -45,19 +46,17 @@ def refuse_job(path: Path, expected: str, *, programs: bool = False) -> None:
 
 
 def refuse_program(path: Path) -> None:
-    """Raises UsageError for a file in Python that imports nothing of dtbench: to see that it has no suite, it need not
-    be run."""
-    try:
+    """Raises UsageError for a file in Python that imports nothing of dtbench and so has no suite; it is not run."""
+    with suppress(
+        OSError, ValueError, SyntaxError, RecursionError, MemoryError
+    ):  # to load it says what is wrong
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return  # to load it says what is wrong
-    names = [str(getattr(node, "module", "")) for node in nodes if isinstance(node, ast.ImportFrom)]
-    names += [node.name for node in nodes if isinstance(node, ast.alias)]
-    if not any("dtbench" in name or "suite" in name for name in names):
-        raise UsageError(
-            f"{path} registers no suite, as it imports nothing of dtbench, and was not run: expected functions with "
-            f"@dtbench.suite.suite; {how_to_profile(path)}"
-        )
+        names = [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+        names += [node.name for node in nodes if isinstance(node, ast.alias)]
+        if not any("dtbench" in name or "suite" in name for name in names):
+            raise UsageError(
+                f"{path} registers no suite, as it imports nothing of dtbench, and was not run; {how_to_profile(path)}"
+            )
 
 
 def how_to_profile(path: Path) -> str:

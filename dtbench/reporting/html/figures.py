@@ -360,14 +360,14 @@ def lanes(
     order: Sequence[str],
     x: Axis,
     caption: str,
-) -> Figure | None:
+) -> Figure:
     """Intervals on one axis: per row its lanes one below the other, by name in this order."""
     styles = {one: replace(style, box=1.0) for one, style in box_styles(order).items()}
     height = (LANE_PX * len(order) + 6) * len(rows) + 40
     panel = Panel(
         title, ", ".join(rows), name, lambda _: height, partial(_paint_lanes, rows, styles, x), True
     )
-    return Figure(caption, _legend(name, styles, order, False), [panel], 1) if rows else None
+    return Figure(caption, _legend(name, styles, order, False), [panel], 1)
 
 
 def _paint_lanes(
@@ -376,7 +376,7 @@ def _paint_lanes(
     axes = _rows_in(canvas, [*rows], [""] * len(rows), "ink", 30)
     for place, of in enumerate(rows.values()):
         for nth, (name, style) in enumerate(styles.items()):
-            ends: list[float] = []  # one path with gaps, as thousands of boxes make a large page
+            ends: list[float] = []  # of one path with gaps: thousands of boxes are a large page
             for start, end in sorted(of.get(name, ())):
                 if ends and start - ends[-1] < x.high / 1000:
                     ends[-1] = max(ends[-1], end)
