@@ -66,7 +66,7 @@ def steps_of(rehearse: bool) -> list[Step]:
         *map(tests, TESTS[:3]),
         measured("profiler", 40),
         *map(tests, TESTS[3:]),
-        suite("two-ranks-more", 90, f"tensor_parallel collectives compile --impl core,c10d --quick {two}"),
+        suite("two-ranks-more", 90, f"tensor_parallel collectives compile --impl core --quick {two}"),
         # 3: goals are missed; 2: the budget of a rehearsal holds too few launches for a verdict.
         Step("gate", 180, gate, True, (0, 2, 3) if rehearse else (0, 3)),
         # A page holds runs of one setup. The first loads matplotlib and pandas from the disk.
