@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,8 +128,15 @@ def _profile_job(
         from dtbench.profile.recording import record
 
         folder.mkdir()
-        done = record(command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")})
+        how = {name: choices[name] for name in ("steps", "warmup", "timeout_s")}
+        stdout = os.dup(1)
+        if choices["as_json"]:  # what the job prints is no part of it
+            os.dup2(2, 1)
+        done = record(command, folder, **how)
+        os.dup2(stdout, 1)
         if not done.traces:
+            with suppress(OSError):
+                folder.rmdir()
             complain(f"no rank wrote a trace, so there is no profile: {' '.join(done.notes)}")
             return done.exit_code or EXIT_CASE_FAILED
         code, job = done.exit_code, read_job(done.traces, folder.name, command)

@@ -16,7 +16,7 @@ from dtbench.records.judged_job import CallKind, Judgement
 from dtbench.suite.grouping import group_by
 from dtbench.text import terminal as to
 from dtbench.text.table import MISSING, Table, TableColumn
-from dtbench.text.units import format_bandwidth, format_bytes, format_seconds, format_size, plural
+from dtbench.text.units import format_bandwidth, format_bytes, format_seconds, plural
 
 MOST_RANKS, MOST_COLLECTIVES = 16, 12  # of a screenful
 _Shares = Mapping[CallKind, float | None]
@@ -112,7 +112,7 @@ def _dims(job: Job, links: _Shares) -> Table:
         row.append(format_seconds(_median(d.communication_s / steps[rank.rank] for rank, d in timed)))
         row.append(format_seconds(_median(d.exposed_s / steps[rank.rank] for rank, d in timed)))
         row.append(_percent(_median(d.exposed_s / (rank.span_s or 1) for rank, d in timed)))
-        row.append(f"{largest.collective} {format_size(largest.bytes)}" if largest else "")
+        row.append(f"{largest.collective} {format_bytes(largest.bytes)}" if largest else "")
         row.append(format_bandwidth(_median(c.busbw for c in of if largest and _kind(c) == _kind(largest))))
         rows.append([*row, _percent(share), _last(job, dim=dim)])
     heads = ["Mesh dim", "Ranks", ">calls", ">bytes", "Dtypes", ">time", ">exposed", ">of all", "Largest"]
@@ -138,7 +138,7 @@ def _collectives(job: Job, links: _Shares, screen: bool) -> Table:
     for of in group_by(job.collectives, _kind).values():
         one = of[0]
         each_s = median(c.time_s / steps[c.rank] for c in of)
-        row = [one.mesh_dim, one.collective, one.dtype or "", format_size(one.bytes)]
+        row = [one.mesh_dim, one.collective, one.dtype or "", format_bytes(one.bytes)]
         row += [f"{median(c.count / steps[c.rank] for c in of):.4g}", format_seconds(each_s)]
         row += [format_seconds(_median(getattr(c, name) for c in of)) for name in ("median_s", "moving_s")]
         row += [format_bandwidth(_median(c.busbw for c in of)), _percent(links.get(_kind(one)))]
@@ -156,7 +156,7 @@ def _collectives(job: Job, links: _Shares, screen: bool) -> Table:
         ">busbw",
     ]
     heads += [">of calibrated", *([] if screen else ["Asked by"])]
-    return _table(f"The {len(shown)} costliest of {len(rows)} collectives and sizes", job, heads, shown)
+    return _table(f"Collectives, {len(shown)} of {len(rows)} by time", job, heads, shown)
 
 
 def _ranks(job: Job, screen: bool) -> Table:
@@ -166,7 +166,7 @@ def _ranks(job: Job, screen: bool) -> Table:
         row = [str(rank.rank), *(format_seconds(getattr(parts, f"{name}_s")) for name in _PARTS)]
         row += [_percent(parts.exposed_s / (parts.step_s or 1)), _last(job, rank=str(rank.rank))]
         rows.append([*row, *([] if screen else [rank.source])])
-    heads = [">Rank", *(f">{name.replace('_', '-')}" for name in _PARTS), ">exposed", "Last"]
+    heads = [">Rank", *(f">{name.replace('_', '-')}" for name in _PARTS), ">of step", "Last"]
     note = "Exposed: communication that no computation covers. Host-bound: idle before a launch."
     what = f"Ranks, {len(rows)} of {len(job.ranks)}"
     return _table(what, job, heads if screen else [*heads, "Trace"], rows, note)
@@ -177,14 +177,14 @@ def sentences(judgement: Judgement | None) -> dict[str, list[str]]:
     if judgement is None:
         return {}
     worth = [
-        f"{_IF[one.what].format(one.mesh_dim)}: {format_seconds(one.saved_s)} of rank {one.rank}'s step, {one.share:.0%}"
+        f"{_IF[one.what].format(one.mesh_dim)}: {format_seconds(one.saved_s)} of rank {one.rank}'s, {one.share:.0%}"
         for one in judgement.worth
     ]
     times = [
         f"{one.part}: {format_seconds(one.base_s)} → {format_seconds(one.head_s)}, {one.why or one.verdict.meaning}"
         for one in judgement.times
     ]
-    return {"At most it would save": worth, "Base → new": [*map(str, judgement.calls), *times]}
+    return {"Of a step it would save at most": worth, "Base → new": [*map(str, judgement.calls), *times]}
 
 
 def print_job(console: Console, job: Job, judgement: Judgement | None = None) -> None:
