@@ -20,7 +20,6 @@ from dtbench.suite.suites import read_builtin
 
 if TYPE_CHECKING:
     from dtbench.records.job import Job
-    from dtbench.records.judged_job import Judgement
 
 # Which options a kind of target has beside -o, by the parameters' names.
 _OF_JOBS = ("topology", "bases", "as_json")
@@ -92,7 +91,7 @@ def profile_command(
         )
     if kind != "a suite":
         timeout_s = choices["timeout_s"] if "timeout_s" in typed else 0
-        return _profile_job([*map(Path, targets)], command, output, **choices | {"timeout_s": timeout_s})
+        return profile_job([*map(Path, targets)], command, output, **choices | {"timeout_s": timeout_s})
     from dtbench.engine.options import RunRequest
     from dtbench.profile.profile import make_request, profile
 
@@ -108,16 +107,18 @@ def _is_of_job(target: str) -> bool:
     )
 
 
-def _profile_job(
+def profile_job(
     paths: Sequence[Path], command: Sequence[str] | None, folder: Path | None, **choices: options.Given
 ) -> int:
-    from msgspec import json, structs
+    """Records or reads a job, judges it, prints and keeps it; the exit code."""
+    from msgspec import json, structs, to_builtins
 
     from dtbench.profile.job import read_job
     from dtbench.profile.judge import judged
     from dtbench.records.atomic import refuse_taken, replace_file, write_folder
     from dtbench.records.topology import read_topology
-    from dtbench.reporting.job_tables import text_of
+    from dtbench.reporting.job_tables import print_job, text_of
+    from dtbench.text.terminal import print_json
 
     topology = read_topology(choices["topology"]) if choices["topology"] else None
     bases, code = [job_in([base]) for base in choices["bases"]], EXIT_OK
@@ -128,11 +129,10 @@ def _profile_job(
         from dtbench.profile.recording import record
 
         folder.mkdir()
-        how = {name: choices[name] for name in ("steps", "warmup", "timeout_s")}
         stdout = os.dup(1)
         if choices["as_json"]:  # what the job prints is no part of it
             os.dup2(2, 1)
-        done = record(command, folder, **how)
+        done = record(command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")})
         os.dup2(stdout, 1)
         if not done.traces:
             with suppress(OSError):
@@ -153,10 +153,14 @@ def _profile_job(
             write_folder(folder, files)
         for name, data in files.items() if command else ():  # beside its traces
             replace_file(folder / name, data)
-    show_job(job, judgement, choices["as_json"])
-    click.echo(
-        f"the profile is in {folder}" if folder else "-o FOLDER keeps it for --base and report", err=True
-    )
+    if choices["as_json"]:
+        print_json({**to_builtins(job), "judgement": to_builtins(judgement)})
+    else:
+        print_job(job, judgement)
+    if folder or not is_profile(paths[0]):
+        click.echo(
+            f"the profile is in {folder}" if folder else "-o FOLDER keeps it for --base and report", err=True
+        )
     return code or judgement.exit_code
 
 
@@ -170,16 +174,3 @@ def job_in(paths: Sequence[Path]) -> Job:
     from dtbench.profile.job import load_job, read_job
 
     return load_job(paths[0]) if len(paths) == 1 and is_profile(paths[0]) else read_job(paths)
-
-
-def show_job(job: Job, judgement: Judgement | None, as_json: bool) -> None:
-    """Its tables, or all of both as JSON."""
-    from msgspec import to_builtins
-
-    from dtbench.reporting.job_tables import print_job
-    from dtbench.text.terminal import new_console, print_json
-
-    if as_json:
-        print_json({**to_builtins(job), "judgement": to_builtins(judgement)})
-    else:
-        print_job(new_console(), job, judgement)

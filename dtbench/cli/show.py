@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 
 from dtbench.cli import options
-from dtbench.cli.profile import is_profile, job_in, show_job
+from dtbench.cli.profile import is_profile, job_in, profile_job
+from dtbench.suite.errors import EXIT_OK
 
 
 @click.command("show")
@@ -32,7 +33,7 @@ def show_command(
     filter: str,
     sort: str,
     exports: tuple[tuple[str, Path], ...],
-) -> None:
+) -> int:
     """Tables of the results in run files, or of a job's profile.
 
     \b
@@ -48,8 +49,7 @@ def show_command(
     if profiles := [path for path in runs if is_profile(path)]:
         if len(runs) > 1 or as_csv or filter or sort or exports:
             raise click.UsageError(f"{profiles[0]} is a job's profile: give it alone, with --json at most")
-        show_job(job_in(runs), None, as_json)
-        return
+        return profile_job(runs, None, None, topology=None, bases=(), as_json=as_json)
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
     read = choose([read_run(path) for path in runs], filter, sort)
@@ -61,6 +61,7 @@ def show_command(
         print_runs(read)
     if exports:
         write_exports(points_of(read), exports)
+    return EXIT_OK
 
 
 def _peak(text: str) -> tuple[str, float]:

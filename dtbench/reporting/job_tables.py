@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-
-from rich.console import Console
 
 from dtbench.records.job import Collective, Job, RankJob, StepParts
 from dtbench.records.judged_job import CallKind, Judgement
@@ -68,14 +66,12 @@ def tables(job: Job, judgement: Judgement | None = None, *, screen: bool = False
     return [table for table in made if table.total_rows]
 
 
-def _table(what: str, job: Job, heads: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> Table:
+def _table(what: str, job: Job, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """heads: those of figures begin with >."""
     cells = [[MISSING if row[i] in ("", "-") else row[i] for row in rows] for i in range(len(heads))]
     there = [(head, of) for head, of in zip(heads, cells, strict=True) if {*of} != {MISSING}]
     per = "per step" if all(rank.steps for rank in job.ranks) else "whole trace"
-    return Table(
-        f"{what}, {per}", [TableColumn(h.lstrip(">"), of, h[0] == ">") for h, of in there], note=note
-    )
+    return Table(f"{what}, {per}", [TableColumn(head.lstrip(">"), of, head[0] == ">") for head, of in there])
 
 
 def _kind(one: Collective) -> CallKind:
@@ -87,6 +83,11 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(there) if there else None
 
 
+def _steps(job: Job) -> Mapping[int, int]:
+    """Of each rank; 1 without steps."""
+    return defaultdict(lambda: 1, {rank.rank: rank.steps for rank in job.ranks if rank.steps})
+
+
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
@@ -96,7 +97,7 @@ def _distinct(values: Iterable[object]) -> str:
 
 
 def _dims(job: Job, links: _Shares) -> Table:
-    steps = {rank.rank: max(rank.steps, 1) for rank in job.ranks}
+    steps = _steps(job)
     calls = group_by(job.collectives, lambda c: c.mesh_dim)
     parts = group_by(((rank, d) for rank in job.ranks for d in rank.dims), lambda of: of[1].mesh_dim)
     rows = []
@@ -116,9 +117,8 @@ def _dims(job: Job, links: _Shares) -> Table:
         row.append(format_bandwidth(_median(c.busbw for c in of if largest and _kind(c) == _kind(largest))))
         rows.append([*row, _percent(share), _last(job, dim=dim)])
     heads = ["Mesh dim", "Ranks", ">calls", ">bytes", "Dtypes", ">time", ">exposed", ">of all", "Largest"]
-    note = "Bus bandwidths include waiting; those beside calibrated ones do not, where all ranks are there."
     heads += [">its busbw", ">of calibrated", "Last most often"]
-    return _table("Communication by mesh dim", job, heads, rows, note)
+    return _table("Communication by mesh dim", job, heads, rows)
 
 
 def _last(job: Job, rank: str = "", dim: str = "") -> str:
@@ -133,7 +133,7 @@ def _last(job: Job, rank: str = "", dim: str = "") -> str:
 
 
 def _collectives(job: Job, links: _Shares, screen: bool) -> Table:
-    steps = {rank.rank: max(rank.steps, 1) for rank in job.ranks}
+    steps = _steps(job)
     rows = []
     for of in group_by(job.collectives, _kind).values():
         one = of[0]
@@ -167,9 +167,8 @@ def _ranks(job: Job, screen: bool) -> Table:
         row += [_percent(parts.exposed_s / (parts.step_s or 1)), _last(job, rank=str(rank.rank))]
         rows.append([*row, *([] if screen else [rank.source])])
     heads = [">Rank", *(f">{name.replace('_', '-')}" for name in _PARTS), ">of step", "Last"]
-    note = "Exposed: communication that no computation covers. Host-bound: idle before a launch."
     what = f"Ranks, {len(rows)} of {len(job.ranks)}"
-    return _table(what, job, heads if screen else [*heads, "Trace"], rows, note)
+    return _table(what, job, heads if screen else [*heads, "Trace"], rows)
 
 
 def sentences(judgement: Judgement | None) -> dict[str, list[str]]:
@@ -187,8 +186,9 @@ def sentences(judgement: Judgement | None) -> dict[str, list[str]]:
     return {"Of a step it would save at most": worth, "Base → new": [*map(str, judgement.calls), *times]}
 
 
-def print_job(console: Console, job: Job, judgement: Judgement | None = None) -> None:
+def print_job(job: Job, judgement: Judgement | None = None) -> None:
     """A screenful; what is cut is said. Too wide a table is broken into several, of which each names its rows."""
+    console = to.new_console()
     width = to.readable_width(console)
     to.print_prose(console, headline(job), width=width)
     for table in tables(job, judgement, screen=True):
@@ -209,5 +209,5 @@ def print_job(console: Console, job: Job, judgement: Judgement | None = None) ->
 def text_of(job: Job, judgement: Judgement | None = None) -> str:
     """What `print_job` prints where no terminal reads along."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        print_job(to.new_console(), job, judgement)
+        print_job(job, judgement)
     return out.getvalue()
