@@ -49,8 +49,7 @@ def beside_links(job: Job, topology: Topology) -> tuple[LinkRow, ...]:
         share = reached_s / time_s if reached_s and time_s else None
         busbw = share and (kind.bytes or 0) * busbw_factor(kind.collective, kind.group_size or 1) / time_s
         count = sum(call.count for call in calls)
-        row = LinkRow(kind, count, time_s, "best", busbw, beside, reached_s, share, doubts)
-        rows.append(replace(row, timed_by="moving") if moving else row)
+        rows.append(LinkRow(kind, count, time_s, bool(moving), busbw, beside, reached_s, share, doubts))
     return tuple(rows)
 
 
@@ -87,7 +86,6 @@ def _reached(kind: CallKind, topology: Topology) -> tuple[float | None, str, str
 def worth(job: Job, links: Sequence[LinkRow]) -> tuple[Worth, ...]:
     """What each mesh dim could give back of a step of the rank whose steps are longest: bounds, for what waits less
     here may wait more there. All communication of the trace is taken for that of its steps.
-
     hidden, links: no more than is exposed; never below the rank's computation, which is taken to stay as it is.
     links: a call saves its time less what is reached; waits stay; a call without anything beside it saves nothing.
     on time: the rank waits for no other, and where it was last it comes with the median of the others; never below the
@@ -134,7 +132,6 @@ def changes(bases: Sequence[Job], heads: Sequence[Job]) -> Judgement:
 
 
 def _per_step(job: Job, ranks: Set[int], whole: bool) -> dict[tuple[CallKind, int], float]:
-    """(kind, rank) -> calls; in the whole trace where there are no steps."""
     steps = {rank.rank: max(len(rank.each_step), 1) for rank in job.ranks if rank.rank in ranks}
     calls: Counter[tuple[CallKind, int]] = Counter()
     for call in job.collectives:
@@ -145,8 +142,8 @@ def _per_step(job: Job, ranks: Set[int], whole: bool) -> dict[tuple[CallKind, in
 def _calls(*sides: Sequence[Mapping[tuple[CallKind, int], float]]) -> list[CallChange]:
     """As many calls that are gone and that are new are one change, of dtype if there is one, else of bytes."""
     alike: dict[tuple[CallKind, float, float], list[int]] = {}
-    keys = {key for side in sides for calls in side for key in calls}
-    for kind, rank in sorted(keys, key=lambda key: (key[0].bytes or 0, str(key))):
+    keys = dict.fromkeys(key for side in sides for calls in side for key in calls)
+    for kind, rank in sorted(keys, key=lambda key: (key[0].bytes or 0, key[1])):
         base, head = ([calls.get((kind, rank), 0) for calls in side] for side in sides)
         if set(base).isdisjoint(head):
             alike.setdefault((kind, base[0], head[0]), []).append(rank)
@@ -167,6 +164,5 @@ def _times(bases: Sequence[Job], heads: Sequence[Job], ranks: Set[int]) -> Itera
         at = -1 if part == "step_s" else len(ranks) // 2
         base, head = ([sorted(_median(rank, part) for rank in job)[at] for job in side] for side in sides)
         verdict, why, effect = judge_launches(base, head)
-        if why == ONE_LAUNCH:
-            why = f"cannot tell: one launch each; record {MIN_LAUNCHES} or more a side"
+        why = f"cannot tell: one launch each, record {MIN_LAUNCHES} a side" if why == ONE_LAUNCH else why
         yield TimeChange(part, verdict, why, median(base), median(head), effect)

@@ -25,14 +25,14 @@ class CallKind(Struct, frozen=True):
 
 
 class LinkRow(Struct, frozen=True):
-    """Calls of all ranks beside what links reach without the job. time_s: of one, timed_by "moving", the median without
-    the wait for the last rank, or "best", the shortest, which may hold some wait. reached_s: by `beside`, a dim of a
-    topology or a public system. share: of its bandwidth. doubts: how that was extrapolated, or why there is none."""
+    """Calls of all ranks beside what links reach without the job. time_s: of one, `moving`: the median without the wait
+    for the last rank, else the shortest, which may hold some wait. reached_s: by `beside`, a dim of a topology or a
+    public system. share: of its bandwidth. doubts: how that was extrapolated, or why there is none."""
 
     kind: CallKind
     count: Count
     time_s: Amount
-    timed_by: Literal["moving", "best"]
+    moving: bool
     busbw: Amount | None
     beside: str
     reached_s: Amount | None
@@ -53,8 +53,8 @@ class Worth(Struct, frozen=True):
 
 
 class CallChange(Struct, frozen=True):
-    """Calls that differ; per_step: in base and in head, of each of `ranks`. Where base and head are of two kinds, the
-    latter take the place of the former."""
+    """Calls that differ; per_step: in base and in head, of each of `ranks`, in all where traces have no steps. Where
+    base and head are of two kinds, the latter take the place of the former."""
 
     base: CallKind
     head: CallKind
@@ -63,7 +63,7 @@ class CallChange(Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.base == self.head:
-            return f"{self.base}: {self.per_step[1]:g} calls a step instead of {self.per_step[0]:g}"
+            return f"{self.base}: {self.per_step[1]:g} calls instead of {self.per_step[0]:g}"
         old, new = self.base.bytes, self.head.bytes
         ratio = f", {format_ratio(new / old)} the bytes" if old and new else ""
         return f"{self.head} instead of {format_size(old)} ({self.base.dtype or 'unknown dtype'}){ratio}"
