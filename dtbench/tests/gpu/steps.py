@@ -59,7 +59,7 @@ def steps_of(rehearse: bool) -> list[Step]:
         measured("graph", 30),
         suite("packing", 60, "packing --nproc 1"),
         suite("nccl", 50, "collectives --nproc 1"),
-        suite("two-ranks", 75, f"bucketer redistribute --quick {two}"),
+        suite("two-ranks", 55, f"bucketer redistribute --quick {two}"),
         measured("clocks", 40),
         Step("profile", 50, f"{profile} -o {{out}}/profile"),
         *map(tests, TESTS[:3]),
@@ -68,7 +68,7 @@ def steps_of(rehearse: bool) -> list[Step]:
         suite("two-ranks-more", 90, f"tensor_parallel collectives compile --quick {two}"),
         # 3: goals are missed; 2: the budget of a rehearsal holds too few launches for a verdict.
         Step("gate", 180, gate, True, (0, 2, 3) if rehearse else (0, 3)),
-        # A page holds runs of one setup. The first loads matplotlib and pandas from the disk: 20 s were seen.
-        report("one-rank", 45, "dispatch", "packing", "nccl"),
-        report("two-ranks", 20, "two-ranks", "two-ranks-more"),
+        # A page holds runs of one setup. The first loads matplotlib and pandas from the disk.
+        report("one-rank", 25, "dispatch", "packing", "nccl"),
+        report("two-ranks", 15, "two-ranks", "two-ranks-more"),
     ]
