@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from dtbench.comparison.references import read_systems
+from dtbench.comparison.references import read_systems, systems_called
 from dtbench.profile.judge import beside_links, changes, judged, worth
 from dtbench.records.job import Collective, DimParts, Job, RankJob, StepParts, Waits
 from dtbench.records.judged import Verdict
@@ -115,7 +115,7 @@ def test_where_nothing_stands_beside_it_is_said_why(changed, why):
 
 
 def test_beside_a_public_system():
-    systems = [system for system in read_systems() if system.name == "8xA100-SXM4-40GB"]
+    systems = systems_called(read_systems(), "8xa100-sxm4-40gb")
     calls = [a_call(group_size=8, bytes=size, moving_s=0.0011638) for size in (64 * MIB, 100)]
     published, too_small = beside_links(a_job(*calls), systems)
     assert published.share == pytest.approx(0.5)  # that takes 581.9 us there
