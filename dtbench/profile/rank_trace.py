@@ -113,7 +113,8 @@ class _Reader:
         self._kernels, self._copies, self._launches = _Spans(), _Spans(), _Spans()
         # By thread: start, end, name; the arguments of c10d's calls; whether it is an annotation.
         self._ops: dict[Any, list[tuple[float, float, str, Args | None, bool]]] = {}
-        self._messages: list[Message] = []  # kernels that communicate, gloo's transports
+        self._messages: list[Message] = []  # kernels that communicate
+        self._transports: list[Message] = []  # gloo's
         self._gpu_annotations: list[Message] = []
         self._communicates: dict[str, bool] = {}  # by name: kernels' names are few and long
         self._window_us: float | None = None
@@ -169,7 +170,8 @@ class _Reader:
         elif category in _OPS:
             name = sys.intern(event.name)
             if name.startswith("gloo:"):
-                self._messages.append(Message(name, start, start + duration, _thread(event), args_of(event)))
+                message = Message(name, start, start + duration, _thread(event), args_of(event))
+                self._transports.append(message)
             else:
                 # An event's arguments hold on to all the text that they stand in.
                 args = args_of(event) if _OF_CALLS.match(name) else None
@@ -203,21 +205,17 @@ class _Reader:
             raise UnreadableRunError(
                 f"{self._trace.path} holds no event with a time, expected a profiler's trace"
             )
-        trace.on_gpu = bool(self._kernels.ts) or any(not m.name.startswith("gloo:") for m in self._messages)
+        trace.on_gpu = bool(self._kernels.ts or self._messages)
         calls, compute = self._host_calls()
         trace.steps = steps_of(self._annotations(), self._gpu_starts() if trace.on_gpu else None)
         self._drop_impossible(trace)
         groups = comm.groups_of(header)
-        if trace.on_gpu:
-            trace.compute = self._united(self._kernels)
-            trace.copies = self._united(self._copies)
-            trace.launched = self._launch_times()
-            trace.calls = list(self._kernel_calls(calls, groups))
-        else:
-            trace.compute = union(intervals(compute))
-            callers = {op.thread[1] for op in calls if op.thread is not None}
-            pools = _pools(ours, self._messages, groups, callers)
-            trace.calls = list(self._gloo_calls(calls, groups, pools))
+        pools = _pools(
+            ours, {message.thread for message in self._transports} - {op.thread for op in calls}, groups
+        )
+        trace.calls = [*self._kernel_calls(calls, groups), *self._gloo_calls(calls, groups, pools)]
+        trace.compute = self._united(self._kernels) if trace.on_gpu else union(intervals(compute))
+        trace.copies, trace.launched = self._united(self._copies), self._launch_times()
         only = next(iter(groups.values())) if len(groups) == 1 else Group("")
         trace.calls = [call if call.group.key else call._replace(group=only) for call in trace.calls]
         trace.calls.sort(key=lambda call: (call.start, call.end))
@@ -247,7 +245,8 @@ class _Reader:
                 if start == float("inf"):
                     break
                 if args is not None:
-                    inside = tuple(of for _, of, _ in open_)
+                    # A step that begins inside of the optimizer's outlasts it.
+                    inside = tuple(of for until, of, _ in open_ if until >= end)
                     calls.append(Op(name, start, end, thread, args, inside))
                 open_.append((end, name, [start, args is None and name != _HANDED_OVER, []]))
         return calls, work
@@ -288,9 +287,7 @@ class _Reader:
 
     def _drop_impossible(self, trace: RankTrace) -> None:
         """Leaves out what cannot be: a negative duration, one beyond the trace, or beyond the longest step."""
-        starts = np.concatenate(
-            [self._kernels.ts, self._copies.ts, [message.start for message in self._messages]]
-        )
+        starts = np.concatenate([self._kernels.ts, self._copies.ts, [of.start for of in self._messages]])
         if not len(starts):
             return
         most = self._window_us or (float(np.ptp(starts)) if len(starts) > 9 else float("inf"))
@@ -334,7 +331,7 @@ class _Reader:
         waiting: list[Op] = []
         following = iter([*calls, None])
         upcoming = next(following)
-        for transport, start, end, thread, args in sorted(self._messages, key=lambda one: one.start):
+        for transport, start, end, thread, args in sorted(self._transports, key=lambda one: one.start):
             while upcoming is not None and upcoming.start <= start:
                 waiting.append(upcoming)
                 upcoming = next(following)
@@ -389,7 +386,7 @@ class _Reader:
             - unknown
         ):
             yield f"{where}: {unsized} collectives carry no size; record_shapes=True of torch.profiler has it"
-        if host_calls and not trace.calls:
+        if host_calls and not trace.calls and not trace.on_gpu:
             yield f"{where}: its collectives have no kernels: it was recorded without ProfilerActivity.CUDA"
         if not trace.steps.marks:
             yield f"{where}: no steps are told; profiler.step(), or an annotation around each, marks them"
@@ -498,23 +495,15 @@ def _described(kernel: Message, around: Sequence[Op], groups: Mapping[str, Group
     return Call(start, start, end, name, Group(""), dtype, bytes_, None, asker)
 
 
-def _pools(
-    ours: Mapping[str, Any],
-    messages: Sequence[Message],
-    groups: Mapping[str, Group],
-    callers: set[Any],
-) -> dict[Any, str]:
+def _pools(ours: Mapping[str, Any], threads: set[Any], groups: Mapping[str, Group]) -> dict[Any, str]:
     """gloo's thread -> the name of its group. Traces say it where dtbench recorded them; else each group has two
-    threads that were started one after the other, in the order of the groups."""
+    threads, started in the order of the groups: told only where all of them show."""
+    ids = sorted(thread[1] for thread in threads if thread and type(thread[1]) is int)
     listed = ours.get("gloo_threads")
-    threads = sorted({m.thread[1] for m in messages if m.thread and type(m.thread[1]) is int} - callers)
     if isinstance(listed, dict):
-        return {tid: told(listed[str(tid)]) for tid in threads if str(tid) in listed}
+        return {tid: told(listed[str(tid)]) for tid in ids if str(tid) in listed}
     if len(groups) == 1:
-        return dict.fromkeys(threads, next(iter(groups)))
-    by_two = len(threads) == 2 * len(groups)
-    starts = threads[::2] if by_two else [tid for tid in threads if tid - 1 not in threads]
-    if len(starts) != len(groups) or not all(name.isdigit() for name in groups):
+        return dict.fromkeys(ids, next(iter(groups)))
+    if len(ids) != 2 * len(groups) or not all(name.isdigit() for name in groups):
         return {}
-    names = sorted(groups, key=int)
-    return {tid: names[bisect_right(starts, tid) - 1] for tid in threads}
+    return dict(zip(ids, (name for name in sorted(groups, key=int) for _ in range(2)), strict=True))

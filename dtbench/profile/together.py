@@ -1,6 +1,6 @@
 """The ranks of a job on one clock, and in each collective who came when. Times in us.
 
-The clocks of hosts differ, and traces do not say by how much. But a collective ends on all ranks of its group about
+The clocks of hosts differ, and traces do not say by how much. A collective ends on all ranks of its group about
 together: the median difference of the ends is that of the clocks, and how far the ends scatter about it its error.
 Calls are joined by the number that the process group gave them where traces have it, else the n-th call of a kind over
 a group is the n-th on every rank.
@@ -21,6 +21,9 @@ from dtbench.records.job import Waits
 
 # Those that no rank can leave before all have come. A broadcast's root, or a sender, may be gone long before.
 _END_TOGETHER = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
+# Ranks of one host have one clock, as far as the ends of their collectives do not say otherwise: by more than gloo's
+# transports end apart. Each process turns the CPU's counter into time for itself, to well within SAME_CLOCK_US.
+SAME_HOST_US, SAME_CLOCK_US = 5e3, 100.0
 _Key = tuple[object, ...]
 
 
@@ -92,6 +95,10 @@ def _align(traces: Sequence[RankTrace], joined: Mapping[_Key, Mapping[int, int]]
             float(np.median(np.abs(np.array(apart) - shift))) * 1.4826
         )  # of a normal distribution's sigma
         error = scatter if len(apart) > 2 else float("inf")
+        one, other = by_rank[a], by_rank[b]
+        same_clock = other.zero_us - one.zero_us
+        if one.host and one.host == other.host and abs(shift - same_clock) < 3 * scatter + SAME_HOST_US:
+            shift, error = same_clock, SAME_CLOCK_US
         neighbours.setdefault(a, []).append((b, shift, error))
         neighbours.setdefault(b, []).append((a, -shift, error))
     start = traces[0].rank
