@@ -94,9 +94,11 @@ def profile_command(
         return profile_job([*map(Path, targets)], command, output, **choices | {"timeout_s": timeout_s})
     from dtbench.engine.options import RunRequest
     from dtbench.profile.profile import make_request, profile
+    from dtbench.reporting.job_tables import text_of
 
     chosen = {name: choices[name] for name in _OF[kind] if name != "filter"}
-    return profile(make_request(targets[0], choices["filter"], output, RunRequest(**chosen)), sys.argv[1:])
+    request = make_request(targets[0], choices["filter"], output, RunRequest(**chosen), text_of)
+    return profile(request, sys.argv[1:])
 
 
 def _is_of_job(target: str) -> bool:

@@ -6,9 +6,11 @@ import dataclasses
 import difflib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from dtbench.engine.launch import start_ranks
 from dtbench.engine.measure import Subject, measure
@@ -19,6 +21,7 @@ from dtbench.engine.rank import quiet_torch
 from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.records.atomic import refuse_taken
+from dtbench.records.job import Job
 from dtbench.records.profile import Calls, CallStages
 from dtbench.suite import DeviceType
 from dtbench.suite.case import FLOOR
@@ -32,12 +35,14 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """`dtbench profile`: options as `dtbench run` has them, the case's name ("": all of the suite), the folder."""
+    """`dtbench profile`: options as `dtbench run` has them, the case's name ("": all of the suite), the folder; of
+    ranks how a job is told."""
 
     options: RunRequest
     case: str
     folder: Path
     filter_text: str = ""
+    text_of: Callable[[Job], str] = str
 
     def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
         """The cases to profile, the same on every rank; raises UsageError as `choose` does, or for no such suite."""
@@ -45,7 +50,9 @@ class ProfileRequest:
         return choose(prepare(self.options, device_type, world_size).tasks, self.case, self.filter_text)
 
 
-def make_request(target: str, filter_text: str, output: Path | None, options: RunRequest) -> ProfileRequest:
+def make_request(
+    target: str, filter_text: str, output: Path | None, options: RunRequest, text_of: Callable[[Job], str]
+) -> ProfileRequest:
     """From the command line. `options` has everything but the suite; without -o the folder is named by
     the time, and ranks take the name that their launcher chose.
 
@@ -55,7 +62,7 @@ def make_request(target: str, filter_text: str, output: Path | None, options: Ru
     suite, case = split_target(target)
     chosen = dataclasses.replace(options, suites=(suite,), filter="")
     named = os.environ.get(OUTPUT) or time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())
-    return ProfileRequest(chosen, case, output or Path(named), filter_text)
+    return ProfileRequest(chosen, case, output or Path(named), filter_text, text_of)
 
 
 def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
@@ -142,6 +149,8 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     if not tables:
         complain("nothing could be profiled: no profile was written")
         return EXIT_CASE_FAILED
-    files = {SPEEDSCOPE: speedscope(folded, request.folder.name)}
-    write_profile(request.folder, stage_tables(tables), Calls(cases=tuple(tables)), files)
+    frames = msgspec.json.encode(speedscope(folded, request.folder.name))
+    viewer = f"{SPEEDSCOPE}, for https://www.speedscope.app"
+    lines, record = stage_tables(tables), Calls(cases=tuple(tables))
+    write_profile(request.folder, lines, record, {SPEEDSCOPE: frames}, viewer)
     return EXIT_CASE_FAILED if failed else EXIT_OK

@@ -35,6 +35,18 @@ def start() -> None:
         Recorder(f"{os.environ['DTBENCH_RECORD_FOLDER']}/rank{c10d.get_rank()}")
 
 
+def about() -> str:
+    """What a trace does not say. gloo's threads, two per group and named alike (ProcessGroupGloo.cpp), are listed in
+    the order of their start, as the groups are."""
+    groups = [g["pg_name"] for g in c10d._world.pg_config_info if "gloo" in g["backend_config"]]
+    tasks = os.listdir("/proc/self/task")  # noqa: PTH208
+    tids = [t for t in tasks if Path(f"/proc/self/task/{t}/comm").read_text() == "pt_gloo_runloop\n"]
+    threads = {tid: groups[i // 2] for i, tid in enumerate(tids)} if len(tids) == 2 * len(groups) else {}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    about = {"gloo_threads": threads, "clock_ns": time.time_ns(), "torch": torch.__version__}
+    return json.dumps(about | {"host": os.uname().nodename, "device": device})
+
+
 class Recorder:
     """path: of the rank's files, less their suffixes: `.json` the trace, `.txt` where it stood, `.state` the rest."""
 
@@ -120,7 +132,7 @@ class Recorder:
         self.ours = True  # its session
         self.profile = profile(record_shapes=True, schedule=action if self.steps else None)
         self.profile.step_num = self.done
-        self.profile.preset_metadata_json("dtbench", self.about())
+        self.profile.preset_metadata_json("dtbench", about())
         self.profile.start()
         self.ours = False
         self.answer_sigterm(self.on_sigterm)
@@ -133,7 +145,7 @@ class Recorder:
         ended, self.profile = self.profile, None
         if ended is not None:
             if c10d.is_initialized():
-                ended.add_metadata_json("dtbench", self.about())
+                ended.add_metadata_json("dtbench", about())
             ended.stop()
             if ended.current_action is ProfilerAction.RECORD:
                 ended.export_chrome_trace(f"{self.path}.part.json")
@@ -141,17 +153,6 @@ class Recorder:
                 self.recorded = max(self.done - self.warmup, 0)
             self.answer_sigterm(signal.SIG_DFL)
         self.tell()
-
-    def about(self) -> str:
-        """What a trace does not say. gloo's threads, two per group and named alike (ProcessGroupGloo.cpp), are listed
-        in the order of their start, as the groups are."""
-        groups = [g["pg_name"] for g in c10d._world.pg_config_info if "gloo" in g["backend_config"]]
-        tasks = os.listdir("/proc/self/task")  # noqa: PTH208
-        tids = [t for t in tasks if Path(f"/proc/self/task/{t}/comm").read_text() == "pt_gloo_runloop\n"]
-        threads = {tid: groups[i // 2] for i, tid in enumerate(tids)} if len(tids) == 2 * len(groups) else {}
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        about = {"gloo_threads": threads, "clock_ns": time.time_ns(), "torch": torch.__version__}
-        return json.dumps(about | {"host": os.uname().nodename, "device": device})
 
     def on_session(self, other: session, *args: object, **kwargs: object) -> None:
         """The program starts a profiler: two cannot run."""

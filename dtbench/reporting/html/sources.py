@@ -17,7 +17,7 @@ from dtbench.records.gate import Gate
 from dtbench.records.history import HistoryLine, read_history
 from dtbench.records.job import Job
 from dtbench.records.judged_job import Judgement
-from dtbench.records.profile import Calls, CallStages, RankSection, RanksProfile
+from dtbench.records.profile import Calls, CallStages, RanksProfile, Section
 from dtbench.records.read import BadFieldError, into, opened, read_json, shown
 from dtbench.records.run import read_run
 from dtbench.records.topology import CalibratedTopology, read_topology
@@ -38,7 +38,7 @@ _JSON: Mapping[str, tuple[type[msgspec.Struct], str]] = {
     "job": (Job, "job.json of `dtbench profile`"),
     "gate": (Gate, "result of `dtbench gate`"),
     "profile of calls": (Calls, "table of `dtbench profile`"),
-    "profile of ranks": (RanksProfile, "table of `dtbench profile`"),
+    "profile of ranks": (RanksProfile, "table of this version's `dtbench profile`: profile again"),
 }
 
 
@@ -63,7 +63,7 @@ class Sources:
     topology: CalibratedTopology | None = None
     gate: Changes | None = None
     calls: tuple[CallStages, ...] = ()
-    ranks: tuple[RankSection, ...] = ()
+    ranks: tuple[Section, ...] = ()
     job: Job | None = None
     judgement: Judgement | None = None
     histories: tuple[History, ...] = ()
