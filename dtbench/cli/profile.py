@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from dtbench.suite.suites import read_builtin
 if TYPE_CHECKING:
     from dtbench.records.job import Job
 
-# Which options a kind of target has beside -o, by the parameters' names.
+# Kind of target -> the parameters that it has beside -o.
 _OF_JOBS = ("topology", "bases", "as_json")
 _OF = {
     "a suite": ("impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"),
@@ -35,9 +36,9 @@ class _Profile(options.AdvancedCommand):
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         """What stands behind the first `--` is the command of a job, with options of its own."""
-        own, *command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args,)
-        context.meta["command"] = command[0] if command else None
-        return super().parse_args(context, own)
+        at = args.index("--") if "--" in args else len(args)
+        context.meta["command"] = args[at + 1 :] if at < len(args) else None
+        return super().parse_args(context, args[:at])
 
 
 @click.command("profile", cls=_Profile)
@@ -65,8 +66,8 @@ def profile_command(
     """Where the time of a job goes, by mesh dim and rank; or of a suite's case.
 
     TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run as it is,
-    and recorded. Traces are read without making a folder unless -o names one. With --base, exit code 1 if the job's
-    calls, bytes, dtypes or times became worse.
+    and recorded. Of traces no folder is made unless -o names one. With --base, exit code 1 if the job's calls, bytes,
+    dtypes or times became worse.
 
     \b
     Examples:
@@ -82,16 +83,14 @@ def profile_command(
         if option.name in typed.difference(_OF[kind]):
             takers = " or ".join(taker for taker, names in _OF.items() if option.name in names)
             raise click.UsageError(f"{option.opts[0]} is for {takers}, the target is {kind}: leave it out")
-    if (len(targets) > 1 if kind == "a suite" else kind == "a command" and targets) or not (
-        targets or command
-    ):
+    if not (targets or command) or len(targets) > {"a suite": 1, "a command": 0}.get(kind, len(targets)):
+        expected = "traces, one SUITE[/CASE], or -- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
         raise click.UsageError(
-            f"got {len(targets)} targets{'' if command is None else ' and --'}, expected traces, one SUITE[/CASE], or "
-            "-- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
+            f"got {len(targets)} targets{'' if command is None else ' and --'}, expected {expected}"
         )
     if kind != "a suite":
-        timeout_s = choices["timeout_s"] if "timeout_s" in typed else 0
-        return profile_job([*map(Path, targets)], command, output, **choices | {"timeout_s": timeout_s})
+        choices["timeout_s"] = int(choices["timeout_s"]) if "timeout_s" in typed else 0
+        return profile_job([*map(Path, targets)], command, output, **choices)
     from dtbench.engine.options import RunRequest
     from dtbench.profile.profile import make_request, profile
     from dtbench.reporting.job_tables import text_of
@@ -103,10 +102,8 @@ def profile_command(
 
 def _is_of_job(target: str) -> bool:
     path = Path(target)
-    is_suite = target.partition("/")[0] in read_builtin()
-    return (
-        (path.is_dir() and not is_suite) or target.endswith((".json", ".json.gz")) or looks_like_trace(path)
-    )
+    is_folder = path.is_dir() and path.parts[0] not in read_builtin()
+    return is_folder or target.endswith((".json", ".json.gz")) or looks_like_trace(path)
 
 
 def profile_job(
@@ -117,9 +114,9 @@ def profile_job(
 
     from dtbench.profile.job import read_job
     from dtbench.profile.judge import judged
-    from dtbench.records.atomic import refuse_taken, replace_file, write_folder
+    from dtbench.records.atomic import refuse_taken, replace_file
     from dtbench.records.topology import read_topology
-    from dtbench.reporting.job_tables import print_job, text_of
+    from dtbench.reporting.job_tables import print_job
     from dtbench.text.terminal import print_json
 
     topology = read_topology(choices["topology"]) if choices["topology"] else None
@@ -137,9 +134,9 @@ def profile_job(
         done = record(command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")})
         os.dup2(stdout, 1)
         if not done.traces:
-            with suppress(OSError):
-                folder.rmdir()
             complain(f"no rank wrote a trace, so there is no profile: {' '.join(done.notes)}")
+            with contextlib.suppress(OSError):
+                folder.rmdir()
             return done.exit_code or EXIT_CASE_FAILED
         code, job = done.exit_code, read_job(done.traces, folder.name, command)
         job = structs.replace(job, notes=(*done.notes, *job.notes))
@@ -147,14 +144,11 @@ def profile_job(
         job = job_in(paths)
     judgement = judged(job, topology, bases)
     if folder:
-        files = {
-            "job.json": json.encode(job),
-            "table.txt": text_of(job, judgement).encode("utf-8", "replace"),
-        }
-        if not command:
-            write_folder(folder, files)
-        for name, data in files.items() if command else ():  # beside its traces
-            replace_file(folder / name, data)
+        folder.mkdir(exist_ok=True)
+        replace_file(folder / "job.json", json.encode(job))
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            print_job(job, judgement)
+        replace_file(folder / "table.txt", text.getvalue().encode("utf-8", "replace"))
     if choices["as_json"]:
         print_json({**to_builtins(job), "judgement": to_builtins(judgement)})
     else:

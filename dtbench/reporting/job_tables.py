@@ -3,8 +3,6 @@ trace where no steps are marked; over steps and ranks times are medians, calls a
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -17,13 +15,12 @@ from dtbench.text.table import MISSING, Table, TableColumn
 from dtbench.text.units import format_bandwidth, format_bytes, format_seconds, plural
 
 MOST_RANKS, MOST_COLLECTIVES = 16, 12  # of a screenful
-_Shares = Mapping[CallKind, float | None]
-_IF = {
+_PARTS = ("step", "computation", "communication", "exposed", "idle", "host_bound")
+_WORTH = {
     "hidden": "if {}'s communication were hidden",
     "links": "if {}'s links ran as without the job",
     "on time": "if the last rank came on time over {}",
 }
-_PARTS = ("step", "computation", "communication", "exposed", "idle", "host_bound")
 
 
 def parts_of(rank: RankJob) -> StepParts:
@@ -42,32 +39,31 @@ def extremes(job: Job) -> list[RankJob]:
     return sorted(ranks[:half] + ranks[half:][-half:], key=lambda rank: rank.rank)
 
 
-def exposed_share(job: Job) -> float:
-    """Of a step, or the whole trace; the median over ranks."""
-    return median(parts.exposed_s / (parts.step_s or 1) for parts in map(parts_of, job.ranks))
-
-
-def headline(job: Job) -> str:
-    step_s, longest = (f([parts_of(rank).step_s for rank in job.ranks]) for f in (median, max))
-    missing = f" of {job.world_size}" if job.world_size > len(job.ranks) else ""
+def headline(job: Job) -> tuple[str, str]:
+    """The share of exposed communication, the median over ranks; and a sentence on it, the steps and the ranks."""
+    parts = [parts_of(rank) for rank in job.ranks]
+    step_s, longest_s = (of(one.step_s for one in parts) for of in (median, max))
+    exposed = f"{median(one.exposed_s / (one.step_s or 1) for one in parts):.0%}"
+    missing = f" of {job.world_size}" if job.world_size > len(parts) else ""
     on = ", ".join(filter(None, (job.backend, job.torch and f"torch {job.torch}", job.ranks[0].device)))
     told = {f"{plural(rank.steps, 'step')} by {rank.steps_by}" for rank in job.ranks if rank.steps}
-    return (
-        f"{job.label or 'job'}: {plural(len(job.ranks), 'rank')}{missing}{on and f' ({on})'}. "
-        f"{'A step takes' if told else 'No steps are marked; the traces span'} {format_seconds(step_s)}, the longest "
-        f"{format_seconds(longest)}; {exposed_share(job):.0%} of it is exposed communication. {', '.join(sorted(told))}"
+    span = f"{'A step takes' if told else 'No steps are marked; the traces span'} {format_seconds(step_s)}"
+    return exposed, (
+        f"{job.label or 'job'}: {plural(len(parts), 'rank')}{missing}{on and f' ({on})'}. {span}, the longest "
+        f"{format_seconds(longest_s)}; {exposed} of it is exposed communication. {', '.join(sorted(told))}"
     ).strip()
 
 
 def tables(job: Job, judgement: Judgement | None = None, *, screen: bool = False) -> list[Table]:
     """By mesh dim, by collective and by rank. screen: the costliest collectives and the extreme ranks alone."""
-    links = {row.kind: row.share for row in judgement.links} if judgement else {}
-    made = _dims(job, links), _collectives(job, links, screen), _ranks(job, screen)
+    shares = {row.kind: row.share for row in judgement.links} if judgement else {}
+    steps = defaultdict(lambda: 1, {rank.rank: rank.steps for rank in job.ranks if rank.steps})
+    made = _dims(job, steps, shares), _collectives(job, steps, shares, screen), _ranks(job, screen)
     return [table for table in made if table.total_rows]
 
 
 def _table(what: str, job: Job, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """heads: those of figures begin with >."""
+    """heads: those of figures begin with >; columns without a value are left out."""
     cells = [[MISSING if row[i] in ("", "-") else row[i] for row in rows] for i in range(len(heads))]
     there = [(head, of) for head, of in zip(heads, cells, strict=True) if {*of} != {MISSING}]
     per = "per step" if all(rank.steps for rank in job.ranks) else "whole trace"
@@ -83,11 +79,6 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(there) if there else None
 
 
-def _steps(job: Job) -> Mapping[int, int]:
-    """Of each rank; 1 without steps."""
-    return defaultdict(lambda: 1, {rank.rank: rank.steps for rank in job.ranks if rank.steps})
-
-
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
@@ -96,16 +87,13 @@ def _distinct(values: Iterable[object]) -> str:
     return ", ".join(sorted({"?" if value is None else str(value) for value in values}))
 
 
-def _dims(job: Job, links: _Shares) -> Table:
-    steps = _steps(job)
+def _dims(job: Job, steps: Mapping[int, int], shares: Mapping[CallKind, float | None]) -> Table:
     calls = group_by(job.collectives, lambda c: c.mesh_dim)
     parts = group_by(((rank, d) for rank in job.ranks for d in rank.dims), lambda of: of[1].mesh_dim)
     rows = []
     for dim in sorted({**calls, **parts}, key=lambda dim: -sum(d.exposed_s for _, d in parts.get(dim, ()))):
         of, timed = calls.get(dim, []), parts.get(dim, [])
         ranks = len({c.rank for c in of}) or 1
-        largest = max((c for c in of if c.busbw), key=lambda c: c.bytes or 0, default=None)
-        share = links.get(_kind(largest)) if largest else None
         row = [dim, _distinct(c.group_size for c in of)]
         row.append(f"{sum(c.count / steps[c.rank] for c in of) / ranks:.4g}")
         row.append(format_bytes(sum(c.count / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None))
@@ -113,12 +101,13 @@ def _dims(job: Job, links: _Shares) -> Table:
         row.append(format_seconds(_median(d.communication_s / steps[rank.rank] for rank, d in timed)))
         row.append(format_seconds(_median(d.exposed_s / steps[rank.rank] for rank, d in timed)))
         row.append(_percent(_median(d.exposed_s / (rank.span_s or 1) for rank, d in timed)))
+        largest = max((c for c in of if c.busbw), key=lambda c: c.bytes or 0, default=None)
+        same = [c for c in of if largest and _kind(c) == _kind(largest)]
         row.append(f"{largest.collective} {format_bytes(largest.bytes)}" if largest else "")
-        row.append(format_bandwidth(_median(c.busbw for c in of if largest and _kind(c) == _kind(largest))))
-        rows.append([*row, _percent(share), _last(job, dim=dim)])
-    heads = ["Mesh dim", "Ranks", ">calls", ">bytes", "Dtypes", ">time", ">exposed", ">of all", "Largest"]
-    heads += [">its busbw", ">of calibrated", "Last most often"]
-    return _table("Communication by mesh dim", job, heads, rows)
+        row.append(format_bandwidth(_median(c.busbw for c in same)))
+        rows.append([*row, _percent(shares.get(_kind(largest)) if largest else None), _last(job, dim=dim)])
+    heads = "Mesh dim,Ranks,>calls,>bytes,Dtypes,>time,>exposed,>of all,Largest,>its busbw,>of calibrated,Last mostly"
+    return _table("Communication by mesh dim", job, heads.split(","), rows)
 
 
 def _last(job: Job, rank: str = "", dim: str = "") -> str:
@@ -132,31 +121,20 @@ def _last(job: Job, rank: str = "", dim: str = "") -> str:
     return "; ".join(said)
 
 
-def _collectives(job: Job, links: _Shares, screen: bool) -> Table:
-    steps = _steps(job)
+def _collectives(
+    job: Job, steps: Mapping[int, int], shares: Mapping[CallKind, float | None], screen: bool
+) -> Table:
     rows = []
-    for of in group_by(job.collectives, _kind).values():
-        one = of[0]
+    for kind, of in group_by(job.collectives, _kind).items():
         each_s = median(c.time_s / steps[c.rank] for c in of)
-        row = [one.mesh_dim, one.collective, one.dtype or "", format_bytes(one.bytes)]
+        row = [kind.mesh_dim, kind.collective, kind.dtype or "", format_bytes(kind.bytes)]
         row += [f"{median(c.count / steps[c.rank] for c in of):.4g}", format_seconds(each_s)]
         row += [format_seconds(_median(getattr(c, name) for c in of)) for name in ("median_s", "moving_s")]
-        row += [format_bandwidth(_median(c.busbw for c in of)), _percent(links.get(_kind(one)))]
-        rows.append((each_s, [*row, *([] if screen else [", ".join(one.asked_by[:2])])]))
+        row += [format_bandwidth(_median(c.busbw for c in of)), _percent(shares.get(kind))]
+        rows.append((each_s, [*row, "" if screen else ", ".join(of[0].asked_by[:2])]))
     shown = [row for _, row in sorted(rows, key=lambda of: -of[0])][: MOST_COLLECTIVES if screen else None]
-    heads = [
-        "Mesh dim",
-        "Collective",
-        "Dtype",
-        ">Size",
-        ">calls",
-        ">time",
-        ">one call",
-        ">without waiting",
-        ">busbw",
-    ]
-    heads += [">of calibrated", *([] if screen else ["Asked by"])]
-    return _table(f"Collectives, {len(shown)} of {len(rows)} by time", job, heads, shown)
+    heads = "Mesh dim,Collective,Dtype,>Size,>calls,>time,>one call,>without waiting,>busbw,>of calibrated,Asked by"
+    return _table(f"Collectives, {len(shown)} of {len(rows)} by time", job, heads.split(","), shown)
 
 
 def _ranks(job: Job, screen: bool) -> Table:
@@ -165,18 +143,15 @@ def _ranks(job: Job, screen: bool) -> Table:
         parts = parts_of(rank)
         row = [str(rank.rank), *(format_seconds(getattr(parts, f"{name}_s")) for name in _PARTS)]
         row += [_percent(parts.exposed_s / (parts.step_s or 1)), _last(job, rank=str(rank.rank))]
-        rows.append([*row, *([] if screen else [rank.source])])
-    heads = [">Rank", *(f">{name.replace('_', '-')}" for name in _PARTS), ">of step", "Last"]
-    what = f"Ranks, {len(rows)} of {len(job.ranks)}"
-    return _table(what, job, heads if screen else [*heads, "Trace"], rows)
+        rows.append([*row, "" if screen else rank.source])
+    heads = [">Rank", *(f">{name.replace('_', '-')}" for name in _PARTS), ">of step", "Last", "Trace"]
+    return _table(f"Ranks, {len(rows)} of {len(job.ranks)}", job, heads, rows)
 
 
-def sentences(judgement: Judgement | None) -> dict[str, list[str]]:
+def sentences(judgement: Judgement) -> dict[str, list[str]]:
     """Title -> what at most it would be worth, and what changed from a base."""
-    if judgement is None:
-        return {}
     worth = [
-        f"{_IF[one.what].format(one.mesh_dim)}: {format_seconds(one.saved_s)} of rank {one.rank}'s, {one.share:.0%}"
+        f"{_WORTH[one.what].format(one.mesh_dim)}: {format_seconds(one.saved_s)}, {one.share:.0%}, of rank {one.rank}'s"
         for one in judgement.worth
     ]
     times = [
@@ -186,13 +161,13 @@ def sentences(judgement: Judgement | None) -> dict[str, list[str]]:
     return {"Of a step it would save at most": worth, "Base → new": [*map(str, judgement.calls), *times]}
 
 
-def print_job(job: Job, judgement: Judgement | None = None) -> None:
+def print_job(job: Job, judgement: Judgement) -> None:
     """A screenful; what is cut is said. Too wide a table is broken into several, of which each names its rows."""
     console = to.new_console()
     width = to.readable_width(console)
-    to.print_prose(console, headline(job), width=width)
+    to.print_prose(console, headline(job)[1], width=width)
     for table in tables(job, judgement, screen=True):
-        to.print_line(console, "")
+        to.print_prose(console, "")
         to.print_line(console, table.caption, "bold")
         names = table.columns[: 4 if table.columns[1].header == "Collective" else 1]
         block, rest = [*names], [*table.columns[len(names) :]]
@@ -204,10 +179,3 @@ def print_job(job: Job, judgement: Judgement | None = None) -> None:
     for title, lines in {**sentences(judgement), "Notes": job.notes}.items():
         for line in ["", title, *(f"- {line}" for line in lines[: to.MAX_ROWS])] if lines else ():
             to.print_prose(console, line, "bold" * (line == title), width)
-
-
-def text_of(job: Job, judgement: Judgement | None = None) -> str:
-    """What `print_job` prints where no terminal reads along."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        print_job(job, judgement)
-    return out.getvalue()

@@ -3,7 +3,9 @@ where a trace or a training script is given to another command."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,8 @@ import msgspec
 import pytest
 
 from dtbench.records.job import Job
-from dtbench.reporting.job_tables import extremes, text_of
+from dtbench.records.judged_job import Judgement
+from dtbench.reporting.job_tables import extremes, print_job
 from dtbench.suite.foreign import HEAD_BYTES, looks_like_trace
 from dtbench.tests import made_up_jobs
 from dtbench.tests.made_up import Cli
@@ -117,6 +120,12 @@ def test_options_of_another_kind_of_target_are_refused(dtbench: Cli, words: str,
     profile_in(Path("job"))
     code, _, err = dtbench("profile", *words.split())
     assert code == 2 and says in err and err.count("\n") == 1
+
+
+def text_of(job: Job) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_job(job, Judgement(0))
+    return out.getvalue()
 
 
 def test_of_a_thousand_ranks_the_extremes_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.axes import bandwidths_axis, value_axis
 from dtbench.reporting.html.figures import LOOKS, CurvePanel, Figure, curves, lanes, lines
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.reporting.job_tables import exposed_share, extremes, headline, sentences, tables
+from dtbench.reporting.job_tables import extremes, headline, sentences, tables
 from dtbench.suite.errors import plain
 from dtbench.suite.grouping import group_by
 from dtbench_core.cost.ring import busbw_factor
@@ -25,12 +25,12 @@ def fill(section: ReportSection, of: Material) -> None:
     job, judgement = of.sources.job, of.sources.judgement
     if job is None:
         return
-    share = f"{exposed_share(job):.0%}"
-    section.lead = _LEAD.format(plain(headline(job)))
+    share, sentence = headline(job)
+    section.lead = _LEAD.format(plain(sentence))
     section.outcome = f"{share} of the job is exposed communication"
     section.headlines = [(share, "of the job is exposed communication, which no computation covers")]
-    said = [line for lines in sentences(judgement).values() for line in lines]
-    section.cuts = [*said, *job.notes]
+    section.cuts = [line for lines in (sentences(judgement).values() if judgement else ()) for line in lines]
+    section.cuts += job.notes
     section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, judgement))
 
 
