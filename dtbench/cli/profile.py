@@ -93,10 +93,10 @@ def profile_command(
         return profile_job([*map(Path, targets)], command, output, **choices)
     from dtbench.engine.options import RunRequest
     from dtbench.profile.profile import make_request, profile
-    from dtbench.reporting.job_tables import text_of
+    from dtbench.reporting.job_tables import print_job
 
     chosen = {name: choices[name] for name in _OF[kind] if name != "filter"}
-    request = make_request(targets[0], choices["filter"], output, RunRequest(**chosen), text_of)
+    request = make_request(targets[0], choices["filter"], output, RunRequest(**chosen), print_job)
     return profile(request, sys.argv[1:])
 
 

@@ -34,7 +34,7 @@ def show_command(
     sort: str,
     exports: tuple[tuple[str, Path], ...],
 ) -> int:
-    """Tables of the results in run files, or of a job's profile.
+    """Tables of the results in run files, or of a profile.
 
     \b
     Examples:
@@ -50,6 +50,19 @@ def show_command(
         if len(runs) > 1 or as_csv or filter or sort or exports:
             raise click.UsageError(f"{profiles[0]} is a job's profile: give it alone, with --json at most")
         return profile_job(runs, None, None, topology=None, bases=(), as_json=as_json)
+    if len(runs) == 1 and (runs[0] / "table.json").is_file():
+        if as_json or as_csv or filter or sort or exports:
+            raise click.UsageError(
+                f"{runs[0]} is the profile of a suite: give it alone; its table.json is JSON"
+            )
+        from dtbench.profile.text import section_tables, stage_tables
+        from dtbench.reporting.html import gather
+        from dtbench.reporting.job_tables import print_job
+
+        sources = gather(runs)
+        for line in (*stage_tables(sources.calls), *section_tables(sources.ranks, print_job)):
+            click.echo(line)
+        return EXIT_OK
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
     read = choose([read_run(path) for path in runs], filter, sort)

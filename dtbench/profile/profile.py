@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.machine.device import choose_device, count_ranks
+from dtbench.profile.text import SPEEDSCOPE, PrintJob, speedscope, stage_tables, write_profile
 from dtbench.records.atomic import refuse_taken
-from dtbench.records.job import Job
 from dtbench.records.profile import Calls, CallStages
 from dtbench.suite import DeviceType
 from dtbench.suite.case import FLOOR
@@ -42,7 +42,7 @@ class ProfileRequest:
     case: str
     folder: Path
     filter_text: str = ""
-    text_of: Callable[[Job], str] = str
+    print_job: PrintJob = print
 
     def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
         """The cases to profile, the same on every rank; raises UsageError as `choose` does, or for no such suite."""
@@ -51,7 +51,7 @@ class ProfileRequest:
 
 
 def make_request(
-    target: str, filter_text: str, output: Path | None, options: RunRequest, text_of: Callable[[Job], str]
+    target: str, filter_text: str, output: Path | None, options: RunRequest, print_job: PrintJob
 ) -> ProfileRequest:
     """From the command line. `options` has everything but the suite; without -o the folder is named by
     the time, and ranks take the name that their launcher chose.
@@ -62,7 +62,7 @@ def make_request(
     suite, case = split_target(target)
     chosen = dataclasses.replace(options, suites=(suite,), filter="")
     named = os.environ.get(OUTPUT) or time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())
-    return ProfileRequest(chosen, case, output or Path(named), filter_text, text_of)
+    return ProfileRequest(chosen, case, output or Path(named), filter_text, print_job)
 
 
 def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
@@ -122,7 +122,6 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     """Cases of simulated ranks, in this process."""
     from dtbench.engine.ranks import device_of, simulated_world
     from dtbench.profile import calls
-    from dtbench.profile.text import SPEEDSCOPE, speedscope, stage_tables, write_profile
 
     say(
         f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"

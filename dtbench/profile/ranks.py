@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+from msgspec import structs
 
 from dtbench.engine.clock import HostClock
 from dtbench.engine.failure import ActiveCase, Diagnosis
@@ -18,20 +20,24 @@ from dtbench.engine.ranks import LiveWorld, backend_of
 from dtbench.engine.sampling import CollectiveSchedule, RankGroup
 from dtbench.engine.workers import scratch
 from dtbench.machine.device import choose_device, gpus
+from dtbench.profile.communication import Call
 from dtbench.profile.job import job_of
 from dtbench.profile.profile import ProfileRequest
 from dtbench.profile.rank_trace import RankTrace, read_rank
-from dtbench.profile.text import section_lines, write_profile
+from dtbench.profile.text import section_tables, write_profile
 from dtbench.records.atomic import refuse_taken
+from dtbench.records.job import Collective, DimParts, Waits
 from dtbench.records.profile import RanksProfile, Section
 from dtbench.suite import DeviceType
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
-from dtbench.suite.mesh import format_mesh
+from dtbench.suite.mesh import Mesh, format_mesh
 from dtbench.text.units import plural
 
 # Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
 LEAST_ITERATIONS, MOST_ITERATIONS, ITERATIONS_S = 3, 10, 0.2
 WARMUP_CALLS = 3
+_Row = TypeVar("_Row", Collective, DimParts, Waits)
+_BETWEEN = "between iterations"  # the mesh dim of barriers
 _LONGEST_NAME = 200  # of a file, less the rank
 
 
@@ -57,11 +63,13 @@ class RankRecording(CollectiveSchedule):
         ranks: RankGroup,
         now: ActiveCase,
         barrier: Callable[[], None],
+        mesh: Mesh,
         options: RunRequest,
     ) -> None:
         super().__init__(task.case, [impl], ranks, now)
         self.label = f"{task.label} ({impl})"
         self._impl, self._rank, self._barrier = self.live[impl], ranks.rank, barrier
+        self._mesh = mesh
         self._most = LEAST_ITERATIONS if options.quick else MOST_ITERATIONS
         self._on_gpu = choose_device(options.device) == "cuda"
         self._clock = HostClock()
@@ -116,13 +124,21 @@ class RankRecording(CollectiveSchedule):
             path = folder / "trace.json.gz"
             profiler.export_chrome_trace(str(path))
             trace = read_rank(path, self._rank)
-            # Between iterations there are barriers, and what a case does before each.
-            trace.calls = [
-                call
-                for call in trace.calls
-                if call.collective != "barrier" and any(a <= call.start < b for a, b in trace.steps.marks)
-            ]
+            trace.calls = list(self._named(trace))
             self.recorded = Recorded(self.label, plain_us, trace, path.read_bytes())
+
+    def _named(self, trace: RankTrace) -> Iterator[Call]:
+        """The calls of iterations, and barriers, which bring all ranks' clocks together. A mesh of one dim has the
+        group of all ranks, which no trace names so."""
+        for call in trace.calls:
+            dim = call.group.mesh_dim
+            if call.collective == "barrier":
+                dim = _BETWEEN
+            elif not any(start <= call.start < end for start, end in trace.steps.marks):
+                continue  # what a case does before each
+            elif len(self._mesh) == 1:
+                dim = self._mesh[0][0]
+            yield call._replace(group=call.group._replace(mesh_dim=dim))
 
 
 class RankProfile:
@@ -160,16 +176,16 @@ class RankProfile:
             say(f"{plural(len(tasks), 'case')} to profile on {where}")
         with rank.process_group(plan.mesh, options.timeout_s) as (world, barrier):
             for task in tasks:
-                self._profile_task(task, world, barrier)
+                self._profile_task(task, world, barrier, plan.mesh)
             gathered: list[list[Recorded]] | None = [[]] * ranks.size if ranks.rank == 0 else None
             dist.gather_object(self._recorded, gathered)
         return gathered or []
 
-    def _profile_task(self, task: Task, world: LiveWorld, barrier: Callable[[], None]) -> None:
+    def _profile_task(self, task: Task, world: LiveWorld, barrier: Callable[[], None], mesh: Mesh) -> None:
         now, case, options = self._rank.now, task.case, self._request.options
         for impl in task.impls:
             now.begin(task.suite.name, case.name, case.params, task.impls)
-            recording = RankRecording(task, impl, self._rank.ranks, now, barrier, options)
+            recording = RankRecording(task, impl, self._rank.ranks, now, barrier, mesh, options)
             with self._rank.limit(options.timeout_s):
                 bad = recording.run(world).get(impl)
             if bad is None:
@@ -191,7 +207,7 @@ class RankProfile:
                 stem = f"{section[:_LONGEST_NAME].strip('-')}-" if len(part) > 1 else ""
                 one.trace.source = f"{stem}rank{one.trace.rank}.json.gz"
         record = RanksProfile(sections=tuple(map(_section, zip(*parts, strict=True))))
-        lines = [line for one in record.sections for line in section_lines(one, self._request.text_of)]
+        lines = section_tables(record.sections, self._request.print_job)
         files = {one.trace.source: one.file for part in parts for one in part}
         viewer = f"{plural(len(files), 'trace')}, for https://ui.perfetto.dev"
         write_profile(self._request.folder, lines, record, files, viewer)
@@ -200,12 +216,19 @@ class RankProfile:
 
 def _section(ranks: Sequence[Recorded]) -> Section:
     def slowest(times: Sequence[Sequence[float]]) -> float:
-        return median(map(max, zip(*times, strict=True)))
+        return float(median(map(max, zip(*times, strict=True))))
 
     plain = slowest([one.plain_us for one in ranks])
     profiled = slowest([[end - start for start, end in one.trace.steps.host] for one in ranks])
     job = job_of([one.trace for one in ranks], ranks[0].label)
+    ranks_of = [structs.replace(of, dims=_but_between(of.dims)) for of in job.ranks]
+    calls, waits = _but_between(job.collectives), _but_between(job.waits)
+    job = structs.replace(job, ranks=tuple(ranks_of), collectives=calls, waits=waits)
     return Section(job=job, plain_us=plain, profiled_us=profiled, overhead=profiled / plain - 1)
+
+
+def _but_between(rows: Iterable[_Row]) -> tuple[_Row, ...]:
+    return tuple(row for row in rows if row.mesh_dim != _BETWEEN)
 
 
 def report_failure(diagnosis: Diagnosis, now: ActiveCase) -> None:

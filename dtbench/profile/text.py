@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from dtbench.engine.progress import say
+from dtbench.profile.judge import judged
 from dtbench.records.atomic import write_folder
 from dtbench.records.job import Job
+from dtbench.records.judged_job import Judgement
 from dtbench.records.profile import Calls, CallStages, RanksProfile, Section
 from dtbench.suite import STAGES
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text.units import significant
 
+PrintJob = Callable[[Job, Judgement], None]
 SPEEDSCOPE = "speedscope.json"
 
 
@@ -43,13 +48,13 @@ def _stage_table(impls: Sequence[CallStages]) -> list[str]:
     ]
 
 
-def section_lines(section: Section, text_of: Callable[[Job], str]) -> list[str]:
-    return [
-        *text_of(section.job).splitlines(),
-        f"An iteration of the slowest rank takes {significant(section.plain_us)} µs without the profiler, "
-        f"{significant(section.profiled_us)} µs with it ({section.overhead:+.0%}).",
-        "",
-    ]
+def section_tables(sections: Sequence[Section], print_job: PrintJob) -> list[str]:
+    """A job's tables per section, and what recording it added."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for one in sections:
+            print_job(one.job, judged(one.job))
+            out.write(f"{one.overhead_words}\n\n")
+    return out.getvalue().splitlines()
 
 
 def _us(ns: float | None) -> str:
@@ -97,7 +102,11 @@ def speedscope(folded: Mapping[str, Mapping[tuple[str, ...], float]], name: str)
 
 
 def write_profile(
-    folder: Path, lines: Sequence[str], record: Calls | RanksProfile, further: Mapping[str, bytes], viewer: str
+    folder: Path,
+    lines: Sequence[str],
+    record: Calls | RanksProfile,
+    further: Mapping[str, bytes],
+    viewer: str,
 ) -> None:
     """Prints the table and writes the folder: the table, the record and further files. viewer: what opens them.
 

@@ -8,6 +8,8 @@ from msgspec import Struct
 
 from dtbench.records.job import Job
 from dtbench.suite.fields import Amount, Count, Real, Time
+from dtbench.text.units import significant
+
 
 class Stage(Struct, frozen=True, kw_only=True):
     """A stage of a call, ns, without what recording cost. plus_minus_ns: how well that is known."""
@@ -53,6 +55,13 @@ class Section(Struct, frozen=True, kw_only=True):
     plain_us: Time
     profiled_us: Time
     overhead: Real
+
+    @property
+    def overhead_words(self) -> str:
+        return (
+            f"An iteration of the slowest rank takes {significant(self.plain_us)} µs without the profiler, "
+            f"{significant(self.profiled_us)} µs with it ({self.overhead:+.0%})."
+        )
 
 
 class RanksProfile(Struct, frozen=True, kw_only=True):

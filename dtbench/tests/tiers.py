@@ -29,7 +29,7 @@ SLOW = {
     "suites/tests/test_examples.py::*": "the examples, as their users start them",
     "suites/tests/test_compile_suite.py::*": "two ranks that compile",
     "suites/tests/test_runs.py::*": "all suites on four ranks, and under torchrun and pytest",
-    "dtbench/tests/test_profile.py::test_two_ranks_in_one_trace": "ranks of a real profile",
+    "dtbench/tests/test_profile.py::test_two_ranks_are_told*": "ranks of a real profile",
     "dtbench/tests/test_preflight.py::test_real_ranks*": "four ranks that are examined",
     "dtbench/tests/test_preflight.py::test_under_torchrun*": "torchrun",
     "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",

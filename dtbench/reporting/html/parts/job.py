@@ -1,4 +1,5 @@
-"""A user's own job: one step of its ranks drawn, its bandwidths beside the calibrated ones, and its tables."""
+"""A user's own job, and cases of suites on ranks: one step of the ranks drawn, bandwidths beside the calibrated ones,
+and tables."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ _LEAD = Markup(
     '{} Open traces, as the table of ranks names them, in <a href="https://ui.perfetto.dev">Perfetto</a>.'
 )
 
+MAX_SECTIONS = 3
+
 
 def fill(section: ReportSection, of: Material) -> None:
     job, judgement = of.sources.job, of.sources.judgement
@@ -34,7 +37,7 @@ def fill(section: ReportSection, of: Material) -> None:
     section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, judgement))
 
 
-def _timeline(job: Job) -> Figure | None:
+def _timeline(job: Job, name: str = "lanes") -> Figure | None:
     by_rank = group_by(job.lanes, lambda lane: lane.rank)
     ranks = [rank.rank for rank in extremes(job) if rank.rank in by_rank]
     rows = {f"rank {rank}": {lane.name: lane.intervals for lane in by_rank[rank]} for rank in ranks}
@@ -44,7 +47,7 @@ def _timeline(job: Job) -> Figure | None:
         f"{len(ranks)} of {len(job.ranks)} ranks, {clock}; gaps below a thousandth of the step are filled."
     )
     x = value_axis([job.drawn_s], log=False)
-    return lanes("lanes", f"Step {job.drawn_step}", rows, names, x, caption) if ranks else None
+    return lanes(name, f"Step {job.drawn_step}", rows, names, x, caption) if ranks else None
 
 
 def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
@@ -69,4 +72,19 @@ def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
     return curves("inJob", panels, styles, caption, y=bandwidths_axis, over="size of a call")
 
 
+def fill_sections(section: ReportSection, of: Material) -> None:
+    """Cases of a suite: those that communicate first."""
+    ranks = sorted(of.sources.ranks, key=lambda one: not one.job.collectives)
+    if len(ranks) > MAX_SECTIONS:
+        section.cuts = [f"{MAX_SECTIONS} of {len(ranks)} are drawn; the profile's table.txt has them all."]
+    for number, one in enumerate(ranks[:MAX_SECTIONS]):
+        label = one.job.label
+        if timeline := _timeline(one.job, f"lanes{number}"):
+            caption = f"{headline(one.job)[1]}. {one.overhead_words} {timeline.caption}"
+            section.add(replace(timeline, caption=caption, folded=label if of.sources.runs else ""))
+        for table in tables(one.job):
+            section.add(replace(table, caption=f"{label}: {table.caption}", folded=True))
+
+
 JOB = Part("job", "Job", fill)
+RANKS = Part("ranks", "Profile of ranks", fill_sections)
