@@ -96,8 +96,8 @@ def profile_command(
     from dtbench.reporting.job_tables import print_job
 
     chosen = {name: choices[name] for name in _OF[kind] if name != "filter"}
-    request = make_request(targets[0], choices["filter"], output, RunRequest(**chosen), print_job)
-    return profile(request, sys.argv[1:])
+    request = make_request(targets[0], choices["filter"], output, RunRequest(**chosen))
+    return profile(request, sys.argv[1:], print_job)
 
 
 def _is_of_job(target: str) -> bool:

@@ -50,11 +50,8 @@ def show_command(
         if len(runs) > 1 or as_csv or filter or sort or exports:
             raise click.UsageError(f"{profiles[0]} is a job's profile: give it alone, with --json at most")
         return profile_job(runs, None, None, topology=None, bases=(), as_json=as_json)
-    if len(runs) == 1 and (runs[0] / "table.json").is_file():
-        if as_json or as_csv or filter or sort or exports:
-            raise click.UsageError(
-                f"{runs[0]} is the profile of a suite: give it alone; its table.json is JSON"
-            )
+    of_runs = as_json or as_csv or filter or sort or exports
+    if len(runs) == 1 and not of_runs and (runs[0] / "table.json").is_file():
         from dtbench.profile.text import section_tables, stage_tables
         from dtbench.reporting.html import gather
         from dtbench.reporting.job_tables import print_job

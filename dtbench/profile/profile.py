@@ -35,14 +35,12 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """`dtbench profile`: options as `dtbench run` has them, the case's name ("": all of the suite), the folder; of
-    ranks how a job is told."""
+    """`dtbench profile`: options as `dtbench run` has them, the case's name ("": all of the suite), the folder."""
 
     options: RunRequest
     case: str
     folder: Path
     filter_text: str = ""
-    print_job: PrintJob = print
 
     def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
         """The cases to profile, the same on every rank; raises UsageError as `choose` does, or for no such suite."""
@@ -50,9 +48,7 @@ class ProfileRequest:
         return choose(prepare(self.options, device_type, world_size).tasks, self.case, self.filter_text)
 
 
-def make_request(
-    target: str, filter_text: str, output: Path | None, options: RunRequest, print_job: PrintJob
-) -> ProfileRequest:
+def make_request(target: str, filter_text: str, output: Path | None, options: RunRequest) -> ProfileRequest:
     """From the command line. `options` has everything but the suite; without -o the folder is named by
     the time, and ranks take the name that their launcher chose.
 
@@ -62,7 +58,7 @@ def make_request(
     suite, case = split_target(target)
     chosen = dataclasses.replace(options, suites=(suite,), filter="")
     named = os.environ.get(OUTPUT) or time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())
-    return ProfileRequest(chosen, case, output or Path(named), filter_text, print_job)
+    return ProfileRequest(chosen, case, output or Path(named), filter_text)
 
 
 def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
@@ -95,8 +91,8 @@ def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
     return chosen
 
 
-def profile(request: ProfileRequest, argv: Sequence[str]) -> int:
-    """Does what the request says; the exit code. argv: what ranks are started with again."""
+def profile(request: ProfileRequest, argv: Sequence[str], print_job: PrintJob) -> int:
+    """Does what the request says; the exit code. argv: what ranks are started with again. print_job: tells of ranks."""
     # Before torch loads: kineto tells stderr of every start and stop otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     quiet_torch()
@@ -104,7 +100,7 @@ def profile(request: ProfileRequest, argv: Sequence[str]) -> int:
     if place is not None:
         from dtbench.profile.ranks import RankProfile
 
-        RankProfile(request, place).go()
+        RankProfile(request, place, print_job).go()
     with say_if_slow("loading torch and the suite"):
         device_type = choose_device(request.options.device)
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
@@ -148,8 +144,7 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     if not tables:
         complain("nothing could be profiled: no profile was written")
         return EXIT_CASE_FAILED
-    frames = msgspec.json.encode(speedscope(folded, request.folder.name))
-    viewer = f"{SPEEDSCOPE}, for https://www.speedscope.app"
-    lines, record = stage_tables(tables), Calls(cases=tuple(tables))
-    write_profile(request.folder, lines, record, {SPEEDSCOPE: frames}, viewer)
+    files = {SPEEDSCOPE: msgspec.json.encode(speedscope(folded, request.folder.name))}
+    record = Calls(cases=tuple(tables))
+    write_profile(request.folder, stage_tables(tables), record, files, "https://www.speedscope.app")
     return EXIT_CASE_FAILED if failed else EXIT_OK

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from msgspec import structs
 
@@ -17,16 +17,15 @@ from dtbench.engine.place import RankPlace
 from dtbench.engine.progress import say
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.ranks import LiveWorld, backend_of
-from dtbench.engine.sampling import CollectiveSchedule, RankGroup
+from dtbench.engine.sampling import CollectiveSchedule
 from dtbench.engine.workers import scratch
 from dtbench.machine.device import choose_device, gpus
 from dtbench.profile.communication import Call
 from dtbench.profile.job import job_of
 from dtbench.profile.profile import ProfileRequest
 from dtbench.profile.rank_trace import RankTrace, read_rank
-from dtbench.profile.text import section_tables, write_profile
+from dtbench.profile.text import PrintJob, section_tables, write_profile
 from dtbench.records.atomic import refuse_taken
-from dtbench.records.job import Collective, DimParts, Waits
 from dtbench.records.profile import RanksProfile, Section
 from dtbench.suite import DeviceType
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
@@ -36,7 +35,6 @@ from dtbench.text.units import plural
 # Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
 LEAST_ITERATIONS, MOST_ITERATIONS, ITERATIONS_S = 3, 10, 0.2
 WARMUP_CALLS = 3
-_Row = TypeVar("_Row", Collective, DimParts, Waits)
 _BETWEEN = "between iterations"  # the mesh dim of barriers
 _LONGEST_NAME = 200  # of a file, less the rank
 
@@ -57,19 +55,11 @@ class RankRecording(CollectiveSchedule):
     recorded: Recorded
 
     def __init__(
-        self,
-        task: Task,
-        impl: str,
-        ranks: RankGroup,
-        now: ActiveCase,
-        barrier: Callable[[], None],
-        mesh: Mesh,
-        options: RunRequest,
+        self, task: Task, impl: str, rank: LaunchedRank, barrier: Callable[[], None], options: RunRequest
     ) -> None:
-        super().__init__(task.case, [impl], ranks, now)
+        super().__init__(task.case, [impl], rank.ranks, rank.now)
         self.label = f"{task.label} ({impl})"
-        self._impl, self._rank, self._barrier = self.live[impl], ranks.rank, barrier
-        self._mesh = mesh
+        self._impl, self._rank, self._barrier = self.live[impl], rank.ranks.rank, barrier
         self._most = LEAST_ITERATIONS if options.quick else MOST_ITERATIONS
         self._on_gpu = choose_device(options.device) == "cuda"
         self._clock = HostClock()
@@ -123,30 +113,14 @@ class RankRecording(CollectiveSchedule):
         with scratch() as folder:
             path = folder / "trace.json.gz"
             profiler.export_chrome_trace(str(path))
-            trace = read_rank(path, self._rank)
-            trace.calls = list(self._named(trace))
-            self.recorded = Recorded(self.label, plain_us, trace, path.read_bytes())
-
-    def _named(self, trace: RankTrace) -> Iterator[Call]:
-        """The calls of iterations, and barriers, which bring all ranks' clocks together. A mesh of one dim has the
-        group of all ranks, which no trace names so."""
-        for call in trace.calls:
-            dim = call.group.mesh_dim
-            if call.collective == "barrier":
-                dim = _BETWEEN
-            elif not any(start <= call.start < end for start, end in trace.steps.marks):
-                continue  # what a case does before each
-            elif len(self._mesh) == 1:
-                dim = self._mesh[0][0]
-            yield call._replace(group=call.group._replace(mesh_dim=dim))
+            self.recorded = Recorded(self.label, plain_us, read_rank(path, self._rank), path.read_bytes())
 
 
 class RankProfile:
     """This rank's part in a profile. `go` never returns."""
 
-    def __init__(self, request: ProfileRequest, place: RankPlace) -> None:
-        self._request = request
-        self._place = place
+    def __init__(self, request: ProfileRequest, place: RankPlace, print_job: PrintJob) -> None:
+        self._request, self._place, self._print_job = request, place, print_job
         self._rank = LaunchedRank(place, report_failure)
         self._recorded: list[Recorded] = []
         self._failed = False
@@ -170,22 +144,23 @@ class RankProfile:
 
         rank, ranks, options = self._rank, self._rank.ranks, self._request.options
         plan = options.resolve(device_type, ranks.size)
+        self._mesh = plan.mesh
         if ranks.rank == 0:
             refuse_taken(self._request.folder, "remove it")
             where = f"{ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})"
             say(f"{plural(len(tasks), 'case')} to profile on {where}")
         with rank.process_group(plan.mesh, options.timeout_s) as (world, barrier):
             for task in tasks:
-                self._profile_task(task, world, barrier, plan.mesh)
+                self._profile_task(task, world, barrier)
             gathered: list[list[Recorded]] | None = [[]] * ranks.size if ranks.rank == 0 else None
             dist.gather_object(self._recorded, gathered)
         return gathered or []
 
-    def _profile_task(self, task: Task, world: LiveWorld, barrier: Callable[[], None], mesh: Mesh) -> None:
+    def _profile_task(self, task: Task, world: LiveWorld, barrier: Callable[[], None]) -> None:
         now, case, options = self._rank.now, task.case, self._request.options
         for impl in task.impls:
             now.begin(task.suite.name, case.name, case.params, task.impls)
-            recording = RankRecording(task, impl, self._rank.ranks, now, barrier, mesh, options)
+            recording = RankRecording(task, impl, self._rank, barrier, options)
             with self._rank.limit(options.timeout_s):
                 bad = recording.run(world).get(impl)
             if bad is None:
@@ -201,34 +176,39 @@ class RankProfile:
         if not self._recorded:
             complain("nothing could be profiled: no profile was written")
             return EXIT_CASE_FAILED
-        for part in parts:
-            for number, one in enumerate(part, 1):
-                section = re.sub(r"[^a-z0-9_.+=]+", "-", f"{number} {one.label}", flags=re.IGNORECASE)
-                stem = f"{section[:_LONGEST_NAME].strip('-')}-" if len(part) > 1 else ""
-                one.trace.source = f"{stem}rank{one.trace.rank}.json.gz"
-        record = RanksProfile(sections=tuple(map(_section, zip(*parts, strict=True))))
-        lines = section_tables(record.sections, self._request.print_job)
+        sections = enumerate(zip(*parts, strict=True), 1)
+        record = RanksProfile(sections=tuple(self._section(number, of) for number, of in sections))
+        lines = section_tables(record.sections, self._print_job)
         files = {one.trace.source: one.file for part in parts for one in part}
-        viewer = f"{plural(len(files), 'trace')}, for https://ui.perfetto.dev"
-        write_profile(self._request.folder, lines, record, files, viewer)
+        write_profile(self._request.folder, lines, record, files, "https://ui.perfetto.dev")
         return EXIT_CASE_FAILED if self._failed else EXIT_OK
 
+    def _section(self, number: int, ranks: Sequence[Recorded]) -> Section:
+        label, plain_us, profiled_us = ranks[0].label, [one.plain_us for one in ranks], []
+        name = re.sub(r"[^A-Za-z0-9_.+=]+", "-", f"{number} {label}")[:_LONGEST_NAME].strip("-") + "-"
+        for trace in (one.trace for one in ranks):
+            trace.source = f"{name if len(self._recorded) > 1 else ''}rank{trace.rank}.json.gz"
+            trace.calls = list(_calls(trace, self._mesh))
+            profiled_us.append([end - start for start, end in trace.steps.host])
+        job = job_of([one.trace for one in ranks], label)
 
-def _section(ranks: Sequence[Recorded]) -> Section:
-    def slowest(times: Sequence[Sequence[float]]) -> float:
-        return float(median(map(max, zip(*times, strict=True))))
+        def kept(rows: Iterable[Any]) -> tuple[Any, ...]:
+            return tuple(row for row in rows if row.mesh_dim != _BETWEEN)
 
-    plain = slowest([one.plain_us for one in ranks])
-    profiled = slowest([[end - start for start, end in one.trace.steps.host] for one in ranks])
-    job = job_of([one.trace for one in ranks], ranks[0].label)
-    ranks_of = [structs.replace(of, dims=_but_between(of.dims)) for of in job.ranks]
-    calls, waits = _but_between(job.collectives), _but_between(job.waits)
-    job = structs.replace(job, ranks=tuple(ranks_of), collectives=calls, waits=waits)
-    return Section(job=job, plain_us=plain, profiled_us=profiled, overhead=profiled / plain - 1)
+        of_ranks = tuple(structs.replace(rank, dims=kept(rank.dims)) for rank in job.ranks)
+        job = structs.replace(job, ranks=of_ranks, collectives=kept(job.collectives), waits=kept(job.waits))
+        plain, profiled = (median(map(max, zip(*us, strict=True))) for us in (plain_us, profiled_us))
+        return Section(job=job, plain_us=plain, profiled_us=profiled)
 
 
-def _but_between(rows: Iterable[_Row]) -> tuple[_Row, ...]:
-    return tuple(row for row in rows if row.mesh_dim != _BETWEEN)
+def _calls(trace: RankTrace, mesh: Mesh) -> Iterator[Call]:
+    """Those of iterations, and barriers, which bring all ranks' clocks together. A mesh of one dim has the group of all
+    ranks, which no trace names so."""
+    for call in trace.calls:
+        dim = mesh[0][0] if len(mesh) == 1 else call.group.mesh_dim
+        dim = _BETWEEN if call.collective == "barrier" else dim
+        if dim == _BETWEEN or any(start <= call.start < end for start, end in trace.steps.marks):
+            yield call._replace(group=call.group._replace(mesh_dim=dim))
 
 
 def report_failure(diagnosis: Diagnosis, now: ActiveCase) -> None:

@@ -17,7 +17,7 @@ from dtbench.records.judged_job import Judgement
 from dtbench.records.profile import Calls, CallStages, RanksProfile, Section
 from dtbench.suite import STAGES
 from dtbench.suite.grouping import group_by, in_order
-from dtbench.text.units import significant
+from dtbench.text.units import plural, significant
 
 PrintJob = Callable[[Job, Judgement], None]
 SPEEDSCOPE = "speedscope.json"
@@ -108,7 +108,7 @@ def write_profile(
     further: Mapping[str, bytes],
     viewer: str,
 ) -> None:
-    """Prints the table and writes the folder: the table, the record and further files. viewer: what opens them.
+    """Prints the table and writes the folder: the table, the record and further files, which the viewer opens.
 
     Raises:
         OutputError: it cannot be written, or came to exist meanwhile.
@@ -120,4 +120,4 @@ def write_profile(
         "table.json": msgspec.json.encode(record),
     }
     write_folder(folder, {**files, **further})
-    say(f"{folder}: {', '.join(files)} and {viewer}")
+    say(f"{folder}: {', '.join(files)} and {plural(len(further), 'file')} for {viewer}")

@@ -49,18 +49,17 @@ class Calls(Struct, frozen=True, kw_only=True):
 
 class Section(Struct, frozen=True, kw_only=True):
     """An impl of a case on ranks; a step of the job is an iteration. plain_us, profiled_us: an iteration of the slowest
-    rank without and with the profiler, medians; overhead: what that adds, as a share."""
+    rank without and with the profiler, medians."""
 
     job: Job
     plain_us: Time
     profiled_us: Time
-    overhead: Real
 
     @property
     def overhead_words(self) -> str:
         return (
             f"An iteration of the slowest rank takes {significant(self.plain_us)} µs without the profiler, "
-            f"{significant(self.profiled_us)} µs with it ({self.overhead:+.0%})."
+            f"{significant(self.profiled_us)} µs with it ({self.profiled_us / self.plain_us - 1:+.0%})."
         )
 
 

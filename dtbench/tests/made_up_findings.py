@@ -76,7 +76,7 @@ def calls() -> dict[str, Any]:
 
 def ranks() -> dict[str, Any]:
     job = made_up_jobs.job(ranks=2, late=1, label=SECTION)
-    section = Section(job=job, plain_us=900.0, profiled_us=1000.0, overhead=1 / 9)
+    section = Section(job=job, plain_us=900.0, profiled_us=1000.0)
     return as_dict(RanksProfile(sections=(section,)))
 
 
