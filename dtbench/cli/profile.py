@@ -63,7 +63,7 @@ class _Profile(options.AdvancedCommand):
 def profile_command(
     context: click.Context, /, targets: tuple[str, ...], output: Path | None, **choices: options.Given
 ) -> int:
-    """Where the time of a job goes, by mesh dim and rank; or of a suite's case.
+    """Where the time of a job, or of a suite's case, goes.
 
     TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run as it is,
     and recorded. Of traces no folder is made unless -o names one. With --base, exit code 1 if the job's calls, bytes,

@@ -19,7 +19,7 @@ from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.grouping import group_by
 
 JOB = "job.json"
-_MOST_DRAWN = 2000  # intervals of a lane: more cannot be told apart on a page
+_MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all
 _MOST_ASKERS = 3
 _MOST_JOB = 256 * 2**20
 _TRACES = re.compile(r"\.json(\.gz)?$|\.trace(\.gz)?$")

@@ -148,17 +148,19 @@ def _ranks(job: Job, screen: bool) -> Table:
     return _table(f"Ranks, {len(rows)} of {len(job.ranks)}", job, heads, rows)
 
 
-def sentences(judgement: Judgement) -> dict[str, list[str]]:
+def sentences(judgement: Judgement | None) -> dict[str, list[str]]:
     """Title -> what at most it would be worth, and what changed from a base."""
+    judgement = judgement or Judgement(0)
     worth = [
-        f"{_WORTH[one.what].format(one.mesh_dim)}: {format_seconds(one.saved_s)}, {one.share:.0%}, of rank {one.rank}'s"
+        f"{format_seconds(one.saved_s)} ({one.share:.0%} of the step of rank {one.rank}) "
+        + _WORTH[one.what].format(one.mesh_dim)
         for one in judgement.worth
     ]
     times = [
         f"{one.part}: {format_seconds(one.base_s)} → {format_seconds(one.head_s)}, {one.why or one.verdict.meaning}"
         for one in judgement.times
     ]
-    return {"Of a step it would save at most": worth, "Base → new": [*map(str, judgement.calls), *times]}
+    return {"At most it would save": worth, "Base → new": [*map(str, judgement.calls), *times]}
 
 
 def print_job(job: Job, judgement: Judgement) -> None:
