@@ -129,12 +129,16 @@ def profile_job(
         stdout = os.dup(1)
         if choices["as_json"]:  # what the job prints is no part of it
             os.dup2(2, 1)
-        done = record(command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")})
-        os.dup2(stdout, 1)
+        try:
+            done = record(
+                command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")}
+            )
+        finally:
+            os.dup2(stdout, 1)
+            with contextlib.suppress(OSError):  # unless it is empty
+                folder.rmdir()
         if not done.traces:
             complain(f"no rank wrote a trace, so there is no profile: {' '.join(done.notes)}")
-            with contextlib.suppress(OSError):
-                folder.rmdir()
             return done.exit_code or EXIT_CASE_FAILED
         code, job = done.exit_code, read_job(done.traces, folder.name, command)
         job = structs.replace(job, notes=(*done.notes, *job.notes))

@@ -14,7 +14,7 @@ from dtbench.profile.intervals import Intervals, difference, gaps, intervals, le
 from dtbench.profile.rank_trace import RankTrace, read_rank
 from dtbench.profile.together import Together, bring_together
 from dtbench.records.job import Collective, DimParts, Job, Lane, RankJob, StepParts
-from dtbench.records.read import BadFieldError, decode, into, opened
+from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.grouping import group_by
 
@@ -57,8 +57,7 @@ def load_job(path: Path) -> Job:
     """
     file = path / JOB if path.is_dir() else path
     try:
-        with opened(file, "job", _MOST_JOB) as stream:
-            return into(decode(stream.read()), Job)
+        return into(read_json(file, "a job of `dtbench profile`", _MOST_JOB), Job)
     except BadFieldError as error:
         raise UnreadableRunError(f"{file} is no job of `dtbench profile`: {error}") from error
 

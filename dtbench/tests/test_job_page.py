@@ -26,7 +26,7 @@ def test_a_profile_has_a_timeline_curves_tables_and_notes(tmp_path: Path) -> Non
     text = render(Sources(job=sources.job, topology=read_topology(TOPOLOGY), judgement=worth))
     page = Page(text)
     job = page.section_text["job"]
-    assert "Step 12" in job and "8 of 8 ranks, clocks joined by ends of collectives" in job
+    assert "Step 12" in job and "8 of 8 ranks, clocks brought together by ends of collectives" in job
     assert "all_gather, calibrated" in job and "reduce_scatter" in job
     assert (
         "60.0 ms (14% of the step of rank 3) if dp's communication were hidden" in page.text

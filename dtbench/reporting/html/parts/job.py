@@ -8,6 +8,7 @@ from dataclasses import replace
 from markupsafe import Markup
 
 from dtbench.records.job import Job
+from dtbench.records.judged_job import Judgement
 from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.axes import Axis, bandwidths_axis, value_axis
 from dtbench.reporting.html.figures import LOOKS, CurvePanel, DrawnCurve, Figure, curves, lines
@@ -26,14 +27,16 @@ _LEAD = Markup(
 def fill(section: ReportSection, of: Material) -> None:
     if (job := of.sources.job) is None:
         return
-    share, sentence = headline(job)
+    (share, sentence), judgement = headline(job), of.sources.judgement or Judgement(0)
     section.lead = _LEAD.format(plain(sentence))
     section.outcome = f"{share} of the job is exposed communication"
-    worth, changes = sentences(of.sources.judgement).values()
+    worth, changes = sentences(judgement).values()
     section.headlines = [(share, "of the job is exposed communication, which no computation covers")]
-    section.headlines += [("at most", f"saved {line}") for line in worth[:2]]
+    section.headlines += [
+        (f"{w.share:.0%}", f"at most: {line}") for w, line in zip(judgement.worth[:2], worth, strict=False)
+    ]
     section.cuts = [*changes, *worth[2:], *job.notes]
-    section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, of.sources.judgement))
+    section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, judgement))
 
 
 def _timeline(job: Job) -> Figure | None:
@@ -50,7 +53,7 @@ def _timeline(job: Job) -> Figure | None:
             x = [v for start, end in lane.intervals for v in (start, end, math.nan)]
             y = -ranks.index(lane.rank) - (names.index(lane.name) + 1) / height
             series.append(DrawnCurve(lane.name, x, [y] * len(x)))
-    clock = f"clocks joined by {job.aligned_by}" if job.aligned_by else "clocks as recorded"
+    clock = f"clocks brought together by {job.aligned_by}" if job.aligned_by else "clocks as recorded"
     caption = f"{len(ranks)} of {len(job.ranks)} ranks, {clock}; gaps too short to be seen are closed."
     middles = [[n + 0.5 - len(ranks) for n in range(len(ranks))]]
     y_axis = Axis(-len(ranks), 0, False, lambda y: f"rank {ranks[int(-y)]}", middles)
