@@ -27,7 +27,7 @@ _OF_JOBS = ("topology", "bases", "as_json")
 _OF = {
     "a suite": ("impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"),
     "traces": _OF_JOBS,
-    "a command": (*_OF_JOBS, "steps", "warmup", "timeout_s"),
+    "a command after --": (*_OF_JOBS, "steps", "warmup", "timeout_s"),
 }
 
 
@@ -77,13 +77,21 @@ def profile_command(
       dtbench profile dispatch/add -o add
     """
     command: list[str] | None = context.meta["command"]
-    kind = "a command" if command is not None else "traces" if any(map(_is_of_job, targets)) else "a suite"
+    kind = (
+        "a command after --"
+        if command is not None
+        else "traces"
+        if any(map(_is_of_job, targets))
+        else "a suite"
+    )
     typed = {n for n in choices if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
     for option in context.command.params:
         if option.name in typed.difference(_OF[kind]):
             takers = " or ".join(taker for taker, names in _OF.items() if option.name in names)
             raise click.UsageError(f"{option.opts[0]} is for {takers}, the target is {kind}: leave it out")
-    if not (targets or command) or len(targets) > {"a suite": 1, "a command": 0}.get(kind, len(targets)):
+    if not (targets or command) or len(targets) > {"a suite": 1, "a command after --": 0}.get(
+        kind, len(targets)
+    ):
         expected = "traces, one SUITE[/CASE], or -- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
         raise click.UsageError(
             f"got {len(targets)} targets{'' if command is None else ' and --'}, expected {expected}"
