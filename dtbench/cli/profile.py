@@ -27,7 +27,7 @@ _OF_JOBS = ("topology", "bases", "as_json")
 _OF = {
     "a suite": ("impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"),
     "traces": _OF_JOBS,
-    "a command": (*_OF_JOBS, "steps", "warmup", "timeout_s"),
+    "a command after --": (*_OF_JOBS, "steps", "warmup", "timeout_s"),
 }
 
 
@@ -63,7 +63,7 @@ class _Profile(options.AdvancedCommand):
 def profile_command(
     context: click.Context, /, targets: tuple[str, ...], output: Path | None, **choices: options.Given
 ) -> int:
-    """Where the time of a job goes, by mesh dim and rank; or of a suite's case.
+    """Where the time of a job, or of a suite's case, goes.
 
     TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run as it is,
     and recorded. Of traces no folder is made unless -o names one. With --base, exit code 1 if the job's calls, bytes,
@@ -77,13 +77,21 @@ def profile_command(
       dtbench profile dispatch/add -o add
     """
     command: list[str] | None = context.meta["command"]
-    kind = "a command" if command is not None else "traces" if any(map(_is_of_job, targets)) else "a suite"
+    kind = (
+        "a command after --"
+        if command is not None
+        else "traces"
+        if any(map(_is_of_job, targets))
+        else "a suite"
+    )
     typed = {n for n in choices if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
     for option in context.command.params:
         if option.name in typed.difference(_OF[kind]):
             takers = " or ".join(taker for taker, names in _OF.items() if option.name in names)
             raise click.UsageError(f"{option.opts[0]} is for {takers}, the target is {kind}: leave it out")
-    if not (targets or command) or len(targets) > {"a suite": 1, "a command": 0}.get(kind, len(targets)):
+    if not (targets or command) or len(targets) > {"a suite": 1, "a command after --": 0}.get(
+        kind, len(targets)
+    ):
         expected = "traces, one SUITE[/CASE], or -- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
         raise click.UsageError(
             f"got {len(targets)} targets{'' if command is None else ' and --'}, expected {expected}"
@@ -131,12 +139,16 @@ def profile_job(
         stdout = os.dup(1)
         if choices["as_json"]:  # what the job prints is no part of it
             os.dup2(2, 1)
-        done = record(command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")})
-        os.dup2(stdout, 1)
+        try:
+            done = record(
+                command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")}
+            )
+        finally:
+            os.dup2(stdout, 1)
+            with contextlib.suppress(OSError):  # unless it is empty
+                folder.rmdir()
         if not done.traces:
             complain(f"no rank wrote a trace, so there is no profile: {' '.join(done.notes)}")
-            with contextlib.suppress(OSError):
-                folder.rmdir()
             return done.exit_code or EXIT_CASE_FAILED
         code, job = done.exit_code, read_job(done.traces, folder.name, command)
         job = structs.replace(job, notes=(*done.notes, *job.notes))

@@ -14,12 +14,12 @@ from dtbench.profile.intervals import Intervals, difference, gaps, intervals, le
 from dtbench.profile.rank_trace import RankTrace, read_rank
 from dtbench.profile.together import Together, bring_together
 from dtbench.records.job import Collective, DimParts, Job, Lane, RankJob, StepParts
-from dtbench.records.read import BadFieldError, decode, into, opened
+from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.grouping import group_by
 
 JOB = "job.json"
-_MOST_DRAWN = 2000  # intervals of a lane: more cannot be told apart on a page
+_MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all
 _MOST_ASKERS = 3
 _MOST_JOB = 256 * 2**20
 _TRACES = re.compile(r"\.json(\.gz)?$|\.trace(\.gz)?$")
@@ -57,8 +57,7 @@ def load_job(path: Path) -> Job:
     """
     file = path / JOB if path.is_dir() else path
     try:
-        with opened(file, "job", _MOST_JOB) as stream:
-            return into(decode(stream.read()), Job)
+        return into(read_json(file, "a job of `dtbench profile`", _MOST_JOB), Job)
     except BadFieldError as error:
         raise UnreadableRunError(f"{file} is no job of `dtbench profile`: {error}") from error
 

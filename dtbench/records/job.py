@@ -6,9 +6,9 @@ All times are seconds. Intervals are united before they are added up: two kernel
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from dtbench.suite.fields import Amount, Count, Real
 
@@ -127,7 +127,7 @@ class Job(Struct, frozen=True, kw_only=True):
     world_size: Count
     backend: str = ""
     torch: str = ""
-    ranks: tuple[RankJob, ...]
+    ranks: Annotated[tuple[RankJob, ...], Meta(min_length=1)]
     collectives: tuple[Collective, ...]
     waits: tuple[Waits, ...] = ()
     aligned_by: str = ""

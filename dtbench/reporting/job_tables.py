@@ -46,17 +46,18 @@ def headline(job: Job) -> tuple[str, str]:
     exposed = f"{median(one.exposed_s / (one.step_s or 1) for one in parts):.0%}"
     missing = f" of {job.world_size}" if job.world_size > len(parts) else ""
     on = ", ".join(filter(None, (job.backend, job.torch and f"torch {job.torch}", job.ranks[0].device)))
-    told = {f"{plural(rank.steps, 'step')} by {rank.steps_by}" for rank in job.ranks if rank.steps}
-    span = f"{'A step takes' if told else 'No steps are marked; the traces span'} {format_seconds(step_s)}"
+    steps = {f"{plural(rank.steps, 'step')} by {rank.steps_by}" for rank in job.ranks if rank.steps}
+    told = ", ".join(sorted(steps)) or "of the whole trace"
+    span = f"{'A step takes' if steps else 'No steps are marked; the traces span'} {format_seconds(step_s)}"
     return exposed, (
         f"{job.label or 'job'}: {plural(len(parts), 'rank')}{missing}{on and f' ({on})'}. {span}, the longest "
-        f"{format_seconds(longest_s)}; {exposed} of it is exposed communication. {', '.join(sorted(told))}"
-    ).strip()
+        f"{format_seconds(longest_s)}; {exposed} of it is exposed communication ({told})."
+    )
 
 
-def tables(job: Job, judgement: Judgement | None = None, *, screen: bool = False) -> list[Table]:
+def tables(job: Job, judgement: Judgement, *, screen: bool = False) -> list[Table]:
     """By mesh dim, by collective and by rank. screen: the costliest collectives and the extreme ranks alone."""
-    shares = {row.kind: row.share for row in judgement.links} if judgement else {}
+    shares = {row.kind: row.share for row in judgement.links}
     steps = defaultdict(lambda: 1, {rank.rank: rank.steps for rank in job.ranks if rank.steps})
     made = _dims(job, steps, shares), _collectives(job, steps, shares, screen), _ranks(job, screen)
     return [table for table in made if table.total_rows]
@@ -151,14 +152,15 @@ def _ranks(job: Job, screen: bool) -> Table:
 def sentences(judgement: Judgement) -> dict[str, list[str]]:
     """Title -> what at most it would be worth, and what changed from a base."""
     worth = [
-        f"{_WORTH[one.what].format(one.mesh_dim)}: {format_seconds(one.saved_s)}, {one.share:.0%}, of rank {one.rank}'s"
+        f"{format_seconds(one.saved_s)} ({one.share:.0%} of the step of rank {one.rank}) "
+        + _WORTH[one.what].format(one.mesh_dim)
         for one in judgement.worth
     ]
     times = [
         f"{one.part}: {format_seconds(one.base_s)} → {format_seconds(one.head_s)}, {one.why or one.verdict.meaning}"
         for one in judgement.times
     ]
-    return {"Of a step it would save at most": worth, "Base → new": [*map(str, judgement.calls), *times]}
+    return {"At most it would save": worth, "Base → new": [*map(str, judgement.calls), *times]}
 
 
 def print_job(job: Job, judgement: Judgement) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from dtbench.records.job import Job
+from dtbench.profile.job import _MOST_DRAWN
+from dtbench.records.job import Job, Lane
 from dtbench.records.judged_job import Judgement, Worth
 from dtbench.records.topology import read_topology
 from dtbench.reporting.html import Sources, gather, render
@@ -25,9 +26,12 @@ def test_a_profile_has_a_timeline_curves_tables_and_notes(tmp_path: Path) -> Non
     text = render(Sources(job=sources.job, topology=read_topology(TOPOLOGY), judgement=worth))
     page = Page(text)
     job = page.section_text["job"]
-    assert "Step 12" in job and "8 of 8 ranks, clocks joined by ends of collectives" in job
+    assert "Step 12" in job and "8 of 8 ranks, clocks brought together by ends of collectives" in job
     assert "all_gather, calibrated" in job and "reduce_scatter" in job
-    assert "if dp's communication were hidden: 60.0 ms" in job and "55,423 events" in job
+    assert (
+        "60.0 ms (14% of the step of rank 3) if dp's communication were hidden" in page.text
+        and "55,423 events" in job
+    )
     assert [row[-1] for row in page.rows if row[-1].endswith(".gz")] == [f"rank{n}.json.gz" for n in range(8)]
     assert ("a", {"href": "https://ui.perfetto.dev"}) in page.tags
     assert (
@@ -42,10 +46,13 @@ def test_of_many_ranks_few_are_drawn_and_all_are_in_the_table() -> None:
     assert len([row for row in page.rows if row[-1].endswith(".gz")]) == 64
 
 
-def test_intervals_by_the_ten_thousand_stay_a_small_page() -> None:
-    many = tuple((n / 1e5, n / 1e5 + 4e-6) for n in range(40_000))
-    lanes = [made_up_jobs.Lane(rank=rank, name="computation", intervals=many) for rank in range(16)]
-    assert len(render(Sources(job=made_up_jobs.job(ranks=16, lanes=tuple(lanes))))) < 500_000
+def test_all_that_a_reader_has_drawn_fits_on_a_page() -> None:
+    many = tuple((n / 1250 + 1e-7, n / 1250 + 4.1234e-4) for n in range(_MOST_DRAWN))
+    lanes = [
+        Lane(rank=rank, name=f"communication {n}", intervals=many) for rank in range(16) for n in range(6)
+    ]
+    text = render(Sources(job=made_up_jobs.job(ranks=16, lanes=tuple(lanes))))
+    assert len(text) < 2_000_000 and Page(text).section_text["job"].count("communication 5")
 
 
 def test_hostile_names_are_text() -> None:

@@ -18,6 +18,7 @@ hypothesis.settings.load_profile("untimed")
 
 SLOW = {
     "dtbench/tests/test_damaged_files.py::*[*-400]": "hundreds of damaged files of each kind",
+    "dtbench/tests/test_job_page.py::test_all_that_a_reader*": "a page at its largest",
     # What of a user's machine it takes.
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",

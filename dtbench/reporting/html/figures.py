@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,7 @@ MAX_SHOWN = 6  # two rows of small panels
 # Of a panel, by how many stand side by side: the page's width, halves and thirds. A phone's width holds a half or a
 # third without making its text small.
 WIDTHS_PX = {1: 980.0, 2: 440.0, 3: 340.0}
-ROW_PX, BAR_PX, LANE_PX = 17.0, 34.0, 7.0
-Spans = Sequence[tuple[float, float]]  # from where to where
+ROW_PX, BAR_PX = 17.0, 34.0
 CURVES_ASPECT, CURVES_MAX_PX = 0.565, 280.0  # height over width, as far as that height
 CHARACTERS_PER_PX = 0.06  # of a label: about half of a panel's width
 SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
@@ -41,8 +40,8 @@ _BAR_OPACITIES = (0.42, 0.2)
 @dataclass(frozen=True)
 class Style:
     """How a series looks. colour: a name of the page's. marker: matplotlib's letter, "" for a line alone. dash: on,
-    off, ... in px, () a solid line, None no line. words: of the legend, where the series' name does not do. box: the
-    opacity of the parts of bars."""
+    off, ... in px, () a solid line, None no line; px: how thick. words: of the legend, where the series' name does not
+    do. box: the opacity of the parts of bars."""
 
     colour: str
     marker: str = "o"
@@ -50,6 +49,7 @@ class Style:
     hollow: bool = False
     words: str = ""
     box: float = 0.0
+    px: float = 1.5
 
     @property
     def look(self) -> dict[str, Any]:
@@ -61,6 +61,8 @@ class Style:
             "markerfacecolor": STAND_IN["surface"] if self.hollow else colour,
             "markeredgecolor": colour,
             "markeredgewidth": 1.4,
+            "linewidth": self.px,
+            "solid_capstyle": "butt" if self.px > 2 else "projecting",
         }
 
 
@@ -168,6 +170,7 @@ def curves(
     over: str = "size of the tensor",
     shown: int = MAX_SHOWN,
     folded: str = "",
+    max_px: float = CURVES_MAX_PX,
 ) -> Figure | None:
     """Curves over size (`over` says of what), or over `x`, with common axes; None where there is nothing to draw.
 
@@ -181,7 +184,7 @@ def curves(
         measured = [one for one in series if styles[one.label].marker] or series
         x = size_axis([round(v) for one in measured for v in one.x], over)
     common = y([v for one in series for v in (*one.y, *(one.band[1] if one.band else ()))])
-    drawn, height = [], lambda width: min(CURVES_ASPECT * width, CURVES_MAX_PX)
+    drawn, height = [], lambda width: min(CURVES_ASPECT * width, max_px)
     for i, one in enumerate(panels):
         own = one.y or common
         paint = partial(_paint_curves, one, styles, x, own)
@@ -349,41 +352,6 @@ def _paint_bars(rows: Sequence[StackedBar], styles: Mapping[str, Style], x: Axis
         if bar.mark is not None:
             for ends in ((-0.46, -0.26), (0.26, 0.46)):  # beside the names of the parts
                 axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
-    x.apply(axes, "x")
-    axes.grid(visible=False, axis="y")
-
-
-def lanes(
-    name: str,
-    title: str,
-    rows: Mapping[str, Mapping[str, Spans]],
-    order: Sequence[str],
-    x: Axis,
-    caption: str,
-) -> Figure:
-    """Intervals on one axis: per row its lanes one below the other, by name in this order."""
-    styles = {one: replace(style, box=1.0) for one, style in box_styles(order).items()}
-    height = (LANE_PX * len(order) + 6) * len(rows) + 40
-    panel = Panel(
-        title, ", ".join(rows), name, lambda _: height, partial(_paint_lanes, rows, styles, x), True
-    )
-    return Figure(caption, _legend(name, styles, order, False), [panel], 1)
-
-
-def _paint_lanes(
-    rows: Mapping[str, Mapping[str, Spans]], styles: Mapping[str, Style], x: Axis, canvas: Canvas
-) -> None:
-    axes = _rows_in(canvas, [*rows], [""] * len(rows), "ink", 30)
-    for place, of in enumerate(rows.values()):
-        for nth, (name, style) in enumerate(styles.items()):
-            ends: list[float] = []  # of one path with gaps: thousands of boxes are a large page
-            for start, end in sorted(of.get(name, ())):
-                if ends and start - ends[-1] < x.high / 1000:
-                    ends[-1] = max(ends[-1], end)
-                else:
-                    ends += [math.nan, start, max(end, start + x.high / 1000)]  # what was there is seen
-            y = [place - 0.42 + 0.84 * (nth + 0.5) / len(styles)] * len(ends)
-            axes.plot(ends, y, color=STAND_IN[style.colour], linewidth=LANE_PX - 1, solid_capstyle="butt")
     x.apply(axes, "x")
     axes.grid(visible=False, axis="y")
 

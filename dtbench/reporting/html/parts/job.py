@@ -3,51 +3,64 @@ and tables."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from markupsafe import Markup
 
 from dtbench.records.job import Job
+from dtbench.records.judged_job import Judgement
 from dtbench.records.topology import CalibratedTopology
-from dtbench.reporting.html.axes import bandwidths_axis, value_axis
-from dtbench.reporting.html.figures import LOOKS, CurvePanel, Figure, curves, lanes, lines
+from dtbench.reporting.html.axes import Axis, bandwidths_axis, value_axis
+from dtbench.reporting.html.figures import LOOKS, CurvePanel, DrawnCurve, Figure, curves, lines
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.reporting.job_tables import extremes, headline, sentences, tables
 from dtbench.suite.errors import plain
 from dtbench.suite.grouping import group_by
 from dtbench_core.cost.ring import busbw_factor
 
+LANE_PX, MAX_SECTIONS = 7.0, 3
 _LEAD = Markup(
-    '{} Open traces, as the table of ranks names them, in <a href="https://ui.perfetto.dev">Perfetto</a>.'
+    '{} Traces, by the names in the table of ranks, open in <a href="https://ui.perfetto.dev">Perfetto</a>.'
 )
-
-MAX_SECTIONS = 3
 
 
 def fill(section: ReportSection, of: Material) -> None:
-    job, judgement = of.sources.job, of.sources.judgement
-    if job is None:
+    if (job := of.sources.job) is None:
         return
-    share, sentence = headline(job)
+    (share, sentence), judgement = headline(job), of.sources.judgement or Judgement(0)
     section.lead = _LEAD.format(plain(sentence))
     section.outcome = f"{share} of the job is exposed communication"
+    worth, changes = sentences(judgement).values()
     section.headlines = [(share, "of the job is exposed communication, which no computation covers")]
-    section.cuts = [line for lines in (sentences(judgement).values() if judgement else ()) for line in lines]
-    section.cuts += job.notes
+    section.headlines += [
+        (f"{w.share:.0%}", f"at most: {line}") for w, line in zip(judgement.worth[:2], worth, strict=False)
+    ]
+    section.cuts = [*changes, *worth[2:], *job.notes]
     section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, judgement))
 
 
-def _timeline(job: Job, name: str = "lanes") -> Figure | None:
-    by_rank = group_by(job.lanes, lambda lane: lane.rank)
-    ranks = [rank.rank for rank in extremes(job) if rank.rank in by_rank]
-    rows = {f"rank {rank}": {lane.name: lane.intervals for lane in by_rank[rank]} for rank in ranks}
+def _timeline(job: Job, id_: str = "lanes") -> Figure | None:
+    """Ranks one below the other, in each its lanes as lines with gaps."""
+    drawn = {lane.rank for lane in job.lanes}
+    ranks = [rank.rank for rank in extremes(job) if rank.rank in drawn]
     names = sorted({lane.name for lane in job.lanes}, key=lambda name: (name == "exposed", name))
-    clock = f"clocks joined by {job.aligned_by}" if job.aligned_by else "clocks as recorded"
-    caption = (
-        f"{len(ranks)} of {len(job.ranks)} ranks, {clock}; gaps below a thousandth of the step are filled."
-    )
-    x = value_axis([job.drawn_s], log=False)
-    return lanes(name, f"Step {job.drawn_step}", rows, names, x, caption) if ranks else None
+    looks = zip(names, LOOKS * len(names), strict=False)
+    styles = {name: replace(look, marker="", dash=(), px=LANE_PX - 1) for name, look in looks}
+    height = len(names) + 1
+    series = []
+    for lane in job.lanes:
+        if lane.rank in ranks and lane.intervals:
+            x = [v for start, end in lane.intervals for v in (start, end, math.nan)]
+            y = -ranks.index(lane.rank) - (names.index(lane.name) + 1) / height
+            series.append(DrawnCurve(lane.name, x, [y] * len(x)))
+    clock = f"clocks brought together by {job.aligned_by}" if job.aligned_by else "clocks as recorded"
+    caption = f"{len(ranks)} of {len(job.ranks)} ranks, {clock}; gaps too short to be seen are closed."
+    middles = [[n + 0.5 - len(ranks) for n in range(len(ranks))]]
+    y_axis = Axis(-len(ranks), 0, False, lambda y: f"rank {ranks[int(-y)]}", middles)
+    panel, x_axis = CurvePanel(f"Step {job.drawn_step}", series), value_axis([job.drawn_s], log=False)
+    px = LANE_PX * height * len(ranks) + 70
+    return curves(id_, [panel], styles, caption, y=lambda _: y_axis, x=x_axis, max_px=px)
 
 
 def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
@@ -82,7 +95,7 @@ def fill_sections(section: ReportSection, of: Material) -> None:
         if timeline := _timeline(one.job, f"lanes{number}"):
             caption = f"{headline(one.job)[1]}. {one.overhead_words} {timeline.caption}"
             section.add(replace(timeline, caption=caption, folded=label if of.sources.runs else ""))
-        for table in tables(one.job):
+        for table in tables(one.job, Judgement(0)):
             section.add(replace(table, caption=f"{label}: {table.caption}", folded=True))
 
 
