@@ -93,7 +93,7 @@ def fill_sections(section: ReportSection, of: Material) -> None:
     for number, one in enumerate(ranks[:MAX_SECTIONS]):
         label = one.job.label
         if timeline := _timeline(one.job, f"lanes{number}"):
-            caption = f"{headline(one.job)[1]}. {one.overhead_words} {timeline.caption}"
+            caption = f"{headline(one.job)[1]} {one.overhead_words} {timeline.caption}"
             section.add(replace(timeline, caption=caption, folded=label if of.sources.runs else ""))
         for table in tables(one.job, Judgement(0)):
             section.add(replace(table, caption=f"{label}: {table.caption}", folded=True))
