@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -16,9 +17,7 @@ from dtbench.suite.errors import UsageError
 # Communicators, compilation and DDP's buckets come in the first steps; what is left serves a script of 20.
 WARMUP, STEPS = 5, 3
 _ANSWERED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_NOTHING = """nothing was recorded, as no Python process joined a process group; where one does, see that PYTHONPATH and \
-DTBENCH_RECORD_* reach it (containers, mpirun -x), and that it runs without -I, -E and -S"""
+_NOTHING = "nothing was recorded: no Python process joined a process group, or the hook's PYTHONPATH does not reach it"
 
 
 @dataclass(frozen=True)
@@ -45,56 +44,53 @@ def record(
     home = folder.resolve()
     # Kineto tells stderr of every start; of NCCL's last collectives torch keeps 2000, for who dumps them.
     dump = os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{home}/nccl_rank")
-    env = {
-        "KINETO_LOG_LEVEL": "99",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": dump,
-        **os.environ,
+    env = {"KINETO_LOG_LEVEL": "99", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": dump}
+    env |= os.environ | {
+        "DTBENCH_RECORD_WINDOW": f"{steps} {warmup} {timeout_s}",
+        "DTBENCH_RECORD_FOLDER": f"{home}",
     }
-    env |= {"DTBENCH_RECORD_FOLDER": f"{home}", "DTBENCH_RECORD_WINDOW": f"{steps} {warmup} {timeout_s}"}
     env["PYTHONPATH"] = f"{Path(__file__).with_name('hook')}:{env.get('PYTHONPATH', '')}".rstrip(":")
-    libc, before = ctypes.CDLL(None), signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
+    prctl, before = ctypes.CDLL(None).prctl, signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
     try:
-        process = subprocess.Popen(command, env=env, preexec_fn=prepare)
+        # The job does not outlive us: PR_SET_PDEATHSIG of linux/prctl.h.
+        process = subprocess.Popen(
+            command, env=env, preexec_fn=lambda: (prctl(1, signal.SIGTERM.value), unblock())
+        )
         while process.poll() is None:
             told = signal.sigtimedwait(_ANSWERED, 0.5)
             # The kernel sends a terminal's signals to the job, too; those of a process are handed on.
             if told and told.si_signo != signal.SIGCHLD and told.si_code <= 0:
                 process.send_signal(told.si_signo)
     except OSError as error:
-        reason = f"{error.strerror or error}".lower()
+        why = f"{error.strerror or error}".lower()
         raise UsageError(
-            f"cannot run {command[0]!r}: {reason}; give a command, as in `-- torchrun train.py`"
+            f"cannot run {command[0]!r}: {why}; give a command, as `torchrun train.py`"
         ) from error
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        unblock()
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    said: dict[str, list[str]] = {}
-    texts = sorted(folder.glob("rank*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    for path in texts:
-        text = path.read_text(errors="replace")
-        if text and (code or "hread 0x" not in text):
-            said.setdefault(_said(text), []).append(path.stem.removeprefix("rank"))
+    ranks: dict[str, list[str]] = {}
+    files = sorted(home.glob("rank*.txt"), key=lambda file: file.stat().st_mtime_ns)
+    for file in files:
+        text = file.read_text(errors="replace")
+        if text and (code or "hread 0x" not in text):  # a process that a rank forked may have been ended
+            ranks.setdefault(_said(text), []).append(file.stem.removeprefix("rank"))
         else:
-            path.unlink()
-    notes = [f"rank {', '.join(ranks)} {what}" for what, ranks in said.items()] if texts else [_NOTHING]
-    traces = sorted(folder.glob("rank*.json.gz"), key=lambda path: (len(path.name), path.name))
-    return Recording(code, tuple(traces), tuple(notes))
+            file.unlink()
+    notes = tuple(f"rank {', '.join(of)} {said}" for said, of in ranks.items()) if files else (_NOTHING,)
+    traces = sorted(home.glob("rank*.json.gz"), key=lambda file: (len(file.name), file))
+    return Recording(code, tuple(traces), notes)
 
 
 def _said(text: str) -> str:
     """What a rank says of itself, or `stood at train.py:12 in main (ValueError: no)`; text: frames innermost first, of
     threads the main one last."""
     first, *threads = re.split(r"(?:Current thread|Thread) 0x", text)
-    frames = re.findall(r'  File "(.+)", line (\d+) in (.+)', first) or re.findall(
-        r'  File "(.+)", line (\d+) in (.+)', threads[-1] if threads else ""
+    frames = re.findall(
+        r'  File "(.+)", line (\d+) in (.+)', first if "  File " in first else "".join(threads[-1:])
     )
-    why = first.partition("\n")[0] or "ended by SIGTERM"
+    why = first.partition("\n")[0][:160] or "ended by SIGTERM"
     for file, line, name in [frame for frame in frames if "-packages/" not in frame[0]] or frames:
         return f"stood at {Path(file).name}:{line} in {name} ({why})"
     return why

@@ -1,4 +1,4 @@
-"""Small training programs for 4 gloo ranks whose communication is known by construction: `torchrun ... job_programs.py NAME`.
+"""Small training programs for 4 gloo ranks whose communication is known: `torchrun ... job_programs.py NAME`.
 
 Each takes STEPS steps, which its optimizer ends. What is said of one step holds for each rank.
 """

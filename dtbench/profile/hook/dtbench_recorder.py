@@ -1,6 +1,6 @@
-"""Records the rank that imports it, in its process and on its torch: a window of steps with torch.profiler, and where it
-stood when it ended badly. A step ends with the `step` of the optimizer that steps first, so all ranks count alike. No
-error of ours gets out, and after the window nothing is hooked that costs time."""
+"""Records the rank that imports it, on its own torch: a window of steps, and where it stood when it ended badly.
+A step ends with the `step` of the optimizer that steps first, so all ranks count alike. No error of ours gets out, and
+after the window nothing is hooked that costs time. `rankN.json.gz`: the trace; `rankN.txt`: what else is to be said."""
 
 import atexit
 import faulthandler
@@ -22,28 +22,22 @@ from torch.profiler import ProfilerAction, profile
 
 
 class Recorder:
-    """path: of the rank's files, less their suffixes: `.json.gz` the trace, `.txt` what is to be said of it."""
-
     optimizer: "Callable[[], Optimizer | None]" = staticmethod(lambda: None)
     profile: "profile | None" = None
-    done, over, ours = 0, False, False
+    done, over = 0, False
 
     def __init__(self, path: str) -> None:
         self.steps, self.warmup, self.timeout_s = map(int, os.environ["DTBENCH_RECORD_WINDOW"].split())
         self.path, self.pid = path, os.getpid()
         self.notes = Path(f"{path}.txt").open("w", buffering=1)  # noqa: SIM115 - for signals until the end
-        self.hook = register_optimizer_step_post_hook(
-            lambda optimizer, *_: self.guard(self.on_step, optimizer)
-        )
-        self.init, session.__init__ = (
-            session.__init__,
-            lambda *args, **kwargs: self.on_session(*args, **kwargs),
-        )  # type: ignore[method-assign]
+        self.hook = register_optimizer_step_post_hook(lambda *args: self.guard(self.on_step, *args))
+        self.init = session.__init__
+        session.__init__ = lambda *args, **kwargs: self.on_session(*args, **kwargs)  # type: ignore[method-assign]
         atexit.register(self.guard, self.on_exit)
         if not faulthandler.is_enabled():
             faulthandler.enable(self.notes)
         self.answer_sigterm(signal.SIG_DFL)
-        self.wait()
+        self.await_step()
         if self.warmup <= 1 or not self.steps:
             self.guard(self.begin)
 
@@ -53,11 +47,10 @@ class Recorder:
             if not torch.compiler.is_compiling() and self.pid == os.getpid():
                 action(*args)
         except Exception as error:
-            self.profile, self.over, self.ours = None, True, False
+            self.profile, self.over = None, True
             self.notes.write(f"could not be recorded: {type(error).__name__}: {error}\n")
 
-    def wait(self) -> None:
-        """For a step. The first rank to wait too long ends the job, and SIGTERM has the others say where they are."""
+    def await_step(self) -> None:
         if self.timeout_s:
             faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=self.notes)
 
@@ -73,59 +66,46 @@ class Recorder:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    def on_step(self, optimizer: Optimizer) -> None:
+    def on_step(self, optimizer: Optimizer, *_: object) -> None:
         if self.optimizer() is None:
             self.optimizer = weakref.ref(optimizer)
-        if self.optimizer() is optimizer:
-            self.done += 1
-            self.wait()
-            if self.profile is None and self.done == self.warmup - 1 and not self.over:
+        if self.optimizer() is not optimizer:
+            return
+        self.done += 1
+        self.await_step()
+        if self.profile is None:
+            if self.done == self.warmup - 1 and not self.over:
                 self.begin()
-            elif self.profile is not None and self.done == self.warmup + self.steps and self.steps:
-                self.end()
-            elif self.profile is not None:
-                self.profile.step()
+        elif self.steps and self.done == self.warmup + self.steps:
+            self.end()
+        else:
+            self.profile.step()
 
     def begin(self) -> None:
         """The last step of the warm-up is the profiler's own. Without steps the whole run is recorded as it is."""
         kinds = (ProfilerAction.RECORD, ProfilerAction.WARMUP)
         schedule = (lambda step: kinds[step < self.warmup]) if self.steps else None
-        self.ours = True
         self.profile = profile(record_shapes=True, schedule=schedule)
         self.profile.step_num = self.done
-        self.profile.preset_metadata_json("dtbench", self.about())
+        self.profile.preset_metadata_json("dtbench", about())
         self.profile.start()
-        self.ours = False
         self.answer_sigterm(self.on_sigterm)
 
     def end(self) -> None:
         """Writes what was recorded and takes the hooks out."""
-        ended, self.profile, self.over, session.__init__ = self.profile, None, True, self.init  # type: ignore[method-assign]
+        ended, self.profile, self.over = self.profile, None, True
+        session.__init__ = self.init  # type: ignore[method-assign]
         if not self.timeout_s:
             self.hook.remove()
         if ended is not None:
-            if c10d.is_initialized():  # groups may have come since
-                ended.add_metadata_json("dtbench", self.about())
             ended.stop()
             self.answer_sigterm(signal.SIG_DFL)
             if ended.current_action is ProfilerAction.RECORD:
                 ended.export_chrome_trace(f"{self.path}.part.gz")
                 Path(f"{self.path}.part.gz").rename(f"{self.path}.json.gz")
 
-    def about(self) -> str:
-        """What a trace does not say. gloo's threads, two per group (ProcessGroupGloo.cpp), start in the groups' order."""
-        groups = [
-            group["pg_name"] for group in c10d._world.pg_config_info if "gloo" in group["backend_config"]
-        ]
-        tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name))
-        tids = [task.name for task in tasks if (task / "comm").read_text() == "pt_gloo_runloop\n"]
-        threads = {tid: groups[k // 2] for k, tid in enumerate(tids) if len(tids) == 2 * len(groups)}
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        about = {"gloo_threads": threads, "clock_ns": time.time_ns(), "torch": torch.__version__}
-        return json.dumps({**about, "host": os.uname().nodename, "device": device})
-
     def on_session(self, other: session, *args: object, **kwargs: object) -> None:
-        if not self.ours:
+        if self.profile is None or self.profile.profiler is not None:  # it is not ours that is being made
             self.notes.write(
                 f"has a profiler of its own from step {self.done} on: none of ours runs beside it\n"
             )
@@ -133,21 +113,30 @@ class Recorder:
         self.init(other, *args, **kwargs)  # type: ignore[arg-type]
 
     def on_exit(self) -> None:
-        error = getattr(sys, "last_value", None)
-        if error is not None:
+        if error := getattr(sys, "last_value", None):
             frames = [
                 f'  File "{f[0]}", line {f[1]} in {f[2]}' for f in traceback.extract_tb(error.__traceback__)
             ]
             self.notes.write("\n".join([f"{type(error).__name__}: {error}", *reversed(frames), ""]))
-            # its GPU may wait for peers that are gone
-            faulthandler.dump_traceback_later(15, exit=True, file=self.notes)
+            faulthandler.dump_traceback_later(15, exit=True)  # its GPU may wait for peers that are gone
         elif self.done <= self.warmup and self.steps and not self.over:
-            remedy = (
-                f"--warmup {max(self.done - 2, 0)}" if self.done else "--steps 0, as no optimizer stepped"
+            self.notes.write(
+                f"ended after {self.done} steps, none of them recorded: "
+                "give a smaller --warmup, or --steps 0 where no optimizer steps\n"
             )
-            self.notes.write(f"ended after {self.done} steps, none of them recorded: give {remedy}\n")
         self.end()
         faulthandler.cancel_dump_traceback_later()
+
+
+def about() -> str:
+    """What a trace does not say. gloo's threads, two per group (ProcessGroupGloo.cpp), start in the groups' order."""
+    names = [group["pg_name"] for group in c10d._world.pg_config_info if "gloo" in group["backend_config"]]
+    tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name))
+    tids = [task.name for task in tasks if (task / "comm").read_text() == "pt_gloo_runloop\n"]
+    threads = {tid: names[k // 2] for k, tid in enumerate(tids) if len(tids) == 2 * len(names)}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    machine = {"torch": torch.__version__, "host": os.uname().nodename, "device": device}
+    return json.dumps({"gloo_threads": threads, "clock_ns": time.time_ns(), **machine})
 
 
 Recorder(f"{os.environ['DTBENCH_RECORD_FOLDER']}/rank{c10d.get_rank()}")

@@ -16,12 +16,11 @@ class _WhenLoaded:
     def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         if name != "torch.distributed.distributed_c10d":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path)  # type: ignore[arg-type]
-        spec = next(filter(None, specs), None)
+        sys.meta_path.remove(self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in sys.meta_path)), None)  # type: ignore[arg-type]
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: _wrap(module, load(module))  # type: ignore[method-assign, func-returns-value]
+            spec.loader.exec_module = lambda module: _wrap(module, load(module))  # type: ignore[method-assign]
         return spec
 
 
@@ -46,7 +45,7 @@ def _run(name: str, path: "list[str]") -> None:
     spec.loader.exec_module(sys.modules[name])
 
 
-sys.meta_path.insert(0, _WhenLoaded())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _WhenLoaded())
 sys.path[:] = [
     entry for entry in sys.path if entry != _HERE
 ]  # the program finds what it would find without us
