@@ -12,6 +12,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -48,7 +49,8 @@ class Recorder:
                 action(*args)
         except Exception as error:
             self.profile, self.over = None, True
-            self.notes.write(f"could not be recorded: {type(error).__name__}: {error}\n")
+            with suppress(OSError):
+                self.notes.write(f"could not be recorded: {type(error).__name__}: {error}\n")
 
     def await_step(self) -> None:
         if self.timeout_s:
@@ -58,7 +60,8 @@ class Recorder:
         """With all threads' stacks, even where the main thread is stuck, and the handler; unless the program does."""
         if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, self.on_sigterm):
             faulthandler.unregister(signal.SIGTERM)  # first: it puts back what it hides
-            signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
+            with suppress(ValueError):  # in another thread than the main one
+                signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
             faulthandler.register(signal.SIGTERM, self.notes, chain=True)
 
     def on_sigterm(self, number: int, _frame: object) -> None:
@@ -73,12 +76,11 @@ class Recorder:
             return
         self.done += 1
         self.await_step()
-        if self.profile is None:
-            if self.done == self.warmup - 1 and not self.over:
-                self.begin()
-        elif self.steps and self.done == self.warmup + self.steps:
+        if self.profile is None and self.done == self.warmup - 1 and not self.over:
+            self.begin()
+        elif self.profile is not None and self.steps and self.done == self.warmup + self.steps:
             self.end()
-        else:
+        elif self.profile is not None:
             self.profile.step()
 
     def begin(self) -> None:
@@ -106,24 +108,23 @@ class Recorder:
 
     def on_session(self, other: session, *args: object, **kwargs: object) -> None:
         if self.profile is None or self.profile.profiler is not None:  # it is not ours that is being made
-            self.notes.write(
-                f"has a profiler of its own from step {self.done} on: none of ours runs beside it\n"
+            self.guard(
+                self.notes.write, f"has a profiler of its own from step {self.done} on, which is let be\n"
             )
             self.guard(self.end)
         self.init(other, *args, **kwargs)  # type: ignore[arg-type]
 
     def on_exit(self) -> None:
         if error := getattr(sys, "last_value", None):
-            frames = [
-                f'  File "{f[0]}", line {f[1]} in {f[2]}' for f in traceback.extract_tb(error.__traceback__)
-            ]
-            self.notes.write("\n".join([f"{type(error).__name__}: {error}", *reversed(frames), ""]))
+            frames = reversed(
+                traceback.extract_tb(error.__traceback__)
+            )  # innermost first, as faulthandler has them
+            self.notes.write(f"{type(error).__name__}: {error}\n")
+            self.notes.writelines(f'  File "{at[0]}", line {at[1]} in {at[2]}\n' for at in frames)
             faulthandler.dump_traceback_later(15, exit=True)  # its GPU may wait for peers that are gone
         elif self.done <= self.warmup and self.steps and not self.over:
-            self.notes.write(
-                f"ended after {self.done} steps, none of them recorded: "
-                "give a smaller --warmup, or --steps 0 where no optimizer steps\n"
-            )
+            remedy = "a smaller --warmup" if self.done else "--steps 0, which needs no optimizer"
+            self.notes.write(f"ended after {self.done} steps, none of them recorded: give {remedy}\n")
         self.end()
         faulthandler.cancel_dump_traceback_later()
 
