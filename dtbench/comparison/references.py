@@ -173,7 +173,7 @@ def compare_with_reference(
     verdicts: list[ReferenceVerdict] = []
     for dim, ranks, hosts in groups:
         alike = [s for s in systems if (s.ranks, s.hosts) == (ranks, hosts) and _has_gpus_of(s, run)]
-        chosen = _named(systems, named) if named else alike
+        chosen = systems_called(systems, named) if named else alike
         of_dim = [(system, row) for system in chosen for row in _rows(run, dim, system)]
         rows += [row for _, row in of_dim]
         judged = [row for system, row in of_dim if system.ranks == ranks and row.size_bytes >= JUDGED_FROM]
@@ -198,7 +198,7 @@ def compare_with_reference(
     )
 
 
-def _named(systems: Sequence[System], named: str) -> list[System]:
+def systems_called(systems: Sequence[System], named: str) -> list[System]:
     exact = [s for s in systems if s.name.lower() == named.lower()]
     matching = exact or [s for s in systems if named.lower() in s.name.lower()]
     if not matching:

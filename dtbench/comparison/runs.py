@@ -153,7 +153,7 @@ def _row(key: CaseKey, base: list[Result], new: list[Result]) -> Judged:
     either = [*new, *base][0]
     effect = None
     if old_times and new_times and _why(new, "failed", "wrong") is None:
-        verdict, reason, effect = _judged(old_times, new_times)
+        verdict, reason, effect = judge_launches(old_times, new_times)
     else:
         verdict, reason = _without_times(base, new)
     suite, name, impl, params = key
@@ -190,7 +190,7 @@ def _without_times(base: list[Result], new: list[Result]) -> tuple[Verdict, str]
     return Verdict.NEW, "skipped in base" if broken is None else f"no good time in base: {broken}"
 
 
-def _judged(base: list[float], new: list[float]) -> tuple[Verdict, str, Change | None]:
+def judge_launches(base: list[float], new: list[float]) -> tuple[Verdict, str, Change | None]:
     """The verdict, why it is none, and the figures behind it."""
     if min(*base, *new) <= 0:
         return Verdict.INCONCLUSIVE, "a launch measured 0 s: below what the clock resolves", None

@@ -1,5 +1,5 @@
-"""What `dtbench profile` says of a job from the traces of its ranks: the one struct that the terminal, the page, `--json`
-and `--base` read, and `job.json` in a profile's folder.
+"""What `dtbench profile` says of a job from the traces of its ranks: the one struct that the terminal, the page,
+`--json` and `--base` read, and `job.json` in a profile's folder.
 
 All times are seconds. Intervals are united before they are added up: two kernels at once count once.
 """
@@ -40,7 +40,7 @@ class RankJob(Struct, frozen=True, kw_only=True):
     """One rank's trace. steps: how many, and steps_by: what they were told by ("ProfilerStep#", an annotation's name,
     "repetition", or "" where there are none). step_s: their median. The sums are over the whole trace (`span_s`), also
     outside steps. each_step: in order. clock_off_s: what was added to its clock, +- clock_error_s. source: the file's
-    name. mbs: read so many MB/s of unpacked JSON."""
+    name."""
 
     rank: Count
     source: str = ""
@@ -68,7 +68,7 @@ class Collective(Struct, frozen=True, kw_only=True):
     collective: nccl-tests' name ("all_reduce", ...), "send", "recv", or "unknown" where the trace does not say which.
     mesh_dim: as the program's DeviceMesh names it, "group of 8" where it has no name, "unknown group".
     group_size, dtype ("float32"), bytes (per call: the larger of what goes in and comes out): None where the trace does
-    not say. count: calls. time_s: of all of them together; median_s, best_s: of one. busbw: of the median call, bytes/s.
+    not say. count: calls. time_s: of all of them together; median_s, best_s: of one. busbw: bytes/s, of all of them.
     moving_s: median of what is left of a call without the wait for the last rank, where all ranks of its group are
     there. asked_by: the ops that asked for them, the most frequent first.
     """

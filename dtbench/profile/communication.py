@@ -1,0 +1,199 @@
+"""What traces call a collective, its dtype and its group, in one vocabulary: that of nccl-tests, torch and the mesh."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dtbench.profile.kineto import Args, told
+from dtbench_core.cost.ring import busbw_factor
+
+UNKNOWN, UNKNOWN_GROUP = "unknown", "unknown group"
+# Kernels that communicate: NCCL and what stands in for it, and torch's symmetric memory.
+COMMUNICATES = re.compile(
+    r"(?i)\b(?:nccl|rccl|msccl|oneccl|nvshmem|deep_ep)|(?:one|two)_shot_all_reduce|multimem_(?:all|one)"
+)
+# Calls of c10d that are none: they wait, open or close a batch, or set up.
+NO_COLLECTIVE = re.compile(
+    r"(?i)^_?(?:wait|start|end|init|new_group|wrap|monitored|work_)|wait_tensor|_autograd$"
+)
+# What is left of a name without its namespace, underscores and case -> nccl-tests' name. Whatever has more to it
+# ("_allgather_base_", "all_gather_into_tensor_coalesced", "AllGather_RING_LL") begins or goes on with one of these.
+_NAMES = (
+    ("barrier", "barrier"),
+    ("reducescatter", "reduce_scatter"),
+    ("allreduce", "all_reduce"),
+    ("allgather", "all_gather"),
+    ("alltoall", "all_to_all"),
+    ("sendrecv", "send_recv"),
+    ("broadcast", "broadcast"),
+    ("scatter", "scatter"),
+    ("gather", "gather"),
+    ("reduce", "reduce"),
+    ("send", "send"),
+    ("recv", "recv"),
+    ("coalesced", "coalesced"),
+)
+# ScalarType's names in traces, without "c10::", in lower case -> torch's name and bytes per element.
+_DTYPES: dict[str, tuple[str, int]] = {
+    **dict.fromkeys(("float", "float32"), ("float32", 4)),
+    **dict.fromkeys(("double", "float64"), ("float64", 8)),
+    **dict.fromkeys(("half", "float16"), ("float16", 2)),
+    "bfloat16": ("bfloat16", 2),
+    **dict.fromkeys(("int", "int32"), ("int32", 4)),
+    **dict.fromkeys(("long", "int64", "long int"), ("int64", 8)),
+    **dict.fromkeys(("short", "int16"), ("int16", 2)),
+    **dict.fromkeys(("char", "signed char", "int8"), ("int8", 1)),
+    **dict.fromkeys(("byte", "unsigned char", "uint8"), ("uint8", 1)),
+    "bool": ("bool", 1),
+    **dict.fromkeys(("complexfloat", "c10::complex<float>", "complex<float>"), ("complex64", 8)),
+    **dict.fromkeys(("complexdouble", "c10::complex<double>", "complex<double>"), ("complex128", 16)),
+    "uint16": ("uint16", 2),
+    "uint32": ("uint32", 4),
+    "uint64": ("uint64", 8),
+    **{
+        name: (name, 1)
+        for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    },
+}
+
+
+class Group(NamedTuple):
+    """A process group. key: by which all calls of one rank over it are alike. ranks: in a world's numbers."""
+
+    key: str
+    mesh_dim: str = UNKNOWN_GROUP
+    size: int | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+class Call(NamedTuple):
+    """A collective of one rank, us. arrival: when the rank was ready for it: the kernel's start, of gloo the call.
+    start, end: of the transport's work, waiting included. bytes: the larger of what goes in and comes out."""
+
+    arrival: float
+    start: float
+    end: float
+    collective: str
+    group: Group
+    dtype: str | None = None
+    bytes: int | None = None
+    sequence: int | None = None
+    asked_by: str = ""
+
+
+def collective_of(name: str) -> str:
+    """`c10d::_allgather_base_`, `nccl:_all_gather_base`, `ncclDevKernel_AllGather_RING_LL(...)`: `all_gather`."""
+    words = re.sub(r"[^a-z]", "", re.sub(r"^(?:\w+::|\w+:|\w*?Kernel_)", "", name.partition("(")[0]).lower())
+    return next((known for part, known in _NAMES if part in words), UNKNOWN)
+
+
+def dtype_of(text: object) -> tuple[str | None, int | None]:
+    """torch's name, and bytes per element."""
+    name = str(text or "")
+    known = _DTYPES.get(name.lower()) or _DTYPES.get(name.removeprefix("c10::").lower())
+    return known or (None, None)
+
+
+def whole(value: object, most: int = 2**60) -> int | None:
+    """A count that a trace has as a number or a text."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
+        value = int(value)
+    return value if type(value) is int and 0 <= value <= most else None
+
+
+def payload(args: Args) -> tuple[str | None, int | None]:
+    """dtype and bytes of a call that says how many elements it has."""
+    dtype, itemsize = dtype_of(args.dtype)
+    elements = [n for n in map(whole, (args.elements_in, args.elements_out)) if n is not None]
+    return dtype, max(elements) * itemsize if elements and itemsize else None
+
+
+def payload_of_shapes(op: str, args: Args, group_size: int | None) -> tuple[str | None, int | None]:
+    """The same of a call whose inputs' shapes were recorded. A list of outputs has none: it is as many inputs."""
+    shapes, types = args.shapes, args.types
+    if "barrier" in op:  # its tensor is a pretext
+        return None, None
+    if not isinstance(shapes, list) or not isinstance(types, list):
+        return None, None
+    dtype, itemsize = next((found for kind in types if (found := dtype_of(kind))[0]), (None, None))
+    elements = [
+        n for shape, kind in zip(shapes, types, strict=False) if (n := _elements(shape, kind)) is not None
+    ]
+    lists = op.endswith(("allgather_", "gather_", "reduce_scatter_", "scatter_")) and "base" not in op
+    if not elements or itemsize is None:
+        return dtype, None
+    if lists and len(elements) == 1:
+        return dtype, max(elements) * itemsize * group_size if group_size and op.endswith("gather_") else None
+    return dtype, max(elements) * itemsize
+
+
+def _elements(shape: object, kind: object) -> int | None:
+    """Of a tensor's shape, or of a list of shapes all together; None of what is no tensor."""
+    if not isinstance(shape, list):
+        return None
+    if shape and all(isinstance(of, list) for of in shape):
+        return sum(math.prod(map(int, of)) for of in shape if all(type(n) is int for n in of))
+    if not all(type(n) is int for n in shape) or (not shape and dtype_of(kind)[0] is None):
+        return None
+    return math.prod(shape)
+
+
+def groups_of(header: Mapping[str, Any]) -> dict[str, Group]:
+    """By process group's name: those that the trace lists, with the mesh dims that a DeviceMesh names them by."""
+    info = header.get("distributedInfo")
+    listed = info.get("pg_config") if isinstance(info, dict) else None
+    groups = {}
+    for one in listed if isinstance(listed, list) else ():
+        if isinstance(one, dict) and (name := told(one.get("pg_name", ""))):
+            ranks = one.get("ranks")
+            known = (
+                tuple(ranks) if isinstance(ranks, list) and all(whole(r) is not None for r in ranks) else None
+            )
+            size = len(known) if known else whole(one.get("pg_size"))
+            groups[name] = Group(name, dim_of(str(one.get("pg_desc", "")), known, size), size, known)
+    return groups
+
+
+def group_of(args: Args, groups: Mapping[str, Group]) -> Group:
+    """Of a call's own words."""
+    name = told(args.group) if args.group is not None else ""
+    if name in groups:
+        return groups[name]
+    text, size = str(args.group_ranks or ""), whole(args.group_size)
+    ranks = None
+    if re.fullmatch(r"\[\d{1,9}(,\s*\d{1,9})*\]", text):  # long lists end in "..."
+        ranks = tuple(map(int, text[1:-1].split(",")))
+        size = size or len(ranks)
+    if not name and size is None:
+        return Group("")
+    return Group(name or text, dim_of(str(args.description or ""), ranks, size), size, ranks)
+
+
+def dim_of(description: str, ranks: Sequence[int] | None, size: int | None) -> str:
+    """A mesh dim's name as the program has it, else what tells groups of one kind from others."""
+    if description.startswith("mesh_") and len(description) > 5:
+        return told(description[5:])
+    if description and description not in ("default_pg", "undefined"):
+        return told(description)
+    if size is None:
+        return UNKNOWN_GROUP
+    strides = {b - a for a, b in itertools.pairwise(ranks)} if ranks else set()
+    return f"group of {size}" + (f", stride {strides.pop()}" if len(strides) == 1 and strides != {1} else "")
+
+
+def busbw_of(collective: str, size: int | None, bytes_: int | None, seconds: float) -> float | None:
+    """bytes/s as nccl-tests has it; None where there is none."""
+    if (
+        bytes_ is None
+        or not bytes_
+        or seconds <= 0
+        or collective in (UNKNOWN, "coalesced", "barrier", "send_recv")
+    ):
+        return None
+    if collective in ("send", "recv"):
+        return bytes_ / seconds
+    return bytes_ / seconds * busbw_factor(collective, size) if size and size > 1 else None

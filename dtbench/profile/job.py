@@ -1,0 +1,244 @@
+"""A job's traces, or what an earlier profile of them said, as one `Job`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from dtbench.profile.communication import Call, busbw_of
+from dtbench.profile.intervals import Intervals, difference, gaps, intervals, length, union, within
+from dtbench.profile.rank_trace import RankTrace, read_rank
+from dtbench.profile.together import Together, bring_together
+from dtbench.records.job import Collective, DimParts, Job, Lane, RankJob, StepParts
+from dtbench.records.read import BadFieldError, decode, into, opened
+from dtbench.suite.errors import UnreadableRunError, UsageError
+from dtbench.suite.grouping import group_by
+
+JOB = "job.json"
+_MOST_DRAWN = 2000  # intervals of a lane: more cannot be told apart on a page
+_MOST_ASKERS = 3
+_MOST_JOB = 256 * 2**20
+_TRACES = re.compile(r"\.json(\.gz)?$|\.trace(\.gz)?$")
+
+
+def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()) -> Job:
+    """What the traces say together. paths: files, or folders of them.
+
+    Raises:
+        UsageError: there are none, or two of one rank.
+        UnreadableRunError: one is no trace.
+    """
+    files = list(_files(paths))
+    if not files:
+        raise UsageError(
+            f"no traces in {', '.join(map(str, paths))}: expected *.json or *.json.gz of torch.profiler"
+        )
+    traces: dict[int, RankTrace] = {}
+    for number, file in enumerate(files):
+        trace = read_rank(file, number)
+        if trace.rank in traces:
+            other = traces[trace.rank].source
+            raise UsageError(
+                f"{file} and {other} are both of rank {trace.rank}: expected the traces of one run"
+            )
+        traces[trace.rank] = trace
+    return job_of([traces[rank] for rank in sorted(traces)], label or files[0].parent.name, command)
+
+
+def load_job(path: Path) -> Job:
+    """Of a profile's folder, or its job.json.
+
+    Raises:
+        UnreadableRunError: it is none.
+    """
+    file = path / JOB if path.is_dir() else path
+    try:
+        with opened(file, "job", _MOST_JOB) as stream:
+            return into(decode(stream.read()), Job)
+    except BadFieldError as error:
+        raise UnreadableRunError(f"{file} is no job of `dtbench profile`: {error}") from error
+
+
+def _files(paths: Sequence[Path]) -> Iterable[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(
+                f for f in path.iterdir() if _TRACES.search(f.name) and f.name not in (JOB, "table.json")
+            )
+        else:
+            yield path
+
+
+def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] = ()) -> Job:
+    """traces: by rank."""
+    together = bring_together(traces)
+    drawn, lanes = _drawn(traces, together)
+    world_size = max(max(t.world_size, t.rank + 1) for t in traces)
+    notes = [note for trace in traces for note in trace.notes]
+    if len(traces) < world_size:
+        missing = f"traces of {len(traces)} of {world_size} ranks"
+        notes.insert(0, f"{missing}: who waits for whom is told where all of a group are there")
+    elif 1 < len(together.shift_us) < len(traces):
+        apart = f"{len(traces) - len(together.shift_us)} ranks share no collective with rank {traces[0].rank}"
+        notes.append(f"{apart}: their clocks are their own")
+    return Job(
+        label=label,
+        command=tuple(command),
+        world_size=world_size,
+        backend=traces[0].backend,
+        torch=traces[0].torch,
+        ranks=tuple(_rank_job(trace, together, traces[0]) for trace in traces),
+        collectives=tuple(row for trace in traces for row in _rows(trace, together)),
+        waits=tuple(together.waits),
+        aligned_by=together.by,
+        drawn_step=drawn,
+        drawn_s=max((end for lane in lanes for _, end in lane.intervals), default=0.0),
+        lanes=tuple(lanes),
+        notes=tuple(_folded(notes)),
+    )
+
+
+def _folded(notes: Sequence[str]) -> Iterable[str]:
+    """Notes of many ranks that say the same, once."""
+    of_ranks = group_by(notes, lambda note: re.sub(r"^rank \d+: ", "", note))
+    for text, same in of_ranks.items():
+        if len(same) < 2 or not same[0].startswith("rank "):
+            yield same[0]
+        else:
+            ranks = [note.partition(":")[0].removeprefix("rank ") for note in same]
+            yield f"ranks {', '.join(ranks[:8])}{', ...' if len(ranks) > 8 else ''}: {text}"
+
+
+def messages_of(calls: Iterable[Call]) -> Intervals:
+    """When any of them was under way."""
+    return union(intervals((call.start, call.end) for call in calls))
+
+
+def _rank_job(trace: RankTrace, together: Together, first: RankTrace) -> RankJob:
+    messages = messages_of(trace.calls)
+    whole = _parts(trace, messages, *trace.span)
+    marks = trace.steps.marks
+    by_dim = group_by(trace.calls, lambda call: call.group.mesh_dim)
+    shift = together.shift_us.get(trace.rank)
+    off_us = 0.0 if shift is None else shift + (first.zero_us - trace.zero_us)
+    durations = [end - start for start, end in trace.steps.host]
+    error = together.error_us.get(trace.rank)
+    return RankJob(
+        rank=trace.rank,
+        source=trace.source,
+        host=trace.host,
+        device=trace.device,
+        steps=len(durations),
+        steps_by=trace.steps.by,
+        step_s=median(durations) / 1e6 if durations else None,
+        span_s=whole.step_s,
+        computation_s=whole.computation_s,
+        communication_s=whole.communication_s,
+        exposed_s=whole.exposed_s,
+        copy_s=whole.copy_s,
+        idle_s=whole.idle_s,
+        host_bound_s=whole.host_bound_s,
+        each_step=tuple(_parts(trace, messages, start, end) for start, end in marks),
+        dims=tuple(
+            DimParts(
+                mesh_dim=dim,
+                communication_s=length(own := messages_of(calls)) / 1e6,
+                exposed_s=length(difference(own, trace.compute)) / 1e6,
+            )
+            for dim, calls in sorted(by_dim.items())
+        ),
+        clock_off_s=off_us / 1e6,
+        clock_error_s=None if error is None or error == float("inf") else error / 1e6,
+    )
+
+
+def _parts(trace: RankTrace, messages: Intervals, start: float, end: float) -> StepParts:
+    compute, copies = within(trace.compute, start, end), within(trace.copies, start, end)
+    own = within(messages, start, end)
+    idle = gaps(union(np.concatenate([compute, copies, own])), start, end)
+    return StepParts(
+        step_s=(end - start) / 1e6,
+        computation_s=length(compute) / 1e6,
+        communication_s=length(own) / 1e6,
+        exposed_s=length(difference(own, compute)) / 1e6,
+        copy_s=length(copies) / 1e6,
+        idle_s=length(idle) / 1e6,
+        host_bound_s=_host_bound_us(trace, idle) / 1e6 if len(trace.launched) else None,
+    )
+
+
+def _host_bound_us(trace: RankTrace, idle: Intervals) -> float:
+    """Of each gap what passed until the host launched the kernel that ends it."""
+    at = np.searchsorted(trace.launched[:, 0], idle[:, 1] - 1e-3)
+    at = at[at < len(trace.launched)]
+    ends = idle[: len(at)]
+    launched = trace.launched[at, 1]
+    return float(np.clip(np.minimum(launched, ends[:, 1]) - ends[:, 0], 0, None).sum())
+
+
+def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
+    def kind(one: tuple[int, Call]) -> tuple[str, str, int | None, str | None, int | None]:
+        call = one[1]
+        return call.group.mesh_dim, call.collective, call.group.size, call.dtype, call.bytes
+
+    alike = group_by(enumerate(trace.calls), kind)
+    order = sorted(alike.items(), key=lambda item: -sum(call.end - call.start for _, call in item[1]))
+    for (dim, name, size, dtype, bytes_), calls in order:
+        seconds = [(call.end - call.start) / 1e6 for _, call in calls]
+        moving = [us for index, _ in calls if (us := together.moving_us.get((trace.rank, index))) is not None]
+        askers = group_by((call.asked_by for _, call in calls if call.asked_by), str)
+        yield Collective(
+            rank=trace.rank,
+            collective=name,
+            mesh_dim=dim,
+            group_size=size,
+            dtype=dtype,
+            bytes=bytes_,
+            count=len(calls),
+            time_s=sum(seconds),
+            median_s=median(seconds),
+            best_s=min(seconds),
+            moving_s=median(moving) / 1e6 if len(moving) == len(calls) else None,
+            busbw=busbw_of(name, size, bytes_, sum(seconds) / len(seconds)),
+            asked_by=tuple(sorted(askers, key=lambda of: -len(askers[of]))[:_MOST_ASKERS]),
+        )
+
+
+def _drawn(traces: Sequence[RankTrace], together: Together) -> tuple[int | None, list[Lane]]:
+    """The step in the middle of those that all ranks have, as lanes on the first rank's clock."""
+    steps = min(len(trace.steps.marks) for trace in traces)
+    if not steps:
+        return None, []
+    number = steps // 2
+    first = traces[0]
+    begin = first.steps.marks[number][0]
+    lanes = []
+    for trace in traces:
+        shift = together.shift_us.get(trace.rank)
+        start, end = trace.steps.marks[number]
+        # A rank whose clock is not known is drawn from its own step's begin.
+        off = shift - begin if shift is not None else -start
+        messages = messages_of(trace.calls)
+        named = [
+            (f"communication {dim}", messages_of(calls))
+            for dim, calls in sorted(group_by(trace.calls, lambda call: call.group.mesh_dim).items())
+        ]
+        named += [("computation", trace.compute), ("copy", trace.copies)]
+        named += [("exposed", difference(messages, trace.compute))]
+        for name, of in named:
+            cut = within(of, start, end) + off
+            if len(cut):
+                lanes.append(Lane(rank=trace.rank, name=name, intervals=tuple(_to_draw(cut))))
+    return number, lanes
+
+
+def _to_draw(of: Intervals) -> Iterable[tuple[float, float]]:
+    """Few enough: gaps too short to be seen are closed."""
+    while len(of) > _MOST_DRAWN:
+        gap = np.quantile(of[1:, 0] - of[:-1, 1], 0.5)
+        of = union(of + np.array([0.0, gap])) - np.array([0.0, gap])
+    return [(round(float(start) / 1e6, 9), round(float(end) / 1e6, 9)) for start, end in of]

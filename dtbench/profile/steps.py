@@ -1,0 +1,108 @@
+"""Where the steps of a job begin and end, by what a trace shows: the profiler's own marks, an annotation that comes
+again and again, or a sequence of collectives that repeats."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dtbench.profile.communication import Call
+
+_PROFILER = "ProfilerStep#"
+# What torch annotates by itself and is no step.
+_NO_STEP = re.compile(
+    r"^(?:nccl|gloo|c10d|record_param|DistributedDataParallel|FSDP|enumerate|## |Optimizer\.zero|\[|Backward)"
+)
+_OPTIMIZER = "Optimizer.step#"
+_COVERS = 0.5  # an annotation that is a step covers at least so much of the time from its first to its last
+_MOST_PERIOD = 5000  # collectives in a step
+
+
+@dataclass(frozen=True)
+class Steps:
+    """by: what told them. host: (start, end) as marked; marks: the same on the device, from the first kernel that a
+    step launched to that of the next. us."""
+
+    by: str = ""
+    host: tuple[tuple[float, float], ...] = ()
+    marks: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def longest_us(self) -> float | None:
+        """None for less than two: one step alone does not say how long a step is."""
+        if len(self.marks) < 2:
+            return None
+        return max(end - start for start, end in (*self.host, *self.marks))
+
+
+def steps_of(
+    annotations: Sequence[tuple[str, float, float]], launches: Any, calls: Sequence[Call] = ()
+) -> Steps:
+    """annotations: (name, start, end). launches: (launch, start) of kernels, by launch, None without a GPU."""
+    marked = sorted(
+        (start, end) for name, start, end in annotations if name.startswith(_PROFILER) and start < end
+    )
+    by = _PROFILER
+    if not marked:
+        by, marked = _repeated(annotations)
+    if not marked:
+        by, marked = "repetition", _by_calls(calls)
+    if not marked:
+        return Steps()
+    host = tuple(marked)
+    return Steps(by, host, host if launches is None else _on_device(host, launches))
+
+
+def _on_device(host: tuple[tuple[float, float], ...], launches: Any) -> tuple[tuple[float, float], ...]:
+    """The GPU runs behind the host: a step of its begins with the first kernel that the host launched in the step."""
+    first = np.searchsorted(launches[:, 0], [start for start, _ in host])
+    last = np.searchsorted(launches[:, 0], [end for _, end in host])
+    if (first == last).any():
+        return host
+    begins = [float(launches[a:b, 1].min()) for a, b in zip(first, last, strict=True)]
+    end = max(float(launches[first[-1] : last[-1], 1].max()), begins[-1])
+    if sorted(begins) != begins:
+        return host
+    return tuple(zip(begins, [*begins[1:], end], strict=True))
+
+
+def _repeated(annotations: Sequence[tuple[str, float, float]]) -> tuple[str, list[tuple[float, float]]]:
+    """The annotation that covers most, numbers aside; else from one step of the optimizer to the next."""
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for name, start, end in annotations:
+        if not _NO_STEP.match(name) and start < end:
+            key = name if name.startswith(_OPTIMIZER) else re.sub(r"\d+", "#", name)
+            by_name.setdefault(key, []).append((start, end))
+    best, covers = "", _COVERS
+    for name, of in by_name.items():
+        of.sort()
+        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(of))
+        share = sum(e - s for s, e in of) / max(of[-1][1] - of[0][0], 1e-9)
+        if len(of) > 1 and apart and share >= covers and not name.startswith(_OPTIMIZER):
+            best, covers = name, share
+    if best:
+        return best, by_name[best]
+    optimizers = [name for name, of in by_name.items() if name.startswith(_OPTIMIZER) and len(of) > 2]
+    if not optimizers:
+        return "", []
+    name = min(optimizers, key=lambda name: len(by_name[name]))
+    ends = [end for _, end in by_name[name]]
+    return name, list(itertools.pairwise(ends))
+
+
+def _by_calls(calls: Sequence[Call]) -> list[tuple[float, float]]:
+    """The shortest period of the sequence of collectives, where it repeats at least twice to the end."""
+    kinds = [(call.collective, call.group.key, call.bytes, call.dtype) for call in calls]
+    n = len(kinds)
+    for period in range(1, min(n // 2, _MOST_PERIOD) + 1):
+        if len(set(kinds[:period])) < min(2, n) and period == 1 and n < 3:
+            continue
+        if all(kinds[at] == kinds[at + period] for at in range(n - period)):
+            starts = [calls[at].start for at in range(0, n, period)]
+            return list(itertools.pairwise(starts))
+    return []

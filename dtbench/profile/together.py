@@ -1,0 +1,173 @@
+"""The ranks of a job on one clock, and in each collective who came when. Times in us.
+
+The clocks of hosts differ, and traces do not say by how much. A collective ends on all ranks of its group about
+together: the median difference of the ends is that of the clocks, and how far the ends scatter about it its error.
+Calls are joined by the number that the process group gave them where traces have it, else the n-th call of a kind over
+a group is the n-th on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from dtbench.profile.communication import Call
+from dtbench.profile.rank_trace import RankTrace
+from dtbench.records.job import Waits
+
+# Those that no rank can leave before all have come. A broadcast's root, or a sender, may be gone long before.
+_END_TOGETHER = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
+# Ranks of one host have one clock, as far as the ends of their collectives do not say otherwise: by more than gloo's
+# transports end apart. Each process turns the CPU's counter into time for itself, to well within SAME_CLOCK_US.
+SAME_HOST_US, SAME_CLOCK_US = 5e3, 100.0
+_Key = tuple[object, ...]
+
+
+@dataclass
+class Together:
+    """shift_us, error_us: by rank, what brings its times to the first rank's clock, and how far off that may be; a rank
+    that shares no collective with it has none. waits: by mesh dim. moving_us: (rank, index of its call) -> from the
+    last arrival to its end."""
+
+    shift_us: dict[int, float] = field(default_factory=dict)
+    error_us: dict[int, float] = field(default_factory=dict)
+    waits: list[Waits] = field(default_factory=list)
+    moving_us: dict[tuple[int, int], float] = field(default_factory=dict)
+    by: str = ""
+
+
+def bring_together(traces: Sequence[RankTrace]) -> Together:
+    together = Together()
+    if not traces:
+        return together
+    joined = _joined(traces)
+    _align(traces, joined, together)
+    _find_waits(traces, joined, together)
+    return together
+
+
+def _joined(traces: Sequence[RankTrace]) -> dict[_Key, dict[int, int]]:
+    """The same call of several ranks: a key of it -> by rank the index of its call."""
+    joined: dict[_Key, dict[int, int]] = {}
+    for trace in traces:
+        numbers: Counter[_Key] = Counter()
+        for index, call in enumerate(trace.calls):
+            group = call.group
+            if group.size is None or (group.ranks is not None and trace.rank not in group.ranks):
+                continue
+            members = group.ranks or (tuple(range(group.size)) if group.size == trace.world_size else None)
+            if members is None or call.collective in ("send", "recv", "send_recv", "unknown"):
+                continue
+            kind: _Key = (members, group.key, call.collective)
+            if call.sequence is not None:
+                key: _Key = (*kind, "seq", call.sequence)
+            else:
+                key = (*kind, "nth", numbers[kind])
+                numbers[kind] += 1
+            joined.setdefault(key, {}).setdefault(trace.rank, index)
+    counts: dict[_Key, set[int]] = {}
+    for key, of in joined.items():
+        if key[3] == "nth":
+            counts.setdefault(key[:3], set()).add(len(of))
+    # Traces that begin or end at different calls show different numbers of them: then the n-th is not the n-th.
+    odd = {kind for kind, sizes in counts.items() if len(sizes) > 1}
+    return {key: of for key, of in joined.items() if len(of) > 1 and key[:3] not in odd}
+
+
+def _align(traces: Sequence[RankTrace], joined: Mapping[_Key, Mapping[int, int]], together: Together) -> None:
+    by_rank = {trace.rank: trace for trace in traces}
+    ends: dict[tuple[int, int], list[float]] = {}
+    for key, of in joined.items():
+        if key[2] in _END_TOGETHER:
+            at = {rank: by_rank[rank].calls[index].end for rank, index in of.items()}
+            first = min(at)
+            for rank in at:
+                if rank != first:
+                    ends.setdefault((first, rank), []).append(at[first] - at[rank])
+    neighbours: dict[int, list[tuple[int, float, float]]] = {}
+    for (a, b), apart in ends.items():
+        shift = median(apart)
+        scatter = (
+            float(np.median(np.abs(np.array(apart) - shift))) * 1.4826
+        )  # of a normal distribution's sigma
+        error = scatter if len(apart) > 2 else float("inf")
+        same_clock, host = by_rank[b].zero_us - by_rank[a].zero_us, by_rank[a].host
+        if host and host == by_rank[b].host and abs(shift - same_clock) < 3 * scatter + SAME_HOST_US:
+            shift, error = same_clock, SAME_CLOCK_US
+        neighbours.setdefault(a, []).append((b, shift, error))
+        neighbours.setdefault(b, []).append((a, -shift, error))
+    start = traces[0].rank
+    together.shift_us, together.error_us = {start: 0.0}, {start: 0.0}
+    waiting = deque([start])
+    while waiting:
+        rank = waiting.popleft()
+        for other, shift, error in neighbours.get(rank, ()):
+            if other not in together.shift_us:
+                together.shift_us[other] = together.shift_us[rank] + shift
+                together.error_us[other] = together.error_us[rank] + error
+                waiting.append(other)
+    if len(together.shift_us) > 1:
+        numbered = any(key[3] == "seq" for key in joined)
+        together.by = "the ends of collectives, joined by " + ("their numbers" if numbered else "their order")
+
+
+def _find_waits(
+    traces: Sequence[RankTrace], joined: Mapping[_Key, Mapping[int, int]], together: Together
+) -> None:
+    by_rank = {trace.rank: trace for trace in traces}
+    dims: dict[tuple[str, int], _DimWaits] = {}
+    for key, of in joined.items():
+        members, _, name = key[:3]
+        if set(of) != set(members) or not set(of) <= set(together.shift_us):  # type: ignore[call-overload]
+            continue
+        calls = {rank: by_rank[rank].calls[index] for rank, index in of.items()}
+        arrivals = {rank: calls[rank].arrival + together.shift_us[rank] for rank in of}
+        last_at = max(arrivals.values())
+        for rank, index in of.items():
+            shift = together.shift_us[rank]
+            moving = calls[rank].end + shift - max(last_at, calls[rank].start + shift)
+            together.moving_us[rank, index] = max(moving, 0.0)
+        if name in _END_TOGETHER or name == "broadcast":
+            size = len(of)
+            call = next(iter(calls.values()))
+            of_dim = dims.setdefault((call.group.mesh_dim, size), _DimWaits())
+            of_dim.add(arrivals, calls, together)
+    together.waits = [of.record(*dim) for dim, of in sorted(dims.items())]
+
+
+class _DimWaits:
+    def __init__(self) -> None:
+        self.calls = self.unclear = 0
+        self.moving_us = 0.0
+        self.waiting_us: Counter[int] = Counter()
+        self.late_us: dict[int, list[float]] = {}
+
+    def add(self, arrivals: Mapping[int, float], calls: Mapping[int, Call], together: Together) -> None:
+        order = sorted(arrivals, key=arrivals.__getitem__)
+        last, second = order[-1], order[-2]
+        self.calls += 1
+        for rank in order[:-1]:
+            self.waiting_us[rank] += arrivals[last] - arrivals[rank]  # type: ignore[assignment]
+        ends = [calls[rank].end + together.shift_us[rank] for rank in order]
+        self.moving_us += max(median(ends) - arrivals[last], 0.0)
+        if arrivals[last] - arrivals[second] > together.error_us[last] + together.error_us[second]:
+            behind = arrivals[last] - median(arrivals[rank] for rank in order[:-1])
+            self.late_us.setdefault(last, []).append(behind)
+        else:
+            self.unclear += 1
+
+    def record(self, mesh_dim: str, size: int) -> Waits:
+        return Waits(
+            mesh_dim=mesh_dim,
+            group_size=size,
+            calls=self.calls,
+            waiting_s={str(rank): us / 1e6 for rank, us in sorted(self.waiting_us.items())},
+            moving_s=self.moving_us / 1e6,
+            last={str(rank): len(us) for rank, us in sorted(self.late_us.items())},
+            late_s={str(rank): median(us) / 1e6 for rank, us in sorted(self.late_us.items())},
+            unclear=self.unclear,
+        )

@@ -1,0 +1,92 @@
+"""A job's calls beside its links and beside another recording of it. Times are seconds, bandwidths bytes/s."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from dtbench.records.judged import Change, Verdict
+from dtbench.suite.fields import Amount, Count
+from dtbench.text.units import format_ratio, format_size
+
+
+class CallKind(Struct, frozen=True):
+    """Calls that are counted together; `Collective` says what each field is."""
+
+    mesh_dim: str
+    collective: str
+    group_size: Count | None
+    dtype: str | None
+    bytes: Count | None
+
+    def __str__(self) -> str:
+        return f"{self.mesh_dim} {self.collective} of {format_size(self.bytes)} ({self.dtype or 'unknown dtype'})"
+
+
+class LinkRow(Struct, frozen=True):
+    """Calls of all ranks beside what links reach without the job. time_s: of one, `moving`: the median without the wait
+    for the last rank, else the shortest, which may hold some wait. reached_s: by `beside`, a dim of a topology or a
+    public system. share: of its bandwidth. doubts: how that was extrapolated, or why there is none."""
+
+    kind: CallKind
+    count: Count
+    time_s: Amount
+    moving: bool
+    busbw: Amount | None
+    beside: str
+    reached_s: Amount | None
+    share: Amount | None
+    doubts: str
+
+
+class Worth(Struct, frozen=True):
+    """What at most would be saved of a step of `rank`, which has the longest, if: its communication over the dim were
+    "hidden", its "links" ran as without the job, the last rank came "on time"."""
+
+    mesh_dim: str
+    what: Literal["hidden", "links", "on time"]
+    rank: Count
+    step_s: Amount
+    saved_s: Amount
+    share: Amount
+
+
+class CallChange(Struct, frozen=True):
+    """Calls that differ; per_step: in base and in head, of each of `ranks`, in all where traces have no steps. Where
+    base and head are of two kinds, the latter take the place of the former."""
+
+    base: CallKind
+    head: CallKind
+    per_step: tuple[Amount, Amount]
+    ranks: tuple[Count, ...]
+
+    def __str__(self) -> str:
+        if self.base == self.head:
+            return f"{self.base}: {self.per_step[1]:g} calls instead of {self.per_step[0]:g}"
+        old, new = self.base.bytes, self.head.bytes
+        ratio = f", {format_ratio(new / old)} the bytes" if old and new else ""
+        return f"{self.head} instead of {format_size(old)} ({self.base.dtype or 'unknown dtype'}){ratio}"
+
+
+class TimeChange(Struct, frozen=True):
+    """A part of a step, as `StepParts` names it: of step_s the slowest rank's, else the median rank's."""
+
+    part: str
+    verdict: Verdict
+    why: str
+    base_s: Amount
+    head_s: Amount
+    effect: Change | None
+
+
+class Judgement(Struct, frozen=True):
+    """All that is said of a job. calls, times: what differs from others on `ranks`. exit_code: 1 where calls differ or
+    a time is slower, else 0: times that show nothing fail nothing, and links are no gate."""
+
+    exit_code: Count
+    links: tuple[LinkRow, ...] = ()
+    worth: tuple[Worth, ...] = ()
+    calls: tuple[CallChange, ...] = ()
+    times: tuple[TimeChange, ...] = ()
+    ranks: tuple[Count, ...] = ()

@@ -1,0 +1,250 @@
+"""What is said of a job's communication: beside its links, what that would be worth, and what changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from dtbench.comparison.references import read_systems, systems_called
+from dtbench.profile.judge import beside_links, changes, judged, worth
+from dtbench.records.job import Collective, DimParts, Job, RankJob, StepParts, Waits
+from dtbench.records.judged import Verdict
+from dtbench.records.judged_job import Judgement, LinkRow
+from dtbench.records.topology import CalibratedTopology
+from dtbench.suite.errors import UsageError
+from dtbench.tests.made_up_topology import a_curve, a_dim, a_topology
+
+MIB = 2**20
+
+
+def a_call(rank: int = 0, **changed: Any) -> Collective:
+    """Of 100 calls over dp that take 30 ms each, 20 of them to move 25 MiB."""
+    call = Collective(
+        rank=rank,
+        collective="all_reduce",
+        mesh_dim="dp",
+        group_size=4,
+        dtype="float32",
+        bytes=25 * MIB,
+        count=100,
+        time_s=3.0,
+        median_s=0.03,
+        best_s=0.025,
+        moving_s=0.02,
+    )
+    return replace(call, **changed)
+
+
+def a_rank(rank: int = 0, steps: int = 10, step_s: float = 1.0, computation_s: float = 0.6) -> RankJob:
+    """Whose steps are computation, 0.1 s idle, and exposed communication over dp."""
+    exposed_s = step_s - computation_s - 0.1
+    step = StepParts(
+        step_s=step_s,
+        computation_s=computation_s,
+        communication_s=exposed_s,
+        exposed_s=exposed_s,
+        idle_s=0.1,
+    )
+    dims = (DimParts(mesh_dim="dp", communication_s=exposed_s * steps, exposed_s=exposed_s * steps),)
+    return RankJob(rank=rank, steps=steps, step_s=step_s, each_step=(step,) * steps, dims=dims)
+
+
+def a_job(*calls: Collective, ranks: tuple[RankJob, ...] = (a_rank(),), **more: Any) -> Job:
+    return Job(world_size=4, ranks=ranks, collectives=calls, **more)
+
+
+def the_topology() -> CalibratedTopology:
+    """dp: 10 us and 2 GiB/s, so that 25 MiB take 12.217 ms; tp: 1 us and 8 GiB/s."""
+    dp = a_dim("dp", 4, 3.0, 2.0, collectives={"all_reduce": a_curve(10.0, 2.0)})
+    return a_topology(dp, a_dim("tp", 2, 9.0, 1.0, collectives={"all_to_all": a_curve(1.0, 8.0)}))
+
+
+def beside(call: Collective) -> LinkRow:
+    (row,) = beside_links(a_job(call), the_topology())
+    return row
+
+
+# ------------------------------------------------------------------------------------ links
+
+
+def test_a_call_without_its_wait_is_set_beside_the_curve_of_its_dim():
+    row = beside(a_call())
+    assert row.reached_s == pytest.approx(10e-6 + 25 / 2048)
+    assert row.share == pytest.approx(0.611, abs=5e-4)
+    assert row.busbw == pytest.approx(1.5 * 25 * MIB / 0.02)  # 2 (n - 1) / n of a ring of 4
+    assert (row.moving, row.beside, row.doubts) == (True, "dim dp", "")
+
+
+def test_without_the_other_ranks_the_best_call_stands_for_it():
+    row = beside(a_call(moving_s=None))
+    assert not row.moving and row.time_s == 0.025
+
+
+@pytest.mark.parametrize(
+    ("changed", "doubts"),
+    [
+        ({"mesh_dim": "group of 4"}, "dim matched by its 4 ranks"),
+        ({"bytes": 4 * 2**30}, "extrapolated from 1 KiB to 1 GiB"),
+        ({"group_size": 8}, "extrapolated from 4 ranks"),
+        ({"collective": "all_gather"}, "by the ring formula"),
+    ],
+)
+def test_what_was_not_measured_so_is_said(changed, doubts):
+    row = beside(a_call(**changed))
+    assert row.share is not None
+    assert row.doubts == doubts
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"mesh_dim": "cp", "group_size": 16}, "the topology has dp, tp, none of 16 ranks"),
+        ({"bytes": None}, "None bytes"),
+        ({"mesh_dim": "unknown group", "group_size": None}, "None ranks"),
+        ({"collective": "send"}, "no send over 4 ranks of dim dp"),
+        ({"collective": "all_to_all", "mesh_dim": "tp"}, "no all_to_all over 4 ranks"),
+    ],
+)
+def test_where_nothing_stands_beside_it_is_said_why(changed, why):
+    row = beside(a_call(**changed))
+    assert row.share is None and row.busbw is None
+    assert why in row.doubts
+
+
+def test_beside_a_public_system():
+    systems = systems_called(read_systems(), "8xa100-sxm4-40gb")
+    calls = [a_call(group_size=8, bytes=size, moving_s=0.0011638) for size in (64 * MIB, 100)]
+    published, too_small = beside_links(a_job(*calls), systems)
+    assert published.share == pytest.approx(0.5)  # that takes 581.9 us there
+    assert too_small.doubts == "not published over 8 ranks: 8xA100-SXM4-40GB"
+
+
+# ------------------------------------------------------------------------------------ worth
+
+
+def saved(job: Job, links: tuple[LinkRow, ...] = ()) -> dict[str, float]:
+    return {row.what: pytest.approx(row.saved_s) for row in worth(job, links)}
+
+
+def test_what_links_and_hiding_would_be_worth():
+    job = a_job(a_call(count=10), a_call(collective="barrier", bytes=None))
+    links = beside_links(job, the_topology())
+    # One call a step, of 20 ms instead of 12.2; what nothing stands beside saves nothing.
+    assert saved(job, links) == {"hidden": 0.3, "links": 0.02 - 10e-6 - 25 / 2048}
+    assert saved(job) == {"hidden": 0.3}
+    assert saved(a_job(a_call(count=1000)), links)["links"] == 0.3  # no more than is exposed
+    (row,) = worth(job, ())
+    assert row.share == pytest.approx(0.3)
+
+
+def test_ranks_that_come_on_time_save_their_waits_and_their_lateness():
+    waits = Waits(
+        mesh_dim="dp",
+        group_size=2,
+        calls=100,
+        waiting_s={"0": 2.0, "1": 0.1},
+        moving_s=1.0,
+        last={"0": 5, "1": 95},
+        late_s={"0": 0.01, "1": 0.02},
+    )
+    early, late = a_rank(0, step_s=1.01), a_rank(1, computation_s=0.8)
+    # 0.2 s a step waited, and 5 times 10 ms late in 10 steps; but half of what both compute, 0.7 s, remains.
+    assert saved(a_job(ranks=(early, late), waits=(waits,)))["on time"] == 0.205
+    early = a_rank(0, step_s=0.99)
+    assert saved(a_job(ranks=(early, late), waits=(waits,)))["on time"] == 0.01 + 95 * 0.02 / 10
+    slower = a_rank(1, computation_s=0.9, step_s=1.02)
+    both = replace(waits, late_s={"0": 0.0, "1": 0.05})
+    assert saved(a_job(ranks=(early, slower), waits=(both,)))["on time"] == 1.02 - 0.75
+
+
+def test_without_steps_nothing_is_promised():
+    assert worth(a_job(a_call(), ranks=(a_rank(steps=0),)), ()) == ()
+
+
+# ------------------------------------------------------------------------------------ changes
+
+
+def differences(base: Job, head: Job) -> list[str]:
+    judgement = changes([base], [head])
+    assert judgement.exit_code == (1 if judgement.calls else 0)
+    return [str(row) for row in judgement.calls]
+
+
+def test_equal_jobs_of_other_lengths_are_equal():
+    ten, twenty = a_job(a_call(count=20)), a_job(a_call(count=40), ranks=(a_rank(steps=20),))
+    assert differences(ten, twenty) == []
+    once = a_call(collective="broadcast", count=1)  # before the first step
+    assert differences(a_job(a_call(count=20), once), a_job(a_call(count=40), once, ranks=twenty.ranks)) == []
+    assert differences(a_job(a_call(count=20)), a_job(a_call(count=41), ranks=(a_rank(steps=20),))) == []
+    assert differences(ten, a_job(a_call(count=60), ranks=twenty.ranks)) == [
+        "dp all_reduce of 25 MiB (float32): 3 calls instead of 2"
+    ]
+
+
+def test_another_dtype_is_one_change():
+    fp8 = [
+        a_call(collective="all_gather", dtype="float8_e4m3fn", bytes=size, count=20)
+        for size in (MIB, 4 * MIB)
+    ]
+    bf16 = [replace(call, dtype="bfloat16", bytes=2 * call.bytes) for call in fp8]
+    assert differences(a_job(*fp8), a_job(*bf16)) == [
+        "dp all_gather of 2 MiB (bfloat16) instead of 1 MiB (float8_e4m3fn), 2.00x the bytes",
+        "dp all_gather of 8 MiB (bfloat16) instead of 4 MiB (float8_e4m3fn), 2.00x the bytes",
+    ]
+
+
+def test_one_call_more_in_one_step_of_one_rank_differs():
+    two = (a_rank(0), a_rank(1))
+    base = a_job(a_call(0), a_call(1), ranks=two)
+    (row,) = changes([base], [a_job(a_call(0), a_call(1, count=101), ranks=two)]).calls
+    assert (row.ranks, row.per_step) == ((1,), (10.0, 10.1))
+    both = a_job(a_call(0, count=90), a_call(1, count=90), ranks=two)
+    (row,) = changes([base], [both]).calls
+    assert row.ranks == (0, 1)
+
+
+def test_other_bytes_and_calls_of_unknown_size():
+    known, unknown = a_job(a_call()), a_job(a_call(bytes=None, dtype=None))
+    assert differences(known, a_job(a_call(bytes=50 * MIB))) == [
+        "dp all_reduce of 50 MiB (float32) instead of 25 MiB (float32), 2.00x the bytes"
+    ]
+    assert differences(unknown, unknown) == []
+    assert differences(known, unknown) == ["dp all_reduce of - (unknown dtype) instead of 25 MiB (float32)"]
+    assert differences(known, a_job()) == ["dp all_reduce of 25 MiB (float32): 0 calls instead of 10"]
+
+
+def test_steps_of_one_recording_give_no_verdict():
+    base, head = a_job(a_call(), ranks=(a_rank(step_s=0.9),)), a_job(a_call(), ranks=(a_rank(step_s=1.8),))
+    judgement = changes([base], [head])
+    step = judgement.times[0]
+    assert (step.part, step.base_s, step.head_s) == ("step_s", 0.9, 1.8)
+    assert step.verdict is Verdict.INCONCLUSIVE and "one launch each" in step.why
+    assert judgement.exit_code == 0
+
+
+def test_five_recordings_a_side_are_judged():
+    bases, heads = (
+        [a_job(a_call(), ranks=(a_rank(step_s=s + n / 1000),)) for n in range(5)] for s in (1.0, 1.2)
+    )
+    assert [row.verdict for row in changes(bases, heads).times] == ["slower", "same", "slower", "same"]
+    assert changes(bases, heads).exit_code == 1
+    assert changes(heads, bases).exit_code == 0
+
+
+def test_recordings_that_cannot_be_compared_are_refused():
+    for other in (a_job(ranks=(a_rank(1),)), a_job(ranks=(a_rank(steps=0),))):
+        with pytest.raises(UsageError, match="no rank is in all recordings"):
+            changes([a_job()], [other])
+    assert changes([other], [other]).times == ()  # without steps on either side
+
+
+def test_all_that_is_said_of_a_job_can_be_written_and_read():
+    job = a_job(a_call())
+    judgement = judged(job, the_topology(), [a_job(a_call(dtype="bfloat16"))])
+    assert judgement.exit_code == 1
+    assert len(judgement.links) == len(judgement.calls) == 1 and len(judgement.worth) == 2
+    assert msgspec.json.decode(msgspec.json.encode(judgement), type=Judgement) == judgement
+    assert judged(job) == Judgement(exit_code=0, worth=worth(job, ()))
