@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from dtbench.records.job import Job
 
 # Kind of target -> the parameters that it has beside -o.
-_OF_JOBS = ("topology", "bases", "as_json")
 _OF = {
-    "a suite": ("impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"),
-    "traces": _OF_JOBS,
-    "a command after --": (*_OF_JOBS, "steps", "warmup", "timeout_s"),
+    "a suite": ["impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"],
+    "traces": ["topology", "bases", "as_json"],
+    "-- COMMAND": ["topology", "bases", "as_json", "steps", "warmup", "timeout_s"],
 }
 
 
@@ -77,21 +76,13 @@ def profile_command(
       dtbench profile dispatch/add -o add
     """
     command: list[str] | None = context.meta["command"]
-    kind = (
-        "a command after --"
-        if command is not None
-        else "traces"
-        if any(map(_is_of_job, targets))
-        else "a suite"
-    )
+    kind = "traces" if any(map(_is_of_job, targets)) else "a suite" if command is None else "-- COMMAND"
     typed = {n for n in choices if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
     for option in context.command.params:
         if option.name in typed.difference(_OF[kind]):
             takers = " or ".join(taker for taker, names in _OF.items() if option.name in names)
             raise click.UsageError(f"{option.opts[0]} is for {takers}, the target is {kind}: leave it out")
-    if not (targets or command) or len(targets) > {"a suite": 1, "a command after --": 0}.get(
-        kind, len(targets)
-    ):
+    if (command is not None and (targets or not command)) or (len(targets) != 1 and kind == "a suite"):
         expected = "traces, one SUITE[/CASE], or -- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
         raise click.UsageError(
             f"got {len(targets)} targets{'' if command is None else ' and --'}, expected {expected}"
@@ -110,7 +101,7 @@ def profile_command(
 
 def _is_of_job(target: str) -> bool:
     path = Path(target)
-    is_folder = path.is_dir() and path.parts[0] not in read_builtin()
+    is_folder = path.is_dir() and target.partition("/")[0] not in read_builtin()
     return is_folder or target.endswith((".json", ".json.gz")) or looks_like_trace(path)
 
 

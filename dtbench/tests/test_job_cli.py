@@ -50,6 +50,7 @@ def test_traces_are_printed_and_kept_where_a_folder_is_named(dtbench: Cli, read:
         code, out, err = dtbench("profile", *targets)
         assert (code, read.pop()) == (0, targets) and "-o FOLDER" in err
     assert "Communication by mesh dim" in out and [path.name for path in Path().iterdir()] == ["traces"]
+    assert dtbench("profile", ".")[0] == 0
     assert dtbench("profile", "traces", "-o", "job")[0] == 0
     assert sorted(path.name for path in Path("job").iterdir()) == ["job.json", "table.txt"]
     assert dtbench("profile", "traces", "-o", "job")[2].startswith("dtbench: job exists already")
@@ -107,8 +108,8 @@ def test_a_command_has_options_of_its_own_and_its_exit_code(
     ("words", "says"),
     [
         ("job --mesh dp=2", "--mesh is for a suite, the target is traces"),
-        ("job --steps 2", "--steps is for a command"),
-        ("dispatch/add --json", "--json is for traces or a command"),
+        ("job --steps 2", "--steps is for -- COMMAND"),
+        ("dispatch/add --json", "--json is for traces or -- COMMAND"),
         ("--quick -- python x.py", "--quick is for a suite"),
         ("job -- python x.py", "expected traces, one SUITE[/CASE], or -- COMMAND"),
         ("--", "expected traces"),

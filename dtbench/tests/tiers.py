@@ -34,6 +34,8 @@ SLOW = {
     "dtbench/tests/test_preflight.py::test_real_ranks*": "four ranks that are examined",
     "dtbench/tests/test_preflight.py::test_under_torchrun*": "torchrun",
     "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",
+    "dtbench/tests/test_recording.py::test_in_a_rank_*": "a job that imports torch",
+    "dtbench/tests/test_recording.py::test_under_*": "torchrun",
     "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",
     "dtbench/tests/test_refine.py::test_real_ranks*": "sweeps of real ranks in two launches",
     "core/tests/test_compile*.py::*": "graphs, of which each compilation takes a second",
