@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,9 +51,7 @@ def hodges_lehmann_ratio(base: Sequence[float], new: Sequence[float]) -> RatioEs
     if len(base) < 2 or len(new) < 2:
         return RatioEstimate(ratio, None, None, None)
     tails = _rank_sum_tails(len(base), len(new))
-    k = 1
-    while k < len(pairwise) // 2 and 1 - 2 * tails[k] >= CONFIDENCE:
-        k += 1
+    k = min(max(bisect_right(tails, (1 - CONFIDENCE) / 2), 1), len(pairwise) // 2)
     # tails[k - 1] = P(U <= k - 1): the chance that the truth lies below the k-th pairwise ratio.
     return RatioEstimate(ratio, math.exp(pairwise[k - 1]), math.exp(pairwise[-k]), 1 - 2 * tails[k - 1])
 
