@@ -81,14 +81,13 @@ def provenance(
     mesh: (dim name, size), outermost first. ranks: what `local_rank_info`
     said on each rank, in rank order. backend: "gloo", "nccl", or None where no group was made.
     """
-    own = _own_checkout()
     return Header(
         schema=SCHEMA,
         run_id=uuid.uuid4().hex,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         argv=tuple(mask_arguments(argv)),
         versions=_versions(backend),
-        git=Checkouts(**msgspec.structs.asdict(_checkout(Path.cwd())), dtbench=own),
+        git=Checkouts(**msgspec.structs.asdict(_checkout(Path.cwd())), dtbench=_own_checkout()),
         machine=Machine(
             cpu=cpu(),
             gpus=tuple(gpus()),
