@@ -99,7 +99,7 @@ def predict_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec,
         compute_s=count * busy,
         tensor_s=count * slowest[0] * exposed_s,
         pipeline_s=(count + layout.pp - 2) * sent,
-        data_s=_data_parallel(job, layout, machine, links, busy, count),
+        data_s=_data_parallel(job, layout, machine, links, busy),
         bubble_s=others / layout.chunks,
         once_s=machine.fitted.step_us * 1e-6 + _optimizer(job, layout, machine),
         model_flops=model_flops(job),
@@ -192,15 +192,9 @@ def _head(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> flo
 
 
 def _data_parallel(
-    job: TrainingJob,
-    layout: TrainingLayout,
-    machine: MachineSpec,
-    links: Links,
-    one_micro_batch: float,
-    count: int,
+    job: TrainingJob, layout: TrainingLayout, machine: MachineSpec, links: Links, busy_s: float
 ) -> float:
-    """Seconds of reduced gradients, and of gathered weights, that are waited for. one_micro_batch: seconds of its
-    computation; count: micro batches."""
+    """Seconds of reduced gradients, and of gathered weights, that are waited for. busy_s: of one micro batch."""
     if layout.copies == 1:
         return 0.0
     counts = stage_layers(job.model, layout.pp, machine.fitted.stages_by_cost)
@@ -212,7 +206,7 @@ def _data_parallel(
     if experts:
         parts.append((experts, layout.copies * layout.tp // layout.ep, layout.ep))
     gather = functools.partial(links.collective, "all_gather")
-    hidden_by = one_micro_batch if job.software.overlap else 0.0
+    hidden_by = busy_s if job.software.overlap else 0.0
     total = 0.0
     for held, copies, inner in parts:
         # A collective per layer: FSDP has one, DDP's buckets and ZeRO's tensors are of that order.
@@ -224,7 +218,7 @@ def _data_parallel(
                 total += once + scattered
             else:  # both passes of every micro batch gather, beside the computation
                 one = 2 * once + scattered
-                total += count * max(layers * one - hidden_by, one)
+                total += layout.micro_batches(job.batch) * max(layers * one - hidden_by, one)
         replicas = copies // shards
         if replicas > 1:
             across = inner * shards
