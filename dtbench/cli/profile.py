@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # Kind of target -> the parameters that it has beside -o.
 _OF = {
     "a suite": ["impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"],
-    "traces": ["topology", "bases", "as_json"],
-    "-- COMMAND": ["topology", "bases", "as_json", "steps", "warmup", "timeout_s"],
+    "traces": ["topology", "bases", "as_json", "model", "layout"],
+    "-- COMMAND": ["topology", "bases", "as_json", "model", "layout", "steps", "warmup", "timeout_s"],
 }
 
 
@@ -42,10 +42,16 @@ class _Profile(options.AdvancedCommand):
 
 @click.command("profile", cls=_Profile)
 @click.argument("targets", nargs=-1, metavar="[TARGET]... [-- COMMAND]")
-@click.option("--topology", type=options.FILE, help="Of a job: what its links reach alone, as calibrated.")
+@click.option(
+    "--topology",
+    metavar="FILE|NAME",
+    help="Of a job: what its links reach alone, as calibrated; or a public system, as of compare --reference.",
+)
 @click.option(
     "--base", "bases", multiple=True, type=options.FILE, help="Of a job: its profile before; repeatable."
 )
+@click.option("--model", metavar="NAME|FILE", help="Of a job: what it trains, as of plan; with --layout.")
+@click.option("--layout", metavar="DIM=N,...", help="Of a job: such as tp=2,fsdp=4,batch=8,sequence=4096.")
 @options.JSON
 @click.option("--steps", default=3, type=click.IntRange(0), help="Of a command: steps to record; 0: all.")
 @click.option("--warmup", default=5, type=click.IntRange(0), help="Of a command: steps before them.")
@@ -111,6 +117,8 @@ def profile_job(
     """Records or reads a job, judges it, prints and keeps it; the exit code."""
     from msgspec import json, structs, to_builtins
 
+    from dtbench.cli.compare import public_systems
+    from dtbench.comparison.references import systems_called
     from dtbench.profile.job import read_job
     from dtbench.profile.judge import judged
     from dtbench.records.atomic import refuse_taken, replace_file
@@ -118,7 +126,15 @@ def profile_job(
     from dtbench.reporting.job_tables import print_job
     from dtbench.text.terminal import print_json
 
-    topology = read_topology(choices["topology"]) if choices["topology"] else None
+    topology = choices["topology"]
+    if topology:
+        is_file = Path(topology).exists() or topology.endswith(".json")
+        topology = (
+            read_topology(Path(topology)) if is_file else systems_called(tuple(public_systems()), topology)
+        )
+    model, layout = choices["model"], choices["layout"]
+    if (model is None) != (layout is None):
+        raise click.UsageError("--model and --layout belong together: give both, or neither")
     bases, code = [job_in([base]) for base in choices["bases"]], EXIT_OK
     folder = folder or (Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())) if command else None)
     if folder:
@@ -146,6 +162,10 @@ def profile_job(
     else:
         job = job_in(paths)
     judgement = judged(job, topology, bases)
+    if model and layout:
+        from dtbench.profile.needs import needed
+
+        judgement = structs.replace(judgement, needed=needed(job, model, layout))
     if folder:
         folder.mkdir(exist_ok=True)
         replace_file(folder / "job.json", json.encode(job))

@@ -160,7 +160,9 @@ def sentences(judgement: Judgement) -> dict[str, list[str]]:
         f"{one.part}: {format_seconds(one.base_s)} → {format_seconds(one.head_s)}, {one.why or one.verdict.meaning}"
         for one in judgement.times
     ]
-    return {"At most it would save": worth, "Base → new": [*map(str, judgement.calls), *times]}
+    changed = [*map(str, judgement.calls), *times]
+    needed = [str(one) for one in judgement.needed]
+    return {"At most it would save": worth, "What the layout needs": needed, "Base → new": changed}
 
 
 def print_job(job: Job, judgement: Judgement) -> None:

@@ -10,6 +10,7 @@ step ends with what the reduction of the gradients does not hide, and with the o
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dtbench.cost.plan.links import Links
@@ -235,3 +236,45 @@ def _optimizer(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -
     shards = layout.copies if job.software.zero else layout.fsdp
     moved = (OPTIMIZER_BYTES + machine.fitted.gradient_bytes) * stage_elements(job.model, layout)
     return moved / shards / machine.bytes_per_s
+
+
+class _Sizes:
+    """In place of links: a collective's price is its size, of those over one dim; nothing of others."""
+
+    def __init__(self, over: Callable[[str, int], bool]) -> None:
+        self._over = over
+
+    def collective(self, name: str, size_bytes: float, ranks: int, inner: int) -> float:
+        return size_bytes if self._over(name, inner) else 0.0
+
+    def send(self, size_bytes: float, tp: int, inner: int) -> float:
+        return 0.0
+
+
+def bytes_per_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> dict[str, float]:
+    """What a rank's collectives carry in a step over tp, cp, ep, fsdp and dp (copies of what fsdp shards), where the
+    layout has them: sizes as nccl-tests counts them. Where nothing is hidden, what a step waits for is all there is.
+
+    Raises:
+        ValueError: of a pipeline, whose stages differ.
+    """
+    if layout.pp > 1:
+        raise ValueError(f"pp={layout.pp}: what stages need differs, expected pp=1")
+    layers = job.model.layers * layout.micro_batches(job.batch)
+
+    def in_layers(dim: str) -> float:
+        def over(name: str, inner: int) -> bool:
+            return dim == ("ep" if name == "all_to_all" else "tp" if layout.tp > 1 and inner == 1 else "cp")
+
+        return layers * _in_layer(job, layout, _Sizes(over), 0.0, 0.0)[0]
+
+    def of_data(dim: str) -> float:
+        def over(_name: str, inner: int) -> bool:
+            return dim == ("fsdp" if layout.fsdp > 1 and inner in (layout.tp, layout.ep) else "dp")
+
+        return _data_parallel(job, layout, machine, _Sizes(over), 0.0)
+
+    needed = {dim: in_layers(dim) for dim in ("tp", "cp", "ep")} | {
+        dim: of_data(dim) for dim in ("fsdp", "dp")
+    }
+    return {dim: size for dim, size in needed.items() if size}

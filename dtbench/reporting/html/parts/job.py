@@ -31,12 +31,12 @@ def fill(section: ReportSection, of: Material) -> None:
     (share, sentence), judgement = headline(job), of.sources.judgement or Judgement(0)
     section.lead = _LEAD.format(plain(sentence))
     section.outcome = f"{share} of the job is exposed communication"
-    worth, changes = sentences(judgement).values()
+    worth, needed, changes = sentences(judgement).values()
     section.headlines = [(share, "of the job is exposed communication, which no computation covers")]
     section.headlines += [
         (f"{w.share:.0%}", f"at most: {line}") for w, line in zip(judgement.worth[:2], worth, strict=False)
     ]
-    section.cuts = [*changes, *worth[2:], *job.notes]
+    section.cuts = [*changes, *needed, *worth[2:], *job.notes]
     section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, judgement))
 
 
