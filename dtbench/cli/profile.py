@@ -132,7 +132,7 @@ def profile_job(
         topology = (
             read_topology(Path(topology)) if is_file else systems_called(tuple(public_systems()), topology)
         )
-    model, layout = choices["model"], choices["layout"]
+    model, layout = choices.get("model"), choices.get("layout")
     if (model is None) != (layout is None):
         raise click.UsageError("--model and --layout belong together: give both, or neither")
     bases, code = [job_in([base]) for base in choices["bases"]], EXIT_OK
