@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from dtbench.records.judged import Change, Verdict
 from dtbench.suite.fields import Amount, Count
-from dtbench.text.units import format_ratio, format_size
+from dtbench.text.units import format_bytes, format_ratio, format_size
 
 
 class CallKind(Struct, frozen=True):
@@ -62,8 +62,8 @@ class Needed(Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
-        what = f"{format_size(round(self.carried))} a step ({', '.join(self.dtypes) or 'nothing'})"
-        needs = format_size(round(self.needed))
+        what = f"{format_bytes(self.carried)} a step ({', '.join(self.dtypes) or 'nothing'})"
+        needs = format_bytes(self.needed)
         return f"{self.mesh_dim} carries {what}, {self.share:.2f}x the {needs} that the layout needs"
 
 
