@@ -134,20 +134,6 @@ Rule = Callable[[OpCall], Strategy]
 rule_of: dict[OpOverload, Rule] = {}  # an op's own
 
 
-_library = torch.library.Library("dtbench_core", "FRAGMENT")
-
-
-def new_op(schema: str, kernel: Call, meta: Call | None = None) -> OpOverload:
-    """An op of the core's own, of that schema. meta: its kernel for metadata alone, if `kernel` cannot be it."""
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
-    if meta is not None:
-        _library.impl(name, meta, "Meta")
-    op: OpOverload = getattr(torch.ops.dtbench_core, name).default
-    return op
-
-
 def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
     """Registers the decorated rule for `ops`."""
 
@@ -158,7 +144,7 @@ def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
     return register
 
 
-_decompositions: dict[OpOverload, Call] = {}
+decompositions: dict[OpOverload, Call] = {}
 
 
 def decomposition(*ops: OpOverload, with_op: bool = False) -> Callable[[Call], Call]:
@@ -172,15 +158,10 @@ def decomposition(*ops: OpOverload, with_op: bool = False) -> Callable[[Call], C
 
     def register(function: Call) -> Call:
         for op in ops:
-            _decompositions[op] = functools.partial(function, op) if with_op else function
+            decompositions[op] = functools.partial(function, op) if with_op else function
         return function
 
     return register
-
-
-def decomposition_of(op: OpOverload) -> Call | None:
-    """The decomposition registered for `op`, or None."""
-    return _decompositions.get(op)
 
 
 overridden: set[OpOverload] = set()  # for which a user has registered a rule
@@ -189,7 +170,7 @@ overridden: set[OpOverload] = set()  # for which a user has registered a rule
 def override(op: OpOverload, new: Rule) -> None:
     """Puts a user's rule in the place of whatever the core knows of `op`."""
     rule_of[op] = new
-    _decompositions.pop(op, None)
+    decompositions.pop(op, None)
     overridden.add(op)
 
 
