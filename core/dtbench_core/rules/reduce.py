@@ -84,10 +84,8 @@ def mean(call: OpCall) -> Strategy:
     spec = call.inputs[0]
     chunks = all(type(p) is Shard or not p.is_shard() for p in spec.placements)
     if chunks and all(splits_evenly(spec.shape[d], d, spec.placements, spec.info.sizes) for d in reduced):
-        average = Partial("avg")
-        return Strategy(
-            [*rows, *(PlacementRow((Shard(d),), (average,), ((0, d),), ((0, d),)) for d in reduced)]
-        )
+        rows += [PlacementRow((Shard(d),), (Partial("avg"),), ((0, d),), ((0, d),)) for d in reduced]
+        return Strategy(rows)
     shares = [PlacementRow((Shard(d),), (SUM,)) for d in reduced]
     return Strategy([*rows, *shares], local_op=_share_of_mean(call, reduced), any_lengths=True)
 
