@@ -60,8 +60,7 @@ def even_layout(
     for placement, parts in zip(placements, info.sizes, strict=True):
         if isinstance(placement, Shard):
             dim, was = placement.dim, shape[placement.dim]
-            ragged = isinstance(placement, RaggedShard)
-            shape[dim] = sum(placement.lengths(was, parts)) if ragged else was * parts
+            shape[dim] = sum(placement.counts) if isinstance(placement, RaggedShard) else was * parts
             stride = [
                 -(-s * shape[dim] // max(was, 1)) if d != dim and s > stride[dim] else s
                 for d, s in enumerate(stride)

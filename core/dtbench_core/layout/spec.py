@@ -172,8 +172,9 @@ class DTensorSpec:
             pairs = enumerate(
                 zip(self.info.groups, self.placements, strict=False)
             )  # outside the mesh, no groups
-            several = (d for d, (group, p) in pairs if group.size() > 1 and not isinstance(p, Shard))
-            self._equal_dims = frozenset(several)
+            self._equal_dims = frozenset(
+                d for d, (group, p) in pairs if group.size() > 1 and not isinstance(p, Shard)
+            )
         return self._equal_dims
 
     @property
