@@ -26,9 +26,7 @@ def plan_of_call(
     func: Call, args: Args, kwargs: Kwargs, seen: list[Recorded], result: Value
 ) -> OpPlan | None:
     """The plan of the whole call, if the call was one functional op."""
-    if "requires_grad" in kwargs:  # the op does not hear of it
-        return None
-    if len(seen) != 1:
+    if "requires_grad" in kwargs or len(seen) != 1:  # the op does not hear of the former
         return None
     plan, op_args, op_kwargs, op_result = seen[0]
     if plan is None or _copies_if_it_must(func, plan.info.op, op_args, result):
