@@ -141,10 +141,6 @@ class DTensorSpec:
     def local_stride(self) -> tuple[int, ...]:
         return contiguous_stride(self.local_shape, reversed(memory_order(self.shape, self.stride)))
 
-    def stride_in_order(self) -> tuple[int, ...]:
-        """The global strides of a dense tensor that lies in memory in `order`."""
-        return contiguous_stride(self.shape, reversed(self.order))
-
     def lays_out(self, local: torch.Tensor) -> bool:
         """Whether `local`, of the local shape, lies in memory as a dense tensor's part must. Of a tensor with gaps or
         overlaps, any part does: its strides depend on the tensor it is a view of."""

@@ -189,7 +189,7 @@ def linear_rows(
     call: OpCall, ins: int, outs: int = 1, ops: tuple[str, ...] = ("sum", "avg")
 ) -> list[PlacementRow]:
     """Rows for ops that commute with the pending reductions `ops` of all their inputs."""
-    return [PlacementRow((Partial(op),) * ins, (Partial(op),) * outs) for op in _pending_of(call, ops)]
+    return [PlacementRow((Partial(op),) * ins, (Partial(op),) * outs) for op in pending_of(call, ops)]
 
 
 def pending_rows(
@@ -200,7 +200,7 @@ def pending_rows(
     inputs, outs = range(len(call.inputs) if count is None else count), len(call.outputs)
     return [
         PlacementRow(tuple(Partial(op) if i in group else REPLICATE for i in inputs), (Partial(op),) * outs)
-        for op in _pending_of(call, ops)
+        for op in pending_of(call, ops)
         for group in terms
     ]
 
@@ -211,13 +211,8 @@ def along_others(call: OpCall, whole: Iterable[int], ins: int = 1, outs: int = 1
     return along((d for d in range(call.inputs[0].ndim) if d not in kept), ins, outs)
 
 
-def pending(call: OpCall, reduce_op: str) -> bool:
-    """Whether an input is Partial(reduce_op) on some mesh dim: else the rows need not be listed."""
-    return any(p.is_partial(reduce_op) for spec in call.inputs for p in spec.placements)
-
-
-def _pending_of(call: OpCall, ops: Iterable[str]) -> list[str]:
-    """Those of `ops` for which `pending` holds."""
+def pending_of(call: OpCall, ops: Iterable[str]) -> list[str]:
+    """Those of `ops` that an input has pending on some mesh dim: of others the rows need not be listed."""
     pending = {p.reduce_op for spec in call.inputs for p in spec.placements if isinstance(p, Partial)}
     return [op for op in ops if op in pending] if pending else []
 

@@ -100,11 +100,6 @@ def is_split(tensor: object, dims: Iterable[int]) -> bool:
     return isinstance(tensor, Wrapper) and any(p.is_shard(d) for p in tensor._spec.placements for d in dims)
 
 
-def all_replicated(*tensors: object) -> bool:
-    """Whether none of the tensors is sharded or pending."""
-    return all(t._spec.is_replicated() for t in tensors if isinstance(t, Wrapper))
-
-
 def materialised(tensor: Value) -> Value:
     """`tensor` with its pending reductions done: worth it where several uses would each do them."""
     if not isinstance(tensor, Wrapper) or not tensor._spec.has_partial():

@@ -17,7 +17,7 @@ from dtbench_core.rules.base import (
     along,
     aten,
     linear_rows,
-    pending,
+    pending_of,
     pending_rows,
     rule,
 )
@@ -82,7 +82,7 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
 def add_number_in_place(call: OpCall) -> Strategy:
     """As rms_norm adds eps to a mean, which may be pending: to each term of an average, to one of a sum."""
     rows = [*pointwise(call).rows, *linear_rows(call, 1)]
-    return Strategy(rows, localize=_by_first_rank if pending(call, "sum") else None)
+    return Strategy(rows, localize=_by_first_rank if pending_of(call, ["sum"]) else None)
 
 
 def _by_first_rank(placed: Placed) -> Call | None:

@@ -29,7 +29,7 @@ from dtbench_core.rules.base import (
     decomposition,
     linear_rows,
     ops_named,
-    pending,
+    pending_of,
     pending_rows,
     rule,
 )
@@ -303,7 +303,7 @@ def searchsorted(call: OpCall) -> Strategy:
 def like(call: OpCall) -> Strategy:
     """Fresh values of the input's shape: its shards are kept, a Partial's values are not read."""
     rows = along(range(call.inputs[0].ndim), 1, 1)
-    rows += [PlacementRow((Partial(op),), (REPLICATE,)) for op in REDUCE_OPS if pending(call, op)]
+    rows += [PlacementRow((Partial(op),), (REPLICATE,)) for op in pending_of(call, REDUCE_OPS)]
     return Strategy(rows)
 
 

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import Partial, Placement, Shard, splits_evenly
 from dtbench_core.op_types import Call, Value
-from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear_rows, pending, rule
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear_rows, pending_of, rule
 from dtbench_core.rules.labels import SUM, but, moved_rows
 
 # Of these an empty list of dims reduces nothing; for the others it means all dims.
@@ -126,7 +126,7 @@ def prod(call: OpCall) -> Strategy:
         reduced, keepdim = reduced_dims(call)
         return Strategy(kept_rows(call, reduced, keepdim))
     rows = _pending_rows(call, Partial("product"))
-    if pending(call, "product") and call["dtype"] is None:
+    if pending_of(call, ["product"]) and call["dtype"] is None:
         rows.append(PlacementRow((Partial("product"),), (Partial("product"),)))
     return Strategy(rows)
 
