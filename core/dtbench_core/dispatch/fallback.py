@@ -130,12 +130,7 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
 
 
 def _outside(
-    cls: type[Wrapper],
-    op: OpOverload,
-    args: Args,
-    kwargs: Kwargs,
-    mesh: MeshInfo,
-    written: list[Wrapper],
+    cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs, mesh: MeshInfo, written: list[Wrapper]
 ) -> Value:
     """What `run` gives on a rank outside the mesh (see outside_mesh.py): metadata, and the written tensors."""
     if torch.Tag.nondeterministic_seeded in op.tags:

@@ -104,13 +104,7 @@ def _takes_tensor(op: OpOverload) -> bool:
     return bool(arguments) and str(arguments[0].type) in ("Tensor", "List[Tensor]")
 
 
-def _accounts_for(
-    args: Args,
-    kwargs: Kwargs,
-    op_args: Args,
-    op_kwargs: Kwargs,
-    plan: OpPlan,
-) -> bool:
+def _accounts_for(args: Args, kwargs: Kwargs, op_args: Args, op_kwargs: Kwargs, plan: OpPlan) -> bool:
     """Whether the op got just the function's tensors and no number but the function's own.
 
     A number of another origin may come from the global shape, and would be wrong for a shard. The

@@ -197,12 +197,7 @@ def _raising(refusal: Exception) -> Call:
 
 
 def _empty_results(
-    info: OpInfo,
-    op: Call,
-    specs: Sequence[DTensorSpec | None],
-    refusal: Exception | None,
-    *,
-    several: bool,
+    info: OpInfo, op: Call, specs: Sequence[DTensorSpec | None], refusal: Exception | None, *, several: bool
 ) -> Call:
     """Stands for the op on a rank whose results are empty: many kernels raise or warn there, and a rank
     that raises alone leaves the others waiting. Shards, empty ones too, define which ops they support.
@@ -248,12 +243,7 @@ def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
 
 
 def first_run(
-    plan: OpPlan,
-    cls: type[Wrapper],
-    args: Args,
-    kwargs: Kwargs,
-    locals_: list[Value],
-    local_kwargs: Kwargs,
+    plan: OpPlan, cls: type[Wrapper], args: Args, kwargs: Kwargs, locals_: list[Value], local_kwargs: Kwargs
 ) -> tuple[OpPlan, Any]:
     """(the plan to keep, the result): a rule that misjudges a shape must not pass silently. Nor a local op that
     copies, on these shards, where the op gives a view, or that leaves its result otherwise in memory than it does

@@ -28,11 +28,7 @@ _MOST = 1 << 24
 
 
 def refuse_overlap(
-    op: OpOverload,
-    written: Sequence[Wrapper],
-    args: Args,
-    kwargs: Kwargs,
-    answers: Known,
+    op: OpOverload, written: Sequence[Wrapper], args: Args, kwargs: Kwargs, answers: Known
 ) -> None:
     """Before `op` writes to `written`, which are among its arguments. answers: the answers so far, for tensors of these
     specs.

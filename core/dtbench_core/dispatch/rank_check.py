@@ -27,10 +27,7 @@ REFUSALS = (RuntimeError, ValueError, IndexError, ZeroDivisionError)
 
 
 def every_rank_can(
-    call: OpCall,
-    strategy: Strategy,
-    inputs: Sequence[Placements],
-    outputs: Sequence[Placements],
+    call: OpCall, strategy: Strategy, inputs: Sequence[Placements], outputs: Sequence[Placements]
 ) -> bool:
     """Whether the op runs on all ranks' shards and gives the shards that `outputs` says."""
     if all_even(call, inputs, outputs):

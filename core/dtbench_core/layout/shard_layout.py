@@ -99,11 +99,7 @@ MAX_DIMS = 64
 
 
 def agreed_placements(
-    local: torch.Tensor,
-    info: MeshInfo,
-    placements: Placements,
-    shape: Sequence[int],
-    stride: Sequence[int],
+    local: torch.Tensor, info: MeshInfo, placements: Placements, shape: Sequence[int], stride: Sequence[int]
 ) -> Placements:
     """The placements under which the ranks' local tensors make up the global one.
 

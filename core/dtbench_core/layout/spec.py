@@ -218,10 +218,7 @@ _interned: weakref.WeakValueDictionary[
 
 
 def normalize(
-    placements: Sequence[Placement] | None,
-    ndim: int,
-    info: MeshInfo,
-    shape: Sequence[int] | None = None,
+    placements: Sequence[Placement] | None, ndim: int, info: MeshInfo, shape: Sequence[int] | None = None
 ) -> Placements:
     """Placements ready for a spec: one per mesh dim (all Replicate for None), Shard dims >= 0.
 

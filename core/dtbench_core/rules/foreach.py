@@ -120,11 +120,7 @@ def foreach(call: OpCall) -> Strategy:
 
 
 def _place_column(
-    call: OpCall,
-    inputs: tuple[DTensorSpec, ...],
-    shared: list[int],
-    meta: TensorMeta | None,
-    in_place: bool,
+    call: OpCall, inputs: tuple[DTensorSpec, ...], shared: list[int], meta: TensorMeta | None, in_place: bool
 ) -> tuple[tuple[Placements, ...], Placements] | None:
     """(placements of the column's inputs, of its result); None where a written one would have to move."""
     single, rule_of_single = _single(call.op)

@@ -17,9 +17,7 @@ PlacementList = Sequence[Placement | None]
 ShardingFunction = Callable[..., Sequence[tuple[PlacementList, PlacementList]]]
 
 
-def register_sharding(
-    op: OpOverload | list[OpOverload],
-) -> Callable[[ShardingFunction], ShardingFunction]:
+def register_sharding(op: OpOverload | list[OpOverload]) -> Callable[[ShardingFunction], ShardingFunction]:
     """Gives an op, or several, a sharding rule; it takes the place of the core's own.
 
     The decorated function is called with the op's arguments, a tensor-like description (`shape`,

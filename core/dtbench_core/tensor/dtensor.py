@@ -162,10 +162,7 @@ class DTensor(Wrapper):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor],
-        described: in_graphs.Described,
-        outer_size: Any,
-        outer_stride: Any,
+        inner: dict[str, torch.Tensor], described: in_graphs.Described, outer_size: Any, outer_stride: Any
     ) -> DTensor:
         spec, requires_grad, parted = described
         local = inner["_local_tensor"]
