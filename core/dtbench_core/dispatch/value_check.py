@@ -99,7 +99,7 @@ def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Call
         return tensor.new_ones(shape) if written else tensor.new_ones(()).expand(shape)
 
     def run(*args: object, **kwargs: object) -> None:
-        described = {name: kwargs[name] for name in call.kwargs}  # `out` is none of them
+        described = {name: value for name, value in kwargs.items() if name in call.kwargs}  # without `out`
         leaves, rebuilt = flattened(args, sorted_by_name(described))
         remaining = iter(shapes)
         tried = [stand_in(x, next(remaining)) if isinstance(x, torch.Tensor) else x for x in leaves]
