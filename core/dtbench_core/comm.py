@@ -32,6 +32,7 @@ from dtbench_core.torch_compat import (
     REDUCE_SCATTER_METHOD,
     dispatch_modes_active,
     is_fake,
+    new_op,
 )
 from dtbench_core.traced_collectives import keep_on_all_ranks
 
@@ -409,7 +410,7 @@ def _call(op: Callable[..., torch.Tensor], input: torch.Tensor, *args: object) -
     if input.is_complex():
         return torch.view_as_complex(_call(op, _real(input.resolve_conj()), *args))
     result = op(input, *args)
-    keep_on_all_ranks(result, torch.ops.dtbench_core.after.default)
+    keep_on_all_ranks(result, _after)
     waited: torch.Tensor = _ops.wait_tensor(result)
     return waited
 
@@ -424,17 +425,11 @@ def _reduce(
     return result / group.size() if averaged else result
 
 
-_library = torch.library.Library("dtbench_core", "FRAGMENT")
 # A copy of `input` that a graph takes for computed from `source` too.
-_library.define("after(Tensor input, Tensor source) -> Tensor")
-_library.impl("after", lambda tensor, source: tensor.clone(), "CompositeExplicitAutograd")
-_library.define(
-    "full_ordered_after(Tensor[] sources, SymInt[] size, Scalar value, ScalarType dtype) -> Tensor"
-)
-_library.impl(
-    "full_ordered_after",
+_after = new_op("after(Tensor input, Tensor source) -> Tensor", lambda tensor, source: tensor.clone())
+_full_ordered_after = new_op(
+    "full_ordered_after(Tensor[] sources, SymInt[] size, Scalar value, ScalarType dtype) -> Tensor",
     lambda sources, size, value, dtype: sources[0].new_full(size, value, dtype=dtype),
-    "CompositeExplicitAutograd",
 )
 
 
@@ -447,7 +442,7 @@ def full_ordered_after(
     without it, and the other ranks would wait.
     """
     if dispatch_modes_active() and not simulation.active:
-        result: torch.Tensor = torch.ops.dtbench_core.full_ordered_after(list(sources), shape, value, dtype)
+        result: torch.Tensor = _full_ordered_after(list(sources), shape, value, dtype)
         return result
     return sources[0].new_full(shape, value, dtype=dtype)
 

@@ -29,8 +29,10 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dtbench_core import comm
+from dtbench_core.dispatch.metadata import written_arguments
 from dtbench_core.errors import ArgumentError
-from dtbench_core.op_types import Args, Call, Ctx, Kwargs, Value
+from dtbench_core.op_types import Call, Ctx, Kwargs, Value
+from dtbench_core.rules.base import bound
 from dtbench_core.torch_compat import (
     active_tracer,
     current_stream,
@@ -224,7 +226,9 @@ class CommTensor(torch.Tensor):
             return _collective(func, args, kwargs)
         waited = False
         owners: list[CommTensor] = []
-        for value, written in _arguments(func, args, kwargs):
+        mutated = {name for _, name in written_arguments(func)}
+        for name, value in bound(func, args, kwargs).items():
+            written = name in mutated
             for leaf in tree_iter(value):
                 if isinstance(leaf, CommTensor):
                     if written and leaf._memory.unseen:  # by that collective
@@ -249,18 +253,8 @@ class _Wrap(torch.autograd.Function):
 
 def _wrapped(tensor: torch.Tensor, memory: _CommMemory) -> CommTensor:
     # By position: storage offset, memory format, dtype, layout, device, pinned, requires grad.
-    result: Value = make_wrapper(
-        CommTensor,
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-        None,
-        tensor.dtype,
-        torch.strided,
-        tensor.device,
-        False,
-        False,
-    )
+    metadata = tensor.shape, tensor.stride(), tensor.storage_offset(), None, tensor.dtype
+    result: Value = make_wrapper(CommTensor, *metadata, torch.strided, tensor.device, False, False)
     result._tensor, result._memory = tensor, memory
     tracer = active_tracer()
     if tracer is not None:
@@ -281,16 +275,6 @@ def _result(result: torch.Tensor, owners: Sequence[CommTensor], waited: bool) ->
         if share_memory(result, owner._tensor):
             return _wrapped(result, owner._memory)
     return result if waited else _wrapped(result, _CommMemory())
-
-
-def _arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> Iterator[tuple[Any, bool]]:
-    """Every argument, and whether the op writes to it."""
-    for position, argument in enumerate(func._schema.arguments):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if position < len(args):
-            yield args[position], written
-        elif argument.name in kwargs:
-            yield kwargs[argument.name], written
 
 
 # ---- collectives ----

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -65,10 +65,7 @@ def fresh(besides: Iterable[PerRank[Any]] = ()) -> list[tuple[PerRank[Any], Any]
 class Simulation:
     """active: whether a LocalTensorMode is on, of which there is one at a time: one program runs for all ranks."""
 
-    __slots__ = ("active",)
-
-    def __init__(self) -> None:
-        self.active = False
+    active = False
 
 
 simulation = Simulation()
@@ -77,12 +74,7 @@ simulation = Simulation()
 # ---- caches ----
 
 
-class _Clearing(NamedTuple):
-    clear: Callable[[], object]
-    with_rules: bool
-
-
-_clearing: list[_Clearing] = []
+_clearing: list[tuple[Callable[[], object], bool]] = []  # what clears, and whether only with rules
 
 
 def remember(cache: dict[K, T], key: K, value: T) -> None:
@@ -94,17 +86,17 @@ def remember(cache: dict[K, T], key: K, value: T) -> None:
 
 def on_clear(clear: Callable[[], object], *, with_rules: bool = False) -> None:
     """Has `clear` called by `clear_caches`. with_rules: only once an op has got another rule."""
-    _clearing.append(_Clearing(clear, with_rules))
+    _clearing.append((clear, with_rules))
 
 
 def clear_caches() -> None:
     """Forgets all plans, of ops and of redistributions."""
-    for one in _clearing:
-        if not one.with_rules:
-            one.clear()
+    for clear, with_rules in _clearing:
+        if not with_rules:
+            clear()
 
 
 def rules_changed() -> None:
     """An op got another rule: what was learnt of ops, and of functions that call them, may be wrong."""
-    for one in _clearing:
-        one.clear()
+    for clear, _ in _clearing:
+        clear()

@@ -125,12 +125,8 @@ def world_store() -> Any:
     return None if isinstance(kept, c10d.HashStore) else store
 
 
-def resolve_group(group_name: str) -> dist.ProcessGroup:
-    """The process group of a name, as ops carry it."""
-    resolve = cast("Callable[[str], dist.ProcessGroup]", torch._C._distributed_c10d._resolve_process_group)
-    return resolve(group_name)
-
-
+# The process group of a name, as ops carry it.
+resolve_group = cast("Callable[[str], dist.ProcessGroup]", torch._C._distributed_c10d._resolve_process_group)
 # The device on which a group sends objects, which it can any tensor.
 device_of_group = cast("Callable[[dist.ProcessGroup], str]", distributed_c10d._get_object_coll_device)
 
@@ -152,11 +148,7 @@ def _set_storage(
     wrapper: torch.Tensor, storage: torch.UntypedStorage, shape: Sequence[int], stride: Sequence[int]
 ) -> None:
     was = torch._C._meta_in_tls_dispatch_include()
-    with (
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._DisableTorchDispatch(),
-        torch._C.DisableTorchFunctionSubclass(),
-    ):
+    with torch._C._AutoDispatchBelowAutograd(), DisableTorchDispatch(), DisableTorchFunction():
         torch._C._set_meta_in_tls_dispatch_include(True)
         try:
             torch.ops.aten.set_.source_Storage_storage_offset(wrapper, storage, 0, list(shape), list(stride))
@@ -198,6 +190,22 @@ def mesh_dim_groups(mesh: DeviceMesh, dim: int) -> tuple[tuple[int, ...], ...]:
         layout = vars(device_mesh)["_MeshLayout"]([layout])
     with torch._C._DisableTorchDispatch():
         return tuple(map(tuple, layout.remap_to_tensor(mesh._rank_map).reshape(-1, mesh.size(dim)).tolist()))
+
+
+_library = torch.library.Library("dtbench_core", "FRAGMENT")
+
+
+def new_op(
+    schema: str, kernel: Callable[..., Any], meta: Callable[..., Any] | None = None
+) -> torch._ops.OpOverload:
+    """An op of the core's own, of that schema. meta: its kernel for metadata alone, if `kernel` cannot be it."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    if meta is not None:
+        _library.impl(name, meta, "Meta")
+    op: torch._ops.OpOverload = getattr(torch.ops.dtbench_core, name).default
+    return op
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:
@@ -272,7 +280,7 @@ def is_fake_mode_active() -> bool:
 
 def in_backward() -> bool:
     """Whether autograd's engine runs here, with values."""
-    return torch._C._current_graph_task_id() != -1 and not is_traced()
+    return in_backward_pass() and not is_traced()
 
 
 def is_traced() -> bool:
@@ -317,7 +325,7 @@ def place_of_view(
     views = vars(torch._C)["_functionalization"]
     if not hasattr(views, "apply_view_meta_sequence"):
         return None
-    with untraced(), _python_dispatch._disable_current_modes():
+    with untraced(), disable_modes():
         taken = views.apply_view_meta_sequence(source, views.get_view_meta_sequence(vars(view)["elem"]))
     return tuple(taken.shape), taken.stride(), taken.storage_offset() - source.storage_offset()
 
@@ -373,8 +381,8 @@ def in_backward_pass() -> bool:
 
 def traced_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
     """The node of the graph that gives `tensor`; None if it is a constant there."""
-    if isinstance(tensor, functional_tensor.FunctionalTensor):
-        tensor = torch._from_functional_tensor(tensor.elem)
+    if is_functional(tensor):
+        tensor = value_of_functional(tensor)
     return getattr(traced_value(tensor, tracer), "node", None)
 
 

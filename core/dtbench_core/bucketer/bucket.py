@@ -170,7 +170,9 @@ class Bucket:
         self.pool = BufferPool(self.reduction.dtype_of(self.dtype), self.device, self.counters)
         self._pending: PendingBucket | None = None
         self._flying: deque[PendingBucket] = deque()  # in order of issue
-        self._checking = self.check_ranks != "never" and can_check(self.group)
+        # torch's fake group answers with nothing, and has only one rank that could disagree.
+        peers = self.world_size > 1 and "fake" not in str(dist.get_backend(self.group))
+        self._checking = self.check_ranks != "never" and peers
 
     @property
     def pending(self) -> int:
@@ -419,11 +421,6 @@ class Bucket:
 # ---- whether the ranks of a group are about to reduce the same inputs ----
 
 SHOWN = 6  # inputs named in an error
-
-
-def can_check(group: ProcessGroup) -> bool:
-    """torch's fake group answers with nothing, and has only one rank that could disagree."""
-    return group.size() > 1 and "fake" not in str(dist.get_backend(group))
 
 
 def check_ranks_agree(

@@ -126,12 +126,8 @@ def _of_dtensor(tensor: Wrapper, group: ProcessGroup) -> Intake:
     if dim is None:
         return taken
     # Cut after the mesh dims that follow have cut: each of their shards by itself.
-    later = [
-        n
-        for p, n in zip(spec.placements[dim + 1 :], spec.info.sizes[dim + 1 :], strict=True)
-        if isinstance(p, Shard) and p.dim == 0
-    ]
-    factor = math.prod(later)
+    later = zip(spec.placements[dim + 1 :], spec.info.sizes[dim + 1 :], strict=True)
+    factor = math.prod(n for p, n in later if p.is_shard(0))
     cut = StridedShard(0, factor) if factor > 1 else Shard(0)
     placements = (*spec.placements[:dim], cut, *spec.placements[dim + 1 :])
     return taken._replace(rewrap=_rewrap(tensor, spec, placements))

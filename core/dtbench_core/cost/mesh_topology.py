@@ -65,11 +65,9 @@ _constants: dict[DeviceMesh, MeshTopoInfo] = {}  # of its meshes
 
 
 class _InUse(contextlib.ExitStack):
-    """What `use_topology` returns: undo by `restore()`, or at the end of a `with`."""
+    """What `use_topology` returns: `restore()`, or the end of a `with`, puts back what was in use before, once."""
 
-    def restore(self) -> None:
-        """Puts back what was in use before. A second call does nothing."""
-        self.close()
+    restore = contextlib.ExitStack.close
 
 
 def use_topology(topology: str | Path | Mapping[str, object] | Topology | None) -> _InUse:

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm
 from dtbench_core.errors import RanksDifferError
-from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import Partial, Placement, Replicate, Shard, describe, local_extents
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Args, Kwargs, Value
@@ -74,7 +73,8 @@ def compare_move(name: str, tensor: Wrapper, placements: Sequence[Placement] | N
 def compare(name: str, tensors: Sequence[Wrapper]) -> None:
     """Raises as `check_ranks` says, where the ranks differ in the op of this name on these tensors."""
     info = tensors[0]._spec.info
-    if simulation.active or is_traced() or info.coordinate is None or not info.groups or _is_fake(info):
+    alone = any(comm.own_group(group).name() == "fake" for group in info.groups)  # nobody is at the other end
+    if simulation.active or is_traced() or info.coordinate is None or not info.groups or alone:
         return
     mine = [(dist.get_rank(), name, tuple(map(_words, tensors)))]
     with disable_modes():
@@ -107,11 +107,6 @@ def _words(tensor: Wrapper) -> str:
         if part != held:
             return f"{spec}{_WRONG}{list(held)} instead of {list(part)}"
     return str(spec)
-
-
-def _is_fake(info: MeshInfo) -> bool:
-    """Whether nobody is at the other end of the mesh's groups."""
-    return any(comm.own_group(group).name() == "fake" for group in info.groups)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

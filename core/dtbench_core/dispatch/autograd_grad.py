@@ -30,17 +30,13 @@ def grad(
     **others: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """As torch.autograd.grad, which calls it with the outputs and inputs as tuples."""
-    outer_gradients = (
-        grad_outputs if grad_outputs.__class__ in (list, tuple) else (grad_outputs,) * len(outputs)
-    )
+    listed = grad_outputs if grad_outputs.__class__ in (list, tuple) else (grad_outputs,) * len(outputs)
     if any(others[name] for name in others if name != "only_inputs"):
         with DisableTorchFunction():
             return torch.autograd.grad(
                 outputs, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused, **others
             )
-    cotangents = (
-        tuple(outer_gradients) if _fit(outputs, outer_gradients) else _cotangents(outputs, outer_gradients)
-    )
+    cotangents = tuple(listed) if _fit(outputs, listed) else _cotangents(outputs, listed)
     kept = create_graph if retain_graph is None else retain_graph
     return run_backward(
         outputs, cotangents, kept, create_graph, inputs, bool(allow_unused), accumulate_grad=False

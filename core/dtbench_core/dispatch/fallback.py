@@ -17,7 +17,13 @@ from torch.utils._pytree import tree_map
 
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch import outside_mesh as outside
-from dtbench_core.dispatch.metadata import device_of_results, results_of, written_arguments, written_by
+from dtbench_core.dispatch.metadata import (
+    describe,
+    device_of_results,
+    results_of,
+    written_arguments,
+    written_by,
+)
 from dtbench_core.dispatch.overlap import refuse_overlap
 from dtbench_core.errors import NoRuleError
 from dtbench_core.layout import rng as random
@@ -124,33 +130,21 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
 
 
 def _outside(
-    cls: type[Wrapper],
-    op: OpOverload,
-    args: Args,
-    kwargs: Kwargs,
-    mesh: MeshInfo,
-    written: list[Wrapper],
+    cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs, mesh: MeshInfo, written: list[Wrapper]
 ) -> Value:
     """What `run` gives on a rank outside the mesh (see outside_mesh.py): metadata, and the written tensors."""
-    replicated = (REPLICATE,) * mesh.ndim
-
-    def described(leaf: Value) -> Value:
-        if isinstance(leaf, Wrapper):
-            return leaf._spec
-        plain = isinstance(leaf, torch.Tensor)
-        return DTensorSpec.of(mesh, replicated, leaf.shape, leaf.stride(), leaf.dtype) if plain else leaf
-
     if torch.Tag.nondeterministic_seeded in op.tags:
         outside.keep_in_step(op, args, kwargs)
-    spec_args, spec_kwargs = tree_map(described, (list(args), kwargs))
+    call = describe(op, args, kwargs)
     try:
-        metas, structure = results_of(op, tuple(spec_args), spec_kwargs, False)
+        metas, structure = results_of(op, call.args, call.kwargs, False)
     except NotImplementedError as error:
         raise outside.unknown_value(op, mesh) from error
     if structure == "value":
         return outside.kernel(op, mesh, (), structure)()
     if written:
         return written[0] if structure == "tensor" else tuple(written)
+    replicated = (REPLICATE,) * mesh.ndim
     specs = [None if meta is None else DTensorSpec.of(mesh, replicated, *meta) for meta in metas]
     where = device_of_results(args, kwargs, mesh.device_type)
     results = [None if s is None else wrap(cls, empty_part(s, where), s) for s in specs]
@@ -196,9 +190,8 @@ def _write_back(op: OpOverload, tensor: Wrapper, full: torch.Tensor) -> None:
             f"{op} changes the shape of the tensor it writes to from {list(spec.shape)} to {list(full.shape)}: "
             "use the functional form and assign its result"
         )
-    if full is tensor._local_tensor:
-        return
-    store(tensor, full)
+    if full is not tensor._local_tensor:
+        store(tensor, full)
 
 
 def store(tensor: Wrapper, full: torch.Tensor) -> None:

@@ -26,9 +26,7 @@ def plan_of_call(
     func: Call, args: Args, kwargs: Kwargs, seen: list[Recorded], result: Value
 ) -> OpPlan | None:
     """The plan of the whole call, if the call was one functional op."""
-    if "requires_grad" in kwargs:  # the op does not hear of it
-        return None
-    if len(seen) != 1:
+    if "requires_grad" in kwargs or len(seen) != 1:  # the op does not hear of the former
         return None
     plan, op_args, op_kwargs, op_result = seen[0]
     if plan is None or _copies_if_it_must(func, plan.info.op, op_args, result):
@@ -106,13 +104,7 @@ def _takes_tensor(op: OpOverload) -> bool:
     return bool(arguments) and str(arguments[0].type) in ("Tensor", "List[Tensor]")
 
 
-def _accounts_for(
-    args: Args,
-    kwargs: Kwargs,
-    op_args: Args,
-    op_kwargs: Kwargs,
-    plan: OpPlan,
-) -> bool:
+def _accounts_for(args: Args, kwargs: Kwargs, op_args: Args, op_kwargs: Kwargs, plan: OpPlan) -> bool:
     """Whether the op got just the function's tensors and no number but the function's own.
 
     A number of another origin may come from the global shape, and would be wrong for a shard. The

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,21 +12,20 @@ from torch.utils._pytree import tree_leaves
 from dtbench_core import comm, rules
 from dtbench_core.dispatch import out_and_resize, outside_mesh, rank_check, value_check
 from dtbench_core.dispatch.metadata import (
+    describe,
     device_of_results,
-    flattened,
-    is_spec,
     orders_of,
     results_of,
     view_offsets,
     written_by,
 )
 from dtbench_core.dispatch.op_info import OpInfo
-from dtbench_core.dispatch.op_plan import Move, OpPlan, plan_of_kind, sorted_by_name, with_spec_strides
+from dtbench_core.dispatch.op_plan import Move, OpPlan, plan_of_kind, with_spec_strides
 from dtbench_core.dispatch.overlap import error_of_plain, refuse_overlapping_itself
-from dtbench_core.errors import CoreError, MeshError
+from dtbench_core.errors import CoreError
 from dtbench_core.layout import rng as random
 from dtbench_core.layout.local_shards import holds_shards
-from dtbench_core.layout.placement import REPLICATE, Placements, local_extents
+from dtbench_core.layout.placement import Placements, local_extents
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.op_types import Args, Call, Kwargs, Value
@@ -48,7 +48,7 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> OpPlan | None:
     refuse_writes(written)
     refuse_overlapping_itself(info.op, written, args, kwargs)
     to_copy = any(map(is_copied, written))
-    call = _describe(info, args, kwargs)
+    call = describe(info.op, args, kwargs)
     if isinstance(info.returned, str):
         return _build_out(info, call, to_copy=to_copy)
     find = rules.find(info.op)
@@ -127,11 +127,7 @@ def _plan_for(
         None if meta is None else DTensorSpec.of(mesh, placed, *meta, order)
         for meta, placed, order in zip(call.outputs, outputs, orders, strict=True)
     ]
-    out: Value = None
-    if structure == "tensor":
-        out = specs[0]
-    elif structure == "list":
-        out = specs
+    out: Value = specs[0] if structure == "tensor" else specs if structure == "list" else None
     replaced = tuple(
         (position, list(specs[0].local_shape)) for position in strategy.local_shape_args if specs[0]
     )
@@ -186,8 +182,7 @@ def _refusal_elsewhere(
     """What other ranks' kernels refuse, whatever the values are, where this rank holds nothing of a tensor."""
     mesh = call.inputs[0].info
     here = mesh.my_coordinate()
-    shapes = [(tuple(spec.shape), p) for spec, p in zip(call.inputs, inputs, strict=True)]
-    shapes += [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None]
+    shapes = itertools.chain(*rank_check.placed_shapes(call, inputs, outputs))
     nothing = any(0 in local_extents(shape, p, mesh.sizes, here)[0] for shape, p in shapes)
     if not nothing or info.by_type:  # by_type: asked at every call
         return None
@@ -202,12 +197,7 @@ def _raising(refusal: Exception) -> Call:
 
 
 def _empty_results(
-    info: OpInfo,
-    op: Call,
-    specs: Sequence[DTensorSpec | None],
-    refusal: Exception | None,
-    *,
-    several: bool,
+    info: OpInfo, op: Call, specs: Sequence[DTensorSpec | None], refusal: Exception | None, *, several: bool
 ) -> Call:
     """Stands for the op on a rank whose results are empty: many kernels raise or warn there, and a rank
     that raises alone leaves the others waiting. Shards, empty ones too, define which ops they support.
@@ -238,35 +228,12 @@ def _empty_results(
     return make
 
 
-def _describe(info: OpInfo, args: Args, kwargs: Kwargs) -> OpCall:
-    """The call with specs in the place of tensors; plain tensors count as replicated."""
-    leaves, rebuilt = flattened(args, sorted_by_name(kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    mesh = next(t._spec.info for t in tensors if isinstance(t, Wrapper))
-    specs = []
-    for tensor in tensors:
-        if isinstance(tensor, Wrapper):
-            if tensor._spec.info is not mesh:
-                raise MeshError(
-                    f"{info.op} got DTensors on different meshes, {mesh} and {tensor._spec.info}; expected one mesh: "
-                    "move one with to_local() or full_tensor() and distribute_tensor on the other's mesh"
-                )
-            specs.append(tensor._spec)
-        else:
-            replicated = (REPLICATE,) * mesh.ndim
-            specs.append(DTensorSpec.of(mesh, replicated, tensor.shape, tensor.stride(), tensor.dtype))
-    remaining = iter(specs)
-    described = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    spec_args, spec_kwargs = rebuilt(described)
-    return OpCall(info.op, tuple(spec_args), spec_kwargs, tuple(specs))
-
-
 def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
     """Indices among the tensor inputs of those that are written, which must stay where they are."""
     written: list[DTensorSpec] = []
     for position, name in info.mutated:
         value = call.args[position] if position < len(call.args) else call.kwargs.get(name)
-        written += [s for s in tree_leaves(value, is_leaf=is_spec) if is_spec(s)]
+        written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensorSpec)]
     indices, used = [], 0
     for spec in written:  # in schema order, as call.inputs is
         index = next(i for i in range(used, len(call.inputs)) if call.inputs[i] is spec)
@@ -276,12 +243,7 @@ def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
 
 
 def first_run(
-    plan: OpPlan,
-    cls: type[Wrapper],
-    args: Args,
-    kwargs: Kwargs,
-    locals_: list[Value],
-    local_kwargs: Kwargs,
+    plan: OpPlan, cls: type[Wrapper], args: Args, kwargs: Kwargs, locals_: list[Value], local_kwargs: Kwargs
 ) -> tuple[OpPlan, Any]:
     """(the plan to keep, the result): a rule that misjudges a shape must not pass silently. Nor a local op that
     copies, on these shards, where the op gives a view, or that leaves its result otherwise in memory than it does
@@ -301,7 +263,8 @@ def first_run(
                 f"the rule of {plan.info.op} is wrong: the local result is {local.dtype} {list(local.shape)}, but "
                 f"{spec} has {spec.dtype} {list(spec.local_shape)} on this rank; please report it"
             )
-    if not plan.info.aliases and not plan.writes and not all(map(_has_spec_strides, wrapped)):
+    in_order = all(holds_shards(held_by(one)) or one._spec.lays_out(held_by(one)) for one in wrapped)
+    if not plan.info.aliases and not plan.writes and not in_order:
         plan = plan.with_spec_strides()
         for one in wrapped:
             one._local_tensor = with_spec_strides(held_by(one), one._spec)
@@ -313,10 +276,6 @@ def first_run(
     for copy, one in zip(copies, wrapped, strict=True):  # of the base's memory, as these
         copy._memory = one._memory
     return plan.copying(), result.__class__(copies) if several else copies[0]
-
-
-def _has_spec_strides(one: Wrapper) -> bool:
-    return holds_shards(held_by(one)) or one._spec.lays_out(held_by(one))
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from dtbench_core.errors import MeshError
+from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, Order, TensorMeta, contiguous_stride, memory_order
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Args, Kwargs, Value
+from dtbench_core.rules.base import OpCall
 from dtbench_core.torch_compat import kernel_of
 
 Written = tuple[tuple[int, str], ...]
-
-
-def is_spec(leaf: object) -> TypeGuard[DTensorSpec]:
-    """Whether a leaf of a call's arguments is the spec of a tensor."""
-    return isinstance(leaf, DTensorSpec)
 
 
 @functools.cache
@@ -41,9 +39,8 @@ def written_by(arguments: Written, args: Args, kwargs: Kwargs) -> list[Wrapper]:
     tensors: list[Wrapper] = []
     for position, name in arguments:
         value = args[position] if position < len(args) else kwargs.get(name)
-        tensors += [
-            t for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Wrapper)
-        ]
+        listed = value if isinstance(value, (list, tuple)) else (value,)
+        tensors += [one for one in listed if isinstance(one, Wrapper)]
     return tensors
 
 
@@ -52,9 +49,8 @@ def device_of_results(args: Args, kwargs: Kwargs, mesh: str) -> torch.device | s
     device: torch.device | None = kwargs.get("device")
     if device is not None:
         return device
-    return (
-        "meta" if any(leaf.is_meta for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)) else mesh
-    )
+    on_meta = any(leaf.is_meta for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+    return "meta" if on_meta else mesh
 
 
 Results = tuple[tuple[TensorMeta | None, ...], str]
@@ -81,7 +77,7 @@ def results_of(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, elementw
         norm_metas = _layer_norm(*args)
         if norm_metas is not None:
             return norm_metas
-    meta_args, meta_kwargs = rebuilt([_as_meta(leaf) for leaf in leaves])
+    meta_args, meta_kwargs = rebuilt([as_meta(leaf) for leaf in leaves])
     result = op(*meta_args, **meta_kwargs)
     if op is torch.ops.aten.convolution.default:
         result = _as_convolved(result, *meta_args[:2])
@@ -108,11 +104,11 @@ def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[Tensor
         if all(list(s.order) == sorted(s.order) for s in specs):
             return [None] * len(metas)
         return [next((s.order for s in specs if meta and s.shape == meta.shape), None) for meta in metas]
-    twins = [s.stride_in_order() for s in specs]
+    twins = [contiguous_stride(s.shape, reversed(s.order)) for s in specs]  # dense, in memory in its order
     if not reshapes and twins == [s.stride for s in specs]:
         return [meta and tuple(memory_order(meta.shape, meta.stride)) for meta in metas]
     strides = iter(twins)
-    twin_args, twin_kwargs = rebuilt([_as_meta(leaf, strides) for leaf in leaves])
+    twin_args, twin_kwargs = rebuilt([as_meta(leaf, strides) for leaf in leaves])
     try:
         result = twin_args[0].view(args[1]) if reshapes else op(*twin_args, **twin_kwargs)
     except (RuntimeError, ValueError):  # memory in this order gives no such view, though this rank's does
@@ -124,7 +120,7 @@ def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[Tensor
 def view_offsets(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> tuple[int, ...]:
     """Where the results of a view begin behind its base, in bytes of the global tensor's memory."""
     leaves, rebuilt = flattened(args, kwargs)
-    meta_args, meta_kwargs = rebuilt([_as_meta(leaf) for leaf in leaves])
+    meta_args, meta_kwargs = rebuilt([as_meta(leaf) for leaf in leaves])
     result = op(*meta_args, **meta_kwargs)
     views = result if isinstance(result, (list, tuple)) else [result]
     return tuple(view.storage_offset() * view.itemsize for view in views)
@@ -136,6 +132,33 @@ def _as_convolved(result: torch.Tensor, input: torch.Tensor, weight: torch.Tenso
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.ndim)
     formats = map(suggest_memory_format, (input, weight))
     return result if last is None or last not in formats else result.contiguous(memory_format=last)
+
+
+def describe(op: OpOverload, args: Args, kwargs: Kwargs) -> OpCall:
+    """The call with specs in the place of tensors; plain tensors count as replicated.
+
+    Raises:
+        MeshError: the DTensors live on different meshes.
+    """
+    leaves, rebuilt = flattened(args, sorted_by_name(kwargs))
+    mesh = next(leaf._spec.info for leaf in leaves if isinstance(leaf, Wrapper))
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Wrapper):
+            if leaf._spec.info is not mesh:
+                raise MeshError(
+                    f"{op} got DTensors on different meshes, {mesh} and {leaf._spec.info}; expected one mesh: "
+                    "move one with to_local() or full_tensor() and distribute_tensor on the other's mesh"
+                )
+            leaves[at] = leaf._spec
+        elif isinstance(leaf, torch.Tensor):
+            leaves[at] = DTensorSpec.of(mesh, (REPLICATE,) * mesh.ndim, leaf.shape, leaf.stride(), leaf.dtype)
+    spec_args, spec_kwargs = rebuilt(leaves)
+    specs = tuple(leaf for leaf in leaves if isinstance(leaf, DTensorSpec))
+    return OpCall(op, tuple(spec_args), spec_kwargs, specs)
+
+
+def sorted_by_name(kwargs: Kwargs) -> Kwargs:
+    return {name: kwargs[name] for name in sorted(kwargs)}
 
 
 def flattened(args: Args, kwargs: Kwargs) -> tuple[list[Value], Callable[[list[Value]], Any]]:
@@ -189,7 +212,7 @@ def _empty_twin(leaf: object) -> Value:
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
-def _as_meta(leaf: object, strides: Iterator[tuple[int, ...]] | None = None) -> Value:
+def as_meta(leaf: object, strides: Iterator[tuple[int, ...]] | None = None) -> Value:
     """strides: of the tensors, if not those of the specs."""
     if isinstance(leaf, DTensorSpec):
         stride = leaf.stride if strides is None else next(strides)

@@ -65,8 +65,7 @@ def numbers_by_type(op: OpOverload) -> bool:
 
 
 def _handler_of(op: OpOverload) -> Call | None:
-    decomposed = rules.decomposition_of(op)
-    if decomposed is not None:
+    if (decomposed := rules.decompositions.get(op)) is not None:
         return lambda dispatch, cls, op, args, kwargs: decomposed(*args, **kwargs)
     if op is torch.ops.aten.set_.source_Tensor:
         return out_and_resize.run_set

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from dtbench_core.dispatch import contexts
-from dtbench_core.dispatch.metadata import written_by
+from dtbench_core.dispatch.metadata import sorted_by_name, written_by
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.overlap import Known, met_twice, refuse_overlap
 from dtbench_core.layout.placement import Placements
@@ -251,12 +251,8 @@ def _call_apart(
     """The call that raised, with copies of all tensors but the written ones, if it refuses that these overlap."""
     if _OVERLAP not in str(error):
         raise error
-    apart = [x if index in written else tree_map(_copied, x) for index, x in enumerate(locals_)]
-    call(*apart, **kwargs)
-
-
-def _copied(leaf: Value) -> Value:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    copied = tree_map_only(torch.Tensor, torch.Tensor.clone, list(locals_))
+    call(*(x if index in written else copied[index] for index, x in enumerate(locals_)), **kwargs)
 
 
 class InPlace(OpPlan):
@@ -481,10 +477,6 @@ def _local_at(tensor: Value, local: torch.Tensor, placements: Placements, route:
     if isinstance(tensor, Wrapper):
         return local_at(tensor, placements, route)
     return apply(local, route)
-
-
-def sorted_by_name(kwargs: Kwargs) -> Kwargs:
-    return {name: kwargs[name] for name in sorted(kwargs)}
 
 
 def plan_of_kind(

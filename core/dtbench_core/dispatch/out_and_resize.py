@@ -51,10 +51,8 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     for overload in packet.overloads():
         candidate: OpOverload = getattr(packet, overload)
-        arguments = candidate._schema.arguments
-        if [(a.name, str(a.type)) for a in arguments] == wanted and not any(
-            a.alias_info is not None and a.alias_info.is_write for a in arguments
-        ):
+        arguments = [(a.name, str(a.type)) for a in candidate._schema.arguments]
+        if arguments == wanted and not candidate._schema.is_mutable:
             return candidate
     return None
 
@@ -103,9 +101,8 @@ def call_with_out(func: Call, args: Args, kwargs: Kwargs) -> Value:
             return result
     rest = {name: value for name, value in kwargs.items() if name != "out"}
     computed = func(*args, **rest)
-    for out, value in zip(
-        outs, computed if isinstance(computed, (list, tuple)) else (computed,), strict=True
-    ):
+    results = computed if isinstance(computed, (list, tuple)) else (computed,)
+    for out, value in zip(outs, results, strict=True):
         _store(getattr(func, "__name__", str(func)), out, value)
         increment_version((out,))
     return targets

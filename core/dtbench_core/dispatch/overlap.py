@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch._ops import OpOverload
 
-from dtbench_core.dispatch.metadata import flattened, is_spec
+from dtbench_core.dispatch.metadata import flattened
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Args, Kwargs, Value
@@ -28,11 +28,7 @@ _MOST = 1 << 24
 
 
 def refuse_overlap(
-    op: OpOverload,
-    written: Sequence[Wrapper],
-    args: Args,
-    kwargs: Kwargs,
-    answers: Known,
+    op: OpOverload, written: Sequence[Wrapper], args: Args, kwargs: Kwargs, answers: Known
 ) -> None:
     """Before `op` writes to `written`, which are among its arguments. answers: the answers so far, for tensors of these
     specs.
@@ -101,14 +97,10 @@ def refuse_overlapping_itself(op: OpOverload, written: Sequence[Wrapper], args: 
     Raises:
         RuntimeError: what plain tensors raise, where one has several elements in one place, as an expanded one has.
     """
-    if (
-        any(one._spec.overlaps_itself for one in written)
-        and not dispatch_modes_active()
-        and not simulation.active
-    ):
-        refusal = _refusal(op, args, kwargs)
-        if refusal is not None:
-            raise refusal
+    if dispatch_modes_active() or simulation.active or not any(t._spec.overlaps_itself for t in written):
+        return
+    if (refusal := _refusal(op, args, kwargs)) is not None:
+        raise refusal
 
 
 def _refusal(op: OpOverload, args: Args, kwargs: Kwargs) -> Exception | None:
@@ -149,9 +141,8 @@ def error_of_plain(
             spec = _spec_of(leaf)
             views[which] = held[key].as_strided(spec.shape, spec.stride, offset)
         leaves[index] = views[which]
-    plain_args, plain_kwargs = rebuilt(
-        [torch.device("cpu") if isinstance(x, torch.device) else x for x in leaves]
-    )
+    on_cpu = [torch.device("cpu") if isinstance(leaf, torch.device) else leaf for leaf in leaves]
+    plain_args, plain_kwargs = rebuilt(on_cpu)
     try:
         op(*plain_args, **plain_kwargs)
     except Exception as error:
@@ -167,4 +158,4 @@ def _spec_of(leaf: Value) -> Value:
     """What says the global shape, stride and dtype of an argument."""
     if isinstance(leaf, Wrapper):
         return leaf._spec
-    return leaf if is_spec(leaf) else TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)
+    return leaf if isinstance(leaf, DTensorSpec) else TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)

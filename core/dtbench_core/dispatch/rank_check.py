@@ -8,13 +8,12 @@ a rank may hold. The answer depends on specs alone: all ranks compute the same o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dtbench_core.dispatch.metadata import flattened, is_spec
+from dtbench_core.dispatch.metadata import as_meta, flattened
 from dtbench_core.layout.placement import REPLICATE, Placements, Shard, local_extents, splits_evenly
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order
 from dtbench_core.op_types import Args, Call, Kwargs, Value
@@ -28,36 +27,37 @@ REFUSALS = (RuntimeError, ValueError, IndexError, ZeroDivisionError)
 
 
 def every_rank_can(
-    call: OpCall,
-    strategy: Strategy,
-    inputs: Sequence[Placements],
-    outputs: Sequence[Placements],
+    call: OpCall, strategy: Strategy, inputs: Sequence[Placements], outputs: Sequence[Placements]
 ) -> bool:
     """Whether the op runs on all ranks' shards and gives the shards that `outputs` says."""
     if all_even(call, inputs, outputs):
         return True
     sizes = call.inputs[0].info.sizes
-    placed, results = _placed(call, inputs, outputs)
+    placed, results = placed_shapes(call, inputs, outputs)
     seen: set[Any] = set()
-    for coordinate in _corners(sizes):
+    # All, as it depends on the lengths which ranks hold the short shard and the empty ones.
+    for coordinate in itertools.product(*map(range, sizes)):
         held = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in placed)
         expected = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in results)
-        if (held, expected) in seen:
-            continue
-        seen.add((held, expected))
-        if not _runs(call, strategy, held, expected):
+        if (held, expected) not in seen and not _runs(call, strategy, held, expected):
             return False
+        seen.add((held, expected))
     return True
 
 
 def all_even(call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]) -> bool:
     """Whether all ranks hold equally much of everything."""
-    placed, results = _placed(call, inputs, outputs)
+    placed, results = placed_shapes(call, inputs, outputs)
     sizes = call.inputs[0].info.sizes
-    return all(_even(shape, placements, sizes) for shape, placements in (*placed, *results))
+    return all(
+        splits_evenly(shape[p.dim], p.dim, placements, sizes)
+        for shape, placements in (*placed, *results)
+        for p in placements
+        if isinstance(p, Shard)
+    )
 
 
-def _placed(
+def placed_shapes(
     call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]
 ) -> tuple[list[tuple[tuple[int, ...], Placements]], ...]:
     """(global shape, placements) of the inputs, and of the outputs that are tensors."""
@@ -66,53 +66,31 @@ def _placed(
     return placed, results
 
 
-def _even(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> bool:
-    return all(
-        splits_evenly(shape[dim], dim, placements, sizes)
-        for dim in {p.dim for p in placements if isinstance(p, Shard)}
-    )
-
-
-def _corners(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Coordinates that together hold every combination of full, short and empty shards.
-
-    torch.chunk gives full shards first, then one short one, then empty ones; where the short one is
-    depends on the length, so all indices of small mesh dims are taken.
-    """
-    return itertools.product(*(range(n) for n in sizes))
-
-
 def _runs(
     call: OpCall, strategy: Strategy, held: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]
 ) -> bool:
-    writes = any(a.alias_info is not None and a.alias_info.is_write for a in call.op._schema.arguments)
-    if expected and not writes and all(0 in shape for shape in expected):
+    if expected and not call.op._schema.is_mutable and all(0 in shape for shape in expected):
         return True  # the kernel does not run there (make_plan.py)
     if strategy.localize is not None:
         return True  # made for its rank: the rule answers for it
     try:
-        result = _run(
-            call, strategy, [_meta(s, shape) for s, shape in zip(call.inputs, held, strict=True)], expected
-        )
+        tensors = [_meta(spec, shape) for spec, shape in zip(call.inputs, held, strict=True)]
+        result = _run(call, strategy, tensors, expected)
     except REFUSALS:
         return False
     results = result if isinstance(result, (list, tuple)) else [result]
-    tensors = [r for r in results if isinstance(r, torch.Tensor)]
-    return [tuple(t.shape) for t in tensors] == list(expected)
+    return [tuple(r.shape) for r in results if isinstance(r, torch.Tensor)] == list(expected)
 
 
 def _run(
     call: OpCall, strategy: Strategy, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]
 ) -> Value:
     """The local op on these in the place of the inputs. expected: shapes of its results."""
-    leaves, tree = tree_flatten((list(call.args), call.kwargs), is_leaf=is_spec)
+    leaves, rebuilt = flattened(call.args, call.kwargs)
     parts = iter(tensors)
     on_meta = any(t.is_meta for t in tensors)
-    local = [
-        next(parts) if isinstance(leaf, DTensorSpec) else _on_meta(leaf) if on_meta else leaf
-        for leaf in leaves
-    ]
-    args, kwargs = tree_unflatten(local, tree)
+    local = [next(parts) if isinstance(x, DTensorSpec) else as_meta(x) if on_meta else x for x in leaves]
+    args, kwargs = rebuilt(local)
     for position in strategy.local_shape_args:
         args[position] = list(expected[0])
     return (strategy.local_op or kernel_of(call.op))(*args, **kwargs)
@@ -129,7 +107,7 @@ def refusal_of_others(
     info = call.inputs[0].info
     if strategy.localize is not None:
         inputs, outputs = ([(REPLICATE,) * info.ndim for _ in some] for some in (inputs, outputs))
-    placed, results = _placed(call, inputs, outputs)
+    placed, results = placed_shapes(call, inputs, outputs)
     held, expected = (
         [tuple(local_extents(shape, p, info.sizes, (0,) * info.ndim)[0]) for shape, p in some]
         for some in (placed, results)
@@ -185,7 +163,3 @@ def _meta(spec: DTensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
     """A shard of that shape, its dims in the order of the global strides."""
     stride = contiguous_stride(shape, reversed(memory_order(spec.shape, spec.stride)))
     return torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")
-
-
-def _on_meta(leaf: object) -> Value:
-    return torch.device("meta") if isinstance(leaf, torch.device) else leaf

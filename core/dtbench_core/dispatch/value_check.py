@@ -15,10 +15,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm
-from dtbench_core.dispatch.metadata import flattened, is_spec
-from dtbench_core.dispatch.op_plan import sorted_by_name
+from dtbench_core.dispatch.metadata import flattened, sorted_by_name
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE, Placements, local_extents
+from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Args, Call, Value
 from dtbench_core.rules.base import OpCall
 from dtbench_core.rules.pointwise import surely_holds
@@ -50,8 +50,8 @@ def raise_on_all_ranks(call: OpCall, inputs: Sequence[Placements]) -> Callable[[
     names = _REFUSED.get(name)
     if names is None or info.device_type != "cpu" or (name in _DIVISIONS and not _divides_integers(call)):
         return None
-    leaves = tree_leaves([call.named().get(n) for n in names], is_leaf=is_spec)
-    values = {id(leaf) for leaf in leaves if is_spec(leaf)}
+    leaves = tree_leaves([call.named().get(n) for n in names])
+    values = {id(leaf) for leaf in leaves if isinstance(leaf, DTensorSpec)}
     spread = {
         dim
         for spec, placed in zip(call.inputs, inputs, strict=True)
@@ -86,9 +86,8 @@ def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Call
         [local_extents(s.shape, p, info.sizes, here)[0] for s, p in zip(call.inputs, places, strict=True)]
         for places in (inputs, kept)
     )
-    nothing = any(
-        result is not None and 0 in result.shape for result in call.outputs
-    )  # so that no kernel runs
+    # Of an empty result no kernel runs.
+    nothing = any(result is not None and 0 in result.shape for result in call.outputs)
     if not nothing and not any(0 in mine and 0 not in other for mine, other in zip(held, whole, strict=True)):
         return None
     shapes = [None if mine == other else other for mine, other in zip(held, whole, strict=True)]
@@ -100,9 +99,7 @@ def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Call
         return tensor.new_ones(shape) if written else tensor.new_ones(()).expand(shape)
 
     def run(*args: object, **kwargs: object) -> None:
-        described = {
-            name: value for name, value in kwargs.items() if name in call.kwargs
-        }  # `out` is none of them
+        described = {name: value for name, value in kwargs.items() if name in call.kwargs}  # without `out`
         leaves, rebuilt = flattened(args, sorted_by_name(described))
         remaining = iter(shapes)
         tried = [stand_in(x, next(remaining)) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -160,7 +157,7 @@ def check_filled(call: OpCall) -> Callable[[Call], Call] | None:
     name = call.op._schema.name.removeprefix("aten::").rstrip("_")
     number = _FILLED.get(name)
     result = call.outputs[0] if call.outputs else None
-    if number is None or result is None or is_spec(call[number]):
+    if number is None or result is None or isinstance(call[number], DTensorSpec):
         return None
     position = next(i for i, a in enumerate(call.op._schema.arguments) if a.name == number)
     count, dtype = min(result.shape.numel(), 2), result.dtype

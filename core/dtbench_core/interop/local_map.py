@@ -127,11 +127,7 @@ def _placed(tensor: DTensor, wanted: Sequence[Placement], what: str, redistribut
 
 
 def _wrapped(
-    func: Call,
-    result: Any,
-    placements: OutputPlacements,
-    mesh: DeviceMesh,
-    inputs: list[DTensor],
+    func: Call, result: Any, placements: OutputPlacements, mesh: DeviceMesh, inputs: list[DTensor]
 ) -> Any:
     leaves, tree = tree_flatten(result)
     several = isinstance(placements, tuple) and any(p is None or isinstance(p, Sequence) for p in placements)

@@ -108,9 +108,7 @@ def from_torch(tensor: TorchDTensor) -> DTensor:
 def _described(value: object) -> str:
     kind = type(value)
     wrapped = isinstance(value, torch.Tensor) and functorch_level() is not None
-    return f"{kind.__module__}.{kind.__qualname__}" + (
-        ", inside a transform of torch.func" if wrapped else ""
-    )
+    return f"{kind.__module__}.{kind.__qualname__}{', inside a transform of torch.func' if wrapped else ''}"
 
 
 def _as_torch(placement: Placement, spec: DTensorSpec) -> Any:

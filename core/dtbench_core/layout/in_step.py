@@ -154,10 +154,6 @@ def _state(mesh: MeshInfo) -> bytes:
     return string_at(state.data_ptr(), state.nbytes)
 
 
-def _take(mesh: MeshInfo, state: bytes) -> None:
-    generators(mesh).set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
 # ---- ranks that are to compare ----
 
 
@@ -168,7 +164,8 @@ def _meet(mesh: MeshInfo, agreement: Agreement, dims: Dims, state: bytes) -> Non
     shared = dims if level == agreement.every else level
     answer = _answer_of_lineage(mesh, agreement, state) if dims <= agreement.equal_dims else "compare"
     if answer == "alone":
-        _take(mesh, agreement.lineage.state)
+        state = agreement.lineage.state
+        generators(mesh).set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         return
     same = answer == "same" or _compared(mesh, level, state)
     if not same:

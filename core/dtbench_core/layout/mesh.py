@@ -123,7 +123,10 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
             "torch.distributed.device_mesh.init_device_mesh(device_type, shape)"
         )
     mesh = real_object(mesh)
-    info = _shared_info(mesh)
+    groups = tuple(mesh.get_all_groups()) if mesh.get_coordinate() is not None else ()
+    by_value = _tables().by_value
+    if (info := by_value.get((mesh, groups))) is None:
+        info = by_value[mesh, groups] = MeshInfo(mesh, groups)
     key = id(mesh)
 
     table = _tables().by_object  # held by `forget`: at interpreter exit globals are gone before the meshes
@@ -132,13 +135,4 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
         table.pop(key, None)
 
     table[key] = (weakref.ref(mesh, forget), info)
-    return info
-
-
-def _shared_info(mesh: DeviceMesh) -> MeshInfo:
-    inside = mesh.get_coordinate() is not None
-    key = mesh, tuple(mesh.get_all_groups()) if inside else ()
-    table = _tables().by_value
-    if (info := table.get(key)) is None:
-        info = table[key] = MeshInfo(*key)
     return info

@@ -60,7 +60,7 @@ class Shard(Placement):
 
     def lengths(self, size: int, parts: int) -> list[int]:
         """The length of every part, in rank order."""
-        return chunk_lengths(size, parts)
+        return [self.extent(size, parts, index)[0] for index in range(parts)]
 
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
@@ -103,9 +103,6 @@ class RaggedShard(Shard):
             raise ValueError(f"{self} holds {sum(self.counts)} elements, and not the {size} there are")
         return self.counts[index], sum(self.counts[:index])
 
-    def lengths(self, size: int, parts: int) -> list[int]:
-        return list(self.counts)
-
     def __str__(self) -> str:
         return f"S({self.dim}:{'+'.join(map(str, self.counts))})"
 
@@ -124,25 +121,17 @@ class StridedShard(Shard):
         if self.split_factor < 1:
             raise ValueError(f"StridedShard got split_factor {self.split_factor}, expected an int >= 1")
 
-    def _stretches(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
-        """(offset, length) of part `index` of every stretch, empty ones too."""
-        stretches = []
-        for at in range(self.split_factor):
-            length, offset = chunk_extent(size, self.split_factor, at)
-            own, inner = chunk_extent(length, parts, index)
-            stretches.append((offset + inner, own))
-        return stretches
-
     def extent(self, size: int, parts: int, index: int) -> tuple[int, int]:
         """(length, offset of the first element): the elements are no one stretch, see `runs`."""
         held = self.runs(size, parts, index)
         return sum(length for _, length in held), held[0][0]
 
-    def lengths(self, size: int, parts: int) -> list[int]:
-        return [self.extent(size, parts, index)[0] for index in range(parts)]
-
     def runs(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
-        held = self._stretches(size, parts, index)
+        held = []
+        for stretch in range(self.split_factor):
+            length, offset = chunk_extent(size, self.split_factor, stretch)
+            own, inner = chunk_extent(length, parts, index)
+            held.append((offset + inner, own))
         return [run for run in held if run[1]] or held[:1]
 
     def part(self, whole: torch.Tensor, parts: int, index: int) -> torch.Tensor:
@@ -243,8 +232,7 @@ def chunk_extent(size: int, parts: int, index: int) -> tuple[int, int]:
 
 def chunk_lengths(size: int, parts: int) -> list[int]:
     """The length of every part, in rank order."""
-    full = -(-size // parts)
-    return [min(full, max(0, size - full * index)) for index in range(parts)]
+    return [chunk_extent(size, parts, index)[0] for index in range(parts)]
 
 
 def local_extents(

@@ -60,8 +60,7 @@ def even_layout(
     for placement, parts in zip(placements, info.sizes, strict=True):
         if isinstance(placement, Shard):
             dim, was = placement.dim, shape[placement.dim]
-            ragged = isinstance(placement, RaggedShard)
-            shape[dim] = sum(placement.lengths(was, parts)) if ragged else was * parts
+            shape[dim] = sum(placement.counts) if isinstance(placement, RaggedShard) else was * parts
             stride = [
                 -(-s * shape[dim] // max(was, 1)) if d != dim and s > stride[dim] else s
                 for d, s in enumerate(stride)
@@ -100,11 +99,7 @@ MAX_DIMS = 64
 
 
 def agreed_placements(
-    local: torch.Tensor,
-    info: MeshInfo,
-    placements: Placements,
-    shape: Sequence[int],
-    stride: Sequence[int],
+    local: torch.Tensor, info: MeshInfo, placements: Placements, shape: Sequence[int], stride: Sequence[int]
 ) -> Placements:
     """The placements under which the ranks' local tensors make up the global one.
 

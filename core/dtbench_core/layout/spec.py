@@ -141,10 +141,6 @@ class DTensorSpec:
     def local_stride(self) -> tuple[int, ...]:
         return contiguous_stride(self.local_shape, reversed(memory_order(self.shape, self.stride)))
 
-    def stride_in_order(self) -> tuple[int, ...]:
-        """The global strides of a dense tensor that lies in memory in `order`."""
-        return contiguous_stride(self.shape, reversed(self.order))
-
     def lays_out(self, local: torch.Tensor) -> bool:
         """Whether `local`, of the local shape, lies in memory as a dense tensor's part must. Of a tensor with gaps or
         overlaps, any part does: its strides depend on the tensor it is a view of."""
@@ -172,8 +168,9 @@ class DTensorSpec:
             pairs = enumerate(
                 zip(self.info.groups, self.placements, strict=False)
             )  # outside the mesh, no groups
-            several = (d for d, (group, p) in pairs if group.size() > 1 and not isinstance(p, Shard))
-            self._equal_dims = frozenset(several)
+            self._equal_dims = frozenset(
+                d for d, (group, p) in pairs if group.size() > 1 and not isinstance(p, Shard)
+            )
         return self._equal_dims
 
     @property
@@ -221,10 +218,7 @@ _interned: weakref.WeakValueDictionary[
 
 
 def normalize(
-    placements: Sequence[Placement] | None,
-    ndim: int,
-    info: MeshInfo,
-    shape: Sequence[int] | None = None,
+    placements: Sequence[Placement] | None, ndim: int, info: MeshInfo, shape: Sequence[int] | None = None
 ) -> Placements:
     """Placements ready for a spec: one per mesh dim (all Replicate for None), Shard dims >= 0.
 

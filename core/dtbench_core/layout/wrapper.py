@@ -217,12 +217,11 @@ def share_memory(base: Wrapper, view: Wrapper, offset: int) -> SharedMemory:
 def shares_memory(tensor: Wrapper) -> bool:
     """Whether another window on its memory may be alive: a parameter has outlived the tensor that it was made of, and
     is not asked again."""
-    if tensor._memory is None:
-        return bool(_lent and _borrowers(held_by(tensor)))
-    if tensor._memory[1] == 0 and not _is_watched(tensor._memory[0]) and _holders(tensor) == _ALONE:
+    if tensor._memory is not None:
+        if tensor._memory[1] or _is_watched(tensor._memory[0]) or _holders(tensor) != _ALONE:
+            return True
         tensor._memory = None
-        return bool(_lent and _borrowers(held_by(tensor)))
-    return True
+    return bool(_lent and _borrowers(held_by(tensor)))
 
 
 def _is_watched(memory: SharedMemory) -> bool:

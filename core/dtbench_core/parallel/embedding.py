@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dtbench_core.layout.placement import REPLICATE, Shard
 from dtbench_core.op_types import Ctx
-from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, new_op, rule
+from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, rule
+from dtbench_core.torch_compat import new_op
 
 _backward = new_op(
     "embedding_rows_backward(Tensor grad, Tensor indices, int rows, int padding_idx) -> Tensor",

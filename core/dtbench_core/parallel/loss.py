@@ -12,6 +12,7 @@ from dtbench_core.dispatch.contexts import implicit_replication
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Replicate
 from dtbench_core.rules import cross_entropy as core
+from dtbench_core.rules.labels import materialised
 from dtbench_core.tensor.dtensor import DTensor
 
 
@@ -54,10 +55,7 @@ def cross_entropy(
     logits = input
     if torch.is_autocast_enabled(logits.device.type) and logits.dtype in (torch.float16, torch.bfloat16):
         logits = cast("DTensor", logits.float())  # as autocast would
-    if logits._spec.has_partial():
-        logits = logits.redistribute(
-            placements=[Replicate() if p.is_partial() else p for p in logits.placements]
-        )
+    logits = materialised(logits)
     target = _replicated(target, logits)
     weight = None if weight is None else _replicated(weight, logits)
     options: dict[str, Any] = {
@@ -67,12 +65,11 @@ def cross_entropy(
         "reduction": reduction,
         "label_smoothing": label_smoothing,
     }
-    loss: Any = core.cross_entropy(logits, target, weight, **options)
+    loss = core.cross_entropy(logits, target, weight, **options)
     if loss is NotImplemented:
         with implicit_replication():
             loss = F.cross_entropy(logits, target, weight, **options)
-    result: DTensor = loss
-    return result
+    return cast("DTensor", loss)
 
 
 def _replicated(tensor: torch.Tensor, beside: DTensor) -> DTensor:

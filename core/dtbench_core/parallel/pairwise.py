@@ -94,14 +94,10 @@ class PairwiseParallel(ParallelStyle):
         for index, linear in enumerate(linears):
             style: LayerStyle = RowwiseParallel() if index % 2 else ColwiseParallel()
             style.src_data_rank = self.src_data_rank
-            if index == 0:
-                into: Convert = self._read
-            else:
-                into = partial(_moved, Shard(-1) if index % 2 else Replicate())
-            out: Convert | None = _summed if index % 2 else None
-            if index == len(linears) - 1:
-                out = self._give
-            style.shard(linear, mesh, into, out)
+            moved: Convert = partial(_moved, Shard(-1) if index % 2 else Replicate())
+            summed: Convert | None = _summed if index % 2 else None
+            last = index == len(linears) - 1
+            style.shard(linear, mesh, moved if index else self._read, self._give if last else summed)
 
 
 def parallelize_mlp(

@@ -106,11 +106,7 @@ class PrepareModuleOutput(ParallelStyle):
     """
 
     def __init__(
-        self,
-        *,
-        output_layouts: Layouts,
-        desired_output_layouts: Layouts,
-        use_local_output: bool = True,
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
     ) -> None:
         self.output_layouts = _listed(output_layouts, "output_layouts") or ()
         self.desired_output_layouts = _listed(desired_output_layouts, "desired_output_layouts") or ()

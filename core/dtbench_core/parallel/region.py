@@ -127,10 +127,8 @@ class TensorParallelRNG:
 def draw_part(
     rng: TensorParallelRNG, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]
 ) -> torch.Tensor:
-    if spec.info.coordinate is None:
+    if spec.info.coordinate is None or 0 in spec.local_shape:
         return empty_part(spec, spec.info.device_type)
-    if 0 in spec.local_shape:
-        return torch.empty(spec.local_shape, dtype=spec.dtype, device=spec.info.device_type)
     with rng.stream(spec.info, _sharded(spec.placements), plain=False):
         return make(spec.local_shape)
 

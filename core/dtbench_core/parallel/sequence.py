@@ -45,13 +45,7 @@ class SequenceParallel(ParallelStyle):
             for name in list(part._parameters):
                 place_parameter(part, name, mesh, Replicate(), self.src_data_rank)
 
-        return distribute_module(
-            module,
-            device_mesh,
-            partition,
-            self._prepare_input,
-            self._prepare_output,
-        )
+        return distribute_module(module, device_mesh, partition, self._prepare_input, self._prepare_output)
 
     def _prepare_input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         """The first input along the sequence; others as they are."""

@@ -104,10 +104,7 @@ class LayerStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         wanted = self._sharding_of(module).input
         return self.shard(
-            module,
-            device_mesh,
-            partial(self._prepare_input, wanted=wanted),
-            self._prepare_output,
+            module, device_mesh, partial(self._prepare_input, wanted=wanted), self._prepare_output
         )
 
     def _sharding_of(self, module: nn.Module) -> _Sharding:

@@ -29,10 +29,10 @@ import pkgutil
 from torch._ops import OpOverload
 
 from dtbench_core.rules import pointwise
-from dtbench_core.rules.base import Rule, decomposition_of, rule_of
+from dtbench_core.rules.base import Rule, decompositions, rule_of
 from dtbench_core.rules.choose import choose
 
-__all__ = ["choose", "decomposition_of", "find", "pointwise"]
+__all__ = ["choose", "decompositions", "find", "pointwise"]
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)

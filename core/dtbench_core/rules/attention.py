@@ -13,7 +13,7 @@ from dtbench_core.layout.placement import REPLICATE, Placement, Placements, Shar
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Call
 from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, ops_named, rule
-from dtbench_core.rules.labels import SUM
+from dtbench_core.rules.labels import SUM, placed_along
 
 BATCH, HEAD = 0, 1  # of query, key, value [batch, head, length, width]
 
@@ -26,13 +26,6 @@ def _dims(call: OpCall, query: DTensorSpec, *keys: DTensorSpec) -> list[int]:
     if any(key.shape[BATCH] != query.shape[BATCH] for key in keys):
         return []
     return [BATCH, HEAD] if all(key.shape[HEAD] == query.shape[HEAD] for key in keys) else [BATCH]
-
-
-def _along(spec: DTensorSpec, like: DTensorSpec, dim: int) -> Placement:
-    """The mask's placement when `dim` of `like` is sharded: along with it, where it has the dim."""
-    own = dim - (4 - spec.ndim)
-    length = like.shape[dim]
-    return Shard(own) if own >= 0 and spec.shape[own] == length and length > 1 else REPLICATE
 
 
 FOR_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -55,7 +48,7 @@ def attention(call: OpCall) -> Strategy:
     query, key, value, *mask = call.inputs
     rows = [
         PlacementRow(
-            (*(Shard(d),) * 3, *(_along(m, query, d) for m in mask)),
+            (*(Shard(d),) * 3, *(placed_along(m, d, query.shape) for m in mask)),
             (*(Shard(d),) * 2, *(REPLICATE,) * len(rest)),
             nonempty=() if for_cpu else ((0, d),),
         )
@@ -96,14 +89,14 @@ def attention_backward(call: OpCall) -> Strategy:
         inputs: Placements = tuple(
             Shard(dim)
             if any(spec is s for s in sharded)
-            else _along(spec, query, dim)
+            else placed_along(spec, dim, query.shape)
             if spec is mask
             else REPLICATE
             for spec in call.inputs
         )
         grads: list[Placement] = [Shard(dim)] * 3
         if len(call.outputs) > 3:
-            along = REPLICATE if mask is None else _along(mask, query, dim)
+            along = REPLICATE if mask is None else placed_along(mask, dim, query.shape)
             grads.append(along if along.is_shard() else SUM)
         rows.append(PlacementRow(inputs, tuple(grads), nonempty=((0, dim),) if nonempty else ()))
     return Strategy(rows)

@@ -134,20 +134,6 @@ Rule = Callable[[OpCall], Strategy]
 rule_of: dict[OpOverload, Rule] = {}  # an op's own
 
 
-_library = torch.library.Library("dtbench_core", "FRAGMENT")
-
-
-def new_op(schema: str, kernel: Call, meta: Call | None = None) -> OpOverload:
-    """An op of the core's own, of that schema. meta: its kernel for metadata alone, if `kernel` cannot be it."""
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
-    if meta is not None:
-        _library.impl(name, meta, "Meta")
-    op: OpOverload = getattr(torch.ops.dtbench_core, name).default
-    return op
-
-
 def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
     """Registers the decorated rule for `ops`."""
 
@@ -158,7 +144,7 @@ def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
     return register
 
 
-_decompositions: dict[OpOverload, Call] = {}
+decompositions: dict[OpOverload, Call] = {}
 
 
 def decomposition(*ops: OpOverload, with_op: bool = False) -> Callable[[Call], Call]:
@@ -172,15 +158,10 @@ def decomposition(*ops: OpOverload, with_op: bool = False) -> Callable[[Call], C
 
     def register(function: Call) -> Call:
         for op in ops:
-            _decompositions[op] = functools.partial(function, op) if with_op else function
+            decompositions[op] = functools.partial(function, op) if with_op else function
         return function
 
     return register
-
-
-def decomposition_of(op: OpOverload) -> Call | None:
-    """The decomposition registered for `op`, or None."""
-    return _decompositions.get(op)
 
 
 overridden: set[OpOverload] = set()  # for which a user has registered a rule
@@ -189,7 +170,7 @@ overridden: set[OpOverload] = set()  # for which a user has registered a rule
 def override(op: OpOverload, new: Rule) -> None:
     """Puts a user's rule in the place of whatever the core knows of `op`."""
     rule_of[op] = new
-    _decompositions.pop(op, None)
+    decompositions.pop(op, None)
     overridden.add(op)
 
 
@@ -208,7 +189,7 @@ def linear_rows(
     call: OpCall, ins: int, outs: int = 1, ops: tuple[str, ...] = ("sum", "avg")
 ) -> list[PlacementRow]:
     """Rows for ops that commute with the pending reductions `ops` of all their inputs."""
-    return [PlacementRow((Partial(op),) * ins, (Partial(op),) * outs) for op in _pending_of(call, ops)]
+    return [PlacementRow((Partial(op),) * ins, (Partial(op),) * outs) for op in pending_of(call, ops)]
 
 
 def pending_rows(
@@ -219,7 +200,7 @@ def pending_rows(
     inputs, outs = range(len(call.inputs) if count is None else count), len(call.outputs)
     return [
         PlacementRow(tuple(Partial(op) if i in group else REPLICATE for i in inputs), (Partial(op),) * outs)
-        for op in _pending_of(call, ops)
+        for op in pending_of(call, ops)
         for group in terms
     ]
 
@@ -230,13 +211,8 @@ def along_others(call: OpCall, whole: Iterable[int], ins: int = 1, outs: int = 1
     return along((d for d in range(call.inputs[0].ndim) if d not in kept), ins, outs)
 
 
-def pending(call: OpCall, reduce_op: str) -> bool:
-    """Whether an input is Partial(reduce_op) on some mesh dim: else the rows need not be listed."""
-    return any(p.is_partial(reduce_op) for spec in call.inputs for p in spec.placements)
-
-
-def _pending_of(call: OpCall, ops: Iterable[str]) -> list[str]:
-    """Those of `ops` for which `pending` holds."""
+def pending_of(call: OpCall, ops: Iterable[str]) -> list[str]:
+    """Those of `ops` that an input has pending on some mesh dim: of others the rows need not be listed."""
     pending = {p.reduce_op for spec in call.inputs for p in spec.placements if isinstance(p, Partial)}
     return [op for op in ops if op in pending] if pending else []
 

@@ -66,10 +66,7 @@ def _trains(op: OpOverload, named: Mapping[str, Any]) -> bool:
     for name in ("training", "train", "update"):
         if name in named:
             return bool(named[name])
-    return op not in (
-        aten._native_batch_norm_legit_no_training.default,
-        aten._batch_norm_no_update.default,
-    )
+    return op not in (aten._native_batch_norm_legit_no_training.default, aten._batch_norm_no_update.default)
 
 
 FORWARD = (

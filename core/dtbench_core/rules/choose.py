@@ -141,11 +141,10 @@ def _best(
     held_gib = [cost.local_gib(s.shape, s.dtype.itemsize, s.placements, info.sizes) for s in call.inputs]
     best, lowest = None, math.inf
     for row in allowed:
+        ways = [_by_way_of(have, want, written) for have, want in zip(current, row.inputs, strict=True)]
         price = sum(
-            cost.transition_cost(have, _by_way_of(have, want, written), held_gib[index], topology, mesh_dim)
-            if _reachable(have, want, written)
-            else math.inf
-            for index, (have, want) in enumerate(zip(current, row.inputs, strict=True))
+            math.inf if way is None else cost.transition_cost(have, way, gib, topology, mesh_dim)
+            for have, way, gib in zip(current, ways, held_gib, strict=True)
         )
         if price < lowest:
             best, lowest = row, price
@@ -185,20 +184,12 @@ def _holds_more(dtype: torch.dtype, than: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex or than is torch.bool or dtype.itemsize > than.itemsize
 
 
-def _reachable(have: Placement, want: Placement, written: tuple[int, ...]) -> bool:
-    """Into a Partial only from itself or from Replicate; from a Shard where what is written must stay one."""
-    return (
-        have == want
-        or not want.is_partial()
-        or have.is_replicate()
-        or (bool(written) and not have.is_partial())
-    )
-
-
-def _by_way_of(have: Placement, want: Placement, written: tuple[int, ...]) -> Placement:
-    """What `have` becomes by communication: a Shard is gathered, and only then a term of a Partial."""
-    gathers = written and want.is_partial() and not have.is_partial()
-    return REPLICATE if gathers else want
+def _by_way_of(have: Placement, want: Placement, written: tuple[int, ...]) -> Placement | None:
+    """What `have` becomes by communication; None where there is no way: into a Partial only from itself or from
+    Replicate; from a Shard, which is gathered first, where what is written must stay one."""
+    if have == want or not want.is_partial() or have.is_replicate():
+        return want
+    return REPLICATE if written and not have.is_partial() else None
 
 
 class _Lengths:

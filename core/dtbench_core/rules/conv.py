@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.op_types import Call, Value
-from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, pending, pending_rows, rule
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, pending_of, pending_rows, rule
 from dtbench_core.rules.labels import SUM, in_groups, label_rows
 
 
@@ -66,12 +66,11 @@ def convolution_backward(call: OpCall) -> Strategy:
     for label in _channels(call):
         # Each gradient sums over the label of its two factors that it lacks itself. The bias's has one factor.
         rows += label_rows(label, dims_in, dims_out, SUM if label in output else REPLICATE, nonempty=True)
-    for op in ("sum", "avg"):
-        if pending(call, op):
-            term = Partial(op)
-            rows.append(PlacementRow((term, REPLICATE, REPLICATE), (term,) * 3))
-            rows.append(PlacementRow((REPLICATE, term, REPLICATE), (REPLICATE, term, REPLICATE)))
-            rows.append(PlacementRow((REPLICATE, REPLICATE, term), (term, REPLICATE, REPLICATE)))
+    for op in pending_of(call, ("sum", "avg")):
+        term = Partial(op)
+        rows.append(PlacementRow((term, REPLICATE, REPLICATE), (term,) * 3))
+        rows.append(PlacementRow((REPLICATE, term, REPLICATE), (REPLICATE, term, REPLICATE)))
+        rows.append(PlacementRow((REPLICATE, REPLICATE, term), (term, REPLICATE, REPLICATE)))
     return Strategy(rows, local_op=_own_groups(call, 1))
 
 

@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtbench_core.layout.placement import Partial, Shard
+from dtbench_core.layout.placement import Partial
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.op_types import Ctx, Value
-from dtbench_core.rules.base import OpCall, Placed, Strategy, new_op, rule
-from dtbench_core.rules.labels import SUM, label_rows, letters, materialised, whole
-from dtbench_core.torch_compat import is_fake_mode_active
+from dtbench_core.rules.base import OpCall, Placed, Strategy, rule
+from dtbench_core.rules.labels import SUM, is_split, label_rows, letters, materialised, whole
+from dtbench_core.torch_compat import is_fake_mode_active, new_op
 
 # ---- entry and autograd ----
 
@@ -60,9 +60,13 @@ def cross_entropy(
     anything else."""
     if not isinstance(input, Wrapper) or size_average is not None or reduce is not None:
         return NotImplemented
-    if reduction not in REDUCTIONS or not 0.0 <= label_smoothing <= 1.0 or not is_class_sharded(input):
+    if reduction not in REDUCTIONS or not 0.0 <= label_smoothing <= 1.0:
         return NotImplemented
-    if not _fits(input, target, weight):
+    if (
+        input._spec.has_partial()
+        or not is_split(input, [class_dim(input)])
+        or not _fits(input, target, weight)
+    ):
         return NotImplemented
     return CrossEntropy.apply(input, target, weight, Options(ignore_index, reduction, label_smoothing))
 
@@ -75,13 +79,6 @@ def linear_cross_entropy(*args: Value, options: Any = None, **others: Any) -> Va
 
 def class_dim(logits: Wrapper) -> int:
     return min(logits._spec.ndim - 1, 1)
-
-
-def is_class_sharded(logits: Wrapper) -> bool:
-    """Whether ranks hold different classes, and nothing is pending."""
-    spec = logits._spec
-    dim = class_dim(logits)
-    return not spec.has_partial() and any(isinstance(p, Shard) and p.dim == dim for p in spec.placements)
 
 
 def _fits(logits: Wrapper, target: Any, weight: Value) -> bool:
@@ -124,20 +121,17 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Ctx, grad: Value) -> Value:
         logits, target, weight, maximum, sums = ctx.saved_tensors
         ignore_index, reduction, smoothing = ctx.options
-        if torch.is_grad_enabled():  # to be differentiated again
-            return _differentiable_gradient(grad, logits, target, weight, ctx.options), None, None, None
+        if (
+            torch.is_grad_enabled()
+        ):  # to be differentiated again: through torch's own ops, which autograd can follow
+            loss = F.cross_entropy(logits.redistribute(), target, weight, **ctx.options._asdict())
+            return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None, None, None
         if reduction == "mean":
             grad = grad / ctx.total
         gradient = class_gradient(
             grad, logits, maximum, sums, target, weight, ctx.dim, ctx.classes, ignore_index, smoothing
         )
         return gradient, None, None, None
-
-
-def _differentiable_gradient(grad: Value, logits: Any, target: Any, weight: Value, options: Options) -> Value:
-    """The gradient through torch's own ops, which autograd can follow."""
-    loss = F.cross_entropy(logits.redistribute(), target, weight, **options._asdict())
-    return torch.autograd.grad(loss, logits, grad, create_graph=True)[0]
 
 
 def _refuse_wrong(wrong: torch.Tensor, classes: int) -> None:

@@ -21,6 +21,7 @@ from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.op_types import Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
+from dtbench_core.redistribute.route import placements_of_gradient
 from dtbench_core.rules.base import (
     OpCall,
     PlacementRow,
@@ -63,8 +64,8 @@ def _overloads(names: Sequence[str]) -> list[OpOverload]:
 
 
 def _single(op: OpOverload) -> tuple[OpOverload, Rule]:
-    """The op on one tensor, and its rule."""
-    name = op._schema.name.removeprefix("aten::_foreach_")
+    """The functional op on one tensor, and its rule."""
+    name = op._schema.name.removeprefix("aten::_foreach_").removesuffix("_")
     packet = aten.zeros_like if name == "zero" else getattr(aten, name)
     overload = next(o for o in OVERLOADS[op._overloadname or "default"] if o in packet.overloads())
     single = getattr(packet, overload)
@@ -119,15 +120,10 @@ def foreach(call: OpCall) -> Strategy:
 
 
 def _place_column(
-    call: OpCall,
-    inputs: tuple[DTensorSpec, ...],
-    shared: list[int],
-    meta: TensorMeta | None,
-    in_place: bool,
+    call: OpCall, inputs: tuple[DTensorSpec, ...], shared: list[int], meta: TensorMeta | None, in_place: bool
 ) -> tuple[tuple[Placements, ...], Placements] | None:
     """(placements of the column's inputs, of its result); None where a written one would have to move."""
-    op = _functional(call.op)
-    single, rule_of_single = _single(op)
+    single, rule_of_single = _single(call.op)
     whole = (REPLICATE,) * inputs[0].info.ndim
     everything = (*inputs, *(call.inputs[i].with_placements(whole) for i in shared))
     numbers = not all(isinstance(a, (list, tuple, DTensorSpec)) for a in call.args)
@@ -136,25 +132,15 @@ def _place_column(
     strategy = rule_of_single(column)
     # What all columns share is whole.
     rows = [row for row in strategy.rows if all(p == REPLICATE for p in row.inputs[len(inputs) :])]
-    if in_place:
-        rows = [PlacementRow(r.inputs, r.inputs[:1], r.even, r.nonempty) for r in rows if _keeps(single, r)]
+    if in_place:  # the result lies where the first input does; fresh zeros can lie anywhere
+        rows = [r for r in rows if r.inputs[0] == r.outputs[0] or single is aten.zeros_like.default]
+        rows = [PlacementRow(r.inputs, r.inputs[:1], r.even, r.nonempty) for r in rows]
     current = inputs[0].placements if in_place else None
     chosen = choose(column, Strategy(rows), (0,) if in_place else (), result=current)
     if chosen is None:
         return None
     placed, results = by_tensor(chosen)
     return placed[: len(inputs)], results[0]
-
-
-def _keeps(single: OpOverload, row: PlacementRow) -> bool:
-    """Whether the result of the row lies where its first input does; fresh zeros can lie anywhere."""
-    return row.inputs[0] == row.outputs[0] or single is aten.zeros_like.default
-
-
-def _functional(op: OpOverload) -> OpOverload:
-    name = op._schema.name.removeprefix("aten::").removesuffix("_")
-    functional: OpOverload = getattr(getattr(aten, name), op._overloadname or "default")
-    return functional
 
 
 # ---- lists of which some members are plain, or on another mesh ----
@@ -248,7 +234,8 @@ def _step_on_copies(
     """A fused step whose gradients or state lie elsewhere than the parameters: on copies that lie there."""
     states = rest if op._schema.name == "aten::_fused_sgd_" else rest[:-1]
     steps = rest[len(states) :]
-    if all(_same_placements(parameters, tensors) for tensors in (grads, *states)):
+    pairs = (pair for tensors in (grads, *states) for pair in zip(parameters, tensors, strict=False))
+    if all(parameter._spec.placements == tensor._spec.placements for parameter, tensor in pairs):
         return NotImplemented
     scale, found_inf = options.get("grad_scale"), options.get("found_inf")
     if scale is not None:  # the op leaves the gradients unscaled, unless it skips the step
@@ -273,14 +260,8 @@ def _step(op: OpOverload, *args: Value, **options: Any) -> Value:
     return _step_on_copies(op, *args, **options) if result is NotImplemented else result
 
 
-def _same_placements(parameters: Sequence[Value], tensors: Sequence[Value]) -> bool:
-    """Whether each tensor lies as its parameter; an optimizer leaves out the lists it has no use for."""
-    pairs = zip(parameters, tensors, strict=False)
-    return all(p._spec.placements == t._spec.placements for p, t in pairs)
-
-
 def _moved(parameters: Sequence[Value], tensors: Sequence[Value]) -> list[Value]:
-    """Each tensor as its parameter lies: itself where it does already."""
+    """Each tensor as its parameter lies: itself where it does already. Unused lists are empty."""
     return [
         t if p._spec.placements == t._spec.placements else redistribute_tensor(t, p._spec.placements)
         for p, t in zip(parameters, tensors, strict=False)
@@ -328,8 +309,7 @@ def _norms_of_group(tensors: Sequence[Value], ord: Any, dtype: torch.dtype | Non
     whole = (REPLICATE,) * info.ndim
     one = DTensorSpec.of(info, whole, (), (), dtype)
     if spec.has_partial():
-        reduced = tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
-        tensors = [redistribute_tensor(t, reduced) for t in tensors]
+        tensors = [redistribute_tensor(t, placements_of_gradient(spec.placements)) for t in tensors]
     locals_ = [t._local_tensor for t in tensors]
     if info.coordinate is None:
         return [wrap(cls, local.new_empty(0, dtype=dtype), one) for local in locals_]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
 from dtbench_core.errors import NoRuleError
-from dtbench_core.layout.placement import Shard
+from dtbench_core.layout.placement import permuted
 from dtbench_core.layout.spec import contiguous_stride
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.op_types import Value
@@ -41,9 +40,7 @@ def tangent_like(call: OpCall) -> Strategy:
     tangent, tensor = call.inputs
     batch = tuple(tangent.shape[: call["self_num_batch_dims"]])
     lead = len(batch)
-    placed = tuple(
-        dataclasses.replace(p, dim=p.dim + lead) if isinstance(p, Shard) else p for p in tensor.placements
-    )
+    placed = permuted(tensor.placements, range(lead, lead + tensor.ndim))
 
     def local_op(_: torch.Tensor, local: torch.Tensor, **__: object) -> torch.Tensor:
         if not lead:

@@ -20,14 +20,16 @@ from dtbench_core.rules.base import (
     Placed,
     PlacementRow,
     Strategy,
+    along_others,
     aten,
     decomposition,
     pending_rows,
     rule,
 )
-from dtbench_core.rules.labels import SUM, placed_along
+from dtbench_core.rules.labels import SUM, label_rows, letters, placed_along
 from dtbench_core.torch_compat import is_fake_mode_active
 
+SCATTER_ADD = (aten.scatter_add.default, aten.scatter_add_.default)
 INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -45,10 +47,8 @@ def embedding(call: OpCall) -> Strategy:
 
     Of sharded rows each rank looks up those it holds and gives 0 for the others: a pending sum.
     """
-    ndim = call.inputs[1].ndim
-    rows = [PlacementRow((Shard(1), REPLICATE), (Shard(ndim),))]
-    rows += [PlacementRow((REPLICATE, Shard(d)), (Shard(d),)) for d in range(ndim)]
-    rows.append(PlacementRow((Shard(0), REPLICATE), (SUM,)))
+    lead = letters(call.inputs[1].ndim, skip="rw")
+    rows = label_rows(f"w{lead}r", ("rw", lead), (lead + "w",), SUM)
     return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)], localize=_lookup, any_lengths=True)
 
 
@@ -78,10 +78,9 @@ def _lookup(placed: Placed) -> Callable[..., torch.Tensor] | None:
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward(call: OpCall) -> Strategy:
     """(grad [..., width], indices [...]) -> grad of the weight: a sum over the indices."""
-    grad, indices = call.inputs
-    rows = [PlacementRow((Shard(grad.ndim - 1), REPLICATE), (Shard(1),))]
-    if not call["scale_grad_by_freq"]:  # frequencies are counted over all indices
-        rows += [PlacementRow((Shard(d), Shard(d)), (SUM,)) for d in range(indices.ndim)]
+    lead = letters(call.inputs[1].ndim, skip="rw")
+    # Frequencies are counted over all indices.
+    rows = label_rows("w" if call["scale_grad_by_freq"] else "w" + lead, (lead + "w", lead), ("rw",), SUM)
     return Strategy([*rows, *pending_rows(call, (0,))])
 
 
@@ -244,35 +243,24 @@ def gather(call: OpCall) -> Strategy:
 
 @rule(aten.scatter.src, aten.scatter_.src, aten.scatter.value, aten.scatter_.value)
 @rule(aten.scatter.reduce, aten.scatter_.reduce, aten.scatter.value_reduce, aten.scatter_.value_reduce)
-def scatter(call: OpCall) -> Strategy:
-    return Strategy(_scatter_rows(call))
-
-
-@rule(aten.scatter_add.default, aten.scatter_add_.default)
+@rule(*SCATTER_ADD)
 @rule(aten.scatter_reduce.two, aten.scatter_reduce_.two)
-def scatter_add(call: OpCall) -> Strategy:
-    """(self, index, src): a sum that includes self is linear in self and src."""
-    rows = _scatter_rows(call)
+def scatter(call: OpCall) -> Strategy:
+    """(self, index, src?): a dim is a batch dim where all have it in full; indices may be fewer than rows. A sum that
+    includes self is linear in self and src."""
+    self, index, *sources = call.inputs
+    same_dims = all(spec.ndim == self.ndim for spec in (index, *sources))
+    rows, picked = [], call.dim()
+    if same_dims:
+        whole = [d for d in range(self.ndim) if any(s.shape[d] != self.shape[d] for s in (index, *sources))]
+        rows = along_others(call, [picked, *whole], len(call.inputs))
     reduces = call.op in (aten.scatter_reduce.two, aten.scatter_reduce_.two)
-    if reduces and not (call["reduce"] == "sum" and call["include_self"]):
+    adds = call["reduce"] == "sum" and call["include_self"] if reduces else call.op in SCATTER_ADD
+    if not adds:
         return Strategy(rows)
-    self, index, src = call.inputs
-    along = call.dim()
-    if self.ndim and self.ndim == index.ndim == src.ndim and src.shape[along] == index.shape[along]:
-        rows.append(PlacementRow((SUM, Shard(along), Shard(along)), (SUM,)))
+    if self.ndim and same_dims and sources[0].shape[picked] == index.shape[picked]:
+        rows.append(PlacementRow((SUM, Shard(picked), Shard(picked)), (SUM,)))
     return Strategy([*rows, *pending_rows(call, (0, 2))])
-
-
-def _scatter_rows(call: OpCall) -> list[PlacementRow]:
-    """(self, index, src?): a dim is a batch dim where all have it in full; indices may be fewer than rows."""
-    self, *others = call.inputs
-    if any(spec.ndim != self.ndim for spec in others):
-        return []
-    along = call.dim()
-    dims = [
-        d for d in range(self.ndim) if d != along and all(spec.shape[d] == self.shape[d] for spec in others)
-    ]
-    return [PlacementRow((Shard(d),) * len(call.inputs), (Shard(d),)) for d in dims]
 
 
 # ---- by index into the flattened tensor ----

@@ -15,6 +15,7 @@ from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Placeme
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Value
+from dtbench_core.redistribute.route import placements_of_gradient
 from dtbench_core.rules.base import OpCall, PlacementRow, along
 
 SUM = Partial("sum")
@@ -79,16 +80,13 @@ def is_matching(call: OpCall, count: int) -> bool:
 
 def placed_along(spec: DTensorSpec, dim: int, shape: Sequence[int]) -> Placement:
     """Placement of an input that broadcasts to `shape`, when its `dim` is sharded."""
-    return broadcast((spec,), dim, shape)[0]
+    own = dim - (len(shape) - spec.ndim)
+    return Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else REPLICATE
 
 
 def broadcast(specs: Iterable[DTensorSpec], dim: int, shape: Sequence[int]) -> Placements:
     """The same of several inputs."""
-    placed: list[Placement] = []
-    for spec in specs:
-        own = dim - (len(shape) - spec.ndim)
-        placed.append(Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else REPLICATE)
-    return tuple(placed)
+    return tuple(placed_along(spec, dim, shape) for spec in specs)
 
 
 def in_groups(call: OpCall, groups: int) -> bool:
@@ -97,25 +95,16 @@ def in_groups(call: OpCall, groups: int) -> bool:
     return groups % math.prod(call.inputs[0].info.sizes) == 0
 
 
-def is_split(tensor: object, dims: Iterable[int] | None = None) -> bool:
-    """Whether `tensor` is a DTensor that is sharded on one of `dims` (on any, for None)."""
-    if not isinstance(tensor, Wrapper):
-        return False
-    wanted = None if dims is None else set(dims)
-    return any(isinstance(p, Shard) and (wanted is None or p.dim in wanted) for p in tensor._spec.placements)
-
-
-def all_replicated(*tensors: object) -> bool:
-    """Whether none of the tensors is sharded or pending."""
-    return all(t._spec.is_replicated() for t in tensors if isinstance(t, Wrapper))
+def is_split(tensor: object, dims: Iterable[int]) -> bool:
+    """Whether `tensor` is a DTensor that is sharded on one of `dims`."""
+    return isinstance(tensor, Wrapper) and any(p.is_shard(d) for p in tensor._spec.placements for d in dims)
 
 
 def materialised(tensor: Value) -> Value:
     """`tensor` with its pending reductions done: worth it where several uses would each do them."""
     if not isinstance(tensor, Wrapper) or not tensor._spec.has_partial():
         return tensor
-    placements = [REPLICATE if p.is_partial() else p for p in tensor._spec.placements]
-    return tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return tensor.redistribute(placements=placements_of_gradient(tensor._spec.placements))  # type: ignore[attr-defined]
 
 
 def whole(tensor: Value) -> Value:

@@ -17,9 +17,10 @@ from torch import Tensor
 from dtbench_core.layout.placement import Shard
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Ctx, Value
-from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, new_op, pending_rows, rule
+from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, pending_rows, rule
 from dtbench_core.rules.labels import SUM, label_rows, letters, placed_along
-from dtbench_core.torch_compat import is_grad_enabled, kernel_of
+from dtbench_core.rules.pointwise import neutral_term
+from dtbench_core.torch_compat import is_grad_enabled, kernel_of, new_op
 
 # ---- entry and autograd ----
 
@@ -130,8 +131,7 @@ def _bias_once(placed: Placed) -> Callable[..., Tensor]:
     """The layer, with its bias only on the first of the ranks whose results add up."""
     (output,) = placed.outputs
     assert output is not None
-    summed = [dim for dim, p in enumerate(output.placements) if p.is_partial("sum")]
-    if all(placed.inputs[0].info.my_coordinate()[dim] == 0 for dim in summed):
+    if neutral_term(output) is None:
         return kernel_of(linear_forward)
     return lambda x, weight, bias: kernel_of(linear_forward)(x, weight)
 

@@ -16,7 +16,7 @@ from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, decomposition, pending_rows, rule
-from dtbench_core.rules.labels import SUM, all_replicated, broadcast, whole
+from dtbench_core.rules.labels import SUM, broadcast, whole
 from dtbench_core.torch_compat import DisableTorchFunction, is_fake_mode_active
 
 NONE, MEAN, SUMMED = 0, 1, 2  # torch's enum Reduction
@@ -139,7 +139,8 @@ def nll_mean(
     ignore_index: int = -100,
 ) -> Value:
     """The mean by weight of all ranks' targets, not of the ranks' means."""
-    if reduction != MEAN or all_replicated(data, target, weight):
+    placed = [tensor._spec for tensor in (data, target, weight) if isinstance(tensor, Wrapper)]
+    if reduction != MEAN or all(spec.is_replicated() for spec in placed):
         return NotImplemented
     loss, total = op(data, target, weight, SUMMED, ignore_index)
     total = whole(total)

@@ -76,22 +76,13 @@ def vector_norm(
         return (size != 0).sum(dims, keepdim, dtype=result_dtype)
     if ord == 1:
         return size.sum(dims, keepdim).to(result_dtype)
-    if ord == 2:
-        return size.square().sum(dims, keepdim).sqrt().to(result_dtype)
     return size.pow(ord).sum(dims, keepdim).pow(1 / ord).to(result_dtype)
 
 
 @decomposition(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
 @decomposition(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
-def norm(
-    tensor: Value,
-    p: float | None = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Value:
-    return vector_norm(tensor, 2 if p is None else p, dim, keepdim, dtype=dtype)
+def norm(tensor: Value, p: float | None = 2, *others: Any, **options: Any) -> Value:
+    return vector_norm(tensor, 2 if p is None else p, *others, **options)
 
 
 @decomposition(aten.dist.default)

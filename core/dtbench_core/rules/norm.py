@@ -17,12 +17,12 @@ from dtbench_core.rules.base import (
     along,
     aten,
     linear_rows,
-    pending,
+    pending_of,
     pending_rows,
     rule,
 )
 from dtbench_core.rules.labels import SUM, broadcast, in_groups, is_matching, label_rows, letters
-from dtbench_core.rules.pointwise import pointwise
+from dtbench_core.rules.pointwise import neutral_term, pointwise
 
 
 @rule(aten.linalg_cross.default)
@@ -46,9 +46,8 @@ def native_layer_norm(call: OpCall) -> Strategy:
     _restate_statistics(call)
     batch = call.inputs[0].ndim - len(call["normalized_shape"])
     parameters = (REPLICATE,) * (len(call.inputs) - 1)
-    return Strategy(
-        [PlacementRow((Shard(d), *parameters), (Shard(d),) * len(call.outputs)) for d in range(batch)]
-    )
+    outs = len(call.outputs)
+    return Strategy([PlacementRow((Shard(d), *parameters), (Shard(d),) * outs) for d in range(batch)])
 
 
 def _restate_statistics(call: OpCall) -> None:
@@ -83,15 +82,11 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
 def add_number_in_place(call: OpCall) -> Strategy:
     """As rms_norm adds eps to a mean, which may be pending: to each term of an average, to one of a sum."""
     rows = [*pointwise(call).rows, *linear_rows(call, 1)]
-    return Strategy(rows, localize=_by_first_rank if pending(call, "sum") else None)
+    return Strategy(rows, localize=_by_first_rank if pending_of(call, ["sum"]) else None)
 
 
 def _by_first_rank(placed: Placed) -> Call | None:
-    spec = placed.inputs[0]
-    summed = [d for d, p in enumerate(spec.placements) if p.is_partial("sum")]
-    if all(spec.info.my_coordinate()[d] == 0 for d in summed):
-        return None
-    return lambda local, *_: local
+    return None if neutral_term(placed.inputs[0]) is None else lambda local, *_: local
 
 
 # ---- over groups of channels ----
@@ -161,22 +156,14 @@ def weight_norm(call: OpCall) -> Strategy:
     return Strategy([*rows, *(pending_rows(call, (0,)) if len(call.inputs) == 4 else ())])
 
 
-@rule(aten._cdist_forward.default)
+@rule(aten._cdist_forward.default, aten._cdist_backward.default)
 def cdist(call: OpCall) -> Strategy:
-    """(x1 [..., p, m], x2 [..., r, m]) -> distances [..., p, r]; the leading dims broadcast."""
-    return Strategy(_cdist_rows(call, ("p.", "r."), ("pr",)))
+    """(x1 [..., p, m], x2 [..., r, m]) -> distances [..., p, r]; leading dims are a batch where nothing broadcasts.
 
-
-@rule(aten._cdist_backward.default)
-def cdist_backward(call: OpCall) -> Strategy:
-    """(grad [..., p, r], x1, x2, distances) -> gradient of x1: a sum over r. Linear in `grad`."""
-    return Strategy([*_cdist_rows(call, ("pr", "p.", "r.", "pr"), ("p.",)), *pending_rows(call, (0,))])
-
-
-def _cdist_rows(call: OpCall, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> list[PlacementRow]:
-    """Rows of the last two dims, and of the leading ones where no tensor broadcasts over them."""
-    batch = call.inputs[0].shape[:-2]
-    if not is_matching(call, len(batch)):
-        return []
-    lead = letters(len(batch), skip="pr")
-    return label_rows(lead + "pr", [lead + dims for dims in inputs], [lead + dims for dims in outputs], SUM)
+    (grad [..., p, r], x1, x2, distances) -> gradient of x1 backward: a sum over r, linear in `grad`."""
+    backward, batch = len(call.inputs) == 4, call.inputs[0].ndim - 2
+    inputs, output = (("pr", "p.", "r.", "pr"), "p.") if backward else (("p.", "r."), "pr")
+    lead = letters(batch, skip="pr")
+    labels = lead + "pr" if is_matching(call, batch) else ""
+    rows = label_rows(labels, [lead + dims for dims in inputs], [lead + output], SUM)
+    return Strategy([*rows, *(pending_rows(call, (0,)) if backward else ())])

@@ -29,7 +29,7 @@ from dtbench_core.rules.base import (
     decomposition,
     linear_rows,
     ops_named,
-    pending,
+    pending_of,
     pending_rows,
     rule,
 )
@@ -153,11 +153,9 @@ def _widens(call: OpCall) -> bool:
     source, meta = call.inputs[-1].dtype, call.outputs[0]
     if meta is None or not (source.is_floating_point and meta.dtype.is_floating_point):
         return False
-    if (
-        source == meta.dtype or min(source.itemsize, meta.dtype.itemsize) == 1
-    ):  # torch promotes no 8-bit float
-        return source == meta.dtype
-    return torch.promote_types(source, meta.dtype) == meta.dtype
+    # torch promotes no 8-bit float.
+    promotes = source != meta.dtype and min(source.itemsize, meta.dtype.itemsize) > 1
+    return source == meta.dtype or (promotes and torch.promote_types(source, meta.dtype) == meta.dtype)
 
 
 @rule(aten.copy_.default, aten.copy.default)
@@ -305,9 +303,8 @@ def searchsorted(call: OpCall) -> Strategy:
 def like(call: OpCall) -> Strategy:
     """Fresh values of the input's shape: its shards are kept, a Partial's values are not read."""
     rows = along(range(call.inputs[0].ndim), 1, 1)
-    return Strategy(
-        [*rows, *(PlacementRow((Partial(op),), (REPLICATE,)) for op in REDUCE_OPS if pending(call, op))]
-    )
+    rows += [PlacementRow((Partial(op),), (REPLICATE,)) for op in pending_of(call, REDUCE_OPS)]
+    return Strategy(rows)
 
 
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)

@@ -118,9 +118,8 @@ def _points(call: OpCall) -> tuple[str, str, str, str]:
 def grid_sampler(call: OpCall) -> Strategy:
     """(input [n, c, ...], grid [n, points..., 2 or 3]) -> [n, c, points...]. Linear in the input."""
     points, data, grid, output = _points(call)
-    return Strategy(
-        [*label_rows("nc" + points, (data, grid), (output,), nonempty=True), *pending_rows(call, (0,))]
-    )
+    rows = label_rows("nc" + points, (data, grid), (output,), nonempty=True)
+    return Strategy([*rows, *pending_rows(call, (0,))])
 
 
 @rule(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import Partial, Placement, Shard, splits_evenly
 from dtbench_core.op_types import Call, Value
-from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear_rows, pending, rule
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear_rows, pending_of, rule
 from dtbench_core.rules.labels import SUM, but, moved_rows
 
 # Of these an empty list of dims reduces nothing; for the others it means all dims.
@@ -84,10 +84,8 @@ def mean(call: OpCall) -> Strategy:
     spec = call.inputs[0]
     chunks = all(type(p) is Shard or not p.is_shard() for p in spec.placements)
     if chunks and all(splits_evenly(spec.shape[d], d, spec.placements, spec.info.sizes) for d in reduced):
-        average = Partial("avg")
-        return Strategy(
-            [*rows, *(PlacementRow((Shard(d),), (average,), ((0, d),), ((0, d),)) for d in reduced)]
-        )
+        rows += [PlacementRow((Shard(d),), (Partial("avg"),), ((0, d),), ((0, d),)) for d in reduced]
+        return Strategy(rows)
     shares = [PlacementRow((Shard(d),), (SUM,)) for d in reduced]
     return Strategy([*rows, *shares], local_op=_share_of_mean(call, reduced), any_lengths=True)
 
@@ -128,7 +126,7 @@ def prod(call: OpCall) -> Strategy:
         reduced, keepdim = reduced_dims(call)
         return Strategy(kept_rows(call, reduced, keepdim))
     rows = _pending_rows(call, Partial("product"))
-    if pending(call, "product") and call["dtype"] is None:
+    if pending_of(call, ["product"]) and call["dtype"] is None:
         rows.append(PlacementRow((Partial("product"),), (Partial("product"),)))
     return Strategy(rows)
 

@@ -17,9 +17,7 @@ PlacementList = Sequence[Placement | None]
 ShardingFunction = Callable[..., Sequence[tuple[PlacementList, PlacementList]]]
 
 
-def register_sharding(
-    op: OpOverload | list[OpOverload],
-) -> Callable[[ShardingFunction], ShardingFunction]:
+def register_sharding(op: OpOverload | list[OpOverload]) -> Callable[[ShardingFunction], ShardingFunction]:
     """Gives an op, or several, a sharding rule; it takes the place of the core's own.
 
     The decorated function is called with the op's arguments, a tensor-like description (`shape`,
@@ -44,16 +42,15 @@ def register_sharding(
             )
 
     def register(function: ShardingFunction) -> ShardingFunction:
+        def strategy(call: OpCall) -> Strategy:
+            return Strategy([_row(call, *placed) for placed in function(*call.args, **call.kwargs)])
+
         for one in ops:
-            base.override(one, lambda call: _strategy(call, function))
+            base.override(one, strategy)
         rules_changed()
         return function
 
     return register
-
-
-def _strategy(call: OpCall, function: ShardingFunction) -> Strategy:
-    return Strategy([_row(call, outputs, inputs) for outputs, inputs in function(*call.args, **call.kwargs)])
 
 
 def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> PlacementRow:

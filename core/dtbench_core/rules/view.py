@@ -44,10 +44,8 @@ def view(call: OpCall) -> Strategy:
         src, dst = _outermost(before, ins), _outermost(after, outs)
         if src is None or dst is None:
             continue
-        if before[src] == after[dst]:
-            rows.append(PlacementRow((Shard(src),), (Shard(dst),)))
-        else:
-            rows.append(PlacementRow((Shard(src),), (Shard(dst),), even=((0, src), (-1, dst))))
+        even = () if before[src] == after[dst] else ((0, src), (-1, dst))
+        rows.append(PlacementRow((Shard(src),), (Shard(dst),), even=even))
     rows += linear_rows(call, 1, ops=REDUCE_OPS)
     spec = call.inputs[0]
     placed = kept(spec.placements, spec.info.sizes, before, after, groups)

@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork, Work, _resolve_process_group
+from torch._C._distributed_c10d import FakeWork, Work
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core.errors import SimulationError
 from dtbench_core.op_types import Args, Kwargs
 from dtbench_core.rules.base import bound
 from dtbench_core.simulate import c10d_state
-from dtbench_core.torch_compat import mesh_dim_groups, mesh_group_names
+from dtbench_core.torch_compat import mesh_dim_groups, mesh_group_names, resolve_group
 
 Tensors = Sequence[torch.Tensor]
 # What the ranks of a group must agree on: (name, what else, the metadata of the tensors).
@@ -377,7 +376,7 @@ def group_of(op: OpOverload, args: Args, kwargs: Kwargs) -> dist.ProcessGroup | 
     group = named.get("process_group", named.get("group_name"))
     if isinstance(group, str):
         with c10d_state.of_process():
-            return _resolve_process_group(GroupName(group))
+            return resolve_group(group)
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
     return dist.ProcessGroup.unbox(group)

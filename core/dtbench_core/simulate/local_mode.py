@@ -180,13 +180,8 @@ class LocalTensorMode(TorchDispatchMode):
 
     def _draw(self, op: Any, args: Args, kwargs: Kwargs, ranks: Sequence[int]) -> Any:
         states = self.random.start(_generators((args, kwargs)) or default_generators())
-
-        def call(rank: int, run: Callable[[], Any]) -> Any:
-            with self.random.as_rank(rank, states):
-                return run()
-
         try:
-            return run_on_each(op, args, kwargs, ranks, call)
+            return run_on_each(op, args, kwargs, ranks, lambda rank: self.random.as_rank(rank, states))
         finally:
             self.random.finish(states)
 

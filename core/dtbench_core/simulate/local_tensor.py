@@ -33,6 +33,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -417,13 +418,13 @@ def run_on_each(
     args: Args,
     kwargs: Kwargs,
     ranks: Sequence[int] | None = None,
-    call: Callable[[int, Callable[[], Any]], Any] = lambda rank, run: run(),
+    as_rank: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> Any:
     """`op` on every rank's tensors, below autograd: the results as one.
 
     Args:
         ranks: by default those of the arguments.
-        call: makes the call of a rank, such as with its random state.
+        as_rank: in which a rank runs, such as with its random state.
     """
     ranks = ranks or ranks_of(args, kwargs)
     assert ranks is not None  # an argument is a LocalTensor, or the mode gave its ranks
@@ -433,7 +434,8 @@ def run_on_each(
     for rank in ranks:
         arguments = parts.of((args, kwargs), rank)
         try:
-            results[rank] = call(rank, lambda arguments=arguments: op(*arguments[0], **arguments[1]))  # type: ignore[misc]
+            with as_rank(rank):
+                results[rank] = op(*arguments[0], **arguments[1])
         except Exception as error:
             got = [*map(_outline, arguments[0]), *(f"{k}={_outline(v)}" for k, v in arguments[1].items())]
             error.add_note(f"on simulated rank {rank}: {op} got {', '.join(map(str, got))}")

@@ -186,7 +186,6 @@ def _rank_by_rank(original: Call, *args: object, **kwargs: object) -> Any:
     mode = _simulation()
     if not mode.for_all or not dtensor_parts.depends_on_rank(args, kwargs):
         return original(*args, **kwargs)
-
     return mode.across(original, args, kwargs, what=original.__name__, seen=False)
 
 

@@ -110,7 +110,9 @@ def rebuild(
             "mesh to exist: make it first, in the order it was made in when the tensor was saved"
         ) from error
     spec = DTensorSpec.of(info, tuple(placements), shape, stride, local.dtype, order)
-    if _rank_in(info.mesh) != info.coordinate or tuple(local.shape) != spec.local_shape:
+    # From the ranks: a pickled mesh carries the coordinate of the rank that saved it.
+    here = next(map(tuple, (info.mesh.mesh == dist.get_rank()).nonzero().tolist()), None)
+    if here != info.coordinate or tuple(local.shape) != spec.local_shape:
         raise LayoutError(
             f"got the part {list(local.shape)} of {spec} on rank {dist.get_rank()}, expected "
             f"{list(spec.local_shape)}: every rank loads the part that it saved itself"
@@ -118,12 +120,6 @@ def rebuild(
     tensor = wrap(cls, local, spec, requires_grad)
     tensor.__dict__.update(attributes)
     return tensor
-
-
-def _rank_in(mesh: DeviceMesh) -> tuple[int, ...] | None:
-    """This process's coordinate, from the ranks; a pickled mesh carries that of the rank that saved it."""
-    coordinates = (mesh.mesh == dist.get_rank()).nonzero().tolist()
-    return tuple(coordinates[0]) if coordinates else None
 
 
 # For torch.load(weights_only=True), torch's default.

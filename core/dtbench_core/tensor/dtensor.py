@@ -162,10 +162,7 @@ class DTensor(Wrapper):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor],
-        described: in_graphs.Described,
-        outer_size: Any,
-        outer_stride: Any,
+        inner: dict[str, torch.Tensor], described: in_graphs.Described, outer_size: Any, outer_stride: Any
     ) -> DTensor:
         spec, requires_grad, parted = described
         local = inner["_local_tensor"]
@@ -179,9 +176,7 @@ class DTensor(Wrapper):
 
     # AOTAutograd takes a gradient's placements for granted while it traces; a compiled backward is given what has them.
     def __coerce_tangent_metadata__(self) -> DTensor:
-        placed = placements_of_gradient(self._spec.placements)
-        tangent = self if placed == self._spec.placements else self.redistribute(placements=placed)
-        return wrap(DTensor, tangent._local_tensor, tangent._spec) if is_copied(tangent) else tangent
+        return self.redistribute(placements=placements_of_gradient(self._spec.placements))
 
     def __coerce_same_metadata_as_tangent__(
         self, described: in_graphs.Described, expected_type: type | None = None
@@ -190,8 +185,7 @@ class DTensor(Wrapper):
             return self.full_tensor()
         if expected_type is not None and expected_type is not DTensor:
             return None
-        tangent = self.redistribute(placements=described[0].placements)
-        return wrap(DTensor, tangent._local_tensor, tangent._spec) if is_copied(tangent) else tangent
+        return self.redistribute(placements=described[0].placements)
 
     __reduce_ex__ = checkpoint.reduce
 

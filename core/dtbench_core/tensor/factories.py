@@ -124,11 +124,7 @@ def _number(name: str, end: float | complex | torch.Tensor) -> float | complex:
 def _spaced(fill: Callable[..., torch.Tensor], name: str, steps: int, dtype: Any, *options: Any) -> DTensor:
     """fill: makes the whole tensor from `steps`, `dtype` and `device`."""
     kind = dtype or fill(steps=0).dtype
-
-    def make(size: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-        return fill(steps=size[0], dtype=dtype, device=device)
-
-    return _create(make, name, ((steps,),), kind, *options)
+    return _create(lambda size, **others: fill(steps=size[0], **others), name, ((steps,),), kind, *options)
 
 
 def _like(model: Callable[P, DTensor], make: Callable[..., torch.Tensor], doc: str) -> Callable[P, DTensor]:

@@ -14,12 +14,11 @@ from dtbench_core.layout.wrapper import Wrapped
 from dtbench_core.op_types import Call
 from dtbench_core.torch_compat import DisableTorchFunction, disabled_torch_function
 
-# Methods that take one tensor, and give views of it.
-VIEWS = (
+# Methods that take one tensor, and give views of it; and `requires_grad_`.
+METHODS = (
     *("chunk", "detach", "expand", "flatten", "movedim", "narrow", "permute", "select", "split", "squeeze"),
-    *("swapaxes", "t", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
+    *("swapaxes", "t", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "requires_grad_"),
 )
-OTHERS: tuple[str, ...] = ("requires_grad_",)
 
 # Attributes that are read alone, for every parameter in every step of an optimizer.
 GETTERS: tuple[str, ...] = ("device", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "layout")
@@ -72,7 +71,7 @@ def getitem(self: torch.Tensor, index: Any) -> Any:
 
 def straight_methods(cls: type[Wrapped]) -> type[Wrapped]:
     """Class decorator: gives `cls` the methods and attributes above."""
-    for name in (*VIEWS, *OTHERS):
+    for name in METHODS:
         setattr(cls, name, _straight(name))
     for name in GETTERS:
         setattr(cls, name, _getter(name))
