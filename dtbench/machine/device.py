@@ -109,8 +109,7 @@ class Gpus:
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return None
-        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-        return None if uuid is None else str(uuid)
+        return str(torch.cuda.get_device_properties(index).uuid)
 
     def nvml(self) -> Nvml | None:
         """The NVML bindings, initialised; None where they or the driver's library are missing or broken."""

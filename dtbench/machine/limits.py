@@ -78,6 +78,4 @@ def _raised_files() -> int:
 
 def usable_cpus() -> list[int]:
     """The CPUs this process may run on, by number: fewer than the machine's under taskset or a cpuset."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+    return sorted(os.sched_getaffinity(0))

@@ -39,10 +39,8 @@ class NodeLinks:
         self.in_node = functools.lru_cache(maxsize=2**14)(self._price_in_node)
 
     def collective(self, name: str, size_bytes: float, ranks: int, inner: int) -> float:
-        """One of all_reduce, all_gather, reduce_scatter and all_to_all; size_bytes: of the whole buffer, which a
-        gather fills and the others start from."""
-        if ranks == 1:
-            return 0.0
+        """One of all_reduce, all_gather, reduce_scatter and all_to_all, of at least 2 ranks; size_bytes: of the whole
+        buffer, which a gather fills and the others start from."""
         per_node = group_in_node(self.machine.gpus_per_node, ranks, inner)
         if per_node >= ranks:
             return self.in_node(name, size_bytes, ranks)
@@ -99,8 +97,6 @@ class TopologyLinks:
     gpus_per_node: int
 
     def collective(self, name: str, size_bytes: float, ranks: int, inner: int) -> float:
-        if ranks == 1:
-            return 0.0
         within = group_in_node(self.gpus_per_node, ranks, inner) >= ranks
         if name in ("all_gather", "reduce_scatter"):  # of a ring, each half an all-reduce
             return self._seconds("all_reduce", size_bytes, ranks, within) / 2
