@@ -12,6 +12,7 @@ from dtbench.profile.kineto import Args, told
 from dtbench_core.cost.ring import busbw_factor
 
 UNKNOWN, UNKNOWN_GROUP = "unknown", "unknown group"
+_MOST_DIMS = 64  # of a tensor: torch's limit
 # Kernels that communicate: NCCL and what stands in for it, and torch's symmetric memory.
 COMMUNICATES = re.compile(
     r"(?i)\b(?:nccl|rccl|msccl|oneccl|nvshmem|deep_ep)|(?:one|two)_shot_all_reduce|multimem_(?:all|one)"
@@ -72,7 +73,8 @@ class Group(NamedTuple):
 
 class Call(NamedTuple):
     """A collective of one rank, us. arrival: when the rank was ready for it: the kernel's start, of gloo the call.
-    start, end: of the transport's work, waiting included. bytes: the larger of what goes in and comes out."""
+    start, end: of the transport's work, waiting included. bytes: the larger of what goes in and comes out. issued: when
+    the host called for it, where the trace says, else the start."""
 
     arrival: float
     start: float
@@ -83,11 +85,14 @@ class Call(NamedTuple):
     bytes: int | None = None
     sequence: int | None = None
     asked_by: str = ""
+    issued: float = 0.0
 
 
 def collective_of(name: str) -> str:
     """`c10d::_allgather_base_`, `nccl:_all_gather_base`, `ncclDevKernel_AllGather_RING_LL(...)`: `all_gather`."""
-    words = re.sub(r"[^a-z]", "", re.sub(r"^(?:\w+::|\w+:|\w*?Kernel_)", "", name.partition("(")[0]).lower())
+    words = re.sub(
+        r"[^a-z]", "", re.sub(r"^(?:\w+::|\w+:|\w*?Kernel_)", "", name[:300].partition("(")[0]).lower()
+    )
     return next((known for part, known in _NAMES if part in words), UNKNOWN)
 
 
@@ -109,7 +114,7 @@ def payload(args: Args) -> tuple[str | None, int | None]:
     """dtype and bytes of a call that says how many elements it has."""
     dtype, itemsize = dtype_of(args.dtype)
     elements = [n for n in map(whole, (args.elements_in, args.elements_out)) if n is not None]
-    return dtype, max(elements) * itemsize if elements and itemsize else None
+    return dtype, whole(max(elements) * itemsize) if elements and itemsize else None
 
 
 def payload_of_shapes(op: str, args: Args, group_size: int | None) -> tuple[str | None, int | None]:
@@ -127,8 +132,9 @@ def payload_of_shapes(op: str, args: Args, group_size: int | None) -> tuple[str 
     if not elements or itemsize is None:
         return dtype, None
     if lists and len(elements) == 1:
-        return dtype, max(elements) * itemsize * group_size if group_size and op.endswith("gather_") else None
-    return dtype, max(elements) * itemsize
+        size = max(elements) * itemsize * group_size if group_size and op.endswith("gather_") else None
+        return dtype, whole(size)
+    return dtype, whole(max(elements) * itemsize)
 
 
 def _elements(shape: object, kind: object) -> int | None:
@@ -136,10 +142,14 @@ def _elements(shape: object, kind: object) -> int | None:
     if not isinstance(shape, list):
         return None
     if shape and all(isinstance(of, list) for of in shape):
-        return sum(math.prod(map(int, of)) for of in shape if all(type(n) is int for n in of))
-    if not all(type(n) is int for n in shape) or (not shape and dtype_of(kind)[0] is None):
+        return sum(_product(of) or 0 for of in shape)
+    return _product(shape) if shape or dtype_of(kind)[0] is not None else None
+
+
+def _product(sizes: list[Any]) -> int | None:
+    if len(sizes) > _MOST_DIMS or not all(whole(n) is not None for n in sizes):
         return None
-    return math.prod(shape)
+    return math.prod(map(int, sizes))
 
 
 def groups_of(header: Mapping[str, Any]) -> dict[str, Group]:
@@ -187,12 +197,7 @@ def dim_of(description: str, ranks: Sequence[int] | None, size: int | None) -> s
 
 def busbw_of(collective: str, size: int | None, bytes_: int | None, seconds: float) -> float | None:
     """bytes/s as nccl-tests has it; None where there is none."""
-    if (
-        bytes_ is None
-        or not bytes_
-        or seconds <= 0
-        or collective in (UNKNOWN, "coalesced", "barrier", "send_recv")
-    ):
+    if not bytes_ or seconds < 1e-12 or collective in (UNKNOWN, "coalesced", "barrier", "send_recv"):
         return None
     if collective in ("send", "recv"):
         return bytes_ / seconds

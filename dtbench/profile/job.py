@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from dtbench.profile.communication import Call, busbw_of
+from dtbench.profile.communication import Call, Group, busbw_of
 from dtbench.profile.intervals import Intervals, difference, gaps, intervals, length, union, within
 from dtbench.profile.rank_trace import RankTrace, read_rank
 from dtbench.profile.together import Together, bring_together
@@ -21,6 +21,8 @@ from dtbench.suite.grouping import group_by
 JOB = "job.json"
 _MOST_DRAWN = 2000  # intervals of a lane: more cannot be told apart on a page
 _MOST_ASKERS = 3
+_P2P = ("send", "recv")
+_NO_GROUPS = "the groups of gloo's calls are not told; `dtbench profile -- COMMAND` records them"
 _MOST_JOB = 256 * 2**20
 _TRACES = re.compile(r"\.json(\.gz)?$|\.trace(\.gz)?$")
 
@@ -46,6 +48,7 @@ def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()
                 f"{file} and {other} are both of rank {trace.rank}: expected the traces of one run"
             )
         traces[trace.rank] = trace
+    _same_groups(traces.values())
     return job_of([traces[rank] for rank in sorted(traces)], label or files[0].parent.name, command)
 
 
@@ -111,6 +114,15 @@ def _folded(notes: Sequence[str]) -> Iterable[str]:
         else:
             ranks = [note.partition(":")[0].removeprefix("rank ") for note in same]
             yield f"ranks {', '.join(ranks[:8])}{', ...' if len(ranks) > 8 else ''}: {text}"
+
+
+def _same_groups(traces: Iterable[RankTrace]) -> None:
+    """gloo's groups are told of all ranks or of none: else two recordings of one job would differ."""
+    gloo = [trace for trace in traces if not trace.on_gpu]
+    if any(not call.group.key and call.collective not in _P2P for trace in gloo for call in trace.calls):
+        for trace in gloo:
+            trace.calls = [call._replace(group=Group("")) for call in trace.calls]
+            trace.notes.append(f"rank {trace.rank}: {_NO_GROUPS}")
 
 
 def messages_of(calls: Iterable[Call]) -> Intervals:
@@ -185,6 +197,12 @@ def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
         call = one[1]
         return call.group.mesh_dim, call.collective, call.group.size, call.dtype, call.bytes
 
+    # By when they were called for; steps that calls told begin with one. us.
+    edges = np.array(trace.steps.host).reshape(-1, 2)
+    issued = np.array([call.issued for call in trace.calls])
+    in_step = np.searchsorted(edges[:, 0], issued, side="right") > np.searchsorted(
+        edges[:, 1], issued, side="right"
+    )
     alike = group_by(enumerate(trace.calls), kind)
     order = sorted(alike.items(), key=lambda item: -sum(call.end - call.start for _, call in item[1]))
     for (dim, name, size, dtype, bytes_), calls in order:
@@ -199,6 +217,7 @@ def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
             dtype=dtype,
             bytes=bytes_,
             count=len(calls),
+            in_steps=int(sum(in_step[index] for index, _ in calls)),
             time_s=sum(seconds),
             median_s=median(seconds),
             best_s=min(seconds),

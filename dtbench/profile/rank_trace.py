@@ -7,13 +7,14 @@ of the call that launched it. Without one, ops of torch are the work, and gloo's
 from __future__ import annotations
 
 import re
-import sys
 import time
 from array import array
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,16 +26,25 @@ from dtbench.profile.intervals import Intervals, intervals, union
 from dtbench.profile.kineto import Args, Event, Trace, args_of, told
 from dtbench.profile.steps import Steps, steps_of
 from dtbench.suite.errors import UnreadableRunError
+from dtbench.suite.grouping import group_by
 
-_COPIES = frozenset(("gpu_memcpy", "gpu_memset", "memcpy", "memset"))
-_LAUNCHES = frozenset(("cuda_runtime", "cuda_driver", "runtime", "xpu_runtime", "privateuse1_runtime"))
-_OPS = frozenset(("cpu_op", "operator", "user_annotation"))
+# What events are, by their category in small letters: kernel, copy, launch, op, mark (on a GPU's stream), trace.
+_KINDS = {
+    **dict.fromkeys(("gpu_memcpy", "gpu_memset", "memcpy", "memset"), "copy"),
+    **dict.fromkeys(
+        ("cuda_runtime", "cuda_driver", "runtime", "xpu_runtime", "privateuse1_runtime"), "launch"
+    ),
+    **dict.fromkeys(("cpu_op", "operator", "user_annotation"), "op"),
+    **{"kernel": "kernel", "gpu_user_annotation": "mark", "trace": "trace"},
+}
 _OF_CALLS = re.compile(r"^(?:c10d::|record_param_comms|nccl:|_c10d_functional)")
-_HANDED_OVER = (
-    "PythonSubclass"  # an op that is handed to a tensor subclass: what is around it is dispatch, not work
-)
+# An op that is handed to a tensor subclass: what is around it is dispatch, not work.
+_HANDED_OVER = "PythonSubclass"
 _NO_ASKER = re.compile(r"^(?:autograd::engine|torch::autograd|ProfilerStep|PythonSubclass|## )|wait_tensor")
 _AFTER_CALL_US = 5e6  # a transport that begins later than this after a call is another one's
+_FAR_US = 1e13  # a third of a year
+_OVERFLOWN_US = 2**31 / 1e3  # a duration of -1 or 2^31 ns that lost its sign
+_MOST_WAITING = 64  # calls of one kind among which a transport's is looked for
 
 
 class Message(NamedTuple):
@@ -94,7 +104,21 @@ class _Spans:
         self.tag.append(tag)
 
     def arrays(self) -> tuple[Any, Any, Any]:
-        return tuple(np.array(of) for of in (self.ts, self.dur, self.tag))  # type: ignore[return-value]
+        return np.array(self.ts), np.array(self.dur), np.array(self.tag)
+
+    def united(self, most: float) -> tuple[Intervals, int]:
+        """What they cover, and how many were left out because they take longer than `most`."""
+        ts, dur, _ = self.arrays()
+        good = dur <= most
+        return union(np.column_stack([ts, ts + dur])[good]), int((~good).sum())
+
+
+class _Ops(_Spans):
+    """Of one thread: tag is the name's number; args, by index: of c10d's calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.args: dict[int, Args] = {}
 
 
 def read_rank(path: Path, fallback_rank: int) -> RankTrace:
@@ -109,79 +133,73 @@ def read_rank(path: Path, fallback_rank: int) -> RankTrace:
 class _Reader:
     def __init__(self, path: Path, fallback_rank: int) -> None:
         self._trace, self._fallback_rank = Trace(path), fallback_rank
-        self._zero: float | None = None
+        self._zero: int | None = None
         self._kernels, self._copies, self._launches = _Spans(), _Spans(), _Spans()
-        # By thread: start, end, name; the arguments of c10d's calls; whether it is an annotation.
-        self._ops: dict[Any, list[tuple[float, float, str, Args | None, bool]]] = {}
+        self._ops: dict[Any, _Ops] = {}  # by thread
+        self._names: dict[str, int] = {}
+        self._annotations: list[tuple[str, float, float]] = []
         self._messages: list[Message] = []  # kernels that communicate
         self._transports: list[Message] = []  # gloo's
-        self._gpu_annotations: list[Message] = []
+        self._marks: list[Message] = []  # nccl's annotations on the GPU's streams
         self._communicates: dict[str, bool] = {}  # by name: kernels' names are few and long
         self._window_us: float | None = None
         self._wrong: Counter[str] = Counter()
         self._threads: dict[Any, int] = {}
-        self._of_launch: dict[int, Any] = {}
 
     def read(self) -> RankTrace:
         began = time.perf_counter()
         for events in self._trace.events():
-            for event in events:
-                if event.ph == "X":
-                    self._add(event)
+            timed = [
+                (event, kind)
+                for event in events
+                if event.ph == "X" and event.cat and (kind := _KINDS.get(event.cat.lower()))
+            ]
+            if self._zero is None:
+                self._zero = _middle([event.ts for event, kind in timed if kind != "trace"])
+            for event, kind in timed:
+                self._add(event, kind)
         rank = self._finish()
         rank.mbs = self._trace.size / 1e6 / max(time.perf_counter() - began, 1e-9)
         return rank
 
-    def _add(self, event: Event) -> None:
-        category = event.cat
-        if category is None or category == "python_function":
-            return
-        category = category.lower()
+    def _add(self, event: Event, kind: str) -> None:
         try:
             ts = event.ts if type(event.ts) is not str else float(event.ts)
-            duration = float(event.dur)  # type: ignore[arg-type]
-            if self._zero is None:
-                self._zero = ts if category != "trace" else None  # type: ignore[assignment]
-            start = float(ts - (self._zero or 0))  # type: ignore[operator]
-        except (TypeError, ValueError, OverflowError):
+            start, duration = float(ts - (self._zero or 0)), float(event.dur)  # type: ignore[arg-type]
+        except (TypeError, ValueError, ArithmeticError):
+            start = duration = float("nan")
+        name = event.name
+        if kind == "trace":
+            self._window_us = duration if 0 < duration < _FAR_US else None
+        elif not abs(start) < _FAR_US or duration != duration:
             self._wrong["without a time"] += 1
-            return
-        if category == "trace":
-            self._window_us = duration if duration > 0 else None
-        elif not abs(start) < 1e13 or duration != duration:  # a third of a year, NaN
-            self._wrong["without a time"] += 1
-        elif category == "kernel":
-            name = event.name
+        elif not 0 <= duration < _FAR_US or abs(duration - _OVERFLOWN_US) < 2e-3:
+            self._wrong["of an impossible duration"] += 1
+        elif kind == "kernel":
             if (communicates := self._communicates.get(name)) is None:
                 communicates = self._communicates[name] = comm.COMMUNICATES.search(name) is not None
             if communicates:
-                self._messages.append(Message(name, start, start + duration, _thread(event), args_of(event)))
+                self._messages.append(_message(event, start, duration))
             else:
-                self._kernels.add(start, duration, self._correlation(event))
-        elif category in _COPIES:
-            self._copies.add(start, duration, self._correlation(event))
-        elif category in _LAUNCHES:
+                self._kernels.add(start, duration, _correlation(event))
+        elif kind == "copy":
+            self._copies.add(start, duration, -1)
+        elif kind == "launch":
             thread = self._threads.setdefault(_thread(event), len(self._threads))
-            self._launches.add(start, thread, self._correlation(event))
-        elif category == "gpu_user_annotation":
-            self._gpu_annotations.append(
-                Message(event.name, start, start + duration, _thread(event), args_of(event))
-            )
-        elif category in _OPS:
-            name = sys.intern(event.name)
-            if name.startswith("gloo:"):
-                message = Message(name, start, start + duration, _thread(event), args_of(event))
-                self._transports.append(message)
-            else:
+            self._launches.add(start, thread, _correlation(event))
+        elif kind == "mark":
+            if name.startswith("nccl:"):
+                self._marks.append(_message(event, start, duration))
+        elif name.startswith("gloo:"):
+            self._transports.append(_message(event, start, duration))
+        else:
+            ops = self._ops.setdefault(_thread(event), _Ops())
+            if _OF_CALLS.match(name):
                 # An event's arguments hold on to all the text that they stand in.
-                args = args_of(event) if _OF_CALLS.match(name) else None
-                of_thread = self._ops.setdefault(_thread(event), [])
-                of_thread.append((start, start + duration, name, args, category == "user_annotation"))
-
-    @staticmethod
-    def _correlation(event: Event) -> int:
-        number = args_of(event).correlation
-        return number if type(number) is int and abs(number) < 2**62 else -1
+                ops.args[len(ops.ts)] = args_of(event)
+            elif event.cat == "user_annotation":
+                self._annotations.append((name, start, start + duration))
+            ops.add(start, duration, self._names.setdefault(name, len(self._names)))
 
     def _finish(self) -> RankTrace:
         header = self._trace.header
@@ -195,163 +213,121 @@ class _Reader:
             rank=self._fallback_rank if rank is None else rank,
             world_size=comm.whole(info.get("world_size")) or 1,
             backend=told(info.get("backend", "")),
-            zero_us=(self._zero or 0.0) + base_us,
+            zero_us=(self._zero or 0) + base_us,
             source=self._trace.path.name,
             torch=told(ours.get("torch", "")),
             host=told(ours.get("host", header.get("host_name", ""))),
             device=told(ours.get("device", "")),
         )
         if self._zero is None:
-            raise UnreadableRunError(
-                f"{self._trace.path} holds no event with a time, expected a profiler's trace"
-            )
+            what = f"{self._trace.path} holds no event with a time"
+            raise UnreadableRunError(f"{what}, expected a profiler's trace")
         trace.on_gpu = bool(self._kernels.ts or self._messages)
-        calls, compute = self._host_calls()
-        trace.steps = steps_of(self._annotations(), self._gpu_starts() if trace.on_gpu else None)
-        self._drop_impossible(trace)
+        launched = self._launched() if trace.on_gpu else None
+        trace.steps = steps_of(self._annotations, launched)
+        most = self._longest(trace)
+        calls, work = self._host_calls(trace.on_gpu)
+        trace.compute, long = (self._kernels if trace.on_gpu else work).united(most)
+        trace.copies, long_copies = self._copies.united(most)
+        messages = [of for of in self._messages if of.end - of.start <= most]
+        transports = [of for of in self._transports if of.end - of.start <= most]
+        left = len(self._messages) + len(self._transports) - len(messages) - len(transports)
+        self._wrong["of an impossible duration"] += long + long_copies + left
+        if launched is not None:
+            trace.launched = launched[np.argsort(launched[:, 1], kind="stable")][:, ::-1]
         groups = comm.groups_of(header)
-        pools = _pools(
-            ours, {message.thread for message in self._transports} - {op.thread for op in calls}, groups
-        )
-        trace.calls = [*self._kernel_calls(calls, groups), *self._gloo_calls(calls, groups, pools)]
-        trace.compute = self._united(self._kernels) if trace.on_gpu else union(intervals(compute))
-        trace.copies, trace.launched = self._united(self._copies), self._launch_times()
-        only = next(iter(groups.values())) if len(groups) == 1 else Group("")
-        trace.calls = [call if call.group.key else call._replace(group=only) for call in trace.calls]
-        trace.calls.sort(key=lambda call: (call.start, call.end))
+        own = {thread for thread, ops in self._ops.items() if ops.args}
+        pools = _pools(ours, {of.thread for of in transports} - own, groups)
+        trace.calls = [
+            *self._kernel_calls(messages, calls, groups),
+            *_gloo_calls(transports, calls, groups, pools),
+        ]
+        if len(groups) == 1:
+            (only,) = groups.values()
+            trace.calls = [call if call.group.key else call._replace(group=only) for call in trace.calls]
+        trace.calls.sort(key=lambda call: (call.issued, call.start, call.end))
         trace.span = self._span(trace)
         if not trace.steps.marks:
-            trace.steps = steps_of([], None, trace.calls)
+            trace.steps = steps_of([], launched, trace.calls)
         trace.notes = list(self._notes(trace, len(calls)))
         return trace
 
     # ---- the host ----
 
-    def _host_calls(self) -> tuple[list[Op], list[tuple[float, float]]]:
-        """The calls of c10d by thread and start, each with what it was called from; and without a GPU when torch's ops
-        worked: those that neither communicate nor were handed to a subclass."""
+    def _host_calls(self, on_gpu: bool) -> tuple[list[Op], _Spans]:
+        """The calls of c10d, each with what it was called from; and without a GPU when torch's ops worked: those that
+        neither communicate nor were handed to a subclass."""
         calls: list[Op] = []
-        work: list[tuple[float, float]] = []
+        work = _Spans()
+        names = list(self._names)
         for thread, ops in self._ops.items():
-            ops.sort(key=lambda op: (op[0], -op[1]))
-            open_: list[tuple[float, str, list[Any]]] = []  # end, name, [start, is work, children's work]
-            for start, end, name, args, _ in [*ops, (float("inf"), float("inf"), "", None, True)]:
+            if on_gpu and not ops.args:
+                continue
+            open_: list[tuple[float, str, float]] = []  # end, name, start; outermost first
+            is_work: list[bool] = []
+            inner: list[list[tuple[float, float]]] = []  # work in it
+            for index, start, end in _in_order(ops):
                 while open_ and open_[-1][0] <= start:
-                    until, closed, (began, is_work, below) = open_.pop()
-                    mine = [(began, until)] if is_work and closed.startswith("aten::") else below
-                    (open_[-1][2][2] if open_ else work).extend(mine)
-                    if open_ and not is_work:
-                        open_[-1][2][1] = False
-                if start == float("inf"):
+                    until, closed, began = open_.pop()
+                    below = inner.pop()
+                    works = is_work.pop()
+                    mine = [(began, until)] if works and closed.startswith("aten::") else below
+                    if open_:
+                        inner[-1] += mine
+                        is_work[-1] &= works
+                    else:
+                        for a, b in mine:
+                            work.add(a, b - a, -1)
+                if index < 0:
                     break
+                name, args = names[ops.tag[index]], ops.args.get(index)
                 if args is not None:
                     # A step that begins inside of the optimizer's outlasts it.
-                    inside = tuple(of for until, of, _ in open_ if until >= end)
+                    inside = tuple(of for until, of, _ in open_[-_MOST_WAITING:] if until >= end)
                     calls.append(Op(name, start, end, thread, args, inside))
-                open_.append((end, name, [start, args is None and name != _HANDED_OVER, []]))
+                open_.append((end, name, start))
+                is_work.append(args is None and name != _HANDED_OVER)
+                inner.append([])
         return calls, work
-
-    def _annotations(self) -> list[tuple[str, float, float]]:
-        return [
-            (name, start, end)
-            for ops in self._ops.values()
-            for start, end, name, _, annotates in ops
-            if annotates
-        ]
 
     # ---- the GPU ----
 
-    def _gpu_starts(self) -> Any:
-        """Of all kernels: (launch, start) by launch, where the trace has both."""
+    def _launched(self) -> Any:
+        """Of all kernels (launch, start) by launch; None where the trace has not both."""
         ts, _, tag = self._kernels.arrays()
         launch_ts, _, launch_tag = self._launches.arrays()
         if not len(ts) or not len(launch_ts):
             return None
         order = np.argsort(launch_tag, kind="stable")
-        at = np.searchsorted(launch_tag[order], tag)
-        at = np.minimum(at, len(order) - 1)
-        joined = (launch_tag[order][at] == tag) & (tag >= 0)
-        pairs = np.column_stack([launch_ts[order][at][joined], ts[joined]])
+        at = np.minimum(np.searchsorted(launch_tag, tag, sorter=order), len(order) - 1)
+        joined = (launch_tag[order[at]] == tag) & (tag >= 0)
+        pairs = np.column_stack([launch_ts[order[at]][joined], ts[joined]])
         return pairs[np.argsort(pairs[:, 0], kind="stable")]
 
-    def _launch_times(self) -> Intervals:
-        pairs = self._gpu_starts()
-        if pairs is None:
-            return intervals(())
-        return np.asarray(pairs[np.argsort(pairs[:, 1], kind="stable")][:, ::-1])
+    def _longest(self, trace: RankTrace) -> float:
+        """A duration beyond the trace's, or beyond the longest step's, cannot be."""
+        spans = (self._kernels, self._copies) if trace.on_gpu else self._ops.values()
+        lists = (self._messages, self._transports)
+        starts = np.concatenate([*(of.ts for of in spans), *([one.start for one in of] for of in lists)])
+        most = self._window_us or (float(np.ptp(starts)) if len(starts) > 9 else 0.0)
+        return min(most or float("inf"), trace.steps.longest_us or float("inf"))
 
-    @staticmethod
-    def _united(spans: _Spans) -> Intervals:
-        ts, dur, _ = spans.arrays()
-        return union(np.column_stack([ts, ts + dur]))
-
-    def _drop_impossible(self, trace: RankTrace) -> None:
-        """Leaves out what cannot be: a negative duration, one beyond the trace, or beyond the longest step."""
-        starts = np.concatenate([self._kernels.ts, self._copies.ts, [of.start for of in self._messages]])
-        if not len(starts):
-            return
-        most = self._window_us or (float(np.ptp(starts)) if len(starts) > 9 else float("inf"))
-        most = min(most or float("inf"), trace.steps.longest_us or float("inf"))
-        for spans in (self._kernels, self._copies):
-            ts, dur, tag = spans.arrays()
-            good = (dur >= 0) & (dur <= most)
-            self._wrong["of an impossible duration"] += int((~good).sum())
-            spans.ts, spans.dur, spans.tag = (
-                array("d", ts[good]),
-                array("d", dur[good]),
-                array("q", tag[good]),
-            )
-        good_messages = [one for one in self._messages if 0 <= one.end - one.start <= most]
-        self._wrong["of an impossible duration"] += len(self._messages) - len(good_messages)
-        self._messages = good_messages
-
-    def _kernel_calls(self, host: Sequence[Op], groups: Mapping[str, Group]) -> Iterator[Call]:
-        at = _HostCalls(host)
-        launches = dict(
-            zip(self._launches.tag, zip(self._launches.ts, self._launches.dur, strict=True), strict=True)
-        )
-        threads = {number: thread for thread, number in self._threads.items()}
-        annotated = _Annotated(self._gpu_annotations, host)
-        for message in self._messages:
-            number = message.args.correlation
-            launch = launches.get(number) if type(number) is int else None
-            around = at.around(threads[int(launch[1])], launch[0]) if launch else ()
-            if not around and (op := annotated.op(message)):
-                around = at.around(op.thread, op.start)
-            yield _described(message, around, groups)
-
-    # ---- gloo ----
-
-    def _gloo_calls(
-        self, host: Sequence[Op], groups: Mapping[str, Group], pools: Mapping[Any, str]
+    def _kernel_calls(
+        self, messages: Sequence[Message], host: Sequence[Op], groups: Mapping[str, Group]
     ) -> Iterator[Call]:
-        """A transport belongs to the first call before it of its kind and shapes that has none yet: a call starts it,
-        or queues it behind others of its group."""
-        calls = sorted((op for op in host if _is_call(op.name)), key=lambda op: op.start)
-        waiting: list[Op] = []
-        following = iter([*calls, None])
-        upcoming = next(following)
-        for transport, start, end, thread, args in sorted(self._transports, key=lambda one: one.start):
-            while upcoming is not None and upcoming.start <= start:
-                waiting.append(upcoming)
-                upcoming = next(following)
-            waiting = [op for op in waiting if start - op.start < _AFTER_CALL_US]
-            name = comm.collective_of(transport)
-            op = next((op for op in waiting if _carried_by(op, name, args)), None)
-            group = groups.get(pools.get(thread and thread[1], ""), Group(""))
-            if op is None:
-                dtype, bytes_ = comm.payload_of_shapes(transport, args, None)
-                yield Call(start, start, end, name, group, dtype, bytes_)
-                continue
-            waiting.remove(op)
-            dtype, bytes_ = comm.payload_of_shapes(op.name, op.args, group.size)
-            if dtype is None:
-                dtype, bytes_ = comm.payload_of_shapes(transport, args, group.size)
-            elif bytes_ is None and not op.name.endswith("gather_"):
-                bytes_ = comm.payload_of_shapes(transport, args, group.size)[1]
-            yield Call(
-                op.start, start, end, comm.collective_of(op.name), group, dtype, bytes_, None, _asker(op)
-            )
+        at, marked = _HostCalls(host), _Marked(self._marks, host)
+        numbers = np.array([_number(message.args.correlation) for message in messages])
+        ts, thread, tag = self._launches.arrays()
+        wanted = np.isin(tag, numbers) if len(messages) else []
+        launches = {int(n): (float(t), int(of)) for n, t, of in zip(tag[wanted], ts[wanted], thread[wanted])}
+        threads = list(self._threads)
+        for message, number in zip(messages, numbers.tolist(), strict=True):
+            launch = launches.get(number) if number >= 0 else None
+            around = at.around(threads[launch[1]], launch[0]) if launch else []
+            if not around and (op := marked.op(message)):
+                around = at.around(op.thread, op.start)
+            issued = launch[0] if launch else around[0].start if around else message.start
+            yield _described(message, around, groups)._replace(issued=issued)
 
     # ---- the whole ----
 
@@ -361,7 +337,10 @@ class _Reader:
             of for of in (trace.compute, trace.copies, intervals(c[1:3] for c in trace.calls)) if len(of)
         ]
         if not trace.on_gpu:
-            edges += [intervals((ops[0][0], max(op[1] for op in ops)) for ops in self._ops.values())]
+            host = np.concatenate(
+                [np.column_stack(of.arrays()[:2]) for of in self._ops.values()] or [[(0, 0)]]
+            )
+            edges += [host.cumsum(axis=1)]
         if not edges:
             return 0.0, 0.0
         return min(float(of[:, 0].min()) for of in edges), max(float(of[:, 1].max()) for of in edges)
@@ -392,12 +371,68 @@ class _Reader:
             yield f"{where}: no steps are told; profiler.step(), or an annotation around each, marks them"
 
 
+def _gloo_calls(
+    transports: Sequence[Message], host: Sequence[Op], groups: Mapping[str, Group], pools: Mapping[Any, str]
+) -> Iterator[Call]:
+    """A transport belongs to the first call before it of its kind and shapes that has none yet: a call starts it, or
+    queues it behind others of its group."""
+    waiting: dict[str, deque[Op]] = {}
+    calls = sorted((op for op in host if _is_call(op.name)), key=lambda op: -op.start)
+    for transport in sorted(transports, key=lambda one: one.start):
+        _, start, end, thread, args = transport
+        name = comm.collective_of(transport.name)
+        while calls and calls[-1].start <= start:
+            op = calls.pop()
+            waiting.setdefault(comm.collective_of(op.name), deque()).append(op)
+        group = groups.get(pools.get(thread and thread[1], ""), Group(""))
+        dtype, bytes_ = comm.payload_of_shapes(transport.name, args, group.size)
+        # gloo reduces and scatters by an all-reduce.
+        for kind in (name, "reduce_scatter") if name == "all_reduce" else (name,):
+            of = waiting.get(kind, deque())
+            while of and start - of[0].start > _AFTER_CALL_US:
+                of.popleft()
+            op = next((op for op in islice(of, _MOST_WAITING) if _carried_by(op, args)), None)
+            if op is not None:
+                of.remove(op)
+                own, size = comm.payload_of_shapes(op.name, op.args, group.size)
+                if own is not None:
+                    dtype, bytes_ = own, size if size or op.name.endswith("gather_") else bytes_
+                yield Call(op.start, start, end, kind, group, dtype, bytes_, None, _asker(op), op.start)
+                break
+        else:
+            yield Call(start, start, end, name, group, dtype, bytes_, issued=start)
+
+
 def _thread(event: Event) -> Any:
-    try:
-        hash(key := (event.pid, event.tid))
-    except TypeError:
-        return None
-    return key
+    key = event.pid, event.tid
+    return key if all(isinstance(of, int | str) for of in key) else None
+
+
+def _message(event: Event, start: float, duration: float) -> Message:
+    return Message(event.name, start, start + duration, _thread(event), args_of(event))
+
+
+def _correlation(event: Event) -> int:
+    return _number(args_of(event).correlation)
+
+
+def _number(value: object) -> int:
+    return value if type(value) is int and 0 <= value < 2**62 else -1
+
+
+def _middle(times: Sequence[Any]) -> int | None:
+    """A time near all of them, to count from: they may be years. One alone may be wrong."""
+    good = sorted(int(of) for of in times if type(of) in (int, float, Decimal) and abs(of) < 1e18)
+    return good[len(good) // 2] if good else None
+
+
+def _in_order(ops: _Ops) -> Iterator[tuple[int, float, float]]:
+    """(index, start, end), outer before inner; -1 at the end."""
+    ts, dur, _ = ops.arrays()
+    order = np.lexsort((-dur, ts))
+    for part in np.array_split(order, len(order) // 10_000 + 1):
+        yield from zip(part.tolist(), ts[part].tolist(), (ts + dur)[part].tolist(), strict=True)
+    yield -1, float("inf"), float("inf")
 
 
 def _is_call(name: str) -> bool:
@@ -410,11 +445,8 @@ def _asker(op: Op) -> str:
     return told(next(names, ""))
 
 
-def _carried_by(op: Op, transport: str, args: Args) -> bool:
-    """Whether gloo carries the call out so: it reduces and scatters by an all-reduce."""
-    kind = comm.collective_of(op.name)
-    if kind != transport and (kind, transport) != ("reduce_scatter", "all_reduce"):
-        return False
+def _carried_by(op: Op, args: Args) -> bool:
+    """Whether a transport's shapes are among the call's."""
     if not isinstance(args.shapes, list) or not isinstance(op.args.shapes, list) or len(args.shapes) != 1:
         return True
     return args.shapes[0] in op.args.shapes or [args.shapes[0]] in op.args.shapes or not args.shapes[0]
@@ -439,60 +471,43 @@ class _HostCalls:
         return [op for op in reversed(of[max(last - 8, 0) : last]) if op.end >= at]
 
 
-class _Annotated:
+class _Marked:
     """The annotations `nccl:...` that are drawn on the GPU's streams: they name the host's call by its number."""
 
     def __init__(self, drawn: Sequence[Message], host: Sequence[Op]) -> None:
-        self._by_stream: dict[Any, list[tuple[float, float, Any]]] = {}
-        for one in sorted(drawn, key=lambda one: one.start):
-            if one.name.startswith("nccl:"):
-                self._by_stream.setdefault(one.thread, []).append((one.start, one.end, one.args.external))
+        ordered = sorted(drawn, key=lambda one: one.start)
+        self._by_stream = group_by(ordered, lambda one: one.thread)
         self._host = {op.args.external: op for op in host if type(op.args.external) is int}
 
     def op(self, kernel: Message) -> Op | None:
         drawn = self._by_stream.get(kernel.thread, [])
-        at = bisect_right(drawn, kernel.start + 1e-3, key=lambda one: one[0]) - 1
-        if at < 0 or drawn[at][1] < kernel.start or type(drawn[at][2]) is not int:
+        at = bisect_right(drawn, kernel.start + 1e-3, key=lambda one: one.start) - 1
+        if at < 0 or drawn[at].end < kernel.start or type(drawn[at].args.external) is not int:
             return None
-        return self._host.get(drawn[at][2])
+        return self._host.get(drawn[at].args.external)
 
 
 def _described(kernel: Message, around: Sequence[Op], groups: Mapping[str, Group]) -> Call:
-    """A kernel as a call: by its own words, else by those of the calls that it was launched in."""
-    start, end = kernel.start, kernel.end
-    said = [kernel.args, *(op.args for op in around)]
-    own = next(
-        (
-            of
-            for of in said
-            if of.collective is not None and not comm.NO_COLLECTIVE.search(str(of.collective))
-        ),
-        None,
-    )
+    """A kernel as a call: by its own words, else by those of the calls that it was launched in, innermost first."""
     by_name = comm.collective_of(kernel.name)
-    asker = _asker(around[0]) if around else ""
-    if own is not None:
-        dtype, bytes_ = comm.payload(own)
-        name = comm.collective_of(str(own.collective))
-        name = by_name if name in (comm.UNKNOWN, "coalesced") and by_name != comm.UNKNOWN else name
-        return Call(
-            start,
-            start,
-            end,
-            name,
-            comm.group_of(own, groups),
-            dtype,
-            bytes_,
-            comm.whole(own.sequence),
-            asker,
-        )
-    dtype = bytes_ = None
-    for op in around:
-        found, size = comm.payload_of_shapes(op.name, op.args, None)
-        dtype, bytes_ = dtype or found, max(size or 0, bytes_ or 0) or None
-    named = (comm.collective_of(op.name) for op in around)
-    name = next((n for n in named if n != comm.UNKNOWN), by_name)
-    return Call(start, start, end, name, Group(""), dtype, bytes_, None, asker)
+    call = Call(kernel.start, kernel.start, kernel.end, by_name, Group(""))
+    if around:
+        call = call._replace(asked_by=_asker(around[0]))
+    for of in (kernel.args, *(op.args for op in around)):
+        if of.collective is not None and not comm.NO_COLLECTIVE.search(str(of.collective)[:200]):
+            dtype, bytes_ = comm.payload(of)
+            name = comm.collective_of(str(of.collective))
+            if name in (comm.UNKNOWN, "coalesced") and by_name != comm.UNKNOWN:
+                name = by_name
+            call = call._replace(collective=name, group=comm.group_of(of, groups))
+            return call._replace(dtype=dtype, bytes=bytes_, sequence=comm.whole(of.sequence))
+    payloads = [comm.payload_of_shapes(op.name, op.args, None) for op in around]
+    names = (comm.collective_of(op.name) for op in around)
+    return call._replace(
+        collective=next((n for n in names if n != comm.UNKNOWN), by_name),
+        dtype=next((dtype for dtype, _ in payloads if dtype), None),
+        bytes=max((size or 0 for _, size in payloads), default=0) or None,
+    )
 
 
 def _pools(ours: Mapping[str, Any], threads: set[Any], groups: Mapping[str, Group]) -> dict[Any, str]:
@@ -502,8 +517,6 @@ def _pools(ours: Mapping[str, Any], threads: set[Any], groups: Mapping[str, Grou
     listed = ours.get("gloo_threads")
     if isinstance(listed, dict):
         return {tid: told(listed[str(tid)]) for tid in ids if str(tid) in listed}
-    if len(groups) == 1:
-        return dict.fromkeys(ids, next(iter(groups)))
-    if len(ids) != 2 * len(groups) or not all(name.isdigit() for name in groups):
+    if len(ids) != 2 * len(groups) or not all(comm.whole(name) is not None for name in groups):
         return {}
     return dict(zip(ids, (name for name in sorted(groups, key=int) for _ in range(2)), strict=True))

@@ -20,7 +20,6 @@ _NO_STEP = re.compile(
 )
 _OPTIMIZER = "Optimizer.step#"
 _COVERS = 0.5  # an annotation that is a step covers at least so much of the time from its first to its last
-_MOST_PERIOD = 5000  # collectives in a step
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,14 @@ def _repeated(annotations: Sequence[tuple[str, float, float]]) -> tuple[str, lis
 def _by_calls(calls: Sequence[Call]) -> list[tuple[float, float]]:
     """The shortest period of the sequence of collectives, where it repeats at least twice to the end."""
     kinds = [(call.collective, call.group.key, call.bytes, call.dtype) for call in calls]
-    n = len(kinds)
-    for period in range(1, min(n // 2, _MOST_PERIOD) + 1):
-        if len(set(kinds[:period])) < min(2, n) and period == 1 and n < 3:
-            continue
-        if all(kinds[at] == kinds[at + period] for at in range(n - period)):
-            starts = [calls[at].start for at in range(0, n, period)]
-            return list(itertools.pairwise(starts))
-    return []
+    # For each beginning of the sequence the longest of its ends that it begins with, too (Knuth, Morris and Pratt).
+    border = [0] * len(kinds)
+    for at in range(1, len(kinds)):
+        n = border[at - 1]
+        while n and kinds[n] != kinds[at]:
+            n = border[n - 1]
+        border[at] = n + (kinds[n] == kinds[at])
+    period = len(kinds) - border[-1] if kinds else 0
+    if len(kinds) < max(2 * period, 3):
+        return []
+    return list(itertools.pairwise(call.issued for call in calls[::period]))
