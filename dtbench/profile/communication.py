@@ -117,14 +117,17 @@ def payload(args: Args) -> tuple[str | None, int | None]:
     return dtype, whole(max(elements) * itemsize) if elements and itemsize else None
 
 
-def payload_of_shapes(op: str, args: Args, group_size: int | None) -> tuple[str | None, int | None]:
-    """The same of a call whose inputs' shapes were recorded. A list of outputs has none: it is as many inputs."""
+def payload_of_shapes(
+    op: str, args: Args, group_size: int | None, carried: str | None = None
+) -> tuple[str | None, int | None]:
+    """The same of a call whose inputs' shapes were recorded. A list of outputs has none: it is as many inputs; a list
+    of inputs has no dtype: it is that which is carried."""
     shapes, types = args.shapes, args.types
     if "barrier" in op:  # its tensor is a pretext
         return None, None
     if not isinstance(shapes, list) or not isinstance(types, list):
         return None, None
-    dtype, itemsize = next((found for kind in types if (found := dtype_of(kind))[0]), (None, None))
+    dtype, itemsize = next((found for kind in types if (found := dtype_of(kind))[0]), dtype_of(carried))
     elements = [
         n for shape, kind in zip(shapes, types, strict=False) if (n := _elements(shape, kind)) is not None
     ]

@@ -136,10 +136,12 @@ class Trace:
 
     def _read(self, stream: Any) -> bool:
         """Another piece of text; False at the end."""
+        more = b""
         try:
-            more = stream.read(PIECE)
+            while len(more) < PIECE and (part := stream.read1(PIECE)):
+                more += part
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            self.cut_off, more = True, b""
+            self.cut_off = True
         self.size += len(more)
         if self.size > MOST_TRACE:
             most = f"{MOST_TRACE >> 30} GiB"

@@ -28,15 +28,15 @@ from dtbench.profile.steps import Steps, steps_of
 from dtbench.suite.errors import UnreadableRunError
 from dtbench.suite.grouping import group_by
 
-# What events are, by their category in small letters: kernel, copy, launch, op, mark (on a GPU's stream), trace.
-_KINDS = {
-    **dict.fromkeys(("gpu_memcpy", "gpu_memset", "memcpy", "memset"), "copy"),
-    **dict.fromkeys(
-        ("cuda_runtime", "cuda_driver", "runtime", "xpu_runtime", "privateuse1_runtime"), "launch"
-    ),
-    **dict.fromkeys(("cpu_op", "operator", "user_annotation"), "op"),
-    **{"kernel": "kernel", "gpu_user_annotation": "mark", "trace": "trace"},
-}
+# What events are, by their category: kernel, copy, launch, op, mark (on a GPU's stream), trace. Older traces begin them
+# with a capital.
+_KINDS = dict.fromkeys(("gpu_memcpy", "gpu_memset", "memcpy", "memset"), "copy")
+_KINDS |= dict.fromkeys(
+    ("cuda_runtime", "cuda_driver", "runtime", "xpu_runtime", "privateuse1_runtime"), "launch"
+)
+_KINDS |= dict.fromkeys(("cpu_op", "operator", "user_annotation"), "op")
+_KINDS |= {"kernel": "kernel", "gpu_user_annotation": "mark", "trace": "trace"}
+_KINDS |= {name.capitalize(): kind for name, kind in _KINDS.items()}
 _OF_CALLS = re.compile(r"^(?:c10d::|record_param_comms|nccl:|_c10d_functional)")
 # An op that is handed to a tensor subclass: what is around it is dispatch, not work.
 _HANDED_OVER = "PythonSubclass"
@@ -53,7 +53,7 @@ class Message(NamedTuple):
     name: str
     start: float
     end: float
-    thread: Any
+    thread: int
     args: Args
 
 
@@ -63,7 +63,7 @@ class Op(NamedTuple):
     name: str
     start: float
     end: float
-    thread: Any
+    thread: int
     args: Args
     inside: tuple[str, ...] = ()
 
@@ -149,15 +149,13 @@ class _Reader:
     def read(self) -> RankTrace:
         began = time.perf_counter()
         for events in self._trace.events():
-            timed = [
-                (event, kind)
-                for event in events
-                if event.ph == "X" and event.cat and (kind := _KINDS.get(event.cat.lower()))
-            ]
             if self._zero is None:
-                self._zero = _middle([event.ts for event, kind in timed if kind != "trace"])
-            for event, kind in timed:
-                self._add(event, kind)
+                self._zero = _middle(
+                    [event.ts for event in events if _KINDS.get(event.cat, "trace") != "trace"]
+                )
+            for event in events:
+                if event.ph == "X" and (kind := _KINDS.get(event.cat)):
+                    self._add(event, kind)
         rank = self._finish()
         rank.mbs = self._trace.size / 1e6 / max(time.perf_counter() - began, 1e-9)
         return rank
@@ -168,38 +166,52 @@ class _Reader:
             start, duration = float(ts - (self._zero or 0)), float(event.dur)  # type: ignore[arg-type]
         except (TypeError, ValueError, ArithmeticError):
             start = duration = float("nan")
-        name = event.name
         if kind == "trace":
             self._window_us = duration if 0 < duration < _FAR_US else None
-        elif not abs(start) < _FAR_US or duration != duration:
+        elif not -_FAR_US < start < _FAR_US or duration != duration:
             self._wrong["without a time"] += 1
-        elif not 0 <= duration < _FAR_US or abs(duration - _OVERFLOWN_US) < 2e-3:
+        elif not 0 <= duration < _FAR_US or -2e-3 < duration - _OVERFLOWN_US < 2e-3:
             self._wrong["of an impossible duration"] += 1
+        elif kind == "op":
+            self._add_op(event, start, duration)
+        elif kind == "launch":
+            self._launches.add(start, self._thread(event), _correlation(event))
+        elif kind == "copy":
+            self._copies.add(start, duration, -1)
         elif kind == "kernel":
+            name = event.name
             if (communicates := self._communicates.get(name)) is None:
                 communicates = self._communicates[name] = comm.COMMUNICATES.search(name) is not None
             if communicates:
-                self._messages.append(_message(event, start, duration))
+                self._messages.append(self._message(event, start, duration))
             else:
                 self._kernels.add(start, duration, _correlation(event))
-        elif kind == "copy":
-            self._copies.add(start, duration, -1)
-        elif kind == "launch":
-            thread = self._threads.setdefault(_thread(event), len(self._threads))
-            self._launches.add(start, thread, _correlation(event))
-        elif kind == "mark":
-            if name.startswith("nccl:"):
-                self._marks.append(_message(event, start, duration))
-        elif name.startswith("gloo:"):
-            self._transports.append(_message(event, start, duration))
-        else:
-            ops = self._ops.setdefault(_thread(event), _Ops())
-            if _OF_CALLS.match(name):
-                # An event's arguments hold on to all the text that they stand in.
-                ops.args[len(ops.ts)] = args_of(event)
-            elif event.cat == "user_annotation":
-                self._annotations.append((name, start, start + duration))
-            ops.add(start, duration, self._names.setdefault(name, len(self._names)))
+        elif event.name.startswith("nccl:"):
+            self._marks.append(self._message(event, start, duration))
+
+    def _add_op(self, event: Event, start: float, duration: float) -> None:
+        name = event.name
+        if name.startswith("gloo:"):
+            self._transports.append(self._message(event, start, duration))
+            return
+        if (ops := self._ops.get(thread := self._thread(event))) is None:
+            ops = self._ops[thread] = _Ops()
+        if _OF_CALLS.match(name):
+            # An event's arguments hold on to all the text that they stand in.
+            ops.args[len(ops.ts)] = args_of(event)
+        elif event.cat == "user_annotation":
+            self._annotations.append((name, start, start + duration))
+        ops.add(start, duration, self._names.setdefault(name, len(self._names)))
+
+    def _message(self, event: Event, start: float, duration: float) -> Message:
+        return Message(event.name, start, start + duration, self._thread(event), args_of(event))
+
+    def _thread(self, event: Event) -> int:
+        """Its number, in the order of `self._threads`."""
+        try:
+            return self._threads.setdefault((event.pid, event.tid), len(self._threads))
+        except TypeError:
+            return -1
 
     def _finish(self) -> RankTrace:
         header = self._trace.header
@@ -237,7 +249,9 @@ class _Reader:
             trace.launched = launched[np.argsort(launched[:, 1], kind="stable")][:, ::-1]
         groups = comm.groups_of(header)
         own = {thread for thread, ops in self._ops.items() if ops.args}
-        pools = _pools(ours, {of.thread for of in transports} - own, groups)
+        numbers = {of.thread for of in transports} - own
+        ids = {number: tid for number, (_, tid) in enumerate(self._threads) if number in numbers}
+        pools = _pools(ours, ids, groups)
         trace.calls = [
             *self._kernel_calls(messages, calls, groups),
             *_gloo_calls(transports, calls, groups, pools),
@@ -315,17 +329,17 @@ class _Reader:
     def _kernel_calls(
         self, messages: Sequence[Message], host: Sequence[Op], groups: Mapping[str, Group]
     ) -> Iterator[Call]:
-        at, marked = _HostCalls(host), _Marked(self._marks, host)
+        under_way, marked = _HostCalls(host), _Marked(self._marks, host)
         numbers = np.array([_number(message.args.correlation) for message in messages])
         ts, thread, tag = self._launches.arrays()
         wanted = np.isin(tag, numbers) if len(messages) else []
-        launches = {int(n): (float(t), int(of)) for n, t, of in zip(tag[wanted], ts[wanted], thread[wanted])}
-        threads = list(self._threads)
+        found = (of[wanted].tolist() for of in (tag, ts, thread))
+        launches = {number: (at, int(of)) for number, at, of in zip(*found, strict=True)}
         for message, number in zip(messages, numbers.tolist(), strict=True):
             launch = launches.get(number) if number >= 0 else None
-            around = at.around(threads[launch[1]], launch[0]) if launch else []
+            around = under_way.around(launch[1], launch[0]) if launch else []
             if not around and (op := marked.op(message)):
-                around = at.around(op.thread, op.start)
+                around = under_way.around(op.thread, op.start)
             issued = launch[0] if launch else around[0].start if around else message.start
             yield _described(message, around, groups)._replace(issued=issued)
 
@@ -372,7 +386,7 @@ class _Reader:
 
 
 def _gloo_calls(
-    transports: Sequence[Message], host: Sequence[Op], groups: Mapping[str, Group], pools: Mapping[Any, str]
+    transports: Sequence[Message], host: Sequence[Op], groups: Mapping[str, Group], pools: Mapping[int, str]
 ) -> Iterator[Call]:
     """A transport belongs to the first call before it of its kind and shapes that has none yet: a call starts it, or
     queues it behind others of its group."""
@@ -384,7 +398,7 @@ def _gloo_calls(
         while calls and calls[-1].start <= start:
             op = calls.pop()
             waiting.setdefault(comm.collective_of(op.name), deque()).append(op)
-        group = groups.get(pools.get(thread and thread[1], ""), Group(""))
+        group = groups.get(pools.get(thread, ""), Group(""))
         dtype, bytes_ = comm.payload_of_shapes(transport.name, args, group.size)
         # gloo reduces and scatters by an all-reduce.
         for kind in (name, "reduce_scatter") if name == "all_reduce" else (name,):
@@ -394,22 +408,13 @@ def _gloo_calls(
             op = next((op for op in islice(of, _MOST_WAITING) if _carried_by(op, args)), None)
             if op is not None:
                 of.remove(op)
-                own, size = comm.payload_of_shapes(op.name, op.args, group.size)
+                own, size = comm.payload_of_shapes(op.name, op.args, group.size, dtype)
                 if own is not None:
                     dtype, bytes_ = own, size if size or op.name.endswith("gather_") else bytes_
                 yield Call(op.start, start, end, kind, group, dtype, bytes_, None, _asker(op), op.start)
                 break
         else:
             yield Call(start, start, end, name, group, dtype, bytes_, issued=start)
-
-
-def _thread(event: Event) -> Any:
-    key = event.pid, event.tid
-    return key if all(isinstance(of, int | str) for of in key) else None
-
-
-def _message(event: Event, start: float, duration: float) -> Message:
-    return Message(event.name, start, start + duration, _thread(event), args_of(event))
 
 
 def _correlation(event: Event) -> int:
@@ -510,13 +515,14 @@ def _described(kernel: Message, around: Sequence[Op], groups: Mapping[str, Group
     )
 
 
-def _pools(ours: Mapping[str, Any], threads: set[Any], groups: Mapping[str, Group]) -> dict[Any, str]:
+def _pools(ours: Mapping[str, Any], tids: Mapping[int, Any], groups: Mapping[str, Group]) -> dict[int, str]:
     """gloo's thread -> the name of its group. Traces say it where dtbench recorded them; else each group has two
     threads, started in the order of the groups: told only where all of them show."""
-    ids = sorted(thread[1] for thread in threads if thread and type(thread[1]) is int)
     listed = ours.get("gloo_threads")
     if isinstance(listed, dict):
-        return {tid: told(listed[str(tid)]) for tid in ids if str(tid) in listed}
-    if len(ids) != 2 * len(groups) or not all(comm.whole(name) is not None for name in groups):
+        return {thread: told(listed[str(tid)]) for thread, tid in tids.items() if str(tid) in listed}
+    numbered = all(comm.whole(of) is not None for of in (*tids.values(), *groups))
+    if len(tids) != 2 * len(groups) or not numbered:
         return {}
-    return dict(zip(ids, (name for name in sorted(groups, key=int) for _ in range(2)), strict=True))
+    names = [name for name in sorted(groups, key=int) for _ in range(2)]
+    return dict(zip(sorted(tids, key=lambda thread: int(tids[thread])), names, strict=True))
