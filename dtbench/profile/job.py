@@ -99,7 +99,7 @@ def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] 
         waits=tuple(together.waits),
         aligned_by=together.by,
         drawn_step=drawn,
-        drawn_s=max((end for lane in lanes for _, end in lane.intervals), default=0.0),
+        drawn_s=max([0.0, *(end for lane in lanes for _, end in lane.intervals)]),
         lanes=tuple(lanes),
         notes=tuple(_folded(notes)),
     )

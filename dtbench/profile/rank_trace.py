@@ -521,6 +521,8 @@ def _pools(ours: Mapping[str, Any], tids: Mapping[int, Any], groups: Mapping[str
     listed = ours.get("gloo_threads")
     if isinstance(listed, dict):
         return {thread: told(listed[str(tid)]) for thread, tid in tids.items() if str(tid) in listed}
+    if len(groups) == 1:
+        return dict.fromkeys(tids, next(iter(groups)))
     numbered = all(comm.whole(of) is not None for of in (*tids.values(), *groups))
     if len(tids) != 2 * len(groups) or not numbered:
         return {}
