@@ -21,45 +21,25 @@ COMMUNICATES = re.compile(
 NO_COLLECTIVE = re.compile(
     r"(?i)^_?(?:wait|start|end|init|new_group|wrap|monitored|work_)|wait_tensor|_autograd$"
 )
-# What is left of a name without its namespace, underscores and case -> nccl-tests' name. Whatever has more to it
-# ("_allgather_base_", "all_gather_into_tensor_coalesced", "AllGather_RING_LL") begins or goes on with one of these.
-_NAMES = (
-    ("barrier", "barrier"),
-    ("reducescatter", "reduce_scatter"),
-    ("allreduce", "all_reduce"),
-    ("allgather", "all_gather"),
-    ("alltoall", "all_to_all"),
-    ("sendrecv", "send_recv"),
-    ("broadcast", "broadcast"),
-    ("scatter", "scatter"),
-    ("gather", "gather"),
-    ("reduce", "reduce"),
-    ("send", "send"),
-    ("recv", "recv"),
-    ("coalesced", "coalesced"),
-)
-# ScalarType's names in traces, without "c10::", in lower case -> torch's name and bytes per element.
-_DTYPES: dict[str, tuple[str, int]] = {
-    **dict.fromkeys(("float", "float32"), ("float32", 4)),
-    **dict.fromkeys(("double", "float64"), ("float64", 8)),
-    **dict.fromkeys(("half", "float16"), ("float16", 2)),
-    "bfloat16": ("bfloat16", 2),
-    **dict.fromkeys(("int", "int32"), ("int32", 4)),
-    **dict.fromkeys(("long", "int64", "long int"), ("int64", 8)),
-    **dict.fromkeys(("short", "int16"), ("int16", 2)),
-    **dict.fromkeys(("char", "signed char", "int8"), ("int8", 1)),
-    **dict.fromkeys(("byte", "unsigned char", "uint8"), ("uint8", 1)),
-    "bool": ("bool", 1),
-    **dict.fromkeys(("complexfloat", "c10::complex<float>", "complex<float>"), ("complex64", 8)),
-    **dict.fromkeys(("complexdouble", "c10::complex<double>", "complex<double>"), ("complex128", 16)),
-    "uint16": ("uint16", 2),
-    "uint32": ("uint32", 4),
-    "uint64": ("uint64", 8),
-    **{
-        name: (name, 1)
-        for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    },
+# nccl-tests' names. Whatever traces have more ("_allgather_base_", "all_gather_into_tensor_coalesced", "AllGather_RING")
+# holds one of these, less case and underscores; the first counts.
+_NAMES = "barrier reduce_scatter all_reduce all_gather all_to_all send_recv broadcast scatter gather reduce send recv"
+_NAMES_OF = {name.replace("_", ""): name for name in (*_NAMES.split(), "coalesced")}
+# torch's dtypes by bytes per element, and ScalarType's names for them, without "c10::", in lower case.
+_DTYPES = {
+    1: "int8 uint8 bool float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",
+    2: "float16 bfloat16 int16 uint16",
+    4: "float32 int32 uint32",
+    8: "float64 int64 uint64 complex64",
+    16: "complex128",
 }
+_SIZES = {name: size for size, names in _DTYPES.items() for name in names.split()}
+_ALIASES = dict(
+    float="float32", double="float64", half="float16", int="int32", long="int64", short="int16", char="int8"
+)
+_ALIASES |= {"byte": "uint8", "signed char": "int8", "unsigned char": "uint8", "long int": "int64"}
+_ALIASES |= {"complexfloat": "complex64", "complexdouble": "complex128"}
+_ALIASES |= {"complex<float>": "complex64", "complex<double>": "complex128"}
 
 
 class Group(NamedTuple):
@@ -93,14 +73,14 @@ def collective_of(name: str) -> str:
     words = re.sub(
         r"[^a-z]", "", re.sub(r"^(?:\w+::|\w+:|\w*?Kernel_)", "", name[:300].partition("(")[0]).lower()
     )
-    return next((known for part, known in _NAMES if part in words), UNKNOWN)
+    return next((known for part, known in _NAMES_OF.items() if part in words), UNKNOWN)
 
 
 def dtype_of(text: object) -> tuple[str | None, int | None]:
     """torch's name, and bytes per element."""
-    name = str(text or "")
-    known = _DTYPES.get(name.lower()) or _DTYPES.get(name.removeprefix("c10::").lower())
-    return known or (None, None)
+    name = str(text or "")[:40].removeprefix("c10::").lower()
+    name = _ALIASES.get(name, name)
+    return (name, _SIZES[name]) if name in _SIZES else (None, None)
 
 
 def whole(value: object, most: int = 2**60) -> int | None:

@@ -41,24 +41,19 @@ _OF_CALLS = re.compile(r"^(?:c10d::|record_param_comms|nccl:|_c10d_functional)")
 # An op that is handed to a tensor subclass: what is around it is dispatch, not work.
 _HANDED_OVER = "PythonSubclass"
 _NO_ASKER = re.compile(r"^(?:autograd::engine|torch::autograd|ProfilerStep|PythonSubclass|## )|wait_tensor")
+_CARRIES = {"all_reduce": ("all_reduce", "reduce_scatter")}  # gloo reduces and scatters by an all-reduce
 _AFTER_CALL_US = 5e6  # a transport that begins later than this after a call is another one's
 _FAR_US = 1e13  # a third of a year
 _OVERFLOWN_US = 2**31 / 1e3  # a duration of -1 or 2^31 ns that lost its sign
 _MOST_WAITING = 64  # calls of one kind among which a transport's is looked for
-
-
-class Message(NamedTuple):
-    """A kernel that communicates, a transport of gloo, or what is drawn on a stream, us."""
-
-    name: str
-    start: float
-    end: float
-    thread: int
-    args: Args
+_MOST_LEVELS = 64  # that a call is looked at to have been called from
+_MARK_US = 1e-3  # an annotation on a stream begins with its kernel, rounded
+_IMPOSSIBLE = "of an impossible duration"
 
 
 class Op(NamedTuple):
-    """A call or an annotation of the host, us. inside: what it was called from, outermost first."""
+    """A call of the host, a kernel that communicates, a transport of gloo or an annotation on a stream, us. inside:
+    what a call was called from, outermost first."""
 
     name: str
     start: float
@@ -93,10 +88,11 @@ class RankTrace:
 
 
 class _Spans:
-    """Many (start, us) of one kind, and a number each."""
+    """Many (start, us) of one kind, a number each, and the arguments of some by index."""
 
     def __init__(self) -> None:
         self.ts, self.dur, self.tag = array("d"), array("d"), array("q")
+        self.args: dict[int, Args] = {}
 
     def add(self, ts: float, dur: float, tag: int) -> None:
         self.ts.append(ts)
@@ -106,19 +102,17 @@ class _Spans:
     def arrays(self) -> tuple[Any, Any, Any]:
         return np.array(self.ts), np.array(self.dur), np.array(self.tag)
 
-    def united(self, most: float) -> tuple[Intervals, int]:
-        """What they cover, and how many were left out because they take longer than `most`."""
+    def pairs(self) -> Intervals:
         ts, dur, _ = self.arrays()
-        good = dur <= most
-        return union(np.column_stack([ts, ts + dur])[good]), int((~good).sum())
+        return np.column_stack([ts, ts + dur])
 
-
-class _Ops(_Spans):
-    """Of one thread: tag is the name's number; args, by index: of c10d's calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.args: dict[int, Args] = {}
+    def in_order(self) -> Iterator[tuple[int, float, float]]:
+        """(index, start, end), outer before inner; -1 at the end."""
+        pairs = self.pairs()
+        order = np.lexsort((-pairs[:, 1], pairs[:, 0]))
+        for part in np.array_split(order, len(order) // 10_000 + 1):
+            yield from zip(part.tolist(), *pairs[part].T.tolist(), strict=True)
+        yield -1, float("inf"), float("inf")
 
 
 def read_rank(path: Path, fallback_rank: int) -> RankTrace:
@@ -127,28 +121,31 @@ def read_rank(path: Path, fallback_rank: int) -> RankTrace:
     Raises:
         UnreadableRunError: it is no trace.
     """
-    return _Reader(path, fallback_rank).read()
+    began = time.perf_counter()
+    reader = _Reader(path)
+    rank = reader.read(fallback_rank)
+    rank.mbs = reader.trace.size / 1e6 / max(time.perf_counter() - began, 1e-9)
+    return rank
 
 
 class _Reader:
-    def __init__(self, path: Path, fallback_rank: int) -> None:
-        self._trace, self._fallback_rank = Trace(path), fallback_rank
+    def __init__(self, path: Path) -> None:
+        self.trace = Trace(path)
         self._zero: int | None = None
         self._kernels, self._copies, self._launches = _Spans(), _Spans(), _Spans()
-        self._ops: dict[Any, _Ops] = {}  # by thread
+        self._ops: dict[int, _Spans] = {}  # by thread; tag: the name's number, args: of c10d's calls
         self._names: dict[str, int] = {}
+        self._threads: dict[Any, int] = {}
         self._annotations: list[tuple[str, float, float]] = []
-        self._messages: list[Message] = []  # kernels that communicate
-        self._transports: list[Message] = []  # gloo's
-        self._marks: list[Message] = []  # nccl's annotations on the GPU's streams
+        self._messages: list[Op] = []  # kernels that communicate
+        self._transports: list[Op] = []  # gloo's
+        self._marks: list[Op] = []  # nccl's annotations on the GPU's streams
         self._communicates: dict[str, bool] = {}  # by name: kernels' names are few and long
         self._window_us: float | None = None
         self._wrong: Counter[str] = Counter()
-        self._threads: dict[Any, int] = {}
 
-    def read(self) -> RankTrace:
-        began = time.perf_counter()
-        for events in self._trace.events():
+    def read(self, fallback_rank: int) -> RankTrace:
+        for events in self.trace.events():
             if self._zero is None:
                 self._zero = _middle(
                     [event.ts for event in events if _KINDS.get(event.cat, "trace") != "trace"]
@@ -156,9 +153,7 @@ class _Reader:
             for event in events:
                 if event.ph == "X" and (kind := _KINDS.get(event.cat)):
                     self._add(event, kind)
-        rank = self._finish()
-        rank.mbs = self._trace.size / 1e6 / max(time.perf_counter() - began, 1e-9)
-        return rank
+        return self._finish(fallback_rank)
 
     def _add(self, event: Event, kind: str) -> None:
         try:
@@ -171,7 +166,7 @@ class _Reader:
         elif not -_FAR_US < start < _FAR_US or duration != duration:
             self._wrong["without a time"] += 1
         elif not 0 <= duration < _FAR_US or -2e-3 < duration - _OVERFLOWN_US < 2e-3:
-            self._wrong["of an impossible duration"] += 1
+            self._wrong[_IMPOSSIBLE] += 1
         elif kind == "op":
             self._add_op(event, start, duration)
         elif kind == "launch":
@@ -195,7 +190,7 @@ class _Reader:
             self._transports.append(self._message(event, start, duration))
             return
         if (ops := self._ops.get(thread := self._thread(event))) is None:
-            ops = self._ops[thread] = _Ops()
+            ops = self._ops[thread] = _Spans()
         if _OF_CALLS.match(name):
             # An event's arguments hold on to all the text that they stand in.
             ops.args[len(ops.ts)] = args_of(event)
@@ -203,8 +198,8 @@ class _Reader:
             self._annotations.append((name, start, start + duration))
         ops.add(start, duration, self._names.setdefault(name, len(self._names)))
 
-    def _message(self, event: Event, start: float, duration: float) -> Message:
-        return Message(event.name, start, start + duration, self._thread(event), args_of(event))
+    def _message(self, event: Event, start: float, duration: float) -> Op:
+        return Op(event.name, start, start + duration, self._thread(event), args_of(event))
 
     def _thread(self, event: Event) -> int:
         """Its number, in the order of `self._threads`."""
@@ -213,98 +208,75 @@ class _Reader:
         except TypeError:
             return -1
 
-    def _finish(self) -> RankTrace:
-        header = self._trace.header
-        info = header.get("distributedInfo")
-        info = info if isinstance(info, dict) else {}
-        ours = header.get("dtbench")
-        ours = ours if isinstance(ours, dict) else {}
+    def _finish(self, fallback_rank: int) -> RankTrace:
+        if self._zero is None:
+            what = f"{self.trace.path} holds no event with a time"
+            raise UnreadableRunError(f"{what}, expected a profiler's trace")
+        header = self.trace.header
+        info, ours = (
+            of if isinstance(of := header.get(key), dict) else {} for key in ("distributedInfo", "dtbench")
+        )
         rank = comm.whole(info.get("rank"))
-        base_us = (comm.whole(header.get("baseTimeNanoseconds"), 2**63) or 0) / 1e3
         trace = RankTrace(
-            rank=self._fallback_rank if rank is None else rank,
+            rank=fallback_rank if rank is None else rank,
             world_size=comm.whole(info.get("world_size")) or 1,
             backend=told(info.get("backend", "")),
-            zero_us=(self._zero or 0) + base_us,
-            source=self._trace.path.name,
+            zero_us=self._zero + (comm.whole(header.get("baseTimeNanoseconds"), 2**63) or 0) / 1e3,
+            source=self.trace.path.name,
             torch=told(ours.get("torch", "")),
             host=told(ours.get("host", header.get("host_name", ""))),
             device=told(ours.get("device", "")),
+            on_gpu=bool(self._kernels.ts or self._messages),
         )
-        if self._zero is None:
-            what = f"{self._trace.path} holds no event with a time"
-            raise UnreadableRunError(f"{what}, expected a profiler's trace")
-        trace.on_gpu = bool(self._kernels.ts or self._messages)
         launched = self._launched() if trace.on_gpu else None
-        trace.steps = steps_of(self._annotations, launched)
-        most = self._longest(trace)
-        calls, work = self._host_calls(trace.on_gpu)
-        trace.compute, long = (self._kernels if trace.on_gpu else work).united(most)
-        trace.copies, long_copies = self._copies.united(most)
-        messages = [of for of in self._messages if of.end - of.start <= most]
-        transports = [of for of in self._transports if of.end - of.start <= most]
-        left = len(self._messages) + len(self._transports) - len(messages) - len(transports)
-        self._wrong["of an impossible duration"] += long + long_copies + left
         if launched is not None:
             trace.launched = launched[np.argsort(launched[:, 1], kind="stable")][:, ::-1]
+        trace.steps = steps_of(self._annotations, launched)
+        calls, work = self._host_calls(trace.on_gpu)
+        self._leave_out_long(trace, self._kernels if trace.on_gpu else work)
         groups = comm.groups_of(header)
-        own = {thread for thread, ops in self._ops.items() if ops.args}
-        numbers = {of.thread for of in transports} - own
-        ids = {number: tid for number, (_, tid) in enumerate(self._threads) if number in numbers}
-        pools = _pools(ours, ids, groups)
-        trace.calls = [
-            *self._kernel_calls(messages, calls, groups),
-            *_gloo_calls(transports, calls, groups, pools),
+        found = [
+            *self._kernel_calls(calls, groups),
+            *self._gloo_calls(calls, groups, ours.get("gloo_threads")),
         ]
         if len(groups) == 1:
-            (only,) = groups.values()
-            trace.calls = [call if call.group.key else call._replace(group=only) for call in trace.calls]
-        trace.calls.sort(key=lambda call: (call.issued, call.start, call.end))
-        trace.span = self._span(trace)
+            found = [of if of.group.key else of._replace(group=groups[next(iter(groups))]) for of in found]
+        trace.calls = sorted(found, key=lambda call: (call.issued, call.start, call.end))
+        edges = [trace.compute, trace.copies, intervals((call.start, call.end) for call in found)]
+        if not trace.on_gpu:
+            edges += [ops.pairs() for ops in self._ops.values()]
+        if len(all_ := np.concatenate(edges)):
+            trace.span = float(all_[:, 0].min()), float(all_[:, 1].max())
         if not trace.steps.marks:
             trace.steps = steps_of([], launched, trace.calls)
-        trace.notes = list(self._notes(trace, len(calls)))
+        trace.notes = [
+            f"rank {trace.rank}: {text}" for text, holds in self._notes(trace, len(calls)) if holds
+        ]
         return trace
-
-    # ---- the host ----
 
     def _host_calls(self, on_gpu: bool) -> tuple[list[Op], _Spans]:
         """The calls of c10d, each with what it was called from; and without a GPU when torch's ops worked: those that
         neither communicate nor were handed to a subclass."""
-        calls: list[Op] = []
-        work = _Spans()
-        names = list(self._names)
+        calls, work, names = list[Op](), _Spans(), list(self._names)
         for thread, ops in self._ops.items():
             if on_gpu and not ops.args:
                 continue
-            open_: list[tuple[float, str, float]] = []  # end, name, start; outermost first
-            is_work: list[bool] = []
-            inner: list[list[tuple[float, float]]] = []  # work in it
-            for index, start, end in _in_order(ops):
-                while open_ and open_[-1][0] <= start:
-                    until, closed, began = open_.pop()
-                    below = inner.pop()
-                    works = is_work.pop()
-                    mine = [(began, until)] if works and closed.startswith("aten::") else below
-                    if open_:
-                        inner[-1] += mine
-                        is_work[-1] &= works
-                    else:
-                        for a, b in mine:
-                            work.add(a, b - a, -1)
-                if index < 0:
-                    break
-                name, args = names[ops.tag[index]], ops.args.get(index)
-                if args is not None:
-                    # A step that begins inside of the optimizer's outlasts it.
-                    inside = tuple(of for until, of, _ in open_[-_MOST_WAITING:] if until >= end)
-                    calls.append(Op(name, start, end, thread, args, inside))
-                open_.append((end, name, start))
-                is_work.append(args is None and name != _HANDED_OVER)
-                inner.append([])
+            open_: list[list[Any]] = []  # start, end, name, whether it is work; outermost first
+            for index, start, end in ops.in_order():
+                while open_ and open_[-1][1] <= start:
+                    began, until, name, works = open_.pop()
+                    if works and name.startswith("aten::"):
+                        work.add(began, until - began, -1)
+                    elif open_ and not works:
+                        open_[-1][3] = False
+                if index >= 0:
+                    name, args = names[ops.tag[index]], ops.args.get(index)
+                    if args is not None:
+                        # A step that begins inside of the optimizer's outlasts it.
+                        inside = tuple(of for _, until, of, _ in open_[-_MOST_LEVELS:] if until >= end)
+                        calls.append(Op(name, start, end, thread, args, inside))
+                    open_.append([start, end, name, args is None and name != _HANDED_OVER])
         return calls, work
-
-    # ---- the GPU ----
 
     def _launched(self) -> Any:
         """Of all kernels (launch, start) by launch; None where the trace has not both."""
@@ -313,108 +285,95 @@ class _Reader:
         if not len(ts) or not len(launch_ts):
             return None
         order = np.argsort(launch_tag, kind="stable")
-        at = np.minimum(np.searchsorted(launch_tag, tag, sorter=order), len(order) - 1)
-        joined = (launch_tag[order[at]] == tag) & (tag >= 0)
-        pairs = np.column_stack([launch_ts[order[at]][joined], ts[joined]])
+        at = order[np.minimum(np.searchsorted(launch_tag, tag, sorter=order), len(order) - 1)]
+        joined = (launch_tag[at] == tag) & (tag >= 0)
+        pairs = np.column_stack([launch_ts[at], ts])[joined]
         return pairs[np.argsort(pairs[:, 0], kind="stable")]
 
-    def _longest(self, trace: RankTrace) -> float:
+    def _leave_out_long(self, trace: RankTrace, work: _Spans) -> None:
         """A duration beyond the trace's, or beyond the longest step's, cannot be."""
-        spans = (self._kernels, self._copies) if trace.on_gpu else self._ops.values()
-        lists = (self._messages, self._transports)
-        starts = np.concatenate([*(of.ts for of in spans), *([one.start for one in of] for of in lists)])
+        lists = self._messages, self._transports
+        spans = [work.pairs(), self._copies.pairs(), *(intervals(one[1:3] for one in of) for of in lists)]
+        starts = np.concatenate(spans)[:, 0]
         most = self._window_us or (float(np.ptp(starts)) if len(starts) > 9 else 0.0)
-        return min(most or float("inf"), trace.steps.longest_us or float("inf"))
+        most = min(most or float("inf"), trace.steps.longest_us or float("inf"))
+        self._wrong[_IMPOSSIBLE] += sum(int((of[:, 1] - of[:, 0] > most).sum()) for of in spans)
+        trace.compute, trace.copies = (union(of[of[:, 1] - of[:, 0] <= most]) for of in spans[:2])
+        self._messages, self._transports = (
+            [of for of in some if of.end - of.start <= most] for some in lists
+        )
 
-    def _kernel_calls(
-        self, messages: Sequence[Message], host: Sequence[Op], groups: Mapping[str, Group]
-    ) -> Iterator[Call]:
-        under_way, marked = _HostCalls(host), _Marked(self._marks, host)
-        numbers = np.array([_number(message.args.correlation) for message in messages])
+    def _kernel_calls(self, host: Sequence[Op], groups: Mapping[str, Group]) -> Iterator[Call]:
+        """By launch each kernel finds the calls that it was launched in; else the annotation that is drawn over it on
+        its stream names the call."""
+        by_thread = group_by(host, lambda op: op.thread)
+        by_number = {number: op for op in host if (number := _number(op.args.external)) >= 0}
+        marks = group_by(sorted(self._marks, key=lambda mark: mark.start), lambda mark: mark.thread)
+        numbers = np.array([_number(message.args.correlation) for message in self._messages])
         ts, thread, tag = self._launches.arrays()
-        wanted = np.isin(tag, numbers) if len(messages) else []
+        wanted = np.isin(tag, numbers[numbers >= 0])
         found = (of[wanted].tolist() for of in (tag, ts, thread))
-        launches = {number: (at, int(of)) for number, at, of in zip(*found, strict=True)}
-        for message, number in zip(messages, numbers.tolist(), strict=True):
-            launch = launches.get(number) if number >= 0 else None
-            around = under_way.around(launch[1], launch[0]) if launch else []
-            if not around and (op := marked.op(message)):
-                around = under_way.around(op.thread, op.start)
-            issued = launch[0] if launch else around[0].start if around else message.start
+        launches = {number: (int(of), at) for number, at, of in zip(*found, strict=True)}
+        for message, number in zip(self._messages, numbers.tolist(), strict=True):
+            launch = launches.get(number)
+            around = _under_way(by_thread, *launch) if launch else []
+            if not around and (over := _under_way(marks, message.thread, message.start + _MARK_US)):
+                op = by_number.get(_number(over[0].args.external))
+                around = _under_way(by_thread, op.thread, op.start) if op else []
+            issued = launch[1] if launch else around[0].start if around else message.start
             yield _described(message, around, groups)._replace(issued=issued)
 
-    # ---- the whole ----
+    def _gloo_calls(self, host: Sequence[Op], groups: Mapping[str, Group], listed: object) -> Iterator[Call]:
+        """A transport belongs to the first call before it of its kind and shapes that has none yet: a call starts it,
+        or queues it behind others of its group."""
+        own = {thread for thread, ops in self._ops.items() if ops.args}
+        numbers = {transport.thread for transport in self._transports} - own
+        tids = {number: key[1] for key, number in self._threads.items() if number in numbers}
+        pools = _pools(listed, tids, groups)
+        waiting: dict[str, deque[Op]] = {}
+        calls = sorted((op for op in host if _is_call(op.name)), key=lambda op: -op.start)
+        for transport in sorted(self._transports, key=lambda one: one.start):
+            name, start, end, thread, args = transport[:5]
+            while calls and calls[-1].start <= start:
+                op = calls.pop()
+                waiting.setdefault(comm.collective_of(op.name), deque()).append(op)
+            group = groups.get(pools.get(thread, ""), Group(""))
+            dtype, bytes_ = comm.payload_of_shapes(name, args, group.size)
+            kind = comm.collective_of(name)
+            call = Call(start, start, end, kind, group, dtype, bytes_, issued=start)
+            for carried in _CARRIES.get(kind, (kind,)):
+                of = waiting.get(carried, deque())
+                while of and start - of[0].start > _AFTER_CALL_US:
+                    of.popleft()
+                if found := next((op for op in islice(of, _MOST_WAITING) if _carried_by(op, args)), None):
+                    of.remove(found)
+                    own_dtype, size = comm.payload_of_shapes(found.name, found.args, group.size, dtype)
+                    if own_dtype is not None:
+                        dtype, bytes_ = own_dtype, size if size or found.name.endswith("gather_") else bytes_
+                    call = call._replace(arrival=found.start, issued=found.start, collective=carried)
+                    call = call._replace(dtype=dtype, bytes=bytes_, asked_by=_asker(found))
+                    break
+            yield call
 
-    def _span(self, trace: RankTrace) -> tuple[float, float]:
-        """From the first to the last of the GPU's work; without one, of all that the host did."""
-        edges = [
-            of for of in (trace.compute, trace.copies, intervals(c[1:3] for c in trace.calls)) if len(of)
-        ]
-        if not trace.on_gpu:
-            host = np.concatenate(
-                [np.column_stack(of.arrays()[:2]) for of in self._ops.values()] or [[(0, 0)]]
-            )
-            edges += [host.cumsum(axis=1)]
-        if not edges:
-            return 0.0, 0.0
-        return min(float(of[:, 0].min()) for of in edges), max(float(of[:, 1].max()) for of in edges)
-
-    def _notes(self, trace: RankTrace, host_calls: int) -> Iterator[str]:
-        where = f"rank {trace.rank}"
-        if self._trace.cut_off:
-            yield f"{where}: the trace is cut off; what stands before its end was read"
-        if self._trace.damaged:
-            yield f"{where}: {self._trace.damaged} events are damaged and were left out"
+    def _notes(self, trace: RankTrace, host_calls: int) -> Iterator[tuple[str, object]]:
+        """Each with what it holds by."""
+        calls, damaged = trace.calls, self.trace.damaged
+        unknown = sum(call.collective == comm.UNKNOWN for call in calls)
+        unsized = sum(
+            call.bytes is None and call.collective not in ("barrier", comm.UNKNOWN) for call in calls
+        )
+        yield "the trace is cut off; what stands before its end was read", self.trace.cut_off
+        yield f"{damaged} events are damaged and were left out", damaged
         for what, count in sorted(self._wrong.items()):
-            if count:
-                yield f"{where}: {count} events {what} were left out"
-        unknown = sum(call.collective == comm.UNKNOWN for call in trace.calls)
-        if unknown:
-            yield (
-                f"{where}: {unknown} of {len(trace.calls)} collectives are not told: their kernels' names say nothing "
-                "and the calls that launched them are not in the trace"
-            )
-        if (
-            unsized := sum(call.bytes is None and call.collective != "barrier" for call in trace.calls)
-            - unknown
-        ):
-            yield f"{where}: {unsized} collectives carry no size; record_shapes=True of torch.profiler has it"
-        if host_calls and not trace.calls and not trace.on_gpu:
-            yield f"{where}: its collectives have no kernels: it was recorded without ProfilerActivity.CUDA"
-        if not trace.steps.marks:
-            yield f"{where}: no steps are told; profiler.step(), or an annotation around each, marks them"
-
-
-def _gloo_calls(
-    transports: Sequence[Message], host: Sequence[Op], groups: Mapping[str, Group], pools: Mapping[int, str]
-) -> Iterator[Call]:
-    """A transport belongs to the first call before it of its kind and shapes that has none yet: a call starts it, or
-    queues it behind others of its group."""
-    waiting: dict[str, deque[Op]] = {}
-    calls = sorted((op for op in host if _is_call(op.name)), key=lambda op: -op.start)
-    for transport in sorted(transports, key=lambda one: one.start):
-        _, start, end, thread, args = transport
-        name = comm.collective_of(transport.name)
-        while calls and calls[-1].start <= start:
-            op = calls.pop()
-            waiting.setdefault(comm.collective_of(op.name), deque()).append(op)
-        group = groups.get(pools.get(thread, ""), Group(""))
-        dtype, bytes_ = comm.payload_of_shapes(transport.name, args, group.size)
-        # gloo reduces and scatters by an all-reduce.
-        for kind in (name, "reduce_scatter") if name == "all_reduce" else (name,):
-            of = waiting.get(kind, deque())
-            while of and start - of[0].start > _AFTER_CALL_US:
-                of.popleft()
-            op = next((op for op in islice(of, _MOST_WAITING) if _carried_by(op, args)), None)
-            if op is not None:
-                of.remove(op)
-                own, size = comm.payload_of_shapes(op.name, op.args, group.size, dtype)
-                if own is not None:
-                    dtype, bytes_ = own, size if size or op.name.endswith("gather_") else bytes_
-                yield Call(op.start, start, end, kind, group, dtype, bytes_, None, _asker(op), op.start)
-                break
-        else:
-            yield Call(start, start, end, name, group, dtype, bytes_, issued=start)
+            yield f"{count} events {what} were left out", count
+        why = "their kernels' names say nothing and the calls that launched them are not in the trace"
+        yield f"{unknown} of {len(calls)} collectives are not told: {why}", unknown
+        why = "record_shapes=True of torch.profiler has it"
+        yield f"{unsized} collectives carry no size; {why}", unsized
+        why = "it was recorded without ProfilerActivity.CUDA"
+        yield f"its collectives have no kernels: {why}", host_calls and not calls and not trace.on_gpu
+        why = "profiler.step(), or an annotation around each, marks them"
+        yield f"no steps are told; {why}", not trace.steps.marks
 
 
 def _correlation(event: Event) -> int:
@@ -429,15 +388,6 @@ def _middle(times: Sequence[Any]) -> int | None:
     """A time near all of them, to count from: they may be years. One alone may be wrong."""
     good = sorted(int(of) for of in times if type(of) in (int, float, Decimal) and abs(of) < 1e18)
     return good[len(good) // 2] if good else None
-
-
-def _in_order(ops: _Ops) -> Iterator[tuple[int, float, float]]:
-    """(index, start, end), outer before inner; -1 at the end."""
-    ts, dur, _ = ops.arrays()
-    order = np.lexsort((-dur, ts))
-    for part in np.array_split(order, len(order) // 10_000 + 1):
-        yield from zip(part.tolist(), ts[part].tolist(), (ts + dur)[part].tolist(), strict=True)
-    yield -1, float("inf"), float("inf")
 
 
 def _is_call(name: str) -> bool:
@@ -457,42 +407,14 @@ def _carried_by(op: Op, args: Args) -> bool:
     return args.shapes[0] in op.args.shapes or [args.shapes[0]] in op.args.shapes or not args.shapes[0]
 
 
-class _HostCalls:
-    """Calls of c10d by thread, to be asked which of them were under way."""
-
-    def __init__(self, ops: Sequence[Op]) -> None:
-        self._of: dict[Any, list[Op]] = {}
-        for op in ops:
-            self._of.setdefault(op.thread, []).append(op)
-        self._starts = {}
-        for thread, of in self._of.items():
-            of.sort(key=lambda op: (op.start, -op.end))
-            self._starts[thread] = [op.start for op in of]
-
-    def around(self, thread: Any, at: float) -> list[Op]:
-        """Innermost first; calls nest a few levels deep."""
-        of = self._of.get(thread, [])
-        last = bisect_right(self._starts.get(thread, []), at)
-        return [op for op in reversed(of[max(last - 8, 0) : last]) if op.end >= at]
+def _under_way(by_thread: Mapping[int, list[Op]], thread: int, at: float) -> list[Op]:
+    """Of a thread's calls, or a stream's annotations, by start: innermost first; they nest a few levels deep."""
+    of = by_thread.get(thread, [])
+    last = bisect_right(of, at, key=lambda one: one.start)
+    return [one for one in reversed(of[max(last - 8, 0) : last]) if one.end >= at]
 
 
-class _Marked:
-    """The annotations `nccl:...` that are drawn on the GPU's streams: they name the host's call by its number."""
-
-    def __init__(self, drawn: Sequence[Message], host: Sequence[Op]) -> None:
-        ordered = sorted(drawn, key=lambda one: one.start)
-        self._by_stream = group_by(ordered, lambda one: one.thread)
-        self._host = {op.args.external: op for op in host if type(op.args.external) is int}
-
-    def op(self, kernel: Message) -> Op | None:
-        drawn = self._by_stream.get(kernel.thread, [])
-        at = bisect_right(drawn, kernel.start + 1e-3, key=lambda one: one.start) - 1
-        if at < 0 or drawn[at].end < kernel.start or type(drawn[at].args.external) is not int:
-            return None
-        return self._host.get(drawn[at].args.external)
-
-
-def _described(kernel: Message, around: Sequence[Op], groups: Mapping[str, Group]) -> Call:
+def _described(kernel: Op, around: Sequence[Op], groups: Mapping[str, Group]) -> Call:
     """A kernel as a call: by its own words, else by those of the calls that it was launched in, innermost first."""
     by_name = comm.collective_of(kernel.name)
     call = Call(kernel.start, kernel.start, kernel.end, by_name, Group(""))
@@ -515,10 +437,9 @@ def _described(kernel: Message, around: Sequence[Op], groups: Mapping[str, Group
     )
 
 
-def _pools(ours: Mapping[str, Any], tids: Mapping[int, Any], groups: Mapping[str, Group]) -> dict[int, str]:
-    """gloo's thread -> the name of its group. Traces say it where dtbench recorded them; else each group has two
+def _pools(listed: object, tids: Mapping[int, Any], groups: Mapping[str, Group]) -> dict[int, str]:
+    """gloo's thread -> the name of its group. Traces list it where dtbench recorded them; else each group has two
     threads, started in the order of the groups: told only where all of them show."""
-    listed = ours.get("gloo_threads")
     if isinstance(listed, dict):
         return {thread: told(listed[str(tid)]) for thread, tid in tids.items() if str(tid) in listed}
     if len(groups) == 1:
