@@ -21,8 +21,8 @@ COMMUNICATES = re.compile(
 NO_COLLECTIVE = re.compile(
     r"(?i)^_?(?:wait|start|end|init|new_group|wrap|monitored|work_)|wait_tensor|_autograd$"
 )
-# nccl-tests' names. Whatever traces have more ("_allgather_base_", "all_gather_into_tensor_coalesced", "AllGather_RING")
-# holds one of these, less case and underscores; the first counts.
+# nccl-tests' names. Whatever traces have more ("_allgather_base_", "AllGather_RING_LL") holds one of these, less case
+# and underscores; the first counts.
 _NAMES = "barrier reduce_scatter all_reduce all_gather all_to_all send_recv broadcast scatter gather reduce send recv"
 _NAMES_OF = {name.replace("_", ""): name for name in (*_NAMES.split(), "coalesced")}
 # torch's dtypes by bytes per element, and ScalarType's names for them, without "c10::", in lower case.
@@ -34,9 +34,8 @@ _DTYPES = {
     16: "complex128",
 }
 _SIZES = {name: size for size, names in _DTYPES.items() for name in names.split()}
-_ALIASES = dict(
-    float="float32", double="float64", half="float16", int="int32", long="int64", short="int16", char="int8"
-)
+_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
+_ALIASES |= {"short": "int16", "char": "int8"}
 _ALIASES |= {"byte": "uint8", "signed char": "int8", "unsigned char": "uint8", "long int": "int64"}
 _ALIASES |= {"complexfloat": "complex64", "complexdouble": "complex128"}
 _ALIASES |= {"complex<float>": "complex64", "complex<double>": "complex128"}
@@ -103,21 +102,17 @@ def payload_of_shapes(
     """The same of a call whose inputs' shapes were recorded. A list of outputs has none: it is as many inputs; a list
     of inputs has no dtype: it is that which is carried."""
     shapes, types = args.shapes, args.types
-    if "barrier" in op:  # its tensor is a pretext
-        return None, None
-    if not isinstance(shapes, list) or not isinstance(types, list):
+    # A barrier's tensor is a pretext.
+    if "barrier" in op or not isinstance(shapes, list) or not isinstance(types, list):
         return None, None
     dtype, itemsize = next((found for kind in types if (found := dtype_of(kind))[0]), dtype_of(carried))
-    elements = [
-        n for shape, kind in zip(shapes, types, strict=False) if (n := _elements(shape, kind)) is not None
-    ]
-    lists = op.endswith(("allgather_", "gather_", "reduce_scatter_", "scatter_")) and "base" not in op
+    found = (_elements(shape, kind) for shape, kind in zip(shapes, types, strict=False))
+    elements = [n for n in found if n is not None]
     if not elements or itemsize is None:
         return dtype, None
-    if lists and len(elements) == 1:
-        size = max(elements) * itemsize * group_size if group_size and op.endswith("gather_") else None
-        return dtype, whole(size)
-    return dtype, whole(max(elements) * itemsize)
+    if len(elements) == 1 and op.endswith(("gather_", "scatter_")) and "base" not in op:
+        itemsize *= group_size if group_size and op.endswith("gather_") else 0
+    return dtype, whole(max(elements) * itemsize) if itemsize else None
 
 
 def _elements(shape: object, kind: object) -> int | None:
@@ -143,9 +138,8 @@ def groups_of(header: Mapping[str, Any]) -> dict[str, Group]:
     for one in listed if isinstance(listed, list) else ():
         if isinstance(one, dict) and (name := told(one.get("pg_name", ""))):
             ranks = one.get("ranks")
-            known = (
-                tuple(ranks) if isinstance(ranks, list) and all(whole(r) is not None for r in ranks) else None
-            )
+            sound = isinstance(ranks, list) and all(type(of) is int and of >= 0 for of in ranks)
+            known = tuple(ranks) if sound else None
             size = len(known) if known else whole(one.get("pg_size"))
             groups[name] = Group(name, dim_of(str(one.get("pg_desc", "")), known, size), size, known)
     return groups

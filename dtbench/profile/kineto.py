@@ -40,7 +40,6 @@ class Args(msgspec.Struct, gc=False):
     output_json.cpp)."""
 
     correlation: Any = None
-    stream: Any = None
     external: Any = msgspec.field(name="External id", default=None)
     collective: Any = msgspec.field(name="Collective name", default=None)
     elements_in: Any = msgspec.field(name="In msg nelems", default=None)
@@ -115,24 +114,23 @@ class Trace:
             enough = 0
             while self._tail is None:
                 last = not self._read(stream)
-                if len(self._text) < enough and not last:
-                    continue
-                if (events := self._take(last)) is not None:
-                    enough = 0
-                    yield events
-                elif len(self._text) > MOST_EVENT:
-                    most = f"{MOST_EVENT >> 20} MiB"
-                    raise UnreadableRunError(
-                        f"{self.path} has an event of more than {most}, expected a trace"
-                    )
-                else:
-                    enough = 2 * len(self._text)
-                if last and (events is None or not self._text):
-                    break
+                if last or len(self._text) >= enough:
+                    if (events := self._take(last)) is not None:
+                        yield events
+                    elif len(self._text) > MOST_EVENT:
+                        raise self._refused(f"an event has more than {MOST_EVENT >> 20} MiB")
+                    enough = 2 * len(self._text) if events is None else 0
+                    if last and (events is None or not self._text):
+                        break
             self.cut_off |= self._tail is None
             while self._tail is not None and len(self._tail) < _MOST_HEADER and self._read(stream):
                 self._tail, self._text = self._tail + self._text, b""
             self._keep_header(b"{" + (self._tail or b"}").lstrip().lstrip(b","))
+
+    def _refused(self, why: str) -> UnreadableRunError:
+        return UnreadableRunError(
+            f"{self.path} is no trace of torch.profiler: {why}, expected its JSON, plain or gzip"
+        )
 
     def _read(self, stream: Any) -> bool:
         """Another piece of text; False at the end."""
@@ -144,8 +142,7 @@ class Trace:
             self.cut_off = True
         self.size += len(more)
         if self.size > MOST_TRACE:
-            most = f"{MOST_TRACE >> 30} GiB"
-            raise UnreadableRunError(f"{self.path} holds more than {most}, expected a trace of less")
+            raise self._refused(f"it holds more than {MOST_TRACE >> 30} GiB")
         self._text = self._text + more if self._text else more
         return bool(more)
 
@@ -157,9 +154,7 @@ class Trace:
                 self._text = self._text[begin.end() :]
                 return
         named = b'"schemaVersion"' in self._text[:4096]
-        why = "it ends before its events" if named else "no events are in it"
-        what = f"{self.path} is no trace of torch.profiler: {why}"
-        raise UnreadableRunError(f"{what}, expected its JSON, plain or gzip")
+        raise self._refused("it ends before its events" if named else "no events are in it")
 
     def _keep_header(self, text: bytes) -> None:
         with suppress(*_NO_JSON):
@@ -175,22 +170,22 @@ class Trace:
         if last and (events := self._decoded(text)) is not None:
             self._text = b""
             return events
-        searched = ((self._between, len(text) - _WINDOW), (self._between, 0), (_BETWEEN, 0))
-        for between, start in searched:
-            cuts = [match.span() for match in between.finditer(text, max(start, 0))]
+        for start in (max(len(text) - _WINDOW, 0), 0):
+            cuts = [match.span() for match in _BETWEEN.finditer(text, start)]
             # Seldom is it not the last: twice as far back with each try.
             for back in (2**n for n in range(len(cuts).bit_length())):
-                brace, following = cuts[-back]
-                if (events := self._decoded(text[: brace + 1])) is not None:
-                    self._text = text[following:]
-                    if self._tail is not None:
-                        self._tail += text[brace + 1 :]
-                    return events
-            if cuts and between is not _BETWEEN and len(text) > 2 * PIECE:  # a bracket that is never closed
-                brace, following = cuts[-1]
-                self._text = text[following:]
-                return self._one_by_one(text[: brace + 1])
+                if (events := self._decoded(text[: cuts[-back][0] + 1])) is not None:
+                    return self._cut(cuts[-back], events)
+        own = [match.span() for match in self._between.finditer(text)]
+        if own and (last or len(text) > 2 * PIECE):  # a bracket that is never closed
+            return self._cut(own[-1], self._one_by_one(text[: own[-1][0] + 1]))
         return self._decoded(text)
+
+    def _cut(self, at: tuple[int, int], events: list[Event]) -> list[Event]:
+        if self._tail is not None:
+            self._tail += self._text[at[0] + 1 :]
+        self._text = self._text[at[1] :]
+        return events
 
     def _decoded(self, text: bytes, repaired: bool = False) -> list[Event] | None:
         """Of a text that ends where an event does, also beyond the list; None where it ends within an event."""
@@ -222,7 +217,7 @@ class Trace:
                 type(of.ts) is float and of.ts > _COARSE_US for of in events[:99]
             ):
                 self._decoders = _decimals
-                return self._whole(text)
+                events = _decimals[0].decode(array)
             return events
         except msgspec.ValidationError:  # JSON, with a field of another type
             events = []

@@ -43,8 +43,6 @@ class Together:
 
 def bring_together(traces: Sequence[RankTrace]) -> Together:
     together = Together()
-    if not traces:
-        return together
     joined = _joined(traces)
     _align(traces, joined, together)
     _find_waits(traces, joined, together)
@@ -94,9 +92,8 @@ def _align(traces: Sequence[RankTrace], joined: Mapping[_Key, Mapping[int, int]]
     neighbours: dict[int, list[tuple[int, float, float]]] = {}
     for (a, b), apart in ends.items():
         shift = median(apart)
-        scatter = (
-            float(np.median(np.abs(np.array(apart) - shift))) * 1.4826
-        )  # of a normal distribution's sigma
+        # Of a normal distribution the sigma.
+        scatter = float(np.median(np.abs(np.array(apart) - shift))) * 1.4826
         error = scatter if len(apart) > 2 else float("inf")
         one, other = by_rank[a], by_rank[b]
         same_clock = other.zero_us - one.zero_us
