@@ -106,8 +106,8 @@ def payload_of_shapes(
     if "barrier" in op or not isinstance(shapes, list) or not isinstance(types, list):
         return None, None
     dtype, itemsize = next((found for kind in types if (found := dtype_of(kind))[0]), dtype_of(carried))
-    found = (_elements(shape, kind) for shape, kind in zip(shapes, types, strict=False))
-    elements = [n for n in found if n is not None]
+    counts = (_elements(shape, kind) for shape, kind in zip(shapes, types, strict=False))
+    elements = [n for n in counts if n is not None]
     if not elements or itemsize is None:
         return dtype, None
     if len(elements) == 1 and op.endswith(("gather_", "scatter_")) and "base" not in op:
@@ -139,7 +139,7 @@ def groups_of(header: Mapping[str, Any]) -> dict[str, Group]:
         if isinstance(one, dict) and (name := told(one.get("pg_name", ""))):
             ranks = one.get("ranks")
             sound = isinstance(ranks, list) and all(type(of) is int and of >= 0 for of in ranks)
-            known = tuple(ranks) if sound else None
+            known = tuple(ranks or ()) if sound else None
             size = len(known) if known else whole(one.get("pg_size"))
             groups[name] = Group(name, dim_of(str(one.get("pg_desc", "")), known, size), size, known)
     return groups

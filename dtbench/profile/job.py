@@ -16,6 +16,7 @@ from dtbench.profile.intervals import Intervals, difference, gaps, intervals, le
 from dtbench.profile.rank_trace import RankTrace, read_rank
 from dtbench.profile.together import Together, bring_together
 from dtbench.records.job import Collective, DimParts, Job, Lane, RankJob, StepParts
+from dtbench.records.judged_job import CallKind
 from dtbench.records.read import BadFieldError, decode, into, opened
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.grouping import group_by
@@ -182,41 +183,32 @@ def _host_bound_us(trace: RankTrace, idle: Intervals) -> float:
     return float(np.clip(np.minimum(trace.launched[at, 1], ends) - starts, 0, None).sum())
 
 
+def _kind(call: Call) -> CallKind:
+    return CallKind(call.group.mesh_dim, call.collective, call.group.size, call.dtype, call.bytes)
+
+
 def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
     # Steps and calls by when the host began them: the GPU runs behind.
     edges = np.array(trace.steps.host).reshape(-1, 2)
     issued = np.array([call.issued for call in trace.calls])
     begun, over = (np.searchsorted(edges[:, side], issued, side="right") for side in (0, 1))
-    alike = group_by(
-        range(len(trace.calls)),
-        lambda at: (
-            (call := trace.calls[at]).group.mesh_dim,
-            call.collective,
-            call.group.size,
-            call.dtype,
-            call.bytes,
-        ),
-    )
+    alike = group_by(range(len(trace.calls)), lambda at: _kind(trace.calls[at]))
     rows = []
-    for (dim, name, size, dtype, bytes_), which in alike.items():
+    for kind, which in alike.items():
         calls = [trace.calls[at] for at in which]
         seconds = [(call.end - call.start) / 1e6 for call in calls]
         moving = [us for at in which if (us := together.moving_us.get((trace.rank, at))) is not None]
         askers = Counter(call.asked_by for call in calls if call.asked_by)
         row = Collective(
             rank=trace.rank,
-            collective=name,
-            mesh_dim=dim,
-            group_size=size,
-            dtype=dtype,
-            bytes=bytes_,
+            **asdict(kind),
             count=len(calls),
             in_steps=int((begun[which] > over[which]).sum()),
             time_s=sum(seconds),
             median_s=median(seconds),
             best_s=min(seconds),
             moving_s=median(moving) / 1e6 if len(moving) == len(calls) else None,
-            busbw=busbw_of(name, size, bytes_, median(seconds)),
+            busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, median(seconds)),
             asked_by=tuple(asker for asker, _ in askers.most_common(_MOST_ASKERS)),
         )
         rows.append(row)

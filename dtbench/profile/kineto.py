@@ -71,8 +71,7 @@ class _ExactEvent(Event, gc=False):
     ts: Decimal | None = None
 
 
-_floats = msgspec.json.Decoder(list[Event]), msgspec.json.Decoder(Event)
-_decimals = msgspec.json.Decoder(list[_ExactEvent]), msgspec.json.Decoder(_ExactEvent)
+_floats, _decimals = msgspec.json.Decoder(list[Event]), msgspec.json.Decoder(list[_ExactEvent])
 _raw_events = msgspec.json.Decoder(list[msgspec.Raw])
 _args = msgspec.json.Decoder(Args)
 _NO_JSON = (msgspec.MsgspecError, UnicodeError, RecursionError)
@@ -98,7 +97,7 @@ class Trace:
         self._text = b""
         self._tail: bytes | None = None  # what follows the list of events
         self._between = _BETWEEN
-        self._decoders: tuple[Any, Any] = _floats
+        self._decoder: Any = _floats
 
     def events(self) -> Iterator[list[Event]]:
         """The events, some thousands at a time.
@@ -198,7 +197,10 @@ class Trace:
                 return events
         except (UnicodeError, RecursionError):
             pass
-        return self._one_by_one(text) if repaired else self._decoded(_repaired(text), True)
+        if repaired:
+            return self._one_by_one(text)
+        text = _NO_NUMBER.sub(b":null", text)
+        return self._decoded(text.decode("utf-8", "replace").encode(), True)
 
     def _ended(self, text: bytes, error: str) -> list[Event] | None:
         """The events, where the list ends within the text; what comes after it is kept."""
@@ -212,21 +214,20 @@ class Trace:
     def _whole(self, text: bytes) -> list[Event]:
         array = b"[" + text + b"]"
         try:
-            events: list[Event] = self._decoders[0].decode(array)
-            if self._decoders is _floats and any(
-                type(of.ts) is float and of.ts > _COARSE_US for of in events[:99]
-            ):
-                self._decoders = _decimals
-                events = _decimals[0].decode(array)
-            return events
+            events: list[Event] = self._decoder.decode(array)
         except msgspec.ValidationError:  # JSON, with a field of another type
             events = []
             for raw in _raw_events.decode(array):
                 try:
-                    events.append(self._decoders[1].decode(raw))
+                    events += self._decoder.decode(b"[" + bytes(raw) + b"]")
                 except _NO_JSON:
                     self.damaged += 1
-            return events
+        if self._decoder is _floats and any(
+            type(of.ts) is float and of.ts > _COARSE_US for of in events[:99]
+        ):
+            self._decoder = _decimals
+            return self._whole(text)
+        return events
 
     def _one_by_one(self, text: bytes) -> list[Event]:
         """Of a text that is no JSON as a whole the events that are; the others are counted."""
@@ -245,10 +246,6 @@ class Trace:
                 self._tail += text[at:]
                 break
         return events
-
-
-def _repaired(text: bytes) -> bytes:
-    return _NO_NUMBER.sub(b":null", text).decode("utf-8", "replace").encode()
 
 
 def told(value: object) -> str:

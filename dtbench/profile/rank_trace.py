@@ -7,7 +7,6 @@ of the call that launched it. Without one, ops of torch are the work, and gloo's
 from __future__ import annotations
 
 import re
-import time
 from array import array
 from bisect import bisect_right
 from collections import Counter, deque
@@ -84,7 +83,6 @@ class RankTrace:
     steps: Steps = field(default_factory=Steps)
     on_gpu: bool = False
     notes: list[str] = field(default_factory=list)
-    mbs: float = 0.0
 
 
 class _Spans:
@@ -121,11 +119,7 @@ def read_rank(path: Path, fallback_rank: int) -> RankTrace:
     Raises:
         UnreadableRunError: it is no trace.
     """
-    began = time.perf_counter()
-    reader = _Reader(path)
-    rank = reader.read(fallback_rank)
-    rank.mbs = reader.trace.size / 1e6 / max(time.perf_counter() - began, 1e-9)
-    return rank
+    return _Reader(path).read(fallback_rank)
 
 
 class _Reader:
@@ -148,10 +142,10 @@ class _Reader:
         for events in self.trace.events():
             if self._zero is None:
                 self._zero = _middle(
-                    [event.ts for event in events if _KINDS.get(event.cat, "trace") != "trace"]
+                    [event.ts for event in events if _KINDS.get(event.cat or "", "trace") != "trace"]
                 )
             for event in events:
-                if event.ph == "X" and (kind := _KINDS.get(event.cat)):
+                if event.ph == "X" and event.cat and (kind := _KINDS.get(event.cat)):
                     self._add(event, kind)
         return self._finish(fallback_rank)
 

@@ -40,7 +40,7 @@ class RankJob(Struct, frozen=True, kw_only=True):
     """One rank's trace. steps: how many, and steps_by: what they were told by ("ProfilerStep#", an annotation's name,
     "repetition", or "" where there are none). step_s: their median. The sums are over the whole trace (`span_s`), also
     outside steps. each_step: in order. clock_off_s: what was added to its clock, +- clock_error_s. source: the file's
-    name. mbs: read so many MB/s of unpacked JSON."""
+    name.."""
 
     rank: Count
     source: str = ""
