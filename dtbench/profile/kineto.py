@@ -178,7 +178,11 @@ class Trace:
         own = [match.span() for match in self._between.finditer(text)]
         if own and (last or len(text) > 2 * PIECE):  # a bracket that is never closed
             return self._cut(own[-1], self._one_by_one(text[: own[-1][0] + 1]))
-        return self._decoded(text)
+        try:
+            _raw_events.decode(b"[" + text + b"]")
+        except _NO_JSON as error:
+            return self._ended(text, str(error))
+        return None
 
     def _cut(self, at: tuple[int, int], events: list[Event]) -> list[Event]:
         if self._tail is not None:
