@@ -119,7 +119,7 @@ def _folded(notes: Sequence[str]) -> Iterable[str]:
 
 def _same_groups(traces: Iterable[RankTrace]) -> None:
     """gloo's groups are told of all ranks or of none: else two recordings of one job would differ."""
-    gloo = [trace for trace in traces if not trace.on_gpu]
+    gloo = [trace for trace in traces if trace.backend == "gloo" or not trace.on_gpu]
     if any(not call.group.key and call.collective not in _P2P for trace in gloo for call in trace.calls):
         for trace in gloo:
             trace.calls = [call._replace(group=Group("")) for call in trace.calls]

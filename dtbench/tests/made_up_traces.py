@@ -75,3 +75,22 @@ def write(folder: Path, events: Sequence[Event], rank: int = 0, *, packed: bool 
     text = text_of(events, header(rank, **more))
     path.write_bytes(gzip.compress(text) if packed else text)
     return path
+
+
+def of_all_kinds() -> bytes:
+    """A trace with an event of each kind."""
+    events = [
+        *steps(3),
+        launch(1, 1),
+        launch(5, 2),
+        kernel(30, 10, correlation=1),
+        nccl(40, 20, correlation=2, Seq=1),
+        event("nccl:x", 40, 20, "gpu_user_annotation", 20, **{"External id": 3}),
+        op("record_param_comms", 3, 4, **{"External id": 3, "Collective name": "allreduce"}),
+        *gloo(100, 20),
+        event("Memcpy", 50, 3, "gpu_memcpy"),
+        nccl(1040, 20),
+        nccl(2040, 20),
+        event("PyTorch Profiler (0)", 0, 3000, "Trace"),
+    ]
+    return text_of(events, header(host_name="node", baseTimeNanoseconds=1_700_000_000_000_000_000))

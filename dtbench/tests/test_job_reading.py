@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from dtbench.profile import kineto
 from dtbench.profile.job import read_job
 from dtbench.records.job import Collective, Job, RankJob
+from dtbench.records.read import into
 from dtbench.suite.errors import DtbenchError
 from dtbench.tests.made_up_traces import (
     Event,
@@ -434,3 +437,48 @@ def test_two_traces_of_one_rank(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(text_of(BUSY, header(1)))
     with pytest.raises(DtbenchError, match="both of rank 1"):
         read_job([tmp_path])
+
+
+# ---- what is made to harm ----
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"Input Dims": [[10**9] * 4, [[10**18] * 100_000], [-5, 3]], "Input type": ["float"] * 3},
+        {"Process Group Ranks": 5, "Seq": -1, "Group size": "x", "In msg nelems": 10**400, "dtype": []},
+        {"External id": [1], "correlation": {}, "Collective name": {"a": 1}, "Process Group Name": [[]]},
+    ],
+)
+def test_arguments_of_any_size_and_type(tmp_path: Path, args: Event) -> None:
+    events = [*gloo(0, 50, **args), nccl(100, 5, **args), op("c10d::allreduce_", 99, 9, **args), kernel(1, 1)]
+    job = read(tmp_path, events)
+    assert into(msgspec.to_builtins(job), Job) == job
+
+
+def test_ranks_and_groups_beyond_counting(tmp_path: Path) -> None:
+    many = 10**18
+    groups = [{"pg_name": "1", "pg_size": many}, {"pg_name": 7, "ranks": ["0", "1"]}]
+    for rank in range(2):
+        text = text_of([nccl(n * 100, 50) for n in range(3)], header(rank, groups=groups))
+        (tmp_path / f"{rank}.json").write_bytes(text.replace(b'"world_size": 2', b'"world_size": %d' % many))
+    job = read_job([tmp_path])
+    assert (job.world_size, job.waits) == (many, ())
+
+
+@pytest.mark.parametrize("filler", [b" ", b"[", b"{", b'"', b"},{", b"\0"])
+def test_much_of_nothing_is_refused(tmp_path: Path, filler: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it fills the memory: a GB of it is a MB of gzip."""
+    monkeypatch.setattr(kineto, "PIECE", 2**16)
+    monkeypatch.setattr(kineto, "MOST_EVENT", 2**20)
+    monkeypatch.setattr(kineto, "MOST_TRACE", 2**21)
+    (tmp_path / "t.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' + filler * 2**22, 1))
+    with pytest.raises(DtbenchError, match=r"more than (1 MiB|0 GiB)"):
+        read_job([tmp_path])
+
+
+def test_deep_events_are_damaged_ones(tmp_path: Path) -> None:
+    deep = b'"x": ' + b"[" * 100_000 + b"]" * 100_000 + b', "name": "gemm"'
+    (tmp_path / "t.json").write_bytes(text_of(NESTED).replace(b'"name": "gemm"', deep, 1))
+    job = read_job([tmp_path])
+    assert job.ranks[0].computation_s == pytest.approx(199 * 5e-6)
