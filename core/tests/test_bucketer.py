@@ -521,7 +521,11 @@ def test_inputs_that_make_no_sense(group: dist.ProcessGroup) -> None:
             (bucketer, [small] * 7 + [torch.ones(5)], r"got input 7 of float32\[5\] .* beside input 0"),
             (bucketer, [small] * 7 + [small.double()], r"got input 7 of float64\[4\]"),
             (bucketer, [large] * 7 + [large[:-1]], r"got input 7 of"),
-            (bucketer, [torch.ones(4, device="meta")] + [small] * 7, rf"got input 1 of float32\[4\] on {DEVICE_TYPE}"),
+            (
+                bucketer,
+                [torch.ones(4, device="meta")] + [small] * 7,
+                rf"got input 1 of float32\[4\] on {DEVICE_TYPE}",
+            ),
             (bucketer, [], "received 0 inputs"),
         ]:
             with pytest.raises(BucketError, match=message):

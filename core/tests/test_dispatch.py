@@ -164,6 +164,21 @@ def test_dispatch_modes_see_every_op(x: DTensor) -> None:
     assert ops == ["aten.add.Tensor"]
 
 
+def test_a_trace_says_which_op_asked_for_communication(x: DTensor) -> None:
+    torch.mm(x, x.T)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.mm(x, x.T)
+    gathers = [e for e in profiler.events() if "allgather" in e.name and e.name.startswith("c10d::")]
+    assert gathers
+    for gather in gathers:
+        assert any(
+            e.name == "aten::mm"
+            and e.time_range.start <= gather.time_range.start
+            and gather.time_range.end <= e.time_range.end
+            for e in profiler.events()
+        )
+
+
 def test_the_dtypes_and_modes_of_a_call_are_followed(x: DTensor) -> None:
     a = distribute_tensor(torch.randn(8, 8), x.device_mesh, [Replicate()])
     counts = distribute_tensor(torch.arange(8), x.device_mesh, [Shard(0)])

@@ -1,17 +1,60 @@
-"""`dtbench profile` on the command line."""
+"""`dtbench profile` on the command line: a user's job, from its traces or run for it, or a case of a suite."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from dtbench.cli import options
+from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, complain
+from dtbench.suite.foreign import looks_like_trace
+from dtbench.suite.suites import read_builtin
+
+if TYPE_CHECKING:
+    from dtbench.records.job import Job
+
+# Kind of target -> the parameters that it has beside -o.
+_OF = {
+    "a suite": ["impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"],
+    "traces": ["topology", "bases", "as_json", "model", "layout"],
+    "-- COMMAND": ["topology", "bases", "as_json", "model", "layout", "steps", "warmup", "timeout_s"],
+}
 
 
-@click.command("profile")
-@click.argument("target", metavar="SUITE[/CASE]")
+class _Profile(options.AdvancedCommand):
+    first = ("--topology", "--base", "--json", "-o", "--steps", "--filter", "--nproc")
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """What stands behind the first `--` is the command of a job, with options of its own."""
+        at = args.index("--") if "--" in args else len(args)
+        context.meta["command"] = args[at + 1 :] if at < len(args) else None
+        return super().parse_args(context, args[:at])
+
+
+@click.command("profile", cls=_Profile)
+@click.argument("targets", nargs=-1, metavar="[TARGET]... [-- COMMAND]")
+@click.option(
+    "--topology",
+    metavar="FILE|NAME",
+    help="Of a job: what its links reach alone, as calibrated; or a public system, as of compare --reference.",
+)
+@click.option(
+    "--base", "bases", multiple=True, type=options.FILE, help="Of a job: its profile before; repeatable."
+)
+@click.option("--model", metavar="NAME|FILE", help="Of a job: what it trains, as of plan; with --layout.")
+@click.option("--layout", metavar="DIM=N,...", help="Of a job: such as tp=2,fsdp=4,batch=8,sequence=4096.")
+@options.JSON
+@click.option("--steps", default=3, type=click.IntRange(0), help="Of a command: steps to record; 0: all.")
+@click.option("--warmup", default=5, type=click.IntRange(0), help="Of a command: steps before them.")
 @options.IMPL
 @options.FILTER
 @options.MESH
@@ -21,18 +64,132 @@ from dtbench.cli import options
 @click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
 @options.TIMEOUT
 @click.option("-o", "--output", type=options.FILE, show_default="profile-TIME", help="The folder to make.")
-def profile_command(target: str, filter: str, output: Path | None, **choices: options.Given) -> int:
-    """Profiles a case by stage, or traces all ranks.
+@click.pass_context
+def profile_command(
+    context: click.Context, /, targets: tuple[str, ...], output: Path | None, **choices: options.Given
+) -> int:
+    """Where the time of a job, or of a suite's case, goes.
 
-    Writes a table and, of ranks, a trace for Perfetto or, of single calls, frames
-    for speedscope, which draws flame graphs.
+    TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run as it is,
+    and recorded. Of traces no folder is made unless -o names one. With --base, exit code 1 if the job's calls, bytes,
+    dtypes or times became worse.
 
     \b
     Examples:
+      dtbench profile -- torchrun --nproc-per-node 8 train.py --steps 20
+      dtbench profile traces/*.json.gz --topology topology.json -o job
+      dtbench profile job-new --base job-old
       dtbench profile dispatch/add -o add
-      dtbench profile tensor_parallel --filter "pass=forward" --nproc 2
     """
+    command: list[str] | None = context.meta["command"]
+    kind = "traces" if any(map(_is_of_job, targets)) else "a suite" if command is None else "-- COMMAND"
+    typed = {n for n in choices if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
+    for option in context.command.params:
+        if option.name in typed.difference(_OF[kind]):
+            takers = " or ".join(taker for taker, names in _OF.items() if option.name in names)
+            raise click.UsageError(f"{option.opts[0]} is for {takers}, the target is {kind}: leave it out")
+    if (command is not None and (targets or not command)) or (len(targets) != 1 and kind == "a suite"):
+        expected = "traces, one SUITE[/CASE], or -- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
+        raise click.UsageError(
+            f"got {len(targets)} targets{'' if command is None else ' and --'}, expected {expected}"
+        )
+    if kind != "a suite":
+        choices["timeout_s"] = int(choices["timeout_s"]) if "timeout_s" in typed else 0
+        return profile_job([*map(Path, targets)], command, output, **choices)
     from dtbench.engine.options import RunRequest
     from dtbench.profile.profile import make_request, profile
+    from dtbench.reporting.job_tables import print_job
 
-    return profile(make_request(target, filter, output, RunRequest(**choices)), sys.argv[1:])
+    chosen = {name: choices[name] for name in _OF[kind] if name != "filter"}
+    request = make_request(targets[0], choices["filter"], output, RunRequest(**chosen))
+    return profile(request, sys.argv[1:], print_job)
+
+
+def _is_of_job(target: str) -> bool:
+    path = Path(target)
+    is_folder = path.is_dir() and target.partition("/")[0] not in read_builtin()
+    return is_folder or target.endswith((".json", ".json.gz")) or looks_like_trace(path)
+
+
+def profile_job(
+    paths: Sequence[Path], command: Sequence[str] | None, folder: Path | None, **choices: options.Given
+) -> int:
+    """Records or reads a job, judges it, prints and keeps it; the exit code."""
+    from msgspec import json, structs, to_builtins
+
+    from dtbench.cli.compare import public_systems
+    from dtbench.comparison.references import systems_called
+    from dtbench.profile.job import read_job
+    from dtbench.profile.judge import judged
+    from dtbench.records.atomic import refuse_taken, replace_file
+    from dtbench.records.topology import read_topology
+    from dtbench.reporting.job_tables import print_job
+    from dtbench.text.terminal import print_json
+
+    topology = choices["topology"]
+    if topology:
+        is_file = Path(topology).exists() or topology.endswith(".json")
+        topology = (
+            read_topology(Path(topology)) if is_file else systems_called(tuple(public_systems()), topology)
+        )
+    model, layout = choices.get("model"), choices.get("layout")
+    if (model is None) != (layout is None):
+        raise click.UsageError("--model and --layout belong together: give both, or neither")
+    bases, code = [job_in([base]) for base in choices["bases"]], EXIT_OK
+    folder = folder or (Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())) if command else None)
+    if folder:
+        refuse_taken(folder, "remove it")
+    if command and folder:
+        from dtbench.profile.recording import record
+
+        folder.mkdir()
+        stdout = os.dup(1)
+        if choices["as_json"]:  # what the job prints is no part of it
+            os.dup2(2, 1)
+        try:
+            done = record(
+                command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")}
+            )
+        finally:
+            os.dup2(stdout, 1)
+            with contextlib.suppress(OSError):  # unless it is empty
+                folder.rmdir()
+        if not done.traces:
+            complain(f"no rank wrote a trace, so there is no profile: {' '.join(done.notes)}")
+            return done.exit_code or EXIT_CASE_FAILED
+        code, job = done.exit_code, read_job(done.traces, folder.name, command)
+        job = structs.replace(job, notes=(*done.notes, *job.notes))
+    else:
+        job = job_in(paths)
+    judgement = judged(job, topology, bases)
+    if model and layout:
+        from dtbench.profile.needs import needed
+
+        judgement = structs.replace(judgement, needed=needed(job, model, layout))
+    if folder:
+        folder.mkdir(exist_ok=True)
+        replace_file(folder / "job.json", json.encode(job))
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            print_job(job, judgement)
+        replace_file(folder / "table.txt", text.getvalue().encode("utf-8", "replace"))
+    if choices["as_json"]:
+        print_json({**to_builtins(job), "judgement": to_builtins(judgement)})
+    else:
+        print_job(job, judgement)
+    if folder or not is_profile(paths[0]):
+        click.echo(
+            f"the profile is in {folder}" if folder else "-o FOLDER keeps it for --base and report", err=True
+        )
+    return code or judgement.exit_code
+
+
+def is_profile(path: Path) -> bool:
+    """Whether it is a job's profile: the folder, or the job.json in it."""
+    return path.name == "job.json" or (path / "job.json").is_file()
+
+
+def job_in(paths: Sequence[Path]) -> Job:
+    """Of a profile, or of traces."""
+    from dtbench.profile.job import load_job, read_job
+
+    return load_job(paths[0]) if len(paths) == 1 and is_profile(paths[0]) else read_job(paths)

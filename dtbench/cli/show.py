@@ -9,6 +9,8 @@ from pathlib import Path
 import click
 
 from dtbench.cli import options
+from dtbench.cli.profile import is_profile, job_in, profile_job
+from dtbench.suite.errors import EXIT_OK
 
 
 @click.command("show")
@@ -31,8 +33,8 @@ def show_command(
     filter: str,
     sort: str,
     exports: tuple[tuple[str, Path], ...],
-) -> None:
-    """Tables of the results in run files.
+) -> int:
+    """Tables of the results in run files, or of a profile.
 
     \b
     Examples:
@@ -44,6 +46,20 @@ def show_command(
     from dtbench.records.run import read_run
     from dtbench.reporting.run_tables import choose, print_csv, print_runs, print_runs_json
 
+    if profiles := [path for path in runs if is_profile(path)]:
+        if len(runs) > 1 or as_csv or filter or sort or exports:
+            raise click.UsageError(f"{profiles[0]} is a job's profile: give it alone, with --json at most")
+        return profile_job(runs, None, None, topology=None, bases=(), as_json=as_json)
+    of_runs = as_json or as_csv or filter or sort or exports
+    if len(runs) == 1 and not of_runs and (runs[0] / "table.json").is_file():
+        from dtbench.profile.text import section_tables, stage_tables
+        from dtbench.reporting.html import gather
+        from dtbench.reporting.job_tables import print_job
+
+        sources = gather(runs)
+        for line in (*stage_tables(sources.calls), *section_tables(sources.ranks, print_job)):
+            click.echo(line)
+        return EXIT_OK
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
     read = choose([read_run(path) for path in runs], filter, sort)
@@ -55,6 +71,7 @@ def show_command(
         print_runs(read)
     if exports:
         write_exports(points_of(read), exports)
+    return EXIT_OK
 
 
 def _peak(text: str) -> tuple[str, float]:
@@ -98,8 +115,8 @@ def report_command(
 ) -> None:
     """Writes an HTML page of results.
 
-    The kind of each FILE is detected: runs, a topology, the JSON of a gate, a profile's folder, a history of
-    gates. Of a folder of runs the last is shown, and how each case moved from run to run.
+    The kind of each FILE is detected: runs, a topology, the JSON of a gate, a profile's folder, of a job too, a
+    history of gates. Of a folder of runs the last is shown, and how each case moved from run to run.
 
     \b
     Examples:
@@ -111,7 +128,12 @@ def report_command(
     from dtbench.reporting.html import gather, write_report
 
     baseline = tuple(path if path.exists() else baselines.find(path) for path in baseline)
-    sources = gather(files, baseline, topology)
+    jobs = [job_in([path]) for path in baseline if is_profile(path)]
+    sources = gather(files, [path for path in baseline if not is_profile(path)], topology)
+    if sources.job:
+        from dtbench.profile.judge import judged
+
+        sources = replace(sources, judgement=judged(sources.job, sources.topology, jobs))
     dims = {dim for run in sources.runs for dim in run.header.mesh.dim_names}
     if unknown := [dim for dim, _ in peaks if dim not in dims]:
         raise click.UsageError(

@@ -309,9 +309,8 @@ def _judged(rows: Sequence[ReferenceRow], beside: str, one_is_enough: bool) -> R
             at[size] = "above public measurements" if ours * LOW > fastest else "as public measurements"
     verdict = min(at.values(), key=WORST_FIRST.index)
     judged = [size for size in at if at[size] == verdict or verdict not in ("low", "cannot tell")]
-    named = [
-        format_size(round(size / 2**20) * 2**20) for size in judged
-    ]  # nccl-tests cuts 64 MiB to whole ranks
+    # nccl-tests cuts 64 MiB to whole ranks.
+    named = [format_size(round(size / 2**20) * 2**20) for size in judged]
     sizes = ", ".join(named)
     if len(judged) > 1 and judged == [size for size in at if judged[0] <= size <= judged[-1]]:
         sizes = f"{named[0]} and above" if judged[-1] == max(at) else f"{named[0]} to {named[-1]}"

@@ -62,10 +62,8 @@ def price(curve: MeasuredCurve, size_bytes: float) -> Price:
     if first.size_bytes <= size_bytes <= last.size_bytes:
         low_us, high_us = (times_of(curve, column).us(size_bytes) for column in ("low_us", "high_us"))
         return Price(time_us, low_us, high_us)
-    above = size_bytes > last.size_bytes
-    nearest, beyond = (
-        (last, size_bytes / last.size_bytes) if above else (first, first.size_bytes / size_bytes)
-    )
+    nearest = last if size_bytes > last.size_bytes else first
+    beyond = max(size_bytes / nearest.size_bytes, nearest.size_bytes / size_bytes)
     low_us, high_us = _bounds(nearest)
     own = max(high_us / nearest.time_us, nearest.time_us / low_us)
     return _around(time_us, max(math.log(own), BEYOND_HALF_WIDTH) * (1 + math.log2(beyond)), beyond)

@@ -22,6 +22,7 @@ from typing import Literal
 from dtbench.engine import budget
 from dtbench.suite import CHOOSABLE_IMPLS, Case, DeviceType, Header, Result, ResultKey, RunOptions
 from dtbench.suite.errors import UnknownOptionError, UsageError, describe, place_in
+from dtbench.suite.foreign import refuse_job
 from dtbench.suite.mesh import Mesh, default_mesh, format_mesh, ranks_of
 from dtbench.suite.suites import Suite, load
 from dtbench.text.masking import mask, mask_options
@@ -62,6 +63,7 @@ def split_target(text: str) -> tuple[str, str]:
     Raises:
         UsageError: nothing before or after a slash.
     """
+    refuse_job(Path(text), "SUITE or SUITE/CASE")
     suite, dot_py, rest = text.partition(".py")
     if dot_py and (not rest or rest.startswith("/")):
         suite, slash, case = suite + dot_py, rest[:1], rest[1:]

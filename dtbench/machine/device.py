@@ -9,7 +9,7 @@ import math
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
@@ -47,10 +47,14 @@ class GpuEvent(Protocol):
 class Gpus:
     """What the harness uses of GPUs: torch's CUDA devices. A rehearsal has another class with these methods."""
 
-    def count(self) -> int:
+    @property
+    def _cuda(self) -> Any:  # many of its functions have no types
         import torch
 
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return torch.cuda
+
+    def count(self) -> int:
+        return int(self._cuda.device_count()) if self._cuda.is_available() else 0
 
     def current(self) -> torch.device:
         import torch
@@ -64,45 +68,35 @@ class Gpus:
         return torch.device("cuda", index)
 
     def event(self) -> GpuEvent:
-        import torch
-
-        event: Any = torch.cuda.Event  # its constructor has no types
-        timed: GpuEvent = event(enable_timing=True)
-        return timed
+        event: GpuEvent = self._cuda.Event(enable_timing=True)
+        return event
 
     def synchronize(self) -> None:
         """Returns when the current GPU has nothing left to do."""
-        import torch
-
-        torch.cuda.synchronize()
+        self._cuda.synchronize()
 
     def occupy(self, seconds: float) -> None:
         """Gives the current stream work that lasts at least so long and needs no memory."""
-        import torch
-
-        torch.cuda._sleep(math.ceil(seconds * _FASTEST_HZ))  # type: ignore[no-untyped-call]
+        self._cuda._sleep(math.ceil(seconds * _FASTEST_HZ))
 
     def captured(self, run: Callable[[], object]) -> Callable[[], object]:
         """A function that repeats, in one launch, the GPU's work of a call of `run`: a CUDA graph. `run` is called
         once to warm up and once to be recorded; it may not wait for the GPU."""
-        import torch
-
+        cuda = self._cuda
         # What a first call sets up (libraries' handles, memory) is not captured.
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        aside = cuda.Stream()
+        aside.wait_stream(cuda.current_stream())
+        with cuda.stream(aside):
             run()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        cuda.current_stream().wait_stream(aside)
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph):
             run()
         replay: Callable[[], object] = graph.replay
         return replay
 
     def l2_bytes(self, device: torch.device) -> int:
-        import torch
-
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+        return int(self._cuda.get_device_properties(device).L2_cache_size)
 
     def free_cached(self) -> None:
         """Gives memory back that nobody uses, where any was taken."""
@@ -134,9 +128,9 @@ def loaded_nvml() -> Nvml | None:
     return pynvml
 
 
-def rehearsing(environ: Mapping[str, str] = os.environ) -> bool:
+def rehearsing() -> bool:
     """Whether a fake stands for the GPU, and nothing measured here says anything of one."""
-    return bool(environ.get(REHEARSAL))
+    return bool(os.environ.get(REHEARSAL))
 
 
 def gpus() -> Gpus:

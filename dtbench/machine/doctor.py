@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,40 +68,37 @@ def examine(here: Surroundings | None = None) -> list[MachineFinding]:
 # ----------------------------------------------------------------------------------- the CPU
 
 
-def _governor(here: Surroundings) -> Iterator[MachineFinding]:
+def _governor(here: Surroundings) -> list[MachineFinding]:
     paths = here.root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
     governors = {text for path in paths if (text := here.read(str(path.relative_to(here.root))))}
     check = "CPU frequency governor"
     if not governors:
         got = "no cpufreq here (usual in a virtual machine)"
-        yield MachineFinding(check, None, got, "the host decides the clock")
-        return
+        return [MachineFinding(check, None, got, "the host decides the clock")]
     effect = "the clock follows the load: short dispatch timings start slow and vary"
     remedy = "sudo cpupower frequency-set -g performance"
-    yield _judged(check, governors <= {"performance"}, ", ".join(sorted(governors)), effect, remedy)
+    return [_judged(check, governors <= {"performance"}, ", ".join(sorted(governors)), effect, remedy)]
 
 
-def _turbo(here: Surroundings) -> Iterator[MachineFinding]:
+def _turbo(here: Surroundings) -> list[MachineFinding]:
     effect = "the clock depends on temperature and on how many cores are busy: later cases run slower"
     for switch, off in (("intel_pstate/no_turbo", "1"), ("cpufreq/boost", "0")):
         if state := here.read(f"sys/devices/system/cpu/{switch}"):
             remedy = f"echo {off} | sudo tee /sys/devices/system/cpu/{switch}"
-            yield _judged("CPU turbo", state == off, "off" if state == off else "on", effect, remedy)
-            return
-    yield MachineFinding("CPU turbo", None, "unknown: no switch for it here")
+            return [_judged("CPU turbo", state == off, "off" if state == off else "on", effect, remedy)]
+    return [MachineFinding("CPU turbo", None, "unknown: no switch for it here")]
 
 
-def _load(here: Surroundings) -> Iterator[MachineFinding]:
+def _load(here: Surroundings) -> list[MachineFinding]:
     match = re.match(r"(\d+(?:\.\d+)?)\s", here.read("proc/loadavg"))
     if match is None:
-        yield MachineFinding("load average", None, "unknown: no /proc/loadavg")
-        return
+        return [MachineFinding("load average", None, "unknown: no /proc/loadavg")]
     load = float(match[1])
     got = f"{load:g} on {here.usable_cores} usable cores"
     # Half a core busy on average is already a neighbour of some rank.
     ok = load <= max(0.5, 0.1 * here.usable_cores)
     effect = "other processes take cores from the ranks: the slowest rank counts, so all times grow"
-    yield _judged("load average", ok, got, effect, "stop other processes (see: top) and wait a minute")
+    return [_judged("load average", ok, got, effect, "stop other processes (see: top) and wait a minute")]
 
 
 def _threads(here: Surroundings) -> Iterator[MachineFinding]:
@@ -121,62 +118,58 @@ def _threads(here: Surroundings) -> Iterator[MachineFinding]:
             yield MachineFinding(name, True, "not set: dtbench run and torchrun give each rank 1")
 
 
-def _cores(here: Surroundings) -> Iterator[MachineFinding]:
+def _cores(here: Surroundings) -> list[MachineFinding]:
     ranks, cores = here.local_ranks, here.usable_cores
     got = f"{ranks} ranks on {cores} usable cores"
     effect = "ranks take turns on a core: a small collective costs milliseconds instead of 0.3 ms"
-    yield _judged("cores for the ranks", ranks <= cores, got, effect, f"dtbench run --nproc {cores}")
+    return [_judged("cores for the ranks", ranks <= cores, got, effect, f"dtbench run --nproc {cores}")]
 
 
-def _numa(here: Surroundings) -> Iterator[MachineFinding]:
+def _numa(here: Surroundings) -> list[MachineFinding]:
     nodes = len(list(here.root.glob("sys/devices/system/node/node[0-9]*")))
     if nodes <= 1:
-        yield MachineFinding("NUMA nodes", True if nodes else None, f"{nodes}" if nodes else "unknown")
-        return
+        return [MachineFinding("NUMA nodes", True if nodes else None, f"{nodes}" if nodes else "unknown")]
     online = len(machine.cpu_list(here.read("sys/devices/system/cpu/online")))
     bound = bool(online) and here.usable_cores < online
     got = f"{nodes}, " + (
         f"bound to {here.usable_cores} of {online} CPUs" if bound else "and the ranks are bound to none"
     )
     effect = "a rank that moves to another node reads its memory from afar; times change between launches"
-    yield _judged("NUMA nodes", bound, got, effect, "numactl --cpunodebind=0 --membind=0 dtbench run ...")
+    return [_judged("NUMA nodes", bound, got, effect, "numactl --cpunodebind=0 --membind=0 dtbench run ...")]
 
 
-def _cpu_quota(here: Surroundings) -> Iterator[MachineFinding]:
+def _cpu_quota(here: Surroundings) -> list[MachineFinding]:
     """The tightest CPU limit of this process's control group (version 2) and those around it, in cores."""
     path = re.search(r"^0::/?(.*)$", here.read("proc/self/cgroup"), re.MULTILINE)
     group = Path(path[1] if path else "")
     files = [here.read(f"sys/fs/cgroup/{folder}/cpu.max") for folder in (group, *group.parents)]
     matches = [match for text in files if (match := re.fullmatch(r"(\d+) (\d+)", text))]
     if not matches:
-        yield MachineFinding("cgroup CPU quota", True, "none")
-        return
+        return [MachineFinding("cgroup CPU quota", True, "none")]
     quota = min(int(match[1]) / int(match[2]) for match in matches)
     got = f"{quota:g} cores of time on {here.usable_cores} usable cores"
     effect = "once the quota of a period (0.1 s) is used up, all ranks stand still until the next"
     remedy = "give the container whole cores: docker run --cpuset-cpus, or a static CPU manager policy"
-    yield _judged("cgroup CPU quota", quota >= here.usable_cores, got, effect, remedy)
+    return [_judged("cgroup CPU quota", quota >= here.usable_cores, got, effect, remedy)]
 
 
-def _swap(here: Surroundings) -> Iterator[MachineFinding]:
+def _swap(here: Surroundings) -> list[MachineFinding]:
     kib = dict(re.findall(r"^(Swap\w+):\s*(\d+) kB", here.read("proc/meminfo"), re.MULTILINE))
     if not {"SwapTotal", "SwapFree"} <= set(kib):
-        yield MachineFinding("swap", None, "unknown: no /proc/meminfo")
-        return
+        return [MachineFinding("swap", None, "unknown: no /proc/meminfo")]
     used = (int(kib["SwapTotal"]) - int(kib["SwapFree"])) * 1024
     got = f"{format_bytes(used)} in use" if used > 0 else "not in use"
     effect = "memory that was swapped out is read back from the disk inside a timed call"
-    yield _judged("swap", used <= 0, got, effect, "sudo swapoff -a && sudo swapon -a")
+    return [_judged("swap", used <= 0, got, effect, "sudo swapoff -a && sudo swapon -a")]
 
 
-def _clocksource(here: Surroundings) -> Iterator[MachineFinding]:
+def _clocksource(here: Surroundings) -> list[MachineFinding]:
     current = here.read("sys/devices/system/clocksource/clocksource0/current_clocksource")
     if not current:
-        yield MachineFinding("clock source", None, "unknown")
-        return
+        return [MachineFinding("clock source", None, "unknown")]
     ok = current in {"tsc", "kvm-clock", "arch_sys_counter", "timebase"}  # read without a system call
     effect = "reading the clock needs the kernel and costs up to 1 µs per reading"
-    yield _judged("clock source", ok, current, effect, "boot with clocksource=tsc tsc=reliable")
+    return [_judged("clock source", ok, current, effect, "boot with clocksource=tsc tsc=reliable")]
 
 
 # ------------------------------------------------------------------------------- the GPUs
@@ -228,44 +221,41 @@ def _gpu(device: machine.NvmlDevice, title: str) -> Iterator[MachineFinding]:
 # ---------------------------------------------------------------------- network, torch
 
 
-def _hostname(here: Surroundings) -> Iterator[MachineFinding]:
+def _hostname(here: Surroundings) -> list[MachineFinding]:
     name = here.read("proc/sys/kernel/hostname") or socket.gethostname()
     check = "host name"
     if interface := here.env.get("GLOO_SOCKET_IFNAME"):
-        yield MachineFinding(check, True, f"not asked: GLOO_SOCKET_IFNAME={interface}")
-        return
+        return [MachineFinding(check, True, f"not asked: GLOO_SOCKET_IFNAME={interface}")]
     try:
         address = here.resolve(name)
     except OSError as error:
         effect = "gloo picks its interface by this name: it falls back to loopback, or no group comes up"
         remedy = f"add a line '<address> {name}' to /etc/hosts, or export GLOO_SOCKET_IFNAME=<interface>"
         got = f"{name} does not resolve ({error.strerror or error})"
-        yield MachineFinding(check, False, got, effect, remedy)
-        return
+        return [MachineFinding(check, False, got, effect, remedy)]
     effect = "gloo uses loopback: right on one host, and other hosts cannot connect"
     remedy = "across hosts: export GLOO_SOCKET_IFNAME=<interface>"
     loopback = address.startswith("127.")
-    yield MachineFinding(check, True, f"{name} is {address}", *((effect, remedy) if loopback else ()))
+    return [MachineFinding(check, True, f"{name} is {address}", *((effect, remedy) if loopback else ()))]
 
 
-def _torch(here: Surroundings) -> Iterator[MachineFinding]:
+def _torch(here: Surroundings) -> list[MachineFinding]:
     version = here.torch_version() or "not installed"
     low, high = ("{}.{}".format(*v) for v in _TESTED_TORCH)
     match = re.match(r"(\d+)\.(\d+)", version)
     number = (int(match[1]), int(match[2])) if match else (0, 0)
     if number < _TESTED_TORCH[0]:
         got = f"{version}, at least {low} is needed"
-        yield MachineFinding("torch", False, got, "nothing can be measured", f'pip install "torch>={low}"')
-        return
+        return [MachineFinding("torch", False, got, "nothing can be measured", f'pip install "torch>={low}"')]
     newer = f"newer than {high}, the newest tried: private names may have moved"
-    yield MachineFinding("torch", True, version, newer if number > _TESTED_TORCH[1] else "")
+    return [MachineFinding("torch", True, version, newer if number > _TESTED_TORCH[1] else "")]
 
 
 def _positive_int(text: str) -> int | None:
     return int(text) if re.fullmatch(r"0*[1-9]\d{0,8}", text.strip()) else None
 
 
-_CHECKS: tuple[Callable[[Surroundings], Iterator[MachineFinding]], ...] = (
+_CHECKS: tuple[Callable[[Surroundings], Iterable[MachineFinding]], ...] = (
     _governor,
     _turbo,
     _load,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,14 +81,13 @@ def provenance(
     mesh: (dim name, size), outermost first. ranks: what `local_rank_info`
     said on each rank, in rank order. backend: "gloo", "nccl", or None where no group was made.
     """
-    own = _own_checkout()
     return Header(
         schema=SCHEMA,
         run_id=uuid.uuid4().hex,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         argv=tuple(mask_arguments(argv)),
         versions=_versions(backend),
-        git=Checkouts(**msgspec.structs.asdict(_checkout(Path.cwd())), dtbench=own),
+        git=Checkouts(**msgspec.structs.asdict(_checkout(Path.cwd())), dtbench=_own_checkout()),
         machine=Machine(
             cpu=cpu(),
             gpus=tuple(gpus()),
@@ -262,12 +261,10 @@ def read_text(path: Path) -> str:
 # ---------------------------------------------------------------------------------- GPUs
 
 
-def _ask(query: Callable[..., Nvml] | None, *args: object) -> Nvml | None:
+def _ask(library: Nvml | None, name: str, *args: object) -> Nvml | None:
     """What NVML answers, or None: old bindings and drivers lack queries, a virtual GPU forbids some."""
-    if query is None:
-        return None
     try:
-        answer = query(*args)
+        answer = getattr(library, name)(*args)
     except Exception:  # NVMLError has a subclass per fault; ctypes adds its own
         return None
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
@@ -282,7 +279,7 @@ class NvmlDevice:
 
     def ask(self, name: str, *args: object) -> Nvml | None:
         """What the query of this name says of it; None where it cannot be asked."""
-        return _ask(getattr(self.library, name, None), self.handle, *args)
+        return _ask(self.library, name, self.handle, *args)
 
     def clock_MHz(self, of: Literal["SM", "MEM"], most: Literal["", "Max"] = "") -> int | None:  # noqa: N802
         """The clock of its multiprocessors or memory, now or at most."""
@@ -308,39 +305,36 @@ class NvmlDevice:
 
 def devices(library: Nvml | None) -> dict[int, NvmlDevice]:
     """All GPUs of this host by their numbers in NVML (PCI order), whether visible to CUDA or not."""
-    if library is None:
-        return {}
-    count = _ask(library.nvmlDeviceGetCount) or 0
-    handles = {i: _ask(library.nvmlDeviceGetHandleByIndex, i) for i in range(count)}
+    count = _ask(library, "nvmlDeviceGetCount") or 0
+    handles = {i: _ask(library, "nvmlDeviceGetHandleByIndex", i) for i in range(count)}
     return {i: NvmlDevice(library, handle) for i, handle in handles.items() if handle is not None}
 
 
 def cuda_device(index: int) -> NvmlDevice | None:
     """index: as torch numbers CUDA devices in this process. None where NVML cannot tell which it is."""
     library = gpus_of_torch().nvml()
-    handle = None if library is None else _handle_of(library, index)
+    handle = _handle_of(library, index)
     return None if handle is None else NvmlDevice(library, handle)
 
 
-def _handle_of(library: Nvml, index: int) -> Nvml | None:
+def _handle_of(library: Nvml | None, index: int) -> Nvml | None:
     """NVML's handle of a CUDA device: CUDA_VISIBLE_DEVICES renumbers, and CUDA may sort otherwise."""
-    by_uuid = getattr(library, "nvmlDeviceGetHandleByUUID", None)
     device_id = gpus_of_torch().uuid(index)
     for text in (f"GPU-{device_id}", f"MIG-{device_id}") if device_id is not None else ():
-        if (handle := _ask(by_uuid, text)) is not None:
+        if (handle := _ask(library, "nvmlDeviceGetHandleByUUID", text)) is not None:
             return handle
     visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
     if not visible:
-        return _ask(library.nvmlDeviceGetHandleByIndex, index)
+        return _ask(library, "nvmlDeviceGetHandleByIndex", index)
     if index >= len(visible):
         return None
     if visible[index].isdigit():
-        return _ask(library.nvmlDeviceGetHandleByIndex, int(visible[index]))
-    return _ask(by_uuid, visible[index])
+        return _ask(library, "nvmlDeviceGetHandleByIndex", int(visible[index]))
+    return _ask(library, "nvmlDeviceGetHandleByUUID", visible[index])
 
 
 def driver_version() -> str | None:
-    return _ask(getattr(gpus_of_torch().nvml(), "nvmlSystemGetDriverVersion", None))
+    return _ask(gpus_of_torch().nvml(), "nvmlSystemGetDriverVersion")
 
 
 def gpus() -> list[Gpu]:

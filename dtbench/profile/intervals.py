@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,5 +46,4 @@ def difference(united: Intervals, others: Intervals) -> Intervals:
     edges = np.unique(np.concatenate([united.ravel(), others.ravel()]))
     # Of sorted starts and ends an odd number lies before a point that is covered.
     ours, theirs = (np.searchsorted(of.ravel(), edges[:-1], side="right") % 2 == 1 for of in (united, others))
-    pieces: Intervals = np.column_stack([edges[:-1], edges[1:]])
-    return pieces[ours & ~theirs]
+    return cast(Intervals, np.column_stack([edges[:-1], edges[1:]])[ours & ~theirs])

@@ -17,12 +17,12 @@ from dtbench.profile.rank_trace import RankTrace, read_rank
 from dtbench.profile.together import Together, bring_together
 from dtbench.records.job import Collective, DimParts, Job, Lane, RankJob, StepParts
 from dtbench.records.judged_job import CallKind
-from dtbench.records.read import BadFieldError, decode, into, opened
+from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.grouping import group_by
 
 JOB = "job.json"
-_MOST_DRAWN = 2000  # intervals of a lane: more cannot be told apart on a page
+_MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all
 _MOST_ASKERS = 3
 _P2P = ("send", "recv")
 _NO_GROUPS = "the groups of gloo's calls are not told; `dtbench profile -- COMMAND` records them"
@@ -61,8 +61,7 @@ def load_job(path: Path) -> Job:
     """
     file = path / JOB if path.is_dir() else path
     try:
-        with opened(file, "job", _MOST_JOB) as stream:
-            return into(decode(stream.read()), Job)
+        return into(read_json(file, "a job of `dtbench profile`", _MOST_JOB), Job)
     except BadFieldError as error:
         raise UnreadableRunError(f"{file} is no job of `dtbench profile`: {error}") from error
 
@@ -208,7 +207,7 @@ def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
             median_s=median(seconds),
             best_s=min(seconds),
             moving_s=median(moving) / 1e6 if len(moving) == len(calls) else None,
-            busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, median(seconds)),
+            busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)),
             asked_by=tuple(asker for asker, _ in askers.most_common(_MOST_ASKERS)),
         )
         rows.append(row)

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from dtbench.records.read import opened
 from dtbench.suite.errors import UnreadableRunError, plain
 
 PIECE = 4 * 2**20  # bytes read at a time
@@ -105,7 +104,9 @@ class Trace:
         Raises:
             UnreadableRunError: it is no trace, or cannot be read.
         """
-        with opened(self.path, "a trace of torch.profiler") as file:
+        if self.path.exists() and not self.path.is_file():  # a pipe would be waited on for ever
+            raise self._refused("not a regular file")
+        with self._opened() as file:
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
             stream = gzip.GzipFile(fileobj=file) if packed else file
@@ -126,6 +127,12 @@ class Trace:
                 self._tail, self._text = self._tail + self._text, b""
             self._keep_header(b"{" + (self._tail or b"}").lstrip().lstrip(b","))
 
+    def _opened(self) -> BinaryIO:
+        try:
+            return self.path.open("rb")
+        except (OSError, ValueError) as error:  # a null byte in its name
+            raise self._refused(f"it cannot be read ({error})") from error
+
     def _refused(self, why: str) -> UnreadableRunError:
         return UnreadableRunError(
             f"{self.path} is no trace of torch.profiler: {why}, expected its JSON, plain or gzip"
@@ -139,6 +146,8 @@ class Trace:
                 more += part
         except (EOFError, zlib.error, gzip.BadGzipFile):
             self.cut_off = True
+        except OSError as error:
+            raise self._refused(f"it cannot be read ({error.strerror})") from error
         self.size += len(more)
         if self.size > MOST_TRACE:
             raise self._refused(f"it holds more than {MOST_TRACE >> 30} GiB")

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from dtbench.engine.launch import start_ranks
 from dtbench.engine.measure import Subject, measure
 from dtbench.engine.options import RunRequest, Task, matcher, prepare, split_target
@@ -18,6 +20,7 @@ from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.machine.device import choose_device, count_ranks
+from dtbench.profile.text import SPEEDSCOPE, PrintJob, speedscope, stage_tables, write_profile
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import Calls, CallStages
 from dtbench.suite import DeviceType
@@ -88,8 +91,8 @@ def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
     return chosen
 
 
-def profile(request: ProfileRequest, argv: Sequence[str]) -> int:
-    """Does what the request says; the exit code. argv: what ranks are started with again."""
+def profile(request: ProfileRequest, argv: Sequence[str], print_job: PrintJob) -> int:
+    """Does what the request says; the exit code. argv: what ranks are started with again. print_job: tells of ranks."""
     # Before torch loads: kineto tells stderr of every start and stop otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     quiet_torch()
@@ -97,7 +100,7 @@ def profile(request: ProfileRequest, argv: Sequence[str]) -> int:
     if place is not None:
         from dtbench.profile.ranks import RankProfile
 
-        RankProfile(request, place).go()
+        RankProfile(request, place, print_job).go()
     with say_if_slow("loading torch and the suite"):
         device_type = choose_device(request.options.device)
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
@@ -115,7 +118,6 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     """Cases of simulated ranks, in this process."""
     from dtbench.engine.ranks import device_of, simulated_world
     from dtbench.profile import calls
-    from dtbench.profile.text import SPEEDSCOPE, speedscope, stage_tables, write_profile
 
     say(
         f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"
@@ -142,6 +144,7 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     if not tables:
         complain("nothing could be profiled: no profile was written")
         return EXIT_CASE_FAILED
-    files = {SPEEDSCOPE: speedscope(folded, request.folder.name)}
-    write_profile(request.folder, stage_tables(tables), Calls(cases=tuple(tables)), files)
+    files = {SPEEDSCOPE: msgspec.json.encode(speedscope(folded, request.folder.name))}
+    record = Calls(cases=tuple(tables))
+    write_profile(request.folder, stage_tables(tables), record, files, "https://www.speedscope.app")
     return EXIT_CASE_FAILED if failed else EXIT_OK

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Mapping, Sequence
+import contextlib
+import io
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from dtbench.engine.progress import say
+from dtbench.profile.judge import judged
 from dtbench.records.atomic import write_folder
-from dtbench.records.profile import Calls, CallStages, IterationParts, RankSection, RanksProfile
+from dtbench.records.job import Job
+from dtbench.records.judged_job import Judgement
+from dtbench.records.profile import Calls, CallStages, RanksProfile, Section
 from dtbench.suite import STAGES
 from dtbench.suite.grouping import group_by, in_order
-from dtbench.text.units import significant
+from dtbench.text.units import plural, significant
 
-SPEEDSCOPE, TRACE = "speedscope.json", "trace.json.gz"
-_VIEWERS = {
-    SPEEDSCOPE: f"{SPEEDSCOPE} at https://www.speedscope.app",
-    TRACE: f"{TRACE} at https://ui.perfetto.dev or chrome://tracing",
-}
+PrintJob = Callable[[Job, Judgement], None]
+SPEEDSCOPE = "speedscope.json"
 
 
 def stage_tables(calls: Sequence[CallStages]) -> list[str]:
@@ -48,44 +48,13 @@ def _stage_table(impls: Sequence[CallStages]) -> list[str]:
     ]
 
 
-def section_tables(record: RanksProfile) -> list[str]:
-    """A table per section: ranks down, parts of an iteration across; then who arrives late, and the clocks."""
-    names = IterationParts.__struct_fields__
-    lines: list[str] = []
-    for section in record.sections:
-        lines.append(f"{section.label}, {section.iterations} iterations")
-        rows = [["µs per iteration", *names]]
-        for rank, parts in section.parts_us.items():
-            values = [getattr(parts, name, None) for name in names]
-            rows.append([f"rank {rank}", *("-" if v is None else significant(v, 4) for v in values)])
-        lines += ["  " + line for line in _aligned(rows)]
-        lines += ["  " + line for line in _skew_lines(section)]
-        lines.append(
-            f"  an iteration of the slowest rank takes {significant(section.plain_us)} µs without the profiler, "
-            f"{significant(section.profiled_us)} µs with it ({section.overhead:+.0%})"
-        )
-        lines.append("")
-    clocks = ", ".join(f"rank {rank} +-{significant(us, 2)} µs" for rank, us in record.clock_us.items())
-    return [*lines, f"clocks: all times are on rank 0's host clock; {clocks}"]
-
-
-def _skew_lines(section: RankSection) -> list[str]:
-    lines = []
-    for skew in section.skews:
-        late = "which rank is last is below the clocks’ resolution"
-        if skew.latest is not None:
-            late = (
-                f"rank {skew.latest} is last most often, {skew.late[str(skew.latest)]} of {skew.count} times"
-            )
-            if skew.unclear:
-                late += f" ({skew.unclear} too close to tell)"
-        lines.append(
-            f"{skew.kind}: the ranks arrive {significant(skew.mean_us, 3)} µs apart on average, "
-            f"p95 {significant(skew.p95_us, 3)} µs; {late}"
-        )
-    if section.unmatched:
-        lines.append(f"{section.unmatched} iterations in which the ranks' collectives differ: not counted")
-    return lines or ["no collective of two or more ranks"]
+def section_tables(sections: Sequence[Section], print_job: PrintJob) -> list[str]:
+    """A job's tables per section, and what recording it added."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for one in sections:
+            print_job(one.job, judged(one.job))
+            out.write(f"{one.overhead_words}\n\n")
+    return out.getvalue().splitlines()
 
 
 def _us(ns: float | None) -> str:
@@ -136,10 +105,10 @@ def write_profile(
     folder: Path,
     lines: Sequence[str],
     record: Calls | RanksProfile,
-    further: Mapping[str, Mapping[str, object]],
+    further: Mapping[str, bytes],
+    viewer: str,
 ) -> None:
-    """Prints the table and writes the folder: the table, the record and further JSON files, compressed where their
-    names end in .gz.
+    """Prints the table and writes the folder: the table, the record and further files, which the viewer opens.
 
     Raises:
         OutputError: it cannot be written, or came to exist meanwhile.
@@ -150,9 +119,5 @@ def write_profile(
         "table.txt": "\n".join([*lines, ""]).encode("utf-8", "replace"),
         "table.json": msgspec.json.encode(record),
     }
-    for name, content in further.items():
-        data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-        files[name] = gzip.compress(data, compresslevel=6, mtime=0) if name.endswith(".gz") else data
-    write_folder(folder, files)
-    viewers = " and ".join(_VIEWERS[name] for name in further)
-    say(f"{folder}: {', '.join(files)}; open {viewers}")
+    write_folder(folder, {**files, **further})
+    say(f"{folder}: {', '.join(files)} and {plural(len(further), 'file')} for {viewer}")

@@ -95,9 +95,8 @@ def _align(traces: Sequence[RankTrace], joined: Mapping[_Key, Mapping[int, int]]
         # Of a normal distribution the sigma.
         scatter = float(np.median(np.abs(np.array(apart) - shift))) * 1.4826
         error = scatter if len(apart) > 2 else float("inf")
-        same_host = by_rank[a].host and by_rank[a].host == by_rank[b].host
-        same_clock = by_rank[b].zero_us - by_rank[a].zero_us
-        if same_host and abs(shift - same_clock) < 3 * scatter + SAME_HOST_US:
+        same_clock, host = by_rank[b].zero_us - by_rank[a].zero_us, by_rank[a].host
+        if host and host == by_rank[b].host and abs(shift - same_clock) < 3 * scatter + SAME_HOST_US:
             shift, error = same_clock, SAME_CLOCK_US
         neighbours.setdefault(a, []).append((b, shift, error))
         neighbours.setdefault(b, []).append((a, -shift, error))

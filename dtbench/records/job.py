@@ -1,14 +1,14 @@
-"""What `dtbench profile` says of a job from the traces of its ranks: the one struct that the terminal, the page, `--json`
-and `--base` read, and `job.json` in a profile's folder.
+"""What `dtbench profile` says of a job from the traces of its ranks: the one struct that the terminal, the page,
+`--json` and `--base` read, and `job.json` in a profile's folder.
 
 All times are seconds. Intervals are united before they are added up: two kernels at once count once.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from dtbench.suite.fields import Amount, Count, Real
 
@@ -40,7 +40,7 @@ class RankJob(Struct, frozen=True, kw_only=True):
     """One rank's trace. steps: how many, and steps_by: what they were told by ("ProfilerStep#", an annotation's name,
     "repetition", or "" where there are none). step_s: their median. The sums are over the whole trace (`span_s`), also
     outside steps. each_step: in order. clock_off_s: what was added to its clock, +- clock_error_s. source: the file's
-    name.."""
+    name."""
 
     rank: Count
     source: str = ""
@@ -69,7 +69,7 @@ class Collective(Struct, frozen=True, kw_only=True):
     mesh_dim: as the program's DeviceMesh names it, "group of 8" where it has no name, "unknown group".
     group_size, dtype ("float32"), bytes (per call: the larger of what goes in and comes out): None where the trace does
     not say. count: calls; in_steps: those of them that were issued within a step. time_s: of all of them together;
-    median_s, best_s: of one. busbw: of the median call, bytes/s.
+    median_s, best_s: of one. busbw: bytes/s, of all of them.
     moving_s: median of what is left of a call without the wait for the last rank, where all ranks of its group are
     there. asked_by: the ops that asked for them, the most frequent first.
     """
@@ -129,7 +129,7 @@ class Job(Struct, frozen=True, kw_only=True):
     world_size: Count
     backend: str = ""
     torch: str = ""
-    ranks: tuple[RankJob, ...]
+    ranks: Annotated[tuple[RankJob, ...], Meta(min_length=1)]
     collectives: tuple[Collective, ...]
     waits: tuple[Waits, ...] = ()
     aligned_by: str = ""

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from dtbench.records.judged import Change, Verdict
 from dtbench.suite.fields import Amount, Count
-from dtbench.text.units import format_ratio, format_size
+from dtbench.text.units import format_bytes, format_ratio, format_size
 
 
 class CallKind(Struct, frozen=True):
@@ -52,6 +52,21 @@ class Worth(Struct, frozen=True):
     share: Amount
 
 
+class Needed(Struct, frozen=True, kw_only=True):
+    """Bytes of a rank's collectives over a mesh dim in a step: carried, and needed by the layout; share: of that."""
+
+    mesh_dim: str
+    carried: Amount
+    needed: Amount
+    share: Amount
+    dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        what = f"{format_bytes(self.carried)} a step ({', '.join(self.dtypes) or 'nothing'})"
+        needs = format_bytes(self.needed)
+        return f"{self.mesh_dim} carries {what}, {self.share:.2f}x the {needs} that the layout needs"
+
+
 class CallChange(Struct, frozen=True):
     """Calls that differ; per_step: in base and in head, of each of `ranks`, in all where traces have no steps. Where
     base and head are of two kinds, the latter take the place of the former."""
@@ -90,3 +105,4 @@ class Judgement(Struct, frozen=True):
     calls: tuple[CallChange, ...] = ()
     times: tuple[TimeChange, ...] = ()
     ranks: tuple[Count, ...] = ()
+    needed: tuple[Needed, ...] = ()

@@ -1,5 +1,4 @@
-"""What `dtbench profile` writes: the table of calls or of ranks, and traces (Trace Event Format), as far as they are
-read again."""
+"""What `dtbench profile` writes of a suite's cases: the table of calls or of ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +6,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from dtbench.suite.fields import Amount, Count, Rank, Real, Time
-
-# What an iteration of a rank is wrapped in: the name of a user annotation, then the section and the number.
-ITERATION = "dtbench iteration"
-# Lanes that are added to each rank of a trace, above its threads and streams, by their thread ids.
-LANES = {1: "communication", 2: "compute", 3: "exposed communication"}
+from dtbench.records.job import Job
+from dtbench.suite.fields import Amount, Count, Real, Time
+from dtbench.text.units import significant
 
 
 class Stage(Struct, frozen=True, kw_only=True):
@@ -51,50 +47,24 @@ class Calls(Struct, frozen=True, kw_only=True):
     cases: tuple[CallStages, ...]
 
 
-class IterationParts(Struct, frozen=True, kw_only=True):
-    """Where one iteration of a rank went, us: all of it, communication, compute, both at once, communication alone,
-    neither."""
+class Section(Struct, frozen=True, kw_only=True):
+    """An impl of a case on ranks; a step of the job is an iteration. plain_us, profiled_us: an iteration of the slowest
+    rank without and with the profiler, medians."""
 
-    whole: Real
-    compute: Real
-    communication: Real
-    overlap: Real
-    exposed: Real
-    host: Real
-
-
-class Skew(Struct, frozen=True, kw_only=True):
-    """The arrivals at the collectives of one kind. mean_us, p95_us: from the first rank's arrival to the last one's.
-    late: rank -> how often it was the last; unclear: how often the clocks cannot tell. latest: who was last most often;
-    None where the clocks never tell."""
-
-    kind: str
-    count: Count
-    mean_us: Amount
-    p95_us: Amount
-    late: dict[Rank, Count]
-    unclear: Count
-    latest: Count | None = None
-
-
-class RankSection(Struct, frozen=True, kw_only=True):
-    """An impl of a case on ranks. parts_us: rank -> means over the iterations, None where it recorded none. unmatched:
-    iterations in which the ranks' collectives differ. plain_us, profiled_us: an iteration of the slowest rank without
-    and with the profiler, medians; overhead: what that adds, as a share."""
-
-    label: str
-    iterations: Count
-    parts_us: dict[Rank, IterationParts | None]
-    skews: tuple[Skew, ...]
-    unmatched: Count
+    job: Job
     plain_us: Time
     profiled_us: Time
-    overhead: Real
+
+    @property
+    def overhead_words(self) -> str:
+        return (
+            f"An iteration of the slowest rank takes {significant(self.plain_us)} µs without the profiler, "
+            f"{significant(self.profiled_us)} µs with it ({self.profiled_us / self.plain_us - 1:+.0%})."
+        )
 
 
 class RanksProfile(Struct, frozen=True, kw_only=True):
-    """The table of a profile of ranks. clock_us: rank -> how far its times may be off rank 0's."""
+    """The table of a profile of ranks."""
 
     kind: Literal["profile of ranks"] = "profile of ranks"
-    sections: tuple[RankSection, ...]
-    clock_us: dict[Rank, Amount]
+    sections: tuple[Section, ...]

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from dtbench.suite.errors import UnreadableRunError, plain
+from dtbench.suite.foreign import refuse_job
 
 _T = TypeVar("_T")
 _Json = Any  # what stands in a file, before it is checked
@@ -70,11 +71,12 @@ def opened(path: Path, what: str, max_bytes: int | None = None) -> Iterator[Bina
     """A regular file of at most `max_bytes`, open for reading.
 
     Raises:
-        UnreadableRunError: for anything else, before a byte is read: `path` and what was expected (`what`).
+        UnreadableRunError: for anything else, before more than its head is read: `path` and what was expected (`what`).
     """
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited on for ever
             raise UnreadableRunError(f"{path} is not a regular file: expected {what}")
+        refuse_job(path, what, programs=True)
         with path.open("rb") as file:
             if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
                 raise UnreadableRunError(f"{path} has more than {max_bytes} bytes: expected {what}")

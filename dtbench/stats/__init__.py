@@ -38,10 +38,7 @@ from dtbench.stats.pairs import (
     smallest_change,
 )
 from dtbench.stats.rank_tests import (
-    RankTest,
-    RatioEstimate,
     hodges_lehmann_ratio,
-    paired_bounds,
     rank_test,
     signed_rank_p,
 )
@@ -54,8 +51,6 @@ __all__ = [
     "MIN_CHANGE_S",
     "SHARES",
     "Effect",
-    "RankTest",
-    "RatioEstimate",
     "alpha_of",
     "bandwidth_drops",
     "blocks_of",
@@ -69,7 +64,6 @@ __all__ = [
     "hodges_lehmann_ratio",
     "interval",
     "order_statistic",
-    "paired_bounds",
     "quantile",
     "quantiles_of",
     "rank_test",

@@ -45,8 +45,6 @@ def order_statistic(values: Iterable[float], share: float) -> float:
 
 def figures_of(samples_s: Sequence[float]) -> list[float]:
     """The samples' `SHARES`; two between the same neighbours may round to the wrong order, and are put in it."""
-    if len(samples_s) == 1:
-        return [*samples_s] * len(SHARES)
     ordered = sorted(samples_s)
     return list(accumulate((_between(ordered, *place) for place in _places(len(ordered))), max))
 

@@ -21,4 +21,3 @@ Real = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Time = Annotated[float, Meta(ge=_MIN_TIME, le=_MAX_TIME)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Whole = Annotated[int, Meta(ge=1, le=MAX_INT)]
-Rank = Annotated[str, Meta(pattern="^[0-9]{1,18}$", description="a rank")]  # as a key, which JSON has as text

@@ -107,11 +107,7 @@ def estimator_of(of: Case | Result) -> Estimator:
     return "min" if of.clock == "host" else "p25"
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a run's header."""
-
-
-class Checkout(Record, frozen=True, kw_only=True):
+class Checkout(msgspec.Struct, frozen=True, kw_only=True):
     """A git checkout: its commit, and whether tracked files differ from it."""
 
     commit: str | None = None
@@ -124,7 +120,7 @@ class Checkouts(Checkout, frozen=True, kw_only=True):
     dtbench: Checkout | None = None
 
 
-class Cpu(Record, frozen=True, kw_only=True):
+class Cpu(msgspec.Struct, frozen=True, kw_only=True):
     """cores: logical, physical, and those that the run might use."""
 
     model: str | None = None
@@ -135,7 +131,7 @@ class Cpu(Record, frozen=True, kw_only=True):
     numa_nodes: Count | None = None
 
 
-class NvLinks(Record, frozen=True, kw_only=True):
+class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
     """The links of a GPU and how many of them are up; version: as NVML numbers it."""
 
     links: Count = 0
@@ -143,7 +139,7 @@ class NvLinks(Record, frozen=True, kw_only=True):
     version: int | None = None
 
 
-class Gpu(Record, frozen=True, kw_only=True):
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU as NVML describes it."""
 
     index: Count | None = None
@@ -159,7 +155,7 @@ class Gpu(Record, frozen=True, kw_only=True):
     nvlink: NvLinks | None = None
 
 
-class Machine(Record, frozen=True, kw_only=True):
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The host of rank 0."""
 
     cpu: Cpu = Cpu()
@@ -169,14 +165,14 @@ class Machine(Record, frozen=True, kw_only=True):
     system: str | None = None
 
 
-class NvLinkPeers(Record, frozen=True, kw_only=True):
+class NvLinkPeers(msgspec.Struct, frozen=True, kw_only=True):
     """What the links of a rank's GPU lead to: links by the PCI bus id of the neighbour, links to switches."""
 
     neighbours: dict[str, Whole]
     switch_links: Count
 
 
-class RankFacts(Record, frozen=True, kw_only=True):
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank ran. boot_id names the running kernel: it tells hosts of one name apart."""
 
     rank: Count
@@ -197,7 +193,7 @@ class RankFacts(Record, frozen=True, kw_only=True):
         return self.host, self.boot_id
 
 
-class MeshShape(Record, frozen=True, kw_only=True):
+class MeshShape(msgspec.Struct, frozen=True, kw_only=True):
     """The names of the mesh dims and their sizes, outermost first."""
 
     dim_names: tuple[str, ...]
@@ -213,7 +209,7 @@ class MeshShape(Record, frozen=True, kw_only=True):
                 raise ValueError(f"shape is of more ranks than the {MAX_RANKS} that are expected at most")
 
 
-class ImportedLog(Record, frozen=True, kw_only=True):
+class ImportedLog(msgspec.Struct, frozen=True, kw_only=True):
     """A log of another tool that results were taken from. aside: columns that were not read, with some of what they
     hold."""
 
@@ -226,7 +222,7 @@ class ImportedLog(Record, frozen=True, kw_only=True):
     aside: Mapping[str, tuple[str, ...]] = {}
 
 
-class Header(Record, frozen=True, kw_only=True):
+class Header(msgspec.Struct, frozen=True, kw_only=True):
     """The first line of a run file: how it was measured. plan: the options of the run, as `RunOptions` has them."""
 
     kind: Literal["run"] = "run"

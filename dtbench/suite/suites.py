@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from dtbench.suite import Case, Param, Result, RunOptions
 from dtbench.suite.errors import UsageError, describe
+from dtbench.suite.foreign import how_to_profile, refuse_job, refuse_program
 
 if TYPE_CHECKING:
     import torch
@@ -183,6 +184,7 @@ def load(names: Iterable[str] = ()) -> list[Suite]:
         elif name in _registered:
             chosen.append(_registered[name])
         else:
+            refuse_job(Path(name), "a suite")
             raise UsageError(
                 f"no suite is called {name!r}: the suites are {', '.join(builtin)}, or give the path of a .py file"
             )
@@ -202,10 +204,12 @@ def _is_builtin(suite: Suite) -> bool:
 
 
 def _load_file(path: Path) -> list[Suite]:
+    refuse_job(path, "a suite")
     before = dict(_registered)
     spec = importlib.util.spec_from_file_location(f"dtbench_user_suite_{path.stem}", path)
     if spec is None or spec.loader is None or not os.path.isfile(path):  # noqa: PTH113 - Path's raises where a name is too long
         raise UsageError(f"no suite file at {path}: expected a Python file that uses @dtbench.suite.suite")
+    refuse_program(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
@@ -217,6 +221,7 @@ def _load_file(path: Path) -> list[Suite]:
     new = [s for name, s in _registered.items() if before.get(name) is not s and not _is_builtin(s)]
     if not new:
         raise UsageError(
-            f"{path} registers no suite: decorate a function of the options with @dtbench.suite.suite"
+            f"{path} registers no suite: decorate a function of the options with @dtbench.suite.suite; "
+            f"{how_to_profile(path)}"
         )
     return new

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from dtbench.records.profile import Calls, CallStages, IterationParts, RankSection, RanksProfile, Skew, Stage
+from dtbench.records.profile import Calls, CallStages, RanksProfile, Section, Stage
+from dtbench.tests import made_up_jobs
 
 LABEL = "dispatch add placements=S(0) mesh=8"
 SECTION = "overlap all_reduce mesh_dim=tp size=65536 (core)"
@@ -74,14 +75,9 @@ def calls() -> dict[str, Any]:
 
 
 def ranks() -> dict[str, Any]:
-    parts = IterationParts(
-        whole=1000.0, compute=300.0, communication=600.0, overlap=150.0, exposed=450.0, host=100.0
-    )
-    skew = Skew(kind="allreduce", count=4, mean_us=12.0, p95_us=20.0, late={"1": 4}, unclear=0, latest=1)
-    times: dict[str, Any] = {"plain_us": 900.0, "profiled_us": 1000.0, "overhead": 1 / 9}
-    times |= {"iterations": 3, "parts_us": {"0": parts, "1": parts}}
-    section = RankSection(label=SECTION, skews=(skew,), unmatched=0, **times)
-    return as_dict(RanksProfile(sections=(section,), clock_us={"0": 0.0, "1": 0.5}))
+    job = made_up_jobs.job(ranks=2, late=1, label=SECTION)
+    section = Section(job=job, plain_us=900.0, profiled_us=1000.0)
+    return as_dict(RanksProfile(sections=(section,)))
 
 
 def as_dict(record: msgspec.Struct) -> dict[str, Any]:

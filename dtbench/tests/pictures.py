@@ -33,6 +33,7 @@ COMMANDS = {
         "#redistribute figure",
     ),
     "buckets": (REPORT.format(files="results/buckets-cpu-2ranks.jsonl"), "#bucketer figure"),
+    "ranks": (REPORT.format(files="results/profile/mlp"), "#ranks figure"),
     "stages": (REPORT.format(files="results/profile/add"), "#dispatch figure"),
 }
 

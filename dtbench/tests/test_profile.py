@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from dtbench.records.profile import LANES
+from dtbench.profile.job import read_job
+from dtbench.records.profile import RanksProfile
 from dtbench.tests.made_up import Cli
 from dtbench.tests.programs import start
 
 ONE_CASE = ("dispatch/add", "--filter", "S(0),S(0) mesh=8 pass=forward call=cached")
-
-
-def read_trace(folder: Path) -> list[dict[str, Any]]:
-    with gzip.open(folder / "trace.json.gz", "rt", encoding="utf-8") as file:
-        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    for event in events:
-        assert event["ph"] == "M" or (event["ts"] >= 0 and event["dur"] >= 0 and event["name"])
-    return events
 
 
 def test_a_dispatch_by_stage_for_core_and_torch(tmp_path: Path) -> None:
@@ -40,7 +32,7 @@ def test_a_dispatch_by_stage_for_core_and_torch(tmp_path: Path) -> None:
         assert backend["floor_ns"] > 0 and backend["recorded_ns"] > 0
     for line in (folder / "table.txt").read_text().splitlines():
         assert line in done.stdout
-    assert not (folder / "trace.json.gz").exists()
+    assert not list(folder.glob("*.gz"))
     shown = json.loads((folder / "speedscope.json").read_text())
     frames = [frame["name"] for frame in shown["shared"]["frames"]]
     for profile, table in zip(shown["profiles"], (core, other), strict=True):
@@ -52,43 +44,33 @@ def test_a_dispatch_by_stage_for_core_and_torch(tmp_path: Path) -> None:
     assert any("wrapper.py: wrap" in name for name in frames)
 
 
-def test_two_ranks_in_one_trace(tmp_path: Path) -> None:
+def test_two_ranks_are_told_as_a_job_is(tmp_path: Path, dtbench: Cli) -> None:
     args = ("--filter", "pass=forward ", "--impl", "core", "--nproc", "2", "--quick", "-o", "p")
     done = start("profile", "tensor_parallel/mlp", *args, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    table = json.loads((tmp_path / "p" / "table.json").read_text())
-    core, whole = table["sections"]
-    assert core["label"].endswith("(core)") and whole["label"].endswith("(whole)")
+    folder = tmp_path / "p"
+    core, whole = msgspec.json.decode((folder / "table.json").read_bytes(), type=RanksProfile).sections
+    assert core.job.label.endswith("(core)") and whole.job.label.endswith("(whole)")
     for section in (core, whole):
-        assert section["iterations"] == 3 and section["plain_us"] > 0 and section["unmatched"] == 0
-        for parts in section["parts_us"].values():
-            assert parts["whole"] > 0 and parts["compute"] > 0
-            assert parts["exposed"] == pytest.approx(parts["communication"] - parts["overlap"])
-            busy = parts["compute"] + parts["exposed"]
-            assert parts["host"] == pytest.approx(parts["whole"] - busy, abs=0.01)
-    assert core["parts_us"].keys() == {"0", "1"}
-    (skew,) = core["skews"]
-    assert (skew["kind"], skew["count"]) == ("allreduce", 3)
-    assert sum(skew["late"].values()) + skew["unclear"] == 3
-    assert whole["skews"] == [] and whole["parts_us"]["0"]["communication"] == 0
-    assert "without the profiler" in done.stdout and "clocks:" in done.stdout
+        assert section.plain_us > 0 and section.profiled_us > 0
+        assert [(rank.rank, rank.steps, rank.steps_by) for rank in section.job.ranks] == [
+            (n, 3, "ProfilerStep#") for n in (0, 1)
+        ]
+        assert all(step.computation_s > 0 for rank in section.job.ranks for step in rank.each_step)
+    assert [(c.rank, c.collective, c.mesh_dim, c.dtype, c.bytes, c.count) for c in core.job.collectives] == [
+        (n, "all_reduce", "tp", "float32", 2 * 64 * 256 * 4, 3) for n in (0, 1)
+    ]
+    (waits,) = core.job.waits
+    assert (waits.mesh_dim, waits.calls, sum(waits.last.values()) + waits.unclear) == ("tp", 3, 3)
+    assert not whole.job.collectives and not whole.job.waits and whole.job.aligned_by
+    assert {lane.name for lane in core.job.lanes} >= {"communication tp", "computation", "exposed"}
 
-    events = read_trace(tmp_path / "p")
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    drawn = [e for e in events if e["ph"] == "X"]
-    for rank in (0, 1):
-        of_lane = {tid: [e for e in drawn if (e["pid"], e["tid"]) == (rank, tid)] for tid in LANES}
-        assert {lanes[rank, tid] for tid in LANES} == set(LANES.values())
-        assert [e["name"] for e in of_lane[1]] == ["allreduce"] * 3
-        assert of_lane[2] and of_lane[3]
-        assert "aten::addmm" in {e["name"] for e in drawn if e["pid"] == rank}
-    # On one clock: the all-reduce of a rank cannot end before the other one has come.
-    for mine, theirs in zip(
-        *([e for e in drawn if (e["pid"], e["tid"]) == (r, 1)] for r in (0, 1)), strict=True
-    ):
-        late_us = sum(table["clock_us"].values())
-        assert mine["ts"] + mine["dur"] >= theirs["ts"] - late_us
-        assert theirs["ts"] + theirs["dur"] >= mine["ts"] - late_us
+    # The table is what `show` prints, and the traces are a job's.
+    assert "without the profiler" in done.stdout
+    assert dtbench("show", "p")[1] == (folder / "table.txt").read_text()
+    traces = sorted(folder.glob("1-*core*.gz"))
+    assert [rank.source for rank in core.job.ranks] == [trace.name for trace in traces]
+    assert [len(rank.each_step) for rank in read_job(traces).ranks] == [3, 3]
 
 
 def test_what_cannot_be_profiled_is_refused_in_one_line(

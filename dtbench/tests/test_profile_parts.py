@@ -1,8 +1,7 @@
-"""The parts of a profile that are arithmetic and drawing: on made-up spans, traces and clocks."""
+"""The parts of a profile that are arithmetic: on made-up spans and clocks."""
 
 from __future__ import annotations
 
-import gzip
 import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,12 +12,11 @@ import pytest
 from dtbench.engine import clocks
 from dtbench.engine.options import Task
 from dtbench.engine.ranks import StoreRanks
-from dtbench.profile import stages, text, trace
+from dtbench.profile import stages, text
 from dtbench.profile.profile import choose
 from dtbench.profile.stages import Overhead, Span
-from dtbench.profile.trace import skews
 from dtbench.records.atomic import refuse_taken, write_folder
-from dtbench.records.profile import ITERATION, LANES, Calls, CallStages, IterationParts, RanksProfile
+from dtbench.records.profile import Calls, CallStages
 from dtbench.suite import STAGES, Case
 from dtbench.suite.errors import OutputError
 from dtbench.suite.mesh import groups_in
@@ -128,134 +126,13 @@ def test_speedscope_gets_a_weighted_stack_per_frame() -> None:
         assert (profile["startValue"], profile["endValue"]) == (0, sum(stacks.values()))
 
 
-# ------------------------------------------------------------------------------- traces
-
-
-def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 9, "tid": tid, "args": args}
-
-
-def iteration(number: int, start: float, dur: float) -> dict[str, Any]:
-    return event(f"{ITERATION} s (core) #{number}", start, dur, "user_annotation")
-
-
-def cpu_rank(rank: int, late: float, shift_us: float) -> trace.RankTrace:
-    """Compute 0-20, an all-reduce from 20 + late to 50, of which 30-40 lies under an op; on a shifted clock."""
-    events = [
-        iteration(0, 0, 60),
-        event("aten::linear", 0, 20),
-        event("aten::addmm", 5, 10),
-        event("c10d::allreduce_", 20 + late, 2),
-        event("gloo:all_reduce", 28, 22, "user_annotation", tid=2),
-        event("aten::mul", 30, 30),
-        event("PythonSubclass", 31, 28),
-        event("aten::mul", 32, 8),
-        event("aten::add", 200, 50),  # outside of any iteration
-        {"ph": "M", "name": "thread_name", "pid": 9, "tid": 2, "args": {"name": "gloo"}},
-    ]
-    moved = [e | {"ts": e["ts"] - shift_us} if "ts" in e else e for e in events]
-    return trace.RankTrace(rank, "here", "cpu", moved, shift_us, 0.5)
-
-
-def test_an_iteration_is_taken_apart() -> None:
-    (window,) = trace.iterations_of(cpu_rank(0, 1, 1000.0))
-    assert window.section == "s (core)"
-    assert [c[1:] for c in window.collectives] == [(21, 50)]
-    assert list(window.compute) == [(0, 20), (32, 40)]  # the op that was handed over counts as its inner one
-    assert window.parts_us == IterationParts(
-        whole=60, communication=29, compute=28, overlap=8, exposed=21, host=11
-    )
-    assert window.exposed == [(21, 32), (40, 50)]
-
-
-def test_calls_are_paired_with_what_the_transport_did_for_them() -> None:
-    """Not with a barrier's before, nor twice where a tensor subclass issues a call again inside itself."""
-    events = [
-        event("c10d::barrier", -30, 5),
-        event("gloo:barrier", -20, 15, "user_annotation", tid=2),
-        event("gloo:late", -3, 9, "user_annotation", tid=3),
-        iteration(0, 0, 100),
-        event("c10d::allreduce_", 10, 20),
-        event("PythonSubclass", 12, 17),
-        event("c10d::allreduce_", 15, 3),
-        event("gloo:all_reduce", 20, 30, "user_annotation", tid=2),
-        event("c10d::_allgather_base_", 40, 2),
-        event("gloo:all_gather", 45, 70, "user_annotation", tid=3),
-        event("c10d::barrier", 120, 5),
-    ]
-    (window,) = trace.iterations_of(trace.RankTrace(0, "here", "cpu", events))
-    assert [(c.kind, c[1:]) for c in window.collectives] == [
-        ("allreduce", (15, 50)),
-        ("allgather_base", (40, 100)),
-    ]
-    assert window.parts_us.communication == 85
-
-
-def test_on_a_gpu_kernels_count() -> None:
-    events = [
-        iteration(0, 0, 100),
-        event(f"{ITERATION} s (core) #0", 0, 100, "gpu_user_annotation"),
-        event("aten::mm", 0, 90),
-        event("gemm", 10, 30, "kernel", tid=7),
-        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", 30, 40, "kernel", tid=8),
-        event("Memcpy DtoD", 60, 5, "gpu_memcpy", tid=7),
-    ]
-    (window,) = trace.iterations_of(trace.RankTrace(0, "here", "cuda:0", events))
-    assert [c.kind for c in window.collectives] == ["AllReduce"]
-    assert window.parts_us.overlap == 15 and window.parts_us.exposed == 25
-
-
-def test_traces_merge_on_one_clock_with_lanes() -> None:
-    ranks = [cpu_rank(0, 0, 1000.0), cpu_rank(1, 3, -500.0)]
-    merged: Any = trace.merge(ranks)
-    json.dumps(merged, allow_nan=False)
-    drawn = [e for e in merged["traceEvents"] if e["ph"] == "X"]
-    assert min(e["ts"] for e in drawn) == 0
-    names = {
-        (e["pid"], e["tid"]): e["args"]["name"] for e in merged["traceEvents"] if e["name"] == "thread_name"
-    }
-    for pid in (0, 1):
-        assert {names[pid, tid] for tid in LANES} == set(LANES.values())
-        assert "gloo" in names.values()
-        lane = {n: [e for e in drawn if (e["pid"], e["tid"]) == (pid, tid)] for tid, n in LANES.items()}
-        assert [(e["ts"], e["dur"]) for e in lane["communication"]] == [(20 + 3 * pid, 30 - 3 * pid)]
-        assert [(e["ts"], e["dur"]) for e in lane["compute"]] == [(0, 20), (32, 8)]
-        assert sum(e["dur"] for e in lane["exposed communication"]) == 22 - 3 * pid
-    assert all((e["pid"], e["tid"]) in names for e in drawn)
-
-
-def test_the_late_rank_is_named() -> None:
-    ranks = [cpu_rank(0, 0, 0.0), cpu_rank(1, 4, 700.0)]
-    windows = {r.rank: trace.iterations_of(r) * 20 for r in ranks}
-    (skew,), unmatched = skews(windows, [[0, 1]], {0: 0.5, 1: 0.5})
-    assert (skew.kind, skew.count, unmatched) == ("allreduce", 20, 0)
-    assert (skew.mean_us, skew.p95_us) == (4, 4)
-    assert (skew.latest, skew.late, skew.unclear) == (1, {"1": 20}, 0)
-    # Clocks that may be wrong by as much do not tell.
-    (vague,), _ = skews(windows, [[0, 1]], {0: 2.0, 1: 2.0})
-    assert (vague.latest, vague.unclear) == (None, 20)
-    assert skews(windows, [[0], [1]], {})[0] == []  # each communicates with itself alone
-
-
-def test_collectives_that_differ_are_not_matched() -> None:
-    windows = {0: trace.iterations_of(cpu_rank(0, 0, 0.0)), 1: trace.iterations_of(cpu_rank(1, 0, 0.0))}
-    first = windows[1][0]
-    windows[1] = [trace.Iteration(first.section, 0, 60, (), first.compute)]
-    assert skews(windows, [[0, 1]], {}) == ([], 1)
-    traces = [cpu_rank(0, 0, 0.0), cpu_rank(1, 4, 0.0)]
-    (section,) = trace.sections_of(traces, {"s (core)": [[0, 1]]}, {"s (core)": [40.0, 50.0, 60.0]})
-    lines = "\n".join(text.section_tables(RanksProfile(sections=(section,), clock_us={"0": 0.5, "1": 0.5})))
-    assert section.overhead == pytest.approx(0.2)
-    assert "rank 1 is last most often, 1 of 1 times" in lines and "50.00 µs without" in lines
+# ------------------------------------------------------------------------------- groups and clocks
 
 
 def test_groups_of_mesh_dims() -> None:
     mesh = (("dp", 2), ("tp", 3))
     assert groups_in(mesh, "tp") == [[0, 1, 2], [3, 4, 5]]
     assert groups_in(mesh, "dp") == [[0, 3], [1, 4], [2, 5]]
-
-
-# ------------------------------------------------------------------------------- clocks
 
 
 def test_marks_tie_two_clocks() -> None:
@@ -321,9 +198,9 @@ def test_a_case_is_chosen_by_its_whole_name() -> None:
 
 
 def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Any) -> None:
-    text.write_profile(tmp_path / "p", ["a\ud800"], Calls(cases=()), {text.TRACE: {"x": 1}})
-    assert gzip.decompress((tmp_path / "p" / "trace.json.gz").read_bytes()) == b'{"x":1}'
-    assert sorted(p.name for p in (tmp_path / "p").iterdir()) == ["table.json", "table.txt", "trace.json.gz"]
+    text.write_profile(tmp_path / "p", ["a\ud800"], Calls(cases=()), {"rank0.json.gz": b"x"}, "a trace")
+    assert (tmp_path / "p" / "rank0.json.gz").read_bytes() == b"x"
+    assert sorted(p.name for p in (tmp_path / "p").iterdir()) == ["rank0.json.gz", "table.json", "table.txt"]
     for taken in (tmp_path / "p", tmp_path / "no" / "p"):
         with pytest.raises(OutputError, match="another -o"):
             refuse_taken(taken, "remove it")

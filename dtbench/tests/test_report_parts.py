@@ -436,7 +436,7 @@ def test_hostile_text_of_findings_stays_text(tmp_path: Path) -> None:
         made_up_findings.write_lines(tmp_path, "h.jsonl", history),
         tmp_path / "p",
     ]
-    parts = ("parts0", "stages0", "history0p0", "forest0")
+    parts = ("lanes00", "stages0", "history0p0", "forest0")
     assert {f"{part}-t" for part in parts} <= set(harmless(render(gather(files))).ids())
 
 

@@ -18,6 +18,7 @@ hypothesis.settings.load_profile("untimed")
 
 SLOW = {
     "dtbench/tests/test_damaged_files.py::*[*-400]": "hundreds of damaged files of each kind",
+    "dtbench/tests/test_job_page.py::test_all_that_a_reader*": "a page at its largest",
     # What of a user's machine it takes.
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
@@ -29,10 +30,12 @@ SLOW = {
     "suites/tests/test_examples.py::*": "the examples, as their users start them",
     "suites/tests/test_compile_suite.py::*": "two ranks that compile",
     "suites/tests/test_runs.py::*": "all suites on four ranks, and under torchrun and pytest",
-    "dtbench/tests/test_profile.py::test_two_ranks_in_one_trace": "ranks of a real profile",
+    "dtbench/tests/test_profile.py::test_two_ranks_are_told*": "ranks of a real profile",
     "dtbench/tests/test_preflight.py::test_real_ranks*": "four ranks that are examined",
     "dtbench/tests/test_preflight.py::test_under_torchrun*": "torchrun",
     "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",
+    "dtbench/tests/test_recording.py::test_in_a_rank_*": "a job that imports torch",
+    "dtbench/tests/test_recording.py::test_under_*": "torchrun",
     "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",
     "dtbench/tests/test_refine.py::test_real_ranks*": "sweeps of real ranks in two launches",
     "core/tests/test_compile*.py::*": "graphs, of which each compilation takes a second",

@@ -70,9 +70,7 @@ def readable_width(console: Console) -> int:
 
 def width_of(console: Console, columns: Sequence[TableColumn]) -> int:
     """The least width that `print_table` makes of them."""
-    return _width(
-        [_natural(one) if one.numeric or not console.is_terminal else _least(one) for one in columns]
-    )
+    return _width([_least(one) if console.is_terminal else _natural(one) for one in columns])
 
 
 def print_columns(
@@ -107,9 +105,7 @@ def print_table(console: Console, columns: Sequence[TableColumn], extras: Sequen
     if not console.is_terminal and natural <= console.width:
         _print_plain(console, [*columns, *extras])
         return
-    easy = [
-        _natural(one) if one.numeric else max(_least(one), min(_natural(one), _EASY_WIDTH)) for one in columns
-    ]
+    easy = [max(_least(one), min(_natural(one), _EASY_WIDTH)) for one in columns]
     shown = len(extras)
     while (
         shown and _width([*easy, *(max(_least(one), _EXTRA_WIDTH) for one in extras[:shown])]) > console.width
@@ -128,10 +124,11 @@ def _natural(column: TableColumn) -> int:
 
 
 def _least(column: TableColumn) -> int:
-    """The width that holds every word."""
-    return max(
-        cell_len(word) for cell in (column.title, *column.cells) for word in (*printable(cell).split(), "")
-    )
+    """The width that holds every word; of figures, every cell on one line."""
+    if column.numeric:
+        return _natural(column)
+    words = " ".join(map(printable, (column.title, *column.cells))).split()
+    return max(map(cell_len, words), default=0)
 
 
 def _width(widths: Sequence[int]) -> int:
@@ -144,12 +141,7 @@ def _print_ruled(console: Console, columns: Sequence[TableColumn]) -> None:
     )
     for one in columns:
         justify: Literal["right", "left"] = "right" if one.numeric else "left"
-        table.add_column(
-            as_text(one.title),
-            justify=justify,
-            no_wrap=one.numeric,
-            min_width=_natural(one) if one.numeric else _least(one),
-        )
+        table.add_column(as_text(one.title), justify=justify, no_wrap=one.numeric, min_width=_least(one))
     texts = [map(as_text, one.cells, one.styles or [""] * len(one.cells)) for one in columns]
     for row in zip(*texts, strict=True):
         table.add_row(*row)

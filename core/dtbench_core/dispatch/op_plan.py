@@ -18,6 +18,8 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dtbench_core.dispatch import contexts
@@ -424,7 +426,11 @@ class Moving(Around):
         self.moves = moves
 
     def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
-        locals_, kwargs = self._moved(args, options, locals_, kwargs)
+        if _profiler_enabled():  # a trace says which op asked for the communication
+            with record_function(self.info.op.name()):
+                locals_, kwargs = self._moved(args, options, locals_, kwargs)
+        else:
+            locals_, kwargs = self._moved(args, options, locals_, kwargs)
         return self.inner.run(cls, call, args, options, locals_, kwargs)
 
     def _moved(

@@ -18,6 +18,7 @@ from dtbench.cost.calibration.times import (
     TRANSITIONS,
     CallTimes,
     LaunchResult,
+    LaunchResults,
     one_impl,
     preferred,
     quartiles,
@@ -101,11 +102,7 @@ def measured_dims(runs: Sequence[Run], notes: list[str]) -> list[MeasuredDim]:
 
 
 def _dim(
-    name: str,
-    groups: Groups,
-    layout: DimLayout | None,
-    called: Sequence[LaunchResult],
-    moved: Sequence[LaunchResult],
+    name: str, groups: Groups, layout: DimLayout | None, called: LaunchResults, moved: LaunchResults
 ) -> MeasuredDim:
     kept, sharing = _sharing(called)
     times = _slowest_over_fastest(kept, groups) if sharing == "together" else 1.0
@@ -122,22 +119,22 @@ def _dim(
     )
 
 
-def _on_dim(results: Sequence[LaunchResult], dim: str) -> list[LaunchResult]:
+def _on_dim(results: LaunchResults, dim: str) -> list[LaunchResult]:
     return [r for r in results if r.result.params["mesh_dim"] == dim]
 
 
-def _where(results: Sequence[LaunchResult], sharing: str) -> list[LaunchResult]:
+def _where(results: LaunchResults, sharing: str) -> list[LaunchResult]:
     return [r for r in results if r.result.params.get("groups", "together") == sharing]
 
 
-def _sharing(results: Sequence[LaunchResult]) -> tuple[list[LaunchResult], Sharing]:
+def _sharing(results: LaunchResults) -> tuple[list[LaunchResult], Sharing]:
     """The results of all groups at once, or where there are none those of one group alone."""
     together = _where(results, "together")
     return (together, "together") if together or not results else (_where(results, "alone"), "alone")
 
 
 def _transitions(
-    results: Sequence[LaunchResult], groups: Groups, warnings: list[str]
+    results: LaunchResults, groups: Groups, warnings: list[str]
 ) -> dict[str, dict[str, CallTimes]]:
     results, sharing = _sharing(results)
     if sharing == "alone" and len(groups) > 1:
@@ -188,7 +185,7 @@ def _host_layout(of_ranks: DimLayout | None, slowest_over_fastest: float, warnin
     )
 
 
-def _slowest_over_fastest(results: Sequence[LaunchResult], groups: Groups) -> float:
+def _slowest_over_fastest(results: LaunchResults, groups: Groups) -> float:
     """How much longer the slowest group takes than the fastest; 1 where groups cannot be told apart.
 
     Each group's time over the median of the groups, then the median over all that was measured: so one

@@ -71,13 +71,9 @@ def fit_line(
     """
     largest, smallest = int(np.argmax(sizes)), int(np.argmin(sizes))
     least_slope = NEGLIGIBLE * measured[largest] / per_slope[largest]
-    start = np.array(
-        [
-            max(measured[smallest] - base, NEGLIGIBLE * measured[smallest]) / per_intercept[smallest],
-            max(measured[largest] - measured[smallest], 2 * NEGLIGIBLE * measured[largest])
-            / per_slope[largest],
-        ]
-    )
+    least, most = measured[smallest], measured[largest]
+    latency, transfer = max(least - base, NEGLIGIBLE * least), max(most - least, 2 * NEGLIGIBLE * most)
+    start = np.array([latency / per_intercept[smallest], transfer / per_slope[largest]])
     columns = np.stack([per_intercept, per_slope], axis=1)
 
     def residuals(x: Array) -> Array:
@@ -127,11 +123,7 @@ def _huber(weights: Array) -> Callable[..., Array]:
     def loss(z: Array) -> Array:
         inside = z <= 1
         root = np.sqrt(np.maximum(z, 1.0))  # 1 inside
-        rho = np.empty((3, z.size))
-        rho[0] = np.where(inside, z, 2 * root - 1)
-        rho[1] = 1 / root
-        rho[2] = np.where(inside, 0.0, -0.5 / root**3)
-        rho *= weights
-        return rho
+        rho = (np.where(inside, z, 2 * root - 1), 1 / root, np.where(inside, 0.0, -0.5 / root**3))
+        return np.stack(rho) * weights
 
     return loss

@@ -40,15 +40,11 @@ METHOD = (
 )
 
 
-def new_launch(points: Sequence[SizeTimes], count: int | None = None) -> Array:
+def new_launch(points: Sequence[SizeTimes], count: int = REPLICATES) -> Array:
     """Microseconds that a new launch may measure: (replicates, points). The same points give the same."""
     rng = np.random.default_rng(SEED)
-    count = REPLICATES if count is None else count
     launches = sorted({launch for p in points for launch in p.launches})
-    logs = np.full((len(launches), len(points)), np.nan)
-    for column, point in enumerate(points):
-        for launch, time_us in point.by_launch.items():
-            logs[launches.index(launch), column] = np.log(time_us)
+    logs = np.log([[p.by_launch.get(launch, np.nan) for p in points] for launch in launches])
     repeated = np.sum(np.isfinite(logs), axis=0) > 1
     if not repeated.any():
         return _repetitions(points, count, rng)
@@ -103,8 +99,6 @@ def _student(freedom: int, count: int, rng: np.random.Generator) -> Array:
 
 
 def _repetitions(points: Sequence[SizeTimes], count: int, rng: np.random.Generator) -> Array:
-    columns = []
-    for point in points:
-        samples = np.concatenate(list(point.launches.values()))
-        columns.append(np.quantile(drawn_again(samples, count, rng), QUANTILE, axis=1))
+    samples = (np.concatenate(list(point.launches.values())) for point in points)
+    columns = [np.quantile(drawn_again(of, count, rng), QUANTILE, axis=1) for of in samples]
     return np.stack(columns, axis=1)

@@ -65,9 +65,8 @@ def version_warnings(runs: Sequence[Run]) -> list[str]:
         versions = sorted({str(run.header.versions.get(what)) for run in runs})
         if len(versions) > 1:
             warnings.append(f"the runs have different versions of {what}: {', '.join(versions)}")
-    if any(not run.complete for run in runs):
-        cut = ", ".join(run.path.name for run in runs if not run.complete)
-        warnings.append(f"incomplete run: {cut}; sizes or collectives may be missing")
+    if cut := [run.path.name for run in runs if not run.complete]:
+        warnings.append(f"incomplete run: {', '.join(cut)}; sizes or collectives may be missing")
     return warnings
 
 

@@ -43,6 +43,9 @@ class LaunchResult(NamedTuple):
     result: Result
 
 
+LaunchResults = Sequence[LaunchResult]
+
+
 @dataclass(frozen=True)
 class SizeTimes:
     """One size: launch -> its samples in microseconds. by_launch: microseconds of each launch."""
@@ -100,9 +103,7 @@ def results_of(runs: Sequence[Run], suite: str) -> list[LaunchResult]:
     ]
 
 
-def preferred(
-    results: Sequence[LaunchResult], param: str, wanted: str, notes: list[str]
-) -> list[LaunchResult]:
+def preferred(results: LaunchResults, param: str, wanted: str, notes: list[str]) -> list[LaunchResult]:
     """The results with param = wanted; where there are none, those of the first other value, which a note says.
 
     A result that lacks the param is one of before it was recorded, when all were as wanted.
@@ -115,7 +116,7 @@ def preferred(
     return [r for r in results if str(r.result.params.get(param, wanted)) == taken]
 
 
-def one_impl(results: Sequence[LaunchResult], notes: list[str]) -> list[LaunchResult]:
+def one_impl(results: LaunchResults, notes: list[str]) -> list[LaunchResult]:
     """The results of one way of measuring: c10d, or the first by name; a note says what was left aside."""
     impls = sorted({r.result.impl for r in results}, key=lambda impl: (impl != "c10d", impl))
     if len(impls) > 1:
@@ -123,9 +124,7 @@ def one_impl(results: Sequence[LaunchResult], notes: list[str]) -> list[LaunchRe
     return [r for r in results if r.result.impl == impls[0]]
 
 
-def times_by_name(
-    results: Sequence[LaunchResult], groups: Groups, warnings: list[str]
-) -> dict[str, CallTimes]:
+def times_by_name(results: LaunchResults, groups: Groups, warnings: list[str]) -> dict[str, CallTimes]:
     """The times of each collective or transition of one mesh dim; warnings: of their dtypes."""
     chosen = {}
     for name, of_name in sorted(group_by(results, lambda r: r.result.name).items()):
@@ -152,7 +151,7 @@ def _differing(chosen: CallTimes, others: Sequence[CallTimes]) -> list[str]:
     return warnings
 
 
-def _points(results: Sequence[LaunchResult], groups: Groups) -> tuple[SizeTimes, ...]:
+def _points(results: LaunchResults, groups: Groups) -> tuple[SizeTimes, ...]:
     samples_of: dict[int, dict[Launch, list[Array]]] = {}
     for (launch, result), samples in zip(
         results, samples_us([r.result for r in results], groups), strict=True

@@ -183,7 +183,12 @@ def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) ->
             fitted = {row.size_bytes: row.launch_us for row in curve.table if use_fitted}
             for point in call.points:
                 size = point.size_bytes
-                predicted, expected = models.predict_us(dim.name, what, call.name, size), price(curve, size)
+                expected = price(curve, size)
+                predicted = models.by_constants_us(dim.name, what, call.name, size) | {
+                    "table": expected.time_us
+                }
+                if curve.alpha_us is not None and curve.beta_GiBps is not None:
+                    predicted["line"] = max(curve.alpha_us + size / GIB / curve.beta_GiBps * 1e6, 1e-9)
                 of_fit = [us for us in fitted.get(size, ()) if us is not None]
                 new = list(point.by_launch.values())
                 for i, measured in enumerate(new):
@@ -298,23 +303,17 @@ class Models:
         curves = of_dim.collectives if what == COLLECTIVES else of_dim.transitions.get(what, {})
         return curves.get(name)
 
-    def predict_us(self, dim: str, what: str, name: str, size_bytes: int) -> dict[str, float]:
-        """Model -> microseconds, of those models that say something about this call."""
-        predicted = {}
-        if what == COLLECTIVES and name in RING_COLLECTIVES:
-            of = self.dims[dim]
-            if dim in self._guessed:
-                predicted["builtin"] = Ring(of.ranks, *self._guessed[dim]).collective_us(name, size_bytes)
-            link = builtin_link(of.layout)
-            if link is not None:
-                predicted["builtin_layout"] = Ring(of.ranks, *link).collective_us(name, size_bytes)
-                predicted["builtin_scaled"] = predicted["builtin_layout"] * self._scale
-            predicted["ring"] = ring_us(name, size_bytes, of.ranks, of)
-        curve = self.curve(dim, what, name)
-        if curve is not None:
-            if curve.alpha_us is not None and curve.beta_GiBps is not None:
-                predicted["line"] = max(curve.alpha_us + size_bytes / GIB / curve.beta_GiBps * 1e6, 1e-9)
-            predicted["table"] = price(curve, size_bytes).time_us
+    def by_constants_us(self, dim: str, what: str, name: str, size_bytes: int) -> dict[str, float]:
+        """Model -> microseconds, of those models that have a latency and a bandwidth of this call's mesh dim."""
+        if what != COLLECTIVES or name not in RING_COLLECTIVES:
+            return {}
+        of = self.dims[dim]
+        predicted = {"ring": ring_us(name, size_bytes, of.ranks, of)}
+        if dim in self._guessed:
+            predicted["builtin"] = Ring(of.ranks, *self._guessed[dim]).collective_us(name, size_bytes)
+        if (link := builtin_link(of.layout)) is not None:
+            predicted["builtin_layout"] = Ring(of.ranks, *link).collective_us(name, size_bytes)
+            predicted["builtin_scaled"] = predicted["builtin_layout"] * self._scale
         return predicted
 
     def _fitted_scale(self) -> float:

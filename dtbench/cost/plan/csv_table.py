@@ -21,15 +21,16 @@ from dtbench.suite.errors import UnreadableRunError, UsageError
 MAX_FILE_BYTES = 2**24
 MIN_VALUE = 1e-9
 _WHAT = "a table of measured steps in CSV"
+_WITHOUT_OTHERS = (
+    *("nodes", "model", "attention heads", "layers", "zero", "precision"),
+    *("sequence parallel", "flash attention", "overlap", "training"),
+)
 # Column -> other titles of it, as published tables write them.
 TITLES: Mapping[str, Sequence[str]] = {
     "gpus": ("n_gpus",),
-    "nodes": (),
+    **dict.fromkeys(_WITHOUT_OTHERS, ()),
     "system": ("GPU",),
-    "model": (),
     "hidden": ("hidden size",),
-    "attention heads": (),
-    "layers": (),
     "sequence length": ("SeqLen (T)",),
     "global batch": ("gbs", "GlobalBatchSize"),
     "micro batch": ("mbs", "MicroBatchSize"),
@@ -40,14 +41,8 @@ TITLES: Mapping[str, Sequence[str]] = {
     "context parallel": ("cp",),
     "expert parallel": ("ep",),
     "fsdp": ("Sharding Strategy",),
-    "zero": (),
     "interleaved chunks": ("VP",),
-    "precision": (),
     "recomputation": ("Activation Checkpointing",),
-    "sequence parallel": (),
-    "flash attention": (),
-    "overlap": (),
-    "training": (),
     "tokens/s": ("tok_per_s", "Throughput (T/s)"),
     "tokens/s/gpu": ("tok_per_s_per_gpu", "Tokens / sec / GPU"),
     "collective": ("op",),

@@ -5,12 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from dtbench.cost.plan.machines import MachineSpec
 from dtbench.cost.price import estimate
 from dtbench.records.topology import CalibratedTopology
 from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
+
+
+class Links(Protocol):
+    """Prices of communication, seconds; `NodeLinks` says what is given."""
+
+    def collective(self, name: str, size_bytes: float, ranks: int, inner: int) -> float: ...
+
+    def send(self, size_bytes: float, tp: int, inner: int) -> float: ...
 
 
 class NodeLinks:
@@ -107,6 +116,3 @@ class TopologyLinks:
         fitting = [dim for dim in dims if (dim.layout.kind == "intra-host") == within]
         dim = min(fitting or dims, key=lambda dim: dim.bandwidth_GiBps)
         return estimate(dim, name, ranks, max(1, int(size_bytes))).time_us * 1e-6
-
-
-Links = NodeLinks | TopologyLinks

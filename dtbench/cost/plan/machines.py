@@ -152,6 +152,12 @@ def built_in() -> list[str]:
     return sorted(file.name[:-5] for file in _FOLDER.iterdir() if file.name.endswith(".json"))
 
 
+def _content(name: str) -> dict[str, object]:
+    """Of a built-in machine; what its file does not say is as in the one that it is `like`."""
+    content = decode((_FOLDER / f"{name}.json").read_bytes())
+    return _content(str(content["like"])) | content if "like" in content else content
+
+
 def machine_called(system: str) -> str | None:
     """The built-in machine that a table's words for a system mean, such as `DGX-H100` or `h100_80gb`."""
     words = re.findall(r"[a-z]+\d+[a-z]*", system.lower().replace("_", " "))
@@ -168,7 +174,7 @@ def find_machine(name_or_path: str) -> MachineSpec:
         UnreadableRunError: a file that cannot be read, or is no JSON.
     """
     if name_or_path in built_in():
-        content = decode((_FOLDER / f"{name_or_path}.json").read_bytes())
+        content = _content(name_or_path)
     elif name_or_path.endswith(".json"):
         content = read_json(Path(name_or_path), "a machine in JSON", MAX_FILE_BYTES)
     else:

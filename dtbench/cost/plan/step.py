@@ -10,6 +10,7 @@ step ends with what the reduction of the gradients does not hide, and with the o
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dtbench.cost.plan.links import Links
@@ -99,7 +100,7 @@ def predict_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec,
         compute_s=count * busy,
         tensor_s=count * slowest[0] * exposed_s,
         pipeline_s=(count + layout.pp - 2) * sent,
-        data_s=_data_parallel(job, layout, machine, links, busy, count),
+        data_s=_data_parallel(job, layout, machine, links, busy),
         bubble_s=others / layout.chunks,
         once_s=machine.fitted.step_us * 1e-6 + _optimizer(job, layout, machine),
         model_flops=model_flops(job),
@@ -192,15 +193,9 @@ def _head(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> flo
 
 
 def _data_parallel(
-    job: TrainingJob,
-    layout: TrainingLayout,
-    machine: MachineSpec,
-    links: Links,
-    one_micro_batch: float,
-    count: int,
+    job: TrainingJob, layout: TrainingLayout, machine: MachineSpec, links: Links, busy_s: float
 ) -> float:
-    """Seconds of reduced gradients, and of gathered weights, that are waited for. one_micro_batch: seconds of its
-    computation; count: micro batches."""
+    """Seconds of reduced gradients, and of gathered weights, that are waited for. busy_s: of one micro batch."""
     if layout.copies == 1:
         return 0.0
     counts = stage_layers(job.model, layout.pp, machine.fitted.stages_by_cost)
@@ -212,7 +207,7 @@ def _data_parallel(
     if experts:
         parts.append((experts, layout.copies * layout.tp // layout.ep, layout.ep))
     gather = functools.partial(links.collective, "all_gather")
-    hidden_by = one_micro_batch if job.software.overlap else 0.0
+    hidden_by = busy_s if job.software.overlap else 0.0
     total = 0.0
     for held, copies, inner in parts:
         # A collective per layer: FSDP has one, DDP's buckets and ZeRO's tensors are of that order.
@@ -224,7 +219,7 @@ def _data_parallel(
                 total += once + scattered
             else:  # both passes of every micro batch gather, beside the computation
                 one = 2 * once + scattered
-                total += count * max(layers * one - hidden_by, one)
+                total += layout.micro_batches(job.batch) * max(layers * one - hidden_by, one)
         replicas = copies // shards
         if replicas > 1:
             across = inner * shards
@@ -241,3 +236,45 @@ def _optimizer(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -
     shards = layout.copies if job.software.zero else layout.fsdp
     moved = (OPTIMIZER_BYTES + machine.fitted.gradient_bytes) * stage_elements(job.model, layout)
     return moved / shards / machine.bytes_per_s
+
+
+class _Sizes:
+    """In place of links: a collective's price is its size, of those over one dim; nothing of others."""
+
+    def __init__(self, over: Callable[[str, int], bool]) -> None:
+        self._over = over
+
+    def collective(self, name: str, size_bytes: float, ranks: int, inner: int) -> float:
+        return size_bytes if self._over(name, inner) else 0.0
+
+    def send(self, size_bytes: float, tp: int, inner: int) -> float:
+        return 0.0
+
+
+def bytes_per_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> dict[str, float]:
+    """What a rank's collectives carry in a step over tp, cp, ep, fsdp and dp (copies of what fsdp shards), where the
+    layout has them: sizes as nccl-tests counts them. Where nothing is hidden, what a step waits for is all there is.
+
+    Raises:
+        ValueError: of a pipeline, whose stages differ.
+    """
+    if layout.pp > 1:
+        raise ValueError(f"pp={layout.pp}: what stages need differs, expected pp=1")
+    layers = job.model.layers * layout.micro_batches(job.batch)
+
+    def in_layers(dim: str) -> float:
+        def over(name: str, inner: int) -> bool:
+            return dim == ("ep" if name == "all_to_all" else "tp" if layout.tp > 1 and inner == 1 else "cp")
+
+        return layers * _in_layer(job, layout, _Sizes(over), 0.0, 0.0)[0]
+
+    def of_data(dim: str) -> float:
+        def over(_name: str, inner: int) -> bool:
+            return dim == ("fsdp" if layout.fsdp > 1 and inner in (layout.tp, layout.ep) else "dp")
+
+        return _data_parallel(job, layout, machine, _Sizes(over), 0.0)
+
+    needed = {dim: in_layers(dim) for dim in ("tp", "cp", "ep")} | {
+        dim: of_data(dim) for dim in ("fsdp", "dp")
+    }
+    return {dim: size for dim, size in needed.items() if size}

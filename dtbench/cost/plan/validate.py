@@ -16,7 +16,7 @@ from dtbench.cost.plan.csv_table import CsvTable, read_table
 from dtbench.cost.plan.ground import extrapolation, interval
 from dtbench.cost.plan.links import Links
 from dtbench.cost.plan.machines import COLLECTIVES, MachineSpec, find_machine, machine_called
-from dtbench.cost.plan.measured_steps import SEQUENCE, MeasuredStep, read_steps
+from dtbench.cost.plan.measured_steps import MeasuredStep, read_steps
 from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.step import predict_step
 from dtbench.suite.errors import UsageError
@@ -61,10 +61,7 @@ class StepsFile(Struct, frozen=True, kw_only=True):
 
 
 def steps_file(
-    title: str,
-    rows: Sequence[StepRow],
-    notes: Iterable[str] = (),
-    left_out: Mapping[str, Sequence[int]] | None = None,
+    title: str, rows: Sequence[StepRow], notes: Iterable[str], left_out: Mapping[str, Sequence[int]]
 ) -> StepsFile:
     """What the rows amount to: how far off they are, and what choosing by the predictions would cost.
 
@@ -98,7 +95,7 @@ def steps_file(
     off = [r.predicted_bytes / r.measured_bytes - 1 for r in rows if r.measured_bytes and r.predicted_bytes]
     if off:
         verdict.append(f"memory: {_spread(off)}, bias {median(off):+.1%} over {plural(len(off), 'row')}")
-    named = [_left_out(reason, lines) for reason, lines in (left_out or {}).items()]
+    named = [_left_out(reason, lines) for reason, lines in left_out.items()]
     if left_out:
         verdict.append(f"{plural(sum(map(len, left_out.values())), 'row')} left out:")
     return StepsFile(
@@ -120,7 +117,7 @@ def _spread(errors: Sequence[float]) -> str:
 
 
 def validate_table(
-    path: Path, machine: MachineSpec, links: Links, sequence: int = SEQUENCE, gpus: int | None = None
+    path: Path, machine: MachineSpec, links: Links, sequence: int, gpus: int | None
 ) -> StepsFile:
     """Predicts every row of a table of measured steps, or of measured collectives.
 

@@ -1,9 +1,6 @@
-"""Records one rank of a user's job, in its process and on its torch: a window of steps with torch.profiler, and where
-the rank stood when it ended badly. A step ends with the `step` of the optimizer that steps first, so all ranks count
-alike. No error of ours gets out, and after the window nothing is hooked that costs time.
-"""
-
-from __future__ import annotations
+"""Records the rank that imports it, on its own torch: a window of steps, and where it stood when it ended badly.
+A step ends with the `step` of the optimizer that steps first, so all ranks count alike. No error of ours gets out, and
+after the window nothing is hooked that costs time. `rankN.json.gz`: the trace; `rankN.txt`: what else is to be said."""
 
 import atexit
 import faulthandler
@@ -17,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.autograd.profiler import profile as session
@@ -25,156 +21,124 @@ from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, profile
 
-_LAST_WRITE_S = 15  # what a failing rank gets to write its trace: its GPU may wait for peers that are gone
-
-
-def start() -> None:
-    """Called when this process has joined its default process group."""
-    if Recorder.pid != os.getpid():
-        Recorder.pid = os.getpid()
-        Recorder(f"{os.environ['DTBENCH_RECORD_FOLDER']}/rank{c10d.get_rank()}")
-
 
 class Recorder:
-    """path: of the rank's files, less their suffixes: `.json` the trace, `.txt` where it stood, `.state` the rest."""
-
-    pid = 0  # of the rank that records
+    optimizer: "Callable[[], Optimizer | None]" = staticmethod(lambda: None)
+    profile: "profile | None" = None
+    done, over = 0, False
 
     def __init__(self, path: str) -> None:
-        self.steps, self.warmup, self.timeout_s = (
-            int(os.environ[f"DTBENCH_RECORD_{name}"]) for name in ("STEPS", "WARMUP", "TIMEOUT")
-        )
-        self.path, self.done, self.recorded, self.note, self.failed = path, 0, 0, "", False
-        self.optimizer: Callable[[], Optimizer | None] = lambda: None
-        self.profile: profile | None = None
-        self.stood = Path(f"{path}.txt").open("w", buffering=1)  # noqa: SIM115 - for signals until the end
-        self.excepthook, sys.excepthook = sys.excepthook, self.on_exception
-        self.hook = register_optimizer_step_post_hook(
-            lambda optimizer, *_: self.guard(self.on_step, optimizer)
-        )
-        self.ours, self.init = False, session.__init__
+        self.steps, self.warmup, self.timeout_s = map(int, os.environ["DTBENCH_RECORD_WINDOW"].split())
+        self.path, self.pid = path, os.getpid()
+        self.notes = Path(f"{path}.txt").open("w", buffering=1)  # noqa: SIM115 - for signals until the end
+        self.hook = register_optimizer_step_post_hook(lambda *args: self.guard(self.on_step, *args))
+        self.init = session.__init__
         session.__init__ = lambda *args, **kwargs: self.on_session(*args, **kwargs)  # type: ignore[method-assign]
         atexit.register(self.guard, self.on_exit)
-        os.register_at_fork(after_in_child=lambda: self.answer_sigterm(signal.SIG_DFL, stacks=False))
         if not faulthandler.is_enabled():
-            faulthandler.enable(self.stood)
+            faulthandler.enable(self.notes)
         self.answer_sigterm(signal.SIG_DFL)
-        self.tell()
+        self.await_step()
         if self.warmup <= 1 or not self.steps:
             self.guard(self.begin)
 
-    def guard(self, action: Callable[..., None], *args: object) -> None:
-        """Does nothing in a process that the rank forked or in a graph; an error ends the recording, not the job."""
+    def guard(self, action: "Callable[..., object]", *args: object) -> None:
+        """Not in a process that the rank forked, nor in a graph; an error ends the recording, not the job."""
         try:
             if not torch.compiler.is_compiling() and self.pid == os.getpid():
                 action(*args)
         except Exception as error:
-            self.note = f"recording failed: {type(error).__name__}: {error}"
-            self.profile = None
+            self.profile, self.over = None, True
+            with suppress(OSError):
+                self.notes.write(f"could not be recorded: {type(error).__name__}: {error}\n")
 
-    def tell(self) -> None:
-        """To the parent; and a step has its time anew."""
-        state = {
-            "host": os.uname().nodename,
-            "steps": self.done,
-            "recorded": self.recorded,
-            "note": self.note,
-        }
-        Path(f"{self.path}.state").write_text(json.dumps(state))
-        self.wait()
-
-    def wait(self) -> None:
+    def await_step(self) -> None:
         if self.timeout_s:
-            faulthandler.dump_traceback_later(self.timeout_s, file=self.stood)
+            faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=self.notes)
 
-    def answer_sigterm(self, handler: object, *, stacks: bool = True) -> None:
-        """Has SIGTERM write all threads' stacks, even where the main thread is stuck, and go on to the handler; not
-        where the program answers it, or where this is not the main thread."""
-        with suppress(ValueError):
-            if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, self.on_sigterm):
-                faulthandler.unregister(signal.SIGTERM)  # first: it puts back what it hides
+    def answer_sigterm(self, handler: object) -> None:
+        """With all threads' stacks, even where the main thread is stuck, and the handler; unless the program does."""
+        if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, self.on_sigterm):
+            faulthandler.unregister(signal.SIGTERM)  # first: it puts back what it hides
+            with suppress(ValueError):  # in another thread than the main one
                 signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
-                if stacks:
-                    faulthandler.register(signal.SIGTERM, self.stood, chain=True)
-
-    def on_step(self, optimizer: Optimizer) -> None:
-        if self.optimizer() is None:
-            self.optimizer = weakref.ref(optimizer)
-        if self.optimizer() is not optimizer:
-            return
-        self.done += 1
-        self.wait()
-        if self.profile is None and self.done == self.warmup - 1:
-            self.begin()
-        elif self.profile is not None and self.done == self.warmup + self.steps:
-            self.end()
-        elif self.profile is not None:
-            self.profile.step()
-
-    def begin(self) -> None:
-        """The last step of the warm-up is the profiler's own. Without steps the whole run is recorded as it is."""
-
-        def action(step: int) -> ProfilerAction:
-            return ProfilerAction.WARMUP if step < self.warmup else ProfilerAction.RECORD
-
-        self.ours = True  # its session
-        self.profile = profile(record_shapes=True, schedule=action if self.steps else None)
-        self.profile.step_num = self.done
-        self.profile.preset_metadata_json("dtbench", self.about())
-        self.profile.start()
-        self.ours = False
-        self.answer_sigterm(self.on_sigterm)
-
-    def end(self) -> None:
-        """Writes what was recorded and takes the hooks out."""
-        session.__init__ = self.init  # type: ignore[method-assign]
-        if not self.timeout_s:
-            self.hook.remove()
-        ended, self.profile = self.profile, None
-        if ended is not None:
-            if c10d.is_initialized():
-                ended.add_metadata_json("dtbench", self.about())
-            ended.stop()
-            if ended.current_action is ProfilerAction.RECORD:
-                ended.export_chrome_trace(f"{self.path}.part.json")
-                Path(f"{self.path}.part.json").rename(f"{self.path}.json")
-                self.recorded = max(self.done - self.warmup, 0)
-            self.answer_sigterm(signal.SIG_DFL)
-        self.tell()
-
-    def about(self) -> str:
-        """What a trace does not say. gloo's threads, two per group and named alike (ProcessGroupGloo.cpp), are listed
-        in the order of their start, as the groups are."""
-        groups = [g["pg_name"] for g in c10d._world.pg_config_info if "gloo" in g["backend_config"]]
-        tasks = os.listdir("/proc/self/task")  # noqa: PTH208
-        tids = [t for t in tasks if Path(f"/proc/self/task/{t}/comm").read_text() == "pt_gloo_runloop\n"]
-        threads = {tid: groups[i // 2] for i, tid in enumerate(tids)} if len(tids) == 2 * len(groups) else {}
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        about = {"gloo_threads": threads, "clock_ns": time.time_ns(), "torch": torch.__version__}
-        return json.dumps(about | {"host": os.uname().nodename, "device": device})
-
-    def on_session(self, other: session, *args: object, **kwargs: object) -> None:
-        """The program starts a profiler: two cannot run."""
-        if not self.ours:
-            self.guard(self.end)
-            self.note = f"the program's own profiler began in step {self.done}: none of ours ran beside it"
-            self.guard(self.tell)
-        self.init(other, *args, **kwargs)  # type: ignore[arg-type]
-
-    def on_exception(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        with suppress(Exception):
-            self.failed = True
-            lines = [f'  File "{f.filename}", line {f.lineno} in {f.name}' for f in traceback.extract_tb(tb)]
-            self.stood.write("\n".join([f"{kind.__name__}: {error}", *reversed(lines), ""]))
-        self.excepthook(kind, error, tb)
+            faulthandler.register(signal.SIGTERM, self.notes, chain=True)
 
     def on_sigterm(self, number: int, _frame: object) -> None:
         self.guard(self.end)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
+    def on_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self.optimizer() is None:
+            self.optimizer = weakref.ref(optimizer)
+        if self.optimizer() is not optimizer:
+            return
+        self.done += 1
+        self.await_step()
+        if self.profile is None and self.done == self.warmup - 1 and not self.over:
+            self.begin()
+        elif self.profile is not None and self.steps and self.done == self.warmup + self.steps:
+            self.end()
+        elif self.profile is not None:
+            self.profile.step()
+
+    def begin(self) -> None:
+        """The last step of the warm-up is the profiler's own. Without steps the whole run is recorded as it is."""
+        kinds = (ProfilerAction.RECORD, ProfilerAction.WARMUP)
+        schedule = (lambda step: kinds[step < self.warmup]) if self.steps else None
+        self.profile = profile(record_shapes=True, schedule=schedule)
+        self.profile.step_num = self.done
+        self.profile.preset_metadata_json("dtbench", about())
+        self.profile.start()
+        self.answer_sigterm(self.on_sigterm)
+
+    def end(self) -> None:
+        """Writes what was recorded and takes the hooks out."""
+        ended, self.profile, self.over = self.profile, None, True
+        session.__init__ = self.init  # type: ignore[method-assign]
+        if not self.timeout_s:
+            self.hook.remove()
+        if ended is not None:
+            ended.stop()
+            self.answer_sigterm(signal.SIG_DFL)
+            if ended.current_action is ProfilerAction.RECORD:
+                ended.export_chrome_trace(f"{self.path}.part.gz")
+                Path(f"{self.path}.part.gz").rename(f"{self.path}.json.gz")
+
+    def on_session(self, other: session, *args: object, **kwargs: object) -> None:
+        if self.profile is None or self.profile.profiler is not None:  # it is not ours that is being made
+            self.guard(
+                self.notes.write, f"has a profiler of its own from step {self.done} on, which is let be\n"
+            )
+            self.guard(self.end)
+        self.init(other, *args, **kwargs)  # type: ignore[arg-type]
+
     def on_exit(self) -> None:
-        if self.failed:
-            faulthandler.dump_traceback_later(_LAST_WRITE_S, exit=True, file=self.stood)
+        if error := getattr(sys, "last_value", None):
+            frames = reversed(
+                traceback.extract_tb(error.__traceback__)
+            )  # innermost first, as faulthandler has them
+            self.notes.write(f"{type(error).__name__}: {error}\n")
+            self.notes.writelines(f'  File "{at[0]}", line {at[1]} in {at[2]}\n' for at in frames)
+            faulthandler.dump_traceback_later(15, exit=True)  # its GPU may wait for peers that are gone
+        elif self.done <= self.warmup and self.steps and not self.over:
+            remedy = "a smaller --warmup" if self.done else "--steps 0, which needs no optimizer"
+            self.notes.write(f"ended after {self.done} steps, none of them recorded: give {remedy}\n")
         self.end()
         faulthandler.cancel_dump_traceback_later()
+
+
+def about() -> str:
+    """What a trace does not say. gloo's threads, two per group (ProcessGroupGloo.cpp), start in the groups' order."""
+    names = [group["pg_name"] for group in c10d._world.pg_config_info if "gloo" in group["backend_config"]]
+    tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name))
+    tids = [task.name for task in tasks if (task / "comm").read_text() == "pt_gloo_runloop\n"]
+    threads = {tid: names[k // 2] for k, tid in enumerate(tids) if len(tids) == 2 * len(names)}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    machine = {"torch": torch.__version__, "host": os.uname().nodename, "device": device}
+    return json.dumps({"gloo_threads": threads, "clock_ns": time.time_ns(), **machine})
+
+
+if __name__ == "dtbench_recorder":  # by `sitecustomize` beside it; elsewhere `about` alone is wanted
+    Recorder(f"{os.environ['DTBENCH_RECORD_FOLDER']}/rank{c10d.get_rank()}")

@@ -40,8 +40,8 @@ _BAR_OPACITIES = (0.42, 0.2)
 @dataclass(frozen=True)
 class Style:
     """How a series looks. colour: a name of the page's. marker: matplotlib's letter, "" for a line alone. dash: on,
-    off, ... in px, () a solid line, None no line. words: of the legend, where the series' name does not do. box: the
-    opacity of the parts of bars."""
+    off, ... in px, () a solid line, None no line; px: how thick. words: of the legend, where the series' name does not
+    do. box: the opacity of the parts of bars."""
 
     colour: str
     marker: str = "o"
@@ -49,6 +49,7 @@ class Style:
     hollow: bool = False
     words: str = ""
     box: float = 0.0
+    px: float = 1.5
 
     @property
     def look(self) -> dict[str, Any]:
@@ -60,6 +61,8 @@ class Style:
             "markerfacecolor": STAND_IN["surface"] if self.hollow else colour,
             "markeredgecolor": colour,
             "markeredgewidth": 1.4,
+            "linewidth": self.px,
+            "solid_capstyle": "butt" if self.px > 2 else "projecting",
         }
 
 
@@ -167,6 +170,7 @@ def curves(
     over: str = "size of the tensor",
     shown: int = MAX_SHOWN,
     folded: str = "",
+    max_px: float = CURVES_MAX_PX,
 ) -> Figure | None:
     """Curves over size (`over` says of what), or over `x`, with common axes; None where there is nothing to draw.
 
@@ -180,7 +184,7 @@ def curves(
         measured = [one for one in series if styles[one.label].marker] or series
         x = size_axis([round(v) for one in measured for v in one.x], over)
     common = y([v for one in series for v in (*one.y, *(one.band[1] if one.band else ()))])
-    drawn, height = [], lambda width: min(CURVES_ASPECT * width, CURVES_MAX_PX)
+    drawn, height = [], lambda width: min(CURVES_ASPECT * width, max_px)
     for i, one in enumerate(panels):
         own = one.y or common
         paint = partial(_paint_curves, one, styles, x, own)

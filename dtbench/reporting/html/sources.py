@@ -15,7 +15,9 @@ import msgspec
 from dtbench.cost.calibration import setup_of
 from dtbench.records.gate import Gate
 from dtbench.records.history import HistoryLine, read_history
-from dtbench.records.profile import Calls, CallStages, RankSection, RanksProfile
+from dtbench.records.job import Job
+from dtbench.records.judged_job import Judgement
+from dtbench.records.profile import Calls, CallStages, RanksProfile, Section
 from dtbench.records.read import BadFieldError, into, opened, read_json, shown
 from dtbench.records.run import read_run
 from dtbench.records.topology import CalibratedTopology, read_topology
@@ -33,9 +35,10 @@ KINDS = "a run, a topology, a result of gate or profile, or a history"
 
 # What has the `kind` in a JSON file, and whose output it is.
 _JSON: Mapping[str, tuple[type[msgspec.Struct], str]] = {
+    "job": (Job, "job.json of `dtbench profile`"),
     "gate": (Gate, "result of `dtbench gate`"),
     "profile of calls": (Calls, "table of `dtbench profile`"),
-    "profile of ranks": (RanksProfile, "table of `dtbench profile`"),
+    "profile of ranks": (RanksProfile, "table of this version's `dtbench profile`: profile again"),
 }
 
 
@@ -60,7 +63,9 @@ class Sources:
     topology: CalibratedTopology | None = None
     gate: Changes | None = None
     calls: tuple[CallStages, ...] = ()
-    ranks: tuple[RankSection, ...] = ()
+    ranks: tuple[Section, ...] = ()
+    job: Job | None = None
+    judgement: Judgement | None = None
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
     notes: tuple[str, ...] = ()
@@ -68,7 +73,7 @@ class Sources:
 
     @property
     def is_empty(self) -> bool:
-        aside = ("baseline", "notes", "peaks")
+        aside = ("baseline", "notes", "peaks", "judgement")
         return not any(getattr(self, one.name) for one in fields(self) if one.name not in aside)
 
 
@@ -84,10 +89,10 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
     if topology is not None:
         parts.append({"topology": read_topology(topology)})
     all_of: dict[str, Any] = {"baseline": tuple(read_run(path) for path in baseline)}
-    for name in ("topology", "gate"):
+    for name in ("topology", "gate", "job"):
         values = [part[name] for part in parts if name in part]
         if len(values) > 1:
-            words = "topologies" if name == "topology" else "results of gates"
+            words = {"topology": "topologies", "gate": "results of gates", "job": "jobs"}[name]
             raise UsageError(f"{len(values)} {words} were given: a report shows one; give one of them")
         all_of[name] = values[0] if values else None
     for name in ("runs", "calls", "ranks", "histories", "notes"):
@@ -109,8 +114,8 @@ def beside_each_other(sources: Sources) -> Sources:
 def _read(path: Path) -> dict[str, Any]:
     """Field of `Sources` -> what the file or folder holds of it."""
     if os.path.isdir(path):  # noqa: PTH112 - Path's raises where a name is too long
-        table = path / "table.json"  # of a profile
-        return _json(table) if table.is_file() else _folder(path)
+        tables = [table for name in ("table.json", "job.json") if (table := path / name).is_file()]
+        return _json(tables[0]) if tables else _folder(path)
     kind = _kind_of_lines(path)
     if kind == b"run":
         return {"runs": [read_run(path)]}
@@ -145,6 +150,8 @@ def _json(path: Path) -> dict[str, Any]:
         content = into(data, struct)
     except BadFieldError as error:
         raise UnreadableRunError(f"{path} is damaged: {error}; expected a {what}") from error
+    if isinstance(content, Job):
+        return {"job": content}
     if isinstance(content, Calls):
         return {"calls": content.cases}
     return {"ranks": content.sections} if isinstance(content, RanksProfile) else {"gate": of_gate(content)}  # type: ignore[arg-type]

@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 import dtbench_core
 from dtbench.engine.clock import Clock, HostClock, clocks_of
 from dtbench.engine.ranks import simulated_world, world_of_one
+from dtbench.engine.workers import scratch
 from dtbench.machine import device as machine
-from dtbench.profile.ranks import events_of
 from dtbench.records.atomic import write_atomically
 from dtbench.suite.errors import describe
 from dtbench_core.torch_compat import reduce_scatter_single
@@ -177,7 +177,10 @@ def kernels_s(bench: Bench, run: Run) -> list[float]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
         bench.gpus.synchronize()
-    return [e["dur"] * 1e-6 for e in events_of(profiler, 0) if e.get("cat") in OF_GPU]
+    with scratch() as folder:
+        profiler.export_chrome_trace(str(folder / "trace.json"))
+        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return [e["dur"] * 1e-6 for e in events if e.get("cat") in OF_GPU]
 
 
 GROUPS: dict[str, tuple[Callable[[Bench], Found], ...]] = {

@@ -7,16 +7,13 @@ from dataclasses import replace
 from functools import partial
 
 from dtbench.cost.bucket_size import bucket_choices
-from dtbench.records import profile
 from dtbench.reporting.html.axes import bandwidth_tick, value_axis
 from dtbench.reporting.html.cases import ReportCase, geometric_mean
 from dtbench.reporting.html.figures import (
     CurvePanel,
     DotRow,
     Figure,
-    StackedBar,
     Style,
-    bars,
     curves,
     dots,
     lines,
@@ -25,7 +22,7 @@ from dtbench.reporting.html.parts.suites import CORE, FLOOR, TORCH, bandwidths, 
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
-from dtbench.text.units import format_seconds, format_size, plural
+from dtbench.text.units import format_size, plural
 
 BUCKET_STYLES = {
     "core": replace(CORE, words="core: dtbench’s bucketer"),
@@ -40,9 +37,6 @@ OVERLAP_STYLES = {
     "wait_at_once": Style("s3", "^", None, hollow=True, words="waits at once"),
     "local": replace(FLOOR, words="the computation alone"),
 }
-BUSY = {"compute": "computing", "overlap": "both", "exposed": "communicating", "host": "neither"}
-MAX_SECTIONS = 3
-MAX_RANKS = 8
 
 
 def fill(section: ReportSection, of: Material) -> None:
@@ -55,9 +49,6 @@ def fill(section: ReportSection, of: Material) -> None:
     overlaps = of.cases("overlap")
     doubt_floors(section, overlaps, "Overlap: ")
     section.add(_overlap(overlaps), _overlap_table(overlaps))
-    ranks = of.sources.ranks
-    folded = bool(section.figures)  # beside the suites' own figures
-    section.add(_parts(ranks, folded), _parts_table(ranks))
 
 
 # ------------------------------------------------------------------------------------ buckets
@@ -190,68 +181,6 @@ def _overlap_table(cases: Sequence[ReportCase]) -> t.Table:
         ],
         folded=True,
     )
-
-
-# ------------------------------------------------------------------------------------ profiles of ranks
-
-
-def _parts(profiles: Sequence[profile.RankSection], folded: bool) -> Figure | None:
-    """A panel per section: what each rank did in an iteration."""
-
-    def words(parts: profile.IterationParts) -> str:
-        communication = parts.overlap + parts.exposed
-        share = f", {hidden_words(parts.overlap / communication)}" if communication > 0 else ""
-        return f"{format_seconds(sum(getattr(parts, k) for k in BUSY) * 1e-6)}{share}"
-
-    panels = {
-        one.label: [
-            StackedBar(
-                f"rank {rank}", [(word, getattr(parts, k) * 1e-6) for k, word in BUSY.items()], words(parts)
-            )
-            for rank, parts in _measured_ranks(one)[:MAX_RANKS]
-        ]
-        for one in profiles[:MAX_SECTIONS]
-    }
-    return bars(
-        "parts",
-        panels,
-        list(BUSY.values()),
-        "Time of one iteration by rank, mean over the profiled ones. “Communicating” is exposed communication, “both” "
-        "overlaps with computation. "
-        f"At most {MAX_SECTIONS} sections and {MAX_RANKS} ranks are drawn; the table has all.",
-        folded="Time of an iteration, rank by rank" if folded else "",
-    )
-
-
-def _parts_table(profiles: Sequence[profile.RankSection]) -> t.Table:
-    rows = [(one, rank, parts) for one in profiles for rank, parts in _measured_ranks(one)]
-    slower = [one.profiled_us / one.plain_us if one.plain_us else None for one, *_ in rows]
-    return t.Table(
-        "Profile of ranks: time per iteration",
-        [
-            t.text("Section", [one.label for one, *_ in rows]),
-            t.text("Rank", [rank for _, rank, _ in rows]),
-            *t.times(
-                [(words, [getattr(parts, k) * 1e-6 for *_, parts in rows]) for k, words in BUSY.items()]
-            ),
-            t.counts("Iterations", [one.iterations for one, *_ in rows]),
-            t.ratios("profiled / plain", slower),
-            t.text("Late ranks", ["; ".join(map(_late, one.skews)) for one, *_ in rows]),
-        ],
-        folded=True,
-    )
-
-
-def _measured_ranks(section: profile.RankSection) -> list[tuple[str, profile.IterationParts]]:
-    """The ranks that something is known of."""
-    return [(rank, parts) for rank, parts in section.parts_us.items() if parts is not None]
-
-
-def _late(skew: profile.Skew) -> str:
-    last = "which rank is last is below the clocks’ resolution"
-    if skew.latest is not None:
-        last = f"rank {skew.latest} is last most often"
-    return f"{skew.kind}: the ranks arrive {skew.mean_us:.3g} µs apart on average, {last}"
 
 
 BUCKETER = Part(

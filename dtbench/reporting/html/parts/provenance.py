@@ -46,6 +46,10 @@ class Provenance:
 
 def provenance(sources: Sources) -> Provenance:
     sides = [(f"Gate, {side}", words) for side, words in (sources.gate.sides if sources.gate else ())]
+    if job := sources.job:
+        devices = ", ".join(sorted({f"{rank.device} on {rank.host or 'unknown host'}" for rank in job.ranks}))
+        versions = f"torch {job.torch or 'unknown'}, {job.backend or 'unknown backend'}"
+        sides += [("Job", shlex.join(job.command) or job.label), ("Devices", devices), ("Versions", versions)]
     if not sources.runs:
         return Provenance(sides, ())
     header = sources.runs[0].header

@@ -1,0 +1,1 @@
+"""Stands first on the PYTHONPATH of a job that is recorded."""

@@ -1,0 +1,103 @@
+"""A user's own job, and cases of suites on ranks: one step of the ranks drawn, bandwidths beside the calibrated ones,
+and tables."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from markupsafe import Markup
+
+from dtbench.records.job import Job
+from dtbench.records.judged_job import Judgement
+from dtbench.records.topology import CalibratedTopology
+from dtbench.reporting.html.axes import Axis, bandwidths_axis, value_axis
+from dtbench.reporting.html.figures import LOOKS, CurvePanel, DrawnCurve, Figure, curves, lines
+from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.reporting.job_tables import extremes, headline, sentences, tables
+from dtbench.suite.errors import plain
+from dtbench.suite.grouping import group_by
+from dtbench_core.cost.ring import busbw_factor
+
+LANE_PX, MAX_SECTIONS = 7.0, 3
+_LEAD = Markup(
+    '{} Traces, by the names in the table of ranks, open in <a href="https://ui.perfetto.dev">Perfetto</a>.'
+)
+
+
+def fill(section: ReportSection, of: Material) -> None:
+    if (job := of.sources.job) is None:
+        return
+    (share, sentence), judgement = headline(job), of.sources.judgement or Judgement(0)
+    section.lead = _LEAD.format(plain(sentence))
+    section.outcome = f"{share} of the job is exposed communication"
+    worth, needed, changes = sentences(judgement).values()
+    section.headlines = [(share, "of the job is exposed communication, which no computation covers")]
+    section.headlines += [
+        (f"{w.share:.0%}", f"at most: {line}") for w, line in zip(judgement.worth[:2], worth, strict=False)
+    ]
+    section.cuts = [*changes, *needed, *worth[2:], *job.notes]
+    section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, judgement))
+
+
+def _timeline(job: Job, id_: str = "lanes") -> Figure | None:
+    """Ranks one below the other, in each its lanes as lines with gaps."""
+    drawn = {lane.rank for lane in job.lanes}
+    ranks = [rank.rank for rank in extremes(job) if rank.rank in drawn]
+    names = sorted({lane.name for lane in job.lanes}, key=lambda name: (name == "exposed", name))
+    looks = zip(names, LOOKS * len(names), strict=False)
+    styles = {name: replace(look, marker="", dash=(), px=LANE_PX - 1) for name, look in looks}
+    height = len(names) + 1
+    series = []
+    for lane in job.lanes:
+        if lane.rank in ranks and lane.intervals:
+            x = [v for start, end in lane.intervals for v in (start, end, math.nan)]
+            y = -ranks.index(lane.rank) - (names.index(lane.name) + 1) / height
+            series.append(DrawnCurve(lane.name, x, [y] * len(x)))
+    clock = f"clocks brought together by {job.aligned_by}" if job.aligned_by else "clocks as recorded"
+    caption = f"{len(ranks)} of {len(job.ranks)} ranks, {clock}; gaps too short to be seen are closed."
+    middles = [[n + 0.5 - len(ranks) for n in range(len(ranks))]]
+    y_axis = Axis(-len(ranks), 0, False, lambda y: f"rank {ranks[int(-y)]}", middles)
+    panel, x_axis = CurvePanel(f"Step {job.drawn_step}", series), value_axis([job.drawn_s], log=False)
+    px = LANE_PX * height * len(ranks) + 70
+    return curves(id_, [panel], styles, caption, y=lambda _: y_axis, x=x_axis, max_px=px)
+
+
+def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
+    """A panel per mesh dim: the job's calls as marks, the calibrated curve of each collective as a line."""
+    calls = group_by(
+        (c for c in job.collectives if c.bytes and c.busbw), lambda c: (c.mesh_dim, c.collective)
+    )
+    looks = dict(zip(sorted({name for _, name in calls}), LOOKS, strict=False))
+    styles = {name: replace(look, dash=None) for name, look in looks.items()}
+    styles |= {f"{name}, calibrated": replace(look, marker="") for name, look in looks.items()}
+    points = {dim: dict[str, list[tuple[float, float | None]]]() for dim, _ in calls}
+    for (dim, name), of in calls.items():
+        if name in looks:
+            points[dim][name] = [(float(c.bytes or 0), c.busbw) for c in of]
+        for one in topology.dims if topology and name in looks else ():
+            if one.name == dim and (curve := one.collectives.get(name)):
+                rate = 1e6 * busbw_factor(name, one.ranks)
+                line = [(float(row.size_bytes), rate * row.size_bytes / row.time_us) for row in curve.table]
+                points[dim][f"{name}, calibrated"] = [*line]
+    panels = [CurvePanel(dim, lines(of)) for dim, of in points.items()]
+    caption = "Bus bandwidth of the job's calls by rank and size, waiting included; lines: calibrated, without the job."
+    return curves("inJob", panels, styles, caption, y=bandwidths_axis, over="size of a call")
+
+
+def fill_sections(section: ReportSection, of: Material) -> None:
+    """Cases of a suite: those that communicate first."""
+    ranks = sorted(of.sources.ranks, key=lambda one: not one.job.collectives)
+    if len(ranks) > MAX_SECTIONS:
+        section.cuts = [f"{MAX_SECTIONS} of {len(ranks)} are drawn; the profile's table.txt has them all."]
+    for number, one in enumerate(ranks[:MAX_SECTIONS]):
+        label = one.job.label
+        if timeline := _timeline(one.job, f"lanes{number}"):
+            caption = f"{headline(one.job)[1]} {one.overhead_words} {timeline.caption}"
+            section.add(replace(timeline, caption=caption, folded=label if of.sources.runs else ""))
+        for table in tables(one.job, Judgement(0)):
+            section.add(replace(table, caption=f"{label}: {table.caption}", folded=True))
+
+
+JOB = Part("job", "Job", fill)
+RANKS = Part("ranks", "Profile of ranks", fill_sections)

@@ -1,0 +1,65 @@
+"""The page of a job: what it draws and holds, of many ranks few; hostile names are text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from dtbench.profile.job import _MOST_DRAWN
+from dtbench.records.job import Job, Lane
+from dtbench.records.judged_job import Judgement, Worth
+from dtbench.records.topology import read_topology
+from dtbench.reporting.html import Sources, gather, render
+from dtbench.tests import made_up_jobs
+from dtbench.tests.html_page import HOSTILE, Page, harmless, hostile
+from dtbench.tests.test_job_cli import profile_in
+
+TOPOLOGY = Path(__file__).parents[2] / "results" / "baseline-cpu-gloo-4ranks.topology.json"
+
+
+def test_a_profile_has_a_timeline_curves_tables_and_notes(tmp_path: Path) -> None:
+    folder = profile_in(tmp_path / "job")
+    sources = gather([folder], topology=TOPOLOGY)
+    assert sources.job == gather([folder / "job.json"]).job == made_up_jobs.job()
+    worth = Judgement(0, worth=(Worth("dp", "hidden", 3, 0.42, 0.06, 0.14),))
+    text = render(Sources(job=sources.job, topology=read_topology(TOPOLOGY), judgement=worth))
+    page = Page(text)
+    job = page.section_text["job"]
+    assert "Step 12" in job and "8 of 8 ranks, clocks brought together by ends of collectives" in job
+    assert "all_gather, calibrated" in job and "reduce_scatter" in job
+    assert (
+        "60.0 ms (14% of the step of rank 3) if dp's communication were hidden" in page.text
+        and "55,423 events" in job
+    )
+    assert [row[-1] for row in page.rows if row[-1].endswith(".gz")] == [f"rank{n}.json.gz" for n in range(8)]
+    assert ("a", {"href": "https://ui.perfetto.dev"}) in page.tags
+    assert (
+        "18% of the job is exposed communication" in page.text and "torchrun --nproc-per-node 8" in page.text
+    )
+
+
+def test_of_many_ranks_few_are_drawn_and_all_are_in_the_table() -> None:
+    text = render(Sources(job=made_up_jobs.job(ranks=64)))
+    page = Page(text)
+    assert "16 of 64 ranks" in page.section_text["job"]
+    assert len([row for row in page.rows if row[-1].endswith(".gz")]) == 64
+
+
+def test_all_that_a_reader_has_drawn_fits_on_a_page() -> None:
+    many = tuple((n / 1250 + 1e-7, n / 1250 + 4.1234e-4) for n in range(_MOST_DRAWN))
+    lanes = [
+        Lane(rank=rank, name=f"communication {n}", intervals=many) for rank in range(16) for n in range(6)
+    ]
+    text = render(Sources(job=made_up_jobs.job(ranks=16, lanes=tuple(lanes))))
+    assert len(text) < 2_000_000 and Page(text).section_text["job"].count("communication 5")
+
+
+def test_hostile_names_are_text() -> None:
+    job = msgspec.convert(
+        hostile(msgspec.to_builtins(made_up_jobs.job()), {"kind", "last", "waiting_s"}), Job
+    )
+    calls = [
+        msgspec.structs.replace(call, mesh_dim=HOSTILE * 5, collective="x" * 3000) for call in job.collectives
+    ]
+    harmless(render(Sources(job=msgspec.structs.replace(job, collectives=tuple(calls)))))

@@ -1,0 +1,238 @@
+"""The recording of a user's job: what it leaves as it is, what it records, and what it says of a bad end."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtbench.profile.recording import Recording, record
+from dtbench.suite.errors import UsageError
+from dtbench.tests.programs import environment
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
+JOBS = Path(__file__).with_name("job_programs.py")
+# One rank that takes steps; what is to happen in one of them stands in STEP.
+TRAINING = """
+import os, signal, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight])
+for step in range(int(sys.argv[2])):
+    (weight * 2).sum().backward()
+    dist.all_reduce(weight.grad)
+    optimizer.step()
+    STEP
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Recording]]:
+    """Records a program's text under this Python."""
+    for name in set(os.environ) - set(environment()):
+        monkeypatch.delenv(name)
+    folder = tmp_path / "job"
+    folder.mkdir()
+
+    def run(program: str, *args: str, **options: int) -> Recording:
+        file = tmp_path / "train.py"
+        file.write_text(textwrap.dedent(program))
+        return record([sys.executable, str(file), *args], folder, **options)
+
+    yield run
+    assert not {path.suffix for path in folder.iterdir()} - {".gz", ".txt"}
+
+
+def train(
+    job: Callable[..., Recording], tmp_path: Path, step: str = "", steps: int = 12, **options: int
+) -> Recording:
+    return job(TRAINING.replace("STEP", step or "pass"), str(tmp_path / "store"), str(steps), **options)
+
+
+def read(trace: Path) -> dict[str, Any]:
+    with gzip.open(trace) as file:
+        read: dict[str, Any] = json.load(file)
+    return read
+
+
+def steps_of(trace: Path) -> list[str]:
+    names = sorted((event["ts"], event["name"]) for event in read(trace)["traceEvents"] if "ts" in event)
+    return [name for _, name in names if name.startswith("ProfilerStep")]
+
+
+# ------------------------------------------------------------------ what is not a rank of torch
+
+
+def test_a_program_without_torch_is_as_it_would_be(job: Callable[..., Recording], tmp_path: Path) -> None:
+    before = subprocess.run(
+        [sys.executable, "-c", SEEN], env=environment(), capture_output=True, text=True
+    ).stdout
+    recording = job(
+        f"import sys; out = open({str(tmp_path / 'seen')!r}, 'w'); sys.stdout = out\n{SEEN}\nsys.exit(3)"
+    )
+    paths, modules = eval((tmp_path / "seen").read_text())
+    own_paths, own_modules = eval(before)
+    assert paths[1:] == own_paths[1:] and modules - own_modules <= {"sitecustomize"}
+    assert recording.exit_code == 3 and recording.traces == ()
+    assert "no Python process joined a process group" in recording.notes[0]
+
+
+SEEN = "import sys; print((sys.path, set(sys.modules)))"
+
+
+def test_the_users_own_sitecustomize_runs(
+    job: Callable[..., Recording], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("HELD = 7")
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    assert job("import sys, sitecustomize; sys.exit(sitecustomize.HELD)").exit_code == 7
+
+
+def test_an_end_by_a_signal_is_told_as_a_shell_does(job: Callable[..., Recording]) -> None:
+    assert job("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").exit_code == 128 + signal.SIGKILL
+
+
+def test_a_signal_to_us_alone_reaches_the_job_once(job: Callable[..., Recording]) -> None:
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    program = """
+        import sys, time
+        seen = 0
+        for _ in range(40):
+            try:
+                time.sleep(0.1)
+            except KeyboardInterrupt:
+                seen += 1
+                if seen == 1: until = _ + 10
+            if seen and _ > until: sys.exit(40 + seen)
+    """
+    assert job(program).exit_code == 41
+
+
+@pytest.mark.parametrize("command", [["no-such-command-here"], [str(JOBS)]])
+def test_a_command_that_cannot_be_started_gets_one_line(tmp_path: Path, command: list[str]) -> None:
+    with pytest.raises(
+        UsageError, match=r"cannot run '.+': (no such file or directory|permission denied); give"
+    ):
+        record(command, tmp_path)
+
+
+# ------------------------------------------------------------------ one rank
+
+
+def test_in_a_rank_the_window_comes_after_the_warm_up(job: Callable[..., Recording], tmp_path: Path) -> None:
+    recording = train(job, tmp_path, steps=20)
+    assert recording.exit_code == 0 and recording.notes == ()
+    assert [path.name for path in recording.traces] == ["rank0.json.gz"]
+    assert steps_of(recording.traces[0]) == ["ProfilerStep#5", "ProfilerStep#6", "ProfilerStep#7"]
+    about = read(recording.traces[0])["dtbench"]
+    assert about["device"] == "cpu" and list(about["gloo_threads"].values()) == ["0", "0"]
+
+
+def test_in_a_rank_nothing_stays_hooked_after_the_window(
+    job: Callable[..., Recording], tmp_path: Path
+) -> None:
+    check = """if step == 11:
+        from torch.optim import optimizer as hooked
+        from torch.autograd import profiler
+        sys.exit(5 if hooked._global_optimizer_post_hooks or profiler.profile.__init__.__name__ != "__init__" else 6)"""
+    assert train(job, tmp_path, check).exit_code == 6
+
+
+def test_in_a_rank_too_few_steps_say_what_to_do(job: Callable[..., Recording], tmp_path: Path) -> None:
+    recording = train(job, tmp_path, steps=3)
+    assert recording.traces == () and recording.exit_code == 0
+    assert "ended after 3 steps" in recording.notes[0] and "--warmup" in recording.notes[0]
+
+
+def test_in_a_rank_what_was_recorded_before_an_exception_is_kept(
+    job: Callable[..., Recording], tmp_path: Path
+) -> None:
+    recording = train(job, tmp_path, 'if step == 6: raise ValueError("no data")')
+    assert recording.exit_code == 1 and steps_of(recording.traces[0])[:2] == [
+        "ProfilerStep#5",
+        "ProfilerStep#6",
+    ]
+    assert re.fullmatch(
+        r"rank 0 stood at train.py:10 in <module> \(ValueError: no data\)", recording.notes[0]
+    )
+
+
+def test_in_a_rank_sigterm_in_the_window_keeps_the_trace(
+    job: Callable[..., Recording], tmp_path: Path
+) -> None:
+    recording = train(job, tmp_path, "if step == 6: os.kill(os.getpid(), signal.SIGTERM)")
+    assert recording.exit_code == 128 + signal.SIGTERM and steps_of(recording.traces[0])
+    assert recording.notes == ("rank 0 stood at train.py:10 in <module> (ended by SIGTERM)",)
+
+
+def test_in_a_rank_a_step_that_takes_too_long_ends_the_job(
+    job: Callable[..., Recording], tmp_path: Path
+) -> None:
+    recording = train(job, tmp_path, "if step == 9: __import__('time').sleep(100)", timeout_s=15)
+    assert recording.exit_code == 1 and len(recording.traces) == 1
+    assert recording.notes == ("rank 0 stood at train.py:10 in <module> (Timeout (0:00:15)!)",)
+
+
+def test_in_a_rank_the_programs_own_profiler_is_let_be(job: Callable[..., Recording], tmp_path: Path) -> None:
+    own = """if step == 6:
+        own = torch.profiler.profile()
+        own.start()
+    if step == 8:
+        own.stop()
+        sys.exit(0 if any("ProfilerStep" in e.name for e in own.events()) or not own.events() else 9)"""
+    recording = train(job, tmp_path, own)
+    assert recording.exit_code == 9  # it has events, and none of ours
+    assert "has a profiler of its own from step 7 on" in recording.notes[0]
+
+
+def test_in_a_rank_the_whole_run_of_a_program_without_an_optimizer(
+    job: Callable[..., Recording], tmp_path: Path
+) -> None:
+    program = TRAINING.replace("optimizer.step()", "pass").replace("STEP", "pass")
+    recording = job(program, str(tmp_path / "store"), "4", steps=0)
+    names = [event["name"] for event in read(recording.traces[0])["traceEvents"]]
+    assert names.count("gloo:all_reduce") == 4
+
+
+# ------------------------------------------------------------------ ranks under torchrun
+
+
+def test_under_torchrun_ranks_record_the_same_steps(tmp_path: Path) -> None:
+    recording = record([*TORCHRUN, "4", str(JOBS), "mesh_torch"], tmp_path)
+    assert recording.exit_code == 0 and len(recording.traces) == 4
+    traces = [read(path) for path in recording.traces]
+    assert len({tuple(steps_of(path)) for path in recording.traces}) == 1
+    for trace in traces:
+        of_thread = trace["dtbench"]["gloo_threads"]
+        groups = {group["pg_name"]: group["pg_desc"] for group in trace["distributedInfo"]["pg_config"]}
+        seen = {
+            (groups[of_thread[str(event["tid"])]], tuple(event["args"]["Input Dims"][0]))
+            for event in trace["traceEvents"]
+            if event["name"].startswith("gloo:")
+        }
+        # Activations over tp; over dp the gradients, whose reduce_scatter gloo does as an all_reduce.
+        assert seen == {("mesh_tp", (64, 256)), ("mesh_dp", (262144,)), ("mesh_dp", (131072,))}
+
+
+def test_under_torchrun_a_rank_that_raises_is_named_and_all_traces_are_kept(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    text = TRAINING.replace('"gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1', '"gloo"')
+    program.write_text(text.replace("STEP", "if step == 6 and dist.get_rank(): raise ValueError('mine')"))
+    recording = record([*TORCHRUN, "2", str(program), "", "12"], tmp_path)
+    assert recording.exit_code == 1 and len(recording.traces) == 2
+    assert recording.notes[0].startswith("rank 1 stood at train.py:10 in <module> (ValueError: mine)")
+    assert any(note.startswith("rank 0 stood at train.py:8 in <module>") for note in recording.notes)
