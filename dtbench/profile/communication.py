@@ -41,7 +41,7 @@ _ALIASES |= {"complexfloat": "complex64", "complexdouble": "complex128"}
 _ALIASES |= {"complex<float>": "complex64", "complex<double>": "complex128"}
 
 
-class Group(NamedTuple):
+class ProcessGroup(NamedTuple):
     """A process group. key: by which all calls of one rank over it are alike. ranks: in a world's numbers."""
 
     key: str
@@ -59,7 +59,7 @@ class Call(NamedTuple):
     start: float
     end: float
     collective: str
-    group: Group
+    group: ProcessGroup
     dtype: str | None = None
     bytes: int | None = None
     sequence: int | None = None
@@ -130,7 +130,7 @@ def _product(sizes: list[Any]) -> int | None:
     return math.prod(map(int, sizes))
 
 
-def groups_of(header: Mapping[str, Any]) -> dict[str, Group]:
+def groups_of(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
     """By process group's name: those that the trace lists, with the mesh dims that a DeviceMesh names them by."""
     info = header.get("distributedInfo")
     listed = info.get("pg_config") if isinstance(info, dict) else None
@@ -141,11 +141,11 @@ def groups_of(header: Mapping[str, Any]) -> dict[str, Group]:
             sound = isinstance(ranks, list) and all(type(of) is int and of >= 0 for of in ranks)
             known = tuple(ranks or ()) if sound else None
             size = len(known) if known else whole(one.get("pg_size"))
-            groups[name] = Group(name, dim_of(str(one.get("pg_desc", "")), known, size), size, known)
+            groups[name] = ProcessGroup(name, dim_of(str(one.get("pg_desc", "")), known, size), size, known)
     return groups
 
 
-def group_of(args: Args, groups: Mapping[str, Group]) -> Group:
+def group_of(args: Args, groups: Mapping[str, ProcessGroup]) -> ProcessGroup:
     """Of a call's own words."""
     name = told(args.group) if args.group is not None else ""
     if name in groups:
@@ -156,8 +156,8 @@ def group_of(args: Args, groups: Mapping[str, Group]) -> Group:
         ranks = tuple(map(int, text[1:-1].split(",")))
         size = size or len(ranks)
     if not name and size is None:
-        return Group("")
-    return Group(name or text, dim_of(str(args.description or ""), ranks, size), size, ranks)
+        return ProcessGroup("")
+    return ProcessGroup(name or text, dim_of(str(args.description or ""), ranks, size), size, ranks)
 
 
 def dim_of(description: str, ranks: Sequence[int] | None, size: int | None) -> str:

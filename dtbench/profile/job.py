@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 from msgspec.structs import asdict
 
-from dtbench.profile.communication import Call, Group, busbw_of
+from dtbench.profile.communication import Call, ProcessGroup, busbw_of
 from dtbench.profile.intervals import Intervals, difference, gaps, intervals, length, union, within
 from dtbench.profile.rank_trace import RankTrace, read_rank
 from dtbench.profile.together import Together, bring_together
@@ -121,7 +121,7 @@ def _same_groups(traces: Iterable[RankTrace]) -> None:
     gloo = [trace for trace in traces if trace.backend == "gloo" or not trace.on_gpu]
     if any(not call.group.key and call.collective not in _P2P for trace in gloo for call in trace.calls):
         for trace in gloo:
-            trace.calls = [call._replace(group=Group("")) for call in trace.calls]
+            trace.calls = [call._replace(group=ProcessGroup("")) for call in trace.calls]
             trace.notes.append(f"rank {trace.rank}: {_NO_GROUPS}")
 
 
@@ -202,7 +202,7 @@ def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
             rank=trace.rank,
             **asdict(kind),
             count=len(calls),
-            in_steps=int((begun[which] > over[which]).sum()),
+            in_steps=int((begun[which] > over[which]).sum()) if len(edges) else None,
             time_s=sum(seconds),
             median_s=median(seconds),
             best_s=min(seconds),

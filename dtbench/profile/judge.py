@@ -133,11 +133,10 @@ def changes(bases: Sequence[Job], heads: Sequence[Job]) -> Judgement:
 
 def _per_step(job: Job, ranks: Set[int], whole: bool) -> dict[tuple[CallKind, int], float]:
     steps = {rank.rank: max(len(rank.each_step), 1) for rank in job.ranks if rank.rank in ranks}
-    stepped = {rank.rank: bool(rank.each_step) for rank in job.ranks}
     calls: Counter[tuple[CallKind, int]] = Counter()
     for call in job.collectives:
         if call.rank in steps:
-            calls[_kind(call), call.rank] += call.in_steps if stepped[call.rank] else call.count
+            calls[_kind(call), call.rank] += call.count if call.in_steps is None else call.in_steps
     return {key: n // steps[key[1]] if whole else n / steps[key[1]] for key, n in calls.items() if n}
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dtbench.profile import communication as comm
-from dtbench.profile.communication import Call, Group
+from dtbench.profile.communication import Call, ProcessGroup
 from dtbench.profile.intervals import Intervals, intervals, union
 from dtbench.profile.kineto import Args, Event, Trace, args_of, told
 from dtbench.profile.steps import Steps, steps_of
@@ -119,10 +119,10 @@ def read_rank(path: Path, fallback_rank: int) -> RankTrace:
     Raises:
         UnreadableRunError: it is no trace.
     """
-    return _Reader(path).read(fallback_rank)
+    return _RankReader(path).read(fallback_rank)
 
 
-class _Reader:
+class _RankReader:
     def __init__(self, path: Path) -> None:
         self.trace = Trace(path)
         self._zero: int | None = None
@@ -297,7 +297,7 @@ class _Reader:
             [of for of in some if of.end - of.start <= most] for some in lists
         )
 
-    def _kernel_calls(self, host: Sequence[Op], groups: Mapping[str, Group]) -> Iterator[Call]:
+    def _kernel_calls(self, host: Sequence[Op], groups: Mapping[str, ProcessGroup]) -> Iterator[Call]:
         """By launch each kernel finds the calls that it was launched in; else the annotation that is drawn over it on
         its stream names the call."""
         by_thread = group_by(host, lambda op: op.thread)
@@ -317,7 +317,9 @@ class _Reader:
             issued = launch[1] if launch else around[0].start if around else message.start
             yield _described(message, around, groups)._replace(issued=issued)
 
-    def _gloo_calls(self, host: Sequence[Op], groups: Mapping[str, Group], listed: object) -> Iterator[Call]:
+    def _gloo_calls(
+        self, host: Sequence[Op], groups: Mapping[str, ProcessGroup], listed: object
+    ) -> Iterator[Call]:
         """A transport belongs to the first call before it of its kind and shapes that has none yet: a call starts it,
         or queues it behind others of its group."""
         own = {thread for thread, ops in self._ops.items() if ops.args}
@@ -331,7 +333,7 @@ class _Reader:
             while calls and calls[-1].start <= start:
                 op = calls.pop()
                 waiting.setdefault(comm.collective_of(op.name), deque()).append(op)
-            group = groups.get(pools.get(thread, ""), Group(""))
+            group = groups.get(pools.get(thread, ""), ProcessGroup(""))
             dtype, bytes_ = comm.payload_of_shapes(name, args, group.size)
             kind = comm.collective_of(name)
             call = Call(start, start, end, kind, group, dtype, bytes_, issued=start)
@@ -408,10 +410,10 @@ def _under_way(by_thread: Mapping[int, list[Op]], thread: int, at: float) -> lis
     return [one for one in reversed(of[max(last - 8, 0) : last]) if one.end >= at]
 
 
-def _described(kernel: Op, around: Sequence[Op], groups: Mapping[str, Group]) -> Call:
+def _described(kernel: Op, around: Sequence[Op], groups: Mapping[str, ProcessGroup]) -> Call:
     """A kernel as a call: by its own words, else by those of the calls that it was launched in, innermost first."""
     by_name = comm.collective_of(kernel.name)
-    call = Call(kernel.start, kernel.start, kernel.end, by_name, Group(""))
+    call = Call(kernel.start, kernel.start, kernel.end, by_name, ProcessGroup(""))
     if around:
         call = call._replace(asked_by=_asker(around[0]))
     for of in (kernel.args, *(op.args for op in around)):
@@ -431,7 +433,7 @@ def _described(kernel: Op, around: Sequence[Op], groups: Mapping[str, Group]) ->
     )
 
 
-def _pools(listed: object, tids: Mapping[int, Any], groups: Mapping[str, Group]) -> dict[int, str]:
+def _pools(listed: object, tids: Mapping[int, Any], groups: Mapping[str, ProcessGroup]) -> dict[int, str]:
     """gloo's thread -> the name of its group. Traces list it where dtbench recorded them; else each group has two
     threads, started in the order of the groups: told only where all of them show."""
     if isinstance(listed, dict):
