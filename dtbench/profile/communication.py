@@ -12,6 +12,7 @@ from dtbench.profile.kineto import Args, told
 from dtbench_core.cost.ring import busbw_factor
 
 UNKNOWN, UNKNOWN_GROUP = "unknown", "unknown group"
+_MOST_DIMS = 64  # of a tensor: torch's limit
 # Kernels that communicate: NCCL and what stands in for it, and torch's symmetric memory.
 COMMUNICATES = re.compile(
     r"(?i)\b(?:nccl|rccl|msccl|oneccl|nvshmem|deep_ep)|(?:one|two)_shot_all_reduce|multimem_(?:all|one)"
@@ -20,48 +21,27 @@ COMMUNICATES = re.compile(
 NO_COLLECTIVE = re.compile(
     r"(?i)^_?(?:wait|start|end|init|new_group|wrap|monitored|work_)|wait_tensor|_autograd$"
 )
-# What is left of a name without its namespace, underscores and case -> nccl-tests' name. Whatever has more to it
-# ("_allgather_base_", "all_gather_into_tensor_coalesced", "AllGather_RING_LL") begins or goes on with one of these.
-_NAMES = (
-    ("barrier", "barrier"),
-    ("reducescatter", "reduce_scatter"),
-    ("allreduce", "all_reduce"),
-    ("allgather", "all_gather"),
-    ("alltoall", "all_to_all"),
-    ("sendrecv", "send_recv"),
-    ("broadcast", "broadcast"),
-    ("scatter", "scatter"),
-    ("gather", "gather"),
-    ("reduce", "reduce"),
-    ("send", "send"),
-    ("recv", "recv"),
-    ("coalesced", "coalesced"),
-)
-# ScalarType's names in traces, without "c10::", in lower case -> torch's name and bytes per element.
-_DTYPES: dict[str, tuple[str, int]] = {
-    **dict.fromkeys(("float", "float32"), ("float32", 4)),
-    **dict.fromkeys(("double", "float64"), ("float64", 8)),
-    **dict.fromkeys(("half", "float16"), ("float16", 2)),
-    "bfloat16": ("bfloat16", 2),
-    **dict.fromkeys(("int", "int32"), ("int32", 4)),
-    **dict.fromkeys(("long", "int64", "long int"), ("int64", 8)),
-    **dict.fromkeys(("short", "int16"), ("int16", 2)),
-    **dict.fromkeys(("char", "signed char", "int8"), ("int8", 1)),
-    **dict.fromkeys(("byte", "unsigned char", "uint8"), ("uint8", 1)),
-    "bool": ("bool", 1),
-    **dict.fromkeys(("complexfloat", "c10::complex<float>", "complex<float>"), ("complex64", 8)),
-    **dict.fromkeys(("complexdouble", "c10::complex<double>", "complex<double>"), ("complex128", 16)),
-    "uint16": ("uint16", 2),
-    "uint32": ("uint32", 4),
-    "uint64": ("uint64", 8),
-    **{
-        name: (name, 1)
-        for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    },
+# nccl-tests' names. Whatever traces have more ("_allgather_base_", "AllGather_RING_LL") holds one of these, less case
+# and underscores; the first counts.
+_NAMES = "barrier reduce_scatter all_reduce all_gather all_to_all send_recv broadcast scatter gather reduce send recv"
+_NAMES_OF = {name.replace("_", ""): name for name in (*_NAMES.split(), "coalesced")}
+# torch's dtypes by bytes per element, and ScalarType's names for them, without "c10::", in lower case.
+_DTYPES = {
+    1: "int8 uint8 bool float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",
+    2: "float16 bfloat16 int16 uint16",
+    4: "float32 int32 uint32",
+    8: "float64 int64 uint64 complex64",
+    16: "complex128",
 }
+_SIZES = {name: size for size, names in _DTYPES.items() for name in names.split()}
+_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
+_ALIASES |= {"short": "int16", "char": "int8"}
+_ALIASES |= {"byte": "uint8", "signed char": "int8", "unsigned char": "uint8", "long int": "int64"}
+_ALIASES |= {"complexfloat": "complex64", "complexdouble": "complex128"}
+_ALIASES |= {"complex<float>": "complex64", "complex<double>": "complex128"}
 
 
-class Group(NamedTuple):
+class ProcessGroup(NamedTuple):
     """A process group. key: by which all calls of one rank over it are alike. ranks: in a world's numbers."""
 
     key: str
@@ -72,30 +52,34 @@ class Group(NamedTuple):
 
 class Call(NamedTuple):
     """A collective of one rank, us. arrival: when the rank was ready for it: the kernel's start, of gloo the call.
-    start, end: of the transport's work, waiting included. bytes: the larger of what goes in and comes out."""
+    start, end: of the transport's work, waiting included. bytes: the larger of what goes in and comes out. issued: when
+    the host called for it, where the trace says, else the start."""
 
     arrival: float
     start: float
     end: float
     collective: str
-    group: Group
+    group: ProcessGroup
     dtype: str | None = None
     bytes: int | None = None
     sequence: int | None = None
     asked_by: str = ""
+    issued: float = 0.0
 
 
 def collective_of(name: str) -> str:
     """`c10d::_allgather_base_`, `nccl:_all_gather_base`, `ncclDevKernel_AllGather_RING_LL(...)`: `all_gather`."""
-    words = re.sub(r"[^a-z]", "", re.sub(r"^(?:\w+::|\w+:|\w*?Kernel_)", "", name.partition("(")[0]).lower())
-    return next((known for part, known in _NAMES if part in words), UNKNOWN)
+    words = re.sub(
+        r"[^a-z]", "", re.sub(r"^(?:\w+::|\w+:|\w*?Kernel_)", "", name[:300].partition("(")[0]).lower()
+    )
+    return next((known for part, known in _NAMES_OF.items() if part in words), UNKNOWN)
 
 
 def dtype_of(text: object) -> tuple[str | None, int | None]:
     """torch's name, and bytes per element."""
-    name = str(text or "")
-    known = _DTYPES.get(name.lower()) or _DTYPES.get(name.removeprefix("c10::").lower())
-    return known or (None, None)
+    name = str(text or "")[:40].removeprefix("c10::").lower()
+    name = _ALIASES.get(name, name)
+    return (name, _SIZES[name]) if name in _SIZES else (None, None)
 
 
 def whole(value: object, most: int = 2**60) -> int | None:
@@ -109,26 +93,26 @@ def payload(args: Args) -> tuple[str | None, int | None]:
     """dtype and bytes of a call that says how many elements it has."""
     dtype, itemsize = dtype_of(args.dtype)
     elements = [n for n in map(whole, (args.elements_in, args.elements_out)) if n is not None]
-    return dtype, max(elements) * itemsize if elements and itemsize else None
+    return dtype, whole(max(elements) * itemsize) if elements and itemsize else None
 
 
-def payload_of_shapes(op: str, args: Args, group_size: int | None) -> tuple[str | None, int | None]:
-    """The same of a call whose inputs' shapes were recorded. A list of outputs has none: it is as many inputs."""
+def payload_of_shapes(
+    op: str, args: Args, group_size: int | None, carried: str | None = None
+) -> tuple[str | None, int | None]:
+    """The same of a call whose inputs' shapes were recorded. A list of outputs has none: it is as many inputs; a list
+    of inputs has no dtype: it is that which is carried."""
     shapes, types = args.shapes, args.types
-    if "barrier" in op:  # its tensor is a pretext
+    # A barrier's tensor is a pretext.
+    if "barrier" in op or not isinstance(shapes, list) or not isinstance(types, list):
         return None, None
-    if not isinstance(shapes, list) or not isinstance(types, list):
-        return None, None
-    dtype, itemsize = next((found for kind in types if (found := dtype_of(kind))[0]), (None, None))
-    elements = [
-        n for shape, kind in zip(shapes, types, strict=False) if (n := _elements(shape, kind)) is not None
-    ]
-    lists = op.endswith(("allgather_", "gather_", "reduce_scatter_", "scatter_")) and "base" not in op
+    dtype, itemsize = next((found for kind in types if (found := dtype_of(kind))[0]), dtype_of(carried))
+    counts = (_elements(shape, kind) for shape, kind in zip(shapes, types, strict=False))
+    elements = [n for n in counts if n is not None]
     if not elements or itemsize is None:
         return dtype, None
-    if lists and len(elements) == 1:
-        return dtype, max(elements) * itemsize * group_size if group_size and op.endswith("gather_") else None
-    return dtype, max(elements) * itemsize
+    if len(elements) == 1 and op.endswith(("gather_", "scatter_")) and "base" not in op:
+        itemsize *= group_size if group_size and op.endswith("gather_") else 0
+    return dtype, whole(max(elements) * itemsize) if itemsize else None
 
 
 def _elements(shape: object, kind: object) -> int | None:
@@ -136,13 +120,17 @@ def _elements(shape: object, kind: object) -> int | None:
     if not isinstance(shape, list):
         return None
     if shape and all(isinstance(of, list) for of in shape):
-        return sum(math.prod(map(int, of)) for of in shape if all(type(n) is int for n in of))
-    if not all(type(n) is int for n in shape) or (not shape and dtype_of(kind)[0] is None):
+        return sum(_product(of) or 0 for of in shape)
+    return _product(shape) if shape or dtype_of(kind)[0] is not None else None
+
+
+def _product(sizes: list[Any]) -> int | None:
+    if len(sizes) > _MOST_DIMS or not all(whole(n) is not None for n in sizes):
         return None
-    return math.prod(shape)
+    return math.prod(map(int, sizes))
 
 
-def groups_of(header: Mapping[str, Any]) -> dict[str, Group]:
+def groups_of(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
     """By process group's name: those that the trace lists, with the mesh dims that a DeviceMesh names them by."""
     info = header.get("distributedInfo")
     listed = info.get("pg_config") if isinstance(info, dict) else None
@@ -150,15 +138,14 @@ def groups_of(header: Mapping[str, Any]) -> dict[str, Group]:
     for one in listed if isinstance(listed, list) else ():
         if isinstance(one, dict) and (name := told(one.get("pg_name", ""))):
             ranks = one.get("ranks")
-            known = (
-                tuple(ranks) if isinstance(ranks, list) and all(whole(r) is not None for r in ranks) else None
-            )
+            sound = isinstance(ranks, list) and all(type(of) is int and of >= 0 for of in ranks)
+            known = tuple(ranks or ()) if sound else None
             size = len(known) if known else whole(one.get("pg_size"))
-            groups[name] = Group(name, dim_of(str(one.get("pg_desc", "")), known, size), size, known)
+            groups[name] = ProcessGroup(name, dim_of(str(one.get("pg_desc", "")), known, size), size, known)
     return groups
 
 
-def group_of(args: Args, groups: Mapping[str, Group]) -> Group:
+def group_of(args: Args, groups: Mapping[str, ProcessGroup]) -> ProcessGroup:
     """Of a call's own words."""
     name = told(args.group) if args.group is not None else ""
     if name in groups:
@@ -169,8 +156,8 @@ def group_of(args: Args, groups: Mapping[str, Group]) -> Group:
         ranks = tuple(map(int, text[1:-1].split(",")))
         size = size or len(ranks)
     if not name and size is None:
-        return Group("")
-    return Group(name or text, dim_of(str(args.description or ""), ranks, size), size, ranks)
+        return ProcessGroup("")
+    return ProcessGroup(name or text, dim_of(str(args.description or ""), ranks, size), size, ranks)
 
 
 def dim_of(description: str, ranks: Sequence[int] | None, size: int | None) -> str:
@@ -187,12 +174,7 @@ def dim_of(description: str, ranks: Sequence[int] | None, size: int | None) -> s
 
 def busbw_of(collective: str, size: int | None, bytes_: int | None, seconds: float) -> float | None:
     """bytes/s as nccl-tests has it; None where there is none."""
-    if (
-        bytes_ is None
-        or not bytes_
-        or seconds <= 0
-        or collective in (UNKNOWN, "coalesced", "barrier", "send_recv")
-    ):
+    if not bytes_ or seconds < 1e-12 or collective in (UNKNOWN, "coalesced", "barrier", "send_recv"):
         return None
     if collective in ("send", "recv"):
         return bytes_ / seconds

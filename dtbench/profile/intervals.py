@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,29 +32,18 @@ def length(united: Intervals) -> float:
 
 def within(united: Intervals, start: float, end: float) -> Intervals:
     """The part of it between two points."""
-    cut = np.clip(united, start, end)
-    return cut[cut[:, 0] < cut[:, 1]]
+    first = np.searchsorted(united[:, 1], start, side="right")
+    return np.clip(united[first : np.searchsorted(united[:, 0], end)], start, end)
 
 
 def gaps(united: Intervals, start: float, end: float) -> Intervals:
     """What it leaves of the line between two points."""
-    inside = within(united, start, end)
-    edges = np.concatenate([[start], inside.ravel(), [end]]).reshape(-1, 2)
-    return edges[edges[:, 0] < edges[:, 1]]
+    return difference(intervals([(start, end)] if start < end else ()), united)
 
 
 def difference(united: Intervals, others: Intervals) -> Intervals:
     """What it covers and the others, united too, do not."""
-    if not len(united) or not len(others):
-        return united
-    outside = gaps(others, min(united[0, 0], others[0, 0]), max(united[-1, 1], others[-1, 1]))
-    # Each piece with each gap that it meets: both are sorted.
-    first = np.searchsorted(outside[:, 1], united[:, 0], side="right")
-    last = np.searchsorted(outside[:, 0], united[:, 1], side="left")
-    counts = np.maximum(last - first, 0)
-    piece = np.repeat(np.arange(len(united)), counts)
-    gap = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
-    cut = np.column_stack(
-        [np.maximum(united[piece, 0], outside[gap, 0]), np.minimum(united[piece, 1], outside[gap, 1])]
-    )
-    return cut[cut[:, 0] < cut[:, 1]]
+    edges = np.unique(np.concatenate([united.ravel(), others.ravel()]))
+    # Of sorted starts and ends an odd number lies before a point that is covered.
+    ours, theirs = (np.searchsorted(of.ravel(), edges[:-1], side="right") % 2 == 1 for of in (united, others))
+    return cast(Intervals, np.column_stack([edges[:-1], edges[1:]])[ours & ~theirs])

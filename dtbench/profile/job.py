@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from msgspec.structs import asdict
 
-from dtbench.profile.communication import Call, busbw_of
+from dtbench.profile.communication import Call, ProcessGroup, busbw_of
 from dtbench.profile.intervals import Intervals, difference, gaps, intervals, length, union, within
 from dtbench.profile.rank_trace import RankTrace, read_rank
 from dtbench.profile.together import Together, bring_together
 from dtbench.records.job import Collective, DimParts, Job, Lane, RankJob, StepParts
+from dtbench.records.judged_job import CallKind
 from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.grouping import group_by
@@ -21,7 +24,10 @@ from dtbench.suite.grouping import group_by
 JOB = "job.json"
 _MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all
 _MOST_ASKERS = 3
+_P2P = ("send", "recv")
+_NO_GROUPS = "the groups of gloo's calls are not told; `dtbench profile -- COMMAND` records them"
 _MOST_JOB = 256 * 2**20
+_NO_TRACES = (JOB, "table.json")  # what a profile's folder has beside them
 _TRACES = re.compile(r"\.json(\.gz)?$|\.trace(\.gz)?$")
 
 
@@ -34,18 +40,16 @@ def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()
     """
     files = list(_files(paths))
     if not files:
-        raise UsageError(
-            f"no traces in {', '.join(map(str, paths))}: expected *.json or *.json.gz of torch.profiler"
-        )
+        where = ", ".join(map(str, paths))
+        raise UsageError(f"no traces in {where}: expected *.json or *.json.gz of torch.profiler")
     traces: dict[int, RankTrace] = {}
     for number, file in enumerate(files):
         trace = read_rank(file, number)
         if trace.rank in traces:
-            other = traces[trace.rank].source
-            raise UsageError(
-                f"{file} and {other} are both of rank {trace.rank}: expected the traces of one run"
-            )
+            both = f"{file} and {traces[trace.rank].source}"
+            raise UsageError(f"{both} are both of rank {trace.rank}: expected the traces of one run")
         traces[trace.rank] = trace
+    _same_groups(traces.values())
     return job_of([traces[rank] for rank in sorted(traces)], label or files[0].parent.name, command)
 
 
@@ -66,7 +70,7 @@ def _files(paths: Sequence[Path]) -> Iterable[Path]:
     for path in paths:
         if path.is_dir():
             yield from sorted(
-                f for f in path.iterdir() if _TRACES.search(f.name) and f.name not in (JOB, "table.json")
+                f for f in path.iterdir() if _TRACES.search(f.name) and f.name not in _NO_TRACES
             )
         else:
             yield path
@@ -95,7 +99,7 @@ def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] 
         waits=tuple(together.waits),
         aligned_by=together.by,
         drawn_step=drawn,
-        drawn_s=max((end for lane in lanes for _, end in lane.intervals), default=0.0),
+        drawn_s=max([0.0, *(end for lane in lanes for _, end in lane.intervals)]),
         lanes=tuple(lanes),
         notes=tuple(_folded(notes)),
     )
@@ -112,6 +116,15 @@ def _folded(notes: Sequence[str]) -> Iterable[str]:
             yield f"ranks {', '.join(ranks[:8])}{', ...' if len(ranks) > 8 else ''}: {text}"
 
 
+def _same_groups(traces: Iterable[RankTrace]) -> None:
+    """gloo's groups are told of all ranks or of none: else two recordings of one job would differ."""
+    gloo = [trace for trace in traces if trace.backend == "gloo" or not trace.on_gpu]
+    if any(not call.group.key and call.collective not in _P2P for trace in gloo for call in trace.calls):
+        for trace in gloo:
+            trace.calls = [call._replace(group=ProcessGroup("")) for call in trace.calls]
+            trace.notes.append(f"rank {trace.rank}: {_NO_GROUPS}")
+
+
 def messages_of(calls: Iterable[Call]) -> Intervals:
     """When any of them was under way."""
     return union(intervals((call.start, call.end) for call in calls))
@@ -119,13 +132,10 @@ def messages_of(calls: Iterable[Call]) -> Intervals:
 
 def _rank_job(trace: RankTrace, together: Together, first: RankTrace) -> RankJob:
     messages = messages_of(trace.calls)
-    whole = _parts(trace, messages, *trace.span)
-    marks = trace.steps.marks
+    whole = asdict(_parts(trace, messages, *trace.span))
     by_dim = group_by(trace.calls, lambda call: call.group.mesh_dim)
-    shift = together.shift_us.get(trace.rank)
-    off_us = 0.0 if shift is None else shift + (first.zero_us - trace.zero_us)
+    shift, error = (of.get(trace.rank) for of in (together.shift_us, together.error_us))
     durations = [end - start for start, end in trace.steps.host]
-    error = together.error_us.get(trace.rank)
     return RankJob(
         rank=trace.rank,
         source=trace.source,
@@ -134,25 +144,19 @@ def _rank_job(trace: RankTrace, together: Together, first: RankTrace) -> RankJob
         steps=len(durations),
         steps_by=trace.steps.by,
         step_s=median(durations) / 1e6 if durations else None,
-        span_s=whole.step_s,
-        computation_s=whole.computation_s,
-        communication_s=whole.communication_s,
-        exposed_s=whole.exposed_s,
-        copy_s=whole.copy_s,
-        idle_s=whole.idle_s,
-        host_bound_s=whole.host_bound_s,
-        each_step=tuple(_parts(trace, messages, start, end) for start, end in marks),
-        dims=tuple(
-            DimParts(
-                mesh_dim=dim,
-                communication_s=length(own := messages_of(calls)) / 1e6,
-                exposed_s=length(difference(own, trace.compute)) / 1e6,
-            )
-            for dim, calls in sorted(by_dim.items())
-        ),
-        clock_off_s=off_us / 1e6,
-        clock_error_s=None if error is None or error == float("inf") else error / 1e6,
+        span_s=whole.pop("step_s"),
+        **whole,
+        each_step=tuple(_parts(trace, messages, *mark) for mark in trace.steps.marks),
+        dims=tuple(_of_dim(trace, dim, calls) for dim, calls in sorted(by_dim.items())),
+        clock_off_s=0.0 if shift is None else (shift + first.zero_us - trace.zero_us) / 1e6,
+        clock_error_s=None if error in (None, float("inf")) else error / 1e6,
     )
+
+
+def _of_dim(trace: RankTrace, dim: str, calls: Sequence[Call]) -> DimParts:
+    own = messages_of(calls)
+    exposed_s = length(difference(own, trace.compute)) / 1e6
+    return DimParts(mesh_dim=dim, communication_s=length(own) / 1e6, exposed_s=exposed_s)
 
 
 def _parts(trace: RankTrace, messages: Intervals, start: float, end: float) -> StepParts:
@@ -174,37 +178,40 @@ def _host_bound_us(trace: RankTrace, idle: Intervals) -> float:
     """Of each gap what passed until the host launched the kernel that ends it."""
     at = np.searchsorted(trace.launched[:, 0], idle[:, 1] - 1e-3)
     at = at[at < len(trace.launched)]
-    ends = idle[: len(at)]
-    launched = trace.launched[at, 1]
-    return float(np.clip(np.minimum(launched, ends[:, 1]) - ends[:, 0], 0, None).sum())
+    starts, ends = idle[: len(at)].T
+    return float(np.clip(np.minimum(trace.launched[at, 1], ends) - starts, 0, None).sum())
+
+
+def _kind(call: Call) -> CallKind:
+    return CallKind(call.group.mesh_dim, call.collective, call.group.size, call.dtype, call.bytes)
 
 
 def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
-    def kind(one: tuple[int, Call]) -> tuple[str, str, int | None, str | None, int | None]:
-        call = one[1]
-        return call.group.mesh_dim, call.collective, call.group.size, call.dtype, call.bytes
-
-    alike = group_by(enumerate(trace.calls), kind)
-    order = sorted(alike.items(), key=lambda item: -sum(call.end - call.start for _, call in item[1]))
-    for (dim, name, size, dtype, bytes_), calls in order:
-        seconds = [(call.end - call.start) / 1e6 for _, call in calls]
-        moving = [us for index, _ in calls if (us := together.moving_us.get((trace.rank, index))) is not None]
-        askers = group_by((call.asked_by for _, call in calls if call.asked_by), str)
-        yield Collective(
+    # Steps and calls by when the host began them: the GPU runs behind.
+    edges = np.array(trace.steps.host).reshape(-1, 2)
+    issued = np.array([call.issued for call in trace.calls])
+    begun, over = (np.searchsorted(edges[:, side], issued, side="right") for side in (0, 1))
+    alike = group_by(range(len(trace.calls)), lambda at: _kind(trace.calls[at]))
+    rows = []
+    for kind, which in alike.items():
+        calls = [trace.calls[at] for at in which]
+        seconds = [(call.end - call.start) / 1e6 for call in calls]
+        moving = [us for at in which if (us := together.moving_us.get((trace.rank, at))) is not None]
+        askers = Counter(call.asked_by for call in calls if call.asked_by)
+        row = Collective(
             rank=trace.rank,
-            collective=name,
-            mesh_dim=dim,
-            group_size=size,
-            dtype=dtype,
-            bytes=bytes_,
+            **asdict(kind),
             count=len(calls),
+            in_steps=int((begun[which] > over[which]).sum()) if len(edges) else None,
             time_s=sum(seconds),
             median_s=median(seconds),
             best_s=min(seconds),
             moving_s=median(moving) / 1e6 if len(moving) == len(calls) else None,
-            busbw=busbw_of(name, size, bytes_, sum(seconds) / len(seconds)),
-            asked_by=tuple(sorted(askers, key=lambda of: -len(askers[of]))[:_MOST_ASKERS]),
+            busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)),
+            asked_by=tuple(asker for asker, _ in askers.most_common(_MOST_ASKERS)),
         )
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row.time_s)
 
 
 def _drawn(traces: Sequence[RankTrace], together: Together) -> tuple[int | None, list[Lane]]:
@@ -212,26 +219,20 @@ def _drawn(traces: Sequence[RankTrace], together: Together) -> tuple[int | None,
     steps = min(len(trace.steps.marks) for trace in traces)
     if not steps:
         return None, []
-    number = steps // 2
-    first = traces[0]
-    begin = first.steps.marks[number][0]
-    lanes = []
+    number, lanes = steps // 2, []
+    begin = traces[0].steps.marks[number][0]
     for trace in traces:
-        shift = together.shift_us.get(trace.rank)
         start, end = trace.steps.marks[number]
         # A rank whose clock is not known is drawn from its own step's begin.
-        off = shift - begin if shift is not None else -start
-        messages = messages_of(trace.calls)
-        named = [
-            (f"communication {dim}", messages_of(calls))
-            for dim, calls in sorted(group_by(trace.calls, lambda call: call.group.mesh_dim).items())
+        off = together.shift_us.get(trace.rank, begin - start) - begin
+        by_dim = group_by(trace.calls, lambda call: call.group.mesh_dim)
+        named = {f"communication {dim}": messages_of(calls) for dim, calls in sorted(by_dim.items())}
+        named |= {"computation": trace.compute, "copy": trace.copies}
+        named["exposed"] = difference(messages_of(trace.calls), trace.compute)
+        cuts = {name: within(of, start, end) + off for name, of in named.items()}
+        lanes += [
+            Lane(rank=trace.rank, name=n, intervals=tuple(_to_draw(of))) for n, of in cuts.items() if len(of)
         ]
-        named += [("computation", trace.compute), ("copy", trace.copies)]
-        named += [("exposed", difference(messages, trace.compute))]
-        for name, of in named:
-            cut = within(of, start, end) + off
-            if len(cut):
-                lanes.append(Lane(rank=trace.rank, name=name, intervals=tuple(_to_draw(cut))))
     return number, lanes
 
 

@@ -135,7 +135,8 @@ def _per_step(job: Job, ranks: Set[int], whole: bool) -> dict[tuple[CallKind, in
     steps = {rank.rank: max(len(rank.each_step), 1) for rank in job.ranks if rank.rank in ranks}
     calls: Counter[tuple[CallKind, int]] = Counter()
     for call in job.collectives:
-        calls[_kind(call), call.rank] += call.count * (call.rank in steps)
+        if call.rank in steps:
+            calls[_kind(call), call.rank] += call.count if call.in_steps is None else call.in_steps
     return {key: n // steps[key[1]] if whole else n / steps[key[1]] for key, n in calls.items() if n}
 
 

@@ -11,6 +11,8 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,12 +23,15 @@ from dtbench.suite.errors import UnreadableRunError, plain
 PIECE = 4 * 2**20  # bytes read at a time
 # One event of more is none; a whole trace of more is refused: a gzip of a MB can hold a GB of zeros.
 MOST_EVENT, MOST_TRACE = 64 * 2**20, 8 * 2**30
-_CUTS_TRIED = 40  # of one piece: events may hold lists of objects of their own
-_BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
-_ENDS = re.compile(rb"\}\s*\]")
-_BEGINS = re.compile(rb'"traceEvents"\s*:\s*\[|\A\s*\[')
-_NO_NUMBER = re.compile(rb":\s*-?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)  # some versions write them
 _MOST_HEADER = 16 * 2**20
+_WINDOW = 2**16  # of the text's end, where an event is expected to end
+_BEGINS = re.compile(rb'"traceEvents"\s*:\s*\[|\A\s*\[')
+_FIRST_KEY = re.compile(rb'\s*\{\s*("\w{1,40}")')
+_BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
+_AFTER_LIST = re.compile(rb'\s*(?:\Z|[\]}]|,\s*")')
+_NO_NUMBER = re.compile(rb":\s*-?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)  # some versions write them
+# From here on a float holds no 1/500 us: such times are read digit by digit.
+_COARSE_US = 2.0**44
 
 
 class Args(msgspec.Struct, gc=False):
@@ -34,7 +39,6 @@ class Args(msgspec.Struct, gc=False):
     output_json.cpp)."""
 
     correlation: Any = None
-    stream: Any = None
     external: Any = msgspec.field(name="External id", default=None)
     collective: Any = msgspec.field(name="Collective name", default=None)
     elements_in: Any = msgspec.field(name="In msg nelems", default=None)
@@ -57,27 +61,31 @@ class Event(msgspec.Struct, gc=False):
     cat: str | None = None
     pid: Any = None
     tid: Any = None
-    ts: float | int | str | None = None
+    ts: Any = None
     dur: float | int | None = None
     args: msgspec.Raw = msgspec.Raw(b"null")
 
 
-_events = msgspec.json.Decoder(list[Event])
+class _ExactEvent(Event, gc=False):
+    ts: Decimal | None = None
+
+
+_floats, _decimals = msgspec.json.Decoder(list[Event]), msgspec.json.Decoder(list[_ExactEvent])
 _raw_events = msgspec.json.Decoder(list[msgspec.Raw])
-_event = msgspec.json.Decoder(Event)
 _args = msgspec.json.Decoder(Args)
+_NO_JSON = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
 
 def args_of(event: Event) -> Args:
     """Its arguments; none where they are damaged."""
     try:
         return _args.decode(event.args) if event.args else Args()
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except _NO_JSON:
         return Args()
 
 
 class Trace:
-    """One file. After `events` are through: header (all but the events), cut_off (the file ends before its end),
+    """One file. After `events` are through: header (all but the events), cut_off (the file ends before its events do),
     damaged (events that could not be read), size (bytes of unpacked JSON)."""
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +94,9 @@ class Trace:
         self.cut_off = False
         self.damaged = self.size = 0
         self._text = b""
-        self._file: BinaryIO | None = None
+        self._tail: bytes | None = None  # what follows the list of events
+        self._between = _BETWEEN
+        self._decoder: Any = _floats
 
     def events(self) -> Iterator[list[Event]]:
         """The events, some thousands at a time.
@@ -94,122 +104,161 @@ class Trace:
         Raises:
             UnreadableRunError: it is no trace, or cannot be read.
         """
-        try:
-            with self.path.open("rb") as file:
-                packed = file.read(2) == b"\x1f\x8b"
-                file.seek(0)
-                self._file = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
-                self._read_header()
-                while self._read():
-                    yield from self._whole_events()
-                yield from self._last_events()
-        except OSError as error:
-            raise UnreadableRunError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        if self.path.exists() and not self.path.is_file():  # a pipe would be waited on for ever
+            raise self._refused("not a regular file")
+        with self._opened() as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            stream = gzip.GzipFile(fileobj=file) if packed else file
+            self._read_header(stream)
+            enough = 0
+            while self._tail is None:
+                last = not self._read(stream)
+                if last or len(self._text) >= enough:
+                    if (events := self._take(last)) is not None:
+                        yield events
+                    elif len(self._text) > MOST_EVENT:
+                        raise self._refused(f"an event has more than {MOST_EVENT >> 20} MiB")
+                    enough = 2 * len(self._text) if events is None else 0
+                    if last and (events is None or not self._text):
+                        break
+            self.cut_off |= self._tail is None
+            while self._tail is not None and len(self._tail) < _MOST_HEADER and self._read(stream):
+                self._tail, self._text = self._tail + self._text, b""
+            self._keep_header(b"{" + (self._tail or b"}").lstrip().lstrip(b","))
 
-    def _read(self) -> bool:
-        """Another piece of text; False at the end."""
-        assert self._file is not None
+    def _opened(self) -> BinaryIO:
         try:
-            more = self._file.read(PIECE)
+            return self.path.open("rb")
+        except (OSError, ValueError) as error:  # a null byte in its name
+            raise self._refused(f"it cannot be read ({error})") from error
+
+    def _refused(self, why: str) -> UnreadableRunError:
+        return UnreadableRunError(
+            f"{self.path} is no trace of torch.profiler: {why}, expected its JSON, plain or gzip"
+        )
+
+    def _read(self, stream: Any) -> bool:
+        """Another piece of text; False at the end."""
+        more = b""
+        try:
+            while len(more) < PIECE and (part := stream.read1(PIECE)):
+                more += part
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            self.cut_off, more = True, b""
+            self.cut_off = True
+        except OSError as error:
+            raise self._refused(f"it cannot be read ({error.strerror})") from error
         self.size += len(more)
         if self.size > MOST_TRACE:
-            raise UnreadableRunError(
-                f"{self.path} holds more than {MOST_TRACE >> 30} GiB, expected a trace of less"
-            )
+            raise self._refused(f"it holds more than {MOST_TRACE >> 30} GiB")
         self._text = self._text + more if self._text else more
         return bool(more)
 
-    def _read_header(self) -> None:
-        while self._read() and len(self._text) < _MOST_HEADER:
+    def _read_header(self, stream: Any) -> None:
+        while self._read(stream) and len(self._text) < _MOST_HEADER:
             if begin := _BEGINS.search(self._text):
                 head = self._text[: begin.end()] + b"]"
                 self._keep_header(head + b"}" if head.lstrip().startswith(b"{") else b"{}")
                 self._text = self._text[begin.end() :]
                 return
-        why = (
-            "it ends before its events" if b'"schemaVersion"' in self._text[:4096] else "no events are in it"
-        )
-        raise UnreadableRunError(
-            f"{self.path} is no trace of torch.profiler: {why}, expected its JSON, plain or gzip"
-        )
+        named = b'"schemaVersion"' in self._text[:4096]
+        raise self._refused("it ends before its events" if named else "no events are in it")
 
     def _keep_header(self, text: bytes) -> None:
-        try:
+        with suppress(*_NO_JSON):
             header = msgspec.json.decode(_NO_NUMBER.sub(b":null", text))
-        except (msgspec.MsgspecError, UnicodeError, RecursionError):
-            return
-        self.header |= {key: value for key, value in header.items() if key != "traceEvents"}
+            self.header |= {key: value for key, value in header.items() if key != "traceEvents"}
 
-    def _whole_events(self) -> Iterator[list[Event]]:
-        """Those that the text holds whole; what is left of it stays."""
-        window = max(len(self._text) - 2**16, 0)
-        cuts = [match.span() for match in _BETWEEN.finditer(self._text, window)]
-        cuts = cuts or [match.span() for match in _BETWEEN.finditer(self._text)]
-        for brace, following in cuts[: -_CUTS_TRIED - 1 : -1]:
-            if (events := self._decoded(self._text[: brace + 1])) is not None:
-                self._text = self._text[following:]
-                yield events
-                return
-        if cuts and (len(self._text) > 2 * PIECE or len(cuts) > 1):
-            yield self._one_by_one(cuts[-1])
-        elif len(self._text) > MOST_EVENT:
-            raise UnreadableRunError(
-                f"{self.path} has an event of more than {MOST_EVENT >> 20} MiB, expected a trace"
-            )
+    def _take(self, last: bool) -> list[Event] | None:
+        """The events that the text holds whole, None where it holds none; what is left of it stays."""
+        if self._between is _BETWEEN and (first := _FIRST_KEY.match(self._text)):
+            # As all events of a trace begin, and hardly a thing in them: no text in JSON holds {"key" as it is.
+            self._between = re.compile(rb"\}\s*,\s*(?=\{\s*" + first[1] + rb")")
+        text = self._text.rstrip().removesuffix(b",") if last else self._text
+        if last and (events := self._decoded(text)) is not None:
+            self._text = b""
+            return events
+        for start in (max(len(text) - _WINDOW, 0), 0):
+            cuts = [match.span() for match in _BETWEEN.finditer(text, start)]
+            # Seldom is it not the last: twice as far back with each try.
+            for back in (2**n for n in range(len(cuts).bit_length())):
+                if (events := self._decoded(text[: cuts[-back][0] + 1])) is not None:
+                    return self._cut(cuts[-back], events)
+        own = [match.span() for match in self._between.finditer(text)]
+        if own and (last or len(text) > 2 * PIECE):  # a bracket that is never closed
+            return self._cut(own[-1], self._one_by_one(text[: own[-1][0] + 1]))
+        try:
+            _raw_events.decode(b"[" + text + b"]")
+        except _NO_JSON as error:
+            return self._ended(text, str(error))
+        return None
 
-    def _decoded(self, text: bytes) -> list[Event] | None:
-        """Of a text of whole events; None where it is not."""
+    def _cut(self, at: tuple[int, int], events: list[Event]) -> list[Event]:
+        if self._tail is not None:
+            self._tail += self._text[at[0] + 1 :]
+        self._text = self._text[at[1] :]
+        return events
+
+    def _decoded(self, text: bytes, repaired: bool = False) -> list[Event] | None:
+        """Of a text that ends where an event does, also beyond the list; None where it ends within an event."""
+        try:
+            return self._whole(text)
+        except msgspec.DecodeError as error:
+            if "truncated" in str(error):
+                return None
+            if (events := self._ended(text, str(error))) is not None:
+                return events
+        except (UnicodeError, RecursionError):
+            pass
+        if repaired:
+            return self._one_by_one(text)
+        text = _NO_NUMBER.sub(b":null", text)
+        return self._decoded(text.decode("utf-8", "replace").encode(), True)
+
+    def _ended(self, text: bytes, error: str) -> list[Event] | None:
+        """The events, where the list ends within the text; what comes after it is kept."""
+        if trailing := re.search(r"trailing (characters|comma) .*byte (\d+)", error):
+            end = text.rfind(b"]", 0, int(trailing[2]) - 2 * (trailing[1] == "characters"))
+            if end >= 0 and _AFTER_LIST.match(text, end + 1):
+                self._tail = text[end + 1 :]
+                return self._whole(text[:end].rstrip().removesuffix(b","))
+        return None
+
+    def _whole(self, text: bytes) -> list[Event]:
         array = b"[" + text + b"]"
         try:
-            return _events.decode(array)
+            events: list[Event] = self._decoder.decode(array)
         except msgspec.ValidationError:  # JSON, with a field of another type
             events = []
             for raw in _raw_events.decode(array):
                 try:
-                    events.append(_event.decode(raw))
-                except msgspec.MsgspecError:
+                    events += self._decoder.decode(b"[" + bytes(raw) + b"]")
+                except _NO_JSON:
                     self.damaged += 1
-            return events
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return None
-
-    def _one_by_one(self, last_cut: tuple[int, int]) -> list[Event]:
-        """Where a piece as a whole is no JSON: its events; damaged ones are counted. The end of the list may lie in it,
-        before what the file has after its events."""
-        text, self._text = self._text[: last_cut[0] + 1], self._text[last_cut[1] :]
-        text = _NO_NUMBER.sub(b":null", text).decode("utf-8", "replace").encode()
-        if (events := self._decoded(text)) is not None:
-            return events
-        pieces = _BETWEEN.split(text + b",{")[:-1] if not text.endswith(b"}") else _BETWEEN.split(text)
-        events = []
-        for number, piece in enumerate(pieces):
-            one = self._decoded(piece if number == len(pieces) - 1 else piece + b"}")
-            events += one or []
-            if one is None:
-                self.damaged += 1
-                if end := _ENDS.search(piece + b"}"):  # the last event, and then something else
-                    events += self._decoded(piece[: end.start() + 1]) or []
+        if self._decoder is _floats and any(
+            type(of.ts) is float and of.ts > _COARSE_US for of in events[:99]
+        ):
+            self._decoder = _decimals
+            return self._whole(text)
         return events
 
-    def _last_events(self) -> Iterator[list[Event]]:
-        """What the text holds at the end of the file, up to the end of the list; then the rest of the header."""
-        ends = [match.span() for match in _ENDS.finditer(self._text)]
-        for brace, after in [*ends[:_CUTS_TRIED], *ends[_CUTS_TRIED:][-_CUTS_TRIED:]]:
-            if (events := self._decoded(self._text[: brace + 1])) is not None:
-                self._keep_header(b"{" + self._text[after:].lstrip().lstrip(b","))
-                yield events
-                return
-        if not self._text.strip().rstrip(b"]}").strip():  # no event, or none after the last piece
-            return
-        self.cut_off = True
-        cuts = [match.span() for match in _BETWEEN.finditer(self._text)]
-        whole = self._decoded(self._text) if self._text.rstrip().endswith(b"}") else None
-        if whole is not None:
-            yield whole
-        elif cuts:
-            yield self._one_by_one(cuts[-1])
+    def _one_by_one(self, text: bytes) -> list[Event]:
+        """Of a text that is no JSON as a whole the events that are; the others are counted."""
+        events: list[Event] = []
+        at = 0
+        for brace in [*(match.start() for match in self._between.finditer(text)), len(text) - 1]:
+            piece = text[at : brace + 1].lstrip(b", \t\r\n")
+            at = brace + 1
+            try:
+                events += self._whole(piece)
+            except _NO_JSON as error:
+                one = self._ended(piece, str(error))
+                self.damaged += one is None
+                events += one or []
+            if self._tail is not None:
+                self._tail += text[at:]
+                break
+        return events
 
 
 def told(value: object) -> str:

@@ -20,7 +20,6 @@ _NO_STEP = re.compile(
 )
 _OPTIMIZER = "Optimizer.step#"
 _COVERS = 0.5  # an annotation that is a step covers at least so much of the time from its first to its last
-_MOST_PERIOD = 5000  # collectives in a step
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ def steps_of(
     annotations: Sequence[tuple[str, float, float]], launches: Any, calls: Sequence[Call] = ()
 ) -> Steps:
     """annotations: (name, start, end). launches: (launch, start) of kernels, by launch, None without a GPU."""
-    marked = sorted(
-        (start, end) for name, start, end in annotations if name.startswith(_PROFILER) and start < end
-    )
+    marked = sorted((start, end) for name, start, end in annotations if name.startswith(_PROFILER))
+    following = [*(start for start, _ in marked[1:]), float("inf")]
+    marked = [(a, min(b, c)) for (a, b), c in zip(marked, following, strict=False) if a < min(b, c)]
     by = _PROFILER
     if not marked:
         by, marked = _repeated(annotations)
@@ -78,31 +77,31 @@ def _repeated(annotations: Sequence[tuple[str, float, float]]) -> tuple[str, lis
         if not _NO_STEP.match(name) and start < end:
             key = name if name.startswith(_OPTIMIZER) else re.sub(r"\d+", "#", name)
             by_name.setdefault(key, []).append((start, end))
+    optimizers = {name: of for name, of in by_name.items() if name.startswith(_OPTIMIZER) and len(of) > 2}
     best, covers = "", _COVERS
     for name, of in by_name.items():
         of.sort()
-        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(of))
+        apart = len(of) > 1 and all(a[1] <= b[0] for a, b in itertools.pairwise(of))
         share = sum(e - s for s, e in of) / max(of[-1][1] - of[0][0], 1e-9)
-        if len(of) > 1 and apart and share >= covers and not name.startswith(_OPTIMIZER):
+        if apart and share >= covers and not name.startswith(_OPTIMIZER):
             best, covers = name, share
-    if best:
-        return best, by_name[best]
-    optimizers = [name for name, of in by_name.items() if name.startswith(_OPTIMIZER) and len(of) > 2]
-    if not optimizers:
-        return "", []
-    name = min(optimizers, key=lambda name: len(by_name[name]))
-    ends = [end for _, end in by_name[name]]
-    return name, list(itertools.pairwise(ends))
+    if best or not optimizers:
+        return best, by_name.get(best, [])
+    name = min(optimizers, key=lambda name: len(optimizers[name]))
+    return name, list(itertools.pairwise(end for _, end in optimizers[name]))
 
 
 def _by_calls(calls: Sequence[Call]) -> list[tuple[float, float]]:
     """The shortest period of the sequence of collectives, where it repeats at least twice to the end."""
     kinds = [(call.collective, call.group.key, call.bytes, call.dtype) for call in calls]
-    n = len(kinds)
-    for period in range(1, min(n // 2, _MOST_PERIOD) + 1):
-        if len(set(kinds[:period])) < min(2, n) and period == 1 and n < 3:
-            continue
-        if all(kinds[at] == kinds[at + period] for at in range(n - period)):
-            starts = [calls[at].start for at in range(0, n, period)]
-            return list(itertools.pairwise(starts))
-    return []
+    # For each beginning of the sequence the longest of its ends that it begins with, too (Knuth, Morris and Pratt).
+    border = [0] * len(kinds)
+    for at in range(1, len(kinds)):
+        n = border[at - 1]
+        while n and kinds[n] != kinds[at]:
+            n = border[n - 1]
+        border[at] = n + (kinds[n] == kinds[at])
+    period = len(kinds) - border[-1] if kinds else 0
+    if len(kinds) < max(2 * period, 3):
+        return []
+    return list(itertools.pairwise(call.issued for call in calls[::period]))

@@ -18,6 +18,7 @@ import numpy as np
 from dtbench.profile.communication import Call
 from dtbench.profile.rank_trace import RankTrace
 from dtbench.records.job import Waits
+from dtbench.suite.grouping import group_by
 
 # Those that no rank can leave before all have come. A broadcast's root, or a sender, may be gone long before.
 _END_TOGETHER = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
@@ -42,8 +43,6 @@ class Together:
 
 def bring_together(traces: Sequence[RankTrace]) -> Together:
     together = Together()
-    if not traces:
-        return together
     joined = _joined(traces)
     _align(traces, joined, together)
     _find_waits(traces, joined, together)
@@ -53,22 +52,24 @@ def bring_together(traces: Sequence[RankTrace]) -> Together:
 def _joined(traces: Sequence[RankTrace]) -> dict[_Key, dict[int, int]]:
     """The same call of several ranks: a key of it -> by rank the index of its call."""
     joined: dict[_Key, dict[int, int]] = {}
+    members_of: dict[object, int] = {}  # numbers of sets of ranks, which may be long
     for trace in traces:
         numbers: Counter[_Key] = Counter()
-        for index, call in enumerate(trace.calls):
-            group = call.group
-            if group.size is None or (group.ranks is not None and trace.rank not in group.ranks):
+        for name, calls in group_by(enumerate(trace.calls), lambda one: one[1].group.key).items():
+            group = calls[0][1].group
+            world = group.ranks is None and group.size == trace.world_size
+            if group.size is None or not (world or trace.rank in (group.ranks or ())):
                 continue
-            members = group.ranks or (tuple(range(group.size)) if group.size == trace.world_size else None)
-            if members is None or call.collective in ("send", "recv", "send_recv", "unknown"):
-                continue
-            kind: _Key = (members, group.key, call.collective)
-            if call.sequence is not None:
-                key: _Key = (*kind, "seq", call.sequence)
-            else:
-                key = (*kind, "nth", numbers[kind])
-                numbers[kind] += 1
-            joined.setdefault(key, {}).setdefault(trace.rank, index)
+            members = members_of.setdefault(group.ranks or group.size, len(members_of))
+            for index, call in calls:
+                if call.collective in ("send", "recv", "send_recv", "unknown"):
+                    continue
+                kind: _Key = (members, name, call.collective)
+                key = (*kind, "seq", call.sequence)
+                if call.sequence is None:
+                    key = (*kind, "nth", numbers[kind])
+                    numbers[kind] += 1
+                joined.setdefault(key, {}).setdefault(trace.rank, index)
     counts: dict[_Key, set[int]] = {}
     for key, of in joined.items():
         if key[3] == "nth":
@@ -91,9 +92,8 @@ def _align(traces: Sequence[RankTrace], joined: Mapping[_Key, Mapping[int, int]]
     neighbours: dict[int, list[tuple[int, float, float]]] = {}
     for (a, b), apart in ends.items():
         shift = median(apart)
-        scatter = (
-            float(np.median(np.abs(np.array(apart) - shift))) * 1.4826
-        )  # of a normal distribution's sigma
+        # Of a normal distribution the sigma.
+        scatter = float(np.median(np.abs(np.array(apart) - shift))) * 1.4826
         error = scatter if len(apart) > 2 else float("inf")
         same_clock, host = by_rank[b].zero_us - by_rank[a].zero_us, by_rank[a].host
         if host and host == by_rank[b].host and abs(shift - same_clock) < 3 * scatter + SAME_HOST_US:
@@ -120,22 +120,19 @@ def _find_waits(
 ) -> None:
     by_rank = {trace.rank: trace for trace in traces}
     dims: dict[tuple[str, int], _DimWaits] = {}
-    for key, of in joined.items():
-        members, _, name = key[:3]
-        if set(of) != set(members) or not set(of) <= set(together.shift_us):  # type: ignore[call-overload]
-            continue
+    for of in joined.values():
         calls = {rank: by_rank[rank].calls[index] for rank, index in of.items()}
+        call = next(iter(calls.values()))
+        if len(of) != call.group.size or any(rank not in together.shift_us for rank in of):
+            continue
         arrivals = {rank: calls[rank].arrival + together.shift_us[rank] for rank in of}
         last_at = max(arrivals.values())
         for rank, index in of.items():
             shift = together.shift_us[rank]
             moving = calls[rank].end + shift - max(last_at, calls[rank].start + shift)
             together.moving_us[rank, index] = max(moving, 0.0)
-        if name in _END_TOGETHER or name == "broadcast":
-            size = len(of)
-            call = next(iter(calls.values()))
-            of_dim = dims.setdefault((call.group.mesh_dim, size), _DimWaits())
-            of_dim.add(arrivals, calls, together)
+        if call.collective in (*_END_TOGETHER, "broadcast"):
+            dims.setdefault((call.group.mesh_dim, len(of)), _DimWaits()).add(arrivals, calls, together)
     together.waits = [of.record(*dim) for dim, of in sorted(dims.items())]
 
 

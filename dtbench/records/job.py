@@ -68,7 +68,8 @@ class Collective(Struct, frozen=True, kw_only=True):
     collective: nccl-tests' name ("all_reduce", ...), "send", "recv", or "unknown" where the trace does not say which.
     mesh_dim: as the program's DeviceMesh names it, "group of 8" where it has no name, "unknown group".
     group_size, dtype ("float32"), bytes (per call: the larger of what goes in and comes out): None where the trace does
-    not say. count: calls. time_s: of all of them together; median_s, best_s: of one. busbw: bytes/s, of all of them.
+    not say. count: calls; in_steps: those of them that were issued within a step, None where no steps are told.
+    time_s: of all of them together; median_s, best_s: of one. busbw: bytes/s, of all of them.
     moving_s: median of what is left of a call without the wait for the last rank, where all ranks of its group are
     there. asked_by: the ops that asked for them, the most frequent first.
     """
@@ -80,6 +81,7 @@ class Collective(Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     bytes: Count | None = None
     count: Count
+    in_steps: Count | None = None
     time_s: Amount
     median_s: Amount
     best_s: Amount

@@ -63,6 +63,7 @@ def collectives(rank: int, calls: Sequence[tuple[Any, ...]] = CALLS) -> list[Col
             dtype=dtype,
             bytes=nbytes,
             count=STEPS * count,
+            in_steps=STEPS * count,
             time_s=STEPS * count * each_s,
             median_s=each_s,
             best_s=0.9 * each_s,

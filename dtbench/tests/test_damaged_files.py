@@ -30,13 +30,17 @@ from dtbench.cost.plan.models import find_model
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
 from dtbench.importers.import_logs import parse
+from dtbench.profile.job import read_job
 from dtbench.records.history import read_history
+from dtbench.records.job import Job
+from dtbench.records.read import into
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
 from dtbench.reporting.html.sources import gather
 from dtbench.suite.errors import DtbenchError
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.made_up import Cli
+from dtbench.tests.made_up_traces import of_all_kinds
 
 EXAMPLES = (8, int(os.environ.get("DTBENCH_DAMAGED", "400")))
 RESULTS = Path(__file__).parents[2] / "results"
@@ -85,6 +89,11 @@ def committed(name: str) -> Callable[[], bytes]:
     return lambda: (RESULTS / name).read_bytes()
 
 
+def checked_job(path: Path) -> Job:
+    """What is read of a trace can be written and read."""
+    return into(msgspec.to_builtins(read_job([path])), Job)
+
+
 def resumed(path: Path) -> None:
     RunWriter.resume(path, {}).close()
 
@@ -111,6 +120,7 @@ READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "gate": (committed("gate/same.json"), report_of),
     "profile of calls": (committed("profile/add/table.json"), report_of),
     "profile of ranks": (committed("profile/mlp/table.json"), report_of),
+    "a job's trace": (of_all_kinds, checked_job),
     "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
     "resumed run": (run_file, resumed),
     "measured steps": (

@@ -30,12 +30,13 @@ def a_call(rank: int = 0, **changed: Any) -> Collective:
         dtype="float32",
         bytes=25 * MIB,
         count=100,
+        in_steps=100,
         time_s=3.0,
         median_s=0.03,
         best_s=0.025,
         moving_s=0.02,
     )
-    return replace(call, **changed)
+    return replace(call, **{"in_steps": changed.get("count", 100)} | changed)
 
 
 def a_rank(rank: int = 0, steps: int = 10, step_s: float = 1.0, computation_s: float = 0.6) -> RankJob:
@@ -176,7 +177,7 @@ def differences(base: Job, head: Job) -> list[str]:
 def test_equal_jobs_of_other_lengths_are_equal():
     ten, twenty = a_job(a_call(count=20)), a_job(a_call(count=40), ranks=(a_rank(steps=20),))
     assert differences(ten, twenty) == []
-    once = a_call(collective="broadcast", count=1)  # before the first step
+    once = a_call(collective="broadcast", count=1, in_steps=0)  # before the first step
     assert differences(a_job(a_call(count=20), once), a_job(a_call(count=40), once, ranks=twenty.ranks)) == []
     assert differences(a_job(a_call(count=20)), a_job(a_call(count=41), ranks=(a_rank(steps=20),))) == []
     assert differences(ten, a_job(a_call(count=60), ranks=twenty.ranks)) == [

@@ -37,13 +37,23 @@ def test_a_job_beside_what_its_layout_needs() -> None:
     size = round(bytes_per_step(TrainingJob(MODEL, 8, 4, 2048), LAYOUT, MACHINE)["dp"])
     times = {"time_s": 1.0, "median_s": 1.0, "best_s": 1.0}
     call = Collective(
-        rank=0, collective="all_reduce", mesh_dim="replicate", dtype="float32", bytes=size, count=6, **times
+        rank=0,
+        collective="all_reduce",
+        mesh_dim="replicate",
+        dtype="float32",
+        bytes=size,
+        count=6,
+        in_steps=6,
+        **times,
     )
     job = Job(world_size=8, ranks=(RankJob(rank=0, steps=3),), collectives=(call,))
     tp, dp = needed(job, "llama-8b", "tp=2 batch=4, sequence=2048")
     assert (tp.mesh_dim, tp.carried) == ("tp", 0)
     assert dp.share == pytest.approx(2) and dp.dtypes == ("float32",)
     assert re.fullmatch(r"dp carries .* a step \(float32\), 2.00x the .* that the layout needs", str(dp))
-    for layout, message in {"tp=2;": "expected NAME=COUNT", "tp=3": "of 6 ranks, expected the job's 8"}.items():
+    for layout, message in {
+        "tp=2;": "expected NAME=COUNT",
+        "tp=3": "of 6 ranks, expected the job's 8",
+    }.items():
         with pytest.raises(UsageError, match=message):
             needed(job, "llama-8b", layout)

@@ -1,0 +1,484 @@
+"""Traces made by hand, of which one knows what they say."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dtbench.profile import kineto
+from dtbench.profile.job import read_job
+from dtbench.records.job import Collective, Job, RankJob
+from dtbench.records.read import into
+from dtbench.suite.errors import DtbenchError
+from dtbench.tests.made_up_traces import (
+    Event,
+    event,
+    gloo,
+    header,
+    kernel,
+    launch,
+    nccl,
+    note,
+    op,
+    steps,
+    text_of,
+    write,
+)
+
+
+def read(tmp_path: Path, events: Sequence[Event], **more: Any) -> Job:
+    return read_job([write(tmp_path, events, **more)])
+
+
+def one(job: Job) -> Collective:
+    (call,) = job.collectives
+    return call
+
+
+def parts(rank: RankJob) -> list[float]:
+    """In us: span, computation, communication, exposed, copies, idle."""
+    of = (
+        rank.span_s,
+        rank.computation_s,
+        rank.communication_s,
+        rank.exposed_s,
+        rank.copy_s,
+        rank.idle_s,
+    )
+    return [round(s * 1e6, 3) for s in of]
+
+
+# Two streams compute at once, a copy lies over a message and the message over the end of the computation.
+BUSY = [
+    kernel(100, 50),
+    kernel(120, 60, stream=8),
+    nccl(150, 100),
+    nccl(240, 60),
+    event("Memcpy HtoD", 200, 80, "gpu_memcpy", 9),
+    kernel(350, 50),
+]
+
+
+def test_intervals_are_united_before_they_are_added(tmp_path: Path) -> None:
+    (rank,) = read(tmp_path, BUSY).ranks
+    assert parts(rank) == [300, 130, 150, 120, 80, 50]
+
+
+def test_any_order_and_packing_say_the_same(tmp_path: Path) -> None:
+    events = [*BUSY, *steps(3), op("record_param_comms", 140, 5)]
+    expected = read(tmp_path, events)
+    for seed, packed in ((1, False), (2, True)):
+        mixed = random.Random(seed).sample(events, len(events))
+        got = read(tmp_path, mixed, packed=packed)
+        assert got.ranks[0].each_step == expected.ranks[0].each_step
+        assert got.collectives == expected.collectives
+
+
+@pytest.mark.parametrize("form", ["floats", "integers", "years", "texts"])
+def test_times_are_exact_from_the_first_event_on(tmp_path: Path, form: str) -> None:
+    zero = {"floats": 0.5, "integers": 1_700_000_000_000_000, "texts": 0, "years": 0}[form]
+    events = [kernel(zero + at, dur) for at, dur in ((0, 10), (20, 20), (60, 10))]
+    text = text_of(events)
+    if form == "years":  # in the digits that a float has not
+        for at in (0, 20, 60):
+            text = text.replace(b'"ts": %d,' % at, b'"ts": 1700000000000%03d.125,' % at)
+        text = text.replace(b'"dur": 20', b'"dur": 39.875')
+    elif form == "texts":
+        text = text.replace(b'"ts": 20', b'"ts": "20.0"')
+    (tmp_path / "t.json").write_bytes(text)
+    computed = 59.875 if form == "years" else 40
+    assert parts(read_job([tmp_path / "t.json"]).ranks[0])[:2] == [70, computed]
+
+
+def test_no_number_is_no_time(tmp_path: Path) -> None:
+    text = text_of([*BUSY, kernel(99, 1)]).replace(b'"ts": 99', b'"ts": NaN')
+    (tmp_path / "t.json").write_bytes(text)
+    job = read_job([tmp_path / "t.json"])
+    assert parts(job.ranks[0]) == [300, 130, 150, 120, 80, 50]
+    assert any("1 events without a time were left out" in text for text in job.notes)
+
+
+@pytest.mark.parametrize("wrong", [-5, 2**31 / 1e3, 1e7, 1500])
+def test_impossible_durations_are_left_out_and_said(tmp_path: Path, wrong: float) -> None:
+    """Negative, 2^31 ns, longer than the trace, longer than the longest step."""
+    marked = [*steps(3), launch(1, 1), launch(1001, 2), launch(2001, 3)]
+    sound = [*marked, *(kernel(n * 1000 + 10, 100, correlation=n + 1) for n in range(3))]
+    sound += [nccl(1300, 50)]
+    expected = read(tmp_path, sound)
+    got = read(tmp_path, [*sound, kernel(1200, wrong), nccl(1250, wrong)])
+    assert parts(got.ranks[0]) == parts(expected.ranks[0])
+    assert got.collectives == expected.collectives
+    assert any("2 events of an impossible duration" in text for text in got.notes)
+
+
+# ---- what a collective was ----
+
+PARAM_COMMS = {"Collective name": "_allgather_base", "In msg nelems": 500, "Out msg nelems": 1000}
+PARAM_COMMS |= {"dtype": "BFloat16", "Group size": 2, "Process Group Name": "1"}
+
+
+@pytest.mark.parametrize("by", ["kernel", "launch", "mark"])
+def test_a_collective_is_told_by(tmp_path: Path, by: str) -> None:
+    """The kernel's own words, the call that launched it (as RCCL's must be), or the annotation on its stream."""
+    generic = "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)"
+    host = [op("c10d::_allgather_base_", 0, 30), op("record_param_comms", 5, 10, **PARAM_COMMS)]
+    host += [op("aten::matmul", 40, 9)]
+    events = {
+        "kernel": [kernel(100, 50, generic, **PARAM_COMMS)],
+        "launch": [*host, launch(7, 3), kernel(100, 50, generic, correlation=3)],
+        "mark": [
+            op("c10d::_allgather_base_", 0, 30),
+            op("record_param_comms", 5, 10, **PARAM_COMMS | {"External id": 9}),
+            event("nccl:_all_gather_base", 99, 52, "gpu_user_annotation", 7, **{"External id": 9}),
+            kernel(100, 50, generic),
+        ],
+    }[by]
+    call = one(read(tmp_path, [*events, kernel(200, 1)]))
+    assert (call.collective, call.mesh_dim, call.group_size) == ("all_gather", "dp", 2)
+    assert (call.dtype, call.bytes, call.count) == ("bfloat16", 2000, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", "all_reduce"),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all_reduce"),
+        ("ncclDevKernel_SendRecv(x)", "send_recv"),
+        ("ncclDevKernel_Generic(x)", "unknown"),
+    ],
+)
+def test_kernels_of_whom_no_more_is_known(tmp_path: Path, name: str, said: str) -> None:
+    job = read(tmp_path, [kernel(0, 10, name), kernel(20, 1)], groups=[])
+    call = one(job)
+    assert (call.collective, call.bytes, call.dtype, call.mesh_dim) == (said, None, None, "unknown group")
+    assert any("are not told" in text for text in job.notes) == (said == "unknown")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("allreduce", "all_reduce"),
+        ("allreduce_coalesced", "all_reduce"),
+        ("_reduce_scatter_base", "reduce_scatter"),
+        ("reduce_scatter_tensor_coalesced", "reduce_scatter"),
+        ("all_gather_into_tensor_coalesced", "all_gather"),
+        ("all_to_allv", "all_to_all"),
+        ("alltoall_base", "all_to_all"),
+        ("broadcast", "broadcast"),
+        ("recv", "recv"),
+    ],
+)
+def test_one_vocabulary(tmp_path: Path, name: str, known: str) -> None:
+    assert one(read(tmp_path, [nccl(0, 10, name), kernel(20, 1)])).collective == known
+
+
+def test_of_what_goes_in_and_out_the_larger_counts(tmp_path: Path) -> None:
+    sizes = {"all_to_allv": (300, 700), "_allgather_base": (500, 1000), "_reduce_scatter_base": (1000, 500)}
+    events = [
+        nccl(100 * n, 10, name, **{"In msg nelems": a, "Out msg nelems": b})
+        for n, (name, (a, b)) in enumerate(sizes.items())
+    ]
+    got = {call.collective: call.bytes for call in read(tmp_path, events).collectives}
+    assert got == {"all_to_all": 2800, "all_gather": 4000, "reduce_scatter": 4000}
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "size"),
+    [
+        ("Float8_e4m3fn", "float8_e4m3fn", 1),
+        ("c10::BFloat16", "bfloat16", 2),
+        ("Long", "int64", 8),
+        ("c10::complex<float>", "complex64", 8),
+        ("Quad", None, None),
+    ],
+)
+def test_dtypes(tmp_path: Path, said: str, name: str | None, size: int | None) -> None:
+    call = one(read(tmp_path, [nccl(0, 10, dtype=said), kernel(20, 1)]))
+    assert (call.dtype, call.bytes) == (name, size and 1000 * size)
+
+
+def test_gloo_by_the_shapes_of_its_calls(tmp_path: Path) -> None:
+    gathered = {"Input Dims": [[], [[250]]], "Input type": ["", "TensorList"]}
+    events = [*gloo(0, 50), *gloo(100, 30, "allgather", **gathered), op("c10d::wait_tensor", 300, 5)]
+    events[3]["args"] = {"Input Dims": [[250]], "Input type": ["c10::BFloat16"]}
+    events += [op("c10d::start_coalescing", 310, 5), op("c10d::end_coalescing", 320, 5)]
+    events += [op("aten::mm", 10, 20)]
+    job = read(tmp_path, events)
+    got = {call.collective: (call.dtype, call.bytes, call.mesh_dim) for call in job.collectives}
+    assert got == {"all_reduce": ("float32", 4000, "dp"), "all_gather": ("bfloat16", 1000, "dp")}
+    assert parts(job.ranks[0]) == [325, 20, 80, 60, 0, 245]
+
+
+@pytest.mark.parametrize(
+    ("args", "dim", "size"),
+    [
+        ({"Process Group Name": "1"}, "dp", 4),
+        ({"Process Group Name": "7", "Process Group Description": "mesh_tp"}, "tp", 2),
+        (
+            {"Process Group Name": "8", "Process Group Ranks": "[0, 2]", "Group size": 2},
+            "group of 2, stride 2",
+            2,
+        ),
+        (
+            {"Process Group Name": "9", "Process Group Ranks": "[0, 1, ...]", "Group size": 64},
+            "group of 64",
+            64,
+        ),
+        (
+            {"Process Group Name": None, "Process Group Ranks": None, "Group size": None},
+            "unknown group",
+            None,
+        ),
+    ],
+)
+def test_groups(tmp_path: Path, args: Event, dim: str, size: int | None) -> None:
+    tp = {"pg_name": "3", "pg_desc": "mesh_tp", "pg_size": 2, "ranks": [0, 1]}
+    dp = {"pg_name": "1", "pg_desc": "mesh_dp", "pg_size": 4, "ranks": [0, 1, 2, 3]}
+    call = one(read(tmp_path, [nccl(0, 10, **args), kernel(20, 1)], world=4, groups=[dp, tp]))
+    assert (call.mesh_dim, call.group_size) == (dim, size or args.get("Group size", 2))
+
+
+def test_gloos_groups_are_told_of_all_ranks_or_of_none(tmp_path: Path) -> None:
+    groups = [{"pg_name": str(n), "pg_desc": f"mesh_{n}", "ranks": [0, 1]} for n in (1, 2)]
+    for rank in range(2):
+        # A group has two threads; on rank 1 one of them had nothing to do.
+        tids = (50, 51, 60, 61) if rank == 0 else (50, 51, 60, 60)
+        events = [e for n, tid in enumerate(tids) for e in gloo(n * 100, 20, tid=tid)]
+        write(tmp_path, [*events, op("aten::mm", 500, 5)], rank, groups=groups)
+    whole = read_job([tmp_path / "rank0.json"])
+    assert {call.mesh_dim for call in whole.collectives} == {"1", "2"}
+    both = read_job([tmp_path])
+    assert {call.mesh_dim for call in both.collectives} == {"unknown group"}
+
+
+# ---- steps ----
+
+
+@pytest.mark.parametrize(
+    ("marks", "by", "count"),
+    [
+        (steps(4), "ProfilerStep#", 4),
+        (steps(4, name="train "), "train #", 4),
+        ([note("Optimizer.step#AdamW.step", n * 1000 + 900, 50) for n in range(4)], None, 3),
+        ([], "repetition", 3),
+    ],
+)
+def test_steps(tmp_path: Path, marks: list[Event], by: str | None, count: int) -> None:
+    events = [e for n in range(4) for e in (nccl(n * 1000 + 100, 50), nccl(n * 1000 + 300, 90, "all_gather"))]
+    (rank,) = read(tmp_path, [*marks, *events]).ranks
+    assert (rank.steps_by, rank.steps) == (by or "Optimizer.step#AdamW.step", count)
+    assert rank.step_s == pytest.approx(1e-3)
+
+
+def test_a_call_is_of_the_step_that_issued_it(tmp_path: Path) -> None:
+    """Though the GPU runs behind, and before and after the steps calls are made, too."""
+    issued = [-50.0, 900.0, 1900.0, 2900.0, 3500.0]
+    events = [launch(at, n) for n, at in enumerate(issued)]
+    events += [nccl(at + 700, 50, correlation=n) for n, at in enumerate(issued)]
+    call = one(read(tmp_path, [*steps(3), *events]))
+    assert (call.count, call.in_steps) == (5, 3)
+
+
+# ---- damaged files ----
+
+NESTED = [kernel(n * 10, 5, stacks=[{"a": 1}, {"b": 2}, {"a": "},{"}], text='},{"ph"') for n in range(200)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_whole_of_a_file_that_was_cut_off(tmp_path: Path, packed: bool) -> None:
+    path = write(tmp_path, NESTED, packed=packed)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    job = read_job([path])
+    assert 0.2e-3 < job.ranks[0].computation_s < 0.9e-3
+    assert any("cut off" in text for text in job.notes)
+
+
+@pytest.mark.parametrize("damage", [b'"name": \x00', b'"name": gemm"', b'"name": [{', b'"name": "a\xff"'])
+def test_a_damaged_event_loses_itself_alone(tmp_path: Path, damage: bytes) -> None:
+    good, bad = text_of(NESTED), b'"name": "gemm"'
+    at = good.index(bad, len(good) // 2)
+    (tmp_path / "t.json").write_bytes(good[:at] + damage + good[at + len(bad) :])
+    job = read_job([tmp_path / "t.json"])
+    lost = 0 if b"\xff" in damage else 1  # a letter
+    assert job.ranks[0].computation_s == pytest.approx((200 - lost) * 5e-6)
+    assert any("1 events are damaged" in text for text in job.notes) == bool(lost)
+
+
+@pytest.mark.parametrize("form", ["array", "trailing comma", "one line", "header after"])
+def test_forms_of_the_file(tmp_path: Path, form: str) -> None:
+    text = text_of(NESTED, {} if form == "header after" else None)
+    if form == "array":
+        text = text[text.index(b"[", text.index(b"traceEvents")) : text.rindex(b"]") + 1]
+    elif form == "trailing comma":
+        text = text[: text.rindex(b"]")] + b", " + text[text.rindex(b"]") :]
+    elif form == "one line":
+        text = text.replace(b"\n", b"").replace(b"}, ", b"},")
+    else:
+        info = {"rank": 3, "world_size": 8}
+        frames = {str(n): {"name": "f", "parent": "0"} for n in range(3000)}
+        text = text_of(NESTED, {}, stackFrames=frames, distributedInfo=info)
+    (tmp_path / "t.json").write_bytes(text)
+    job = read_job([tmp_path / "t.json"])
+    assert job.ranks[0].computation_s == pytest.approx(1e-3)
+    assert not any("cut off" in text or "damaged" in text for text in job.notes)
+    assert job.ranks[0].rank == (3 if form == "header after" else 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        text_of([]),
+        b"",
+        b"{}",
+        b'{"traceEvents": 3}',
+        b"\x1f\x8b\x08",
+        gzip.compress(b"\0" * 2**22),
+        b"PK\x03\x04" * 99,
+    ],
+)
+def test_what_is_no_trace_is_refused_in_one_line(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "t.json").write_bytes(text)
+    with pytest.raises(DtbenchError) as caught:
+        read_job([tmp_path])
+    assert "\n" not in str(caught.value)
+    assert "expected" in str(caught.value)
+
+
+def test_a_trace_of_another_tool(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_bytes(text_of([event("Layout", 1, 5, "blink"), event("v8", 9, 5, "op")], {}))
+    with pytest.raises(DtbenchError, match="expected a profiler's trace"):
+        read_job([tmp_path])
+
+
+# ---- several ranks ----
+
+
+def ranks_of(
+    tmp_path: Path, count: int, *, seq: bool = True, apart_us: float = 0.0, late: int = 1, **more: Any
+) -> Job:
+    """10 all-reduces; rank `late` comes to each 300 us after the others, and all leave together."""
+    for rank in range(count):
+        shift = apart_us * rank
+        events = []
+        for n in range(10):
+            start = n * 1000 + (300 if rank == late else rank) + shift
+            numbered = {"Seq": n} if seq else {}
+            own = {"Process Group Ranks": str(list(range(count))), "Group size": count} | numbered
+            events += [
+                kernel(n * 1000 + shift, 100),
+                nccl(start + 100, n * 1000 + 500 + shift - start, **own),
+            ]
+        write(tmp_path, events, rank, world=count, **more)
+    return read_job([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("seq", "apart_us", "host"),
+    [(True, 0.0, ""), (True, 60e6, ""), (False, 60e6, "one"), (False, 0.0, "one"), (False, 60e6, "two")],
+)
+def test_who_waits_for_whom(tmp_path: Path, seq: bool, apart_us: float, host: str) -> None:
+    job = ranks_of(tmp_path, 3, seq=seq, apart_us=apart_us, host_name="node" * (host == "one"))
+    (waits,) = job.waits
+    assert (waits.mesh_dim, waits.group_size, waits.calls) == ("dp", 3, 10)
+    assert waits.last == {"1": 10}
+    error = max(rank.clock_error_s or 0 for rank in job.ranks)
+    assert waits.late_s["1"] == pytest.approx(299e-6, abs=error + 1e-9)
+    assert waits.waiting_s["0"] == pytest.approx(3e-3, abs=10 * error + 1e-9)
+    assert ("numbers" if seq else "order") in job.aligned_by
+    assert job.ranks[1].clock_off_s == pytest.approx(-apart_us / 1e6, abs=1e-4)
+    assert one_of(job, 1).moving_s == pytest.approx(200e-6, abs=error + 1e-9)
+
+
+def one_of(job: Job, rank: int) -> Collective:
+    return next(call for call in job.collectives if call.rank == rank)
+
+
+def test_missing_ranks_leave_waits_untold(tmp_path: Path) -> None:
+    ranks_of(tmp_path, 3)
+    (tmp_path / "rank2.json").unlink()
+    job = read_job([tmp_path])
+    assert (job.world_size, len(job.ranks), job.waits) == (3, 2, ())
+    assert any("2 of 3 ranks" in text for text in job.notes)
+
+
+@pytest.mark.parametrize("seq", [True, False])
+def test_traces_that_start_at_different_calls(tmp_path: Path, seq: bool) -> None:
+    """Numbers join them; without, the n-th is not the n-th."""
+    ranks_of(tmp_path, 2, seq=seq)
+    events = [nccl(n * 1000 + 400, 200, **({"Seq": n} if seq else {})) for n in range(4, 10)]
+    write(tmp_path, events, 1)
+    assert [waits.calls for waits in read_job([tmp_path]).waits] == ([6] if seq else [])
+
+
+def test_ranks_of_sub_groups(tmp_path: Path) -> None:
+    """Of 2 x 2 ranks each pair has calls of its own under the same numbers."""
+    for rank, n in itertools.product(range(4), range(1)):
+        pair = rank // 2 * 2
+        group = {"pg_name": f"tp{pair}", "pg_desc": "mesh_tp", "ranks": [pair, pair + 1]}
+        own = {"Process Group Name": group["pg_name"], "Process Group Ranks": str(group["ranks"])}
+        ts = [at * 1000 + 100 * (rank == 3) for at in range(n, 8)]
+        events = [nccl(at, at // 1000 * 1000 + 200 - at, Seq=k, **own) for k, at in enumerate(ts)]
+        write(tmp_path, events, rank, world=4, groups=[group])
+    job = read_job([tmp_path])
+    assert any("share no collective" in text for text in job.notes)
+    (waits,) = job.waits  # of the pair that is on one clock with rank 0
+    assert (waits.calls, waits.group_size, waits.last) == (8, 2, {})
+
+
+def test_two_traces_of_one_rank(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_bytes(text_of(BUSY, header(1)))
+    with pytest.raises(DtbenchError, match="both of rank 1"):
+        read_job([tmp_path])
+
+
+# ---- what is made to harm ----
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"Input Dims": [[10**9] * 4, [[10**18] * 100_000], [-5, 3]], "Input type": ["float"] * 3},
+        {"Process Group Ranks": 5, "Seq": -1, "Group size": "x", "In msg nelems": 10**400, "dtype": []},
+        {"External id": [1], "correlation": {}, "Collective name": {"a": 1}, "Process Group Name": [[]]},
+    ],
+)
+def test_arguments_of_any_size_and_type(tmp_path: Path, args: Event) -> None:
+    events = [*gloo(0, 50, **args), nccl(100, 5, **args), op("c10d::allreduce_", 99, 9, **args), kernel(1, 1)]
+    job = read(tmp_path, events)
+    assert into(msgspec.to_builtins(job), Job) == job
+
+
+def test_ranks_and_groups_beyond_counting(tmp_path: Path) -> None:
+    many = 10**18
+    groups = [{"pg_name": "1", "pg_size": many}, {"pg_name": 7, "ranks": ["0", "1"]}]
+    for rank in range(2):
+        text = text_of([nccl(n * 100, 50) for n in range(3)], header(rank, groups=groups))
+        (tmp_path / f"{rank}.json").write_bytes(text.replace(b'"world_size": 2', b'"world_size": %d' % many))
+    job = read_job([tmp_path])
+    assert (job.world_size, job.waits) == (many, ())
+
+
+@pytest.mark.parametrize("filler", [b" ", b"[", b"{", b'"', b"},{", b"\0"])
+def test_much_of_nothing_is_refused(tmp_path: Path, filler: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it fills the memory: a GB of it is a MB of gzip."""
+    monkeypatch.setattr(kineto, "PIECE", 2**16)
+    monkeypatch.setattr(kineto, "MOST_EVENT", 2**20)
+    monkeypatch.setattr(kineto, "MOST_TRACE", 2**21)
+    (tmp_path / "t.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' + filler * 2**22, 1))
+    with pytest.raises(DtbenchError, match=r"more than (1 MiB|0 GiB)"):
+        read_job([tmp_path])
+
+
+def test_deep_events_are_damaged_ones(tmp_path: Path) -> None:
+    deep = b'"x": ' + b"[" * 100_000 + b"]" * 100_000 + b', "name": "gemm"'
+    (tmp_path / "t.json").write_bytes(text_of(NESTED).replace(b'"name": "gemm"', deep, 1))
+    job = read_job([tmp_path])
+    assert job.ranks[0].computation_s == pytest.approx(199 * 5e-6)
