@@ -20,13 +20,24 @@ from dtbench.suite.foreign import looks_like_trace
 from dtbench.suite.suites import read_builtin
 
 if TYPE_CHECKING:
+    from dtbench.profile.judge import Topology
     from dtbench.records.job import Job
 
 # Kind of target -> the parameters that it has beside -o.
 _OF = {
     "a suite": ["impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"],
-    "traces": ["topology", "bases", "as_json", "model", "layout"],
-    "-- COMMAND": ["topology", "bases", "as_json", "model", "layout", "steps", "warmup", "timeout_s"],
+    "traces": ["topology", "system", "bases", "as_json", "model", "layout"],
+    "-- COMMAND": [
+        "topology",
+        "system",
+        "bases",
+        "as_json",
+        "model",
+        "layout",
+        "steps",
+        "warmup",
+        "timeout_s",
+    ],
 }
 
 
@@ -42,10 +53,9 @@ class _Profile(options.AdvancedCommand):
 
 @click.command("profile", cls=_Profile)
 @click.argument("targets", nargs=-1, metavar="[TARGET]... [-- COMMAND]")
+@click.option("--topology", type=options.FILE, help="Of a job: what its links reach alone, as calibrated.")
 @click.option(
-    "--topology",
-    metavar="FILE|NAME",
-    help="Of a job: what its links reach alone, as calibrated; or a public system, as of compare --reference.",
+    "--system", metavar="NAME", help="Of a job: a public system instead, as of compare --reference."
 )
 @click.option(
     "--base", "bases", multiple=True, type=options.FILE, help="Of a job: its profile before; repeatable."
@@ -117,51 +127,26 @@ def profile_job(
     """Records or reads a job, judges it, prints and keeps it; the exit code."""
     from msgspec import json, structs, to_builtins
 
-    from dtbench.cli.compare import public_systems
-    from dtbench.comparison.references import systems_called
-    from dtbench.profile.job import read_job
     from dtbench.profile.judge import judged
     from dtbench.records.atomic import refuse_taken, replace_file
-    from dtbench.records.topology import read_topology
     from dtbench.reporting.job_tables import print_job
     from dtbench.text.terminal import print_json
 
-    topology = choices["topology"]
-    if topology:
-        is_file = Path(topology).exists() or topology.endswith(".json")
-        topology = (
-            read_topology(Path(topology)) if is_file else systems_called(tuple(public_systems()), topology)
-        )
+    links = _links(choices["topology"], choices.get("system"))
+    bases, code = [job_in([base]) for base in choices["bases"]], EXIT_OK
     model, layout = choices.get("model"), choices.get("layout")
     if (model is None) != (layout is None):
         raise click.UsageError("--model and --layout belong together: give both, or neither")
-    bases, code = [job_in([base]) for base in choices["bases"]], EXIT_OK
     folder = folder or (Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())) if command else None)
     if folder:
         refuse_taken(folder, "remove it")
     if command and folder:
-        from dtbench.profile.recording import record
-
-        folder.mkdir()
-        stdout = os.dup(1)
-        if choices["as_json"]:  # what the job prints is no part of it
-            os.dup2(2, 1)
-        try:
-            done = record(
-                command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")}
-            )
-        finally:
-            os.dup2(stdout, 1)
-            with contextlib.suppress(OSError):  # unless it is empty
-                folder.rmdir()
-        if not done.traces:
-            complain(f"no rank wrote a trace, so there is no profile: {' '.join(done.notes)}")
-            return done.exit_code or EXIT_CASE_FAILED
-        code, job = done.exit_code, read_job(done.traces, folder.name, command)
-        job = structs.replace(job, notes=(*done.notes, *job.notes))
+        code, job = _recorded(command, folder, **choices)
+        if job is None:
+            return code or EXIT_CASE_FAILED
     else:
         job = job_in(paths)
-    judgement = judged(job, topology, bases)
+    judgement = judged(job, links, bases)
     if model and layout:
         from dtbench.profile.needs import needed
 
@@ -177,10 +162,46 @@ def profile_job(
     else:
         print_job(job, judgement)
     if folder or not is_profile(paths[0]):
-        click.echo(
-            f"the profile is in {folder}" if folder else "-o FOLDER keeps it for --base and report", err=True
-        )
+        where = f"the profile is in {folder}" if folder else "-o FOLDER keeps it for --base and report"
+        click.echo(where, err=True)
     return code or judgement.exit_code
+
+
+def _links(topology: Path | None, system: str | None) -> Topology | None:
+    """What calls are held against."""
+    from dtbench.cli.compare import public_systems
+    from dtbench.comparison.references import systems_called
+    from dtbench.records.topology import read_topology
+
+    if topology and system:
+        raise click.UsageError("--topology and --system exclude each other: give one of them")
+    if system:
+        return systems_called(tuple(public_systems()), system)
+    return read_topology(topology) if topology else None
+
+
+def _recorded(command: Sequence[str], folder: Path, **choices: options.Given) -> tuple[int, Job | None]:
+    """The job's exit code, and what its traces say; None where there are none, which is said."""
+    from msgspec import structs
+
+    from dtbench.profile.job import read_job
+    from dtbench.profile.recording import record
+
+    folder.mkdir()
+    stdout = os.dup(1)
+    if choices["as_json"]:  # what the job prints is no part of it
+        os.dup2(2, 1)
+    try:
+        done = record(command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")})
+    finally:
+        os.dup2(stdout, 1)
+        with contextlib.suppress(OSError):  # unless it is empty
+            folder.rmdir()
+    if not done.traces:
+        complain(f"no rank wrote a trace, so there is no profile: {' '.join(done.notes)}")
+        return done.exit_code, None
+    job = read_job(done.traces, folder.name, command)
+    return done.exit_code, structs.replace(job, notes=(*done.notes, *job.notes))
 
 
 def is_profile(path: Path) -> bool:

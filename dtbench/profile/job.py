@@ -85,8 +85,8 @@ def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] 
     if len(traces) < world_size:
         missing = f"traces of {len(traces)} of {world_size} ranks"
         notes.insert(0, f"{missing}: who waits for whom is told where all of a group are there")
-    elif 1 < len(together.shift_us) < len(traces):
-        apart = f"{len(traces) - len(together.shift_us)} ranks share no collective with rank {traces[0].rank}"
+    elif together.apart:
+        apart = f"{len(together.apart)} ranks share no collective with rank {traces[0].rank}"
         notes.append(f"{apart}: their clocks are their own")
     return Job(
         label=label,
@@ -134,7 +134,8 @@ def _rank_job(trace: RankTrace, together: Together, first: RankTrace) -> RankJob
     messages = messages_of(trace.calls)
     whole = asdict(_parts(trace, messages, *trace.span))
     by_dim = group_by(trace.calls, lambda call: call.group.mesh_dim)
-    shift, error = (of.get(trace.rank) for of in (together.shift_us, together.error_us))
+    known = trace.rank not in together.apart
+    shift, error = (of.get(trace.rank) if known else None for of in (together.shift_us, together.error_us))
     durations = [end - start for start, end in trace.steps.host]
     return RankJob(
         rank=trace.rank,
@@ -154,7 +155,8 @@ def _rank_job(trace: RankTrace, together: Together, first: RankTrace) -> RankJob
 
 
 def _of_dim(trace: RankTrace, dim: str, calls: Sequence[Call]) -> DimParts:
-    own = messages_of(calls)
+    marks = trace.steps.marks or (trace.span,)
+    own = within(messages_of(calls), marks[0][0], marks[-1][1])
     exposed_s = length(difference(own, trace.compute)) / 1e6
     return DimParts(mesh_dim=dim, communication_s=length(own) / 1e6, exposed_s=exposed_s)
 
@@ -215,16 +217,19 @@ def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
 
 
 def _drawn(traces: Sequence[RankTrace], together: Together) -> tuple[int | None, list[Lane]]:
-    """The step in the middle of those that all ranks have, as lanes on the first rank's clock."""
+    """The step in the middle of those that all ranks have, as lanes from its earliest begin."""
     steps = min(len(trace.steps.marks) for trace in traces)
     if not steps:
         return None, []
     number, lanes = steps // 2, []
-    begin = traces[0].steps.marks[number][0]
+    begins = {t.rank: t.steps.marks[number][0] for t in traces}
+    # A rank whose clock is its own is drawn as if its step began with the first rank's.
+    own = {rank: begins[traces[0].rank] - begins[rank] for rank in together.apart}
+    shifts = together.shift_us | own
+    earliest = min(at + shifts[rank] for rank, at in begins.items())
     for trace in traces:
         start, end = trace.steps.marks[number]
-        # A rank whose clock is not known is drawn from its own step's begin.
-        off = together.shift_us.get(trace.rank, begin - start) - begin
+        off = shifts[trace.rank] - earliest
         by_dim = group_by(trace.calls, lambda call: call.group.mesh_dim)
         named = {f"communication {dim}": messages_of(calls) for dim, calls in sorted(by_dim.items())}
         named |= {"computation": trace.compute, "copy": trace.copies}

@@ -136,7 +136,7 @@ def _per_step(job: Job, ranks: Set[int], whole: bool) -> dict[tuple[CallKind, in
     calls: Counter[tuple[CallKind, int]] = Counter()
     for call in job.collectives:
         if call.rank in steps:
-            calls[_kind(call), call.rank] += call.count if call.in_steps is None else call.in_steps
+            calls[_kind(call), call.rank] += call.stepped
     return {key: n // steps[key[1]] if whole else n / steps[key[1]] for key, n in calls.items() if n}
 
 

@@ -55,7 +55,7 @@ def needed(job: Job, model: str, layout: str) -> tuple[Needed, ...]:
     rows = []
     for dim, size in needs.items():
         calls = carried.get(dim, [])
-        carries = sum((call.bytes or 0) * call.count for call in calls) / max(job.ranks[0].steps, 1)
+        carries = sum((call.bytes or 0) * call.stepped for call in calls) / max(job.ranks[0].steps, 1)
         dtypes = tuple(sorted({call.dtype or "unknown" for call in calls}))
         rows.append(Needed(mesh_dim=dim, carried=carries, needed=size, share=carries / size, dtypes=dtypes))
     return tuple(rows)

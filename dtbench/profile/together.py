@@ -24,20 +24,21 @@ from dtbench.suite.grouping import group_by
 _END_TOGETHER = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
 # Ranks of one host have one clock, as far as the ends of their collectives do not say otherwise: by more than gloo's
 # transports end apart. Each process turns the CPU's counter into time for itself, to well within SAME_CLOCK_US.
-SAME_HOST_US, SAME_CLOCK_US = 5e3, 100.0
+SAME_HOST_US, SAME_CLOCK_US = 5e3, 20.0
 _Key = tuple[object, ...]
 
 
 @dataclass
 class Together:
-    """shift_us, error_us: by rank, what brings its times to the first rank's clock, and how far off that may be; a rank
-    that shares no collective with it has none. waits: by mesh dim. moving_us: (rank, index of its call) -> from the
-    last arrival to its end."""
+    """shift_us, error_us: by rank, what brings its times to the first rank's clock, and how far off that may be; ranks
+    that are `apart` have another. waits: by mesh dim. moving_us: (rank, index of its call) -> from the last arrival to
+    its end."""
 
     shift_us: dict[int, float] = field(default_factory=dict)
     error_us: dict[int, float] = field(default_factory=dict)
     waits: list[Waits] = field(default_factory=list)
     moving_us: dict[tuple[int, int], float] = field(default_factory=dict)
+    apart: set[int] = field(default_factory=set)
     by: str = ""
 
 
@@ -100,17 +101,24 @@ def _align(traces: Sequence[RankTrace], joined: Mapping[_Key, Mapping[int, int]]
             shift, error = same_clock, SAME_CLOCK_US
         neighbours.setdefault(a, []).append((b, shift, error))
         neighbours.setdefault(b, []).append((a, -shift, error))
-    start = traces[0].rank
-    together.shift_us, together.error_us = {start: 0.0}, {start: 0.0}
-    waiting = deque([start])
-    while waiting:
-        rank = waiting.popleft()
-        for other, shift, error in neighbours.get(rank, ()):
-            if other not in together.shift_us:
-                together.shift_us[other] = together.shift_us[rank] + shift
-                together.error_us[other] = together.error_us[rank] + error
-                waiting.append(other)
-    if len(together.shift_us) > 1:
+    for trace in traces:
+        if trace.rank in together.shift_us:
+            continue
+        # One that shares no collective with the first: by the host's clock, else by its own.
+        same_clock = trace is traces[0] or (bool(trace.host) and trace.host == traces[0].host)
+        together.shift_us[trace.rank] = trace.zero_us - traces[0].zero_us if same_clock else 0.0
+        together.error_us[trace.rank] = SAME_CLOCK_US if same_clock and trace is not traces[0] else 0.0
+        waiting = deque([trace.rank])
+        while waiting:
+            rank = waiting.popleft()
+            if not same_clock:
+                together.apart.add(rank)
+            for other, shift, error in neighbours.get(rank, ()):
+                if other not in together.shift_us:
+                    together.shift_us[other] = together.shift_us[rank] + shift
+                    together.error_us[other] = together.error_us[rank] + error
+                    waiting.append(other)
+    if ends:
         numbered = any(key[3] == "seq" for key in joined)
         together.by = "the ends of collectives, joined by " + ("their numbers" if numbered else "their order")
 

@@ -29,7 +29,8 @@ class StepParts(Struct, frozen=True, kw_only=True):
 
 
 class DimParts(Struct, frozen=True, kw_only=True):
-    """Communication of one rank over one mesh dim, over the whole trace."""
+    """Communication of one rank over one mesh dim, from its first step to the end of its last; of the whole trace
+    where it has no steps."""
 
     mesh_dim: str
     communication_s: Amount
@@ -89,6 +90,11 @@ class Collective(Struct, frozen=True, kw_only=True):
     busbw: Amount | None = None
     asked_by: tuple[str, ...] = ()
 
+    @property
+    def stepped(self) -> int:
+        """Calls of steps; all where none are told."""
+        return self.count if self.in_steps is None else self.in_steps
+
 
 class Waits(Struct, frozen=True, kw_only=True):
     """Who waits for whom in the collectives over one mesh dim that all ranks of their group show.
@@ -120,7 +126,7 @@ class Lane(Struct, frozen=True, kw_only=True):
 class Job(Struct, frozen=True, kw_only=True):
     """What the traces of a job come to. world_size: as the traces say, more than `ranks` where some are missing.
     aligned_by: how the ranks' clocks were brought together. notes: what is missing, left out or not told, a sentence
-    each. drawn_step: its number and, from rank 0's begin, lanes. command: what `profile -- COMMAND` ran."""
+    each. drawn_step: its number; lanes: from its earliest begin. command: what `profile -- COMMAND` ran."""
 
     kind: Literal["job"] = "job"
     schema: Literal[1] = 1

@@ -96,12 +96,12 @@ def _dims(job: Job, steps: Mapping[int, int], shares: Mapping[CallKind, float | 
         of, timed = calls.get(dim, []), parts.get(dim, [])
         ranks = len({c.rank for c in of}) or 1
         row = [dim, _distinct(c.group_size for c in of)]
-        row.append(f"{sum(c.count / steps[c.rank] for c in of) / ranks:.4g}")
-        row.append(format_bytes(sum(c.count / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None))
+        row.append(f"{sum(c.stepped / steps[c.rank] for c in of) / ranks:.4g}")
+        row.append(format_bytes(sum(c.stepped / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None))
         row.append(_distinct(c.dtype for c in of))
         row.append(format_seconds(_median(d.communication_s / steps[rank.rank] for rank, d in timed)))
         row.append(format_seconds(_median(d.exposed_s / steps[rank.rank] for rank, d in timed)))
-        row.append(_percent(_median(d.exposed_s / (rank.span_s or 1) for rank, d in timed)))
+        row.append(_percent(_median(d.exposed_s / (_whole_s(rank) or 1) for rank, d in timed)))
         largest = max((c for c in of if c.busbw), key=lambda c: c.bytes or 0, default=None)
         same = [c for c in of if largest and _kind(c) == _kind(largest)]
         row.append(f"{largest.collective} {format_bytes(largest.bytes)}" if largest else "")
@@ -109,6 +109,10 @@ def _dims(job: Job, steps: Mapping[int, int], shares: Mapping[CallKind, float | 
         rows.append([*row, _percent(shares.get(_kind(largest)) if largest else None), _last(job, dim=dim)])
     heads = "Mesh dim,Ranks,>calls,>bytes,Dtypes,>time,>exposed,>of all,Largest,>its busbw,>of calibrated,Last mostly"
     return _table("Communication by mesh dim", job, heads.split(","), rows)
+
+
+def _whole_s(rank: RankJob) -> float:
+    return sum(step.step_s for step in rank.each_step) or rank.span_s
 
 
 def _last(job: Job, rank: str = "", dim: str = "") -> str:
@@ -127,9 +131,9 @@ def _collectives(
 ) -> Table:
     rows = []
     for kind, of in group_by(job.collectives, _kind).items():
-        each_s = median(c.time_s / steps[c.rank] for c in of)
+        each_s = median(c.time_s / c.count * c.stepped / steps[c.rank] for c in of)
         row = [kind.mesh_dim, kind.collective, kind.dtype or "", format_bytes(kind.bytes)]
-        row += [f"{median(c.count / steps[c.rank] for c in of):.4g}", format_seconds(each_s)]
+        row += [f"{median(c.stepped / steps[c.rank] for c in of):.4g}", format_seconds(each_s)]
         row += [format_seconds(_median(getattr(c, name) for c in of)) for name in ("median_s", "moving_s")]
         row += [format_bandwidth(_median(c.busbw for c in of)), _percent(shares.get(kind))]
         rows.append((each_s, [*row, "" if screen else ", ".join(of[0].asked_by[:2])]))

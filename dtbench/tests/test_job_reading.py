@@ -428,8 +428,8 @@ def test_ranks_of_sub_groups(tmp_path: Path) -> None:
         write(tmp_path, events, rank, world=4, groups=[group])
     job = read_job([tmp_path])
     assert any("share no collective" in text for text in job.notes)
-    (waits,) = job.waits  # of the pair that is on one clock with rank 0
-    assert (waits.calls, waits.group_size, waits.last) == (8, 2, {})
+    (waits,) = job.waits  # of both pairs, each on a clock of its own
+    assert (waits.calls, waits.group_size, waits.last) == (16, 2, {"3": 8})
 
 
 def test_two_traces_of_one_rank(tmp_path: Path) -> None:
