@@ -1,7 +1,9 @@
 """The ranks of a job on one clock, and in each collective who came when. Times in us.
 
 The clocks of hosts differ, and traces do not say by how much. A collective ends on all ranks of its group about
-together: the median difference of the ends is that of the clocks, and how far the ends scatter about it its error.
+together: kernels of a ring within a hop, so the median difference of the ends is that of the clocks, and their scatter
+its error. Gloo's transports end apart by up to what they take once all are there, which is the time in one of the rank
+that comes last: the shortest are used, and what they take is the error.
 Calls are joined by the number that the process group gave them where traces have it, else the n-th call of a kind over
 a group is the n-th on every rank.
 """
@@ -82,20 +84,24 @@ def _joined(traces: Sequence[RankTrace]) -> dict[_Key, dict[int, int]]:
 
 def _align(traces: Sequence[RankTrace], joined: Mapping[_Key, Mapping[int, int]], together: Together) -> None:
     by_rank = {trace.rank: trace for trace in traces}
-    ends: dict[tuple[int, int], list[float]] = {}
+    ends: dict[
+        tuple[int, int], list[tuple[float, float]]
+    ] = {}  # what a call takes once all are there, and ends apart
     for key, of in joined.items():
         if key[2] in _END_TOGETHER:
-            at = {rank: by_rank[rank].calls[index].end for rank, index in of.items()}
-            first = min(at)
-            for rank in at:
-                if rank != first:
-                    ends.setdefault((first, rank), []).append(at[first] - at[rank])
+            calls = {rank: by_rank[rank].calls[index] for rank, index in of.items()}
+            moving, first = min(call.end - call.arrival for call in calls.values()), min(calls)
+            for rank in calls.keys() - {first}:
+                ends.setdefault((first, rank), []).append((moving, calls[first].end - calls[rank].end))
     neighbours: dict[int, list[tuple[int, float, float]]] = {}
     for (a, b), apart in ends.items():
-        shift = median(apart)
+        kernels = by_rank[a].on_gpu and by_rank[b].on_gpu
+        used = np.array(apart if kernels else sorted(apart)[: max(len(apart) // 4, 3)])
+        shift = float(np.median(used[:, 1]))
         # Of a normal distribution the sigma.
-        scatter = float(np.median(np.abs(np.array(apart) - shift))) * 1.4826
-        error = scatter if len(apart) > 2 else float("inf")
+        scatter = float(np.median(np.abs(used[:, 1] - shift))) * 1.4826
+        error = max(scatter, 0.0 if kernels else float(np.median(used[:, 0])))
+        error = error if len(apart) > 2 else float("inf")
         same_clock, host = by_rank[b].zero_us - by_rank[a].zero_us, by_rank[a].host
         if host and host == by_rank[b].host and abs(shift - same_clock) < 3 * scatter + SAME_HOST_US:
             shift, error = same_clock, SAME_CLOCK_US
