@@ -52,7 +52,9 @@ def record(
         "KINETO_LOG_LEVEL": "99",  # it tells stderr of every start and stop
         # NCCL's last collectives are written when a rank hangs; their number has a default.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{folder.resolve()}/nccl_rank"),
+        "TORCH_FR_DUMP_TEMP_FILE": os.environ.get(
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{folder.resolve()}/nccl_rank"
+        ),
         **os.environ,
         **{f"DTBENCH_RECORD_{name}": str(value) for name, value in chosen.items()},
     }

@@ -33,7 +33,9 @@ def steps_of(rehearse: bool) -> list[Step]:
     device = "--device cpu" if rehearse else "--device cuda"
     # NCCL refuses two ranks on one card; on gloo torch 2.11 dies of SIGSEGV where its DTensor waits for a gather.
     two = "--nproc 2 --backend gloo"
-    profile = f"-P -m dtbench profile tensor_parallel --impl core --filter pass=forward --quick {two} {device}"
+    profile = (
+        f"-P -m dtbench profile tensor_parallel --impl core --filter pass=forward --quick {two} {device}"
+    )
     gate = f"-P -m dtbench.tests.gate_selftest {device} --budget {20 if rehearse else 150}s -o {{out}}/gate"
 
     def measured(group: str, limit_s: float) -> Step:
