@@ -34,7 +34,7 @@ from dtbench_suites.data import (
     shared_dims,
     torch_dtype,
 )
-from dtbench_suites.tensor_parallel import finished
+from dtbench_suites.tensor_parallel import finished, one_pass
 
 # rows of a table, width, lookups of all ranks together. On a GPU the width and the batch of MLPerf's DLRM-DCNv2
 # (github.com/mlcommons/training, recommendation_v2: embedding_dim 128, global batch 65536) and a table of a
@@ -59,16 +59,12 @@ def indices_of(tables: int, rows: int, lookups: int) -> Tensor:
 
 
 def step_of(embed: Callable[[], Tensor], weights: Sequence[Tensor], cotangent: Tensor | None) -> Step:
-    def forward() -> list[Tensor]:
-        with torch.no_grad():
-            return [finished(embed())]
+    def step() -> list[Tensor]:
+        backward = None if cotangent is None else lambda _out: cotangent
+        embedded, *grads = one_pass(embed, (), weights, backward)
+        return [embedded, *(finished(placed_as(g, w)) for g, w in zip(grads, weights, strict=False))]
 
-    def forward_backward() -> list[Tensor]:
-        embedded = embed()
-        grads = torch.autograd.grad(embedded, list(weights), cotangent)
-        return [finished(embedded), *(finished(placed_as(g, w)) for g, w in zip(grads, weights, strict=True))]
-
-    return forward if cotangent is None else forward_backward
+    return step
 
 
 def placed_as(grad: Tensor, weight: Tensor) -> Tensor:
