@@ -43,7 +43,6 @@ CHUNK_S = 0.25
 # A case is given up when fewer samples than this fit into what is left of its timeout.
 FEWEST_SAMPLES = 2
 
-
 _V = TypeVar("_V")
 _D = TypeVar("_D")
 
@@ -273,12 +272,10 @@ class Adaptive(CollectiveSchedule):
         """Rounds of one sample per impl, a vote every quarter of a second."""
         total = self.vote(None, lambda _votes: self._choose_total())
         before, offset = self._with.gpu_state(), self._with.clock_offset()
-        rounds = self.vote(None, lambda _votes: self._choose_rounds(0, total))
         done = 0
-        while rounds:
+        while rounds := self.vote(None, functools.partial(self._next_rounds, done, total)):
             self._rounds(range(done, done + rounds))
             done += rounds
-            rounds = self.vote(None, functools.partial(self._next_rounds, done, total))
         after = self._with.clock_offset()
         self._offset = halfway(offset, after) if offset and after else None
         reasons = [r for state in (before, self._with.gpu_state()) if state for r in state["throttled_by"]]
@@ -366,15 +363,12 @@ class Adaptive(CollectiveSchedule):
             raise self._too_slow()
         return min(total, fit)
 
-    def _choose_rounds(self, done: int, total: int) -> int:
-        return min(max(int(CHUNK_S / self._round_s()), 1), total - done)
-
     def _next_rounds(self, done: int, total: int, _votes: list[None]) -> int:
-        if done < total and self._left_s() < self._round_s():
+        if 0 < done < total and self._left_s() < self._round_s():
             if done < FEWEST_SAMPLES:
                 raise self._too_slow()
             return 0
-        return self._choose_rounds(done, total)
+        return min(max(int(CHUNK_S / self._round_s()), 1), total - done)
 
     def _too_slow(self) -> TooSlow:
         calls = ", ".join(f"{impl} {self._call_s[impl]:.2g} s" for impl in self.live if impl in self._call_s)
