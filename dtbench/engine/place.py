@@ -96,9 +96,8 @@ class RankPlace:
 
     def of_launch(self, launch: int) -> RankPlace:
         """With a port for this launch where rank 0 hosts the store: that of the launch before may linger."""
-        return (
-            self if self.agent_store else dataclasses.replace(self, port=min(self.port + launch, _MAX_PORT))
-        )
+        further = 0 if self.agent_store else launch
+        return dataclasses.replace(self, port=min(self.port + further, _MAX_PORT))
 
     @property
     def serves(self) -> bool:
@@ -142,7 +141,7 @@ def _torchrun_place(environ: Mapping[str, str]) -> RankPlace:
         local_rank=_number("LOCAL_RANK", environ.get("LOCAL_RANK", str(rank))),
         local_world_size=_number("LOCAL_WORLD_SIZE", local, 1, world_size) if local else None,
         address=_address(environ["MASTER_ADDR"]),
-        port=_port(environ["MASTER_PORT"]),
+        port=_number("MASTER_PORT", environ["MASTER_PORT"], 1, _MAX_PORT),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number("TORCHELASTIC_RESTART_COUNT", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
@@ -166,7 +165,7 @@ def _slurm_place(environ: Mapping[str, str], world_size: int) -> RankPlace:
         local_rank=_number("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0")),
         local_world_size=int(per_node[1]) if per_node else None,
         address=_address(address),
-        port=_port(port),
+        port=_number("MASTER_PORT", port, 1, _MAX_PORT),
         agent_store=False,
     )
 
@@ -185,10 +184,6 @@ def _number(name: str, text: str, least: int = 0, most: int | None = None) -> in
             f"{f' from {least}' if least else ''}{'' if most is None else f' of at most {most}'}; correct or unset it"
         )
     return number
-
-
-def _port(text: str) -> int:
-    return _number("MASTER_PORT", text, 1, _MAX_PORT)
 
 
 def _address(text: str) -> str:
