@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import os
 import socket
 import sys
@@ -151,7 +152,8 @@ class LaunchedRank:
         if fault:
             raise RankMismatchError(fault)
         hosts = [info["host"] for info in self.infos]
-        self._detector.join(self.connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
+        connect = functools.partial(self.connect, False)
+        self._detector.join(connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
         self.ranks = ranks
 
     def clock_offset(self, now_ns: Callable[[], int]) -> clocks.Offset:
