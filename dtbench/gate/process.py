@@ -87,10 +87,7 @@ class Loader:
         with theirs, contextlib.suppress(OSError):  # it has ended: so has the launch
             self._program.connection.send(tuple(request))
             hand_over(self._program.connection, theirs)
-        return LaunchProcess(ours, cpu, log, self._how_ended)
-
-    def _how_ended(self) -> str:
-        return _end_of(self._program.wait() or 0, self._log)
+        return LaunchProcess(ours, cpu, log, lambda: _end_of(self._program.wait() or 0, self._log))
 
     def close(self) -> None:
         """Ends it, with what was forked off it."""
@@ -127,18 +124,16 @@ class LaunchProcess:
             elif what == RESULT:
                 result = msgspec.msgpack.decode(value, type=Result)
                 self.results[result.case_key] = result
+            elif what == NOW:
+                self.label = value
+            elif what == READY:
+                self.ready, self.number = True, value
+            elif what == ENDED:
+                self.died = _end_of(value, self._log) if value else ""
         except msgspec.MsgspecError as error:
             self.died = f"the launch gave no {what} of this harness: {error}"
-            return
         except (EOFError, OSError):
             self.died = self._of_loader()
-            return
-        if what == NOW:
-            self.label = value
-        elif what == READY:
-            self.ready, self.number = True, value
-        elif what == ENDED:
-            self.died = _end_of(value, self._log) if value else ""
 
     def go(self) -> None:
         self.ready = False
