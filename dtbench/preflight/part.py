@@ -34,13 +34,7 @@ class Probe:
 
     def do(self, command: ProbeCommand) -> object:
         """What this rank measured, in seconds."""
-        kinds = {
-            "pairs": self._pairs,
-            "all_reduce": self._all_reduce,
-            "work": self._work,
-            "place": self._place,
-        }
-        return kinds[command["do"]](command)
+        return getattr(self, f"_{command['do']}")(command)
 
     def _timed(self, act: Callable[[], object]) -> float:
         """From when all ranks are there to when this one has done its part."""
