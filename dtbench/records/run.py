@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -156,9 +155,7 @@ class RunWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write(self, line: bytes) -> None:
@@ -248,16 +245,8 @@ def _recorded(result: Result) -> tuple[Result, bytes]:
         return result, _line_of(result)
     except (TypeError, ValueError, OverflowError) as error:
         reason = _text(f"the result cannot be recorded: {error}")
-    failed = Result(
-        result.suite,
-        result.name,
-        result.impl,
-        result.params,
-        "failed",
-        reason,
-        result.rank,
-        launch=result.launch,
-    )
+    named = result.suite, result.name, result.impl, result.params
+    failed = Result(*named, "failed", reason, result.rank, launch=result.launch)
     try:
         return failed, _line_of(failed)
     except (TypeError, ValueError, OverflowError) as error:
