@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
+from dtbench.suite import Case, Param, RunOptions, Skip, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.data import BEFORE_213, Place, hush_torch, shared_dims
 from dtbench_suites.tensor_parallel import BOTH, FORWARD, MODELS, compare, names_of, one_pass, parallelize
@@ -380,7 +380,7 @@ def compiled(options: RunOptions) -> Iterator[Case]:
         for name, placements, program in programs:
             if options.quick and (name, placements) not in QUICK:
                 continue
-            where = {"placements": placements, "mesh_dim": mesh_dim, "ranks": n}
+            where: dict[str, Param] = {"placements": placements, "mesh_dim": mesh_dim, "ranks": n}
             for backend, passes, call in variants(options, name):
                 build = partial(build_impl, program, mesh_dim, passes, backend, call)
                 yield Case(

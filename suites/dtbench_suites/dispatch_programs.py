@@ -68,7 +68,8 @@ def moved(source: str, target: str) -> TimedProgram:
 
 
 def full_tensor(place: Place, backward: bool) -> Call:
-    return rows(place).full_tensor
+    tensor = rows(place)
+    return lambda: tensor.full_tensor()
 
 
 def distribute(place: Place, backward: bool) -> Call:
