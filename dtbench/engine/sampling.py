@@ -92,6 +92,8 @@ class Instruments:
 
 # impl -> its status, the reason, and the rank that said so; None where rank 0 decided it.
 _Verdicts = dict[str, tuple[Status, str, int | None]]
+_Outcomes = dict[str, ImplOutcome]  # by impl
+_ByRank = dict[str, tuple[float, ...]]  # of each sample, seconds
 
 
 class RankPart(TypedDict):
@@ -125,11 +127,11 @@ class CollectiveSchedule(SamplingSchedule):
         self.case = case
         self.ranks = ranks
         self.live = {impl: self._subject(impl) for impl in impls}
-        self.outcomes: dict[str, ImplOutcome] = {}
+        self.outcomes: _Outcomes = {}
         self._now = now
         self._ended: list[Subject] = []  # to be closed
 
-    def run(self, world: World) -> dict[str, ImplOutcome]:
+    def run(self, world: World) -> _Outcomes:
         """Measures the impls; their outcomes."""
         try:
             measure(list(self.live.values()), world, self)
@@ -372,9 +374,8 @@ class Adaptive(CollectiveSchedule):
 
     def _too_slow(self) -> TooSlow:
         calls = ", ".join(f"{impl} {self._call_s[impl]:.2g} s" for impl in self.live if impl in self._call_s)
-        return TooSlow(
-            f"the case does not fit into --timeout {self._timeout_s:g} s (per call: {calls}); give it more"
-        )
+        limit = f"--timeout {self._timeout_s:g} s"
+        return TooSlow(f"the case does not fit into {limit} (per call: {calls}); give it more")
 
 
 def _worst(votes: Sequence[Mapping[str, tuple[Status, str]]]) -> _Verdicts:
@@ -405,15 +406,13 @@ def combine(parts: Sequence[RankPart], calls: int = 1) -> ImplOutcome:
     if not rounds:
         return ImplOutcome("failed", "no sample was completed by all ranks")
     counters: dict[str, float] = dict(parts[min(own)]["counters"] or {})
-    by_rank: dict[str, tuple[float, ...]] = {}
-    arrivals: dict[str, tuple[float, ...]] = {}
+    by_rank: _ByRank = {}
+    arrivals: _ByRank = {}
     if len(own) > 1:
         counters["skew_s"] = statistics.median(max(row) - min(row) for row in rounds)
         by_rank = {str(r): tuple(column) for r, column in zip(own, zip(*rounds, strict=True), strict=True)}
         arrivals = _arrivals({rank: parts[rank] for rank in own}, whole, calls)
-        error_ns = max(
-            part["error_ns"] + (part["offset"] or [0, 0])[1] for part in map(parts.__getitem__, own)
-        )
+        error_ns = max(parts[rank]["error_ns"] + (parts[rank]["offset"] or [0, 0])[1] for rank in own)
         if arrivals and error_ns:
             counters["arrival_error_s"] = error_ns * 1e-9 / calls
     throttled = {rank: part["throttled"] for rank, part in enumerate(parts) if part["throttled"]}
@@ -423,13 +422,10 @@ def combine(parts: Sequence[RankPart], calls: int = 1) -> ImplOutcome:
     return ImplOutcome("ok", reason, None, tuple(max(row) for row in rounds), by_rank, arrivals, counters)
 
 
-def _arrivals(
-    parts: Mapping[int, RankPart], rounds: Sequence[int], calls: int
-) -> dict[str, tuple[float, ...]]:
+def _arrivals(parts: Mapping[int, RankPart], rounds: Sequence[int], calls: int) -> _ByRank:
     """Per rank how late it began these rounds, per call; empty where some clock does not say."""
-    began = {
-        rank: [at for i in rounds if (at := part["started"][i]) is not None] for rank, part in parts.items()
-    }
+    starts = {rank: [part["started"][i] for i in rounds] for rank, part in parts.items()}
+    began = {rank: [at for at in times if at is not None] for rank, times in starts.items()}
     if any(len(times) < len(rounds) for times in began.values()):
         return {}
     kernels = {rank: part["kernel"] for rank, part in parts.items()}
@@ -487,9 +483,7 @@ class TaskSweep:
                 if ranks.rank == 0:
                     self._record(task, [outcome])
 
-    def _once(
-        self, task: Task, world: World, ranks: RankGroup, instruments: Instruments
-    ) -> dict[str, ImplOutcome]:
+    def _once(self, task: Task, world: World, ranks: RankGroup, instruments: Instruments) -> _Outcomes:
         now = self.now
         now.begin(task.suite.name, task.case.name, task.case.params, task.impls)
         self.starting(task)
