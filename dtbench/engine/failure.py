@@ -123,6 +123,8 @@ class Diagnosis:
         return f"{self.sentence} during {case.label}" if self.blames_case and case.name else self.sentence
 
 
+# Is told what ended the world and what it was doing.
+Report = Callable[[Diagnosis, ActiveCase], object]
 INTERRUPTED = Diagnosis("interrupted", None, EXIT_INTERRUPTED, blames_case=False)
 _UNREACHABLE = "the process that started the ranks died or cannot be reached"
 LAUNCHER_DIED = Diagnosis(_UNREACHABLE, None, blames_case=False)

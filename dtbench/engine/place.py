@@ -103,11 +103,6 @@ class RankPlace:
     def serves(self) -> bool:
         return self.rank == 0 and not self.agent_store
 
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks are known to be on this host."""
-        return self.local_world_size == self.world_size
-
 
 def find_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
     """The place that torchrun or Slurm gave this process; None when nobody started ranks.

@@ -245,7 +245,7 @@ def real_world(
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    if backend == "gloo" and place.one_host:
+    if backend == "gloo" and place.local_world_size == place.world_size:
         _bind_gloo_to_loopback_if_needed()
     dist.init_process_group(
         backend,
