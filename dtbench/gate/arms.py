@@ -234,10 +234,8 @@ def _git(
     try:
         return run_git(*arguments, cwd=cwd, env=env, timeout_s=_GIT_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        words = mask(" ".join(arguments))
-        raise ArmError(
-            f"a rev: arm needs git, and `git {words}` cannot be run: {mask(str(error))}"
-        ) from error
+        words, why = mask(" ".join(arguments)), mask(str(error))
+        raise ArmError(f"a rev: arm needs git, and `git {words}` cannot be run: {why}") from error
 
 
 def repository() -> Path | None:
