@@ -76,10 +76,8 @@ class Probe:
         if partner is None:
             return
         sent, received = self._buffer("sent", size_bytes), self._buffer("received", size_bytes)
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
-        )
-        for work in works:
+        both = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
+        for work in dist.batch_isend_irecv(both):
             work.wait()
 
     def _all_reduce(self, command: ProbeCommand) -> list[float]:
