@@ -81,9 +81,8 @@ class Live:
         """
         if kind == "ranks" and self.rank is None:
             if not alone:
-                pytest.skip(
-                    "needs several ranks: torchrun --nproc-per-node 4 -m pytest, with the same arguments"
-                )
+                how = "torchrun --nproc-per-node 4 -m pytest, with the same arguments"
+                pytest.skip(f"needs several ranks: {how}")
             kind = "alone"
         if kind != self._kind:
             self._world.close()
