@@ -203,9 +203,8 @@ def _lock(fd: int, path: Path, patience_s: float = 0.0) -> None:
             if time.monotonic() < until:
                 time.sleep(0.05)
                 continue
-            raise OutputError(
-                f"another dtbench is writing to {path}: wait for it or give another -o"
-            ) from error
+            why = f"another dtbench is writing to {path}"
+            raise OutputError(f"{why}: wait for it or give another -o") from error
         except OSError:
             pass
         return
@@ -351,18 +350,15 @@ def _line_in(data: bytes) -> Result | str:
 
 
 def _first_line(path: Path, data: bytes) -> Header:
+    no_run = f"{path} is not a dtbench run: its first line"
     try:
         line = decode(data)
     except ValueError as error:
-        raise UnreadableRunError(
-            f"{path} is not a dtbench run: its first line is no header: {error}"
-        ) from error
+        raise UnreadableRunError(f"{no_run} is no header: {error}") from error
     if line.get("kind") != "run":
-        raise UnreadableRunError(
-            f'{path} is not a dtbench run: its first line has kind {shown(line.get("kind"))}, expected "run"'
-        )
+        raise UnreadableRunError(f'{no_run} has kind {shown(line.get("kind"))}, expected "run"')
     schema = line.get("schema")
-    if isinstance(schema, int) and not isinstance(schema, bool) and schema > SCHEMA:
+    if type(schema) is int and schema > SCHEMA:
         raise UnreadableRunError(
             f"{path} was written by a newer dtbench (schema {schema}, this one reads up to {SCHEMA}): "
             f"upgrade dtbench to read it"
