@@ -16,6 +16,7 @@ with the whole model's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -179,13 +180,8 @@ MODELS: dict[str, type[ParallelModel]] = {
     "loss": Loss,
 }
 FORWARD, BOTH = "forward", "forward+backward"
-PASSES = {
-    "addmm": (FORWARD,),
-    "mlp": (FORWARD, BOTH),
-    "attention": (FORWARD, BOTH),
-    "block": (BOTH,),
-    "loss": (BOTH,),
-}
+EACH = (FORWARD, BOTH)
+PASSES = {"addmm": (FORWARD,), "mlp": EACH, "attention": EACH, "block": (BOTH,), "loss": (BOTH,)}
 QUICK = ("addmm", "mlp", "block", "loss")
 
 
@@ -280,12 +276,11 @@ def tensor_parallel(options: RunOptions) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(options):
         shape = shape_for(options, n)
         sizes = dict(zip(("batch", "seq", "d_model", "heads"), shape, strict=True))
-        for dtype in options.dtypes:
-            for block in QUICK if options.quick else MODELS:
-                for passes in PASSES[block]:
-                    build = partial(build_impl, block, mesh_dim, passes, shape, torch_dtype(dtype))
-                    yield Case(
-                        name=block,
-                        params={"mesh_dim": mesh_dim, "ranks": n, "pass": passes, "dtype": dtype, **sizes},
-                        build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
-                    )
+        for dtype, block in itertools.product(options.dtypes, QUICK if options.quick else MODELS):
+            for passes in PASSES[block]:
+                build = partial(build_impl, block, mesh_dim, passes, shape, torch_dtype(dtype))
+                yield Case(
+                    name=block,
+                    params={"mesh_dim": mesh_dim, "ranks": n, "pass": passes, "dtype": dtype, **sizes},
+                    build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
+                )
