@@ -86,12 +86,13 @@ def chain(x: Tensor) -> Tensor:
     return (((x * 2 + 1) * x).sin() * x + x) * 0.5
 
 
-def reduced(to: Function) -> Function:
+def reduced(place: Place) -> Function:
     """A product whose terms are pending, and then not."""
+    to = mover("R", place)
     return lambda x, y: to(x @ y)
 
 
-def mover(place: Place, text: str) -> Function:
+def mover(text: str, place: Place) -> Function:
     """A change of placement; of a plain part, a copy of it."""
     if place.impl == "local":
         return torch.clone
@@ -99,11 +100,12 @@ def mover(place: Place, text: str) -> Function:
     return lambda x: x.redistribute(placements=placements)
 
 
-def crossing(place: Place, text: str, fn: Function) -> Function:
-    """from_local, then `fn`, then to_local."""
+def crossing(place: Place) -> Function:
+    """from_local, then a chain of ops, then to_local."""
     if place.impl == "local":
-        return fn
-    from_local, mesh, placements = place.api.DTensor.from_local, place.mesh, place.on_all(text)
+        return chain
+    from_local, mesh, placements = place.api.DTensor.from_local, place.mesh, place.on_all("S(0)")
+    fn: Function = chain
     return lambda x: fn(from_local(x, mesh, placements, run_check=False)).to_local()
 
 
@@ -128,26 +130,11 @@ OPS = (
         "S(1),R,R",
     ),
     CompiledOp(
-        "mm_reduced",
-        "S(1),S(0)",
-        lambda n, k: ((k, n * COLS), (n * COLS, COLS)),
-        lambda place: reduced(mover(place, "R")),
-        torch.mm,
-        "R,R",
+        "mm_reduced", "S(1),S(0)", lambda n, k: ((k, n * COLS), (n * COLS, COLS)), reduced, torch.mm, "R,R"
     ),
-    CompiledOp("redistribute", "S(0)->R", by_rows(1), lambda place: mover(place, "R"), torch.clone, "S(1)"),
-    CompiledOp(
-        "redistribute", "S(0)->S(1)", by_rows(1), lambda place: mover(place, "S(1)"), torch.clone, "R"
-    ),
-    CompiledOp(
-        "from_to_local",
-        "S(0)",
-        by_rows(1),
-        lambda place: crossing(place, "S(0)", chain),
-        chain,
-        "",
-        crosses=True,
-    ),
+    CompiledOp("redistribute", "S(0)->R", by_rows(1), partial(mover, "R"), torch.clone, "S(1)"),
+    CompiledOp("redistribute", "S(0)->S(1)", by_rows(1), partial(mover, "S(1)"), torch.clone, "R"),
+    CompiledOp("from_to_local", "S(0)", by_rows(1), crossing, chain, "", crosses=True),
 )
 BLOCKS = ("mlp", "attention")
 COLUMNS = ("up", "wq", "wk", "wv")  # the layers cut by columns; the others are by rows
