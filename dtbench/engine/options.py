@@ -197,9 +197,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def _sweep(text: str) -> Iterator[int]:
     bounds = text.split(":")
     if len(bounds) not in (2, 3):
-        raise UsageError(
-            f"{text!r} is not a sweep of sizes: expected FIRST:LAST:FACTORx, such as 1KiB:16MiB:4x"
-        )
+        expected = "FIRST:LAST:FACTORx, such as 1KiB:16MiB:4x"
+        raise UsageError(f"{text!r} is not a sweep of sizes: expected {expected}")
     first, last = parse_size(bounds[0]), parse_size(bounds[1])
     step = bounds[2].strip() if len(bounds) == 3 else "2x"
     factor = re.fullmatch(r"(\d+)x", step)
@@ -220,9 +219,8 @@ def parse_duration(text: str) -> float:
     """`5m` -> 300 seconds. Units: s, m, h; a bare number may mean any of them and is refused."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
     if match and not match[2]:
-        raise UsageError(
-            f"{text!r} has no unit: expected s, m or h after it, such as {match[1]}m or {match[1]}s"
-        )
+        such = f"such as {match[1]}m or {match[1]}s"
+        raise UsageError(f"{text!r} has no unit: expected s, m or h after it, {such}")
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if not 0 < seconds < 1e9:
         raise UsageError(f"{text!r} is no duration: expected a number with s, m or h, such as 5m")
@@ -236,9 +234,8 @@ def parse_list(
     names = [short.get(part.strip(), part.strip()) for part in text.split(",")]
     for name in names:
         if name not in allowed:
-            raise UsageError(
-                f"{option} {text}: {name!r} is not known; expected one or more of {', '.join(allowed)}"
-            )
+            expected = f"expected one or more of {', '.join(allowed)}"
+            raise UsageError(f"{option} {text}: {name!r} is not known; {expected}")
     return tuple(dict.fromkeys(names))
 
 

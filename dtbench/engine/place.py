@@ -146,9 +146,8 @@ def _slurm_place(environ: Mapping[str, str], world_size: int) -> RankPlace:
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     address = environ.get("MASTER_ADDR") or first_host(hosts)
     if not address:
-        raise UsageError(
-            "SLURM_PROCID is set but SLURM_JOB_NODELIST is not: start dtbench with srun, or set MASTER_ADDR"
-        )
+        remedy = "start dtbench with srun, or set MASTER_ADDR"
+        raise UsageError(f"SLURM_PROCID is set but SLURM_JOB_NODELIST is not: {remedy}")
     per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     job = _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
     step = _number("SLURM_STEP_ID", environ["SLURM_STEP_ID"])

@@ -109,9 +109,8 @@ def summary_of(results: Iterable[Result]) -> str:
 
 def params_of(result: Result) -> str:
     """`mesh_dim=tp size=1 KiB`."""
-    return " ".join(
-        f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in result.params.items()
-    )
+    params = result.params.items()
+    return " ".join(f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in params)
 
 
 def line_of(result: Result) -> str:

@@ -102,14 +102,14 @@ class Launcher:
             ArmError: an arm cannot even list them.
             OutOfTimeError: the budget is spent.
         """
-        listings: dict[str, Listing] = {}
+        listings = {name: Listing((), ()) for name in names}
         results: dict[str, _Results] = {name: {} for name in names}
         bad: dict[str, dict[Key, str]] = {name: {} for name in names}
         left = list(names)
         while left:
             orders = []
             for name in left:
-                done = {b.label for b in _listed(listings, name) if b.key in results[name] | bad[name]}
+                done = {b.label for b in listings[name].benchmarks if b.key in results[name] | bad[name]}
                 without = tuple(sorted(done))
                 orders.append((name, Order("count", self._selections[name], self._plan, without)))
             launches = self._started(orders)
@@ -122,7 +122,7 @@ class Launcher:
                     left.remove(name)
                     continue
                 reason = self._limits.reason(launch.died)
-                blamed = [b.key for b in _listed(listings, name) if b.label == launch.label]
+                blamed = [b.key for b in listings[name].benchmarks if b.label == launch.label]
                 if not blamed:
                     if launch.died == LATE:
                         reason = f"its suites, or what they import, hang while they are loaded: {reason}"
@@ -240,10 +240,6 @@ class Launcher:
             reason = self._limits.reason(LATE if died is None else died or "the launch wrote no results")
             bad |= {b.key: reason for b in benchmarks if b.key not in results}
         return {b.key: results[b.key] for b in benchmarks if b.key in results}
-
-
-def _listed(listings: Mapping[str, Listing], name: str) -> tuple[Benchmark, ...]:
-    return listings[name].benchmarks if name in listings else ()
 
 
 def _side(arm: str) -> str:

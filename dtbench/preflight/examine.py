@@ -197,19 +197,16 @@ def matchings(n: int) -> list[PairRound]:
         rounds = []
         for _ in range(even - 1 if n > 1 else 0):
             halves = zip(ring[: even // 2], reversed(ring[even // 2 :]), strict=True)
-            rounds.append(tuple(_sorted(a, b) for a, b in halves if max(a, b) < n))
+            rounds.append(tuple((min(pair), max(pair)) for pair in halves if max(pair) < n))
             ring = [ring[0], ring[-1], *ring[1:-1]]
         return rounds
     order, drawn = list(range(n)), random.Random(n)
     rounds = []
     for _ in range(2 * math.ceil(math.log2(n))):
         drawn.shuffle(order)
-        rounds.append(tuple(_sorted(*order[i : i + 2]) for i in range(0, n - 1, 2)))
+        drawn_pairs = (order[i : i + 2] for i in range(0, n - 1, 2))
+        rounds.append(tuple((min(pair), max(pair)) for pair in drawn_pairs))
     return rounds
-
-
-def _sorted(a: int, b: int) -> Pair:
-    return (a, b) if a < b else (b, a)
 
 
 def _screen_pairs(rounds: Sequence[PairRound]) -> Measuring[PairsOf]:

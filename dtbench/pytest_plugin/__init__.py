@@ -106,6 +106,7 @@ def _holds_suites(collector: pytest.Collector) -> bool:
 
 
 def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
+    from dtbench.engine.options import list_tasks
     from dtbench.pytest_plugin.measure import live_of, test_of
     from dtbench.suite.errors import DtbenchError
 
@@ -115,10 +116,10 @@ def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
     silence_others(collector.config)
     try:
         live = live_of(collector.config)
-        tasks = live.tasks(suite)
+        tasks = list_tasks([suite], live.plan)
     except DtbenchError as error:
         raise pytest.Collector.CollectError(str(error)) from error
-    alone = suite.world == "ranks" and live.runs_alone(suite)
+    alone = suite.world == "ranks" and live.runs_alone(suite, tasks)
     seen: dict[str, int] = {}
     for task in tasks:
         for impl in task.impls:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
@@ -60,19 +60,12 @@ class Live:
         # Without a launcher, suites of ranks whose cases do not follow from the number of ranks run on one.
         self._single = None if self.rank or options.mesh else options.resolve(self.device_type, 1)
 
-    def tasks(self, suite: Suite) -> list[Task]:
-        """The cases of a suite; raises UsageError where it cannot list them."""
-        return list_tasks([suite], self.plan)
-
-    def runs_alone(self, suite: Suite) -> bool:
+    def runs_alone(self, suite: Suite, tasks: Sequence[Task]) -> bool:
         """Whether a suite of ranks has the same cases on one rank."""
-        if self._single is None:
-            return False
-        try:
-            single = [task.label for task in list_tasks([suite], self._single)]
-        except UsageError:
-            return False
-        return single == [task.label for task in self.tasks(suite)]
+        with contextlib.suppress(UsageError):
+            single = [] if self._single is None else list_tasks([suite], self._single)
+            return [task.label for task in single] == [task.label for task in tasks]
+        return False
 
     def enter(self, kind: str, *, alone: bool = False) -> Up:
         """The world of this kind, made where another one is up; skips the test where there is none to be had.
