@@ -401,15 +401,19 @@ def further_tasks(
     Raises:
         UsageError: a suite that fails to say, or to build what it asked for.
     """
+
+    def named(of: Case | Result) -> tuple[object, ...]:
+        return of.name, tuple(sorted(of.params.items()))
+
     further: dict[ResultKey, Task] = {}
     matches = matcher(text)
     for suite in suites:
         if suite.refinement is None:
             continue
-        listed = {Task(suite, case, ()).key("", 0)[:4] for case in _cases_of(suite, options)}
+        listed = {named(case) for case in _cases_of(suite, options)}
         first = [r for r in results if r.suite == suite.name and r.launch == 0]
-        swept = [r for r in first if (r.suite, r.name, "", r.case_key[3]) in listed]
-        added = [r for r in first if (r.suite, r.name, "", r.case_key[3]) not in listed]
+        swept = [r for r in first if named(r) in listed]
+        added = [r for r in first if named(r) not in listed]
         try:
             wanted = [(r.name, r.params) for r in added]  # a run may have ended between two impls of one
             if launch == 0:
@@ -422,7 +426,7 @@ def further_tasks(
             ) from error
         for case in cases:
             task = Task(suite, case, tuple(impl for impl in case.build if options.wants(impl)))
-            if task.key("", 0)[:4] not in listed and task.impls and matches(task.label):
+            if named(case) not in listed and task.impls and matches(task.label):
                 further.setdefault(task.key("", launch), task)
     return list(further.values())
 

@@ -181,13 +181,8 @@ def _results(table: LogTable, together: bool) -> Iterator[Result]:
 
 def _result(table: LogTable, row: LogRow, figures: Sequence[LogFigure], together: bool, main: bool) -> Result:
     assert table.collective is not None and table.ranks is not None
-    params: dict[str, Param] = {
-        "mode": table.mode,
-        "dtype": row.dtype,
-        "size": row.size_bytes,
-        "in_place": figures[0].in_place,
-        "ranks": table.ranks,
-    }
+    params: dict[str, Param] = {"mode": table.mode, "dtype": row.dtype, "size": row.size_bytes}
+    params |= {"in_place": figures[0].in_place, "ranks": table.ranks}
     if row.redop not in ("", "none", "sum"):
         params["redop"] = row.redop
     if row.root is not None and row.root > 0:

@@ -135,10 +135,8 @@ def bucketed(impl: str, gradients: Gradients, bucket_bytes: int) -> Workload:
 def unbucketed(gradients: Gradients) -> Workload:
     group = gradients.group
     outputs = [torch.empty_like(t.chunk(group.size())[0]) for t in gradients.tensors]
-    calls = [
-        partial(reduce_scatter_single, output, tensor, group=group)
-        for output, tensor in zip(outputs, gradients.tensors, strict=True)
-    ]
+    pairs = zip(outputs, gradients.tensors, strict=True)
+    calls = [partial(reduce_scatter_single, *pair, group=group) for pair in pairs]
     return plain(calls, outputs, lambda: gradients.check([*outputs]))
 
 

@@ -364,12 +364,8 @@ def case_of(
     impls = ["core", "torch", "local"][: 3 if floor else 2]
     if floor and not backward and isinstance(op, TimedOp) and op.name not in ("from_local", "to_local"):
         impls.append("wrapped")
-    params: dict[str, Param] = {
-        "placements": op.placements,
-        "mesh": "x".join(map(str, shape)),
-        "pass": passes,
-        "call": call,
-    }
+    mesh = "x".join(map(str, shape))
+    params: dict[str, Param] = {"placements": op.placements, "mesh": mesh, "pass": passes, "call": call}
     return Case(
         name=op.name,
         params=params,
