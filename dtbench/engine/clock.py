@@ -56,16 +56,11 @@ class HostClock:
         pass
 
     def measure(self, run: Callable[[], object], calls: int) -> float:
-        if calls == 1:
-            start = perf_counter_ns()
+        repeats = itertools.repeat(None, calls)
+        start = perf_counter_ns()
+        for _ in repeats:
             run()
-            end = perf_counter_ns()
-        else:
-            repeats = itertools.repeat(None, calls)
-            start = perf_counter_ns()
-            for _ in repeats:
-                run()
-            end = perf_counter_ns()
+        end = perf_counter_ns()
         self.started_ns = start
         return (end - start) * 1e-9 / calls
 

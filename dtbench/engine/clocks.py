@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Round trips over the store, of which the quickest decides: with every case, so few.
 _EXCHANGES = 10
+ReadNs = Callable[[], int]  # a reading of a clock
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,7 @@ def halfway(before: Offset, after: Offset) -> Offset:
     return Offset((before.ns + after.ns) / 2, max(before.uncertainty_ns, after.uncertainty_ns) + apart)
 
 
-def to_rank_0(
-    ranks: StoreRanks, store: Store, kernels: Sequence[str | None], now_ns: Callable[[], int]
-) -> Offset:
+def to_rank_0(ranks: StoreRanks, store: Store, kernels: Sequence[str | None], now_ns: ReadNs) -> Offset:
     """From this rank's clock to rank 0's; all ranks call it. kernels: each rank's `boot_id`, None if unknown.
 
     Processes of one kernel share its clocks. Of every other kernel the first rank pings rank 0, in turn, and the
@@ -83,7 +82,7 @@ def to_rank_0(
     return SAME_CLOCK if theirs is None else Offset(*theirs)
 
 
-def ask(store: Store, prefix: str, now_ns: Callable[[], int]) -> Offset:
+def ask(store: Store, prefix: str, now_ns: ReadNs) -> Offset:
     """On another kernel: its offset to rank 0's clock; rank 0 must `answer` meanwhile, under the same prefix."""
     offsets = []
     for number in range(_EXCHANGES):
@@ -98,7 +97,7 @@ def ask(store: Store, prefix: str, now_ns: Callable[[], int]) -> Offset:
     return min(offsets, key=lambda offset: offset.uncertainty_ns)
 
 
-def answer(store: Store, prefix: str, now_ns: Callable[[], int]) -> None:
+def answer(store: Store, prefix: str, now_ns: ReadNs) -> None:
     """On rank 0: answers all of a rank's questions."""
     for number in range(_EXCHANGES):
         store.wait([f"{prefix}/{number}/ask"])

@@ -47,7 +47,8 @@ GRACE_S = 5.0
 FAREWELL_S = 10.0
 # A launcher that was killed may close its store's socket a moment after its ranks get the signal.
 DYING_S = 0.3
-_FOREVER = timedelta(days=7)
+# Waits on the store are ended by the detector, which knows why; this only has to be longer than any run.
+FOREVER = timedelta(days=7)
 _OUR_FOLDERS = {Path(__file__).parent}
 
 
@@ -122,10 +123,11 @@ class Diagnosis:
         return f"{self.sentence} during {case.label}" if self.blames_case and case.name else self.sentence
 
 
+# Is told what ended the world and what it was doing.
+Report = Callable[[Diagnosis, ActiveCase], object]
 INTERRUPTED = Diagnosis("interrupted", None, EXIT_INTERRUPTED, blames_case=False)
-LAUNCHER_DIED = Diagnosis(
-    "the process that started the ranks died or cannot be reached", None, blames_case=False
-)
+_UNREACHABLE = "the process that started the ranks died or cannot be reached"
+LAUNCHER_DIED = Diagnosis(_UNREACHABLE, None, blames_case=False)
 
 
 def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], timeout_s: float) -> Diagnosis:
@@ -235,7 +237,7 @@ class FailureDetector:
         self._hosts: Sequence[str] = ["this host"] * size
         self._serving_rank: int | None = None
         self._timeout_s = 0.0
-        self._connect: Callable[[bool], Store] | None = None
+        self.joined = False  # whether the other ranks can be told
         self._store: Store | None = None  # opened when a failure is noticed
         self._votes: Callable[[], int] = lambda: 0
         self._raised: tuple[int, str] = (-1, "")  # how many votes were decided, and the reason
@@ -247,27 +249,22 @@ class FailureDetector:
 
     # ---- what the main thread says ----
 
-    @property
-    def joined(self) -> bool:
-        """Whether the other ranks can be told."""
-        return self._connect is not None
-
     def join(
         self,
-        connect: Callable[[bool], Store],
+        connect: Callable[[], Store],
         hosts: Sequence[str],
         votes: Callable[[], int],
         serving_rank: int | None,
     ) -> None:
         """The world is there: waits for its events from now on.
 
-        hosts: of each rank. votes: how many votes were decided so far. serving_rank: the one that
-        hosts the store, None where the launcher does.
+        connect: opens a connection to its store. hosts: of each rank. votes: how many votes were decided so far.
+        serving_rank: the one that hosts the store, None where the launcher does.
         """
         self._hosts, self._votes, self._serving_rank = hosts, votes, serving_rank
-        self._connect = connect
+        self._connect, self.joined = connect, True
         if len(hosts) > 1:
-            events = connect(False)
+            events = connect()
             threading.Thread(target=self._wait_for_events, args=(events,), name="events", daemon=True).start()
 
     @contextmanager
@@ -303,7 +300,7 @@ class FailureDetector:
         self.finish(code)
         with suppress(RuntimeError):  # whoever served the store has heard of all, and left
             if self.joined or store is not None:
-                farewell(store or self._connect_again(), self._rank, len(self._hosts))
+                farewell(store or self._connect(), self._rank, len(self._hosts))
 
     def finish(self, code: int) -> None:
         """All is done: from here on SIGTERM only means to leave with `code` a little earlier."""
@@ -323,7 +320,7 @@ class FailureDetector:
         number = 0
         while True:
             try:
-                store.wait([f"event/{number}"], _FOREVER)
+                store.wait([f"event/{number}"], FOREVER)
                 event = json.loads(store.get(f"event/{number}"))
             except RuntimeError:
                 if self._finished is None:
@@ -397,7 +394,7 @@ class FailureDetector:
         """The states of the ranks that answer."""
         if len(self._hosts) == 1:
             return {self._rank: state}
-        store = self._store = self._connect_again()
+        store = self._store = self._connect()
         if state.cause != "event":
             self._publish({"kind": "failure"}, store)
         store.set(f"state/{self._rank}", json.dumps(asdict(state)))
@@ -415,15 +412,11 @@ class FailureDetector:
         raised = now.raised or (reason if votes == self._votes() else None)
         return RankState(cause, now.label, now.step, where, waits, now.case, raised, self._raised_at)
 
-    def _connect_again(self) -> Store:
-        assert self._connect is not None
-        return self._connect(False)
-
     def _publish(self, event: Mapping[str, str | int], store: Store | None = None) -> None:
         if not self.joined or len(self._hosts) == 1:
             return
         with suppress(RuntimeError):  # the store is gone: each rank finds that out by itself
-            store = store or self._connect_again()
+            store = store or self._connect()
             store.set(f"event/{store.add('events', 1) - 1}", json.dumps(event))
 
 

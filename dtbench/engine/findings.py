@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from statistics import geometric_mean, median
 
+from dtbench.engine.progress import params_of
 from dtbench.records.layout import crowded
 from dtbench.stats import drifts_of, has_drifted
 from dtbench.suite import CHOOSABLE_IMPLS, Param, Result, Run
 from dtbench.suite.case import FLOOR
 from dtbench.suite.dispatched import FEWEST_CASES, SINGLE_OPS, added_times, kind_of
 from dtbench.suite.grouping import group_by
-from dtbench.text.units import format_change, format_seconds, format_size, format_spread, plural, significant
+from dtbench.text.units import format_change, format_seconds, format_spread, plural, significant
 
 # Half of the cases scattering by more than this: the machine was busy with something else.
 SCATTERED = 0.5
@@ -138,10 +139,7 @@ def _finding(cases: Sequence[_Case]) -> str:
 
 
 def _words(result: Result) -> str:
-    params = " ".join(
-        f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in result.params.items()
-    )
-    return " ".join(filter(None, (result.name, params, result.impl)))
+    return " ".join(filter(None, (result.name, params_of(result), result.impl)))
 
 
 def _speed(ratios: Sequence[float]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from dtbench.engine.failure import INTERRUPTED, ActiveCase, Diagnosis, kept_in, record_failure
+from dtbench.engine.failure import INTERRUPTED, Diagnosis, Report, kept_in, record_failure
 from dtbench.engine.options import RunJob, RunRequest, prepare, remaining
 from dtbench.engine.place import AGAIN, BEGAN, LAUNCH, NOTE, OUTPUT, Note, find_place, output_of
 from dtbench.engine.progress import say, say_if_slow
@@ -120,7 +120,7 @@ def start_ranks(
     nproc: int,
     launch: int,
     output: Path,
-    report: Callable[[Diagnosis, ActiveCase], object] = lambda _diagnosis, _case: None,
+    report: Report = lambda _diagnosis, _case: None,
     *,
     again: bool = False,
 ) -> Note:

@@ -113,9 +113,8 @@ class RunRequest:
                 f"--max-size {self.max_size_bytes}: the sweep starts at 1 KiB, expected that or more; "
                 f"give --size for smaller payloads"
             )
-        if self.budget_s is not None and (
-            self.launches > 1 or self.refine or self.max_size_bytes is not None
-        ):
+        asks_for_more = self.launches > 1 or self.refine or self.max_size_bytes is not None
+        if self.budget_s is not None and asks_for_more:
             raise UsageError(
                 "--budget measures in one launch what fits into a time, while --launches, --max-size and --refine "
                 "ask for more than the listed cases: leave one or the other out"
@@ -153,7 +152,9 @@ class RunRequest:
                 f"--mesh {format_mesh(mesh)} has {ranks_of(mesh)} ranks, the world has {world_size}: "
                 f"give a mesh of {world_size}, for example --mesh {format_mesh(default_mesh(world_size))}"
             )
-        planned = None if self.max_size_bytes is None else sizes_up_to(self.max_size_bytes)
+        planned: tuple[int, ...] = ()  # 1 KiB to the largest payload by 4x, that included
+        if (last := self.max_size_bytes) is not None:
+            planned = tuple(sorted({*_geometric(PLANNED_FROM_BYTES, last, PLANNED_FACTOR), last}))
         return RunOptions(
             mesh,
             self.sizes_bytes or planned or parse_sizes(_DEFAULT_SIZES[device_type, self.quick]),
@@ -163,7 +164,7 @@ class RunRequest:
             self.quick,
             self.sizes_bytes is not None,
             dict(self.suite_options),
-            planned is not None if self.refine is None else self.refine,
+            bool(planned) if self.refine is None else self.refine,
         )
 
 
@@ -198,9 +199,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def _sweep(text: str) -> Iterator[int]:
     bounds = text.split(":")
     if len(bounds) not in (2, 3):
-        raise UsageError(
-            f"{text!r} is not a sweep of sizes: expected FIRST:LAST:FACTORx, such as 1KiB:16MiB:4x"
-        )
+        expected = "FIRST:LAST:FACTORx, such as 1KiB:16MiB:4x"
+        raise UsageError(f"{text!r} is not a sweep of sizes: expected {expected}")
     first, last = parse_size(bounds[0]), parse_size(bounds[1])
     step = bounds[2].strip() if len(bounds) == 3 else "2x"
     factor = re.fullmatch(r"(\d+)x", step)
@@ -217,18 +217,12 @@ def _geometric(size: int, last: int, factor: int) -> Iterator[int]:
         size *= factor
 
 
-def sizes_up_to(last: int) -> tuple[int, ...]:
-    """1 KiB to `last` by 4x, `last` included."""
-    return tuple(sorted({*_geometric(PLANNED_FROM_BYTES, last, PLANNED_FACTOR), last}))
-
-
 def parse_duration(text: str) -> float:
     """`5m` -> 300 seconds. Units: s, m, h; a bare number may mean any of them and is refused."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
     if match and not match[2]:
-        raise UsageError(
-            f"{text!r} has no unit: expected s, m or h after it, such as {match[1]}m or {match[1]}s"
-        )
+        such = f"such as {match[1]}m or {match[1]}s"
+        raise UsageError(f"{text!r} has no unit: expected s, m or h after it, {such}")
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if not 0 < seconds < 1e9:
         raise UsageError(f"{text!r} is no duration: expected a number with s, m or h, such as 5m")
@@ -242,9 +236,8 @@ def parse_list(
     names = [short.get(part.strip(), part.strip()) for part in text.split(",")]
     for name in names:
         if name not in allowed:
-            raise UsageError(
-                f"{option} {text}: {name!r} is not known; expected one or more of {', '.join(allowed)}"
-            )
+            expected = f"expected one or more of {', '.join(allowed)}"
+            raise UsageError(f"{option} {text}: {name!r} is not known; {expected}")
     return tuple(dict.fromkeys(names))
 
 
@@ -410,15 +403,19 @@ def further_tasks(
     Raises:
         UsageError: a suite that fails to say, or to build what it asked for.
     """
+
+    def named(of: Case | Result) -> tuple[object, ...]:
+        return of.name, tuple(sorted(of.params.items()))
+
     further: dict[ResultKey, Task] = {}
     matches = matcher(text)
     for suite in suites:
         if suite.refinement is None:
             continue
-        listed = {(case.name, tuple(sorted(case.params.items()))) for case in _cases_of(suite, options)}
+        listed = {named(case) for case in _cases_of(suite, options)}
         first = [r for r in results if r.suite == suite.name and r.launch == 0]
-        swept = [r for r in first if (r.name, tuple(sorted(r.params.items()))) in listed]
-        added = [r for r in first if (r.name, tuple(sorted(r.params.items()))) not in listed]
+        swept = [r for r in first if named(r) in listed]
+        added = [r for r in first if named(r) not in listed]
         try:
             wanted = [(r.name, r.params) for r in added]  # a run may have ended between two impls of one
             if launch == 0:
@@ -431,8 +428,7 @@ def further_tasks(
             ) from error
         for case in cases:
             task = Task(suite, case, tuple(impl for impl in case.build if options.wants(impl)))
-            name = (case.name, tuple(sorted(case.params.items())))
-            if name not in listed and task.impls and matches(task.label):
+            if named(case) not in listed and task.impls and matches(task.label):
                 further.setdefault(task.key("", launch), task)
     return list(further.values())
 
@@ -485,9 +481,8 @@ def same_on_all_ranks(job: RunJob) -> dict[str, str]:
     """What ranks have to agree in, by the names that users know; else they would wait in different collectives, or
     measure different things."""
     request, options = job.request, job.options
-    files = {
-        Path(suite.cases.__code__.co_filename) for suite in job.suites if hasattr(suite.cases, "__code__")
-    }
+    codes = (getattr(suite.cases, "__code__", None) for suite in job.suites)
+    files = {Path(code.co_filename) for code in codes if code}
     listed = [f"{task.label} {','.join(task.impls)}" for task in job.tasks]
     return {
         "suites": " ".join(job.suite_names),
@@ -535,6 +530,6 @@ def refuse_other_run(
 
 
 def _shown(name: str, value: object) -> str:
-    if name == "mesh" and isinstance(value, list):
-        return format_mesh(value)
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if not isinstance(value, list):
+        return str(value)
+    return format_mesh(value) if name == "mesh" else ",".join(map(str, value))

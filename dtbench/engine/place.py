@@ -96,18 +96,12 @@ class RankPlace:
 
     def of_launch(self, launch: int) -> RankPlace:
         """With a port for this launch where rank 0 hosts the store: that of the launch before may linger."""
-        return (
-            self if self.agent_store else dataclasses.replace(self, port=min(self.port + launch, _MAX_PORT))
-        )
+        further = 0 if self.agent_store else launch
+        return dataclasses.replace(self, port=min(self.port + further, _MAX_PORT))
 
     @property
     def serves(self) -> bool:
         return self.rank == 0 and not self.agent_store
-
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks are known to be on this host."""
-        return self.local_world_size == self.world_size
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
@@ -142,7 +136,7 @@ def _torchrun_place(environ: Mapping[str, str]) -> RankPlace:
         local_rank=_number("LOCAL_RANK", environ.get("LOCAL_RANK", str(rank))),
         local_world_size=_number("LOCAL_WORLD_SIZE", local, 1, world_size) if local else None,
         address=_address(environ["MASTER_ADDR"]),
-        port=_port(environ["MASTER_PORT"]),
+        port=_number("MASTER_PORT", environ["MASTER_PORT"], 1, _MAX_PORT),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number("TORCHELASTIC_RESTART_COUNT", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
@@ -152,9 +146,8 @@ def _slurm_place(environ: Mapping[str, str], world_size: int) -> RankPlace:
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     address = environ.get("MASTER_ADDR") or first_host(hosts)
     if not address:
-        raise UsageError(
-            "SLURM_PROCID is set but SLURM_JOB_NODELIST is not: start dtbench with srun, or set MASTER_ADDR"
-        )
+        remedy = "start dtbench with srun, or set MASTER_ADDR"
+        raise UsageError(f"SLURM_PROCID is set but SLURM_JOB_NODELIST is not: {remedy}")
     per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     job = _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
     step = _number("SLURM_STEP_ID", environ["SLURM_STEP_ID"])
@@ -166,7 +159,7 @@ def _slurm_place(environ: Mapping[str, str], world_size: int) -> RankPlace:
         local_rank=_number("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0")),
         local_world_size=int(per_node[1]) if per_node else None,
         address=_address(address),
-        port=_port(port),
+        port=_number("MASTER_PORT", port, 1, _MAX_PORT),
         agent_store=False,
     )
 
@@ -185,10 +178,6 @@ def _number(name: str, text: str, least: int = 0, most: int | None = None) -> in
             f"{f' from {least}' if least else ''}{'' if most is None else f' of at most {most}'}; correct or unset it"
         )
     return number
-
-
-def _port(text: str) -> int:
-    return _number("MASTER_PORT", text, 1, _MAX_PORT)
 
 
 def _address(text: str) -> str:

@@ -107,13 +107,16 @@ def summary_of(results: Iterable[Result]) -> str:
     return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) or "no results"
 
 
+def params_of(result: Result) -> str:
+    """`mesh_dim=tp size=1 KiB`."""
+    params = result.params.items()
+    return " ".join(f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in params)
+
+
 def line_of(result: Result) -> str:
     """`dispatch add mesh=8 call=cached | core  3.56 µs  +10%`."""
-    params = " ".join(
-        f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in result.params.items()
-    )
     name = result.suite if result.name == result.suite else f"{result.suite} {result.name}"
-    words = [f"{name} {params}".rstrip(), "|", result.impl]
+    words = [f"{name} {params_of(result)}".rstrip(), "|", result.impl]
     if result.status == "ok" and result.time_s is not None:
         words += [format_seconds(result.estimate_s), format_spread(result.spread)]
         bandwidth = result.busbw_Bps if result.busbw_Bps is not None else result.algbw_Bps

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import os
 import socket
 import sys
@@ -32,6 +33,7 @@ from dtbench.engine.failure import (
     ActiveCase,
     Diagnosis,
     FailureDetector,
+    Report,
     block_signals,
     exit_now,
 )
@@ -93,9 +95,7 @@ class LaunchedRank:
     store: Store
     device: torch.device
 
-    def __init__(
-        self, place: RankPlace, report: Callable[[Diagnosis, ActiveCase], object], launch: int = 0
-    ) -> None:
+    def __init__(self, place: RankPlace, report: Report, launch: int = 0) -> None:
         self.place = place.of_launch(launch)
         self.now = ActiveCase(launch=launch)
         self.code = EXIT_OK
@@ -151,7 +151,8 @@ class LaunchedRank:
         if fault:
             raise RankMismatchError(fault)
         hosts = [info["host"] for info in self.infos]
-        self._detector.join(self.connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
+        connect = functools.partial(self.connect, False)
+        self._detector.join(connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
         self.ranks = ranks
 
     def clock_offset(self, now_ns: Callable[[], int]) -> clocks.Offset:
@@ -208,9 +209,7 @@ class LaunchedRank:
     def exit(self) -> NoReturn:
         exit_now(self.code)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self._detector.leave(self.code, self.store if self._joining else None)
         elif isinstance(error, DtbenchError) and not self._joining:

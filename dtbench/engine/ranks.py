@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from dtbench.engine.failure import FOREVER
 from dtbench.engine.place import RankPlace
 from dtbench.machine.device import gpus
 from dtbench.suite.errors import WorldBrokenError
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 _V = TypeVar("_V")
 _D = TypeVar("_D")
 SIMULATED_RANKS = 8
-# Waits on the store are ended by the watch, which knows why; this only has to be longer than any run.
-_FOREVER = timedelta(days=7)
 # Further connections are made once when a launch begins, and where something went wrong.
 _DYING_S = 0.2
 # The watch fires at the case's timeout and says what hangs; the group's own end comes after it.
@@ -58,7 +57,7 @@ def store_of(place: RankPlace, launch: int) -> Callable[[bool], Store]:
             timeout=timedelta(seconds=20),  # it is there: only busy
             wait_for_workers=False,
         )
-        store.set_timeout(_FOREVER)
+        store.set_timeout(FOREVER)
         return PrefixStore(f"dtbench/{place.attempt}/{launch}", store)
 
     return connect
@@ -137,7 +136,7 @@ class StoreRanks:
 
     def _wait(self, keys: list[str]) -> None:
         if self._patience is None or not self._reason:
-            self._store.wait(keys, _FOREVER)
+            self._store.wait(keys, FOREVER)
             return
         from torch.distributed import DistStoreError
 
@@ -246,7 +245,7 @@ def real_world(
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    if backend == "gloo" and place.one_host:
+    if backend == "gloo" and place.local_world_size == place.world_size:
         _bind_gloo_to_loopback_if_needed()
     dist.init_process_group(
         backend,

@@ -43,7 +43,6 @@ CHUNK_S = 0.25
 # A case is given up when fewer samples than this fit into what is left of its timeout.
 FEWEST_SAMPLES = 2
 
-
 _V = TypeVar("_V")
 _D = TypeVar("_D")
 
@@ -93,6 +92,8 @@ class Instruments:
 
 # impl -> its status, the reason, and the rank that said so; None where rank 0 decided it.
 _Verdicts = dict[str, tuple[Status, str, int | None]]
+_Outcomes = dict[str, ImplOutcome]  # by impl
+_ByRank = dict[str, tuple[float, ...]]  # of each sample, seconds
 
 
 class RankPart(TypedDict):
@@ -126,11 +127,11 @@ class CollectiveSchedule(SamplingSchedule):
         self.case = case
         self.ranks = ranks
         self.live = {impl: self._subject(impl) for impl in impls}
-        self.outcomes: dict[str, ImplOutcome] = {}
+        self.outcomes: _Outcomes = {}
         self._now = now
         self._ended: list[Subject] = []  # to be closed
 
-    def run(self, world: World) -> dict[str, ImplOutcome]:
+    def run(self, world: World) -> _Outcomes:
         """Measures the impls; their outcomes."""
         try:
             measure(list(self.live.values()), world, self)
@@ -273,12 +274,10 @@ class Adaptive(CollectiveSchedule):
         """Rounds of one sample per impl, a vote every quarter of a second."""
         total = self.vote(None, lambda _votes: self._choose_total())
         before, offset = self._with.gpu_state(), self._with.clock_offset()
-        rounds = self.vote(None, lambda _votes: self._choose_rounds(0, total))
         done = 0
-        while rounds:
+        while rounds := self.vote(None, functools.partial(self._next_rounds, done, total)):
             self._rounds(range(done, done + rounds))
             done += rounds
-            rounds = self.vote(None, functools.partial(self._next_rounds, done, total))
         after = self._with.clock_offset()
         self._offset = halfway(offset, after) if offset and after else None
         reasons = [r for state in (before, self._with.gpu_state()) if state for r in state["throttled_by"]]
@@ -366,21 +365,17 @@ class Adaptive(CollectiveSchedule):
             raise self._too_slow()
         return min(total, fit)
 
-    def _choose_rounds(self, done: int, total: int) -> int:
-        return min(max(int(CHUNK_S / self._round_s()), 1), total - done)
-
     def _next_rounds(self, done: int, total: int, _votes: list[None]) -> int:
-        if done < total and self._left_s() < self._round_s():
+        if 0 < done < total and self._left_s() < self._round_s():
             if done < FEWEST_SAMPLES:
                 raise self._too_slow()
             return 0
-        return self._choose_rounds(done, total)
+        return min(max(int(CHUNK_S / self._round_s()), 1), total - done)
 
     def _too_slow(self) -> TooSlow:
         calls = ", ".join(f"{impl} {self._call_s[impl]:.2g} s" for impl in self.live if impl in self._call_s)
-        return TooSlow(
-            f"the case does not fit into --timeout {self._timeout_s:g} s (per call: {calls}); give it more"
-        )
+        limit = f"--timeout {self._timeout_s:g} s"
+        return TooSlow(f"the case does not fit into {limit} (per call: {calls}); give it more")
 
 
 def _worst(votes: Sequence[Mapping[str, tuple[Status, str]]]) -> _Verdicts:
@@ -411,15 +406,13 @@ def combine(parts: Sequence[RankPart], calls: int = 1) -> ImplOutcome:
     if not rounds:
         return ImplOutcome("failed", "no sample was completed by all ranks")
     counters: dict[str, float] = dict(parts[min(own)]["counters"] or {})
-    by_rank: dict[str, tuple[float, ...]] = {}
-    arrivals: dict[str, tuple[float, ...]] = {}
+    by_rank: _ByRank = {}
+    arrivals: _ByRank = {}
     if len(own) > 1:
         counters["skew_s"] = statistics.median(max(row) - min(row) for row in rounds)
         by_rank = {str(r): tuple(column) for r, column in zip(own, zip(*rounds, strict=True), strict=True)}
         arrivals = _arrivals({rank: parts[rank] for rank in own}, whole, calls)
-        error_ns = max(
-            part["error_ns"] + (part["offset"] or [0, 0])[1] for part in map(parts.__getitem__, own)
-        )
+        error_ns = max(parts[rank]["error_ns"] + (parts[rank]["offset"] or [0, 0])[1] for rank in own)
         if arrivals and error_ns:
             counters["arrival_error_s"] = error_ns * 1e-9 / calls
     throttled = {rank: part["throttled"] for rank, part in enumerate(parts) if part["throttled"]}
@@ -429,13 +422,10 @@ def combine(parts: Sequence[RankPart], calls: int = 1) -> ImplOutcome:
     return ImplOutcome("ok", reason, None, tuple(max(row) for row in rounds), by_rank, arrivals, counters)
 
 
-def _arrivals(
-    parts: Mapping[int, RankPart], rounds: Sequence[int], calls: int
-) -> dict[str, tuple[float, ...]]:
+def _arrivals(parts: Mapping[int, RankPart], rounds: Sequence[int], calls: int) -> _ByRank:
     """Per rank how late it began these rounds, per call; empty where some clock does not say."""
-    began = {
-        rank: [at for i in rounds if (at := part["started"][i]) is not None] for rank, part in parts.items()
-    }
+    starts = {rank: [part["started"][i] for i in rounds] for rank, part in parts.items()}
+    began = {rank: [at for at in times if at is not None] for rank, times in starts.items()}
     if any(len(times) < len(rounds) for times in began.values()):
         return {}
     kernels = {rank: part["kernel"] for rank, part in parts.items()}
@@ -493,9 +483,7 @@ class TaskSweep:
                 if ranks.rank == 0:
                     self._record(task, [outcome])
 
-    def _once(
-        self, task: Task, world: World, ranks: RankGroup, instruments: Instruments
-    ) -> dict[str, ImplOutcome]:
+    def _once(self, task: Task, world: World, ranks: RankGroup, instruments: Instruments) -> _Outcomes:
         now = self.now
         now.begin(task.suite.name, task.case.name, task.case.params, task.impls)
         self.starting(task)

@@ -66,10 +66,9 @@ class Session:
         self._rank = LaunchedRank(place, self._report, self._launch)
 
     def go(self) -> NoReturn:
-        place = self._rank.place
         with self._rank as rank:
-            job = prepare(self._request, choose_device(self._request.device), place.world_size)
-            self._run(job)
+            device_type = choose_device(self._request.device)
+            self._run(prepare(self._request, device_type, rank.place.world_size))
         if self._launch + 1 < self._request.launches and not rank.ours:
             start_again(self._launch + 1, self._output)
         rank.exit()
@@ -113,8 +112,7 @@ class Session:
             limit=rank.limit,
             go_on=self._go_on(tasks),
         )
-        simulated = [task for task in tasks if task.suite.world == "simulated"]
-        real = [task for task in tasks if task.suite.world == "ranks"]
+        simulated, real = ([t for t in tasks if t.suite.world == kind] for kind in ("simulated", "ranks"))
         instruments = functools.partial(instruments_of, rank.device)
         if simulated and rank.place.rank == 0:
             with simulated_world(rank.device) as world:
@@ -133,8 +131,7 @@ class Session:
             )
             for _ in range(MAX_REFINEMENTS):
                 sweep.measure(real, group, rank.ranks, tools)
-                real = self._agree_on_more(job)
-                if not real:
+                if not (real := self._agree_on_more(job)):
                     break
 
     # ---- what all ranks agree on ----
@@ -168,10 +165,11 @@ class Session:
         ended: set[str] = set()  # suites: what comes after a refusal is refused, too
 
         def go_on(task: Task, ranks: RankGroup) -> bool:
+            def decide(_votes: object) -> bool:
+                return deadlines.allows(task, time.monotonic())
+
             suite = task.suite.name
-            if suite not in ended and not ranks.agree(
-                None, lambda _votes: deadlines.allows(task, time.monotonic())
-            ):
+            if suite not in ended and not ranks.agree(None, decide):
                 ended.add(suite)
             return suite not in ended
 

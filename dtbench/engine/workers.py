@@ -28,6 +28,7 @@ from typing import IO
 
 LAUNCHER = "DTBENCH_LAUNCHER"  # the launcher's process id; set by our own launcher only
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_Handler = Callable[[int, FrameType | None], object]  # of a signal
 
 
 class StartedProgram:
@@ -206,9 +207,7 @@ def ending_signals() -> frozenset[signal.Signals]:
 
 
 @contextlib.contextmanager
-def answered(
-    numbers: Set[signal.Signals], handler: Callable[[int, FrameType | None], object]
-) -> Iterator[None]:
+def answered(numbers: Set[signal.Signals], handler: _Handler) -> Iterator[None]:
     """Within the block `handler` answers these signals."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:

@@ -83,13 +83,11 @@ class Arm:
     def selections(self, wanted: Sequence[Selection], top: Path | None) -> tuple[Selection, ...]:
         """The selections for this arm: a suite file of the repository is the revision's own."""
         own = []
-        for selection in wanted:
-            path = Path(selection.suite)
-            if selection.suite.endswith(".py"):
-                path = path.resolve()
-                if self.revision and top is not None and path.is_relative_to(top):
-                    path = self.root / path.relative_to(top)
-            own.append(Selection(str(path), selection.text))
+        for suite, text in wanted:
+            path = Path(suite).resolve() if suite.endswith(".py") else Path(suite)
+            if self.revision and top is not None and path.is_relative_to(top):
+                path = self.root / path.relative_to(top)
+            own.append(Selection(str(path), text))
         return tuple(own)
 
 
@@ -219,9 +217,8 @@ def _probed(arm: Arm) -> Arm:
 def _executable(text: str) -> str:
     path = Path(text).expanduser().absolute()  # not resolved: a link in bin/ is what makes an environment
     if not os.path.isfile(path) or not os.access(path, os.X_OK):  # noqa: PTH113 - Path's raises where a name is too long
-        raise UsageError(
-            f"python:{mask(text)}: no program lies there; expected the path of a Python interpreter"
-        )
+        expected = "expected the path of a Python interpreter"
+        raise UsageError(f"python:{mask(text)}: no program lies there; {expected}")
     return str(path)
 
 
@@ -234,10 +231,8 @@ def _git(
     try:
         return run_git(*arguments, cwd=cwd, env=env, timeout_s=_GIT_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        words = mask(" ".join(arguments))
-        raise ArmError(
-            f"a rev: arm needs git, and `git {words}` cannot be run: {mask(str(error))}"
-        ) from error
+        words, why = mask(" ".join(arguments)), mask(str(error))
+        raise ArmError(f"a rev: arm needs git, and `git {words}` cannot be run: {why}") from error
 
 
 def repository() -> Path | None:

@@ -118,9 +118,8 @@ def _new_folder(folder: Path) -> Path:
     try:
         launches.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(
-            f"cannot make {folder}: {error.strerror or error}; give -o another folder"
-        ) from error
+        why = error.strerror or error
+        raise OutputError(f"cannot make {folder}: {why}; give -o another folder") from error
     return launches
 
 
@@ -167,9 +166,8 @@ class GateRun:
             if stopped:
                 self.notes.append(stopped + _remedy(launches, time.monotonic() - timed))
         if not self.with_control:
-            self.notes.append(
-                "the arms share neither torch nor Python: base against itself is the only check"
-            )
+            alone = "base against itself is the only check"
+            self.notes.append(f"the arms share neither torch nor Python: {alone}")
         order = dict.fromkeys(b.key for b in [*old.listing.benchmarks, *new.listing.benchmarks])
         ended = tuple(self.judged[key] for key in order if key in self.judged)
         base, head = (
@@ -242,11 +240,8 @@ class GateRun:
         if self.arms[0].python_version.split(".")[:2] != self.arms[1].python_version.split(".")[:2]:
             ignored = frozenset({"python_calls"})
             self.notes.append("Python calls are not compared: the arms run different versions of Python")
-        risen = {
-            b: rise
-            for b in benchmarks
-            if (rise := rises(old.counters.get(b.key, {}), new.counters.get(b.key, {}), ignored))
-        }
+        counts = ((b, old.counters.get(b.key, {}), new.counters.get(b.key, {})) for b in benchmarks)
+        risen = {b: rise for b, before, after in counts if (rise := rises(before, after, ignored))}
         if not risen:
             return
         self.say(f"{len(risen)} benchmark(s) do more per call in head: counting again")
@@ -262,9 +257,8 @@ class GateRun:
                 self.notes.append(f"{benchmark.label}: {unsure} differ between launches and are not judged")
             if sure and self.options.counters == "judge":
                 reason = "does more per call than before; counted twice, the same both times"
-                self.judged[benchmark.key] = judged(
-                    benchmark, Verdict.REGRESSION, reason, "counters", counters=sure
-                )
+                verdict = judged(benchmark, Verdict.REGRESSION, reason, "counters", counters=sure)
+                self.judged[benchmark.key] = verdict
             elif sure:
                 self.notes.append(f"{benchmark.label}: {words_of(sure)} (--counters report)")
 

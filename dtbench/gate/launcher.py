@@ -24,6 +24,7 @@ from dtbench.suite.mesh import format_mesh
 _MAX_FILTER_CHARS = 60_000
 # Rounds load together, which keeps all cores busy. Each is a process with torch, of some 300 MB.
 ROUNDS_TOGETHER = 3
+_Results = dict[Key, Result]
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,8 @@ class Launcher:
         self._folder = folder.absolute()  # launches start elsewhere
         self._variables = dict(variables or {})
         self._call_s: dict[Key, float] = {}
-        self._cpus = itertools.cycle(
-            sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [-1]
-        )
+        cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [-1]
+        self._cpus = itertools.cycle(cpus)
         self._numbers = itertools.count(1)
         self._prepared: list[Round] = []
         self._round: Round | None = None
@@ -102,14 +102,14 @@ class Launcher:
             ArmError: an arm cannot even list them.
             OutOfTimeError: the budget is spent.
         """
-        listings: dict[str, Listing] = {}
-        results: dict[str, dict[Key, Result]] = {name: {} for name in names}
+        listings = {name: Listing((), ()) for name in names}
+        results: dict[str, _Results] = {name: {} for name in names}
         bad: dict[str, dict[Key, str]] = {name: {} for name in names}
         left = list(names)
         while left:
             orders = []
             for name in left:
-                done = {b.label for b in _listed(listings, name) if b.key in results[name] | bad[name]}
+                done = {b.label for b in listings[name].benchmarks if b.key in results[name] | bad[name]}
                 without = tuple(sorted(done))
                 orders.append((name, Order("count", self._selections[name], self._plan, without)))
             launches = self._started(orders)
@@ -122,7 +122,7 @@ class Launcher:
                     left.remove(name)
                     continue
                 reason = self._limits.reason(launch.died)
-                blamed = [b.key for b in _listed(listings, name) if b.label == launch.label]
+                blamed = [b.key for b in listings[name].benchmarks if b.label == launch.label]
                 if not blamed:
                     if launch.died == LATE:
                         reason = f"its suites, or what they import, hang while they are loaded: {reason}"
@@ -131,9 +131,7 @@ class Launcher:
         self._end_round()
         return [self._counted(name, listings[name], results[name], bad[name]) for name in names]
 
-    def _counted(
-        self, name: str, listing: Listing, results: dict[Key, Result], bad: dict[Key, str]
-    ) -> Counted:
+    def _counted(self, name: str, listing: Listing, results: _Results, bad: dict[Key, str]) -> Counted:
         of_ranks = [b for b in listing.benchmarks if b.world == "ranks"]
         if of_ranks:
             results |= self._ranks(name, of_ranks, bad)
@@ -215,7 +213,7 @@ class Launcher:
         while self._running:
             self._running.pop().close()
 
-    def _ranks(self, arm: str, benchmarks: Sequence[Benchmark], bad: dict[Key, str]) -> dict[Key, Result]:
+    def _ranks(self, arm: str, benchmarks: Sequence[Benchmark], bad: dict[Key, str]) -> _Results:
         """One `dtbench run` of the selected suites of ranks."""
         if self._limits.deadline <= time.monotonic():
             raise self._limits.out_of_time()
@@ -231,9 +229,8 @@ class Launcher:
             command += ["--filter", text]
         stem = self._folder / f"{next(self._numbers):04d}-{arm}-ranks"
         file, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
-        died = run_ranks(
-            self._arms[side], [*command, "-o", str(file)], self._variables, log, self._limits.left_s()
-        )
+        command += ["-o", str(file)]
+        died = run_ranks(self._arms[side], command, self._variables, log, self._limits.left_s())
         try:
             run = read_run(file)
         except DtbenchError:  # an unreadable file is as good as none
@@ -243,10 +240,6 @@ class Launcher:
             reason = self._limits.reason(LATE if died is None else died or "the launch wrote no results")
             bad |= {b.key: reason for b in benchmarks if b.key not in results}
         return {b.key: results[b.key] for b in benchmarks if b.key in results}
-
-
-def _listed(listings: Mapping[str, Listing], name: str) -> tuple[Benchmark, ...]:
-    return listings[name].benchmarks if name in listings else ()
 
 
 def _side(arm: str) -> str:

@@ -37,9 +37,7 @@ def change_of(judged: Judged) -> str:
 
 def words(judged: Judged) -> str:
     """What a verdict rests on, in words."""
-    parts = []
-    if judged.counters:
-        parts.append(words_of(judged.counters))
+    parts = [words_of(judged.counters)] if judged.counters else []
     if judged.effect is not None:
         parts.append(f"{change_of(judged)}, {judged.effect.pairs} pairs")
     if judged.base_s is not None and judged.head_s is not None:
@@ -70,11 +68,9 @@ def lines(report: Gate) -> list[str]:
 
 def points_of(report: Gate) -> list[Point]:
     """Head's estimates, for other tools; bounds are those of the change times base's estimate."""
-    return [
-        point
-        for j in report.benchmarks
-        if j.effect is not None and (point := relative(j, j.verdict.name, words(j))) is not None
-    ]
+    paired = (j for j in report.benchmarks if j.effect is not None)
+    points = (relative(j, j.verdict.name, words(j)) for j in paired)
+    return [point for point in points if point is not None]
 
 
 _JUNIT: dict[Verdict, xml.Outcome] = {

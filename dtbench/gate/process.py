@@ -27,6 +27,7 @@ _OF_THE_JOB_PREFIXES = (
 )
 
 LATE = "it took too long"
+Variables = Mapping[str, str]  # of the environment, by name
 
 
 class Round:
@@ -37,7 +38,7 @@ class Round:
     samples taken together scattered twice as much.
     """
 
-    def __init__(self, arms: Iterable[Arm], variables: Mapping[str, str], log: Path, cpu: int) -> None:
+    def __init__(self, arms: Iterable[Arm], variables: Variables, log: Path, cpu: int) -> None:
         self._cpu = cpu
         self._loaders: dict[object, Loader] = {}
         with contextlib.ExitStack() as started:
@@ -65,7 +66,7 @@ class Round:
 class Loader:
     """A process that loads and forks, in a session of its own with its launches."""
 
-    def __init__(self, arm: Arm, variables: Mapping[str, str], log: Path) -> None:
+    def __init__(self, arm: Arm, variables: Variables, log: Path) -> None:
         self._log, self._loaded = log, False
         path = arm.path if arm.alone else arm.path[:1]  # the harness alone where others share it
         env = environment_of(variables, arm.env_for_loading, path)
@@ -80,17 +81,13 @@ class Loader:
                 self._loaded = self._program.connection.recv() == (READY, 0)
 
     def fork(self, arm: Arm, order: Order, log: Path, cpu: int) -> LaunchProcess:
-        request = LaunchRequest(
-            msgspec.msgpack.encode(order), str(log), str(arm.root), arm.path, dict(arm.env)
-        )
+        encoded = msgspec.msgpack.encode(order)
+        request = LaunchRequest(encoded, str(log), str(arm.root), arm.path, dict(arm.env))
         ours, theirs = Pipe()
         with theirs, contextlib.suppress(OSError):  # it has ended: so has the launch
             self._program.connection.send(tuple(request))
             hand_over(self._program.connection, theirs)
-        return LaunchProcess(ours, cpu, log, self._how_ended)
-
-    def _how_ended(self) -> str:
-        return _end_of(self._program.wait() or 0, self._log)
+        return LaunchProcess(ours, cpu, log, lambda: _end_of(self._program.wait() or 0, self._log))
 
     def close(self) -> None:
         """Ends it, with what was forked off it."""
@@ -127,18 +124,16 @@ class LaunchProcess:
             elif what == RESULT:
                 result = msgspec.msgpack.decode(value, type=Result)
                 self.results[result.case_key] = result
+            elif what == NOW:
+                self.label = value
+            elif what == READY:
+                self.ready, self.number = True, value
+            elif what == ENDED:
+                self.died = _end_of(value, self._log) if value else ""
         except msgspec.MsgspecError as error:
             self.died = f"the launch gave no {what} of this harness: {error}"
-            return
         except (EOFError, OSError):
             self.died = self._of_loader()
-            return
-        if what == NOW:
-            self.label = value
-        elif what == READY:
-            self.ready, self.number = True, value
-        elif what == ENDED:
-            self.died = _end_of(value, self._log) if value else ""
 
     def go(self) -> None:
         self.ready = False
@@ -177,9 +172,7 @@ def take_turns(launches: Sequence[LaunchProcess], limit_s: float, deadline: floa
                 return
 
 
-def environment_of(
-    variables: Mapping[str, str], of_arm: Mapping[str, str], path: Sequence[str]
-) -> dict[str, str]:
+def environment_of(variables: Variables, of_arm: Variables, path: Sequence[str]) -> dict[str, str]:
     """The variables of a launch: those of the gate, without what belongs to its job, and the arm's."""
     env = {
         name: value
@@ -191,7 +184,7 @@ def environment_of(
 
 
 def run_ranks(
-    arm: Arm, arguments: Sequence[str], variables: Mapping[str, str], log: Path, limit_s: float
+    arm: Arm, arguments: Sequence[str], variables: Variables, log: Path, limit_s: float
 ) -> str | None:
     """`dtbench ARGUMENTS` of an arm, which starts ranks: how it ended, "" if in order, None if it took too long."""
     command = [arm.python, "-P", "-m", "dtbench", *arguments]

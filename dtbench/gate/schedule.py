@@ -130,34 +130,24 @@ class GateSchedule:
 
     def _rounds(self, count: int) -> None:
         for number in range(count):
-            arms: list[ArmName] = ["base", "head", "null"]
-            self._random.shuffle(arms)
-            left = self._left()
-            self._say(f"screen {number + 1} of {count}: {len(left)} benchmarks")
-            launches = self._together(arms, left)
-            self._keep(self.evidence.screen, launches["base"], launches["head"])
+            stage = f"screen {number + 1} of {count}"
+            launches = self._together(["base", "head", "null"], self.evidence.screen, stage)
             for benchmark in self._left():
                 pair = pair_of(launches["base"], launches["null"], benchmark.key)
                 self.evidence.itself[benchmark.key].append(pair)
             _compare(self.evidence.null, launches["base"], launches["null"], self._left())
 
     def _confirm(self) -> None:
-        left = self._left()
-        if not left:
+        family = len(self._left())
+        if not family:
             return
-        family = len(left)
         last = max(TEST_LOOKS[-1], fewest_pairs(family))
         looks = [*TEST_LOOKS[:-1], last]
         alpha = alpha_of(family, LOOKS)
         for number in range(1, last + 1):
-            left = self._left()
-            if not left:
+            if not self._left():
                 return
-            self._say(f"fresh pair {number} of at most {last}: {len(left)} benchmarks")
-            arms: list[ArmName] = ["base", "head"]
-            self._random.shuffle(arms)
-            launches = self._together(arms, left)
-            self._keep(self.evidence.fresh, launches["base"], launches["head"])
+            self._together(["base", "head"], self.evidence.fresh, f"fresh pair {number} of at most {last}")
             self._end_gross()
             if number >= FIRST_PASS_LOOK:
                 for benchmark in self._left():
@@ -193,14 +183,18 @@ class GateSchedule:
 
     # ---- parts ----
 
-    def _together(
-        self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark]
-    ) -> dict[ArmName, LaunchTimes]:
-        """Launches of the arms next to each other."""
+    def _together(self, arms: list[ArmName], evidence: Pairs, stage: str) -> dict[ArmName, LaunchTimes]:
+        """Launches of the arms next to each other, of all benchmarks that are left; keeps base and head as pairs."""
+        benchmarks = self._left()
+        self._say(f"{stage}: {len(benchmarks)} benchmarks")
+        self._random.shuffle(arms)
         launches = dict(zip(arms, self._launch(arms, benchmarks), strict=True))
         self.evidence.launches += len(launches)
         for arm, launch in launches.items():
             self._sort_out("head" if arm == "head" else "base", launch, benchmarks)
+        for benchmark in self._left():
+            evidence[benchmark.key].append(pair_of(launches["base"], launches["head"], benchmark.key))
+        _compare(self.evidence.control, launches["base"], launches["head"], self._control)
         return launches
 
     def _sort_out(self, who: str, launch: LaunchTimes, benchmarks: Sequence[Benchmark]) -> None:
@@ -217,11 +211,6 @@ class GateSchedule:
             elif not 0 < time_s < math.inf:
                 reason = f"a launch of {who} measured {time_s:g} s: below what the clock resolves, or no time"
                 self._end(judged(benchmark, Verdict.INCONCLUSIVE, reason))
-
-    def _keep(self, evidence: Pairs, base: LaunchTimes, head: LaunchTimes) -> None:
-        for benchmark in self._left():
-            evidence[benchmark.key].append(pair_of(base, head, benchmark.key))
-        _compare(self.evidence.control, base, head, self._control)
 
     def _left(self) -> list[Benchmark]:
         return [b for b in self._benchmarks if b.key not in self._judged]

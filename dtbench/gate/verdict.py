@@ -88,15 +88,8 @@ def _change(effect: Effect) -> Change:
 
 # What a call does, as `counting` and the suites' workloads count it. Times among a workload's counters
 # are no counts and are not gated.
-HARD_COUNTERS = (
-    "collectives",
-    "collective_bytes",
-    "allocations",
-    "allocated_bytes",
-    "python_calls",
-    "bytes_copied",
-    "peak_bytes",
-)
+_OF_CALLS = ("collectives", "collective_bytes", "allocations", "allocated_bytes", "python_calls")
+HARD_COUNTERS = (*_OF_CALLS, "bytes_copied", "peak_bytes")
 
 
 def rises(

@@ -22,9 +22,7 @@ _ALLOWED_DEVIATION = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-5, "float
 _SLACK = 1 + 1e-6  # of the arithmetic here
 # A derived time or a bandwidth known worse than this says nothing about a machine.
 _MAX_COARSENESS = 0.05
-
 _MAX_BYTES = 2**62
-
 # What tells a collective in the name of a file; "reduce" and its like also stand in other names.
 _HINTS = {spelt: name for spelt, name in SPELT.items() if name not in ("reduce", "gather", "scatter")}
 
@@ -46,7 +44,7 @@ def check(log: Log, *, collective: str | None = None, ranks: int | None = None) 
                 raise _RefusedError(table.refusal)
             _identify(log, table, collective, ranks)
             _find_sizes(log, table)
-            _check_rows(log, table)
+            _check_rows(table)
         except _RefusedError as refused:
             table.refusal = f"{conflict}: {refused}" if conflict else str(refused)
             continue
@@ -96,9 +94,8 @@ def _find_ranks(log: Log, table: LogTable, by_user: int | None) -> None:
     part = parts.pop() if len(parts) == 1 else None
     if part is not None and part > 1 and {part} != {table.ranks, by_user or part}:
         if table.ranks not in (None, part, by_user):
-            log.say(
-                table.line, f"{table.ranks} ranks are listed, size over count gives {part}, which is taken"
-            )
+            why = f"{table.ranks} ranks are listed, size over count gives {part}, which is taken"
+            log.say(table.line, why)
         table.ranks, table.ranks_from = part, "size and count"
     if by_user is None or by_user == table.ranks:
         return
@@ -141,7 +138,7 @@ def _named(name: str) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def _check_rows(log: Log, table: LogTable) -> None:
+def _check_rows(table: LogTable) -> None:
     assert table.collective is not None and table.ranks is not None
     factor = busbw_factor(table.collective, table.ranks)
     # Intervals of busbw / algbw, where they are not printed too coarsely to say anything.
@@ -171,11 +168,8 @@ def _check_count(row: LogRow, figure: LogFigure, parts: int) -> None:
     itemsize = ITEMSIZE.get(row.dtype)
     if row.count is None or itemsize is None or row.count * itemsize * parts == row.size_bytes:
         return
-    each = f" on each of {parts} ranks" if parts > 1 else ""
-    figure.fail(
-        f"{row.count} elements of {row.dtype}{each} are {row.count * itemsize * parts} bytes, the row says "
-        f"{row.size_bytes}"
-    )
+    elements = f"{row.count} elements of {row.dtype}" + (f" on each of {parts} ranks" if parts > 1 else "")
+    figure.fail(f"{elements} are {row.count * itemsize * parts} bytes, the row says {row.size_bytes}")
 
 
 def _check_figure(row: LogRow, figure: LogFigure, factor: float) -> None:
@@ -187,9 +181,8 @@ def _check_figure(row: LogRow, figure: LogFigure, factor: float) -> None:
     if timed:
         _check_time(figure, "algbw", row.size_bytes, algbw)
     if not _overlap(algbw.low * factor, algbw.high * factor, busbw):
-        figure.fail(
-            f"its busbw of {busbw.value / 1e9:.6g} GB/s is not {factor:.4g} x its algbw of {algbw.value / 1e9:.6g}"
-        )
+        bus, alg = busbw.value / 1e9, algbw.value / 1e9
+        figure.fail(f"its busbw of {bus:.6g} GB/s is not {factor:.4g} x its algbw of {alg:.6g}")
     if timed:
         _check_time(figure, "busbw", row.size_bytes * factor, busbw)
 
@@ -201,10 +194,8 @@ def _check_time(figure: LogFigure, name: str, carried: float, bandwidth: Printed
     if time.value <= 0:
         figure.fail(f"its time is 0 and its {name} {bandwidth.value / 1e9:.6g} GB/s")
     elif not _overlap(carried / time.high, carried / time.low if time.low > 0 else math.inf, bandwidth):
-        figure.fail(
-            f"{carried:.0f} bytes in {time.value * 1e6:.6g} us are {carried / time.value / 1e9:.4g} GB/s of {name}, "
-            f"the row says {bandwidth.value / 1e9:.6g}"
-        )
+        are = f"{carried:.0f} bytes in {time.value * 1e6:.6g} us are {carried / time.value / 1e9:.4g} GB/s"
+        figure.fail(f"{are} of {name}, the row says {bandwidth.value / 1e9:.6g}")
 
 
 def _overlap(low: float, high: float, value: Printed) -> bool:
@@ -238,8 +229,6 @@ def _check_data(table: LogTable) -> None:
             what = "a deviation of" if table.error_column else "wrong elements:"
             figure.fail(f"the data were wrong: {what} {figure.wrong:g}", wrong_data=True)
     if table.failed_values and not any(figure.fault_is_wrong_data for _, figure in table.figures):
+        why = f"the table ends with {table.failed_values} values out of bounds, and no row says which"
         for _, figure in table.figures:
-            figure.fail(
-                f"the table ends with {table.failed_values} values out of bounds, and no row says which",
-                wrong_data=True,
-            )
+            figure.fail(why, wrong_data=True)

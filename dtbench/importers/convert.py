@@ -26,7 +26,6 @@ from dtbench.text.masking import mask_arguments
 from dtbench_core.cost.ring import busbw_factor
 
 SUITE, OTHER = "collectives", "collectives_other"
-BACKENDS = {"osu": "mpi"}  # of the others it is nccl, which torch calls RCCL too
 WORLD = "world"  # the mesh dim of a run whose logs name none
 
 HostOrder = tuple[int, ...]  # per rank its host, numbered by first appearance
@@ -54,9 +53,8 @@ def to_run(
     _agree(usable, mesh is not None)
     _choose_dims(usable, mesh, dim)
     shape = mesh or ((WORLD, usable[0][1].ranks or 1),)
-    results = _numbered(
-        result for _, table in usable for result in _results(table, table.ranks == ranks_of(shape))
-    )
+    of_tables = (_results(table, table.ranks == ranks_of(shape)) for _, table in usable)
+    results = _numbered(itertools.chain.from_iterable(of_tables))
     ranks = _mesh_layout(usable, shape) if len(shape) > 1 else _places(usable)
     results.sort(key=lambda result: result.suite != SUITE)  # what counts comes first
     return _header(logs, usable, argv, shape, results, ranks), results
@@ -82,7 +80,7 @@ def _agree(usable: Sequence[tuple[Log, LogTable]], one_mesh: bool) -> None:
     """Raises UsageError where the tables are of different machines or, unless of dims of one mesh, ranks and hosts."""
     facts: dict[str, Callable[[LogTable], Hashable]] = {
         "device names": lambda t: ", ".join(sorted({d.name for d in t.devices if d.name})),
-        "backends": lambda t: BACKENDS.get(t.tool, "nccl"),
+        "backends": _backend,
         "device types": lambda t: t.device_type,
     }
     if not one_mesh:
@@ -99,6 +97,10 @@ def _agree(usable: Sequence[tuple[Log, LogTable]], one_mesh: bool) -> None:
                 f"{first} and {second} have different {what} ({a} and {b}): import them into a file each"
                 + ("" if one_mesh else ", or give --mesh NAME=RANKS,... where each is a dim of one mesh")
             )
+
+
+def _backend(table: LogTable) -> str:
+    return "mpi" if table.tool == "osu" else "nccl"  # which torch calls RCCL too
 
 
 def _hosts(table: LogTable) -> str | None:
@@ -179,16 +181,11 @@ def _results(table: LogTable, together: bool) -> Iterator[Result]:
 
 def _result(table: LogTable, row: LogRow, figures: Sequence[LogFigure], together: bool, main: bool) -> Result:
     assert table.collective is not None and table.ranks is not None
-    params: dict[str, Param] = {
-        "mode": table.mode,
-        "dtype": row.dtype,
-        "size": row.size_bytes,
-        "in_place": figures[0].in_place,
-        "ranks": table.ranks,
-    }
+    params: dict[str, Param] = {"mode": table.mode, "dtype": row.dtype, "size": row.size_bytes}
+    params |= {"in_place": figures[0].in_place, "ranks": table.ranks}
     if row.redop not in ("", "none", "sum"):
         params["redop"] = row.redop
-    if (row.root or 0) > 0 and row.root is not None:
+    if row.root is not None and row.root > 0:
         params["root"] = row.root
     suite = SUITE if main and not {"redop", "root"} & params.keys() else OTHER
     params |= {"mesh_dim": table.dim, "groups": "together" if together else "alone"}
@@ -196,7 +193,7 @@ def _result(table: LogTable, row: LogRow, figures: Sequence[LogFigure], together
     good = [f for f in figures if not f.fault and f.time is not None]
     bad = next((f for f in figures if f.fault), None)
     if bad is not None or not good:
-        reason = f"line {row.line}: {bad.fault}" if bad else f"line {row.line}: it has no time"
+        reason = f"line {row.line}: {bad.fault if bad else 'it has no time'}"
         wrong = bad is not None and bad.fault_is_wrong_data
         return msgspec.structs.replace(blank, status="wrong" if wrong else "failed", reason=reason)
     samples = [s for f in good for s in (f.samples_s or (f.time.value if f.time else 0.0,))]
@@ -231,22 +228,17 @@ def _header(
 ) -> Header:
     first = usable[0][1]
     listed = max((table.devices for _, table in usable), key=len)
+    of_dtbench = {"dtbench": __version__, "torch": None, "python": None, "backend": _backend(first)}
+    versions: dict[str, set[str]] = {}
+    for name, version in (item for _, table in usable for item in table.versions.items()):
+        versions.setdefault(name, set()).add(version)
     return Header(
         schema=SCHEMA,
         # The same logs make the same run, so that calibrate does not take them for two launches.
         run_id=hashlib.sha256("".join(sorted(log.sha256 for log in logs)).encode()).hexdigest()[:32],
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         argv=tuple(mask_arguments(argv)),
-        versions={
-            "dtbench": __version__,
-            "torch": None,
-            "python": None,
-            "backend": BACKENDS.get(first.tool, "nccl"),
-        }
-        | {
-            name: ", ".join(sorted({t.versions[name] for _, t in usable if name in t.versions}))
-            for name in {name for _, table in usable for name in table.versions}
-        },
+        versions=of_dtbench | {name: ", ".join(sorted(of)) for name, of in versions.items()},
         machine=Machine(gpus=tuple(Gpu(name=d.name) for d in listed if d.name and d.host == listed[0].host)),
         ranks=tuple(places[rank] for rank in sorted(places)),
         mesh=MeshShape(dim_names=tuple(name for name, _ in mesh), shape=tuple(size for _, size in mesh)),

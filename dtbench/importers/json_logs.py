@@ -139,13 +139,12 @@ def _row(entry: _Entry, index: int) -> LogRow:
         (entry.out_of_place, entry.out_of_place_per_iter, False),
         (entry.in_place, entry.in_place_per_iter, True),
     ):
-        if of is None:
-            continue
-        figure = _figure(of, in_place)
-        if iterations is not None and (times := iterations.times_us) and min(times) > 0:
-            skip = iterations.skipped_iterations if iterations.skipped_iterations < len(times) else 0
-            figure.samples_s = tuple(us * 1e-6 for us in times[skip:])
-        figures.append(figure)
+        if of is not None:
+            figure = _figure(of, in_place)
+            figures.append(figure)
+            if iterations is not None and (times := iterations.times_us) and min(times) > 0:
+                skip = iterations.skipped_iterations if iterations.skipped_iterations < len(times) else 0
+                figure.samples_s = tuple(us * 1e-6 for us in times[skip:])
     if not figures:
         raise BadFieldError(f"results[{index}] has neither out_of_place nor in_place")
     text = str(entry.root).strip()

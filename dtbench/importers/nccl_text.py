@@ -139,18 +139,16 @@ class _Reader:
         # (%) is of the iterations' variation, and a timestamp has its format here.
         units = {word for word in match[1].split() if word.startswith("(")} - {"(%)"}
         if units != _UNITS_READ and not self.table.refusal:
-            self.table.refusal = (
-                f"line {number} gives the units {match[1][:80]}: expected {' and '.join(sorted(_UNITS_READ))}"
-            )
+            expected = " and ".join(sorted(_UNITS_READ))
+            self.table.refusal = f"line {number} gives the units {match[1][:80]}: expected {expected}"
         return True
 
     def _device(self, number: int, line: str) -> bool:
         match = _RANK.search(line)
         if match is None:
             return False
-        device = ListedRank(
-            int(match[1]), int(match[2] or 0), match[4], int(match[5]), match[6].strip(), int(match[3])
-        )
+        rank, group, pid, host, index, name = match.groups()
+        device = ListedRank(int(rank), int(group or 0), host, int(index), name.strip(), int(pid))
         if device.rank == 0 and device.group == 0:
             self.roots.add(device.pid)
         # A list of devices that has gone to a table, or that already has this rank, is another's.
@@ -314,8 +312,7 @@ def name_table(table: LogTable, program: str | None) -> None:
     if name:
         table.collective = name
     elif name == "":
-        table.refusal = (
-            f"{program!r} is not read: its bandwidths do not count bytes as those of a collective do"
-        )
+        why = "its bandwidths do not count bytes as those of a collective do"
+        table.refusal = f"{program!r} is not read: {why}"
     elif program is not None:
         table.refusal = f"{program[:40]!r} is no program of nccl-tests that is known here"

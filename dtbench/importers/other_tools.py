@@ -28,6 +28,7 @@ from dtbench.importers.model import (
 )
 from dtbench.importers.text import lines_of, pattern, scan
 
+_Match = re.Match[str]
 _DEEPSPEED_TITLE = pattern(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
 _DEEPSPEED_HEADER = pattern(
     r"Size \(Bytes\)\s+Description\s+Duration( \(us\))?\s+Throughput \((\w+)\)\s+BusBW \((\w+)\)"
@@ -71,9 +72,7 @@ def _deepspeed_table(name: str, ranks: int, number: int) -> LogTable:
     return table
 
 
-def _deepspeed_row(
-    match: re.Match[str], number: int, table: LogTable, units: tuple[bool, str, str]
-) -> LogRow:
+def _deepspeed_row(match: _Match, number: int, table: LogTable, units: tuple[bool, str, str]) -> LogRow:
     raw, throughput_unit, busbw_unit = units
     count, itemsize = int(match[3]), int(match[4])
     time = amount(match[5], TIMES["us" if raw else match[6] or "us"])
@@ -103,9 +102,8 @@ def _deepspeed_size(table: LogTable, described: int, time: Printed, tput: Printe
             low, high = times * size / time.high, times * size / max(time.low, 1e-300)
             if low <= tput.high * (1 + 1e-6) and high >= tput.low * (1 - 1e-6):
                 return size
-    figure.fail(
-        f"{described} bytes in {time.value:.6g} s are not the throughput of {tput.value / 1e9:.6g} GB/s it gives"
-    )
+    given = f"the throughput of {tput.value / 1e9:.6g} GB/s it gives"
+    figure.fail(f"{described} bytes in {time.value:.6g} s are not {given}")
     return whole[0]
 
 
@@ -156,7 +154,7 @@ def read_osu(text: str, log: Log) -> None:
             _osu_add(table, match, number, dtype, unit, columns)
 
 
-def _osu_table(title: re.Match[str], number: int) -> LogTable:
+def _osu_table(title: _Match, number: int) -> LogTable:
     table = LogTable("osu", number, ended=True, mode="isolated")
     table.device_type = "cuda" if title[1] else "cpu"
     if title[3]:
@@ -178,12 +176,12 @@ def _osu_columns(rest: str) -> list[str]:
 
 
 def _osu_add(
-    table: LogTable, match: re.Match[str], number: int, dtype: str, unit: float, columns: list[str]
+    table: LogTable, match: _Match, number: int, dtype: str, unit: float, columns: list[str]
 ) -> None:
     words = match[2].split()
     values = dict(zip(columns, words, strict=False))
     time = amount(values.get("avg", ""), unit)
-    if len(words) != len(columns) and (time is None or len(words) > len(columns)):
+    if len(words) > len(columns) or (len(words) < len(columns) and time is None):
         return  # another line that begins with a number
     figure = LogFigure(table.collective in IN_PLACE, time)
     if time is None:
@@ -214,7 +212,7 @@ def is_ml_engineering(text: str) -> bool:
 def read_ml_engineering(text: str, log: Log) -> None:
     table: LogTable | None = None
     columns: list[str] = []
-    title: re.Match[str] | None = None
+    title: _Match | None = None
     for number, line in enumerate(lines_of(text), start=1):
         title, cells = _ML_TITLE.search(line) or title, _cells(line)
         if _is_ml_header(cells):
@@ -238,7 +236,7 @@ def _is_ml_header(cells: list[str]) -> bool:
     return [cell.lower() for cell in cells[:3]] == ["payload", "busbw", "algbw"]
 
 
-def _ml_table(title: re.Match[str] | None, number: int) -> LogTable:
+def _ml_table(title: _Match | None, number: int) -> LogTable:
     table = LogTable("ml-engineering", number, ended=True)
     # all_reduce_bench.py knows one collective only; its table without the line above names none.
     name = title[1] if title else "all_reduce"

@@ -16,7 +16,7 @@ import random
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -135,8 +135,10 @@ class _Suspect:
     controls: tuple[Pair, ...] = ()
 
 
-# An examination under way: it yields what the ranks are to do, and is sent what they measured.
-Examining = Generator[ProbeCommand, Answers, Examination]
+# Under way: it yields what the ranks are to do, and is sent what they measured.
+_T = TypeVar("_T")
+Measuring = Generator[ProbeCommand, Answers, _T]
+Examining = Measuring[Examination]
 
 
 def examine(world: ExaminedWorld) -> Examining:
@@ -183,7 +185,7 @@ def rounds_of(hosts: Sequence[str]) -> dict[str, list[PairRound]]:
         tuple(pair for a, b in turn for pair in zip(groups[a], groups[b], strict=False))
         for turn in matchings(len(groups))
     ]
-    rounds = {INSIDE: [one for one in inside if one], BETWEEN: [one for one in between if one]}
+    rounds = {INSIDE: [*filter(None, inside)], BETWEEN: [*filter(None, between)]}
     return {kind: several for kind, several in rounds.items() if several}
 
 
@@ -195,22 +197,19 @@ def matchings(n: int) -> list[PairRound]:
         rounds = []
         for _ in range(even - 1 if n > 1 else 0):
             halves = zip(ring[: even // 2], reversed(ring[even // 2 :]), strict=True)
-            rounds.append(tuple(_sorted(a, b) for a, b in halves if max(a, b) < n))
+            rounds.append(tuple((min(pair), max(pair)) for pair in halves if max(pair) < n))
             ring = [ring[0], ring[-1], *ring[1:-1]]
         return rounds
     order, drawn = list(range(n)), random.Random(n)
     rounds = []
     for _ in range(2 * math.ceil(math.log2(n))):
         drawn.shuffle(order)
-        rounds.append(tuple(_sorted(*order[i : i + 2]) for i in range(0, n - 1, 2)))
+        drawn_pairs = (order[i : i + 2] for i in range(0, n - 1, 2))
+        rounds.append(tuple((min(pair), max(pair)) for pair in drawn_pairs))
     return rounds
 
 
-def _sorted(a: int, b: int) -> Pair:
-    return (a, b) if a < b else (b, a)
-
-
-def _screen_pairs(rounds: Sequence[PairRound]) -> Generator[ProbeCommand, Answers, PairsOf]:
+def _screen_pairs(rounds: Sequence[PairRound]) -> Measuring[PairsOf]:
     size = FIRST_BYTES
     times = yield from _exchange(rounds[:1], 2, size)
     size = fitting_bytes(size, median(map(min, times.values())))
@@ -223,9 +222,7 @@ def fitting_bytes(size_bytes: int, seconds: float) -> int:
     return int(min(max(2 ** round(math.log2(wanted)), FIRST_BYTES), MOST_BYTES))
 
 
-def _exchange(
-    rounds: Sequence[PairRound], reps: int, size_bytes: int
-) -> Generator[ProbeCommand, Answers, _Exchanges]:
+def _exchange(rounds: Sequence[PairRound], reps: int, size_bytes: int) -> Measuring[_Exchanges]:
     answers = yield pairs(rounds, reps, size_bytes)
     exchanges: _Exchanges = {}
     for at, one in enumerate(rounds):
@@ -262,7 +259,7 @@ def turns_of(ranks: Iterable[int], places: Places) -> list[list[int]]:
     return turns
 
 
-def _screen_dim(dim: str, groups: Sequence[Sequence[int]]) -> Generator[ProbeCommand, Answers, DimTimes]:
+def _screen_dim(dim: str, groups: Sequence[Sequence[int]]) -> Measuring[DimTimes]:
     first = yield _collective(dim, groups, 2, FIRST_BYTES)
     size = fitting_bytes(FIRST_BYTES, median(min(of) for of in first))
     together = yield _collective(dim, groups, SCREEN_REPS, size)
@@ -294,16 +291,16 @@ def _suspect_links(kind: str, of: PairsOf, examination: Examination) -> list[_Su
     usual = median(times.values())
     best = _by_rank(times)
     slow = _below(best, examination.notes, kind)
-    links = {}
-    for pair, seconds in times.items():
-        if not slow.keys() & set(pair):
-            usual_here = max(best.get(rank, usual) for rank in pair)
-            if (share := usual_here / seconds) < SUSPECT:
-                links[pair] = share
-    worst = sorted(links, key=links.__getitem__)[:MAX_SUSPECTS]
-    sound = [pair for pair in times if not slow.keys() & set(pair) and pair not in links]
+    others = [pair for pair in times if not slow.keys() & set(pair)]
+    shares = {pair: max(best.get(rank, usual) for rank in pair) / times[pair] for pair in others}
+    links = [pair for pair in others if shares[pair] < SUSPECT]
+    worst = sorted(links, key=shares.__getitem__)[:MAX_SUSPECTS]
+    sound = [pair for pair in others if shares[pair] >= SUSPECT]
     ranks = [_Suspect((rank,), kind, _of_rank(rank, times, slow), tuple(sound)) for rank in slow]
-    return ranks + [_Suspect(pair, kind, (pair,), tuple(_beside(pair, sound))) for pair in worst]
+    for pair in worst:  # beside sound links of the same two ranks, else any
+        beside = [other for other in sound if set(other) & set(pair)] or sound
+        ranks.append(_Suspect(pair, kind, (pair,), tuple(beside)))
+    return ranks
 
 
 def _by_rank(of_pairs: Mapping[Pair, float]) -> dict[int, float]:
@@ -322,11 +319,6 @@ def _of_rank(rank: int, pairs: Iterable[Pair], slow: Mapping[int, float]) -> tup
     return tuple([pair for pair in mine if not (slow.keys() - {rank}) & set(pair)] or mine)
 
 
-def _beside(pair: Pair, sound: Sequence[Pair]) -> Sequence[Pair]:
-    """Sound links of the same two ranks, else any."""
-    return [other for other in sound if set(other) & set(pair)] or sound
-
-
 def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int, float]:
     """Rank -> its share of the usual speed, of those that lie below `SUSPECT`, the worst first."""
     if len(times) < 3:  # of two, either may be the slow one
@@ -335,20 +327,16 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
     slow = {rank: usual / seconds for rank, seconds in times.items() if usual / seconds < SUSPECT}
     worst = dict(sorted(slow.items(), key=lambda item: item[1])[:MAX_SUSPECTS])
     if len(slow) > len(worst):
-        notes.append(
-            f"{kind}: {len(slow)} of {len(times)} ranks are slow; the worst {len(worst)} were examined"
-        )
+        some = f"{len(slow)} of {len(times)} ranks are slow"
+        notes.append(f"{kind}: {some}; the worst {len(worst)} were examined")
     return worst
 
 
-def _confirm_link(
-    suspect: _Suspect, examination: Examination, level: float
-) -> Generator[ProbeCommand, Answers, list[SlowFinding]]:
+def _confirm_link(suspect: _Suspect, examination: Examination, level: float) -> Measuring[list[SlowFinding]]:
     """Pair by pair with nobody else at work, in turns with sound ones."""
     if not suspect.controls:
-        examination.unjudged.append(
-            f"{examination.world.words(suspect.ranks)}: no sound peers ({suspect.kind})"
-        )
+        words = examination.world.words(suspect.ranks)
+        examination.unjudged.append(f"{words}: no sound peers ({suspect.kind})")
         return []
     turns = zip(itertools.cycle(suspect.pairs), itertools.cycle(suspect.controls), strict=False)
     rounds: list[PairRound] = [(pair,) for turn in itertools.islice(turns, CONFIRM_REPS) for pair in turn]
@@ -359,7 +347,7 @@ def _confirm_link(
 
 def _confirm_work(
     kind: str, ranks: Sequence[int], places: Places, examination: Examination, level: float
-) -> Generator[ProbeCommand, Answers, list[SlowFinding]]:
+) -> Measuring[list[SlowFinding]]:
     """The suspects beside some peers of usual speed, one after another: what else a machine does for a moment slows
     whoever is there. Named is who is slow beside each."""
     times = examination.work_s[kind]

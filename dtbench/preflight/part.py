@@ -34,13 +34,7 @@ class Probe:
 
     def do(self, command: ProbeCommand) -> object:
         """What this rank measured, in seconds."""
-        kinds = {
-            "pairs": self._pairs,
-            "all_reduce": self._all_reduce,
-            "work": self._work,
-            "place": self._place,
-        }
-        return kinds[command["do"]](command)
+        return getattr(self, f"_{command['do']}")(command)
 
     def _timed(self, act: Callable[[], object]) -> float:
         """From when all ranks are there to when this one has done its part."""
@@ -82,10 +76,8 @@ class Probe:
         if partner is None:
             return
         sent, received = self._buffer("sent", size_bytes), self._buffer("received", size_bytes)
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
-        )
-        for work in works:
+        both = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
+        for work in dist.batch_isend_irecv(both):
             work.wait()
 
     def _all_reduce(self, command: ProbeCommand) -> list[float]:

@@ -42,6 +42,7 @@ from dtbench.suite.errors import (
     complain,
     plain,
 )
+from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Mesh
 from dtbench.text.terminal import new_console, print_columns, print_json, print_line
 from dtbench.text.units import bandwidth_unit, format_seconds, format_size, plural
@@ -232,13 +233,9 @@ def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
 def names_of(infos: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
     """By rank the name of its host; hosts of one name are told apart by their kernels."""
     keys = [(str(info["host"]), info["boot_id"]) for info in infos]
-    kernels: dict[str, list[object]] = {}
-    for name, kernel in keys:
-        if kernel not in kernels.setdefault(name, []):
-            kernels[name].append(kernel)
-    return tuple(
-        name if len(kernels[name]) == 1 else f"{name}#{kernels[name].index(kernel)}" for name, kernel in keys
-    )
+    hosts = group_by(dict.fromkeys(keys), lambda key: key[0]).values()
+    numbered = {key: f"{key[0]}#{at}" for alike in hosts if len(alike) > 1 for at, key in enumerate(alike)}
+    return tuple(numbered.get(key, key[0]) for key in keys)
 
 
 def print_all(file: Preflight) -> None:
@@ -258,8 +255,8 @@ def print_all(file: Preflight) -> None:
 
 def _rows(file: Preflight) -> Iterator[list[str]]:
     """What; of it the slowest, the median and the fastest; of how many."""
-    for kind in dict.fromkeys(link.kind for link in file.links):
-        rates = [link.rate for link in file.links if link.kind == kind]
+    for kind, links in group_by(file.links, lambda link: link.kind).items():
+        rates = [link.rate for link in links]
         unit = bandwidth_unit(rates)
         cells = [f"{unit.format(rate)} {unit.name}" for rate in reversed(_worst_first(rates))]
         yield [f"links {kind}, each way", *cells, plural(len(rates), "pair")]
@@ -277,10 +274,10 @@ def _worst_first(values: Sequence[float]) -> list[float]:
 def sentence(file: Preflight) -> str:
     """The verdict in one line."""
     about = f"{len(file.hosts)} ranks on {plural(len(set(file.hosts)), 'host')}, {file.seconds:.0f} s"
-    if not file.findings and file.unjudged:
+    if file.findings:
+        return f"preflight: slow ({about}): {'; '.join(plain(one.words()) for one in file.findings)}"
+    if file.unjudged:
         return f"preflight: no verdict ({about}): nothing to compare with: {plain('; '.join(file.unjudged))}"
-    if not file.findings and len(file.hosts) == 2:
+    if len(file.hosts) == 2:
         return f"preflight: as expected ({about}): nothing below {SLOWER_THAN_EXPECTED:.0%} of the topology"
-    if not file.findings:
-        return f"preflight: healthy ({about}): nothing below {file.named:.0%} of its peers"
-    return f"preflight: slow ({about}): {'; '.join(plain(one.words()) for one in file.findings)}"
+    return f"preflight: healthy ({about}): nothing below {file.named:.0%} of its peers"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dtbench.suite import Param
     from dtbench.suite.suites import Suite
 
+_Holder = pytest.Module | pytest.Class  # of what is collected
 # Of an item that measures a suite's case: the kind of world that it needs.
 _WORLD: pytest.StashKey[str] = pytest.StashKey()
 _TIMED: pytest.StashKey[list[str]] = pytest.StashKey()
@@ -87,9 +88,7 @@ class _OtherRank:
             sys.__stderr__.write(f"rank {self.rank}: {report.nodeid}\n{report.longreprtext}\n")  # type: ignore[union-attr]
 
 
-def pytest_pycollect_makeitem(
-    collector: pytest.Module | pytest.Class, name: str, obj: object
-) -> list[pytest.Item] | None:
+def pytest_pycollect_makeitem(collector: _Holder, name: str, obj: object) -> list[pytest.Item] | None:
     """A suite at the level of a module is a test for each of its cases and impls."""
     suites = sys.modules.get("dtbench.suite.suites")  # who makes a suite has loaded it
     if suites is None or not isinstance(obj, suites.Suite) or not _holds_suites(collector):
@@ -106,21 +105,21 @@ def _holds_suites(collector: pytest.Collector) -> bool:
     return path.resolve() in _named_files(config) and not of_tests
 
 
-def _items(collector: pytest.Module | pytest.Class, suite: Suite) -> Iterator[pytest.Item]:
+def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
+    from dtbench.engine.options import list_tasks
     from dtbench.pytest_plugin.measure import live_of, test_of
     from dtbench.suite.errors import DtbenchError
 
     if not collector.config.pluginmanager.hasplugin("benchmark"):
-        raise pytest.UsageError(
-            f"the suite {suite.name} is measured with pytest-benchmark: pip install 'dtbench[pytest]'"
-        )
+        what = f"the suite {suite.name} is measured with pytest-benchmark"
+        raise pytest.UsageError(f"{what}: pip install 'dtbench[pytest]'")
     silence_others(collector.config)
     try:
         live = live_of(collector.config)
-        tasks = live.tasks(suite)
+        tasks = list_tasks([suite], live.plan)
     except DtbenchError as error:
         raise pytest.Collector.CollectError(str(error)) from error
-    alone = suite.world == "ranks" and live.runs_alone(suite)
+    alone = suite.world == "ranks" and live.runs_alone(suite, tasks)
     seen: dict[str, int] = {}
     for task in tasks:
         for impl in task.impls:

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 from dtbench.engine.clock import clocks_of
 from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.engine.measure import ImplOutcome, to_result
 from dtbench.engine.options import RunRequest, Task, list_tasks, parse_dtypes, parse_sizes
 from dtbench.engine.place import RankPlace, find_place
 from dtbench.engine.rank import LaunchedRank, quiet_torch
 from dtbench.engine.ranks import AloneRanks, LiveWorld, device_of, simulated_world, world_of_one
 from dtbench.engine.sampling import CollectiveSchedule, RankGroup
 from dtbench.machine.device import DEFAULT_CPU_RANKS, choose_device
-from dtbench.stats import summarize
-from dtbench.suite import estimator_of
 from dtbench.suite.errors import UsageError, complain
 from dtbench.suite.mesh import parse_mesh
 from dtbench.suite.suites import Suite
@@ -61,19 +60,12 @@ class Live:
         # Without a launcher, suites of ranks whose cases do not follow from the number of ranks run on one.
         self._single = None if self.rank or options.mesh else options.resolve(self.device_type, 1)
 
-    def tasks(self, suite: Suite) -> list[Task]:
-        """The cases of a suite; raises UsageError where it cannot list them."""
-        return list_tasks([suite], self.plan)
-
-    def runs_alone(self, suite: Suite) -> bool:
+    def runs_alone(self, suite: Suite, tasks: Sequence[Task]) -> bool:
         """Whether a suite of ranks has the same cases on one rank."""
-        if self._single is None:
-            return False
-        try:
-            single = [task.label for task in list_tasks([suite], self._single)]
-        except UsageError:
-            return False
-        return single == [task.label for task in self.tasks(suite)]
+        with contextlib.suppress(UsageError):
+            single = [] if self._single is None else list_tasks([suite], self._single)
+            return [task.label for task in single] == [task.label for task in tasks]
+        return False
 
     def enter(self, kind: str, *, alone: bool = False) -> Up:
         """The world of this kind, made where another one is up; skips the test where there is none to be had.
@@ -82,9 +74,8 @@ class Live:
         """
         if kind == "ranks" and self.rank is None:
             if not alone:
-                pytest.skip(
-                    "needs several ranks: torchrun --nproc-per-node 4 -m pytest, with the same arguments"
-                )
+                how = "torchrun --nproc-per-node 4 -m pytest, with the same arguments"
+                pytest.skip(f"needs several ranks: {how}")
             kind = "alone"
         if kind != self._kind:
             self._world.close()
@@ -213,18 +204,11 @@ class Rounds(CollectiveSchedule):
         # A table of each case, whose rows are its impls.
         stats.group = " ".join([self.task.suite.name, case.name, *map(str, case.params.values())])
         stats.name = self.impl
-        info: dict[str, object] = {
-            "suite": self.task.suite.name,
-            "impl": self.impl,
-            "params": dict(case.params),
-        }
-        if case.size_bytes is not None:
-            info["size_bytes"] = case.size_bytes
-            algbw_Bps = case.size_bytes / getattr(summarize(stats.stats.data), estimator_of(case))  # noqa: N806
-            info["algbw_Bps"] = algbw_Bps
-            if case.busbw_factor is not None:
-                info["busbw_Bps"] = algbw_Bps * case.busbw_factor
-        self.benchmark.extra_info |= info | ({"counters": counters} if counters else {})
+        result = to_result(self.task, self.impl, ImplOutcome("ok", samples_s=tuple(agreed)))
+        info = {"suite": result.suite, "impl": self.impl, "params": dict(case.params)}
+        figures = {name: getattr(result, name) for name in ("size_bytes", "algbw_Bps", "busbw_Bps")}
+        figures |= {"counters": counters or None}
+        self.benchmark.extra_info |= info | {k: v for k, v in figures.items() if v is not None}
 
 
 def slowest(votes: list[list[float] | None]) -> list[float]:

@@ -34,10 +34,8 @@ def refuse_taken(path: Path, remedy: str = "", *, resumable: bool = False, other
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        why = os.strerror(error.errno or 0).lower()
-        raise OutputError(
-            f"cannot make {path}: {path.parent} may not be written ({why}); give {other}"
-        ) from error
+        why = f"{path.parent} may not be written ({os.strerror(error.errno or 0).lower()})"
+        raise OutputError(f"cannot make {path}: {why}; give {other}") from error
 
 
 def _is_taken(path: Path, other: str) -> bool:
@@ -73,10 +71,8 @@ def write_atomically(path: Path, text: str, is_ours: Callable[[str], bool], kind
         _refuse_foreign(target, path, is_ours, kind)
         replace_file(target, text.encode(), durable=True)
     except OSError as error:
-        raise OutputError(
-            f"cannot write {path}: {error.strerror or error}; "
-            "give -o a path in a folder that exists, may be written and has space"
-        ) from error
+        remedy = "give -o a path in a folder that exists, may be written and has space"
+        raise OutputError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error
 
 
 def replace_file(target: Path, data: bytes, *, durable: bool = False) -> None:
@@ -111,9 +107,8 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         refuse_taken(folder, "remove it")
         partial.replace(folder)
     except OSError as error:
-        raise OutputError(
-            f"cannot write {folder}: {error.strerror or error}; give -o a place that has space and may be written"
-        ) from error
+        remedy = "give -o a place that has space and may be written"
+        raise OutputError(f"cannot write {folder}: {error.strerror or error}; {remedy}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -130,6 +125,5 @@ def _refuse_foreign(target: Path, path: Path, is_ours: Callable[[str], bool], ki
     with target.open("rb") as file:
         head = file.read(HEAD_BYTES).decode("utf-8", "replace")
     if head and not is_ours(head):
-        raise OutputError(
-            f"{path} exists and is not a {kind}: it is left as it was; give -o another path, or remove it"
-        )
+        remedy = "it is left as it was; give -o another path, or remove it"
+        raise OutputError(f"{path} exists and is not a {kind}: {remedy}")

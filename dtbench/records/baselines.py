@@ -22,9 +22,8 @@ def named(name: str) -> Path:
         UsageError: a name that is no name for a file.
     """
     if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"{name!r} names no baseline: expected letters, digits, '.', '_' and '-', such as main"
-        )
+        expected = "letters, digits, '.', '_' and '-', such as main"
+        raise UsageError(f"{name!r} names no baseline: expected {expected}")
     return FOLDER / f"{name}.jsonl"
 
 

@@ -61,10 +61,9 @@ def drops_of_curve(
 ) -> list[BandwidthDrop]:
     """times_s: bytes over bus bandwidth at each size, ascending."""
     levels = [(size, size / time_s) for size, time_s in zip(sizes, times_s, strict=True)]
-    return [
-        BandwidthDrop(
-            collective, mesh_dim, setting, *levels[i.start - 1], *levels[i.start], sizes[i[-1]], after
-        )
-        for i in bandwidth_drops(sizes, times_s)
-        for after in (sizes[i.stop] if i.stop < len(sizes) else None,)
-    ]
+    drops = []
+    for i in bandwidth_drops(sizes, times_s):
+        around = *levels[i.start - 1], *levels[i.start], sizes[i[-1]]
+        recovered = sizes[i.stop] if i.stop < len(sizes) else None
+        drops.append(BandwidthDrop(collective, mesh_dim, setting, *around, recovered))
+    return drops

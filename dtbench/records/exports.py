@@ -32,15 +32,11 @@ class Point:
     remark: str = ""
 
     @property
-    def params(self) -> str:
-        """`mesh_dim=tp size=1024`."""
-        return " ".join(f"{name}={value}" for name, value in self.key[3])
-
-    @property
     def label(self) -> str:
         """`collectives all_reduce mesh_dim=tp size=1024 [c10d]`, short enough for every format, one per key."""
-        suite, name, impl, _ = self.key
-        label = plain(" ".join(filter(None, (suite, name, self.params, f"[{impl}]"))))
+        suite, name, impl, params = self.key
+        words = (suite, name, *(f"{key}={value}" for key, value in params), f"[{impl}]")
+        label = plain(" ".join(filter(None, words)))
         if len(label) <= MAX_NAME_CHARS:
             return label
         return f"{label[: MAX_NAME_CHARS - 13]}~{hashlib.sha256(label.encode()).hexdigest()[:12]}"

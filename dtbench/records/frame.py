@@ -81,10 +81,8 @@ def timed_frames(runs: Sequence[Run], figures: Collection[str]) -> dict[str, pd.
     counters: of a hundred thousand results the others take longer than to read them."""
     pairs = ((run, result) for run in runs for result in run.results)
     timed = ((run, r) for run, r in pairs if r.status == "ok" and r.time_s and r.time_s.median > 0)
-    wanted = {*figures, "median_s"}
-    return {
-        suite: _results_frame(of, wanted) for suite, of in group_by(timed, lambda pair: pair[1].suite).items()
-    }
+    by_suite = group_by(timed, lambda pair: pair[1].suite)
+    return {suite: _results_frame(of, {*figures, "median_s"}) for suite, of in by_suite.items()}
 
 
 def _results_frame(pairs: Sequence[tuple[Run, Result]], figures: Collection[str] = ()) -> pd.DataFrame:

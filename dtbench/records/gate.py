@@ -64,28 +64,24 @@ class Gate(Struct, frozen=True, kw_only=True):
             f"control (plain operations that neither arm touches), {self.trust.control_pairs} pairs": control,
             f"base/base (base against a second launch of itself), {self.trust.null_pairs} pairs": null,
         }
-        lines = [
-            f"{what}: {of - 1:+.2%}".replace(", 0 pairs", "") for what, of in moves.items() if of is not None
-        ]
+        there = {what.replace(", 0 pairs", ""): of for what, of in moves.items() if of is not None}
+        lines = [f"{what}: {of - 1:+.2%}" for what, of in there.items()]
         impls = {judged.impl for judged in self.benchmarks}
         return lines + [f"{impl}: {IMPL_WORDS[impl]}" for impl in ("local", "wrapped") if impl in impls]
 
     @property
     def sentence(self) -> str:
         """The end in one line."""
-        counts = (
-            ", ".join(f"{self.count(v)} {v.name}" for v in Verdict if self.count(v)) or "nothing was judged"
-        )
+        counts = [f"{self.count(v)} {v.name}" for v in Verdict if self.count(v)]
+        nothing = "a benchmark is missing in one arm" if self.benchmarks else "nothing was compared"
         meaning = {
             errors.EXIT_OK: "no regression",
             errors.EXIT_REGRESSION: "a regression",
             errors.EXIT_INCONCLUSIVE: "UNTRUSTED" if self.trust.reasons else "inconclusive",
-            errors.EXIT_NOTHING: "a benchmark is missing in one arm"
-            if self.benchmarks
-            else "nothing was compared",
+            errors.EXIT_NOTHING: nothing,
             errors.EXIT_CASE_FAILED: "a benchmark failed",
-        }
-        return f"gate: {meaning[self.exit_code]} ({counts}); exit code {self.exit_code}"
+        }[self.exit_code]
+        return f"gate: {meaning} ({', '.join(counts) or 'nothing was judged'}); exit code {self.exit_code}"
 
 
 def text_of(gate: Gate) -> str:

@@ -82,10 +82,8 @@ def _layout_of_dim(
         counts = [Counter(hosts[rank] for rank in group) for group in groups]
         spans = _range(len(count) for count in counts)
         per_host = _range(number for count in counts for number in count.values())
-        shared = Counter(
-            pair for count in counts for pair in itertools.combinations(sorted(map(str, count)), 2)
-        )
-        pairs = max(shared.values(), default=0)
+        of_groups = (itertools.combinations(sorted(map(str, count)), 2) for count in counts)
+        pairs = max(Counter(itertools.chain.from_iterable(of_groups)).values(), default=0)
     nodes = {rank: _numa_nodes(facts) for rank, facts in ranks.items()}
     per_group = [{(hosts[r], node) for r in group for node in nodes.get(r, ())} for group in groups]
     return DimLayout(

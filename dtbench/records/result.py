@@ -13,9 +13,7 @@ from dtbench.stats import SHARES, figures_of
 from dtbench.suite import Param, Result, Timing
 
 # Params that a suite got later, and what its results meant before: old files have the keys of new ones.
-_LATER_PARAMS: Mapping[str, Mapping[str, Param]] = {
-    "redistribute": {"groups": "together", "mode": "isolated"}
-}
+_LATER_PARAMS: dict[str, dict[str, Param]] = {"redistribute": {"groups": "together", "mode": "isolated"}}
 _USUAL_RANKS = frozenset(map(str, range(4096)))
 _MAX_RANK_DIGITS = 18
 # Written by other programs too, which may round.

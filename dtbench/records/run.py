@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -156,9 +155,7 @@ class RunWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write(self, line: bytes) -> None:
@@ -206,9 +203,8 @@ def _lock(fd: int, path: Path, patience_s: float = 0.0) -> None:
             if time.monotonic() < until:
                 time.sleep(0.05)
                 continue
-            raise OutputError(
-                f"another dtbench is writing to {path}: wait for it or give another -o"
-            ) from error
+            why = f"another dtbench is writing to {path}"
+            raise OutputError(f"{why}: wait for it or give another -o") from error
         except OSError:
             pass
         return
@@ -248,16 +244,8 @@ def _recorded(result: Result) -> tuple[Result, bytes]:
         return result, _line_of(result)
     except (TypeError, ValueError, OverflowError) as error:
         reason = _text(f"the result cannot be recorded: {error}")
-    failed = Result(
-        result.suite,
-        result.name,
-        result.impl,
-        result.params,
-        "failed",
-        reason,
-        result.rank,
-        launch=result.launch,
-    )
+    named = result.suite, result.name, result.impl, result.params
+    failed = Result(*named, "failed", reason, result.rank, launch=result.launch)
     try:
         return failed, _line_of(failed)
     except (TypeError, ValueError, OverflowError) as error:
@@ -362,18 +350,15 @@ def _line_in(data: bytes) -> Result | str:
 
 
 def _first_line(path: Path, data: bytes) -> Header:
+    no_run = f"{path} is not a dtbench run: its first line"
     try:
         line = decode(data)
     except ValueError as error:
-        raise UnreadableRunError(
-            f"{path} is not a dtbench run: its first line is no header: {error}"
-        ) from error
+        raise UnreadableRunError(f"{no_run} is no header: {error}") from error
     if line.get("kind") != "run":
-        raise UnreadableRunError(
-            f'{path} is not a dtbench run: its first line has kind {shown(line.get("kind"))}, expected "run"'
-        )
+        raise UnreadableRunError(f'{no_run} has kind {shown(line.get("kind"))}, expected "run"')
     schema = line.get("schema")
-    if isinstance(schema, int) and not isinstance(schema, bool) and schema > SCHEMA:
+    if type(schema) is int and schema > SCHEMA:
         raise UnreadableRunError(
             f"{path} was written by a newer dtbench (schema {schema}, this one reads up to {SCHEMA}): "
             f"upgrade dtbench to read it"

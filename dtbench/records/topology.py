@@ -83,9 +83,8 @@ class MeasuredCurve(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"table[{index}].time_us is not between low_us and high_us")
             size_bytes, time_us = row.size_bytes, row.time_us
         if (self.alpha_us is None) != (self.beta_GiBps is None):
-            raise ValueError(
-                "alpha_us: only one of alpha_us and beta_GiBps is there, expected both or neither"
-            )
+            expected = "expected both or neither"
+            raise ValueError(f"alpha_us: only one of alpha_us and beta_GiBps is there, {expected}")
 
 
 class Constants(Struct, frozen=True, kw_only=True):
@@ -250,22 +249,18 @@ def read_topology(path: str | Path) -> CalibratedTopology:
             'expected "topology"; make one with `dtbench calibrate`'
         )
     schema = content.get("schema")
-    if type(schema) is int and schema > SCHEMA:
-        raise UnreadableRunError(
-            f"{path} was written by a newer dtbench (schema {schema}, this one reads {SCHEMA}): "
-            "upgrade dtbench to read it"
-        )
-    if type(schema) is int and 1 <= schema < SCHEMA:
-        raise UnreadableRunError(
-            f"{path} was written by an older dtbench (schema {schema}, this one reads {SCHEMA}): "
-            "calibrate again from the run file, `dtbench calibrate RUN.jsonl -o TOPOLOGY.json`"
-        )
+    if type(schema) is int and schema >= 1 and schema != SCHEMA:
+        age, remedy = "a newer", "upgrade dtbench to read it"
+        if schema < SCHEMA:
+            age = "an older"
+            remedy = "calibrate again from the run file, `dtbench calibrate RUN.jsonl -o TOPOLOGY.json`"
+        schemas = f"schema {schema}, this one reads {SCHEMA}"
+        raise UnreadableRunError(f"{path} was written by {age} dtbench ({schemas}): {remedy}")
     try:
         return into(content, CalibratedTopology)
     except BadFieldError as error:
-        raise UnreadableRunError(
-            f"{path} is damaged: {error}; make it again with `dtbench calibrate`"
-        ) from error
+        again = "make it again with `dtbench calibrate`"
+        raise UnreadableRunError(f"{path} is damaged: {error}; {again}") from error
 
 
 def _looks_like_one(head: str) -> bool:

@@ -37,9 +37,8 @@ from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import reduce_scatter_single
 from dtbench_suites import SUITES
 from dtbench_suites.bucketer_reference import ReferenceBucketer
-from dtbench_suites.data import mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
+from dtbench_suites.data import KIB, MIB, mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
 
-KIB, MIB = 2**10, 2**20
 # Bytes of all tensors, of one tensor, of a bucket. 25 MiB is the bucketers' default (DDP and fairscale);
 # tensors of 16 KiB are biases and norms of a large model, 256 KiB small matrices. On a CPU a collective
 # costs about a millisecond however small it is, so there are fewer of them.
@@ -108,11 +107,11 @@ def counters_of(bucketer: Any, run: Callable[[], object]) -> dict[str, float]:
         run()
         return {"collectives": float(bucketer.collectives - issued)}
     counters = bucketer.counters
-    before = counters.collectives, counters.bytes_copied
+    issued, copied = counters.collectives, counters.bytes_copied
     run()
     return {
-        "collectives": counters.collectives - before[0],
-        "bytes_copied": counters.bytes_copied - before[1],
+        "collectives": counters.collectives - issued,
+        "bytes_copied": counters.bytes_copied - copied,
         "peak_bytes": counters.peak_bytes,
     }
 
@@ -136,10 +135,8 @@ def bucketed(impl: str, gradients: Gradients, bucket_bytes: int) -> Workload:
 def unbucketed(gradients: Gradients) -> Workload:
     group = gradients.group
     outputs = [torch.empty_like(t.chunk(group.size())[0]) for t in gradients.tensors]
-    calls = [
-        partial(reduce_scatter_single, output, tensor, group=group)
-        for output, tensor in zip(outputs, gradients.tensors, strict=True)
-    ]
+    pairs = zip(outputs, gradients.tensors, strict=True)
+    calls = [partial(reduce_scatter_single, *pair, group=group) for pair in pairs]
     return plain(calls, outputs, lambda: gradients.check([*outputs]))
 
 
@@ -201,35 +198,29 @@ def _gains_most(case: Case) -> bool:
 
 @suite("bucketer", world="ranks", help=SUITES["bucketer"], impl_s=(0.53, 0.09), budget_priority=_gains_most)
 def bucketer(options: RunOptions) -> Iterator[Case]:
-    sweeps: list[tuple[str, Sweep, tuple[str, ...]]] = [
-        ("reduce_scatter", QUICK if options.quick else SWEEPS[options.device_type], SMALL_IMPLS)
-    ]
-    if options.sizes_chosen and not options.quick:
-        sweeps = [
-            ("reduce_scatter_buckets", (64 * MIB, (256 * KIB,), options.sizes_bytes), ("core", "limit"))
-        ]
-    elif not options.quick:
-        sweeps.append(("reduce_scatter_large", LARGE, LARGE_IMPLS))
-    for mesh_dim, n in shared_dims(options):
-        for dtype_name in options.dtypes:
-            for name, (total_bytes, tensor_sizes, bucket_sizes), impls in sweeps:
-                for tensor_bytes, bucket_bytes in itertools.product(tensor_sizes, bucket_sizes):
-                    dtype = torch_dtype(dtype_name)
-                    count = tensor_bytes // dtype.itemsize // n * n  # even shards
-                    number = total_bytes // tensor_bytes
-                    sizes = {
-                        "tensor_bytes": count * dtype.itemsize,
-                        "bucket_bytes": bucket_bytes,
-                        "total_bytes": number * count * dtype.itemsize,
-                    }
-                    build = partial(build_impl, mesh_dim, number, count, dtype, bucket_bytes)
-                    yield Case(
-                        name=name,
-                        params={"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype_name, **sizes},
-                        build={impl: partial(build, impl) for impl in impls},
-                        size_bytes=sizes["total_bytes"],
-                        busbw_factor=busbw_factor("reduce_scatter", n),
-                    )
+    sweeps: list[tuple[str, Sweep, tuple[str, ...]]]
+    if options.quick:
+        sweeps = [("reduce_scatter", QUICK, SMALL_IMPLS)]
+    elif options.sizes_chosen:
+        chosen = 64 * MIB, (256 * KIB,), options.sizes_bytes
+        sweeps = [("reduce_scatter_buckets", chosen, ("core", "limit"))]
+    else:
+        small = ("reduce_scatter", SWEEPS[options.device_type], SMALL_IMPLS)
+        sweeps = [small, ("reduce_scatter_large", LARGE, LARGE_IMPLS)]
+    for (mesh_dim, n), dtype_name, way in itertools.product(shared_dims(options), options.dtypes, sweeps):
+        (name, (total_bytes, tensor_sizes, bucket_sizes), impls), dtype = way, torch_dtype(dtype_name)
+        for tensor_bytes, bucket_bytes in itertools.product(tensor_sizes, bucket_sizes):
+            count = tensor_bytes // dtype.itemsize // n * n  # even shards
+            number, taken = total_bytes // tensor_bytes, count * dtype.itemsize
+            sizes = {"tensor_bytes": taken, "bucket_bytes": bucket_bytes, "total_bytes": number * taken}
+            build = partial(build_impl, mesh_dim, number, count, dtype, bucket_bytes)
+            yield Case(
+                name=name,
+                params={"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype_name, **sizes},
+                build={impl: partial(build, impl) for impl in impls},
+                size_bytes=sizes["total_bytes"],
+                busbw_factor=busbw_factor("reduce_scatter", n),
+            )
 
 
 def build_impl(
@@ -240,7 +231,6 @@ def build_impl(
     if impl == "copy":
         return copy(torch.stack(gradients.tensors))
     if impl in ("packed", "limit"):
-        return packed(
-            gradients, bucket_bytes if impl == "packed" else sum(t.nbytes for t in gradients.tensors)
-        )
+        all_bytes = sum(t.nbytes for t in gradients.tensors)
+        return packed(gradients, bucket_bytes if impl == "packed" else all_bytes)
     return unbucketed(gradients) if impl == "unbucketed" else bucketed(impl, gradients, bucket_bytes)

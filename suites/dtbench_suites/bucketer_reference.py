@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dtbench_core.torch_compat import reduce_scatter_single
-
-MIB = 2**20
+from dtbench_suites.data import MIB
 
 
 class _ReferenceBucket:

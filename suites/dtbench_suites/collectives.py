@@ -72,6 +72,9 @@ class Buffers:
     def mine(self, full: torch.Tensor) -> torch.Tensor:  # (count,) -> (count / n,)
         return full.chunk(self.n)[self.rank]
 
+    def from_all(self, part: Callable[[int], torch.Tensor]) -> torch.Tensor:  # (count,) a part of each rank
+        return torch.cat([part(rank) for rank in range(self.n)])
+
 
 @dataclass(frozen=True)
 class TimedCollective:
@@ -98,9 +101,7 @@ def all_reduce(b: Buffers) -> TimedCollective:
 def all_gather(b: Buffers) -> TimedCollective:
     full, part = b.empty(b.count), b.moved(b.rank, parts=b.n)
     run = partial(all_gather_single, full, part, group=b.group)
-    return TimedCollective(
-        run, full.zero_, full, lambda: torch.cat([b.moved(r, parts=b.n) for r in range(b.n)])
-    )
+    return TimedCollective(run, full.zero_, full, lambda: b.from_all(lambda r: b.moved(r, parts=b.n)))
 
 
 def reduce_scatter(b: Buffers) -> TimedCollective:
@@ -112,9 +113,7 @@ def reduce_scatter(b: Buffers) -> TimedCollective:
 def all_to_all(b: Buffers) -> TimedCollective:
     received, sent = b.empty(b.count), b.moved(b.rank)
     run = partial(dist.all_to_all_single, received, sent, group=b.group)
-    return TimedCollective(
-        run, received.zero_, received, lambda: torch.cat([b.mine(b.moved(r)) for r in range(b.n)])
-    )
+    return TimedCollective(run, received.zero_, received, lambda: b.from_all(lambda r: b.mine(b.moved(r))))
 
 
 def broadcast(b: Buffers) -> TimedCollective:
@@ -130,9 +129,8 @@ def scatter(b: Buffers) -> TimedCollective:
     return TimedCollective(run, part.zero_, part, lambda: b.mine(b.moved(0)))
 
 
-COLLECTIVES = {
-    f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter)
-}
+_TIMED = (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter)
+COLLECTIVES = {function.__name__: function for function in _TIMED}
 WHOLE_BUFFER = ("all_reduce", "broadcast")  # their S need not divide by the number of ranks
 
 
@@ -178,11 +176,11 @@ def swept(
 ) -> Iterator[Case]:
     """The cases of all names on these mesh dims, in all regimes; sizes_of: of a regime, bytes asked for."""
     for (mesh_dim, n), dtype, name in itertools.product(dims, options.dtypes, names):
+        whole = n == options.world_size  # alone and together at once
         cases = [
             case_of(name, mesh_dim, n, groups, mode, dtype, size)
             for groups, mode in REGIMES
-            if groups != "alone"
-            or n < options.world_size  # one that spans the world is alone and together at once
+            if not (whole and groups == "alone")
             for size in sizes_of(options, groups, mode)
         ]
         # Sizes below what the ranks can share are the same one.

@@ -17,6 +17,7 @@ collectives, that of their latency. Outputs and gradients are compared with plai
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
+from dtbench.suite import Case, Param, RunOptions, Skip, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.data import BEFORE_213, Place, hush_torch, shared_dims
-from dtbench_suites.tensor_parallel import BOTH, FORWARD, MODELS, compare, finished, names_of, parallelize
+from dtbench_suites.tensor_parallel import BOTH, FORWARD, MODELS, compare, names_of, one_pass, parallelize
 
 BACKENDS = ("aot_eager", "inductor")
 CACHED, FIRST, RECOMPILED = "cached", "first", "recompiled"
@@ -85,12 +86,13 @@ def chain(x: Tensor) -> Tensor:
     return (((x * 2 + 1) * x).sin() * x + x) * 0.5
 
 
-def reduced(to: Function) -> Function:
+def reduced(place: Place) -> Function:
     """A product whose terms are pending, and then not."""
+    to = mover("R", place)
     return lambda x, y: to(x @ y)
 
 
-def mover(place: Place, text: str) -> Function:
+def mover(text: str, place: Place) -> Function:
     """A change of placement; of a plain part, a copy of it."""
     if place.impl == "local":
         return torch.clone
@@ -98,11 +100,12 @@ def mover(place: Place, text: str) -> Function:
     return lambda x: x.redistribute(placements=placements)
 
 
-def crossing(place: Place, text: str, fn: Function) -> Function:
-    """from_local, then `fn`, then to_local."""
+def crossing(place: Place) -> Function:
+    """from_local, then a chain of ops, then to_local."""
     if place.impl == "local":
-        return fn
-    from_local, mesh, placements = place.api.DTensor.from_local, place.mesh, place.on_all(text)
+        return chain
+    from_local, mesh, placements = place.api.DTensor.from_local, place.mesh, place.on_all("S(0)")
+    fn: Function = chain
     return lambda x: fn(from_local(x, mesh, placements, run_check=False)).to_local()
 
 
@@ -127,26 +130,11 @@ OPS = (
         "S(1),R,R",
     ),
     CompiledOp(
-        "mm_reduced",
-        "S(1),S(0)",
-        lambda n, k: ((k, n * COLS), (n * COLS, COLS)),
-        lambda place: reduced(mover(place, "R")),
-        torch.mm,
-        "R,R",
+        "mm_reduced", "S(1),S(0)", lambda n, k: ((k, n * COLS), (n * COLS, COLS)), reduced, torch.mm, "R,R"
     ),
-    CompiledOp("redistribute", "S(0)->R", by_rows(1), lambda place: mover(place, "R"), torch.clone, "S(1)"),
-    CompiledOp(
-        "redistribute", "S(0)->S(1)", by_rows(1), lambda place: mover(place, "S(1)"), torch.clone, "R"
-    ),
-    CompiledOp(
-        "from_to_local",
-        "S(0)",
-        by_rows(1),
-        lambda place: crossing(place, "S(0)", chain),
-        chain,
-        "",
-        crosses=True,
-    ),
+    CompiledOp("redistribute", "S(0)->R", by_rows(1), partial(mover, "R"), torch.clone, "S(1)"),
+    CompiledOp("redistribute", "S(0)->S(1)", by_rows(1), partial(mover, "S(1)"), torch.clone, "R"),
+    CompiledOp("from_to_local", "S(0)", by_rows(1), crossing, chain, "", crosses=True),
 )
 BLOCKS = ("mlp", "attention")
 COLUMNS = ("up", "wq", "wk", "wv")  # the layers cut by columns; the others are by rows
@@ -175,25 +163,16 @@ def values(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Tens
 
 
 def answers(fn: Function, inputs: Sequence[Tensor], wanted: Sequence[Tensor], backward: bool) -> list[Tensor]:
-    """The output, and with a backward pass the gradients."""
-    if not backward:
-        with torch.no_grad():
-            return [finished(fn(*inputs))]
-    out = fn(*inputs)
-    # Of ones, whatever it is placed as: every rank's part of a whole of ones.
-    grads = torch.autograd.grad(out, wanted, torch.ones_like(out.detach()))
-    return [finished(out), *map(finished, grads)]
+    """The output, and with a backward pass the gradients: of ones, whatever the output is placed as."""
+    return one_pass(fn, inputs, wanted, (lambda out: torch.ones_like(out.detach())) if backward else None)
 
 
 def op_ready(op: CompiledOp, place: Place, rows: int = ROWS, placements: str = "") -> Ready:
     full = values(op.shapes(place.mesh.size(), rows), place.device)
     texts = (placements or op.placements).split("->")[0].split(",")
     local = place.impl == "local"
-    if op.crosses:
-        inputs = [place.part(t, text) for t, text in zip(full, texts, strict=True)]
-    else:
-        inputs = [place.put(t, text) for t, text in zip(full, texts, strict=True)]
-    inputs = [t.detach().requires_grad_() for t in inputs]
+    put = place.part if op.crosses else place.put
+    inputs = [put(t, text).detach().requires_grad_() for t, text in zip(full, texts, strict=True)]
     whole = [t.requires_grad_() for t in ([t.detach().clone() for t in inputs] if local else full)]
     names = ("the output", *(f"the gradient of input {i}" for i in range(len(inputs))))
     expected = lambda backward: answers(op.plain, whole, whole, backward)  # noqa: E731
@@ -241,7 +220,7 @@ class Compilation:
     backend: Any
     backward: bool
     place: Place
-    compiled: Function | None = None
+    compiled: Function = field(init=False)
     ready: Ready = field(init=False)
 
     def start(self, call: str) -> None:
@@ -256,7 +235,6 @@ class Compilation:
             answers(self.compiled, before.inputs, before.wanted, self.backward)
 
     def call(self) -> list[Tensor]:
-        assert self.compiled is not None
         return answers(self.compiled, self.ready.inputs, self.ready.wanted, self.backward)
 
     def check(self) -> str | None:
@@ -353,12 +331,11 @@ def build_impl(
         with caches_off():
             return compilation.call()
 
+    reset = torch._dynamo.reset
     if call == CACHED:
         compilation.start(call)
         run()  # compiles, and what is called later enters no compiler
-        return Workload(
-            run=compilation.call, check=compilation.check, counters=counters, close=torch._dynamo.reset
-        )
+        return Workload(compilation.call, None, compilation.check, counters, close=reset)
 
     def before() -> None:
         with caches_off():
@@ -369,20 +346,16 @@ def build_impl(
         with caches_off():
             return compilation.check()
 
-    return Workload(run, before, check, counters, close=torch._dynamo.reset)
+    return Workload(run, before, check, counters, close=reset)
 
 
 def variants(options: RunOptions, name: str) -> Iterator[tuple[str, str, str]]:
     """(backend, pass, call). A quick run times compiling with aot_eager and forward only."""
-    for backend in BACKENDS:
-        for passes in (FORWARD, BOTH):
-            for call in (CACHED, FIRST, RECOMPILED):
-                if options.quick and (
-                    (passes == BOTH and name != "mlp")
-                    or (call != CACHED and (backend, passes) != (BACKENDS[0], FORWARD))
-                ):
-                    continue
-                yield backend, passes, call
+    for at in itertools.product(BACKENDS, (FORWARD, BOTH), (CACHED, FIRST, RECOMPILED)):
+        backend, passes, call = at
+        trained = passes == FORWARD or name == "mlp"
+        if not options.quick or (trained and (call == CACHED or (backend, passes) == (BACKENDS[0], FORWARD))):
+            yield at
 
 
 @suite("compile", world="ranks", by_default=False, help=SUITES["compile"], impl_s=(2.3, 1.5))
@@ -394,18 +367,12 @@ def compiled(options: RunOptions) -> Iterator[Case]:
         for name, placements, program in programs:
             if options.quick and (name, placements) not in QUICK:
                 continue
+            where: dict[str, Param] = {"placements": placements, "mesh_dim": mesh_dim, "ranks": n}
             for backend, passes, call in variants(options, name):
                 build = partial(build_impl, program, mesh_dim, passes, backend, call)
                 yield Case(
                     name=name,
-                    params={
-                        "placements": placements,
-                        "mesh_dim": mesh_dim,
-                        "ranks": n,
-                        "backend": backend,
-                        "pass": passes,
-                        "call": call,
-                    },
+                    params=where | {"backend": backend, "pass": passes, "call": call},
                     build={impl: partial(build, impl) for impl in ("core", "torch", "local")},
                     clock="host",
                     calls_per_sample=CALLS_PER_SAMPLE if call == CACHED else 1,

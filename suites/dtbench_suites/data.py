@@ -30,6 +30,7 @@ BEFORE_213 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 # 101 is prime and fits int8: parts of a buffer that start anywhere but a multiple of 101 apart differ.
 MOVED_VALUES = 101
 SUMMED_VALUES = 5
+KIB, MIB = 2**10, 2**20
 
 
 def dtensor_api(impl: str) -> Any:
@@ -67,11 +68,10 @@ class Place:
         """`full` placed so: a DTensor, or this rank's part for the floor. What has no dims stays as it is ("0-dim")."""
         if text == "0-dim":
             return full
+        part = self.part(full, text)
         if self.impl == "local":
-            return self.part(full, text)
-        return self.api.DTensor.from_local(
-            self.part(full, text), self.mesh, self.on_all(text), run_check=False
-        )
+            return part
+        return self.api.DTensor.from_local(part, self.mesh, self.on_all(text), run_check=False)
 
 
 def placement(api: Any, text: str) -> Any:
@@ -133,10 +133,10 @@ def summed_values(
     Raises:
         Skip: so many ranks that even the smallest sum that tells them apart overflows the dtype.
     """
-    if ranks * SUMMED_VALUES > largest_exact(dtype):
+    largest = largest_exact(dtype)
+    if ranks * SUMMED_VALUES > largest:
         raise Skip(
-            f"{dtype} counts exactly to {largest_exact(dtype)}: too few for a sum over {ranks} ranks; "
-            f"take a wider --dtype"
+            f"{dtype} counts exactly to {largest}: too few for a sum over {ranks} ranks; take a wider --dtype"
         )
     index = torch.arange(start, start + count, device=device)
     return (index % SUMMED_VALUES + rank % 2).to(dtype)
@@ -168,17 +168,15 @@ def mismatch(
     """What is wrong with `got`, in one line, or None. rtol: relative to the largest value of `want`."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{what} is {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"
-    if got.numel() == 0:
-        return None
-    got, want = got.detach(), want.detach()
-    limit = rtol * float(want.abs().max()) if rtol else 0.0
+    got, want = got.detach().flatten(), want.detach().flatten()
     # Written so that NaN counts as wrong.
-    bad = ~((got - want).abs() <= limit) if rtol else got != want
-    count = int(bad.sum())
-    if not count:
+    limited = rtol and got.numel()
+    bad = ~((got - want).abs() <= rtol * float(want.abs().max())) if limited else got != want
+    places = bad.nonzero()
+    if not len(places):
         return None
-    first = int(bad.flatten().nonzero()[0])
+    first = int(places[0])
     return (
-        f"{count} of {got.numel()} elements of {what} are wrong, the first at {first}: "
-        f"got {got.flatten()[first].item():g}, expected {want.flatten()[first].item():g}"
+        f"{len(places)} of {got.numel()} elements of {what} are wrong, the first at {first}: "
+        f"got {got[first].item():g}, expected {want[first].item():g}"
     )

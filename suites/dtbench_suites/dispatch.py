@@ -23,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import math
 import resource
 import sys
 from collections import defaultdict
@@ -155,9 +156,8 @@ class PlacedOp:
         """Small whole numbers, another run of them for each input."""
         results = []
         for i, shape in enumerate(self.op.shapes(k)):
-            count = int(torch.Size(shape).numel())
-            values = torch.arange(i, i + count, device=self.at.device, dtype=torch.float32) % 7 - 3
-            results.append(values.view(shape))
+            values = torch.arange(i, i + math.prod(shape), device=self.at.device, dtype=torch.float32)
+            results.append((values % 7 - 3).view(shape))
         return results
 
     def call(self, k: int) -> Callable[[], Any]:
@@ -282,9 +282,8 @@ def as_tuple(out: Any) -> tuple[Any, ...]:
 
 
 # Rows of first calls, by impl and mesh: odd, so that flattening (k, 2, 4) to (2k, 4) meets no other op's.
-_fresh: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(
-    lambda: itertools.count(ROWS + 1, 2)
-)
+_Fresh = defaultdict[tuple[str, tuple[int, ...]], Iterator[int]]
+_fresh: _Fresh = defaultdict(lambda: itertools.count(ROWS + 1, 2))
 
 
 def grown(make: Callable[[], object], count: int, name: str) -> dict[str, float]:
@@ -321,11 +320,8 @@ def build_impl(
     world: World,
 ) -> Workload:
     # Torch's DTensor had no strategy for the attention of CPUs, nor for a convolution that pads.
-    if (
-        impl == "torch"
-        and BEFORE_213
-        and op.name in ("conv2d", *("attention",) * (world.device.type == "cpu"))
-    ):
+    lacking = ("conv2d", "attention") if world.device.type == "cpu" else ("conv2d",)
+    if impl == "torch" and BEFORE_213 and op.name in lacking:
         raise Skip("before torch 2.13 torch's DTensor refuses it")
     at = Place("local" if impl == "wrapped" else impl, world.mesh_of(shape), world.device)
     if isinstance(op, TimedProgram):
@@ -338,9 +334,8 @@ def build_impl(
     if not first:
         # 0.5 KiB or more each: thousands of pages.
         counters = partial(grown, ready, 40_000, "bytes_per_tensor")
-        return Workload(
-            run=ready, check=setup.check, counters=counters if weighed and op.name == "from_local" else None
-        )
+        weighed = weighed and op.name == "from_local"
+        return Workload(ready, None, setup.check, counters if weighed else None)
 
     def before() -> None:
         nonlocal ready
@@ -369,12 +364,8 @@ def case_of(
     impls = ["core", "torch", "local"][: 3 if floor else 2]
     if floor and not backward and isinstance(op, TimedOp) and op.name not in ("from_local", "to_local"):
         impls.append("wrapped")
-    params: dict[str, Param] = {
-        "placements": op.placements,
-        "mesh": "x".join(map(str, shape)),
-        "pass": passes,
-        "call": call,
-    }
+    mesh = "x".join(map(str, shape))
+    params: dict[str, Param] = {"placements": op.placements, "mesh": mesh, "pass": passes, "call": call}
     return Case(
         name=op.name,
         params=params,

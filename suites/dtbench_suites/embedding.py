@@ -13,6 +13,7 @@ Values are small integers: embeddings and gradients are compared with plain torc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from dtbench_suites.data import (
     shared_dims,
     torch_dtype,
 )
-from dtbench_suites.tensor_parallel import finished
+from dtbench_suites.tensor_parallel import BOTH, FORWARD, finished, one_pass
 
 # rows of a table, width, lookups of all ranks together. On a GPU the width and the batch of MLPerf's DLRM-DCNv2
 # (github.com/mlcommons/training, recommendation_v2: embedding_dim 128, global batch 65536) and a table of a
@@ -59,16 +60,12 @@ def indices_of(tables: int, rows: int, lookups: int) -> Tensor:
 
 
 def step_of(embed: Callable[[], Tensor], weights: Sequence[Tensor], cotangent: Tensor | None) -> Step:
-    def forward() -> list[Tensor]:
-        with torch.no_grad():
-            return [finished(embed())]
+    def step() -> list[Tensor]:
+        backward = None if cotangent is None else lambda _out: cotangent
+        embedded, *grads = one_pass(embed, (), weights, backward)
+        return [embedded, *(finished(placed_as(g, w)) for g, w in zip(grads, weights, strict=False))]
 
-    def forward_backward() -> list[Tensor]:
-        embedded = embed()
-        grads = torch.autograd.grad(embedded, list(weights), cotangent)
-        return [finished(embedded), *(finished(placed_as(g, w)) for g, w in zip(grads, weights, strict=True))]
-
-    return forward if cotangent is None else forward_backward
+    return step
 
 
 def placed_as(grad: Tensor, weight: Tensor) -> Tensor:
@@ -99,9 +96,7 @@ def by_table(
     """Table k on rank k of the mesh. mine: (tables, lookups / n). alone: the mesh of this rank only."""
     if impl == WHOLE:
         whole: list[Tensor] = [nn.Parameter(table.clone()) for table in tables]
-        return lambda: torch.stack(
-            [F.embedding(one, table) for one, table in zip(mine, whole, strict=True)]
-        ), whole
+        return lambda: torch.stack([*map(F.embedding, mine, whole)]), whole
     api = dtensor_api(impl)
     owned = api.distribute_tensor(tables[mesh.get_local_rank()].clone(), alone, [api.Replicate()])
     weight = nn.Parameter(owned)
@@ -142,13 +137,12 @@ def build_impl(
         embed, weights = by_table(impl, mesh, world.mesh_of((world.world_size, 1))["dim1"], tables, mine)
     else:
         embed, weights = by_module(STYLES[sharding], impl, mesh, tables[0], mine)
-    backward = passes == "forward+backward"
     # (tables, lookups, width), of which each rank has the part that belongs to its lookups.
     cotangent = torch.arange(number * lookups * width, device=world.device).view(number, lookups, width)
     cotangent = (cotangent % SUMMED_VALUES).to(dtype)
     own = cotangent.chunk(n, dim=1)[rank].contiguous()
     given = own if sharding == "table-wise" else own[0]
-    step = step_of(embed, weights, given if backward else None)
+    step = step_of(embed, weights, given if passes == BOTH else None)
     # Of whole tables no rank learns of the others' lookups.
     looked_up, summed = (mine, own) if impl == WHOLE else (indices, cotangent)
 
@@ -173,12 +167,10 @@ def embedding(options: RunOptions) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(options):
         shape = rows, -(-width // n) * n, -(-lookups // n) * n  # parts of one length for every rank
         sizes = dict(zip(("rows", "width", "lookups"), shape, strict=True))
-        for dtype in options.dtypes:
-            for sharding in SHARDINGS:
-                for passes in "forward", "forward+backward":
-                    build = partial(build_impl, sharding, mesh_dim, passes, shape, torch_dtype(dtype))
-                    yield Case(
-                        name=sharding,
-                        params={"mesh_dim": mesh_dim, "ranks": n, "pass": passes, "dtype": dtype, **sizes},
-                        build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
-                    )
+        for dtype, sharding, passes in itertools.product(options.dtypes, SHARDINGS, (FORWARD, BOTH)):
+            build = partial(build_impl, sharding, mesh_dim, passes, shape, torch_dtype(dtype))
+            yield Case(
+                name=sharding,
+                params={"mesh_dim": mesh_dim, "ranks": n, "pass": passes, "dtype": dtype, **sizes},
+                build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
+            )

@@ -27,9 +27,8 @@ from torch.distributed import _functional_collectives as functional
 from dtbench.suite import Case, RunOptions, Workload, World, suite, sweep
 from dtbench_core import CommTensor
 from dtbench_suites import SUITES
-from dtbench_suites.data import mismatch, sum_of_values, summed_values, torch_dtype
+from dtbench_suites.data import KIB, MIB, mismatch, sum_of_values, summed_values, torch_dtype
 
-KIB, MIB = 2**10, 2**20
 LAYERS = 4
 # Bytes of one gradient, and the width of a layer's matrices, whose product takes about as long as an all-reduce
 # of a size in the middle.

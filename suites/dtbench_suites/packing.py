@@ -17,6 +17,7 @@ bandwidth over that of `copy` is the share of the device's own copy that packing
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -29,14 +30,13 @@ from dtbench.machine.device import gpus
 from dtbench.suite import Case, ClockKind, RunOptions, Workload, World, suite
 from dtbench_core import comm
 from dtbench_suites import SUITES, bucketer_reference
-from dtbench_suites.bucketer import KIB, MIB, bucketer_of, copy, counters_of, send_all
-from dtbench_suites.data import MOVED_VALUES, mismatch, torch_dtype
+from dtbench_suites.bucketer import bucketer_of, copy, counters_of, send_all
+from dtbench_suites.data import KIB, MIB, MOVED_VALUES, mismatch, torch_dtype
 
 # Biases and norms of a large model, small matrices, larger ones.
 SIZES = (16 * KIB, 256 * KIB, 1 * MIB)
 TOTAL, TOTAL_QUICK = 64 * MIB, 2 * MIB
 BUCKET = 25 * MIB  # the bucketers' default
-
 
 Run = Callable[[], object]
 
@@ -83,12 +83,7 @@ def made(number: int, count: int, dtype: torch.dtype, device: torch.device) -> t
 
 
 def build(
-    impl: str,
-    number: int,
-    count: int,
-    dtype: torch.dtype,
-    world: World,
-    record: Callable[[Run], Run] = eager,
+    impl: str, number: int, count: int, dtype: torch.dtype, world: World, record: Callable[[Run], Run] = eager
 ) -> Workload:
     group = world.mesh.get_group(0)
     n = group.size()
@@ -116,20 +111,17 @@ IMPLS = ("core", "core_held", "core_lists", "reference", "copy")
 @suite("packing", world="simulated", by_default=False, help=SUITES["packing"], impl_s=(0.85, 0.03))
 def packing(options: RunOptions) -> Iterator[Case]:
     total = TOTAL_QUICK if options.quick else TOTAL
-    for dtype_name in options.dtypes:
-        dtype = torch_dtype(dtype_name)
-        for tensor_bytes in SIZES:
-            number, count = total // tensor_bytes, tensor_bytes // dtype.itemsize
-            ways: list[tuple[str, ClockKind, Callable[[Run], Run]]] = [("pack", "host", eager)]
-            on_gpu = options.device_type == "cuda"
-            if on_gpu:
-                ways.append(("kernels", "device", gpus().captured))
-            for name, clock, record in ways:
-                yield Case(
-                    name=name,
-                    params={"tensors": number, "tensor_bytes": tensor_bytes, "dtype": dtype_name},
-                    build={impl: partial(build, impl, number, count, dtype, record=record) for impl in IMPLS},
-                    size_bytes=number * tensor_bytes,
-                    bandwidth=not (on_gpu and clock == "host"),
-                    clock=clock,
-                )
+    ways: list[tuple[str, ClockKind, Callable[[Run], Run]]] = [("pack", "host", eager)]
+    if on_gpu := options.device_type == "cuda":
+        ways.append(("kernels", "device", gpus().captured))
+    for dtype_name, tensor_bytes, way in itertools.product(options.dtypes, SIZES, ways):
+        (name, clock, record), dtype = way, torch_dtype(dtype_name)
+        number, count = total // tensor_bytes, tensor_bytes // dtype.itemsize
+        yield Case(
+            name=name,
+            params={"tensors": number, "tensor_bytes": tensor_bytes, "dtype": dtype_name},
+            build={impl: partial(build, impl, number, count, dtype, record=record) for impl in IMPLS},
+            size_bytes=number * tensor_bytes,
+            bandwidth=not (on_gpu and clock == "host"),
+            clock=clock,
+        )

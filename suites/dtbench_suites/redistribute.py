@@ -35,17 +35,8 @@ from dtbench_suites.data import (
 )
 
 # Every change of placement but those to Partial, which torch.distributed.tensor refuses.
-TRANSITIONS = (
-    "S(0)->S(1)",
-    "S(1)->S(0)",
-    "S(0)->R",
-    "S(1)->R",
-    "R->S(0)",
-    "R->S(1)",
-    "P->R",
-    "P->S(0)",
-    "P->S(1)",
-)
+_SHARDED = ("S(0)->S(1)", "S(1)->S(0)", "S(0)->R", "S(1)->R")
+TRANSITIONS = (*_SHARDED, "R->S(0)", "R->S(1)", "P->R", "P->S(0)", "P->S(1)")
 
 
 def shape_of(size_bytes: int, itemsize: int, n: int) -> tuple[int, int]:

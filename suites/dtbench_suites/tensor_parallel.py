@@ -16,7 +16,8 @@ with the whole model's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -35,10 +36,11 @@ from dtbench_suites.data import dtensor_api, mismatch, parallel_api, shared_dims
 SHAPES = {"cpu": (2, 64, 256, 8), "cuda": (1, 2048, 4096, 32)}
 # Sums of thousands of products in another order: some roundings (eps) of the largest value.
 ROUNDINGS = 64
-
-
 # Classes per unit of width: Llama-2-7B has 32000 for 4096.
 CLASSES_PER_WIDTH = 8
+
+# Of an output the gradient that comes back to it.
+Cotangent = Callable[[Tensor], Tensor]
 
 
 class ParallelModel(nn.Module):
@@ -178,13 +180,8 @@ MODELS: dict[str, type[ParallelModel]] = {
     "loss": Loss,
 }
 FORWARD, BOTH = "forward", "forward+backward"
-PASSES = {
-    "addmm": (FORWARD,),
-    "mlp": (FORWARD, BOTH),
-    "attention": (FORWARD, BOTH),
-    "block": (BOTH,),
-    "loss": (BOTH,),
-}
+EACH = (FORWARD, BOTH)
+PASSES = {"addmm": (FORWARD,), "mlp": EACH, "attention": EACH, "block": (BOTH,), "loss": (BOTH,)}
 QUICK = ("addmm", "mlp", "block", "loss")
 
 
@@ -197,21 +194,22 @@ def parallelize(impl: str, model: ParallelModel, mesh: Any) -> nn.Module:
     return cut
 
 
-def one_pass(model: nn.Module, x: Tensor, cotangent: Tensor | None) -> list[Tensor]:
-    """The output, and with a cotangent the gradients of x and of the parameters."""
+def one_pass(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], wanted: Sequence[Tensor], cotangent: Cotangent | None
+) -> list[Tensor]:
+    """The output, and with a cotangent the gradients of `wanted`."""
     if cotangent is None:
         with torch.no_grad():
-            return [finished(model(x))]
-    y = finished(model(x))
-    return [y, *map(finished, torch.autograd.grad(y, [x, *model.parameters()], cotangent))]
+            return [finished(fn(*inputs))]
+    out = finished(fn(*inputs))
+    return [out, *map(finished, torch.autograd.grad(out, wanted, cotangent(out)))]
 
 
 def finished(tensor: Tensor) -> Tensor:
     """The tensor once its collective has ended: both libraries may hand it out before."""
     local = getattr(tensor, "_local_tensor", tensor)
-    wait = getattr(local, "wait", None)
-    if wait is not None:
-        wait()
+    if hasattr(local, "wait"):
+        local.wait()
     return tensor
 
 
@@ -247,12 +245,14 @@ def build_impl(
         with torch.no_grad():
             cotangent = torch.randn(whole(x).shape).to(dtype)
     x.requires_grad_(backward)
-    step = partial(one_pass, cotangent=cotangent if backward else None)
     mesh = world.mesh[mesh_dim]
     placed = x if impl == WHOLE else model.place(x, dtensor_api(impl), mesh)
     cut = parallelize(impl, model, mesh)
     # Where cross entropy keeps the logits where they are.
     context = nullcontext if block != "loss" or impl == WHOLE else parallel_api(impl).loss_parallel
+
+    def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+        return one_pass(model, [x], [x, *model.parameters()], (lambda _out: cotangent) if backward else None)
 
     def run() -> list[Tensor]:
         with context():
@@ -276,12 +276,11 @@ def tensor_parallel(options: RunOptions) -> Iterator[Case]:
     for mesh_dim, n in shared_dims(options):
         shape = shape_for(options, n)
         sizes = dict(zip(("batch", "seq", "d_model", "heads"), shape, strict=True))
-        for dtype in options.dtypes:
-            for block in QUICK if options.quick else MODELS:
-                for passes in PASSES[block]:
-                    build = partial(build_impl, block, mesh_dim, passes, shape, torch_dtype(dtype))
-                    yield Case(
-                        name=block,
-                        params={"mesh_dim": mesh_dim, "ranks": n, "pass": passes, "dtype": dtype, **sizes},
-                        build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
-                    )
+        for dtype, block in itertools.product(options.dtypes, QUICK if options.quick else MODELS):
+            for passes in PASSES[block]:
+                build = partial(build_impl, block, mesh_dim, passes, shape, torch_dtype(dtype))
+                yield Case(
+                    name=block,
+                    params={"mesh_dim": mesh_dim, "ranks": n, "pass": passes, "dtype": dtype, **sizes},
+                    build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
+                )

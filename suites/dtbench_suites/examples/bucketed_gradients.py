@@ -7,6 +7,8 @@ Each rank hands over its gradients as they come, and is called back with its sha
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -24,26 +26,20 @@ def main() -> None:
         assert group is not None
         bucketer = ReduceScatterBucketer(bucket_cap_mb=BUCKET_MIB)
         came: dict[int, torch.Tensor] = {}
-        order: list[int] = []
-
-        def keep(k: int, result: torch.Tensor) -> None:
-            came[k] = result
-            order.append(k)
 
         for k, size in enumerate(SIZES):
             # The shard for rank r of this rank's gradient k.
             shards = [torch.full((size,), float(k + r + 10 * rank), device=device) for r in range(RANKS)]
-            bucketer.reduce_scatter_async(shards, group, lambda result, k=k: keep(k, result))  # type: ignore[misc]
+            bucketer.reduce_scatter_async(shards, group, partial(came.__setitem__, k))
         bucketer.flush()  # only now has every callback been called
-        say(f"came in the order {order}: the large one does not wait for a bucket to fill")
+        say(f"came in the order {[*came]}: the large one does not wait for a bucket to fill")
         check(sorted(came) == list(range(len(SIZES))), "one callback for each gradient")
         for k, size in enumerate(SIZES):
             expected = torch.full((size,), float(RANKS * (k + rank) + 10 * sum(range(RANKS))), device=device)
             check(torch.equal(came[k], expected), f"gradient {k}")
         bucketer.teardown()
-        say(
-            f"{bucketer.counters.collectives} collectives for {len(SIZES)} gradients\nbucketed_gradients: right"
-        )
+        say(f"{bucketer.counters.collectives} collectives for {len(SIZES)} gradients")
+        say("bucketed_gradients: right")
 
 
 if __name__ == "__main__":

@@ -39,9 +39,8 @@ def run() -> None:
 
     with count_collectives() as count:
         columns = rows.redistribute(placements=[Shard(1)])
-    show(
-        f"to columns, as it was planned and priced:\n{explain(rows, [Shard(1)])}\nissued: {dict(count.calls)}\n"
-    )
+    show(f"to columns, as it was planned and priced:\n{explain(rows, [Shard(1)])}")
+    show(f"issued: {dict(count.calls)}\n")
     expect(torch.equal(columns.full_tensor(), whole), "the columns")
 
     # Every rank holds a term of a sum: an all-reduce, a reduce-scatter.

@@ -86,9 +86,8 @@ def check_parts(tensor: DTensor, boxes: list[Box], whole: torch.Tensor) -> None:
     check(isinstance(local, LocalShardsWrapper), "to_local hands the wrapper back")
     assert isinstance(local, LocalShardsWrapper)
     check(len(local.shards) == len(boxes), "the number of shards")
-    for box, shard, size, offset in zip(
-        boxes, local.shards, local.shard_sizes, local.shard_offsets, strict=True
-    ):
+    held = zip(boxes, local.shards, local.shard_sizes, local.shard_offsets, strict=True)
+    for box, shard, size, offset in held:
         check(torch.equal(shard, box.of(whole)), f"the values of {box}")
         check(size == (box.rows, box.columns) and offset == (box.row, box.column), f"the place of {box}")
 
@@ -144,9 +143,8 @@ def show_tables(device: torch.device, folder: str) -> None:
 def main() -> None:
     names = (*SHARDINGS, TABLE_WISE)
     parser = argparse.ArgumentParser("sharded_tables", description=__doc__.split("\n", 1)[0])
-    parser.add_argument(
-        "-e", "--example", choices=names, action="append", help="the sharding; may be repeated"
-    )
+    wanted = "the sharding; may be repeated"
+    parser.add_argument("-e", "--example", choices=names, action="append", help=wanted)
     chosen = parser.parse_args().example or names
     with launched("sharded_tables", RANKS) as device:
         for name in chosen:

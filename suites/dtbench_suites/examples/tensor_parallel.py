@@ -43,18 +43,15 @@ def main() -> None:
         parallelize_module(model, init_device_mesh(device.type, (RANKS,)), PairwiseParallel())
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            say(
-                f"{name:9} {tuple(parameter.shape)!s:9} {parameter.placements[0]}: {tuple(parameter.to_local().shape)}"
-            )
+            whole_shape, own_shape = tuple(parameter.shape), tuple(parameter.to_local().shape)
+            say(f"{name:9} {whole_shape!s:9} {parameter.placements[0]}: {own_shape}")
         losses, expected = train(model, batches), train(whole, batches)
         say(f"losses: {', '.join(f'{loss:.6f}' for loss in losses)}")
         check(torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-5), "the losses")
         for (name, cut), parameter in zip(model.named_parameters(), whole.parameters(), strict=True):
             assert isinstance(cut, DTensor)
-            check(
-                torch.allclose(cut.full_tensor(), parameter, rtol=1e-4, atol=1e-5),
-                f"{name} after {STEPS} steps",
-            )
+            alike = torch.allclose(cut.full_tensor(), parameter, rtol=1e-4, atol=1e-5)
+            check(alike, f"{name} after {STEPS} steps")
         say("tensor_parallel: right")
 
 

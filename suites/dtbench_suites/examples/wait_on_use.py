@@ -38,10 +38,8 @@ def main() -> None:
         say(graph.code)
         for scale in (1.0, 5.0):  # what was traced, and fresh values
             mean, meanwhile = graph(gradient * scale, x * scale)
-            check(
-                torch.equal(mean, torch.full_like(mean, scale * (RANKS - 1) / 2)),
-                f"the mean, traced, {scale}",
-            )
+            expected = torch.full_like(mean, scale * (RANKS - 1) / 2)
+            check(torch.equal(mean, expected), f"the mean, traced, {scale}")
             check(torch.equal(meanwhile, (x * scale) @ (x * scale)), f"the computation, traced, {scale}")
         say("wait_on_use: right")
 
