@@ -22,8 +22,8 @@ from dtbench_core.rules.base import (
     Strategy,
     along,
     aten,
+    by_op,
     linear_rows,
-    ops_named,
     rule,
 )
 from dtbench_core.rules.labels import but, moved_rows
@@ -122,9 +122,7 @@ MOVED: dict[str, Dims] = {
     "pixel_shuffle pixel_unshuffle": lambda _, n: but(n, range(n - 3, n)),
     "channel_shuffle": lambda _, n: but(n, range(1, n)),
 }
-_MOVES = {op: dims for names, dims in MOVED.items() for op in ops_named(names)}
-_WRITES = {op: dims for kind, dims in WINDOWS.items() for op in ops_named(kind, "_scatter")}
-_GRADIENTS = {op: dims for kind, dims in WINDOWS.items() for op in ops_named(kind, "_backward")}
+_MOVES, _WRITES, _GRADIENTS = by_op(MOVED), by_op(WINDOWS, "_scatter"), by_op(WINDOWS, "_backward")
 
 
 def _takes_all(call: OpCall) -> bool:
