@@ -83,12 +83,7 @@ def made(number: int, count: int, dtype: torch.dtype, device: torch.device) -> t
 
 
 def build(
-    impl: str,
-    number: int,
-    count: int,
-    dtype: torch.dtype,
-    world: World,
-    record: Callable[[Run], Run] = eager,
+    impl: str, number: int, count: int, dtype: torch.dtype, world: World, record: Callable[[Run], Run] = eager
 ) -> Workload:
     group = world.mesh.get_group(0)
     n = group.size()
