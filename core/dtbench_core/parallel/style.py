@@ -106,10 +106,8 @@ class LayerStyle(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        wanted = self._sharding_of(module).input
-        return self.shard(
-            module, device_mesh, partial(self._prepare_input, wanted=wanted), self._prepare_output
-        )
+        prepare_input = partial(self._prepare_input, wanted=self._sharding_of(module).input)
+        return self.shard(module, device_mesh, prepare_input, self._prepare_output)
 
     def _sharding_of(self, module: nn.Module) -> _Sharding:
         name = type(self).__name__

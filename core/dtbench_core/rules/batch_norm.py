@@ -122,11 +122,9 @@ def _correct_saved(call: OpCall) -> None:
     parameters' dtype otherwise."""
     data, *parameters = call.inputs
     if data.info.device_type == "cpu":
-        saved = TensorMeta(
-            torch.Size([data.shape[CHANNEL]]), (1,), parameters[0].dtype if parameters else data.dtype
-        )
-        if not _trains(call.op, call.named()):
-            saved = saved._replace(shape=torch.Size([0]))
+        dtype = parameters[0].dtype if parameters else data.dtype
+        kept = data.shape[CHANNEL] if _trains(call.op, call.named()) else 0
+        saved = TensorMeta(torch.Size([kept]), (1,), dtype)
         call.outputs = (call.outputs[0], saved, saved, *call.outputs[3:])
 
 
@@ -208,9 +206,8 @@ def _gradients(
         of_data = grad_in
         if train:
             count = data.numel() // data.shape[CHANNEL]
-            of_data = (
-                grad_in - (_over_channels(of_bias, data) + scaled * _over_channels(of_weight, data)) / count
-            )
+            common = _over_channels(of_bias, data) + scaled * _over_channels(of_weight, data)
+            of_data = grad_in - common / count
         factor = inverse if weight is None else inverse * accurate(weight)
         of_data = (of_data * _over_channels(factor, data)).to(data.dtype)
     dtype = data.dtype if weight is None else weight.dtype

@@ -168,11 +168,8 @@ def squeeze(call: OpCall) -> Strategy:
     # The dims are named to the local op: a shard may be of length 1 where the tensor is not.
     copies = call.op.overloadpacket is aten.squeeze_copy
     local_op = aten.squeeze_copy.dims if copies else aten.squeeze.dims
-    return Strategy(
-        mapped_rows(call, but(len(shape), gone)),
-        local_op=lambda local, *_: local_op(local, gone),
-        any_lengths=True,
-    )
+    rows = mapped_rows(call, but(len(shape), gone))
+    return Strategy(rows, local_op=lambda local, *_: local_op(local, gone), any_lengths=True)
 
 
 @rule(aten.expand.default, aten.expand_copy.default)
