@@ -45,18 +45,17 @@ Three = tuple[Any, Any, Any]
 
 def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> PlacementRow:
     """All by channel: inputs and gradients on dim 1, whatever has one value per channel on dim 0."""
-    channels = next(spec for spec in specs if spec.ndim > 1).shape[CHANNEL]
+    data = next(i for i, spec in enumerate(specs) if spec.ndim > 1)
+    channels = specs[data].shape[CHANNEL]
 
     def place(shape: Sequence[int]) -> Placement:
         if len(shape) > 1:
             return Shard(CHANNEL)
         return Shard(0) if tuple(shape) == (channels,) else REPLICATE
 
-    return PlacementRow(
-        tuple(place(spec.shape) for spec in specs),
-        tuple(REPLICATE if meta is None else place(meta.shape) for meta in outputs),
-        nonempty=((next(i for i, spec in enumerate(specs) if spec.ndim > 1), CHANNEL),),
-    )
+    inputs = tuple(place(spec.shape) for spec in specs)
+    results = tuple(REPLICATE if meta is None else place(meta.shape) for meta in outputs)
+    return PlacementRow(inputs, results, nonempty=((data, CHANNEL),))
 
 
 def _kept_dims(data: Any) -> list[int]:

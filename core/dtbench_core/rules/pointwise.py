@@ -76,15 +76,11 @@ LINEAR = _with_in_place({aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, ate
 LINEAR |= _with_in_place({aten.lerp.Scalar, aten.conj_physical.default})
 LINEAR |= {aten._conj_physical.default, aten.positive.default, aten.complex.default}
 # Linear in the first input alone: the others are factors. First the gradients, linear in the gradient that comes in.
-GRADIENTS = set(
-    ops_named(
-        """
-        elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logit mish native_dropout
-        _prelu_kernel sigmoid silu softplus softshrink tanh threshold
-        """,
-        "_backward",
-    )
-)
+ACTIVATIONS = """
+    elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logit mish native_dropout
+    _prelu_kernel sigmoid silu softplus softshrink tanh threshold
+"""
+GRADIENTS = set(ops_named(ACTIVATIONS, "_backward"))
 SCALING = GRADIENTS | _with_in_place({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
 # The inputs (by index) that an op is linear in, together, besides.
 TERMS: dict[OpOverload, tuple[tuple[int, ...], ...]] = by_op(
