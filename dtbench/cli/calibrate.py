@@ -26,12 +26,7 @@ from dtbench.cli import options
 @click.option("--split", is_flag=True, help="Instead: fit every second size of one RUN, predict the rest.")
 @options.JSON
 def calibrate_command(
-    runs: tuple[Path, ...],
-    output: Path | None,
-    validate: Path | None,
-    same: bool,
-    split: bool,
-    as_json: bool,
+    runs: tuple[Path, ...], output: Path | None, validate: Path | None, same: bool, split: bool, as_json: bool
 ) -> None:
     """Fits the cost model to runs and writes a topology, or checks one.
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import fmean, median, median_high
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch.profiler import ProfilerActivity, profile
 
 from dtbench.engine.clock import HostClock
@@ -117,26 +117,17 @@ class CallRecording:
             blocks = sorted(caller.whole_ns() for _ in range(self._rounds))
             self.floor_ns = fmean(blocks[: max(1, round(self._rounds * _KEPT_ROUNDS))])
             return
-        record = partial(recorded_calls, caller)
+        record: Callable[[], list[Span]] = partial(recorded_calls, caller)
         table, spans, fitted = taken_apart(caller, self._frame_rounds, record, frame_overheads, frame_pieces)
         total_ns = table.whole_ns - table.unattributed_ns
         self.folded[f"{self._label} ({impl})"] = fold(spans, fitted, short_name, total_ns)
         source = "Python and C++ frames"
         if impl == "core":
-            table, *_ = taken_apart(
-                caller,
-                self._rounds,
-                counters(caller),
-                lambda: {COUNTER: bracket_overhead()},
-                named_pieces,
-                stopwatch.BOOKKEEPING,
-            )
+            record, own = counters(caller), stopwatch.BOOKKEEPING
+            table, *_ = taken_apart(caller, self._rounds, record, bracket_overheads, named_pieces, own)
             source = "the core's counters"
-        self.tables.append(
-            msgspec.structs.replace(
-                table, label=self._label, impl=impl, source=source, floor_ns=self.floor_ns
-            )
-        )
+        table = replace(table, label=self._label, impl=impl, source=source, floor_ns=self.floor_ns)
+        self.tables.append(table)
 
 
 def taken_apart(
@@ -291,7 +282,7 @@ def counters(caller: Caller) -> Callable[[], list[Span]]:
     return calls
 
 
-def bracket_overhead() -> Overhead:
+def bracket_overheads() -> Mapping[str, Overhead]:
     """What one bracket of the counters costs here and now."""
     log: list[int] = []
 
@@ -301,9 +292,10 @@ def bracket_overhead() -> Overhead:
     timed = stopwatch.stopwatch(nothing, "glue", log)
     bare_ns = _per_call_ns(nothing)
     with_ns = _per_call_ns(timed)
-    recorded = sorted(log[at + 2] - log[at + 1] for at in range(0, len(log), 4))
-    inside_ns = recorded[len(recorded) // 2] - bare_ns
-    return Overhead(max(inside_ns, 0.0), max(with_ns - bare_ns - max(inside_ns, 0.0), 0.0))
+    recorded_ns = median_high(log[at + 2] - log[at + 1] for at in range(0, len(log), 4))
+    inside_ns = max(recorded_ns - bare_ns, 0.0)
+    outside_ns = max(with_ns - bare_ns - inside_ns, 0.0)
+    return {COUNTER: Overhead(inside_ns, outside_ns)}
 
 
 def _per_call_ns(function: Callable[..., object]) -> float:

@@ -66,11 +66,8 @@ def _reached(kind: CallKind, topology: Topology) -> tuple[float | None, str, str
     named = [dim for dim in topology.dims if dim.name == kind.mesh_dim]
     fitting = named or [dim for dim in topology.dims if dim.ranks == ranks]
     if not fitting:
-        return (
-            None,
-            "",
-            f"the topology has {', '.join(of.name for of in topology.dims)}, none of {ranks} ranks",
-        )
+        dims = ", ".join(of.name for of in topology.dims)
+        return None, "", f"the topology has {dims}, none of {ranks} ranks"
     dim = min(fitting, key=lambda dim: dim.bandwidth_GiBps)
     curve = dim.collectives.get(kind.collective)
     if kind.collective not in RING_COLLECTIVES and (curve is None or dim.ranks != ranks):

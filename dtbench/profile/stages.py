@@ -36,11 +36,15 @@ class Span:
 
     def walk(self) -> Iterator[Span]:
         """The span and all below it, parents first."""
-        stack = [self]
+        yield self
+        yield from self.below()
+
+    def below(self) -> Iterator[Span]:
+        stack = self.children[::-1]
         while stack:
             span = stack.pop()
             yield span
-            stack.extend(reversed(span.children))
+            stack += reversed(span.children)
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,7 @@ def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tupl
     The C++ of torch's dispatch has no frames of its own. Between two Python frames it is counted with the
     stage of the frame that comes next; before the op on the shards, with that op.
     """
-    handing = {id(span) for span in call.walk() if _hands_over(span)}
+    handing = {id(span) for span in call.walk() if any(s.name == HANDED_OVER for s in span.below())}
     stack: list[tuple[Span, str]] = [(call, "entry")]
     while stack:
         span, stage = stack.pop()
@@ -219,17 +223,10 @@ def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tupl
         yield end_stage, span.end_ns - at - left_inside, left_inside
 
 
-def _hands_over(span: Span) -> bool:
-    return any(below.name == HANDED_OVER for child in span.children for below in child.walk())
-
-
 def _stage_of(span: Span, stage: str, handing: set[int]) -> str:
     if span.name.startswith("aten::") and id(span) not in handing:
         return stage if stage in _KEEPS else "local op"
-    named = stage
-    for part, of in _FRAMES:
-        if part in span.name:
-            named = of
+    named = next((of for part, of in reversed(_FRAMES) if part in span.name), stage)
     if stage in _KEEPS and not (stage == "redistribute" and named == "communicate"):
         return stage
     return named

@@ -37,11 +37,7 @@ from dtbench.stats.pairs import (
     effect_of,
     smallest_change,
 )
-from dtbench.stats.rank_tests import (
-    hodges_lehmann_ratio,
-    rank_test,
-    signed_rank_p,
-)
+from dtbench.stats.rank_tests import hodges_lehmann_ratio, rank_test, signed_rank_p
 
 __all__ = [
     "FAMILY_P",

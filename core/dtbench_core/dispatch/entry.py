@@ -101,10 +101,7 @@ def _refuse_cond(*args: Value, **kwargs: Value) -> Value:
 
 # Functions that take nothing but one tensor and numbers, and are answered at once: views, which need torch's tracking,
 # and getters go straight to torch. `is_complex` is called for every parameter in every step of an optimizer.
-_direct: dict[Call, Call] = {
-    torch.split: _straight(torch.Tensor.split),
-    torch.is_complex: _is_complex,
-}
+_direct: dict[Call, Call] = {torch.split: _straight(torch.Tensor.split), torch.is_complex: _is_complex}
 # Functions that have a way of their own here, most of them because they are several ops to torch and one to us;
 # NotImplemented sends a call the common way.
 _own: dict[Call, Call] = {
@@ -266,11 +263,7 @@ def _record_call(func: Call, key: Key, args: Args, kwargs: Kwargs) -> Value:
 
 
 def torch_dispatch(
-    cls: type[Wrapper],
-    op: OpOverload,
-    types: Any,
-    args: Args = (),
-    kwargs: Kwargs | None = None,
+    cls: type[Wrapper], op: OpOverload, types: Any, args: Args = (), kwargs: Kwargs | None = None
 ) -> Value:
     """`DTensor.__torch_dispatch__`: one aten op, below autograd."""
     if kwargs is None:

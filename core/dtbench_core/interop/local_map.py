@@ -55,14 +55,8 @@ def local_map(
         FunctionError: placements that do not match the arguments or results one to one.
     """
     if func is None:
-        return functools.partial(
-            local_map,
-            out_placements=out_placements,
-            in_placements=in_placements,
-            in_grad_placements=in_grad_placements,
-            device_mesh=device_mesh,
-            redistribute_inputs=redistribute_inputs,
-        )
+        options = (out_placements, in_placements, in_grad_placements, device_mesh)
+        return lambda func: local_map(func, *options, redistribute_inputs=redistribute_inputs)
 
     @functools.wraps(func)
     def mapped(*args: object, **kwargs: object) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from dtbench_core import comm
 from dtbench_core.errors import ArgumentError
@@ -55,15 +55,15 @@ def sharded_state_dict(full: Any, like: Any, *, broadcast_from_rank0: bool = Fal
     Raises:
         ArgumentError: keys that are in one of the two alone, or tensors of other shapes; on all ranks.
     """
-    leaves, tree = tree_flatten(like)
-    names = [keystr(path) for path, _ in tree_flatten_with_path(like)[0]]
+    leaves, tree = tree_flatten_with_path(like)
+    wanted = {keystr(path): leaf for path, leaf in leaves}
     mine = {keystr(path): leaf for path, leaf in tree_flatten_with_path(full)[0]}
     described: dict[str, Any] = {name: _described(leaf) for name, leaf in mine.items()}
     if broadcast_from_rank0:
         described = comm.all_gather_objects(described if dist.get_rank() == 0 else None)[0]
-    _check_same(described, dict(zip(names, leaves, strict=True)))
+    _check_same(described, wanted)
     tensors = []
-    for name, leaf in zip(names, leaves, strict=True):
+    for name, leaf in wanted.items():
         value = described[name]
         if isinstance(value, _Meta):
             value = _from_rank0(mine.get(name), value) if broadcast_from_rank0 else mine[name].detach()

@@ -139,13 +139,8 @@ def _spec_of(tensor: TorchDTensor) -> DTensorSpec:
             f"from_torch got {theirs}, whose mesh dims split a tensor dim in the order {lists}, expected the outer "
             "mesh dim first: redistribute it before, without shard_order"
         )
-    spec = DTensorSpec.of(
-        info,
-        normalize(theirs.placements, len(theirs.shape), info, theirs.shape),
-        theirs.shape,
-        theirs.stride,
-        tensor.dtype,
-    )
+    placed = normalize(theirs.placements, len(theirs.shape), info, theirs.shape)
+    spec = DTensorSpec.of(info, placed, theirs.shape, theirs.stride, tensor.dtype)
     held = tensor._local_tensor
     if info.coordinate is not None and tuple(held.shape) != spec.local_shape:
         raise LayoutError(

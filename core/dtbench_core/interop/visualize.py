@@ -205,15 +205,12 @@ def sharding_svg(dtensor: DTensor, header: str = "") -> str:
         drawing.line(note)
     width, height = round(drawing.width + 2 * MARGIN), round(drawing.y + MARGIN)
     frame = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" font-family="monospace">',
-            f"<title>{html.escape(header or repr(spec))}</title>",
-            '<rect width="100%" height="100%" fill="#ffffff"/>',
-            *drawing.body,
-            "</svg>",
-        ]
-    )
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" font-family="monospace">',
+        f"<title>{html.escape(header or repr(spec))}</title>",
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
+    return "\n".join([*lines, *drawing.body, "</svg>"])
 
 
 def _spread(row: Sequence[Segment], needed: Sequence[float], available: float) -> list[float]:

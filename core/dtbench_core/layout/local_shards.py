@@ -37,12 +37,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 # Done shard by shard with the same further arguments; the result lies where the shards lie.
-_SHARD_BY_SHARD = (
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.empty_like.default,
-)
+_SHARD_BY_SHARD = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.empty_like.default)
 
 
 class LocalShardsWrapper(torch.Tensor):

@@ -58,17 +58,11 @@ def cross_entropy(
     logits = materialised(logits)
     target = _replicated(target, logits)
     weight = None if weight is None else _replicated(weight, logits)
-    options: dict[str, Any] = {
-        "size_average": size_average,
-        "ignore_index": ignore_index,
-        "reduce": reduce,
-        "reduction": reduction,
-        "label_smoothing": label_smoothing,
-    }
-    loss = core.cross_entropy(logits, target, weight, **options)
+    options: Any = (size_average, ignore_index, reduce, reduction, label_smoothing)
+    loss = core.cross_entropy(logits, target, weight, *options)
     if loss is NotImplemented:
         with implicit_replication():
-            loss = F.cross_entropy(logits, target, weight, **options)
+            loss = F.cross_entropy(logits, target, weight, *options)
     return cast("DTensor", loss)
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError
-from dtbench_core.layout.placement import Placement, describe
+from dtbench_core.layout.placement import Placement
 from dtbench_core.parallel.convert import placed
 from dtbench_core.parallel.parameters import LayoutsError
-from dtbench_core.parallel.style import ParallelStyle, one_placement
+from dtbench_core.parallel.style import ParallelStyle, one_placement, shown
 from dtbench_core.tensor.dtensor import DTensor
 
 Layouts = Placement | Sequence[Placement | None] | None
@@ -82,15 +82,6 @@ class PrepareModuleInput(ParallelStyle):
         converted = [convert(one, own, wanted, f"input {i}") for i, (one, own, wanted) in enumerate(triples)]
         return tuple(converted), named
 
-    def __repr__(self) -> str:
-        return (
-            f"PrepareModuleInput(input_layouts={_shown(self.input_layouts)}, "
-            f"desired_input_layouts={_shown(self.desired_input_layouts)}, "
-            f"input_kwarg_layouts={self.input_kwarg_layouts}, "
-            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
-
 
 class PrepareModuleOutput(ParallelStyle):
     """Makes a module's outputs DTensors, placed as what follows wants them.
@@ -125,23 +116,14 @@ class PrepareModuleOutput(ParallelStyle):
                 f"a {type(module).__name__} gave {len(listed)} outputs for {len(self.output_layouts)} output_layouts, "
                 "expected one each: give None for those to be left alone"
             )
+        convert = partial(_converted, mesh, self.use_local_output)
         triples = zip(listed, self.output_layouts, self.desired_output_layouts, strict=True)
-        converted = [
-            _converted(mesh, self.use_local_output, one, here, there, f"output {index}")
-            for index, (one, here, there) in enumerate(triples)
-        ]
+        converted = [convert(one, own, wanted, f"output {i}") for i, (one, own, wanted) in enumerate(triples)]
         if not several:
             return converted[0]
         if hasattr(outputs, "_fields"):  # a named tuple
             return type(outputs)(*converted)
         return type(outputs)(converted)
-
-    def __repr__(self) -> str:
-        return (
-            f"PrepareModuleOutput(output_layouts={_shown(self.output_layouts)}, "
-            f"desired_output_layouts={_shown(self.desired_output_layouts)}, "
-            f"use_local_output={self.use_local_output})"
-        )
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -180,9 +162,6 @@ class PrepareModuleInputOutput(ParallelStyle):
         self.prepare_module_output._apply(module, device_mesh)
         return module
 
-    def __repr__(self) -> str:
-        return f"PrepareModuleInputOutput({self.prepare_module_input!r}, {self.prepare_module_output!r})"
-
 
 def _converted(
     mesh: DeviceMesh, local: bool, one: Any, layout: Placement | None, desired: Placement | None, what: str
@@ -214,12 +193,6 @@ def _named(layouts: Mapping[str, Placement] | None, argument: str) -> dict[str, 
 def _check_pairs(side: str, layouts: Listed, desired: Listed) -> None:
     if (layouts is None) != (desired is None) or len(layouts or ()) != len(desired or ()):
         raise LayoutsError(
-            f"got {side}_layouts={_shown(layouts)} and desired_{side}_layouts={_shown(desired)}, expected as many of "
+            f"got {side}_layouts={shown(layouts)} and desired_{side}_layouts={shown(desired)}, expected as many of "
             f"the one as of the other: give both, with None for {side}s to be left alone"
         )
-
-
-def _shown(listed: Listed) -> str:
-    if listed is None:
-        return "None"
-    return "(" + ", ".join("None" if p is None else describe((p,)) for p in listed) + ")"

@@ -82,7 +82,10 @@ class TensorParallelRNG:
 
     def draw(self, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
         """What `make` draws for this rank's part of a tensor of `spec`; it is given the part's shape."""
-        return draw_part(self, spec, make)
+        if spec.info.coordinate is None or 0 in spec.local_shape:
+            return empty_part(spec, spec.info.device_type)
+        with self.stream(spec.info, _sharded(spec.placements), plain=False):
+            return make(spec.local_shape)
 
     @contextmanager
     def region(self, placements: Sequence[Placement] | None = None) -> Iterator[None]:
@@ -122,15 +125,6 @@ class TensorParallelRNG:
         finally:
             self._states[key] = generators.get_rng_state()
             generators.set_rng_state(before)
-
-
-def draw_part(
-    rng: TensorParallelRNG, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]
-) -> torch.Tensor:
-    if spec.info.coordinate is None or 0 in spec.local_shape:
-        return empty_part(spec, spec.info.device_type)
-    with rng.stream(spec.info, _sharded(spec.placements), plain=False):
-        return make(spec.local_shape)
 
 
 def _sharded(placements: Sequence[Placement]) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError, PlacementTypeError
 from dtbench_core.layout.mesh import mesh_info
-from dtbench_core.layout.placement import Placement, Placements, Replicate, Shard, as_placement, describe
+from dtbench_core.layout.placement import Placement, Placements, Replicate, Shard, as_placement
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.parallel.convert import placed
 from dtbench_core.parallel.embedding import look_up_rows
@@ -50,6 +50,10 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
+
+    def __repr__(self) -> str:
+        options = (f"{name}={shown(of)}" for name, of in vars(self).items() if name != "src_data_rank")
+        return f"{type(self).__name__}({', '.join(options)})"
 
 
 class _Sharding(NamedTuple):
@@ -102,10 +106,8 @@ class LayerStyle(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        wanted = self._sharding_of(module).input
-        return self.shard(
-            module, device_mesh, partial(self._prepare_input, wanted=wanted), self._prepare_output
-        )
+        prepare_input = partial(self._prepare_input, wanted=self._sharding_of(module).input)
+        return self.shard(module, device_mesh, prepare_input, self._prepare_output)
 
     def _sharding_of(self, module: nn.Module) -> _Sharding:
         name = type(self).__name__
@@ -150,12 +152,6 @@ class LayerStyle(ParallelStyle):
             )
         return _entering(inputs[0], mesh, self.input_layouts, getattr(module, "in_features", 0), wanted)
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={describe(self.input_layouts)}, "
-            f"output_layouts={describe(self.output_layouts)}, use_local_output={self.use_local_output})"
-        )
-
 
 class ColwiseParallel(LayerStyle):
     """Shards a Linear or Embedding by columns: each rank computes some of the output features.
@@ -189,6 +185,13 @@ class RowwiseParallel(LayerStyle):
         nn.Embedding: _Sharding({"weight": Shard(0)}, Replicate()),
     }
     _layouts = (Shard(-1), Replicate())
+
+
+def shown(option: object) -> str:
+    """An option of a style, for messages; placements in their short form."""
+    if isinstance(option, tuple):
+        return f"({', '.join(map(str, option))})"
+    return repr(option)
 
 
 def one_placement(placement: Placement, argument: str) -> Placement:

@@ -193,12 +193,12 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
     for placement, wanted in zip(src.placements, dst, strict=True):
         if placement == wanted or not isinstance(placement, Partial):
             continue
-        if placement.reduce_op == "avg" and not _averages(src.dtype):
+        if placement.reduce_op == "avg" and not is_inexact(src.dtype):
             raise PlacementError(
                 f"cannot redistribute {src} to {describe(dst)}: Partial('avg') is not defined for integers: use "
                 "floating point, or Partial() and divide"
             )
-        if placement.reduce_op in BITWISE and _averages(src.dtype):
+        if placement.reduce_op in BITWISE and is_inexact(src.dtype):
             raise PlacementError(
                 f"cannot redistribute {src} to {describe(dst)}: bits are those of whole numbers and booleans; view or "
                 "convert the terms to one of these types"
@@ -234,7 +234,7 @@ def along(src: DTensorSpec, transitions: Sequence[cost.Transition]) -> Route:
     return Route.of(src, tuple(state), steps)
 
 
-def _averages(dtype: torch.dtype) -> bool:
+def is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 

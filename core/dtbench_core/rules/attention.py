@@ -66,9 +66,8 @@ def _nothing_of_nothing(placed: Placed) -> Call | None:
         return None
 
     def empty(query: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return query.new_empty(output.local_shape), query.new_empty(
-            logsumexp.local_shape, dtype=logsumexp.dtype
-        )
+        saved = query.new_empty(logsumexp.local_shape, dtype=logsumexp.dtype)
+        return query.new_empty(output.local_shape), saved
 
     return empty
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -20,6 +20,7 @@ from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 
 aten = torch.ops.aten
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,11 @@ def ops_named(names: str, suffix: str = "") -> list[OpOverload]:
         op = getattr(getattr(aten, packet, None), overload or "default", None)
         ops += [] if op is None else [op]
     return ops
+
+
+def by_op(table: Mapping[str, T], suffix: str = "") -> dict[OpOverload, T]:
+    """A table of ops, from one of their names."""
+    return {op: entry for names, entry in table.items() for op in ops_named(names, suffix)}
 
 
 Rule = Callable[[OpCall], Strategy]

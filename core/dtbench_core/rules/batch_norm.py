@@ -28,6 +28,7 @@ from dtbench_core.rules.base import (
     bound,
     by_tensor,
     decomposition,
+    ops_named,
     pending_rows,
     replicated_row,
     rule,
@@ -44,18 +45,17 @@ Three = tuple[Any, Any, Any]
 
 def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> PlacementRow:
     """All by channel: inputs and gradients on dim 1, whatever has one value per channel on dim 0."""
-    channels = next(spec for spec in specs if spec.ndim > 1).shape[CHANNEL]
+    data = next(i for i, spec in enumerate(specs) if spec.ndim > 1)
+    channels = specs[data].shape[CHANNEL]
 
     def place(shape: Sequence[int]) -> Placement:
         if len(shape) > 1:
             return Shard(CHANNEL)
         return Shard(0) if tuple(shape) == (channels,) else REPLICATE
 
-    return PlacementRow(
-        tuple(place(spec.shape) for spec in specs),
-        tuple(REPLICATE if meta is None else place(meta.shape) for meta in outputs),
-        nonempty=((next(i for i, spec in enumerate(specs) if spec.ndim > 1), CHANNEL),),
-    )
+    inputs = tuple(place(spec.shape) for spec in specs)
+    results = tuple(REPLICATE if meta is None else place(meta.shape) for meta in outputs)
+    return PlacementRow(inputs, results, nonempty=((data, CHANNEL),))
 
 
 def _kept_dims(data: Any) -> list[int]:
@@ -69,13 +69,11 @@ def _trains(op: OpOverload, named: Mapping[str, Any]) -> bool:
     return op not in (aten._native_batch_norm_legit_no_training.default, aten._batch_norm_no_update.default)
 
 
-FORWARD = (
-    aten.native_batch_norm.default,
-    aten._native_batch_norm_legit.default,
-    aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_no_training.default,
-    aten._batch_norm_with_update.default,
-    aten._batch_norm_no_update.default,
+FORWARD = ops_named(
+    """
+    native_batch_norm _native_batch_norm_legit _native_batch_norm_legit.no_stats
+    _native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update
+    """
 )
 BACKWARD = (aten.native_batch_norm_backward.default, aten.batch_norm_backward.default)
 
@@ -123,11 +121,9 @@ def _correct_saved(call: OpCall) -> None:
     parameters' dtype otherwise."""
     data, *parameters = call.inputs
     if data.info.device_type == "cpu":
-        saved = TensorMeta(
-            torch.Size([data.shape[CHANNEL]]), (1,), parameters[0].dtype if parameters else data.dtype
-        )
-        if not _trains(call.op, call.named()):
-            saved = saved._replace(shape=torch.Size([0]))
+        dtype = parameters[0].dtype if parameters else data.dtype
+        kept = data.shape[CHANNEL] if _trains(call.op, call.named()) else 0
+        saved = TensorMeta(torch.Size([kept]), (1,), dtype)
         call.outputs = (call.outputs[0], saved, saved, *call.outputs[3:])
 
 
@@ -184,9 +180,8 @@ def _statistics(
     running_mean, running_var = running
     if not train:
         return accurate(running_mean), (accurate(running_var) + eps).rsqrt()
-    var, mean = torch.var_mean(accurate(data), _kept_dims(data), correction=0)
     # Reduced once here: each of the uses below would reduce it again.
-    var, mean = (materialised(t) for t in (var, mean))
+    var, mean = map(materialised, torch.var_mean(accurate(data), _kept_dims(data), correction=0))
     count = data.numel() // data.shape[CHANNEL]
     for kept, new in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
         if kept is not None:
@@ -204,17 +199,14 @@ def _gradients(
     dims = _kept_dims(data)
     grad_in, source = accurate(grad), accurate(data)
     scaled = (source - _over_channels(mean, data)) * _over_channels(inverse, data)
-    of_bias = grad_in.sum(dims)
-    of_weight = (grad_in * scaled).sum(dims)
-    of_bias, of_weight = (materialised(t) for t in (of_bias, of_weight))
+    of_bias, of_weight = (materialised(t.sum(dims)) for t in (grad_in, grad_in * scaled))
     of_data = None
     if mask[0]:
         of_data = grad_in
         if train:
             count = data.numel() // data.shape[CHANNEL]
-            of_data = (
-                of_data - (_over_channels(of_bias, data) + scaled * _over_channels(of_weight, data)) / count
-            )
+            common = _over_channels(of_bias, data) + scaled * _over_channels(of_weight, data)
+            of_data = grad_in - common / count
         factor = inverse if weight is None else inverse * accurate(weight)
         of_data = (of_data * _over_channels(factor, data)).to(data.dtype)
     dtype = data.dtype if weight is None else weight.dtype

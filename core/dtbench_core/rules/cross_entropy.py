@@ -62,11 +62,9 @@ def cross_entropy(
         return NotImplemented
     if reduction not in REDUCTIONS or not 0.0 <= label_smoothing <= 1.0:
         return NotImplemented
-    if (
-        input._spec.has_partial()
-        or not is_split(input, [class_dim(input)])
-        or not _fits(input, target, weight)
-    ):
+    if input._spec.has_partial() or not is_split(input, [class_dim(input)]):
+        return NotImplemented
+    if not _fits(input, target, weight):
         return NotImplemented
     return CrossEntropy.apply(input, target, weight, Options(ignore_index, reduction, label_smoothing))
 
@@ -121,9 +119,8 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Ctx, grad: Value) -> Value:
         logits, target, weight, maximum, sums = ctx.saved_tensors
         ignore_index, reduction, smoothing = ctx.options
-        if (
-            torch.is_grad_enabled()
-        ):  # to be differentiated again: through torch's own ops, which autograd can follow
+        # To be differentiated again: through torch's own ops, which autograd can follow.
+        if torch.is_grad_enabled():
             loss = F.cross_entropy(logits.redistribute(), target, weight, **ctx.options._asdict())
             return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None, None, None
         if reduction == "mean":

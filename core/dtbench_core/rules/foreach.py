@@ -154,7 +154,8 @@ def _in_groups(op: OpOverload, *args: Value, **options: Any) -> Value:
     count = len(lists[0])
     if any(len(a) != count for a in lists):
         return NotImplemented  # torch says so
-    meshes = [_mesh_of(column) for column in zip(*lists, strict=True)]
+    columns = zip(*lists, strict=True)
+    meshes = [next((one._spec.info for one in of if isinstance(one, Wrapper)), None) for of in columns]
     groups = [(mesh, [i for i, own in enumerate(meshes) if own is mesh]) for mesh in dict.fromkeys(meshes)]
     if not op._schema.returns and _share_memory(lists):
         groups = [(mesh, [i]) for i, mesh in enumerate(meshes)]
@@ -189,10 +190,6 @@ def _memory_of(tensor: object) -> object:
     return tensor._memory[0] if isinstance(tensor, Wrapper) and tensor._memory is not None else id(tensor)
 
 
-def _mesh_of(column: Sequence[Value]) -> MeshInfo | None:
-    return next((one._spec.info for one in column if isinstance(one, Wrapper)), None)
-
-
 def _shared(value: Value, mesh: MeshInfo | None, op: OpOverload) -> Value:
     """What all columns share, for those on `mesh` or for plain ones: a replicated value, where it is a tensor."""
     if not isinstance(value, Wrapper) or value._spec.info is mesh:
@@ -203,7 +200,7 @@ def _shared(value: Value, mesh: MeshInfo | None, op: OpOverload) -> Value:
             f"{op} got a list of tensors that are not all on {here}, and for all of them {value._spec}, which this "
             "rank, outside that mesh, does not know; expected tensors of that mesh alone: call it on the members"
         )
-    return redistribute_tensor(value, (REPLICATE,) * here.ndim)._local_tensor
+    return _whole(value)
 
 
 # ---- fused optimizer steps ----
@@ -352,7 +349,7 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
         for tensor in pending:
             total = total + (~torch.isfinite(tensor)).any().to(here.dtype)
             tensor.mul_(factor.to(tensor.dtype))
-        whole = redistribute_tensor(total, (REPLICATE,) * info.ndim)._local_tensor
+        whole = _whole(total)
         if info.coordinate is not None:
             overflow.masked_fill_(whole.reshape(overflow.shape) > 0, 1.0)
     if isinstance(found_inf, Wrapper) and overflow is not found_inf._local_tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dtbench_core.layout.placement import Shard
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Ctx, Value
-from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, pending_rows, rule
+from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, by_op, pending_rows, rule
 from dtbench_core.rules.labels import SUM, label_rows, letters, placed_along
 from dtbench_core.rules.pointwise import neutral_term
 from dtbench_core.torch_compat import is_grad_enabled, kernel_of, new_op
@@ -151,27 +151,17 @@ def backward_rows(call: OpCall) -> Strategy:
 # ---- products with contracted dims ----
 
 # A label shards every tensor that has it. A contracted label (not in the output) leaves a pending sum.
-PRODUCTS = {
-    aten.mm.default: "mk,kn->mn",
-    aten._int_mm.default: "mk,kn->mn",
-    aten.bmm.default: "bmk,bkn->bmn",
-    aten.mv.default: "mk,k->m",
-    aten.dot.default: "k,k->",
-    aten.vdot.default: "k,k->",
-}
+PRODUCTS = by_op({"mm _int_mm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "mv": "mk,k->m", "dot vdot": "k,k->"})
 # beta * bias + alpha * product
-ADDED = {
-    aten.addmm.default: "mk,kn->mn",
-    aten.addmm_.default: "mk,kn->mn",
-    aten.baddbmm.default: "bmk,bkn->bmn",
-    aten.baddbmm_.default: "bmk,bkn->bmn",
-    aten.addmv.default: "mk,k->m",
-    aten.addmv_.default: "mk,k->m",
-    aten.addbmm.default: "bmk,bkn->mn",
-    aten.addbmm_.default: "bmk,bkn->mn",
-    aten.addr.default: "m,n->mn",
-    aten.addr_.default: "m,n->mn",
-}
+ADDED = by_op(
+    {
+        "addmm addmm_": "mk,kn->mn",
+        "baddbmm baddbmm_": "bmk,bkn->bmn",
+        "addmv addmv_": "mk,k->m",
+        "addbmm addbmm_": "bmk,bkn->mn",
+        "addr addr_": "m,n->mn",
+    }
+)
 
 
 def einsum_rows(call: OpCall, equation: str) -> list[PlacementRow]:

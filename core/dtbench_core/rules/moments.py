@@ -14,21 +14,21 @@ import torch
 from torch._ops import OpOverload
 
 from dtbench_core.op_types import Value
+from dtbench_core.redistribute.route import is_inexact
 from dtbench_core.rules.base import aten, decomposition, listed_dims
 from dtbench_core.rules.labels import accurate, is_split, materialised
 
 
 def _gathers(tensor: Value, dims: Sequence[int]) -> bool:
     """Whether the op itself would have to gather `tensor`, which sums and extrema can do without."""
-    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return inexact and tensor.numel() > 0 and is_split(tensor, dims)
+    return is_inexact(tensor.dtype) and tensor.numel() > 0 and is_split(tensor, dims)
 
 
 def _variance(
     tensor: Value, dims: Sequence[int], correction: float | None, keepdim: bool
 ) -> tuple[Any, Any] | None:
     """(variance, mean) in two passes; None where the op itself should run."""
-    if not _gathers(tensor, dims) or tensor.dtype.is_complex or not tensor.dtype.is_floating_point:
+    if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
         return None
     data = accurate(tensor)
     count = math.prod(tensor.shape[d] for d in dims)

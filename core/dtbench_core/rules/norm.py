@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from dtbench_core.layout.placement import REPLICATE, Shard
+from dtbench_core.layout.placement import Shard
 from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import (
     OpCall,
@@ -44,10 +44,9 @@ def cross(call: OpCall) -> Strategy:
 def native_layer_norm(call: OpCall) -> Strategy:
     """(input, weight?, bias?) -> (output, mean?, rstd); weight and bias are whole."""
     _restate_statistics(call)
-    batch = call.inputs[0].ndim - len(call["normalized_shape"])
-    parameters = (REPLICATE,) * (len(call.inputs) - 1)
-    outs = len(call.outputs)
-    return Strategy([PlacementRow((Shard(d), *parameters), (Shard(d),) * outs) for d in range(batch)])
+    batch = letters(call.inputs[0].ndim - len(call["normalized_shape"]))
+    parameters = [""] * (len(call.inputs) - 1)
+    return Strategy(label_rows(batch, [batch, *parameters], [batch] * len(call.outputs)))
 
 
 def _restate_statistics(call: OpCall) -> None:
@@ -67,14 +66,11 @@ def _restate_statistics(call: OpCall) -> None:
 def native_layer_norm_backward(call: OpCall) -> Strategy:
     """(grad, input, mean?, rstd, weight?, bias?) -> (grad_input, grad_weight, grad_bias?): the latter two
     are sums over the batch, so a sharded batch leaves them pending. Linear in `grad`."""
-    outs = len(call.outputs)
-    batch = call.inputs[0].ndim - len(call["normalized_shape"])
-    activations = outs + 1  # grad, input and the statistics
-    parameters = (REPLICATE,) * (len(call.inputs) - activations)
-    rows = [
-        PlacementRow((Shard(d),) * activations + parameters, (Shard(d), *(SUM,) * (outs - 1)))
-        for d in range(batch)
-    ]
+    batch = letters(call.inputs[0].ndim - len(call["normalized_shape"]))
+    activations = [batch] * (len(call.outputs) + 1)  # grad, input and the statistics
+    parameters = [""] * (len(call.inputs) - len(activations))
+    gradients = [batch, *[""] * (len(call.outputs) - 1)]
+    rows = label_rows(batch, activations + parameters, gradients, SUM)
     return Strategy([*rows, *pending_rows(call, (0,))])
 
 

@@ -26,6 +26,7 @@ from dtbench_core.rules.base import (
     Strategy,
     along,
     aten,
+    by_op,
     decomposition,
     linear_rows,
     ops_named,
@@ -75,26 +76,20 @@ LINEAR = _with_in_place({aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, ate
 LINEAR |= _with_in_place({aten.lerp.Scalar, aten.conj_physical.default})
 LINEAR |= {aten._conj_physical.default, aten.positive.default, aten.complex.default}
 # Linear in the first input alone: the others are factors. First the gradients, linear in the gradient that comes in.
-GRADIENTS = set(
-    ops_named(
-        """
-        elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logit mish native_dropout
-        _prelu_kernel sigmoid silu softplus softshrink tanh threshold
-        """,
-        "_backward",
-    )
-)
+ACTIVATIONS = """
+    elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logit mish native_dropout
+    _prelu_kernel sigmoid silu softplus softshrink tanh threshold
+"""
+GRADIENTS = set(ops_named(ACTIVATIONS, "_backward"))
 SCALING = GRADIENTS | _with_in_place({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
 # The inputs (by index) that an op is linear in, together, besides.
-TERMS: dict[OpOverload, tuple[tuple[int, ...], ...]] = {
-    aten.mul.Tensor: ((1,),),
-    aten.lerp.Tensor: ((0, 1),),
-    aten.lerp_.Tensor: ((0, 1),),
-    aten.addcmul.default: ((0, 1), (0, 2)),
-    aten.addcmul_.default: ((0, 1), (0, 2)),
-    aten.addcdiv.default: ((0, 1),),
-    aten.addcdiv_.default: ((0, 1),),
-}
+TERMS: dict[OpOverload, tuple[tuple[int, ...], ...]] = by_op(
+    {
+        "mul.Tensor": ((1,),),
+        "lerp.Tensor lerp_.Tensor addcdiv addcdiv_": ((0, 1),),
+        "addcmul addcmul_": ((0, 1), (0, 2)),
+    }
+)
 # Elementwise, though torch does not tag them.
 UNTAGGED = GRADIENTS | _with_in_place({aten.hardswish.default, aten.floor_divide.default, aten.mish.default})
 UNTAGGED |= {aten.floor_divide.Scalar, aten.floor_divide_.Tensor, aten.floor_divide_.Scalar}

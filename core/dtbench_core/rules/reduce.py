@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import Partial, Placement, Shard, splits_evenly
 from dtbench_core.op_types import Call, Value
+from dtbench_core.redistribute.route import is_inexact
 from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear_rows, pending_of, rule
 from dtbench_core.rules.labels import SUM, but, moved_rows
 
@@ -52,14 +53,10 @@ def sum_(call: OpCall) -> Strategy:
 def _linear(call: OpCall) -> list[PlacementRow]:
     """Terms may be added before or after, unless each is changed to another kind of number first."""
     dtype, result_dtype = call.inputs[0].dtype, call.outputs[0].dtype if call.outputs[0] is not None else None
-    if dtype == result_dtype and not _inexact(dtype):
+    if dtype == result_dtype and not is_inexact(dtype):
         return linear_rows(call, 1, ops=("sum",))
-    inexact = result_dtype is not None and _inexact(dtype) and _inexact(result_dtype)
+    inexact = result_dtype is not None and is_inexact(dtype) and is_inexact(result_dtype)
     return linear_rows(call, 1) if inexact else []
-
-
-def _inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 # Each rank's result over its own part, of which this reduction makes the whole. An empty part has neutral ones.

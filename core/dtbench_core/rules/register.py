@@ -62,12 +62,9 @@ def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> Placeme
             f"{len(placed)} input tensors, expected {len(call.outputs)} and {len(call.inputs)}: give one per tensor, "
             "and None for the other arguments"
         )
-    ranks = [spec.ndim for spec in call.inputs]
     result_ranks = [0 if meta is None else len(meta.shape) for meta in call.outputs]
+    results = zip(of_outputs, result_ranks, strict=True)
     return PlacementRow(
-        tuple(normalize_one(p, ndim) for p, ndim in zip(placed, ranks, strict=True)),
-        tuple(
-            REPLICATE if p is None else normalize_one(p, ndim)
-            for p, ndim in zip(of_outputs, result_ranks, strict=True)
-        ),
+        tuple(normalize_one(p, spec.ndim) for p, spec in zip(placed, call.inputs, strict=True)),
+        tuple(REPLICATE if p is None else normalize_one(p, ndim) for p, ndim in results),
     )

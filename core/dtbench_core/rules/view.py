@@ -22,8 +22,8 @@ from dtbench_core.rules.base import (
     Strategy,
     along,
     aten,
+    by_op,
     linear_rows,
-    ops_named,
     rule,
 )
 from dtbench_core.rules.labels import but, moved_rows
@@ -122,9 +122,7 @@ MOVED: dict[str, Dims] = {
     "pixel_shuffle pixel_unshuffle": lambda _, n: but(n, range(n - 3, n)),
     "channel_shuffle": lambda _, n: but(n, range(1, n)),
 }
-_MOVES = {op: dims for names, dims in MOVED.items() for op in ops_named(names)}
-_WRITES = {op: dims for kind, dims in WINDOWS.items() for op in ops_named(kind, "_scatter")}
-_GRADIENTS = {op: dims for kind, dims in WINDOWS.items() for op in ops_named(kind, "_backward")}
+_MOVES, _WRITES, _GRADIENTS = by_op(MOVED), by_op(WINDOWS, "_scatter"), by_op(WINDOWS, "_backward")
 
 
 def _takes_all(call: OpCall) -> bool:
@@ -170,11 +168,8 @@ def squeeze(call: OpCall) -> Strategy:
     # The dims are named to the local op: a shard may be of length 1 where the tensor is not.
     copies = call.op.overloadpacket is aten.squeeze_copy
     local_op = aten.squeeze_copy.dims if copies else aten.squeeze.dims
-    return Strategy(
-        mapped_rows(call, but(len(shape), gone)),
-        local_op=lambda local, *_: local_op(local, gone),
-        any_lengths=True,
-    )
+    rows = mapped_rows(call, but(len(shape), gone))
+    return Strategy(rows, local_op=lambda local, *_: local_op(local, gone), any_lengths=True)
 
 
 @rule(aten.expand.default, aten.expand_copy.default)

@@ -121,10 +121,8 @@ def _of_all(specs: Mapping[int, DTensorSpec], what: str) -> DTensorSpec:
 
 def depends_on_rank(*values: object) -> bool:
     """Whether the core means something else by these on each rank."""
-    return any(
-        isinstance(leaf, (LocalTensor, Wrapper, DTensorSpec, MeshInfo)) or values_of(leaf) is not None
-        for leaf in tree_leaves(values)
-    )
+    kinds = (LocalTensor, Wrapper, DTensorSpec, MeshInfo)
+    return any(isinstance(leaf, kinds) or values_of(leaf) is not None for leaf in tree_leaves(values))
 
 
 def of_members(local: torch.Tensor, info: MeshInfo, ranks: Sequence[int]) -> torch.Tensor:

@@ -351,13 +351,8 @@ def _refuse_grad(*arguments: object) -> None:
 # ---- the same where nothing is simulated ----
 
 
-def local_tensor_mode() -> LocalTensorMode | None:
-    """The mode that is active, if any."""
-    return rank_answers.active()
-
-
 def _mode_for_all() -> LocalTensorMode | None:
-    mode = local_tensor_mode()
+    mode = rank_answers.local_tensor_mode()
     return None if mode is None or mode.current is not None else mode
 
 

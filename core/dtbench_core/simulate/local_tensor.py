@@ -134,13 +134,9 @@ class LocalTensor(torch.Tensor):
         """
         held = _groups(self._local_tensors)
         if len(held) > 1:
-            listed = "; ".join(
-                f"ranks {describe_ranks(ranks)}: {_brief(self._local_tensors[ranks[0]])}"
-                for ranks in held[:SHOWN]
-            )
             raise RankDependentError(
-                f"reconcile got a LocalTensor that differs between ranks ({listed}), expected the same on all: "
-                "gather it first, or look at shard(rank)"
+                f"reconcile got a LocalTensor that differs between ranks ({_listed(held, self._local_tensors)}), "
+                "expected the same on all: gather it first, or look at shard(rank)"
             )
         with torch._C._DisableTorchDispatch():
             one = _copied(self._local_tensors[self.ranks[0]])
@@ -275,6 +271,10 @@ def _brief(tensor: torch.Tensor) -> str:
         return text
     with torch._C._DisableTorchDispatch():
         return f"{text} {tensor.tolist()}"
+
+
+def _listed(groups: Sequence[Sequence[int]], tensors: Mapping[int, torch.Tensor]) -> str:
+    return "; ".join(f"ranks {describe_ranks(of)}: {_brief(tensors[of[0]])}" for of in groups[:SHOWN])
 
 
 def refresh(tensor: LocalTensor) -> None:
@@ -504,12 +504,9 @@ class PlainCopies:
             plain = self._plain[key]
             held = _groups(copies)
             if len(held) > 1:
-                listed = "; ".join(
-                    f"ranks {describe_ranks(ranks)}: {_brief(copies[ranks[0]])}" for ranks in held
-                )
                 raise RankDependentError(
                     f"{what} wrote to a plain {_brief(plain)}, which is the same on every rank, what differs between "
-                    f"ranks ({listed}): make it inside the LocalTensorMode, where each rank has its own"
+                    f"ranks ({_listed(held, copies)}): make it inside the LocalTensorMode, where each rank has its own"
                 )
             written = next(iter(copies.values()))
             if not _same(plain, written):

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 _mode: LocalTensorMode | None = None
 
 
-def active() -> LocalTensorMode | None:
-    """The mode that answers now."""
+def local_tensor_mode() -> LocalTensorMode | None:
+    """The mode that is active, if any."""
     return _mode
 
 
@@ -129,10 +129,6 @@ def _get_coordinate(_: object, mesh: DeviceMesh) -> Any:
     if not inside:
         return None
     return tuple(local_int({r: c[d] for r, c in inside.items()}) for d in range(mesh.ndim))
-
-
-def _get_local_rank(original: Call, mesh: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
-    return _get_rank(original, mesh.get_group(mesh_dim))
 
 
 def _outside(original: Call, *args: object, **kwargs: object) -> Any:
@@ -228,7 +224,11 @@ def _core_manual_seed(original: Callable[..., None], seed: Any, device_mesh: Dev
 _ANSWERS: list[tuple[tuple[Any, ...], str, Call]] = [
     ((dist,), "get_rank", _get_rank),
     ((DeviceMesh,), "get_rank", lambda original, mesh: _get_rank(original)),
-    ((DeviceMesh,), "get_local_rank", _get_local_rank),
+    (
+        (DeviceMesh,),
+        "get_local_rank",
+        lambda of, mesh, mesh_dim=None: _get_rank(of, mesh.get_group(mesh_dim)),
+    ),
     ((DeviceMesh,), "get_coordinate", _get_coordinate),
     ((DeviceMesh,), "_is_current_rank_part_of_mesh", lambda *args: _get_coordinate(*args) is not None),
     ((DeviceMesh,), "_sym_get_coordinate", lambda original, mesh, dim: _get_coordinate(original, mesh)[dim]),
@@ -242,7 +242,8 @@ _ANSWERS: list[tuple[tuple[Any, ...], str, Call]] = [
     ((spec, redistribute), "local_extents", _rank_by_rank),
     ((distribute, random), "part_of", _rank_by_rank),
     ((distribute,), "_sent", _rank_by_rank),
-    ((region,), "draw_part first_state", _rank_by_rank),
+    ((region.TensorParallelRNG,), "draw", _rank_by_rank),
+    ((region,), "first_state", _rank_by_rank),
     ((tensor,), "check_places plain_part agreed_placements checked_over_mesh", _rank_by_rank),
     ((tensor,), "even_layout", _even_layout),
     ((tensor,), "wrapped", _wrapped),

@@ -377,9 +377,8 @@ def diverged(results: Sequence[RankResult]) -> str | None:
         return str(stopped)
     if len({(r.error is None, r.stopped) for r in results}) == 1 and not results[0].stopped:
         return None
-    return " while ".join(
-        group_actions({r.rank: _action(r) + (" after it was stopped" if r.stopped else "") for r in results})
-    )
+    actions = {r.rank: _action(r) + (" after it was stopped" if r.stopped else "") for r in results}
+    return " while ".join(group_actions(actions))
 
 
 def _action(result: RankResult | None) -> str:

@@ -256,10 +256,7 @@ def _residuals(ring: RingPoints, ranks: int, constants: Constants) -> Residuals:
     accuracy = Accuracy.of(predicted, [p.measured_us for _, p in ring])
     points = tuple(
         FittedPoint(
-            collective=name,
-            size_bytes=p.size_bytes,
-            measured_s=p.measured_us * 1e-6,
-            predicted_s=us * 1e-6,
+            collective=name, size_bytes=p.size_bytes, measured_s=p.measured_us * 1e-6, predicted_s=us * 1e-6
         )
         for (name, p), us in zip(ring, predicted, strict=True)
     )

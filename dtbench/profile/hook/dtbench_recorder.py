@@ -108,17 +108,15 @@ class Recorder:
 
     def on_session(self, other: session, *args: object, **kwargs: object) -> None:
         if self.profile is None or self.profile.profiler is not None:  # it is not ours that is being made
-            self.guard(
-                self.notes.write, f"has a profiler of its own from step {self.done} on, which is let be\n"
-            )
+            note = f"has a profiler of its own from step {self.done} on, which is let be\n"
+            self.guard(self.notes.write, note)
             self.guard(self.end)
         self.init(other, *args, **kwargs)  # type: ignore[arg-type]
 
     def on_exit(self) -> None:
         if error := getattr(sys, "last_value", None):
-            frames = reversed(
-                traceback.extract_tb(error.__traceback__)
-            )  # innermost first, as faulthandler has them
+            # Innermost first, as faulthandler has them.
+            frames = reversed(traceback.extract_tb(error.__traceback__))
             self.notes.write(f"{type(error).__name__}: {error}\n")
             self.notes.writelines(f'  File "{at[0]}", line {at[1]} in {at[2]}\n' for at in frames)
             faulthandler.dump_traceback_later(15, exit=True)  # its GPU may wait for peers that are gone

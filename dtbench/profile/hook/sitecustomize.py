@@ -46,7 +46,6 @@ def _run(name: str, path: "list[str]") -> None:
 
 
 sys.meta_path.insert(0, _WhenLoaded())
-sys.path[:] = [
-    entry for entry in sys.path if entry != _HERE
-]  # the program finds what it would find without us
+# The program finds what it would find without us.
+sys.path[:] = [entry for entry in sys.path if entry != _HERE]
 _run("sitecustomize", sys.path)

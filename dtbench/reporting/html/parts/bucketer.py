@@ -9,15 +9,7 @@ from functools import partial
 from dtbench.cost.bucket_size import bucket_choices
 from dtbench.reporting.html.axes import bandwidth_tick, value_axis
 from dtbench.reporting.html.cases import ReportCase, geometric_mean
-from dtbench.reporting.html.figures import (
-    CurvePanel,
-    DotRow,
-    Figure,
-    Style,
-    curves,
-    dots,
-    lines,
-)
+from dtbench.reporting.html.figures import CurvePanel, DotRow, Figure, Style, curves, dots, lines
 from dtbench.reporting.html.parts.suites import CORE, FLOOR, TORCH, bandwidths, doubt_floors, named
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
