@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
+from click.core import ParameterSource
 
 from dtbench.engine.options import (
     DEFAULT_TIMEOUT_S,
@@ -36,6 +37,11 @@ class AdvancedCommand(click.Command):
         for title, records in (("Options", shown), ("Advanced options", advanced)):
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def typed(context: click.Context) -> set[str]:
+    """The parameters that stand on the command line."""
+    return {n for n in context.params if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
 
 
 FILE = click.Path(path_type=Path)
