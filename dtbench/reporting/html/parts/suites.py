@@ -121,17 +121,20 @@ def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what:
 
     what: one of that which is timed. where: how the sentence begins.
     """
-    ratios = [r for c in cases if (r := c.ratio("core", "torch")) is not None]
-    mean = geometric_mean(ratios)
-    if mean is None or len(ratios) < FEWEST_CASES:
+    both = [c for c in cases if c.ratio("core", "torch") is not None]
+    if len(both) < FEWEST_CASES:
         return ""
-    words = (
-        f"the core than torch, time per {what}: geometric mean of {plural(len(ratios), 'case')}, from "
-        f"{t.faster(max(ratios))} to {t.faster(min(ratios))}"
-    )
-    section.headlines.append((t.faster(mean), words))
+    mean, words = mean_ratio(both, "core", "torch")
+    section.headlines.append((t.faster(mean), f"the core than torch, time per {what}: {words}"))
     section.outcome = section.outcome or f"the core is {t.faster(mean, 'torch')} per {what}"
-    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean of {len(ratios)} cases). "
+    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean of {len(both)} cases). "
+
+
+def mean_ratio(cases: Sequence[ReportCase], impl: str, base: str) -> tuple[float | None, str]:
+    """The geometric mean of the cases' ratios, None where none has both; and what to say of it."""
+    ratios = [r for c in cases if (r := c.ratio(impl, base)) is not None]
+    ends = f"from {t.faster(max(ratios, default=None))} to {t.faster(min(ratios, default=None))}"
+    return geometric_mean(ratios), f"geometric mean of {plural(len(ratios), 'case')}, {ends}"
 
 
 def beside(cases: Sequence[ReportCase]) -> str:
