@@ -18,17 +18,6 @@ ROW = "case-"  # before the number of a row, in the anchor that leads to it
 
 
 @dataclass(frozen=True)
-class VerdictTally:
-    """How many cases have a verdict, whose meaning is said; anchor: the row of the first."""
-
-    shape: str
-    words: str
-    anchor: str
-    count: int
-    meaning: str
-
-
-@dataclass(frozen=True)
 class Changes:
     """All of them, the gravest first. outcome: the verdict on the whole, one of OUTCOMES; thresholds: what the
     words mean here; bounds: what low and high are; notes: what to know of them, rises: what else the gate says, which
@@ -52,13 +41,11 @@ class Changes:
         return OUTCOMES[self.outcome][1]
 
     @property
-    def tallies(self) -> list[VerdictTally]:
-        places = {word: [i for i, c in enumerate(self.changes) if c.verdict == word] for word in Verdict}
-        return [
-            VerdictTally(word.shape, word, f"{ROW}{of[0]}", len(of), word.meaning)
-            for word, of in places.items()
-            if of
-        ]
+    def tallies(self) -> list[tuple[Verdict, int, str]]:
+        """Verdict, how many cases have it, and the anchor of the first."""
+        verdicts = [change.verdict for change in self.changes]
+        there = [verdict for verdict in Verdict if verdict in verdicts]
+        return [(word, verdicts.count(word), f"{ROW}{verdicts.index(word)}") for word in there]
 
 
 # Outcome -> (shape, headline).

@@ -28,10 +28,10 @@ def title(of: Material, sections: Sequence[ReportSection]) -> str:
     sources = of.sources
     if of.changes is not None and (tallies := of.changes.tallies):
         sides = f"{' → '.join(of.changes.ends)}: " if of.changes.ends else ""
-        moved = [tally for tally in tallies if tally.words != judged.Verdict.PASS] or tallies
+        moved = [tally for tally in tallies if tally[0] != judged.Verdict.PASS] or tallies
         if of.changes.outcome == "single":
             return f"{sides}{ONE_LAUNCH}"
-        counts = ", ".join(f"{tally.count} {tally.words}" for tally in moved)
+        counts = ", ".join(f"{count} {verdict}" for verdict, count, _ in moved)
         return f"{sides}{counts} of {len(of.changes.changes)}"
     if words := "; ".join([one.outcome for one in sections if one.outcome][:2]):
         return words[0].upper() + words[1:] if words.split()[0].isalpha() else words
