@@ -31,7 +31,7 @@ _FIRST = ("--mesh", "--nproc", "--size", "--dtype", "--filter", "--budget")
 
 
 class _Run(options.AdvancedCommand):
-    first = (*_FIRST, "--launches", "--resume", "--output")
+    first: tuple[str, ...] = (*_FIRST, "--launches", "--resume", "--output")
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """The suites stand below the options."""
@@ -40,7 +40,7 @@ class _Run(options.AdvancedCommand):
 
 
 class _List(_Run):
-    first = (*_FIRST, "--json")
+    first: tuple[str, ...] = (*_FIRST, "--json")
 
 
 _OPTIONS = (
