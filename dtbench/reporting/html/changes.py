@@ -74,12 +74,10 @@ def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes
     outcomes = {
         errors.EXIT_OK: "ok",
         errors.EXIT_REGRESSION: "slower" if comparison.count(Verdict.REGRESSION) else "failed",
-        errors.EXIT_INCONCLUSIVE: "inconclusive",
+        errors.EXIT_INCONCLUSIVE: "single" if comparison.of_single_launches else "inconclusive",
         errors.EXIT_NOTHING: "nothing",
     }
     outcome = outcomes[comparison.exit_code]
-    if outcome == "inconclusive" and comparison.of_single_launches:
-        outcome = "single"
     thresholds = (
         (
             f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test at p < {MAX_P:g}, "
@@ -109,19 +107,17 @@ def of_gate(gate: Gate) -> Changes:
         f"same: the upper bound of the change lies below the benchmark's tolerance, {tolerance} here",
         "inconclusive: neither, within the pairs that were measured",
     )
+    arms = {side: of for side, of in (("base", gate.base), ("head", gate.head)) if of is not None}
     sides = tuple(
-        (side, ", ".join(f"{key} {value}" for key, value in asdict(of).items() if value))
-        for side, of in (("base", gate.base), ("head", gate.head))
-        if of is not None
+        (side, ", ".join(f"{k} {v}" for k, v in asdict(of).items() if v)) for side, of in arms.items()
     )
     notes = (*(f"Not to be trusted: {reason}" for reason in gate.trust.reasons), *gate.checks)
     undecided = "untrusted" if gate.trust.reasons else "inconclusive"
     outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
     bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."
     changes = _sorted(gate.benchmarks)
-    there = [of for of in (gate.base, gate.head) if of is not None]
-    arms = [(of.arm or of.commit or "").removeprefix("rev:") for of in there]
-    named = tuple(arms) if all(arms) else ()
+    names = tuple((of.arm or of.commit or "").removeprefix("rev:") for of in arms.values())
+    named = names if all(names) else ()
     return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, gate.notes, sides, named)
 
 
