@@ -60,22 +60,17 @@ def fill(section: ReportSection, of: Material) -> None:
     drawn = _of_one_mode([c for c in cases if c.get("dtype") == dtype])
     way = f"{dtype}, {MODES.get(str(drawn[0].get('mode')), 'isolated calls')}"
     dims = distinct(str(c.get("mesh_dim")) for c in drawn)
-    peaks = {dim: peak for dim, peak in of.sources.peaks.items() if dim in dims}
-    limits = peaks | {
-        dim: limit for dim in dims if dim not in peaks and (limit := limit_of(header, dim)) is not None
-    }
+    peaks = of.sources.peaks
+    limits = {dim: limit for dim in dims if (limit := peaks.get(dim) or limit_of(header, dim))}
     sources = {dim: "as given" if dim in peaks else "the NVLinks of a GPU in one direction" for dim in limits}
     words = "; ".join(f"over {dim} {sources[dim]}, {format_bandwidth(limits[dim])}" for dim in limits)
+    unlimited = "The speed of these links is unknown, so no limit is drawn."
     section.lead = (
         "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
         "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). "
         + "".join(words for groups, words in GROUPS.items() if any(c.get("groups") == groups for c in cases))
         + "Sizes are the whole tensor as one group holds it. "
-        + (
-            f"The limit drawn is {words}."
-            if words
-            else "The speed of these links is unknown, so no limit is drawn."
-        )
+        + (f"The limit drawn is {words}." if words else unlimited)
     )
     section.cuts += [f"{drop}." for drop in of.drops]
     section.add(_bandwidths(section, [c for c in drawn if c.only.busbw_Bps], way, limits), _contention(drawn))
@@ -100,9 +95,8 @@ def _place(case: ReportCase) -> str:
 
 def _headlines(section: ReportSection, cases: Sequence[ReportCase], limits: Mapping[str, float]) -> None:
     """The first collective of each dim, the all_reduce if it was measured, at its best, all groups together."""
-    reduced = any(c.name == "all_reduce" for c in cases)
-    reduces = [c for c in cases if c.only.busbw_Bps and (c.name == "all_reduce" or not reduced)]
-    reduces = [c for c in reduces if c.name == reduces[0].name]
+    by_name = group_by((c for c in cases if c.only.busbw_Bps), lambda c: c.name)
+    reduces = by_name.get("all_reduce") or next(iter(by_name.values()), [])
     best = []
     for dim, members in group_by(reduces, lambda c: str(c.get("mesh_dim"))).items():
         together = [c for c in members if c.get("groups") == "together"] or members
@@ -133,27 +127,23 @@ def _bandwidths(
     styles[DROPPED] = Style("ink", "X", None)
     ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
     ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
-    panels = []
-    for name, members in group_by(ordered, lambda c: c.name).items():
-        by_label = group_by(members, lambda c: _label(_dim(c), _way(c)))
+    panels, by_name = [], group_by(ordered, lambda c: c.name)
+    for name in in_order(by_name, MAIN):
+        by_label = group_by(by_name[name], lambda c: _label(_dim(c), _way(c)))
         points = {label: bandwidth_points(of) for label, of in by_label.items() if label in styles}
         series = lines(points)
         for one in list(series):
             times = [size / rate for size, rate in zip(one.x, one.y, strict=True)]
             for drop in bandwidth_drops(one.x, times):
                 series += lines({DROPPED: [(one.x[i], one.y[i]) for i in drop]})
-        series += [
-            DrawnCurve(label, ends, [limits[dim]] * 2)
-            for dim in limits
-            if (label := f"limit of {dim}") in styles
-        ]
+        limited = [(label, rate) for dim, rate in limits.items() if (label := f"limit of {dim}") in styles]
+        series += [DrawnCurve(label, ends, [rate] * 2) for label, rate in limited]
         panels.append(CurvePanel(name, series))
-    names = in_order({one.title for one in panels}, MAIN)
     groups = {c.get("groups") for c in cases}
     shared = "; where “together” lies below “alone”, the groups share a link"
     return curves(
         "bandwidth",
-        sorted(panels, key=lambda one: names.index(one.title)),
+        panels,
         styles,
         f"Bus bandwidth over tensor size, {way}; both axes logarithmic and common to all panels. A line levels off at "
         f"the bandwidth of the links{shared if {'alone', 'together'} <= groups else ''}.",
@@ -209,28 +199,17 @@ def _contention(cases: Sequence[ReportCase]) -> t.Table:
 def _table(cases: Sequence[ReportCase]) -> t.Table:
     entries = [(c, m) for c in cases for m in c.impls.values()]
     measured = [m for _, m in entries]
-    params = {
-        "mesh_dim": "Mesh dim",
-        "groups": "Groups",
-        "mode": "Mode",
-        "in_place": "In place",
-        "dtype": "Dtype",
-    }
+    params = {"mesh_dim": "Mesh dim", "groups": "Groups", "mode": "Mode", "in_place": "In place"}
     apart = [m.rank_spread for m in measured]
-    quartiles = [
-        ("lower quartile", [m.p25_s for m in measured]),
-        ("median", [m.median_s for m in measured]),
-        ("upper", [m.p75_s for m in measured]),
-    ]
+    quartiles = {"lower quartile": "p25_s", "median": "median_s", "upper": "p75_s"}
+    rates = {"algorithm": "algbw_Bps", "bus": "busbw_Bps"}
     return t.Table(
         "Every collective and size",
         [
-            *named([c for c, _ in entries], "Collective", params, "ranks", "size"),
+            *named([c for c, _ in entries], "Collective", params | {"dtype": "Dtype"}, "ranks", "size"),
             t.sizes("Size", [format_size(m.size_bytes) for m in measured]),
-            *t.times(quartiles),
-            *t.bandwidths(
-                [("algorithm", [m.algbw_Bps for m in measured]), ("bus", [m.busbw_Bps for m in measured])]
-            ),
+            *t.times([(title, [getattr(m, name) for m in measured]) for title, name in quartiles.items()]),
+            *t.bandwidths([(title, [getattr(m, name) for m in measured]) for title, name in rates.items()]),
             *([t.ratios("longest / shortest rank", apart)] if any(apart) else []),
         ],
         folded=True,
