@@ -126,8 +126,7 @@ def _in_order(calls: Sequence[CallStages]) -> list[str]:
 
 
 def _rows(call: CallStages) -> list[Stage]:
-    order = _in_order([call])
-    return sorted(call.rows, key=lambda row: order.index(row.stage))
+    return [row for stage in _in_order([call]) for row in call.rows if row.stage == stage]
 
 
 def _stage_table(calls: Sequence[CallStages]) -> t.Table:
@@ -138,10 +137,8 @@ def _stage_table(calls: Sequence[CallStages]) -> t.Table:
             t.text("Case", [c.label for c, _ in rows]),
             t.text("Impl", [c.impl for c, _ in rows]),
             t.text("Stage", [row.stage for _, row in rows]),
-            t.TableColumn("time", t.aligned([row.ns for _, row in rows], 1e3, 2), True, "µs"),
-            t.TableColumn(
-                "plus or minus", t.aligned([row.plus_minus_ns for _, row in rows], 1e3, 2), True, "µs"
-            ),
+            t.figures("time", [row.ns / 1e3 for _, row in rows], "{:.2f}".format, "µs"),
+            t.figures("plus or minus", [row.plus_minus_ns / 1e3 for _, row in rows], "{:.2f}".format, "µs"),
             t.percents("share", [row.ns / c.whole_ns if c.whole_ns else None for c, row in rows], 0),
             t.text("Recorded by", [c.source for c, _ in rows]),
         ],
