@@ -35,7 +35,7 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
     comparable = [c for c in changes.changes if c.ratio and c.matters]
     changed = sum(c.verdict != judged.Verdict.PASS for c in comparable)
     most = max(min(changed, MOST_CHANGED), MOST_INTERVALS)
-    drawn = section.capped(comparable, "cases, the gravest", most)
+    drawn = section.capped(comparable, "cases, the gravest first", most)
     values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
     several = len({c.impl for c in drawn}) > 1
     rows = []
