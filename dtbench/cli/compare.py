@@ -29,7 +29,7 @@ def compare_command(
     system: str | None,
     with_all: bool,
     as_json: bool,
-    exports: tuple[tuple[str, Path], ...],
+    exports: options.Exports,
 ) -> int:
     """What became slower or faster from BASE to NEW. Exit code 1 if anything became slower.
 

@@ -21,6 +21,8 @@ from dtbench.suite.mesh import parse_mesh
 
 # The value of an option on its way from click, by the parameter's name, into the struct that checks it.
 Given: TypeAlias = Any
+# Formats with the file to write in each.
+Exports: TypeAlias = tuple[tuple[str, Path], ...]
 
 
 class AdvancedCommand(click.Command):
