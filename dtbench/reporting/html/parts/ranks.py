@@ -14,6 +14,7 @@ from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import ReportSection
 from dtbench.stats import estimate_s
 from dtbench.suite import Header, Result, Run
+from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Groups
 from dtbench.text import table as t
 from dtbench.text.units import format_size
@@ -48,22 +49,13 @@ def add_ranks(section: ReportSection, runs: Sequence[Run]) -> None:
 
 def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
     """Per mesh dim the all_reduce (else the first collective) of the largest size, all groups at work."""
-    skews = []
-    groups = mesh_groups(runs[0].header)
+    skews, groups = [], mesh_groups(runs[0].header)
+    measured = [r for run in runs for r in run.ok("collectives") if r.rank_samples_s and r.size_bytes]
+    usual = {"groups": ("together", None), "mode": ("isolated", None)}
+    plain = [r for r in measured if all(r.params.get(name) in values for name, values in usual.items())]
+    by_dim = group_by((r for r in plain if r.busbw_Bps and r.algbw_Bps), lambda r: r.params.get("mesh_dim"))
     for dim in runs[0].header.mesh.dim_names if groups else ():
-        results = [
-            r
-            for run in runs
-            for r in run.ok("collectives")
-            if r.params.get("mesh_dim") == dim
-            and r.params.get("groups") in ("together", None)
-            and r.params.get("mode") in ("isolated", None)
-            and r.rank_samples_s
-            and r.size_bytes
-            and r.busbw_Bps
-            and r.algbw_Bps
-        ]
-        if results:
+        if results := by_dim.get(dim):
             chosen = max(results, key=lambda r: (r.name == "all_reduce", r.size_bytes or 0))
             same = [r for r in results if (r.name, r.size_bytes) == (chosen.name, chosen.size_bytes)]
             skews.append(_ranks_of(dim, same, groups[dim]))
