@@ -137,12 +137,11 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
     """Every transition at the smallest and the largest size, and all of them as a table."""
     drawn = plain_cases(cases)
     sizes = sorted({c.number("size") for c in drawn})
+    by_place = group_by(drawn, lambda c: (c.get("mesh_dim"), c.number("size")))
     panels = {
-        f"{dim}, {format_size(size)}": [
-            c for c in drawn if (c.get("mesh_dim"), c.number("size")) == (dim, size)
-        ]
-        for dim in distinct(c.get("mesh_dim") for c in drawn)
-        for size in dict.fromkeys([*sizes[:1], *sizes[-1:]])
+        f"{dim}, {format_size(size)}": by_place.get((dim, size), [])
+        for dim in distinct(dim for dim, _ in by_place)
+        for size in distinct([sizes[0], sizes[-1]])
     }
     ends = "the smallest and the largest size" if len(sizes) > 1 else "one size"
     caption = f"Time per redistribute at {ends}, {drawn[0].get('dtype')}{beside(drawn)}."
