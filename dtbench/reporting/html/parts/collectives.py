@@ -14,7 +14,7 @@ from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_
 from dtbench.reporting.html.parts.suites import named
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.stats import bandwidth_drops
-from dtbench.suite import Gpu, Header, Param
+from dtbench.suite import Header, Param
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_size
@@ -36,19 +36,12 @@ def limit_of(header: Header, dim: str) -> float | None:
     """Bytes per second that no collective over the dim can pass: a GPU's NVLinks in one direction, where all ranks of
     a group sit on one host and all pairs are linked; else None."""
     layout = next((one for one in layout_of(header) if one.name == dim), None)
-    gpus = header.machine.gpus
-    if layout is None or layout.hosts_per_group != (1, 1) or not layout.nvlink or not gpus:
+    if layout is None or layout.hosts_per_group != (1, 1) or not layout.nvlink:
         return None
-    speeds = {_nvlink_Bps(gpu) for gpu in gpus}
-    return speeds.pop() if layout.nvlink[0] == layout.nvlink[1] and len(speeds) == 1 else None
-
-
-def _nvlink_Bps(gpu: Gpu) -> float | None:  # noqa: N802
-    links = gpu.nvlink
-    if links is None:
-        return None
-    per_link, active = NVLINK_GBPS.get(str(links.version)), links.active_links
-    return None if per_link is None or active < 1 else per_link * active * 1e9
+    of_gpus = [gpu.nvlink for gpu in header.machine.gpus]
+    speeds = {NVLINK_GBPS.get(str(of.version), 0.0) * of.active_links * 1e9 if of else 0.0 for of in of_gpus}
+    speed = speeds.pop() if layout.nvlink[0] == layout.nvlink[1] and len(speeds) == 1 else 0.0
+    return speed if speed > 0 else None
 
 
 def fill(section: ReportSection, of: Material) -> None:
@@ -179,17 +172,15 @@ def _contention(cases: Sequence[ReportCase]) -> t.Table:
         at = {c.get("groups"): c.only for c in members if c.only.size_bytes == size}
         if {"alone", "together"} <= set(at):
             rows.append((dim, name, size, at["alone"], at["together"]))
-    alone, together = [r[3] for r in rows], [r[4] for r in rows]
-    times = [("alone", [m.estimate_s for m in alone]), ("together", [m.estimate_s for m in together])]
-    bus = [("alone, bus", [m.busbw_Bps for m in alone]), ("together, bus", [m.busbw_Bps for m in together])]
+    ways = {"alone": [r[3] for r in rows], "together": [r[4] for r in rows]}
     return t.Table(
         "One group alone vs all groups together, at the largest size",
         [
             t.text("Mesh dim", [r[0] for r in rows]),
             t.text("Collective", [r[1] for r in rows]),
             t.sizes("Size", [format_size(r[2]) for r in rows]),
-            *t.times(times),
-            *t.bandwidths(bus),
+            *t.times([(way, [m.estimate_s for m in of]) for way, of in ways.items()]),
+            *t.bandwidths([(f"{way}, bus", [m.busbw_Bps for m in of]) for way, of in ways.items()]),
             t.ratios("time together / alone", [b.estimate_s / a.estimate_s for *_, a, b in rows]),
         ],
         folded=True,
