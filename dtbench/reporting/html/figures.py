@@ -148,10 +148,8 @@ class CurvePanel:
 
     def desc(self, y: Axis) -> str:
         values = [v for one in self.series for v in one.y]
-        return (
-            f"{', '.join(one.label for one in self.series)}: {y.title} from {y.format(min(values))} "
-            f"to {y.format(max(values))}."
-        )
+        ends = f"from {y.format(min(values))} to {y.format(max(values))}"
+        return f"{', '.join(one.label for one in self.series)}: {y.title} {ends}."
 
 
 def lines(points: Mapping[str, Iterable[tuple[float, float | None]]]) -> list[DrawnCurve]:
