@@ -402,12 +402,11 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, RankGrou
             )
         with simulated_world(device) as world:
             yield world, AloneRanks(), lambda: None
-        return
-    if there:
+    elif there:
         size, rank = dist.get_world_size(), dist.get_rank()
         store = PrefixStore(f"dtbench/{next(_calls)}", dist.distributed_c10d._get_default_store())
         ranks: RankGroup = StoreRanks(store, rank, size, None, timedelta(seconds=timeout_s))
         yield LiveWorld(rank, size, device, default_mesh(size)), ranks, barrier_of(device)
-        return
-    with world_of_one(device) as (world, barrier):
-        yield world, AloneRanks(), barrier
+    else:
+        with world_of_one(device) as (world, barrier):
+            yield world, AloneRanks(), barrier

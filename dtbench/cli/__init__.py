@@ -8,7 +8,6 @@ import sys
 
 TYPE_CHECKING = False  # before `main`, as little is imported as can be: Ctrl-C is not answered yet
 if TYPE_CHECKING:
-    from types import FrameType
     from typing import NoReturn
 
 
@@ -30,11 +29,7 @@ def _answer_signals() -> None:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _interrupt)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+            signal.signal(number, signal.default_int_handler)
 
 
 def _open_streams() -> None:

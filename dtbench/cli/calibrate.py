@@ -87,12 +87,12 @@ def _fit(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
         write_topology(topology, output)
         print_topology(topology)
         click.echo(f"the topology is in {output}")
+        # Beside a topology what may be set, no advice on how to measure more.
+        buckets = [choice for choice in buckets if choice.bucket_cap_mb is not None]
     elif not buckets:
         raise click.UsageError(
             "-o missing: give the topology file to write, or --validate or --split; or give a run over several "
             f"bucket sizes: {MEASURE}"
         )
-    if output is not None:  # beside a topology what may be set, no advice on how to measure more
-        buckets = [choice for choice in buckets if choice.bucket_cap_mb is not None]
     if buckets:
         print_buckets(buckets, as_json)

@@ -29,7 +29,7 @@ def compare_command(
     system: str | None,
     with_all: bool,
     as_json: bool,
-    exports: tuple[tuple[str, Path], ...],
+    exports: options.Exports,
 ) -> int:
     """What became slower or faster from BASE to NEW. Exit code 1 if anything became slower.
 
@@ -91,15 +91,13 @@ def public_systems() -> Iterator[System]:
     from msgspec.structs import replace
 
     from dtbench.comparison.references import PublishedCollective, System, read_systems
-    from dtbench.cost.plan.machines import MachineSpec, built_in, find_machine
+    from dtbench.cost.plan.machines import built_in, find_machine
+    from dtbench.suite.grouping import group_by
 
     yield from read_systems()
     # Those that another stands in for, or that differ by software, hold nothing new.
     machines = [m for m in map(find_machine, built_in()) if m.collectives and not m.stands_in]
-    by_source: dict[str, MachineSpec] = {}
-    for machine in machines:
-        by_source.setdefault(machine.source, machine)
-    for machine in by_source.values():
+    for machine, *_ in group_by(machines, lambda m: m.source).values():
         gpu = (machine.name.rpartition("-")[0] or machine.name).replace("-", " ").upper()
         tables = machine.all_collectives
         for ranks in sorted({ranks for table in tables.values() for ranks in table}, key=int):
@@ -108,11 +106,9 @@ def public_systems() -> Iterator[System]:
                 for name, of in tables.items()
                 if ranks in of
             }
-            name = f"{ranks}x{machine.name}"
-            system = System(
-                name=name, gpu=gpu, ranks=int(ranks), hosts=1, link="NVLink", collectives=collectives
-            )
+            name, of_ranks = f"{ranks}x{machine.name}", int(ranks)
+            system = System(name=name, gpu=gpu, ranks=of_ranks, hosts=1, link="PCIe", collectives=collectives)
             sizes = [(name, size) for name, of in collectives.items() for size, _ in of.points]
             # PCIe 5.0 carries 64 GB/s in each direction.
-            is_pcie = max(system.busbw(*at) or 0.0 for at in sizes) <= 64e9
-            yield replace(system, link="PCIe") if is_pcie else system
+            is_faster = max(system.busbw(*at) or 0.0 for at in sizes) > 64e9
+            yield replace(system, link="NVLink") if is_faster else system

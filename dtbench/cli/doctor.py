@@ -30,17 +30,18 @@ def doctor_command(as_json: bool) -> None:
 
 def print_findings(findings: Sequence[MachineFinding], as_json: bool = False) -> None:
     """What disturbs a measurement first, each with effect and remedy; then what is in order."""
-    from rich.text import Text
-
-    from dtbench.text.terminal import new_console, print_columns, print_json, print_line
+    from dtbench.text.table import TableColumn
+    from dtbench.text.terminal import new_console, print_json, print_line, print_table
 
     if as_json:
         print_json([asdict(finding) for finding in findings])
         return
     console = new_console()
-    marks = {True: Text("ok", "green"), False: Text("NOISE", "red"), None: Text("unknown", "yellow")}
+    marks = {True: ("ok", "green"), False: ("NOISE", "red"), None: ("unknown", "yellow")}
+    words, styles = zip(*(marks[f.ok] for f in findings), strict=True)
     checks, got = [f.check for f in findings], [f.got for f in findings]
-    print_columns(console, [("", [marks[f.ok] for f in findings]), ("check", checks), ("found", got)])
+    first = TableColumn("", words, styles=styles)
+    print_table(console, [first, TableColumn("check", checks), TableColumn("found", got)])
     bad = [f for f in findings if f.ok is False]
     for finding in bad:
         print_line(console, f"{finding.check}: {finding.got}")

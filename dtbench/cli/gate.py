@@ -73,7 +73,7 @@ def gate_command(
     head: str,
     as_json: bool,
     history: Path | None,
-    exports: tuple[tuple[str, Path], ...],
+    exports: options.Exports,
     **choices: Any,
 ) -> int:
     """Is HEAD slower than BASE? As many launches of both as it takes.

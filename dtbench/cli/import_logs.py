@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dtbench.cli import options
-from dtbench.suite.mesh import Mesh, parse_mesh
+from dtbench.suite.mesh import parse_mesh
 
 
 @click.command("import")
@@ -24,14 +24,7 @@ from dtbench.suite.mesh import Mesh, parse_mesh
 @click.option("--dim", metavar="NAME", help="The dim of --mesh that all the logs are of.")
 @click.option("--collective", metavar="NAME", help="What was measured, where a log does not say: all_reduce.")
 @click.option("--ranks", type=click.IntRange(1), help="On how many ranks, where a log does not say.")
-def import_command(
-    files: tuple[Path, ...],
-    output: Path,
-    mesh: Mesh | None,
-    dim: str | None,
-    collective: str | None,
-    ranks: int | None,
-) -> int:
+def import_command(files: tuple[Path, ...], output: Path, **of_logs: options.Given) -> int:
     """Reads logs of other benchmarks into a run file.
 
     Of nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering; - is standard input. Each row is checked (size / time
@@ -45,9 +38,7 @@ def import_command(
     """
     from dtbench.importers.import_logs import import_logs
 
-    code, lines = import_logs(
-        files, output, sys.argv[1:], mesh=mesh, dim=dim, collective=collective, ranks=ranks
-    )
+    code, lines = import_logs(files, output, sys.argv[1:], **of_logs)
     for line in lines:
         click.echo(line)
     return code

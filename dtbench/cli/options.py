@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
+from click.core import ParameterSource
 
 from dtbench.engine.options import (
     DEFAULT_TIMEOUT_S,
@@ -20,6 +21,8 @@ from dtbench.suite.mesh import parse_mesh
 
 # The value of an option on its way from click, by the parameter's name, into the struct that checks it.
 Given: TypeAlias = Any
+# Formats with the file to write in each.
+Exports: TypeAlias = tuple[tuple[str, Path], ...]
 
 
 class AdvancedCommand(click.Command):
@@ -36,6 +39,11 @@ class AdvancedCommand(click.Command):
         for title, records in (("Options", shown), ("Advanced options", advanced)):
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def typed(context: click.Context) -> set[str]:
+    """The parameters that stand on the command line."""
+    return {n for n in context.params if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
 
 
 FILE = click.Path(path_type=Path)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dtbench.cost.plan.links import Links
     from dtbench.cost.plan.machines import MachineSpec
     from dtbench.cost.plan.search import PlanFile
+    from dtbench.cost.plan.training import TrainingJob
     from dtbench.cost.plan.validate import StepsFile
 
 
@@ -95,6 +96,8 @@ def plan_command(
 
     from dtbench.cost.plan import show
     from dtbench.cost.plan.machines import find_machine
+    from dtbench.cost.plan.models import find_model
+    from dtbench.cost.plan.training import TrainingJob
     from dtbench.cost.plan.validate import validate_table
     from dtbench.text.terminal import print_json
 
@@ -115,7 +118,8 @@ def plan_command(
     elif model is None or gpus is None or batch is None:
         raise click.UsageError("give --model, --gpus and --batch, or --validate TABLE, or --fit TABLE")
     else:
-        file = _search(model, gpus, batch, sequence, machine, topology, memory)
+        job = TrainingJob(find_model(model), gpus, batch, sequence)
+        file = _search(job, machine, _links(machine, topology), memory)
     if as_json:
         print_json(msgspec.to_builtins(file))
     else:
@@ -132,26 +136,15 @@ def _check_mode(modes: Mapping[str, object], of_a_search: Mapping[str, object]) 
         raise click.UsageError(f"{chosen[0]} says what is predicted: leave {', '.join(idle)} out")
 
 
-def _search(
-    model: str,
-    gpus: int,
-    batch: int,
-    sequence: int,
-    machine: MachineSpec,
-    topology: Path | None,
-    memory: float | None,
-) -> PlanFile:
-    from dtbench.cost.plan.models import find_model
+def _search(job: TrainingJob, machine: MachineSpec, links: Links, memory: float | None) -> PlanFile:
     from dtbench.cost.plan.search import RESERVED_BYTES, search_layouts
-    from dtbench.cost.plan.training import TrainingJob
 
     limit_bytes = (machine.memory_GiB if memory is None else memory) * 2**30 - RESERVED_BYTES
     if not limit_bytes > 0:  # or not a number
         raise click.UsageError(
             f"--memory {memory:g} leaves nothing beside the {RESERVED_BYTES >> 30} GiB that a GPU's context holds"
         )
-    job = TrainingJob(find_model(model), gpus, batch, sequence)
-    return search_layouts(job, machine, _links(machine, topology), limit_bytes)
+    return search_layouts(job, machine, links, limit_bytes)
 
 
 def _fit(tables: tuple[Path, ...], machine: MachineSpec, sequence: int, output: Path | None) -> StepsFile:

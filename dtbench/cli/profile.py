@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from dtbench.cli import options
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, complain
@@ -93,9 +92,9 @@ def profile_command(
     """
     command: list[str] | None = context.meta["command"]
     kind = "traces" if any(map(_is_of_job, targets)) else "a suite" if command is None else "-- COMMAND"
-    typed = {n for n in choices if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
+    typed = options.typed(context)
     for option in context.command.params:
-        if option.name in typed.difference(_OF[kind]):
+        if option.name in typed.difference(_OF[kind], ("targets", "output")):
             takers = " or ".join(taker for taker, names in _OF.items() if option.name in names)
             raise click.UsageError(f"{option.opts[0]} is for {takers}, the target is {kind}: leave it out")
     if (command is not None and (targets or not command)) or (len(targets) != 1 and kind == "a suite"):

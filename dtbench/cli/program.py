@@ -139,7 +139,8 @@ def _run() -> int:
         code = EXIT_OK
         _drop_output()
     except Exception as error:
-        code = _not_written(error) or _outside(error) or _own_fault(error)
+        why = _outside(error)
+        code = _refuse(why, EXIT_USAGE) if why else _own_fault(error)
     return code if isinstance(code, int) else EXIT_OK
 
 
@@ -177,37 +178,27 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _not_written(error: Exception) -> int:
-    """The exit code where standard output has no room left; 0 for any other error. Files are written with errors of
-    their own."""
-    if not isinstance(error, OSError) or error.errno not in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EFBIG,
-        errno.EIO,
-    ):
-        return 0
-    _drop_output()
-    return _refuse(
-        f"cannot write the output: {os.strerror(error.errno).lower()}; make space, or write elsewhere",
-        EXIT_USAGE,
-    )
-
-
+# Of standard output, which has no room left: files are written with errors of their own.
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # What is wrong with a path that was given, where it is only asked whether something is there.
 _UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ESTALE)
 
 
-def _outside(error: Exception) -> int:
-    """The exit code where not dtbench is at fault but what it runs on; 0 for any other error."""
+def _outside(error: Exception) -> str:
+    """The line where not dtbench is at fault but what it runs on; "" for any other error."""
     if is_out_of_memory(error):
-        return _refuse("out of memory: give fewer or smaller files, or more memory", EXIT_USAGE)
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return _refuse("too many open files: raise the limit (ulimit -n)", EXIT_USAGE)
-    if isinstance(error, OSError) and error.errno in _UNREADABLE and error.filename is not None:
-        why = os.strerror(error.errno)
-        return _refuse(f"cannot read {error.filename}: {why}; give another file or folder", EXIT_USAGE)
-    return 0
+        return "out of memory: give fewer or smaller files, or more memory"
+    if not isinstance(error, OSError) or error.errno is None:
+        return ""
+    why = os.strerror(error.errno)
+    if error.errno in _NOT_WRITTEN:
+        _drop_output()
+        return f"cannot write the output: {why.lower()}; make space, or write elsewhere"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too many open files: raise the limit (ulimit -n)"
+    if error.errno in _UNREADABLE and error.filename is not None:
+        return f"cannot read {error.filename}: {why}; give another file or folder"
+    return ""
 
 
 def _own_fault(error: Exception) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import click
-from click.core import ParameterSource
 
 from dtbench.cli import options
 from dtbench.engine.options import (
@@ -27,18 +26,12 @@ from dtbench.suite.suites import read_builtin
 _C = TypeVar("_C", bound=Callable[..., object])
 
 
+# Options that help shows first.
+_FIRST = ("--mesh", "--nproc", "--size", "--dtype", "--filter", "--budget")
+
+
 class _Run(options.AdvancedCommand):
-    first: tuple[str, ...] = (
-        "--mesh",
-        "--nproc",
-        "--size",
-        "--dtype",
-        "--filter",
-        "--budget",
-        "--launches",
-        "--resume",
-        "--output",
-    )
+    first: tuple[str, ...] = (*_FIRST, "--launches", "--resume", "--output")
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """The suites stand below the options."""
@@ -47,7 +40,7 @@ class _Run(options.AdvancedCommand):
 
 
 class _List(_Run):
-    first: tuple[str, ...] = ("--mesh", "--nproc", "--size", "--dtype", "--filter", "--budget", "--json")
+    first: tuple[str, ...] = (*_FIRST, "--json")
 
 
 _OPTIONS = (
@@ -147,18 +140,11 @@ def run_command(context: click.Context, /, words: tuple[str, ...], **values: opt
     from dtbench.engine.launch import run
 
     argv = sys.argv[1:]
-    if values["resume"] and values["output"] is not None and not words and _asks_for_nothing_else(context):
+    if values["resume"] and values["output"] is not None and options.typed(context) <= {"resume", "output"}:
         argv = _begun_with(values["output"])
         begun = run_command.make_context("run", argv[1:], parent=context.parent)
         words, values = begun.params.pop("words"), begun.params
     return run(options_of(words, **values), argv)
-
-
-def _asks_for_nothing_else(context: click.Context) -> bool:
-    typed = {
-        name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
-    return typed <= {"words", "resume", "output"}
 
 
 def _begun_with(output: Path) -> list[str]:
@@ -217,8 +203,7 @@ def list_command(
       dtbench list
       dtbench list collectives --mesh dp=2,tp=2 --filter all_reduce
     """
-    narrowed = any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in values)
-    if not words and not narrowed:
+    if not options.typed(context) - {"as_json"}:
         _list_suites(as_json)
         return
     from dtbench.engine.launch import job_here

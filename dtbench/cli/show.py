@@ -27,12 +27,7 @@ from dtbench.suite.errors import EXIT_OK
 )
 @options.EXPORT
 def show_command(
-    runs: tuple[Path, ...],
-    as_json: bool,
-    as_csv: bool,
-    filter: str,
-    sort: str,
-    exports: tuple[tuple[str, Path], ...],
+    runs: tuple[Path, ...], as_json: bool, as_csv: bool, filter: str, sort: str, exports: options.Exports
 ) -> int:
     """Tables of the results in run files, or of a profile.
 

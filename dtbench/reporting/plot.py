@@ -23,14 +23,7 @@ _Launches = Sequence[Result]
 
 
 def plot(results: Sequence[Result], suite: str | None, y: str, ax: Axes | None) -> Axes:
-    """Draws the good results of one suite.
-
-    suite: which one, where there are several. y: time (up to the upper quartile), algbw or busbw. ax: where to draw;
-    None makes a figure.
-
-    Raises:
-        UsageError: nothing to draw, or several suites and none chosen.
-    """
+    """Draws the good results of one suite, as `dtbench.api.Results.plot` says."""
     import matplotlib.pyplot as plt
 
     if y not in _FIELDS:

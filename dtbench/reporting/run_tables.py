@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,28 +19,12 @@ from dtbench.engine.findings import floor_words
 from dtbench.engine.options import label_of, matcher
 from dtbench.records.drops import drops_of
 from dtbench.records.layout import DimLayout, layout_of
-from dtbench.suite import MeshShape, Result, Run, estimator_of
+from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
 from dtbench.suite.case import FLOOR, WHOLE
 from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by, in_order
+from dtbench.text import terminal as to
 from dtbench.text.table import TableColumn
-from dtbench.text.terminal import (
-    MAX_ROWS,
-    MAX_TABLES,
-    encodable,
-    new_console,
-    param_text,
-    print_columns,
-    print_json,
-    print_line,
-    print_prose,
-    print_rest,
-    print_table,
-    readable_width,
-    split_params,
-    titled,
-    width_of,
-)
 from dtbench.text.units import bandwidth_unit, format_ratio, format_spread, time_unit
 
 if TYPE_CHECKING:
@@ -58,14 +41,14 @@ _ALL = "--csv and --json give all"
 def print_runs(runs: Sequence[Run]) -> None:
     """Of each run per suite a row per case with the impls side by side, or where that is too wide a row per impl; then
     what is not ok, and the provenance."""
-    console = new_console()
+    console = to.new_console()
     for number, run in enumerate(runs):
         if number:
-            print_line(console, "")
+            to.print_line(console, "")
         if len(runs) > 1:
-            print_line(console, str(run.path), style="bold")
+            to.print_line(console, str(run.path), style="bold")
         _print_results(console, run)
-        print_line(console, "")
+        to.print_line(console, "")
         _print_provenance(console, run)
         if not by_one_process([run]):
             _print_layout(console, layout_of(run.header))
@@ -74,25 +57,25 @@ def print_runs(runs: Sequence[Run]) -> None:
 def tables_of(run: Run) -> str:
     """What `print_runs` prints of the results themselves, as text."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        _print_results(new_console(), run)
+        _print_results(to.new_console(), run)
     return out.getvalue().rstrip("\n")
 
 
 def _print_results(console: Console, run: Run) -> None:
     suites = group_by(run.results, lambda r: r.suite)
-    for place, (suite, results) in enumerate(islice(suites.items(), MAX_TABLES)):
+    for place, (suite, results) in enumerate(islice(suites.items(), to.MAX_TABLES)):
         if place:
-            print_line(console, "")
+            to.print_line(console, "")
         _print_suite(console, suite, run, results)
-    print_rest(console, len(suites), "suites", _ALL, MAX_TABLES)
-    for drop in drops_of(run.results)[:MAX_TABLES]:
-        print_prose(console, f"warning: {drop}")
+    to.print_rest(console, len(suites), "suites", _ALL, to.MAX_TABLES)
+    for drop in drops_of(run.results)[: to.MAX_TABLES]:
+        to.print_prose(console, f"warning: {drop}")
     _print_not_ok(console, run)
 
 
 def print_runs_json(runs: Sequence[Run]) -> None:
     """The runs without their samples, which lie in their files."""
-    print_json([_run_json(run) for run in runs])
+    to.print_json([_run_json(run) for run in runs])
 
 
 def print_csv(runs: Sequence[Run]) -> None:
@@ -100,7 +83,7 @@ def print_csv(runs: Sequence[Run]) -> None:
     from dtbench.records.frame import results_frame
     from dtbench.text import csv
 
-    sys.stdout.write(encodable(csv.of_frame(results_frame(runs))))
+    sys.stdout.write(to.encodable(csv.of_frame(results_frame(runs))))
 
 
 # ------------------------------------------------------------------------------------- runs
@@ -116,7 +99,6 @@ def _print_provenance(console: Console, run: Run) -> None:
     nodes = dict.fromkeys(r.node for r in ranks)  # of one name they are several all the same
     hosts = [str(host) for host, _ in nodes]
     cores = "" if cpu.usable_cores is None else f"{cpu.usable_cores} cores usable"
-    dims = ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
     lines = {
         "run": f"{run.path}" + ("" if run.complete else "  INCOMPLETE: no end line, continue with --resume"),
         "started": header.started,
@@ -125,11 +107,11 @@ def _print_provenance(console: Console, run: Run) -> None:
         "cpu": ", ".join(str(fact) for fact in (cpu.model, cores, cpu.governor) if fact),
         "gpus": _counted(str(gpu.name) for gpu in gpus),
         "ranks": f"{count} on {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}" if ranks else "",
-        "mesh": dims,
+        "mesh": ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True)),
     }
     for name, value in lines.items():
         if value:
-            print_line(console, f"{name + ':':<10}{value}")
+            to.print_line(console, f"{name + ':':<10}{value}")
 
 
 def by_one_process(runs: Sequence[Run]) -> bool:
@@ -152,9 +134,9 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
         "NVLink pairs": ["-" if d.nvlink is None else f"{d.nvlink[0]} of {d.nvlink[1]}" for d in dims],
     }
     filled = {title: column for title, column in figures.items() if set(column) != {"-"}}
-    print_line(console, "")
-    print_line(console, "layout: where the groups of each mesh dim lie", style="bold")
-    print_columns(console, [("mesh dim", [d.name for d in dims])], filled.items())
+    to.print_line(console, "")
+    to.print_line(console, "layout: where the groups of each mesh dim lie", style="bold")
+    to.print_columns(console, [("mesh dim", [d.name for d in dims])], filled.items())
 
 
 def _span(span: tuple[int, int] | None) -> str:
@@ -172,17 +154,15 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     from dtbench.records.frame import cases_frame, cells, impls_of, params_of, results_frame
 
     by_case = group_by(results_of, lambda r: (r.name, r.case_key[3]))
-    own = tuple(r for of_case in islice(by_case.values(), MAX_ROWS) for r in of_case)
+    own = tuple(r for of_case in islice(by_case.values(), to.MAX_ROWS) for r in of_case)
     statistic = " or ".join(sorted({estimator_of(r) for r in own}))
     results = results_frame([replace(run, results=own)])
     cases = cases_frame(results)
     impls = in_order(impls_of(cases), _IMPL_ORDER)
     params = params_of(cases)
-    varying, same = split_params(params)
-    words = [TableColumn("case", cells(cases["name", ""]))]
-    words += [
-        TableColumn(name, [param_text(name, of_case.get(name)) for of_case in params]) for name in varying
-    ]
+    varying, same = to.split_params(params)
+    texts = {name: [to.param_text(name, of_case.get(name)) for of_case in params] for name in varying}
+    words = [TableColumn("case", cells(cases["name", ""])), *(TableColumn(*of) for of in texts.items())]
     launches = results["launch"].nunique()
     title = f"{suite}: {statistic} of the samples"
     title += f", median over {launches} launches" if launches > 1 else ""
@@ -192,17 +172,17 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     by_impl = {impl: _figures(cases, impl) for impl in impls}
     both = {"core", "torch"} <= set(impls)
     ratios = list(map(format_ratio, cells(cases["core/torch", "estimate_s"]))) if both else []
-    width = readable_width(console)
+    width = to.readable_width(console)
     table = _side_by_side(words, by_impl, ratios)
-    if len(impls) > 1 and width_of(console, table) > width:
+    if len(impls) > 1 and to.width_of(console, table) > width:
         table = _row_per_impl(words, by_impl, ratios)
-    print_prose(console, titled(title, same), "bold", width)
-    print_table(console, table)
-    print_rest(console, len(by_case), "cases", _ALL)
+    to.print_prose(console, to.titled(title, same), "bold", width)
+    to.print_table(console, table)
+    to.print_rest(console, len(by_case), "cases", _ALL)
     columns = [cells(cases["estimate_s", impl]) for impl in impls]
     times = [{i: s for i, s in zip(impls, row, strict=True) if s} for row in zip(*columns, strict=True)]
     for line in floor_words(times):
-        print_prose(console, f"{suite}: {line}", "", width)
+        to.print_prose(console, f"{suite}: {line}", "", width)
 
 
 _TIMES, _RATES = ("time", "spread", "from last"), ("algbw", "busbw")
@@ -273,16 +253,17 @@ def _print_not_ok(console: Console, run: Run) -> None:
     # With a reason also a good time with a reservation: its GPU was throttled.
     doubtful = [r for r in run.results if r.status != "ok" or r.reason]
     groups = group_by(doubtful, lambda r: (r.status, r.suite, r.impl, r.reason))
-    print_line(console, "")
-    for (status, suite, impl, reason), results in islice(groups.items(), MAX_ROWS):
-        texts = ([f"{name}={param_text(name, value)}" for name, value in r.params.items()] for r in results)
-        names = list(dict.fromkeys(" ".join([r.name, *of]) for r, of in zip(results, texts, strict=True)))
-        shown = "; ".join(names[:_NAMED]) + (
-            f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    to.print_line(console, "")
+    for (status, suite, impl, reason), results in islice(groups.items(), to.MAX_ROWS):
+        texts = (
+            [f"{name}={to.param_text(name, value)}" for name, value in r.params.items()] for r in results
         )
-        print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
-    print_rest(console, len(groups), "reasons", _ALL)
-    print_line(console, _counted(r.status for r in run.results) or "no results")
+        names = list(dict.fromkeys(" ".join([r.name, *of]) for r, of in zip(results, texts, strict=True)))
+        rest = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
+        shown = "; ".join([*names[:_NAMED], *rest])
+        to.print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
+    to.print_rest(console, len(groups), "reasons", _ALL)
+    to.print_line(console, _counted(r.status for r in run.results) or "no results")
 
 
 def _run_json(run: Run) -> dict[str, object]:
@@ -324,31 +305,26 @@ def choose(runs: Sequence[Run], text: str, sort: str) -> list[Run]:
 
 
 def _sorted(results: Sequence[Result], sort: str) -> list[Result]:
-    name, sign = sort.removeprefix("-"), -1 if sort.startswith("-") else 1
-    cases = group_by(results, lambda r: (r.suite, r.name, tuple(sorted(r.params.items()))))
-    keys = {case: _key(name, of, sign) for case, of in cases.items()}
-    if all(key[0] for key in keys.values()):
+    name = sort.removeprefix("-")
+    cases = group_by(results, lambda r: (r.suite, r.name, tuple(sorted(r.params.items())))).values()
+    keyed = [(value, of) for of in cases if (value := _value(name, of)) is not None]
+    if not keyed:
         params = ", ".join(dict.fromkeys(param for r in results for param in r.params))
         raise UsageError(
             f"--sort {sort}: no case has it; expected {', '.join((*_FIGURES, _RATIO))} or a param: {params}"
         )
-    return [result for case in sorted(cases, key=lambda case: keys[case]) for result in cases[case]]
+    keyed.sort(key=lambda pair: (isinstance(pair[0], str), pair[0]), reverse=sort.startswith("-"))
+    missing = [of for of in cases if _value(name, of) is None]
+    return [result for of in (*(of for _, of in keyed), *missing) for result in of]
 
 
-def _key(name: str, of: Sequence[Result], sign: int) -> tuple[bool, float, str]:
-    """(whether it is missing, the number, the text)."""
-    value: object
+def _value(name: str, of: Sequence[Result]) -> Param | None:
     if name == _RATIO:
         core, torch = (_figure([r for r in of if r.impl == impl], "time") for impl in ("core", "torch"))
-        value = core / torch if core and torch else None
-    elif name in _FIGURES:
-        value = _figure([r for r in of if r.impl == "core"] or of, name)
-    else:
-        value = of[0].params.get(name)
-    if isinstance(value, str):
-        return False, 0.0, value
-    number = math.nan if value is None else float(value)
-    return math.isnan(number), 0.0 if math.isnan(number) else sign * number, ""
+        return core / torch if core and torch else None
+    if name in _FIGURES:
+        return _figure([r for r in of if r.impl == "core"] or of, name)
+    return of[0].params.get(name)
 
 
 def _figure(of: Sequence[Result], name: str) -> float | None:

@@ -24,7 +24,7 @@ from dtbench.text.table import TableColumn
 from dtbench.text.units import format_size
 
 # A title and a cell per row.
-Column = tuple[str, Sequence[str | Text]]
+Column = tuple[str, Sequence[str]]
 
 # Wide enough that nothing wraps where no terminal reads along.
 _PIPE_WIDTH = 10_000
@@ -83,16 +83,11 @@ def print_columns(
     """As `print_table`. words, remarks: columns of text; figures: columns of numbers between them; extras: last
     columns, of text, that are left out where they do not fit."""
     columns = [
-        *(_column(*column) for column in words),
-        *(_column(*column, numeric=True) for column in figures),
-        *(_column(*column) for column in remarks),
+        *(TableColumn(*column) for column in words),
+        *(TableColumn(*column, True) for column in figures),
+        *(TableColumn(*column) for column in remarks),
     ]
-    print_table(console, columns, [_column(*column) for column in extras])
-
-
-def _column(title: str, cells: Sequence[str | Text], numeric: bool = False) -> TableColumn:
-    styles = [str(cell.style) if isinstance(cell, Text) else "" for cell in cells]
-    return TableColumn(title, [str(cell) for cell in cells], numeric, styles=styles)
+    print_table(console, columns, [TableColumn(*column) for column in extras])
 
 
 def print_table(console: Console, columns: Sequence[TableColumn], extras: Sequence[TableColumn] = ()) -> None:
@@ -106,16 +101,13 @@ def print_table(console: Console, columns: Sequence[TableColumn], extras: Sequen
         _print_plain(console, [*columns, *extras])
         return
     easy = [max(_least(one), min(_natural(one), _EASY_WIDTH)) for one in columns]
-    shown = len(extras)
-    while (
-        shown and _width([*easy, *(max(_least(one), _EXTRA_WIDTH) for one in extras[:shown])]) > console.width
-    ):
-        shown -= 1
-    _print_ruled(console, [*columns, *extras[:shown]])
-    if shown < len(extras):
-        print_prose(
-            console, f"columns omitted (narrow terminal): {', '.join(one.header for one in extras[shown:])}"
-        )
+    easy += [max(_least(one), _EXTRA_WIDTH) for one in extras]
+    shown = [*columns, *extras]
+    while len(shown) > len(columns) and _width(easy[: len(shown)]) > console.width:
+        shown.pop()
+    _print_ruled(console, shown)
+    if omitted := ", ".join(one.header for one in extras[len(shown) - len(columns) :]):
+        print_prose(console, f"columns omitted (narrow terminal): {omitted}")
 
 
 def _natural(column: TableColumn) -> int:

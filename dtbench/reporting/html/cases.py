@@ -58,9 +58,8 @@ class ReportCase:
 
     def ratio(self, impl: str, base: str) -> float | None:
         """Time of `impl` over time of `base`, where both were measured."""
-        if impl not in self.impls or base not in self.impls:
-            return None
-        return self.impls[impl].estimate_s / self.impls[base].estimate_s
+        both = {impl, base} <= self.impls.keys()
+        return self.impls[impl].estimate_s / self.impls[base].estimate_s if both else None
 
 
 def collect(runs: Sequence[Run]) -> dict[str, list[ReportCase]]:

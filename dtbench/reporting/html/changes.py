@@ -18,17 +18,6 @@ ROW = "case-"  # before the number of a row, in the anchor that leads to it
 
 
 @dataclass(frozen=True)
-class VerdictTally:
-    """How many cases have a verdict, whose meaning is said; anchor: the row of the first."""
-
-    shape: str
-    words: str
-    anchor: str
-    count: int
-    meaning: str
-
-
-@dataclass(frozen=True)
 class Changes:
     """All of them, the gravest first. outcome: the verdict on the whole, one of OUTCOMES; thresholds: what the
     words mean here; bounds: what low and high are; notes: what to know of them, rises: what else the gate says, which
@@ -52,13 +41,11 @@ class Changes:
         return OUTCOMES[self.outcome][1]
 
     @property
-    def tallies(self) -> list[VerdictTally]:
-        places = {word: [i for i, c in enumerate(self.changes) if c.verdict == word] for word in Verdict}
-        return [
-            VerdictTally(word.shape, word, f"{ROW}{of[0]}", len(of), word.meaning)
-            for word, of in places.items()
-            if of
-        ]
+    def tallies(self) -> list[tuple[Verdict, int, str]]:
+        """Verdict, how many cases have it, and the anchor of the first."""
+        verdicts = [change.verdict for change in self.changes]
+        there = [verdict for verdict in Verdict if verdict in verdicts]
+        return [(word, verdicts.count(word), f"{ROW}{verdicts.index(word)}") for word in there]
 
 
 # Outcome -> (shape, headline).
@@ -87,12 +74,10 @@ def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes
     outcomes = {
         errors.EXIT_OK: "ok",
         errors.EXIT_REGRESSION: "slower" if comparison.count(Verdict.REGRESSION) else "failed",
-        errors.EXIT_INCONCLUSIVE: "inconclusive",
+        errors.EXIT_INCONCLUSIVE: "single" if comparison.of_single_launches else "inconclusive",
         errors.EXIT_NOTHING: "nothing",
     }
     outcome = outcomes[comparison.exit_code]
-    if outcome == "inconclusive" and comparison.of_single_launches:
-        outcome = "single"
     thresholds = (
         (
             f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test at p < {MAX_P:g}, "
@@ -122,19 +107,17 @@ def of_gate(gate: Gate) -> Changes:
         f"same: the upper bound of the change lies below the benchmark's tolerance, {tolerance} here",
         "inconclusive: neither, within the pairs that were measured",
     )
+    arms = {side: of for side, of in (("base", gate.base), ("head", gate.head)) if of is not None}
     sides = tuple(
-        (side, ", ".join(f"{key} {value}" for key, value in asdict(of).items() if value))
-        for side, of in (("base", gate.base), ("head", gate.head))
-        if of is not None
+        (side, ", ".join(f"{k} {v}" for k, v in asdict(of).items() if v)) for side, of in arms.items()
     )
     notes = (*(f"Not to be trusted: {reason}" for reason in gate.trust.reasons), *gate.checks)
     undecided = "untrusted" if gate.trust.reasons else "inconclusive"
     outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
     bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."
     changes = _sorted(gate.benchmarks)
-    there = [of for of in (gate.base, gate.head) if of is not None]
-    arms = [(of.arm or of.commit or "").removeprefix("rev:") for of in there]
-    named = tuple(arms) if all(arms) else ()
+    names = tuple((of.arm or of.commit or "").removeprefix("rev:") for of in arms.values())
+    named = names if all(names) else ()
     return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, gate.notes, sides, named)
 
 

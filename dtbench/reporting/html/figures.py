@@ -81,16 +81,17 @@ LOOKS = (
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing, made only where the page has room for it. desc: what a screen reader says. prefix: of its ids.
-    height: in px, of its width. scrolls: whether a phone shows a part of it at a time; else one that is as wide as the
-    page is drawn once more for a phone."""
+    """One drawing, made only where the page has room for it. desc: what a screen reader says. prefix: of its ids. px:
+    its height; aspect: that over its width, as far as px. scrolls: whether a phone shows a part of it at a time; else
+    one that is as wide as the page is drawn once more for a phone."""
 
     title: str
     desc: str
     prefix: str
-    height: Callable[[float], float]
+    px: float
     paint: Callable[[Canvas], None]
     scrolls: bool = False
+    aspect: float = math.inf
 
     def drawings(self, abreast: int) -> list[tuple[str, Markup]]:
         """(class, SVG) of so many panels side by side."""
@@ -100,7 +101,7 @@ class Panel:
 
     def _draw(self, width: float, suffix: str) -> Markup:
         words = {"prefix": self.prefix + suffix, "title": self.title, "desc": self.desc}
-        return draw(width, self.height(width), self.paint, **words)
+        return draw(width, min(self.aspect * width, self.px), self.paint, **words)
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,8 @@ class CurvePanel:
 
     def desc(self, y: Axis) -> str:
         values = [v for one in self.series for v in one.y]
-        return (
-            f"{', '.join(one.label for one in self.series)}: {y.title} from {y.format(min(values))} "
-            f"to {y.format(max(values))}."
-        )
+        ends = f"from {y.format(min(values))} to {y.format(max(values))}"
+        return f"{', '.join(one.label for one in self.series)}: {y.title} {ends}."
 
 
 def lines(points: Mapping[str, Iterable[tuple[float, float | None]]]) -> list[DrawnCurve]:
@@ -184,11 +183,11 @@ def curves(
         measured = [one for one in series if styles[one.label].marker] or series
         x = size_axis([round(v) for one in measured for v in one.x], over)
     common = y([v for one in series for v in (*one.y, *(one.band[1] if one.band else ()))])
-    drawn, height = [], lambda width: min(CURVES_ASPECT * width, max_px)
+    drawn = []
     for i, one in enumerate(panels):
         own = one.y or common
         paint = partial(_paint_curves, one, styles, x, own)
-        drawn.append(Panel(one.title, one.desc(own), f"{name}{i}", height, paint))
+        drawn.append(Panel(one.title, one.desc(own), f"{name}{i}", max_px, paint, aspect=CURVES_ASPECT))
     return Figure(caption, _legend(name, styles, {s.label for s in series}, True), drawn, 3, shown, folded)
 
 
@@ -253,7 +252,7 @@ def dots(
         height = ROW_PX * len(rows) + (48 if x.title else 34)
         paint = partial(_paint_dots, rows, styles, x, intervals)
         desc = "; ".join(f"{row.label}: {row.note}" for row in rows)
-        drawn.append(Panel(title, desc, f"{name}{index}", lambda _, px=height: px, paint))  # type: ignore[misc]
+        drawn.append(Panel(title, desc, f"{name}{index}", height, paint))
     present = {series for rows in panels.values() for row in rows for series in row.values}
     all_rows = [(title, row) for title, rows in panels.items() for row in rows]
     if len(all_rows) == 1 and not intervals:
@@ -328,8 +327,7 @@ def bars(
         if top > 0:
             desc = "; ".join(f"{bar.label}: {bar.note}" for bar in rows)
             paint = partial(_paint_bars, rows, styles, value_axis([top], log=False))
-            height = BAR_PX * len(rows) + 40
-            drawn.append(Panel(title, desc, f"{name}{len(drawn)}", lambda _, px=height: px, paint, True))  # type: ignore[misc]
+            drawn.append(Panel(title, desc, f"{name}{len(drawn)}", BAR_PX * len(rows) + 40, paint, True))
     present = {part for rows in panels.values() for bar in rows for part, length in bar.parts if length > 0}
     return Figure(caption, _legend(name, styles, present, False), drawn, 1, folded=folded) if drawn else None
 
@@ -371,9 +369,8 @@ def box_styles(order: Sequence[str]) -> dict[str, Style]:
 def _axes_in(canvas: Canvas, *, left: float, right: float, top: float, bottom: float) -> Axes:
     """Axes with margins in pixels."""
     width, height = 72 * canvas.get_size_inches()
-    axes = canvas.add_axes(
-        (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
-    )
+    inside = 1 - (left + right) / width, 1 - (top + bottom) / height
+    axes = canvas.add_axes((left / width, bottom / height, *inside))
     axes.tick_params(length=3, pad=4)
     return axes
 
@@ -386,10 +383,9 @@ def _rows_in(canvas: Canvas, labels: Sequence[str], notes: Sequence[str], ink: s
     left, right = max(map(text_px, labels)) + 10, max(*map(text_px, notes), 12) + 12
     axes = _axes_in(canvas, left=left, right=right, top=6, bottom=bottom)
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    look = place | {"va": "center", "color": STAND_IN[ink], "annotation_clip": False}
     for row, text in enumerate(notes):
-        axes.annotate(
-            text, (1, row), (7, 0), va="center", color=STAND_IN[ink], **place, annotation_clip=False
-        )
+        axes.annotate(text, (1, row), (7, 0), **look)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=FONT_PX)

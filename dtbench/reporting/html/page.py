@@ -69,11 +69,7 @@ def write_report(sources: Sources, path: str | Path) -> None:
 
 
 def render(sources: Sources) -> str:
-    """The page as text; the same sources give the same bytes.
-
-    Raises:
-        UsageError: nothing to report, or runs of different machines, meshes or backends.
-    """
+    """The page as text, of which `write_report` says the errors; the same sources give the same bytes."""
     if sources.is_empty:
         raise UsageError(f"nothing to report: name at least one file, {KINDS}")
     if sources.runs:

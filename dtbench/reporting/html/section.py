@@ -107,8 +107,6 @@ class Part:
         if self.of_links and material.crowded:
             section.outcome, section.headlines = "", []
             section.doubt = f"{material.crowded}: these times include waiting for a core."
-        if section.figures or section.tables:
-            section.missing = ""
-            return section
-        section.missing = section.missing or self.missing
-        return section if section.missing else None
+        is_filled = section.figures or section.tables
+        section.missing = "" if is_filled else section.missing or self.missing
+        return section if is_filled or section.missing else None

@@ -29,6 +29,7 @@ _NAMES = ("ink", "muted", "rule", "surface", "s0", "s1", "s2", "s3", "s4", "s5")
 STAND_IN = {name: f"#0a0b{0x10 + i:02x}" for i, name in enumerate(_NAMES)}
 
 FONT_PX = 12.0
+_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _REFERENCE = re.compile(r'xlink:href="#([^"]*)"|url\(#([^)]*)\)')
 _RC: dict[str, object] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
@@ -88,12 +89,7 @@ def draw(
     FigureCanvasSVG(figure)
     paint(figure)
     buffer = io.StringIO()
-    figure.savefig(
-        buffer,
-        format="svg",
-        transparent=True,
-        metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-    )
+    figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
     return Markup(_adopt(buffer.getvalue(), width_px, height_px, prefix, title, desc))
 
 

@@ -8,13 +8,21 @@ from functools import partial
 
 from dtbench.cost.bucket_size import bucket_choices
 from dtbench.reporting.html.axes import bandwidth_tick, value_axis
-from dtbench.reporting.html.cases import ReportCase, geometric_mean
+from dtbench.reporting.html.cases import ReportCase
 from dtbench.reporting.html.figures import CurvePanel, DotRow, Figure, Style, curves, dots, lines
-from dtbench.reporting.html.parts.suites import CORE, FLOOR, TORCH, bandwidths, doubt_floors, named
+from dtbench.reporting.html.parts.suites import (
+    CORE,
+    FLOOR,
+    TORCH,
+    bandwidths,
+    doubt_floors,
+    mean_ratio,
+    named,
+)
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
-from dtbench.text.units import format_size, plural
+from dtbench.text.units import format_size
 
 BUCKET_STYLES = {
     "core": replace(CORE, words="core: dtbench’s bucketer"),
@@ -49,19 +57,15 @@ def fill(section: ReportSection, of: Material) -> None:
 def _headline(section: ReportSection, of: Material, cases: Sequence[ReportCase]) -> None:
     """How much faster buckets of the largest size are than a call for each tensor, and the size to choose."""
     largest = max(c.number("bucket_bytes") for c in cases)
-    both = [c.ratio("core", "unbucketed") for c in cases if c.number("bucket_bytes") == largest]
-    ratios = [ratio for ratio in both if ratio is not None]
-    if ratios:
-        words = (
-            f"in buckets of {format_size(largest)} than one call for each tensor: geometric mean of "
-            f"{plural(len(ratios), 'case')}, from {t.faster(max(ratios))} to {t.faster(min(ratios))}"
-        )
-        section.headlines.append((t.faster(geometric_mean(ratios)), words))
+    at_largest = [c for c in cases if c.number("bucket_bytes") == largest]
+    mean, words = mean_ratio(at_largest, "core", "unbucketed")
+    if mean:
+        words = f"in buckets of {format_size(largest)} than one call for each tensor: {words}"
+        section.headlines.append((t.faster(mean), words))
     for choice in bucket_choices(of.sources.runs):
         if choice.bucket_cap_mb is not None:
-            words = (
-                f"bucket_cap_mb for {choice.group.dtype} over {choice.group.mesh_dim}={choice.group.ranks}"
-            )
+            group = choice.group
+            words = f"bucket_cap_mb for {group.dtype} over {group.mesh_dim}={group.ranks}"
             section.headlines.append((format_size(choice.bucket_bytes), words))
 
 
@@ -85,12 +89,9 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
         section.capped(panels, "panels"),
         BUCKET_STYLES,
         "Throughput over bucket size, one panel per mesh dim and size of the small tensors."
-        + (" The closer the core is to the limit, the better." if {"core", "limit"} <= impls else "")
-        + (
-            " Where it equals unbucketed, buckets of that size give no speedup."
-            if {"core", "unbucketed"} <= impls
-            else ""
-        ),
+        + " The closer the core is to the limit, the better." * ({"core", "limit"} <= impls)
+        + " Where it equals unbucketed, buckets of that size give no speedup."
+        * ({"core", "unbucketed"} <= impls),
         y=partial(value_axis, format_tick=bandwidth_tick, title="throughput"),
         over="size of a bucket",
     )

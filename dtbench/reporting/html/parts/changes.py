@@ -26,21 +26,16 @@ STYLES = {
 
 
 def fill(section: ReportSection, of: Material) -> None:
-    changes = of.changes
-    if changes is None or not changes.changes:
-        return
-    section.add(_intervals(section, changes), _table(changes.changes))
+    if of.changes is not None and of.changes.changes:
+        section.add(_intervals(section, of.changes), _table(of.changes.changes))
 
 
 def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
     """All that changed or may have, and of the others as many as there is room for; the slowest first."""
     comparable = [c for c in changes.changes if c.ratio and c.matters]
     changed = sum(c.verdict != judged.Verdict.PASS for c in comparable)
-    drawn = comparable[: max(min(changed, MOST_CHANGED), MOST_INTERVALS)]
-    if len(drawn) < len(comparable):
-        section.cuts.append(
-            f"{len(drawn)} of {len(comparable)} cases are drawn, the gravest; the table has them all."
-        )
+    most = max(min(changed, MOST_CHANGED), MOST_INTERVALS)
+    drawn = section.capped(comparable, "cases, the gravest first", most)
     values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
     several = len({c.impl for c in drawn}) > 1
     rows = []

@@ -14,7 +14,7 @@ from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_
 from dtbench.reporting.html.parts.suites import named
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.stats import bandwidth_drops
-from dtbench.suite import Gpu, Header, Param
+from dtbench.suite import Header, Param
 from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_size
@@ -36,19 +36,12 @@ def limit_of(header: Header, dim: str) -> float | None:
     """Bytes per second that no collective over the dim can pass: a GPU's NVLinks in one direction, where all ranks of
     a group sit on one host and all pairs are linked; else None."""
     layout = next((one for one in layout_of(header) if one.name == dim), None)
-    gpus = header.machine.gpus
-    if layout is None or layout.hosts_per_group != (1, 1) or not layout.nvlink or not gpus:
+    if layout is None or layout.hosts_per_group != (1, 1) or not layout.nvlink:
         return None
-    speeds = {_nvlink_Bps(gpu) for gpu in gpus}
-    return speeds.pop() if layout.nvlink[0] == layout.nvlink[1] and len(speeds) == 1 else None
-
-
-def _nvlink_Bps(gpu: Gpu) -> float | None:  # noqa: N802
-    links = gpu.nvlink
-    if links is None:
-        return None
-    per_link, active = NVLINK_GBPS.get(str(links.version)), links.active_links
-    return None if per_link is None or active < 1 else per_link * active * 1e9
+    of_gpus = [gpu.nvlink for gpu in header.machine.gpus]
+    speeds = {NVLINK_GBPS.get(str(of.version), 0.0) * of.active_links * 1e9 if of else 0.0 for of in of_gpus}
+    speed = speeds.pop() if layout.nvlink[0] == layout.nvlink[1] and len(speeds) == 1 else 0.0
+    return speed if speed > 0 else None
 
 
 def fill(section: ReportSection, of: Material) -> None:
@@ -60,22 +53,17 @@ def fill(section: ReportSection, of: Material) -> None:
     drawn = _of_one_mode([c for c in cases if c.get("dtype") == dtype])
     way = f"{dtype}, {MODES.get(str(drawn[0].get('mode')), 'isolated calls')}"
     dims = distinct(str(c.get("mesh_dim")) for c in drawn)
-    peaks = {dim: peak for dim, peak in of.sources.peaks.items() if dim in dims}
-    limits = peaks | {
-        dim: limit for dim in dims if dim not in peaks and (limit := limit_of(header, dim)) is not None
-    }
+    peaks = of.sources.peaks
+    limits = {dim: limit for dim in dims if (limit := peaks.get(dim) or limit_of(header, dim))}
     sources = {dim: "as given" if dim in peaks else "the NVLinks of a GPU in one direction" for dim in limits}
     words = "; ".join(f"over {dim} {sources[dim]}, {format_bandwidth(limits[dim])}" for dim in limits)
+    unlimited = "The speed of these links is unknown, so no limit is drawn."
     section.lead = (
         "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
         "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). "
         + "".join(words for groups, words in GROUPS.items() if any(c.get("groups") == groups for c in cases))
         + "Sizes are the whole tensor as one group holds it. "
-        + (
-            f"The limit drawn is {words}."
-            if words
-            else "The speed of these links is unknown, so no limit is drawn."
-        )
+        + (f"The limit drawn is {words}." if words else unlimited)
     )
     section.cuts += [f"{drop}." for drop in of.drops]
     section.add(_bandwidths(section, [c for c in drawn if c.only.busbw_Bps], way, limits), _contention(drawn))
@@ -100,9 +88,8 @@ def _place(case: ReportCase) -> str:
 
 def _headlines(section: ReportSection, cases: Sequence[ReportCase], limits: Mapping[str, float]) -> None:
     """The first collective of each dim, the all_reduce if it was measured, at its best, all groups together."""
-    reduced = any(c.name == "all_reduce" for c in cases)
-    reduces = [c for c in cases if c.only.busbw_Bps and (c.name == "all_reduce" or not reduced)]
-    reduces = [c for c in reduces if c.name == reduces[0].name]
+    by_name = group_by((c for c in cases if c.only.busbw_Bps), lambda c: c.name)
+    reduces = by_name.get("all_reduce") or next(iter(by_name.values()), [])
     best = []
     for dim, members in group_by(reduces, lambda c: str(c.get("mesh_dim"))).items():
         together = [c for c in members if c.get("groups") == "together"] or members
@@ -133,27 +120,23 @@ def _bandwidths(
     styles[DROPPED] = Style("ink", "X", None)
     ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
     ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
-    panels = []
-    for name, members in group_by(ordered, lambda c: c.name).items():
-        by_label = group_by(members, lambda c: _label(_dim(c), _way(c)))
+    panels, by_name = [], group_by(ordered, lambda c: c.name)
+    for name in in_order(by_name, MAIN):
+        by_label = group_by(by_name[name], lambda c: _label(_dim(c), _way(c)))
         points = {label: bandwidth_points(of) for label, of in by_label.items() if label in styles}
         series = lines(points)
         for one in list(series):
             times = [size / rate for size, rate in zip(one.x, one.y, strict=True)]
             for drop in bandwidth_drops(one.x, times):
                 series += lines({DROPPED: [(one.x[i], one.y[i]) for i in drop]})
-        series += [
-            DrawnCurve(label, ends, [limits[dim]] * 2)
-            for dim in limits
-            if (label := f"limit of {dim}") in styles
-        ]
+        limited = [(label, rate) for dim, rate in limits.items() if (label := f"limit of {dim}") in styles]
+        series += [DrawnCurve(label, ends, [rate] * 2) for label, rate in limited]
         panels.append(CurvePanel(name, series))
-    names = in_order({one.title for one in panels}, MAIN)
     groups = {c.get("groups") for c in cases}
     shared = "; where “together” lies below “alone”, the groups share a link"
     return curves(
         "bandwidth",
-        sorted(panels, key=lambda one: names.index(one.title)),
+        panels,
         styles,
         f"Bus bandwidth over tensor size, {way}; both axes logarithmic and common to all panels. A line levels off at "
         f"the bandwidth of the links{shared if {'alone', 'together'} <= groups else ''}.",
@@ -189,17 +172,15 @@ def _contention(cases: Sequence[ReportCase]) -> t.Table:
         at = {c.get("groups"): c.only for c in members if c.only.size_bytes == size}
         if {"alone", "together"} <= set(at):
             rows.append((dim, name, size, at["alone"], at["together"]))
-    alone, together = [r[3] for r in rows], [r[4] for r in rows]
-    times = [("alone", [m.estimate_s for m in alone]), ("together", [m.estimate_s for m in together])]
-    bus = [("alone, bus", [m.busbw_Bps for m in alone]), ("together, bus", [m.busbw_Bps for m in together])]
+    ways = {"alone": [r[3] for r in rows], "together": [r[4] for r in rows]}
     return t.Table(
         "One group alone vs all groups together, at the largest size",
         [
             t.text("Mesh dim", [r[0] for r in rows]),
             t.text("Collective", [r[1] for r in rows]),
             t.sizes("Size", [format_size(r[2]) for r in rows]),
-            *t.times(times),
-            *t.bandwidths(bus),
+            *t.times([(way, [m.estimate_s for m in of]) for way, of in ways.items()]),
+            *t.bandwidths([(f"{way}, bus", [m.busbw_Bps for m in of]) for way, of in ways.items()]),
             t.ratios("time together / alone", [b.estimate_s / a.estimate_s for *_, a, b in rows]),
         ],
         folded=True,
@@ -209,28 +190,17 @@ def _contention(cases: Sequence[ReportCase]) -> t.Table:
 def _table(cases: Sequence[ReportCase]) -> t.Table:
     entries = [(c, m) for c in cases for m in c.impls.values()]
     measured = [m for _, m in entries]
-    params = {
-        "mesh_dim": "Mesh dim",
-        "groups": "Groups",
-        "mode": "Mode",
-        "in_place": "In place",
-        "dtype": "Dtype",
-    }
+    params = {"mesh_dim": "Mesh dim", "groups": "Groups", "mode": "Mode", "in_place": "In place"}
     apart = [m.rank_spread for m in measured]
-    quartiles = [
-        ("lower quartile", [m.p25_s for m in measured]),
-        ("median", [m.median_s for m in measured]),
-        ("upper", [m.p75_s for m in measured]),
-    ]
+    quartiles = {"lower quartile": "p25_s", "median": "median_s", "upper": "p75_s"}
+    rates = {"algorithm": "algbw_Bps", "bus": "busbw_Bps"}
     return t.Table(
         "Every collective and size",
         [
-            *named([c for c, _ in entries], "Collective", params, "ranks", "size"),
+            *named([c for c, _ in entries], "Collective", params | {"dtype": "Dtype"}, "ranks", "size"),
             t.sizes("Size", [format_size(m.size_bytes) for m in measured]),
-            *t.times(quartiles),
-            *t.bandwidths(
-                [("algorithm", [m.algbw_Bps for m in measured]), ("bus", [m.busbw_Bps for m in measured])]
-            ),
+            *t.times([(title, [getattr(m, name) for m in measured]) for title, name in quartiles.items()]),
+            *t.bandwidths([(title, [getattr(m, name) for m in measured]) for title, name in rates.items()]),
             *([t.ratios("longest / shortest rank", apart)] if any(apart) else []),
         ],
         folded=True,

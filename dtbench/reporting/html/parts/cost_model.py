@@ -43,20 +43,17 @@ def between(sizes: Sequence[float]) -> list[float]:
 
 def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
     """How far the constants are off, and they and the tables themselves."""
+    hosts = (
+        "; the built-in ones are those for the ranks’ hosts" if any(d.builtin for d in topology.dims) else ""
+    )
     section.lead += (
         " DTensor chooses redistributions by a model of a ring: a base latency of "
         f"{topology.base_latency_us:g} µs, a latency per hop, and the bytes over one bandwidth per mesh dim. Here its "
-        "two constants are fitted to the measured times"
-        + (
-            "; the built-in ones are those for the ranks’ hosts."
-            if any(d.builtin for d in topology.dims)
-            else "."
-        )
+        f"two constants are fitted to the measured times{hosts}."
     )
     section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
     section.cuts += [f"{d.name} has no constants: {d.reason}." for d in topology.left_out]
-    section.add(_residuals(topology))
-    section.add(_constants(topology))
+    section.add(_residuals(topology), _constants(topology))
     errors = []
     for dim in topology.dims if topology.backend == "nccl" else ():
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
@@ -152,8 +149,7 @@ def _constants(topology: CalibratedTopology) -> t.Table:
         return t.TableColumn(header, cells, True, unit)
 
     digits = partial(significant, digits=3)
-    bounds = ["≥ " if dim.bandwidth_is_lower_bound else "" for dim in dims]
-    bandwidths = [b + digits(d.bandwidth_GiBps) for b, d in zip(bounds, dims, strict=True)]
+    bandwidths = [f"{'≥ ' * dim.bandwidth_is_lower_bound}{digits(dim.bandwidth_GiBps)}" for dim in dims]
     return t.Table(
         "Fitted and PyTorch’s built-in constants",
         [

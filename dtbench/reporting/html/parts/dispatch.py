@@ -95,7 +95,7 @@ def _table(cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table
 
 def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
     """A panel per case: a bar per impl, its parts the stages."""
-    labels = distinct(c.label for c in calls)
+    cases = group_by(calls, lambda c: c.label)
     panels = {
         label: [
             StackedBar(
@@ -104,10 +104,9 @@ def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
                 f"{format_seconds(c.whole_ns * 1e-9)} in all",
                 c.floor_ns * 1e-9 if c.floor_ns is not None else None,
             )
-            for c in calls
-            if c.label == label
+            for c in of
         ]
-        for label in labels[:MAX_CASES]
+        for label, of in list(cases.items())[:MAX_CASES]
     }
     floors = "; vertical strokes: the time of the plain op, so the rest is the overhead of distribution"
     return bars(
@@ -116,7 +115,7 @@ def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
         _in_order(calls),
         "Time of one call, stage by stage, without the cost of recording"
         f"{floors if any(c.floor_ns is not None for c in calls) else ''}. Stages too short for a label are in the "
-        f"table{f'; so are cases beyond the first {MAX_CASES}' if len(labels) > MAX_CASES else ''}.",
+        f"table{f'; so are cases beyond the first {MAX_CASES}' if len(cases) > MAX_CASES else ''}.",
         folded="Time of a call, stage by stage" if folded else "",
     )
 
@@ -126,8 +125,7 @@ def _in_order(calls: Sequence[CallStages]) -> list[str]:
 
 
 def _rows(call: CallStages) -> list[Stage]:
-    order = _in_order([call])
-    return sorted(call.rows, key=lambda row: order.index(row.stage))
+    return [row for stage in _in_order([call]) for row in call.rows if row.stage == stage]
 
 
 def _stage_table(calls: Sequence[CallStages]) -> t.Table:
@@ -138,10 +136,8 @@ def _stage_table(calls: Sequence[CallStages]) -> t.Table:
             t.text("Case", [c.label for c, _ in rows]),
             t.text("Impl", [c.impl for c, _ in rows]),
             t.text("Stage", [row.stage for _, row in rows]),
-            t.TableColumn("time", t.aligned([row.ns for _, row in rows], 1e3, 2), True, "µs"),
-            t.TableColumn(
-                "plus or minus", t.aligned([row.plus_minus_ns for _, row in rows], 1e3, 2), True, "µs"
-            ),
+            t.figures("time", [row.ns / 1e3 for _, row in rows], "{:.2f}".format, "µs"),
+            t.figures("plus or minus", [row.plus_minus_ns / 1e3 for _, row in rows], "{:.2f}".format, "µs"),
             t.percents("share", [row.ns / c.whole_ns if c.whole_ns else None for c, row in rows], 0),
             t.text("Recorded by", [c.source for c, _ in rows]),
         ],

@@ -28,10 +28,10 @@ def title(of: Material, sections: Sequence[ReportSection]) -> str:
     sources = of.sources
     if of.changes is not None and (tallies := of.changes.tallies):
         sides = f"{' → '.join(of.changes.ends)}: " if of.changes.ends else ""
-        moved = [tally for tally in tallies if tally.words != judged.Verdict.PASS] or tallies
+        moved = [tally for tally in tallies if tally[0] != judged.Verdict.PASS] or tallies
         if of.changes.outcome == "single":
             return f"{sides}{ONE_LAUNCH}"
-        counts = ", ".join(f"{tally.count} {tally.words}" for tally in moved)
+        counts = ", ".join(f"{count} {verdict}" for verdict, count, _ in moved)
         return f"{sides}{counts} of {len(of.changes.changes)}"
     if words := "; ".join([one.outcome for one in sections if one.outcome][:2]):
         return words[0].upper() + words[1:] if words.split()[0].isalpha() else words
@@ -44,7 +44,7 @@ def title(of: Material, sections: Sequence[ReportSection]) -> str:
 
 def _times(of: Material) -> str:
     """Of suites that no section sums up: from the fastest to the slowest."""
-    cases = [case for members in of.suites.values() for case in members]
+    cases = of.cases(*of.suites)
     times = [measured.estimate_s for case in cases for measured in case.impls.values()]
     if not times:
         return ""
@@ -64,7 +64,7 @@ def summary(of: Material) -> list[str]:
     if not runs:
         return []
     header = runs[0].header
-    cases = [case for members in of.suites.values() for case in members]
+    cases = of.cases(*of.suites)
     launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
     torch = f", torch {header.versions['torch']}" if header.versions.get("torch") else ""
     measured = f"{plural(len(cases), 'case')} in {plural(launches, 'launch')}"
@@ -106,16 +106,15 @@ def warnings(of: Material) -> list[PageWarning]:
             notes.append(PageWarning(f"{words}: see Failures.", words))
     words = plural(len(of.drops), "bandwidth drop")
     notes += [PageWarning(f"{drop}.", "" if i else words) for i, drop in enumerate(of.drops)]
-    if of.crowded and any(case.get("mesh_dim") for cases in of.suites.values() for case in cases):
+    if of.crowded and any(case.get("mesh_dim") for case in of.cases(*of.suites)):
         text = (
             f"{of.crowded}: times of collectives include waiting for a core, so they do not show the speed of the "
             "links and are left out of the title and the headlines."
         )
         notes.append(PageWarning(text, of.crowded))
     if any(run.header.plan.get("quick") for run in runs):
-        notes.append(
-            PageWarning("Few samples: small differences are not significant.", "measured with --quick")
-        )
+        text = "Few samples: small differences are not significant."
+        notes.append(PageWarning(text, "measured with --quick"))
     if sources.topology is not None and runs:
         notes += map(PageWarning, _of_topology(sources.topology, {run.header.run_id for run in runs}))
     return [*notes, *map(PageWarning, sources.notes)]

@@ -55,12 +55,8 @@ def _change(points: list[tuple[int, float]]) -> float | None:
 
 def _figure(section: ReportSection, index: int, one: History, times: Times) -> Figure | None:
     drawn = {label: points for label, points in times.items() if len(points) >= FEWEST}
-    if len(drawn) > MOST_PANELS:
-        section.cuts.append(
-            f"The figure shows the {MOST_PANELS} of {len(drawn)} benchmarks that moved most; the table has them all."
-        )
     panels, names = [], _short(list(times))
-    for label, points in list(drawn.items())[:MOST_PANELS]:
+    for label, points in section.capped(list(drawn.items()), "benchmarks by change", MOST_PANELS):
         values = [time for _, time in points]
         line = [DrawnCurve("time", [float(place) for place, _ in points], values)]
         own = close_axis(values)

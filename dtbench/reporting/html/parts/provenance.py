@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -35,23 +35,18 @@ def hardware(header: Header) -> str:
 
 
 # Names and values.
-Facts = Sequence[tuple[str, str]]
+Facts = list[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Provenance:
-    facts: Facts
-    environment: Facts
-
-
-def provenance(sources: Sources) -> Provenance:
+def provenance(sources: Sources) -> dict[str, Facts]:
+    """The facts and the environment."""
     sides = [(f"Gate, {side}", words) for side, words in (sources.gate.sides if sources.gate else ())]
     if job := sources.job:
         devices = ", ".join(sorted({f"{rank.device} on {rank.host or 'unknown host'}" for rank in job.ranks}))
         versions = f"torch {job.torch or 'unknown'}, {job.backend or 'unknown backend'}"
         sides += [("Job", shlex.join(job.command) or job.label), ("Devices", devices), ("Versions", versions)]
     if not sources.runs:
-        return Provenance(sides, ())
+        return {"facts": sides, "environment": []}
     header = sources.runs[0].header
     facts = [
         *(("Command", _command(run.header.argv)) for run in sources.runs),
@@ -60,9 +55,8 @@ def provenance(sources: Sources) -> Provenance:
         *sides,
         *_facts(header, by_one_process(sources.runs)),
     ]
-    return Provenance(
-        [fact for fact in facts if fact[1]], [(k, str(v)) for k, v in sorted(header.env.items())]
-    )
+    environment = [(name, str(value)) for name, value in sorted(header.env.items())]
+    return {"facts": [fact for fact in facts if fact[1]], "environment": environment}
 
 
 def _run_words(run: Run) -> str:
@@ -107,12 +101,9 @@ def _placement(header: Header) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """0-3, 8"""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # What follows on the number before lies as far from its place.
+    spans = groupby(enumerate(sorted(numbers)), lambda of: of[1] - of[0])
+    runs = [[number for _, number in span] for _, span in spans]
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import ReportSection
 from dtbench.stats import estimate_s
 from dtbench.suite import Header, Result, Run
+from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Groups
 from dtbench.text import table as t
 from dtbench.text.units import format_size
@@ -32,9 +33,9 @@ class RankSkew:
     dim: str
     name: str
     size_bytes: int
-    busbw_Bps: Mapping[int, float]  # noqa: N815 - bytes per second
-    late_s: Mapping[int, tuple[float, float, float]]
-    last: Mapping[int, float]
+    busbw_Bps: dict[int, float]  # noqa: N815 - bytes per second
+    late_s: dict[int, tuple[float, float, float]]
+    last: dict[int, float]
 
     @property
     def words(self) -> str:
@@ -48,22 +49,13 @@ def add_ranks(section: ReportSection, runs: Sequence[Run]) -> None:
 
 def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
     """Per mesh dim the all_reduce (else the first collective) of the largest size, all groups at work."""
-    skews = []
-    groups = mesh_groups(runs[0].header)
+    skews, groups = [], mesh_groups(runs[0].header)
+    measured = [r for run in runs for r in run.ok("collectives") if r.rank_samples_s and r.size_bytes]
+    usual = {"groups": ("together", None), "mode": ("isolated", None)}
+    plain = [r for r in measured if all(r.params.get(name) in values for name, values in usual.items())]
+    by_dim = group_by((r for r in plain if r.busbw_Bps and r.algbw_Bps), lambda r: r.params.get("mesh_dim"))
     for dim in runs[0].header.mesh.dim_names if groups else ():
-        results = [
-            r
-            for run in runs
-            for r in run.ok("collectives")
-            if r.params.get("mesh_dim") == dim
-            and r.params.get("groups") in ("together", None)
-            and r.params.get("mode") in ("isolated", None)
-            and r.rank_samples_s
-            and r.size_bytes
-            and r.busbw_Bps
-            and r.algbw_Bps
-        ]
-        if results:
+        if results := by_dim.get(dim):
             chosen = max(results, key=lambda r: (r.name == "all_reduce", r.size_bytes or 0))
             same = [r for r in results if (r.name, r.size_bytes) == (chosen.name, chosen.size_bytes)]
             skews.append(_ranks_of(dim, same, groups[dim]))
@@ -72,32 +64,27 @@ def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
 
 def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> RankSkew:
     """Over launches the median."""
-    bandwidths: dict[int, list[float]] = {}
-    late: dict[int, list[np.ndarray]] = {}
-    for result in results:
-        assert result.busbw_Bps is not None and result.algbw_Bps is not None and result.size_bytes is not None
-        moved = result.size_bytes * result.busbw_Bps / result.algbw_Bps
-        for group in groups:
+    one = RankSkew(dim, results[0].name, results[0].size_bytes or 0, {}, {}, {})
+    for group in groups:
+        late, bandwidths = [], []
+        for result in results:
+            assert result.busbw_Bps and result.algbw_Bps and result.size_bytes
             shared = min(len(result.rank_samples_s.get(str(rank), ())) for rank in group)
             if len(group) < 2 or not shared:
                 continue
+            late.append(_lateness_s(result, group, shared))
             # Nothing where ranks hold unequally many samples, as a file from elsewhere may.
             samples = from_last_arrival_s(result, [group])
-            from_last = estimate_s(samples, result) if samples else 0.0
-            for rank, behind in zip(group, _lateness_s(result, group, shared), strict=True):
-                late.setdefault(rank, []).append(behind)
-                if from_last > 0:
-                    bandwidths.setdefault(rank, []).append(moved / from_last)
-    together = {rank: np.concatenate(parts) for rank, parts in late.items()}
-    quartiles = {rank: np.quantile(x, (0.25, 0.5, 0.75)).tolist() for rank, x in together.items()}
-    return RankSkew(
-        dim,
-        results[0].name,
-        results[0].size_bytes or 0,
-        {rank: float(np.median(values)) for rank, values in bandwidths.items()},
-        {rank: (low, middle, high) for rank, (low, middle, high) in quartiles.items()},
-        _last(groups, together),
-    )
+            if samples and (from_last := estimate_s(samples, result)) > 0:
+                bandwidths.append(result.size_bytes * result.busbw_Bps / result.algbw_Bps / from_last)
+        if bandwidths:
+            one.busbw_Bps.update(dict.fromkeys(group, float(np.median(bandwidths))))
+        together = np.hstack(late) if late else ()
+        for place, (rank, behind) in enumerate(zip(group, together, strict=False)):
+            low, middle, high = np.quantile(behind, (0.25, 0.5, 0.75)).tolist()
+            one.late_s[rank] = low, middle, high
+            one.last[rank] = float(np.mean(np.argmax(together, axis=0) == place))
+    return one
 
 
 def _lateness_s(result: Result, group: Sequence[int], samples: int) -> np.ndarray:
@@ -109,16 +96,6 @@ def _lateness_s(result: Result, group: Sequence[int], samples: int) -> np.ndarra
         return np.asarray(arrivals - arrivals.min(axis=0))
     readings = np.array([result.rank_samples_s[str(rank)][:samples] for rank in group])
     return np.asarray(readings.max(axis=0) - readings)
-
-
-def _last(groups: Groups, late: Mapping[int, np.ndarray]) -> dict[int, float]:
-    shares: dict[int, float] = {}
-    for group in groups:
-        there = [rank for rank in group if rank in late]
-        if there:
-            last = np.array([late[rank] for rank in there]).argmax(axis=0)
-            shares |= {rank: float((last == place).mean()) for place, rank in enumerate(there)}
-    return shares
 
 
 def _skew(skews: Sequence[RankSkew]) -> Figure | None:

@@ -80,24 +80,19 @@ def times_over_size(
     dims = distinct([*(dim for dim, _ in (*raw, *of_libraries)), *fitted])
     panels = []
     for dim in dims:
-        for name in distinct(
-            [*TRANSITION, *RING_COLLECTIVES, *(fitted[dim].collectives if dim in fitted else ())]
-        ):
+        tables = fitted[dim].collectives if dim in fitted else {}
+        for name in distinct([*TRANSITION, *RING_COLLECTIVES, *tables]):
             transition = TRANSITION.get(name, "")
             series = _measured(raw.get((dim, name), ()), of_libraries.get((dim, transition), ()))
-            if not series and not raw and dim in fitted and name in fitted[dim].collectives:
+            if not series and not raw and name in tables:
                 series = table_lines(fitted[dim], name)
             if not series or (raw and not transition):
                 continue
             sizes = [size for one in series for size in one.x]
             model = model_lines(fitted[dim], name, sizes) if dim in fitted else []
-            panels.append(
-                CurvePanel(
-                    f"{name} over {dim}{f': {transition}' if transition else ''}",
-                    [*model, *series],
-                    shade=fitted_on(fitted[dim]) if dim in fitted else None,
-                )
-            )
+            title = f"{name} over {dim}{f': {transition}' if transition else ''}"
+            shade = fitted_on(fitted[dim]) if dim in fitted else None
+            panels.append(CurvePanel(title, [*model, *series], shade))
     caption = "Time over tensor size, both axes logarithmic and common to all panels."
     if moved and collectives:
         caption += " The distance of a redistribute from c10d is its overhead over the collective."
@@ -121,25 +116,20 @@ def _measured(collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) ->
 
 def _added(section: ReportSection, collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) -> None:
     """What a redistribution costs beside its collective, at the smallest size that both were measured at."""
-    raw = {
-        (c.get("mesh_dim"), TRANSITION.get(c.name), c.only.size_bytes): c.only.estimate_s for c in collectives
-    }
+    raw = {(c.get("mesh_dim"), TRANSITION.get(c.name), c.only.size_bytes): c.only for c in collectives}
     both = {key: c for c in moved if (key := (c.get("mesh_dim"), c.name, c.number("size"))) in raw}
     least = min((size for *_, size in both), default=0)
+    pairs = [(c, raw[key].estimate_s) for key, c in both.items() if key[2] == least]
     costs = []
     for impl, name in (("torch", "DTensor"), ("core", "dtbench’s core")):
-        added = [
-            s - raw[key] for key, c in both.items() if key[2] == least and (s := c.seconds(impl)) is not None
-        ]
+        added = [s - alone_s for c, alone_s in pairs if (s := c.seconds(impl)) is not None]
         if added and (median := statistics.median(added)) > 0:
             costs.append((name, format_seconds(median), plural(len(added), "transition")))
     if costs:
         (name, added_s, of), *rest = costs
         other = "".join(f"; {name} adds {s}" for name, s, _ in rest)
-        words = f"overhead of a redistribution by {name} over its collective"
-        section.headlines.insert(
-            0, (f"+{added_s}", f"{words} at {format_size(least)}, median of {of}{other}")
-        )
+        words = f"overhead of a redistribution by {name} over its collective at {format_size(least)}"
+        section.headlines.insert(0, (f"+{added_s}", f"{words}, median of {of}{other}"))
         section.outcome = f"a redistribution by {name} adds {added_s} to its collective"
 
 
@@ -147,12 +137,11 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
     """Every transition at the smallest and the largest size, and all of them as a table."""
     drawn = plain_cases(cases)
     sizes = sorted({c.number("size") for c in drawn})
+    by_place = group_by(drawn, lambda c: (c.get("mesh_dim"), c.number("size")))
     panels = {
-        f"{dim}, {format_size(size)}": [
-            c for c in drawn if (c.get("mesh_dim"), c.number("size")) == (dim, size)
-        ]
-        for dim in distinct(c.get("mesh_dim") for c in drawn)
-        for size in dict.fromkeys([*sizes[:1], *sizes[-1:]])
+        f"{dim}, {format_size(size)}": by_place.get((dim, size), [])
+        for dim in distinct(dim for dim, _ in by_place)
+        for size in distinct([sizes[0], sizes[-1]])
     }
     ends = "the smallest and the largest size" if len(sizes) > 1 else "one size"
     caption = f"Time per redistribute at {ends}, {drawn[0].get('dtype')}{beside(drawn)}."

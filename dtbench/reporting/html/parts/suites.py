@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 from dtbench.engine.findings import floor_words
 from dtbench.reporting.html.axes import value_axis
@@ -21,18 +22,10 @@ from dtbench.text.units import format_size, plural
 
 MOST_ROWS = 8  # of a table that is not folded, beside a figure
 CORE, TORCH, FLOOR = Style("s0", "o"), Style("s1", "s", (5, 2), hollow=True), Style("s2", "|", (1.5, 1.5))
-IMPL_STYLES = {
-    impl: replace(style, words=f"{impl}: {IMPL_WORDS[impl]}")
-    for impl, style in {
-        "core": CORE,
-        "torch": TORCH,
-        "local": FLOOR,
-        WHOLE: Style("s3", "^", hollow=True),
-        "wrapped": Style("s4", "D", hollow=True),
-    }.items()
-}
-# Of impls that are not known here, in turn.
+# Also of impls that are not known here, in turn.
 _MORE_STYLES = (Style("s3", "^", hollow=True), Style("s4", "D", hollow=True), Style("s5", "v", hollow=True))
+_STYLES = {"core": CORE, "torch": TORCH, "local": FLOOR, WHOLE: _MORE_STYLES[0], "wrapped": _MORE_STYLES[1]}
+IMPL_STYLES = {impl: replace(style, words=f"{impl}: {IMPL_WORDS[impl]}") for impl, style in _STYLES.items()}
 
 
 def impls_of(cases: Sequence[ReportCase]) -> list[str]:
@@ -102,9 +95,7 @@ def add_dots(
     rows = {title: [_row(case, label(case)) for case in cases[:MAX_ROWS]] for title, cases in drawn.items()}
     impls = {impl for of in rows.values() for row in of for impl in row.values}
     styles = {impl: style for impl, style in IMPL_STYLES.items() if impl in impls}
-    more = sorted(impls - set(IMPL_STYLES))
-    styles |= {impl: _MORE_STYLES[i % len(_MORE_STYLES)] for i, impl in enumerate(more)}
-
+    styles |= zip(sorted(impls - set(IMPL_STYLES)), cycle(_MORE_STYLES), strict=False)
     axis = partial(value_axis, title="time per call")
     section.add(dots(section.id, rows, styles, caption, axis, shown=2, folded=folded))
 
@@ -121,17 +112,20 @@ def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what:
 
     what: one of that which is timed. where: how the sentence begins.
     """
-    ratios = [r for c in cases if (r := c.ratio("core", "torch")) is not None]
-    mean = geometric_mean(ratios)
-    if mean is None or len(ratios) < FEWEST_CASES:
+    both = [c for c in cases if c.ratio("core", "torch") is not None]
+    if len(both) < FEWEST_CASES:
         return ""
-    words = (
-        f"the core than torch, time per {what}: geometric mean of {plural(len(ratios), 'case')}, from "
-        f"{t.faster(max(ratios))} to {t.faster(min(ratios))}"
-    )
-    section.headlines.append((t.faster(mean), words))
+    mean, words = mean_ratio(both, "core", "torch")
+    section.headlines.append((t.faster(mean), f"the core than torch, time per {what}: {words}"))
     section.outcome = section.outcome or f"the core is {t.faster(mean, 'torch')} per {what}"
-    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean of {len(ratios)} cases). "
+    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean of {len(both)} cases). "
+
+
+def mean_ratio(cases: Sequence[ReportCase], impl: str, base: str) -> tuple[float | None, str]:
+    """The geometric mean of the cases' ratios, None where none has both; and what to say of it."""
+    ratios = [r for c in cases if (r := c.ratio(impl, base)) is not None]
+    ends = f"from {t.faster(max(ratios, default=None))} to {t.faster(min(ratios, default=None))}"
+    return geometric_mean(ratios), f"geometric mean of {plural(len(ratios), 'case')}, {ends}"
 
 
 def beside(cases: Sequence[ReportCase]) -> str:

@@ -29,9 +29,8 @@ def fill(section: ReportSection, of: Material) -> None:
         f"The other sections are of {next(iter(systems))}."
     )
     best = {label: best for label, of_system in systems.items() if (best := _best(of_system))}
-    section.outcome = "at best " + ", ".join(
-        f"{label} {format_bandwidth(rate)}" for label, rate in best.items()
-    )
+    rates = ", ".join(f"{label} {format_bandwidth(rate)}" for label, rate in best.items())
+    section.outcome = f"at best {rates}"
     section.add(_figure(systems))
 
 
@@ -47,12 +46,9 @@ def _curves(runs: Sequence[Run]) -> _Curves:
     by_name: dict[str, list[ReportCase]] = {}
     cases = [c for c in collect(runs).get("collectives", []) if c.impls and c.only.busbw_Bps]
     for name, of in group_by(cases, lambda c: c.name).items():
-        for param, wanted in (
-            ("ranks", max(c.number("ranks") for c in of)),
-            ("groups", "together"),
-            ("mode", "isolated"),
-            ("dtype", "float32"),
-        ):
+        most = max(c.number("ranks") for c in of)
+        usual = {"ranks": most, "groups": "together", "mode": "isolated", "dtype": "float32"}
+        for param, wanted in usual.items():
             of = [c for c in of if c.get(param) == wanted] or of
         key = ("mesh_dim", "groups", "mode", "dtype", "in_place")
         same = [c for c in of if all(c.get(param) == of[0].get(param) for param in key)]
