@@ -201,9 +201,6 @@ def report(
     return Path(output)
 
 
-# --------------------------------------------------------------------------------- ranks of their own
-
-
 def _run_in_ranks(
     names: Sequence[str], options: Mapping[str, object], output: str | Path | None, progress: bool
 ) -> Results:
@@ -269,9 +266,6 @@ def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
                 line.show(error)
             line.close()
     return code, last
-
-
-# --------------------------------------------------------------------------------- this process
 
 
 def _suite_of(what: object, clock: Literal["host", "device"]) -> Suite:

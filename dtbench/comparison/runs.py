@@ -235,8 +235,6 @@ def _why(results: list[Result], *statuses: str) -> str | None:
     return f"{first.status}: {first.reason}" if first.reason else first.status
 
 
-# ------------------------------------------------------------------------------------ drift
-
 _SHARED = "what plain torch shares is no change of the code; `dtbench gate` measures both sides in turn"
 
 
@@ -267,9 +265,6 @@ def _without_drift(row: Judged, moves: Mapping[CaseKey, float], drifts: Mapping[
         return row
     reason = f"the machine drifted: plain torch became {format_change(floor)}, too"
     return replace(row, verdict=Verdict.INCONCLUSIVE, reason=reason)
-
-
-# ------------------------------------------------------------------------------------ notes
 
 
 def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Judged]) -> list[str]:

@@ -168,9 +168,6 @@ class RunRequest:
         )
 
 
-# --------------------------------------------------------------------------------- parsing
-
-
 def parse_size(text: str) -> int:
     """`64KiB` -> 65536 bytes. Units: B (or none), KiB, MiB, GiB."""
     match = _SIZE.fullmatch(text.strip())
@@ -288,9 +285,6 @@ def refuse_foreign_options(suites: Sequence[Suite], chosen: Mapping[str, str]) -
             )
         if not value or value.startswith("--"):
             raise UsageError(f"--{name} needs a value: expected --{name} VALUE")
-
-
-# --------------------------------------------------------------------------------- what there is to do
 
 
 @dataclass(frozen=True)

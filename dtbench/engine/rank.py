@@ -234,9 +234,6 @@ class LaunchedRank:
             self._report(diagnosis, self.now)
 
 
-# --------------------------------------------------------------------------------- meeting
-
-
 def join_timeout_s() -> float:
     """How long a rank waits for its world.
 

@@ -34,9 +34,6 @@ _DYING_S = 0.2
 GROUP_GRACE_S = 30.0
 
 
-# --------------------------------------------------------------------------------- the shared store
-
-
 def store_of(place: RankPlace, launch: int) -> Callable[[bool], Store]:
     """How to reach the store of this launch: a function that opens a new connection (True: the first
     of this process, which also serves where no launcher does).
@@ -166,9 +163,6 @@ class AloneRanks:
 
     def raised(self, reason: str) -> None:
         pass
-
-
-# --------------------------------------------------------------------------------- process groups
 
 
 class LiveWorld:

@@ -434,9 +434,6 @@ def _arrivals(parts: Mapping[int, RankPart], rounds: Sequence[int], calls: int) 
     return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}
 
 
-# --------------------------------------------------------------------------------- task by task
-
-
 def budget_of(world: str, quick: bool) -> Budget:
     """How much is measured per impl of a case.
 

@@ -181,9 +181,6 @@ def left_s(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.0)
 
 
-# ---------------------------------------------------------------------------------- what ends this process
-
-
 def end_with_launcher() -> None:
     """From now on the kernel sends this process a SIGTERM when its launcher dies (on Linux; elsewhere the ranks notice
     that its store is gone); it ends here if that has died already."""

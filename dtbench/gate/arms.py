@@ -222,9 +222,6 @@ def _executable(text: str) -> str:
     return str(path)
 
 
-# --------------------------------------------------------------------------------- revisions
-
-
 def _git(
     *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

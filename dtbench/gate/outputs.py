@@ -63,9 +63,6 @@ def lines(report: Gate) -> list[str]:
     ]
 
 
-# --------------------------------------------------------------------------------- other tools
-
-
 def points_of(report: Gate) -> list[Point]:
     """Head's estimates, for other tools; bounds are those of the change times base's estimate."""
     paired = (j for j in report.benchmarks if j.effect is not None)

@@ -26,9 +26,6 @@ TRUST_P = 0.04  # one-sided: five pairs that all agree have 1/32
 TRUST_SCATTER = 0.03
 
 
-# ------------------------------------------------------------------------------- one benchmark
-
-
 def passes(benchmark: Benchmark, effect: Effect, base_s: float, share: float = SCREEN_SHARE) -> bool:
     """Whether the pairs show that the benchmark is not slower by more than its tolerance."""
     matters = smallest_change(base_s, benchmark.floor_s)
@@ -84,8 +81,6 @@ def _change(effect: Effect) -> Change:
     )
 
 
-# ------------------------------------------------------------------------------------ counters
-
 # What a call does, as `counting` and the suites' workloads count it. Times among a workload's counters
 # are no counts and are not gated.
 _OF_CALLS = ("collectives", "collective_bytes", "allocations", "allocated_bytes", "python_calls")
@@ -103,9 +98,6 @@ def rises(
 def words_of(counters: Mapping[str, Counts]) -> str:
     """`python_calls 41 -> 43`."""
     return ", ".join(f"{name} {of.base:g} -> {of.head:g}" for name, of in counters.items())
-
-
-# ------------------------------------------------------------------------------------ trust
 
 
 def has_moved(effect: Effect | None) -> bool:
@@ -138,9 +130,6 @@ def trust_of(
         control_pairs=control.pairs if control else 0,
         null_pairs=null.pairs if null else 0,
     )
-
-
-# ------------------------------------------------------------------------------------ the run
 
 
 def exit_code_of(judged: Sequence[Judged], trust: Trust, *, allow_new: bool = False) -> GateCode:

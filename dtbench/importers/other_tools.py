@@ -107,8 +107,6 @@ def _deepspeed_size(table: LogTable, described: int, time: Printed, tput: Printe
     return whole[0]
 
 
-# -------------------------------------------------------------------------------------------- OSU
-
 _OSU_LINES = {
     "launch": pattern(
         r"\b(?:mpirun\w*|mpiexec\w*|srun)\b.*?\s(?:-np|-n|--np|--ntasks)[ =](\d{1,7})\b.*\bosu_"
@@ -193,8 +191,6 @@ def _osu_add(
     table.rows.append(LogRow(number, int(match[1]), None, dtype, "", None, [figure]))
 
 
-# --------------------------------------------------------------------------------- ml-engineering
-
 _ML_TITLE = pattern(r"average bandwidth(?: and the per-call latency)? of (\w+) over (\d{1,7}) ranks")
 _ML_SIZE = pattern(r"(\d{1,18}(?:\.\d{1,3})?)\s?(B|[KMGT]i?B)")
 _ML_BANDWIDTH = pattern(r"(\S+?)\s?(GBps|MBps|GB/s)")
@@ -271,8 +267,6 @@ def _scaled(kind: re.Pattern[str], cell: str, units: dict[str, float]) -> Printe
     match = kind.fullmatch(cell)
     return amount(match[1], units[match[2]]) if match else None
 
-
-# ----------------------------------------------------------------------------------- rccl-tests CSV
 
 _CSV_NEEDED = {"size", "type", *TIMED}
 

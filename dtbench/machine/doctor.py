@@ -65,9 +65,6 @@ def examine(here: Surroundings | None = None) -> list[MachineFinding]:
     return [finding for check in _CHECKS for finding in check(here)]
 
 
-# ----------------------------------------------------------------------------------- the CPU
-
-
 def _governor(here: Surroundings) -> list[MachineFinding]:
     paths = here.root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
     governors = {text for path in paths if (text := here.read(str(path.relative_to(here.root))))}
@@ -172,9 +169,6 @@ def _clocksource(here: Surroundings) -> list[MachineFinding]:
     return [_judged("clock source", ok, current, effect, "boot with clocksource=tsc tsc=reliable")]
 
 
-# ------------------------------------------------------------------------------- the GPUs
-
-
 def _gpus(here: Surroundings) -> Iterator[MachineFinding]:
     devices = sorted(path.name for path in here.root.glob("dev/nvidia[0-9]*"))
     library = here.nvml()
@@ -216,9 +210,6 @@ def _gpu(device: machine.NvmlDevice, title: str) -> Iterator[MachineFinding]:
     got = f"{len(pids)} (pid {', '.join(pids[:5])})" if pids else "none"
     effect = "they share the GPU's time, memory bandwidth and links with the benchmark"
     yield _judged(f"{title} other processes", not pids, got, effect, "nvidia-smi; end them")
-
-
-# ---------------------------------------------------------------------- network, torch
 
 
 def _hostname(here: Surroundings) -> list[MachineFinding]:

@@ -188,9 +188,6 @@ def installed(package: str) -> str | None:
         return None
 
 
-# ---------------------------------------------------------------------------------- git
-
-
 def _checkout(folder: Path) -> Checkout:
     """Commit and dirty flag of the checkout around `folder`; untracked files do not make it dirty."""
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
@@ -213,9 +210,6 @@ def _git(folder: Path, *args: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-# ---------------------------------------------------------------------------------- the CPU
 
 
 def cpu(root: Path = Path("/")) -> Cpu:
@@ -256,9 +250,6 @@ def read_text(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
-
-
-# ---------------------------------------------------------------------------------- GPUs
 
 
 def _ask(library: Nvml | None, name: str, *args: object) -> Nvml | None:

@@ -175,9 +175,6 @@ def compare_with(expected: CalibratedTopology, examination: Examination) -> None
             )
 
 
-# ----------------------------------------------------------------------- what was found
-
-
 class LinkRate(Struct, frozen=True, kw_only=True):
     """A pair of ranks. rate: bytes per second each way, both ways at once."""
 

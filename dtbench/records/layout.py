@@ -123,9 +123,6 @@ def _nvlink_pairs(
     return (linked, total) if total else None
 
 
-# ------------------------------------------------------------------------------------- times
-
-
 def from_last_arrival_s(result: Result, groups: Groups) -> tuple[float, ...]:
     """`from_last_arrivals_s` of one result."""
     return tuple(map(float, from_last_arrivals_s([result], groups)[0]))

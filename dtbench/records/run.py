@@ -43,9 +43,6 @@ _WHOLE_BEFORE = ("tensor_parallel", "embedding")
 _CUT = ""  # in place of the kind of a last line without its end
 
 
-# --------------------------------------------------------------------------------- writing
-
-
 class RunWriter:
     """Appends results to a run file; one writer per file, any thread.
 
@@ -263,9 +260,6 @@ def _line_of(result: Result) -> bytes:
     if read is None or read.key != result.key:
         raise BadFieldError("its name and params would not be read back as they are")
     return line
-
-
-# --------------------------------------------------------------------------------- reading
 
 
 @contextlib.contextmanager

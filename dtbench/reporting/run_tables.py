@@ -86,9 +86,6 @@ def print_csv(runs: Sequence[Run]) -> None:
     sys.stdout.write(to.encodable(csv.of_frame(results_frame(runs))))
 
 
-# ------------------------------------------------------------------------------------- runs
-
-
 def _print_provenance(console: Console, run: Run) -> None:
     header, versions = run.header, run.header.versions
     commit, dirty = header.git.commit, header.git.dirty
@@ -274,9 +271,6 @@ def _run_json(run: Run) -> dict[str, object]:
     header = msgspec.to_builtins(run.header)
     run_json = {"path": str(run.path), "complete": run.complete, "header": header, "results": results}
     return run_json | {"bandwidth_drops": msgspec.to_builtins(drops_of(run.results))}
-
-
-# ------------------------------------------------------------------------------------- what is shown
 
 
 # Of a case: the time of one of its impls, as named first, else the core's.

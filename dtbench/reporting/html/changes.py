@@ -65,9 +65,6 @@ def _sorted(changes: Sequence[Judged]) -> tuple[Judged, ...]:
     return tuple(sorted(changes, key=lambda c: (c.verdict.gravity, -abs(c.severity))))
 
 
-# ------------------------------------------------------------------------------------ two sides of runs
-
-
 def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes:
     """What `dtbench compare` finds."""
     changes = _sorted(comparison.rows)
@@ -88,9 +85,6 @@ def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes
     )
     bounds = "Hodges-Lehmann over launches; the interval covers at most what so few launches allow."
     return Changes(changes, outcome, thresholds, bounds, comparison.notes, ends=ends)
-
-
-# ------------------------------------------------------------------------------------ the gate's result
 
 
 def of_gate(gate: Gate) -> Changes:

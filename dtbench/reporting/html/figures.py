@@ -123,9 +123,6 @@ class Figure:
         return list(zip(panels, [count for count in in_row for _ in range(count)], strict=True))
 
 
-# ----------------------------------------------------------------------------------------- curves
-
-
 @dataclass(frozen=True)
 class DrawnCurve:
     """label: the name of its style. band: the low and the high y at each x, shaded."""
@@ -208,9 +205,6 @@ def _paint_curves(of: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Axis,
             axes.plot(one.x, one.y, clip_on=False, **style.look)
     x.apply(axes, "x")
     y.apply(axes, "y")
-
-
-# ------------------------------------------------------------------------------------------- dots
 
 
 @dataclass(frozen=True)
@@ -300,9 +294,6 @@ def _paint_series(axes: Axes, rows: Sequence[DotRow], name: str, style: Style, x
         axes.plot([row.values[name] for _, row in places], [p for p, _ in places], zorder=2.5, **look)
 
 
-# ------------------------------------------------------------------------------------------- bars
-
-
 @dataclass(frozen=True)
 class StackedBar:
     """Boxes end to end. parts: (name, length). note: at its right end. mark: drawn across, a floor."""
@@ -361,9 +352,6 @@ def box_styles(order: Sequence[str]) -> dict[str, Style]:
         name: Style(_BAR_COLOURS[i % count], "", box=_BAR_OPACITIES[min(i // count, 1)])
         for i, name in enumerate(order)
     }
-
-
-# --------------------------------------------------------------------------------- what all share
 
 
 def _axes_in(canvas: Canvas, *, left: float, right: float, top: float, bottom: float) -> Axes:

@@ -130,9 +130,6 @@ def is_report(head: str) -> bool:
     return f'<meta name="generator" content="{GENERATOR}">' in head
 
 
-# ------------------------------------------------------------------------------------ limits
-
-
 def _fit(sections: Sequence[ReportSection], economy: Economy) -> tuple[list[ReportSection], list[str]]:
     """The sections with so many drawings and rows, and what was cut, in words."""
     panels = [len(figure.panels) for section in sections for figure in section.figures]
@@ -161,9 +158,6 @@ def csv_link(runs: Sequence[Run]) -> str:
     frame = results_frame(runs).drop(columns="case").dropna(axis="columns", how="all")
     held = quote(csv.of_frame(frame, "%.6g"), safe=_PLAIN_IN_ADDRESS)
     return f"data:text/csv;charset=utf-8,{held}"
-
-
-# ------------------------------------------------------------------------------------ templates
 
 
 def render_template(name: str, **context: object) -> str:

@@ -108,9 +108,6 @@ def beside_each_other(sources: Sources) -> Sources:
     return replace(sources, runs=groups[0], systems=groups)
 
 
-# ------------------------------------------------------------------------------------ files
-
-
 def _read(path: Path) -> dict[str, Any]:
     """Field of `Sources` -> what the file or folder holds of it."""
     if os.path.isdir(path):  # noqa: PTH112 - Path's raises where a name is too long
@@ -155,9 +152,6 @@ def _json(path: Path) -> dict[str, Any]:
     if isinstance(content, Calls):
         return {"calls": content.cases}
     return {"ranks": content.sections} if isinstance(content, RanksProfile) else {"gate": of_gate(content)}  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------------ folders of runs
 
 
 def _folder(folder: Path) -> dict[str, Any]:

@@ -51,9 +51,6 @@ def fill(section: ReportSection, of: Material) -> None:
     section.add(_overlap(overlaps), _overlap_table(overlaps))
 
 
-# ------------------------------------------------------------------------------------ buckets
-
-
 def _headline(section: ReportSection, of: Material, cases: Sequence[ReportCase]) -> None:
     """How much faster buckets of the largest size are than a call for each tensor, and the size to choose."""
     largest = max(c.number("bucket_bytes") for c in cases)
@@ -116,9 +113,6 @@ def _bucket_table(cases: Sequence[ReportCase]) -> t.Table:
         ],
         folded=True,
     )
-
-
-# ------------------------------------------------------------------------------------ overlap
 
 
 def hidden(case: ReportCase) -> float | None:

@@ -161,9 +161,6 @@ def _label(dim: tuple[str, Param], way: str) -> str:
     return ", ".join(word for word in (name, f"{ranks} ranks" if ranks else "", way) if word)
 
 
-# ------------------------------------------------------------------------------------ tables
-
-
 def _contention(cases: Sequence[ReportCase]) -> t.Table:
     """What the sibling groups cost: the largest size, alone and together."""
     rows = []

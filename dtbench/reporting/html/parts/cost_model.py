@@ -66,9 +66,6 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
         section.outcome = section.outcome or f"PyTorch’s built-in constants are off by {', '.join(errors)}"
 
 
-# ------------------------------------------------------------------------------------------ figures
-
-
 def fitted_on(dim: Dim) -> tuple[float, float]:
     """The sizes that the constants are fitted on, with room beside them."""
     low, high = dim.fitted_on.size_bytes
@@ -128,9 +125,6 @@ def percent_off(ratio: float) -> str:
         return "0 %"
     digits = 0 if abs(off) >= 1 and ratio >= 0.1 else 2
     return f"{off:+.{digits}f} %".replace("-", "−").replace(".00", "")
-
-
-# ------------------------------------------------------------------------------------------ tables
 
 
 def _basis(dim: Dim) -> str:

@@ -90,9 +90,6 @@ def _table(cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table
     )
 
 
-# ------------------------------------------------------------------------------------ stages
-
-
 def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
     """A panel per case: a bar per impl, its parts the stages."""
     cases = group_by(calls, lambda c: c.label)

@@ -140,9 +140,6 @@ def doubt_floors(section: ReportSection, cases: Sequence[ReportCase], of: str = 
     section.cuts += [f"{of}{words[0].upper()}{words[1:]}." for words in floor_words(times)]
 
 
-# ------------------------------------------------------------------------------------ the parts
-
-
 def tensor_parallel(section: ReportSection, of: Material) -> None:
     cases = of.cases("tensor_parallel")
     if not cases:
