@@ -87,7 +87,9 @@ def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] 
         notes.insert(0, f"{missing}: who waits for whom is told where all of a group are there")
     elif together.apart:
         apart = ", ".join(map(str, sorted(together.apart)[:8])) + ", ..." * (len(together.apart) > 8)
-        notes.append(f"ranks that share no collective with rank {traces[0].rank} have clocks of their own: {apart}")
+        notes.append(
+            f"ranks that share no collective with rank {traces[0].rank} have clocks of their own: {apart}"
+        )
     return Job(
         label=label,
         command=tuple(command),

@@ -285,16 +285,24 @@ class _RankReader:
         return pairs[np.argsort(pairs[:, 0], kind="stable")]
 
     def _leave_out_long(self, trace: RankTrace, work: _Spans) -> None:
-        """A duration beyond the trace's, or beyond the longest step's, cannot be."""
+        """A duration beyond the trace's cannot be, nor, of what begins in a step, beyond the longest step's. What gloo
+        has in its queue may be of several steps."""
         lists = self._messages, self._transports
         spans = [work.pairs(), self._copies.pairs(), *(intervals(one[1:3] for one in of) for of in lists)]
         starts = np.concatenate(spans)[:, 0]
-        most = self._window_us or (float(np.ptp(starts)) if len(starts) > 9 else 0.0)
-        most = min(most or float("inf"), trace.steps.longest_us or float("inf"))
-        self._wrong[_IMPOSSIBLE] += sum(int((of[:, 1] - of[:, 0] > most).sum()) for of in spans)
-        trace.compute, trace.copies = (union(of[of[:, 1] - of[:, 0] <= most]) for of in spans[:2])
+        most = self._window_us or (float(np.ptp(starts)) if len(starts) > 9 else 0.0) or float("inf")
+        marks, step = intervals(trace.steps.marks), trace.steps.longest_us or float("inf")
+        sound = []
+        for of in spans:
+            at = np.searchsorted(marks[:, 0], of[:, 0], side="right") - 1
+            in_step = (at >= 0) & (of[:, 0] < marks[at, 1]) if len(marks) else at >= 0
+            limit = np.where(in_step & (of is not spans[-1]), min(step, most), most)
+            sound.append(of[:, 1] - of[:, 0] <= limit)
+        self._wrong[_IMPOSSIBLE] += sum(int((~good).sum()) for good in sound)
+        trace.compute, trace.copies = (union(of[good]) for of, good in zip(spans[:2], sound, strict=False))
         self._messages, self._transports = (
-            [of for of in some if of.end - of.start <= most] for some in lists
+            [one for one, good in zip(some, goods, strict=True) if good]
+            for some, goods in zip(lists, sound[2:], strict=True)
         )
 
     def _kernel_calls(self, host: Sequence[Op], groups: Mapping[str, ProcessGroup]) -> Iterator[Call]:

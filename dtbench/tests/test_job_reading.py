@@ -118,6 +118,16 @@ def test_impossible_durations_are_left_out_and_said(tmp_path: Path, wrong: float
     assert any("2 events of an impossible duration" in text for text in got.notes)
 
 
+def test_what_begins_between_steps_may_last_longer_than_one(tmp_path: Path) -> None:
+    """A barrier after an evaluation, say."""
+    marked = [*steps(3), *(launch(n * 1000 + 1, n + 1) for n in range(3))]
+    sound = [*marked, *(kernel(n * 1000 + 10, 100, correlation=n + 1) for n in range(3))]
+    got = read(tmp_path, [*sound, kernel(9000, 10), nccl(4000, 3000)])
+    assert got.ranks[0].communication_s == pytest.approx(3e-3) and not any(
+        "impossible" in n for n in got.notes
+    )
+
+
 # ---- what a collective was ----
 
 PARAM_COMMS = {"Collective name": "_allgather_base", "In msg nelems": 500, "Out msg nelems": 1000}
