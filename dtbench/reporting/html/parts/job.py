@@ -4,6 +4,7 @@ and tables."""
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 from markupsafe import Markup
@@ -90,8 +91,10 @@ def fill_sections(section: ReportSection, of: Material) -> None:
     ranks = sorted(of.sources.ranks, key=lambda one: not one.job.collectives)
     if len(ranks) > MAX_SECTIONS:
         section.cuts = [f"{MAX_SECTIONS} of {len(ranks)} are drawn; the profile's table.txt has them all."]
+    short = {one.job.label: re.sub(r" \w+=.*(?= \()", "", one.job.label) for one in ranks}
+    distinct = len({*short.values()}) == len(short)
     for number, one in enumerate(ranks[:MAX_SECTIONS]):
-        label = one.job.label
+        label = short[one.job.label] if distinct else one.job.label
         if timeline := _timeline(one.job, f"lanes{number}"):
             caption = f"{headline(one.job)[1]} {one.overhead_words} {timeline.caption}"
             section.add(replace(timeline, caption=caption, folded=label if of.sources.runs else ""))
