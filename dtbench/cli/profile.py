@@ -22,21 +22,12 @@ if TYPE_CHECKING:
     from dtbench.profile.judge import Topology
     from dtbench.records.job import Job
 
+_OF_JOB = ["topology", "system", "bases", "as_json", "model", "layout"]
 # Kind of target -> the parameters that it has beside -o.
 _OF = {
     "a suite": ["impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"],
-    "traces": ["topology", "system", "bases", "as_json", "model", "layout"],
-    "-- COMMAND": [
-        "topology",
-        "system",
-        "bases",
-        "as_json",
-        "model",
-        "layout",
-        "steps",
-        "warmup",
-        "timeout_s",
-    ],
+    "traces": _OF_JOB,
+    "-- COMMAND": [*_OF_JOB, "steps", "warmup", "timeout_s"],
 }
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from dtbench.comparison.references import System
 from dtbench.comparison.runs import MIN_LAUNCHES, ONE_LAUNCH, judge_launches
 from dtbench.cost.price import estimate
-from dtbench.records.job import Collective, Job, RankJob
+from dtbench.records.job import Job, RankJob
 from dtbench.records.judged import Verdict
 from dtbench.records.judged_job import CallChange, CallKind, Judgement, LinkRow, TimeChange, Worth
 from dtbench.records.topology import CalibratedTopology
@@ -31,10 +31,6 @@ def judged(job: Job, topology: Topology | None = None, bases: Sequence[Job] = ()
     return replace(changed, links=links, worth=worth(job, links))
 
 
-def _kind(call: Collective) -> CallKind:
-    return CallKind(call.mesh_dim, call.collective, call.group_size, call.dtype, call.bytes)
-
-
 def _median(rank: RankJob, part: str) -> float:
     return float(median(getattr(step, part) for step in rank.each_step))
 
@@ -42,7 +38,7 @@ def _median(rank: RankJob, part: str) -> float:
 def beside_links(job: Job, topology: Topology) -> tuple[LinkRow, ...]:
     """A row for each kind of call, in the job's order."""
     rows = []
-    for kind, calls in group_by(job.collectives, _kind).items():
+    for kind, calls in group_by(job.collectives, CallKind.of).items():
         moving = [call.moving_s for call in calls if call.moving_s]
         time_s = median(moving) if moving else min(call.best_s for call in calls)
         reached_s, beside, doubts = _reached(kind, topology)
@@ -82,7 +78,7 @@ def _reached(kind: CallKind, topology: Topology) -> tuple[float | None, str, str
 
 def worth(job: Job, links: Sequence[LinkRow]) -> tuple[Worth, ...]:
     """What each mesh dim could give back of a step of the rank whose steps are longest: bounds, for what waits less
-    here may wait more there. All communication of the trace is taken for that of its steps.
+    here may wait more there. All waiting of the trace is taken for that of its steps.
     hidden, links: no more than is exposed; never below the rank's computation, which is taken to stay as it is.
     links: a call saves its time less what is reached; waits stay; a call without anything beside it saves nothing.
     on time: the rank waits for no other, and where it was last it comes with the median of the others; never below the
@@ -98,7 +94,9 @@ def worth(job: Job, links: Sequence[LinkRow]) -> tuple[Worth, ...]:
         saved: dict[Literal["hidden", "links", "on time"], float] = {"hidden": exposed_s}
         excess_s = {row.kind: max(0.0, row.time_s - row.reached_s) for row in links if row.reached_s}
         calls = [call for call in job.collectives if (call.rank, call.mesh_dim) == (rank.rank, dim.mesh_dim)]
-        if beside := [call.count * excess_s[_kind(call)] for call in calls if _kind(call) in excess_s]:
+        if beside := [
+            call.stepped * excess_s[CallKind.of(call)] for call in calls if CallKind.of(call) in excess_s
+        ]:
             saved["links"] = min(sum(beside) / steps, exposed_s)
         if waits := [of for of in job.waits if of.mesh_dim == dim.mesh_dim and name in of.waiting_s]:
             waited_s = sum(of.waiting_s[name] for of in waits) / steps
@@ -133,7 +131,7 @@ def _per_step(job: Job, ranks: Set[int], whole: bool) -> dict[tuple[CallKind, in
     calls: Counter[tuple[CallKind, int]] = Counter()
     for call in job.collectives:
         if call.rank in steps:
-            calls[_kind(call), call.rank] += call.stepped
+            calls[CallKind.of(call), call.rank] += call.stepped
     return {key: n // steps[key[1]] if whole else n / steps[key[1]] for key, n in calls.items() if n}
 
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from dtbench.records.job import Collective, Job, RankJob, StepParts
+from dtbench.records.job import Job, RankJob, StepParts
 from dtbench.records.judged_job import CallKind, Judgement
 from dtbench.suite.grouping import group_by
 from dtbench.text import terminal as to
@@ -71,10 +71,6 @@ def _table(what: str, job: Job, heads: Sequence[str], rows: Sequence[Sequence[st
     return Table(f"{what}, {per}", [TableColumn(head.lstrip(">"), of, head[0] == ">") for head, of in there])
 
 
-def _kind(one: Collective) -> CallKind:
-    return CallKind(one.mesh_dim, one.collective, one.group_size, one.dtype, one.bytes)
-
-
 def _median(values: Iterable[float | None]) -> float | None:
     there = [value for value in values if value is not None]
     return median(there) if there else None
@@ -103,10 +99,12 @@ def _dims(job: Job, steps: Mapping[int, int], shares: Mapping[CallKind, float | 
         row.append(format_seconds(_median(d.exposed_s / steps[rank.rank] for rank, d in timed)))
         row.append(_percent(_median(d.exposed_s / (_whole_s(rank) or 1) for rank, d in timed)))
         largest = max((c for c in of if c.busbw), key=lambda c: c.bytes or 0, default=None)
-        same = [c for c in of if largest and _kind(c) == _kind(largest)]
+        same = [c for c in of if largest and CallKind.of(c) == CallKind.of(largest)]
         row.append(f"{largest.collective} {format_bytes(largest.bytes)}" if largest else "")
         row.append(format_bandwidth(_median(c.busbw for c in same)))
-        rows.append([*row, _percent(shares.get(_kind(largest)) if largest else None), _last(job, dim=dim)])
+        rows.append(
+            [*row, _percent(shares.get(CallKind.of(largest)) if largest else None), _last(job, dim=dim)]
+        )
     heads = "Mesh dim,Ranks,>calls,>bytes,Dtypes,>time,>exposed,>of all,Largest,>its busbw,>of calibrated,Last mostly"
     return _table("Communication by mesh dim", job, heads.split(","), rows)
 
@@ -130,7 +128,7 @@ def _collectives(
     job: Job, steps: Mapping[int, int], shares: Mapping[CallKind, float | None], screen: bool
 ) -> Table:
     rows = []
-    for kind, of in group_by(job.collectives, _kind).items():
+    for kind, of in group_by(job.collectives, CallKind.of).items():
         each_s = median(c.time_s / c.count * c.stepped / steps[c.rank] for c in of)
         row = [kind.mesh_dim, kind.collective, kind.dtype or "", format_bytes(kind.bytes)]
         row += [f"{median(c.stepped / steps[c.rank] for c in of):.4g}", format_seconds(each_s)]
