@@ -53,7 +53,11 @@ def _reached(kind: CallKind, topology: Topology) -> tuple[float | None, str, str
     """(seconds of a call, beside what, doubts). Of several dims with as many ranks the slowest, which claims least."""
     size, ranks = kind.bytes, kind.group_size
     if not size or not ranks or ranks < 2:
-        return None, "", f"the trace says {size} bytes over {ranks} ranks: expected both, and 2 ranks or more"
+        return (
+            None,
+            "",
+            f"the trace says {size or 'no'} bytes over {ranks or 'unknown'} ranks: expected both, and 2 ranks or more",
+        )
     if not isinstance(topology, CalibratedTopology):
         for system in topology:
             if system.ranks == ranks and (busbw := system.busbw(kind.collective, size)):

@@ -152,7 +152,7 @@ def _ranks(job: Job, screen: bool) -> Table:
 
 
 def sentences(judgement: Judgement) -> dict[str, list[str]]:
-    """Title -> what at most it would be worth, and what changed from a base."""
+    """Title -> what at most it would be worth, what changed from a base, what figures of links are not measured."""
     worth = [
         f"{format_seconds(one.saved_s)} ({one.share:.0%} of the step of rank {one.rank}) "
         + _WORTH[one.what].format(one.mesh_dim)
@@ -164,7 +164,16 @@ def sentences(judgement: Judgement) -> dict[str, list[str]]:
     ]
     changed = [*map(str, judgement.calls), *times]
     needed = [str(one) for one in judgement.needed]
-    return {"At most it would save": worth, "What the layout needs": needed, "Base → new": changed}
+    doubted = group_by((row for row in judgement.links if row.doubts), lambda row: row.doubts)
+    doubts = [
+        f"{why}: {of[0].kind}" + f" and {len(of) - 1} more" * (len(of) > 1) for why, of in doubted.items()
+    ]
+    return {
+        "At most it would save": worth,
+        "What the layout needs": needed,
+        "Base → new": changed,
+        "How the links' figures were come by": doubts,
+    }
 
 
 def print_job(job: Job, judgement: Judgement) -> None:

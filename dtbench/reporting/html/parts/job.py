@@ -32,12 +32,12 @@ def fill(section: ReportSection, of: Material) -> None:
     (share, sentence), judgement = headline(job), of.sources.judgement or Judgement(0)
     section.lead = _LEAD.format(plain(sentence))
     section.outcome = f"{share} of the job is exposed communication"
-    worth, needed, changes = sentences(judgement).values()
+    worth, needed, changes, doubts = sentences(judgement).values()
     section.headlines = [(share, "of the job is exposed communication, which no computation covers")]
     section.headlines += [
         (f"{w.share:.0%}", f"at most: {line}") for w, line in zip(judgement.worth[:2], worth, strict=False)
     ]
-    section.cuts = [*changes, *needed, *worth[2:], *job.notes]
+    section.cuts = [*changes, *needed, *worth[2:], *doubts, *job.notes]
     section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, judgement))
 
 
