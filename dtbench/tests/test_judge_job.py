@@ -103,8 +103,8 @@ def test_what_was_not_measured_so_is_said(changed, doubts):
     ("changed", "why"),
     [
         ({"mesh_dim": "cp", "group_size": 16}, "the topology has dp, tp, none of 16 ranks"),
-        ({"bytes": None}, "None bytes"),
-        ({"mesh_dim": "unknown group", "group_size": None}, "None ranks"),
+        ({"bytes": None}, "no bytes"),
+        ({"mesh_dim": "unknown group", "group_size": None}, "unknown ranks"),
         ({"collective": "send"}, "no send over 4 ranks of dim dp"),
         ({"collective": "all_to_all", "mesh_dim": "tp"}, "no all_to_all over 4 ranks"),
     ],
