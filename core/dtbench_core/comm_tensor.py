@@ -106,17 +106,18 @@ class _Flight:
     result: Value = None
     waiting: list[Value] = field(default_factory=list)  # the streams behind it; [None] without streams
     output: torch.Tensor | None = None
+    complete: Any = None  # the event behind it, on the stream that waited first
+    captured: bool = False  # that event is a CUDA graph's: outside of its capture nobody can wait for it
 
     def wait(self) -> None:
         stream = None if self.tracer is not None else current_stream(self.device)
-        if stream in self.waiting:
+        if stream in self.waiting or (self.captured and not is_capturing(self.device)):
             return
         if self.tracer is None:
-            _wait(self.work)  # where it raises, the next use does, too
-            if self.waiting and self.output is not None:
-                stream.wait_stream(self.waiting[0])  # type: ignore[union-attr]  # which copied
-            elif self.output is not None:
-                self.output.copy_(self.tensor)  # type: ignore[arg-type]
+            if self.waiting:  # a second wait of gloo's reduce_scatter would write its result once more
+                stream.wait_event(self.complete)  # type: ignore[union-attr]
+            else:
+                self._wait_first(stream)
             self.waiting.append(stream)
             return
         self.waiting.append(stream)
@@ -127,15 +128,22 @@ class _Flight:
         if self.output is not None:
             self.output.copy_(self.tensor)  # type: ignore[arg-type]
 
+    def _wait_first(self, stream: Any) -> None:
+        _wait(self.work)  # where it raises, the next use does, too
+        if self.output is not None:
+            self.output.copy_(self.tensor)  # type: ignore[arg-type]
+        if stream is not None:
+            self.complete, self.captured = stream.record_event(), is_capturing(self.device)
+
     def over(self) -> bool:
         """Whether there is nothing to wait for any more, on any stream."""
         if None in self.waiting or self.tracer is not None:
             return None in self.waiting
-        if self.output is not None and not self.waiting:
+        if is_capturing(self.device):
             return False
-        if self.work is None:
-            return True
-        return not is_capturing(self.device) and bool(Work.unbox(self.work).is_completed())
+        if self.waiting:
+            return self.captured or bool(self.complete.query())
+        return self.output is None and (self.work is None or bool(Work.unbox(self.work).is_completed()))
 
 
 @dataclass

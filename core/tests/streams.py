@@ -61,16 +61,40 @@ class _Work(Work):
         return True
 
     def is_completed(self) -> bool:
-        assert not self._streams.capturing, "an event is queried while its stream is captured"
-        if not self._streams.completed or self.event is None:
-            return False
-        self._streams.seen_by_host(self.event)
-        return True
+        return self.event is not None and self._streams.host_sees(self.event)
+
+
+@dataclass(frozen=True)
+class _Event:
+    """As torch.cuda's. captured: it is a CUDA graph's, and unknown outside."""
+
+    streams: Streams
+    clock: Clock
+    captured: bool
+
+    def query(self) -> bool:
+        assert not self.captured, "an event of a capture is queried"
+        return self.streams.host_sees(self.clock)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """As torch.cuda's, as far as the core uses it."""
+
+    streams: Streams
+    name: str
+
+    def record_event(self) -> _Event:
+        return _Event(self.streams, self.streams.event(self.name), self.streams.capturing)
+
+    def wait_event(self, event: _Event) -> None:
+        assert event.captured == self.streams.capturing, "an event of a capture is waited for outside of it"
+        self.streams.wait_for(event.clock, self.name)
 
 
 class Streams(TorchDispatchMode):
-    """While entered, `on(name)` switches streams, `event()` and `wait_for` order them. completed: what a Work says.
-    log: what ran, as "stream: op"."""
+    """While entered, `on(name)` switches streams, `event()` and `wait_for` order them. completed: what a Work and an
+    event say. log: what ran, as "stream: op"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,10 +137,12 @@ class Streams(TorchDispatchMode):
         for other, step in event.items():
             clock[other] = max(clock.get(other, 0), step)
 
-    def seen_by_host(self, event: Clock) -> None:
-        """What is enqueued from here on is behind the event, on any stream."""
-        for stream in [*self._seen, self.current]:
+    def host_sees(self, event: Clock) -> bool:
+        """Whether the event is over; if so, what is enqueued from here on is behind it, on any stream."""
+        assert not self.capturing, "an event is queried while its stream is captured"
+        for stream in [*self._seen, self.current] if self.completed else ():
             self.wait_for(event, stream)
+        return self.completed
 
     # ---- recording ----
 
@@ -245,7 +271,7 @@ def recorded_streams(*, functional: bool = False) -> Iterator[Streams]:
     streams = Streams()
     active: Callable[[], int] = comm.dispatch_modes_active
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm_tensor, "current_stream", lambda _device: streams.current)
+        patch.setattr(comm_tensor, "current_stream", lambda _device: _Stream(streams, streams.current))
         patch.setattr(comm_tensor, "is_capturing", lambda _device: streams.capturing)
         if not functional:
             patch.setattr(comm, "dispatch_modes_active", lambda: active() - 1)
