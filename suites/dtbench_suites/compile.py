@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from dtbench.suite import Case, Param, RunOptions, Skip, Workload, World, suite
 from dtbench_suites import SUITES
-from dtbench_suites.data import BEFORE_213, Place, hush_torch, shared_dims
+from dtbench_suites.data import BEFORE_213, Place, hush_torch, refuse_gathers_of_cuda_on_gloo, shared_dims
 from dtbench_suites.tensor_parallel import BOTH, FORWARD, MODELS, compare, names_of, one_pass, parallelize
 
 BACKENDS = ("aot_eager", "inductor")
@@ -322,6 +322,8 @@ def build_impl(
 
     if impl == "core" and BEFORE_213 and (isinstance(program, str) or program.crosses):
         raise Skip("before torch 2.13 Dynamo takes no mesh of the core into a graph")
+    if impl != "local":
+        refuse_gathers_of_cuda_on_gloo(world.mesh[mesh_dim])
     hush_torch()
     place = Place(impl, world.mesh[mesh_dim], world.device)
     compilation = Compilation(partial(ready_of, program, place), backend, passes == BOTH, place)

@@ -105,6 +105,19 @@ def mesh_of_dim(world: World, mesh_dim: str) -> DeviceMesh:
     return world.mesh_of((world.world_size,)) if "+" in mesh_dim else world.mesh[mesh_dim]
 
 
+def refuse_gathers_of_cuda_on_gloo(mesh: DeviceMesh) -> None:
+    """Where a program gathers through torch's functional collectives.
+
+    Raises:
+        Skip: it would end the ranks with SIGSEGV, as gloo reads CUDA tensors there as if they were the host's memory:
+            https://github.com/pytorch/pytorch/issues/152645.
+    """
+    if mesh.device_type == "cuda" and "gloo" in torch.distributed.get_backend(mesh.get_group()):
+        raise Skip(
+            "torch's functional all_gather of CUDA tensors on gloo ends ranks with SIGSEGV (pytorch #152645)"
+        )
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """`float32` -> torch.float32.
 

@@ -32,6 +32,7 @@ from dtbench_suites.data import (
     hush_torch,
     mismatch,
     parallel_api,
+    refuse_gathers_of_cuda_on_gloo,
     shared_dims,
     torch_dtype,
 )
@@ -128,6 +129,8 @@ def build_impl(
 ) -> Workload:
     hush_torch()
     (rows, width, lookups), mesh = shape, world.mesh[mesh_dim]
+    if impl == "torch":
+        refuse_gathers_of_cuda_on_gloo(mesh)
     rank, n = mesh.get_local_rank(), mesh.size()
     number = n if sharding == "table-wise" else 1
     tables = [table.to(world.device) for table in tables_of(number, rows, width, dtype)]

@@ -28,6 +28,7 @@ from dtbench_suites.data import (
     moved_values,
     placement,
     priced_dims,
+    refuse_gathers_of_cuda_on_gloo,
     shard_of,
     sum_of_values,
     summed_values,
@@ -60,6 +61,8 @@ def build_impl(
     api, mesh = dtensor_api(impl), mesh_of_dim(world, mesh_dim)
     if groups == "alone" and 0 not in mesh.mesh:
         return Workload(run=lambda: None, participates=False)
+    if impl == "torch" and src != "P" and dst == "R":
+        refuse_gathers_of_cuda_on_gloo(mesh)
     rank, n, count = mesh.get_local_rank(), mesh.size(), shape[0] * shape[1]
     if src == "P":
         full = sum_of_values(n, count, dtype, world.device).view(shape)

@@ -29,7 +29,14 @@ from torch import Tensor, nn
 from dtbench.suite import Case, RunOptions, Workload, World, suite
 from dtbench.suite.case import WHOLE
 from dtbench_suites import SUITES
-from dtbench_suites.data import dtensor_api, mismatch, parallel_api, shared_dims, torch_dtype
+from dtbench_suites.data import (
+    dtensor_api,
+    mismatch,
+    parallel_api,
+    refuse_gathers_of_cuda_on_gloo,
+    shared_dims,
+    torch_dtype,
+)
 
 # batch, seq, d_model, heads. On a GPU a layer of Llama-2-7B (arXiv 2307.09288, table 1: 4096 wide, 32
 # heads, sequences of 4096, half of it here); on a CPU as much as keeps one pass within milliseconds.
@@ -235,7 +242,9 @@ def build_impl(
     impl: str,
     world: World,
 ) -> Workload:
-    backward = passes == BOTH
+    backward, mesh = passes == BOTH, world.mesh[mesh_dim]
+    if impl == "torch":
+        refuse_gathers_of_cuda_on_gloo(mesh)
     batch, seq, d_model, heads = shape
     with torch.random.fork_rng(devices=[]), world.device:
         torch.manual_seed(0)  # the same model and data on all ranks
@@ -245,7 +254,6 @@ def build_impl(
         with torch.no_grad():
             cotangent = torch.randn(whole(x).shape).to(dtype)
     x.requires_grad_(backward)
-    mesh = world.mesh[mesh_dim]
     placed = x if impl == WHOLE else model.place(x, dtensor_api(impl), mesh)
     cut = parallelize(impl, model, mesh)
     # Where cross entropy keeps the logits where they are.

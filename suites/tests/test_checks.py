@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from dtbench_suites.data import (
     largest_exact,
     mismatch,
     moved_values,
+    refuse_gathers_of_cuda_on_gloo,
     sum_of_values,
     summed_values,
 )
@@ -49,6 +52,18 @@ def test_more_ranks_than_a_dtype_counts_are_skipped(dtype: torch.dtype, most: in
     assert largest_exact(dtype) == most
     with pytest.raises(Skip, match="ranks"):
         summed_values(0, most, 4, dtype, CPU)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo", "nccl", "fake"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gathers_that_would_end_the_ranks_are_skipped(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    mesh: Any = SimpleNamespace(device_type=device, get_group=object)
+    dies = device == "cuda" and "gloo" in backend
+    with pytest.raises(Skip, match="SIGSEGV") if dies else contextlib.nullcontext():
+        refuse_gathers_of_cuda_on_gloo(mesh)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
