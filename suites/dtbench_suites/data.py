@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -169,10 +170,11 @@ def largest_exact(dtype: torch.dtype) -> int:
 
 
 def hush_torch() -> None:
-    """torch.distributed.tensor tells once, in its log, that it has no all-to-all on a CPU and that another
-    redistribution could be cheaper: known, and shown by the measured time."""
+    """torch.distributed.tensor tells once that it has no all-to-all on a CPU, that another redistribution could be
+    cheaper, and that a CPU's random ops may lack support: known, and shown by the measured time and the check."""
     for module in ("_collective_utils", "_redistribute"):
         logging.getLogger(f"torch.distributed.tensor.{module}").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
 
 
 def mismatch(

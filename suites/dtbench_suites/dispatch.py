@@ -42,7 +42,7 @@ from dtbench.suite.dispatched import is_headline
 from dtbench_core.op_types import Args, Call, Value
 from dtbench_core.torch_compat import DisableTorchFunction
 from dtbench_suites import SUITES
-from dtbench_suites.data import BEFORE_213, Place, mismatch, shard_of
+from dtbench_suites.data import BEFORE_213, Place, hush_torch, mismatch, shard_of
 from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, TimedProgram, build_program
 
 MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4))
@@ -323,6 +323,7 @@ def build_impl(
     lacking = ("conv2d", "attention") if world.device.type == "cpu" else ("conv2d",)
     if impl == "torch" and BEFORE_213 and op.name in lacking:
         raise Skip("before torch 2.13 torch's DTensor refuses it")
+    hush_torch()
     at = Place("local" if impl == "wrapped" else impl, world.mesh_of(shape), world.device)
     if isinstance(op, TimedProgram):
         return build_program(op, at, backward)
