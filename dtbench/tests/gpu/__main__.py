@@ -114,21 +114,24 @@ class Check:
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def run(self, steps: Sequence[Step], until: float) -> int:
-        """Every step that is not ok yet and fits."""
+        """Every step that is not ok yet, or whose results were taken away, and fits."""
         kept_s = sum(step.limit_s for step in steps if step.last)
         for step in steps:
-            before = self.outcomes.get(step.name, ("skipped", 0.0, ""))[0]
-            if before == "ok" and not step.last:
+            before, output = self.outcomes.get(step.name, ("skipped", 0.0, ""))[0], self._words(step)[-1]
+            if before == "ok" and not step.last and Path(output).exists():
                 continue
             left_s = until - time.monotonic() - (0.0 if step.last else kept_s)
             if left_s >= step.limit_s:
                 self._run(step, steps)
-            elif before == "skipped":
+            elif before == "skipped" or not Path(output).exists():
                 why = f"it may take {step.limit_s:.0f} s, {max(left_s, 0):.0f} were left"
                 self.outcomes[step.name] = ("skipped", 0.0, why)
         self._keep(steps)
         sys.stdout.write(f"\n{self.bundle}\n{(self.folder / 'summary.md').read_text()}")
         return 0 if all(self.outcomes[step.name][0] == "ok" for step in steps) else 5
+
+    def _words(self, step: Step) -> list[str]:
+        return step.command.format(out=self.folder).split()
 
     def _run(self, step: Step, steps: Sequence[Step]) -> None:
         began, (how, why) = time.monotonic(), ("cut off", "the check was ended")
@@ -141,7 +144,7 @@ class Check:
 
     def _step(self, step: Step) -> tuple[str, str]:
         """How it ended, and why."""
-        *words, output = step.command.format(out=self.folder).split()
+        *words, output = self._words(step)
         # What an earlier step did not leave cannot be read.
         words = [word for word in words if not word.endswith(".jsonl") or Path(word).exists()]
         resume = ["--resume"] if step.resume and Path(output).exists() else []

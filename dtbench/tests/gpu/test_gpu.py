@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -57,6 +58,11 @@ def test_a_failing_step_stops_no_other_and_a_second_call_goes_on(monkeypatch: py
     assert set(check(monkeypatch, *steps, within="16m").values()) == {"ok"}
     # Only the last one again.
     assert [read(f"{name}.txt") for name in ("one", "slow", "report")] == ["x", "x", "xx"]
+    shutil.unpack_archive("gpu.zip", "taken")
+    Path("taken/no-gpu-rehearsal/one.txt").unlink()
+    shutil.make_archive("gpu", "zip", "taken")
+    check(monkeypatch, *steps)
+    assert [read(f"{name}.txt") for name in ("one", "three", "report")] == ["x", "x", "xxx"]
 
 
 def test_a_step_ends_at_its_limit_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
