@@ -110,10 +110,8 @@ imports: install
 
 # One thread per rank: the worlds of the tests hold more ranks than small machines have cores. A worker that is done
 # takes tests from the other. Which test is of which tier stands in dtbench/tests/tiers.py.
-fast: WORKERS = 2
-slow: WORKERS = 3
 fast slow: install
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m $@
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m $@
 
 # Lines of Python per room: `make size` as checked out, `make size AT=v0.1` at that revision.
 size:
