@@ -114,7 +114,7 @@ class _Flight:
         if stream in self.waiting or (self.captured and not is_capturing(self.device)):
             return
         if self.tracer is None:
-            if self.waiting:  # a second wait of gloo's reduce_scatter would write its result once more
+            if self.waiting:  # a second wait of gloo's reduce_scatter_tensor writes its result again
                 stream.wait_event(self.complete)  # type: ignore[union-attr]
             else:
                 self._wait_first(stream)

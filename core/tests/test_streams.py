@@ -118,7 +118,7 @@ def test_a_comm_tensor_is_waited_for_on_each_stream(group: dist.ProcessGroup, co
             x * 2
         x * 3  # the other stream's wait is not this one's
         x * 4
-        # Never the same handle twice: a second wait of gloo's reduce_scatter writes its result once more.
+        # Never the same handle twice: a second wait of gloo's reduce_scatter_tensor writes its result again.
         assert streams.log.count("wait") == 1
         streams.completed = True
         assert "in flight" not in repr(x * 1) and not x._memory.writing
