@@ -125,7 +125,7 @@ def _slow(*row: Any, id: str) -> Any:
     [
         (CHECKPOINTED, WITHOUT_COLUMNS, _aot_eager, 1.0),
         _slow(PROGRAMS, LAYOUTS, _aot_eager, 0.5, id="budget"),
-        _slow(PROGRAMS, LAYOUTS[:2], _inductor, 1.0, id="inductor"),
+        _slow(PROGRAMS, LAYOUTS, _inductor, 1.0, id="inductor"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of torch's tracers

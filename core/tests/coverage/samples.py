@@ -144,7 +144,7 @@ def places_of(tensors: Sequence[torch.Tensor], mode: str, salt: str) -> list[Pla
     """Some ways to place the tensors, each once; the same every time for the same `salt`.
 
     First all replicated, then all tensors the same where they can be, then one tensor alone placed otherwise, in turn
-    with combinations drawn at random. On two mesh dims the first is tried where no other is: `even` has it.
+    with combinations drawn at random.
     """
     choices = [_choices(tensor, mode) for tensor in tensors]
     rng = random.Random(salt)
@@ -165,8 +165,7 @@ def places_of(tensors: Sequence[torch.Tensor], mode: str, salt: str) -> list[Pla
     ]
     mixed = itertools.chain.from_iterable(itertools.zip_longest(alone, drawn))
     distinct = dict.fromkeys(places for places in (*same, *mixed) if places is not None)
-    those = list(itertools.islice((p for p in distinct if _belongs(p, tensors, mode)), PLACES))
-    return those[1:] or those if mode in ("mesh2x2", "order") else those
+    return list(itertools.islice((p for p in distinct if _belongs(p, tensors, mode)), PLACES))
 
 
 def _choices(tensor: torch.Tensor, mode: str) -> list[tuple[str, ...]]:
