@@ -117,13 +117,15 @@ class Check:
         """Every step that is not ok yet, or whose results were taken away, and fits."""
         kept_s = sum(step.limit_s for step in steps if step.last)
         for step in steps:
-            before, output = self.outcomes.get(step.name, ("skipped", 0.0, ""))[0], self._words(step)[-1]
-            if before == "ok" and not step.last and Path(output).exists():
+            before = self.outcomes.get(step.name, ("skipped", 0.0, ""))[0]
+            if before == "ok" and not Path(self._words(step)[-1]).exists():
+                before = "skipped"
+            if before == "ok" and not step.last:
                 continue
             left_s = until - time.monotonic() - (0.0 if step.last else kept_s)
             if left_s >= step.limit_s:
                 self._run(step, steps)
-            elif before == "skipped" or not Path(output).exists():
+            elif before == "skipped":
                 why = f"it may take {step.limit_s:.0f} s, {max(left_s, 0):.0f} were left"
                 self.outcomes[step.name] = ("skipped", 0.0, why)
         self._keep(steps)

@@ -54,15 +54,16 @@ def test_a_failing_step_stops_no_other_and_a_second_call_goes_on(monkeypatch: py
     *others, late, last = check(monkeypatch, *steps).values()
     assert [*others, last] == ["ok", why, "ok", "ok"] and late.startswith("skipped it may take 900 s, 5")
     assert re.search(r"No figure here says any(.*\n)*\| two \| failed \| 0 \| exit 1: Z", read("summary.md"))
+    assert check(monkeypatch, *steps, within="15s")["two"] == why  # it is not begun, and what it said is kept
     Path("fails.py").write_text("")
     assert set(check(monkeypatch, *steps, within="16m").values()) == {"ok"}
     # Only the last one again.
-    assert [read(f"{name}.txt") for name in ("one", "slow", "report")] == ["x", "x", "xx"]
+    assert [read(f"{name}.txt") for name in ("one", "slow", "report")] == ["x", "x", "xxx"]
     shutil.unpack_archive("gpu.zip", "taken")
     Path("taken/no-gpu-rehearsal/one.txt").unlink()
     shutil.make_archive("gpu", "zip", "taken")
     check(monkeypatch, *steps)
-    assert [read(f"{name}.txt") for name in ("one", "three", "report")] == ["x", "x", "xxx"]
+    assert [read(f"{name}.txt") for name in ("one", "three", "report")] == ["x", "x", "xxxx"]
 
 
 def test_a_step_ends_at_its_limit_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
