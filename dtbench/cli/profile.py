@@ -15,7 +15,7 @@ import click
 
 from dtbench.cli import options
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, complain
-from dtbench.suite.foreign import looks_like_trace
+from dtbench.suite.foreign import JOB_FILE, is_profile, looks_like_trace
 from dtbench.suite.suites import read_builtin
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def profile_job(
         judgement = structs.replace(judgement, needed=needed(job, model, layout))
     if folder:
         folder.mkdir(exist_ok=True)
-        replace_file(folder / "job.json", json.encode(job))
+        replace_file(folder / JOB_FILE, json.encode(job))
         with contextlib.redirect_stdout(io.StringIO()) as text:
             print_job(job, judgement)
         replace_file(folder / "table.txt", text.getvalue().encode("utf-8", "replace"))
@@ -192,11 +192,6 @@ def _recorded(command: Sequence[str], folder: Path, **choices: options.Given) ->
         return done.exit_code, None
     job = read_job(done.traces, folder.name, command)
     return done.exit_code, structs.replace(job, notes=(*done.notes, *job.notes))
-
-
-def is_profile(path: Path) -> bool:
-    """Whether it is a job's profile: the folder, or the job.json in it."""
-    return path.name == "job.json" or (path / "job.json").is_file()
 
 
 def job_in(paths: Sequence[Path]) -> Job:

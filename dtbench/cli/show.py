@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 
 from dtbench.cli import options
-from dtbench.cli.profile import is_profile, job_in, profile_job
+from dtbench.cli.profile import job_in, profile_job
 from dtbench.suite.errors import EXIT_OK
+from dtbench.suite.foreign import is_profile
 
 
 @click.command("show")

@@ -19,15 +19,15 @@ from dtbench.records.job import Collective, DimParts, Job, Lane, RankJob, StepPa
 from dtbench.records.judged_job import CallKind
 from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.suite.errors import UnreadableRunError, UsageError
+from dtbench.suite.foreign import JOB_FILE
 from dtbench.suite.grouping import group_by
 
-JOB = "job.json"
 _MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all
 _MOST_ASKERS = 3
 _P2P = ("send", "recv")
 _NO_GROUPS = "the groups of gloo's calls are not told; `dtbench profile -- COMMAND` records them"
 _MOST_JOB = 256 * 2**20
-_NO_TRACES = (JOB, "table.json")  # what a profile's folder has beside them
+_NO_TRACES = (JOB_FILE, "table.json")  # what a profile's folder has beside them
 _TRACES = re.compile(r"\.json(\.gz)?$|\.trace(\.gz)?$")
 
 
@@ -59,7 +59,7 @@ def load_job(path: Path) -> Job:
     Raises:
         UnreadableRunError: it is none.
     """
-    file = path / JOB if path.is_dir() else path
+    file = path / JOB_FILE if path.is_dir() else path
     try:
         return into(read_json(file, "a job of `dtbench profile`", _MOST_JOB), Job)
     except BadFieldError as error:

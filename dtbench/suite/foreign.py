@@ -1,5 +1,5 @@
-"""A user's own job given in place of a run or suite: traces of torch.profiler, told by their first bytes, and programs,
-told without running them. The error names the command that takes it."""
+"""A user's own job given in place of a run or suite: traces of torch.profiler, told by their first bytes, programs,
+told without running them, and profiles. Of the former the error names the command that takes it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from pathlib import Path
 
 from dtbench.suite.errors import UnreadableRunError, UsageError
 
+JOB_FILE = "job.json"  # of a profile: what it says of the job, a dtbench.records.job.Job
 HEAD_BYTES = 64 * 2**10
 # Kineto's header may be long: it lists devices and process groups first (libkineto/src/output_json.cpp).
 _HEADER = rb'\{.*"(traceEvents|deviceProperties|distributedInfo)"'
 _TRACE = re.compile(rb"[\xef\xbb\xbf\s]*(" + _HEADER + rb'|\[\s*\{[^\[\]]*"ph"\s*:)', re.DOTALL)
 _OURS = re.compile(rb"^[ \t]*(from|import)\b.*(dtbench|suite)", re.MULTILINE)
+
+
+def is_profile(path: Path) -> bool:
+    """Whether it is a job's profile: the folder, or the file in it."""
+    return path.name == JOB_FILE or (path / JOB_FILE).is_file()
 
 
 def looks_like_trace(path: Path) -> bool:

@@ -24,6 +24,7 @@ from dtbench.records.topology import CalibratedTopology, read_topology
 from dtbench.reporting.html.changes import Changes, of_gate
 from dtbench.suite import Run
 from dtbench.suite.errors import UnreadableRunError, UsageError
+from dtbench.suite.foreign import JOB_FILE
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 
@@ -111,7 +112,7 @@ def beside_each_other(sources: Sources) -> Sources:
 def _read(path: Path) -> dict[str, Any]:
     """Field of `Sources` -> what the file or folder holds of it."""
     if os.path.isdir(path):  # noqa: PTH112 - Path's raises where a name is too long
-        tables = [table for name in ("table.json", "job.json") if (table := path / name).is_file()]
+        tables = [table for name in ("table.json", JOB_FILE) if (table := path / name).is_file()]
         return _json(tables[0]) if tables else _folder(path)
     kind = _kind_of_lines(path)
     if kind == b"run":
