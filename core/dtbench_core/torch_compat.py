@@ -92,8 +92,19 @@ _BINDINGS: dict[object, Callable[..., Any]] = {
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that ops on the device go to; None on a CPU, where an op is done when it returns."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    """Returns the stream that ops on the device go to; None on a CPU, or for fake tensors of an absent GPU."""
+    has_streams = device.type == "cuda" and torch.cuda.is_initialized()
+    return torch.cuda.current_stream(device) if has_streams else None
+
+
+def stream_handle(device: torch.device) -> object:
+    """Returns what identifies the current stream of a CUDA device, without making an object for the stream."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+    """Keeps the allocator from reusing the tensor's memory before work that `stream` holds when it is freed."""
+    tensor.record_stream(stream)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm, comm_tensor
+from dtbench_core.bucketer import bucket
+from dtbench_core.bucketer import streams as bucket_streams
 
 MAIN = "main"
 # What a stream is ordered behind: of each stream so many of its steps.
@@ -33,12 +35,19 @@ class RaceError(AssertionError):
 
 @dataclass
 class _Memory:
-    """home: the stream it was allocated on, which the allocator gives it to again. uses: (stream, step, what)."""
+    """One storage.
+
+    Attributes:
+        home: the stream it was allocated on, which the allocator gives it to again.
+        written, read: the last uses, as (stream, step, op).
+        recorded: the streams of `record_stream`, whose work the allocator waits for, too.
+    """
 
     alive: StorageWeakRef
     home: str
     written: tuple[str, int, str]
     read: list[tuple[str, int, str]] = field(default_factory=list)
+    recorded: set[str] = field(default_factory=set)
 
 
 class _Work(Work):
@@ -85,7 +94,8 @@ class _Stream:
     name: str
 
     def record_event(self) -> _Event:
-        return _Event(self.streams, self.streams.event(self.name), self.streams.capturing)
+        captured = self.streams.capturing and self.name in (self.streams.captured_streams or {self.name})
+        return _Event(self.streams, self.streams.event(self.name), captured)
 
     def wait_event(self, event: _Event) -> None:
         assert event.captured == self.streams.capturing, "an event of a capture is waited for outside of it"
@@ -93,13 +103,20 @@ class _Stream:
 
 
 class Streams(TorchDispatchMode):
-    """While entered, `on(name)` switches streams, `event()` and `wait_for` order them. completed: what a Work and an
-    event say. log: what ran, as "stream: op"."""
+    """While entered, `on(name)` switches streams, `event()` and `wait_for` order them.
+
+    Attributes:
+        completed: the answer of each Work and event.
+        capturing: whether a CUDA graph is being captured.
+        captured_streams: those that take part in the capture; all if empty.
+        log: the ops that ran, as "stream: op".
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.current = MAIN
         self.completed = self.capturing = False
+        self.captured_streams: set[str] = set()
         self.log: list[str] = []
         self.works: list[_Work] = []
         self._seen: dict[str, Clock] = {}
@@ -143,6 +160,10 @@ class Streams(TorchDispatchMode):
         for stream in [*self._seen, self.current] if self.completed else ():
             self.wait_for(event, stream)
         return self.completed
+
+    def record_stream(self, tensor: torch.Tensor, stream: _Stream) -> None:
+        """As Tensor.record_stream."""
+        self._of(tensor).recorded.add(stream.name)
 
     # ---- recording ----
 
@@ -230,8 +251,11 @@ class Streams(TorchDispatchMode):
         """What is gone may be overwritten by the next op on its home stream."""
         for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
             memory = self._memory.pop(key)
-            for use in (memory.written, *memory.read):
-                self._check(use, memory.home, "memory that is given to others")
+            # The allocator waits for all that the recorded streams hold by now.
+            waited_for = [self._clock(stream) | {stream: next(self._steps)} for stream in memory.recorded]
+            for stream, step, op in (memory.written, *memory.read):
+                if all(clock.get(stream, 0) < step for clock in waited_for):
+                    self._check((stream, step, op), memory.home, "memory that is given to others")
 
     def _clock(self, stream: str) -> Clock:
         return self._seen.setdefault(stream, {})
@@ -271,8 +295,12 @@ def recorded_streams(*, functional: bool = False) -> Iterator[Streams]:
     streams = Streams()
     active: Callable[[], int] = comm.dispatch_modes_active
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm_tensor, "current_stream", lambda _device: _Stream(streams, streams.current))
-        patch.setattr(comm_tensor, "is_capturing", lambda _device: streams.capturing)
+        for module in (comm_tensor, bucket_streams):
+            patch.setattr(module, "current_stream", lambda _device: _Stream(streams, streams.current))
+            patch.setattr(module, "is_capturing", lambda _device: streams.capturing)
+        patch.setattr(bucket, "is_capturing", lambda _device: streams.capturing)
+        patch.setattr(bucket_streams, "stream_handle", lambda _device: streams.current)
+        patch.setattr(bucket_streams, "record_stream", streams.record_stream)
         if not functional:
             patch.setattr(comm, "dispatch_modes_active", lambda: active() - 1)
         with streams:

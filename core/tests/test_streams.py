@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from core.tests.streams import RaceError, recorded_streams
 from core.tests.test_comm_tensor import PROGRAMS
 from dtbench_core import CommTensor, DTensor, Partial, Replicate, Shard
-from dtbench_core.bucketer import ReduceScatterBucketer
+from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.torch_compat import all_gather_single
 
 KIB = 2**-10  # in MiB
@@ -91,6 +91,90 @@ def test_a_bucketer_orders_its_streams(
             torch.ones(4)
     finally:
         dist.destroy_process_group()
+
+
+STREAMS = st.sampled_from(["main", "side", "third"])
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), STREAMS), max_size=12),
+    st.sampled_from([0, 0.25, 1, 1000]),
+    st.booleans(),
+    st.booleans(),
+    STREAMS,
+)
+def test_bucketer_orders_inputs_of_several_streams(
+    inputs: list[tuple[int, str]], cap_kib: float, hold: bool, listed: bool, flushing: str
+) -> None:
+    """Each result is read and freed on the stream of its callback, each input where it was made."""
+    dist.init_process_group("fake", rank=1, world_size=4, store=dist.HashStore())
+    try:
+        with recorded_streams() as streams:
+            bucketer = ReduceScatterBucketer(cap_kib * KIB, hold_inputs=hold, check_ranks="never")
+            for _ in range(2):
+                for numel, stream in inputs:
+                    with streams.on(stream):
+                        shards = [torch.ones(numel) for _ in range(4)]
+                        handed: Any = shards if listed else torch.cat(shards)
+                        bucketer.reduce_scatter_async(handed, dist.group.WORLD, lambda result: result.mul_(2))
+                        if not hold:
+                            for tensor in shards if listed else [handed]:
+                                tensor.fill_(7)
+                        del shards, handed
+                with streams.on(flushing):
+                    bucketer.flush()
+            with streams.on("main"):
+                bucketer.teardown()
+                torch.ones(4)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cap_kib", [0.25, 1000])
+def test_attach_orders_gradients_of_several_streams(group: dist.ProcessGroup, cap_kib: float) -> None:
+    with recorded_streams() as streams:
+        bucketer = ReduceScatterBucketer(cap_kib * KIB, check_ranks="never")
+        parameters = [torch.nn.Parameter(torch.ones(numel)) for numel in (64, 1, 9, 128, 64)]
+        shards: list[Tensor] = []
+        with bucketer.attach(torch.nn.ParameterList(parameters), group, lambda _, shard: shards.append(shard * 2)):
+            ready = streams.event()
+            for parameter, stream in zip(parameters, ["side", "main", "third", "side", "main"], strict=True):
+                with streams.on(stream):
+                    streams.wait_for(ready)
+                    # On a CPU autograd runs on one stream: a hook is called as on the stream of its gradient.
+                    parameter.square().sum().backward()
+            bucketer.flush()
+        assert [shard.numel() for shard in sorted(shards, key=Tensor.numel)] == [1, 2, 8, 8, 16]
+
+
+def test_streams_outside_a_capture_are_not_waited_for_in_it(group: dist.ProcessGroup) -> None:
+    """torch.cuda.graph has waited for them; an event of theirs cannot be waited for in the capture."""
+    with recorded_streams() as streams:
+        bucketer = ReduceScatterBucketer(1, check_ranks="never", hold_inputs=True)
+        bucketer.reduce_scatter_async(torch.ones(16), group, lambda result: result.add_(1))
+        bucketer.flush()
+        streams.wait_for(streams.event(), "captured")
+        with streams.on("captured"):
+            streams.capturing, streams.captured_streams = True, {"captured"}
+            bucketer.reduce_scatter_async(torch.ones(16), group, lambda result: result.add_(1))
+            bucketer.flush()
+            streams.capturing = False
+        bucketer.reduce_scatter_async(torch.ones(16), group, lambda result: result.add_(1))
+        bucketer.flush()
+
+
+def test_first_round_of_a_checking_bucketer_is_refused_in_a_capture(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda _group: "nccl")  # a fake group is never checked
+    with recorded_streams() as streams:
+        bucketer = ReduceScatterBucketer(1)
+        bucketer.reduce_scatter_async(torch.ones(16), group)
+        streams.capturing = True
+        with pytest.raises(BucketError, match=r"in the capture of a CUDA graph.* run one round, up to flush\(\)"):
+            bucketer.flush()
+        streams.capturing = False
 
 
 # --- CommTensor ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One bucket: the inputs of a dtype, device and group that wait, and those in their collective."""
+"""A bucket: the inputs of one dtype, device and group that wait for their collective or are being reduced."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, Work
 
 from dtbench_core import comm
 from dtbench_core.bucketer.packing import (
+    ALIGN_BYTES,
     FIRST_ELEMENTS,
     BucketCounters,
     BucketError,
@@ -22,10 +23,13 @@ from dtbench_core.bucketer.packing import (
     HeldInputs,
     Rows,
     Source,
+    aligned,
+    as_rows,
     check_unchanged,
-    copies_of,
     versions_of,
 )
+from dtbench_core.bucketer.streams import StreamUse, stream_order
+from dtbench_core.torch_compat import is_capturing
 
 Callback = Callable[[Tensor], object]
 Op = Literal["sum", "avg", "premul"]
@@ -128,20 +132,35 @@ class Reduction:
 
 @dataclass(eq=False)
 class PendingBucket:
-    """One bucketful, from its first input to its callbacks."""
+    """The contents of a bucket, from its first input to its callbacks.
 
-    packing: Rows | HeldInputs | None  # None: an input reduced alone
-    # Of each input: elements per shard, callback. By index: what is special about its result.
+    Attributes:
+        packing: None if a single input is reduced from where it lies.
+        numels: elements per shard of each input.
+        callbacks: of each input.
+        finishes: by the input's index, for results that are not handed out flat.
+        input_streams: the streams on which held inputs were handed over, by their handles.
+        work: the collective's handle while it runs.
+        output: (row,), this rank's part of the sums, which the results share.
+        buffer: the pool's buffer that the collective reads.
+        order: see `Packed`.
+        lent: the single input that the collective reads, if `packing` is None.
+        lent_version: its version when it was handed over.
+        copied: bytes of `lent` if it is a copy.
+    """
+
+    packing: Rows | HeldInputs | None
     numels: list[int] = field(default_factory=list)
     callbacks: list[Callback | None] = field(default_factory=list)
     finishes: dict[int, Finish] = field(default_factory=dict)
-    # While reducing: what to wait for, this rank's part, the pool's buffer it lies in, inputs in use.
+    input_streams: dict[object, StreamUse] = field(default_factory=dict)
     work: Work | None = None
     output: Tensor | None = None
     buffer: Tensor | None = None
+    order: list[int] | None = None
     lent: Tensor | None = None
     lent_version: int = 0
-    copied: int = 0  # bytes of `lent`, where it is a copy
+    copied: int = 0
 
     def note(self, numel: int, callback: Callback | None, finish: Finish | None) -> None:
         if finish is not None:
@@ -167,7 +186,11 @@ class Bucket:
     def __post_init__(self) -> None:
         self.offset = 0  # elements per shard that wait for a flush
         self.world_size = self.group.size()
-        self.pool = BufferPool(self.reduction.dtype_of(self.dtype), self.device, self.counters)
+        summed = self.reduction.dtype_of(self.dtype)
+        # Alignment in the input's dtype and in that of the sums.
+        self._unit = max(1, ALIGN_BYTES // min(self.dtype.itemsize, summed.itemsize))
+        self._streams = stream_order(self.device)
+        self.pool = BufferPool(summed, self.device, self.counters, self._streams)
         self._pending: PendingBucket | None = None
         self._flying: deque[PendingBucket] = deque()  # in order of issue
         # torch's fake group answers with nothing, and has only one rank that could disagree.
@@ -195,30 +218,49 @@ class Bucket:
     # --- filling -----------------------------------------------------------------------------------
 
     def add(
-        self, source: Source, numel: int, callback: Callback | None, finish: Finish | None = None
+        self,
+        source: Source,
+        numel: int,
+        callback: Callback | None,
+        finish: Finish | None = None,
+        *,
+        hold: bool = False,
     ) -> None:
-        """Takes an input that may have to wait; calls what falls due on the way."""
+        """Takes an input of `numel` elements per shard, and calls the callbacks that become due on the way.
+
+        hold: the input does not change until its callback, even if those of others may.
+        """
+        hold = hold or self.hold_inputs
         pending = self._pending
         if pending is None or numel > self.capacity - self.offset:
-            self._add_elsewhere(source, numel, callback, finish)
+            self._add_elsewhere(source, numel, callback, finish, hold)
             return
-        packing = pending.packing
-        assert packing is not None
-        outcome = None
-        if packing.used + numel > packing.room:
-            assert isinstance(packing, Rows)  # what is held has room for a whole bucket
-            outcome = PendingCallbacks()
+        packing, outcome = pending.packing, PendingCallbacks()
+        if isinstance(packing, Rows) and packing.used + numel > packing.room:
             room = min(max(packing.used + numel, 2 * packing.room), self.capacity)
-            self._make_room(room * self.world_size, outcome)
+            self._make_room(aligned(room, self._unit) * self.world_size, outcome)
             packing.grow(room)
+        self._put(pending, source, numel, hold)
+        pending.note(numel, callback, finish)
+        outcome.end()
+
+    def _put(self, pending: PendingBucket, source: Source, numel: int, hold: bool) -> None:
+        packing = pending.packing
+        if isinstance(packing, HeldInputs):
+            if not hold:  # in a bucket that attach() has begun
+                source = source.clone() if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
+                source = source.view(self.world_size, numel)
+                self.counters.bytes_copied += source.nbytes
+            if self._streams is not None:
+                self._streams.note_input(pending.input_streams)
+        elif self._streams is not None:
+            self._streams.enter()
+        assert packing is not None
         packing.add(source, numel)
         self.offset += numel
-        pending.note(numel, callback, finish)
-        if outcome is not None:
-            outcome.end()
 
     def add_flat(self, tensor: Tensor, callback: Callback | None) -> bool:
-        """As `add` of a flat tensor, n shards in a row. False: it is none, and nothing was done."""
+        """Takes a flat tensor, n shards in a row. Returns False, with nothing done, if it is not one."""
         total = tensor.numel()
         numel = total // self.world_size
         if tensor.ndim != 1 or tensor.requires_grad or numel * self.world_size != total:
@@ -233,7 +275,7 @@ class Bucket:
         return True
 
     def _hold(self, tensor: Tensor, numel: int, callback: Callback | None) -> bool:
-        """Whether a flat tensor went into the bucket that is filling, as it is."""
+        """Adds a flat tensor to the bucket that is filling, as it is. Returns False if that cannot be done."""
         pending = self._pending
         if pending is None or not 0 < numel <= self.capacity - self.offset or not tensor.is_contiguous():
             return False
@@ -242,36 +284,39 @@ class Bucket:
             pending.packing.add_flat(tensor, numel)
         except RuntimeError:  # of inference mode
             return False
+        if self._streams is not None:
+            self._streams.note_input(pending.input_streams)
         self.offset += numel
         pending.numels.append(numel)
         pending.callbacks.append(callback)
         return True
 
     def _add_elsewhere(
-        self, source: Source, numel: int, callback: Callback | None, finish: Finish | None
+        self, source: Source, numel: int, callback: Callback | None, finish: Finish | None, hold: bool
     ) -> None:
-        """What does not go into the bucket that is filling: into the next, or into none."""
+        """Begins the next bucket with an input that the current one has no room for, or reduces it alone."""
         outcome = PendingCallbacks()
+        if self._streams is not None:
+            self._streams.enter()
         if numel > self.capacity or not self.capacity:
             pending = PendingBucket(None)
             pending.note(numel, callback, finish)
-            self._reduce_alone(source, pending, outcome)
+            self._reduce_alone(source, pending, outcome, hold)
         else:
             self.close(outcome)
-            if self.hold_inputs:
-                packing: Rows | HeldInputs = HeldInputs(self.pool, self.world_size, self.capacity)
+            if hold:
+                packing: Rows | HeldInputs = HeldInputs(self.pool, self.world_size, self.capacity, self._unit)
             else:
-                room = max(numel, self.predictor.next_total() or FIRST_ELEMENTS)
-                packing = Rows(self.pool, self.world_size, min(room, self.capacity))
+                room = min(max(numel, self.predictor.next_total() or FIRST_ELEMENTS), self.capacity)
+                packing = Rows(self.pool, self.world_size, room, self._unit)
             self._pending = PendingBucket(packing)
-            packing.add(source, numel)
-            self.offset += numel
+            self._put(self._pending, source, numel, hold)
             self._pending.note(numel, callback, finish)
         outcome.end()
 
     def _make_room(self, numel: int, outcome: PendingCallbacks) -> None:
         """Ends what is under way if with a buffer of `numel` elements there would be more than two buckets."""
-        most = 2 * self.capacity * self.world_size
+        most = 2 * aligned(self.capacity, self._unit) * self.world_size
         in_use = self.pool.in_use // self.pool.dtype.itemsize
         while self._flying and in_use + numel > most and not self.pool.fits(numel):
             self.wait_for(self._flying[0], outcome)
@@ -279,10 +324,12 @@ class Bucket:
     # --- reducing ----------------------------------------------------------------------------------
 
     def close(self, outcome: PendingCallbacks, *, by_flush: bool = False) -> None:
-        """Issues the collective for what waits, then ends the one before it."""
+        """Issues the collective for the inputs that wait, then waits for the collective before it."""
         pending = self._pending
         if pending is not None:
             assert pending.packing is not None
+            if self._streams is not None:
+                self._streams.enter()
             self._make_room(pending.packing.needs(), outcome)
             self.predictor.this_round.append(self.offset)
             self._pending, self.offset = None, 0
@@ -307,6 +354,12 @@ class Bucket:
 
     def _agree(self, why: str, pending: PendingBucket) -> None:
         if self._checking:
+            if is_capturing(self.device):
+                raise BucketError(
+                    f"got a first round of a bucketer with check_ranks={self.check_ranks!r} in the capture of a CUDA "
+                    "graph, where ranks cannot compare inputs: run one round, up to flush(), before the capture, or "
+                    "give check_ranks='never'"
+                )
             how = f"{self.dtype} {self.reduction}"
             shapes = [
                 pending.finishes.get(i, (None,))[0] or (numel,) for i, numel in enumerate(pending.numels)
@@ -314,26 +367,27 @@ class Bucket:
             check_ranks_agree(self.group, self.device, why, shapes, how)
 
     def _issue(self, pending: PendingBucket) -> None:
-        assert pending.packing is not None
-        if not pending.packing.used:
+        packing = pending.packing
+        assert packing is not None
+        if not packing.used:
             self._flying.append(pending)
             return
-        packed, pending.buffer = pending.packing.pack()
+        held = packing.tensors if isinstance(packing, HeldInputs) else []
+        if self._streams is not None:
+            self._streams.enter_with(pending.input_streams, held)
+        packed, pending.buffer, pending.order = packing.pack(pending.numels)
+        held.clear()
         pending.packing = None
         if self.reduction.op == "premul":
             packed *= self.reduction.factor
-        numel = packed.numel() // self.world_size
-        if type(packed) is Tensor:
-            # In place: NCCL allows the output in this rank's part of the input, gloo copies first.
-            pending.output = packed.narrow(0, self.group.rank() * numel, numel)
-        else:  # simulated ranks, whose parts differ
-            pending.output = torch.empty(numel, dtype=packed.dtype, device=packed.device)
+        # Into memory of its own, which the results are parts of: copying each out of the buffer would cost more.
+        pending.output = packed.new_empty(packed.numel() // self.world_size)
         pending.work = comm.reduce_scatter(pending.output, packed, self.group, async_op=True)
         self.counters.collectives += 1
         self._flying.append(pending)
 
     def _lose(self, pending: PendingBucket, error: Exception) -> Exception:
-        """Gives up a bucketful, not the bucketer. Returns `error`, which says so."""
+        """Discards this bucket after a failed collective; the bucketer stays usable. Returns `error` with a note."""
         self._release(pending)
         error.add_note(
             f"The {len(pending.numels)} inputs of this bucket are dropped, their callbacks not called."
@@ -350,8 +404,11 @@ class Bucket:
         pending.packing = pending.work = pending.output = pending.buffer = pending.lent = None
 
     def wait_for(self, pending: PendingBucket, outcome: PendingCallbacks) -> None:
-        """Waits for a collective; its callbacks are then due."""
+        """Waits for a collective and adds its callbacks to those that are due."""
         self._flying.remove(pending)
+        if self._streams is not None:
+            self._streams.enter()
+            self._streams.keep(t for t in (pending.lent, pending.output) if t is not None)
         try:
             self._await_work(pending)
             if pending.lent is not None:
@@ -375,44 +432,54 @@ class Bucket:
             raise
 
     def _results(self, pending: PendingBucket) -> list[Tensor]:
-        """Of each input a result of its own: what a caller keeps keeps nothing else. Empty without callbacks."""
+        """Returns one tensor per input, or none if there are no callbacks.
+
+        The results share the collective's output, which is not used again: as long as one is kept, so is all of it.
+        Each counts its own writes.
+        """
         if not any(callback is not None for callback in pending.callbacks):
             return []
         if pending.output is None:
             total = torch.empty(0, dtype=self.dtype, device=self.device)
         else:
             total = self.reduction.finish(pending.output, self.dtype, self.world_size)
-        results = [total]
-        if pending.buffer is not None or len(pending.numels) > 1:  # it lies in a buffer that is used again
-            results = copies_of(total, pending.numels)
-            self.counters.bytes_copied += total.nbytes
+        numels, order = pending.numels, pending.order
+        in_row = numels if order is None else [numels[index] for index in order]
+        results = list(torch.unsafe_split_with_sizes(total, [*in_row, total.numel() - sum(numels)]))
+        if order is not None:
+            by_input = dict(zip(order, results, strict=False))
+            results = [by_input[index] for index in range(len(numels))]
         for index, (shape, rewrap) in pending.finishes.items():
             shaped = results[index] if shape is None else results[index].view(shape)
             results[index] = shaped if rewrap is None else rewrap(shaped)
-        return results
+        return results[: len(numels)]
 
-    def _reduce_alone(self, source: Source, pending: PendingBucket, outcome: PendingCallbacks) -> None:
-        """An input larger than a bucket, or any without buckets: straight from where it lies, if it can.
+    def _reduce_alone(
+        self, source: Source, pending: PendingBucket, outcome: PendingCallbacks, hold: bool
+    ) -> None:
+        """Reduces an input larger than a bucket, or any input without buckets, from where it lies if possible.
 
-        Waits, unless inputs are held.
+        Waits for the result, unless the input is held.
         """
         (numel,) = pending.numels
         self._agree("an input for itself", pending)
         if numel:
-            whole = source if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
+            whole = torch.stack(source) if not isinstance(source, Tensor) else source  # type: ignore[arg-type]
+            if whole.ndim == 1:
+                whole = as_rows(whole, self.world_size, numel)
             sent = whole.detach().reshape(-1).to(self.pool.dtype)
             if self.reduction.op == "premul":
                 sent = sent * self.reduction.factor
-            if whole is not source or type(sent) is not Tensor or sent.data_ptr() != whole.data_ptr():
+            if type(sent) is not Tensor or not isinstance(source, Tensor) or sent.data_ptr() != source.data_ptr():
                 pending.copied = sent.nbytes
             pending.lent, pending.lent_version = sent, versions_of([sent])[0]
-            pending.output = torch.empty(numel, dtype=sent.dtype, device=self.device)
+            pending.output = sent.new_empty(numel)
             pending.work = comm.reduce_scatter(pending.output, sent, self.group, async_op=True)
             self.counters.collectives += 1
             self.counters.bytes_copied += pending.copied
             self.counters.hold(pending.copied)
         self._flying.append(pending)
-        if not self.hold_inputs:
+        if not hold:
             self.wait_for(pending, outcome)
         elif len(self._flying) > 1:
             self.wait_for(self._flying[0], outcome)

@@ -1,9 +1,8 @@
 """Bundles many small reduce-scatters into few large ones, and reduces one bucket while the next fills.
 
-A bucket collects inputs of one dtype, device and group. When the next input does not fit, its collective
-is issued and the one before it waited for: so one is under way while a bucket fills, and two buffers
-are enough. The collective leaves its result in its own input, in this rank's part; callbacks get copies,
-so that one that is kept keeps no buffer.
+A bucket collects inputs of one dtype, device and group. When the next input does not fit, its collective is issued and
+the one before it is waited for. So one collective runs while a bucket fills, and two buffers are enough. Each
+collective writes to an output of its own, which the results of the bucket are parts of.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dtbench_core.bucketer.bucket import (
     PendingCallbacks,
     Reduction,
 )
-from dtbench_core.bucketer.inputs import Intake, check_group, flattened, take_in
+from dtbench_core.bucketer.inputs import Intake, check_group, take_gradient, take_in
 from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters, BucketError
 
 MIB = 1024**2
@@ -51,8 +50,9 @@ class ReduceScatterBucketer:
         bucketer.flush()  # only now has every callback been called
         # prints "large", "small": what does not fit in a bucket does not wait for it
 
-    Every rank of a group must hand over inputs of the same shapes in the same order. A bucketer is for one
-    thread, and on CUDA for one stream, at a time. The tensors may be simulated ranks' too.
+    Every rank of a group must hand over inputs of the same shapes in the same order. A bucketer is for one thread at a
+    time. On CUDA, inputs may come on different streams: each bucket waits for the streams of its inputs. The tensors
+    may be simulated ranks' too.
 
     Args:
         bucket_cap_mb: size of a bucket over all shards, in MiB (1024^2 bytes); <= 0 reduces every input
@@ -108,6 +108,9 @@ class ReduceScatterBucketer:
         one before it are called. The tensors may be changed as soon as this returns, unless inputs are
         held, and the result is the callback's to keep. Callbacks run without autograd.
 
+        The results of one bucket are parts of one tensor of bucket_cap_mb / n: keeping one keeps that memory.
+        Clone a small result that is to outlive the others.
+
         Args:
             input_list: tensors of one shape, which the result has; or a single tensor whose dim 0 is cut
                 into n equal parts, of which the result is one. Of a DTensor its local part is taken; one
@@ -125,15 +128,15 @@ class ReduceScatterBucketer:
                 return
         elif type(input_list) is list and self._take_small_tensors(input_list, group, callback_fn):
             return
-        taken = take_in(input_list, group)
-        bucket = self.buckets.get((taken.dtype, taken.device, group)) or self._new_bucket(taken, group)
+        taken = take_in(input_list, group, self.hold_inputs)
+        bucket = self._bucket_of(taken, group)
         finish = None if taken.shape is None and taken.rewrap is None else (taken.shape, taken.rewrap)
         bucket.add(taken.source, taken.numel, callback_fn, finish)
 
     def _take_small_tensors(
         self, inputs: list[Tensor], group: ProcessGroup, callback: Callback | None
     ) -> bool:
-        """Joins tensors that are cheaper to copy as one. False: they are not, or `take_in` must look at them."""
+        """Joins tensors that are cheaper to copy as one. Returns False if they are not, or `take_in` must check them."""
         if not inputs or set(map(type, inputs)) != {Tensor}:
             return False
         first = inputs[0]
@@ -141,8 +144,9 @@ class ReduceScatterBucketer:
         numel = first.numel()
         if (
             bucket is None
+            or bucket.hold_inputs  # needs no copy
             or len(inputs) != bucket.world_size
-            or numel * first.itemsize >= JOIN_BYTES
+            or numel * first.itemsize >= (JOIN_BYTES if first.is_cpu else 0)
             or len(set(map(_dtype, inputs))) > 1
         ):
             return False
@@ -190,6 +194,9 @@ class ReduceScatterBucketer:
         The gradient is taken off the parameter. `on_shard(parameter, shard)` is called with this rank's part,
         (ceil(numel / n),), of the gradient flattened and padded with zeros. Call `flush()` after `backward()`.
 
+        Gradients are not copied on arrival, whatever `hold_inputs` says, so the backward pass never waits for the
+        collective that it has just issued. Nobody else may change a gradient until its shard is there.
+
         Returns:
             A handle: `remove()` takes the hooks off again.
         """
@@ -199,8 +206,9 @@ class ReduceScatterBucketer:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 with torch.no_grad():
-                    flat = flattened(gradient, group.size())
-                    self.reduce_scatter_async(flat, group, partial(on_shard, parameter))
+                    taken = take_gradient(gradient, group)
+                    bucket = self._bucket_of(taken, group)
+                    bucket.add(taken.source, taken.numel, partial(on_shard, parameter), hold=True)
 
         hooks = GradientFeed()
         for parameter in module.parameters():
@@ -208,7 +216,11 @@ class ReduceScatterBucketer:
                 hooks.callback(parameter.register_post_accumulate_grad_hook(take).remove)
         return hooks
 
-    def _new_bucket(self, taken: Intake, group: ProcessGroup) -> Bucket:
+    def _bucket_of(self, taken: Intake, group: ProcessGroup) -> Bucket:
+        """Returns the bucket for an input, new if it is the first of its dtype, device and group."""
+        bucket = self.buckets.get((taken.dtype, taken.device, group))
+        if bucket is not None:
+            return bucket
         self.reduction.check(taken.dtype)
         itemsize = self.reduction.dtype_of(taken.dtype).itemsize
         capacity = max(0, int(self.bucket_cap_mb * MIB / itemsize // group.size()))

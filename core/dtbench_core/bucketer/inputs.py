@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -23,8 +22,16 @@ _metadata = attrgetter("shape", "dtype", "device")
 
 
 class Intake(NamedTuple):
-    """An input: n shards of `numel` elements, the result's shape (None: flat), and what makes a DTensor of
-    the result where the input was one."""
+    """A checked input.
+
+    Attributes:
+        source: its n shards.
+        numel: elements of a shard.
+        shape: of the result; None if it is flat.
+        dtype: of the shards.
+        device: of the shards.
+        rewrap: makes a DTensor of the result if the input was one.
+    """
 
     source: Source
     numel: int
@@ -42,7 +49,8 @@ def check_group(group: object) -> None:
         )
 
 
-def take_in(input: Tensor | Sequence[Tensor], group: ProcessGroup) -> Intake:
+def take_in(input: Tensor | Sequence[Tensor], group: ProcessGroup, hold: bool = False) -> Intake:
+    """Returns a checked input. hold: it is not copied on arrival."""
     check_group(group)
     n = group.size()
     if isinstance(input, Wrapper):
@@ -56,7 +64,7 @@ def take_in(input: Tensor | Sequence[Tensor], group: ProcessGroup) -> Intake:
         )
     if isinstance(input[0], Wrapper):
         return _of_dtensors(input, group)
-    return _of_list(input)
+    return _of_list(input, hold)
 
 
 def _of_tensor(tensor: Tensor, n: int) -> Intake:
@@ -71,7 +79,7 @@ def _of_tensor(tensor: Tensor, n: int) -> Intake:
     return Intake(plain.reshape(n, numel), numel, shape, plain.dtype, plain.device)
 
 
-def _of_list(shards: Sequence[Tensor]) -> Intake:
+def _of_list(shards: Sequence[Tensor], hold: bool = False) -> Intake:
     if set(map(type, shards)) != {Tensor} or any(s.requires_grad for s in shards):
         shards = [_plain(s) for s in shards]
     first = shards[0]
@@ -83,7 +91,8 @@ def _of_list(shards: Sequence[Tensor]) -> Intake:
         )
     numel = first.numel()
     source: Source = shards
-    if type(first) is Tensor and numel * first.itemsize >= SIDE_BY_SIDE_BYTES:
+    worth_bytes = SIDE_BY_SIDE_BYTES if first.is_cpu and not hold else 0
+    if type(first) is Tensor and 0 < numel and worth_bytes <= numel * first.itemsize:
         joined = side_by_side(shards)
         source = shards if joined is None else joined
     return Intake(source, numel, None if first.ndim == 1 else first.shape, first.dtype, first.device)
@@ -165,8 +174,11 @@ def _rewrap(tensor: Wrapper, spec: DTensorSpec, placements: Placements) -> Calla
     return lambda local: wrap(kind, local, result)
 
 
-def flattened(gradient: Tensor, parts: int) -> Tensor:
-    """(parts * k,) its elements in row-major order, then zeros; of a DTensor those of this rank."""
+def take_gradient(gradient: Tensor, group: ProcessGroup) -> Intake:
+    """Returns the elements of a gradient in row-major order; of a DTensor those of this rank.
+
+    The source may have fewer than n * numel elements: the rest are zeros.
+    """
     if isinstance(gradient, Wrapper):
         if gradient._spec.has_partial():
             raise BucketError(
@@ -178,9 +190,8 @@ def flattened(gradient: Tensor, parts: int) -> Tensor:
         raise BucketError(
             f"got a gradient of layout {gradient.layout}, expected a dense one: make the layer with sparse=False"
         )
-    flat = gradient.reshape(-1)
-    missing = -flat.numel() % parts
-    return F.pad(flat, (0, missing)) if missing else flat
+    flat = _plain(gradient).reshape(-1)
+    return Intake(flat, -(-flat.numel() // group.size()), None, flat.dtype, flat.device)
 
 
 def _describe(tensor: Tensor) -> str:
