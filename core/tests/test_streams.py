@@ -137,7 +137,9 @@ def test_attach_orders_gradients_of_several_streams(group: dist.ProcessGroup, ca
         bucketer = ReduceScatterBucketer(cap_kib * KIB, check_ranks="never")
         parameters = [torch.nn.Parameter(torch.ones(numel)) for numel in (64, 1, 9, 128, 64)]
         shards: list[Tensor] = []
-        with bucketer.attach(torch.nn.ParameterList(parameters), group, lambda _, shard: shards.append(shard * 2)):
+        with bucketer.attach(
+            torch.nn.ParameterList(parameters), group, lambda _, shard: shards.append(shard * 2)
+        ):
             ready = streams.event()
             for parameter, stream in zip(parameters, ["side", "main", "third", "side", "main"], strict=True):
                 with streams.on(stream):
@@ -172,7 +174,9 @@ def test_first_round_of_a_checking_bucketer_is_refused_in_a_capture(
         bucketer = ReduceScatterBucketer(1)
         bucketer.reduce_scatter_async(torch.ones(16), group)
         streams.capturing = True
-        with pytest.raises(BucketError, match=r"in the capture of a CUDA graph.* run one round, up to flush\(\)"):
+        with pytest.raises(
+            BucketError, match=r"in the capture of a CUDA graph.* run one round, up to flush\(\)"
+        ):
             bucketer.flush()
         streams.capturing = False
 

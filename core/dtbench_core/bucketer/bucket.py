@@ -315,11 +315,14 @@ class Bucket:
         outcome.end()
 
     def _make_room(self, numel: int, outcome: PendingCallbacks) -> None:
-        """Ends what is under way if with a buffer of `numel` elements there would be more than two buckets."""
+        """Waits for collectives until a buffer of `numel` elements makes no more than two full buckets."""
         most = 2 * aligned(self.capacity, self._unit) * self.world_size
-        in_use = self.pool.in_use // self.pool.dtype.itemsize
-        while self._flying and in_use + numel > most and not self.pool.fits(numel):
-            self.wait_for(self._flying[0], outcome)
+        for pending in tuple(self._flying):
+            in_use = self.pool.in_use // self.pool.dtype.itemsize
+            if in_use + numel <= most or self.pool.fits(numel):
+                break
+            if pending.buffer is not None:
+                self.wait_for(pending, outcome)
 
     # --- reducing ----------------------------------------------------------------------------------
 
@@ -341,8 +344,17 @@ class Bucket:
         if by_flush:
             self.predictor.end_round()
             self._checking = self._checking and self.check_ranks == "always"
-        elif len(self._flying) > 1:
-            self.wait_for(self._flying[0], outcome)
+        elif pending is not None:
+            self._wait_for_earlier(pending, outcome)
+
+    def _wait_for_earlier(self, newest: PendingBucket, outcome: PendingCallbacks) -> None:
+        """Waits for the collectives before `newest`, so that at most one of buffers and one of single inputs runs.
+
+        Those of the other kind run on: if both come at once, neither would have had anything to overlap with.
+        """
+        for pending in tuple(self._flying):
+            if pending is not newest and (pending.lent is None) == (newest.lent is None):
+                self.wait_for(pending, outcome)
 
     def drain(self, outcome: PendingCallbacks) -> None:
         """Ends what is under way now, in order of issue, and calls the callbacks."""
@@ -470,7 +482,11 @@ class Bucket:
             sent = whole.detach().reshape(-1).to(self.pool.dtype)
             if self.reduction.op == "premul":
                 sent = sent * self.reduction.factor
-            if type(sent) is not Tensor or not isinstance(source, Tensor) or sent.data_ptr() != source.data_ptr():
+            if (
+                type(sent) is not Tensor
+                or not isinstance(source, Tensor)
+                or sent.data_ptr() != source.data_ptr()
+            ):
                 pending.copied = sent.nbytes
             pending.lent, pending.lent_version = sent, versions_of([sent])[0]
             pending.output = sent.new_empty(numel)
@@ -479,10 +495,10 @@ class Bucket:
             self.counters.bytes_copied += pending.copied
             self.counters.hold(pending.copied)
         self._flying.append(pending)
-        if not hold:
+        if hold:
+            self._wait_for_earlier(pending, outcome)
+        else:
             self.wait_for(pending, outcome)
-        elif len(self._flying) > 1:
-            self.wait_for(self._flying[0], outcome)
 
 
 # ---- whether the ranks of a group are about to reduce the same inputs ----

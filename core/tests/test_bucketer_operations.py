@@ -1,0 +1,295 @@
+"""The bucketer as a GPU sees it: device operations per bucket, what lies between issue and wait, memory.
+
+All of it is counted on a CPU by dispatch modes; no time is measured.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
+from core.tests.streams import recorded_streams
+from dtbench_core import DTensor, Partial, comm
+from dtbench_core.bucketer import ReduceScatterBucketer
+
+KIB, MIB = 2**10, 2**20
+
+
+class Operations(TorchDispatchMode):
+    """Records the ops that run on a device, and the memory that ops allocate.
+
+    Attributes:
+        names: of the ops, without views and allocations.
+        allocated: bytes of all new storages.
+        peak: the most bytes that new storages held at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.allocated = self.peak = 0
+        self._live: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        returns = func._schema.returns
+        is_view = bool(returns) and all(
+            r.alias_info is not None and not r.alias_info.is_write for r in returns
+        )
+        name = func.name()
+        known = {
+            id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        }
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in made if id(leaf.untyped_storage()) not in known]
+        if (
+            not is_view
+            and "empty" not in name
+            and not (name.startswith("aten::unsafe_split") or name == "aten::detach")
+        ):
+            self.names.append(name.removeprefix("aten::"))
+        for storage in {leaf.untyped_storage() for leaf in made if not is_view}:
+            if storage not in self._live and "split" not in name and func.namespace != "c10d":
+                self._live[storage] = storage.nbytes()
+                self.allocated += storage.nbytes()
+        self.peak = max(self.peak, sum(self._live.values()))
+        return result
+
+
+@contextmanager
+def counted() -> Iterator[Operations]:
+    """Counts ops; collectives are issued as without a mode, by the process group's own methods."""
+    active: Callable[[], int] = comm.dispatch_modes_active
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "dispatch_modes_active", lambda: active() - 1)
+        with Operations() as operations:
+            yield operations
+
+
+# --- operations per bucket -------------------------------------------------------------------------
+
+
+FORMS: dict[str, Callable[[Tensor], Any]] = {
+    "flat": lambda t: t,
+    "matrix": lambda t: t.view(64, -1),
+    "chunks": lambda t: list(t.chunk(8)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"op": "avg"},
+        {"op": "premul", "factor": 0.5},
+        {"op": "avg", "reduce_dtype": torch.float32},
+    ],
+    ids=str,
+)
+def test_held_bucket_takes_few_operations(
+    group: dist.ProcessGroup, form: str, options: dict[str, Any]
+) -> None:
+    """4,096 tensors of 16 KiB: one packing, one collective, and at most one op each to scale and to convert."""
+    dtype = torch.bfloat16 if "reduce_dtype" in options else torch.float32
+    inputs = [FORMS[form](torch.ones(16 * KIB // dtype.itemsize, dtype=dtype)) for _ in range(4096)]
+    bucketer = ReduceScatterBucketer(hold_inputs=True, **options)
+    with counted() as operations:
+        for given in inputs:
+            bucketer.reduce_scatter_async(given, group, lambda _: None)
+        bucketer.flush()
+    issued = bucketer.counters.collectives
+    most = 2 + ("op" in options) + ("reduce_dtype" in options)
+    assert issued == (6 if "reduce_dtype" in options else 3)
+    assert len(operations.names) <= most * issued, Counter(operations.names)
+
+
+def test_odd_shards_take_one_operation_more(group: dist.ProcessGroup) -> None:
+    bucketer = ReduceScatterBucketer(hold_inputs=True)
+    with counted() as operations:
+        for numel in (8, 64, 8 * 6, 128):
+            bucketer.reduce_scatter_async(torch.ones(numel), group, lambda _: None)
+        operations.names.clear()
+        bucketer.flush()
+    assert operations.names == ["new_zeros", "_chunk_cat.out", "c10d::_reduce_scatter_base_"]
+
+
+def test_copied_input_takes_one_operation(group: dist.ProcessGroup) -> None:
+    bucketer = ReduceScatterBucketer(hold_inputs=False)
+    inputs = [torch.ones(4 * KIB) for _ in range(100)]
+    for _ in range(2):  # from the second round on, the length of the rows is known
+        with counted() as operations:
+            for tensor in inputs:
+                bucketer.reduce_scatter_async(tensor, group, lambda _: None)
+            bucketer.flush()
+    assert Counter(operations.names) == {"copy_": 100, "c10d::_reduce_scatter_base_": 1}
+
+
+# --- attach ----------------------------------------------------------------------------------------
+
+
+class Work:
+    """A handle that records when it is waited for."""
+
+    def __init__(self, happened: list[str], index: int) -> None:
+        self.happened, self.index = happened, index
+
+    def wait(self) -> None:
+        self.happened.append(f"wait {self.index}")
+
+
+@pytest.mark.parametrize("features", [16, 17])  # 17: padded for 8 ranks
+@pytest.mark.parametrize("cap_kib", [0.25, 4, 1000])
+@pytest.mark.parametrize("hold", [False, True])
+def test_attach_overlaps_every_collective_with_computation(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, features: int, cap_kib: float, hold: bool
+) -> None:
+    """0.25 KiB: weights are larger than a bucket. 4 KiB: a bucket holds three layers. 1000 KiB: all."""
+    model = nn.Sequential(*(nn.Linear(features, features) for _ in range(6)))
+    bucketer = ReduceScatterBucketer(cap_kib * KIB / MIB, check_ranks="never", hold_inputs=hold)
+    shards: dict[nn.Parameter, Tensor] = {}
+    with counted() as operations, bucketer.attach(model, group, shards.__setitem__):
+        loss, happened, issued = model(torch.ones(2, features)).sum(), operations.names, list[int]()
+
+        def issue(output: Tensor, packed: Tensor, group: object, async_op: bool) -> Work:
+            happened.append(f"issue {len(issued)}")
+            issued.append(packed.numel())
+            return Work(happened, len(issued) - 1)
+
+        monkeypatch.setattr(comm, "reduce_scatter", issue)
+        happened.clear()
+        loss.backward()
+        ended = len(happened)
+        bucketer.flush()
+    assert set(shards) == set(model.parameters())
+    for index in range(len(issued)):
+        start, end = happened.index(f"issue {index}"), happened.index(f"wait {index}")
+        between = happened[start:end]
+        assert end > ended or {"mm", "sum.dim_IntList"} & set(between), (index, happened)
+    backward = Counter(happened[:ended])
+    assert not {"copy_", "clone", "stack", "cat", "_foreach_copy_"} & set(backward), backward
+    assert backward["constant_pad_nd"] == (6 if (features, cap_kib) == (17, 0.25) else 0)
+
+
+def test_attach_holds_in_a_bucket_that_others_are_copied_into(group: dist.ProcessGroup) -> None:
+    """An input of reduce_scatter_async may be reused at once, also beside gradients that are held."""
+    parameter = nn.Parameter(torch.ones(20))
+    bucketer = ReduceScatterBucketer(op="avg")
+    results: list[Tensor] = []
+    inputs: list[Any] = [torch.ones(16), [torch.ones(2) for _ in range(8)], torch.ones(8, 3)]
+    with (
+        counted() as operations,
+        bucketer.attach(nn.ParameterList([parameter]), group, lambda _, s: results.append(s)),
+    ):
+        parameter.sum().backward()
+        operations.names.clear()
+        for given in inputs:
+            bucketer.reduce_scatter_async(given, group, results.append)
+        # A list of small shards is joined first.
+        assert operations.names == ["clone", "stack", "clone", "clone"]
+        parameter.sum().backward()
+        bucketer.flush()
+    assert [tuple(result.shape) for result in results] == [(3,), (2,), (2,), (1, 3), (3,)]
+
+
+# --- values ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@on_ranks
+def test_odd_shards_have_the_sums_of_one_device(hold: bool) -> None:
+    """Shards of 1, 3, 7, ... elements of 1, 2, 4 and 8 bytes, among even and empty ones, in buckets of many sizes."""
+    me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    numels = [7, 16, 1, 0, 3, 64, 5, 0, 32, 7, 16, 9]
+    dtypes = [torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.int64]
+
+    def given(rank: int, seed: int, numel: int, dtype: torch.dtype) -> Tensor:
+        return ((torch.arange(world * numel) * (rank + 1) + seed) % 11).to(dtype)
+
+    for dtype, cap, form in product(
+        dtypes, (25, 40 * world * 8 / MIB, 11 * world / MIB), ("flat", "matrix", "list")
+    ):
+        bucketer, results = ReduceScatterBucketer(cap, hold_inputs=hold), dict[int, Tensor]()
+        for _ in range(2):
+            for seed, numel in enumerate(numels):
+                tensor = given(me, seed, numel, dtype)
+                shaped: Any = tensor.view(world, numel) if form == "matrix" else tensor
+                shaped = [c.clone() for c in tensor.view(world, numel)] if form == "list" else shaped
+                keep = results.__setitem__ if seed % 5 == 0 else lambda *_: None  # most are dropped
+                bucketer.reduce_scatter_async(shaped, group, lambda r, seed=seed, keep=keep: keep(seed, r))
+            # The last bucket of the first round is under way when the second round begins.
+        bucketer.flush()
+        for seed in range(0, len(numels), 5):
+            total = sum(given(rank, seed, numels[seed], dtype) for rank in range(world))
+            want = total.view(world, -1)[me] if numels[seed] else total  # type: ignore[union-attr]
+            torch.testing.assert_close(results[seed].flatten(), want.to(dtype), rtol=0, atol=0)
+        bucketer.teardown()
+        assert bucketer.counters.held_bytes == 0
+
+
+@on_ranks(world_size=2)
+def test_kept_results_are_not_written_to_by_later_buckets() -> None:
+    me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    for hold, options in product((False, True), ({}, {"op": "avg"}, {"op": "premul", "factor": 2.0})):
+        bucketer = ReduceScatterBucketer(world * 4 * 8 / MIB, hold_inputs=hold, **options)  # type: ignore[arg-type]
+        kept: list[Tensor] = []
+        for value in range(12):
+            bucketer.reduce_scatter_async(
+                torch.full((3 * world,), float(value + me)),
+                group,
+                kept.append if value % 4 == 0 else lambda result: result.fill_(-1),
+            )
+        bucketer.flush()
+        scale = {"avg": 0.5, "premul": 2.0}.get(str(options.get("op")), 1.0)
+        for value, result in zip((0, 4, 8), kept, strict=True):
+            assert result.tolist() == [scale * (2 * value + 1)] * 3
+            assert result._version == kept[0]._version  # written to by itself alone
+        bucketer.teardown()
+
+
+@pytest.mark.parametrize("options", [{"op": "avg"}, {"reduce_dtype": torch.float32}, {}], ids=str)
+def test_group_of_one_gives_its_own_values(
+    fake_world: Callable[[int], None], options: dict[str, Any]
+) -> None:
+    fake_world(1)
+    group, results = dist.group.WORLD, list[Tensor]()
+    bucketer = ReduceScatterBucketer(64 / MIB, hold_inputs=True, **options)
+    inputs = [(torch.arange(n) + n).to(torch.bfloat16) for n in (1, 3, 7, 8, 0, 64, 5)]
+    for tensor in inputs:
+        bucketer.reduce_scatter_async(tensor, group, results.append)  # type: ignore[arg-type]
+    bucketer.flush()
+    assert sorted(r.tolist() for r in results) == sorted(t.tolist() for t in inputs)
+
+
+@on_ranks(world_size=2)
+def test_attached_gradients_of_dtensors_and_odd_sizes() -> None:
+    me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    mesh = mesh_of((world,))
+    for cap in (25, 24 / MIB, 0):
+        weights = [torch.arange(float(n)) for n in (5, 8, 1, 3)]
+        parameters = nn.ParameterList([*(nn.Parameter(w) for w in weights)])
+        placed = nn.Parameter(
+            DTensor.from_local(weights[0].clone(), mesh, [Partial()]).redistribute(placements=None)
+        )
+        shards: dict[nn.Parameter, Tensor] = {}
+        bucketer = ReduceScatterBucketer(cap)
+        with bucketer.attach(nn.ParameterList([*parameters, placed]), group, shards.__setitem__):
+            loss = sum((p.square().sum() * (me + 1) for p in parameters), torch.zeros(()))
+            loss.backward()
+            bucketer.flush()
+        for parameter, weight in zip(parameters, weights, strict=True):
+            total = torch.cat([2 * weight * 3, torch.zeros(-len(weight) % world)])
+            torch.testing.assert_close(shards[parameter], total.view(world, -1)[me], rtol=0, atol=0)
+        bucketer.teardown()
