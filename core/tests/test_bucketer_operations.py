@@ -5,10 +5,8 @@ All of it is counted on a CPU by dispatch modes; no time is measured.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -16,67 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
-from core.tests.streams import recorded_streams
+from core.tests.operations import Operations, counted, within
 from dtbench_core import DTensor, Partial, comm
 from dtbench_core.bucketer import ReduceScatterBucketer
+from dtbench_core.bucketer.bucket import Bucket
 
 KIB, MIB = 2**10, 2**20
-
-
-class Operations(TorchDispatchMode):
-    """Records the ops that run on a device, and the memory that ops allocate.
-
-    Attributes:
-        names: of the ops, without views and allocations.
-        allocated: bytes of all new storages.
-        peak: the most bytes that new storages held at one time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.allocated = self.peak = 0
-        self._live: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        returns = func._schema.returns
-        is_view = bool(returns) and all(
-            r.alias_info is not None and not r.alias_info.is_write for r in returns
-        )
-        name = func.name()
-        known = {
-            id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-        }
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in made if id(leaf.untyped_storage()) not in known]
-        if (
-            not is_view
-            and "empty" not in name
-            and not (name.startswith("aten::unsafe_split") or name == "aten::detach")
-        ):
-            self.names.append(name.removeprefix("aten::"))
-        for storage in {leaf.untyped_storage() for leaf in made if not is_view}:
-            if storage not in self._live and "split" not in name and func.namespace != "c10d":
-                self._live[storage] = storage.nbytes()
-                self.allocated += storage.nbytes()
-        self.peak = max(self.peak, sum(self._live.values()))
-        return result
-
-
-@contextmanager
-def counted() -> Iterator[Operations]:
-    """Counts ops; collectives are issued as without a mode, by the process group's own methods."""
-    active: Callable[[], int] = comm.dispatch_modes_active
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "dispatch_modes_active", lambda: active() - 1)
-        with Operations() as operations:
-            yield operations
-
 
 # --- operations per bucket -------------------------------------------------------------------------
 
@@ -135,6 +82,31 @@ def test_copied_input_takes_one_operation(group: dist.ProcessGroup) -> None:
                 bucketer.reduce_scatter_async(tensor, group, lambda _: None)
             bucketer.flush()
     assert Counter(operations.names) == {"copy_": 100, "c10d::_reduce_scatter_base_": 1}
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
+def test_rows_are_aligned(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hold: bool
+) -> None:
+    """Each row ends at a multiple of 16 bytes, with zeros; held shards of such lengths start at one."""
+    sent: list[Tensor] = []
+    monkeypatch.setattr(comm, "reduce_scatter", lambda _output, packed, *_, **__: sent.append(packed.clone()))
+    bucketer = ReduceScatterBucketer(hold_inputs=hold)
+    numels = [1, 16, 3, 32, 48, 7]
+    for _ in range(2):  # in the second round the length is foreseen
+        for value, numel in enumerate(numels, start=1):
+            bucketer.reduce_scatter_async(torch.full((8 * numel,), value, dtype=dtype), group)
+        bucketer.flush()
+    unit = 16 // dtype.itemsize
+    for packed in sent:
+        rows = packed.view(8, -1)
+        assert rows.shape[1] == -(-sum(numels) // unit) * unit
+        assert not rows[:, sum(numels) :].any()
+        for value, numel in enumerate(numels, start=1):
+            assert rows.eq(value).sum(1).tolist() == [numel] * 8
+            start = int(rows[0].eq(value).nonzero()[0])
+            assert not hold or numel % unit or start % unit == 0
 
 
 # --- attach ----------------------------------------------------------------------------------------
@@ -202,6 +174,42 @@ def test_attach_holds_in_a_bucket_that_others_are_copied_into(group: dist.Proces
         parameter.sum().backward()
         bucketer.flush()
     assert [tuple(result.shape) for result in results] == [(3,), (2,), (2,), (1, 3), (3,)]
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+LAYERS, FEATURES = 4, 256
+
+
+# Weights larger than a bucket; a bucket of the size of FSDP2's, which has one for each layer.
+@pytest.mark.parametrize("cap_mb", [0.1, (FEATURES + 1) * FEATURES * 4 / MIB])
+@on_gloo_ranks(world_size=2)
+def test_attach_allocates_no_more_than_fsdp2(cap_mb: float) -> None:
+    """Reduces the gradients of the same parameters both ways, and compares the gradients' shards, too."""
+    me, world = dist.get_rank(), dist.get_world_size()
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(LAYERS)))
+
+    given = torch.arange(4.0 * FEATURES).view(4, FEATURES).mul(1 + me) / 1000
+    sharded, model, theirs, ours = make(), make(), Operations(), Operations()
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh_of((world,)))
+    shards: dict[nn.Parameter, Tensor] = {}
+    bucketer = ReduceScatterBucketer(cap_mb, op="avg", check_ranks="never")
+    active: Callable[[], int] = comm.dispatch_modes_active
+    with pytest.MonkeyPatch.context() as patch, bucketer.attach(model, dist.group.WORLD, shards.__setitem__):
+        # Only what is allocated to reduce gradients, not to compute them.
+        patch.setattr(_fsdp_param_group, "foreach_reduce", within(theirs, _fsdp_param_group.foreach_reduce))
+        patch.setattr(comm, "dispatch_modes_active", lambda: active() - 1)
+        patch.setattr(Bucket, "add", within(ours, Bucket.add))
+        sharded(given).sum().backward()
+        model(given).sum().backward()
+        within(ours, bucketer.flush)()
+    for parameter, reference in zip(model.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(shards[parameter], reference.grad.to_local().flatten())  # type: ignore[union-attr]
+    assert ours.allocated <= theirs.allocated and ours.peak <= theirs.peak
 
 
 # --- values ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds, ThreadWorlds
 from core.tests.on_device import DEVICE_TYPE, torch
+from core.tests.operations import counted
 from core.tests.test_ops import place
 from dtbench_core import (
     DTensor,
@@ -26,6 +27,7 @@ from dtbench_core import (
     PlacementError,
     Replicate,
     Shard,
+    StridedShard,
     count_collectives,
 )
 from dtbench_core.layout.placement import Placements, describe
@@ -338,3 +340,17 @@ def test_a_mesh_may_be_first_seen_under_a_fake_tensor_mode(mesh: DeviceMesh) -> 
         assert tensor.redistribute(placements=[S1, S0]).to_local().shape == (8, 1)
     real = DTensor.from_local(torch.ones(2, 3), fresh, [S0, S0]).full_tensor()
     assert type(real) is torch.Tensor and real.shape == (16, 3), "plans made for fake tensors serve real ones"
+
+
+@pytest.mark.parametrize("dst", [R, S1])
+def test_move_from_strided_shards_makes_its_index_once(mesh: DeviceMesh, dst: Placement) -> None:
+    tensor = DTensor.from_local(
+        torch.ones(8, 4), init_device_mesh(DEVICE_TYPE, (8,)), [StridedShard(0, 2)], run_check=False
+    )
+    made = []
+    for _ in range(2):
+        with counted() as operations:
+            tensor.redistribute(placements=[dst])
+        assert "index_copy_" in operations.names
+        made.append([name for name in operations.names if name in ("arange", "cat", "_to_copy")])
+    assert made[0] and not [name for name in made[1] if name == "arange"], made

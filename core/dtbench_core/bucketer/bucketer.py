@@ -136,7 +136,7 @@ class ReduceScatterBucketer:
     def _take_small_tensors(
         self, inputs: list[Tensor], group: ProcessGroup, callback: Callback | None
     ) -> bool:
-        """Joins tensors that are cheaper to copy as one. Returns False if they are not, or `take_in` must check them."""
+        """Joins tensors that are cheaper to copy as one. Returns False if they are not, or need `take_in`'s checks."""
         if not inputs or set(map(type, inputs)) != {Tensor}:
             return False
         first = inputs[0]

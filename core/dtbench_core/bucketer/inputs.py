@@ -92,7 +92,7 @@ def _of_list(shards: Sequence[Tensor], hold: bool = False) -> Intake:
     numel = first.numel()
     source: Source = shards
     worth_bytes = SIDE_BY_SIDE_BYTES if first.is_cpu and not hold else 0
-    if type(first) is Tensor and 0 < numel and worth_bytes <= numel * first.itemsize:
+    if type(first) is Tensor and numel > 0 and worth_bytes <= numel * first.itemsize:
         joined = side_by_side(shards)
         source = shards if joined is None else joined
     return Intake(source, numel, None if first.ndim == 1 else first.shape, first.dtype, first.device)

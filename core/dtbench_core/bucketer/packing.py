@@ -47,7 +47,7 @@ SIDE_BY_SIDE_BYTES = 4 * 1024
 ALIGN_BYTES = 16
 _version = attrgetter("_version")
 
-# An input: (n, k); or (up to n * k,), whose missing elements are zeros; or the n tensors of one shape that are its rows.
+# An input: (n, k); (up to n * k,), whose missing elements are zeros; or the n tensors of one shape that are its rows.
 Source = Tensor | Sequence[Tensor]
 
 
@@ -305,8 +305,8 @@ def check_unchanged(inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
     index = next(i for i in range(len(inputs)) if freed[i] or now[i] != versions[i])
     raise BucketError(
         f"got tensor {index} of {len(inputs)} in this bucket {'freed' if freed[index] else 'changed'} after it was "
-        "handed over, expected it to stay as it was until its callback: hand over a copy; or without attach(), make the "
-        "bucketer with hold_inputs=False, which copies"
+        "handed over, expected it to stay as it was until its callback: hand over a copy, or make the "
+        "bucketer with hold_inputs=False, which copies all but what attach() hands over"
     )
 
 

@@ -27,7 +27,7 @@ from dtbench_core.layout.placement import (
     StridedShard,
     local_extents,
 )
-from dtbench_core.torch_compat import is_traced
+from dtbench_core.torch_compat import is_capturing, is_traced
 
 Mover = Callable[[torch.Tensor], torch.Tensor]
 Shape = tuple[int, ...]
@@ -232,29 +232,50 @@ def _gather(step: Exchange) -> Mover:
     src, dim, parts, group, whole = _one(step.src), _one(step.src).dim, step.parts, step.group, step.shape
     lengths = src.lengths(whole[dim], parts)
     longest = max(lengths)
-    chunks, rows_first = type(src) is Shard, math.prod(whole[:dim]) == 1
+    reorder = None if type(src) is Shard else _Reordering(src, whole[dim], parts)
+    rows_first = math.prod(whole[:dim]) == 1
     joined = (*whole[:dim], parts * longest, *whole[dim + 1 :])
     stacked = (parts, *whole[:dim], longest, *whole[dim + 1 :])
 
     def gather(local: torch.Tensor) -> torch.Tensor:
         sent = padded(local, dim, longest)
         gathered = _gathered(sent, stacked, group)
-        if chunks and rows_first:  # only what follows the last element is padding
+        if reorder is None and rows_first:  # only what follows the last element is padding
             return gathered.view(joined).narrow(dim, 0, whole[dim])
         held = [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n] or [gathered[0]]
         joined_parts = torch.cat(held, dim)
-        return joined_parts if chunks else _in_order(joined_parts, src, parts)
+        return joined_parts if reorder is None else reorder(joined_parts)
 
     return gather
 
 
-def _in_order(joined: torch.Tensor, src: Shard, parts: int) -> torch.Tensor:
-    """The ranks' parts, one after the other along `src.dim`, each element put where it belongs."""
-    shape = [1] * joined.ndim
-    shape[src.dim] = -1
-    places = torch.arange(joined.size(src.dim), device=joined.device).view(shape)
-    order = torch.cat([src.part(places, parts, rank).flatten() for rank in range(parts)])
-    return torch.empty_like(joined).index_copy_(src.dim, order, joined)
+class _Reordering:
+    """Puts the ranks' parts, which follow each other along a dim, where a placement other than Shard has them.
+
+    Keeps one index tensor per device. It is made on the CPU and copied, which ends before any stream can read it.
+    """
+
+    def __init__(self, src: Shard, length: int, parts: int) -> None:
+        self.src, self.length, self.parts = src, length, parts
+        self._indices: dict[torch.device, torch.Tensor] = {}
+
+    def __call__(self, joined: torch.Tensor) -> torch.Tensor:
+        index = self._indices.get(joined.device)
+        if index is None:
+            if is_traced() or type(joined) is not torch.Tensor or is_capturing(joined.device):
+                index = self._index(joined.ndim, joined.device)  # of a graph, or of one use
+            else:
+                with torch.inference_mode(False):
+                    index = self._index(joined.ndim, torch.device("cpu")).to(joined.device)
+                self._indices[joined.device] = index
+        return torch.empty_like(joined).index_copy_(self.src.dim, index, joined)
+
+    def _index(self, ndim: int, device: torch.device) -> torch.Tensor:
+        """Returns where each element of the joined parts belongs, (length,)."""
+        shape = [1] * ndim
+        shape[self.src.dim] = -1
+        places = torch.arange(self.length, device=device).view(shape)
+        return torch.cat([self.src.part(places, self.parts, rank).flatten() for rank in range(self.parts)])
 
 
 def _one(placements: Placements) -> Shard:
@@ -398,7 +419,8 @@ def _exchange(step: Exchange) -> Mover:
     even = len(set(src_lengths)) == 1
     whole = (mine, step.shape[src.dim], *rest)
     stacked = (parts, mine, src_lengths[0], *rest)
-    chunks, in_order = type(src) is Shard, not isinstance(dst, StridedShard)
+    reorder = None if type(src) is Shard else _Reordering(src, step.shape[src.dim], parts)
+    in_order = not isinstance(dst, StridedShard)
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
         if in_order:
@@ -413,6 +435,6 @@ def _exchange(step: Exchange) -> Mover:
             pieces = zip(received.split(sizes), src_lengths, strict=True)
             joined = torch.cat([flat.view(mine, n, *rest) for flat, n in pieces], 1)
         joined = joined.permute(back).contiguous()
-        return joined if chunks else _in_order(joined, src, parts)
+        return joined if reorder is None else reorder(joined)
 
     return exchange
