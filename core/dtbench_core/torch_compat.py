@@ -97,9 +97,12 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if has_streams else None
 
 
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in a build for CPUs
+
+
 def stream_handle(device: torch.device) -> object:
-    """Returns what identifies the current stream of a CUDA device, without making an object for the stream."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    """Returns what identifies the current stream of a CUDA device, without making an object for it; else None."""
+    return _raw_stream(device.index) if _raw_stream is not None and device.type == "cuda" else None
 
 
 def record_stream(tensor: torch.Tensor, stream: Any) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from core.tests.streams import RaceError, recorded_streams
 from core.tests.test_comm_tensor import PROGRAMS
 from dtbench_core import CommTensor, DTensor, Partial, Replicate, Shard
-from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
+from dtbench_core.bucketer import BucketError, ReduceScatterBucketer, bucket
 from dtbench_core.torch_compat import all_gather_single
 
 KIB = 2**-10  # in MiB
@@ -110,7 +110,8 @@ def test_bucketer_orders_inputs_of_several_streams(
     """Each result is read and freed on the stream of its callback, each input where it was made."""
     dist.init_process_group("fake", rank=1, world_size=4, store=dist.HashStore())
     try:
-        with recorded_streams() as streams:
+        with recorded_streams() as streams, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bucket, "FIRST_ELEMENTS", 8)  # rows grow
             bucketer = ReduceScatterBucketer(cap_kib * KIB, hold_inputs=hold, check_ranks="never")
             for _ in range(2):
                 for numel, stream in inputs:

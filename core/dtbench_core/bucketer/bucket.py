@@ -28,7 +28,6 @@ from dtbench_core.bucketer.packing import (
     check_unchanged,
     versions_of,
 )
-from dtbench_core.bucketer.streams import StreamUse, stream_order
 from dtbench_core.torch_compat import is_capturing
 
 Callback = Callable[[Tensor], object]
@@ -139,7 +138,6 @@ class PendingBucket:
         numels: elements per shard of each input.
         callbacks: of each input.
         finishes: by the input's index, for results that are not handed out flat.
-        input_streams: the streams on which held inputs were handed over, by their handles.
         work: the collective's handle while it runs.
         output: (row,), this rank's part of the sums, which the results share.
         buffer: the pool's buffer that the collective reads.
@@ -153,7 +151,6 @@ class PendingBucket:
     numels: list[int] = field(default_factory=list)
     callbacks: list[Callback | None] = field(default_factory=list)
     finishes: dict[int, Finish] = field(default_factory=dict)
-    input_streams: dict[object, StreamUse] = field(default_factory=dict)
     work: Work | None = None
     output: Tensor | None = None
     buffer: Tensor | None = None
@@ -189,8 +186,7 @@ class Bucket:
         summed = self.reduction.dtype_of(self.dtype)
         # Alignment in the input's dtype and in that of the sums.
         self._unit = max(1, ALIGN_BYTES // min(self.dtype.itemsize, summed.itemsize))
-        self._streams = stream_order(self.device)
-        self.pool = BufferPool(summed, self.device, self.counters, self._streams)
+        self.pool = BufferPool(summed, self.device, self.counters)
         self._pending: PendingBucket | None = None
         self._flying: deque[PendingBucket] = deque()  # in order of issue
         # torch's fake group answers with nothing, and has only one rank that could disagree.
@@ -246,16 +242,11 @@ class Bucket:
 
     def _put(self, pending: PendingBucket, source: Source, numel: int, hold: bool) -> None:
         packing = pending.packing
-        if isinstance(packing, HeldInputs):
-            if not hold:  # in a bucket that attach() has begun
-                source = source.clone() if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
-                source = source.view(self.world_size, numel)
-                self.counters.bytes_copied += source.nbytes
-            if self._streams is not None:
-                self._streams.note_input(pending.input_streams)
-        elif self._streams is not None:
-            self._streams.enter()
         assert packing is not None
+        if isinstance(packing, HeldInputs) and not hold:  # in a bucket that attach() has begun
+            source = source.clone() if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
+            source = source.view(self.world_size, numel)
+            self.counters.bytes_copied += source.nbytes
         packing.add(source, numel)
         self.offset += numel
 
@@ -284,8 +275,6 @@ class Bucket:
             pending.packing.add_flat(tensor, numel)
         except RuntimeError:  # of inference mode
             return False
-        if self._streams is not None:
-            self._streams.note_input(pending.input_streams)
         self.offset += numel
         pending.numels.append(numel)
         pending.callbacks.append(callback)
@@ -296,8 +285,6 @@ class Bucket:
     ) -> None:
         """Begins the next bucket with an input that the current one has no room for, or reduces it alone."""
         outcome = PendingCallbacks()
-        if self._streams is not None:
-            self._streams.enter()
         if numel > self.capacity or not self.capacity:
             pending = PendingBucket(None)
             pending.note(numel, callback, finish)
@@ -331,8 +318,6 @@ class Bucket:
         pending = self._pending
         if pending is not None:
             assert pending.packing is not None
-            if self._streams is not None:
-                self._streams.enter()
             self._make_room(pending.packing.needs(), outcome)
             self.predictor.this_round.append(self.offset)
             self._pending, self.offset = None, 0
@@ -379,16 +364,11 @@ class Bucket:
             check_ranks_agree(self.group, self.device, why, shapes, how)
 
     def _issue(self, pending: PendingBucket) -> None:
-        packing = pending.packing
-        assert packing is not None
-        if not packing.used:
+        assert pending.packing is not None
+        if not pending.packing.used:
             self._flying.append(pending)
             return
-        held = packing.tensors if isinstance(packing, HeldInputs) else []
-        if self._streams is not None:
-            self._streams.enter_with(pending.input_streams, held)
-        packed, pending.buffer, pending.order = packing.pack(pending.numels)
-        held.clear()
+        packed, pending.buffer, pending.order = pending.packing.pack(pending.numels)
         pending.packing = None
         if self.reduction.op == "premul":
             packed *= self.reduction.factor
@@ -418,9 +398,8 @@ class Bucket:
     def wait_for(self, pending: PendingBucket, outcome: PendingCallbacks) -> None:
         """Waits for a collective and adds its callbacks to those that are due."""
         self._flying.remove(pending)
-        if self._streams is not None:
-            self._streams.enter()
-            self._streams.keep(t for t in (pending.lent, pending.output) if t is not None)
+        self.pool.streams.enter()
+        self.pool.streams.keep(t for t in (pending.lent, pending.output) if t is not None)
         try:
             self._await_work(pending)
             if pending.lent is not None:
@@ -475,10 +454,9 @@ class Bucket:
         """
         (numel,) = pending.numels
         self._agree("an input for itself", pending)
+        self.pool.streams.enter()
         if numel:
-            whole = torch.stack(source) if not isinstance(source, Tensor) else source  # type: ignore[arg-type]
-            if whole.ndim == 1:
-                whole = as_rows(whole, self.world_size, numel)
+            whole = as_rows(source, self.world_size) if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
             sent = whole.detach().reshape(-1).to(self.pool.dtype)
             if self.reduction.op == "premul":
                 sent = sent * self.reduction.factor

@@ -10,20 +10,18 @@ does not shift every shard behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtbench_core.bucketer.streams import StreamOrder
+from dtbench_core.bucketer.streams import StreamOrder, StreamUse
 from dtbench_core.errors import CoreError
 from dtbench_core.torch_compat import chunk_cat
-
-T = TypeVar("T")
 
 
 class BucketError(CoreError, ValueError, AssertionError):
@@ -76,16 +74,19 @@ class BufferPool:
     dtype: torch.dtype
     device: torch.device
     counters: BucketCounters
-    streams: StreamOrder | None = None  # None on a CPU
     in_use: int = 0  # bytes
     _free: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.streams = StreamOrder(self.device)
 
     def fits(self, numel: int) -> bool:
         """Whether a free buffer has room for `numel` elements."""
         return any(b.numel() >= numel for b in self._free)
 
     def take(self, numel: int) -> Tensor:
-        """A buffer of at least `numel` elements. Its values are undefined."""
+        """Returns a buffer of at least `numel` elements for the current stream. Its values are undefined."""
+        self.streams.enter()
         smallest = min((b.numel() for b in self._free if b.numel() >= numel), default=None)
         if smallest is None:
             self.clear()  # too small, and the new one takes its place
@@ -113,8 +114,7 @@ class BufferPool:
 
     def _forget(self, buffers: list[Tensor]) -> None:
         self.counters.hold(-sum(b.nbytes for b in buffers))
-        if self.streams is not None:
-            self.streams.keep(buffers)
+        self.streams.keep(buffers)
 
 
 class Packed(NamedTuple):
@@ -144,24 +144,26 @@ class Rows:
         self._buffer = pool.take(world_size * self.room)
 
     def add(self, source: Source, numel: int) -> None:
-        if numel:
-            place = self._columns(self.used, numel)
-            if isinstance(source, Tensor):
-                place.copy_(as_rows(source, self._n, numel))
-            else:
-                torch.stack(source, out=place.view(self._n, *source[0].shape))  # type: ignore[arg-type]
-            self.used += numel
+        if not numel:
+            return
+        self._pool.streams.enter()
+        place = self._columns(self.used, numel)
+        if isinstance(source, Tensor):
+            place.copy_(as_rows(source, self._n))
+        else:
+            torch.stack(source, out=place.view(self._n, *source[0].shape))  # type: ignore[arg-type]
+        self.used += numel
 
     def _columns(self, start: int, numel: int) -> Tensor:
         return self._buffer.as_strided((self._n, numel), (self.room, 1), start)
 
     def grow(self, room: int) -> None:
+        """Moves the rows to others of `room` elements."""
         old, kept = self._buffer, self._columns(0, self.used)
         self.room = aligned(room, self._unit)
         self._buffer = self._pool.take(self._n * self.room)
-        if self.used:
-            self._columns(0, self.used).copy_(kept)
-            self._pool.counters.bytes_copied += kept.nbytes
+        self._columns(0, self.used).copy_(kept)
+        self._pool.counters.bytes_copied += kept.nbytes
         self._pool.give(old)
 
     def needs(self) -> int:
@@ -169,14 +171,11 @@ class Rows:
         return 0 if self._n == 1 or row in (0, self.room) else self._n * row
 
     def pack(self, numels: Sequence[int]) -> Packed:
+        self._pool.streams.enter()
         self._pool.counters.bytes_copied += self._n * self.used * self._buffer.itemsize
-        if needs := self.needs():
-            rows, kept = self._buffer, self._columns(0, self.used)
-            self._buffer, self.room = self._pool.take(needs), needs // self._n
-            self._columns(0, self.used).copy_(kept)
-            self._pool.give(rows)
-            self._pool.counters.bytes_copied += kept.nbytes
         row = aligned(self.used, self._unit)
+        if self.needs():
+            self.grow(row)
         if row > self.used:
             self._columns(self.used, row - self.used).zero_()
         return Packed(self._buffer[: self._n * row], self._buffer)
@@ -191,69 +190,57 @@ class HeldInputs:
     def __init__(self, pool: BufferPool, world_size: int, room: int, unit: int) -> None:
         self.used, self.room = 0, room
         self._pool, self._n, self._unit = pool, world_size, unit
-        self.tensors: list[Tensor] = []  # of all inputs with elements; an input may consist of n tensors
-        self._versions: list[int] = []
-        self._lists: set[int] = set()  # indices into `tensors` where the n tensors of one input begin
+        self._inputs: list[Source] = []
+        self._has_lists = False  # whether some shards are tensors of their own
+        self._tensors: list[Tensor] = []  # of all inputs
+        self._versions: list[int] = []  # of these when they were handed over
+        self._streams: dict[object, StreamUse] = {}  # on which they were handed over
 
     def add(self, source: Source, numel: int) -> None:
-        if not numel:
-            return
-        self.used += numel
         tensors = [source] if isinstance(source, Tensor) else source
-        if tensors is source:
-            self._lists.add(len(self.tensors))
-        self.tensors += tensors
+        self._has_lists |= tensors is source
         self._versions += versions_of(tensors)
+        self._tensors += tensors
+        self._inputs.append(source)
+        self._pool.streams.note_input(self._streams)
+        self.used += numel
 
     def add_flat(self, tensor: Tensor, numel: int) -> None:
-        """As `add` of a flat tensor with elements, without any check."""
+        """As `add`, without any check."""
         self._versions.append(tensor._version)
-        self.tensors.append(tensor)
+        self._tensors.append(tensor)
+        self._inputs.append(tensor)
+        self._pool.streams.note_input(self._streams)
         self.used += numel
 
     def needs(self) -> int:
         return self._n * aligned(self.used, self._unit)
 
     def pack(self, numels: Sequence[int]) -> Packed:
-        """Args: numels: elements per shard of each input, those without elements included."""
-        check_unchanged(self.tensors, self._versions)
+        """Packs the inputs by one op. numels: elements per shard of each."""
+        self._pool.streams.enter(self._streams, self._tensors)
+        check_unchanged(self._tensors, self._versions)
         order = _odd_shards_last(numels, self._unit)
+        inputs = self._inputs if order is None else [self._inputs[i] for i in order if numels[i]]
         row = aligned(self.used, self._unit)
         buffer = self._pool.take(self._n * row)
         packed = buffer[: self._n * row]
-        if self._lists:
-            self._pack_shards(packed, numels, order, row - self.used)
+        if row > self.used:
+            inputs = [*inputs, self._tensors[0].new_zeros(self._n * (row - self.used))]
+        if self._has_lists:
+            shards = [
+                as_rows(x, self._n) if isinstance(x, Tensor) else [t.reshape(-1) for t in x] for x in inputs
+            ]
+            torch.cat([rows[rank] for rank in range(self._n) for rows in shards], out=packed)
         else:
-            tensors = _in_order(self.tensors, numels, order)
-            if row > self.used:
-                tensors = [*tensors, self._zeros(self._n * (row - self.used))]
-            chunk_cat(tensors, 0, self._n, out=packed.view(self._n, row))
+            chunk_cat(inputs, 0, self._n, out=packed.view(self._n, row))
         self._pool.counters.bytes_copied += self._n * self.used * packed.itemsize
+        self.drop()
         return Packed(packed, buffer, order)
 
-    def _pack_shards(self, packed: Tensor, numels: Sequence[int], order: list[int] | None, pad: int) -> None:
-        """Packs shards of which some are tensors of their own."""
-        inputs = _in_order(list(self._shards_of_inputs(numels)), numels, order)
-        if pad:
-            inputs = [*inputs, [self._zeros(pad)] * self._n]
-        torch.cat([shards[rank] for rank in range(self._n) for shards in inputs], out=packed)
-
-    def _shards_of_inputs(self, numels: Sequence[int]) -> Iterator[Sequence[Tensor]]:
-        """Yields the n flat shards of each input with elements."""
-        start = 0
-        for numel in filter(None, numels):
-            if start in self._lists:
-                yield [shard.reshape(-1) for shard in self.tensors[start : start + self._n]]
-                start += self._n
-            else:
-                yield as_rows(self.tensors[start], self._n, numel).unbind(0)
-                start += 1
-
-    def _zeros(self, numel: int) -> Tensor:
-        return self.tensors[0].new_zeros(numel)
-
     def drop(self) -> None:
-        self.tensors.clear()
+        self._inputs.clear()
+        self._tensors.clear()
 
 
 def aligned(numel: int, unit: int) -> int:
@@ -261,29 +248,22 @@ def aligned(numel: int, unit: int) -> int:
     return -(-numel // unit) * unit
 
 
-def as_rows(source: Tensor, n: int, numel: int) -> Tensor:
-    """Returns (n, numel): a source with that shape, or a flat one with zeros for its missing elements."""
+def as_rows(source: Tensor, n: int) -> Tensor:
+    """Returns (n, k): a source with that shape, or a flat one with zeros for its missing elements."""
     if source.ndim == 2:
         return source
-    missing = n * numel - source.numel()
-    return (F.pad(source, (0, missing)) if missing else source).view(n, numel)
+    missing = -source.numel() % n
+    return (F.pad(source, (0, missing)) if missing else source).view(n, -1)
 
 
 def _odd_shards_last(numels: Sequence[int], unit: int) -> list[int] | None:
-    """Returns the indices of the inputs, those whose shards end at a multiple of `unit` first; None if all do."""
-    odd = [index for index, numel in enumerate(numels) if numel % unit]
-    if not odd:
+    """Returns the indices of the inputs, those whose shards end at a multiple of `unit` first.
+
+    None if all do and none is empty.
+    """
+    if all(numel and not numel % unit for numel in numels):
         return None
-    return [index for index, numel in enumerate(numels) if numel % unit == 0] + odd
-
-
-def _in_order(held: list[T], numels: Sequence[int], order: list[int] | None) -> list[T]:
-    """Returns the entries of `held`, one for each input with elements, in the order of their shards."""
-    if order is None:
-        return held
-    entries = iter(held)
-    by_input = [next(entries) if numel else None for numel in numels]
-    return [entry for index in order if (entry := by_input[index]) is not None]
+    return sorted(range(len(numels)), key=lambda index: numels[index] % unit > 0)
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:

@@ -10,7 +10,8 @@ stream that allocated it and no other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class StreamUse(NamedTuple):
 
 
 class StreamOrder:
-    """Makes all uses of one bucket's memory happen as if on one stream.
+    """Makes all uses of one bucket's memory happen as if on one stream. Does nothing on a CPU.
 
     Streams are identified by their handles, which cost a tenth of what asking for the stream object costs.
     """
@@ -58,40 +59,30 @@ class StreamOrder:
     def note_input(self, noted: dict[object, StreamUse]) -> None:
         """Adds the current stream to `noted`, the streams on which a bucket's inputs were handed over."""
         handle = stream_handle(self._device)
-        if handle not in noted:
+        if handle is not None and handle not in noted:
             noted[handle] = StreamUse.current(self._device)
 
-    def enter(self) -> None:
-        """Makes the current stream wait for the one that used the bucket's buffers last."""
-        handle = stream_handle(self._device)
-        if handle == self._last_handle:
-            return
-        use = StreamUse.current(self._device)
-        if self._last_use is not None:
-            use.wait_for(self._last_use)
-        self._last_handle, self._last_use = handle, use
-        self._streams[handle] = use.stream
+    def enter(self, noted: dict[object, StreamUse] | None = None, inputs: Sequence[Tensor] = ()) -> None:
+        """Makes the current stream wait for the one that used the bucket's memory last.
 
-    def enter_with(self, noted: dict[object, StreamUse], inputs: Iterable[Tensor]) -> None:
-        """As `enter`, and waits for inputs from other streams. Their memory outlives the current stream's reads."""
-        self.enter()
-        others = [use for handle, use in noted.items() if handle != self._last_handle]
-        if not others:
-            return
-        use = StreamUse.current(self._device)
-        for other in others:
-            use.wait_for(other)
-        for tensor in inputs:
-            record_stream(tensor, use.stream)
+        It also waits for `noted`, the streams of `inputs`, whose memory then outlives the current stream's reads.
+        """
+        handle = stream_handle(self._device)
+        if handle != self._last_handle:
+            use = StreamUse.current(self._device)
+            if self._last_use is not None:
+                use.wait_for(self._last_use)
+            self._last_handle, self._last_use = handle, use
+            self._streams[handle] = use.stream
+        if noted and noted.keys() != {handle}:
+            use = StreamUse.current(self._device)
+            for other in noted.values():
+                use.wait_for(other)
+            for tensor in inputs:
+                record_stream(tensor, use.stream)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Keeps memory from being reallocated before every stream that has used the bucket is done with it."""
         if len(self._streams) > 1:
-            for tensor in tensors:
-                for stream in self._streams.values():
-                    record_stream(tensor, stream)
-
-
-def stream_order(device: torch.device) -> StreamOrder | None:
-    """Returns None for a device without streams, where an op is done when it returns."""
-    return None if current_stream(device) is None else StreamOrder(device)
+            for tensor, stream in product(tensors, self._streams.values()):
+                record_stream(tensor, stream)
