@@ -231,24 +231,20 @@ class Bucket:
         if pending is None or numel > self.capacity - self.offset:
             self._add_elsewhere(source, numel, callback, finish, hold)
             return
-        packing, outcome = pending.packing, PendingCallbacks()
-        if isinstance(packing, Rows) and packing.used + numel > packing.room:
+        packing = pending.packing
+        assert packing is not None
+        outcome = None
+        if packing.used + numel > packing.room:
+            assert isinstance(packing, Rows)  # held inputs have room for a whole bucket
+            outcome = PendingCallbacks()
             room = min(max(packing.used + numel, 2 * packing.room), self.capacity)
             self._make_room(aligned(room, self._unit) * self.world_size, outcome)
             packing.grow(room)
-        self._put(pending, source, numel, hold)
-        pending.note(numel, callback, finish)
-        outcome.end()
-
-    def _put(self, pending: PendingBucket, source: Source, numel: int, hold: bool) -> None:
-        packing = pending.packing
-        assert packing is not None
-        if isinstance(packing, HeldInputs) and not hold:  # in a bucket that attach() has begun
-            source = source.clone() if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
-            source = source.view(self.world_size, numel)
-            self.counters.bytes_copied += source.nbytes
-        packing.add(source, numel)
+        packing.add(source, numel, hold)
         self.offset += numel
+        pending.note(numel, callback, finish)
+        if outcome is not None:
+            outcome.end()
 
     def add_flat(self, tensor: Tensor, callback: Callback | None) -> bool:
         """Takes a flat tensor, n shards in a row. Returns False, with nothing done, if it is not one."""
@@ -297,7 +293,8 @@ class Bucket:
                 room = min(max(numel, self.predictor.next_total() or FIRST_ELEMENTS), self.capacity)
                 packing = Rows(self.pool, self.world_size, room, self._unit)
             self._pending = PendingBucket(packing)
-            self._put(self._pending, source, numel, hold)
+            packing.add(source, numel, hold)
+            self.offset += numel
             self._pending.note(numel, callback, finish)
         outcome.end()
 

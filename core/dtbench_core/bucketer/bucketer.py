@@ -27,10 +27,10 @@ from dtbench_core.bucketer.bucket import (
     Reduction,
 )
 from dtbench_core.bucketer.inputs import Intake, check_group, take_gradient, take_in
-from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters, BucketError
+from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters, BucketError, side_by_side
 
 MIB = 1024**2
-_dtype = attrgetter("dtype")
+_dtype, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
 
 
 class GradientFeed(ExitStack):
@@ -144,12 +144,17 @@ class ReduceScatterBucketer:
         numel = first.numel()
         if (
             bucket is None
-            or bucket.hold_inputs  # needs no copy
             or len(inputs) != bucket.world_size
             or numel * first.itemsize >= (JOIN_BYTES if first.is_cpu else 0)
             or len(set(map(_dtype, inputs))) > 1
         ):
             return False
+        if bucket.hold_inputs:  # chunks of one tensor need no copy
+            alike = len(set(map(Tensor.size, inputs))) == 1 and not any(map(_requires_grad, inputs))
+            view = side_by_side(inputs) if alike and numel else None
+            if view is not None:
+                bucket.add(view, numel, callback, None if first.ndim == 1 else (first.shape, None))
+            return view is not None
         try:
             joined = torch.stack(inputs)
         except (RuntimeError, NotImplementedError):  # of different shapes, or on different devices

@@ -143,13 +143,15 @@ class Rows:
         self._pool, self._n, self._unit = pool, world_size, unit
         self._buffer = pool.take(world_size * self.room)
 
-    def add(self, source: Source, numel: int) -> None:
+    def add(self, source: Source, numel: int, hold: bool) -> None:
+        """Copies an input. hold: of no use here."""
         if not numel:
             return
-        self._pool.streams.enter()
-        place = self._columns(self.used, numel)
+        if self._pool.streams.needed:
+            self._pool.streams.enter()
+        place = self._buffer.as_strided((self._n, numel), (self.room, 1), self.used)
         if isinstance(source, Tensor):
-            place.copy_(as_rows(source, self._n))
+            place.copy_(source if source.ndim == 2 else as_rows(source, self._n))
         else:
             torch.stack(source, out=place.view(self._n, *source[0].shape))  # type: ignore[arg-type]
         self.used += numel
@@ -196,7 +198,12 @@ class HeldInputs:
         self._versions: list[int] = []  # of these when they were handed over
         self._streams: dict[object, StreamUse] = {}  # on which they were handed over
 
-    def add(self, source: Source, numel: int) -> None:
+    def add(self, source: Source, numel: int, hold: bool) -> None:
+        """Keeps an input; a copy of one that its owner may change, which attach() did not hand over."""
+        if not hold:
+            copy = source.clone() if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
+            source = copy.view(self._n, numel)
+            self._pool.counters.bytes_copied += source.nbytes
         tensors = [source] if isinstance(source, Tensor) else source
         self._has_lists |= tensors is source
         self._versions += versions_of(tensors)
@@ -210,7 +217,8 @@ class HeldInputs:
         self._versions.append(tensor._version)
         self._tensors.append(tensor)
         self._inputs.append(tensor)
-        self._pool.streams.note_input(self._streams)
+        if self._pool.streams.needed:
+            self._pool.streams.note_input(self._streams)
         self.used += numel
 
     def needs(self) -> int:

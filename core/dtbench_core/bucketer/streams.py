@@ -48,9 +48,13 @@ class StreamOrder:
     """Makes all uses of one bucket's memory happen as if on one stream. Does nothing on a CPU.
 
     Streams are identified by their handles, which cost a tenth of what asking for the stream object costs.
+
+    Attributes:
+        needed: whether the device has streams. Where each input counts, asking this is cheaper than a call.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.needed = stream_handle(device) is not None
         self._device = device
         self._last_handle: object = None
         self._last_use: StreamUse | None = None
