@@ -55,12 +55,8 @@ def _moving(async_op: bool) -> None:
         works = [
             comm.all_gather(gathered, _mine(dtype, 2, 3), group, async_op),
             comm.all_to_all(exchanged, _mine(dtype, N * 2, 3), group, async_op=async_op),
-            comm.all_to_all(
-                uneven, _mine(dtype, sum(cut), 2), group, [rank + 1] * N, cut, async_op=async_op
-            ),
-            comm.all_to_all(
-                some, _mine(dtype, sum(fewer), 2), group, [rank] * N, fewer, async_op=async_op
-            ),
+            comm.all_to_all(uneven, _mine(dtype, sum(cut), 2), group, [rank + 1] * N, cut, async_op=async_op),
+            comm.all_to_all(some, _mine(dtype, sum(fewer), 2), group, [rank] * N, fewer, async_op=async_op),
             comm.broadcast(sent, group, 1, async_op),
             comm.scatter(received, pieces, group, N - 1, async_op),
         ]

@@ -277,7 +277,9 @@ def test_every_dtype_is_reduced(dst: Placement) -> None:
             op in ("max", "min") and dtype.is_complex
         ):
             continue
-        if op == "product" and not (REDUCES_PRODUCTS or dtype.is_complex):  # products of complex terms are gathered
+        if op == "product" and not (
+            REDUCES_PRODUCTS or dtype.is_complex
+        ):  # products of complex terms are gathered
             continue
         halves = [[1, 0, 2, 1, 0, 1, 2, 1], [2, 1, 2, 0, 0, 1, 1, 1]]
         terms = torch.tensor(halves * (WORLD_SIZE // 2)).to(dtype)

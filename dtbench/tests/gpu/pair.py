@@ -2,9 +2,7 @@
 
     python -m dtbench.tests.gpu.pair CHECK SECONDS FILE.json       one of CHECKS
 
-NCCL from 2.30 lets ranks share a GPU if `NCCL_MULTI_RANK_GPU_ENABLE` is set, which its documentation calls
-experimental: ranks may lock up. The library is `.wheels/libnccl.so.2`, an NCCL of 2.30 or newer built for the card, and
-is preloaded in place of torch's. Ranks that are not done in time are killed. In a rehearsal gloo stands in for NCCL.
+Ranks that are not done in time are killed. How they come to share a GPU: `sharing.py`.
 
 Nothing here is the bandwidth of a link: what is sent stays on the card.
 """
@@ -12,7 +10,6 @@ Nothing here is the bandwidth of a link: what is sent stays on the card.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -27,38 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from dtbench.machine import device as machine
-from dtbench.tests.gpu.steps import ROOT
+from dtbench.machine.provenance import preloaded_nccl
+from dtbench.tests.gpu.sharing import LIBRARY, MODES, words_of
 
-LIBRARY = ROOT / ".wheels/libnccl.so.2"
-# From NCCL's env.rst. CTAs: two ranks' kernels must fit on the card together. NVLS and cuMem share memory between
-# cards. Builds for one card may have the ring and two protocols only.
-NCCL = {
-    "LD_PRELOAD": str(LIBRARY),
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "LL,Simple",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-    "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_DEBUG": "WARN",
-    "DTBENCH_TEST_BACKEND": "nccl",
-}
-GLOO = {"DTBENCH_TEST_BACKEND": "gloo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-# What is tried in turn, beside NCCL; the first that works is recorded and used by every later step.
-MODES: tuple[dict[str, str], ...] = ({}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_CUMEM_ENABLE": "1"})
 RANKS = 2
 TRIES = 5
 
 Figures = dict[str, float | str]
-
-
-def environ_of(results: Path, rehearsal: bool) -> dict[str, str]:
-    """Returns the variables of a step with two ranks. results: what the check `pair` has written, or no file."""
-    if rehearsal:
-        return GLOO
-    recorded = json.loads(results.read_text()) if results.exists() else []
-    words = recorded[0][1].get("variables", "").split() if recorded else []
-    return NCCL | dict(word.split("=", 1) for word in words)
 
 
 # ---- the ranks of one check ----
@@ -118,7 +90,9 @@ def is_wrong(got: Any, want: Any, name: str) -> None:
     import torch
 
     if not torch.equal(got, want):
-        raise AssertionError(f"{name}: got {got.flatten()[:4].tolist()} ..., expected {want.flatten()[:4].tolist()} ...")
+        raise AssertionError(
+            f"{name}: got {got.flatten()[:4].tolist()} ..., expected {want.flatten()[:4].tolist()} ..."
+        )
 
 
 def median_us(run: Callable[[], object]) -> float:
@@ -176,15 +150,10 @@ def pair(rank: int, device: Any, _folder: Path) -> Figures:
     dist.all_reduce(again, group=dist.new_group([0, 1]))
     is_wrong(again, both, "all_reduce of a second group")
     large = torch.ones(2**14 if machine.rehearsing() else 2**24, device=device)
-    return {"version": nccl_version(), "all_reduce_64MiB_us": median_us(partial(dist.all_reduce, large))}
-
-
-def nccl_version() -> str:
-    """Returns what the NCCL of this process says itself: torch's own function answers with what it was built with."""
-    number = ctypes.c_int()
-    with contextlib.suppress(AttributeError):  # not preloaded
-        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(number))
-    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}" if number.value else "none"
+    return {
+        "version": preloaded_nccl() or "gloo",
+        "all_reduce_64MiB_us": median_us(partial(dist.all_reduce, large)),
+    }
 
 
 # ---- attach() beside FSDP2 ----
@@ -234,7 +203,9 @@ def stack(device: Any) -> tuple[Any, Any]:
     layers, width, tokens = STACK_IN_REHEARSAL if machine.rehearsing() else STACK
     torch.manual_seed(0)
     mlps = [
-        nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         for _ in range(layers)
     ]
     model = nn.Sequential(*mlps).to(device, torch.bfloat16)
@@ -343,13 +314,15 @@ def main(check: str, seconds: float, path: Path) -> int:
     """Runs a check on two ranks and writes its figures as the instruments do; 5 where no way to run it works."""
     deadline = time.monotonic() + seconds
     if not (machine.rehearsing() or LIBRARY.exists()):
-        sys.stderr.write("dtbench: no .wheels/libnccl.so.2, expected an NCCL of 2.30 or newer built for this card\n")
+        sys.stderr.write(
+            "dtbench: no .wheels/libnccl.so.2, expected an NCCL of 2.30 or newer built for this card\n"
+        )
         return 5
     modes = MODES if check == "pair" and not machine.rehearsing() else MODES[:1]
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="dtbench-pair-") as name:
         for number, mode in enumerate(modes):
-            variables = " ".join(f"{key}={value}" for key, value in mode.items())
+            variables = words_of(mode)
             debug = {"NCCL_DEBUG": "INFO"} if check == "pair" else {}
             left_s = (deadline - time.monotonic()) / (len(modes) - number)
             try:
@@ -372,9 +345,13 @@ def main(check: str, seconds: float, path: Path) -> int:
 def goal_of(check: str, figures: Figures) -> tuple[str, str]:
     """Returns the goal of a check in words, and "yes" or "NO"."""
     if check == "attach":
-        return "hides as much as FSDP2", "yes" if figures["core_overlap"] >= figures["fsdp2_overlap"] else "NO"  # type: ignore[operator]
+        return "hides as much as FSDP2", "yes" if figures["core_overlap"] >= figures[
+            "fsdp2_overlap"
+        ] else "NO"  # type: ignore[operator]
     if check == "pair-captured":
-        return "replayed in less than eager", "yes" if figures["core_replay_us"] < figures["core_eager_us"] else "NO"  # type: ignore[operator]
+        return "replayed in less than eager", "yes" if figures["core_replay_us"] < figures[
+            "core_eager_us"
+        ] else "NO"  # type: ignore[operator]
     return "as plain sums", "yes"
 
 
