@@ -36,7 +36,7 @@ Figures = dict[str, float | str]
 # ---- the ranks of one check ----
 
 
-class RanksFailed(Exception):
+class RanksFailedError(Exception):
     """Ranks raised, died or were not done in time."""
 
 
@@ -44,7 +44,7 @@ def start_ranks(check: str, variables: Mapping[str, str], seconds: float, folder
     """Runs a check on two new ranks; returns the figures of each.
 
     Raises:
-        RanksFailed: says which rank, and how it ended.
+        RanksFailedError: says which rank, and how it ended.
     """
     words = [sys.executable, "-P", "-m", "dtbench.tests.gpu.pair", check]
     environ = os.environ | variables
@@ -64,7 +64,7 @@ def start_ranks(check: str, variables: Mapping[str, str], seconds: float, folder
     if codes != [0] * RANKS:
         how = f"still running {seconds - max(deadline - time.monotonic(), 0):.0f} s after its start"
         ends = [f"rank {rank}: {how if code is None else f'exit {code}'}" for rank, code in enumerate(codes)]
-        raise RanksFailed("; ".join(ends))
+        raise RanksFailedError("; ".join(ends))
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -330,7 +330,7 @@ def main(check: str, seconds: float, path: Path) -> int:
                 if check == "attach":
                     figures |= read_traces(Path(name))
                     keep_traces(Path(name), path.with_suffix(""))
-            except (RanksFailed, subprocess.SubprocessError, OSError, ValueError) as error:
+            except (RanksFailedError, subprocess.SubprocessError, OSError, ValueError) as error:
                 failures.append(f"{variables or 'as documented'}: {error}")
                 continue
             figures |= {"variables": variables} if variables else {}
