@@ -98,6 +98,14 @@ def write_bundle(path: Path, folder: Path) -> list[str]:
         left_out.append(str(files.pop().relative_to(folder)))
 
 
+def findings_of(file: Path) -> list[Any]:
+    """Returns what an instrument has written, or nothing of a file that is none or is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(file.read_text())
+        return found if isinstance(found, list) else []
+    return []
+
+
 class Check:
     """The steps on one card. outcomes: of each step by name: ok, failed, cut off or skipped; seconds; why."""
 
@@ -189,7 +197,7 @@ class Check:
             yield f"| {step.name} | {how} | {seconds:.0f} | {why.translate(_CELL)} |"
         yield "\n| instrument | measured | goal | met |\n|---|---|---|---|"
         for file in sorted(self.folder.glob("*.json")):
-            for name, got, goal, met in json.loads(file.read_text()) if file != self._state else ():
+            for name, got, goal, met in findings_of(file) if file != self._state else ():
                 shown = ", ".join(f"{k} {v:.4g}" if type(v) is float else f"{k} {v}" for k, v in got.items())
                 yield f"| {name} | {shown.translate(_CELL)} | {goal.translate(_CELL)} | {met} |"
         if self._left_out:

@@ -25,6 +25,7 @@ from typing import Any
 
 from dtbench.machine import device as machine
 from dtbench.machine.provenance import preloaded_nccl
+from dtbench.records.atomic import write_atomically
 from dtbench.tests.gpu.sharing import LIBRARY, MODES, words_of
 
 RANKS = 2
@@ -336,7 +337,8 @@ def main(check: str, seconds: float, path: Path) -> int:
             figures |= {"variables": variables} if variables else {}
             figures |= {"failed before": "; ".join(failures)} if failures else {}
             goal, met = goal_of(check, figures)
-            path.write_text(json.dumps([[check, figures, goal, "" if machine.rehearsing() else met]]) + "\n")
+            findings = json.dumps([[check, figures, goal, "" if machine.rehearsing() else met]])
+            write_atomically(path, findings + "\n", lambda head: "[" in head, "measurement")
             return 0
     sys.stderr.write(f"dtbench: two ranks do not work here: {'; '.join(failures)}\n")
     return 5

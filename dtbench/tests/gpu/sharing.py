@@ -41,5 +41,5 @@ def environ_of(results: Path, rehearsal: bool) -> dict[str, str]:
     """Returns the variables of a step with two ranks. results: the file of the step "pair"; it need not exist."""
     if rehearsal:
         return GLOO
-    found = json.loads(results.read_text())[0][1] if results.exists() else {}
+    found = json.loads(results.read_text())[0][1] if results.exists() else {}  # written whole or not at all
     return NCCL | dict(word.split("=", 1) for word in str(found.get("variables", "")).split())

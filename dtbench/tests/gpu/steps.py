@@ -81,7 +81,7 @@ def steps_of(rehearse: bool) -> list[Step]:
     selftest = f"-P -m dtbench.tests.gate_selftest {device} --budget {20 if rehearse else 150}s"
     gate = (
         f"-P -m dtbench gate {GATE_SUITE}/relu --base env: --head env:DTBENCH_SELFTEST_EXTRA=1 --counters report "
-        f"{device} --budget {15 if rehearse else 45}s -o {{out}}/gate.json"
+        f"{device} --budget {15 if rehearse else 45}s -o {{out}}/gate"
     )
     profile = f"-P -m dtbench profile tensor_parallel --filter 'mlp pass=forward' --quick {two} {device}"
 
@@ -142,7 +142,12 @@ def steps_of(rehearse: bool) -> list[Step]:
         # ---- `REPEATED` ----
         # 3: goals are missed; 2: the budget of a rehearsal holds too few launches for a verdict.
         Step(
-            "gate-selftest", 165, 180, f"{selftest} -o {{out}}/gate", True, (0, 2, 3) if rehearse else (0, 3)
+            "gate-selftest",
+            165,
+            180,
+            f"{selftest} -o {{out}}/gate-selftest",
+            True,
+            (0, 2, 3) if rehearse else (0, 3),
         ),
         suite("dispatch", 75, 90, "dispatch --nproc 1"),
         measured("graph", 11, 30),

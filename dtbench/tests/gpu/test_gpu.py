@@ -101,6 +101,14 @@ def test_results_of_another_card_lie_beside_or_are_named(monkeypatch: pytest.Mon
         assert "left out: no-gpu-rehearsal/one.txt" in archive.read("nvidia-h200/summary.md").decode()
 
 
+def test_summary_leaves_out_damaged_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("tears.py").write_text(
+        "import os, sys; os.mkdir(sys.argv[1] + '.json'); open(sys.argv[1][:-4] + '.json', 'w').write('[[')"
+    )
+    assert check(monkeypatch, step("torn", "tears.py")._replace(good=(0,)))["torn"] == "ok"
+    assert "| torn | ok |" in read("summary.md")
+
+
 def test_mistakes_are_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # no nvidia-smi
     with pytest.raises(SystemExit, match="nvidia-smi names no GPU here"):
