@@ -303,7 +303,7 @@ def test_refusals(fake_world: Callable[[int], None]) -> None:
 
 def _source_rank(src: int | None) -> tuple[list[float], list[float]]:
     mesh = mesh_of((2,), ("tp",))
-    module = nn.Sequential(nn.Linear(2, 2))
+    module = nn.Sequential(nn.Linear(2, 2)).to(DEVICE_TYPE)
     with torch.no_grad():
         module[0].weight.fill_(dist.get_rank())
         module[0].bias.fill_(dist.get_rank())
