@@ -288,7 +288,8 @@ def compiled(bench: Bench) -> Found:
     with simulated_world(bench.device) as world:
         side = 64 if bench.rehearsal else 1024
         plain = torch.randn(side, side, device=bench.device)
-        for name, api in (("core", dtbench_core), ("torch", torch_dtensor), ("plain", None)):
+        # torch's last: the other figures are worth having without it.
+        for name, api in (("core", dtbench_core), ("plain", None), ("torch", torch_dtensor)):
             x = api.DTensor.from_local(plain, world.mesh, [api.Shard(0)], run_check=False) if api else plain
             torch._dynamo.reset()
             function = compile_(chain)
@@ -296,7 +297,8 @@ def compiled(bench: Bench) -> Found:
             result = function(x)
             bench.gpus.synchronize()
             got[f"{name}_compile_s"] = time.perf_counter() - began
-            torch.testing.assert_close(result.to_local() if api else result, chain(plain))
+            local = result.to_local() if api else result
+            torch.testing.assert_close(local, chain(plain), rtol=1e-4, atol=1e-4)  # fused, with other roundings
             got[f"{name}_eager_us"] = bench.median_us(partial(chain, x))
             got[f"{name}_call_us"] = bench.median_us(partial(function, x))
     return {**got}, "a compiled call below an eager one", got["core_call_us"] < got["core_eager_us"]
@@ -310,7 +312,7 @@ def captured(bench: Bench) -> Found:
     """A tensor-parallel transformer block, one of 8 ranks, forward and backward: called, and replayed as a CUDA graph
     whose collectives take no time and move nothing: values are checked on two ranks, by `pair-captured`."""
     width, heads, positions = (64, 8, 16) if bench.rehearsal else (1024, 16, 512)
-    us: dict[str, float] = {}
+    got: dict[str, float | str] = {}
     with simulated_world(bench.device) as world:
         x = torch.randn(1, positions, width, device=bench.device, requires_grad=True)
         for impl in ("core", "torch"):
@@ -318,15 +320,15 @@ def captured(bench: Bench) -> Found:
             model = tensor_parallel.TransformerBlock(width, heads).to(bench.device)
             block = tensor_parallel.parallelize(impl, model, world.mesh)
             wanted = [x, *block.parameters()]
-            results: list[torch.Tensor] = []
-
-            def run(block: Any = block, wanted: Any = wanted, results: Any = results) -> None:
-                results[:] = tensor_parallel.one_pass(block, [x], wanted, torch.ones_like)
-
-            us[f"{impl}_eager_us"] = bench.median_us(run, 2)
-            replay = bench.gpus.captured(run)
-            us[f"{impl}_replay_us"] = bench.median_us(replay, 2)
-    return {**us}, "replayed in less than eager", us["core_replay_us"] < us["core_eager_us"]
+            run = partial(tensor_parallel.one_pass, block, [x], wanted, torch.ones_like)
+            got[f"{impl}_eager_us"] = bench.median_us(run, 2)
+            try:
+                got[f"{impl}_replay_us"] = bench.median_us(bench.gpus.captured(run), 2)
+            except RuntimeError as error:  # the core's figures are worth having without torch's
+                if impl == "core":
+                    raise
+                got["torch_failed"] = describe(error)
+    return got, "replayed in less than eager", got["core_replay_us"] < got["core_eager_us"]  # type: ignore[operator]
 
 
 GROUPS: dict[str, tuple[Callable[[Bench], Found], ...]] = {

@@ -42,8 +42,8 @@ class RanksFailedError(Exception):
     """Ranks raised, died or were not done in time."""
 
 
-def start_ranks(check: str, variables: Mapping[str, str], seconds: float, folder: Path) -> list[Figures]:
-    """Runs a check on two new ranks; returns the figures of each.
+def start_ranks(check: str, variables: Mapping[str, str], seconds: float, folder: Path) -> Figures:
+    """Runs a check on two new ranks; returns the figures of the first, as far as both came.
 
     Raises:
         RanksFailedError: a rank left no figures; says how each ended.
@@ -63,11 +63,15 @@ def start_ranks(check: str, variables: Mapping[str, str], seconds: float, folder
     for rank in ranks:
         rank.kill()  # one that still runs waits for a peer
         rank.wait()
-    if codes != [0] * RANKS and not all(file.exists() for file in files):
+    figures = [json.loads(file.read_text()) for file in files if file.exists()]
+    if codes != [0] * RANKS:
         how = f"still running {seconds - max(deadline - time.monotonic(), 0):.0f} s after its start"
         ends = [f"rank {rank}: {how if code is None else f'exit {code}'}" for rank, code in enumerate(codes)]
-        raise RanksFailedError("; ".join(ends))
-    return [json.loads(file.read_text()) for file in files]
+        if len(figures) < RANKS:
+            raise RanksFailedError("; ".join(ends))
+        figures[0] |= {"ended early": "; ".join(ends)}
+    first: Figures = figures[0]
+    return first
 
 
 def join(rank: int, store: str) -> Any:
@@ -115,8 +119,9 @@ def median_us(run: Callable[[], object]) -> float:
 # ---- does it work ----
 
 
-def pair(rank: int, device: Any, _folder: Path) -> Figures:
-    """Collectives of two ranks beside plain sums, waiting and asynchronous, on two streams."""
+def pair(rank: int, device: Any, _folder: Path) -> Iterator[Figures]:
+    """Collectives of two ranks beside plain sums, waiting and asynchronous, on two streams; then in a second group,
+    which has a communicator of its own."""
     import torch
     import torch.distributed as dist
 
@@ -149,21 +154,12 @@ def pair(rank: int, device: Any, _folder: Path) -> Figures:
     machine.gpus().synchronize()
     is_wrong(product, torch.full_like(matrix, 512.0), "product beside it")
     large = torch.ones(2**14 if machine.rehearsing() else 2**24, device=device)
-    return {
-        "version": preloaded_nccl() or "gloo",
-        "all_reduce_64MiB_us": median_us(partial(dist.all_reduce, large)),
-    }
-
-
-def second_group(rank: int, device: Any, _folder: Path) -> Figures:
-    """An all-reduce of another group of both ranks, which has a communicator of its own."""
-    import torch
-    import torch.distributed as dist
-
-    summed = torch.full((2**20,), float(rank), device=device)
-    dist.all_reduce(summed, group=dist.new_group([0, 1]))
-    is_wrong(summed, torch.ones_like(summed), "all_reduce of a second group")
-    return {"second_group": "works"}
+    figures: Figures = {"version": preloaded_nccl() or "gloo"}
+    figures["all_reduce_64MiB_us"] = median_us(partial(dist.all_reduce, large))
+    yield figures | {"second_group": "failed"}
+    dist.all_reduce(again := mine.clone(), group=dist.new_group([0, 1]))
+    is_wrong(again, both, "all_reduce of a second group")
+    yield figures | {"second_group": "works"}
 
 
 # ---- attach() beside FSDP2 ----
@@ -171,9 +167,10 @@ def second_group(rank: int, device: Any, _folder: Path) -> Figures:
 # (layers, width, tokens): matrices of 64 MiB in bf16, above a bucket's 25 MiB; small ones in a rehearsal.
 STACK, STACK_IN_REHEARSAL = (6, 2896, 4096), (2, 64, 32)
 WARMUP_STEPS = 2
+PROGRAMS = ("core", "fsdp2")
 
 
-def attach(rank: int, device: Any, folder: Path) -> Figures:
+def attach(rank: int, device: Any, folder: Path) -> Iterator[Figures]:
     """One traced training step with ReduceScatterBucketer.attach, and one with FSDP2, of the same stack of MLPs.
 
     FSDP2 keeps its parameters whole after forward, as those of `attach` are; it holds a shard of each besides.
@@ -183,7 +180,7 @@ def attach(rank: int, device: Any, folder: Path) -> Figures:
     from torch.profiler import ProfilerActivity, profile
 
     figures: Figures = {}
-    for name, program in (("core", attached), ("fsdp2", fully_sharded)):
+    for name, program in zip(PROGRAMS, (attached, fully_sharded), strict=True):
         with program(device) as step:
             for _ in range(WARMUP_STEPS):
                 step()
@@ -202,7 +199,7 @@ def attach(rank: int, device: Any, folder: Path) -> Figures:
             profiler.export_chrome_trace(str(folder / name / f"rank{rank}.json.gz"))
         gc.collect()
         machine.gpus().free_cached()
-    return figures
+        yield figures
 
 
 def stack(device: Any) -> tuple[Any, Any]:
@@ -268,7 +265,7 @@ def fully_sharded(device: Any) -> Iterator[Callable[[], object]]:
 def read_traces(folder: Path) -> Figures:
     """Returns what `dtbench profile` says of both programs: communication, and the share that computation hides."""
     figures: Figures = {}
-    for name in ("core", "fsdp2"):
+    for name in (program for program in PROGRAMS if (folder / program / "rank0.json.gz").exists()):
         words = [sys.executable, "-P", "-m", "dtbench", "profile", str(folder / name), "--json"]
         clean = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
         job = json.loads(subprocess.check_output(words, env=clean, timeout=60))
@@ -282,7 +279,7 @@ def read_traces(folder: Path) -> Figures:
 # ---- a captured tensor-parallel block ----
 
 
-def captured(rank: int, device: Any, _folder: Path) -> Figures:
+def captured(rank: int, device: Any, _folder: Path) -> Iterator[Figures]:
     """A tensor-parallel MLP over both ranks, forward, called and replayed as a CUDA graph with its all-reduce."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -310,10 +307,11 @@ def captured(rank: int, device: Any, _folder: Path) -> Figures:
             (output,) = outputs  # in the graph's memory: a replay writes it again
             figures[f"{impl}_replay_us"] = median_us(replay)
             torch.testing.assert_close(output, want, rtol=1e-3, atol=1e-3)
-    return figures
+            yield figures
 
 
-CHECKS: dict[str, Callable[[int, Any, Path], Figures]] = {
+# Each yields its figures so far, so that what fails later costs none of them.
+CHECKS: dict[str, Callable[[int, Any, Path], Iterator[Figures]]] = {
     "pair": pair,
     "attach": attach,
     "pair-captured": captured,
@@ -336,7 +334,7 @@ def main(check: str, seconds: float, path: Path) -> int:
             debug = {"NCCL_DEBUG": "INFO"} if check == "pair" else {}
             left_s = (deadline - time.monotonic() - READING_S * (check == "attach")) / (len(modes) - number)
             try:
-                figures = start_ranks(check, mode | debug, left_s, Path(name))[0]
+                figures = start_ranks(check, mode | debug, left_s, Path(name))
                 if check == "attach":
                     figures |= read_traces(Path(name))
                     keep_traces(Path(name), path.with_suffix(""))
@@ -354,16 +352,18 @@ def main(check: str, seconds: float, path: Path) -> int:
 
 
 def goal_of(check: str, figures: Figures) -> tuple[str, str]:
-    """Returns the goal of a check in words, and "yes" or "NO"."""
-    if check == "attach":
-        return "hides as much as FSDP2", "yes" if figures["core_overlap"] >= figures[
-            "fsdp2_overlap"
-        ] else "NO"  # type: ignore[operator]
-    if check == "pair-captured":
-        return "replayed in less than eager", "yes" if figures["core_replay_us"] < figures[
-            "core_eager_us"
-        ] else "NO"  # type: ignore[operator]
-    return "as plain sums", "yes"
+    """Returns the goal of a check in words, and "yes" or "NO"; "" where a figure is missing."""
+    goals = {
+        "attach": ("hides as much as FSDP2", "core_overlap", "fsdp2_overlap"),
+        "pair-captured": ("replayed in less than eager", "core_eager_us", "core_replay_us"),
+    }
+    if check not in goals:
+        return "as plain sums", "yes"
+    goal, *names = goals[check]
+    more, less = (figures.get(name) for name in names)
+    if not (isinstance(more, float) and isinstance(less, float)):
+        return goal, ""
+    return goal, "yes" if more >= less else "NO"
 
 
 def keep_traces(folder: Path, kept: Path) -> None:
@@ -377,14 +377,10 @@ def rank_main(check: str, rank: int, store: str, path: Path, folder: Path) -> No
     import torch.distributed as dist
 
     device = join(rank, store)
-    figures = CHECKS[check](rank, device, folder)
-    machine.gpus().synchronize()
-    dist.barrier()
-    if check == "pair":  # what fails from here on costs no other figure
-        write_figures(path, figures | {"second_group": "failed"})
-        figures |= second_group(rank, device, folder)
+    for figures in CHECKS[check](rank, device, folder):
         machine.gpus().synchronize()
-    write_figures(path, figures)
+        dist.barrier()
+        write_atomically(path, json.dumps(figures) + "\n", lambda head: "{" in head, "measurement")
     # A peer may still read this process's memory; and an orderly end of NCCL may lock up.
     (path.parent / f"done-{rank}").touch()
     deadline = time.monotonic() + 5
@@ -392,10 +388,6 @@ def rank_main(check: str, rank: int, store: str, path: Path, folder: Path) -> No
         time.sleep(0.02)
     sys.stdout.flush()
     os._exit(0)
-
-
-def write_figures(path: Path, figures: Figures) -> None:
-    write_atomically(path, json.dumps(figures) + "\n", lambda head: "{" in head, "measurement")
 
 
 if __name__ == "__main__":

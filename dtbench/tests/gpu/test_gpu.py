@@ -142,11 +142,11 @@ def test_later_steps_use_the_variables_that_worked(tmp_path: Path) -> None:
 def test_pair_falls_back_and_records_what_worked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tried = []
 
-    def start(_check: str, variables: dict[str, str], _seconds: float, _folder: Path) -> list[pair.Figures]:
+    def start(_check: str, variables: dict[str, str], _seconds: float, _folder: Path) -> pair.Figures:
         tried.append({**variables})
         if "NCCL_P2P_DISABLE" not in variables:
             raise pair.RanksFailedError("rank 0: exit 1")
-        return [{"version": "2.30.7"}]
+        return {"version": "2.30.7"}
 
     library = tmp_path / "libnccl.so.2"
     monkeypatch.setattr(pair, "LIBRARY", library)
