@@ -7,8 +7,9 @@ Which steps repeat what `results/gpu/nvidia-h200` has, and why:
 - profile: it failed there.
 - the tests of comm, CommTensor, bucketer and redistribute: on two NCCL ranks this time, not on threads and gloo.
 
-Steps named in `REPEATED` come last. They are what that folder has already, and run if time is left: on another kind of
-card, or in a second call. The gate's self-test is among them, as 540 s do not hold it beside the others.
+Steps named in `REPEATED` come last and run if time is left: in a second call, or where two NCCL ranks do not work. They
+are what that folder has already, and worth having of another kind of card. The gate's self-test and a profile of two gloo
+ranks are among them, as 540 s do not hold these beside the others.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ pass=forward+backward call=cached mesh=8
 _x100 mesh=8"""
 GATE_SUITE = "dtbench/tests/gate_selftest_suite.py"
 REPEATED = frozenset(
-    {"gate-selftest", "dispatch", "graph", "nccl", "clocks", "two-ranks", "two-ranks-more"}
+    {"profile-gloo", "gate-selftest", "dispatch", "graph", "nccl", "clocks", "two-ranks", "two-ranks-more"}
     | {f"tests-{name}" for name in TESTS}
 )
 
@@ -83,7 +84,7 @@ def steps_of(rehearse: bool) -> list[Step]:
         f"-P -m dtbench gate {GATE_SUITE}/relu --base env: --head env:DTBENCH_SELFTEST_EXTRA=1 --counters report "
         f"{device} --budget {15 if rehearse else 45}s -o {{out}}/gate"
     )
-    profile = f"-P -m dtbench profile tensor_parallel --filter 'mlp pass=forward' --quick {two} {device}"
+    profile = f"-P -m dtbench profile tensor_parallel --filter 'mlp pass=forward' --quick {device}"
 
     def measured(group: str, expected_s: float, limit_s: float) -> Step:
         words = f"-P -m dtbench.tests.gpu.instruments {group} {{out}}/{group}.json"
@@ -136,10 +137,13 @@ def steps_of(rehearse: bool) -> list[Step]:
             f"compile --quick {two} --filter 'call=cached backend={compiler}'",
             pair=True,
         ),
-        Step("profile", 20, 50, f"{profile} -o {{out}}/profile", pair=True),
+        Step("profile", 20, 50, f"{profile} {two} -o {{out}}/profile", pair=True),
         # 1: it found the extra work of head, by time alone; 3: too few launches, in a rehearsal.
         Step("gate", 45, 60, gate, good=(0, 1, 3) if rehearse else (1,)),
         # ---- `REPEATED` ----
+        Step(
+            "profile-gloo", 20, 50, f"{profile} {gloo} -o {{out}}/profile-gloo"
+        ),  # if two NCCL ranks do not work
         # 3: goals are missed; 2: the budget of a rehearsal holds too few launches for a verdict.
         Step(
             "gate-selftest",
