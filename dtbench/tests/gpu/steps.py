@@ -7,8 +7,8 @@ Which steps repeat what `results/gpu/nvidia-h200` has, and why:
 - profile: it failed there.
 - the tests of comm, CommTensor, bucketer and redistribute: on two NCCL ranks this time, not on threads and gloo.
 
-Steps named in `REPEATED` come last and run if time is left: in a second call, or where two NCCL ranks do not work. They
-are what that folder has already, and worth having of another kind of card. The gate's self-test and a profile of two gloo
+Steps named in `REPEATED` come last and run if time is left: in a second call, or where two NCCL ranks do not work. That
+folder has most of them; they are worth having of another kind of card. The gate's self-test and a profile of two gloo
 ranks are among them, as 540 s do not hold these beside the others.
 """
 
