@@ -10,9 +10,11 @@ Nothing here is the bandwidth of a link: what is sent stays on the card.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,10 +52,15 @@ def start_ranks(check: str, variables: Mapping[str, str], seconds: float, folder
     """
     words = [sys.executable, "-P", "-m", "dtbench.tests.gpu.pair", check]
     environ = os.environ | variables
+    die_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
     store = tempfile.mkdtemp(dir=folder)
     files = [Path(store) / f"figures-{rank}.json" for rank in range(RANKS)]
     ranks = [
-        subprocess.Popen([*words, str(rank), f"{store}/store", str(files[rank]), str(folder)], env=environ)
+        subprocess.Popen(
+            [*words, str(rank), f"{store}/store", str(files[rank]), str(folder)],
+            env=environ,
+            preexec_fn=die_with_parent,
+        )
         for rank in range(RANKS)
     ]
     deadline, codes = time.monotonic() + seconds, [None] * RANKS
