@@ -184,7 +184,7 @@ def attach(rank: int, device: Any, folder: Path) -> Iterator[Figures]:
     """
     import torch
     import torch.distributed as dist
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     figures: Figures = {}
     for name, program in zip(PROGRAMS, (attached, fully_sharded), strict=True):
@@ -195,11 +195,11 @@ def attach(rank: int, device: Any, folder: Path) -> Iterator[Figures]:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-                for _ in range(2):  # the first absorbs that the ranks' profilers start apart
-                    step()
-                    machine.gpus().synchronize()
+                for number in range(2):  # the first absorbs that the ranks' profilers start apart
+                    with record_function(f"ProfilerStep#{number}"):
+                        step()
+                        machine.gpus().synchronize()
                     dist.barrier()
-                    profiler.step()
             if device.type == "cuda":
                 figures[f"{name}_peak_MiB"] = torch.cuda.max_memory_allocated() / 2**20
             (folder / name).mkdir(exist_ok=True)
