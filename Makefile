@@ -30,15 +30,16 @@ rehearse-gpu: install
 	$(BIN)/python -m dtbench.tests.gpu --rehearse -o results/gpu-rehearsal-$(STAMP).zip
 
 # For a machine without network that has torch, numpy, scipy, pandas and matplotlib for Python 3.12: the rest of what
-# the script needs, 4 MiB.
+# the script needs, 4 MiB. NCCL_LIB=PATH adds an NCCL of 2.30 or newer, built for the card, which lets two ranks share it.
 WHEELS := click hypothesis iniconfig jinja2 markdown-it-py markupsafe mdurl msgspec nvidia-ml-py packaging pluggy \
 	py-cpuinfo2 pygments pytest pytest-benchmark rich sortedcontainers
 
 wheels: install
-	rm -rf .wheels
+	rm -f .wheels/*.whl
 	$(subst install,download,$(PIP)) --no-deps --only-binary=:all: --python-version=3.12 --implementation=cp \
 		$(foreach n,2_17 2_27 2_28 2014,--platform=manylinux$(if $(filter 2014,$n),,_)$n_x86_64) \
 		-c .ci/constraints.txt -d .wheels $(WHEELS)
+	$(if $(NCCL_LIB),cp $(NCCL_LIB) .wheels/libnccl.so.2)
 
 # The checks first: the tests keep two cores busy.
 test: install

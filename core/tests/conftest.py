@@ -9,17 +9,24 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.tests.gloo_world import Worlds, forget_meshes
+from core.tests import two_ranks
+from core.tests.gloo_world import BACKEND, Worlds, forget_meshes
 from core.tests.local_world import AnyWorlds, LocalWorlds, ThreadWorlds
 from core.tests.on_device import DEVICE_TYPE
-from dtbench.tests.tiers import pytest_collection_modifyitems  # noqa: F401 - a hook of pytest
+from dtbench.tests import tiers
 from dtbench_core.simulate import LocalTensorMode
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.pytest_collection_modifyitems(items)
+    if BACKEND:
+        two_ranks.select(config, items)
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[ThreadWorlds]:
+def ranks() -> Iterator[ThreadWorlds | Worlds]:
     """`ranks(fn, *args, world_size=4)` runs a function on ranks that are threads of this process."""
-    worlds = ThreadWorlds()
+    worlds = Worlds() if BACKEND else ThreadWorlds()
     yield worlds
     worlds.close()
 
@@ -32,7 +39,7 @@ def gloo_ranks() -> Iterator[Worlds]:
     worlds.close()
 
 
-@pytest.fixture(params=["threads", "local"])
+@pytest.fixture(params=[BACKEND] if BACKEND else ["threads", "local"])
 def worlds(request: pytest.FixtureRequest) -> AnyWorlds:
     """As `ranks`, for a test of two flavours: on threads, and run once for all ranks as LocalTensors."""
     if request.param == "local":

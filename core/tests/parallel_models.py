@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.tests.on_device import DEVICE_TYPE, torch
 from dtbench_core import DTensor
 
 BATCH, SEQ, WIDTH, HIDDEN, HEADS, VOCAB = 2, 3, 8, 16, 4, 24
@@ -71,7 +71,7 @@ class Transformer(nn.Module):
 
 def seeded(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
     torch.manual_seed(0)
-    return make(*args)
+    return make(*args).to(DEVICE_TYPE)
 
 
 def whole(tensor: Tensor | None) -> Tensor:

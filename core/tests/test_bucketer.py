@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import WORLD_SIZE, mesh_of, on_ranks, on_worlds
 from core.tests.on_device import DEVICE_TYPE, torch
 from dtbench_core import CoreError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
@@ -107,7 +107,7 @@ def test_callbacks_may_use_the_bucketer(cap: float, hold: bool) -> None:
 
 @on_ranks
 def test_groups_do_not_mix() -> None:
-    mesh, me = mesh_of((2, 2), ("dp", "tp")), dist.get_rank()
+    mesh, me = mesh_of((2, WORLD_SIZE // 2), ("dp", "tp")), dist.get_rank()
     groups = [mesh.get_group("dp"), mesh.get_group("tp"), dist.group.WORLD]
     bucketer = ReduceScatterBucketer()
     got: list[tuple[int, Tensor]] = []
@@ -327,7 +327,7 @@ def test_reductions() -> None:
 @on_worlds
 def test_dtensors_tensors_and_lists() -> None:
     """Also on simulated ranks, whose tensors are LocalTensors: hence no rank in the program."""
-    mesh = mesh_of((2, 2), ("dp", "tp"))
+    mesh = mesh_of((2, WORLD_SIZE // 2), ("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     whole = torch.arange(8.0 * 6).reshape(8, 6)
     for cap, hold in ((25, False), (25, True), (0, False)):

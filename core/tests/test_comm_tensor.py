@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from core.tests.gloo_world import RankError, Worlds, on_gloo_ranks
+from core.tests.gloo_world import WORLD_SIZE, RankError, Worlds, on_gloo_ranks
 from core.tests.local_world import LocalWorlds
 from core.tests.on_device import torch
 from core.tests.torch_version import BEFORE_213
@@ -19,7 +19,8 @@ from dtbench_core.simulate import rank_map
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
 
 Wrap = Callable[[torch.Tensor], torch.Tensor]
-N = 4
+N = WORLD_SIZE
+PART = 8 // N  # elements of an input for each rank
 
 
 def _input(scale: float = 1.0) -> torch.Tensor:
@@ -32,7 +33,7 @@ def _of(rank: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:
-    return [x.narrow(0, 2 * r, 2).clone() for r in range(N)]
+    return [x.narrow(0, PART * r, PART).clone() for r in range(N)]
 
 
 # ---- the eight collectives ----
@@ -73,26 +74,26 @@ PROGRAMS: dict[str, Program] = {
         lambda inputs, r: [torch.cat(inputs)],
     ),
     "reduce_scatter_": Program(
-        lambda x: [x.new_zeros(2)],
+        lambda x: [x.new_zeros(PART)],
         lambda outs, x, wrap: dist.reduce_scatter(outs[0], [wrap(one) for one in _parts(x)], async_op=True),
         lambda inputs, r: [_parts(sum(inputs))[r]],  # type: ignore[arg-type]
     ),
     "_reduce_scatter_base_": Program(
-        lambda x: [x.new_zeros(2)],
+        lambda x: [x.new_zeros(PART)],
         lambda outs, x, wrap: reduce_scatter_single(outs[0], wrap(x), async_op=True),
         lambda inputs, r: [_parts(sum(inputs))[r]],  # type: ignore[arg-type]
     ),
     "alltoall_": Program(
-        lambda x: [x.new_zeros(2) for _ in range(N)],
+        lambda x: [x.new_zeros(PART) for _ in range(N)],
         lambda outs, x, wrap: dist.all_to_all(outs, _parts(x), async_op=True),
         lambda inputs, r: [_parts(one)[r] for one in inputs],
     ),
     "broadcast_": Program(
         lambda x: [x * 1],
-        lambda outs, x, wrap: dist.broadcast(outs[0], src=2, async_op=True),
-        lambda inputs, r: [inputs[2]],
+        lambda outs, x, wrap: dist.broadcast(outs[0], src=N - 1, async_op=True),
+        lambda inputs, r: [inputs[N - 1]],
     ),
-    "scatter_": Program(lambda x: [x.new_zeros(2)], _scatter, lambda inputs, r: [_parts(inputs[1])[r]]),
+    "scatter_": Program(lambda x: [x.new_zeros(PART)], _scatter, lambda inputs, r: [_parts(inputs[1])[r]]),
 }
 ON_GLOO = [name for name in SUPPORTED if not (BEFORE_213 and name == "alltoall_")]
 
@@ -127,12 +128,12 @@ def test_ranks_as_local_tensors() -> None:
 
 @on_gloo_ranks
 def test_who_waits() -> None:
-    rank = float(dist.get_rank())
+    rank, total = float(dist.get_rank()), float(sum(range(N)))
     base = CommTensor(torch.full((4, 2), rank))
     view: Any = base.view(8)[2:6]
     assert isinstance(view, CommTensor) and view._memory is base._memory, "views are one too"
     dist.all_reduce(view, async_op=True)
-    assert (base + 0).tolist() == [[rank] * 2, [6.0] * 2, [6.0] * 2, [rank] * 2], "of the whole"
+    assert (base + 0).tolist() == [[rank] * 2, [total] * 2, [total] * 2, [rank] * 2], "of the whole"
 
     source, outs = CommTensor(torch.full((3,), rank)), [CommTensor(torch.zeros(3)) for _ in range(N)]
     dist.all_gather(outs, source, async_op=True)
@@ -147,26 +148,26 @@ def test_who_waits() -> None:
     twice = CommTensor(torch.ones(2))
     dist.all_reduce(twice, async_op=True)
     dist.all_reduce(twice, async_op=True)
-    assert len(twice._memory.writing) == 1 and (twice * 1).tolist() == [16.0, 16.0], "consecutive"
+    assert len(twice._memory.writing) == 1 and (twice * 1).tolist() == [N * N] * 2, "consecutive"
 
     derived: Any = CommTensor(torch.ones(2)) * 3
     dist.all_reduce(derived, async_op=True)
-    assert (derived / 2).tolist() == [6.0, 6.0], "what it is computed into"
+    assert (derived / 3).tolist() == [N, N], "what it is computed into"
 
     copied = torch.zeros(2)
     last = CommTensor(torch.ones(2))
     dist.all_reduce(last, async_op=True)
     copied.copy_(last)
-    assert copied.tolist() == [4.0, 4.0], "copied"
+    assert copied.tolist() == [N, N], "copied"
     dist.all_reduce(last, async_op=True)
-    assert type(last.wait()) is torch.Tensor and last.numpy(force=True).tolist() == [16.0, 16.0], "wait"
+    assert type(last.wait()) is torch.Tensor and last.numpy(force=True).tolist() == [N * N] * 2, "wait"
 
     done = CommTensor(torch.ones(2))
     dist.all_reduce(done)  # waits itself
-    assert (done + 0).tolist() == [4.0, 4.0], "a collective that waits"
+    assert (done + 0).tolist() == [N, N], "a collective that waits"
 
     swapped = CommTensor(torch.zeros(N))
-    dist.all_to_all_single(swapped, torch.arange(4.0) + 10 * rank, async_op=True)
+    dist.all_to_all_single(swapped, torch.arange(float(N)) + 10 * rank, async_op=True)
     assert (swapped + 0).tolist() == [10.0 * r + rank for r in range(N)], "others than the eight"
 
 

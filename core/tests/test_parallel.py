@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import WORLD_SIZE, mesh_of, on_ranks, on_worlds
 from core.tests.local_world import ThreadWorlds
+from core.tests.on_device import DEVICE_TYPE, torch
 from core.tests.parallel_models import (
     BATCH,
     HIDDEN,
@@ -68,7 +68,7 @@ BATCHES = (BATCH, SEQ, WIDTH)
 @on_ranks
 def test_modules_train_like_the_plain_ones(make: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     """Outputs, input gradients, every parameter gradient, and parameters after SGD steps."""
-    mesh = mesh_of((4,), ("tp",))
+    mesh = mesh_of((WORLD_SIZE,), ("tp",))
     plain, parallel = seeded(make, *args), seeded(make, *args)
     before = dict(parallel.named_modules())
     plan = MLP_PLAN if make is MLP else ATTENTION_PLAN
@@ -154,7 +154,7 @@ def test_linear_layouts(
 ) -> None:
     mesh = mesh_of((dist.get_world_size(),), ("tp",))
     torch.manual_seed(0)
-    plain = nn.Linear(WIDTH, HIDDEN)
+    plain = nn.Linear(WIDTH, HIDDEN).to(DEVICE_TYPE)
     parallel = copy.deepcopy(plain)
     layouts = style(input_layouts=placement, output_layouts=wanted, use_local_output=local)  # type: ignore[call-arg]
     parallelize_module(parallel, mesh, layouts)
@@ -181,7 +181,7 @@ def test_linear_layouts(
 @pytest.mark.parametrize("wanted", [Replicate(), Shard(-1)])
 @on_worlds
 def test_embedding(kind: Any, rows: int, padding: int | None, wanted: Placement) -> None:
-    mesh = mesh_of((4,), ("tp",))
+    mesh = mesh_of((WORLD_SIZE,), ("tp",))
     plain = seeded(lambda: nn.Embedding(rows, WIDTH, padding_idx=padding))
     parallel = copy.deepcopy(plain)
     parallelize_module(parallel, mesh, kind(input_layouts=Replicate(), output_layouts=wanted))
@@ -303,7 +303,7 @@ def test_refusals(fake_world: Callable[[int], None]) -> None:
 
 def _source_rank(src: int | None) -> tuple[list[float], list[float]]:
     mesh = mesh_of((2,), ("tp",))
-    module = nn.Sequential(nn.Linear(2, 2))
+    module = nn.Sequential(nn.Linear(2, 2)).to(DEVICE_TYPE)
     with torch.no_grad():
         module[0].weight.fill_(dist.get_rank())
         module[0].bias.fill_(dist.get_rank())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import REDUCES_PRODUCTS, WORLD_SIZE, mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds, ThreadWorlds
 from core.tests.on_device import DEVICE_TYPE, torch
 from core.tests.operations import counted
@@ -90,21 +90,21 @@ def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_transition_moves_the_right_data(worlds: AnyWorlds, shape: Any) -> None:
-    worlds(_move_all, (2, 2), shape, torch.float64)
+    worlds(_move_all, (2, WORLD_SIZE // 2), shape, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64], ids=str)
 def test_every_dtype_moves(worlds: AnyWorlds, dtype: torch.dtype) -> None:
-    worlds(_move_all, (4,), (5, 7), dtype)
+    worlds(_move_all, (WORLD_SIZE,), (5, 7), dtype)
 
 
 @on_worlds
 def test_bits_of_terms_are_combined() -> None:
-    terms = torch.stack([torch.tensor([1.0, 2.0, 3.0]) + r for r in range(4)])
+    terms = torch.stack([torch.tensor([1.0, 2.0, 3.0]) + r for r in range(WORLD_SIZE)])
     bits = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
     for (op, combine), dtype in itertools.product(bits.items(), (torch.int64, torch.uint8, torch.bool)):
         whole = (terms.long() * 3 % 7).to(dtype)
-        mine = DTensor.from_local(whole[dist.get_rank()], mesh_of((4,)), [Partial(op)])
+        mine = DTensor.from_local(whole[dist.get_rank()], mesh_of((WORLD_SIZE,)), [Partial(op)])
         value = functools.reduce(combine, whole)
         assert (mine.full_tensor() == value).all(), (op, dtype)
         assert (mine.redistribute(placements=[S0]).full_tensor() == value).all(), (op, dtype)
@@ -115,8 +115,8 @@ def test_bits_of_terms_are_combined() -> None:
 def test_extrema_keep_nan() -> None:
     """Transports compare with < and lose a NaN that is not on the first rank. Column 0 has a NaN on one rank, column
     1 infinities, column 2 plain values."""
-    mesh, inf, nan = mesh_of((4,)), float("inf"), float("nan")
-    full = torch.tensor([[1.0, inf, 4.0], [nan, 2.0, 3.0], [0.0, -inf, 2.0], [5.0, 1.0, 9.0]])
+    mesh, inf, nan = mesh_of((WORLD_SIZE,)), float("inf"), float("nan")
+    full = torch.tensor([[1.0, inf, 4.0], [nan, 2.0, 3.0], [0.0, -inf, 2.0], [5.0, 1.0, 9.0]])[:WORLD_SIZE]
     mine = full[dist.get_rank()]
     for op, want in {"max": full.amax(0), "min": full.amin(0)}.items():
         term = DTensor.from_local(mine, mesh, [Partial(op)])
@@ -130,7 +130,7 @@ def test_extrema_keep_nan() -> None:
 
 @on_worlds
 def test_dtypes_of_a_move() -> None:
-    tensor = place(torch.ones(8, dtype=torch.float32), mesh_of((4,)), (S0,)).requires_grad_()
+    tensor = place(torch.ones(8, dtype=torch.float32), mesh_of((WORLD_SIZE,)), (S0,)).requires_grad_()
     moved = tensor.redistribute(placements=[R], forward_dtype=torch.float64, backward_dtype=torch.bfloat16)
     moved.sum().backward()
     with torch.no_grad():
@@ -273,24 +273,29 @@ _REDUCED = [
 @pytest.mark.parametrize("dst", [R, S0], ids=str)
 @on_ranks
 def test_every_dtype_is_reduced(dst: Placement) -> None:
-    mesh, rank = mesh_of((4,)), dist.get_rank()
+    mesh, rank = mesh_of((WORLD_SIZE,)), dist.get_rank()
     for dtype, op in itertools.product(_REDUCED, ("sum", "avg", "product", "max", "min")):
         if (op == "avg" and not (dtype.is_floating_point or dtype.is_complex)) or (
             op in ("max", "min") and dtype.is_complex
         ):
             continue
-        terms = torch.tensor([[1, 0, 2, 1, 0, 1, 2, 1], [2, 1, 2, 0, 0, 1, 1, 1]] * 2).to(dtype)
+        if op == "product" and not (
+            REDUCES_PRODUCTS or dtype.is_complex
+        ):  # products of complex terms are gathered
+            continue
+        halves = [[1, 0, 2, 1, 0, 1, 2, 1], [2, 1, 2, 0, 0, 1, 1, 1]]
+        terms = torch.tensor(halves * (WORLD_SIZE // 2)).to(dtype)
         wide = terms.to(torch.float64) if dtype.itemsize == 1 and dtype.is_floating_point else terms
         spec = DTensorSpec.of(mesh, (Partial(op),), (8,), (1,), dtype)
         got = apply(terms[rank], plan(spec, (dst,)))
         want = {
             "sum": lambda w: w.sum(0),
-            "avg": lambda w: w.sum(0) / 4,
+            "avg": lambda w: w.sum(0) / WORLD_SIZE,
             "product": lambda w: w.prod(0),
             "max": lambda w: w.amax(0),
             "min": lambda w: w.amin(0),
         }[op](wide).to(dtype)
-        want = want.chunk(4)[rank] if dst.is_shard() else want
+        want = want.chunk(WORLD_SIZE)[rank] if dst.is_shard() else want
         assert got.dtype == dtype and got.tolist() == want.tolist(), (op, dtype)
 
 

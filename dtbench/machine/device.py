@@ -25,6 +25,8 @@ Nvml = Any
 # which are the gate's launches, whose copy of dtbench has no tests.
 REHEARSAL = "DTBENCH_REHEARSAL"
 DEFAULT_CPU_RANKS = 4
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html: since NCCL 2.30, experimental.
+NCCL_SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 # Above the boost clock of every data-centre GPU (H100 SXM: 1.98 GHz, NVIDIA H100 datasheet): cycles counted at this
 # rate last at least the seconds asked for.
 _FASTEST_HZ = 2.5e9
@@ -167,15 +169,17 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
 
 
 def count_ranks(wanted: int | None, device_type: DeviceType, backend: str = "auto") -> int:
-    """As many as wanted, else one per GPU, or 4 on CPUs. backend: with "gloo" ranks may share GPUs.
+    """As many as wanted, else one per GPU, or 4 on CPUs.
+
+    Ranks may share GPUs over gloo (`backend`), and over an NCCL of 2.30 or newer that its own variable permits to.
 
     Raises:
         UsageError: more ranks than GPUs.
     """
     if device_type == "cpu":
         return wanted or DEFAULT_CPU_RANKS
-    count = gpus().count()
-    if wanted is not None and wanted > count and backend != "gloo":
+    count, may_share = gpus().count(), backend == "gloo" or os.environ.get(NCCL_SHARES_GPUS) == "1"
+    if wanted is not None and wanted > count and not may_share:
         raise UsageError(
             f"{wanted} ranks are asked for, this host has {count} GPUs: expected at most one rank per GPU; "
             f"give --nproc {count}, --backend gloo (ranks then share GPUs), or --device cpu"

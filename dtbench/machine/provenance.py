@@ -7,6 +7,7 @@ allow-list of names that change what is measured, never whole: run files are pas
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -164,8 +165,8 @@ def _env_int(name: str) -> int:
 
 def _versions(backend: str | None) -> dict[str, str | None]:
     torch = sys.modules.get("torch")
-    nccl = None
-    if backend == "nccl":
+    nccl = preloaded_nccl() if backend == "nccl" else None
+    if backend == "nccl" and nccl is None:
         with contextlib.suppress(Exception):  # a build without NCCL raises what it likes
             from torch.cuda import nccl as torch_nccl
 
@@ -178,6 +179,15 @@ def _versions(backend: str | None) -> dict[str, str | None]:
         "nccl": nccl,
         "cuda": None if torch is None else torch.version.cuda,
     }
+
+
+def preloaded_nccl() -> str | None:
+    """Returns the version of an NCCL that LD_PRELOAD put before torch's, which torch does not report; else None."""
+    number = ctypes.c_int()
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(number))
+    major, rest = divmod(number.value, 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}" if major else None
 
 
 def installed(package: str) -> str | None:

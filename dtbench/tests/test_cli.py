@@ -196,6 +196,8 @@ def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.Monk
     code, _, err = dtbench("run", SUITE, "--nproc", "3")
     assert code == EXIT_USAGE and "3 ranks are asked for, this host has 2 GPUs" in err
     assert count_ranks(3, "cuda", "gloo") == 3
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert count_ranks(3, "cuda") == 3
     assert [backend_of(device, "gloo") for device in ("cpu", "cuda")] == ["gloo", "gloo"]
     assert [backend_of(device) for device in ("cpu", "cuda")] == ["gloo", "nccl"]
 

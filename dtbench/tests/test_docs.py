@@ -168,6 +168,15 @@ def test_what_the_readme_shows_is_what_is_printed(tmp_path: Path) -> None:
         assert not differs(lines, printed, _without_figures), f"{command}\n{printed}"
 
 
+def test_readme_gives_the_commands_that_measure_and_test_a_fresh_clone() -> None:
+    """Both install what they need, and CI passes the tests by the same command."""
+    makefile = (ROOT / "Makefile").read_text()
+    for command in ("make bench", "make test"):
+        assert command in [line.partition("#")[0].strip() for line in _commands(ROOT / "README.md")]
+        assert f"\n{command.split()[1]}: install\n" in makefile
+    assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
+
+
 def test_texts_stay_short() -> None:
     """The README on two screens, the docs in an hour; `results/` a clone in seconds."""
     assert len((ROOT / "README.md").read_text()) <= 8_000

@@ -261,3 +261,14 @@ def test_missing_bindings_or_a_broken_library_are_no_error(
         assert machine.driver_version() is None
     finally:
         loaded_nvml.cache_clear()
+
+
+def test_nccl_version_is_that_of_a_preloaded_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(number: Any) -> int:
+        number._obj.value = 23007
+        return 0
+
+    assert machine.preloaded_nccl() is None
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda _name: SimpleNamespace(ncclGetVersion=answer))
+    assert machine.preloaded_nccl() == "2.30.7"
+    assert machine._versions("nccl")["nccl"] == "2.30.7" and machine._versions("gloo")["nccl"] is None

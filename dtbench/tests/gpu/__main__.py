@@ -15,6 +15,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -28,10 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from dtbench.tests.gpu import fake_gpu
+from dtbench.tests.gpu import fake_gpu, sharing
 from dtbench.tests.gpu.steps import ROOT, Step, steps_of
 
-Program = Callable[[list[str], IO[bytes], float], int | None]
+# Words, log, limit in seconds, variables besides those of the check -> exit code; None at the limit.
+Program = Callable[[list[str], IO[bytes], float, dict[str, str]], int | None]
+PAIR = "pair"  # the step that finds out whether two ranks can share the card
 BUNDLE_BYTES = 16 * 2**20  # more is too large to be sent around
 GRACE_S = 8.0  # from a step's limit to its kill: a run closes its file
 _CELL = str.maketrans({"|": "\\|", "<": "&lt;"})  # of a table
@@ -95,6 +98,14 @@ def write_bundle(path: Path, folder: Path) -> list[str]:
         left_out.append(str(files.pop().relative_to(folder)))
 
 
+def findings_of(file: Path) -> list[Any]:
+    """Returns what an instrument has written, or nothing of a file that is none or is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(file.read_text())
+        return found if isinstance(found, list) else []
+    return []
+
+
 class Check:
     """The steps on one card. outcomes: of each step by name: ok, failed, cut off or skipped; seconds; why."""
 
@@ -123,7 +134,9 @@ class Check:
             if before == "ok" and not step.last:
                 continue
             left_s = until - time.monotonic() - (0.0 if step.last else kept_s)
-            if left_s >= step.limit_s:
+            if step.pair and step.name != PAIR and self.outcomes.get(PAIR, ("",))[0] != "ok":
+                self.outcomes[step.name] = ("skipped", 0.0, f"two ranks do not share this card: see {PAIR}")
+            elif left_s >= step.limit_s:
                 self._run(step, steps)
             elif before == "skipped":
                 why = f"it may take {step.limit_s:.0f} s, {max(left_s, 0):.0f} were left"
@@ -133,7 +146,7 @@ class Check:
         return 0 if all(self.outcomes[step.name][0] == "ok" for step in steps) else 5
 
     def _words(self, step: Step) -> list[str]:
-        return step.command.format(out=self.folder).split()
+        return shlex.split(step.command.format(out=self.folder))
 
     def _run(self, step: Step, steps: Sequence[Step]) -> None:
         began, (how, why) = time.monotonic(), ("cut off", "the check was ended")
@@ -153,7 +166,9 @@ class Check:
         if not resume:
             shutil.rmtree(output, ignore_errors=True)  # a folder that an ended step has left
         with (self.folder / f"logs/{step.name}.log").open("w+b") as log:
-            code = self._program([*words, output, *resume], log, step.limit_s)
+            pair_results = self.folder / f"{PAIR}.json"
+            variables = sharing.environ_of(pair_results, self.card == fake_gpu.NAME) if step.pair else {}
+            code = self._program([*words, output, *resume], log, step.limit_s, variables)
             log.seek(0)
             log_text = log.read().decode(errors="replace")
         if code is None:
@@ -182,17 +197,19 @@ class Check:
             yield f"| {step.name} | {how} | {seconds:.0f} | {why.translate(_CELL)} |"
         yield "\n| instrument | measured | goal | met |\n|---|---|---|---|"
         for file in sorted(self.folder.glob("*.json")):
-            for name, got, goal, met in json.loads(file.read_text()) if file != self._state else ():
+            for name, got, goal, met in findings_of(file) if file != self._state else ():
                 shown = ", ".join(f"{k} {v:.4g}" if type(v) is float else f"{k} {v}" for k, v in got.items())
                 yield f"| {name} | {shown.translate(_CELL)} | {goal.translate(_CELL)} | {met} |"
         if self._left_out:
             yield f"\nToo large for the bundle, left out: {', '.join(self._left_out)}"
 
 
-def run(environ: Any, python: Path, words: list[str], out: IO[bytes], limit_s: float) -> int | None:
+def run(
+    environ: Any, python: Path, words: list[str], out: IO[bytes], limit_s: float, variables: dict[str, str]
+) -> int | None:
     """Its exit code; None where it was ended at its limit, with all that it had started. It ends with this process."""
     die = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
-    place: Any = {"env": environ, "cwd": ROOT, "process_group": 0, "stdin": subprocess.DEVNULL}
+    place: Any = {"env": environ | variables, "cwd": ROOT, "process_group": 0, "stdin": subprocess.DEVNULL}
     with subprocess.Popen([python, *words], stdout=out, stderr=out, preexec_fn=die, **place) as process:
         try:
             return process.wait(limit_s)

@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.tensor as torch_dtensor
@@ -27,8 +30,12 @@ from dtbench.engine.workers import scratch
 from dtbench.machine import device as machine
 from dtbench.records.atomic import write_atomically
 from dtbench.suite.errors import describe
+from dtbench_core import Partial, Replicate, Shard, comm
+from dtbench_core.redistribute.movers import Exchange, mover
 from dtbench_core.torch_compat import reduce_scatter_single
-from dtbench_suites import packing
+from dtbench_suites import packing, tensor_parallel
+from dtbench_suites.bucketer import bucketer_of, send_all
+from dtbench_suites.data import MIB
 
 Run = Callable[[], object]
 Found = tuple[dict[str, float | str], str, bool | None]
@@ -71,6 +78,8 @@ class Bench:
 
     def behind_us(self, run: Run, cold: bool = False) -> list[float]:
         """Of a call that the GPU finds in its queue, so without the launch; in order."""
+        if self.rehearsal:  # a CPU has no queue
+            return self.us(run, 1)
         taken, start, end = [], self.gpus.event(), self.gpus.event()
         for _ in range(TRIES + 1):
             self.clock.settle(cold=cold)
@@ -183,12 +192,166 @@ def kernels_s(bench: Bench, run: Run) -> list[float]:
     return [e["dur"] * 1e-6 for e in events if e.get("cat") in OF_GPU]
 
 
+ODD_COST = 0.10  # at most so much slower with one shard of odd size
+
+
+def odd_shard(bench: Bench) -> Found:
+    """Packs 64 MiB in pieces of 16 KiB, with and without one bias before them whose shards have 4 bytes: copies behind
+    it are then not aligned to 16 bytes. Times are those of a replayed graph."""
+    number, count = packing.TOTAL // packing.SIZES[0], packing.SIZES[0] // 4
+    number = number // 32 if bench.rehearsal else number
+    us = dict[str, float]()
+    with simulated_world(bench.device) as world:
+        group = world.mesh.get_group(0)
+        _, even = packing.made(number, count, torch.float32, world.device)
+        odd = [torch.ones(group.size(), device=world.device), *even]
+        for impl in ("core", "core_held"):
+            for name, gradients in (("even", even), ("odd", odd)):
+                bucketer, inputs = bucketer_of(impl, packing.BUCKET, gradients, group.size())
+                callbacks = [lambda _result: None] * len(inputs)
+                replay = bench.gpus.captured(partial(send_all, bucketer, inputs, callbacks, group))
+                us[f"{impl}_{name}_us"] = statistics.median(bench.behind_us(replay))
+    slower = {
+        f"{impl}_slower": us[f"{impl}_odd_us"] / us[f"{impl}_even_us"] - 1 for impl in ("core", "core_held")
+    }
+    return {**us, **slower}, f"at most {ODD_COST:.0%} slower", max(slower.values()) <= ODD_COST
+
+
+# ---- the copies of a redistribution ----
+
+MOVED_SHARE = 0.8  # of the card's own copy
+COLUMNS = 8192  # of bf16: a shard of 8 has rows of 2 KiB
+MOVE_BYTES = (64 * MIB, 256 * MIB, 1024 * MIB)
+MOVE_BYTES_IN_REHEARSAL = (64 * 1024, 128 * 1024, 256 * 1024)
+
+
+def moves_of(size: int) -> Callable[[Bench], Found]:
+    """A check of one size, which is that of MOVE_BYTES at this index."""
+
+    def check(bench: Bench) -> Found:
+        nbytes = (MOVE_BYTES_IN_REHEARSAL if bench.rehearsal else MOVE_BYTES)[size]
+        columns = COLUMNS // 64 if bench.rehearsal else COLUMNS
+        rows = nbytes // 2 // columns
+        source = torch.ones(rows, columns, dtype=torch.bfloat16, device=bench.device)
+        copy_us = statistics.median(bench.behind_us(partial(torch.empty_like(source).copy_, source)))
+        shares = dict[str, float]()
+        with simulated_world(bench.device) as world:
+            group, n = world.mesh.get_group(0), world.world_size
+            # The shape that the ranks share, for which each rank copies `nbytes`.
+            moves = {
+                "S(1)->R": (Shard(1), Replicate(), (rows, columns)),
+                "P->S(1)": (Partial(), Shard(1), (rows, columns)),
+                "S(0)->S(1)": (Shard(0), Shard(1), (rows * n, columns)),
+                "S(1)->S(0)": (Shard(1), Shard(0), (rows, columns * n)),
+                "uneven S(1)->R": (Shard(1), Replicate(), (rows, columns - 1)),
+            }
+            for name, (src, dst, shape) in moves.items():
+                step = Exchange((src,), (dst,), (n,), shape, source.dtype, group, (0,))
+                us = statistics.median(bench.behind_us(bench.gpus.captured(without_sending(step, source))))
+                shares[name] = copy_us / us
+        got = {"MiB": nbytes / MIB, "copy_GBps": 2 * nbytes / copy_us / 1e3, **shares}
+        return got, f"at least {MOVED_SHARE:.0%} of the copy", min(shares.values()) >= MOVED_SHARE
+
+    check.__name__ = f"moves_{MOVE_BYTES[size] // MIB}MiB"
+    return check
+
+
+def without_sending(step: Exchange, memory: torch.Tensor) -> Run:
+    """Returns what a rank does for a step besides sending: it packs what it would send, and unpacks `memory`."""
+    move = mover(step)
+    src, shape = step.src[0], list(step.shape)
+    if isinstance(src, Shard):
+        shape[src.dim] = src.lengths(shape[src.dim], step.parts)[0]
+    local = torch.ones(shape, dtype=step.dtype, device=memory.device)
+
+    def received(_sent: torch.Tensor, wanted: Sequence[int], *_about: Any) -> torch.Tensor:
+        elements = torch.Size(wanted).numel()
+        return memory.view(-1)[:elements].view(tuple(wanted))
+
+    def run() -> None:
+        names = ("gathered", "reduce_scattered", "exchanged")
+        with mock.patch.multiple(comm, **dict.fromkeys(names, received)):
+            move(local)
+
+    return run
+
+
+# ---- torch.compile, and a captured block ----
+
+
+def compiled(bench: Bench) -> Found:
+    """A chain of pointwise ops on a sharded tensor, compiled by inductor: seconds to compile, time of a call."""
+    got: dict[str, float | str] = {}
+    compile_with(bench, torch.neg)(torch.ones(8, device=bench.device))  # sets inductor up
+    with simulated_world(bench.device) as world:
+        side = 64 if bench.rehearsal else 1024
+        plain = torch.randn(side, side, device=bench.device)
+        for name, api in (("core", dtbench_core), ("plain", None), ("torch", torch_dtensor)):
+            x = api.DTensor.from_local(plain, world.mesh, [api.Shard(0)], run_check=False) if api else plain
+            try:
+                figures = compiled_figures(bench, x, chain(plain))
+            except Exception as error:  # the core's figures are worth having without torch's
+                if name != "torch":
+                    raise
+                figures = {"failed": describe(error)}
+            got |= {f"{name}_{figure}": value for figure, value in figures.items()}
+    return got, "a compiled call below an eager one", got["core_call_us"] < got["core_eager_us"]  # type: ignore[operator]
+
+
+def compile_with(bench: Bench, function: Any) -> Any:
+    """A rehearsal leaves out inductor's C++ compiler, which takes a minute on two cores."""
+    return torch.compile(function, backend="aot_eager" if bench.rehearsal else "inductor")
+
+
+def compiled_figures(bench: Bench, x: Any, want: torch.Tensor) -> dict[str, float | str]:
+    torch._dynamo.reset()
+    function = compile_with(bench, chain)
+    began = time.perf_counter()
+    result = function(x)
+    bench.gpus.synchronize()
+    compile_s = time.perf_counter() - began
+    local = result if type(result) is torch.Tensor else result.to_local()
+    torch.testing.assert_close(local, want, rtol=1e-4, atol=1e-4)  # fused, with other roundings
+    eager_us, call_us = (bench.median_us(partial(call, x)) for call in (chain, function))
+    return {"compile_s": compile_s, "eager_us": eager_us, "call_us": call_us}
+
+
+def chain(x: torch.Tensor) -> torch.Tensor:
+    return (((x * 2 + 1) * x).sin() * x + x) * 0.5
+
+
+def captured(bench: Bench) -> Found:
+    """A tensor-parallel transformer block, one of 8 ranks, forward and backward: called, and replayed as a CUDA graph
+    whose collectives take no time and move nothing: values are checked on two ranks, by `pair-captured`."""
+    width, heads, positions = (64, 8, 16) if bench.rehearsal else (1024, 16, 512)
+    got: dict[str, float | str] = {}
+    with simulated_world(bench.device) as world:
+        x = torch.randn(1, positions, width, device=bench.device, requires_grad=True)
+        for impl in ("core", "torch"):
+            torch.manual_seed(0)
+            model = tensor_parallel.TransformerBlock(width, heads).to(bench.device)
+            block = tensor_parallel.parallelize(impl, model, world.mesh)
+            wanted = [x, *block.parameters()]
+            run = partial(tensor_parallel.one_pass, block, [x], wanted, torch.ones_like)
+            got[f"{impl}_eager_us"] = bench.median_us(run, 2)
+            try:
+                got[f"{impl}_replay_us"] = bench.median_us(bench.gpus.captured(run), 2)
+            except RuntimeError as error:  # the core's figures are worth having without torch's
+                if impl == "core":
+                    raise
+                got["torch_failed"] = describe(error)
+    return got, "replayed in less than eager", got["core_replay_us"] < got["core_eager_us"]  # type: ignore[operator]
+
+
 GROUPS: dict[str, tuple[Callable[[Bench], Found], ...]] = {
     "smoke": (op_and_bucket,),
     "limits": (limits,),
     "graph": (graph,),
     "clocks": (events_against_host, flush),
-    "profiler": (packing_kernels,),
+    "kernels": (odd_shard, packing_kernels),
+    "moves": tuple(map(moves_of, range(len(MOVE_BYTES)))),
+    "compiled": (compiled,),
+    "captured": (captured,),
 }
 
 

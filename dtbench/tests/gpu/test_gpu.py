@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from dtbench.cli.program import cli
+from dtbench.engine.options import RunRequest, list_tasks
 from dtbench.machine import device
 from dtbench.suite.suites import load
 from dtbench.tests.gpu import __main__ as module
-from dtbench.tests.gpu import fake_gpu, instruments
-from dtbench.tests.gpu.steps import ROOT, Step, steps_of
+from dtbench.tests.gpu import fake_gpu, instruments, pair, sharing
+from dtbench.tests.gpu.steps import GRAD_FILTER, REPEATED, ROOT, Step, steps_of
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step(name: str, file: str, limit_s: float = 20) -> Step:
-    return Step(name, limit_s, f"-S {Path(file).absolute()} {{out}}/{name}.txt")
+    return Step(name, 1, limit_s, f"-S {Path(file).absolute()} {{out}}/{name}.txt")
 
 
 def check(monkeypatch: pytest.MonkeyPatch, *steps: Step, within: str = "60s") -> dict[str, str]:
@@ -99,6 +101,14 @@ def test_results_of_another_card_lie_beside_or_are_named(monkeypatch: pytest.Mon
         assert "left out: no-gpu-rehearsal/one.txt" in archive.read("nvidia-h200/summary.md").decode()
 
 
+def test_summary_leaves_out_damaged_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("tears.py").write_text(
+        "import os, sys; os.mkdir(sys.argv[1] + '.json'); open(sys.argv[1][:-4] + '.json', 'w').write('[[')"
+    )
+    assert check(monkeypatch, step("torn", "tears.py")._replace(good=(0,)))["torn"] == "ok"
+    assert "| torn | ok |" in read("summary.md")
+
+
 def test_mistakes_are_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # no nvidia-smi
     with pytest.raises(SystemExit, match="nvidia-smi names no GPU here"):
@@ -108,20 +118,92 @@ def test_mistakes_are_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
         module.main(["--rehearse", "-o", "broken.zip"])
 
 
+def test_steps_of_two_ranks_run_only_if_two_ranks_share_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("fails.py").write_text("1 / 0")
+    Path("notes.py").write_text(
+        "import os, sys; open(sys.argv[1], 'a').write(os.environ['DTBENCH_TEST_BACKEND'])"
+    )
+    steps = [step("pair", "fails.py")._replace(pair=True), step("attach", "notes.py")._replace(pair=True)]
+    outcomes = check(monkeypatch, *steps)
+    assert outcomes["attach"] == "skipped two ranks do not share this card: see pair"
+    Path("fails.py").write_text("import sys; open(sys.argv[1], 'w')")
+    assert set(check(monkeypatch, *steps).values()) == {"ok"} and read("attach.txt") == "gloo"
+
+
+def test_later_steps_use_the_variables_that_worked(tmp_path: Path) -> None:
+    results = tmp_path / "pair.json"
+    preloaded = sharing.environ_of(results, rehearsal=False)
+    assert preloaded["LD_PRELOAD"].endswith(".wheels/libnccl.so.2") and "NCCL_P2P_DISABLE" not in preloaded
+    results.write_text(json.dumps([["pair", {"variables": sharing.words_of(sharing.MODES[1])}, "", "yes"]]))
+    assert sharing.environ_of(results, rehearsal=False) == preloaded | {"NCCL_P2P_DISABLE": "1"}
+    assert "LD_PRELOAD" not in sharing.environ_of(results, rehearsal=True)
+
+
+def test_pair_falls_back_and_records_what_worked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried = []
+
+    def start(_check: str, variables: dict[str, str], _seconds: float, _folder: Path) -> pair.Figures:
+        tried.append({**variables})
+        if "NCCL_P2P_DISABLE" not in variables:
+            raise pair.RanksFailedError("rank 0: exit 1")
+        return {"version": "2.30.7"}
+
+    library = tmp_path / "libnccl.so.2"
+    monkeypatch.setattr(pair, "LIBRARY", library)
+    assert pair.main("pair", 30, tmp_path / "pair.json") == 5, "without a library"
+    library.touch()
+    monkeypatch.setattr(pair, "start_ranks", start)
+    assert pair.main("pair", 30, tmp_path / "pair.json") == 0
+    ((_, figures, _, met),) = json.loads((tmp_path / "pair.json").read_text())
+    assert figures["variables"] == "NCCL_P2P_DISABLE=1" and "rank 0: exit 1" in figures["failed before"]
+    assert met == "yes" and all(one["NCCL_DEBUG"] == "INFO" for one in tried)
+
+
+def test_pair_is_rehearsed_on_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (fake_gpu.ENVIRON | sharing.GLOO).items():
+        monkeypatch.setenv(name, value)
+    assert pair.main("pair", 60, tmp_path / "pair.json") == 0
+    with pytest.raises(pair.RanksFailedError, match="rank 0: exit 1"):
+        pair.start_ranks("no such check", {}, 60, tmp_path)
+    with pytest.raises(pair.RanksFailedError, match="rank 0: still running 0 s after its start"):
+        pair.start_ranks("pair", {}, 0.1, tmp_path)
+
+
+def test_expected_times_fit_into_nine_minutes() -> None:
+    steps = {step.name: step for step in steps_of(rehearse=False)}
+    assert steps.keys() >= REPEATED
+    assert sum(step.expected_s for step in steps.values() if step.name not in REPEATED) <= 540
+    assert all(step.expected_s <= step.limit_s for step in steps.values())
+
+
+@pytest.mark.parametrize("word", ["pass=forward+backward", "adamw_step_foreach_x100"])
+def test_grad_filter_takes_backward_passes_and_optimizers(word: str) -> None:
+    suites = load(["dispatch"])
+    options = RunRequest().resolve("cuda", 1)
+    labels = [f"{task.label} " for task in list_tasks(suites, options, GRAD_FILTER)]
+    assert any(word in label for label in labels)
+    assert not [label for label in labels if "pass=forward " in label and "_x100 " not in label]
+
+
 @pytest.mark.parametrize("rehearse", [False, True])
 def test_every_command_is_one(rehearse: bool) -> None:
     for one in steps_of(rehearse):
-        words = one.command.split()
+        words = shlex.split(one.command)
         if words[2] == "dtbench":
             called = cli.get_command(None, words[3])  # type: ignore[arg-type]
             assert called is not None
             params = called.make_context(words[3], words[4:], cli.make_context("dtbench", words[3:])).params
+            if words[3] == "gate":
+                assert (ROOT / params["words"][0].rpartition("/")[0]).is_file()
             assert params.get("device") in (None, "cpu" if rehearse else "cuda")
             assert words[3] != "run" or [s.name for s in load(params["words"])] == list(params["words"])
         elif words[1] == "pytest":
             assert any((ROOT / word).is_file() for word in words)
         else:
-            assert words[2] == "dtbench.tests.gate_selftest" or words[3] in instruments.GROUPS
+            assert words[2] == "dtbench.tests.gate_selftest" or words[3] in {
+                **instruments.GROUPS,
+                **pair.CHECKS,
+            }
 
 
 def test_the_instruments_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +213,14 @@ def test_the_instruments_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert instruments.main("all", Path("all.json")) == 5  # what fails is told, and the others are kept
     limits, failed, flush = json.loads(Path("all.json").read_text())
     assert limits[1]["copy_GBps"] > 0 and flush[3] == "" and failed[1]["failed"].startswith("IndexError:")
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_moves_are_copied_as_the_core_does(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setenv(device.REHEARSAL, fake_gpu.__file__)
+    monkeypatch.setattr(instruments, "TRIES", 1)
+    shares, *_ = instruments.moves_of(size)(instruments.Bench())
+    assert all(type(share) is float and share > 0 for share in shares.values()) and "uneven S(1)->R" in shares
 
 
 def test_wheels_are_taken_along_of_all_but_the_large_packages() -> None:
