@@ -32,7 +32,7 @@ PYTEST = "-m pytest -v -p pytest_benchmark.plugin -p no:cacheprovider -W default
 # Of a suite's limit: to its first sample (torch, CUDA's context, ranks), and from its last to its end.
 TO_START_S = 15
 # The dispatch suite's `pass` of a forward call whose inputs require gradients.
-FORWARD_WITH_GRAD = "forward+grad"
+FORWARD_WITH_GRAD = "forward+requires_grad"
 # Any one of these lines: forward with gradients, with backward, and optimizers of 100 parameters.
 GRAD_FILTER = f"""pass={FORWARD_WITH_GRAD} call=cached mesh=8
 pass=forward+backward call=cached mesh=8
