@@ -10,6 +10,7 @@ does not shift every shard behind it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -269,7 +270,7 @@ def _odd_shards_last(numels: Sequence[int], unit: int) -> list[int] | None:
 
     None if all do and none is empty.
     """
-    if all(numel and not numel % unit for numel in numels):
+    if 0 not in numels and math.gcd(*numels) % unit == 0:
         return None
     return sorted(range(len(numels)), key=lambda index: numels[index] % unit > 0)
 
