@@ -90,7 +90,11 @@ def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwarg
 def _run_detach(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Its plan, without looking for it: autograd detaches every result that a backward pass takes."""
     (base,) = args
-    if base.__class__ is not cls or base._local_tensor.__class__ is not torch.Tensor or is_inference_mode_enabled():
+    if (
+        base.__class__ is not cls
+        or base._local_tensor.__class__ is not torch.Tensor
+        or is_inference_mode_enabled()
+    ):
         return NotImplemented
     view = wrap(cls, base._local_tensor.detach(), base._spec)
     share_memory(base, view, 0)
