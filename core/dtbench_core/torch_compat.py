@@ -223,26 +223,6 @@ make_subclass = torch.Tensor._make_subclass
 as_subclass = torch.Tensor.as_subclass  # the same as a view, which autograd sees
 set_data = cast("Any", torch.Tensor.data).__set__
 
-_PYTHON = torch._C.DispatchKey.Python
-_is_excluded, _exclude = (
-    torch._C._dispatch_tls_is_dispatch_key_excluded,
-    torch._C._dispatch_tls_set_dispatch_key_excluded,
-)
-
-
-def counted_alias(wrapper: torch.Tensor) -> torch.Tensor:
-    """A plain tensor of which torch counts the writes together with those of `wrapper`, for `set_data`.
-
-    Without active modes and torch functions. `DisableTorchDispatch` would take 0.4 us more.
-    """
-    was = _is_excluded(_PYTHON)
-    _exclude(_PYTHON, True)
-    try:
-        return make_subclass(torch.Tensor, wrapper)
-    finally:
-        _exclude(_PYTHON, was)
-
-
 _version: Callable[[torch.Tensor], int] = vars(torch._C.TensorBase)["_version"].__get__
 
 
@@ -384,7 +364,7 @@ class AutogradFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         if functorch_level() is not None or is_dynamo_compiling():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
+            return super().apply(*args)
         return _apply(cls, *args)
 
 

@@ -38,7 +38,8 @@ def key_of(
             key.append((slice, a.start, a.stop, a.step))
         elif kind is list or kind is tuple or kind is _Size:
             named = tuple if kind is tuple else list  # x[(i, j)] is not x[[i, j]]
-            parts, within = [named], []
+            parts: Value = [named]
+            within: Value = []
             for item in a:  # the parameters of an optimizer, sizes, dims: without a call for each
                 if item.__class__ is cls:
                     parts.append(item._spec)
@@ -47,13 +48,7 @@ def key_of(
                     parts.append(item)
                     within.append(item)
                 else:
-                    first = a[0].__class__
-                    summed_up = by_type and named is list and (first is float or first is torch.Tensor)
-                    parts = _summary(a) if summed_up else None
-                    if parts is None:
-                        parts, within, _ = key_of(cls, named, by_type, a, {})
-                    else:
-                        within = a
+                    parts, within = _parts(cls, named, by_type, a)
                     break
             key.append(tuple(parts))
             local = within if named is list else tuple(within)
@@ -74,6 +69,15 @@ def key_of(
     names = sorted(kwargs)
     part, values, _ = key_of(cls, dict, by_type, [kwargs[n] for n in names], {})
     return (*key, *names, part), locals_, dict(zip(names, values, strict=True))
+
+
+def _parts(cls: type[Wrapper], named: type, by_type: bool, items: Args) -> tuple[Value, Args]:
+    """(what the key holds, local items) of a list or tuple."""
+    summed_up = by_type and named is list and items[0].__class__ in (float, torch.Tensor)
+    if summed_up and (summary := _summary(items)):
+        return summary, items
+    parts, within, _ = key_of(cls, named, by_type, items, {})
+    return parts, within
 
 
 def _summary(items: Args) -> tuple[Value, ...] | None:

@@ -23,7 +23,6 @@ from dtbench_core.torch_compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
     as_subclass,
-    counted_alias,
     counted_together,
     counter_of,
     is_fake,
@@ -189,7 +188,8 @@ def _hold(tensor: Value, local: torch.Tensor, spec: DTensorSpec) -> None:
 
 def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.Tensor:
     """`local`, the plain tensor that `tensor` holds, as another object: as `wrap_shared`, the other way round."""
-    alias = counted_alias(tensor)
+    with DisableTorchDispatch():
+        alias = make_subclass(torch.Tensor, tensor)
     set_data(alias, local)
     return alias.view_as(alias) if view else alias
 
