@@ -64,6 +64,7 @@ from dtbench_core.torch_compat import (
     is_torchs_dtensor,
     register_constant,
     register_foreach_type,
+    unwrap_if_dead,
 )
 
 
@@ -428,7 +429,7 @@ def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements 
             f"{list(spec.local_shape)} on this rank: pass the tensor's global shape and stride, or that shard"
         )
     if (torch.is_grad_enabled() and local.requires_grad) or forward_ad._current_level >= 0:
-        tensor: DTensor = FromLocal.apply(local, spec, grad_placements)
+        tensor: DTensor = FromLocal.apply(unwrap_if_dead(local), spec, grad_placements)
         kept = local.is_leaf or is_dynamo_compiling() or is_uncounted(local)
         return tensor if kept else note_lender(tensor, local)
     return _held(local, spec)
@@ -500,7 +501,7 @@ class CopiedDTensorView(CopiedView, DTensor):  # type: ignore[misc]
 DTensor.copied_view = CopiedDTensorView
 
 
-class FromLocal(torch.autograd.Function):
+class FromLocal(AutogradFunction):
     """local tensor -> DTensor."""
 
     @staticmethod
