@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from dtbench_core import rules
 from dtbench_core.dispatch import fallback, out_and_resize
 from dtbench_core.dispatch.metadata import written_arguments
-from dtbench_core.layout.wrapper import share_memory, wrap
+from dtbench_core.layout.wrapper import SharedMemory, share_memory, wrap
 from dtbench_core.op_types import Args, Call, Kwargs
 from dtbench_core.redistribute.copied_view import parted_as
 from dtbench_core.rules import foreach
@@ -90,11 +90,8 @@ def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwarg
 def _run_detach(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Its plan, without looking for it: autograd detaches every result that a backward pass takes."""
     (base,) = args
-    if (
-        base.__class__ is not cls
-        or base._local_tensor.__class__ is not torch.Tensor
-        or is_inference_mode_enabled()
-    ):
+    plain = base.__class__ is cls and base._local_tensor.__class__ is torch.Tensor
+    if not plain or SharedMemory.traced or is_inference_mode_enabled():
         return NotImplemented
     view = wrap(cls, base._local_tensor.detach(), base._spec)
     share_memory(base, view, 0)
