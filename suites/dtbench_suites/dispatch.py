@@ -23,6 +23,7 @@ beside the first calls of `add` in a run that is not quick.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import itertools
 import math
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -273,13 +274,15 @@ class Least(Tensor):
         return wrapper
 
 
+_kernel_of = functools.cache(kernel_of)
+
+
 class LeastRecorded(Tensor):
     """What any class must do in Python where autograd records the call: torch's kernels come back to its
     `__torch_dispatch__`, which runs each op on the tensors that the wrappers hold, and wraps what comes out."""
 
-    held: Tensor
     __slots__ = ("held",)
-    kernels: ClassVar[dict[Call, Call]] = {}
+    held: Tensor
 
     @classmethod
     def __torch_function__(cls, func: Call, types: Value, args: Args = (), kwargs: Value = None) -> Value:
@@ -290,9 +293,6 @@ class LeastRecorded(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Value, types: Value, args: Args = (), kwargs: Value = None
     ) -> Value:
-        kernel = cls.kernels.get(op)
-        if kernel is None:
-            kernel = cls.kernels[op] = kernel_of(op)
         held = [
             a.held
             if a.__class__ is cls
@@ -301,23 +301,15 @@ class LeastRecorded(Tensor):
             else a
             for a in args
         ]
-        result = kernel(*held, **kwargs) if kwargs else kernel(*held)
+        result = _kernel_of(op)(*held, **kwargs) if kwargs else _kernel_of(op)(*held)
         return tuple(map(cls.wrap, result)) if result.__class__ is tuple else cls.wrap(result)
 
     @classmethod
     def wrap(cls, tensor: Tensor, requires_grad: bool = False) -> Tensor:
         # By position, as it is fastest: storage offset, memory format, dtype, layout, device, pinned.
+        placed = None, None, tensor.dtype, torch.strided, tensor.device, False
         wrapper: Any = Tensor._make_wrapper_subclass(
-            cls,
-            tensor.shape,
-            tensor.stride(),
-            None,
-            None,
-            tensor.dtype,
-            torch.strided,
-            tensor.device,
-            False,
-            requires_grad,
+            cls, tensor.shape, tensor.stride(), *placed, requires_grad
         )
         wrapper.held = tensor
         return wrapper  # type: ignore[no-any-return]
@@ -479,8 +471,8 @@ def dispatch(options: RunOptions) -> Iterator[Case]:
     for shape, program in itertools.product(MESHES, PROGRAMS):
         if (program.flat and len(shape) > 1) or (options.quick and not program.quick):
             continue
-        quick_passes = program.passes[: 2 if len(shape) == 1 else 1]
-        for pass_ in quick_passes if options.quick else program.passes:
+        # A quick run leaves the backward passes out; on a 2-D mesh, those that autograd records too.
+        for pass_ in program.passes[: 3 - len(shape)] if options.quick else program.passes:
             yield case_of(options, program, shape, pass_, "cached", program.local)
     for shape, op in itertools.product(MESHES, OPS):
         for pass_, call in variants(options, shape, op):
