@@ -366,6 +366,26 @@ def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> E
     return unknown
 
 
+_apply = vars(torch._C._FunctionBase)["apply"]
+
+
+unwrap_if_dead = cast("Callable[[torch.Tensor], torch.Tensor]", torch._C._functorch.unwrap_if_dead)
+
+
+class AutogradFunction(torch.autograd.Function):
+    """A function of autograd whose `apply` skips torch's, which asks for transforms of torch.func and takes 2 us.
+
+    No argument may be a tensor of a transform that has ended, which torch's `apply` unwraps: DTensors are none, and
+    `unwrap_if_dead` gives what a plain tensor was before.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if functorch_level() is not None or is_dynamo_compiling():
+            return super().apply(*args)
+        return _apply(cls, *args)
+
+
 # ---- tracing with make_fx: the fx node of a tensor ----
 
 share_memory = cast("Callable[[torch.Tensor, torch.Tensor], bool]", vars(torch._C)["_is_alias_of"])

@@ -25,6 +25,7 @@ from dtbench_core import (
     clear_caches,
 )
 from dtbench_core.dispatch import entry as dispatching
+from dtbench_core.dispatch.cache_key import key_of
 from dtbench_core.rules import base
 from dtbench_core.rules.base import PlacementRow, Strategy
 
@@ -299,3 +300,24 @@ def test_what_is_made_of_a_copied_view_is_none_and_may_be_written(mesh: DeviceMe
     x.to_local().fill_(3)
     for stale in views:
         assert bool((stale.to_local() == 3).all())
+
+
+def test_key_tells_types_of_listed_numbers_apart(x: DTensor) -> None:
+    listed = ([1], (1,), [True], [1.0], [1, 1], [], (), [None], [x], (x,), [x, 1])
+    keys = [key_of(DTensor, "op", False, (one,), {}) for one in listed]
+    assert len({key for key, *_ in keys}) == len(listed)
+    for one, (_, (local,), _) in zip(listed, keys, strict=True):
+        assert local == type(one)(a._local_tensor if a is x else a for a in one)
+    sizes = torch.Size([1, 2])
+    assert key_of(DTensor, "op", False, (sizes,), {}) == key_of(DTensor, "op", False, ([1, 2],), {})
+    by_type = [key_of(DTensor, "op", True, (one,), {})[0] for one in ([1, 2], [3, 4], [3.0, 4.0])]
+    assert by_type[0] == by_type[1] != by_type[2]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial(), Partial("max")], ids=str)
+def test_detach_gives_what_its_plan_gives(mesh: DeviceMesh, placement: Any) -> None:
+    x = DTensor.from_local(torch.ones(4, 2), mesh, [placement])
+    detached, alias = x.detach(), torch.ops.aten.alias.default(x)  # which has no way of its own
+    assert detached._spec is alias._spec and detached._memory == alias._memory
+    x.zero_()
+    assert not detached.to_local().any() and detached._version == x._version

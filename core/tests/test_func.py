@@ -28,6 +28,7 @@ from dtbench_core import (
     distribute_tensor,
     implicit_replication,
 )
+from dtbench_core.dispatch import autograd_grad
 
 # torch's own, of the formulas that it has in TorchScript.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -207,6 +208,35 @@ def test_gradients_are_those_of_torch() -> None:
     assert missing[1] is None and isinstance(missing[0], DTensor)
     zeros = torch.autograd.grad(x.exp(), [x, y], spread, materialize_grads=True)[1]
     _equal(zeros, torch.zeros(8, 4))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@on_gloo_ranks
+def test_gradients_of_plain_outputs_are_checked_as_torch_does() -> None:
+    values = torch.arange(32.0).view(8, 4) / 7
+    x = distribute_tensor(values, mesh_of((4,)), [Shard(0)], src_data_rank=None).requires_grad_()
+    plain = values.clone().requires_grad_()
+    local, weights = x.to_local(), torch.arange(8.0).view(2, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            autograd_grad, "make_grads", lambda *_, **__: pytest.fail("a pair that fits was checked")
+        )
+        (got,) = torch.autograd.grad(local, x, weights, retain_graph=True)
+    _equal(got, weights.repeat(4, 1))
+    (doubled,) = torch.autograd.grad(local, x, weights.double(), retain_graph=True)
+    assert doubled.dtype == torch.float32 and torch.equal(doubled.full_tensor(), got.full_tensor())
+    for wrong in (
+        weights.view(4, 2),
+        weights.to(torch.complex64),
+        torch.nested.nested_tensor([weights]),
+        None,
+    ):
+        errors = []
+        for output, leaf in ((local, x), (plain[:2] * 1, plain)):
+            with pytest.raises((RuntimeError, TypeError)) as caught:
+                torch.autograd.grad(output, leaf, wrong, retain_graph=True)
+            errors.append((type(caught.value), str(caught.value)))
+        assert errors[0] == errors[1]
 
 
 @needs_213("there is no such op")

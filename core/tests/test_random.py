@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +109,35 @@ def test_strided_tensors_draw_as_on_one_device() -> None:
             random.manual_seed(5, mesh)
             assert torch.equal(draw(x).full_tensor(), expected), f"{name} {placed}"
             assert torch.equal(torch.rand(1), after), f"{name} {placed}"
+
+
+@on_ranks
+def test_dropout_is_differentiated_as_on_one_device() -> None:
+    """Its values, gradient and second gradient."""
+    values = torch.arange(1.0, 41.0).view(5, 8).sin()
+    for shape, placements in (((4,), [S0]), ((4,), [Shard(1)]), ((2, 2), [S0, R]), ((2, 2), [R, R])):
+        mesh = mesh_of(shape)
+        results = []
+        for x in (values.clone(), distribute_tensor(values, mesh, placements, src_data_rank=None)):
+            x.requires_grad_()
+            random.manual_seed(7, mesh)
+            out = F.dropout(x, 0.3)
+            (first,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+            results.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (out, first, second)])
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+@on_gloo_ranks
+def test_cuda_generator_is_compared_by_seed_and_offset() -> None:
+    """On a GPU, whose generator is not there: the bytes of its state, which `set_rng_state` takes."""
+    info = _replicas([R, R])._spec.info
+    generator = SimpleNamespace(initial_seed=lambda: 2**64 - 2, get_offset=lambda: 12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(info, "device_type", "cuda")
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "default_generators", (generator,))
+        assert in_step._state(info) == struct.pack("<QQ", 2**64 - 2, 12)
 
 
 # ---- ranks that draw or seed by themselves ----

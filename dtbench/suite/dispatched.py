@@ -31,6 +31,11 @@ SINGLE_OP_PARAMS = {"mesh": "8", "pass": "forward", "call": "cached"}
 FEWEST_CASES = 5
 
 _MOVES = ("redistribute", "full_tensor", "distribute_tensor")
+# Values of the param `pass`: a mean over all of them would hide that a call costs more once autograd records it.
+_PASSES: dict[Param | None, str] = {
+    "forward+requires_grad": " on tensors that require gradients",
+    "forward+backward": " with their backward",
+}
 _MANY_OPS = re.compile(r".*_x\d+|tp_mlp")
 
 
@@ -48,9 +53,9 @@ def kind_of(name: str, params: Mapping[str, Param]) -> str:
     if name in _MOVES:
         source, _, target = str(params.get("placements")).partition("->")
         return "redistributions to the same placement" if source == target else "redistributions"
-    return (
-        "optimizer steps, clipping and other calls of many ops" if _MANY_OPS.fullmatch(name) else "single ops"
-    )
+    if _MANY_OPS.fullmatch(name):
+        return "optimizer steps, clipping and other calls of many ops"
+    return f"single ops{_PASSES.get(params.get('pass'), '')}"
 
 
 def added_times(

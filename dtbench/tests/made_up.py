@@ -218,7 +218,11 @@ def slowed(results: Iterable[Result], factor: float | Callable[[Result, int], fl
 def dispatch(seed: int = 1) -> Iterator[Result]:
     rng = np.random.default_rng(seed)
     for mesh, slower in (("8", 1.0), ("2x4", 1.15)):
-        for direction, factor in (("forward", 1.0), ("forward+backward", 3.4)):
+        for direction, factor in (
+            ("forward", 1.0),
+            ("forward+requires_grad", 1.7),
+            ("forward+backward", 3.4),
+        ):
             for name, placements, torch_us, core_us in OPS:
                 for impl, us in (("core", core_us), ("torch", torch_us), ("local", 0.14 * torch_us + 0.5)):
                     scale = 1e-6 * factor * (1.0 if impl == "local" else slower)

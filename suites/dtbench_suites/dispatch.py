@@ -7,7 +7,9 @@ communication, and a local tensor holds 16 values, so none passes in arithmetic.
     torch    torch.distributed.tensor
     local    the same op on the plain local tensors: the floor
     wrapped  the least that a tensor class written in Python can take: entering `__torch_function__`, the same plain op,
-             a wrapper for each tensor that it gives; `core` less `wrapped` is what can still be saved in Python
+             a wrapper for each tensor that it gives; `core` less `wrapped` is what can still be saved in Python.
+             Where autograd records the call: `__torch_function__`, torch's autograd kernel, `__torch_dispatch__` for
+             each op below it, the plain op, the wrappers
 
 **cached** calls find the decision of the call before; a **first** call sees shapes that were never seen,
 so the decision has to be made. **busy**, on a GPU, are cached calls while the stream is still at earlier work, as in a
@@ -21,6 +23,7 @@ beside the first calls of `add` in a run that is not quick.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import itertools
 import math
@@ -40,16 +43,25 @@ from torch import Tensor
 from dtbench.suite import Case, Param, RunOptions, Skip, Workload, World, suite
 from dtbench.suite.dispatched import is_headline
 from dtbench_core.op_types import Args, Call, Value
-from dtbench_core.torch_compat import DisableTorchFunction
+from dtbench_core.torch_compat import DisableTorchFunction, kernel_of
 from dtbench_suites import SUITES
 from dtbench_suites.data import BEFORE_213, Place, hush_torch, mismatch, shard_of
-from dtbench_suites.dispatch_programs import PROGRAMS, WORLD, TimedProgram, build_program
+from dtbench_suites.dispatch_programs import (
+    BACKWARD,
+    EVERY_PASS,
+    FORWARD,
+    PROGRAMS,
+    REQUIRES_GRAD,
+    WORLD,
+    TimedProgram,
+    build_program,
+)
 
 MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4))
 ROWS = 4  # of the local tensor, cached calls; its other dim has 4 too
 # A sample has to outlast the clock's reading (0.05 us) and stay below what the scheduler interrupts
 # (milliseconds): 0.1 to 0.5 ms at the 5 to 50 us that a cached call takes, 20 to 200 us with its backward.
-CALLS_PER_SAMPLE = {"forward": 10, "forward+backward": 4}
+CALLS_PER_SAMPLE = {FORWARD: 10, REQUIRES_GRAD: 10, BACKWARD: 4}
 # Python, the allocator and torch's own caches are steady after about 10 calls.
 WARMUP_CALLS = 20
 # Ops whose host latency is also measured behind a busy stream: one kernel, one with two inputs, a view (no kernel), a
@@ -137,7 +149,7 @@ class PlacedOp:
 
     op: TimedOp
     at: Place
-    backward: bool
+    pass_: str
 
     def crosses(self, name: str) -> bool:
         """Whether this is from_local or to_local of a library: a plain tensor on the one side."""
@@ -167,9 +179,11 @@ class PlacedOp:
         if self.crosses("from_local"):
             inputs = [x.to_local() for x in inputs]
         function = self.function()
-        if not self.backward:
+        if self.pass_ == FORWARD:
             return partial(function, *inputs)
         wanted = [x.requires_grad_() for x in inputs if x.ndim]
+        if self.pass_ == REQUIRES_GRAD:
+            return partial(function, *inputs)
         # An op whose result is Partial passes the gradient of the whole to each of its terms.
         text = "R" if self.op.result.startswith("P") else self.op.result
         cotangents = [self.at.put(torch.ones_like(t), text) for t in as_tuple(self.op.fn(*full))]
@@ -185,8 +199,8 @@ class PlacedOp:
     def check(self) -> str | None:
         """Compares rank 0's part of one call's results and gradients with plain torch on the full tensors."""
         called: Any = self.call(ROWS)()
-        got, gradients = called if self.backward else (called, ())
-        inputs = [t.requires_grad_(self.backward and t.ndim > 0) for t in self.full_inputs(ROWS)]
+        got, gradients = called if self.pass_ == BACKWARD else (called, ())
+        inputs = [t.requires_grad_(self.pass_ != FORWARD and t.ndim > 0) for t in self.full_inputs(ROWS)]
         # An in-place op must not write to the leaf that its gradient would be asked of.
         want = as_tuple(self.op.fn(*inputs))
         terms: Sequence[Tensor] = ()  # of a Partial, rank 0's is the op on its local tensors
@@ -197,9 +211,11 @@ class PlacedOp:
         for i, (g, w) in enumerate(zip(as_tuple(got), want, strict=True)):
             local = terms[i] if terms else shard_of(w, self.op.result, 0, WORLD)
             wrong = self.compare(g, w, local, self.op.result, f"output {i}")
+            if g.requires_grad != w.requires_grad:
+                wrong = f"output {i} has requires_grad={g.requires_grad}, expected {w.requires_grad}"
             if wrong:
                 return wrong
-        if self.backward:
+        if self.pass_ == BACKWARD:
             wanted = [t for t in inputs if t.requires_grad]
             expected = torch.autograd.grad(want, wanted, [torch.ones_like(w) for w in want])
             return self.check_gradients(gradients, expected)
@@ -258,20 +274,65 @@ class Least(Tensor):
         return wrapper
 
 
+_kernel_of = functools.cache(kernel_of)
+
+
+class LeastRecorded(Tensor):
+    """What any class must do in Python where autograd records the call: torch's kernels come back to its
+    `__torch_dispatch__`, which runs each op on the tensors that the wrappers hold, and wraps what comes out."""
+
+    __slots__ = ("held",)
+    held: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Call, types: Value, args: Args = (), kwargs: Value = None) -> Value:
+        with DisableTorchFunction():
+            return func(*args, **kwargs) if kwargs else func(*args)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Value, types: Value, args: Args = (), kwargs: Value = None
+    ) -> Value:
+        held = [
+            a.held
+            if a.__class__ is cls
+            else [t.held for t in a]
+            if a.__class__ is list and a[0].__class__ is cls
+            else a
+            for a in args
+        ]
+        result = _kernel_of(op)(*held, **kwargs) if kwargs else _kernel_of(op)(*held)
+        return tuple(map(cls.wrap, result)) if result.__class__ is tuple else cls.wrap(result)
+
+    @classmethod
+    def wrap(cls, tensor: Tensor, requires_grad: bool = False) -> Tensor:
+        # By position, as it is fastest: storage offset, memory format, dtype, layout, device, pinned.
+        placed = None, None, tensor.dtype, torch.strided, tensor.device, False
+        wrapper: Any = Tensor._make_wrapper_subclass(
+            cls, tensor.shape, tensor.stride(), *placed, requires_grad
+        )
+        wrapper.held = tensor
+        return wrapper  # type: ignore[no-any-return]
+
+
 def wrapped(setup: PlacedOp) -> Workload:
     """The call of `setup`, whose tensors are plain, through a class of tensors."""
     op, texts = setup.op, setup.op.sources("local")
     inputs = [setup.at.put(t, text) for t, text in zip(setup.full_inputs(ROWS), texts, strict=True)]
     local = partial(op.fn, *inputs)
-    of_op = type("Least", (Least,), {"local": local, "in_place": op.name.endswith("_")})
-    entered = [t.as_subclass(of_op) for t in inputs]
+    kind: type[Tensor] = LeastRecorded
+    if setup.pass_ == FORWARD:
+        kind = type("Least", (Least,), {"local": local, "in_place": op.name.endswith("_")})
+        entered = [t.as_subclass(kind) for t in inputs]
+    else:
+        entered = [LeastRecorded.wrap(t, requires_grad=True) if t.ndim else t for t in inputs]
 
     def check() -> str | None:
         got, want = as_tuple(op.fn(*entered)), as_tuple(local())
         with DisableTorchFunction():
-            shapes = [(type(t), t.shape) for t in got]
-        if shapes != [(of_op, t.shape) for t in want]:
-            return f"gives {shapes}, expected {[t.shape for t in want]}, each wrapped"
+            shown = [(type(t), t.shape, t.requires_grad) for t in got]
+        if shown != [(kind, t.shape, setup.pass_ != FORWARD) for t in want]:
+            return f"gives {shown}, expected {[t.shape for t in want]}, each wrapped"
         return setup.check()
 
     return Workload(run=partial(op.fn, *entered), check=check)
@@ -313,7 +374,7 @@ def resident_bytes() -> int:
 def build_impl(
     op: TimedOp | TimedProgram,
     shape: tuple[int, ...],
-    backward: bool,
+    pass_: str,
     first: bool,
     quick: bool,
     impl: str,
@@ -326,12 +387,12 @@ def build_impl(
     hush_torch()
     at = Place("local" if impl == "wrapped" else impl, world.mesh_of(shape), world.device)
     if isinstance(op, TimedProgram):
-        return build_program(op, at, backward)
-    setup = PlacedOp(op, at, backward)
+        return build_program(op, at, pass_)
+    setup = PlacedOp(op, at, pass_)
     if impl == "wrapped":
         return wrapped(setup)
     ready = setup.call(ROWS)
-    weighed = len(shape) == 1 and not backward
+    weighed = len(shape) == 1 and pass_ == FORWARD
     if not first:
         # 0.5 KiB or more each: thousands of pages.
         counters = partial(grown, ready, 40_000, "bytes_per_tensor")
@@ -356,24 +417,24 @@ def case_of(
     options: RunOptions,
     op: TimedOp | TimedProgram,
     shape: tuple[int, ...],
-    passes: str,
+    pass_: str,
     call: str,
     floor: bool,
 ) -> Case:
-    first, backward = call == "first", passes == "forward+backward"
-    build = partial(build_impl, op, shape, backward, first, options.quick)
+    first = call == "first"
+    build = partial(build_impl, op, shape, pass_, first, options.quick)
     impls = ["core", "torch", "local"][: 3 if floor else 2]
-    if floor and not backward and isinstance(op, TimedOp) and op.name not in ("from_local", "to_local"):
+    if floor and pass_ != BACKWARD and isinstance(op, TimedOp) and op.name not in ("from_local", "to_local"):
         impls.append("wrapped")
     mesh = "x".join(map(str, shape))
-    params: dict[str, Param] = {"placements": op.placements, "mesh": mesh, "pass": passes, "call": call}
+    params: dict[str, Param] = {"placements": op.placements, "mesh": mesh, "pass": pass_, "call": call}
     return Case(
         name=op.name,
         params=params,
         build={impl: partial(build, impl) for impl in impls},
         clock="host",
         busy=call == "busy",
-        calls_per_sample=1 if first else CALLS_PER_SAMPLE[passes],
+        calls_per_sample=1 if first else CALLS_PER_SAMPLE[pass_],
         samples=None if not first else FIRST_SAMPLES_QUICK if options.quick else FIRST_SAMPLES,
         warmup_calls=FIRST_WARMUP_CALLS if first else WARMUP_CALLS,
         passes=HEADLINE_PASSES if is_headline(op.name, params) else 1,
@@ -381,17 +442,18 @@ def case_of(
 
 
 def variants(options: RunOptions, shape: tuple[int, ...], op: TimedOp) -> list[tuple[str, str]]:
-    """(pass, call) to measure. A quick run leaves out what takes longest: on a 2-D mesh all but cached
-    forward calls, and the first calls of backward passes."""
-    passes = ("forward", "forward+backward") if op.backward else ("forward",)
-    every = [(p, c) for p in passes for c in ("cached", "first")]
+    """(pass, call) to measure. A first call that autograd records makes the decisions of one that it does not. A quick
+    run leaves out what takes longest: on a 2-D mesh all but cached forward calls, and the first calls of backward
+    passes."""
+    passes = EVERY_PASS if op.backward else (FORWARD,)
+    every = [(p, c) for p in passes for c in ("cached", "first") if (p, c) != (REQUIRES_GRAD, "first")]
     if options.device_type == "cuda" and len(shape) == 1 and op.name in BUSY:
-        every.insert(1, ("forward", "busy"))
+        every.insert(1, (FORWARD, "busy"))
     if not options.quick:
         return every
     if len(shape) > 1:
-        return [("forward", "cached")]
-    return [v for v in every if v != ("forward+backward", "first")]
+        return [(FORWARD, "cached")]
+    return [v for v in every if v != (BACKWARD, "first")]
 
 
 # What a quick run leaves out takes torch half a minute, which under --budget the others have first.
@@ -409,8 +471,9 @@ def dispatch(options: RunOptions) -> Iterator[Case]:
     for shape, program in itertools.product(MESHES, PROGRAMS):
         if (program.flat and len(shape) > 1) or (options.quick and not program.quick):
             continue
-        for passes in program.passes[:1] if options.quick else program.passes:
-            yield case_of(options, program, shape, passes, "cached", program.local)
+        # A quick run leaves the backward passes out; on a 2-D mesh, those that autograd records too.
+        for pass_ in program.passes[: 3 - len(shape)] if options.quick else program.passes:
+            yield case_of(options, program, shape, pass_, "cached", program.local)
     for shape, op in itertools.product(MESHES, OPS):
-        for passes, call in variants(options, shape, op):
-            yield case_of(options, op, shape, passes, call, call != "first")
+        for pass_, call in variants(options, shape, op):
+            yield case_of(options, op, shape, pass_, call, call != "first")

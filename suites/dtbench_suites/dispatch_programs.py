@@ -24,12 +24,14 @@ ROWS, HEADS, IMAGES = (WORLD * 4, 4), (2, WORLD * 2, 4, 4), (WORLD * 2, 2, 4, 4)
 LISTED = 10  # tensors of a foreach call and of an optimizer step
 
 Call = Callable[[], Any]
-BOTH = ("forward", "forward+backward")
+# What a case times: a call, one that autograd records, or one and its gradients. The values of the param `pass`.
+FORWARD, REQUIRES_GRAD, BACKWARD = "forward", "forward+requires_grad", "forward+backward"
+EVERY_PASS = (FORWARD, REQUIRES_GRAD, BACKWARD)
 
 
 @dataclass(frozen=True)
 class TimedProgram:
-    """A call to time. build: makes it, given the place and whether to differentiate.
+    """A call to time. build: makes it, given the place and the pass.
 
     result: the global shape of what it gives, or None for what is no tensor. local: whether plain torch
     has a counterpart, the floor. flat: 1-D meshes only. quick: part of quick runs.
@@ -37,9 +39,9 @@ class TimedProgram:
 
     name: str
     placements: str
-    build: Callable[[Place, bool], Call]
+    build: Callable[[Place, str], Call]
     result: tuple[int, ...] | None
-    passes: tuple[str, ...] = ("forward",)
+    passes: tuple[str, ...] = (FORWARD,)
     local: bool = True
     flat: bool = False
     quick: bool = True
@@ -60,19 +62,19 @@ def rows(place: Place, text: str = "S(0)", grad: bool = False) -> Any:
 def moved(source: str, target: str) -> TimedProgram:
     """redistribute from one placement to another, on every mesh dim."""
 
-    def build(place: Place, backward: bool) -> Call:
-        tensor, wanted = rows(place, source, backward), place.on_all(target)
-        return differentiated(lambda: tensor.redistribute(placements=wanted), [tensor], backward)
+    def build(place: Place, pass_: str) -> Call:
+        tensor, wanted = rows(place, source, pass_ != FORWARD), place.on_all(target)
+        return differentiated(lambda: tensor.redistribute(placements=wanted), [tensor], pass_)
 
-    return TimedProgram("redistribute", f"{source}->{target}", build, ROWS, BOTH, local=False)
+    return TimedProgram("redistribute", f"{source}->{target}", build, ROWS, EVERY_PASS, local=False)
 
 
-def full_tensor(place: Place, backward: bool) -> Call:
+def full_tensor(place: Place, pass_: str) -> Call:
     tensor = rows(place)
     return lambda: tensor.full_tensor()
 
 
-def distribute(place: Place, backward: bool) -> Call:
+def distribute(place: Place, pass_: str) -> Call:
     whole, wanted = torch.ones(ROWS, device=place.device), place.on_all("S(0)")
     return lambda: place.api.distribute_tensor(whole, place.mesh, wanted)
 
@@ -92,21 +94,23 @@ def op(
     """`fn` of inputs of these global shapes. floor: the placements whose shards the plain op takes, where they
     are others."""
 
-    def build(place: Place, backward: bool) -> Call:
+    def build(place: Place, pass_: str) -> Call:
         texts = ((floor if place.impl == "local" else "") or placements).split(",")
-        inputs = [ones(place, shape, text, backward) for shape, text in zip(shapes, texts, strict=True)]
-        return differentiated(partial(fn, *inputs), inputs, backward)
+        inputs = [
+            ones(place, shape, text, pass_ != FORWARD) for shape, text in zip(shapes, texts, strict=True)
+        ]
+        return differentiated(partial(fn, *inputs), inputs, pass_)
 
     return TimedProgram(name, placements, build, result, **about)
 
 
-def embedding(place: Place, backward: bool) -> Call:
+def embedding(place: Place, pass_: str) -> Call:
     """A table cut by rows; every rank looks up all indices."""
-    table, index = rows(place, "S(0)", backward), place.put(torch.arange(4, device=place.device), "R")
-    return differentiated(lambda: F.embedding(index, table), [table], backward)
+    table, index = rows(place, "S(0)", pass_ != FORWARD), place.put(torch.arange(4, device=place.device), "R")
+    return differentiated(lambda: F.embedding(index, table), [table], pass_)
 
 
-def foreach_add(place: Place, backward: bool) -> Call:
+def foreach_add(place: Place, pass_: str) -> Call:
     xs, ys = ([rows(place) for _ in range(LISTED)] for _ in range(2))
 
     def call() -> Any:
@@ -121,7 +125,7 @@ def training(
 ) -> TimedProgram:
     """What `make` gives, of `count` parameters with gradients."""
 
-    def build(place: Place, backward: bool) -> Call:
+    def build(place: Place, pass_: str) -> Call:
         parameters = [nn.Parameter(rows(place)) for _ in range(count)]
         for one in parameters:
             one.grad = rows(place)
@@ -175,11 +179,11 @@ class TwoLinears(nn.Module):
         return y
 
 
-def mlp(place: Place, backward: bool) -> Call:
+def mlp(place: Place, pass_: str) -> Call:
     """Colwise, ReLU, Rowwise; on a mesh with more dims over the last one. The floor is rank 0's share."""
     with torch.random.fork_rng(devices=[]), place.device:
         model = TwoLinears()
-        x = torch.ones(4, 2, 16, requires_grad=backward)
+        x = torch.ones(4, 2, 16, requires_grad=pass_ != FORWARD)
     if place.impl == "local":
         model.up, model.down = nn.Linear(16, 8, device=place.device), nn.Linear(8, 16, device=place.device)
     else:
@@ -187,12 +191,12 @@ def mlp(place: Place, backward: bool) -> Call:
         mesh = place.mesh if place.mesh.ndim == 1 else place.mesh[place.mesh.mesh_dim_names[-1]]  # type: ignore[index]
         plan = {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
         styles.parallelize_module(model, mesh, plan)
-    return differentiated(lambda: model(x), [x, *model.parameters()], backward)
+    return differentiated(lambda: model(x), [x, *model.parameters()], pass_)
 
 
-def differentiated(call: Call, inputs: list[Any], backward: bool) -> Call:
+def differentiated(call: Call, inputs: list[Any], pass_: str) -> Call:
     """The call, or the call and the gradients of its inputs."""
-    if not backward:
+    if pass_ != BACKWARD:
         return call
     cotangent = torch.ones_like(call())
 
@@ -220,11 +224,19 @@ PROGRAMS = (
     # minute, which tries its decomposition over every combination of placements.
     # Batch 2, 2 heads a rank, 4 tokens, 4 wide; sharded by heads.
     op("attention", "S(1),S(1),S(1)", [HEADS] * 3, F.scaled_dot_product_attention, HEADS, quick=False),
-    TimedProgram("embedding", "R,S(0)", embedding, (4, 4), BOTH),
+    TimedProgram("embedding", "R,S(0)", embedding, (4, 4), EVERY_PASS),
     # torch's convolution refuses a batch that two mesh dims shard.
-    op("conv2d", "S(0),R", [IMAGES, (2, 2, 3, 3)], F.conv2d, (WORLD * 2, 2, 2, 2), passes=BOTH, flat=True),
-    op("dropout", "S(0)", [ROWS], F.dropout, ROWS, passes=BOTH),
-    op("dropout", "R", [ROWS], F.dropout, ROWS, passes=BOTH),
+    op(
+        "conv2d",
+        "S(0),R",
+        [IMAGES, (2, 2, 3, 3)],
+        F.conv2d,
+        (WORLD * 2, 2, 2, 2),
+        passes=EVERY_PASS,
+        flat=True,
+    ),
+    op("dropout", "S(0)", [ROWS], F.dropout, ROWS, passes=EVERY_PASS),
+    op("dropout", "R", [ROWS], F.dropout, ROWS, passes=EVERY_PASS),
     op("argmax_dim1", "S(0)", [ROWS], lambda x: x.argmax(1), ROWS[:1]),
     op("equal", "S(0),S(0)", [ROWS] * 2, torch.equal, None),
     TimedProgram("foreach_add_x10", "S(0),S(0)", foreach_add, ROWS),
@@ -240,12 +252,14 @@ PROGRAMS = (
     clipping(10 * LISTED),
     training("zero_grad", zero_grad),
     training("grad_scaler", unscaling),
-    TimedProgram("tp_mlp", "Colwise,Rowwise", mlp, (4, 2, 16), BOTH),
+    TimedProgram("tp_mlp", "Colwise,Rowwise", mlp, (4, 2, 16), EVERY_PASS),
 )
 
 
-def wrong_result(program: TimedProgram, place: Place, call: Call) -> str | None:
+def wrong_result(program: TimedProgram, place: Place, pass_: str, call: Call) -> str | None:
     got = call()
+    if pass_ != FORWARD and not got.requires_grad:
+        return f"{program.name} gave a tensor that requires no gradient, of inputs that do"
     if program.result is None:
         return None if got is True else f"{program.name} gave {got!r}, expected True"
     wrong = not got.dtype.is_floating_point and program.name != "argmax_dim1"
@@ -254,6 +268,6 @@ def wrong_result(program: TimedProgram, place: Place, call: Call) -> str | None:
     return None
 
 
-def build_program(program: TimedProgram, place: Place, backward: bool) -> Workload:
-    call = program.build(place, backward)
-    return Workload(run=call, check=partial(wrong_result, program, place, call))
+def build_program(program: TimedProgram, place: Place, pass_: str) -> Workload:
+    call = program.build(place, pass_)
+    return Workload(run=call, check=partial(wrong_result, program, place, pass_, call))

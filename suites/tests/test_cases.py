@@ -21,9 +21,9 @@ NO_FLOOR = {(p.name, p.placements) for p in PROGRAMS if not p.local}
 
 # Forward calls of single ops, which a class of tensors may run in Python; not the ways in and out of it.
 LEAST = {
-    (op.name, op.placements, "forward", call)
+    (op.name, op.placements, pass_, call)
     for op in dispatch.OPS
-    for call in ("cached", "busy")
+    for pass_, call in (("forward", "cached"), ("forward", "busy"), ("forward+requires_grad", "cached"))
     if not op.name.endswith("_local")
 }
 

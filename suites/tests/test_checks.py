@@ -22,6 +22,14 @@ from dtbench_suites.data import (
     sum_of_values,
     summed_values,
 )
+from dtbench_suites.dispatch_programs import (
+    BACKWARD,
+    EVERY_PASS,
+    FORWARD,
+    PROGRAMS,
+    REQUIRES_GRAD,
+    wrong_result,
+)
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8)
@@ -100,18 +108,15 @@ def world() -> Iterator[Any]:
         yield simulated
 
 
-def setup_of(
-    world: Any, impl: str, op: dispatch.TimedOp, backward: bool, shape: Any = (8,)
-) -> dispatch.PlacedOp:
-    return dispatch.PlacedOp(op, dispatch.Place(impl, world.mesh_of(shape), CPU), backward)
+def setup_of(world: Any, impl: str, op: dispatch.TimedOp, pass_: str, shape: Any = (8,)) -> dispatch.PlacedOp:
+    return dispatch.PlacedOp(op, dispatch.Place(impl, world.mesh_of(shape), CPU), pass_)
 
 
 def setups(world: Any, impl: str) -> Iterator[tuple[str, dispatch.PlacedOp]]:
     for shape in dispatch.MESHES:
         for op in dispatch.OPS:
-            for backward in (False, True)[: 1 + op.backward]:
-                label = f"{op.name} {op.placements} {shape} {'backward' if backward else 'forward'}"
-                yield label, setup_of(world, impl, op, backward, shape)
+            for pass_ in EVERY_PASS if op.backward else (FORWARD,):
+                yield f"{op.name} {op.placements} {shape} {pass_}", setup_of(world, impl, op, pass_, shape)
 
 
 @pytest.mark.parametrize("impl", ["core", "torch", "local"])
@@ -127,20 +132,37 @@ def test_every_op_gives_what_plain_torch_gives(world: Any, impl: str):
     assert wrong == {}
 
 
+@pytest.mark.parametrize("pass_", [FORWARD, REQUIRES_GRAD])
 def test_the_least_wraps_every_result_and_one_that_does_not_is_caught(
-    world: Any, monkeypatch: pytest.MonkeyPatch
+    world: Any, monkeypatch: pytest.MonkeyPatch, pass_: str
 ):
-    ops = [op for op in dispatch.OPS if not op.name.endswith("_local")]
+    ops = [op for op in dispatch.OPS if not op.name.endswith("_local") and (op.backward or pass_ == FORWARD)]
 
     def said() -> dict[str, str | None]:
-        wrapped_ops = [(op, dispatch.wrapped(setup_of(world, "local", op, False))) for op in ops]
+        wrapped_ops = [(op, dispatch.wrapped(setup_of(world, "local", op, pass_))) for op in ops]
         return {
             f"{op.name} {op.placements}": workload.check() for op, workload in wrapped_ops if workload.check
         }
 
     assert set(said().values()) == {None}
-    monkeypatch.setattr(dispatch.Least, "wrap", lambda wrapped_ops: wrapped_ops)
-    assert {name for name, wrong in said().items() if not wrong} == {"add_ S(0),S(0)"}  # gives its argument
+    least = dispatch.Least if pass_ == FORWARD else dispatch.LeastRecorded
+    monkeypatch.setattr(least, "wrap", lambda tensor, requires_grad=False: tensor)
+    in_place = {"add_ S(0),S(0)"} if pass_ == FORWARD else set()  # gives its argument
+    assert {name for name, wrong in said().items() if not wrong} == in_place
+
+
+@pytest.mark.parametrize("impl", ["core", "torch", "local"])
+def test_result_without_its_gradient_is_caught(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
+    op, program = (
+        next(op for op in ops if op.name == name)
+        for ops, name in ((dispatch.OPS, "relu"), (PROGRAMS, "dropout"))
+    )
+    monkeypatch.setattr(dispatch.PlacedOp, "function", lambda self: lambda x: torch.relu(x).detach())
+    setup = setup_of(world, impl, op, REQUIRES_GRAD)
+    assert setup.check() == "output 0 has requires_grad=False, expected True"
+    assert "requires no gradient" in str(
+        wrong_result(program, setup.at, REQUIRES_GRAD, setup.call(dispatch.ROWS))
+    )
 
 
 @pytest.mark.parametrize("impl", ["core", "torch", "local"])
@@ -152,21 +174,21 @@ def test_a_wrong_value_is_caught(world: Any, impl: str, monkeypatch: pytest.Monk
         return lambda *inputs: [out + out for out in dispatch.as_tuple(fn(*inputs))]
 
     monkeypatch.setattr(dispatch.PlacedOp, "function", slightly_off)
-    caught = {label for label, setup in setups(world, impl) if "forward" in label and setup.check()}
-    assert caught == {label for label, _ in setups(world, impl) if "forward" in label}
+    caught = {label for label, setup in setups(world, impl) if setup.pass_ != BACKWARD and setup.check()}
+    assert caught == {label for label, setup in setups(world, impl) if setup.pass_ != BACKWARD}
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
 def test_a_wrong_placement_is_caught(world: Any, impl: str):
     op = next(op for op in dispatch.OPS if op.name == "relu")
-    setup = setup_of(world, impl, dataclasses.replace(op, result="R"), False)
+    setup = setup_of(world, impl, dataclasses.replace(op, result="R"), FORWARD)
     assert "expected" in str(setup.check())
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
 def test_a_wrong_gradient_is_caught(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
     op = next(op for op in dispatch.OPS if op.name == "mul_scalar")
-    setup = setup_of(world, impl, op, True)
+    setup = setup_of(world, impl, op, BACKWARD)
     assert setup.check() is None
     # The value of 2 x with the gradient of 3 x.
     monkeypatch.setattr(dispatch.PlacedOp, "function", lambda self: lambda x: x * 2.0 + (x - x.detach()))
@@ -179,7 +201,7 @@ def test_first_calls_never_see_a_shape_twice(world: Any, impl: str, monkeypatch:
     right = dispatch.PlacedOp.call
     monkeypatch.setattr(dispatch.PlacedOp, "call", lambda self, k: (seen.append(k), right(self, k))[1])
     for op in (dispatch.OPS[0], dispatch.OPS[2]):
-        workload = dispatch.build_impl(op, (8,), False, True, True, impl, world)
+        workload = dispatch.build_impl(op, (8,), FORWARD, True, True, impl, world)
         seen.clear()  # that one readies the call before the first `before`
         assert workload.before is not None
         for _ in range(3):

@@ -4,8 +4,8 @@ What the engine calls back, such as hooks and a checkpoint's second forward, are
 torch functions enabled, as the first forward did, so the engine is entered with them enabled.
 
 In `grad` torch compares every output with its cotangent through symbolic shapes, and comes here only after it has
-sorted its arguments once already. Where each cotangent is a DTensor of its output's shape and dtype there
-is nothing left to check, and the engine can be called directly.
+sorted its arguments once already. Where each cotangent has its output's class, shape and dtype there is nothing left to
+check, and the engine can be called directly.
 """
 
 from __future__ import annotations
@@ -85,13 +85,21 @@ def _cotangents(outputs: Sequence[Value], cotangents: Sequence[Value]) -> tuple[
 
 
 def _fit(outputs: Sequence[Value], cotangents: Sequence[Value]) -> bool:
-    """Whether every output has a cotangent of its shape and dtype, all of them DTensors."""
+    """Whether every output has a cotangent of its shape and dtype: a DTensor for a DTensor, a plain tensor of its
+    device for a plain one, such as what `to_local` gave."""
     if len(outputs) != len(cotangents):
         return False
+    one: Any
+    other: Any
     for output, cotangent in zip(outputs, cotangents, strict=True):
-        if not (isinstance(output, Wrapper) and isinstance(cotangent, Wrapper)):
+        if isinstance(output, Wrapper) and isinstance(cotangent, Wrapper):
+            one, other = output._spec, cotangent._spec
+        elif output.__class__ is torch.Tensor and cotangent.__class__ is torch.Tensor:
+            one, other = output, cotangent
+            if one.is_nested or other.is_nested or one.layout != other.layout or one.device != other.device:
+                return False
+        else:
             return False
-        one, other = output._spec, cotangent._spec
         if one is not other and (one.shape != other.shape or one.dtype != other.dtype):
             return False
     return True

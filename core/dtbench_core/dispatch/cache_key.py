@@ -36,21 +36,22 @@ def key_of(
             key.append(kind if by_type else (kind, a))
         elif kind is slice:
             key.append((slice, a.start, a.stop, a.step))
-        elif kind is tuple:  # x[(i, j)] is not x[[i, j]]
-            part, within, _ = key_of(cls, tuple, by_type, a, {})
-            key.append(part)
-            local = tuple(within)
-        elif kind is list or kind is _Size:
-            first = a[0].__class__ if a else None
-            specs = [one._spec for one in a if one.__class__ is cls] if first is cls else ()
-            if len(specs) == len(a) > 0:  # the parameters of an optimizer: without a call for each
-                key.append((list, *specs))
-                local = [one._local_tensor for one in a]
-            elif by_type and (first is float or first is torch.Tensor) and (summary := _summary(a)):
-                key.append(summary)
-            else:
-                part, local, _ = key_of(cls, list, by_type, a, {})
-                key.append(part)
+        elif kind is list or kind is tuple or kind is _Size:
+            named = tuple if kind is tuple else list  # x[(i, j)] is not x[[i, j]]
+            parts: Value = [named]
+            within: Value = []
+            for item in a:  # the parameters of an optimizer, sizes, dims: without a call for each
+                if item.__class__ is cls:
+                    parts.append(item._spec)
+                    within.append(item._local_tensor)
+                elif item.__class__ is int and not by_type:
+                    parts.append(item)
+                    within.append(item)
+                else:
+                    parts, within = _parts(cls, named, by_type, a)
+                    break
+            key.append(tuple(parts))
+            local = within if named is list else tuple(within)
         elif isinstance(a, Wrapper):  # of another class than the call's: a copied view
             key.append((kind, a._spec))
             local = a._local_tensor
@@ -68,6 +69,15 @@ def key_of(
     names = sorted(kwargs)
     part, values, _ = key_of(cls, dict, by_type, [kwargs[n] for n in names], {})
     return (*key, *names, part), locals_, dict(zip(names, values, strict=True))
+
+
+def _parts(cls: type[Wrapper], named: type, by_type: bool, items: Args) -> tuple[Value, Args]:
+    """(what the key holds, local items) of a list or tuple."""
+    summed_up = by_type and named is list and items[0].__class__ in (float, torch.Tensor)
+    if summed_up and (summary := _summary(items)):
+        return summary, items
+    parts, within, _ = key_of(cls, named, by_type, items, {})
+    return parts, within
 
 
 def _summary(items: Args) -> tuple[Value, ...] | None:

@@ -67,6 +67,7 @@ plans: dict[Key, OpPlan | None] = {}
 functions: dict[Key, OpPlan | None] = {}
 default_dtype: torch.dtype | None = None  # for which they hold
 _MISSING: Any = object()
+_detach = torch.ops.aten.detach.default
 
 on_clear(lambda: plans.clear())  # by name: a StageTimer puts others in their place
 on_clear(lambda: functions.clear())
@@ -271,7 +272,8 @@ def torch_dispatch(
     info = ops.get(op)
     if info is None:
         info = ops[op] = OpInfo(op)
-    if info.handler is not None:
+    # A call that is recorded may end with a detach, whose plan `without_detach` looks at.
+    if info.handler is not None and (op is not _detach or recorded() is None):
         result = info.handler(torch_dispatch, cls, op, args, kwargs)
         if result is not NotImplemented:
             if (ran := recorded()) is not None:

@@ -10,11 +10,11 @@ from torch._ops import OpOverload
 from dtbench_core import rules
 from dtbench_core.dispatch import fallback, out_and_resize
 from dtbench_core.dispatch.metadata import written_arguments
-from dtbench_core.layout.wrapper import wrap
+from dtbench_core.layout.wrapper import SharedMemory, share_memory, wrap
 from dtbench_core.op_types import Args, Call, Kwargs
 from dtbench_core.redistribute.copied_view import parted_as
 from dtbench_core.rules import foreach
-from dtbench_core.torch_compat import is_composite, kernel_of
+from dtbench_core.torch_compat import is_composite, is_inference_mode_enabled, kernel_of
 
 
 class OpInfo:
@@ -73,6 +73,8 @@ def _handler_of(op: OpOverload) -> Call | None:
         return out_and_resize.run_restating
     if op is torch.ops.aten._unsafe_view.default:
         return _run_unsafe_view
+    if op is torch.ops.aten.detach.default:
+        return _run_detach
     return None
 
 
@@ -83,6 +85,17 @@ def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwarg
         return NotImplemented
     view = wrap(cls.viewed, args[0]._local_tensor.view_as(args[0]._local_tensor), args[0]._spec)
     return parted_as(view, parted, args[0]._source)
+
+
+def _run_detach(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Its plan, without looking for it: autograd detaches every result that a backward pass takes."""
+    (base,) = args
+    plain = base.__class__ is cls and base._local_tensor.__class__ is torch.Tensor
+    if not plain or SharedMemory.traced or is_inference_mode_enabled():
+        return NotImplemented
+    view = wrap(cls, base._local_tensor.detach(), base._spec)
+    share_memory(base, view, 0)
+    return view
 
 
 def _without_plan(op: OpOverload) -> Call:

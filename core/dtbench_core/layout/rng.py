@@ -32,11 +32,19 @@ from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.in_step import agreed, drawn, generators
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import Partial
-from dtbench_core.layout.shard_layout import part_of
+from dtbench_core.layout.shard_layout import part_of, window_of
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by, wrap
+from dtbench_core.op_types import Ctx
 from dtbench_core.runtime import PerRank, simulation
-from dtbench_core.torch_compat import dispatch_modes_active, is_fake_mode_active, is_traced
+from dtbench_core.torch_compat import (
+    AutogradFunction,
+    any_requires_grad,
+    dispatch_modes_active,
+    is_fake_mode_active,
+    is_grad_enabled,
+    is_traced,
+)
 
 
 class Region(Protocol):
@@ -91,21 +99,41 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
     spec = input._spec
     if spec.info.device_type != "cpu" or not spec.dtype.is_floating_point or 0 in spec.shape:
         return NotImplemented
+    pending = any(isinstance(p, Partial) for p in spec.placements)
+    if spec.row_major and not (pending or simulation.active or dispatch_modes_active() or regions.get()):
+        # Nothing is to be decided, and nobody looks on: what the ops below would draw and compute.
+        keep_in_step(spec.info)
+        local = held_by(input)
+        whole = torch.empty(spec.shape, dtype=spec.dtype, device=local.device)
+        drawn(spec.info, spec.replica_dims, lambda: whole.bernoulli_(1 - p))
+        part = window_of(whole, spec)
+        part = part.div_(1 - p) if part is whole else part / (1 - p)
+        if is_grad_enabled() and any_requires_grad(input):
+            return Dropout.apply(input, wrap(type(input).viewed, part, spec))
+        return wrap(type(input).viewed, local * part, spec)
     with torch.no_grad():
         run = type(input).__torch_dispatch__
-        pending = any(isinstance(p, Partial) for p in spec.placements)
-        if spec.row_major and not (pending or simulation.active or dispatch_modes_active()):
-            # Nothing is to be decided, and nobody looks on: what the op below would draw.
-            keep_in_step(spec.info)
-            part = draw_like(spec, held_by(input).device, lambda whole: whole.bernoulli_(1 - p))
-            keep = wrap(type(input).viewed, part, spec)
-        elif spec.row_major:  # as which this op alone leaves its result
+        if spec.row_major:  # as which this op alone leaves its result
             keep = run(torch.ops.aten.bernoulli.p, (), (input, 1 - p))  # type: ignore[call-arg]
         else:
             keep = run(torch.ops.aten.zeros_like.default, (), (input,))  # type: ignore[call-arg]
             run(torch.ops.aten.bernoulli_.float, (), (keep, 1 - p))  # type: ignore[call-arg]
         held_by(keep).div_(1 - p)
     return input * keep
+
+
+class Dropout(AutogradFunction):
+    """(input, what its elements are multiplied by) -> their product, both placed alike."""
+
+    @staticmethod
+    def forward(ctx: Ctx, input: Wrapper, keep: Wrapper) -> Wrapper:
+        ctx.save_for_backward(keep)
+        return wrap(type(input).viewed, held_by(input) * held_by(keep), input._spec)
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: Wrapper) -> tuple[Any, None]:
+        (keep,) = ctx.saved_tensors
+        return grad * keep, None
 
 
 def keep_in_step(mesh: MeshInfo) -> None:

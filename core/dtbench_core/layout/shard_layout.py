@@ -34,14 +34,19 @@ def empty_part(spec: DTensorSpec, device: torch.device | str) -> torch.Tensor:
 
 def part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of the global tensor `whole`, a copy that lies as the spec says unless it is all of it."""
-    coordinate = spec.info.coordinate
-    if coordinate is None:
+    part = window_of(whole, spec)
+    return part if part is whole or spec.info.coordinate is None else laid_out(part, spec)
+
+
+def window_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part of the global tensor `whole`, in its memory; `whole` itself where that is all of it."""
+    if spec.info.coordinate is None:
         return empty_part(spec, whole.device)
     part = whole
-    for placement, parts, index in zip(spec.placements, spec.info.sizes, coordinate, strict=True):
+    for placement, parts, index in zip(spec.placements, spec.info.sizes, spec.info.coordinate, strict=True):
         if isinstance(placement, Shard):
             part = placement.part(part, parts, index)
-    return part if part is whole else laid_out(part, spec)
+    return part
 
 
 def laid_out(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dtbench_core.layout.spec import DTensorSpec, preserved_stride
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.route import Route, apply, plan
-from dtbench_core.torch_compat import any_requires_grad, version_of
+from dtbench_core.torch_compat import AutogradFunction, any_requires_grad, version_of
 
 
 def local_at(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
@@ -46,7 +46,7 @@ def follow(tensor: Wrapper, route: Route) -> Wrapper:
     return wrap(tensor.viewed, apply(tensor._local_tensor, route), route.result)
 
 
-class Redistribute(torch.autograd.Function):
+class Redistribute(AutogradFunction):
     """Redistribution under autograd. It leaves the global tensor unchanged, so the gradient passes
     through, brought back to the input's own placements."""
 

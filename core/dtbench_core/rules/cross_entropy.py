@@ -31,7 +31,7 @@ from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.op_types import Ctx, Value
 from dtbench_core.rules.base import OpCall, Placed, Strategy, rule
 from dtbench_core.rules.labels import SUM, is_split, label_rows, letters, materialised, whole
-from dtbench_core.torch_compat import is_fake_mode_active, new_op
+from dtbench_core.torch_compat import AutogradFunction, is_fake_mode_active, new_op
 
 # ---- entry and autograd ----
 
@@ -92,7 +92,7 @@ def _is(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     return isinstance(tensor, Wrapper) and (tensor._spec.dtype, tuple(tensor._spec.shape)) == (dtype, shape)
 
 
-class CrossEntropy(torch.autograd.Function):
+class CrossEntropy(AutogradFunction):
     """(logits, target, weight?, options) -> loss."""
 
     @staticmethod

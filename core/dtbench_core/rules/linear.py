@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dtbench_core.layout.placement import Shard
@@ -20,7 +19,7 @@ from dtbench_core.op_types import Ctx, Value
 from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, by_op, pending_rows, rule
 from dtbench_core.rules.labels import SUM, label_rows, letters, placed_along
 from dtbench_core.rules.pointwise import neutral_term
-from dtbench_core.torch_compat import is_grad_enabled, kernel_of, new_op
+from dtbench_core.torch_compat import AutogradFunction, is_grad_enabled, kernel_of, new_op
 
 # ---- entry and autograd ----
 
@@ -40,7 +39,7 @@ def linear(input: Value, weight: Value, bias: Value = None, **others: object) ->
     return _forward(input, weight, bias)
 
 
-class Linear(torch.autograd.Function):
+class Linear(AutogradFunction):
     """input [..., k], weight [o, k], bias [o] or None -> [..., o]."""
 
     @staticmethod
