@@ -9,7 +9,11 @@ communication, and a local tensor holds 16 values, so none passes in arithmetic.
     wrapped  the least that a tensor class written in Python can take: entering `__torch_function__`, the same plain op,
              a wrapper for each tensor that it gives; `core` less `wrapped` is what can still be saved in Python.
              Where autograd records the call: `__torch_function__`, torch's autograd kernel, `__torch_dispatch__` for
-             each op below it, the plain op, the wrappers
+             each op below it, the plain op, the wrappers. A class with an autograd function of its own can be below
+             that: `core` has one for `linear_3d`
+
+**forward** calls are on tensors that need no gradient. **forward+requires_grad** are the same calls as a training step
+makes them: autograd records them. **forward+backward** are such a call and its gradients.
 
 **cached** calls find the decision of the call before; a **first** call sees shapes that were never seen,
 so the decision has to be made. **busy**, on a GPU, are cached calls while the stream is still at earlier work, as in a
