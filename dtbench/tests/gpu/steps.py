@@ -82,7 +82,7 @@ def steps_of(rehearse: bool) -> list[Step]:
     selftest = f"-P -m dtbench.tests.gate_selftest {device} --budget {20 if rehearse else 150}s"
     gate = (
         f"-P -m dtbench gate {GATE_SUITE}/relu --base env: --head env:DTBENCH_SELFTEST_EXTRA=1 --counters report "
-        f"{device} --budget {15 if rehearse else 45}s -o {{out}}/gate"
+        f"{device} --budget {30 if rehearse else 45}s -o {{out}}/gate"
     )
     profile = f"-P -m dtbench profile tensor_parallel --filter 'mlp pass=forward' --quick {device}"
 
