@@ -366,9 +366,9 @@ def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> E
     return unknown
 
 
+# (class, *arguments): what an autograd function's `apply` ends in.
 _apply = vars(torch._C._FunctionBase)["apply"]
-
-
+# What a tensor of a transform of torch.func is once the transform has ended; any other tensor is itself.
 unwrap_if_dead = cast("Callable[[torch.Tensor], torch.Tensor]", torch._C._functorch.unwrap_if_dead)
 
 
