@@ -300,10 +300,10 @@ class Bucket:
 
     def _make_room(self, numel: int, outcome: PendingCallbacks) -> None:
         """Waits for collectives until a buffer of `numel` elements makes no more than two full buckets."""
-        most = 2 * aligned(self.capacity, self._unit) * self.world_size
+        limit = 2 * aligned(self.capacity, self._unit) * self.world_size
         for pending in tuple(self._flying):
             in_use = self.pool.in_use // self.pool.dtype.itemsize
-            if in_use + numel <= most or self.pool.fits(numel):
+            if in_use + numel <= limit or self.pool.fits(numel):
                 break
             if pending.buffer is not None:
                 self.wait_for(pending, outcome)
@@ -453,8 +453,8 @@ class Bucket:
         self._agree("an input for itself", pending)
         self.pool.streams.enter()
         if numel:
-            whole = as_rows(source, self.world_size) if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
-            sent = whole.detach().reshape(-1).to(self.pool.dtype)
+            matrix = as_rows(source, self.world_size) if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
+            sent = matrix.detach().reshape(-1).to(self.pool.dtype)
             if self.reduction.op == "premul":
                 sent = sent * self.reduction.factor
             if (

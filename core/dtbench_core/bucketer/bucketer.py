@@ -150,8 +150,8 @@ class ReduceScatterBucketer:
         ):
             return False
         if bucket.hold_inputs:  # chunks of one tensor need no copy
-            alike = len(set(map(Tensor.size, inputs))) == 1 and not any(map(_requires_grad, inputs))
-            view = side_by_side(inputs) if alike and numel else None
+            same_shape = len(set(map(Tensor.size, inputs))) == 1 and not any(map(_requires_grad, inputs))
+            view = side_by_side(inputs) if same_shape and numel else None
             if view is not None:
                 bucket.add(view, numel, callback, None if first.ndim == 1 else (first.shape, None))
             return view is not None

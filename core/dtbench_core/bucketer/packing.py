@@ -162,11 +162,11 @@ class Rows:
 
     def grow(self, room: int) -> None:
         """Moves the rows to others of `room` elements."""
-        old, kept = self._buffer, self._columns(0, self.used)
+        old, columns = self._buffer, self._columns(0, self.used)
         self.room = aligned(room, self._unit)
         self._buffer = self._pool.take(self._n * self.room)
-        self._columns(0, self.used).copy_(kept)
-        self._pool.counters.bytes_copied += kept.nbytes
+        self._columns(0, self.used).copy_(columns)
+        self._pool.counters.bytes_copied += columns.nbytes
         self._pool.give(old)
 
     def needs(self) -> int:

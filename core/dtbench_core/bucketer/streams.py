@@ -80,8 +80,8 @@ class StreamOrder:
             self._streams[handle] = use.stream
         if noted and noted.keys() != {handle}:
             use = StreamUse.current(self._device)
-            for other in noted.values():
-                use.wait_for(other)
+            for input_use in noted.values():
+                use.wait_for(input_use)
             for tensor in inputs:
                 record_stream(tensor, use.stream)
 
