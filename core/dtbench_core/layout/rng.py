@@ -5,8 +5,8 @@ global shape and strides as one device would, and keeps its part: the numbers ar
 how far the generator advances. That costs each rank the memory and time of the whole tensor for a
 moment, and sends nothing.
 
-A rank cannot draw its part alone. A CPU's generator is one sequence, and torch has no call that skips numbers. On CUDA a
-number follows from the thread that draws it, and the kernel's grid from the size of the whole tensor.
+A rank cannot draw its part alone. A CPU's generator is one sequence, and torch has no call that skips numbers. On CUDA
+a number follows from the thread that draws it, and the kernel's grid from the size of the whole tensor.
 
 It holds while the generators of the ranks are in one state. Seed them with one seed, with `manual_seed` or with
 `torch.manual_seed(seed)` on every rank. For those who did neither, every rank takes over the generator
