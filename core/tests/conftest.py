@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from core.tests.gloo_world import BACKEND, Worlds, forget_meshes
 from core.tests.local_world import AnyWorlds, LocalWorlds, ThreadWorlds
 from core.tests.on_device import DEVICE_TYPE
 from dtbench.tests import tiers
+from dtbench_core import comm
 from dtbench_core.simulate import LocalTensorMode
 
 
@@ -71,6 +73,19 @@ def group(fake_world: Callable[[int], None]) -> dist.ProcessGroup:
     """Of 8 ranks without transport."""
     fake_world(8)
     return dist.group.WORLD  # type: ignore[return-value]
+
+
+@pytest.fixture
+def own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives a rank of a fake group its own part of a reduce-scatter, as torch 2.13 does; 2.11 writes nothing."""
+    reduce_scatter = comm.reduce_scatter
+
+    def reduce(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+        work = reduce_scatter(output, input, group, **options)
+        output.copy_(input.chunk(group.size())[group.rank()])
+        return work
+
+    monkeypatch.setattr(comm, "reduce_scatter", reduce)
 
 
 @pytest.fixture

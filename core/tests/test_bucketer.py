@@ -430,6 +430,7 @@ def test_ranks_that_disagree_are_told_so() -> None:
         ReduceScatterBucketer().reduce_scatter_async([torch.ones(1)], alone)
 
 
+@pytest.mark.usefixtures("own_part")
 def test_held_inputs_must_not_change(group: dist.ProcessGroup) -> None:
     bucketer = ReduceScatterBucketer(hold_inputs=True)
     spoil: list[tuple[Callable[[Tensor], object], str]] = [
@@ -472,6 +473,7 @@ def test_errors_are_those_fairscale_raises(group: dist.ProcessGroup) -> None:
     bucketer.teardown()
 
 
+@pytest.mark.usefixtures("own_part")
 @pytest.mark.parametrize("hold", [False, True])
 def test_a_group_of_one(fake_world: Callable[[int], None], hold: bool) -> None:
     fake_world(1)

@@ -267,6 +267,7 @@ def test_kept_results_are_not_written_to_by_later_buckets() -> None:
         bucketer.teardown()
 
 
+@pytest.mark.usefixtures("own_part")
 @pytest.mark.parametrize("options", [{"op": "avg"}, {"reduce_dtype": torch.float32}, {}], ids=str)
 def test_group_of_one_gives_its_own_values(
     fake_world: Callable[[int], None], options: dict[str, Any]
