@@ -82,8 +82,8 @@ def test_buckets_save_collectives_and_cost_copies(results: tuple[Result, ...]):
         }
         assert r.counters["collectives"] == want[r.impl]
         if r.impl == "core":
-            # Each byte is put in its place, and its reduced part (half of it, 2 ranks) handed out.
-            assert r.counters["bytes_copied"] == 1.5 * int(r.params["total_bytes"])
+            # Each byte is put in its place once. The results are parts of the collective's output.
+            assert r.counters["bytes_copied"] == int(r.params["total_bytes"])
             assert r.counters["peak_bytes"] > 0
 
 
@@ -161,4 +161,4 @@ def test_one_process_measures_simulated_suites_and_says_what_the_others_need():
     done = start_python(*words, "detach or scatter or (dropout and torch)")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest" in done.stdout
-    assert "14 passed" in done.stdout
+    assert "16 passed" in done.stdout
