@@ -105,6 +105,12 @@ def stream_handle(device: torch.device) -> object:
     return _raw_stream(device.index) if _raw_stream is not None and device.type == "cuda" else None
 
 
+def is_stream_capturing(stream: Any) -> bool:
+    """Returns whether what is enqueued on a CUDA stream goes into a graph."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def record_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Keeps the allocator from reusing the tensor's memory before work that `stream` holds when it is freed."""
     tensor.record_stream(stream)

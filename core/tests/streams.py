@@ -94,8 +94,7 @@ class _Stream:
     name: str
 
     def record_event(self) -> _Event:
-        captured = self.streams.capturing and self.name in (self.streams.captured_streams or {self.name})
-        return _Event(self.streams, self.streams.event(self.name), captured)
+        return _Event(self.streams, self.streams.event(self.name), self.streams.is_capturing(self))
 
     def wait_event(self, event: _Event) -> None:
         assert event.captured == self.streams.capturing, "an event of a capture is waited for outside of it"
@@ -160,6 +159,10 @@ class Streams(TorchDispatchMode):
         for stream in [*self._seen, self.current] if self.completed else ():
             self.wait_for(event, stream)
         return self.completed
+
+    def is_capturing(self, stream: _Stream) -> bool:
+        """Whether the stream takes part in the capture of a CUDA graph."""
+        return self.capturing and stream.name in (self.captured_streams or {stream.name})
 
     def record_stream(self, tensor: torch.Tensor, stream: _Stream) -> None:
         """As Tensor.record_stream."""
@@ -297,7 +300,8 @@ def recorded_streams(*, functional: bool = False) -> Iterator[Streams]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (comm_tensor, bucket_streams):
             patch.setattr(module, "current_stream", lambda _device: _Stream(streams, streams.current))
-            patch.setattr(module, "is_capturing", lambda _device: streams.capturing)
+        patch.setattr(bucket_streams, "is_stream_capturing", streams.is_capturing)
+        patch.setattr(comm_tensor, "is_capturing", lambda _device: streams.capturing)
         patch.setattr(bucket, "is_capturing", lambda _device: streams.capturing)
         patch.setattr(bucket_streams, "stream_handle", lambda _device: streams.current)
         patch.setattr(bucket_streams, "record_stream", streams.record_stream)

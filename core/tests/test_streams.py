@@ -167,6 +167,18 @@ def test_streams_outside_a_capture_are_not_waited_for_in_it(group: dist.ProcessG
         bucketer.flush()
 
 
+def test_streams_of_one_capture_wait_for_each_other(group: dist.ProcessGroup) -> None:
+    """Also if the bucket was used on the captured stream before the capture began."""
+    with recorded_streams() as streams:
+        bucketer = ReduceScatterBucketer(1, check_ranks="never")
+        for streams.capturing in (False, True):
+            bucketer.reduce_scatter_async(torch.ones(16), group, lambda result: result.add_(1))
+            with streams.on("side"):
+                bucketer.reduce_scatter_async(torch.ones(16), group, lambda result: result.add_(1))
+            bucketer.flush()
+        streams.capturing = False
+
+
 def test_first_round_of_a_checking_bucketer_is_refused_in_a_capture(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -240,7 +240,11 @@ class Bucket:
             room = min(max(packing.used + numel, 2 * packing.room), self.capacity)
             self._make_room(aligned(room, self._unit) * self.world_size, outcome)
             packing.grow(room)
-        packing.add(source, numel, hold)
+        if not hold and isinstance(packing, HeldInputs):  # attach() has begun this bucket
+            copy = source.clone() if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
+            source = copy.view(self.world_size, numel)
+            self.counters.bytes_copied += source.nbytes
+        packing.add(source, numel)
         self.offset += numel
         pending.note(numel, callback, finish)
         if outcome is not None:
@@ -293,7 +297,7 @@ class Bucket:
                 room = min(max(numel, self.predictor.next_total() or FIRST_ELEMENTS), self.capacity)
                 packing = Rows(self.pool, self.world_size, room, self._unit)
             self._pending = PendingBucket(packing)
-            packing.add(source, numel, hold)
+            packing.add(source, numel)
             self.offset += numel
             self._pending.note(numel, callback, finish)
         outcome.end()

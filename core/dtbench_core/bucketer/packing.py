@@ -14,13 +14,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtbench_core.bucketer.streams import StreamOrder, StreamUse
+from dtbench_core.bucketer.streams import StreamOrder
 from dtbench_core.errors import CoreError
 from dtbench_core.torch_compat import chunk_cat
 
@@ -144,15 +144,14 @@ class Rows:
         self._pool, self._n, self._unit = pool, world_size, unit
         self._buffer = pool.take(world_size * self.room)
 
-    def add(self, source: Source, numel: int, hold: bool) -> None:
-        """Copies an input. hold: of no use here."""
+    def add(self, source: Source, numel: int) -> None:
         if not numel:
             return
         if self._pool.streams.needed:
             self._pool.streams.enter()
-        place = self._buffer.as_strided((self._n, numel), (self.room, 1), self.used)
+        place = self._columns(self.used, numel)
         if isinstance(source, Tensor):
-            place.copy_(source if source.ndim == 2 else as_rows(source, self._n))
+            place.copy_(as_rows(source, self._n))
         else:
             torch.stack(source, out=place.view(self._n, *source[0].shape))  # type: ignore[arg-type]
         self.used += numel
@@ -197,14 +196,9 @@ class HeldInputs:
         self._has_lists = False  # whether some shards are tensors of their own
         self._tensors: list[Tensor] = []  # of all inputs
         self._versions: list[int] = []  # of these when they were handed over
-        self._streams: dict[object, StreamUse] = {}  # on which they were handed over
+        self._streams: dict[object, Any] = {}  # on which they were handed over
 
-    def add(self, source: Source, numel: int, hold: bool) -> None:
-        """Keeps an input; a copy of one that its owner may change, which attach() did not hand over."""
-        if not hold:
-            copy = source.clone() if isinstance(source, Tensor) else torch.stack(source)  # type: ignore[arg-type]
-            source = copy.view(self._n, numel)
-            self._pool.counters.bytes_copied += source.nbytes
+    def add(self, source: Source, numel: int) -> None:
         tensors = [source] if isinstance(source, Tensor) else source
         self._has_lists |= tensors is source
         self._versions += versions_of(tensors)

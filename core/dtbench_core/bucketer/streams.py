@@ -12,36 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtbench_core.torch_compat import current_stream, is_capturing, record_stream, stream_handle
-
-
-class StreamUse(NamedTuple):
-    """A stream that was current when a bucket was used.
-
-    Attributes:
-        stream: the torch.cuda.Stream.
-        captured: whether a CUDA graph was being captured from it.
-    """
-
-    stream: Any
-    captured: bool
-
-    @classmethod
-    def current(cls, device: torch.device) -> StreamUse:
-        return cls(current_stream(device), is_capturing(device))
-
-    def wait_for(self, earlier: StreamUse) -> None:
-        """Makes this stream wait for all work that `earlier` holds by now.
-
-        A capture cannot wait for work outside of it; whoever captures has waited for that work before.
-        """
-        if earlier.captured or not self.captured:
-            self.stream.wait_event(earlier.stream.record_event())
+from dtbench_core.torch_compat import current_stream, is_stream_capturing, record_stream, stream_handle
 
 
 class StreamOrder:
@@ -57,36 +33,42 @@ class StreamOrder:
         self.needed = stream_handle(device) is not None
         self._device = device
         self._last_handle: object = None
-        self._last_use: StreamUse | None = None
         self._streams: dict[object, Any] = {}  # handle -> stream, of all that have used the bucket
 
-    def note_input(self, noted: dict[object, StreamUse]) -> None:
+    def note_input(self, noted: dict[object, Any]) -> None:
         """Adds the current stream to `noted`, the streams on which a bucket's inputs were handed over."""
         handle = stream_handle(self._device)
         if handle is not None and handle not in noted:
-            noted[handle] = StreamUse.current(self._device)
+            noted[handle] = current_stream(self._device)
 
-    def enter(self, noted: dict[object, StreamUse] | None = None, inputs: Sequence[Tensor] = ()) -> None:
+    def enter(self, noted: dict[object, Any] | None = None, inputs: Sequence[Tensor] = ()) -> None:
         """Makes the current stream wait for the one that used the bucket's memory last.
 
         It also waits for `noted`, the streams of `inputs`, whose memory then outlives the current stream's reads.
         """
         handle = stream_handle(self._device)
         if handle != self._last_handle:
-            use = StreamUse.current(self._device)
-            if self._last_use is not None:
-                use.wait_for(self._last_use)
-            self._last_handle, self._last_use = handle, use
-            self._streams[handle] = use.stream
+            self._streams[handle] = current_stream(self._device)
+            if self._last_handle is not None:
+                _wait_for(self._streams[handle], self._streams[self._last_handle])
+            self._last_handle = handle
         if noted and noted.keys() != {handle}:
-            use = StreamUse.current(self._device)
-            for input_use in noted.values():
-                use.wait_for(input_use)
+            for stream in noted.values():
+                _wait_for(self._streams[handle], stream)
             for tensor in inputs:
-                record_stream(tensor, use.stream)
+                record_stream(tensor, self._streams[handle])
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Keeps memory from being reallocated before every stream that has used the bucket is done with it."""
         if len(self._streams) > 1:
             for tensor, stream in product(tensors, self._streams.values()):
                 record_stream(tensor, stream)
+
+
+def _wait_for(stream: Any, earlier: Any) -> None:
+    """Makes `stream` wait for all work that `earlier` holds by now.
+
+    A capture cannot wait for work outside of it; whoever captures has waited for that work before.
+    """
+    if is_stream_capturing(earlier) or not is_stream_capturing(stream):
+        stream.wait_event(earlier.record_event())
