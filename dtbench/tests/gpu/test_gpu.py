@@ -176,8 +176,10 @@ def test_expected_times_fit_into_nine_minutes() -> None:
     assert all(step.expected_s <= step.limit_s for step in steps.values())
 
 
-@pytest.mark.parametrize("word", ["pass=forward+backward", "adamw_step_foreach_x100"])
-def test_grad_filter_takes_backward_passes_and_optimizers(word: str) -> None:
+@pytest.mark.parametrize(
+    "word", ["pass=forward+requires_grad", "pass=forward+backward", "adamw_step_foreach_x100"]
+)
+def test_grad_filter_takes_calls_with_gradients_and_optimizers(word: str) -> None:
     suites = load(["dispatch"])
     options = RunRequest().resolve("cuda", 1)
     labels = [f"{task.label} " for task in list_tasks(suites, options, GRAD_FILTER)]
