@@ -14,4 +14,9 @@ if {"DTBENCH_NOTE", "RANK"} <= os.environ.keys():
 from dtbench.cli import main
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        # After a KeyboardInterrupt within the exec of a string, as in dataclasses, CPython ends `-m` by SIGINT whatever
+        # the exit code (a flag of its `run_eval_code_obj`); the next exec clears that.
+        exec("")

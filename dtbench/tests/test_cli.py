@@ -18,8 +18,9 @@ from dtbench.engine.ranks import backend_of
 from dtbench.machine.device import count_ranks
 from dtbench.suite import RunOptions
 from dtbench.suite import suites as registry
-from dtbench.suite.errors import EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE
+from dtbench.suite.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE
 from dtbench.tests.made_up import Cli
+from dtbench.tests.programs import FRESH, start_fresh
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
 
@@ -252,3 +253,10 @@ def test_a_new_suite_lists_its_cases_and_is_not_overwritten(dtbench: Cli, regist
 def test_a_peak_of_nothing_is_refused(dtbench: Cli, peak: str) -> None:
     code, out, err = dtbench("report", str(ROOT / RUN), "--peak", peak, "-o", "r.html")
     assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1 and peak.partition("=")[0] in err
+
+
+def test_interrupt_within_exec_of_a_string_exits_130(tmp_path: Path) -> None:
+    # As dataclasses do, when Ctrl-C comes while torch is imported.
+    (tmp_path / "x.py").write_text("from dtbench.suite import suite\nexec('raise KeyboardInterrupt')\n")
+    ended = start_fresh(*FRESH, "list", "x.py", cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (EXIT_INTERRUPTED, "dtbench: interrupted\n")

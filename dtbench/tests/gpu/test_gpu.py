@@ -164,7 +164,7 @@ def test_pair_is_rehearsed_on_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         monkeypatch.setenv(name, value)
     assert pair.main("pair", 60, tmp_path / "pair.json") == 0
     # The first rank to fail ends the other, and either may be the first.
-    with pytest.raises(pair.RanksFailedError, match="rank [01]: exit 1"):
+    with pytest.raises(pair.RanksFailedError, match=r"rank [01]: exit 1"):
         pair.start_ranks("no such check", {}, 60, tmp_path)
     with pytest.raises(pair.RanksFailedError, match=r"rank 0: still running \d s after its start"):
         pair.start_ranks("pair", {}, 0.1, tmp_path)
