@@ -156,8 +156,8 @@ def _listed(info: object) -> list[dict[str, Any]]:
 def backend_of(info: Mapping[str, Any], on_gpu: bool) -> str:
     """Returns the default group's backend; torch calls it `undefined` where it chose one per device."""
     backend = told(info.get("backend", ""))
-    configs = [str(group.get("backend_config", ""))[:200] for group in _listed(info)[:1]]
-    by_device = dict(re.findall(r"(\w+):(\w+)", ",".join(configs)))
+    config = "".join(str(group.get("backend_config", ""))[:200] for group in _listed(info)[:1])
+    by_device = dict(re.findall(r"(\w+):(\w+)", config))
     on_cpu = by_device.pop("cpu", "")
     chosen = next(iter(by_device.values()), "") if on_gpu else on_cpu
     return chosen if backend == "undefined" and chosen else backend

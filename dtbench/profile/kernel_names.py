@@ -76,7 +76,7 @@ MAY_COMMUNICATE = re.compile(
 )
 # Functions that compute wherever they run: torch's own, compiled ones, and those of libraries of GEMMs and the like.
 COMPUTES = re.compile(
-    r"(?i)^(?:at::|triton_|cub::|thrust::)|gemm|cutlass|cublas|cudnn|Cijk_|flash|elementwise"
+    r"(?i)^(?:at::|triton_|cub::|thrust::)|gemm|cutlass|cublas|cudnn|Cijk_|flash_|fmha|elementwise"
 )
 
 

@@ -41,7 +41,7 @@ _KINDS |= {name.capitalize(): kind for name, kind in _KINDS.items()}
 # What tells of an accelerator in a trace without kernels: collectives of NCCL, XCCL, HCCL and the like (on CPUs: gloo,
 # MPI, UCC, ccl), ops, and categories of work that is not read (libkineto/include/ActivityType.h).
 _ON_DEVICE = re.compile(
-    r"^(?:(\w+ccl|cncl)(?::|$)|(?:aten::_?|torch_)?(mps|npu|hpu|xla|mtia)(?:_|::)|(collective_comm)$)"
+    r"^(?:(?:\w+ccl|cncl)(?::|$)|(?:aten::_?|torch_)?(?:mps|npu|hpu|xla|mtia)(?:_|::)|collective_comm$)"
 )
 _OF_CALLS = re.compile(r"^(?:c10d::|record_param_comms|nccl:|_c10d_functional)")
 _COUNTED_OP = re.compile(rf"{_OF_CALLS.pattern}|^gloo:")
@@ -200,9 +200,8 @@ class _RankReader:
 
     def _is_new(self, op: Op) -> bool:
         """Returns whether the trace has not had it yet: a profile that is exported twice holds each event twice."""
-        numbers = _number(op.args.correlation), _number(op.args.external)
         before = len(self._seen)
-        self._seen.add(hash((op[:4], numbers)))
+        self._seen.add(hash((op[:4], _number(op.args.correlation), _number(op.args.external))))
         self._wrong[_REPEATED] += before == len(self._seen)
         return before < len(self._seen)
 
@@ -285,11 +284,11 @@ class _RankReader:
             UnreadableRunError: the job ran on an accelerator; the trace holds no kernel.
         """
         names = [*self._names, *self._categories, "" if self._transports else backend]
-        if by := next(filter(None, map(_ON_DEVICE.match, names)), None):
+        if shows := next(filter(_ON_DEVICE.match, names), None):
             raise UnreadableRunError(
-                f"{self.trace.path} holds no kernels, though its job ran on {by[by.lastindex or 0]}: expected those of "
-                "CUDA, ROCm or XPU. Record activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], on Intel's .XPU, "
-                "or run the job by `dtbench profile -- COMMAND`"
+                f"{self.trace.path} holds no kernels, though {told(shows)!r} in it shows a job on an accelerator: "
+                "expected kernels of CUDA, ROCm or XPU. Record ProfilerActivity.CPU and .CUDA (on Intel's .XPU), or "
+                "run the job by `dtbench profile -- COMMAND`"
             )
 
     def _host_calls(self, on_gpu: bool) -> tuple[list[Op], _Spans]:
