@@ -156,11 +156,9 @@ def _listed(info: object) -> list[dict[str, Any]]:
 def backend_of(info: Mapping[str, Any], on_gpu: bool) -> str:
     """Returns the default group's backend; torch calls it `undefined` where it chose one per device."""
     backend = told(info.get("backend", ""))
-    config = "".join(str(group.get("backend_config", ""))[:200] for group in _listed(info)[:1])
-    by_device = dict(re.findall(r"(\w+):(\w+)", config))
-    on_cpu = by_device.pop("cpu", "")
-    chosen = next(iter(by_device.values()), "") if on_gpu else on_cpu
-    return chosen if backend == "undefined" and chosen else backend
+    default = [str(group.get("backend_config")) for group in _listed(info)[:1] if backend == "undefined"]
+    by_device = re.findall(r"(\w+):(\w+)", "".join(default)[:200])
+    return next((name for device, name in by_device if (device != "cpu") == on_gpu), backend)
 
 
 def group_of(args: Args, groups: Mapping[str, ProcessGroup]) -> ProcessGroup:

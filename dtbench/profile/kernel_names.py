@@ -63,7 +63,7 @@ _COLLECTIVES = (
     (r"allgatherv?_?(?:small|medium|large)_?kernel\w*", "all_gather"),
     (r"reduce_?scatter_?(?:small|medium|large)\w*kernel\w*", "reduce_scatter"),
 )
-_KNOWN = tuple((re.compile(rf"(?:.*::)?(?:{name})", re.IGNORECASE), known) for name, known in _COLLECTIVES)
+_KNOWN = tuple((re.compile(rf"(?:.*::)?(?:{name})", re.IGNORECASE), kind) for name, kind in _COLLECTIVES)
 _LENGTH = re.compile(r"L?(\d{1,3})")  # before each part of a mangled name
 # The same kernel of torch scatters where its fourth template argument says so.
 _SCATTERS = re.compile(
@@ -88,9 +88,9 @@ def function_of(name: str) -> str:
         name: as a trace has it, demangled or mangled by the Itanium C++ ABI: each part behind its length.
     """
     if mangled := re.match(r"_ZN?[KL]?(?=\d)", name):
-        parts, at = list[str](), mangled.end()
-        while length := _LENGTH.match(name, at):
-            parts.append(name[length.end() : (at := length.end() + int(length[1]))])
+        parts, offset = list[str](), mangled.end()
+        while length := _LENGTH.match(name, offset):
+            parts.append(name[length.end() : (offset := length.end() + int(length[1]))])
         return "::".join(part for part in parts if not part.startswith("_GLOBAL__N_"))
     plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", name[:600])
     return re.split(r"[<(.]", plain, maxsplit=1)[0].strip().rpartition(" ")[2]
@@ -100,6 +100,6 @@ def function_of(name: str) -> str:
 def kernel_collective(name: str) -> str:
     """Returns what a kernel of this name communicates, `unknown` where the name does not say; "" where it computes."""
     function = function_of(name)
-    named = (known or collective_of(function) for pattern, known in _KNOWN if pattern.fullmatch(function))
+    named = (kind or collective_of(function) for pattern, kind in _KNOWN if pattern.fullmatch(function))
     collective = next(named, "")
     return "reduce_scatter" if collective and _SCATTERS.search(name) else collective

@@ -38,7 +38,7 @@ _KINDS |= dict.fromkeys(
 _KINDS |= dict.fromkeys(("cpu_op", "operator", "user_annotation"), "op")
 _KINDS |= {"kernel": "kernel", "gpu_user_annotation": "mark", "trace": "trace"}
 _KINDS |= {name.capitalize(): kind for name, kind in _KINDS.items()}
-# What tells of an accelerator in a trace without kernels: collectives of NCCL, XCCL, HCCL and the like (on CPUs: gloo,
+# Signs of an accelerator in a trace without kernels: collectives of NCCL, XCCL, HCCL and the like (on CPUs: gloo,
 # MPI, UCC, ccl), ops, and categories of work that is not read (libkineto/include/ActivityType.h).
 _ON_DEVICE = re.compile(
     r"^(?:(?:\w+ccl|cncl)(?::|$)|(?:aten::_?|torch_)?(?:mps|npu|hpu|xla|mtia)(?:_|::)|collective_comm$)"
@@ -59,9 +59,7 @@ _MOST_WAITING = 64  # calls of one kind among which a transport's is looked for
 _MOST_LEVELS = 64  # that a call is looked at to have been called from
 _MARK_US = 1e-3  # an annotation on a stream begins with its kernel, rounded
 _IMPOSSIBLE, _REPEATED = "of an impossible duration", "that repeat another one in full"
-_OTHER_SHARE = (
-    0.1  # of the communication on its stream: the most computation on a stream that is communication's
-)
+_OTHER_SHARE = 0.1  # of a stream's communication: the most computation on a stream that is communication's
 _MOST_NAMED = 3  # kernels in a note
 
 
@@ -148,7 +146,7 @@ class _RankReader:
         self._annotations: list[tuple[str, float, float]] = []
         self._kinds: dict[tuple[int, str], int] = {}  # a stream and the name of a kernel on it -> its number
         self._kind_of = array("q")  # of each kernel that is taken for computation
-        self._seen: set[int] = set()  # hashes of what must not count twice
+        self._hashes: set[int] = set()  # of events that must not count twice
         self._categories: set[str] = set()  # of events that are not read
         # Kernels that communicate, gloo's transports, and nccl's annotations on the GPU's streams.
         self._messages, self._transports, self._marks = list[Op](), list[Op](), list[Op]()
@@ -200,10 +198,10 @@ class _RankReader:
 
     def _is_new(self, op: Op) -> bool:
         """Returns whether the trace has not had it yet: a profile that is exported twice holds each event twice."""
-        before = len(self._seen)
-        self._seen.add(hash((op[:4], _number(op.args.correlation), _number(op.args.external))))
-        self._wrong[_REPEATED] += before == len(self._seen)
-        return before < len(self._seen)
+        count = len(self._hashes)
+        self._hashes.add(hash((op[:4], _number(op.args.correlation), _number(op.args.external))))
+        self._wrong[_REPEATED] += count == len(self._hashes)
+        return count < len(self._hashes)
 
     def _add_op(
         self, thread: int, name: str, start: float, duration: float, args: Args | None = None
@@ -278,7 +276,7 @@ class _RankReader:
         return trace
 
     def _refuse_without_kernels(self, backend: str) -> None:
-        """Of a job on an accelerator the host's calls say neither when it computed nor when it communicated.
+        """Refuses a job on an accelerator: its host's calls say neither when it computed nor when it communicated.
 
         Raises:
             UnreadableRunError: the job ran on an accelerator; the trace holds no kernel.
@@ -349,11 +347,13 @@ class _RankReader:
             for some, goods in zip(lists, sound[2:], strict=True)
         )
 
-    def _find_doubtful(self, sound: Any) -> dict[str, float]:
+    def _find_doubtful(self, is_sound: Any) -> dict[str, float]:
         """Returns the time, us, of kernels that count as computation and may communicate, by their functions: their
         names speak of it, or they run on a stream that has next to nothing but communication."""
-        total_us = np.bincount(self._kind_of, np.where(sound, self._kernels.dur, 0), len(self._kinds))
-        us = dict(zip(self._kinds, total_us.tolist(), strict=True))
+        totals_us = np.bincount(
+            self._kind_of, np.where(is_sound, self._kernels.dur, 0), len(self._kinds)
+        ).tolist()
+        us = dict(zip(self._kinds, totals_us, strict=True))
         sent = group_by(self._messages, lambda message: message.thread)
         computing = {name for on, name in us if on not in sent or COMPUTES.search(function_of(name))}
         quiet = {
@@ -362,10 +362,10 @@ class _RankReader:
             if sum(us[on, name] for on, name in us if on == stream and name in computing)
             <= _OTHER_SHARE * sum(message.end - message.start for message in messages)
         }
-        found = group_by(us, lambda kind: function_of(kind[1]))
+        by_function = group_by(us, lambda kind: function_of(kind[1]))
         return {
             function: sum(us[kind] for kind in kinds)
-            for function, kinds in found.items()
+            for function, kinds in by_function.items()
             if MAY_COMMUNICATE.search(function) or any(on in quiet and n not in computing for on, n in kinds)
         }
 
@@ -420,7 +420,7 @@ class _RankReader:
                         dtype, bytes_ = own_dtype, size if size or found.name.endswith("gather_") else bytes_
                     call = call._replace(arrival=found.start, issued=found.start, collective=carried)
                     call = call._replace(dtype=dtype, bytes=bytes_, asked_by=_asker(found))
-                    noted = (groups.get(name.removeprefix(_GROUP_NOTE)) for name in found.inside)
+                    noted = (groups.get(name.partition(_GROUP_NOTE)[2]) for name in found.inside)
                     call = call._replace(group=next(filter(None, noted), group))
                     break
             yield call
@@ -443,14 +443,14 @@ class _RankReader:
             **{f"{count} events {what} were left out": count for what, count in sorted(self._wrong.items())},
             f"{unknown} of {len(calls)} collectives are not told: their kernels' names say nothing and the calls "
             "that launched them are not in the trace": unknown,
-            f"{unsized} collectives carry no size; record_shapes=True of torch.profiler has it, of calls of "
-            "torch.distributed": unsized,
-            f"{groupless} sends and receives are of an unknown group: gloo's events do not name it; `dtbench "
-            "profile -- COMMAND` records it": groupless,
+            f"{unsized} collectives carry no size; record_shapes=True of torch.profiler has it where "
+            "torch.distributed was called": unsized,
+            f"{groupless} sends and receives are of an unknown group: gloo's events do not name it; "
+            "`dtbench profile -- COMMAND` records it": groupless,
             f"kernels that count as computation may communicate: {', '.join(doubtful)}; dtbench does not know "
             "their names": doubtful,
-            f"calls of torch.distributed are without a time: no event of {trace.backend or 'a backend'} tells "
-            "it": host_calls and not calls,
+            f"calls of torch.distributed are without a time: no event of {trace.backend or 'a backend'} "
+            "says when they ran": host_calls and not calls,
             "no steps are told; profiler.step(), or an annotation around each, marks them": not trace.steps.marks,
         }
 

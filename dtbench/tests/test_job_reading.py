@@ -357,12 +357,13 @@ def test_gloos_sends_have_the_group_that_was_recorded(tmp_path: Path) -> None:
         carried = {"Input Dims": [[10]], "Input type": ["float"]}
         events += [
             note(f"dtbench:group {name}", n * 100, 20),
+            note("2", n * 100, 20),  # the program's own
             op("c10d::send", n * 100 + 1, 15, **{"Input Dims": [[[10]]], "Input type": ["TensorList"]}),
             event("gloo:send", n * 100 + 5, 50, "user_annotation", **carried),
         ]
     job = read(tmp_path, events, groups=groups)
     got = {call.mesh_dim: (call.count, call.bytes, call.asked_by) for call in job.collectives}
-    assert got == {"1": (1, 40, ()), "2": (1, 40, ()), "unknown group": (2, 40, ())}
+    assert got == {"1": (1, 40, ("2",)), "2": (1, 40, ("2",)), "unknown group": (2, 40, ("2",))}
     (text,) = [text for text in job.notes if "unknown group" in text]
     assert text.startswith("rank 0: 2 sends and receives are of an unknown group") and "-- COMMAND" in text
 

@@ -19,12 +19,11 @@ from pathlib import Path
 
 import torch
 from torch.autograd.profiler import profile as session
-from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.profiler import ProfilerAction, profile
+from torch.profiler import ProfilerAction, profile, record_function
 
-# As the class holds them: what getattr returns would not be bound to a group once it is put back.
+# From the class's __dict__, for they are put back: what getattr returns would no longer be bound to a group.
 TRANSFERS = {name: vars(c10d.ProcessGroup)[name] for name in ("send", "recv", "recv_anysource")}
 
 
@@ -153,7 +152,7 @@ def mesh_dims() -> str:
     meshes may share and no description names."""
     dims: dict[str, list[str]] = {}
     meshes = [mesh for mesh in gc.get_objects() if type(mesh).__name__ == "DeviceMesh"]
-    for mesh, dim in [(each, dim) for each in meshes for dim in each.mesh_dim_names or ()]:
+    for mesh, dim in [(owner, dim) for owner in meshes for dim in owner.mesh_dim_names or ()]:
         with suppress(Exception):  # this rank is not in it
             dims.setdefault(mesh.get_group(dim).group_name, []).append(dim)
     return json.dumps({group: "/".join(dict.fromkeys(names)) for group, names in dims.items()})
