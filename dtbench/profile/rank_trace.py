@@ -283,10 +283,11 @@ class _RankReader:
         """
         names = [*self._names, *self._categories, "" if self._transports else backend]
         if shows := next(filter(_ON_DEVICE.match, names), None):
+            end = " before its cut-off end" * self.trace.cut_off
             raise UnreadableRunError(
-                f"{self.trace.path} holds no kernels, though {told(shows)!r} in it shows a job on an accelerator: "
-                "expected kernels of CUDA, ROCm or XPU. Record ProfilerActivity.CPU and .CUDA (on Intel's .XPU), or "
-                "run the job by `dtbench profile -- COMMAND`"
+                f"{self.trace.path} holds no kernels{end}, though {told(shows)!r} in it shows a job on an accelerator: "
+                "expected kernels of CUDA, ROCm or XPU. Give the whole trace of a profiler with ProfilerActivity.CPU "
+                "and .CUDA (on Intel's .XPU), or run the job by `dtbench profile -- COMMAND`"
             )
 
     def _host_calls(self, on_gpu: bool) -> tuple[list[Op], _Spans]:

@@ -167,6 +167,13 @@ def test_trace_without_kernels_of_an_accelerators_job_is_refused(
     assert "ProfilerActivity.CPU and .CUDA" in str(caught.value)
 
 
+def test_trace_cut_off_before_its_kernels_is_refused(tmp_path: Path) -> None:
+    text = text_of([op("aten::mm", 0, 9), op("c10d::allreduce_", 9, 9), kernel(20, 9)])
+    (tmp_path / "t.json").write_bytes(text[: text.index(b'"kernel"')])
+    with pytest.raises(DtbenchError, match="no kernels before its cut-off end, though"):
+        read_job([tmp_path])
+
+
 @pytest.mark.parametrize("backend", ["gloo", "mpi", "ucc", "ccl", "", "undefined"])
 def test_trace_of_a_job_on_cpus_is_read_without_kernels(tmp_path: Path, backend: str) -> None:
     """Also where a profiler with CUDA's activities left calls of its runtime, as it does at its end."""
