@@ -15,7 +15,12 @@ from dtbench.profile.communication import collective_of
 _COLLECTIVES = (
     # NCCL and RCCL: src/device/generate.py; MSCCL: ROCm/rccl src/misc/msccl; MSCCL++: microsoft/mscclpp
     # src/ext/collectives; oneCCL: intel/torch-xpu-ops#5384; NVSHMEM and torch: c10d/symm_mem/*_extension.cu.
-    (r"(?:nccl|rccl|msccl|oneccl|nvshmem)\w*(?:::\w+)*", ""),
+    (r"(?:nccl|rccl|msccl|oneccl|nvshmem|rocshmem)\w*(?:::\w+)*", ""),
+    # NVSHMEM: src/include/internal/non_abi/nvshmemi_h_to_d_coll_defs.cuh.
+    (r"(?:barrier|sync)\w*_on_stream_kernel\w*", "barrier"),
+    (r"rdxn\w*_on_stream_kernel\w*", "all_reduce"),
+    (r"fcollect\w*_on_stream_kernel\w*", "all_gather"),
+    (r"(?:alltoall|broadcast|reducescatter)\w*_on_stream_kernel\w*", ""),
     # torch: c10d/symm_mem/CUDASymmetricMemory.cu.
     (r"c10d::symmetric_memory::barrier_kernel", "barrier"),
     (r"c10d::symmetric_memory::put_signal_kernel", "send"),
@@ -26,7 +31,7 @@ _COLLECTIVES = (
     # srt/distributed/device_communicators/triton_symm_mem_ag.py and its kin.
     (r"multimem_one_shot_reduce_kernel", "reduce"),
     (r"multimem_all_gather\w*", "all_gather"),
-    (r"multimem_all_reduce_kernel|(?:multimem_)?(?:one|two)_shot_all_reduce\w*", "all_reduce"),
+    (r"multimem_all_reduce_kernel|(?:multimem_)?(?:one|two)_?shot_?all_?reduce\w*", "all_reduce"),
     (r"fbgemm_gpu::reduce_scatter", "reduce_scatter"),
     # vLLM: csrc/custom_all_reduce.cuh, csrc/quickreduce/quick_reduce.h; aiter: csrc/include/custom_all_reduce*.cuh,
     # quick_all_reduce.cuh; sglang: sgl-kernel/csrc/allreduce, jit_kernel.
@@ -36,8 +41,7 @@ _COLLECTIVES = (
     (r"aiter::reduce_scatter_\w+|rs_gfx1250_\w+", "reduce_scatter"),
     # TensorRT-LLM: kernels/customAllReduceKernels.cu and kernels/communicationKernels; FlashInfer has them in
     # include/flashinfer/comm/trtllm_*.cuh, and its own in mixed_comm.cuh and pcie_ipc_all_reduce.cuh.
-    (r"(?:lowPrecision)?(?:one|two)ShotAllReduce\w*Kernel|lowPrecision\w+AllReduceKernel", "all_reduce"),
-    (r"hybridCubeMeshAllReduceKernel|minimax_reduce_rms_kernel_lamport", "all_reduce"),
+    (r"(?:lowPrecision\w+|hybridCubeMesh)AllReduceKernel|minimax_reduce_rms_kernel_lamport", "all_reduce"),
     (r"(?:\w+_)?allreduce_fusion_kernel\w*|(?:\w+_)?one_shot_(?:\w+_)?all_reduce_norm_kernel", "all_reduce"),
     (r"flashinfer::comm::pcie_ipc::\w+_kernel", "all_reduce"),
     (r"flashinfer::mixed_comm::\w+_kernel", ""),
@@ -64,6 +68,7 @@ _COLLECTIVES = (
     (r"reduce_?scatter_?(?:small|medium|large)\w*kernel\w*", "reduce_scatter"),
 )
 _KNOWN = tuple((re.compile(rf"(?:.*::)?(?:{name})", re.IGNORECASE), kind) for name, kind in _COLLECTIVES)
+_LONGEST = 600  # characters of a name that are read: a function's own stand first
 _LENGTH = re.compile(r"L?(\d{1,3})")  # before each part of a mangled name
 # The same kernel of torch scatters where its fourth template argument says so.
 _SCATTERS = re.compile(
@@ -87,12 +92,13 @@ def function_of(name: str) -> str:
     Args:
         name: as a trace has it, demangled or mangled by the Itanium C++ ABI: each part behind its length.
     """
+    name = name[:_LONGEST]
     if mangled := re.match(r"_ZN?[KL]?(?=\d)", name):
         parts, offset = list[str](), mangled.end()
         while length := _LENGTH.match(name, offset):
             parts.append(name[length.end() : (offset := length.end() + int(length[1]))])
         return "::".join(part for part in parts if not part.startswith("_GLOBAL__N_"))
-    plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", name[:600])
+    plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", name)
     return re.split(r"[<(.]", plain, maxsplit=1)[0].strip().rpartition(" ")[2]
 
 

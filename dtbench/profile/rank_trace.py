@@ -364,10 +364,11 @@ class _RankReader:
             <= _OTHER_SHARE * sum(message.end - message.start for message in messages)
         }
         by_function = group_by(us, lambda kind: function_of(kind[1]))
+        spoken = {name for name in by_function if MAY_COMMUNICATE.search(name) and not COMPUTES.search(name)}
         return {
             function: sum(us[kind] for kind in kinds)
             for function, kinds in by_function.items()
-            if MAY_COMMUNICATE.search(function) or any(on in quiet and n not in computing for on, n in kinds)
+            if function in spoken or any(on in quiet and n not in computing for on, n in kinds)
         }
 
     def _kernel_calls(self, host: Sequence[Op], groups: Mapping[str, ProcessGroup]) -> Iterator[Call]:

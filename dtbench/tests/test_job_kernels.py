@@ -49,6 +49,12 @@ COMMUNICATE = {
     "c10d::symmetric_memory::barrier_kernel(unsigned int**, int)": "barrier",
     "c10d::nvshmem_extension::allToAllV(void*, void*)": "all_to_all",
     "nvshmemi_proxy_quiet(x)": "unknown",
+    "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)": "barrier",
+    "void rdxn_on_stream_kernel<float, (rdxn_ops)0>(int)": "all_reduce",
+    "void alltoall_on_stream_kernel<float>(int)": "all_to_all",
+    "void tensorrt_llm::kernels::mnnvl::twoshot_allreduce_kernel<8, float>(float*)": "all_reduce",
+    "void tensorrt_llm::kernels::lowPrecisionTwoShotAllReduceKernel<half, T, 8>(x)": "all_reduce",
+    "one_shot_all_reduce_kernel_optimized": "all_reduce",
     "void deep_ep::intranode::dispatch<8, 768, 8192>(int4*)": "all_to_all",
     "void deep_ep::internode_ll::combine<3, 7168, 9>(void*)": "all_to_all",
     "void deep_ep::elastic::hybrid_dispatch_impl<X>(Y)": "all_to_all",
@@ -72,6 +78,8 @@ COMPUTE = [
     "void oneflow::layer_norm::LayerNormWarpImpl<Load, Store, BlockAllReduce<float>>(long)",
     "void block_all_reduce_sum_f32_f32_kernel<256>(float*, float*, int)",
     "blockAllReduce(float*)",
+    "triton_poi_fused_all_reduce_wait_tensor_add_0",
+    "triton_red_fused_one_shot_all_reduce_1",
     "_ZN5apex13reduce_kernelI9AllReduceEEvPf",
     "void deep_ep::layout::get_dispatch_layout<256, 32, 2>(long const*)",
     "void deep_ep::elastic::combine_reduce_epilogue_impl<X>(Y)",
@@ -136,6 +144,7 @@ DOUBT = "rank 0: kernels that count as computation may communicate: {}; dtbench 
         # One stream for all, as under inference.
         ([kernel(0, 900, stream=20), nccl(900, 100), kernel(1000, 40, STRANGER, 20)], ""),
         ([kernel(0, 900), kernel(900, 30, "void blockAllReduce<4>(x)")], ""),
+        ([kernel(0, 900), kernel(900, 30, "triton_poi_fused_all_gather_into_tensor_3")], ""),
     ],
 )  # fmt: skip
 def test_unknown_kernels_that_may_communicate_are_named(
