@@ -12,11 +12,10 @@ from dtbench.profile.kineto import Args, told
 from dtbench_core.cost.ring import busbw_factor
 
 UNKNOWN, UNKNOWN_GROUP = "unknown", "unknown group"
+MESH_DIMS = "dtbench_mesh_dims"  # in a trace that dtbench recorded: a group's name -> its mesh dim's
+# Descriptions of groups that no mesh dim has to itself.
+_NAMELESS = ("default_pg", "undefined", "mesh_default")
 _MOST_DIMS = 64  # of a tensor: torch's limit
-# Kernels that communicate: NCCL and what stands in for it, and torch's symmetric memory.
-COMMUNICATES = re.compile(
-    r"(?i)\b(?:nccl|rccl|msccl|oneccl|nvshmem|deep_ep)|(?:one|two)_shot_all_reduce|multimem_(?:all|one)"
-)
 # Calls of c10d that are none: they wait, open or close a batch, or set up.
 NO_COLLECTIVE = re.compile(
     r"(?i)^_?(?:wait|start|end|init|new_group|wrap|monitored|work_)|wait_tensor|_autograd$"
@@ -68,10 +67,8 @@ class Call(NamedTuple):
 
 
 def collective_of(name: str) -> str:
-    """`c10d::_allgather_base_`, `nccl:_all_gather_base`, `ncclDevKernel_AllGather_RING_LL(...)`: `all_gather`."""
-    words = re.sub(
-        r"[^a-z]", "", re.sub(r"^(?:\w+::|\w+:|\w*?Kernel_)", "", name[:300].partition("(")[0]).lower()
-    )
+    """`c10d::_allgather_base_`, `nccl:_all_gather_base`, `ncclDevKernel_AllGather_RING_LL`: `all_gather`."""
+    words = re.sub(r"[^a-z]", "", re.sub(r"^\w+::?", "", name[:300].partition("(")[0]).lower())
     return next((known for part, known in _NAMES_OF.items() if part in words), UNKNOWN)
 
 
@@ -131,18 +128,37 @@ def _product(sizes: list[Any]) -> int | None:
 
 
 def groups_of(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
-    """By process group's name: those that the trace lists, with the mesh dims that a DeviceMesh names them by."""
-    info = header.get("distributedInfo")
-    listed = info.get("pg_config") if isinstance(info, dict) else None
+    """By process group's name: those that the trace lists, with the mesh dims that a DeviceMesh names them by.
+
+    A mesh dim over all ranks has torch's default group, which carries no dim's name (torch/distributed/device_mesh.py):
+    its name is known where `dtbench profile -- COMMAND` recorded the trace.
+    """
+    recorded = header.get(MESH_DIMS)
+    dims = recorded if isinstance(recorded, dict) else {}
     groups = {}
-    for one in listed if isinstance(listed, list) else ():
-        if isinstance(one, dict) and (name := told(one.get("pg_name", ""))):
+    for one in _listed(header.get("distributedInfo")):
+        if name := told(one.get("pg_name", "")):
             ranks = one.get("ranks")
             sound = isinstance(ranks, list) and all(type(of) is int and of >= 0 for of in ranks)
             known = tuple(ranks or ()) if sound else None
             size = len(known) if known else whole(one.get("pg_size"))
-            groups[name] = ProcessGroup(name, dim_of(str(one.get("pg_desc", "")), known, size), size, known)
+            dim = told(dims.get(name, "")) or dim_of(str(one.get("pg_desc", "")), known, size)
+            groups[name] = ProcessGroup(name, dim, size, known)
     return groups
+
+
+def _listed(info: object) -> list[dict[str, Any]]:
+    """The process groups that a trace lists, the default group first."""
+    listed = info.get("pg_config") if isinstance(info, dict) else None
+    return [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+
+
+def backend_of(info: Mapping[str, Any], on_gpu: bool) -> str:
+    """Returns the default group's backend; torch calls it `undefined` where it chose one per device."""
+    backend = told(info.get("backend", ""))
+    default = [str(group.get("backend_config")) for group in _listed(info)[:1] if backend == "undefined"]
+    by_device = re.findall(r"(\w+):(\w+)", "".join(default)[:200])
+    return next((name for device, name in by_device if (device != "cpu") == on_gpu), backend)
 
 
 def group_of(args: Args, groups: Mapping[str, ProcessGroup]) -> ProcessGroup:
@@ -162,9 +178,9 @@ def group_of(args: Args, groups: Mapping[str, ProcessGroup]) -> ProcessGroup:
 
 def dim_of(description: str, ranks: Sequence[int] | None, size: int | None) -> str:
     """A mesh dim's name as the program has it, else what tells groups of one kind from others."""
-    if description.startswith("mesh_") and len(description) > 5:
+    if description.startswith("mesh_") and len(description) > 5 and description not in _NAMELESS:
         return told(description[5:])
-    if description and description not in ("default_pg", "undefined"):
+    if description and description not in _NAMELESS:
         return told(description)
     if size is None:
         return UNKNOWN_GROUP

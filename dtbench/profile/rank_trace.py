@@ -22,10 +22,12 @@ import numpy as np
 from dtbench.profile import communication as comm
 from dtbench.profile.communication import Call, ProcessGroup
 from dtbench.profile.intervals import Intervals, intervals, union
+from dtbench.profile.kernel_names import COMPUTES, MAY_COMMUNICATE, function_of, kernel_collective
 from dtbench.profile.kineto import Args, Event, Trace, args_of, told
 from dtbench.profile.steps import Steps, steps_of
 from dtbench.suite.errors import UnreadableRunError
 from dtbench.suite.grouping import group_by
+from dtbench.text.units import format_seconds
 
 # What events are, by their category: kernel, copy, launch, op, mark (on a GPU's stream), trace. Older traces begin them
 # with a capital.
@@ -36,10 +38,19 @@ _KINDS |= dict.fromkeys(
 _KINDS |= dict.fromkeys(("cpu_op", "operator", "user_annotation"), "op")
 _KINDS |= {"kernel": "kernel", "gpu_user_annotation": "mark", "trace": "trace"}
 _KINDS |= {name.capitalize(): kind for name, kind in _KINDS.items()}
+# Signs of an accelerator in a trace without kernels: collectives of NCCL, XCCL, HCCL and the like (on CPUs: gloo,
+# MPI, UCC, ccl), ops, and categories of work that is not read (libkineto/include/ActivityType.h).
+_ON_DEVICE = re.compile(
+    r"^(?:(?:\w+ccl|cncl)(?::|$)|(?:aten::_?|torch_)?(?:mps|npu|hpu|xla|mtia)(?:_|::)|collective_comm$)"
+)
 _OF_CALLS = re.compile(r"^(?:c10d::|record_param_comms|nccl:|_c10d_functional)")
+_COUNTED_OP = re.compile(rf"{_OF_CALLS.pattern}|^gloo:")
 # An op that is handed to a tensor subclass: what is around it is dispatch, not work.
 _HANDED_OVER = "PythonSubclass"
-_NO_ASKER = re.compile(r"^(?:autograd::engine|torch::autograd|ProfilerStep|PythonSubclass|## )|wait_tensor")
+_NO_ASKER = re.compile(
+    r"^(?:autograd::engine|torch::autograd|ProfilerStep|PythonSubclass|## |dtbench:)|wait_tensor"
+)
+_GROUP_NOTE = "dtbench:group "  # around a send or receive in a trace that dtbench recorded: its group's name
 _CARRIES = {"all_reduce": ("all_reduce", "reduce_scatter")}  # gloo reduces and scatters by an all-reduce
 _AFTER_CALL_US = 5e6  # a transport that begins later than this after a call is another one's
 _FAR_US = 1e13  # a third of a year
@@ -47,7 +58,9 @@ _OVERFLOWN_US = 2**31 / 1e3  # a duration of -1 or 2^31 ns that lost its sign
 _MOST_WAITING = 64  # calls of one kind among which a transport's is looked for
 _MOST_LEVELS = 64  # that a call is looked at to have been called from
 _MARK_US = 1e-3  # an annotation on a stream begins with its kernel, rounded
-_IMPOSSIBLE = "of an impossible duration"
+_IMPOSSIBLE, _REPEATED = "of an impossible duration", "that repeat another one in full"
+_OTHER_SHARE = 0.1  # of a stream's communication: the most computation on a stream that is communication's
+_MOST_NAMED = 3  # kernels in a note
 
 
 class Op(NamedTuple):
@@ -131,10 +144,12 @@ class _RankReader:
         self._names: dict[str, int] = {}
         self._threads: dict[Any, int] = {}
         self._annotations: list[tuple[str, float, float]] = []
-        self._messages: list[Op] = []  # kernels that communicate
-        self._transports: list[Op] = []  # gloo's
-        self._marks: list[Op] = []  # nccl's annotations on the GPU's streams
-        self._communicates: dict[str, bool] = {}  # by name: kernels' names are few and long
+        self._kinds: dict[tuple[int, str], int] = {}  # a stream and the name of a kernel on it -> its number
+        self._kind_of = array("q")  # of each kernel that is taken for computation
+        self._hashes: set[int] = set()  # of events that must not count twice
+        self._categories: set[str] = set()  # of events that are not read
+        # Kernels that communicate, gloo's transports, and nccl's annotations on the GPU's streams.
+        self._messages, self._transports, self._marks = list[Op](), list[Op](), list[Op]()
         self._window_us: float | None = None
         self._wrong: Counter[str] = Counter()
 
@@ -147,6 +162,8 @@ class _RankReader:
             for event in events:
                 if event.ph == "X" and event.cat and (kind := _KINDS.get(event.cat)):
                     self._add(event, kind)
+                elif event.cat:
+                    self._categories.add(event.cat)
         return self._finish(fallback_rank)
 
     def _add(self, event: Event, kind: str) -> None:
@@ -161,39 +178,47 @@ class _RankReader:
             self._wrong["without a time"] += 1
         elif not 0 <= duration < _FAR_US or -2e-3 < duration - _OVERFLOWN_US < 2e-3:
             self._wrong[_IMPOSSIBLE] += 1
-        elif kind == "op":
-            self._add_op(event, start, duration)
         elif kind == "launch":
-            self._launches.add(start, self._thread(event), _correlation(event))
-        elif kind == "copy":
-            self._copies.add(start, duration, -1)
-        elif kind == "kernel":
-            name = event.name
-            if (communicates := self._communicates.get(name)) is None:
-                communicates = self._communicates[name] = comm.COMMUNICATES.search(name) is not None
-            if communicates:
-                self._messages.append(self._message(event, start, duration))
-            else:
-                self._kernels.add(start, duration, _correlation(event))
-        elif event.name.startswith("nccl:"):
-            self._marks.append(self._message(event, start, duration))
+            self._launches.add(start, self._thread(event), _number(args_of(event).correlation))
+        elif kind == "op" and event.cat != "user_annotation" and not _COUNTED_OP.match(event.name):
+            self._add_op(self._thread(event), event.name, start, duration)
+        elif self._is_new(op := Op(event.name, start, start + duration, self._thread(event), args_of(event))):
+            if kind == "copy":
+                self._copies.add(start, duration, -1)
+            elif kind == "kernel":
+                self._add_kernel(op, duration)
+            elif op.name.startswith("gloo:"):
+                self._transports.append(op)
+            elif kind == "op":
+                if not _OF_CALLS.match(op.name):
+                    self._annotations.append(op[:3])
+                self._add_op(op.thread, op.name, start, duration, op.args)
+            elif op.name.startswith("nccl:"):
+                self._marks.append(op)
 
-    def _add_op(self, event: Event, start: float, duration: float) -> None:
-        name = event.name
-        if name.startswith("gloo:"):
-            self._transports.append(self._message(event, start, duration))
-            return
-        if (ops := self._ops.get(thread := self._thread(event))) is None:
+    def _is_new(self, op: Op) -> bool:
+        """Returns whether the trace has not had it yet: a profile that is exported twice holds each event twice."""
+        count = len(self._hashes)
+        self._hashes.add(hash((op[:4], _number(op.args.correlation), _number(op.args.external))))
+        self._wrong[_REPEATED] += count == len(self._hashes)
+        return count < len(self._hashes)
+
+    def _add_op(
+        self, thread: int, name: str, start: float, duration: float, args: Args | None = None
+    ) -> None:
+        if (ops := self._ops.get(thread)) is None:
             ops = self._ops[thread] = _Spans()
-        if _OF_CALLS.match(name):
-            # An event's arguments hold on to all the text that they stand in.
-            ops.args[len(ops.ts)] = args_of(event)
-        elif event.cat == "user_annotation":
-            self._annotations.append((name, start, start + duration))
+        if args is not None and _OF_CALLS.match(name):
+            ops.args[len(ops.ts)] = args
         ops.add(start, duration, self._names.setdefault(name, len(self._names)))
 
-    def _message(self, event: Event, start: float, duration: float) -> Op:
-        return Op(event.name, start, start + duration, self._thread(event), args_of(event))
+    def _add_kernel(self, kernel: Op, duration: float) -> None:
+        """By its own arguments, else by its name, it communicates or computes."""
+        if kernel.args.collective is not None or kernel_collective(kernel.name):
+            self._messages.append(kernel)
+        else:
+            self._kernels.add(kernel.start, duration, _number(kernel.args.correlation))
+            self._kind_of.append(self._kinds.setdefault((kernel.thread, kernel.name), len(self._kinds)))
 
     def _thread(self, event: Event) -> int:
         """Its number, in the order of `self._threads`."""
@@ -210,24 +235,27 @@ class _RankReader:
         info, ours = (
             of if isinstance(of := header.get(key), dict) else {} for key in ("distributedInfo", "dtbench")
         )
+        on_gpu = bool(self._kernels.ts or self._messages)
+        if not on_gpu:
+            self._refuse_without_kernels(told(info.get("backend", "")))
         rank = comm.whole(info.get("rank"))
         trace = RankTrace(
             rank=fallback_rank if rank is None else rank,
             world_size=comm.whole(info.get("world_size")) or 1,
-            backend=told(info.get("backend", "")),
+            backend=comm.backend_of(info, on_gpu),
             zero_us=self._zero + (comm.whole(header.get("baseTimeNanoseconds"), 2**63) or 0) / 1e3,
             source=self.trace.path.name,
             torch=told(ours.get("torch", "")),
             host=told(ours.get("host", header.get("host_name", ""))),
             device=told(ours.get("device", "")),
-            on_gpu=bool(self._kernels.ts or self._messages),
+            on_gpu=on_gpu,
         )
-        launched = self._launched() if trace.on_gpu else None
+        launched = self._launched() if on_gpu else None
         if launched is not None:
             trace.launched = launched[np.argsort(launched[:, 1], kind="stable")][:, ::-1]
         trace.steps = steps_of(self._annotations, launched)
-        calls, work = self._host_calls(trace.on_gpu)
-        self._leave_out_long(trace, self._kernels if trace.on_gpu else work)
+        calls, work = self._host_calls(on_gpu)
+        self._leave_out_long(trace, self._kernels if on_gpu else work)
         groups = comm.groups_of(header)
         found = [
             *self._kernel_calls(calls, groups),
@@ -237,16 +265,30 @@ class _RankReader:
             found = [of if of.group.key else of._replace(group=groups[next(iter(groups))]) for of in found]
         trace.calls = sorted(found, key=lambda call: (call.issued, call.start, call.end))
         edges = [trace.compute, trace.copies, intervals((call.start, call.end) for call in found)]
-        if not trace.on_gpu:
+        if not on_gpu:
             edges += [ops.pairs() for ops in self._ops.values()]
         if len(all_ := np.concatenate(edges)):
             trace.span = float(all_[:, 0].min()), float(all_[:, 1].max())
         if not trace.steps.marks:
             trace.steps = steps_of([], launched, trace.calls)
-        trace.notes = [
-            f"rank {trace.rank}: {text}" for text, holds in self._notes(trace, len(calls)) if holds
-        ]
+        notes = self._notes(trace, len(calls)).items()
+        trace.notes = [f"rank {trace.rank}: {text}" for text, holds in notes if holds]
         return trace
+
+    def _refuse_without_kernels(self, backend: str) -> None:
+        """Refuses a job on an accelerator: its host's calls say neither when it computed nor when it communicated.
+
+        Raises:
+            UnreadableRunError: the job ran on an accelerator; the trace holds no kernel.
+        """
+        names = [*self._names, *self._categories, "" if self._transports else backend]
+        if shows := next(filter(_ON_DEVICE.match, names), None):
+            end = " before its cut-off end" * self.trace.cut_off
+            raise UnreadableRunError(
+                f"{self.trace.path} holds no kernels{end}, though {told(shows)!r} in it shows a job on an accelerator: "
+                "expected kernels of CUDA, ROCm or XPU. Give the whole trace of a profiler with ProfilerActivity.CPU "
+                "and .CUDA (on Intel's .XPU), or run the job by `dtbench profile -- COMMAND`"
+            )
 
     def _host_calls(self, on_gpu: bool) -> tuple[list[Op], _Spans]:
         """The calls of c10d, each with what it was called from; and without a GPU when torch's ops worked: those that
@@ -292,18 +334,42 @@ class _RankReader:
         starts = np.concatenate(spans)[:, 0]
         most = self._window_us or (float(np.ptp(starts)) if len(starts) > 9 else 0.0) or float("inf")
         marks, step = intervals(trace.steps.marks), trace.steps.longest_us or float("inf")
-        sound = []
+        sound: list[Any] = []
         for of in spans:
             at = np.searchsorted(marks[:, 0], of[:, 0], side="right") - 1
             in_step = (at >= 0) & (of[:, 0] < marks[at, 1]) if len(marks) else at >= 0
             limit = np.where(in_step & (of is not spans[-1]), min(step, most), most)
             sound.append(of[:, 1] - of[:, 0] <= limit)
         self._wrong[_IMPOSSIBLE] += sum(int((~good).sum()) for good in sound)
+        self._doubtful = self._find_doubtful(sound[0]) if trace.on_gpu else {}
         trace.compute, trace.copies = (union(of[good]) for of, good in zip(spans[:2], sound, strict=False))
         self._messages, self._transports = (
             [one for one, good in zip(some, goods, strict=True) if good]
             for some, goods in zip(lists, sound[2:], strict=True)
         )
+
+    def _find_doubtful(self, is_sound: Any) -> dict[str, float]:
+        """Returns the time, us, of kernels that count as computation and may communicate, by their functions: their
+        names speak of it, or they run on a stream that has next to nothing but communication."""
+        totals_us = np.bincount(
+            self._kind_of, np.where(is_sound, self._kernels.dur, 0), len(self._kinds)
+        ).tolist()
+        us = dict(zip(self._kinds, totals_us, strict=True))
+        sent = group_by(self._messages, lambda message: message.thread)
+        computing = {name for on, name in us if on not in sent or COMPUTES.search(function_of(name))}
+        quiet = {
+            stream
+            for stream, messages in sent.items()
+            if sum(us[on, name] for on, name in us if on == stream and name in computing)
+            <= _OTHER_SHARE * sum(message.end - message.start for message in messages)
+        }
+        by_function = group_by(us, lambda kind: function_of(kind[1]))
+        spoken = {name for name in by_function if MAY_COMMUNICATE.search(name) and not COMPUTES.search(name)}
+        return {
+            function: sum(us[kind] for kind in kinds)
+            for function, kinds in by_function.items()
+            if function in spoken or any(on in quiet and n not in computing for on, n in kinds)
+        }
 
     def _kernel_calls(self, host: Sequence[Op], groups: Mapping[str, ProcessGroup]) -> Iterator[Call]:
         """By launch each kernel finds the calls that it was launched in; else the annotation that is drawn over it on
@@ -356,32 +422,39 @@ class _RankReader:
                         dtype, bytes_ = own_dtype, size if size or found.name.endswith("gather_") else bytes_
                     call = call._replace(arrival=found.start, issued=found.start, collective=carried)
                     call = call._replace(dtype=dtype, bytes=bytes_, asked_by=_asker(found))
+                    noted = (groups.get(name.partition(_GROUP_NOTE)[2]) for name in found.inside)
+                    call = call._replace(group=next(filter(None, noted), group))
                     break
             yield call
 
-    def _notes(self, trace: RankTrace, host_calls: int) -> Iterator[tuple[str, object]]:
+    def _notes(self, trace: RankTrace, host_calls: int) -> dict[str, object]:
         """Each with what it holds by."""
         calls, damaged = trace.calls, self.trace.damaged
         unknown = sum(call.collective == comm.UNKNOWN for call in calls)
         unsized = sum(
             call.bytes is None and call.collective not in ("barrier", comm.UNKNOWN) for call in calls
         )
-        yield "the trace is cut off; what stands before its end was read", self.trace.cut_off
-        yield f"{damaged} events are damaged and were left out", damaged
-        for what, count in sorted(self._wrong.items()):
-            yield f"{count} events {what} were left out", count
-        why = "their kernels' names say nothing and the calls that launched them are not in the trace"
-        yield f"{unknown} of {len(calls)} collectives are not told: {why}", unknown
-        why = "record_shapes=True of torch.profiler has it"
-        yield f"{unsized} collectives carry no size; {why}", unsized
-        why = "it was recorded without ProfilerActivity.CUDA"
-        yield f"its collectives have no kernels: {why}", host_calls and not calls and not trace.on_gpu
-        why = "profiler.step(), or an annotation around each, marks them"
-        yield f"no steps are told; {why}", not trace.steps.marks
-
-
-def _correlation(event: Event) -> int:
-    return _number(args_of(event).correlation)
+        # Without a GPU, for NCCL's say their group.
+        groupless = sum(not (trace.on_gpu or c.group.key) and c.collective in ("send", "recv") for c in calls)
+        longest = sorted(self._doubtful.items(), key=lambda kernel: -kernel[1])
+        doubtful = [f"{told(name)} ({format_seconds(us / 1e6)})" for name, us in longest]
+        doubtful[_MOST_NAMED:] = ["..."] * (len(doubtful) > _MOST_NAMED)
+        return {
+            "the trace is cut off; what stands before its end was read": self.trace.cut_off,
+            f"{damaged} events are damaged and were left out": damaged,
+            **{f"{count} events {what} were left out": count for what, count in sorted(self._wrong.items())},
+            f"{unknown} of {len(calls)} collectives are not told: their kernels' names say nothing and the calls "
+            "that launched them are not in the trace": unknown,
+            f"{unsized} collectives carry no size; record_shapes=True of torch.profiler has it where "
+            "torch.distributed was called": unsized,
+            f"{groupless} sends and receives are of an unknown group: gloo's events do not name it; "
+            "`dtbench profile -- COMMAND` records it": groupless,
+            f"kernels that count as computation may communicate: {', '.join(doubtful)}; dtbench does not know "
+            "their names": doubtful,
+            f"calls of torch.distributed are without a time: no event of {trace.backend or 'a backend'} "
+            "says when they ran": host_calls and not calls,
+            "no steps are told; profiler.step(), or an annotation around each, marks them": not trace.steps.marks,
+        }
 
 
 def _number(value: object) -> int:
@@ -420,7 +493,7 @@ def _under_way(by_thread: Mapping[int, list[Op]], thread: int, at: float) -> lis
 
 def _described(kernel: Op, around: Sequence[Op], groups: Mapping[str, ProcessGroup]) -> Call:
     """A kernel as a call: by its own words, else by those of the calls that it was launched in, innermost first."""
-    by_name = comm.collective_of(kernel.name)
+    by_name = kernel_collective(kernel.name) or comm.UNKNOWN
     call = Call(kernel.start, kernel.start, kernel.end, by_name, ProcessGroup(""))
     if around:
         call = call._replace(asked_by=_asker(around[0]))

@@ -16,7 +16,7 @@ from dtbench.profile.communication import Call
 _PROFILER = "ProfilerStep#"
 # What torch annotates by itself and is no step.
 _NO_STEP = re.compile(
-    r"^(?:nccl|gloo|c10d|record_param|DistributedDataParallel|FSDP|enumerate|## |Optimizer\.zero|\[|Backward)"
+    r"^(?:nccl|gloo|c10d|dtbench:|record_param|DistributedDataParallel|FSDP|enumerate|## |Optimizer\.zero|\[|Backward)"
 )
 _OPTIMIZER = "Optimizer.step#"
 _COVERS = 0.5  # an annotation that is a step covers at least so much of the time from its first to its last

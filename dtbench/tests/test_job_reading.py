@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,84 @@ def test_what_begins_between_steps_may_last_longer_than_one(tmp_path: Path) -> N
     assert got.ranks[0].communication_s == pytest.approx(3e-3) and not any(
         "impossible" in n for n in got.notes
     )
+
+
+def test_a_trace_that_holds_every_event_twice_counts_each_once(tmp_path: Path) -> None:
+    """As where one profile is exported twice. Kernels of one graph on two streams are two."""
+    gpu = [*BUSY, *steps(3), launch(5, 1), kernel(10, 5, correlation=1), kernel(10, 5, correlation=2)]
+    gpu += [op("c10d::allreduce_", 140, 30), op("record_param_comms", 141, 5, **PARAM_COMMS)]
+    cpu = [op("aten::mm", 0, 9), *gloo(10, 50), *gloo(100, 50), *steps(3, name="train ")]
+    for events in (gpu, cpu):
+        once, twice = read(tmp_path, events), read(tmp_path, [*events, *events])
+        assert twice.collectives == once.collectives
+        assert twice.ranks == once.ranks
+        assert not any("repeat" in note for note in once.notes)
+        (note,) = [note for note in twice.notes if "repeat" in note]
+        assert re.fullmatch(r"rank 0: \d+ events that repeat another one in full were left out", note)
+
+
+# ---- a job on an accelerator without its kernels ----
+
+
+@pytest.mark.parametrize(
+    ("events", "shows"),
+    [
+        ([op("c10d::allreduce_", 0, 9), op("record_param_comms", 1, 5)], "nccl"),
+        ([note("nccl:all_reduce", 0, 9), *gloo(20, 9)], "nccl:all_reduce"),
+        ([note("xccl:broadcast", 0, 9)], "xccl:broadcast"),
+        ([event("graph", 5, 9, "hpu_op")], "hpu_op"),
+        ([event("hccl::all_reduce", 5, 9, "mtia_ccp_events")], "mtia_ccp_events"),
+        ([op("aten::_mps_convolution", 5, 9)], "aten::_mps_convolution"),
+        ([op("npu::npu_fusion_attention", 5, 9)], "npu::npu_fusion_attention"),
+    ],
+)
+def test_trace_without_kernels_of_an_accelerators_job_is_refused(
+    tmp_path: Path, events: list[Event], shows: str
+) -> None:
+    with pytest.raises(DtbenchError) as caught:
+        read(tmp_path, [op("aten::mm", 0, 9), launch(3, 1), *events])
+    assert f"rank0.json holds no kernels, though '{shows}' in it shows" in str(caught.value)
+    assert "ProfilerActivity.CPU and .CUDA" in str(caught.value)
+
+
+def test_trace_cut_off_before_its_kernels_is_refused(tmp_path: Path) -> None:
+    text = text_of([op("aten::mm", 0, 9), op("c10d::allreduce_", 9, 9), kernel(20, 9)])
+    (tmp_path / "t.json").write_bytes(text[: text.index(b'"kernel"')])
+    with pytest.raises(DtbenchError, match="no kernels before its cut-off end, though"):
+        read_job([tmp_path])
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi", "ucc", "ccl", "", "undefined"])
+def test_trace_of_a_job_on_cpus_is_read_without_kernels(tmp_path: Path, backend: str) -> None:
+    """Also where a profiler with CUDA's activities left calls of its runtime, as it does at its end."""
+    head = header()
+    head["distributedInfo"]["backend"] = backend
+    events = [op("aten::mm", 0, 9), op("c10d::allreduce_", 9, 5), launch(30, 1)]
+    (tmp_path / "t.json").write_bytes(text_of(events, head))
+    job = read_job([tmp_path])
+    assert (job.ranks[0].computation_s, job.collectives) == (pytest.approx(9e-6), ())
+    assert any("calls of torch.distributed are without a time" in text for text in job.notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "kernels", "backend"),
+    [
+        ("cpu:gloo", False, "gloo"),
+        ("cpu:gloo,cuda:nccl", False, "gloo"),
+        ("cpu:gloo,cuda:nccl", True, "nccl"),
+        (None, True, "undefined"),
+    ],
+)
+def test_backend_that_torch_chose_is_named(
+    tmp_path: Path, config: str | None, kernels: bool, backend: str
+) -> None:
+    default = {"pg_name": "0", "pg_desc": "default_pg", "backend_config": config, "ranks": [0, 1]}
+    head = header(groups=[default])
+    head["distributedInfo"]["backend"] = "undefined"
+    (tmp_path / "t.json").write_bytes(
+        text_of([kernel(0, 9)] if kernels else [op("aten::mm", 0, 9), *gloo(9, 9)], head)
+    )
+    assert read_job([tmp_path]).backend == backend
 
 
 # ---- what a collective was ----
@@ -253,6 +332,47 @@ def test_groups(tmp_path: Path, args: Event, dim: str, size: int | None) -> None
     dp = {"pg_name": "1", "pg_desc": "mesh_dp", "pg_size": 4, "ranks": [0, 1, 2, 3]}
     call = one(read(tmp_path, [nccl(0, 10, **args), kernel(20, 1)], world=4, groups=[dp, tp]))
     assert (call.mesh_dim, call.group_size) == (dim, size or args.get("Group size", 2))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "dim"),
+    [
+        (None, "group of 2"),
+        ({"0": "dp"}, "dp"),
+        ({"0": "dp/shard"}, "dp/shard"),
+        ([], "group of 2"),
+        ({}, "group of 2"),
+    ],
+)
+@pytest.mark.parametrize("description", ["default_pg", "mesh_default"])
+def test_mesh_dim_over_all_ranks_has_the_name_that_was_recorded(
+    tmp_path: Path, recorded: object, dim: str, description: str
+) -> None:
+    """torch gives it the default group, whose description is no dim's."""
+    default = {"pg_name": "0", "pg_desc": description, "ranks": [0, 1]}
+    more = {} if recorded is None else {"dtbench_mesh_dims": recorded}
+    path = write(
+        tmp_path, [nccl(0, 10, **{"Process Group Name": "0"}), kernel(20, 1)], groups=[default], **more
+    )
+    assert one(read_job([path])).mesh_dim == dim
+
+
+def test_gloos_sends_have_the_group_that_was_recorded(tmp_path: Path) -> None:
+    groups = [{"pg_name": str(n), "pg_desc": f"mesh_{n}", "ranks": [0, 1]} for n in (1, 2)]
+    events = [op("aten::mm", 500, 5)]
+    for n, name in enumerate(["1", "2", "", "unheard of"]):
+        carried = {"Input Dims": [[10]], "Input type": ["float"]}
+        events += [
+            note(f"dtbench:group {name}", n * 100, 20),
+            note("2", n * 100, 20),  # the program's own
+            op("c10d::send", n * 100 + 1, 15, **{"Input Dims": [[[10]]], "Input type": ["TensorList"]}),
+            event("gloo:send", n * 100 + 5, 50, "user_annotation", **carried),
+        ]
+    job = read(tmp_path, events, groups=groups)
+    got = {call.mesh_dim: (call.count, call.bytes, call.asked_by) for call in job.collectives}
+    assert got == {"1": (1, 40, ("2",)), "2": (1, 40, ("2",)), "unknown group": (2, 40, ("2",))}
+    (text,) = [text for text in job.notes if "unknown group" in text]
+    assert text.startswith("rank 0: 2 sends and receives are of an unknown group") and "-- COMMAND" in text
 
 
 def test_gloos_groups_are_told_of_all_ranks_or_of_none(tmp_path: Path) -> None:

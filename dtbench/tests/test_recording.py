@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from dtbench.profile.job import read_job
 from dtbench.profile.recording import Recording, record
 from dtbench.suite.errors import UsageError
 from dtbench.tests.programs import environment
@@ -148,7 +149,9 @@ def test_in_a_rank_nothing_stays_hooked_after_the_window(
     check = """if step == 11:
         from torch.optim import optimizer as hooked
         from torch.autograd import profiler
-        sys.exit(5 if hooked._global_optimizer_post_hooks or profiler.profile.__init__.__name__ != "__init__" else 6)"""
+        call = vars(dist.ProcessGroup)["send"]
+        sys.exit(5 if hooked._global_optimizer_post_hooks or profiler.profile.__init__.__name__ != "__init__"
+            or type(call).__name__ != "instancemethod" else 6)"""
     assert train(job, tmp_path, check).exit_code == 6
 
 
@@ -236,3 +239,40 @@ def test_under_torchrun_a_rank_that_raises_is_named_and_all_traces_are_kept(tmp_
     assert recording.exit_code == 1 and len(recording.traces) == 2
     assert recording.notes[0].startswith("rank 1 stood at train.py:10 in <module> (ValueError: mine)")
     assert any(note.startswith("rank 0 stood at train.py:8 in <module>") for note in recording.notes)
+
+
+def test_under_torchrun_sends_name_their_group_and_dims_over_all_ranks_their_name(tmp_path: Path) -> None:
+    """Within the window of steps and after it, over a dim of all ranks and over one of half of them."""
+    program = tmp_path / "train.py"
+    program.write_text(SENDING)
+    recording = record([*TORCHRUN, "2", str(program)], tmp_path)
+    assert recording.exit_code == 0 and recording.notes == ()
+    job = read_job(recording.traces)
+    assert {(call.collective, call.mesh_dim, call.count) for call in job.collectives} == {
+        ("all_reduce", "dp", 3),
+        ("send", "dp", 3),
+        ("recv", "dp", 3),
+        ("send", "pp", 3),
+        ("recv", "pp", 3),
+    }
+    assert job.backend == "gloo" and job.notes == ()
+
+
+SENDING = """
+import torch, torch.distributed as dist
+mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight])
+rank, groups = dist.get_rank(), [mesh.get_group("dp"), dist.new_group([0, 1], group_desc="mesh_pp")]
+for step in range(12):
+    (weight * 2).sum().backward()
+    dist.all_reduce(weight.grad, group=groups[0])
+    for group in groups:
+        if rank == 0:
+            dist.send(weight.grad, 1, group)
+        else:
+            dist.recv(weight.grad, 0, group)
+    optimizer.step()
+dist.barrier()
+dist.destroy_process_group()
+"""

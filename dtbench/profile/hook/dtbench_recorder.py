@@ -4,6 +4,8 @@ after the window nothing is hooked that costs time. `rankN.json.gz`: the trace; 
 
 import atexit
 import faulthandler
+import functools
+import gc
 import json
 import os
 import signal
@@ -19,13 +21,16 @@ import torch
 from torch.autograd.profiler import profile as session
 from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.profiler import ProfilerAction, profile
+from torch.profiler import ProfilerAction, profile, record_function
+
+# From the class's __dict__, for they are put back: what getattr returns would no longer be bound to a group.
+TRANSFERS = {name: vars(c10d.ProcessGroup)[name] for name in ("send", "recv", "recv_anysource")}
 
 
 class Recorder:
     optimizer: "Callable[[], Optimizer | None]" = staticmethod(lambda: None)
     profile: "profile | None" = None
-    done, over = 0, False
+    done, over, mesh_dims = 0, False, ""
 
     def __init__(self, path: str) -> None:
         self.steps, self.warmup, self.timeout_s = map(int, os.environ["DTBENCH_RECORD_WINDOW"].split())
@@ -75,6 +80,7 @@ class Recorder:
         if self.optimizer() is not optimizer:
             return
         self.done += 1
+        self.mesh_dims = self.mesh_dims or mesh_dims()  # a whole run is written after its groups are gone
         self.await_step()
         if self.profile is None and self.done == self.warmup - 1 and not self.over:
             self.begin()
@@ -92,6 +98,8 @@ class Recorder:
         self.profile.preset_metadata_json("dtbench", about())
         self.profile.start()
         self.answer_sigterm(self.on_sigterm)
+        for name, transfer in TRANSFERS.items():
+            setattr(c10d.ProcessGroup, name, functools.partialmethod(annotated, transfer))
 
     def end(self) -> None:
         """Writes what was recorded and takes the hooks out."""
@@ -100,6 +108,10 @@ class Recorder:
         if not self.timeout_s:
             self.hook.remove()
         if ended is not None:
+            for name, transfer in TRANSFERS.items():
+                setattr(c10d.ProcessGroup, name, transfer)
+            if ended.current_action is ProfilerAction.RECORD:
+                ended.add_metadata_json("dtbench_mesh_dims", self.mesh_dims or mesh_dims())
             ended.stop()
             self.answer_sigterm(signal.SIG_DFL)
             if ended.current_action is ProfilerAction.RECORD:
@@ -125,6 +137,25 @@ class Recorder:
             self.notes.write(f"ended after {self.done} steps, none of them recorded: give {remedy}\n")
         self.end()
         faulthandler.cancel_dump_traceback_later()
+
+
+def annotated(
+    group: c10d.ProcessGroup, transfer: "Callable[..., object]", *args: object, **kwargs: object
+) -> object:
+    """A send or receive within an annotation that names its group, which gloo's events of it do not."""
+    with record_function(f"dtbench:group {c10d._world.pg_names.get(group, '')}"):
+        return transfer(group, *args, **kwargs)
+
+
+def mesh_dims() -> str:
+    """Group's name -> names of the mesh dims that it serves: a dim over all ranks has the default group, which other
+    meshes may share and no description names."""
+    dims: dict[str, list[str]] = {}
+    meshes = [mesh for mesh in gc.get_objects() if type(mesh).__name__ == "DeviceMesh"]
+    for mesh, dim in [(owner, dim) for owner in meshes for dim in owner.mesh_dim_names or ()]:
+        with suppress(Exception):  # this rank is not in it
+            dims.setdefault(mesh.get_group(dim).group_name, []).append(dim)
+    return json.dumps({group: "/".join(dict.fromkeys(names)) for group, names in dims.items()})
 
 
 def about() -> str:
