@@ -143,7 +143,7 @@ def _keep_same_steps(traces: Sequence[RankTrace]) -> Iterable[str]:
         yield from (f"rank {trace.rank}: {text}" for text, holds in _without_partial(trace) if holds)
     marks = zip(*(trace.steps.marks for trace in traces), strict=False)
     took_s = [max(stop - start for start, stop in of_ranks) / 1e6 for of_ranks in marks]
-    skipped = outlying_first(took_s)
+    skipped = 0 if traces[0].window.get("warm") else outlying_first(took_s)
     for trace in traces:
         trace.steps = trace.steps.part(skipped, len(trace.steps.marks))
     if skipped:

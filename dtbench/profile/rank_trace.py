@@ -65,7 +65,8 @@ class Op(NamedTuple):
 @dataclass
 class RankTrace:
     """What a trace comes to. compute, copies: united. launched: (start of a kernel, when the host launched it), by
-    start. window: the steps that dtbench was to record ("asked"), those that have an end ("whole"), and "why" it ended.
+    start. window: the steps that dtbench was to record ("asked"), those that have an end ("whole"), and "why" it ended;
+    "warm": the trace is of a case of a suite, whose first iterations are no warm-up.
     notes: what was left out or is not told."""
 
     rank: int

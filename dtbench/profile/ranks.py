@@ -110,6 +110,9 @@ class RankRecording(CollectiveSchedule):
                 with record_function(f"ProfilerStep#{number}"):
                     self._iterate()
             profiler.add_metadata_json("dtbench", about())
+            profiler.add_metadata_json(
+                "dtbench_window", f'{{"asked": {count}, "whole": {count}, "warm": true}}'
+            )
         with scratch() as folder:
             path = folder / "trace.json.gz"
             profiler.export_chrome_trace(str(path))

@@ -224,6 +224,12 @@ def test_a_slow_first_step_is_named_and_in_no_figure(tmp_path: Path) -> None:
     assert [waits.calls for waits in slow.waits] == [4, 4]
 
 
+def test_iterations_of_a_suite_all_count(tmp_path: Path) -> None:
+    window = {"asked": 4, "whole": 4, "warm": True}
+    job = made_up(tmp_path / "job", (90_000.0, *(STEP_US,) * 3), dtbench_window=window)
+    assert {(rank.steps, rank.left_out) for rank in job.ranks} == {(4, 0)}
+
+
 def test_a_partial_last_step_is_named_and_in_no_figure(tmp_path: Path) -> None:
     job = made_up(tmp_path / "job", last_calls=1)
     assert "ranks 0, 1, 2, 3: a partial step, the last, is left out of all figures" in job.notes
