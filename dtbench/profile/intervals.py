@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import numpy as np
@@ -39,6 +39,14 @@ def within(united: Intervals, start: float, end: float) -> Intervals:
 def gaps(united: Intervals, start: float, end: float) -> Intervals:
     """What it leaves of the line between two points."""
     return difference(intervals([(start, end)] if start < end else ()), united)
+
+
+def shares(sets: Sequence[Intervals]) -> list[float]:
+    """The length of each united set, of which what several cover counts for each in equal parts."""
+    edges = np.unique(np.concatenate([[], *(united.ravel() for united in sets)]))
+    covers = [np.searchsorted(united.ravel(), edges[:-1], side="right") % 2 == 1 for united in sets]
+    parts = np.diff(edges) / np.maximum(sum(covers), 1)
+    return [float(parts[is_covered].sum()) for is_covered in covers]
 
 
 def difference(united: Intervals, others: Intervals) -> Intervals:

@@ -6,14 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 from msgspec.structs import asdict
 
-from dtbench.profile.communication import Call, ProcessGroup, busbw_of
-from dtbench.profile.intervals import Intervals, difference, gaps, intervals, length, union, within
+from dtbench.profile.communication import UNKNOWN, Call, ProcessGroup, busbw_of, whole
+from dtbench.profile.intervals import Intervals, difference, gaps, intervals, length, shares, union, within
+from dtbench.profile.kineto import told
 from dtbench.profile.rank_trace import RankTrace, read_rank
+from dtbench.profile.steps import Steps, outlying_first, whole_steps
 from dtbench.profile.together import Together, bring_together
 from dtbench.records.job import Collective, DimParts, Job, Lane, RankJob, StepParts
 from dtbench.records.judged_job import CallKind
@@ -21,6 +23,7 @@ from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.foreign import JOB_FILE
 from dtbench.suite.grouping import group_by
+from dtbench.text.units import format_seconds, plural
 
 _MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all
 _MOST_ASKERS = 3
@@ -50,7 +53,9 @@ def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()
             raise UsageError(f"{both} are both of rank {trace.rank}: expected the traces of one run")
         traces[trace.rank] = trace
     _same_groups(traces.values())
-    return job_of([traces[rank] for rank in sorted(traces)], label or files[0].parent.name, command)
+    in_order = [traces[rank] for rank in sorted(traces)]
+    in_order[0].notes[:0] = _keep_same_steps(in_order)
+    return job_of(in_order, label or files[0].parent.name, command)
 
 
 def load_job(path: Path) -> Job:
@@ -127,6 +132,43 @@ def _same_groups(traces: Iterable[RankTrace]) -> None:
             trace.notes.append(f"rank {trace.rank}: {_NO_GROUPS}")
 
 
+def _keep_same_steps(traces: Sequence[RankTrace]) -> Iterable[str]:
+    """Takes from the traces the steps that no figure is of, and yields which and why: partial ones, and first ones that
+    took far longer. Where a rank has no steps, all figures are of whole traces."""
+    if not all(trace.steps.marks for trace in traces):
+        for trace in traces:
+            trace.steps = Steps()
+        return
+    for trace in traces:
+        yield from (f"rank {trace.rank}: {text}" for text, holds in _without_partial(trace) if holds)
+    marks = zip(*(trace.steps.marks for trace in traces), strict=False)
+    took_s = [max(stop - start for start, stop in of_ranks) / 1e6 for of_ranks in marks]
+    skipped = 0 if traces[0].window.get("warm") else outlying_first(took_s)
+    for trace in traces:
+        trace.steps = trace.steps.part(skipped, len(trace.steps.marks))
+    if skipped:
+        longest, usual = map(format_seconds, (max(took_s[:skipped]), median(took_s[skipped:])))
+        why = f"up to {longest}, later ones {usual}: warm-up or compilation"
+        yield f"left out of all figures: the first {plural(skipped, 'step')} ({why})"
+
+
+def _without_partial(trace: RankTrace) -> list[tuple[str, bool]]:
+    """Takes from its steps those that are not whole, as the recording says, else by what they hold. Returns notes, each
+    with whether it holds."""
+    steps, had = trace.steps, len(trace.steps.marks)
+    asked, recorded = (whole(trace.window.get(key)) or 0 for key in ("asked", "whole"))
+    # Unknown ones may have been launched before the trace began.
+    issued = [call.issued for call in trace.calls if call.collective != UNKNOWN]
+    calls = Counter(steps.places(issued).tolist())
+    works = [calls[place] + bool(len(within(trace.compute, *mark))) for place, mark in enumerate(steps.marks)]
+    begin, end = (0, min(max(recorded, 1), had)) if asked else whole_steps(works)
+    trace.steps = steps.part(begin, end)
+    few = f"{recorded} of the {asked} steps asked for were recorded: {told(trace.window.get('why'))}"
+    partial = f"a partial step, the {'first' if begin else 'last'}, is left out of all figures"
+    unmarked = "the first step has no mark of its begin and is left out of all figures"
+    return [(few, recorded < asked), (unmarked, steps.left_out > 0), (partial, end - begin < had)]
+
+
 def messages_of(calls: Iterable[Call]) -> Intervals:
     """When any of them was under way."""
     return union(intervals((call.start, call.end) for call in calls))
@@ -134,33 +176,51 @@ def messages_of(calls: Iterable[Call]) -> Intervals:
 
 def _rank_job(trace: RankTrace, together: Together, first: RankTrace) -> RankJob:
     messages = messages_of(trace.calls)
-    whole = asdict(_parts(trace, messages, *trace.span))
-    by_dim = group_by(trace.calls, lambda call: call.group.mesh_dim)
+    spanned = asdict(_parts(trace, messages, *trace.span))
     known = trace.rank not in together.apart
     shift, error = (of.get(trace.rank) if known else None for of in (together.shift_us, together.error_us))
-    durations = [end - start for start, end in trace.steps.host]
+    each_step = tuple(_parts(trace, messages, *mark) for mark in trace.steps.marks)
     return RankJob(
         rank=trace.rank,
         source=trace.source,
         host=trace.host,
         device=trace.device,
-        steps=len(durations),
+        steps=len(each_step),
+        left_out=trace.steps.left_out,
         steps_by=trace.steps.by,
-        step_s=median(durations) / 1e6 if durations else None,
-        span_s=whole.pop("step_s"),
-        **whole,
-        each_step=tuple(_parts(trace, messages, *mark) for mark in trace.steps.marks),
-        dims=tuple(_of_dim(trace, dim, calls) for dim, calls in sorted(by_dim.items())),
+        step_s=fmean(step.step_s for step in each_step) if each_step else None,
+        span_s=spanned.pop("step_s"),
+        **spanned,
+        each_step=each_step,
+        dims=_dims(trace, together),
         clock_off_s=0.0 if shift is None else (shift + first.zero_us - trace.zero_us) / 1e6,
         clock_error_s=None if error in (None, float("inf")) else error / 1e6,
     )
 
 
-def _of_dim(trace: RankTrace, dim: str, calls: Sequence[Call]) -> DimParts:
-    marks = trace.steps.marks or (trace.span,)
-    own = within(messages_of(calls), marks[0][0], marks[-1][1])
-    exposed_s = length(difference(own, trace.compute)) / 1e6
-    return DimParts(mesh_dim=dim, communication_s=length(own) / 1e6, exposed_s=exposed_s)
+def _dims(trace: RankTrace, together: Together) -> tuple[DimParts, ...]:
+    by_dim = group_by(enumerate(trace.calls), lambda numbered: numbered[1].group.mesh_dim)
+    steps = union(intervals(trace.steps.marks or (trace.span,)))
+    rows, exposed = [], list[Intervals]()
+    for dim, calls in sorted(by_dim.items()):
+        messages = messages_of(call for _, call in calls)
+        messages = difference(messages, difference(messages, steps))
+        known = [(call, together.moving_us.get((trace.rank, at))) for at, call in calls]
+        waits = union(intervals((call.start, call.end - us) for call, us in known if us is not None))
+        uncovered = difference(messages, trace.compute)
+        moving = difference(uncovered, waits)
+        exposed += [difference(uncovered, moving), moving]
+        rows.append((dim, length(messages) / 1e6, any(us is not None for _, us in known)))
+    exposed_s = [us / 1e6 for us in shares(exposed)]
+    return tuple(
+        DimParts(
+            mesh_dim=dim,
+            communication_s=took_s,
+            exposed_s=wait_s + move_s,
+            waiting_s=wait_s if waits else None,
+        )
+        for (dim, took_s, waits), wait_s, move_s in zip(rows, exposed_s[::2], exposed_s[1::2], strict=True)
+    )
 
 
 def _parts(trace: RankTrace, messages: Intervals, start: float, end: float) -> StepParts:
@@ -192,12 +252,12 @@ def _kind(call: Call) -> CallKind:
 
 def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
     # Steps and calls by when the host began them: the GPU runs behind.
-    edges = np.array(trace.steps.host).reshape(-1, 2)
-    issued = np.array([call.issued for call in trace.calls])
-    begun, over = (np.searchsorted(edges[:, side], issued, side="right") for side in (0, 1))
+    in_steps = trace.steps.places([call.issued for call in trace.calls]) >= 0
     alike = group_by(range(len(trace.calls)), lambda at: _kind(trace.calls[at]))
     rows = []
-    for kind, which in alike.items():
+    for kind, all_places in alike.items():
+        stepped = [at for at in all_places if in_steps[at]]
+        which = stepped or all_places
         calls = [trace.calls[at] for at in which]
         seconds = [(call.end - call.start) / 1e6 for call in calls]
         moving = [us for at in which if (us := together.moving_us.get((trace.rank, at))) is not None]
@@ -205,12 +265,13 @@ def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
         row = Collective(
             rank=trace.rank,
             **asdict(kind),
-            count=len(calls),
-            in_steps=int((begun[which] > over[which]).sum()) if len(edges) else None,
+            count=len(all_places),
+            in_steps=len(stepped) if trace.steps.host else None,
+            timed=len(which),
             time_s=sum(seconds),
             median_s=median(seconds),
             best_s=min(seconds),
-            moving_s=median(moving) / 1e6 if len(moving) == len(calls) else None,
+            moving_s=fmean(moving) / 1e6 if len(moving) == len(calls) else None,
             busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)),
             asked_by=tuple(asker for asker, _ in askers.most_common(_MOST_ASKERS)),
         )

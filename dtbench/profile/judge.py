@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from statistics import median
+from statistics import fmean, median
 from typing import Literal
 
 from msgspec.structs import replace
@@ -12,14 +12,21 @@ from msgspec.structs import replace
 from dtbench.comparison.references import System
 from dtbench.comparison.runs import MIN_LAUNCHES, ONE_LAUNCH, judge_launches
 from dtbench.cost.price import estimate
-from dtbench.records.job import Job, RankJob
+from dtbench.records.job import Job
 from dtbench.records.judged import Verdict
-from dtbench.records.judged_job import CallChange, CallKind, Judgement, LinkRow, TimeChange, Worth
+from dtbench.records.judged_job import CallChange, CallKind, Judgement, LateRank, LinkRow, TimeChange, Worth
 from dtbench.records.topology import CalibratedTopology
 from dtbench.suite.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_size
 from dtbench_core.cost.ring import RING_COLLECTIVES, busbw_factor
+
+# Lateness is the cause of the others' exposed communication where it is at least so much of it, and so much of a step.
+# Set, not fitted.
+LATE_SHARE, LEAST_LATE = 0.5, 0.05
+ABOVE_CALIBRATED = (
+    "above 100%: measured in other bursts or under other load than the job's, so the two cannot be compared"
+)
 
 Topology = CalibratedTopology | Sequence[System]  # of public systems each has one number of ranks
 
@@ -28,11 +35,7 @@ def judged(job: Job, topology: Topology | None = None, bases: Sequence[Job] = ()
     """All that can be said of a job. bases: recordings that it is compared with. Raises: as `changes`."""
     links = () if topology is None else beside_links(job, topology)
     changed = changes(bases, [job]) if bases else Judgement(EXIT_OK)
-    return replace(changed, links=links, worth=worth(job, links))
-
-
-def _median(rank: RankJob, part: str) -> float:
-    return float(median(getattr(step, part) for step in rank.each_step))
+    return replace(changed, links=links, worth=worth(job, links), late=late_ranks(job))
 
 
 def beside_links(job: Job, topology: Topology) -> tuple[LinkRow, ...]:
@@ -40,9 +43,10 @@ def beside_links(job: Job, topology: Topology) -> tuple[LinkRow, ...]:
     rows = []
     for kind, calls in group_by(job.collectives, CallKind.of).items():
         moving = [call.moving_s for call in calls if call.moving_s]
-        time_s = median(moving) if moving else min(call.best_s for call in calls)
+        time_s = fmean(moving) if moving else min(call.best_s for call in calls)
         reached_s, beside, doubts = _reached(kind, topology)
         share = reached_s / time_s if reached_s and time_s else None
+        doubts = ", ".join(filter(None, (doubts, ABOVE_CALIBRATED * bool(share and share > 1))))
         busbw = share and (kind.bytes or 0) * busbw_factor(kind.collective, kind.group_size or 1) / time_s
         count = sum(call.count for call in calls)
         rows.append(LinkRow(kind, count, time_s, bool(moving), busbw, beside, reached_s, share, doubts))
@@ -81,34 +85,61 @@ def _reached(kind: CallKind, topology: Topology) -> tuple[float | None, str, str
 
 
 def worth(job: Job, links: Sequence[LinkRow]) -> tuple[Worth, ...]:
-    """What each mesh dim could give back of a step of the rank whose steps are longest: bounds, for what waits less
-    here may wait more there. All waiting of the trace is taken for that of its steps.
-    hidden, links: no more than is exposed; never below the rank's computation, which is taken to stay as it is.
-    links: a call saves its time less what is reached; waits stay; a call without anything beside it saves nothing.
-    on time: the rank waits for no other, and where it was last it comes with the median of the others; never below the
-    median computation of all ranks, for who is late may compute more. Needs waits.
-    """
-    timed = [rank for rank in job.ranks if rank.each_step and _median(rank, "step_s")]
-    slowest = sorted(timed, key=lambda rank: _median(rank, "step_s"))[-1:]
+    """Bounds for each mesh dim of the rank whose communication is exposed the longest; what waits less here may wait
+    more there. A call saves at most its time less what links reach; one without anything beside it saves nothing."""
+    timed = [rank for rank in job.ranks if rank.each_step and rank.mean_step.step_s]
     rows: list[Worth] = []
-    for rank, dim in ((one, dim) for one in slowest for dim in one.dims):
-        name, steps, step_s = str(rank.rank), len(rank.each_step), _median(rank, "step_s")
-        room_s = step_s - _median(rank, "computation_s")
-        exposed_s = max(0.0, min(dim.exposed_s / steps, _median(rank, "exposed_s"), room_s))
-        saved: dict[Literal["hidden", "links", "on time"], float] = {"hidden": exposed_s}
+    for rank in sorted(timed, key=lambda rank: rank.mean_step.exposed_s)[-1:]:
+        steps, step_s = len(rank.each_step), rank.mean_step.step_s
         excess_s = {row.kind: max(0.0, row.time_s - row.reached_s) for row in links if row.reached_s}
-        calls = [call for call in job.collectives if (call.rank, call.mesh_dim) == (rank.rank, dim.mesh_dim)]
-        if beside := [
-            call.stepped * excess_s[CallKind.of(call)] for call in calls if CallKind.of(call) in excess_s
-        ]:
-            saved["links"] = min(sum(beside) / steps, exposed_s)
-        if waits := [of for of in job.waits if of.mesh_dim == dim.mesh_dim and name in of.waiting_s]:
-            waited_s = sum(of.waiting_s[name] for of in waits) / steps
-            late_s = sum(of.last.get(name, 0) * of.late_s.get(name, 0.0) for of in waits) / steps
-            room_s = step_s - median(_median(one, "computation_s") for one in timed)
-            saved["on time"] = max(0.0, min(min(waited_s, exposed_s) + late_s, room_s))
-        rows += [Worth(dim.mesh_dim, what, rank.rank, step_s, s, s / step_s) for what, s in saved.items()]
+        calls = group_by(
+            (call for call in job.collectives if call.rank == rank.rank), lambda call: call.mesh_dim
+        )
+        for dim in rank.dims:
+            exposed_s, waited_s = dim.exposed_s / steps, (dim.waiting_s or 0.0) / steps
+            saved: dict[Literal["hidden", "links", "on time"], float] = {"hidden": exposed_s}
+            kinds = [(CallKind.of(call), call.stepped) for call in calls.get(dim.mesh_dim, ())]
+            if beside := [count * excess_s[kind] for kind, count in kinds if kind in excess_s]:
+                saved["links"] = min(sum(beside) / steps, max(0.0, exposed_s - waited_s))
+            if dim.waiting_s is not None:
+                saved["on time"] = waited_s
+            rows += [Worth(dim.mesh_dim, what, rank.rank, step_s, s, s / step_s) for what, s in saved.items()]
     return tuple(rows)
+
+
+def late_ranks(job: Job) -> tuple[LateRank, ...]:
+    """The ranks whose lateness is most of the exposed communication of the others, the latest first.
+
+    A late rank spends more of its step than the others outside exposed communication, and comes last more often than by
+    chance: a rank that waits for it over one dim may come last over another, but its own work takes no longer.
+    """
+    means, found = {rank.rank: rank.mean_step for rank in job.ranks if rank.each_step}, list[LateRank]()
+    for rank, step in means.items():
+        others = [parts for number, parts in means.items() if number != rank]
+        # A rank takes part in the collectives of its own group, of all groups over the dim.
+        lasts = [
+            (
+                w.last.get(f"{rank}", 0) * len({*w.waiting_s, *w.last}) / (w.calls * w.group_size),
+                w.group_size,
+                w.mesh_dim,
+            )
+            for w in job.waits
+            if w.calls
+        ]
+        share, size, dim = max(lasts, default=(0.0, 1, ""))
+        if not others or share <= 1 / size:
+            continue
+        late_s = step.step_s - step.exposed_s - median(parts.step_s - parts.exposed_s for parts in others)
+        if late_s < max(LATE_SHARE * median(parts.exposed_s for parts in others), LEAST_LATE * step.step_s):
+            continue
+        parts = ("host_bound", "computation", "idle", "copy")
+        longer_s = (
+            (getattr(step, f"{part}_s") or 0.0) - median(getattr(of, f"{part}_s") or 0.0 for of in others)
+            for part in parts
+        )
+        part = next((part for part, s in zip(parts, longer_s, strict=True) if s >= late_s / 2), "")
+        found.append(LateRank(rank, late_s, part, dim, min(share, 1.0)))
+    return tuple(sorted(found, key=lambda late: -late.late_s))
 
 
 def changes(bases: Sequence[Job], heads: Sequence[Job]) -> Judgement:
@@ -159,10 +190,25 @@ def _calls(*sides: Sequence[Mapping[tuple[CallKind, int], float]]) -> list[CallC
 
 
 def _times(bases: Sequence[Job], heads: Sequence[Job], ranks: Set[int]) -> Iterator[TimeChange]:
-    sides = [[[rank for rank in job.ranks if rank.rank in ranks] for job in side] for side in (bases, heads)]
-    for part in ("step_s", "computation_s", "exposed_s", "idle_s"):
-        at = -1 if part == "step_s" else len(ranks) // 2
-        base, head = ([sorted(_median(rank, part) for rank in job)[at] for job in side] for side in sides)
-        verdict, why, effect = judge_launches(base, head)
+    """A part of a step is judged by what it adds to a step of the base: how far parts alone differ between launches of
+    one build is unknown."""
+    sides = [[_figures(job, ranks) for job in side] for side in (bases, heads)]
+    usual_s = median(figures["step_s"] for figures in sides[0])
+    for part in dict.fromkeys(part for side in sides for figures in side for part in figures):
+        base, head = ([figures.get(part, 0.0) for figures in side] for side in sides)
+        beside_s = 0.0 if part == "step_s" else usual_s
+        verdict, why, effect = judge_launches([s + beside_s for s in base], [s + beside_s for s in head])
         why = f"cannot tell: one launch each, record {MIN_LAUNCHES} a side" if why == ONE_LAUNCH else why
         yield TimeChange(part, verdict, why, median(base), median(head), effect)
+
+
+def _figures(job: Job, ranks: Set[int]) -> dict[str, float]:
+    """The parts of a step, means over the ranks, and for each dim the lateness per step of the rank that adds most."""
+    means = [rank.mean_step for rank in job.ranks if rank.rank in ranks]
+    parts = ("step_s", "computation_s", "exposed_s", "idle_s")
+    figures = {part: fmean(getattr(step, part) for step in means) for part in parts}
+    steps = max(len(rank.each_step) for rank in job.ranks)
+    for waits in job.waits:
+        late_s = ((count * waits.late_s.get(rank, 0.0) / steps, rank) for rank, count in waits.last.items())
+        figures |= {f"lateness of rank {rank} over {waits.mesh_dim}": s for s, rank in sorted(late_s)[-1:]}
+    return figures

@@ -78,7 +78,9 @@ class Op(NamedTuple):
 @dataclass
 class RankTrace:
     """What a trace comes to. compute, copies: united. launched: (start of a kernel, when the host launched it), by
-    start. notes: what was left out or is not told."""
+    start. window: the steps that dtbench was to record ("asked"), those that have an end ("whole"), and "why" it ended;
+    "warm": the trace is of a case of a suite, whose first iterations are no warm-up.
+    notes: what was left out or is not told."""
 
     rank: int
     world_size: int
@@ -95,6 +97,7 @@ class RankTrace:
     span: tuple[float, float] = (0.0, 0.0)
     steps: Steps = field(default_factory=Steps)
     on_gpu: bool = False
+    window: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -232,8 +235,9 @@ class _RankReader:
             what = f"{self.trace.path} holds no event with a time"
             raise UnreadableRunError(f"{what}, expected a profiler's trace")
         header = self.trace.header
-        info, ours = (
-            of if isinstance(of := header.get(key), dict) else {} for key in ("distributedInfo", "dtbench")
+        info, ours, window = (
+            of if isinstance(of := header.get(key), dict) else {}
+            for key in ("distributedInfo", "dtbench", "dtbench_window")
         )
         on_gpu = bool(self._kernels.ts or self._messages)
         if not on_gpu:
@@ -249,6 +253,7 @@ class _RankReader:
             host=told(ours.get("host", header.get("host_name", ""))),
             device=told(ours.get("device", "")),
             on_gpu=on_gpu,
+            window=window,
         )
         launched = self._launched() if on_gpu else None
         if launched is not None:

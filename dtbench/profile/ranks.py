@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 from typing import Any, NoReturn
 
 from msgspec import structs
@@ -110,6 +110,9 @@ class RankRecording(CollectiveSchedule):
                 with record_function(f"ProfilerStep#{number}"):
                     self._iterate()
             profiler.add_metadata_json("dtbench", about())
+            profiler.add_metadata_json(
+                "dtbench_window", f'{{"asked": {count}, "whole": {count}, "warm": true}}'
+            )
         with scratch() as folder:
             path = folder / "trace.json.gz"
             profiler.export_chrome_trace(str(path))
@@ -184,12 +187,11 @@ class RankProfile:
         return EXIT_CASE_FAILED if self._failed else EXIT_OK
 
     def _section(self, number: int, ranks: Sequence[Recorded]) -> Section:
-        label, plain_us, profiled_us = ranks[0].label, [one.plain_us for one in ranks], []
+        label = ranks[0].label
         name = re.sub(r"[^A-Za-z0-9_.+=]+", "-", f"{number} {label}")[:_LONGEST_NAME].strip("-") + "-"
         for trace in (one.trace for one in ranks):
             trace.source = f"{name if len(self._recorded) > 1 else ''}rank{trace.rank}.json.gz"
             trace.calls = list(_calls(trace, self._mesh))
-            profiled_us.append([end - start for start, end in trace.steps.host])
         job = job_of([one.trace for one in ranks], label)
 
         def kept(rows: Iterable[Any]) -> tuple[Any, ...]:
@@ -197,8 +199,10 @@ class RankProfile:
 
         of_ranks = tuple(structs.replace(rank, dims=kept(rank.dims)) for rank in job.ranks)
         job = structs.replace(job, ranks=of_ranks, collectives=kept(job.collectives), waits=kept(job.waits))
-        plain, profiled = (median(map(max, zip(*us, strict=True))) for us in (plain_us, profiled_us))
-        return Section(job=job, plain_us=plain, profiled_us=profiled)
+        plain_us = max(fmean(rank.plain_us) for rank in ranks)
+        return Section(
+            job=job, plain_us=plain_us, profiled_us=max((rank.step_s or 0.0) * 1e6 for rank in job.ranks)
+        )
 
 
 def _calls(trace: RankTrace, mesh: Mesh) -> Iterator[Call]:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dtbench.profile.communication import Call
 
@@ -18,18 +20,28 @@ _PROFILER = "ProfilerStep#"
 _NO_STEP = re.compile(
     r"^(?:nccl|gloo|c10d|dtbench:|record_param|DistributedDataParallel|FSDP|enumerate|## |Optimizer\.zero|\[|Backward)"
 )
+_REPETITION = "repetition"
 _OPTIMIZER = "Optimizer.step#"
+# A first step that takes more than this times a usual one is of warm-up or compilation. Set, not fitted.
+OUTLYING = 2.0
 _COVERS = 0.5  # an annotation that is a step covers at least so much of the time from its first to its last
 
 
 @dataclass(frozen=True)
 class Steps:
-    """by: what told them. host: (start, end) as marked; marks: the same on the device, from the first kernel that a
-    step launched to that of the next. us."""
+    """The steps of a trace, us.
+
+    Attributes:
+        by: what told them.
+        host: (start, end) as marked.
+        marks: the same on the device, from the first kernel that a step launched to that of the next.
+        left_out: how many others the trace has.
+    """
 
     by: str = ""
     host: tuple[tuple[float, float], ...] = ()
     marks: tuple[tuple[float, float], ...] = ()
+    left_out: int = 0
 
     @property
     def longest_us(self) -> float | None:
@@ -37,6 +49,41 @@ class Steps:
         if len(self.marks) < 2:
             return None
         return max(end - start for start, end in (*self.host, *self.marks))
+
+    def part(self, begin: int, end: int) -> Steps:
+        """The steps from one place to another."""
+        left_out = self.left_out + len(self.marks) - len(self.marks[begin:end])
+        return replace(self, host=self.host[begin:end], marks=self.marks[begin:end], left_out=left_out)
+
+    def places(self, times: Sequence[float]) -> NDArray[np.int64]:
+        """For each time of the host the place of the step that it lies in; -1 where it lies in none."""
+        edges = np.array(self.host).reshape(-1, 2)
+        begun, over = (np.searchsorted(edges[:, side], times, side="right") for side in (0, 1))
+        return np.where(begun > over, begun - 1, -1)
+
+    def hold(self, times: Sequence[float]) -> NDArray[np.bool_]:
+        """Whether each time of the host lies in a step. Without steps all do. After the last repetition one more
+        begins, whose end is unknown."""
+        after = np.array(times) >= (self.host[-1][1] if self.host else -np.inf)
+        return (self.places(times) >= 0) | (after & (self.by in ("", _REPETITION)))
+
+
+def outlying_first(durations: Sequence[float]) -> int:
+    """Returns how many of the first steps take more than `OUTLYING` times a usual one of the later half."""
+    usual = median_low(durations[len(durations) // 2 :] or [0.0])
+    return next((place for place, took in enumerate(durations) if took <= OUTLYING * usual), 0)
+
+
+def whole_steps(counts: Sequence[int]) -> tuple[int, int]:
+    """Returns from where to where steps are whole.
+
+    Args:
+        counts: the calls of each step. A first or last one with fewer than all others is partial; of two that have
+            some, neither is.
+    """
+    begin = len(counts) > 2 and counts[0] < min(counts[1:])
+    ends_early = len(counts) > 1 and counts[-1] < min(counts[:-1]) and (len(counts) > 2 or not counts[-1])
+    return int(begin), len(counts) - ends_early
 
 
 def steps_of(
@@ -50,11 +97,13 @@ def steps_of(
     if not marked:
         by, marked = _repeated(annotations)
     if not marked:
-        by, marked = "repetition", _by_calls(calls)
+        by, marked = _REPETITION, _by_calls(calls)
     if not marked:
         return Steps()
     host = tuple(marked)
-    return Steps(by, host, host if launches is None else _on_device(host, launches))
+    marks = host if launches is None else _on_device(host, launches)
+    # The first step of an optimizer has no mark of its begin.
+    return Steps(by, host, marks, int(by.startswith(_OPTIMIZER)))
 
 
 def _on_device(host: tuple[tuple[float, float], ...], launches: Any) -> tuple[tuple[float, float], ...]:

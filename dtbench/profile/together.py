@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -134,6 +134,7 @@ def _find_waits(
 ) -> None:
     by_rank = {trace.rank: trace for trace in traces}
     dims: dict[tuple[str, int], _DimWaits] = {}
+    is_counted = {trace.rank: trace.steps.hold([call.issued for call in trace.calls]) for trace in traces}
     for of in joined.values():
         calls = {rank: by_rank[rank].calls[index] for rank, index in of.items()}
         call = next(iter(calls.values()))
@@ -145,7 +146,8 @@ def _find_waits(
             shift = together.shift_us[rank]
             moving = calls[rank].end + shift - max(last_at, calls[rank].start + shift)
             together.moving_us[rank, index] = max(moving, 0.0)
-        if call.collective in (*_END_TOGETHER, "broadcast"):
+        is_waited_in = call.collective in (*_END_TOGETHER, "broadcast")
+        if is_waited_in and all(is_counted[rank][index] for rank, index in of.items()):
             dims.setdefault((call.group.mesh_dim, len(of)), _DimWaits()).add(arrivals, calls, together)
     together.waits = [of.record(*dim) for dim, of in sorted(dims.items())]
 
@@ -179,6 +181,6 @@ class _DimWaits:
             waiting_s={str(rank): us / 1e6 for rank, us in sorted(self.waiting_us.items())},
             moving_s=self.moving_us / 1e6,
             last={str(rank): len(us) for rank, us in sorted(self.late_us.items())},
-            late_s={str(rank): median(us) / 1e6 for rank, us in sorted(self.late_us.items())},
+            late_s={str(rank): fmean(us) / 1e6 for rank, us in sorted(self.late_us.items())},
             unclear=self.unclear,
         )

@@ -6,6 +6,7 @@ All times are seconds. Intervals are united before they are added up: two kernel
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -29,25 +30,43 @@ class StepParts(Struct, frozen=True, kw_only=True):
 
 
 class DimParts(Struct, frozen=True, kw_only=True):
-    """Communication of one rank over one mesh dim, from its first step to the end of its last; of the whole trace
-    where it has no steps."""
+    """Communication of one rank over one mesh dim: the sum over its `each_step`; of the whole trace where it has none.
+
+    Attributes:
+        mesh_dim: its name.
+        communication_s: while calls over it were under way.
+        exposed_s: of that what no computation covers. Time that several dims expose at once counts for each in equal
+            parts, so that the dims add up to the rank's exposed communication.
+        waiting_s: of exposed_s the wait for the last rank; None where no call shows it.
+    """
 
     mesh_dim: str
     communication_s: Amount
     exposed_s: Amount
+    waiting_s: Amount | None = None
 
 
 class RankJob(Struct, frozen=True, kw_only=True):
-    """One rank's trace. steps: how many, and steps_by: what they were told by ("ProfilerStep#", an annotation's name,
-    "repetition", or "" where there are none). step_s: their median. The sums are over the whole trace (`span_s`), also
-    outside steps. each_step: in order. clock_off_s: what was added to its clock, +- clock_error_s. source: the file's
-    name."""
+    """The trace of one rank.
+
+    Attributes:
+        source: the file's name.
+        steps: how many steps the figures are of, the same on all ranks.
+        left_out: further steps of the trace, of which no figure is: partial ones, and first ones that took far longer.
+        steps_by: what told them: "ProfilerStep#", an annotation's name, "repetition", "" where there are none.
+        step_s: their mean.
+        span_s: of the whole trace, as the sums that follow: also outside steps.
+        each_step: the steps of the figures, in order.
+        dims: communication in these steps, by mesh dim.
+        clock_off_s: what was added to its clock, +- clock_error_s.
+    """
 
     rank: Count
     source: str = ""
     host: str = ""
     device: str = ""
     steps: Count = 0
+    left_out: Count = 0
     steps_by: str = ""
     step_s: Amount | None = None
     span_s: Amount = 0.0
@@ -62,6 +81,18 @@ class RankJob(Struct, frozen=True, kw_only=True):
     clock_off_s: Real = 0.0
     clock_error_s: Amount | None = None
 
+    @property
+    def mean_step(self) -> StepParts:
+        """The mean of its steps, whose parts add up as those of one step do; without steps its whole trace."""
+        names = StepParts.__struct_fields__
+        parts = self.each_step or [
+            StepParts(step_s=self.span_s, **{name: getattr(self, name) for name in names[1:]})
+        ]
+        given = {
+            name: [value for part in parts if (value := getattr(part, name)) is not None] for name in names
+        }
+        return StepParts(**{name: fmean(values) for name, values in given.items() if values})
+
 
 class Collective(Struct, frozen=True, kw_only=True):
     """Calls of one rank that agree in all but time.
@@ -69,10 +100,11 @@ class Collective(Struct, frozen=True, kw_only=True):
     collective: nccl-tests' name ("all_reduce", ...), "send", "recv", or "unknown" where the trace does not say which.
     mesh_dim: as the program's DeviceMesh names it, "group of 8" where it has no name, "unknown group".
     group_size, dtype ("float32"), bytes (per call: the larger of what goes in and comes out): None where the trace does
-    not say. count: calls; in_steps: those of them that were issued within a step, None where no steps are told.
-    time_s: of all of them together; median_s, best_s: of one. busbw: bytes/s, of all of them.
-    moving_s: median of what is left of a call without the wait for the last rank, where all ranks of its group are
-    there. asked_by: the ops that asked for them, the most frequent first.
+    not say. count: calls of the trace; in_steps: those that were issued within a step of the figures, None without
+    steps. timed: the number of calls that the times sum up, in steps where there are any; None: all. time_s: of
+    them together; median_s, best_s: of one. busbw: bytes/s, by their mean. moving_s: mean of what is left of a call
+    without the wait for the last rank, where all ranks of its group are there. asked_by: the ops that asked for them,
+    the most frequent first.
     """
 
     rank: Count
@@ -83,6 +115,7 @@ class Collective(Struct, frozen=True, kw_only=True):
     bytes: Count | None = None
     count: Count
     in_steps: Count | None = None
+    timed: Count | None = None
     time_s: Amount
     median_s: Amount
     best_s: Amount
@@ -95,13 +128,18 @@ class Collective(Struct, frozen=True, kw_only=True):
         """Calls of steps; all where none are told."""
         return self.count if self.in_steps is None else self.in_steps
 
+    @property
+    def each_s(self) -> float:
+        """Mean seconds of a call."""
+        return self.time_s / (self.timed or self.count or 1)
+
 
 class Waits(Struct, frozen=True, kw_only=True):
-    """Who waits for whom in the collectives over one mesh dim that all ranks of their group show.
+    """Waiting times in the collectives over one mesh dim that all ranks of their group show, within steps.
 
     calls: so many. waiting_s: rank -> what it spent waiting for the last one; moving_s: from the last arrival to the
     end, of all calls. last: rank -> how often it came last by more than the clocks' error; late_s: rank -> by how much
-    then, median, behind the median of the others. unclear: how often the clocks cannot tell.
+    then, mean, behind the median of the others. unclear: how often the clocks cannot tell.
     """
 
     mesh_dim: str

@@ -9,7 +9,7 @@ from msgspec import Struct
 from dtbench.records.job import Collective
 from dtbench.records.judged import Change, Verdict
 from dtbench.suite.fields import Amount, Count
-from dtbench.text.units import format_bytes, format_ratio, format_size
+from dtbench.text.units import format_bytes, format_ratio, format_seconds, format_size
 
 
 class CallKind(Struct, frozen=True):
@@ -30,7 +30,7 @@ class CallKind(Struct, frozen=True):
 
 
 class LinkRow(Struct, frozen=True):
-    """Calls of all ranks beside what links reach without the job. time_s: of one, `moving`: the median without the wait
+    """Calls of all ranks beside what links reach without the job. time_s: of one, `moving`: the mean without the wait
     for the last rank, else the shortest, which may hold some wait. reached_s: by `beside`, a dim of a topology or a
     public system. share: of its bandwidth. doubts: how that was extrapolated, or why there is none."""
 
@@ -46,8 +46,17 @@ class LinkRow(Struct, frozen=True):
 
 
 class Worth(Struct, frozen=True):
-    """What at most would be saved of a step of `rank`, which has the longest, if: its communication over the dim were
-    "hidden", its "links" ran as without the job, the last rank came "on time"."""
+    """Upper bound on the time saved per step on `rank`, whose communication is exposed the longest.
+
+    Attributes:
+        mesh_dim: the dim whose communication would improve.
+        what: "hidden": computation covers all of it; "links": its links reach what they reach without the job;
+            "on time": no rank waits for the last one.
+        rank: the rank.
+        step_s: its mean step.
+        saved_s: "hidden": its exposed communication over the dim, to which the two others add up at most.
+        share: saved_s / step_s.
+    """
 
     mesh_dim: str
     what: Literal["hidden", "links", "on time"]
@@ -55,6 +64,33 @@ class Worth(Struct, frozen=True):
     step_s: Amount
     saved_s: Amount
     share: Amount
+
+
+class LateRank(Struct, frozen=True):
+    """A rank that the others wait for because its own work takes longer.
+
+    Attributes:
+        rank: its number.
+        late_s: its step without exposed communication, less the median of that of the other ranks; seconds.
+        part: the part of its step that makes at least half of that: "computation", "copy", "idle", "host_bound" (idle
+            because the host had not launched the next kernel), or "".
+        mesh_dim: the dim over which it came last most often.
+        last: in which share of its own group's collectives it did.
+    """
+
+    rank: Count
+    late_s: Amount
+    part: str
+    mesh_dim: str
+    last: Amount
+
+    def __str__(self) -> str:
+        doing = {"computation": "computes", "copy": "copies", "idle": "is idle", "": "works"}
+        why = doing.get(self.part, "is idle, waiting for its host to launch kernels,")
+        return (
+            f"rank {self.rank} is late by {format_seconds(self.late_s)} a step: it {why} longer than the others. "
+            f"They wait for it: it came last in {self.last:.0%} of its collectives over {self.mesh_dim}"
+        )
 
 
 class Needed(Struct, frozen=True, kw_only=True):
@@ -90,7 +126,15 @@ class CallChange(Struct, frozen=True):
 
 
 class TimeChange(Struct, frozen=True):
-    """A part of a step, as `StepParts` names it: of step_s the slowest rank's, else the median rank's."""
+    """A part of a step in base and in head, the mean over steps and ranks.
+
+    Attributes:
+        part: as `StepParts` names it, or "lateness of rank 2 over dp", which is per step, too.
+        verdict: slower or faster where the part, all else unchanged, makes a step so.
+        why: the reason.
+        base_s, head_s: the medians over recordings.
+        effect: head over base of such a step.
+    """
 
     part: str
     verdict: Verdict
@@ -102,7 +146,8 @@ class TimeChange(Struct, frozen=True):
 
 class Judgement(Struct, frozen=True):
     """All that is said of a job. calls, times: what differs from others on `ranks`. exit_code: 1 where calls differ or
-    a time is slower, else 0: times that show nothing fail nothing, and links are no gate."""
+    a time is slower, else 0: times that show nothing fail nothing, and links are no gate. late: the ranks that cause
+    most of the exposed communication of the others, by waiting; the latest first."""
 
     exit_code: Count
     links: tuple[LinkRow, ...] = ()
@@ -111,3 +156,4 @@ class Judgement(Struct, frozen=True):
     times: tuple[TimeChange, ...] = ()
     ranks: tuple[Count, ...] = ()
     needed: tuple[Needed, ...] = ()
+    late: tuple[LateRank, ...] = ()

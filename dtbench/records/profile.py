@@ -49,7 +49,7 @@ class Calls(Struct, frozen=True, kw_only=True):
 
 class Section(Struct, frozen=True, kw_only=True):
     """An impl of a case on ranks; a step of the job is an iteration. plain_us, profiled_us: an iteration of the slowest
-    rank without and with the profiler, medians."""
+    rank without and with the profiler, means."""
 
     job: Job
     plain_us: Time

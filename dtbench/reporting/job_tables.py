@@ -1,65 +1,79 @@
 """A job in words and tables, which the terminal and the page share. Figures are per step of a rank, or of the whole
-trace where no steps are marked; over steps and ranks times are medians, calls and bytes means."""
+trace where no steps are marked; over steps and ranks they are means, so that parts add up."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence, Set
+from statistics import fmean
 
-from dtbench.records.job import Job, RankJob, StepParts
-from dtbench.records.judged_job import CallKind, Judgement
+from dtbench.records.job import Collective, Job, RankJob
+from dtbench.records.judged import Verdict
+from dtbench.records.judged_job import CallKind, Judgement, TimeChange
 from dtbench.suite.grouping import group_by
 from dtbench.text import terminal as to
 from dtbench.text.table import MISSING, Table, TableColumn
-from dtbench.text.units import format_bandwidth, format_bytes, format_seconds, plural
+from dtbench.text.units import format_bandwidth, format_bytes, format_change, format_seconds, plural
 
-MOST_RANKS, MOST_COLLECTIVES = 16, 12  # of a screenful
-_PARTS = ("step", "computation", "communication", "exposed", "idle", "host_bound")
+MOST_RANKS, MOST_COLLECTIVES, MOST_CALLS = 16, 12, 2  # of a screenful
 _WORTH = {
     "hidden": "if {}'s communication were hidden",
     "links": "if {}'s links ran as without the job",
-    "on time": "if the last rank came on time over {}",
+    "on time": "if no rank waited for the last one over {}",
 }
-
-
-def parts_of(rank: RankJob) -> StepParts:
-    """Its median step; without steps its whole trace."""
-    names = StepParts.__struct_fields__
-    whole = StepParts(step_s=rank.span_s, **{name: getattr(rank, name) for name in names[1:]})
-    middle = {name: _median(getattr(one, name) for one in rank.each_step or [whole]) for name in names}
-    return StepParts(**{name: value for name, value in middle.items() if value is not None})
 
 
 def extremes(job: Job) -> list[RankJob]:
     """As many ranks as are shown: half that came last most often or have the longest steps, half of the contrary."""
     last = sum((Counter(waits.last) for waits in job.waits), Counter[str]())
-    ranks = sorted(job.ranks, key=lambda rank: (last[str(rank.rank)], parts_of(rank).step_s))
+    ranks = sorted(job.ranks, key=lambda rank: (last[str(rank.rank)], rank.mean_step.step_s))
     half = MOST_RANKS // 2
     return sorted(ranks[:half] + ranks[half:][-half:], key=lambda rank: rank.rank)
 
 
 def headline(job: Job) -> tuple[str, str]:
-    """The share of exposed communication, the median over ranks; and a sentence on it, the steps and the ranks."""
-    parts = [parts_of(rank) for rank in job.ranks]
-    step_s, longest_s = (of(one.step_s for one in parts) for of in (median, max))
-    exposed = f"{median(one.exposed_s / (one.step_s or 1) for one in parts):.0%}"
+    """The share of exposed communication, and a sentence on it, the steps and the ranks."""
+    parts = [rank.mean_step for rank in job.ranks]
+    step_s, exposed_s = fmean(part.step_s for part in parts), fmean(part.exposed_s for part in parts)
+    exposed, longest = f"{exposed_s / (step_s or 1):.0%}", format_seconds(max(part.step_s for part in parts))
     missing = f" of {job.world_size}" if job.world_size > len(parts) else ""
     on = ", ".join(filter(None, (job.backend, job.torch and f"torch {job.torch}", job.ranks[0].device)))
-    steps = {f"{plural(rank.steps, 'step')} by {rank.steps_by}" for rank in job.ranks if rank.steps}
-    told = ", ".join(sorted(steps)) or "of the whole trace"
-    span = f"{'A step takes' if steps else 'No steps are marked; the traces span'} {format_seconds(step_s)}"
-    return exposed, (
-        f"{job.label or 'job'}: {plural(len(parts), 'rank')}{missing}{on and f' ({on})'}. {span}, the longest "
-        f"{format_seconds(longest_s)}; {exposed} of it is exposed communication ({told})."
+    steps = sorted({(rank.steps, rank.left_out, rank.steps_by) for rank in job.ranks if rank.steps})
+    told = ", ".join(
+        f"{count}{f' of {count + left_out}' * bool(left_out)} steps by {by}" for count, left_out, by in steps
     )
+    span = f"{'A step takes' if steps else 'No steps are marked; the traces span'} {format_seconds(step_s)}"
+    waited_s = [dim.waiting_s / (rank.steps or 1) for rank in job.ranks for dim in rank.dims if dim.waiting_s]
+    waited = f", {sum(waited_s) / len(parts) / (step_s or 1):.0%} waiting for the last rank" * bool(waited_s)
+    means = f"means over {told or 'the whole trace'} and all ranks"
+    return exposed, (
+        f"{job.label or 'job'}: {plural(len(parts), 'rank')}{missing}{on and f' ({on})'}. {span}, the longest rank's "
+        f"{longest}; {exposed} of it is exposed communication{waited} ({means})."
+    )
+
+
+def findings(job: Job, judgement: Judgement) -> list[str]:
+    """What to know first, the most telling first: what became slower, who is late, and the job in a sentence."""
+    slower = [row for row in judgement.times if row.verdict in (Verdict.REGRESSION, Verdict.IMPROVED)]
+    said = [*map(_change, slower), *map(str, (*judgement.calls[:MOST_CALLS], *judgement.late))]
+    return [*(f"{sentence[0].upper()}{sentence[1:]}." for sentence in said), headline(job)[1]]
+
+
+def _change(row: TimeChange) -> str:
+    ratio = f", {format_change(row.head_s / row.base_s)} than the base" if row.base_s and row.head_s else ""
+    why = f" ({row.why})" if row.why else ""
+    return f"{row.part.removesuffix('_s')}: {format_seconds(row.base_s)} → {format_seconds(row.head_s)}{ratio}{why}"
 
 
 def tables(job: Job, judgement: Judgement, *, screen: bool = False) -> list[Table]:
     """By mesh dim, by collective and by rank. screen: the costliest collectives and the extreme ranks alone."""
     shares = {row.kind: row.share for row in judgement.links}
     steps = defaultdict(lambda: 1, {rank.rank: rank.steps for rank in job.ranks if rank.steps})
-    made = _dims(job, steps, shares), _collectives(job, steps, shares, screen), _ranks(job, screen)
+    made = (
+        _dims(job, steps, {str(late.rank) for late in judgement.late}),
+        _collectives(job, steps, shares, screen),
+        _ranks(job, screen),
+    )
     return [table for table in made if table.total_rows]
 
 
@@ -71,11 +85,6 @@ def _table(what: str, job: Job, heads: Sequence[str], rows: Sequence[Sequence[st
     return Table(f"{what}, {per}", [TableColumn(head.lstrip(">"), of, head[0] == ">") for head, of in there])
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return median(there) if there else None
-
-
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
@@ -84,40 +93,48 @@ def _distinct(values: Iterable[object]) -> str:
     return ", ".join(sorted({"?" if value is None else str(value) for value in values}))
 
 
-def _dims(job: Job, steps: Mapping[int, int], shares: Mapping[CallKind, float | None]) -> Table:
-    calls = group_by(job.collectives, lambda c: c.mesh_dim)
+def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:
+    calls, ranks = group_by(job.collectives, lambda c: c.mesh_dim), len(job.ranks)
     parts = group_by(((rank, d) for rank in job.ranks for d in rank.dims), lambda of: of[1].mesh_dim)
+    step_s = sum(rank.mean_step.step_s for rank in job.ranks) or 1
     rows = []
     for dim in sorted({**calls, **parts}, key=lambda dim: -sum(d.exposed_s for _, d in parts.get(dim, ()))):
         of, timed = calls.get(dim, []), parts.get(dim, [])
-        ranks = len({c.rank for c in of}) or 1
-        row = [dim, _distinct(c.group_size for c in of)]
+        on, exposed_s = len({c.rank for c in of}), sum(d.exposed_s / steps[rank.rank] for rank, d in timed)
+        row = [dim, _last(job, dim=dim, late=late), _distinct(c.group_size for c in of)]
+        row.append(f"{on} of {ranks}" if on < ranks else "")
         row.append(f"{sum(c.stepped / steps[c.rank] for c in of) / ranks:.4g}")
         row.append(format_bytes(sum(c.stepped / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None))
         row.append(_distinct(c.dtype for c in of))
-        row.append(format_seconds(_median(d.communication_s / steps[rank.rank] for rank, d in timed)))
-        row.append(format_seconds(_median(d.exposed_s / steps[rank.rank] for rank, d in timed)))
-        row.append(_percent(_median(d.exposed_s / (_whole_s(rank) or 1) for rank, d in timed)))
+        row.append(format_seconds(sum(d.communication_s / steps[rank.rank] for rank, d in timed) / ranks))
+        row += [format_seconds(exposed_s / ranks), _percent(exposed_s / step_s)]
         largest = max((c for c in of if c.busbw), key=lambda c: c.bytes or 0, default=None)
         same = [c for c in of if largest and CallKind.of(c) == CallKind.of(largest)]
         row.append(f"{largest.collective} {format_bytes(largest.bytes)}" if largest else "")
-        row.append(format_bandwidth(_median(c.busbw for c in same)))
-        rows.append(
-            [*row, _percent(shares.get(CallKind.of(largest)) if largest else None), _last(job, dim=dim)]
-        )
-    heads = "Mesh dim,Ranks,>calls,>bytes,Dtypes,>time,>exposed,>of all,Largest,>its busbw,>of calibrated,Last mostly"
+        rows.append([*row, format_bandwidth(_busbw(same))])
+    heads = (
+        "Mesh dim,Last mostly,Ranks,On ranks,>calls,>bytes,Dtypes,>time,>exposed,>of all,Largest,>its busbw"
+    )
     return _table("Communication by mesh dim", job, heads.split(","), rows)
 
 
-def _whole_s(rank: RankJob) -> float:
-    return sum(step.step_s for step in rank.each_step) or rank.span_s
+def _each_s(calls: Sequence[Collective]) -> float:
+    """Mean seconds of a call."""
+    return sum(c.each_s * (c.timed or c.count) for c in calls) / (sum(c.timed or c.count for c in calls) or 1)
 
 
-def _last(job: Job, rank: str = "", dim: str = "") -> str:
-    """Who came last over the dim most often, or over which dims the rank did; how often and by how much."""
+def _busbw(calls: Sequence[Collective]) -> float | None:
+    """The bus bandwidth of calls of one kind, by their mean time."""
+    each_s = _each_s(calls)
+    return next((c.busbw * c.each_s / each_s for c in calls if c.busbw and each_s), None)
+
+
+def _last(job: Job, rank: str = "", dim: str = "", late: Set[str] = frozenset()) -> str:
+    """Who came last over the dim most often, of equals who is late, or over which dims the rank did; how often and by
+    how much."""
     said = []
     for of in job.waits:
-        one = rank or max(of.last, key=of.last.__getitem__, default="")
+        one = rank or max(of.last, key=lambda number: (of.last[number], number in late), default="")
         if one in of.last and dim in ("", of.mesh_dim):
             who = of.mesh_dim if rank else f"rank {one}"
             said.append(f"{who}: {of.last[one] / (of.calls or 1):.0%}, {format_seconds(of.late_s.get(one))}")
@@ -127,28 +144,43 @@ def _last(job: Job, rank: str = "", dim: str = "") -> str:
 def _collectives(
     job: Job, steps: Mapping[int, int], shares: Mapping[CallKind, float | None], screen: bool
 ) -> Table:
-    rows = []
+    rows, ranks = [], len(job.ranks)
     for kind, of in group_by(job.collectives, CallKind.of).items():
-        each_s = median(c.time_s / c.count * c.stepped / steps[c.rank] for c in of)
+        per_step_s = sum(c.each_s * c.stepped / steps[c.rank] for c in of) / ranks
+        moving = [c.moving_s for c in of if c.moving_s is not None]
         row = [kind.mesh_dim, kind.collective, kind.dtype or "", format_bytes(kind.bytes)]
-        row += [f"{median(c.stepped / steps[c.rank] for c in of):.4g}", format_seconds(each_s)]
-        row += [format_seconds(_median(getattr(c, name) for c in of)) for name in ("median_s", "moving_s")]
-        row += [format_bandwidth(_median(c.busbw for c in of)), _percent(shares.get(kind))]
-        rows.append((each_s, [*row, "" if screen else ", ".join(of[0].asked_by[:2])]))
+        row += [f"{sum(c.stepped / steps[c.rank] for c in of) / ranks:.4g}", format_seconds(per_step_s)]
+        row += [format_seconds(_each_s(of)), format_seconds(fmean(moving) if moving else None)]
+        row += [format_bandwidth(_busbw(of)), _of_calibrated(shares.get(kind))]
+        rows.append((per_step_s, [*row, "" if screen else ", ".join(of[0].asked_by[:2])]))
     shown = [row for _, row in sorted(rows, key=lambda of: -of[0])][: MOST_COLLECTIVES if screen else None]
     heads = "Mesh dim,Collective,Dtype,>Size,>calls,>time,>one call,>without waiting,>busbw,>of calibrated,Asked by"
     return _table(f"Collectives, {len(shown)} of {len(rows)} by time", job, heads.split(","), shown)
 
 
+def _of_calibrated(share: float | None) -> str:
+    return f"{share:.0%}: not comparable" if share and share > 1 else _percent(share)
+
+
 def _ranks(job: Job, screen: bool) -> Table:
     rows = []
     for rank in extremes(job) if screen else job.ranks:
-        parts = parts_of(rank)
-        row = [str(rank.rank), *(format_seconds(getattr(parts, f"{name}_s")) for name in _PARTS)]
-        row += [_percent(parts.exposed_s / (parts.step_s or 1)), _last(job, rank=str(rank.rank))]
-        rows.append([*row, "" if screen else rank.source])
-    heads = [">Rank", *(f">{name.replace('_', '-')}" for name in _PARTS), ">of step", "Last", "Trace"]
-    return _table(f"Ranks, {len(rows)} of {len(job.ranks)}", job, heads, rows)
+        step = rank.mean_step
+        alone_s = step.step_s - step.computation_s - step.exposed_s - step.idle_s
+        shown = (
+            step.step_s,
+            step.computation_s,
+            step.exposed_s,
+            step.idle_s,
+            alone_s if step.copy_s else None,
+        )
+        row = [str(rank.rank), _last(job, rank=str(rank.rank)), *map(format_seconds, shown)]
+        row += [_percent(step.exposed_s / (step.step_s or 1)), format_seconds(step.communication_s)]
+        rows.append([*row, format_seconds(step.host_bound_s), "" if screen else rank.source])
+    heads = (
+        ">Rank,Last,>step,>computation,>exposed,>idle,>copies alone,>of step,>communication,>host-bound,Trace"
+    )
+    return _table(f"Ranks, {len(rows)} of {len(job.ranks)}", job, heads.split(","), rows)
 
 
 def sentences(judgement: Judgement) -> dict[str, list[str]]:
@@ -158,10 +190,7 @@ def sentences(judgement: Judgement) -> dict[str, list[str]]:
         + _WORTH[one.what].format(one.mesh_dim)
         for one in judgement.worth
     ]
-    times = [
-        f"{one.part}: {format_seconds(one.base_s)} → {format_seconds(one.head_s)}, {one.why or one.verdict.meaning}"
-        for one in judgement.times
-    ]
+    times = [_change(row) for row in judgement.times]
     changed = [*map(str, judgement.calls), *times]
     needed = [str(one) for one in judgement.needed]
     doubted = group_by((row for row in judgement.links if row.doubts), lambda row: row.doubts)
@@ -180,7 +209,8 @@ def print_job(job: Job, judgement: Judgement) -> None:
     """A screenful; what is cut is said. Too wide a table is broken into several, of which each names its rows."""
     console = to.new_console()
     width = to.readable_width(console)
-    to.print_prose(console, headline(job)[1], width=width)
+    for sentence in findings(job, judgement):
+        to.print_prose(console, sentence, width=width)
     for table in tables(job, judgement, screen=True):
         to.print_prose(console, "")
         to.print_line(console, table.caption, "bold")

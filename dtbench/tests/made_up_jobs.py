@@ -45,7 +45,12 @@ def rank_job(rank: int, late_s: float = 0.0, **fields: Any) -> RankJob:
         "span_s": STEPS * (STEP_S + late_s),
         "each_step": tuple(parts),
         "dims": tuple(
-            DimParts(mesh_dim=dim, communication_s=STEPS * comm, exposed_s=STEPS * exposed)
+            DimParts(
+                mesh_dim=dim,
+                communication_s=STEPS * comm,
+                exposed_s=STEPS * exposed,
+                waiting_s=STEPS * exposed / 2,
+            )
             for dim, comm, exposed in dims
         ),
         "clock_error_s": 2e-6,

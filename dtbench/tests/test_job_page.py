@@ -35,7 +35,7 @@ def test_a_profile_has_a_timeline_curves_tables_and_notes(tmp_path: Path) -> Non
     assert [row[-1] for row in page.rows if row[-1].endswith(".gz")] == [f"rank{n}.json.gz" for n in range(8)]
     assert ("a", {"href": "https://ui.perfetto.dev"}) in page.tags
     assert (
-        "18% of the job is exposed communication" in page.text and "torchrun --nproc-per-node 8" in page.text
+        "17% of the job is exposed communication" in page.text and "torchrun --nproc-per-node 8" in page.text
     )
 
 

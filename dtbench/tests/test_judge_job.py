@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from dtbench.comparison.references import read_systems, systems_called
-from dtbench.profile.judge import beside_links, changes, judged, worth
-from dtbench.records.job import Collective, DimParts, Job, RankJob, StepParts, Waits
+from dtbench.profile.judge import ABOVE_CALIBRATED, beside_links, changes, judged, worth
+from dtbench.records.job import Collective, DimParts, Job, RankJob, StepParts
 from dtbench.records.judged import Verdict
 from dtbench.records.judged_job import Judgement, LinkRow
 from dtbench.records.topology import CalibratedTopology
@@ -88,7 +88,10 @@ def test_without_the_other_ranks_the_best_call_stands_for_it():
     ("changed", "doubts"),
     [
         ({"mesh_dim": "group of 4"}, "dim matched by its 4 ranks"),
-        ({"bytes": 4 * 2**30}, "extrapolated from 1 KiB to 1 GiB"),
+        (
+            {"bytes": 4 * 2**30},
+            f"extrapolated from 1 KiB to 1 GiB, {ABOVE_CALIBRATED}",
+        ),
         ({"group_size": 8}, "extrapolated from 4 ranks"),
         ({"collective": "all_gather"}, "by the ring formula"),
     ],
@@ -141,24 +144,14 @@ def test_what_links_and_hiding_would_be_worth():
     assert row.share == pytest.approx(0.3)
 
 
-def test_ranks_that_come_on_time_save_their_waits_and_their_lateness():
-    waits = Waits(
-        mesh_dim="dp",
-        group_size=2,
-        calls=100,
-        waiting_s={"0": 2.0, "1": 0.1},
-        moving_s=1.0,
-        last={"0": 5, "1": 95},
-        late_s={"0": 0.01, "1": 0.02},
-    )
-    early, late = a_rank(0, step_s=1.01), a_rank(1, computation_s=0.8)
-    # 0.2 s a step waited, and 5 times 10 ms late in 10 steps; but half of what both compute, 0.7 s, remains.
-    assert saved(a_job(ranks=(early, late), waits=(waits,)))["on time"] == 0.205
-    early = a_rank(0, step_s=0.99)
-    assert saved(a_job(ranks=(early, late), waits=(waits,)))["on time"] == 0.01 + 95 * 0.02 / 10
-    slower = a_rank(1, computation_s=0.9, step_s=1.02)
-    both = replace(waits, late_s={"0": 0.0, "1": 0.05})
-    assert saved(a_job(ranks=(early, slower), waits=(both,)))["on time"] == 1.02 - 0.75
+def test_savings_are_parts_of_what_is_exposed():
+    """Of the rank that exposes most: links and waits are two parts of it."""
+    rank = a_rank()
+    waited = replace(rank, dims=(replace(rank.dims[0], waiting_s=2.95),))
+    links = beside_links(a_job(a_call(count=1000)), the_topology())
+    job = a_job(a_call(count=1000), ranks=(a_rank(1, step_s=2.0, computation_s=1.9), waited))
+    assert saved(job, links) == {"hidden": 0.3, "links": 0.005, "on time": 0.295}
+    assert {row.rank for row in worth(job, links)} == {0}
 
 
 def test_without_steps_nothing_is_promised():
@@ -223,7 +216,17 @@ def test_steps_of_one_recording_give_no_verdict():
     step = judgement.times[0]
     assert (step.part, step.base_s, step.head_s) == ("step_s", 0.9, 1.8)
     assert step.verdict is Verdict.INCONCLUSIVE and "one launch each" in step.why
+    # Exposed communication is 5.5x: that makes the step 2x.
+    assert {row.verdict for row in judgement.times} == {Verdict.INCONCLUSIVE}
     assert judgement.exit_code == 0
+
+
+def test_changes_of_one_recording_a_side_judge_steps_beyond_launches():
+    base, head = a_job(ranks=(a_rank(step_s=0.9),)), a_job(ranks=(a_rank(step_s=3.6),))
+    slower, faster = changes([base], [head]), changes([head], [base])
+    assert [row.verdict for row in slower.times] == ["slower", "inconclusive", "slower", "inconclusive"]
+    assert "beyond the 3.2x that launches of one build have differed by" in slower.times[0].why
+    assert (slower.exit_code, faster.exit_code, faster.times[0].verdict) == (1, 0, "faster")
 
 
 def test_five_recordings_a_side_are_judged():

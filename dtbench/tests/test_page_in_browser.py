@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 
 from dtbench.cost import calibration
+from dtbench.profile.job import load_job
+from dtbench.profile.judge import judged
+from dtbench.records.topology import read_topology
 from dtbench.reporting import html as reporting
-from dtbench.tests import made_up, made_up_findings
+from dtbench.tests import made_up, made_up_findings, made_up_jobs
+
+RESULTS = Path(__file__).parents[2] / "results"
+TOPOLOGY = RESULTS / "baseline-cpu-gloo-4ranks.topology.json"
 
 REQUIRED = os.environ.get("DTBENCH_REQUIRE_CHROMIUM") == "1"
 if REQUIRED:
@@ -155,6 +161,18 @@ def test_the_committed_examples_are_short_and_legible(browser: Any, name: str) -
         assert visit.pages() <= 8
         visit.page.evaluate(UNFOLD)
         assert visit.page.evaluate(OVERLAPS) == [] and visit.messages == []
+
+
+def test_the_tables_of_a_job_fit_a_window_of_1280_pixels(browser: Any, tmp_path: Path) -> None:
+    topology = read_topology(TOPOLOGY)
+    for place, job in (("made-up", made_up_jobs.job()), ("committed", load_job(RESULTS / "job" / "core"))):
+        sources = reporting.Sources(job=job, topology=topology, judgement=judged(job, topology))
+        reporting.write_report(sources, tmp_path / f"{place}.html")
+        with Visit(browser, tmp_path / f"{place}.html", width=1280) as visit:
+            visit.page.evaluate(UNFOLD)
+            tables = "[...document.querySelectorAll('#job .scroll')]"
+            wide = visit.page.evaluate(f"{tables}.map(t => t.scrollWidth - t.clientWidth)")
+            assert len(wide) == 3 and max(wide) <= 0, place
 
 
 def test_it_needs_no_script(browser: Any, path: Path) -> None:

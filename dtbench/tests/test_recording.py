@@ -143,6 +143,23 @@ def test_in_a_rank_the_window_comes_after_the_warm_up(job: Callable[..., Recordi
     assert about["device"] == "cpu" and list(about["gloo_threads"].values()) == ["0", "0"]
 
 
+def test_a_rank_that_ends_within_the_window_says_how_many_steps_are_whole(
+    job: Callable[..., Recording], tmp_path: Path
+) -> None:
+    recording = job(TRAINING.replace("STEP", "pass"), str(tmp_path / "store"), "12", steps=100)
+    assert (recording.exit_code, recording.notes) == (0, ())
+    assert read(recording.traces[0])["dtbench_window"] == {
+        "asked": 100,
+        "whole": 7,
+        "why": "the program ended",
+    }
+    assert steps_of(recording.traces[0])[-1] == "ProfilerStep#12"  # no optimizer's step ends it
+    figures = read_job(recording.traces)
+    assert (figures.ranks[0].steps, figures.ranks[0].left_out) == (7, 1)
+    assert "rank 0: 7 of the 100 steps asked for were recorded: the program ended" in figures.notes
+    assert [call.stepped for call in figures.collectives] == [7]
+
+
 def test_in_a_rank_nothing_stays_hooked_after_the_window(
     job: Callable[..., Recording], tmp_path: Path
 ) -> None:

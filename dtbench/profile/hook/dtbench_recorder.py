@@ -70,7 +70,7 @@ class Recorder:
             faulthandler.register(signal.SIGTERM, self.notes, chain=True)
 
     def on_sigterm(self, number: int, _frame: object) -> None:
-        self.guard(self.end)
+        self.guard(self.end, "SIGTERM ended it")
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -101,8 +101,8 @@ class Recorder:
         for name, transfer in TRANSFERS.items():
             setattr(c10d.ProcessGroup, name, functools.partialmethod(annotated, transfer))
 
-    def end(self) -> None:
-        """Writes what was recorded and takes the hooks out."""
+    def end(self, why: str = "the program ended") -> None:
+        """Writes what was recorded and takes the hooks out. why: the reason for fewer steps than asked for."""
         ended, self.profile, self.over = self.profile, None, True
         session.__init__ = self.init  # type: ignore[method-assign]
         if not self.timeout_s:
@@ -110,11 +110,15 @@ class Recorder:
         if ended is not None:
             for name, transfer in TRANSFERS.items():
                 setattr(c10d.ProcessGroup, name, transfer)
-            if ended.current_action is ProfilerAction.RECORD:
+            is_recording = ended.current_action is ProfilerAction.RECORD
+            if is_recording:
                 ended.add_metadata_json("dtbench_mesh_dims", self.mesh_dims or mesh_dims())
+            if is_recording and self.steps:
+                window = {"asked": self.steps, "whole": self.done - self.warmup, "why": why}
+                ended.add_metadata_json("dtbench_window", json.dumps(window))
             ended.stop()
             self.answer_sigterm(signal.SIG_DFL)
-            if ended.current_action is ProfilerAction.RECORD:
+            if is_recording:
                 ended.export_chrome_trace(f"{self.path}.part.gz")
                 Path(f"{self.path}.part.gz").rename(f"{self.path}.json.gz")
 
@@ -122,7 +126,7 @@ class Recorder:
         if self.profile is None or self.profile.profiler is not None:  # it is not ours that is being made
             note = f"has a profiler of its own from step {self.done} on, which is let be\n"
             self.guard(self.notes.write, note)
-            self.guard(self.end)
+            self.guard(self.end, "the program began a profiler of its own")
         self.init(other, *args, **kwargs)  # type: ignore[arg-type]
 
     def on_exit(self) -> None:

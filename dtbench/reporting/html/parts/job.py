@@ -15,9 +15,10 @@ from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.axes import Axis, bandwidths_axis, value_axis
 from dtbench.reporting.html.figures import LOOKS, CurvePanel, DrawnCurve, Figure, curves, lines
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.reporting.job_tables import extremes, headline, sentences, tables
+from dtbench.reporting.job_tables import extremes, findings, headline, sentences, tables
 from dtbench.suite.errors import plain
 from dtbench.suite.grouping import group_by
+from dtbench.text.units import format_seconds
 from dtbench_core.cost.ring import busbw_factor
 
 LANE_PX, MAX_SECTIONS = 7.0, 3
@@ -29,11 +30,15 @@ _LEAD = Markup(
 def fill(section: ReportSection, of: Material) -> None:
     if (job := of.sources.job) is None:
         return
-    (share, sentence), judgement = headline(job), of.sources.judgement or Judgement(0)
-    section.lead = _LEAD.format(plain(sentence))
-    section.outcome = f"{share} of the job is exposed communication"
+    (share, _), judgement = headline(job), of.sources.judgement or Judgement(0)
+    *first, sentence = findings(job, judgement)
+    section.lead = _LEAD.format(plain(" ".join([*first, sentence])))
+    section.outcome = (
+        re.split(r"\. | \(|\.$", first[0])[0] if first else f"{share} of the job is exposed communication"
+    )
     worth, needed, changes, doubts = sentences(judgement).values()
-    section.headlines = [(share, "of the job is exposed communication, which no computation covers")]
+    section.headlines = [(format_seconds(late.late_s), str(late)) for late in judgement.late[:1]]
+    section.headlines.append((share, "of the job is exposed communication, which no computation covers"))
     section.headlines += [
         (f"{w.share:.0%}", f"at most: {line}") for w, line in zip(judgement.worth[:2], worth, strict=False)
     ]
