@@ -22,6 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -74,6 +75,9 @@ _TRIES_EVERY_S = 0.2
 _MOST_NAMED = 8
 # A launcher kills the others when the first rank leaves: the one that says why gets so long.
 _SPEAKS_S = 1.0
+# A rank whose call into torch does not return is ended so much later than its own waits, which name who is missing.
+_STUCK_S = 2.0
+_CHECK_ADDRESS = "check MASTER_ADDR, MASTER_PORT and the firewall"
 # Options that are refused on every rank are said by rank 0. The others give it time to: a launcher ends the remaining
 # ranks as soon as one of them has left, and a store that rank 0 served is gone.
 LET_RANK_0_SPEAK_S = 10.0
@@ -142,17 +146,25 @@ class LaunchedRank:
         place = self.place
         versions = {"dtbench": __version__, "torch": installed("torch") or ""}
         limit_s = join_timeout_s()
-        self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
-        ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
-        self.device = device_of(device_type, place.local_rank)
-        mine = {"info": local_rank_info(str(self.device), transport), "same": versions | dict(same or {})}
-        with self.limit(limit_s):
+        here = f"on its {device_type} device, or through {place.store}"
+        with self.limit(limit_s + _STUCK_S, f"joining the others, {here}, within {limit_s:g} s"):
+            try:
+                self.device = device_of(device_type, place.local_rank)
+            except RuntimeError as error:
+                raise WorldBrokenError(
+                    f"rank {place.rank} cannot use its {device_type} device: {describe(error)}"
+                ) from error
+            info = local_rank_info(str(self.device), transport)
+            info |= {"rank": place.rank, "local_rank": place.local_rank}
+            self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
+            ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
+            mine = {"info": info, "same": versions | dict(same or {})}
             self.infos, fault = ranks.agree(mine, _compare)
-        if fault:
-            raise RankMismatchError(fault)
-        hosts = [info["host"] for info in self.infos]
-        connect = functools.partial(self.connect, False)
-        self._detector.join(connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
+            if fault:
+                raise RankMismatchError(fault)
+            hosts = [info["host"] for info in self.infos]
+            connect = functools.partial(self.connect, False)
+            self._detector.join(connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
         self.ranks = ranks
 
     def clock_offset(self, now_ns: Callable[[], int]) -> clocks.Offset:
@@ -164,7 +176,8 @@ class LaunchedRank:
     def process_group(self, mesh: Mesh, timeout_s: float) -> Iterator[tuple[LiveWorld, Callable[[], None]]]:
         """The world of all ranks and its barrier. timeout_s: of a collective."""
         with contextlib.ExitStack() as stack:
-            with self.limit(max(timeout_s, _LEAST_GROUP_S)):
+            limit_s = min(max(timeout_s, _LEAST_GROUP_S), join_timeout_s())
+            with self.limit(limit_s, f"the start of its {self._backend} process group within {limit_s:g} s"):
                 here = (self.place, self.store, self.device)
                 world = stack.enter_context(real_world(*here, mesh, timeout_s, self._backend))
                 barrier = barrier_of(self.device)
@@ -253,7 +266,7 @@ def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, pat
     Raises:
         WorldBrokenError: the store is not served, or not all ranks have come within the limit.
     """
-    began_s, where = time.monotonic(), f"{place.address}:{place.port}"
+    began_s = time.monotonic()
     store = _store_within(place, connect, limit_s, patience_s)
     store.set(f"hello/{place.rank}", "")
     for until_s in (patience_s, limit_s):
@@ -266,7 +279,9 @@ def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, pat
         lowest = next((rank for rank in range(place.world_size) if rank not in missing), place.rank)
         named = ", ".join(f"rank {rank}" for rank in missing[:_MOST_NAMED])
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        whom = f"{named}{more} of {place.world_size}" if missing else f"the store of the ranks at {where}"
+        whom = (
+            f"{named}{more} of {place.world_size} to join through {place.store}" if missing else place.store
+        )
         if until_s < limit_s and place.rank == lowest:
             _say_waiting(place, whom, limit_s - until_s)
     if place.rank != lowest:
@@ -278,26 +293,38 @@ def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, pat
 def _store_within(
     place: RankPlace, connect: Callable[[bool], Store], limit_s: float, patience_s: float
 ) -> Store:
-    speaks = place.local_rank == 0
-    began_s, where = time.monotonic(), f"the store of the ranks at {place.address}:{place.port}"
-    while why := _unreachable(place):
-        waited_s = time.monotonic() - began_s
-        if waited_s > limit_s:
+    began_s, seen = time.monotonic(), [""]
+    opening: Future[Store] = Future()
+    # Torch waits without end for a server that takes connections and does not answer.
+    threading.Thread(target=_open, args=(place, connect, opening, seen), daemon=True).start()
+    for until_s in (patience_s, limit_s):
+        try:
+            return opening.result(max(began_s + until_s - time.monotonic(), 0.0))
+        except TimeoutError:
+            if until_s < limit_s and place.local_rank == 0:
+                _say_waiting(place, f"{place.store} ({seen[0]})", limit_s - until_s)
+        except RuntimeError as error:
             raise WorldBrokenError(
-                f"rank {place.rank} waited {limit_s:g} s for {where} ({why}): nothing was measured; check MASTER_ADDR, "
-                "MASTER_PORT and the firewall"
-            )
-        if waited_s > patience_s and speaks:
-            _say_waiting(place, f"{where} ({why})", limit_s - patience_s)
-            speaks = False
+                f"rank {place.rank} cannot {'serve' if place.serves else 'reach'} {place.store} ({describe(error)}): "
+                f"nothing was measured; {_CHECK_ADDRESS}"
+            ) from error
+    raise WorldBrokenError(
+        f"rank {place.rank} waited {limit_s:g} s for {place.store} ({seen[0]}): nothing was measured; {_CHECK_ADDRESS}"
+    )
+
+
+def _open(
+    place: RankPlace, connect: Callable[[bool], Store], opening: Future[Store], seen: list[str]
+) -> None:
+    """Opens the store. seen: takes what was met at its address so far."""
+    while why := _unreachable(place):
+        seen[0] = why
         time.sleep(_TRIES_EVERY_S)
+    seen[0] = "what listens there does not answer as a TCPStore"
     try:
-        return connect(True)
+        opening.set_result(connect(True))
     except RuntimeError as error:
-        raise WorldBrokenError(
-            f"rank {place.rank} cannot reach {where} ({describe(error)}); "
-            "check MASTER_ADDR, MASTER_PORT and the firewall"
-        ) from error
+        opening.set_exception(error)
 
 
 def _unreachable(place: RankPlace) -> str:
@@ -325,7 +352,7 @@ def quiet_torch() -> None:
         UsageError: it could not be loaded here.
     """
     refuse_torch()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
