@@ -362,9 +362,9 @@ class FailureDetector:
         if cause == "interrupted":
             self._end(INTERRUPTED, reports=self._rank == 0)
         if not self.joined:
-            late = f"rank {self._rank} did not finish {self._limit}" if cause == "timeout" else ""
+            late = cause == "timeout" and f"rank {self._rank} did not finish {self._limit}"
             sentence = state.raised or late or "ended while the ranks were starting"
-            self._end(Diagnosis(sentence, None), reports=self._rank == 0 or cause in ("timeout", "raised"))
+            self._end(Diagnosis(sentence, None), reports=self._rank == 0 or cause == "timeout")
         if cause == "died":
             time.sleep(DYING_S)
         try:

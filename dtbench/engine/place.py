@@ -107,8 +107,7 @@ class RankPlace:
     @property
     def store(self) -> str:
         """The store and its address, for messages."""
-        server = "the launcher" if self.agent_store else "rank 0"
-        return f"the TCPStore of {server} at {self.address}:{self.port}"
+        return f"the TCPStore of {'the launcher' if self.agent_store else 'rank 0'} at {self.address}:{self.port}"
 
 
 class _Variables(NamedTuple):
@@ -163,10 +162,8 @@ _LAUNCHERS = (
     # Hydra, the mpiexec of MPICH and Intel MPI.
     _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# What torch needs to be told of a world, beside the local rank.
+# Torch's rendezvous needs all of them.
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Set for a rank without a number of ranks: by hand, by PMIx and by PALS.
-_RANK_ALONE = ("LOCAL_RANK", "PMIX_RANK", "PALS_RANKID")
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
@@ -183,29 +180,27 @@ def find_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
     launchers = [names for names in _LAUNCHERS if by_srun or names.rank != _SLURM.rank]
     names = next((names for names in launchers if environ.get(names.rank) and environ.get(names.size)), None)
     if names is None:
-        told = [name for others in launchers for name in others[:2] if environ.get(name)]
-        told += [name for name in _RANK_ALONE if environ.get(name)]
+        pairs = (name for others in launchers for name in others[:2])
+        # The last three identify a rank and give no number of ranks.
+        found = [name for name in (*pairs, "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID") if environ.get(name)]
         # Containers may set a world of one, which has no other ranks.
-        _refuse_partial(environ, [] if told == ["WORLD_SIZE"] and environ["WORLD_SIZE"] == "1" else told)
+        _refuse_partial(environ, [] if found == ["WORLD_SIZE"] and environ["WORLD_SIZE"] == "1" else found)
         return None
     size = _number(names.size, environ[names.size], 1)
     if names is _TORCHRUN:
         _refuse_partial(environ, [] if all(map(environ.get, _NEEDED)) else _TORCHRUN[:2])
     else:
-        known = {"RANK": environ[names.rank], "WORLD_SIZE": str(size)}
-        _refuse_partial(
-            environ, [name for name in known if (environ.get(name) or known[name]) != known[name]]
-        )
+        given = zip(_TORCHRUN[:2], (environ[names.rank], environ[names.size]), strict=True)
+        _refuse_partial(environ, [name for name, value in given if environ.get(name, "") not in ("", value)])
         if size == 1:
             return None
     rank = _number(names.rank, environ[names.rank], 0, size - 1)
-    local = re.sub(
-        r"\(x\d+\)$", "", environ.get(names.local_size, "")
-    )  # Slurm: 4(x2), or 4,2 where hosts differ
+    # Slurm writes 4(x2), or 4,2 where hosts differ.
+    local = re.sub(r"\(x\d+\)$", "", environ.get(names.local_size, ""))
     local_size = _number(names.local_size, local, 1, size) if local and "," not in local else None
     local_rank = environ.get(names.local_rank) or str(rank % (local_size or size))
-    first = first_host(next(filter(None, map(environ.get, names.hosts)), ""))
-    address = environ.get("MASTER_ADDR") or ("localhost" if local_size == size else first)
+    hosts = "localhost" if local_size == size else next(filter(None, map(environ.get, names.hosts)), "")
+    address = environ.get("MASTER_ADDR") or first_host(hosts)
     if not address:
         raise UsageError(
             f"{names.rank} is set but {' or '.join(('MASTER_ADDR', *names.hosts[1:]))} is not: set MASTER_ADDR to the "

@@ -16,13 +16,12 @@ import dataclasses
 import faulthandler
 import functools
 import os
-import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -47,6 +46,7 @@ from dtbench.engine.ranks import (
     device_of,
     real_world,
     store_of,
+    unreachable,
 )
 from dtbench.machine.limits import refuse_torch
 from dtbench.suite.errors import (
@@ -75,8 +75,6 @@ _TRIES_EVERY_S = 0.2
 _MOST_NAMED = 8
 # A launcher kills the others when the first rank leaves: the one that says why gets so long.
 _SPEAKS_S = 1.0
-# A rank whose call into torch does not return is ended so much later than its own waits, which name who is missing.
-_STUCK_S = 2.0
 _CHECK_ADDRESS = "check MASTER_ADDR, MASTER_PORT and the firewall"
 # Options that are refused on every rank are said by rank 0. The others give it time to: a launcher ends the remaining
 # ranks as soon as one of them has left, and a store that rank 0 served is gone.
@@ -146,25 +144,33 @@ class LaunchedRank:
         place = self.place
         versions = {"dtbench": __version__, "torch": installed("torch") or ""}
         limit_s = join_timeout_s()
-        here = f"on its {device_type} device, or through {place.store}"
-        with self.limit(limit_s + _STUCK_S, f"joining the others, {here}, within {limit_s:g} s"):
+        # Later than the waits of `meet`, which name who is missing.
+        with self.limit(
+            limit_s + 2 * _SPEAKS_S,
+            f"joining through {place.store} on its {device_type} device within {limit_s:g} s",
+        ):
             try:
                 self.device = device_of(device_type, place.local_rank)
             except RuntimeError as error:
                 raise WorldBrokenError(
                     f"rank {place.rank} cannot use its {device_type} device: {describe(error)}"
                 ) from error
-            info = local_rank_info(str(self.device), transport)
-            info |= {"rank": place.rank, "local_rank": place.local_rank}
             self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
             ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
-            mine = {"info": info, "same": versions | dict(same or {})}
+            numbers = {"rank": place.rank, "local_rank": place.local_rank}
+            mine = {
+                "info": local_rank_info(str(self.device), transport) | numbers,
+                "same": versions | dict(same or {}),
+            }
             self.infos, fault = ranks.agree(mine, _compare)
             if fault:
                 raise RankMismatchError(fault)
-            hosts = [info["host"] for info in self.infos]
-            connect = functools.partial(self.connect, False)
-            self._detector.join(connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
+            self._detector.join(
+                functools.partial(self.connect, False),
+                [info["host"] for info in self.infos],
+                lambda: ranks.votes,
+                None if place.agent_store else 0,
+            )
         self.ranks = ranks
 
     def clock_offset(self, now_ns: Callable[[], int]) -> clocks.Offset:
@@ -294,9 +300,8 @@ def _store_within(
     place: RankPlace, connect: Callable[[bool], Store], limit_s: float, patience_s: float
 ) -> Store:
     began_s, seen = time.monotonic(), [""]
-    opening: Future[Store] = Future()
     # Torch waits without end for a server that takes connections and does not answer.
-    threading.Thread(target=_open, args=(place, connect, opening, seen), daemon=True).start()
+    opening = ThreadPoolExecutor(1).submit(_open, place, connect, seen)
     for until_s in (patience_s, limit_s):
         try:
             return opening.result(max(began_s + until_s - time.monotonic(), 0.0))
@@ -313,32 +318,13 @@ def _store_within(
     )
 
 
-def _open(
-    place: RankPlace, connect: Callable[[bool], Store], opening: Future[Store], seen: list[str]
-) -> None:
+def _open(place: RankPlace, connect: Callable[[bool], Store], seen: list[str]) -> Store:
     """Opens the store. seen: takes what was met at its address so far."""
-    while why := _unreachable(place):
+    while why := unreachable(place):
         seen[0] = why
         time.sleep(_TRIES_EVERY_S)
     seen[0] = "what listens there does not answer as a TCPStore"
-    try:
-        opening.set_result(connect(True))
-    except RuntimeError as error:
-        opening.set_exception(error)
-
-
-def _unreachable(place: RankPlace) -> str:
-    """Why nobody is there to connect to; "" where somebody is."""
-    try:
-        if place.serves:
-            socket.getaddrinfo(place.address, place.port)
-        else:
-            socket.create_connection((place.address, place.port), timeout=5.0).close()
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
-    except UnicodeError:
-        return "no name of a host"
-    return ""
+    return connect(True)
 
 
 def _say_waiting(place: RankPlace, whom: str, left_s: float) -> None:
@@ -387,5 +373,5 @@ def complain_once(text: str) -> None:
         complain(line)
         return
     time.sleep(LET_RANK_0_SPEAK_S)
-    if not _unreachable(place.of_launch(launch_number())):
+    if not unreachable(place.of_launch(launch_number())):
         complain(f"rank {place.rank}: {line}")
