@@ -220,6 +220,13 @@ def find_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
     )
 
 
+def known_place() -> RankPlace | None:
+    """The place; None also where its variables are refused, which the command itself reports."""
+    with suppress(UsageError):
+        return find_place()
+    return None
+
+
 def _refuse_partial(environ: Mapping[str, str], found: Sequence[str]) -> None:
     """found: variables that make this process a rank, and are not enough for it."""
     if found:

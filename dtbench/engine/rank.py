@@ -37,7 +37,7 @@ from dtbench.engine.failure import (
     block_signals,
     exit_now,
 )
-from dtbench.engine.place import NOTE, Note, RankPlace, find_place, launch_number
+from dtbench.engine.place import NOTE, Note, RankPlace, known_place, launch_number
 from dtbench.engine.ranks import (
     LiveWorld,
     StoreRanks,
@@ -157,9 +157,9 @@ class LaunchedRank:
                 ) from error
             self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
             ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
-            numbers = {"rank": place.rank, "local_rank": place.local_rank}
+            info = local_rank_info(str(self.device), transport)
             mine = {
-                "info": local_rank_info(str(self.device), transport) | numbers,
+                "info": info | {"rank": place.rank, "local_rank": place.local_rank},
                 "same": versions | dict(same or {}),
             }
             self.infos, fault = ranks.agree(mine, _compare)
@@ -364,10 +364,7 @@ def _short(value: str) -> str:
 
 def complain_once(text: str) -> None:
     """Before a rank has joined: rank 0 says what all ranks have met; a rank that has met it alone says so itself."""
-    try:
-        place = find_place()
-    except DtbenchError:
-        place = None
+    place = known_place()
     line = " ".join(text.split())
     if place is None or place.rank == 0:
         complain(line)

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dtbench.engine.place import find_place
-from dtbench.suite.errors import UsageError
+from dtbench.engine.place import known_place
 
 if TYPE_CHECKING:
     from dtbench.api import Function, Results
@@ -46,21 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-benchmark reads its options: only rank 0 has anything to save or to compare with."""
-    if _rank() == 0 or not config.pluginmanager.hasplugin("benchmark"):
+    place = known_place()
+    if place is None or place.rank == 0 or not config.pluginmanager.hasplugin("benchmark"):
         return
     for name in ("json", "save", "autosave", "save_data", "compare", "compare_fail", "histogram"):
         setattr(config.option, f"benchmark_{name}", None)
     config.option.benchmark_cprofile_dump = None
     config.option.benchmark_quiet = True
-
-
-def _rank() -> int:
-    """This process's rank; 0 without a launcher, and where its variables are no place: only who measures says so."""
-    try:
-        place = find_place()
-    except UsageError:
-        return 0
-    return place.rank if place else 0
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,11 +69,12 @@ def _named_files(config: pytest.Config) -> list[Path]:
 
 def silence_others(config: pytest.Config) -> None:
     """The other ranks are silent: their reports say what rank 0's say."""
+    place = known_place()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if (rank := _rank()) != 0 and reporter is not None:
+    if place is not None and place.rank != 0 and reporter is not None:
         config.option.verbose = -10  # no header either
         config.pluginmanager.unregister(reporter)
-        config.pluginmanager.register(_OtherRank(rank))
+        config.pluginmanager.register(_OtherRank(place.rank))
 
 
 class _OtherRank:
