@@ -144,17 +144,14 @@ class LaunchedRank:
         place = self.place
         versions = {"dtbench": __version__, "torch": installed("torch") or ""}
         limit_s = join_timeout_s()
+        try:
+            self.device = device_of(device_type, place.local_rank)
+        except RuntimeError as error:
+            raise WorldBrokenError(
+                f"rank {place.rank} cannot use its {device_type} device: {describe(error)}"
+            ) from error
         # Later than the waits of `meet`, which name who is missing.
-        with self.limit(
-            limit_s + 2 * _SPEAKS_S,
-            f"joining through {place.store} on its {device_type} device within {limit_s:g} s",
-        ):
-            try:
-                self.device = device_of(device_type, place.local_rank)
-            except RuntimeError as error:
-                raise WorldBrokenError(
-                    f"rank {place.rank} cannot use its {device_type} device: {describe(error)}"
-                ) from error
+        with self.limit(limit_s + 2 * _SPEAKS_S, f"joining through {place.store} within {limit_s:g} s"):
             self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
             ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
             info = local_rank_info(str(self.device), transport)

@@ -292,7 +292,7 @@ def test_under_mpirun_the_processes_are_the_ranks_of_one_world(here: Path) -> No
     assert (code, err, other) == (0, "", (0, "", "")), out
     run = read_run("x.jsonl")
     assert run.complete and {result.launch for result in run.results} == {0, 1}
-    assert [(info["rank"], info["local_rank"]) for info in run.header.ranks] == [(0, 0), (1, 1)]
+    assert [(info.rank, info.local_rank) for info in run.header.ranks] == [(0, 0), (1, 1)]
 
 
 def test_under_a_launcher_a_rank_with_part_of_its_place_measures_nothing(here: Path) -> None:
