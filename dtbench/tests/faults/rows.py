@@ -84,7 +84,7 @@ from dtbench.suite import Case, Workload, suite
 if os.environ.get("RANK") == "1":
     rank.real_world = lambda *_: time.sleep(600)
 
-@suite("stuck", help="of a rank that makes no process group")
+@suite("stuck", world="ranks", help="of a rank that makes no process group")
 def stuck(options):
     yield Case("c", {}, {"core": lambda world: Workload(lambda: None)})
 """
@@ -287,9 +287,9 @@ ROWS = [
         "DTBENCH run ./stuck.py --quick --nproc 2 -o x.jsonl",
         5,
         (
-            r"^dtbench: rank 1 on \S+ did not finish the start of its gloo process group within 7 s \(at stuck.py:",
+            r"^dtbench: rank 1 on \S+ did not finish the start of its gloo process group within 15 s \(at stuck.py:",
         ),
-        env={"DTBENCH_JOIN_TIMEOUT": "7"},
+        env={"DTBENCH_JOIN_TIMEOUT": "15"},
         before=lambda: Path("stuck.py").write_text(STUCK_SUITE),
     ),
     # ---- 4: a mistake or a damaged file is a line
