@@ -103,7 +103,11 @@ _OPTIONS = (
         help="After a hang or a lost rank: continue with new ranks, or stop.",
     ),
     click.option("--brief", is_flag=True, hidden=True, help="End with the counts alone."),
-    click.option("--resume", is_flag=True, help="Continue the run in -o FILE with its own options."),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Continue the run in -o FILE with its own options, or begin it with those given.",
+    ),
     click.option(
         "--save-baseline",
         metavar="NAME",
@@ -128,7 +132,7 @@ def _of_a_run(command: _C) -> _C:
 def run_command(context: click.Context, /, words: tuple[str, ...], **values: options.Given) -> int:
     """Measures suites, by name or as .py files, into a run file.
 
-    Starts its own ranks, or joins the world of torchrun or Slurm when started by them. A suite may have
+    Starts its own ranks, or joins the world of torchrun, srun or mpirun when started by them. A suite may have
     options of its own, which `dtbench list SUITE` shows.
 
     \b

@@ -130,8 +130,8 @@ _UNREACHABLE = "the process that started the ranks died or cannot be reached"
 LAUNCHER_DIED = Diagnosis(_UNREACHABLE, None, blames_case=False)
 
 
-def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], timeout_s: float) -> Diagnosis:
-    """Who broke the world, from the states of the ranks that answered."""
+def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], limit: str) -> Diagnosis:
+    """Who broke the world, from the states of the ranks that answered. limit: see `FailureDetector.limit`."""
 
     def named(ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
@@ -146,7 +146,6 @@ def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], timeout_s: f
     if {state.cause for state in states.values()} & {"interrupted", "died"}:  # told to end, nobody is missing
         return INTERRUPTED
     late = _latecomers(states)
-    limit = f"within --timeout {timeout_s:g} s"
     if late:
         where = f" (at {states[late[0]].where})" if states[late[0]].where else ""
         return Diagnosis(f"{named(late)} did not finish {limit}{where}", late[0])
@@ -236,7 +235,7 @@ class FailureDetector:
         self._report = report
         self._hosts: Sequence[str] = ["this host"] * size
         self._serving_rank: int | None = None
-        self._timeout_s = 0.0
+        self._limit = ""
         self.joined = False  # whether the other ranks can be told
         self._store: Store | None = None  # opened when a failure is noticed
         self._votes: Callable[[], int] = lambda: 0
@@ -261,21 +260,29 @@ class FailureDetector:
         connect: opens a connection to its store. hosts: of each rank. votes: how many votes were decided so far.
         serving_rank: the one that hosts the store, None where the launcher does.
         """
+        events = connect() if len(hosts) > 1 else None
         self._hosts, self._votes, self._serving_rank = hosts, votes, serving_rank
         self._connect, self.joined = connect, True
-        if len(hosts) > 1:
-            events = connect()
+        if events is not None:
             threading.Thread(target=self._wait_for_events, args=(events,), name="events", daemon=True).start()
 
     @contextmanager
-    def limit(self, timeout_s: float) -> Iterator[None]:
-        """Within the block this rank must not take longer than so many seconds."""
-        self._timeout_s = timeout_s
-        timer = self._later(timeout_s, self.end_world, "timeout")
+    def limit(self, timeout_s: float, text: str = "") -> Iterator[None]:
+        """Ends the world if the block takes this rank longer than so many seconds.
+
+        text: what did not finish, and the limit as the user set it; by default that of --timeout.
+        """
+        outer, self._limit = self._limit, text or f"within --timeout {timeout_s:g} s"
+        timer = self._later(timeout_s, self._end_late, self._limit)
         try:
             yield
         finally:
             timer.cancel()
+            self._limit = outer
+
+    def _end_late(self, limit: str) -> None:
+        self._limit = limit
+        self.end_world("timeout")
 
     def raised(self, reason: str) -> None:
         """A call raised here: the others may be waiting for it in a collective."""
@@ -355,8 +362,9 @@ class FailureDetector:
         if cause == "interrupted":
             self._end(INTERRUPTED, reports=self._rank == 0)
         if not self.joined:
-            sentence = state.raised or "ended while the ranks were starting"
-            self._end(Diagnosis(sentence, None), reports=self._rank == 0)
+            late = cause == "timeout" and f"rank {self._rank} did not finish {self._limit}"
+            sentence = state.raised or late or "ended while the ranks were starting"
+            self._end(Diagnosis(sentence, None), reports=self._rank == 0 or cause == "timeout")
         if cause == "died":
             time.sleep(DYING_S)
         try:
@@ -365,7 +373,7 @@ class FailureDetector:
             first_here = self._rank == self._hosts.index(self._hosts[self._rank])
             after_server = self._serving_rank == 0 and self._rank == 1
             self._end(self._without_store(), reports=first_here or after_server)
-        diagnosis = diagnose(states, self._hosts, self._timeout_s)
+        diagnosis = diagnose(states, self._hosts, self._limit)
         self._end(diagnosis, reports=self._rank == min(states))
 
     def _without_store(self) -> Diagnosis:

@@ -60,7 +60,7 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     with say_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):
         job = job_here(request)
     output = output_of(request.output)
-    before = run_to_resume(job, output) if request.resume else None
+    before = run_to_resume(job, output)
     if before is None:
         refuse_taken(output, resumable=True)
     elif before.complete:

@@ -1,4 +1,4 @@
-"""This process's place in a world that a launcher has started, as torchrun, Slurm or our own launcher tell it.
+"""This process's place in a world that a launcher has started, from the variables of torchrun, srun, mpirun or our own.
 
 What our launcher tells its ranks beyond torchrun's variables stands in others, and what they tell it in a note.
 """
@@ -10,11 +10,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
@@ -103,65 +104,138 @@ class RankPlace:
     def serves(self) -> bool:
         return self.rank == 0 and not self.agent_store
 
+    @property
+    def store(self) -> str:
+        """The store and its address, for messages."""
+        return f"the TCPStore of {'the launcher' if self.agent_store else 'rank 0'} at {self.address}:{self.port}"
+
+
+class _Variables(NamedTuple):
+    """Environment variables in which a launcher gives a process its place.
+
+    Attributes:
+        rank: its rank.
+        size: the number of ranks.
+        local_rank: its rank among those of its host.
+        local_size: the number of ranks on its host.
+        job: together they identify the job, with the same values on every rank.
+        hosts: of each the first host is that of rank 0.
+    """
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
+    job: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+_TORCHRUN = _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# srun(1), "OUTPUT ENVIRONMENT VARIABLES".
+_SLURM = _Variables(
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_TASKS_PER_NODE",
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+)
+# The first whose rank and size are set counts: a launcher that runs inside another's job stands before it.
+_LAUNCHERS = (
+    _TORCHRUN,
+    # docs.open-mpi.org, "Environment variables set for MPI applications"; the namespace: PMIx_Init(3).
+    _Variables(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE",),
+    ),
+    # MVAPICH2's mpirun_rsh.
+    _Variables(
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
+    ),
+    # flux-environment(7).
+    _Variables("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", job=("FLUX_JOB_ID",)),
+    _SLURM,
+    _SLURM._replace(size="SLURM_NTASKS"),
+    # Hydra, the mpiexec of MPICH and Intel MPI.
+    _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+# Torch's rendezvous needs all of them.
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def find_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
-    """The place that torchrun or Slurm gave this process; None when nobody started ranks.
+    """The place that a launcher gave this process; None when no launcher started ranks.
 
-    A Slurm step of a single task is no world: our own launcher starts the ranks inside it.
+    A Slurm step, or an mpirun, of a single process is no world: our own launcher starts the ranks inside it.
 
     Raises:
-        UsageError: an environment that is only half set, or cannot be.
+        UsageError: an environment that is only partly set, contradicts itself, or cannot be.
     """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _torchrun_place(environ)
-    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
-    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and _number("SLURM_NTASKS", tasks) > 1:
-        return _slurm_place(environ, _number("SLURM_NTASKS", tasks))
-    return None
-
-
-def _torchrun_place(environ: Mapping[str, str]) -> RankPlace:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing:
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
+    # A batch script is in no step; Hydra starts one process per host as a step, which starts the ranks.
+    by_srun = "SLURM_STEP_ID" in environ and environ.get("PMI_SIZE", tasks) == tasks
+    launchers = [names for names in _LAUNCHERS if by_srun or names.rank != _SLURM.rank]
+    names = next((names for names in launchers if environ.get(names.rank) and environ.get(names.size)), None)
+    if names is None:
+        pairs = (name for others in launchers for name in others[:2])
+        # The last three identify a rank and give no number of ranks.
+        found = [name for name in (*pairs, "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID") if environ.get(name)]
+        # Containers may set a world of one, which has no other ranks.
+        _refuse_partial(environ, [] if found == ["WORLD_SIZE"] and environ["WORLD_SIZE"] == "1" else found)
+        return None
+    size = _number(names.size, environ[names.size], 1)
+    if names is _TORCHRUN:
+        _refuse_partial(environ, [] if all(map(environ.get, _NEEDED)) else _TORCHRUN[:2])
+    else:
+        given = zip(_TORCHRUN[:2], (environ[names.rank], environ[names.size]), strict=True)
+        _refuse_partial(environ, [name for name, value in given if environ.get(name, "") not in ("", value)])
+        if size == 1:
+            return None
+    rank = _number(names.rank, environ[names.rank], 0, size - 1)
+    # Slurm writes 4(x2), or 4,2 where hosts differ.
+    local = re.sub(r"\(x\d+\)$", "", environ.get(names.local_size, ""))
+    local_size = _number(names.local_size, local, 1, size) if local and "," not in local else None
+    local_rank = environ.get(names.local_rank) or str(rank % (local_size or size))
+    hosts = "localhost" if local_size == size else next(filter(None, map(environ.get, names.hosts)), "")
+    address = environ.get("MASTER_ADDR") or first_host(hosts)
+    if not address:
         raise UsageError(
-            f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start dtbench under torchrun, "
-            f"or unset RANK and WORLD_SIZE to let it start its own ranks"
+            f"{names.rank} is set but {' or '.join(('MASTER_ADDR', *names.hosts[1:]))} is not: set MASTER_ADDR to the "
+            "host of rank 0, on every rank (Open MPI: mpirun -x MASTER_ADDR=HOST)"
         )
-    world_size = _number("WORLD_SIZE", environ["WORLD_SIZE"], 1)
-    rank = _number("RANK", environ["RANK"], 0, world_size - 1)
-    local = environ.get("LOCAL_WORLD_SIZE")
+    # Spread jobs over the registered ports below Linux's ephemeral range (from 32768).
+    job = zlib.crc32(" ".join(environ.get(name, "") for name in names.job).encode())
     return RankPlace(
         rank=rank,
-        world_size=world_size,
-        local_rank=_number("LOCAL_RANK", environ.get("LOCAL_RANK", str(rank))),
-        local_world_size=_number("LOCAL_WORLD_SIZE", local, 1, world_size) if local else None,
-        address=_address(environ["MASTER_ADDR"]),
-        port=_number("MASTER_PORT", environ["MASTER_PORT"], 1, _MAX_PORT),
+        world_size=size,
+        local_rank=_number(names.local_rank, local_rank, 0, (local_size or size) - 1),
+        local_world_size=local_size,
+        address=_address(address),
+        port=_number("MASTER_PORT", environ.get("MASTER_PORT") or str(20000 + job % 12000), 1, _MAX_PORT),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number("TORCHELASTIC_RESTART_COUNT", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
 
-def _slurm_place(environ: Mapping[str, str], world_size: int) -> RankPlace:
-    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    address = environ.get("MASTER_ADDR") or first_host(hosts)
-    if not address:
-        remedy = "start dtbench with srun, or set MASTER_ADDR"
-        raise UsageError(f"SLURM_PROCID is set but SLURM_JOB_NODELIST is not: {remedy}")
-    per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    job = _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
-    step = _number("SLURM_STEP_ID", environ["SLURM_STEP_ID"])
-    # Spread jobs and steps over the registered ports below Linux's ephemeral range (from 32768).
-    port = environ.get("MASTER_PORT") or str(20000 + (job * 7 + step) % 12000)
-    return RankPlace(
-        rank=_number("SLURM_PROCID", environ["SLURM_PROCID"], 0, world_size - 1),
-        world_size=world_size,
-        local_rank=_number("SLURM_LOCALID", environ.get("SLURM_LOCALID", "0")),
-        local_world_size=int(per_node[1]) if per_node else None,
-        address=_address(address),
-        port=_number("MASTER_PORT", port, 1, _MAX_PORT),
-        agent_store=False,
-    )
+def known_place() -> RankPlace | None:
+    """The place; None also where its variables are refused, which the command itself reports."""
+    with suppress(UsageError):
+        return find_place()
+    return None
+
+
+def _refuse_partial(environ: Mapping[str, str], found: Sequence[str]) -> None:
+    """found: variables that make this process a rank, and are not enough for it."""
+    if found:
+        missing = " and ".join(name for name in _NEEDED if not environ.get(name))
+        raise UsageError(
+            f"{' and '.join(found)} {'are' if len(found) > 1 else 'is'} set but {missing} not: set all of "
+            f"{', '.join(_NEEDED)} on every rank, as torchrun does, or unset {' and '.join(found)}, and dtbench takes "
+            "its ranks from srun or mpirun, or starts its own"
+        )
 
 
 def first_host(nodelist: str) -> str:

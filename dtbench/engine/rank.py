@@ -16,12 +16,12 @@ import dataclasses
 import faulthandler
 import functools
 import os
-import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -37,7 +37,7 @@ from dtbench.engine.failure import (
     block_signals,
     exit_now,
 )
-from dtbench.engine.place import NOTE, Note, RankPlace, find_place, launch_number
+from dtbench.engine.place import NOTE, Note, RankPlace, known_place, launch_number
 from dtbench.engine.ranks import (
     LiveWorld,
     StoreRanks,
@@ -46,6 +46,7 @@ from dtbench.engine.ranks import (
     device_of,
     real_world,
     store_of,
+    unreachable,
 )
 from dtbench.machine.limits import refuse_torch
 from dtbench.suite.errors import (
@@ -74,6 +75,7 @@ _TRIES_EVERY_S = 0.2
 _MOST_NAMED = 8
 # A launcher kills the others when the first rank leaves: the one that says why gets so long.
 _SPEAKS_S = 1.0
+_CHECK_ADDRESS = "check MASTER_ADDR, MASTER_PORT and the firewall"
 # Options that are refused on every rank are said by rank 0. The others give it time to: a launcher ends the remaining
 # ranks as soon as one of them has left, and a store that rank 0 served is gone.
 LET_RANK_0_SPEAK_S = 10.0
@@ -142,17 +144,30 @@ class LaunchedRank:
         place = self.place
         versions = {"dtbench": __version__, "torch": installed("torch") or ""}
         limit_s = join_timeout_s()
-        self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
-        ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
-        self.device = device_of(device_type, place.local_rank)
-        mine = {"info": local_rank_info(str(self.device), transport), "same": versions | dict(same or {})}
-        with self.limit(limit_s):
+        try:
+            self.device = device_of(device_type, place.local_rank)
+        except RuntimeError as error:
+            raise WorldBrokenError(
+                f"rank {place.rank} cannot use its {device_type} device: {describe(error)}"
+            ) from error
+        # Later than the waits of `meet`, which name who is missing.
+        with self.limit(limit_s + 2 * _SPEAKS_S, f"joining through {place.store} within {limit_s:g} s"):
+            self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
+            ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
+            info = local_rank_info(str(self.device), transport)
+            mine = {
+                "info": info | {"rank": place.rank, "local_rank": place.local_rank},
+                "same": versions | dict(same or {}),
+            }
             self.infos, fault = ranks.agree(mine, _compare)
-        if fault:
-            raise RankMismatchError(fault)
-        hosts = [info["host"] for info in self.infos]
-        connect = functools.partial(self.connect, False)
-        self._detector.join(connect, hosts, lambda: ranks.votes, None if place.agent_store else 0)
+            if fault:
+                raise RankMismatchError(fault)
+            self._detector.join(
+                functools.partial(self.connect, False),
+                [info["host"] for info in self.infos],
+                lambda: ranks.votes,
+                None if place.agent_store else 0,
+            )
         self.ranks = ranks
 
     def clock_offset(self, now_ns: Callable[[], int]) -> clocks.Offset:
@@ -164,7 +179,8 @@ class LaunchedRank:
     def process_group(self, mesh: Mesh, timeout_s: float) -> Iterator[tuple[LiveWorld, Callable[[], None]]]:
         """The world of all ranks and its barrier. timeout_s: of a collective."""
         with contextlib.ExitStack() as stack:
-            with self.limit(max(timeout_s, _LEAST_GROUP_S)):
+            limit_s = min(max(timeout_s, _LEAST_GROUP_S), join_timeout_s())
+            with self.limit(limit_s, f"the start of its {self._backend} process group within {limit_s:g} s"):
                 here = (self.place, self.store, self.device)
                 world = stack.enter_context(real_world(*here, mesh, timeout_s, self._backend))
                 barrier = barrier_of(self.device)
@@ -253,7 +269,7 @@ def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, pat
     Raises:
         WorldBrokenError: the store is not served, or not all ranks have come within the limit.
     """
-    began_s, where = time.monotonic(), f"{place.address}:{place.port}"
+    began_s = time.monotonic()
     store = _store_within(place, connect, limit_s, patience_s)
     store.set(f"hello/{place.rank}", "")
     for until_s in (patience_s, limit_s):
@@ -266,7 +282,9 @@ def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, pat
         lowest = next((rank for rank in range(place.world_size) if rank not in missing), place.rank)
         named = ", ".join(f"rank {rank}" for rank in missing[:_MOST_NAMED])
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        whom = f"{named}{more} of {place.world_size}" if missing else f"the store of the ranks at {where}"
+        whom = (
+            f"{named}{more} of {place.world_size} to join through {place.store}" if missing else place.store
+        )
         if until_s < limit_s and place.rank == lowest:
             _say_waiting(place, whom, limit_s - until_s)
     if place.rank != lowest:
@@ -278,40 +296,32 @@ def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, pat
 def _store_within(
     place: RankPlace, connect: Callable[[bool], Store], limit_s: float, patience_s: float
 ) -> Store:
-    speaks = place.local_rank == 0
-    began_s, where = time.monotonic(), f"the store of the ranks at {place.address}:{place.port}"
-    while why := _unreachable(place):
-        waited_s = time.monotonic() - began_s
-        if waited_s > limit_s:
+    began_s, seen = time.monotonic(), [""]
+    # Torch waits without end for a server that takes connections and does not answer.
+    opening = ThreadPoolExecutor(1).submit(_open, place, connect, seen)
+    for until_s in (patience_s, limit_s):
+        try:
+            return opening.result(max(began_s + until_s - time.monotonic(), 0.0))
+        except TimeoutError:
+            if until_s < limit_s and place.local_rank == 0:
+                _say_waiting(place, f"{place.store} ({seen[0]})", limit_s - until_s)
+        except RuntimeError as error:
             raise WorldBrokenError(
-                f"rank {place.rank} waited {limit_s:g} s for {where} ({why}): nothing was measured; check MASTER_ADDR, "
-                "MASTER_PORT and the firewall"
-            )
-        if waited_s > patience_s and speaks:
-            _say_waiting(place, f"{where} ({why})", limit_s - patience_s)
-            speaks = False
+                f"rank {place.rank} cannot {'serve' if place.serves else 'reach'} {place.store} ({describe(error)}): "
+                f"nothing was measured; {_CHECK_ADDRESS}"
+            ) from error
+    raise WorldBrokenError(
+        f"rank {place.rank} waited {limit_s:g} s for {place.store} ({seen[0]}): nothing was measured; {_CHECK_ADDRESS}"
+    )
+
+
+def _open(place: RankPlace, connect: Callable[[bool], Store], seen: list[str]) -> Store:
+    """Opens the store. seen: takes what was met at its address so far."""
+    while why := unreachable(place):
+        seen[0] = why
         time.sleep(_TRIES_EVERY_S)
-    try:
-        return connect(True)
-    except RuntimeError as error:
-        raise WorldBrokenError(
-            f"rank {place.rank} cannot reach {where} ({describe(error)}); "
-            "check MASTER_ADDR, MASTER_PORT and the firewall"
-        ) from error
-
-
-def _unreachable(place: RankPlace) -> str:
-    """Why nobody is there to connect to; "" where somebody is."""
-    try:
-        if place.serves:
-            socket.getaddrinfo(place.address, place.port)
-        else:
-            socket.create_connection((place.address, place.port), timeout=5.0).close()
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
-    except UnicodeError:
-        return "no name of a host"
-    return ""
+    seen[0] = "what listens there does not answer as a TCPStore"
+    return connect(True)
 
 
 def _say_waiting(place: RankPlace, whom: str, left_s: float) -> None:
@@ -325,7 +335,7 @@ def quiet_torch() -> None:
         UsageError: it could not be loaded here.
     """
     refuse_torch()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
@@ -351,14 +361,11 @@ def _short(value: str) -> str:
 
 def complain_once(text: str) -> None:
     """Before a rank has joined: rank 0 says what all ranks have met; a rank that has met it alone says so itself."""
-    try:
-        place = find_place()
-    except DtbenchError:
-        place = None
+    place = known_place()
     line = " ".join(text.split())
     if place is None or place.rank == 0:
         complain(line)
         return
     time.sleep(LET_RANK_0_SPEAK_S)
-    if not _unreachable(place.of_launch(launch_number())):
+    if not unreachable(place.of_launch(launch_number())):
         complain(f"rank {place.rank}: {line}")

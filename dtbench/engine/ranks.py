@@ -44,8 +44,9 @@ def store_of(place: RankPlace, launch: int) -> Callable[[bool], Store]:
     def connect(first: bool) -> Store:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        if not first:
-            _expect_server(place.address, place.port)
+        # Torch would try and log for a while.
+        if not first and (why := unreachable(place)):
+            raise RuntimeError(f"nobody serves the store at {place.address}:{place.port}: {why}")
         store = TCPStore(
             place.address,
             place.port,
@@ -60,19 +61,22 @@ def store_of(place: RankPlace, launch: int) -> Callable[[bool], Store]:
     return connect
 
 
-def _expect_server(address: str, port: int) -> None:
-    """Says at once that nobody serves the store any more, where torch would try and log for a while.
+def unreachable(place: RankPlace) -> str:
+    """Why nobody serves the store, in words; "" where somebody does, or this rank is about to.
 
     A process that dies still takes connections until its last thread is gone, and then drops them.
     """
     try:
-        with socket.create_connection((address, port), timeout=20.0) as probe:
+        if place.serves:
+            socket.getaddrinfo(place.address, place.port)
+            return ""
+        with socket.create_connection((place.address, place.port), timeout=20.0) as probe:
             probe.settimeout(_DYING_S)
             with contextlib.suppress(TimeoutError):
-                if not probe.recv(1):
-                    raise ConnectionResetError("the connection was dropped")
-    except OSError as error:
-        raise RuntimeError(f"nobody serves the store at {address}:{port}: {error}") from error
+                return "" if probe.recv(1) else "the connection was dropped"
+    except (OSError, UnicodeError) as error:  # a label of a name may be too long to be encoded
+        return (getattr(error, "strerror", None) or str(error)).lower()
+    return ""
 
 
 class StoreRanks:

@@ -91,7 +91,7 @@ class Session:
     def _open(self, job: RunJob) -> RunWriter:
         if self._launch > 0 or os.environ.get(AGAIN):
             return RunWriter.resume(self._output)
-        before = run_to_resume(job, self._output) if self._request.resume else None
+        before = run_to_resume(job, self._output)
         if before is not None and before.complete:
             self._rank.stop_all(say_complete(before))
         return open_run_file(job, self._argv, self._output, self._rank.infos, before)
@@ -258,13 +258,16 @@ class RunRecorder:
         return exit_code_of(results.values())
 
 
-def run_to_resume(job: RunJob, output: Path) -> Run:
-    """The run to go on with.
+def run_to_resume(job: RunJob, output: Path) -> Run | None:
+    """The run to go on with; None where --resume is not given, or has no file yet: the first of a launcher's attempts
+    is given it too.
 
     Raises:
         UnreadableRunError: it is no run.
         UsageError: it was asked for something else.
     """
+    if not job.request.resume or not os.path.lexists(output):
+        return None
     run = read_run(output)
     refuse_other_run(run.header, job.options, job.suite_names, job.request.launches, output)
     return run

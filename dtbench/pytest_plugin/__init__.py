@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dtbench.engine.place import find_place
+from dtbench.engine.place import known_place
 
 if TYPE_CHECKING:
     from dtbench.api import Function, Results
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-benchmark reads its options: only rank 0 has anything to save or to compare with."""
-    place = find_place()
+    place = known_place()
     if place is None or place.rank == 0 or not config.pluginmanager.hasplugin("benchmark"):
         return
     for name in ("json", "save", "autosave", "save_data", "compare", "compare_fail", "histogram"):
@@ -69,7 +69,7 @@ def _named_files(config: pytest.Config) -> list[Path]:
 
 def silence_others(config: pytest.Config) -> None:
     """The other ranks are silent: their reports say what rank 0's say."""
-    place = find_place()
+    place = known_place()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if place is not None and place.rank != 0 and reporter is not None:
         config.option.verbose = -10  # no header either

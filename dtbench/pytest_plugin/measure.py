@@ -93,7 +93,11 @@ class Live:
         if kind == "simulated" or self.rank is None:
             return Up(self._world.enter_context(simulated_world(device)), AloneRanks(), lambda: None)
         if not self.rank.joined:
-            self.rank.join(self.device_type)
+            try:
+                self.rank.join(self.device_type)
+            except Exception as error:  # as in a run: said in one line, and this process ends
+                self._show()
+                self.rank.__exit__(type(error), error, error.__traceback__)
         world, barrier = self._world.enter_context(self.rank.process_group(self.plan.mesh, TIMEOUT_S))
         return Up(world, self.rank.ranks, barrier)
 

@@ -24,7 +24,17 @@ FRESH = (sys.executable, "-P", "-m", "dtbench")
 
 def environment() -> dict[str, str]:
     """This process's, without what makes a process a rank, or pytest a worker (which does not measure)."""
-    of_others = ("DTBENCH_", "SLURM_", "TORCHELASTIC_", "PYTEST_XDIST")
+    of_others = (
+        "DTBENCH_",
+        "SLURM_",
+        "TORCHELASTIC_",
+        "PYTEST_XDIST",
+        "OMPI_",
+        "PMI_",
+        "PMIX_",
+        "MV2_",
+        "FLUX_",
+    )
     env = {name: value for name, value in os.environ.items() if not name.startswith(of_others)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
         env.pop(name, None)

@@ -113,7 +113,7 @@ def test_what_was_meant_or_expected_is_said(dtbench: Cli, args: str, meant: str)
         ),
         ("SUITE --budget 3", "'3' has no unit: expected s, m or h after it, such as 3m or 3s"),
         ("SUITE --max-size 1MiB --size 1KiB", "--max-size and --size both say what to sweep"),
-        ("SUITE --resume -o nosuch.jsonl", "cannot read nosuch.jsonl: No such file"),
+        ("--resume -o nosuch.jsonl", "cannot read nosuch.jsonl: No such file"),
         ("SUITE --resume -o taken", "taken is not a dtbench run"),
         ("SUITE -o taken", "taken exists already: give another -o, or --resume"),
         ("SUITE -o .", ". exists already (a folder): give another -o\n"),

@@ -5,6 +5,7 @@ import pytest
 from dtbench.engine.failure import INTERRUPTED, Diagnosis, RankState, diagnose
 
 HOSTS = ["n1", "n1", "n2", "n2"]
+LIMIT = "within --timeout 2 s"
 
 
 def states(**special: RankState) -> dict[int, RankState]:
@@ -29,54 +30,56 @@ def of(cause: str = "event", **more: object) -> RankState:
 def test_ranks_that_do_not_answer_are_dead() -> None:
     there = states(r0=of("died"))
     del there[2]
-    assert diagnose(there, HOSTS, 60) == Diagnosis("rank 2 on n2 died or did not answer", 2, 5)
+    assert diagnose(there, HOSTS, LIMIT) == Diagnosis("rank 2 on n2 died or did not answer", 2, 5)
     del there[1]
-    assert diagnose(there, HOSTS, 60).sentence == "rank 1 on n1, rank 2 on n2 died or did not answer"
+    assert diagnose(there, HOSTS, LIMIT).sentence == "rank 1 on n1, rank 2 on n2 died or did not answer"
 
 
 def test_a_rank_that_raised_alone_is_named_and_the_first_if_several_did() -> None:
-    alone = diagnose(states(r2=of("raised", raised="ValueError: x", raised_at=5.0)), HOSTS, 60)
+    alone = diagnose(states(r2=of("raised", raised="ValueError: x", raised_at=5.0)), HOSTS, LIMIT)
     assert alone.sentence == "rank 2 on n2 raised ValueError: x while the other ranks waited for it"
     later = of(raised="RuntimeError: connection closed", raised_at=6.0)
-    both = diagnose(states(r0=later, r2=of("raised", raised="ValueError: x", raised_at=5.0)), HOSTS, 60)
+    both = diagnose(states(r0=later, r2=of("raised", raised="ValueError: x", raised_at=5.0)), HOSTS, LIMIT)
     assert both.rank == 2 and both.code == 5 and both.blames_case
 
 
 @pytest.mark.parametrize("cause", ["died", "interrupted"])
 def test_told_to_end_with_nobody_missing_is_an_interruption(cause: str) -> None:
-    assert diagnose(states(r1=of(cause)), HOSTS, 60) is INTERRUPTED
+    assert diagnose(states(r1=of(cause)), HOSTS, LIMIT) is INTERRUPTED
     assert not INTERRUPTED.blames_case and INTERRUPTED.code == 130
 
 
 def test_at_the_timeout_the_rank_that_is_behind_is_named() -> None:
-    behind = diagnose(states(r0=of("timeout"), r3=of(step=6, where="mine.py:3 in run")), HOSTS, 2.5)
+    behind = diagnose(
+        states(r0=of("timeout"), r3=of(step=6, where="mine.py:3 in run")), HOSTS, "within --timeout 2.5 s"
+    )
     assert behind.sentence == "rank 3 on n2 did not finish within --timeout 2.5 s (at mine.py:3 in run)"
-    earlier_case = diagnose(states(r0=of("timeout"), r1=of(case=1, step=90)), HOSTS, 2)
+    earlier_case = diagnose(states(r0=of("timeout"), r1=of(case=1, step=90)), HOSTS, LIMIT)
     assert earlier_case.rank == 1
 
 
 def test_at_the_timeout_the_rank_in_code_of_its_own_is_named() -> None:
-    result = diagnose(states(r0=of("timeout"), r1=of(where="mine.py:3 in run", waits=False)), HOSTS, 2)
+    result = diagnose(states(r0=of("timeout"), r1=of(where="mine.py:3 in run", waits=False)), HOSTS, LIMIT)
     assert result.rank == 1
 
 
 def test_at_the_timeout_the_rank_in_another_place_is_named() -> None:
     """Where all look busy, because they wait in code that is neither torch's nor the harness's."""
     usual = of(where="comm.py:9 in wait", waits=False)
-    result = diagnose({0: usual, 1: usual, 2: of(where="x.py:1 in f", waits=False), 3: usual}, HOSTS, 2)
+    result = diagnose({0: usual, 1: usual, 2: of(where="x.py:1 in f", waits=False), 3: usual}, HOSTS, LIMIT)
     assert result.rank == 2
 
 
 def test_ranks_that_wait_for_one_another_are_all_named() -> None:
-    alone = diagnose(states(r0=of("timeout", where="a.py:1 in f")), HOSTS, 2)
+    alone = diagnose(states(r0=of("timeout", where="a.py:1 in f")), HOSTS, LIMIT)
     assert alone.rank == 0 and "rank 0 on n1 did not finish" in alone.sentence
     even = of(where="a.py:1 in f")
-    result = diagnose(states(r0=even, r1=even), HOSTS, 2)
+    result = diagnose(states(r0=even, r1=even), HOSTS, LIMIT)
     assert result.rank is None and "they wait for one another" in result.sentence
 
 
 def test_a_case_that_hangs_in_the_simulated_world_is_rank_0s() -> None:
     """The other ranks are in no case: they wait for rank 0."""
     waiting = RankState("event", where="ranks.py:1 in agree", waits=True)
-    result = diagnose({0: of("timeout", case=9), 1: waiting}, ["a", "b"], 2)
+    result = diagnose({0: of("timeout", case=9), 1: waiting}, ["a", "b"], LIMIT)
     assert result.rank == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_pytest(folder: Path, *words: str) -> str:
+def run_pytest(folder: Path, *words: str, stderr: int = subprocess.PIPE) -> str:
     paths = os.pathsep.join(str(ROOT / name) for name in ("", "core", "suites"))
     command = [
         sys.executable,
@@ -77,7 +78,9 @@ def run_pytest(folder: Path, *words: str) -> str:
     # A worker of xdist's would time nothing.
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = outer | {"PYTHONPATH": paths, "COLUMNS": "100"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+    ).stdout
 
 
 def test_the_cases_of_a_suite_are_tests(folder: Path) -> None:
@@ -120,6 +123,28 @@ def test_a_fixture_times_functions_of_ones_own_tests(folder: Path) -> None:
     out = run_pytest(folder, "test_own.py")
     assert "1 failed, 1 passed" in out and "failed: ZeroDivisionError: division by zero" in out
     assert re.search(r"^test_own\.py::test_a_step: mm  [\d.]+ (ns|µs|ms)  \+\d+%", out, re.MULTILINE), out
+
+
+def test_a_session_that_measures_nothing_runs_where_a_place_is_only_partly_set(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (folder / "test_plain.py").write_text("def test_plain(): pass")
+    assert "1 passed" in run_pytest(folder, "test_plain.py")
+    assert "RANK is set but WORLD_SIZE and" in run_pytest(folder, "my_suite.py", "--dtbench-quick")
+
+
+def test_a_session_ends_in_one_line_where_the_ranks_do_not_meet(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "DTBENCH_JOIN_TIMEOUT": "2"}
+        for name, value in (place | {"MASTER_PORT": str(server.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        out = run_pytest(folder, "my_suite.py", "--dtbench-quick", stderr=subprocess.STDOUT)
+    (line,) = [line for line in out.splitlines() if "dtbench: " in line]  # after the dots of tests
+    assert "rank 0 cannot serve the TCPStore of rank 0 at localhost:" in line and "Traceback" not in out, out
 
 
 def test_an_id_holds_what_k_can_name() -> None:

@@ -44,7 +44,6 @@ SLURM = {
         ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell under srun
         (TORCHRUN, RankPlace(3, 8, 1, 2, "n1", 29500, True, attempt=2)),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not"),
         (TORCHRUN | {"RANK": "x"}, "RANK='x'"),
         (SLURM | {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not"),
     ],

@@ -34,6 +34,7 @@ SLOW = {
     "dtbench/tests/test_preflight.py::test_real_ranks*": "four ranks that are examined",
     "dtbench/tests/test_preflight.py::test_under_torchrun*": "torchrun",
     "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",
+    "dtbench/tests/test_joining.py::test_under_*": "ranks of other launchers, which each import torch",
     "dtbench/tests/test_recording.py::test_in_a_rank_*": "a job that imports torch",
     "dtbench/tests/test_recording.py::test_under_*": "torchrun",
     "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",

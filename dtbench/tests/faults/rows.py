@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def a_torn_run() -> None:
     Path("x.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:40])
 
 
+_SERVERS: list[socket.socket] = []
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x1b[1A\u202e\x9b1m"
 HOSTILE_SUITE = f"""
 from dtbench.suite import Case, Workload, suite
@@ -71,6 +73,26 @@ def hostile(options):
     for build in (fail, lambda world: Workload(lambda: None)):
         yield Case("c" + {HOSTILE!r}, {{"n" + {HOSTILE!r}: build.__name__ + {HOSTILE!r}}}, {{"core": build}})
 """
+
+
+STUCK_SUITE = """
+import os
+import time
+from dtbench.engine import rank
+from dtbench.suite import Case, Workload, suite
+
+if os.environ.get("RANK") == "1":
+    rank.real_world = lambda *_: time.sleep(600)
+
+@suite("stuck", world="ranks", help="of a rank that makes no process group")
+def stuck(options):
+    yield Case("c", {}, {"core": lambda world: Workload(lambda: None)})
+"""
+
+
+def serve_silently() -> None:
+    """In this process, until its end."""
+    _SERVERS.append(socket.create_server(("localhost", 29632)))
 
 
 def a_hostile_topology() -> None:
@@ -230,7 +252,10 @@ ROWS = [
         "a rank never comes",
         RUN,
         5,
-        ("rank 0 waits for rank 1 of 2; up to 2 s", "rank 0 waited 7 s for rank 1 of 2: nothing"),
+        (
+            "rank 0 waits for rank 1 of 2 to join through .* at localhost:29631; up to 2 s",
+            "rank 0 waited 7 s for rank 1 of 2 to join through .* at localhost:29631: nothing",
+        ),
         env=ALONE,
     ),
     Fault(
@@ -239,12 +264,39 @@ ROWS = [
         RUN,
         5,
         (
-            "waits for the store of the ranks at no.invalid",
-            "waited 7 s for the store of the ranks at no.invalid",
+            "waits for the TCPStore of rank 0 at no.invalid:29631",
+            "waited 7 s for the TCPStore of rank 0 at no.invalid:29631",
         ),
         env=ALONE | {"MASTER_ADDR": "no.invalid"},
     ),
+    Fault(
+        3,
+        "the port of rank 0 is another server's, which says nothing",
+        RUN,
+        5,
+        (
+            "waits for the TCPStore of rank 0 at localhost:29632",
+            "waited 7 s for .* localhost:29632 .*does not answer",
+        ),
+        env=ALONE | {"RANK": "1", "LOCAL_RANK": "0", "MASTER_PORT": "29632"},
+        before=serve_silently,
+    ),
+    Fault(
+        3,
+        "a rank does not come to make the process group",
+        "DTBENCH run ./stuck.py --quick --nproc 2 -o x.jsonl",
+        5,
+        (
+            r"^dtbench: rank 1 on \S+ did not finish the start of its gloo process group within 15 s \(at stuck.py:",
+        ),
+        env={"DTBENCH_JOIN_TIMEOUT": "15"},
+        before=lambda: Path("stuck.py").write_text(STUCK_SUITE),
+    ),
     # ---- 4: a mistake or a damaged file is a line
+    *(
+        Fault(4, f"{name} without {missing}", RUN, 2, (f"{name} is set but .*{missing}",), env={name: "1"})
+        for name, missing in (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "RANK and WORLD_SIZE"))
+    ),
     *(
         Fault(4, what, UNDER_TORCHRUN.format(words), 1, (says,))
         for what, words, says in (

@@ -1,0 +1,329 @@
+"""Ranks of other launchers: where they find their place, and how long they wait for one another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from dtbench.engine.failure import Diagnosis, FailureDetector
+from dtbench.engine.place import RankPlace, find_place, known_place
+from dtbench.engine.rank import meet
+from dtbench.engine.ranks import store_of, unreachable
+from dtbench.records.run import read_run
+from dtbench.suite.errors import UsageError, WorldBrokenError
+from dtbench.tests.programs import FRESH, LIMIT_S, environment
+
+SUITE = str(Path(__file__).with_name("faults_suite.py"))
+WORDS = ("run", SUITE, "--quick", "-o", "x.jsonl")
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n1"}
+MVAPICH = {name.replace("OMPI_", "MV2_"): value for name, value in OPEN_MPI.items()}
+HYDRA = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "MASTER_ADDR": "n1",
+}
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "MASTER_ADDR": "n1"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+}
+SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_NODELIST": "n[1-2]"}
+WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+
+
+# ---- places ----
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        (OPEN_MPI, (3, 4, 1, 2)),
+        (MVAPICH, (3, 4, 1, 2)),
+        (HYDRA, (3, 4, 1, 2)),
+        (FLUX, (3, 4, 1, None)),
+        (SLURM, (3, 4, 1, 2)),
+        # Open MPI's daemons, and Hydra's, are themselves tasks of a step; srun may set PMI's variables itself.
+        (SLURM | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"} | OPEN_MPI, (3, 4, 1, 2)),
+        (SLURM | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"} | HYDRA, (3, 4, 1, 2)),
+        (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMIX_RANK": "3"}, (3, 4, 1, 2)),
+        # torchrun on each host of another launcher.
+        (OPEN_MPI | WORLD, (1, 2, 1, None)),
+        # Without the local ones, ranks are taken to fill one host after the other.
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MASTER_ADDR": "n1"}, (3, 4, 3, None)),
+        (WORLD | {"RANK": "1", "LOCAL_WORLD_SIZE": "1"}, (1, 2, 0, 1)),
+    ],
+)
+def test_find_place_takes_the_variables_of_each_launcher(
+    environ: dict[str, str], place: tuple[int, int, int, int | None]
+) -> None:
+    found = find_place(environ)
+    assert found is not None and found.address == "n1" and not found.agent_store
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == place
+
+
+def test_ranks_of_one_host_need_no_address_and_jobs_have_ports_of_their_own() -> None:
+    one_host = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_ADDR": ""}
+    ports = set()
+    for job in ("prterun-n1-1@1", "prterun-n1-2@1"):
+        places = [
+            find_place(one_host | {"PMIX_NAMESPACE": job, "OMPI_COMM_WORLD_RANK": rank}) for rank in "03"
+        ]
+        assert {place and place.address for place in places} == {"localhost"}
+        assert len({place.port for place in places if place}) == 1
+        ports |= {place.port for place in places if place}
+    assert len(ports) == 2 and all(20000 <= port < 32000 for port in ports)
+    place = find_place(one_host | {"MASTER_PORT": "29501"})
+    assert place is not None and place.port == 29501
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
+        {"WORLD_SIZE": "1"},
+        {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""},
+        {"NODE_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
+        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "PMIX_RANK": "0"},
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+    ],
+)
+def test_find_place_starts_ranks_where_no_launcher_did(environ: dict[str, str]) -> None:
+    assert find_place(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "1"}, "RANK is set but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not: set all"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK and MASTER_ADDR and MASTER_PORT not"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is set but RANK and"),
+        ({"RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}, "RANK is set but WORLD_SIZE not"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set but RANK and WORLD_SIZE and"),
+        (
+            {"WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            "WORLD_SIZE and LOCAL_RANK are set but RANK .* or unset WORLD_SIZE and LOCAL_RANK",
+        ),
+        (WORLD | {"MASTER_PORT": ""}, "RANK and WORLD_SIZE are set but MASTER_PORT not"),
+        (WORLD | {"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc': expected a whole number from 1"),
+        (WORLD | {"RANK": "2"}, "RANK='2': expected a whole number of at most 1"),
+        (WORLD | {"RANK": "-1"}, "RANK='-1'"),
+        (WORLD | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK='1': expected .* of at most 0"),
+        (WORLD | {"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE='3'"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK is set but RANK"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE is set but RANK"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK is set but RANK"),
+        (
+            OPEN_MPI | {"MASTER_ADDR": ""},
+            "OMPI_COMM_WORLD_RANK is set but MASTER_ADDR is not: set MASTER_ADDR to",
+        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK='4'"),
+        # A number of ranks that the launcher contradicts.
+        (SLURM | {"WORLD_SIZE": "16"}, "WORLD_SIZE is set but RANK"),
+        (OPEN_MPI | {"RANK": "0"}, "RANK is set but WORLD_SIZE"),
+        (SLURM | {"SLURM_NTASKS": "1", "WORLD_SIZE": "16"}, "WORLD_SIZE is set but RANK"),
+    ],
+)
+def test_find_place_refuses_partial_and_impossible_places(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        find_place(environ)
+
+
+def test_known_place_is_none_where_the_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert known_place() is None
+
+
+# ---- waits ----
+
+
+def silent(connection: socket.socket) -> None:
+    time.sleep(60)
+
+
+def speaks_http(connection: socket.socket) -> None:
+    connection.recv(100)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+def speaks_first(connection: socket.socket) -> None:
+    connection.sendall(b"SSH-2.0-OpenSSH_9.0\r\n")
+    time.sleep(60)
+
+
+def hangs_up(connection: socket.socket) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def foreign_server(behaviour: Callable[[socket.socket], None]) -> Iterator[int]:
+    """The port of a server that is no TCPStore."""
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            behaviour(connection)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("localhost", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("behaviour", [silent, speaks_http, speaks_first, hangs_up])
+def test_meet_gives_up_a_server_that_is_no_store(
+    behaviour: Callable[[socket.socket], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    why = "the connection was dropped" if behaviour is hangs_up else "does not answer as a TCPStore"
+    with foreign_server(behaviour) as port:
+        place = RankPlace(1, 2, 0, 2, "localhost", port, agent_store=False)
+        message = rf"rank 1 waited 2 s for the TCPStore of rank 0 at localhost:{port} \(.*{why}\): nothing"
+        with pytest.raises(WorldBrokenError, match=message):
+            meet(place, store_of(place, 0), 2.0, 0.5)
+    assert f"rank 1 waits for the TCPStore of rank 0 at localhost:{port}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [("localhost", "connection refused"), ("no.invalid", ".+"), ("x" * 70 + ".invalid", ".+")],
+)
+def test_meet_gives_up_an_address_where_nobody_serves(address: str, why: str) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    place = RankPlace(1, 2, 1, 2, address, port, agent_store=True)
+    message = rf"rank 1 waited 0\.5 s for the TCPStore of the launcher at {address}:{port} \({why}\)"
+    with pytest.raises(WorldBrokenError, match=message):
+        meet(place, store_of(place, 0), 0.5, 0.1)
+
+
+def test_meet_says_that_the_port_of_rank_0_is_taken() -> None:
+    with foreign_server(silent) as port:
+        place = RankPlace(0, 2, 0, 2, "localhost", port, agent_store=False)
+        with pytest.raises(WorldBrokenError, match=rf"cannot serve .* at localhost:{port} .*already in use"):
+            meet(place, store_of(place, 0), 20.0, 5.0)
+
+
+def test_meet_names_the_ranks_that_are_missing() -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    place = RankPlace(0, 3, 0, 3, "localhost", port, agent_store=False)
+    assert not unreachable(place)
+    message = rf"rank 0 waited 1 s for rank 1, rank 2 of 3 to join through .* at localhost:{port}: nothing"
+    with pytest.raises(WorldBrokenError, match=message):
+        meet(place, store_of(place, 0), 1.0, 0.2)
+
+
+def test_a_limit_names_what_did_not_finish_on_any_rank_before_the_world_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[Diagnosis] = []
+    ended = threading.Event()
+
+    def leave(_code: int) -> None:
+        ended.set()
+        raise SystemExit  # of the thread
+
+    monkeypatch.setattr("dtbench.engine.failure.exit_now", leave)
+    monkeypatch.setattr(FailureDetector, "_wait_for_signals", lambda _self: None)
+    from dtbench.engine.failure import ActiveCase
+
+    detector = FailureDetector(ActiveCase(), 3, 4, said.append)
+    with detector.limit(60.0), detector.limit(0.1, "joining through a store within 0.1 s"):
+        assert ended.wait(60)
+    assert [diagnosis.sentence for diagnosis in said] == [
+        "rank 3 did not finish joining through a store within 0.1 s"
+    ]
+
+
+# ---- whole programs ----
+
+
+def start_ranks(places: Sequence[Mapping[str, str]], *words: str) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of a process for each place."""
+    started = [
+        subprocess.Popen(
+            [*FRESH, *WORDS, *words],
+            env=environment() | dict(place),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in places
+    ]
+    outputs = [process.communicate(timeout=LIMIT_S) for process in started]
+    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_under_mpirun_the_processes_are_the_ranks_of_one_world(here: Path) -> None:
+    job = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": f"job-{os.getpid()}",
+    }
+    places = [job | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1")]
+    (code, out, err), other = start_ranks(places, "--launches", "2", "--filter", "all_reduce n=1")
+    assert (code, err, other) == (0, "", (0, "", "")), out
+    run = read_run("x.jsonl")
+    assert run.complete and {result.launch for result in run.results} == {0, 1}
+    assert [(info.rank, info.local_rank) for info in run.header.ranks] == [(0, 0), (1, 1)]
+
+
+def test_under_a_launcher_a_rank_with_part_of_its_place_measures_nothing(here: Path) -> None:
+    ((code, out, err),) = start_ranks([{"RANK": "1"}])
+    assert (code, out) == (2, "") and not Path("x.jsonl").exists()
+    assert err.count("\n") == 1 and "RANK is set but WORLD_SIZE" in err
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "dispatch"), ("preflight",), ("profile", "tensor_parallel/mlp", "-o", "p")]
+)
+def test_under_a_launcher_a_silent_server_ends_every_command(here: Path, words: tuple[str, ...]) -> None:
+    with foreign_server(silent) as port:
+        place = WORLD | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "DTBENCH_JOIN_TIMEOUT": "3"}
+        done = subprocess.run(
+            [*FRESH, *words], env=environment() | place, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    assert done.returncode == 5 and not list(here.iterdir()), done
+    (line,) = done.stderr.splitlines()
+    assert f"rank 1 waited 3 s for the TCPStore of rank 0 at localhost:{port}" in line
+
+
+def test_under_torchrun_a_restart_goes_on_with_resume(here: Path) -> None:
+    """The first attempt begins the file, a rank of it is killed, and the second goes on."""
+    script = f"exec {' '.join(FRESH)} {' '.join(WORDS)} --resume --filter 'good\nhow=dies rank=1\nhow=none'"
+    command = [TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "--no-python", "bash", "-c", script]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    run = read_run("x.jsonl")
+    assert run.complete and {result.status for result in run.results} == {"ok", "failed"}, done
+    (lost,) = [result for result in run.results if result.status == "failed"]
+    assert lost.params == {"how": "dies", "rank": 1} and lost.rank == 1
+    assert len(run.results) == len({result.key for result in run.results}) > 7
+    assert Path("x.jsonl").read_bytes().count(b'"kind":"resume"') == 1
+    assert done.stdout.count("results to measure on 2 cpu ranks") == 2
