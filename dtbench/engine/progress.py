@@ -68,15 +68,13 @@ class ProgressLine:
 
     def show(self, text: str) -> None:
         """In place of the text before."""
-        if not self._shown:
-            return
-        if not self._overwrites:
+        if self._shown and self._overwrites:
+            text = text[: shutil.get_terminal_size().columns - 1]
+            sys.stdout.write(f"\r{text:{self._length}}")
+            sys.stdout.flush()
+            self._length = len(text)
+        elif self._shown:
             say(text)
-            return
-        text = text[: shutil.get_terminal_size().columns - 1]
-        sys.stdout.write(f"\r{text:{self._length}}")
-        sys.stdout.flush()
-        self._length = len(text)
 
     def close(self) -> None:
         if self._length:
