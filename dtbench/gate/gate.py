@@ -278,7 +278,7 @@ def _broken(key: Key, counted: Mapping[str, Counted]) -> tuple[Verdict, str] | N
 
 
 def _announcement(benchmarks: Sequence[Benchmark], counted_s: float, budget_s: float | None) -> str:
-    """How long the launches will take, by how long counting took."""
+    """Says how long the launches will take, by how long counting took."""
     # Loading is most of a launch, and the counting loads several rounds; ranks are started anew in each launch.
     counted = 2 if any(b.world == "ranks" for b in benchmarks) else 3 * ROUNDS_TOGETHER
     first_s, all_s = (counted_s / counted * launches for launches in (3 * SCREEN_ROUNDS, MOST_LAUNCHES))

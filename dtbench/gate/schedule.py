@@ -236,9 +236,9 @@ class GateSchedule:
         smallest = effect.smallest_detectable(alpha := alpha_of(len(self._benchmarks), LOOKS))
         # Less than what was measured and not found is no promise.
         if tested is not pairs and abs(effect.ratio - 1) < smallest < math.inf:
-            found = f"{max(smallest, smallest_change(base_s, benchmark.floor_s)):.1%}"
+            shown = f"{max(smallest, smallest_change(base_s, benchmark.floor_s)):.1%}"
             why += (
-                f"; a test of {len(tested)} fresh pairs of this spread finds a change of {found} 4 times in 5"
+                f"; a test of {len(tested)} fresh pairs of this spread finds a change of {shown} 4 times in 5"
             )
         self._end(judged(benchmark, Verdict.INCONCLUSIVE, why, "", effect_and_times(pairs), alpha))
 

@@ -101,14 +101,14 @@ class Recheck(Struct, frozen=True, kw_only=True):
     """A suspect that was measured again, in turns with sound peers.
 
     Attributes:
-        found: the suspect and its share of its peers' speed, by these new measurements alone.
+        finding: the suspect and its share of its peers' speed, by these new measurements alone.
         time_s: the median of them, seconds.
         peers_s: time_s times that share: what the peers take, by the same estimate.
         size_bytes: of a link, the bytes of an exchange each way; None of work.
         slow: whether it is named.
     """
 
-    found: SlowFinding
+    finding: SlowFinding
     time_s: float
     peers_s: float
     size_bytes: int | None
@@ -185,11 +185,11 @@ def examine(world: ExaminedWorld) -> Examining:
         examination.rechecks += yield from _confirm_link(suspect, examination, level)
     for kind, ranks in slow_work.items():
         examination.rechecks += yield from _confirm_work(kind, ranks, places, examination, level)
-    examination.findings = _by_host([one.found for one in examination.rechecks if one.slow], world)
+    examination.findings = _by_host([one.finding for one in examination.rechecks if one.slow], world)
     examination.unjudged += (
-        f"{one.found.words()}, but so unsteady that it may be chance"
+        f"{one.finding.words()}, but so unsteady that it may be chance"
         for one in examination.rechecks
-        if one.found.share <= NAMED and not one.slow
+        if one.finding.share <= NAMED and not one.slow
     )
     return examination
 
@@ -357,7 +357,7 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
 
 
 def _worst(slow: Sequence[Any], count: int, noun: str, notes: list[str], kind: str) -> Sequence[Any]:
-    """As many of the suspects as are measured again. slow: the worst first; count: of all, suspects or not."""
+    """Returns the suspects to measure again. slow: the worst first; count: of all, suspects or not."""
     if len(slow) > MAX_SUSPECTS:
         notes.append(
             f"{kind}: {len(slow)} of {count} {noun} are slow; the worst {MAX_SUSPECTS} were examined"
@@ -397,7 +397,7 @@ def _confirm_work(
         for rank in left:
             again = _judge(_Suspect((rank,), kind), answers[peer], answers[rank], level, examination)
             judged[rank] = max(
-                judged.get(rank, again), again, key=lambda one: (not one.slow, one.found.share)
+                judged.get(rank, again), again, key=lambda one: (not one.slow, one.finding.share)
             )
     return list(judged.values())
 
@@ -414,10 +414,10 @@ def _judge(
     p = rank_test(controls, again).p_slower
     words = examination.world.words(suspect.ranks)
     what = f"the link of {words}" if len(suspect.ranks) > 1 else words
-    found = SlowFinding(what=what, kind=suspect.kind, ranks=suspect.ranks, share=share, p=p)
+    finding = SlowFinding(what=what, kind=suspect.kind, ranks=suspect.ranks, share=share, p=p)
     time_s, slow = median(again), share <= NAMED and p <= level
     size = examination.pairs[suspect.kind].size_bytes if suspect.kind in examination.pairs else None
-    return Recheck(found=found, time_s=time_s, peers_s=time_s * share, size_bytes=size, slow=slow)
+    return Recheck(finding=finding, time_s=time_s, peers_s=time_s * share, size_bytes=size, slow=slow)
 
 
 def _by_host(findings: Sequence[SlowFinding], world: ExaminedWorld) -> list[SlowFinding]:

@@ -248,16 +248,12 @@ def print_all(file: Preflight) -> None:
         [(title, [row[at] for row in rows]) for at, title in enumerate(("slowest", "median", "fastest"), 1)],
         [("of", [row[4] for row in rows])],
     )
-    if file.rechecks:
-        again = list(_rows_again(file))
+    if rows := list(_rechecked(file)):
         print_columns(
             console,
-            [("measured again, in turns with peers", [row[0] for row in again])],
-            [
-                (title, [row[at] for row in again])
-                for at, title in enumerate(("suspect", "peers", "share"), 1)
-            ],
-            [("", [row[4] for row in again])],
+            [("measured again, in turns with peers", [row[0] for row in rows])],
+            [(title, [row[n] for row in rows]) for n, title in enumerate(("suspect", "peers", "share"), 1)],
+            [("", [row[4] for row in rows])],
         )
     for note in file.notes:
         print_line(console, f"note: {note}")
@@ -279,16 +275,17 @@ def _rows(file: Preflight) -> Iterator[list[str]]:
         yield [kind, *map(format_seconds, _worst_first(by_rank)), plural(len(by_rank), "rank")]
 
 
-def _rows_again(file: Preflight) -> Iterator[list[str]]:
-    """A suspect; its time and that of its peers, its share of their speed, and what follows."""
-    for one in file.rechecks:
-        unclear = "no verdict" if one.found.share <= file.named else "as its peers"
+def _rechecked(file: Preflight) -> Iterator[list[str]]:
+    """A suspect; its figure and that of its peers, its share of their speed, and what follows."""
+    for recheck in file.rechecks:
+        finding, size = recheck.finding, recheck.size_bytes
         figures = [
-            format_bandwidth(one.size_bytes / time_s) if one.size_bytes else format_seconds(time_s)
-            for time_s in (one.time_s, one.peers_s)
+            format_bandwidth(size / time_s) if size else format_seconds(time_s)
+            for time_s in (recheck.time_s, recheck.peers_s)
         ]
-        ending = [f"{one.found.share:.0%}", "slow" if one.slow else unclear]
-        yield [f"{one.found.what} ({one.found.kind})", *figures, *ending]
+        unclear = "no verdict" if finding.share <= file.named else "as its peers"
+        verdict = "slow" if recheck.slow else unclear
+        yield [f"{finding.what} ({finding.kind})", *figures, f"{finding.share:.0%}", verdict]
 
 
 def _worst_first(values: Sequence[float]) -> list[float]:
@@ -304,5 +301,5 @@ def sentence(file: Preflight) -> str:
         return f"preflight: no verdict ({about}): {plain('; '.join(file.unjudged))}"
     if len(file.hosts) == 2:
         return f"preflight: as expected ({about}): nothing below {SLOWER_THAN_EXPECTED:.0%} of the topology"
-    again = f" ({plural(len(file.rechecks), 'suspect')} measured again)" if file.rechecks else ""
-    return f"preflight: healthy ({about}): nothing below {file.named:.0%} of its peers{again}"
+    repeated = f" ({plural(len(file.rechecks), 'suspect')} measured again)" if file.rechecks else ""
+    return f"preflight: healthy ({about}): nothing below {file.named:.0%} of its peers{repeated}"

@@ -66,7 +66,7 @@ COUNTER = "counter"
 _BRACKETS = 50
 
 
-# Of a call that nobody records: ns, and in how many of them this process ran on a CPU.
+# A call that is not recorded: ns, and in how many of them this process ran on a CPU.
 TimedCall = tuple[float, float]
 
 
@@ -159,12 +159,12 @@ def taken_apart(
     """
 
     def one_round() -> tuple[TimedCall, list[Span], Mapping[str, Overhead]]:
-        before = caller.whole()
+        first = caller.whole()
         calls = sorted(record(), key=lambda call: call.duration_ns)
         # The quicker half: what disturbs a call only ever lengthens it.
         calls = calls[: max(1, len(calls) // 2)]
         # Recording takes long enough for the machine to change: a call alone before it and after it.
-        return mean_of([before, caller.whole()]), calls, calibrate()
+        return mean_of([first, caller.whole()]), calls, calibrate()
 
     taken = sorted(
         (one_round() for _ in range(rounds)), key=lambda one: one[0][0] + fmean(c.duration_ns for c in one[1])

@@ -239,7 +239,7 @@ def forgetting(ranks: FakeRanks) -> Callable[[dict[str, Any]], list[Any]]:
 def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: float, hosts: int) -> None:
     """Healthy means: each link and rank of the tables is near the median or has a row of its own below."""
     examination = FakeRanks(hosts_of(hosts, 2), noise=noise, seed=seed).examine()
-    again = {(one.found.kind, one.found.ranks) for one in examination.rechecks}
+    again = {(one.finding.kind, one.finding.ranks) for one in examination.rechecks}
     cut = any("were examined" in note for note in examination.notes)
     for kind, of in examination.pairs.items():
         usual = median(map(of.seconds, of.exchanges))
@@ -254,7 +254,7 @@ def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: 
     for kind, times in examination.work_s.items():
         for rank, seconds in enumerate(times):
             assert median(times) / seconds >= 0.9 or cut or len(times) < 3 or (kind, (rank,)) in again
-    uncertain = [one for one in examination.rechecks if one.found.share <= 0.9 and not one.slow]
+    uncertain = [one for one in examination.rechecks if one.finding.share <= 0.9 and not one.slow]
     line = sentence(file_of(examination, 3.0, "cpu"))
     assert not (uncertain and "healthy" in line)
     if uncertain and not examination.findings:
