@@ -101,7 +101,7 @@ def _table(suite: str, rows: Sequence[Judged], single: bool) -> tuple[str, list[
         columns.append(TableColumn("difference", differences, True))
     else:
         why = [row.reason for row in rows]
-        title += f": {rows[0].estimator} of each launch, median over launches"
+        title += f": {rows[0].estimator} of each launch, median over launches; new/base: median over all pairs of them"
         colours = [row.verdict.colour for row in rows]
         columns.insert(0, TableColumn("verdict", [str(row.verdict) for row in rows], styles=colours))
         columns += [

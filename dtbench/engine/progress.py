@@ -19,6 +19,9 @@ TELL_EVERY_S = 60.0
 SILENT_S = 1.0
 
 
+_STANDINGS = (STATUSES[0], "with caveat", *STATUSES[1:])
+
+
 class Progress:
     """Where rank 0 reports to: a line per result on stdout, and now and then how far the run is."""
 
@@ -56,20 +59,22 @@ class Progress:
 
 
 class ProgressLine:
-    """One line that is written over and over, which a terminal and a notebook show alike."""
+    """One line that is written over and over, which a terminal and a notebook show alike; elsewhere a line per text."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
+        self._overwrites = sys.stdout.isatty() or "ipykernel" in sys.modules
         self._length = 0
 
     def show(self, text: str) -> None:
         """In place of the text before."""
-        if not self._shown:
-            return
-        text = text[: shutil.get_terminal_size().columns - 1]
-        sys.stdout.write(f"\r{text:{self._length}}")
-        sys.stdout.flush()
-        self._length = len(text)
+        if self._shown and self._overwrites:
+            text = text[: shutil.get_terminal_size().columns - 1]
+            sys.stdout.write(f"\r{text:{self._length}}")
+            sys.stdout.flush()
+            self._length = len(text)
+        elif self._shown:
+            say(text)
 
     def close(self) -> None:
         if self._length:
@@ -103,8 +108,13 @@ def say_if_slow(text: str, tell: Callable[[str], None] | None = None) -> Iterato
 
 def summary_of(results: Iterable[Result]) -> str:
     """`118 ok, 1 failed`: how many results have which status."""
-    counts = Counter(result.status for result in results)
-    return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) or "no results"
+    counts = Counter(standing_of(result) for result in results)
+    return ", ".join(f"{counts[word]} {word}" for word in _STANDINGS if counts[word]) or "no results"
+
+
+def standing_of(result: Result) -> str:
+    """Its status; "with caveat" of a time with a reason to doubt it, such as samples that scatter."""
+    return _STANDINGS[1] if result.status == "ok" and result.reason else result.status
 
 
 def params_of(result: Result) -> str:

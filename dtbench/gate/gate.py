@@ -17,8 +17,8 @@ from dtbench.engine.progress import about, say_if_slow
 from dtbench.gate import control, outputs
 from dtbench.gate.arms import Arm, open_arms, repository
 from dtbench.gate.benchmark import Benchmark, Key, Selection
-from dtbench.gate.launcher import Counted, Launcher, Limits
-from dtbench.gate.schedule import MOST_LAUNCHES, GateSchedule, OutOfTimeError
+from dtbench.gate.launcher import ROUNDS_TOGETHER, Counted, Launcher, Limits
+from dtbench.gate.schedule import MOST_LAUNCHES, SCREEN_ROUNDS, GateSchedule, OutOfTimeError
 from dtbench.gate.verdict import exit_code_of, judged, rises, trust_of, words_of
 from dtbench.machine.device import DEFAULT_CPU_RANKS
 from dtbench.records import exports
@@ -28,6 +28,7 @@ from dtbench.records.judged import Judged, Verdict
 from dtbench.suite import CHOOSABLE_IMPLS, RunOptions
 from dtbench.suite.errors import OutputError, UsageError
 from dtbench.suite.mesh import Mesh, ranks_of
+from dtbench.text.units import plural
 
 FILES = ("gate.json", "junit.xml", "smaller-is-better.json")
 _NARROW = "name fewer benchmarks, such as dispatch/relu"
@@ -146,12 +147,14 @@ class GateRun:
         """The whole gate, after its arms are built. began: on the monotonic clock."""
         seed, trust, launches = self.options.seed, trust_of(None, None, measured=False), 0
         seed = random.SystemRandom().randrange(2**31) if seed is None else seed
+        counting = time.monotonic()
         try:
             old, new = self._count()
         except OutOfTimeError as error:
             spent_s = time.monotonic() - began
             more = f"give --budget {math.ceil(3 * spent_s)}s or more"
             raise UsageError(f"{error}, and not all is counted after {about(spent_s)}: {more}") from error
+        counted_s = time.monotonic() - counting
         benchmarks = self._comparable(old, new)
         with contextlib.suppress(OutOfTimeError):
             self._compare_counters(benchmarks, old, new)
@@ -159,6 +162,7 @@ class GateRun:
         if left:
             controls = [b for b in new.listing.benchmarks if b.key[0] == control.NAME and self.with_control]
             schedule = GateSchedule(left, controls, self.launcher.launch, seed, self.say)
+            self.say(_announcement(left, counted_s, self.options.budget_s))
             timed = time.monotonic()
             verdicts, trust = schedule.run()
             self.judged |= {j.key: j for j in verdicts}
@@ -271,6 +275,22 @@ def _broken(key: Key, counted: Mapping[str, Counted]) -> tuple[Verdict, str] | N
         if key in of.skipped:
             return Verdict.MISSING, f"skipped in {name}: {of.skipped[key]}"
     return None
+
+
+def _announcement(benchmarks: Sequence[Benchmark], counted_s: float, budget_s: float | None) -> str:
+    """Says how long the launches will take, by how long counting took."""
+    # Loading is most of a launch, and the counting loads several rounds; ranks are started anew in each launch.
+    counted = 2 if any(b.world == "ranks" for b in benchmarks) else 3 * ROUNDS_TOGETHER
+    first_s, all_s = (counted_s / counted * launches for launches in (3 * SCREEN_ROUNDS, MOST_LAUNCHES))
+    end = (
+        "no --budget ends it before"
+        if budget_s is None
+        else f"--budget ends it after {about(budget_s)} in all"
+    )
+    return (
+        f"timing {plural(len(benchmarks), 'benchmark')}: {3 * SCREEN_ROUNDS} launches, {about(first_s)}; for what "
+        f"these do not pass up to {MOST_LAUNCHES}, {about(all_s)}; {end}"
+    )
 
 
 def _remedy(launches: int, spent_s: float) -> str:

@@ -24,6 +24,7 @@ from dtbench.gate.verdict import has_moved, judged, passes, trust_of
 from dtbench.records.gate import Trust
 from dtbench.records.judged import Judged, Verdict
 from dtbench.stats import FAMILY_P, Effect, alpha_of, effect_of, smallest_change
+from dtbench.text.units import plural
 
 ArmName = Literal["base", "head", "null"]
 
@@ -186,7 +187,7 @@ class GateSchedule:
     def _together(self, arms: list[ArmName], evidence: Pairs, stage: str) -> dict[ArmName, LaunchTimes]:
         """Launches of the arms next to each other, of all benchmarks that are left; keeps base and head as pairs."""
         benchmarks = self._left()
-        self._say(f"{stage}: {len(benchmarks)} benchmarks")
+        self._say(f"{stage}: {plural(len(benchmarks), 'benchmark')}")
         self._random.shuffle(arms)
         launches = dict(zip(arms, self._launch(arms, benchmarks), strict=True))
         self.evidence.launches += len(launches)
@@ -227,11 +228,19 @@ class GateSchedule:
         if not pairs:
             self._end(judged(benchmark, Verdict.INCONCLUSIVE, f"{why}; it was not measured"))
             return
-        effect, *_ = figures = effect_and_times(pairs)
-        smallest = effect.smallest_detectable
-        detectable = f"with {effect.pairs} pairs of this spread a change of {smallest:.1%} would be found"
-        reason = f"{why}; {detectable if math.isfinite(smallest) else 'one pair shows nothing'}"
-        self._end(judged(benchmark, Verdict.INCONCLUSIVE, reason, "", figures))
+        tested = self.evidence.fresh[benchmark.key]
+        if len(tested) < TEST_LOOKS[0]:
+            why += f"; {len(tested)} of the {TEST_LOOKS[0]} fresh pairs that a test needs were measured"
+            tested = pairs
+        effect, base_s, _ = effect_and_times(tested)
+        smallest = effect.smallest_detectable(alpha := alpha_of(len(self._benchmarks), LOOKS))
+        # Less than what was measured and not found is no promise.
+        if tested is not pairs and abs(effect.ratio - 1) < smallest < math.inf:
+            shown = f"{max(smallest, smallest_change(base_s, benchmark.floor_s)):.1%}"
+            why += (
+                f"; a test of {len(tested)} fresh pairs of this spread finds a change of {shown} 4 times in 5"
+            )
+        self._end(judged(benchmark, Verdict.INCONCLUSIVE, why, "", effect_and_times(pairs), alpha))
 
 
 def pair_of(base: LaunchTimes, head: LaunchTimes, key: Key) -> Pair:
@@ -257,9 +266,11 @@ def _compare(
 
 
 def effect_and_times(pairs: Sequence[Pair]) -> tuple[Effect, float, float]:
-    """The effect of the pairs, and the medians of base and head."""
+    """The effect of the pairs, the median of base, and this times the effect: head's, without what drifted between the
+    pairs."""
     base, head = [b for b, _ in pairs], [h for _, h in pairs]
-    return effect_of(base, head), median(base), median(head)
+    effect, base_s = effect_of(base, head), median(base)
+    return effect, base_s, base_s * effect.ratio
 
 
 def fewest_pairs(family: int) -> int:

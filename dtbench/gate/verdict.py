@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dtbench.gate.benchmark import Benchmark
 from dtbench.records.gate import GateCode, Trust
 from dtbench.records.judged import Change, Counts, Judged, Verdict
-from dtbench.stats import FLOORS, Effect, drifts_of, smallest_change
+from dtbench.stats import FLOORS, MAX_P, Effect, drifts_of, smallest_change
 from dtbench.suite import errors
 from dtbench.text.units import format_change
 
@@ -57,7 +57,7 @@ def judged(
         estimator=benchmark.estimator,
         base_s=base_s,
         head_s=head_s,
-        effect=None if effect is None else _change(effect),
+        effect=None if effect is None else _change(effect, alpha),
         alpha=alpha,
         tolerance=benchmark.tolerance,
         floor_s=benchmark.floor_s,
@@ -65,7 +65,7 @@ def judged(
     )
 
 
-def _change(effect: Effect) -> Change:
+def _change(effect: Effect, alpha: float | None) -> Change:
     def finite(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
@@ -76,7 +76,7 @@ def _change(effect: Effect) -> Change:
         sd=finite(effect.sd),
         p_slower=effect.p_slower,
         p_faster=effect.p_faster,
-        smallest_detectable=finite(effect.smallest_detectable),
+        smallest_detectable=finite(effect.smallest_detectable(alpha or MAX_P)),
         pairs=effect.pairs,
     )
 

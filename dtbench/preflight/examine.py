@@ -97,6 +97,24 @@ class SlowFinding(Struct, frozen=True, kw_only=True):
         return f"{self.what}: {self.share:.0%} of its peers ({self.kind})"
 
 
+class Recheck(Struct, frozen=True, kw_only=True):
+    """A suspect that was measured again, in turns with sound peers.
+
+    Attributes:
+        finding: the suspect and its share of its peers' speed, by these new measurements alone.
+        time_s: the median of them, seconds.
+        peers_s: time_s times that share: what the peers take, by the same estimate.
+        size_bytes: of a link, the bytes of an exchange each way; None of work.
+        slow: whether it is named.
+    """
+
+    finding: SlowFinding
+    time_s: float
+    peers_s: float
+    size_bytes: int | None
+    slow: bool
+
+
 @dataclass
 class PairsOf:
     """A kind of link. exchanges: of so many bytes both ways."""
@@ -114,13 +132,15 @@ class PairsOf:
 
 @dataclass
 class Examination:
-    """Everything that was measured, what is slow, notes; unjudged: what could not be told, for want of peers."""
+    """Everything that was measured, what is slow, notes; rechecks: all suspects; unjudged: what could not be told, for
+    want of peers or of agreement."""
 
     world: ExaminedWorld
     pairs: dict[str, PairsOf] = field(default_factory=dict)
     dims: dict[str, DimTimes] = field(default_factory=dict)
     work_s: dict[str, list[float]] = field(default_factory=dict)
     findings: list[SlowFinding] = field(default_factory=list)
+    rechecks: list[Recheck] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unjudged: list[str] = field(default_factory=list)
 
@@ -161,12 +181,16 @@ def examine(world: ExaminedWorld) -> Examining:
         if len(groups[0]) > 1:
             examination.dims[dim] = yield from _screen_dim(dim, groups)
     level = LEVEL / max(1, len(suspects) + sum(map(len, slow_work.values())))
-    findings: list[SlowFinding] = []
     for suspect in suspects:
-        findings += yield from _confirm_link(suspect, examination, level)
+        examination.rechecks += yield from _confirm_link(suspect, examination, level)
     for kind, ranks in slow_work.items():
-        findings += yield from _confirm_work(kind, ranks, places, examination, level)
-    examination.findings = _by_host(findings, world)
+        examination.rechecks += yield from _confirm_work(kind, ranks, places, examination, level)
+    examination.findings = _by_host([one.finding for one in examination.rechecks if one.slow], world)
+    examination.unjudged += (
+        f"{one.finding.words()}, but so unsteady that it may be chance"
+        for one in examination.rechecks
+        if one.finding.share <= NAMED and not one.slow
+    )
     return examination
 
 
@@ -292,10 +316,13 @@ def _suspect_links(kind: str, of: PairsOf, examination: Examination) -> list[_Su
     best = _by_rank(times)
     slow = _below(best, examination.notes, kind)
     others = [pair for pair in times if not slow.keys() & set(pair)]
-    shares = {pair: max(best.get(rank, usual) for rank in pair) / times[pair] for pair in others}
-    links = [pair for pair in others if shares[pair] < SUSPECT]
-    worst = sorted(links, key=shares.__getitem__)[:MAX_SUSPECTS]
-    sound = [pair for pair in others if shares[pair] >= SUSPECT]
+    shares = {
+        pair: min(max(best.get(rank, usual) for rank in pair) / SUSPECT, usual / NAMED) / times[pair]
+        for pair in others
+    }
+    links = sorted((pair for pair in others if shares[pair] < 1), key=shares.__getitem__)
+    worst = _worst(links, len(times), "links", examination.notes, kind)
+    sound = [pair for pair in others if shares[pair] >= 1]
     ranks = [_Suspect((rank,), kind, _of_rank(rank, times, slow), tuple(sound)) for rank in slow]
     for pair in worst:  # beside sound links of the same two ranks, else any
         beside = [other for other in sound if set(other) & set(pair)] or sound
@@ -325,14 +352,20 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
         return {}
     usual = median(times.values())
     slow = {rank: usual / seconds for rank, seconds in times.items() if usual / seconds < SUSPECT}
-    worst = dict(sorted(slow.items(), key=lambda item: item[1])[:MAX_SUSPECTS])
-    if len(slow) > len(worst):
-        some = f"{len(slow)} of {len(times)} ranks are slow"
-        notes.append(f"{kind}: {some}; the worst {len(worst)} were examined")
-    return worst
+    worst = _worst(sorted(slow, key=slow.__getitem__), len(times), "ranks", notes, kind)
+    return {rank: slow[rank] for rank in worst}
 
 
-def _confirm_link(suspect: _Suspect, examination: Examination, level: float) -> Measuring[list[SlowFinding]]:
+def _worst(slow: Sequence[Any], count: int, noun: str, notes: list[str], kind: str) -> Sequence[Any]:
+    """Returns the suspects to measure again. slow: the worst first; count: of all, suspects or not."""
+    if len(slow) > MAX_SUSPECTS:
+        notes.append(
+            f"{kind}: {len(slow)} of {count} {noun} are slow; the worst {MAX_SUSPECTS} were examined"
+        )
+    return slow[:MAX_SUSPECTS]
+
+
+def _confirm_link(suspect: _Suspect, examination: Examination, level: float) -> Measuring[list[Recheck]]:
     """Pair by pair with nobody else at work, in turns with sound ones."""
     if not suspect.controls:
         words = examination.world.words(suspect.ranks)
@@ -342,12 +375,12 @@ def _confirm_link(suspect: _Suspect, examination: Examination, level: float) -> 
     rounds: list[PairRound] = [(pair,) for turn in itertools.islice(turns, CONFIRM_REPS) for pair in turn]
     answers = yield pairs(rounds, 1, examination.pairs[suspect.kind].size_bytes)
     seconds = [worse(answers, at, a, b)[0] for at, ((a, b),) in enumerate(rounds)]
-    return _judge(suspect, seconds[1::2], seconds[::2], level, examination.world)
+    return [_judge(suspect, seconds[1::2], seconds[::2], level, examination)]
 
 
 def _confirm_work(
     kind: str, ranks: Sequence[int], places: Places, examination: Examination, level: float
-) -> Measuring[list[SlowFinding]]:
+) -> Measuring[list[Recheck]]:
     """The suspects beside some peers of usual speed, one after another: what else a machine does for a moment slows
     whoever is there. Named is who is slow beside each."""
     times = examination.work_s[kind]
@@ -356,29 +389,35 @@ def _confirm_work(
     if ranks and not peers:
         examination.unjudged.append(f"{examination.world.words(ranks)}: no sound peers ({kind})")
         return []
-    left: dict[int, SlowFinding | None] = dict.fromkeys(ranks)
+    judged: dict[int, Recheck] = {}
     for peer in peers[:PEERS]:
+        left = [rank for rank in ranks if rank not in judged or judged[rank].slow]
         if left:
             answers = yield work(kind, turns_of([*left, peer], places), WORK_CONFIRM_REPS)
-        for rank, before in list(left.items()):
-            again = _judge(_Suspect((rank,), kind), answers[peer], answers[rank], level, examination.world)
-            left.pop(rank)
-            if again:
-                left[rank] = max((one for one in (before, *again) if one), key=lambda one: one.share)
-    return [one for one in left.values() if one]
+        for rank in left:
+            again = _judge(_Suspect((rank,), kind), answers[peer], answers[rank], level, examination)
+            judged[rank] = max(
+                judged.get(rank, again), again, key=lambda one: (not one.slow, one.finding.share)
+            )
+    return list(judged.values())
 
 
 def _judge(
-    suspect: _Suspect, controls: Sequence[float], again: Sequence[float], level: float, world: ExaminedWorld
-) -> list[SlowFinding]:
-    """Nothing or one. controls, again: seconds of sound peers and of the suspect."""
+    suspect: _Suspect,
+    controls: Sequence[float],
+    again: Sequence[float],
+    level: float,
+    examination: Examination,
+) -> Recheck:
+    """controls, again: seconds of sound peers and of the suspect."""
     share = 1 / hodges_lehmann_ratio(controls, again).ratio
     p = rank_test(controls, again).p_slower
-    if share > NAMED or p > level:
-        return []
-    words = world.words(suspect.ranks)
+    words = examination.world.words(suspect.ranks)
     what = f"the link of {words}" if len(suspect.ranks) > 1 else words
-    return [SlowFinding(what=what, kind=suspect.kind, ranks=suspect.ranks, share=share, p=p)]
+    finding = SlowFinding(what=what, kind=suspect.kind, ranks=suspect.ranks, share=share, p=p)
+    time_s, slow = median(again), share <= NAMED and p <= level
+    size = examination.pairs[suspect.kind].size_bytes if suspect.kind in examination.pairs else None
+    return Recheck(finding=finding, time_s=time_s, peers_s=time_s * share, size_bytes=size, slow=slow)
 
 
 def _by_host(findings: Sequence[SlowFinding], world: ExaminedWorld) -> list[SlowFinding]:

@@ -29,6 +29,7 @@ from dtbench.preflight.examine import (
     ExaminedWorld,
     Examining,
     ProbeCommand,
+    Recheck,
     SlowFinding,
     examine,
 )
@@ -45,7 +46,7 @@ from dtbench.suite.errors import (
 from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Mesh
 from dtbench.text.terminal import new_console, print_columns, print_json, print_line
-from dtbench.text.units import bandwidth_unit, format_seconds, format_size, plural
+from dtbench.text.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, plural
 
 # Of the speed that a topology has. Days and jobs differ by more than peers of one minute do.
 SLOWER_THAN_EXPECTED = 0.80
@@ -184,8 +185,8 @@ class LinkRate(Struct, frozen=True, kw_only=True):
 
 
 class Preflight(Struct, frozen=True, kw_only=True):
-    """hosts: by rank. work_s: kind -> seconds by rank of equal pieces of work. level: chance of naming anything where
-    all are equal; found from a share of `named` on."""
+    """hosts: by rank. work_s: kind -> seconds by rank of equal pieces of work. rechecks: suspects that were measured
+    again, which decides. level: chance of naming anything where all are equal; found from a share of `named` on."""
 
     kind: Literal["preflight"] = "preflight"
     schema: Literal[1] = 1
@@ -198,6 +199,7 @@ class Preflight(Struct, frozen=True, kw_only=True):
     dims: tuple[DimTimes, ...]
     work_s: dict[str, tuple[float, ...]]
     findings: tuple[SlowFinding, ...]
+    rechecks: tuple[Recheck, ...]
     notes: tuple[str, ...]
     unjudged: tuple[str, ...]
     named: float
@@ -220,6 +222,7 @@ def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
         dims=tuple(examination.dims.values()),
         work_s={kind: tuple(times) for kind, times in examination.work_s.items()},
         findings=tuple(examination.findings),
+        rechecks=tuple(examination.rechecks),
         notes=tuple(examination.notes),
         unjudged=tuple(examination.unjudged),
         named=NAMED,
@@ -245,6 +248,13 @@ def print_all(file: Preflight) -> None:
         [(title, [row[at] for row in rows]) for at, title in enumerate(("slowest", "median", "fastest"), 1)],
         [("of", [row[4] for row in rows])],
     )
+    if rows := list(_rechecked(file)):
+        print_columns(
+            console,
+            [("measured again, in turns with peers", [row[0] for row in rows])],
+            [(title, [row[n] for row in rows]) for n, title in enumerate(("suspect", "peers", "share"), 1)],
+            [("", [row[4] for row in rows])],
+        )
     for note in file.notes:
         print_line(console, f"note: {note}")
     print_line(console, sentence(file))
@@ -259,9 +269,23 @@ def _rows(file: Preflight) -> Iterator[list[str]]:
         yield [f"links {kind}, each way", *cells, plural(len(rates), "pair")]
     for dim in file.dims:
         title = f"all_reduce of {format_size(dim.size_bytes)} over {dim.dim}={len(dim.groups[0])}"
-        yield [title, *map(format_seconds, _worst_first(dim.times_s)), plural(len(dim.groups), "group")]
+        groups = f"{plural(len(dim.groups), 'group')}, judged by --expect alone"
+        yield [title, *map(format_seconds, _worst_first(dim.times_s)), groups]
     for kind, by_rank in file.work_s.items():
         yield [kind, *map(format_seconds, _worst_first(by_rank)), plural(len(by_rank), "rank")]
+
+
+def _rechecked(file: Preflight) -> Iterator[list[str]]:
+    """A suspect; its figure and that of its peers, its share of their speed, and what follows."""
+    for recheck in file.rechecks:
+        finding, size = recheck.finding, recheck.size_bytes
+        figures = [
+            format_bandwidth(size / time_s) if size else format_seconds(time_s)
+            for time_s in (recheck.time_s, recheck.peers_s)
+        ]
+        unclear = "no verdict" if finding.share <= file.named else "as its peers"
+        verdict = "slow" if recheck.slow else unclear
+        yield [f"{finding.what} ({finding.kind})", *figures, f"{finding.share:.0%}", verdict]
 
 
 def _worst_first(values: Sequence[float]) -> list[float]:
@@ -274,7 +298,8 @@ def sentence(file: Preflight) -> str:
     if file.findings:
         return f"preflight: slow ({about}): {'; '.join(plain(one.words()) for one in file.findings)}"
     if file.unjudged:
-        return f"preflight: no verdict ({about}): nothing to compare with: {plain('; '.join(file.unjudged))}"
+        return f"preflight: no verdict ({about}): {plain('; '.join(file.unjudged))}"
     if len(file.hosts) == 2:
         return f"preflight: as expected ({about}): nothing below {SLOWER_THAN_EXPECTED:.0%} of the topology"
-    return f"preflight: healthy ({about}): nothing below {file.named:.0%} of its peers"
+    repeated = f" ({plural(len(file.rechecks), 'suspect')} measured again)" if file.rechecks else ""
+    return f"preflight: healthy ({about}): nothing below {file.named:.0%} of its peers{repeated}"

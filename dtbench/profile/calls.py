@@ -11,12 +11,14 @@ how much here, and the self times are corrected for it.
 
 from __future__ import annotations
 
+import math
 import re
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, median_high
+from time import process_time_ns
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ _WARMUP_CALLS = 60
 _KEPT_ROUNDS = 0.25
 # Rounds of counters and, which cost a tenth of a second each, of frames; and where few do.
 _ROUNDS, _FRAME_ROUNDS = 60, 16
-_QUICK_ROUNDS, _QUICK_FRAME_ROUNDS = 16, 4
+_QUICK_ROUNDS, _QUICK_FRAME_ROUNDS = 16, 8
 # Of frames so many calls are recorded at once.
 _FRAME_CALLS = 20
 # The floor inside a class of tensors: it has no stages to tell apart.
@@ -64,40 +66,51 @@ COUNTER = "counter"
 _BRACKETS = 50
 
 
+# A call that is not recorded: ns, and in how many of them this process ran on a CPU.
+TimedCall = tuple[float, float]
+
+
+def mean_of(calls: Sequence[TimedCall]) -> TimedCall:
+    """A call of mean times."""
+    return fmean(wall_ns for wall_ns, _ in calls), fmean(ran_ns for _, ran_ns in calls)
+
+
 class Caller:
     """Calls a workload in blocks; making it warms the workload up."""
 
     def __init__(self, workload: Workload) -> None:
         self.run, self.before = workload.run, workload.before
         self._clock = HostClock()
-        first_ns = self._block_ns(1)
-        call_ns = first_ns if self.before is not None else min(self._block_ns(1) for _ in range(20))
+        first_ns, _ = self._block(1)
+        call_ns = first_ns if self.before is not None else min(self._block(1)[0] for _ in range(20))
         self.calls = int(min(max(_BLOCK_NS / call_ns, _LEAST_CALLS), _MOST_CALLS))
         self.warmup = 0 if self.before is not None else min(_WARMUP_CALLS, self.calls)
 
-    def whole_ns(self) -> float:
-        """Of one call; the mean of the quicker half of some blocks, as recorded calls are chosen."""
+    def whole(self) -> TimedCall:
+        """The mean of the quicker half of some blocks, as recorded calls are chosen."""
         if self.before is None:
-            self._block_ns(self.warmup)
+            self._block(self.warmup)
         size = 1 if self.before is not None else max(self.calls // _BLOCKS, 1)
-        blocks = sorted(self._block_ns(size) for _ in range(max(self.calls // size, _BLOCKS)))
-        return fmean(blocks[: max(1, len(blocks) // 2)])
+        blocks = sorted(self._block(size) for _ in range(max(self.calls // size, _BLOCKS)))
+        return mean_of(blocks[: max(1, len(blocks) // 2)])
 
-    def _block_ns(self, calls: int) -> float:
+    def _block(self, calls: int) -> TimedCall:
         if self.before is not None:
             self.before()
-        return self._clock.measure(self.run, calls) * 1e9
+        began_ns = process_time_ns()
+        wall_ns = self._clock.measure(self.run, calls) * 1e9
+        return wall_ns, (process_time_ns() - began_ns) / calls
 
 
 class CallRecording:
     """The schedule of one impl of a case: its calls are recorded and taken apart.
 
     The core's table is that of its own counters, other impls' that of frames; speedscope gets the frames, which
-    go deeper. Of the plain op only `floor_ns` is taken. floor_ns: the plain op's, if it is known.
+    go deeper. Of the plain op only `floor` is taken. floor: a call of the plain op, if it is known.
     """
 
-    def __init__(self, label: str, subject: Subject, quick: bool, floor_ns: float | None) -> None:
-        self.floor_ns = floor_ns
+    def __init__(self, label: str, subject: Subject, quick: bool, floor: TimedCall | None) -> None:
+        self.floor = floor
         self.tables: list[CallStages] = []
         self.folded: dict[str, Mapping[tuple[str, ...], float]] = {}
         self._label, self._subject = label, subject
@@ -114,8 +127,8 @@ class CallRecording:
     def _record(self) -> None:
         caller, impl = Caller(self._subject.workload), self._subject.impl
         if impl == FLOOR:
-            blocks = sorted(caller.whole_ns() for _ in range(self._rounds))
-            self.floor_ns = fmean(blocks[: max(1, round(self._rounds * _KEPT_ROUNDS))])
+            calls = sorted(caller.whole() for _ in range(self._rounds))
+            self.floor = mean_of(calls[: round(self._rounds * _KEPT_ROUNDS)])
             return
         record: Callable[[], list[Span]] = partial(recorded_calls, caller)
         table, spans, fitted = taken_apart(caller, self._frame_rounds, record, frame_overheads, frame_pieces)
@@ -126,8 +139,10 @@ class CallRecording:
             record, own = counters(caller), stopwatch.BOOKKEEPING
             table, *_ = taken_apart(caller, self._rounds, record, bracket_overheads, named_pieces, own)
             source = "the core's counters"
-        table = replace(table, label=self._label, impl=impl, source=source, floor_ns=self.floor_ns)
-        self.tables.append(table)
+        floor_ns, ran_ns = self.floor or (None, math.inf)
+        on_cpu = min(table.on_cpu, ran_ns / (floor_ns or 1.0))
+        named = {"label": self._label, "impl": impl, "source": source}
+        self.tables.append(replace(table, **named, floor_ns=floor_ns, on_cpu=on_cpu))
 
 
 def taken_apart(
@@ -143,18 +158,18 @@ def taken_apart(
     record: some calls; calibrate: what recording a span costs now; pieces, ignored: see `break_down`.
     """
 
-    def one_round() -> tuple[float, list[Span], Mapping[str, Overhead]]:
-        before_ns = caller.whole_ns()
+    def one_round() -> tuple[TimedCall, list[Span], Mapping[str, Overhead]]:
+        first = caller.whole()
         calls = sorted(record(), key=lambda call: call.duration_ns)
         # The quicker half: what disturbs a call only ever lengthens it.
         calls = calls[: max(1, len(calls) // 2)]
         # Recording takes long enough for the machine to change: a call alone before it and after it.
-        return (before_ns + caller.whole_ns()) / 2, calls, calibrate()
+        return mean_of([first, caller.whole()]), calls, calibrate()
 
     taken = sorted(
-        (one_round() for _ in range(rounds)), key=lambda one: one[0] + fmean(c.duration_ns for c in one[1])
+        (one_round() for _ in range(rounds)), key=lambda one: one[0][0] + fmean(c.duration_ns for c in one[1])
     )
-    whole_ns, calls, costs = zip(*taken[: max(1, round(rounds * _KEPT_ROUNDS))], strict=True)
+    wholes, calls, costs = zip(*taken[: round(rounds * _KEPT_ROUNDS)], strict=True)
     overheads = {
         kind: Overhead(
             median(of[kind].inside_ns for of in costs), median(of[kind].outside_ns for of in costs)
@@ -162,8 +177,9 @@ def taken_apart(
         for kind in costs[0]
     }
     spans = [call for of in calls for call in of]
-    table, fitted = break_down(spans, fmean(whole_ns), overheads, pieces, ignored)
-    return table, spans, fitted
+    whole_ns, ran_ns = mean_of(wholes)
+    table, fitted = break_down(spans, whole_ns, overheads, pieces, ignored)
+    return replace(table, on_cpu=min(ran_ns / whole_ns, 1.0)), spans, fitted
 
 
 def profiled_call(run: Callable[[], object]) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -116,24 +117,30 @@ def profile(request: ProfileRequest, argv: Sequence[str], print_job: PrintJob) -
 
 def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: DeviceType) -> int:
     """Cases of simulated ranks, in this process."""
+    import torch
+
     from dtbench.engine.ranks import device_of, simulated_world
     from dtbench.profile import calls
 
     say(
-        f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, into {request.folder}"
+        f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, on one thread, into "
+        f"{request.folder}"
     )
     tables: list[CallStages] = []
     folded: dict[str, Mapping[tuple[str, ...], float]] = {}
     failed = False
-    with simulated_world(device_of(device_type, 0)) as world:
+    with simulated_world(device_of(device_type, 0)) as world, contextlib.ExitStack() as stack:
+        # Waiting for other threads takes longer than the stages, and differs each time.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         for task in tasks:
-            floor_ns = None
+            floor = None
             impls = sorted(set(task.impls) - {calls.WRAPPED}, key=lambda impl: (impl != FLOOR, impl))
             for impl in impls:
                 subject = Subject(task.case, impl)
-                recording = calls.CallRecording(task.label, subject, request.options.quick, floor_ns)
+                recording = calls.CallRecording(task.label, subject, request.options.quick, floor)
                 measure([subject], world, recording)
-                floor_ns = recording.floor_ns
+                floor = recording.floor
                 if subject.bad is None:
                     tables += recording.tables
                     folded |= recording.folded

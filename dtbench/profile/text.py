@@ -33,7 +33,8 @@ def _stage_table(impls: Sequence[CallStages]) -> list[str]:
     rows = [["µs per call"], *([s] for s in in_order({r.stage for b in impls for r in b.rows}, STAGES))]
     wholes = ["unattributed", "whole, not recorded", "whole, recorded", "plain op alone"]
     for b in impls:
-        stages = {r.stage: (_us(r.ns), _us(r.plus_minus_ns), f"{r.ns / b.whole_ns:.0%}") for r in b.rows}
+        shares = {r.stage: "?" if (share := b.share(r)) is None else f"{share:.0%}" for r in b.rows}
+        stages = {r.stage: (_us(r.ns), _us(r.plus_minus_ns), shares[r.stage]) for r in b.rows}
         rows[0] += [b.impl, "+-", "%"]
         for row in rows[1:]:
             row += stages.get(row[0], ("-", "", ""))
@@ -44,6 +45,7 @@ def _stage_table(impls: Sequence[CallStages]) -> list[str]:
         f"  {b.impl}: from {b.source}; {b.spans_per_call:.0f} spans a call make it "
         f"{significant(b.recorded_ns / b.whole_ns, 3)} times as long, {significant(b.fitted_to_calibrated, 3)} times "
         f"what recording as many costs by itself ({b.calls} calls)"
+        f"{f'; {b.caveat}' if b.caveat else ''}"
         for b in impls
     ]
 
@@ -58,7 +60,7 @@ def section_tables(sections: Sequence[Section], print_job: PrintJob) -> list[str
 
 
 def _us(ns: float | None) -> str:
-    return "-" if ns is None else f"{ns / 1e3:.2f}"
+    return "-" if ns is None else f"{round(ns / 1e3, 2) + 0.0:.2f}"  # + 0.0: never -0.00
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

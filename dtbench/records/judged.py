@@ -68,7 +68,7 @@ _LOOKS = {
 class Change(Struct, frozen=True, kw_only=True):
     """Head over base. low, high: bounds, None where there is none yet: of `compare` those of an interval that covers
     `confidence`, of the gate one-sided ones at 95 %. sd: of the logarithm over `pairs` of launches.
-    smallest_detectable: the change that so many pairs would show, as a share.
+    smallest_detectable: the change that a test of so many pairs finds 4 times in 5, as a share; None without bounds.
     """
 
     ratio: Positive
@@ -95,7 +95,8 @@ class Counts(Struct, frozen=True):
 
 
 class Judged(Struct, frozen=True, kw_only=True):
-    """One impl of a case. base_s, head_s: seconds per call, the median over launches of each launch's `estimator`.
+    """One impl of a case. base_s, head_s: seconds per call, the median over launches of each launch's `estimator`; of
+    the gate, head_s is base_s times the ratio of the pairs.
 
     label: the case's line in `list` and the impl. tolerance: the largest slowdown that sameness has to exclude.
     floor_s: smaller changes are none. stage: of the gate, what decided: "counters", "screen", "gross", "confirmed" or

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from dtbench.engine.findings import floor_words
 from dtbench.engine.options import label_of, matcher
+from dtbench.engine.progress import standing_of
 from dtbench.records.drops import drops_of
 from dtbench.records.layout import DimLayout, layout_of
 from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
@@ -161,9 +162,12 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     texts = {name: [to.param_text(name, of_case.get(name)) for of_case in params] for name in varying}
     words = [TableColumn("case", cells(cases["name", ""])), *(TableColumn(*of) for of in texts.items())]
     launches = results["launch"].nunique()
-    title = f"{suite}: {statistic} of the samples"
+    timed = [r.time_s.n for r in own if r.time_s]
+    title = (
+        f"{suite}: {statistic} of the samples" if max(timed, default=2) > 1 else f"{suite}: one time of each"
+    )
     title += f", median over {launches} launches" if launches > 1 else ""
-    title += ", spread to their upper quartile"
+    title += ", spread to their upper quartile" if max(timed, default=2) > 1 else ""
     if run.by_one_process(suite):
         title += f", measured in one process, not on {len(run.header.ranks)} ranks"
     by_impl = {impl: _figures(cases, impl) for impl in impls}
@@ -249,7 +253,7 @@ def _in_one_unit(kind: str, columns: Sequence[Sequence[Any]]) -> list[tuple[list
 def _print_not_ok(console: Console, run: Run) -> None:
     # With a reason also a good time with a reservation: its GPU was throttled.
     doubtful = [r for r in run.results if r.status != "ok" or r.reason]
-    groups = group_by(doubtful, lambda r: (r.status, r.suite, r.impl, r.reason))
+    groups = group_by(doubtful, lambda r: (standing_of(r), r.suite, r.impl, r.reason))
     to.print_line(console, "")
     for (status, suite, impl, reason), results in islice(groups.items(), to.MAX_ROWS):
         texts = (
@@ -260,7 +264,7 @@ def _print_not_ok(console: Console, run: Run) -> None:
         shown = "; ".join([*names[:_NAMED], *rest])
         to.print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
     to.print_rest(console, len(groups), "reasons", _ALL)
-    to.print_line(console, _counted(r.status for r in run.results) or "no results")
+    to.print_line(console, _counted(map(standing_of, run.results)) or "no results")
 
 
 def _run_json(run: Run) -> dict[str, object]:

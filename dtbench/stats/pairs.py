@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 
 import numpy as np
 
@@ -27,8 +28,8 @@ LAUNCHES_DIFFER = 3.2
 # The chance that any benchmark of an unchanged run is called slower.
 FAMILY_P = 0.05
 BOUND_CONFIDENCE = 0.95
-# Normal quantiles of 99% (the test's level) and 80% (the power at which the smallest change is told).
-_MDE_QUANTILES = 2.3263 + 0.8416
+# At which the smallest detectable change is told.
+_POWER = 0.80
 
 
 def smallest_change(base_s: float, floor_s: float = 0.0) -> float:
@@ -75,10 +76,12 @@ class Effect:
         """The same of head being faster."""
         return signed_rank_p(-np.asarray(self.logs))
 
-    @property
-    def smallest_detectable(self) -> float:
-        """The change that a run of so many pairs finds 4 times in 5, as a share."""
-        return math.exp(_MDE_QUANTILES * self.sd / math.sqrt(self.pairs)) - 1
+    def smallest_detectable(self, alpha: float = MAX_P) -> float:
+        """The change that a test of so many pairs at level `alpha` finds 4 times in 5, as a share; inf where the pairs
+        are too few for bounds, or do not vary at all."""
+        sd = self.sd if self.sd > 0 and math.isfinite(self.high) else math.inf
+        quantiles = NormalDist().inv_cdf(1 - alpha) + NormalDist().inv_cdf(_POWER)
+        return math.exp(quantiles * sd / math.sqrt(self.pairs)) - 1
 
 
 def effect_of(base: Sequence[float], head: Sequence[float]) -> Effect:

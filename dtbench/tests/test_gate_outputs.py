@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -87,6 +89,46 @@ def test_thousands_are_cut_short() -> None:
     assert len(passed) < 10 and any("5000 more" in line for line in passed)
 
 
+def _read_seconds(text: str) -> tuple[float, float]:
+    """The time that a table shows, and half of its last digit."""
+    number, unit = text.split()
+    scale = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+    return float(number) * scale, 0.5 * 10.0 ** -len(number.partition(".")[2]) * scale
+
+
+def _assert_agrees(base: str, head: str, change: str) -> None:
+    (base_s, base_error_s), (head_s, head_error_s) = _read_seconds(base), _read_seconds(head)
+    low = (head_s - head_error_s) / (base_s + base_error_s) - 1
+    high = (head_s + head_error_s) / (base_s - base_error_s) - 1
+    shown = float(change.rstrip("%")) / 100
+    assert low - 0.0005 - 1e-9 <= shown <= high + 0.0005 + 1e-9, (base, head, change)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_times_and_change_beside_each_other_agree_to_the_printed_digits(seed: int) -> None:
+    """Pairs that drift and scatter, whose median ratio is not the ratio of their medians."""
+    drawn = random.Random(seed)
+    base_s = 10 ** drawn.uniform(-7, 0)
+    pairs = [
+        (base_s * drift, base_s * drift * drawn.lognormvariate(0.05, 0.3))
+        for drift in (drawn.lognormvariate(0, 0.5) for _ in range(drawn.randint(1, 22)))
+    ]
+    of = drawn.choice([Verdict.REGRESSION, Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.IMPROVED])
+    whole = report([verdict.judged(benchmark("s"), of, "", "confirmed", effect_and_times(pairs))])
+    line = next(line for line in outputs.lines(whole) if " -> " in line)
+    base, head = line.partition(" pairs; ")[2].split(" -> ")
+    _assert_agrees(base, head, re.findall(r"[-+][\d.]+%", line)[0])
+    cells = next(row for row in outputs.markdown(whole).splitlines() if row.startswith(f"| {of.name}"))
+    base, head, change = (cell.strip() for cell in cells.split("|")[3:6])
+    _assert_agrees(base, head, change.partition(" (")[0])
+    fields = json.loads(text_of(whole))["benchmarks"][0]
+    assert fields["head_s"] / fields["base_s"] == pytest.approx(fields["effect"]["ratio"])
+    (point,) = outputs.points_of(whole)
+    assert point.time_s == fields["head_s"]
+    if point.low_s is not None and point.high_s is not None:
+        assert point.low_s <= point.time_s <= point.high_s
+
+
 def test_json_is_strict_and_whole() -> None:
     effect = effect_and_times([(1.0, 2.0)])[0]
     one = verdict.judged(benchmark("s"), Verdict.INCONCLUSIVE, "", "", (effect, 1.0, 2.0))
@@ -106,5 +148,6 @@ def test_points_are_heads_times_where_both_arms_were_timed() -> None:
     points = outputs.points_of(
         report([judged(Verdict.PASS), verdict.judged(benchmark("x"), Verdict.MISSING)])
     )
-    assert [(p.key[0], p.verdict, p.time_s) for p in points] == [("s", "PASS", pytest.approx(11.5e-6))]
+    head_s = pytest.approx(1e-5 * (judged(Verdict.PASS).ratio or 0))
+    assert [(p.key[0], p.verdict, p.time_s) for p in points] == [("s", "PASS", head_s)]
     assert (points[0].low_s, points[0].high_s) == (None, None)  # three pairs bound nothing

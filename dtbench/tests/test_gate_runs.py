@@ -74,6 +74,20 @@ def test_a_slower_head_is_a_regression_in_every_output(
     }
 
 
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [((), "no --budget ends it before"), (("--budget", "10m"), "--budget ends it after about 10 min in all")],
+)
+def test_gate_announces_how_long_it_takes_before_it_times(
+    gate: Gate, options: tuple[str, ...], end: str
+) -> None:
+    code, _, err = gate({}, {}, *options)
+    before, _, timing = err.partition("timing 3 benchmarks: 15 launches, about ")
+    assert code == 0 and "screen" not in before and "screen 1 of 5: 3 benchmarks" in timing
+    assert re.search(rf"these do not pass up to 59, about \d+ (s|min); {end}\n", timing)
+    assert "\r" not in err and all(line.startswith("gate: ") for line in err.splitlines())
+
+
 def test_json_is_the_file_in_the_folder_which_is_not_replaced(gate: Gate) -> None:
     code, out, _ = gate({}, {"CALLS": "43"}, "--json")
     assert code == json.loads(out)["exit_code"] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -200,11 +201,33 @@ def test_the_ratio_of_two_launches_is_the_median_of_samples_taken_together() -> 
         assert pair_of(odd, base, key) == (1.3, 1.0)
 
 
-def test_a_spent_budget_leaves_it_open_and_says_what_would_have_been_found() -> None:
-    judged, _ = judge(KnownLaunches({"b0": 1.2}, launches=9))
-    assert judged[0].verdict == Verdict.INCONCLUSIVE
-    assert "budget of 5 s" in judged[0].reason and "% would be found" in judged[0].reason
+@pytest.mark.parametrize("noise", [0.0, 1e-4, NOISE])
+@pytest.mark.parametrize(("launches", "fresh"), [(3, 0), (9, 0), (15, 0), (15 + 2 * 9, 9)])
+def test_spent_budget_before_the_first_test_promises_no_change_to_be_found(
+    launches: int, fresh: int, noise: float
+) -> None:
+    (judged,), _ = judge(KnownLaunches({"b0": 1.2}, launches=launches, noise=noise))
+    assert judged.verdict == Verdict.INCONCLUSIVE and judged.effect
+    assert judged.reason.endswith(f"{fresh} of the 10 fresh pairs that a test needs were measured")
+    assert "finds" not in judged.reason and "budget of 5 s" in judged.reason
+    if judged.high is None or not noise:
+        assert judged.effect.smallest_detectable is None
     assert judge(KnownLaunches(launches=0))[0][0].reason.endswith("it was not measured")
+
+
+def test_promised_change_exceeds_what_was_measured_and_not_found() -> None:
+    """Over many noisy gates: whoever reads a promise must not find a larger change beside it that was not found."""
+    promises = 0
+    for seed in range(60):
+        (judged,), _ = judge(KnownLaunches({"b0": 1 + seed / 300}, noise=0.2, seed=seed))
+        found = re.search(r"a change of ([\d.]+)% 4 times in 5", judged.reason)
+        if judged.verdict is Verdict.INCONCLUSIVE and found:
+            assert judged.effect and judged.low is not None and judged.high is not None
+            assert float(found[1]) / 100 >= 0.02
+            promises += 1
+        elif judged.verdict is not Verdict.INCONCLUSIVE:
+            assert not found
+    assert promises > 10
 
 
 def test_too_much_noise_is_inconclusive_and_no_pass() -> None:

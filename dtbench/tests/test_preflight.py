@@ -10,10 +10,11 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtbench.cost.price import estimate
@@ -30,7 +31,7 @@ from dtbench.preflight.examine import (
     rounds_of,
     turns_of,
 )
-from dtbench.preflight.preflight import compare_with, file_of, names_of, sentence
+from dtbench.preflight.preflight import compare_with, file_of, names_of, print_all, sentence
 from dtbench.suite.mesh import default_mesh
 from dtbench.tests import preflight_selftest as selftest
 from dtbench.tests import programs
@@ -185,6 +186,79 @@ def test_what_looks_slow_once_is_measured_again_before_it_is_named() -> None:
 
     ranks._link = lambda a, b: 0.5 if 3 in (a, b) and not again() else 1.0
     assert ranks.examine().findings == [] and again()
+
+
+def printed(examination: Examination, capsys: pytest.CaptureFixture[str]) -> tuple[list[list[str]], str]:
+    """The cells of the table that preflight prints, and its last line."""
+    capsys.readouterr()
+    print_all(file_of(examination, 3.0, "cpu"))
+    lines = capsys.readouterr().out.splitlines()
+    return [re.split(r"  +", line.strip()) for line in lines[:-1]], lines[-1]
+
+
+@pytest.mark.parametrize("kind", ["rank", "link", "work"])
+def test_table_shows_the_repeated_measurement_that_the_verdict_rests_on(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A first measurement is slow, the repeated one is not: whoever reads the table can follow the verdict."""
+    ranks = FakeRanks(hosts_of(8))
+
+    def screening() -> bool:
+        return not any(c["do"] == "pairs" and c["reps"] == 1 for c in ranks.commands)
+
+    slow = {3} if kind == "rank" else {3, 5}
+    if kind == "work":
+        ranks._work = {3: 0.5}
+        ranks.answer = forgetting(ranks)  # type: ignore[method-assign]
+    else:
+        ranks._link = lambda a, b: 0.5 if slow <= {a, b} and screening() else 1.0
+    table, verdict = printed(ranks.examine(), capsys)
+    assert verdict.endswith("nothing below 90% of its peers (1 suspect measured again)")
+    (again,) = table[next(i for i, row in enumerate(table) if row[0].startswith("measured again")) + 1 :]
+    suspect, peers = (float(cell.split()[0]) for cell in again[1:3])
+    ratio = peers / suspect if kind == "work" else suspect / peers
+    assert again[-1] == "as its peers" and float(again[3].rstrip("%")) / 100 == pytest.approx(ratio, abs=0.01)
+    assert ratio > 0.9
+
+
+def forgetting(ranks: FakeRanks) -> Callable[[dict[str, Any]], list[Any]]:
+    """Answers of ranks whose slow work is slow the first time only."""
+    answer = ranks.answer
+
+    def answers(command: dict[str, Any]) -> list[Any]:
+        found = answer(command)
+        if command["do"] == "work" and command["kind"] == MATMUL:
+            ranks._work = {}
+        return found
+
+    return answers
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0.02, 0.1, 0.3]), st.sampled_from([2, 3, 4, 8]))
+@settings(max_examples=60, deadline=None)
+def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: float, hosts: int) -> None:
+    """Healthy means: each link and rank of the tables is near the median or has a row of its own below."""
+    examination = FakeRanks(hosts_of(hosts, 2), noise=noise, seed=seed).examine()
+    again = {(one.finding.kind, one.finding.ranks) for one in examination.rechecks}
+    cut = any("were examined" in note for note in examination.notes)
+    for kind, of in examination.pairs.items():
+        usual = median(map(of.seconds, of.exchanges))
+        for a, b in of.exchanges:
+            below = usual / of.seconds((a, b)) < 0.9
+            assert (
+                not below
+                or cut
+                or len(of.exchanges) < 2
+                or again & {(kind, (a, b)), (kind, (a,)), (kind, (b,))}
+            )
+    for kind, times in examination.work_s.items():
+        for rank, seconds in enumerate(times):
+            assert median(times) / seconds >= 0.9 or cut or len(times) < 3 or (kind, (rank,)) in again
+    uncertain = [one for one in examination.rechecks if one.finding.share <= 0.9 and not one.slow]
+    line = sentence(file_of(examination, 3.0, "cpu"))
+    assert not (uncertain and "healthy" in line)
+    if uncertain and not examination.findings:
+        assert "no verdict" in line and "may be chance" in line
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_kernels() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from dtbench.engine import clocks
 from dtbench.engine.options import Task
@@ -17,10 +21,13 @@ from dtbench.profile.profile import choose
 from dtbench.profile.stages import Overhead, Span
 from dtbench.records.atomic import refuse_taken, write_folder
 from dtbench.records.profile import Calls, CallStages
+from dtbench.records.read import decode, into
+from dtbench.reporting.html.parts import dispatch
 from dtbench.suite import STAGES, Case
 from dtbench.suite.errors import OutputError
 from dtbench.suite.mesh import groups_in
 from dtbench.suite.suites import Suite
+from dtbench.tests.made_up import Cli
 
 # ------------------------------------------------------------------------------- spans and stages
 
@@ -86,6 +93,75 @@ def test_what_no_fit_explains_is_left_unattributed() -> None:
     assert breakdown.unattributed_ns > 5000
     assert all(row.plus_minus_ns > 0 for row in breakdown.rows)
     assert broken_down([made_up_call(slow=9)], 10.0).fitted_to_calibrated == stages.MOST_FIT
+
+
+def times_of(**changes: Any) -> CallStages:
+    """A table that adds up, but for the changes."""
+    rows = tuple(stages.Stage(stage=stage, ns=ns, plus_minus_ns=50.0) for stage, ns in TRUE_NS.items())
+    figures: dict[str, Any] = {
+        "whole_ns": 5300.0,
+        "recorded_ns": 9000.0,
+        "unattributed_ns": 0.0,
+        "rows": rows,
+    }
+    figures |= {"label": "add", "impl": "core", "source": "counters", "calls": 9, "spans_per_call": 8.0}
+    return CallStages(**figures | {"fitted_to_calibrated": 1.0, "floor_ns": 1200.0} | changes)
+
+
+def row_of(stage: str, ns: float, doubt_ns: float = 50.0) -> Any:
+    return (stages.Stage(stage=stage, ns=ns, plus_minus_ns=doubt_ns),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "caveat"),
+    [
+        ({}, ""),
+        ({"unattributed_ns": -400.0}, ""),  # within the errors of all rows
+        ({"unattributed_ns": -2000.0}, "do not add up"),
+        ({"unattributed_ns": 2000.0}, "do not add up"),
+        ({"rows": row_of("local op", 8000.0)}, "do not add up"),
+        ({"rows": row_of("local op", -800.0)}, "do not add up"),
+        ({"rows": row_of("local op", 8000.0, 4000.0)}, ""),
+        ({"floor_ns": 6000.0}, "the plain op alone took longer than the whole call"),
+        ({"floor_ns": None}, ""),
+        ({"on_cpu": 0.6}, "other programs had the CPU for 40% of the time"),
+    ],
+)
+def test_stages_that_contradict_each_other_are_called_unreliable_on_terminal_json_and_page(
+    changes: dict[str, Any], caveat: str
+) -> None:
+    table = times_of(**changes)
+    assert table.caveat.startswith("unreliable: ") == bool(caveat) and caveat in table.caveat
+    assert into(decode(msgspec.json.encode(Calls(cases=(table,)))), Calls).cases == (table,)
+    lines = "\n".join(text.stage_tables([table]))
+    assert table.caveat in lines and ("unreliable" in lines) == bool(caveat)
+    page = dispatch._stage_table([table])
+    assert table.caveat in page.note and bool(page.note) == bool(caveat)
+    shown = [int(share) for share in re.findall(r"(-?\d+)%(?:\s|$)", lines.partition("core: from")[0])]
+    assert all(0 <= share <= 100 for share in shown)
+    assert bool(shown) == table.adds_up and "-0.00" not in lines
+
+
+def test_workload_is_profiled_on_one_thread_and_the_number_of_threads_restored(
+    dtbench: Cli, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom dtbench.suite import Case, Workload, suite\n"
+        "@suite('mine', world='simulated', help='threads')\n"
+        "def mine(plan):\n"
+        "    yield Case('a', {}, {'core': lambda world: Workload(run=lambda: seen.append(torch.get_num_threads()))},"
+        " clock='host')\n"
+        "seen = []\n"
+        "torch.seen_by_the_test = seen\n"
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert dtbench("profile", "mine.py", "--quick", "-o", "p")[0] == 0
+        assert set(torch.seen_by_the_test) == {1}  # type: ignore[attr-defined]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def frame(name: str, start: float, end: float, *children: Span, kind: str = "PyCall") -> Span:

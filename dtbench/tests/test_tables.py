@@ -16,13 +16,14 @@ import pytest
 from dtbench.cli.doctor import print_findings
 from dtbench.comparison.comparison_table import print_comparison
 from dtbench.comparison.runs import compare
-from dtbench.engine.progress import line_of
+from dtbench.engine.progress import ProgressLine, line_of, summary_of
 from dtbench.machine.doctor import MachineFinding
 from dtbench.records.frame import cells, results_frame
 from dtbench.reporting.run_tables import print_runs, print_runs_json
+from dtbench.stats import summarize
 from dtbench.suite import Result, Run
 from dtbench.suite.errors import EXIT_INCONCLUSIVE
-from dtbench.tests import made_up
+from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.made_up import Cli
 from dtbench.text.terminal import new_console, print_columns, print_line
 
@@ -194,12 +195,48 @@ def test_what_is_not_ok_is_listed_with_its_reason(capsys: Capture) -> None:
     assert statuses == ("wrong", "failed", "skipped")
     for line in (
         "wrong: s/torch: sum off by 1 (a)",
-        "ok: s/core: GPU throttled (a)",
+        "with caveat: s/core: GPU throttled (a)",
         "failed: s/core: no reason given (b)",
         "skipped: s/torch: no such op (c0; c1; c2; c3; c4; and 2 more)",
-        "1 x ok, 1 x wrong, 1 x failed, 7 x skipped",
+        "1 x with caveat, 1 x wrong, 1 x failed, 7 x skipped",
     ):
         assert f"\n{line}\n" in out
+    scattered = [result("s", "a", "core", 1.0, reason="scattered: half of the samples span 860%"), failed]
+    assert summary_of([*scattered, result("s", "b", "core", 1.0)]) == "1 ok, 1 with caveat, 1 failed"
+
+
+def test_headers_describe_only_the_samples_that_there_are(
+    capsys: Capture, dtbench: Cli, tmp_path: Path
+) -> None:
+    """A log has one time of each size: no quartile of samples, and no spread of them."""
+    (tmp_path / "a.log").write_text(made_up_logs.table())
+    assert dtbench("import", "a.log", "-o", "a.jsonl")[0] == 0
+    shown = dtbench("show", "a.jsonl")[1]
+    assert "collectives: one time of each" in shown
+    assert dtbench("report", "a.jsonl", "-o", "a.html")[0] == 0
+    page = (tmp_path / "a.html").read_text()
+    assert "There is one time of each" in page
+    assert "p25" not in shown and "quartile" not in shown
+    assert "A sample is the longest" not in page and "<th>lower quartile" not in page
+    print_runs([run(result("s", "a", "core", 1.0, time_s=summarize([1.0, 2.0])))])
+    assert "s: p25 of the samples, spread to their upper quartile" in capsys.readouterr().out
+
+
+def test_progress_through_a_pipe_is_a_line_per_result(capsys: Capture) -> None:
+    line = ProgressLine(True)
+    for text in ("first", "second"):
+        line.show(text)
+    line.close()
+    assert capsys.readouterr().out == "first\nsecond\n"
+
+
+def test_progress_on_a_terminal_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    line = ProgressLine(True)
+    for text in ("first", "2nd"):
+        line.show(text)
+    line.close()
+    assert capsys.readouterr().out == "\rfirst\r2nd  \n"
 
 
 def test_text_from_a_file_can_not_steer_the_terminal(capsys: Capture) -> None:

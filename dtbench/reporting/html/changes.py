@@ -83,7 +83,10 @@ def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes
         f"same: the {SAME_CONFIDENCE:.0%} interval of the ratio lies within ±{SAME_WITHIN:.0%}",
         "inconclusive: neither of these",
     )
-    bounds = "Hodges-Lehmann over launches; the interval covers at most what so few launches allow."
+    bounds = (
+        "The ratio is Hodges-Lehmann’s, the median over all pairs of launches, not that of the medians beside it; the "
+        "interval covers at most what so few launches allow."
+    )
     return Changes(changes, outcome, thresholds, bounds, comparison.notes, ends=ends)
 
 
@@ -108,7 +111,10 @@ def of_gate(gate: Gate) -> Changes:
     notes = (*(f"Not to be trusted: {reason}" for reason in gate.trust.reasons), *gate.checks)
     undecided = "untrusted" if gate.trust.reasons else "inconclusive"
     outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
-    bounds = "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %."
+    bounds = (
+        "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %. The time of head is base’s "
+        "median times this ratio."
+    )
     changes = _sorted(gate.benchmarks)
     names = tuple((of.arm or of.commit or "").removeprefix("rev:") for of in arms.values())
     named = names if all(names) else ()

@@ -27,7 +27,7 @@ STYLES = {
 
 def fill(section: ReportSection, of: Material) -> None:
     if of.changes is not None and of.changes.changes:
-        section.add(_intervals(section, of.changes), _table(of.changes.changes))
+        section.add(_intervals(section, of.changes), _table(of.changes.changes, of.changes.bounds))
 
 
 def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
@@ -66,7 +66,7 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
     )
 
 
-def _table(changes: Sequence[Judged]) -> t.Table:
+def _table(changes: Sequence[Judged], bounds: str) -> t.Table:
     noise = [c.effect.sd if c.effect else None for c in changes]
     # What tells the cases apart; what they share is said once.
     varying, same = split_params([c.params for c in changes])
@@ -77,7 +77,7 @@ def _table(changes: Sequence[Judged]) -> t.Table:
         t.text("Why", [why(c) for c in changes]),
     ]
     shared = ", ".join(f"{name}={value}" for name, value in same.items())
-    note = "Base and now: the median over launches of each launch’s estimate. Open: not bounded by so few."
+    note = f"Base and now: the median over launches of each launch’s estimate. {bounds} Open: not bounded by so few."
     return t.Table(
         "Every case: before and now",
         [

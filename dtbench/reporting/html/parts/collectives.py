@@ -190,6 +190,9 @@ def _table(cases: Sequence[ReportCase]) -> t.Table:
     params = {"mesh_dim": "Mesh dim", "groups": "Groups", "mode": "Mode", "in_place": "In place"}
     apart = [m.rank_spread for m in measured]
     quartiles = {"lower quartile": "p25_s", "median": "median_s", "upper": "p75_s"}
+    note = "A sample is the longest time of all ranks; bandwidths are those of the lower quartile"
+    if all(m.p25_s == m.p75_s for m in measured):  # a log has one time of each
+        quartiles, note = {"time": "estimate_s"}, "There is one time of each"
     rates = {"algorithm": "algbw_Bps", "bus": "busbw_Bps"}
     return t.Table(
         "Every collective and size",
@@ -201,8 +204,7 @@ def _table(cases: Sequence[ReportCase]) -> t.Table:
             *([t.ratios("longest / shortest rank", apart)] if any(apart) else []),
         ],
         folded=True,
-        note="Sizes are the whole tensor as one group holds it. A sample is the longest time of all ranks; bandwidths "
-        "are those of the lower quartile"
+        note=f"Sizes are the whole tensor as one group holds it. {note}"
         + ("; the last column is the ratio of the ranks’ own times." if any(apart) else "."),
     )
 

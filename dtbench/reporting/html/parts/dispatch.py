@@ -98,7 +98,7 @@ def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
             StackedBar(
                 c.impl,
                 [(row.stage, row.ns * 1e-9) for row in _rows(c)],
-                f"{format_seconds(c.whole_ns * 1e-9)} in all",
+                f"{format_seconds(c.whole_ns * 1e-9)} in all{' (unreliable)' if c.caveat else ''}",
                 c.floor_ns * 1e-9 if c.floor_ns is not None else None,
             )
             for c in of
@@ -135,10 +135,11 @@ def _stage_table(calls: Sequence[CallStages]) -> t.Table:
             t.text("Stage", [row.stage for _, row in rows]),
             t.figures("time", [row.ns / 1e3 for _, row in rows], "{:.2f}".format, "µs"),
             t.figures("plus or minus", [row.plus_minus_ns / 1e3 for _, row in rows], "{:.2f}".format, "µs"),
-            t.percents("share", [row.ns / c.whole_ns if c.whole_ns else None for c, row in rows], 0),
+            t.percents("share", [c.share(row) for c, row in rows], 0),
             t.text("Recorded by", [c.source for c, _ in rows]),
         ],
         folded=True,
+        note=" ".join(f"{c.label} ({c.impl}): {c.caveat}." for c in calls if c.caveat),
     )
 
 
