@@ -190,7 +190,7 @@ def _keeping_all(function: Call) -> Call:
     has no state yet beside others that have one (pytorch#192202)."""
 
     @functools.wraps(function)
-    def load(model: Any, optimizers: Any, saved: Any, info: Any) -> None:
+    def load(model: Any, optimizers: Any, saved: Any, info: Any) -> Any:
         groups = [[p for group in optim.param_groups for p in group["params"]] for optim in optimizers]
         parameters = [parameter for group in groups for parameter in group]
         if not any(isinstance(parameter, DTensor) for parameter in parameters):

@@ -179,9 +179,8 @@ def _converted(
         raise ArgumentError(
             f"{what} is {type(one).__name__}, expected a tensor, as it has the layout {layout}: give None for it"
         )
-    tensor = one
-    if not isinstance(one, DTensor):
-        tensor = read_part(one, mesh, layout, lengths_read_by(module, mesh, layout), what)
+    known = lengths_read_by(module, mesh, layout)
+    tensor = one if isinstance(one, DTensor) else read_part(one, mesh, layout, known, what)
     if desired is not None:
         tensor = placed(tensor, (desired,))
     return handed_out(tensor).to_local() if local else tensor

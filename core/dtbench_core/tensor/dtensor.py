@@ -58,6 +58,7 @@ from dtbench_core.torch_compat import (
     dispatch_modes_active,
     functorch_level,
     in_graph,
+    innermost,
     is_dynamo_compiling,
     is_functional,
     is_inference_mode_enabled,
@@ -272,8 +273,11 @@ class DTensor(Wrapper):
 
         Raises:
             LayoutError: local shapes that do not make up the global one, or (with run_check) differ between ranks.
-            PlacementError, ArgumentError: placements or arguments that cannot hold.
+            PlacementError, ArgumentError: placements or arguments that cannot hold; a tensor of a transform of
+                torch.func.
         """
+        if functorch_level() is not None and innermost(local_tensor) is not local_tensor:
+            raise in_transform("DTensor.from_local", local_tensor)
         info = mesh_info(mesh_or_current(device_mesh))
         simple = shape is None and stride is None and grad_placements is None and not run_check
         if simple and local_tensor.__class__ is torch.Tensor and isinstance(placements, (list, tuple)):
@@ -392,6 +396,15 @@ class DTensor(Wrapper):
 in_graph(DTensor.from_local)
 _to_local, _full_tensor = in_graph(DTensor.to_local), in_graph(DTensor.full_tensor)
 _redistribute = in_graph(DTensor.redistribute)
+
+
+def in_transform(caller: str, tensor: torch.Tensor) -> ArgumentError:
+    """The refusal of a plain tensor inside a transform of torch.func, whose tensors cannot be sent."""
+    return ArgumentError(
+        f"{caller} got a plain tensor of shape {list(tensor.shape)} inside a transform of torch.func (grad, vmap, "
+        "jvp), where tensors have no memory to send; expected it outside of one: make the DTensor before, and pass it "
+        "as an argument of the function that is transformed, or let the function use it"
+    )
 
 
 def _check_arguments(
