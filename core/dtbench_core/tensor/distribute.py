@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
-from dtbench_core.errors import ArgumentError, ArgumentTypeError
+from dtbench_core.errors import ArgumentError, ArgumentTypeError, in_transform
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Placement, Placements, Shard, describe
 from dtbench_core.layout.shard_layout import empty_part, laid_out, part_of
@@ -22,7 +22,7 @@ from dtbench_core.layout.wrapper import wrap
 from dtbench_core.op_types import Call
 from dtbench_core.redistribute.movers import padded
 from dtbench_core.redistribute.route import apply, placements_of_gradient, plan
-from dtbench_core.tensor.dtensor import DTensor, in_transform
+from dtbench_core.tensor.dtensor import DTensor
 from dtbench_core.tensor.in_graphs import Described
 from dtbench_core.torch_compat import functorch_level, is_torchs_dtensor, teach_tangents
 
@@ -62,7 +62,7 @@ def distribute_tensor(
             "a plain tensor: use tensor.redistribute(placements=...)"
         )
     if functorch_level() is not None:
-        raise in_transform("distribute_tensor", tensor)
+        raise in_transform("distribute_tensor", tensor.shape)
     if is_torchs_dtensor(tensor) or not tensor.is_leaf:
         raise _refusal(tensor)
     local = tensor.detach()

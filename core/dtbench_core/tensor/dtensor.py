@@ -23,6 +23,7 @@ from dtbench_core.errors import (
     LayoutError,
     MixedTensorError,
     PlacementError,
+    in_transform,
 )
 from dtbench_core.layout.local_shards import check_places, holds_shards, plain_part
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
@@ -277,7 +278,7 @@ class DTensor(Wrapper):
                 torch.func.
         """
         if functorch_level() is not None and innermost(local_tensor) is not local_tensor:
-            raise in_transform("DTensor.from_local", local_tensor)
+            raise in_transform("DTensor.from_local", local_tensor.shape)
         info = mesh_info(mesh_or_current(device_mesh))
         simple = shape is None and stride is None and grad_placements is None and not run_check
         if simple and local_tensor.__class__ is torch.Tensor and isinstance(placements, (list, tuple)):
@@ -396,15 +397,6 @@ class DTensor(Wrapper):
 in_graph(DTensor.from_local)
 _to_local, _full_tensor = in_graph(DTensor.to_local), in_graph(DTensor.full_tensor)
 _redistribute = in_graph(DTensor.redistribute)
-
-
-def in_transform(caller: str, tensor: torch.Tensor) -> ArgumentError:
-    """The refusal of a plain tensor inside a transform of torch.func, whose tensors cannot be sent."""
-    return ArgumentError(
-        f"{caller} got a plain tensor of shape {list(tensor.shape)} inside a transform of torch.func (grad, vmap, "
-        "jvp), where tensors have no memory to send; expected it outside of one: make the DTensor before, and pass it "
-        "as an argument of the function that is transformed, or let the function use it"
-    )
 
 
 def _check_arguments(
