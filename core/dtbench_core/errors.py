@@ -23,7 +23,7 @@ CoreError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class CoreError(Exception):
@@ -99,3 +99,12 @@ def describe_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def in_transform(caller: str, shape: Sequence[int]) -> ArgumentError:
+    """The refusal of a plain tensor inside a transform of torch.func, whose tensors cannot be sent."""
+    return ArgumentError(
+        f"{caller} got a plain tensor of shape {list(shape)} inside a transform of torch.func (grad, vmap, jvp), where "
+        "tensors have no memory to send; expected it outside of one: make the DTensor before, and pass it as an "
+        "argument of the function that is transformed, or let the function use it"
+    )

@@ -29,6 +29,7 @@ from dtbench_core import (
     implicit_replication,
 )
 from dtbench_core.dispatch import autograd_grad
+from dtbench_core.errors import ArgumentError
 
 # torch's own, of the formulas that it has in TorchScript.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -260,3 +261,46 @@ def test_linear_cross_entropy_in_chunks() -> None:
             for part, reference in zip(parts, plain, strict=True):
                 assert reference.grad is not None
                 _equal(part.grad, reference.grad)
+
+
+# (function of a plain tensor [8, 4]) -> what calls it inside a transform.
+TRANSFORMS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
+    "grad": lambda fn, x: grad(lambda t: fn(t).sum())(x),
+    "vjp": lambda fn, x: vjp(fn, x),
+    "jvp": lambda fn, x: jvp(fn, (x,), (x,)),
+    "vmap": lambda fn, x: vmap(fn)(torch.stack([x, x])),
+    "grad of vmap": lambda fn, x: grad(lambda t: vmap(fn)(torch.stack([t, t])).sum())(x),
+    "computed": lambda fn, x: grad(lambda t: fn(t * 2).sum())(x),
+    "functional_call": lambda fn, x: grad(
+        lambda p: functional_call(nn.Linear(4, 4), {n: fn(t) for n, t in p.items()}, (x,)).sum()
+    )({"weight": torch.ones(4, 4), "bias": torch.ones(4)}),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@on_ranks
+def test_plain_tensors_of_a_transform_are_refused_by_name(name: str) -> None:
+    mesh, x = mesh_of((4,)), torch.arange(32.0).view(8, 4)
+    for placement in (S0, R):
+        for source in (0, None):
+            with pytest.raises(
+                ArgumentError, match=r"distribute_tensor got .* inside a transform .* make the DTensor before"
+            ):
+                TRANSFORMS[name](
+                    lambda t, p=placement, s=source: distribute_tensor(
+                        t, mesh, [p], src_data_rank=s
+                    ).full_tensor(),
+                    x,
+                )
+        with pytest.raises(ArgumentError, match=r"DTensor.from_local got .* inside a transform"):
+            TRANSFORMS[name](lambda t, p=placement: DTensor.from_local(t, mesh, [p]).full_tensor(), x)
+
+
+@on_ranks
+def test_constants_are_refused_inside_a_transform_and_used_from_outside() -> None:
+    mesh, x, constant = mesh_of((4,)), torch.arange(32.0).view(8, 4), torch.arange(4.0)
+    made = distribute_tensor(constant, mesh, [S0])
+    for transform in (vmap, grad):
+        with pytest.raises(ArgumentError, match=r"inside a transform of torch\.func"):
+            transform(lambda t: (t * distribute_tensor(constant, mesh, [S0]).full_tensor()).sum())(x)
+    _equal(grad(lambda t: (t * made).sum())(distribute_tensor(x, mesh, [R])), constant.expand(8, 4))

@@ -36,6 +36,7 @@ from dtbench_core import (
     sharded_state_dict,
     to_torch,
 )
+from dtbench_core.errors import ArgumentError
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, shard_parameters
 
 COLUMNS = ("attention.wq", "attention.wk", "attention.wv", "mlp.up")
@@ -194,6 +195,121 @@ def test_torchs_functions_load_whole_states(kind: str, broadcast: bool) -> None:
             parameter.grad = torch.ones_like(parameter)
         optim.step()
     _same(fresh.state_dict(), model.state_dict(), "trained on")
+
+
+def _partly_trained(kind: str, optimizer: Any, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Every third parameter is frozen after a first step; the last three are never stepped."""
+    model = _model(kind, seed)
+    optim = optimizer(model.parameters())
+    parameters = list(model.parameters())
+    for step in range(2):
+        for i, parameter in enumerate(parameters[:-3]):
+            parameter.requires_grad_(step == 0 or i % 3 > 0)
+            parameter.grad = parameter.detach() * (i + 1) if parameter.requires_grad else None
+        optim.step()
+    return model, optim
+
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+TARGETS = ["new", "frozen", "partly trained", "with gradients"]
+
+
+# Flat and full at once torch cannot load, frozen parameters or not.
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("full", "offload", "flat"),
+    [(False, False, False), (False, True, False), (True, False, False), (False, False, True)],
+)
+@pytest.mark.parametrize("target", TARGETS)
+@on_ranks
+def test_states_of_frozen_parameters_are_kept(
+    optimizer: str, full: bool, offload: bool, flat: bool, target: str
+) -> None:
+    _keep_states("mixed", optimizer, full, offload, False, flat, target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@on_gloo_ranks
+def test_states_of_frozen_parameters_are_sent_by_rank_0(target: str) -> None:
+    _keep_states("tp", "AdamW", True, True, True, False, target)
+
+
+def _keep_states(
+    kind: str, optimizer: str, full: bool, offload: bool, broadcast: bool, flat: bool, target: str
+) -> None:
+    """Into an optimizer that has taken no step, or whose own parameters are partly frozen or without a state."""
+    make = OPTIMIZERS[optimizer]
+    model, optim = _partly_trained(kind, make)
+    options = StateDictOptions(full_state_dict=full, cpu_offload=offload, flatten_optimizer_state_dict=flat)
+    for parameter in list(model.parameters())[-3:]:  # those without a state are refused by name, below
+        parameter.requires_grad_(False)
+    saved = get_optimizer_state_dict(model, optim, options=options)
+    if target == "partly trained":
+        fresh, other = _partly_trained(kind, make, seed=1)
+        for parameter in list(fresh.parameters())[-6:-3]:
+            del other.state[parameter]
+    else:
+        fresh = _model(kind, seed=1)
+        other = make(fresh.parameters())
+    for parameter, source in zip(fresh.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(source.requires_grad or target == "new")
+        if target == "with gradients" and parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    for parameter in list(fresh.parameters())[-3:]:
+        parameter.requires_grad_(False)
+    flags = [(p.requires_grad, p.grad) for p in fresh.parameters()]
+    values = copy.deepcopy(fresh.state_dict())
+    loading = StateDictOptions(
+        full_state_dict=full, broadcast_from_rank0=broadcast, flatten_optimizer_state_dict=flat
+    )
+    set_optimizer_state_dict(fresh, other, copy.deepcopy(saved), options=loading)
+    _same(other.state_dict(), optim.state_dict())
+    assert len(other.state) == len(list(model.parameters())) - 3
+    assert [(p.requires_grad, p.grad) for p in fresh.parameters()] == flags
+    _same(fresh.state_dict(), values, "parameters stay")
+    for parameter, held in other.state.items():
+        for moment in ("exp_avg", "momentum_buffer"):
+            if isinstance(parameter, DTensor) and moment in held:
+                assert held[moment].placements == parameter.placements
+
+
+def _without_a_state() -> None:
+    model, optim = _partly_trained("tp", OPTIMIZERS["AdamW"])
+    options = StateDictOptions(full_state_dict=True)
+    saved = get_optimizer_state_dict(model, optim, options=options)
+    fresh, other = _trained("tp", seed=1)
+    before = {parameter: dict(held) for parameter, held in other.state.items()}
+    try:
+        set_optimizer_state_dict(fresh, other, saved, options=options)
+    finally:
+        assert before == {parameter: dict(held) for parameter, held in other.state.items()}
+
+
+def test_parameter_without_a_saved_state_is_refused_by_name(ranks: ThreadWorlds) -> None:
+    ranks.refuse(
+        _without_a_state, message=r"Missing optimizer state for parameter 'block\.\S+'.*strict=False"
+    )
+
+
+@on_ranks
+def test_parameter_without_a_saved_state_is_left_without_one_if_asked() -> None:
+    model, optim = _partly_trained("tp", OPTIMIZERS["AdamW"])
+    saved = get_optimizer_state_dict(model, optim)
+    fresh, other = _trained("tp", seed=1)
+    set_optimizer_state_dict(fresh, other, saved, options=StateDictOptions(strict=False))
+    _same(other.state_dict(), optim.state_dict())
+
+
+@on_ranks
+def test_states_that_only_one_of_two_has_are_refused_by_name() -> None:
+    _, optim = _partly_trained("tp", OPTIMIZERS["AdamW"])
+    full, like = full_state_dict(optim.state_dict()), _trained("tp")[1].state_dict()
+    for one, other in ((full, like), (full_state_dict(like), optim.state_dict())):
+        with pytest.raises(ArgumentError, match=r"exp_avg.*expected the keys of the state to load"):
+            sharded_state_dict(one, other)
 
 
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated")

@@ -191,15 +191,57 @@ def test_several_mesh_dims_at_once_by_what_they_take_together() -> None:
     assert steps(content) == [((0, 1), 30.0)]
 
 
+MEASURED = {
+    # The time of a message is its latency and a slope of its own, so that no other size has this price.
+    "all_gather": table((2**10, 300.0), (2**30, 90_000.0)),
+    "all_reduce": table((2**10, 50.0), (2**30, 160_000.0)),
+    "reduce_scatter": table((2**10, 20.0), (2**30, 70_000.0)),
+    "all_to_all": table((2**10, 11.0), (2**30, 40_000.0)),
+}
+
+
+@pytest.mark.parametrize("dims", [("dp",), ("tp",), ("tp+dp",)])
+@pytest.mark.parametrize(
+    ("src", "dst", "collective"),
+    [
+        (Shard(0), R, "all_gather"),
+        (Shard(1), R, "all_gather"),
+        (P, R, "all_reduce"),
+        (P, Shard(0), "reduce_scatter"),
+        (P, Shard(1), "reduce_scatter"),
+        (Shard(0), Shard(1), "all_to_all"),
+        (Shard(1), Shard(0), "all_to_all"),
+    ],
+)
+def test_price_of_a_step_is_the_time_of_its_collective_at_the_bytes_it_sends(
+    dims: tuple[str], src: Any, dst: Any, collective: str
+) -> None:
+    """nccl-tests and comm.py count the same bytes of every collective."""
+    content = topology()
+    content["dims"].append({"name": "tp+dp", "ranks": 8, "bandwidth_GiBps": 1, "latency_us_per_hop": 1})
+    for dim in content["dims"]:
+        dim["collectives"] = MEASURED if dim["name"] in dims else dict.fromkeys(MEASURED, table((1024, 1e9)))
+    ends = [
+        tuple(kind if len(dims[0]) > 2 or name in dims else R for name in ("dp", "tp")) for kind in (src, dst)
+    ]
+    info = MeshTopoInfo.from_topology(content, dp_tp())
+    chain = cost.Search((1024, 512), 4, *ends, info, together=True).cheapest()
+    assert chain is not None
+    (step,) = chain
+    assert (step.collective, step.nbytes > 0) == (collective, True)
+    assert step.us == pytest.approx(read_curve(MEASURED[collective], collective).us(step.nbytes))
+
+
 def test_bare_collectives_stand_in_for_changes_that_were_not_measured() -> None:
     mesh = dp_tp()
     content = topology()
-    flat = {"all_gather": 11.0, "all_reduce": 22.0, "reduce_scatter": 33.0, "all_to_all": 44.0}
-    content["dims"][1]["collectives"] = {name: table((1024, us), (2**30, us)) for name, us in flat.items()}
+    content["dims"][1]["collectives"] = dict(MEASURED)
     info = MeshTopoInfo.from_topology(content, mesh)
     assert info.mesh_dim_curves[0] == {}, "dp is priced by its constants"
-    prices = [cost.transition_cost(a, b, 1e-3, info, 1) for a, b in ((Shard(0), R), (P, R), (P, Shard(1)))]
-    assert prices == [11.0, 22.0, 33.0]
-    assert cost.transition_cost(Shard(0), Shard(1), 1e-3, info, 1) == 11.0, "gathering and cutting is cheaper"
+    slow = MEASURED | {"all_to_all": table((2**10, 9e6), (2**30, 9e6))}
+    content["dims"][1]["collectives"] = slow
+    info = MeshTopoInfo.from_topology(content, mesh)
+    gathered = cost.transition_cost(Shard(0), R, 1e-3, info, 1)
+    assert cost.transition_cost(Shard(0), Shard(1), 1e-3, info, 1) == gathered, "cheaper, and the cut is free"
     del content["dims"][1]["collectives"]["all_to_all"]
     assert not MeshTopoInfo.from_topology(content, mesh).mesh_dim_curves, "some of each would not compare"

@@ -147,7 +147,13 @@ class Contention(Struct, frozen=True, kw_only=True):
 
 
 class Dim(Struct, frozen=True, kw_only=True):
-    """One mesh dim, or several at once ("dp+tp"). transitions: impl -> change of placement -> its curve."""
+    """One mesh dim, or several at once ("dp+tp").
+
+    Attributes:
+        collectives: curve by name. Its bytes are those that nccl-tests counts: the gathered tensor, the tensor to be
+            reduced or scattered, the buffer of one rank of an all-to-all.
+        transitions: impl -> change of placement -> its curve, over the bytes of the whole tensor.
+    """
 
     name: str
     ranks: Annotated[int, Meta(ge=2, le=MAX_INT)]

@@ -18,7 +18,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Curve:
-    """sizes: bytes of the tensor as one group holds it, ascending. times_us: at these sizes, never falling."""
+    """Time over size.
+
+    Attributes:
+        sizes: bytes, ascending. Of a collective they are counted as nccl-tests does: the gathered tensor, the tensor to
+            be reduced or scattered, the buffer of one rank of an all-to-all. Of a change of placement they are those of
+            the whole tensor as one group holds it.
+        times_us: microseconds at these sizes, never falling.
+    """
 
     sizes: tuple[int, ...]
     times_us: tuple[float, ...]

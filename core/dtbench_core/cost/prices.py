@@ -58,7 +58,12 @@ def ring_of(topo: MeshConstants, mesh_dims: Sequence[int]) -> Ring:
 
 
 class DimPrices(NamedTuple):
-    """The prices of one mesh dim. curves: by name, empty where the formula prices it."""
+    """The prices of one mesh dim.
+
+    Attributes:
+        ring: prices the mesh dim by the formula.
+        curves: time by change of placement over the bytes of the whole tensor; empty where the formula prices it.
+    """
 
     ring: Ring
     curves: Mapping[str, Curve]

@@ -40,15 +40,46 @@ _STANDS_FOR = {
 SENDING = tuple(name for names in _STANDS_FOR.values() for name in names)
 
 
+def parts_of_tensor(collective: str, ranks: int) -> int:
+    """How many buffers of the size that nccl-tests prints make up the tensor whose placement a collective changes.
+
+    The size is that of the whole tensor, but for an all-to-all: there it is the buffer of one rank
+    (AlltoAllGetCollByteCount in its src/alltoall.cu).
+    """
+    return ranks if collective == "all_to_all" else 1
+
+
+def curves_of_changes(collectives: Mapping[str, Curve], ranks: int) -> dict[str, Curve]:
+    """Curves by change of placement, made of those of bare collectives.
+
+    Args:
+        collectives: by name, over the bytes that nccl-tests counts.
+
+    Returns:
+        By change, over the bytes of the whole tensor as one group holds it.
+    """
+    return {
+        change: Curve(tuple(size * parts_of_tensor(name, ranks) for size in curve.sizes), curve.times_us)
+        for name, curve in collectives.items()
+        for change in _STANDS_FOR.get(name, ())
+    }
+
+
 @dataclass(frozen=True)
 class MeshConstants:
     """The constants of each dim of a mesh. The sequences run over the mesh dims.
 
-    mesh: None when planning for ranks that need not exist.
-    mesh_dim_devices: ranks. mesh_dim_bandwidth: GiB/s. mesh_dim_latency: us per hop.
-    base_latency_us: of every collective. source: where the numbers come from. mesh_dim_curves: what
-    changes of placement were measured to take, by name ("S(0)->R"); where there are any, they price the
-    mesh dim, and its constants only what was not measured. joint_curves: the same of all mesh dims at once.
+    Attributes:
+        mesh: None when planning for ranks that need not exist.
+        mesh_dim_devices: ranks.
+        mesh_dim_bandwidth: GiB/s.
+        mesh_dim_latency: us per hop.
+        base_latency_us: of every collective.
+        source: where the numbers come from.
+        mesh_dim_curves: the measured time of each change of placement, by name ("S(0)->R"), over the bytes of the
+            whole tensor as one group of the mesh dim holds it, whatever the change. Where there are any, they price
+            the mesh dim, and its constants only what was not measured.
+        joint_curves: the same for all mesh dims at once.
     """
 
     mesh: DeviceMesh | None
@@ -69,7 +100,13 @@ class MeshConstants:
 
 @dataclass(frozen=True)
 class DimConstants:
-    """What was measured on one mesh dim: GiB/s, us per hop, and times over size."""
+    """The measurements of one mesh dim.
+
+    Attributes:
+        bandwidth: GiB/s.
+        latency_us: per hop.
+        curves: time by change of placement ("S(0)->R"), over the bytes of the whole tensor as one group holds it.
+    """
 
     name: str
     ranks: int
@@ -89,13 +126,13 @@ class DimConstants:
         changes: Mapping[str, Curve],
     ) -> DimConstants:
         """A mesh dim with curves by change of placement: as the changes were measured, else as the bare collective
-        was. A dim is priced by its curves or by its constants, not by some of each, as they disagree."""
-        curves = {
-            change: collectives[name]
-            for name, stood_for in _STANDS_FOR.items()
-            if name in collectives
-            for change in stood_for
-        } | dict(changes)
+        was. A dim is priced by its curves or by its constants, not by some of each, as they disagree.
+
+        Args:
+            collectives: over the bytes that nccl-tests counts (`parts_of_tensor`).
+            changes: over the bytes of the whole tensor.
+        """
+        curves = curves_of_changes(collectives, ranks) | dict(changes)
         return cls(name, ranks, bandwidth, latency_us, curves if curves.keys() >= set(SENDING) else {})
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import defaultdict
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -178,6 +179,53 @@ def _placing(function: Call) -> Call:
 
 
 when_imported("torch.distributed._state_dict_utils", _teach)
+
+
+def _teach_optimizers(module: ModuleType) -> None:
+    module._load_optim_state_dict = _keeping_all(module._load_optim_state_dict)  # type: ignore[attr-defined]
+
+
+def _keeping_all(function: Call) -> Call:
+    """Of torch's loading of an optimizer's state, which drops the saved state of a frozen parameter, and of one that
+    has no state yet beside others that have one (pytorch#192202)."""
+
+    @functools.wraps(function)
+    def load(model: Any, optimizers: Any, saved: Any, info: Any) -> Any:
+        groups = [[p for group in optim.param_groups for p in group["params"]] for optim in optimizers]
+        parameters = [parameter for group in groups for parameter in group]
+        if not any(isinstance(parameter, DTensor) for parameter in parameters):
+            return function(model, optimizers, saved, info)
+        # As it is, or flat: "state.layer.weight.exp_avg".
+        names = set(saved.get("state", ())) or {key[6:].rpartition(".")[0] for key in saved}
+        if info.broadcast_from_rank0:
+            names = comm.all_gather_objects(names)[0]
+        frozen = [
+            p for p in parameters if not p.requires_grad and not names.isdisjoint(info.fqn_param_mapping[p])
+        ]
+        before = [optim.state for optim in optimizers], [parameter.grad for parameter in parameters]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_()
+            for parameter in parameters:
+                parameter.grad = None  # torch gives first states, to be loaded into, where no gradient is
+            for optim, group in zip(optimizers, groups, strict=True):
+                if any(p.requires_grad and p not in optim.state for p in group):
+                    optim.state = defaultdict(dict)
+            function(model, optimizers, saved, info)
+        except BaseException:
+            for optim, state in zip(optimizers, before[0], strict=True):
+                optim.state = state
+            raise
+        finally:
+            for parameter, grad in zip(parameters, before[1], strict=True):
+                parameter.grad = grad
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    return load
+
+
+when_imported("torch.distributed.checkpoint.state_dict", _teach_optimizers)
 
 
 def _loading(process: Call) -> Call:

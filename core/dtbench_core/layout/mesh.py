@@ -21,12 +21,28 @@ from dtbench_core.torch_compat import current_mesh, mesh_dim_groups, ranks_of_me
 class MeshInfo:
     """One per mesh of a live world; equal meshes on the same process groups share it.
 
-    Compared by identity. `coordinate` is None on a rank outside the mesh. `groups`: of each mesh dim, its ranks in
-    the order of their coordinates. `whole` is the process group of all ranks of the mesh in row-major order, where
-    the mesh is the whole world; else None.
+    Compared by identity.
+
+    Attributes:
+        coordinate: None on a rank outside the mesh.
+        groups: of each mesh dim, its ranks in the order of their coordinates.
+        whole: the process group of all ranks of the mesh in row-major order, where the mesh is the whole world; else
+            None.
+        handed_out, readers: see Note [Lengths of plain parts] in parallel/convert.py.
     """
 
-    __slots__ = ("__weakref__", "coordinate", "device_type", "groups", "mesh", "ndim", "sizes", "whole")
+    __slots__ = (
+        "__weakref__",
+        "coordinate",
+        "device_type",
+        "groups",
+        "handed_out",
+        "mesh",
+        "ndim",
+        "readers",
+        "sizes",
+        "whole",
+    )
 
     def __init__(self, mesh: DeviceMesh, groups: tuple[dist.ProcessGroup, ...]) -> None:
         self.mesh = mesh
@@ -37,6 +53,10 @@ class MeshInfo:
         self.coordinate: tuple[int, ...] | None = None if coordinate is None else tuple(coordinate)
         self.device_type: str = mesh.device_type
         self.whole = _world_of(mesh) if groups else None
+        self.handed_out: dict[tuple[int, int], tuple[int, int]] = {}
+        self.readers: weakref.WeakKeyDictionary[object, dict[tuple[object, int, int], int]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def my_coordinate(self) -> tuple[int, ...]:
         """This rank's coordinate.

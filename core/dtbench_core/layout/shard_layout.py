@@ -135,7 +135,8 @@ def joined_layout(
         raise LayoutError(
             f"got a local tensor of shape {list(local.shape)}, placed as {describe(placements)}, that a compiled graph "
             "made of shards of different lengths; expected equally long ones, as ranks cannot tell each other theirs "
-            "there: call local_map outside of it, or DTensor.from_local with the global shape and stride"
+            "there: call local_map outside of it, use DTensor.from_local with the global shape and stride, or keep "
+            "DTensors between modules with use_local_output=False"
         )
     shapes = _everybodys(tuple(local.shape), (str(local.dtype), describe(placements)), info)
     shape = []

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.layout.mesh import mesh_or_current
 from dtbench_core.layout.placement import Placement, Replicate, Shard
-from dtbench_core.parallel.convert import placed, placed_output, read_input
+from dtbench_core.parallel.convert import handed_out, placed, placed_output, read_input
 from dtbench_core.parallel.parameters import (
     PlanError,
     UnsupportedModuleError,
@@ -175,7 +175,7 @@ def _mlps(module: nn.Module) -> Iterator[nn.Module]:
 
 def _left(output: DTensor, mesh: DeviceMesh, *, wanted: Placement, local: bool) -> Any:
     moved = placed_output(output, wanted)
-    return moved.to_local() if local else moved
+    return handed_out(moved).to_local() if local else moved
 
 
 def _moved(wanted: Placement, _: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import Placement
-from dtbench_core.parallel.convert import placed
+from dtbench_core.parallel.convert import handed_out, lengths_read_by, placed, read_part
 from dtbench_core.parallel.parameters import LayoutsError
 from dtbench_core.parallel.style import ParallelStyle, one_placement, shown
 from dtbench_core.tensor.dtensor import DTensor
@@ -64,7 +64,7 @@ class PrepareModuleInput(ParallelStyle):
     def _prepare(
         self, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        convert = partial(_converted, mesh, self.use_local_output)
+        convert = partial(_converted, module, mesh, self.use_local_output)
         here, there = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
         named = {
             name: convert(one, here.get(name), there.get(name), f"input {name}")
@@ -116,7 +116,7 @@ class PrepareModuleOutput(ParallelStyle):
                 f"a {type(module).__name__} gave {len(listed)} outputs for {len(self.output_layouts)} output_layouts, "
                 "expected one each: give None for those to be left alone"
             )
-        convert = partial(_converted, mesh, self.use_local_output)
+        convert = partial(_converted, module, mesh, self.use_local_output)
         triples = zip(listed, self.output_layouts, self.desired_output_layouts, strict=True)
         converted = [convert(one, own, wanted, f"output {i}") for i, (one, own, wanted) in enumerate(triples)]
         if not several:
@@ -164,7 +164,13 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 def _converted(
-    mesh: DeviceMesh, local: bool, one: Any, layout: Placement | None, desired: Placement | None, what: str
+    module: nn.Module,
+    mesh: DeviceMesh,
+    local: bool,
+    one: Any,
+    layout: Placement | None,
+    desired: Placement | None,
+    what: str,
 ) -> Any:
     """`one` as a DTensor where it is wanted. One that is a DTensor already is moved from where it really is."""
     if layout is None:
@@ -173,10 +179,11 @@ def _converted(
         raise ArgumentError(
             f"{what} is {type(one).__name__}, expected a tensor, as it has the layout {layout}: give None for it"
         )
-    tensor = one if isinstance(one, DTensor) else DTensor.from_local(one, mesh, [layout])
+    known = lengths_read_by(module, mesh, layout)
+    tensor = one if isinstance(one, DTensor) else read_part(one, mesh, layout, known, what)
     if desired is not None:
         tensor = placed(tensor, (desired,))
-    return tensor.to_local() if local else tensor
+    return handed_out(tensor).to_local() if local else tensor
 
 
 def _listed(layouts: Layouts, argument: str) -> Listed:

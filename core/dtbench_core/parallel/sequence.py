@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import Replicate, Shard
-from dtbench_core.parallel.convert import placed
+from dtbench_core.parallel.convert import handed_out, lengths_read_by, placed, read_part
 from dtbench_core.parallel.parameters import check_parameters, place_parameter
 from dtbench_core.parallel.style import ParallelStyle
 from dtbench_core.tensor.distribute import distribute_module
@@ -25,8 +25,9 @@ class SequenceParallel(ParallelStyle):
 
     Args:
         sequence_dim: the dim of the input, such as [batch, sequence, width], that is cut.
-        use_local_output: give out this rank's plain part of the output, not a DTensor. A plain part
-            says nothing of the whole: on a sequence that the ranks cannot share evenly, keep DTensors.
+        use_local_output: give out this rank's plain part of the output, not a DTensor. A plain part says nothing of
+            the whole: where the ranks cannot share a sequence evenly, modules that read plain parts ask all ranks for
+            their lengths (parallel/convert.py). DTensors know theirs.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -58,12 +59,13 @@ class SequenceParallel(ParallelStyle):
             )
         if isinstance(first, DTensor):
             return (placed(first, self.sequence_sharding), *inputs[1:])
-        return (DTensor.from_local(first, mesh, self.sequence_sharding), *inputs[1:])
+        (layout,) = self.sequence_sharding
+        return (read_part(first, mesh, layout, lengths_read_by(module, mesh, layout)), *inputs[1:])
 
     def _prepare_output(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         if not self.use_local_output or not isinstance(output, DTensor):
             return output
-        return placed(output, self.sequence_sharding).to_local()
+        return handed_out(placed(output, self.sequence_sharding)).to_local()
 
     def __repr__(self) -> str:
         dim = self.sequence_sharding[0].dim

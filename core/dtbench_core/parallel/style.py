@@ -28,7 +28,7 @@ from dtbench_core.errors import ArgumentError, PlacementTypeError
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Placement, Placements, Replicate, Shard, as_placement
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.parallel.convert import placed
+from dtbench_core.parallel.convert import ReadLengths, handed_out, lengths_read_by, placed, read_part
 from dtbench_core.parallel.embedding import look_up_rows
 from dtbench_core.parallel.parameters import UnsupportedModuleError, check_parameters, place_parameter
 from dtbench_core.tensor.distribute import distribute_module
@@ -65,10 +65,18 @@ class _Sharding(NamedTuple):
 
 @in_graph
 def _entering(
-    tensor: torch.Tensor, mesh: DeviceMesh, layouts: Placements, features: int, wanted: Placement
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    layouts: Placements,
+    features: int,
+    wanted: Placement,
+    known: ReadLengths | None = None,
 ) -> DTensor:
-    """A layer's input placed as `wanted`; a plain one is the part of the whole that `layouts` says. features: of a
-    linear layer, which the whole input has in its last dim; else 0.
+    """A layer's input placed as `wanted`; a plain one is the part of the whole that `layouts` says.
+
+    Args:
+        features: of a linear layer, which the whole input has in its last dim; else 0.
+        known: see `lengths_read_by`.
     """
     if isinstance(tensor, DTensor):
         return placed(tensor, (wanted,))
@@ -78,14 +86,14 @@ def _entering(
         shape = (*tensor.shape[:-1], features)
         spec = DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), tensor.dtype)
         return placed(wrapped(tensor.contiguous(), spec), (wanted,))
-    return placed(DTensor.from_local(tensor, mesh, layouts), (wanted,))
+    return placed(read_part(tensor, mesh, layouts[0], known), (wanted,))
 
 
 @in_graph
 def _leaving(output: DTensor, layouts: Placements, local: bool) -> torch.Tensor:
     """A layer's output placed as `layouts`; local: its plain part."""
     moved = placed(output, layouts)
-    return handed_over(moved) if local else moved
+    return handed_over(handed_out(moved)) if local else moved
 
 
 class LayerStyle(ParallelStyle):
@@ -150,7 +158,9 @@ class LayerStyle(ParallelStyle):
                 f"a {type(module).__name__} under {type(self).__name__} got {got}, "
                 "expected one tensor: pass it by position"
             )
-        return _entering(inputs[0], mesh, self.input_layouts, getattr(module, "in_features", 0), wanted)
+        features = getattr(module, "in_features", 0)
+        known = lengths_read_by(module, mesh, self.input_layouts[0])
+        return _entering(inputs[0], mesh, self.input_layouts, features, wanted, known)
 
 
 class ColwiseParallel(LayerStyle):

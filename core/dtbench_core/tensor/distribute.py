@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
-from dtbench_core.errors import ArgumentError, ArgumentTypeError
+from dtbench_core.errors import ArgumentError, ArgumentTypeError, in_transform
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Placement, Placements, Shard, describe
 from dtbench_core.layout.shard_layout import empty_part, laid_out, part_of
@@ -24,7 +24,7 @@ from dtbench_core.redistribute.movers import padded
 from dtbench_core.redistribute.route import apply, placements_of_gradient, plan
 from dtbench_core.tensor.dtensor import DTensor
 from dtbench_core.tensor.in_graphs import Described
-from dtbench_core.torch_compat import is_torchs_dtensor, teach_tangents
+from dtbench_core.torch_compat import functorch_level, is_torchs_dtensor, teach_tangents
 
 
 def distribute_tensor(
@@ -47,7 +47,8 @@ def distribute_tensor(
         A leaf DTensor that requires grad if `tensor` does.
 
     Raises:
-        ArgumentError: a tensor computed from others under autograd, a DTensor already placed otherwise.
+        ArgumentError: a tensor computed from others under autograd or in a transform of torch.func, a DTensor already
+            placed otherwise.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(f"distribute_tensor got {type(tensor).__name__}, expected a torch.Tensor")
@@ -60,6 +61,8 @@ def distribute_tensor(
             f"distribute_tensor got a DTensor, {tensor._spec}, to be placed as {describe(placed)} on {info}; expected "
             "a plain tensor: use tensor.redistribute(placements=...)"
         )
+    if functorch_level() is not None:
+        raise in_transform("distribute_tensor", tensor.shape)
     if is_torchs_dtensor(tensor) or not tensor.is_leaf:
         raise _refusal(tensor)
     local = tensor.detach()

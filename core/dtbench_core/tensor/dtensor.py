@@ -23,6 +23,7 @@ from dtbench_core.errors import (
     LayoutError,
     MixedTensorError,
     PlacementError,
+    in_transform,
 )
 from dtbench_core.layout.local_shards import check_places, holds_shards, plain_part
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
@@ -58,6 +59,7 @@ from dtbench_core.torch_compat import (
     dispatch_modes_active,
     functorch_level,
     in_graph,
+    innermost,
     is_dynamo_compiling,
     is_functional,
     is_inference_mode_enabled,
@@ -272,8 +274,11 @@ class DTensor(Wrapper):
 
         Raises:
             LayoutError: local shapes that do not make up the global one, or (with run_check) differ between ranks.
-            PlacementError, ArgumentError: placements or arguments that cannot hold.
+            PlacementError, ArgumentError: placements or arguments that cannot hold; a tensor of a transform of
+                torch.func.
         """
+        if functorch_level() is not None and innermost(local_tensor) is not local_tensor:
+            raise in_transform("DTensor.from_local", local_tensor.shape)
         info = mesh_info(mesh_or_current(device_mesh))
         simple = shape is None and stride is None and grad_placements is None and not run_check
         if simple and local_tensor.__class__ is torch.Tensor and isinstance(placements, (list, tuple)):

@@ -17,6 +17,7 @@ from dtbench.records.topology import CalibratedTopology
 from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US
+from dtbench_core.cost.topology import SENDING, curves_of_changes
 
 Place = tuple[int, int]  # nodes, ranks per node
 Target = Literal["torch", "inductor", "autoparallel"]
@@ -24,16 +25,7 @@ Target = Literal["torch", "inductor", "autoparallel"]
 TORCH_VERSIONS = ("2.11", "2.13")
 
 TEMPLATES = Path(__file__).parent
-# What a change of placement is made of; the sizes of both are the whole tensor. Shard to Shard is told apart below.
-COLLECTIVE_OF = {
-    "S(0)->R": "all_gather",
-    "S(1)->R": "all_gather",
-    "P->R": "all_reduce",
-    "P->S(0)": "reduce_scatter",
-    "P->S(1)": "reduce_scatter",
-}
 SHARD_TO_SHARD = ("S(0)->S(1)", "S(1)->S(0)")
-ALL_TO_ALL = "all_to_all"
 # As autoparallel's benchmarks/nccl_cost_model/tools/fit_profile.py takes them.
 LATENCY_BYTES, RAMP_POINTS = 64 * 2**10, 24
 INDUCTOR_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -76,7 +68,6 @@ def render(topology: CalibratedTopology, target: Target, module: str = "topology
         tables=tables,
         ramps=ramps,
         price=inspect.getsource(Curve).rstrip(),
-        all_to_all=ALL_TO_ALL,
         versions=" and ".join(TORCH_VERSIONS),
         newest=TORCH_VERSIONS[-1],
     )
@@ -135,18 +126,17 @@ def _placement_curves(topology: CalibratedTopology) -> Iterator[tuple[tuple[str,
 
     What starts at Replicate sends nothing and stays free: torch asks for a cost of 0 to know that.
     """
-    on_cpu = topology.device_type == "cpu"
     for dim in topology.dims:
-        measured, collectives = dim.transitions.get("torch", {}), dim.collectives
-        for change in (*COLLECTIVE_OF, *SHARD_TO_SHARD):
-            # On the CPU, DTensor gathers the whole tensor and keeps its part (`shard_dim_alltoall` in
+        collectives = {name: times_of(curve) for name, curve in dim.collectives.items()}
+        curves: dict[str, Curve | None] = {**curves_of_changes(collectives, dim.ranks)}
+        if topology.device_type == "cpu":
+            # There, DTensor gathers the whole tensor and keeps its part (`shard_dim_alltoall` in
             # torch/distributed/tensor/_collective_utils.py).
-            collective = COLLECTIVE_OF.get(change, "all_gather" if on_cpu else "")
-            curve = measured.get(change) or collectives.get(collective)
-            if curve is not None:
-                yield (dim.name, change), times_of(curve)
-        if ALL_TO_ALL in collectives and not on_cpu and not all(c in measured for c in SHARD_TO_SHARD):
-            yield (dim.name, ALL_TO_ALL), times_of(collectives[ALL_TO_ALL])
+            curves |= dict.fromkeys(SHARD_TO_SHARD, collectives.get("all_gather"))
+        curves |= {change: times_of(curve) for change, curve in dim.transitions.get("torch", {}).items()}
+        for change in SENDING:
+            if (curve := curves.get(change)) is not None:
+                yield (dim.name, change), curve
 
 
 def _runtimes(

@@ -97,10 +97,9 @@ class TopologyLinks:
     gpus_per_node: int
 
     def collective(self, name: str, size_bytes: float, ranks: int, inner: int) -> float:
-        within = group_in_node(self.gpus_per_node, ranks, inner) >= ranks
-        if name in ("all_gather", "reduce_scatter"):  # of a ring, each half an all-reduce
-            return self._seconds("all_reduce", size_bytes, ranks, within) / 2
-        return self._seconds(name, size_bytes, ranks, within)
+        return self._seconds(
+            name, size_bytes, ranks, group_in_node(self.gpus_per_node, ranks, inner) >= ranks
+        )
 
     def send(self, size_bytes: float, tp: int, inner: int) -> float:
         return self._seconds("all_reduce", size_bytes / tp, 2, inner < self.gpus_per_node) / 2
@@ -111,4 +110,6 @@ class TopologyLinks:
             raise UsageError("the topology holds no mesh dim: calibrate from a run with collectives")
         fitting = [dim for dim in dims if (dim.layout.kind == "intra-host") == within]
         dim = min(fitting or dims, key=lambda dim: dim.bandwidth_GiBps)
+        if name in ("all_gather", "reduce_scatter") and name not in dim.collectives:  # of a ring
+            return self._seconds("all_reduce", size_bytes, ranks, within) / 2
         return estimate(dim, name, ranks, max(1, int(size_bytes))).time_us * 1e-6

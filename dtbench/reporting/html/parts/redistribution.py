@@ -16,6 +16,7 @@ from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
 from dtbench_core.cost.ring import RING_COLLECTIVES
+from dtbench_core.cost.topology import parts_of_tensor
 
 # The change of placement that each collective does the work of.
 TRANSITION = {
@@ -83,7 +84,7 @@ def times_over_size(
         tables = fitted[dim].collectives if dim in fitted else {}
         for name in distinct([*TRANSITION, *RING_COLLECTIVES, *tables]):
             transition = TRANSITION.get(name, "")
-            series = _measured(raw.get((dim, name), ()), of_libraries.get((dim, transition), ()))
+            series = _measured(name, raw.get((dim, name), ()), of_libraries.get((dim, transition), ()))
             if not series and not raw and name in tables:
                 series = table_lines(fitted[dim], name)
             if not series or (raw and not transition):
@@ -93,7 +94,10 @@ def times_over_size(
             title = f"{name} over {dim}{f': {transition}' if transition else ''}"
             shade = fitted_on(fitted[dim]) if dim in fitted else None
             panels.append(CurvePanel(title, [*model, *series], shade))
-    caption = "Time over tensor size, both axes logarithmic and common to all panels."
+    caption = (
+        "Time over the bytes that nccl-tests counts, both axes logarithmic and common to all panels: those of the "
+        "whole tensor, but of an all-to-all those of one rank’s buffer."
+    )
     if moved and collectives:
         caption += " The distance of a redistribute from c10d is its overhead over the collective."
     if fitted:
@@ -106,17 +110,25 @@ def times_over_size(
     )
 
 
-def _measured(collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) -> list[DrawnCurve]:
-    """The raw collective and the two libraries' change of placement."""
+def _measured(name: str, collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) -> list[DrawnCurve]:
+    """The raw collective and the two libraries' change of placement, over the collective's bytes."""
     points = {"c10d": [(c.only.size_bytes or 0, c.only.estimate_s) for c in collectives]}
     for impl in ("core", "torch"):
-        points[impl] = [(c.number("size"), s) for c in moved if (s := c.seconds(impl)) is not None]
+        seconds = [(c, s) for c in moved if (s := c.seconds(impl)) is not None]
+        points[impl] = [(c.number("size") // parts_of_tensor(name, c.number("ranks")), s) for c, s in seconds]
     return lines({label: sorted(p for p in of if p[0] > 0) for label, of in points.items()})
 
 
 def _added(section: ReportSection, collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) -> None:
     """What a redistribution costs beside its collective, at the smallest size that both were measured at."""
-    raw = {(c.get("mesh_dim"), TRANSITION.get(c.name), c.only.size_bytes): c.only for c in collectives}
+    raw = {
+        (
+            c.get("mesh_dim"),
+            TRANSITION.get(c.name),
+            (c.only.size_bytes or 0) * parts_of_tensor(c.name, c.number("ranks")),
+        ): c.only
+        for c in collectives
+    }
     both = {key: c for c in moved if (key := (c.get("mesh_dim"), c.name, c.number("size"))) in raw}
     least = min((size for *_, size in both), default=0)
     pairs = [(c, raw[key].estimate_s) for key, c in both.items() if key[2] == least]
