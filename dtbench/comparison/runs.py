@@ -3,7 +3,8 @@
 Almost all variance of a host latency lies between processes, so a launch counts as one observation
 however many samples it holds: with one launch per side, 32% of identical pairs differ by 5% in
 their means. Hence no verdict of slower or faster below five launches on each side (the fewest for
-which the exact rank test can reach p < .01: 1/252), and `same` only where an interval shows it. What plain torch beside
+which the exact rank test can reach p < .01: 1/252), unless the sides differ by more than launches of
+one build ever did; and `same` only where an interval shows it. What plain torch beside
 it shares is no change of the code: then the machine drifted.
 """
 
@@ -21,12 +22,14 @@ from dtbench.records.exports import Point, relative
 from dtbench.records.judged import Change, Judged, Verdict
 from dtbench.stats import (
     FLOORS,
+    LAUNCHES_DIFFER,
     MAX_P,
     MIN_CHANGE,
     MIN_CHANGE_S,
     drifts_of,
     has_drifted,
     hodges_lehmann_ratio,
+    is_beyond_launches,
     rank_test,
     shares,
 )
@@ -39,6 +42,7 @@ MIN_LAUNCHES = 5
 MAX_LAUNCHES = 500
 SAME_WITHIN = 0.05
 SAME_CONFIDENCE = 0.95
+BEYOND_LAUNCHES = f"beyond the {LAUNCHES_DIFFER:g}x that launches of one build have differed by"
 ONE_LAUNCH = f"cannot tell: one launch each; use --launches {MIN_LAUNCHES} or more"
 
 
@@ -207,6 +211,9 @@ def judge_launches(base: list[float], new: list[float]) -> tuple[Verdict, str, C
         verdict = Verdict.IMPROVED
     elif _within(estimate.low, estimate.high, estimate.confidence):
         verdict = Verdict.PASS
+    elif not enough and is_beyond_launches(base, new):
+        verdict = Verdict.REGRESSION if estimate.ratio > 1 else Verdict.IMPROVED
+        reason = BEYOND_LAUNCHES
     elif len(base) == len(new) == 1:
         reason = ONE_LAUNCH
     elif not enough:

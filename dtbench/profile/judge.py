@@ -10,7 +10,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from dtbench.comparison.references import System
-from dtbench.comparison.runs import MIN_LAUNCHES, ONE_LAUNCH, judge_launches
+from dtbench.comparison.runs import BEYOND_LAUNCHES, MIN_LAUNCHES, ONE_LAUNCH, judge_launches
 from dtbench.cost.price import estimate
 from dtbench.records.job import Job, RankJob
 from dtbench.records.judged import Verdict
@@ -159,10 +159,17 @@ def _calls(*sides: Sequence[Mapping[tuple[CallKind, int], float]]) -> list[CallC
 
 
 def _times(bases: Sequence[Job], heads: Sequence[Job], ranks: Set[int]) -> Iterator[TimeChange]:
+    """A part of a step that grew beyond what launches differ by is slower where the step is: how much parts of equal
+    steps differ between launches is not known."""
     sides = [[[rank for rank in job.ranks if rank.rank in ranks] for job in side] for side in (bases, heads)]
+    step_verdict = Verdict.INCONCLUSIVE
     for part in ("step_s", "computation_s", "exposed_s", "idle_s"):
         at = -1 if part == "step_s" else len(ranks) // 2
         base, head = ([sorted(_median(rank, part) for rank in job)[at] for job in side] for side in sides)
         verdict, why, effect = judge_launches(base, head)
+        if part == "step_s":
+            step_verdict = verdict
+        elif why == BEYOND_LAUNCHES and verdict is not step_verdict:
+            verdict, why = Verdict.INCONCLUSIVE, ONE_LAUNCH
         why = f"cannot tell: one launch each, record {MIN_LAUNCHES} a side" if why == ONE_LAUNCH else why
         yield TimeChange(part, verdict, why, median(base), median(head), effect)

@@ -29,12 +29,14 @@ from dtbench.stats.order import (
 )
 from dtbench.stats.pairs import (
     FAMILY_P,
+    LAUNCHES_DIFFER,
     MAX_P,
     MIN_CHANGE,
     MIN_CHANGE_S,
     Effect,
     alpha_of,
     effect_of,
+    is_beyond_launches,
     smallest_change,
 )
 from dtbench.stats.rank_tests import hodges_lehmann_ratio, rank_test, signed_rank_p
@@ -42,6 +44,7 @@ from dtbench.stats.rank_tests import hodges_lehmann_ratio, rank_test, signed_ran
 __all__ = [
     "FAMILY_P",
     "FLOORS",
+    "LAUNCHES_DIFFER",
     "MAX_P",
     "MIN_CHANGE",
     "MIN_CHANGE_S",
@@ -59,6 +62,7 @@ __all__ = [
     "has_drifted",
     "hodges_lehmann_ratio",
     "interval",
+    "is_beyond_launches",
     "order_statistic",
     "quantile",
     "quantiles_of",

@@ -21,6 +21,9 @@ MAX_P = 0.01
 MIN_CHANGE = 0.02
 # A clock read and a call of Python cost about 0.1 us; a difference below twice that is no finding.
 MIN_CHANGE_S = 0.2e-6
+# Launches of one build differ by a factor of up to this. The largest of the 709 ratios between two launches of one case
+# in results/*.jsonl is 3.16: compile mlp, torch, in results/compile-cpu-2ranks.jsonl.
+LAUNCHES_DIFFER = 3.2
 # The chance that any benchmark of an unchanged run is called slower.
 FAMILY_P = 0.05
 BOUND_CONFIDENCE = 0.95
@@ -31,6 +34,17 @@ _MDE_QUANTILES = 2.3263 + 0.8416
 def smallest_change(base_s: float, floor_s: float = 0.0) -> float:
     """The change that matters to a benchmark of so many seconds, as a share: 2%, its own floor, or 0.2 us."""
     return max(MIN_CHANGE, floor_s / base_s, MIN_CHANGE_S / base_s)
+
+
+def is_beyond_launches(base_s: Sequence[float], head_s: Sequence[float]) -> bool:
+    """Whether the sides differ by more than launches of one build do, so that one launch of each shows a change.
+
+    Args:
+        base_s: one estimate per launch, positive seconds.
+        head_s: the same for head. Every launch of one side has to be beyond every launch of the other.
+    """
+    low, high = sorted((base_s, head_s), key=max)
+    return min(high) > max(LAUNCHES_DIFFER * max(low), max(low) + MIN_CHANGE_S)
 
 
 def alpha_of(benchmarks: int, looks: int) -> float:

@@ -63,9 +63,11 @@ def verdict(base: Sequence[float], new: Sequence[float], **changes: Any) -> tupl
     [
         *((spread(n), spread(n, 8.4e-6), "slower", 1) for n in (5, 10, 30)),  # 5%
         *((spread(n, 8.4e-6), spread(n), "faster", 0) for n in (5, 10, 30)),
-        # Four launches cannot decide, however large the change.
-        (spread(4), spread(4, 80e-6), "inconclusive", 3),
-        (spread(10), spread(4, 80e-6), "inconclusive", 3),
+        # Four launches decide a change beyond what launches of one build differ by, and no smaller one.
+        *((spread(n), spread(4, 20e-6), "inconclusive", 3) for n in (4, 10)),
+        *((spread(n), spread(4, 80e-6), "slower", 1) for n in (4, 10)),
+        ([8e-6], [80e-6], "slower", 1),
+        ([80e-6], [8e-6], "faster", 0),
         # Sameness has to be shown: by an interval of 97%, not by one of 90%.
         (spread(5), spread(5), "same", 0),
         (spread(4), spread(4), "same", 0),
@@ -192,7 +194,7 @@ def test_a_suite_without_plain_torch_is_judged_by_the_drift_of_the_others(
 
 
 def test_a_launch_that_is_given_again_is_no_further_launch() -> None:
-    base, new = launches([8e-6], "a"), launches([80e-6], "b")
+    base, new = launches([8e-6], "a"), launches([16e-6], "b")
     comparison = compare([base] * 5, [new] * 5)
     assert (only(comparison).verdict, only(comparison).base_launches) == ("inconclusive", 1)
     assert only(comparison).reason == "cannot tell: one launch each; use --launches 5 or more"

@@ -223,7 +223,17 @@ def test_steps_of_one_recording_give_no_verdict():
     step = judgement.times[0]
     assert (step.part, step.base_s, step.head_s) == ("step_s", 0.9, 1.8)
     assert step.verdict is Verdict.INCONCLUSIVE and "one launch each" in step.why
+    # Exposed communication is 5.5x, of a step that is 2x: nobody knows how much a part differs between launches.
+    assert {row.verdict for row in judgement.times} == {Verdict.INCONCLUSIVE}
     assert judgement.exit_code == 0
+
+
+def test_one_recording_a_side_tells_a_step_beyond_what_launches_differ_by():
+    base, head = a_job(ranks=(a_rank(step_s=0.9),)), a_job(ranks=(a_rank(step_s=3.6),))
+    slower, faster = changes([base], [head]), changes([head], [base])
+    assert [row.verdict for row in slower.times] == ["slower", "inconclusive", "slower", "inconclusive"]
+    assert "beyond the 3.2x that launches of one build have differed by" in slower.times[0].why
+    assert (slower.exit_code, faster.exit_code, faster.times[0].verdict) == (1, 0, "faster")
 
 
 def test_five_recordings_a_side_are_judged():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import combinations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +13,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtbench import stats
+from dtbench.records.run import read_run
 from dtbench.stats import hodges_lehmann_ratio, rank_test, rank_tests, summarize
+from dtbench.suite.grouping import group_by
 
 times = st.floats(1e-9, 1e3)
 sides = st.lists(times, min_size=1, max_size=7)
 # Few different values, so that most draws have ties.
 tied_sides = st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=2, max_size=6)
+
+
+# ------------------------------------------------------------------------------- one launch a side
+
+
+def test_launches_differ_is_what_committed_launches_differ_by_at_most() -> None:
+    ratios = []
+    for path in sorted((Path(__file__).parents[2] / "results").glob("*.jsonl")):
+        timed = (r for r in read_run(path).results if r.status == "ok" and r.estimate_s)
+        for results in group_by(timed, lambda result: result.case_key).values():
+            pairs = combinations([r.estimate_s for r in results if r.estimate_s], 2)
+            ratios += [max(pair) / min(pair) for pair in pairs]
+    assert len(ratios) == 709
+    assert max(ratios) < stats.LAUNCHES_DIFFER == pytest.approx(max(ratios), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "is_beyond"),
+    [
+        ([1.0], [3.1], False),
+        ([1.0], [3.3], True),
+        ([3.3], [1.0], True),
+        ([1.0, 1.1], [3.6, 4.0, 3.7], True),
+        ([1.0, 4.0], [4.1], False),  # one launch of base took as long
+        ([1e-8], [9e-8], False),  # less than the clock tells apart
+    ],
+)
+def test_single_launches_tell_a_change_beyond_what_launches_differ_by(
+    base: list[float], head: list[float], is_beyond: bool
+) -> None:
+    assert stats.is_beyond_launches(base, head) is is_beyond
 
 
 # ------------------------------------------------------------------------------- summaries
