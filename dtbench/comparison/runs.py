@@ -114,7 +114,8 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
         notes.append(f"{len(skipped)} case(s) were skipped on each side that has them, and are left out")
     moves = _moves(judged)
     drifts = drifts_of((suite, impl, ratio) for (suite, _, impl, _), ratio in moves.items())
-    rows = tuple(_without_drift(row, moves, drifts) for row in judged)
+    suites_with_floor = {suite for suite, _, impl, _ in moves if impl in FLOORS}
+    rows = tuple(_without_drift(row, moves, drifts, row.suite in suites_with_floor) for row in judged)
     if drifts:
         said = ", ".join(f"{format_change(factor)} in {suite}" for suite, factor in drifts.items())
         notes.insert(0, f"the machine drifted: plain torch and all else became {said}; {_SHARED}")
@@ -258,17 +259,21 @@ def _moves(rows: Sequence[Judged]) -> dict[CaseKey, float]:
     return moves
 
 
-def _without_drift(row: Judged, moves: Mapping[CaseKey, float], drifts: Mapping[str, float]) -> Judged:
+def _without_drift(
+    row: Judged, moves: Mapping[CaseKey, float], drifts: Mapping[str, float], suite_has_floor: bool
+) -> Judged:
     """Slower and faster taken back where plain torch moved by as much: beside the same case, else in the suite; of
     suites without plain torch, in another of the run."""
+    if row.verdict not in (Verdict.REGRESSION, Verdict.IMPROVED):
+        return row
     suite, name, impl, params = row.key
     beside = [
         moves[key] for floor in FLOORS if floor != impl and (key := (suite, name, floor, params)) in moves
     ]
-    if not beside and suite not in {key[0] for key in moves if key[2] in FLOORS}:
+    if not beside and not suite_has_floor:
         beside = list(drifts.values())
     floor = next((one for one in [*beside, drifts.get(suite, 1.0)] if shares(row.ratio or 1.0, one)), None)
-    if row.verdict not in (Verdict.REGRESSION, Verdict.IMPROVED) or floor is None:
+    if floor is None:
         return row
     reason = f"the machine drifted: plain torch became {format_change(floor)}, too"
     return replace(row, verdict=Verdict.INCONCLUSIVE, reason=reason)
