@@ -114,12 +114,14 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
     base, new: the files of each side; all launches of all files of a side count as its launches.
     """
     once = [{(run.header.run_id, r.key): r for run in side for r in run.results} for side in (base, new)]
+    repeated = sum(len(run.results) for run in (*base, *new)) - sum(map(len, once))
     old, fresh = (group_by(side.values(), lambda r: r.case_key) for side in once)
+    del once  # of 200,000 results its keys take 300 MB
     sides = {key: (old.get(key, []), fresh.get(key, [])) for key in old | fresh}
     skipped = {k for k, side in sides.items() if all(r.status == "skipped" for r in chain(*side))}
     judged = tuple(_row(key, *side) for key, side in sides.items() if key not in skipped)
     notes = _notes(base, new, judged)
-    if repeated := sum(len(run.results) for run in (*base, *new)) - sum(map(len, once)):
+    if repeated:
         notes.append(f"{plural(repeated, 'result')} of a run that is given twice on a side count once")
     if skipped:
         notes.append(f"{len(skipped)} case(s) were skipped on each side that has them, and are left out")
