@@ -191,7 +191,12 @@ def compare_with_reference(
                 f"dim {dim} is not judged: it has {ranks} ranks and no size from {format_size(JUDGED_FROM)} on that is "
                 f"published of as many: {of}"
             )
-    notes += map(_of_the_same_figures, _taken_from(rows))
+    notes += [
+        f"the run has the figures that were published as {name}: 1.00 of it at every size; where several sources are "
+        "of one kind, a ratio above is to their median"
+        for name, of_system in group_by(rows, lambda row: row.system).items()
+        if len(of_system) >= MIN_SAME_FIGURES and all(abs(row.ratio - 1) < SAME_FIGURES for row in of_system)
+    ]
     used = {row.system for row in rows}
     unjudged = EXIT_INCONCLUSIVE if rows else EXIT_NOTHING
     verdicts.sort(key=lambda verdict: WORST_FIRST.index(verdict.verdict))
@@ -201,23 +206,6 @@ def compare_with_reference(
         notes=tuple(dict.fromkeys(notes)),
         systems=tuple(system for system in systems if system.name in used),
         rows=tuple(rows),
-    )
-
-
-def _taken_from(rows: Sequence[ReferenceRow]) -> list[str]:
-    """The systems whose published figures are the run's own, as where the run is the source's log."""
-    by_system = group_by(rows, lambda row: row.system).items()
-    return [
-        name
-        for name, of_system in by_system
-        if len(of_system) >= MIN_SAME_FIGURES and all(abs(row.ratio - 1) < SAME_FIGURES for row in of_system)
-    ]
-
-
-def _of_the_same_figures(system: str) -> str:
-    return (
-        f"the run has the figures that were published as {system}: 1.00 of it at every size; where several sources are "
-        "of one kind, a ratio above is to their median"
     )
 
 

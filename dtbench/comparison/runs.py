@@ -89,13 +89,13 @@ class Comparison(Struct, frozen=True, kw_only=True):
         if self.of_single_launches:
             ratios = [row.ratio for row in self.rows if row.ratio is not None]
             ends = " to ".join(map(format_difference, (min(ratios), max(ratios))))
-            rest = (words for words in of_each if self.is_decided or not words.endswith(Verdict.INCONCLUSIVE))
-            of_each = [f"{plural(len(ratios), 'time')}, {ends}", *rest]
+            of_each = [f"{plural(len(ratios), 'time')}, {ends}"] + [
+                words for words in of_each if self.is_decided or not words.endswith(Verdict.INCONCLUSIVE)
+            ]
         counts = ", ".join(of_each) or "nothing to compare"
         if self.machines_differ:
             return f"cannot tell: {self.machines_differ} ({counts})"
-        undecided = self.of_single_launches and not self.is_decided
-        return f"{ONE_LAUNCH} ({counts})" if undecided else counts
+        return counts if self.is_decided or not self.of_single_launches else f"{ONE_LAUNCH} ({counts})"
 
     def __repr__(self) -> str:
         from dtbench.comparison.comparison_table import text_of
@@ -319,29 +319,25 @@ def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Judged]) -> l
         )
     names = sorted({name for run in [*base, *new] for name in run.header.env})
     differing = _differing(base, new, lambda header: _facts(header, names))
-    return [*notes, *(f"{title}: {_sides(old, fresh)}" for title, old, fresh in differing)]
+    return [*notes, *(f"{title}: {sides}" for title, sides, _ in differing)]
 
 
 def _machines_differ(base: Sequence[Run], new: Sequence[Run]) -> str:
     """In which known facts the machines of the two sides differ, in words; "" where they are alike."""
-    differing = _differing(base, new, _machine)
-    differences = [f"{name} {_sides(old, fresh)}" for name, old, fresh in differing if "" not in old | fresh]
+    differences = [f"{name} {sides}" for name, sides, known in _differing(base, new, _machine) if known]
     return f"the machines differ: {'; '.join(differences)}" if differences else ""
 
 
 def _differing(
     base: Sequence[Run], new: Sequence[Run], facts_of: Callable[[Header], dict[str, str]]
-) -> Iterator[tuple[str, frozenset[str], frozenset[str]]]:
-    """Facts that are not the same in all runs of both sides: their name, then what base and what new has."""
+) -> Iterator[tuple[str, str, bool]]:
+    """Facts that are not the same in all runs of both sides: their name, what each side has, and whether every run
+    holds it."""
     sides = [[facts_of(run.header) for run in side] for side in (base, new)]
     for name in dict.fromkeys(name for side in sides for facts in side for name in facts):
         old, fresh = (frozenset(facts[name] for facts in side) for side in sides)
         if len(old | fresh) > 1:
-            yield name, old, fresh
-
-
-def _sides(base: frozenset[str], new: frozenset[str]) -> str:
-    return f"{_listed(base)} in base, {_listed(new)} in new"
+            yield name, f"{_listed(old)} in base, {_listed(fresh)} in new", "" not in old | fresh
 
 
 def _listed(facts: frozenset[str]) -> str:

@@ -120,8 +120,10 @@ def import_logs(
 
 def report(log: Log) -> Iterator[str]:
     """What was read of a log, and each doubt about it with its line."""
-    refused = f", {log.refused} of them refused" if log.refused else ""
-    yield plain(f"{log.name}: {log.format}, {log.rows} rows{refused}")
+    yield plain(
+        f"{log.name}: {log.format}, {log.rows} rows"
+        + (f", {log.refused} of them refused" if log.refused else "")
+    )
     for table in log.tables:
         yield plain(f"  {_table(table)}")
     problems = [*log.failures, *log.problems]

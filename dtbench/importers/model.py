@@ -195,12 +195,10 @@ class Log:
     left_out: int = 0
     failures: list[Problem] = field(default_factory=list)  # where the benchmark itself said it failed
 
-    def say(self, line: int, text: str) -> None:
+    def say(self, line: int, text: str, *, leaves_out: bool = False) -> None:
+        """leaves_out: whether a row is left out for it."""
         self.problems.append(Problem(line, text))
-
-    def leave_out(self, line: int, text: str) -> None:
-        self.say(line, text)
-        self.left_out += 1
+        self.left_out += leaves_out
 
     @property
     def rows(self) -> int:
@@ -209,6 +207,8 @@ class Log:
     @property
     def refused(self) -> int:
         """Rows that are left out, or of which a figure is no measurement."""
-        rows = ((table, row) for table in self.tables for row in table.rows)
-        faulty = sum(bool(table.refusal) or any(f.fault for f in row.figures) for table, row in rows)
-        return self.left_out + faulty
+        return self.left_out + sum(
+            bool(table.refusal) or any(figure.fault for figure in row.figures)
+            for table in self.tables
+            for row in table.rows
+        )

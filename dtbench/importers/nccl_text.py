@@ -264,10 +264,11 @@ class _Reader:
     def _close(self, why: str) -> None:
         if self.open is not None and self.columns is not None:
             row, self.open = self.open, None
-            self.log.leave_out(
+            self.log.say(
                 row.line,
                 f"the row of {row.words[self.columns.names.index('size')]} bytes is incomplete and was left out: "
                 f"{why}, after {len(row.words)} of {_needed(row, self.columns)} values",
+                leaves_out=True,
             )
 
 

@@ -30,9 +30,8 @@ _HEAD_LINES = 20  # of a container's log: the first may be a message of the clie
 def without_container(text: str) -> str:
     """What a program printed, out of the log that a container's runtime keeps: Docker's json-file, or CRI."""
     lines = text.split("\n")
-    if all(_printed(line) == f"{line}\n" for line in lines[:_HEAD_LINES]):
-        return text
-    return "".join(map(_printed, lines))
+    is_plain = all(_printed(line) == f"{line}\n" for line in lines[:_HEAD_LINES])
+    return text if is_plain else "".join(map(_printed, lines))
 
 
 def _printed(line: str) -> str:

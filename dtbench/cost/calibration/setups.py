@@ -28,7 +28,7 @@ def check_same_setup(runs: Sequence[Run]) -> None:
                 commands = (f"`dtbench calibrate {r.path} -o {r.path.stem}.topology.json`" for r in (of, run))
                 raise UsageError(
                     f"{of.path} and {run.path} differ in {what} ({other} and {value}): "
-                    "only launches of one setup can be put together, as a topology is of one mesh on one kind of machine; "
+                    "only launches of one setup can be put together, as a topology is of one mesh and machine; "
                     f"give the others separately: {' and '.join(commands)}"
                 )
 

@@ -174,11 +174,9 @@ def _spelt(name: str) -> str | None:
     A word that tells other memory or another bus (40GB, PCIe) means another machine.
     """
     words = words_of(name)
-    spelt = {known: words_of(known) for known in built_in()}
-    fitting = [known for known, of_known in spelt.items() if of_known <= words]
-    if not fitting or any(re.fullmatch(r"\d+gi?b|pcie|nvl", word) for word in words):
-        return None
-    return max(fitting, key=lambda known: len(spelt[known]))
+    is_other = any(re.fullmatch(r"\d+gi?b|pcie|nvl", word) for word in words)
+    fitting = [known for known in built_in() if words_of(known) <= words and not is_other]
+    return max(fitting, key=lambda known: len(words_of(known)), default=None)
 
 
 def find_machine(name_or_path: str) -> MachineSpec:

@@ -173,8 +173,8 @@ def _folder(folder: Path) -> dict[str, Any]:
             revisions.append((run.header.started or "", path, _setup(run), _line(run)))
     if not revisions and not histories:
         raise UnreadableRunError(
-            f"{folder} holds neither runs nor a table.json nor a history: expected a folder of runs, of a profile or of "
-            "`dtbench gate --history`"
+            f"{folder} holds neither runs nor a table.json nor a history: expected a folder of runs, of a profile or "
+            "of `dtbench gate --history`"
         )
     if not revisions:
         return {"histories": histories}
