@@ -33,6 +33,8 @@ def compare_command(
 ) -> int:
     """What became slower or faster from BASE to NEW. Exit code 1 if anything became slower.
 
+    3 where it cannot be told: too few launches, or machines that differ in hardware, ranks or threads.
+
     BASE is a run file, or the name of a baseline that `dtbench run --save-baseline` has kept.
 
     With --reference, whether BASE has the bus bandwidths that were published of the same GPUs, ranks and hosts, from

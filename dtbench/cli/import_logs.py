@@ -29,7 +29,7 @@ def import_command(files: tuple[Path, ...], output: Path, **of_logs: options.Giv
 
     Of nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering; - is standard input. Each row is checked (size / time
     = algbw, busbw / algbw = the collective's factor, wrong data); one that fails is recorded with the reason and no
-    time, and the exit code is 5.
+    time. The exit code is 5 where any row was refused. Logs that Docker or Kubernetes kept are read, too.
 
     \b
     Examples:

@@ -27,7 +27,7 @@ from dtbench.text.terminal import (
     split_params,
     titled,
 )
-from dtbench.text.units import NO_INTERVAL, format_interval, format_ratio, time_unit
+from dtbench.text.units import NO_INTERVAL, format_difference, format_interval, format_ratio, time_unit
 
 
 def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
@@ -37,7 +37,7 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
         return
     console, by_suite = new_console(), _by_suite(comparison)
     for suite, rows in islice(by_suite.items(), MAX_TABLES):
-        title, columns = _table(suite, rows[:MAX_ROWS], comparison.of_single_launches)
+        title, columns = _table(suite, rows[:MAX_ROWS], comparison)
         print_line(console, title, style="bold")
         print_table(console, columns)
         print_rest(console, len(rows), "cases", "--json gives all")
@@ -60,7 +60,7 @@ def html_of(comparison: Comparison) -> str:
 
     parts = []
     for suite, rows in islice(_by_suite(comparison).items(), MAX_TABLES):
-        title, columns = _table(suite, rows[:MAX_ROWS], comparison.of_single_launches)
+        title, columns = _table(suite, rows[:MAX_ROWS], comparison)
         cells = list(zip(*(map(plain, one.cells) for one in columns), strict=True))
         table = pd.DataFrame(cells, columns=[plain(one.title) for one in columns])
         parts.append(f"<p>{escape(plain(title))}</p>{table.to_html(index=False)}")
@@ -70,7 +70,7 @@ def html_of(comparison: Comparison) -> str:
 def _by_suite(comparison: Comparison) -> dict[str, list[Judged]]:
     """As the base's file has them; where there are verdicts, the worst first in each."""
     by_suite = group_by(() if comparison.nothing_shared else comparison.rows, lambda row: row.suite)
-    if comparison.of_single_launches:
+    if comparison.of_single_launches and not comparison.is_decided:
         return by_suite
     return {
         suite: sorted(rows, key=lambda row: (row.verdict.gravity, -(row.ratio or 0)))
@@ -83,8 +83,8 @@ def _ending(comparison: Comparison) -> list[str]:
     return [*(f"note: {note}" for note in notes), comparison.sentence]
 
 
-def _table(suite: str, rows: Sequence[Judged], single: bool) -> tuple[str, list[TableColumn]]:
-    """Its title and columns. single: one launch against another, which has differences and no verdicts."""
+def _table(suite: str, rows: Sequence[Judged], comparison: Comparison) -> tuple[str, list[TableColumn]]:
+    """Its title and columns. One launch against another has differences, and verdicts where any is decided."""
     varying, same = split_params([row.params for row in rows])
     unit = time_unit(t for row in rows for t in (row.base_s, row.head_s) if t is not None)
     columns = [
@@ -94,16 +94,18 @@ def _table(suite: str, rows: Sequence[Judged], single: bool) -> tuple[str, list[
         TableColumn("base", [unit.format(row.base_s) for row in rows], True, unit.name),
         TableColumn("new", [unit.format(row.head_s) for row in rows], True, unit.name),
     ]
-    title = suite
-    if single:
-        why = [f"{row.verdict}: {row.reason}".rstrip(": ") if row.ratio is None else "" for row in rows]
-        differences = ["-" if row.ratio is None else f"{row.ratio - 1:+.1%}" for row in rows]
-        columns.append(TableColumn("difference", differences, True))
-    else:
-        why = [row.reason for row in rows]
-        title += f": {rows[0].estimator} of each launch, median over launches; new/base: median over all pairs of them"
+    title, single = suite, comparison.of_single_launches
+    why = ["" if row.reason == comparison.machines_differ else row.reason for row in rows]
+    if not single or comparison.is_decided:
         colours = [row.verdict.colour for row in rows]
         columns.insert(0, TableColumn("verdict", [str(row.verdict) for row in rows], styles=colours))
+    if single:
+        if not comparison.is_decided:
+            why = [f"{row.verdict}: {row.reason}".rstrip(": ") if row.ratio is None else "" for row in rows]
+        differences = ["-" if row.ratio is None else format_difference(row.ratio) for row in rows]
+        columns.append(TableColumn("difference", differences, True))
+    else:
+        title += f": {rows[0].estimator} of each launch, median over launches; new/base: median over all pairs of them"
         columns += [
             TableColumn("new/base", [format_ratio(row.ratio) for row in rows], True),
             TableColumn("interval", [_interval(row) for row in rows], True),

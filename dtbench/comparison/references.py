@@ -29,6 +29,7 @@ from dtbench.suite.errors import (
 )
 from dtbench.suite.fields import Positive, Whole
 from dtbench.suite.grouping import group_by
+from dtbench.text.names import nearest, words_of
 from dtbench.text.units import format_bandwidth, format_ratio, format_size, plural
 from dtbench_core.cost.ring import busbw_factor
 
@@ -42,6 +43,10 @@ _MAX_GAP = 4.0
 # below this share of the slowest source; where that is below it of the fastest, what lies between is not judged.
 LOW = 0.85
 JUDGED_FROM = 64 * 2**20
+
+# A run is the log that a system was published from if all its ratios, at so many sizes at least, are 1 to rounding:
+# two logs of one machine differ by more at some size.
+SAME_FIGURES, MIN_SAME_FIGURES = 1e-3, 3
 
 Verdict = Literal["low", "cannot tell", "as public measurements", "above public measurements"]
 WORST_FIRST: tuple[Verdict, ...] = get_args(Verdict)
@@ -186,6 +191,12 @@ def compare_with_reference(
                 f"dim {dim} is not judged: it has {ranks} ranks and no size from {format_size(JUDGED_FROM)} on that is "
                 f"published of as many: {of}"
             )
+    notes += [
+        f"the run has the figures that were published as {name}: 1.00 of it at every size; where several sources are "
+        "of one kind, a ratio above is to their median"
+        for name, of_system in group_by(rows, lambda row: row.system).items()
+        if len(of_system) >= MIN_SAME_FIGURES and all(abs(row.ratio - 1) < SAME_FIGURES for row in of_system)
+    ]
     used = {row.system for row in rows}
     unjudged = EXIT_INCONCLUSIVE if rows else EXIT_NOTHING
     verdicts.sort(key=lambda verdict: WORST_FIRST.index(verdict.verdict))
@@ -199,11 +210,19 @@ def compare_with_reference(
 
 
 def systems_called(systems: Sequence[System], named: str) -> list[System]:
+    """The system of this name; else those that have all its words, as 8xH100 or h100-8x, or its letters.
+
+    Raises:
+        UsageError: no system of that name.
+    """
     exact = [s for s in systems if s.name.lower() == named.lower()]
-    matching = exact or [s for s in systems if named.lower() in s.name.lower()]
+    matching = exact or [s for s in systems if words_of(named) <= words_of(s.name)]
+    matching = matching or [s for s in systems if named.lower() in s.name.lower()]
     if not matching:
+        names = [system.name for system in systems]
         raise UsageError(
-            f"no public system is called {named!r}: expected one of {', '.join(s.name for s in systems)}"
+            f"no public system is called {named!r}: nearest are {nearest(named, names)}; expected one of "
+            f"{', '.join(names)}"
         )
     return matching
 

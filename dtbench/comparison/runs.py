@@ -10,7 +10,7 @@ it shares is no change of the code: then the machine drifted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import median
 from typing import Literal
@@ -35,7 +35,7 @@ from dtbench.stats import (
 )
 from dtbench.suite import CaseKey, Header, Result, Run, errors, estimator_of
 from dtbench.suite.grouping import group_by
-from dtbench.text.units import format_change, plural
+from dtbench.text.units import format_change, format_difference, plural
 
 MIN_LAUNCHES = 5
 # Of one case on a side; the test looks at all pairs, so a hundred thousand launches would never end.
@@ -48,7 +48,8 @@ ONE_LAUNCH = f"cannot tell: one launch each; use --launches {MIN_LAUNCHES} or mo
 
 class Comparison(Struct, frozen=True, kw_only=True):
     """All cases, in the order of the base's file, and notes on what weakens them. counts: of each verdict.
-    nothing_shared: the two sides in a line, where they have no case in common.
+    nothing_shared: the two sides in a line, where they have no case in common. machines_differ: in what the machines
+    of the two sides differ, as no change of the code is told then; empty where they are alike.
     """
 
     kind: Literal["comparison"] = "comparison"
@@ -57,6 +58,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     counts: dict[Verdict, int]
     rows: tuple[Judged, ...]
     nothing_shared: str = ""
+    machines_differ: str = ""
 
     def count(self, verdict: Verdict) -> int:
         return self.counts[verdict]
@@ -66,6 +68,11 @@ class Comparison(Struct, frozen=True, kw_only=True):
         """Whether each side of all that can be compared is one launch."""
         compared = [row for row in self.rows if row.effect is not None]
         return bool(compared) and all(row.base_launches == row.head_launches == 1 for row in compared)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether any case is called slower or faster."""
+        return bool(self.count(Verdict.REGRESSION) or self.count(Verdict.IMPROVED))
 
     @property
     def points(self) -> list[Point]:
@@ -79,12 +86,16 @@ class Comparison(Struct, frozen=True, kw_only=True):
         if self.nothing_shared:
             return self.nothing_shared
         of_each = [f"{n} {v}" for v in Verdict if (n := self.count(v))]
-        if not self.of_single_launches:
-            return ", ".join(of_each) or "nothing to compare"
-        ratios = [row.ratio - 1 for row in self.rows if row.ratio is not None]
-        spread = f"{plural(len(ratios), 'time')}, {min(ratios):+.1%} to {max(ratios):+.1%}"
-        rest = [words for words in of_each if not words.endswith(Verdict.INCONCLUSIVE)]
-        return f"{ONE_LAUNCH} ({', '.join([spread, *rest])})"
+        if self.of_single_launches:
+            ratios = [row.ratio for row in self.rows if row.ratio is not None]
+            ends = " to ".join(map(format_difference, (min(ratios), max(ratios))))
+            of_each = [f"{plural(len(ratios), 'time')}, {ends}"] + [
+                words for words in of_each if self.is_decided or not words.endswith(Verdict.INCONCLUSIVE)
+            ]
+        counts = ", ".join(of_each) or "nothing to compare"
+        if self.machines_differ:
+            return f"cannot tell: {self.machines_differ} ({counts})"
+        return counts if self.is_decided or not self.of_single_launches else f"{ONE_LAUNCH} ({counts})"
 
     def __repr__(self) -> str:
         from dtbench.comparison.comparison_table import text_of
@@ -103,18 +114,27 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
     base, new: the files of each side; all launches of all files of a side count as its launches.
     """
     once = [{(run.header.run_id, r.key): r for run in side for r in run.results} for side in (base, new)]
+    repeated = sum(len(run.results) for run in (*base, *new)) - sum(map(len, once))
     old, fresh = (group_by(side.values(), lambda r: r.case_key) for side in once)
+    del once  # of 200,000 results its keys take 300 MB
     sides = {key: (old.get(key, []), fresh.get(key, [])) for key in old | fresh}
     skipped = {k for k, side in sides.items() if all(r.status == "skipped" for r in chain(*side))}
     judged = tuple(_row(key, *side) for key, side in sides.items() if key not in skipped)
     notes = _notes(base, new, judged)
-    if repeated := sum(len(run.results) for run in (*base, *new)) - sum(map(len, once)):
+    if repeated:
         notes.append(f"{plural(repeated, 'result')} of a run that is given twice on a side count once")
     if skipped:
         notes.append(f"{len(skipped)} case(s) were skipped on each side that has them, and are left out")
     moves = _moves(judged)
     drifts = drifts_of((suite, impl, ratio) for (suite, _, impl, _), ratio in moves.items())
-    rows = tuple(_without_drift(row, moves, drifts) for row in judged)
+    machines_differ = _machines_differ(base, new)
+    suites_with_floor = {suite for suite, _, impl, _ in moves if impl in FLOORS}
+    rows = tuple(_without_drift(row, moves, drifts, row.suite in suites_with_floor) for row in judged)
+    if machines_differ:
+        rows = tuple(
+            replace(row, verdict=Verdict.INCONCLUSIVE, reason=machines_differ) if row.effect else row
+            for row in rows
+        )
     if drifts:
         said = ", ".join(f"{format_change(factor)} in {suite}" for suite, factor in drifts.items())
         notes.insert(0, f"the machine drifted: plain torch and all else became {said}; {_SHARED}")
@@ -123,6 +143,7 @@ def compare(base: Sequence[Run], new: Sequence[Run]) -> Comparison:
         notes=tuple(dict.fromkeys(notes)),
         counts={verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict},
         rows=rows,
+        machines_differ=machines_differ,
         nothing_shared="" if old.keys() & fresh.keys() else _apart(old, fresh),
     )
 
@@ -258,17 +279,21 @@ def _moves(rows: Sequence[Judged]) -> dict[CaseKey, float]:
     return moves
 
 
-def _without_drift(row: Judged, moves: Mapping[CaseKey, float], drifts: Mapping[str, float]) -> Judged:
+def _without_drift(
+    row: Judged, moves: Mapping[CaseKey, float], drifts: Mapping[str, float], suite_has_floor: bool
+) -> Judged:
     """Slower and faster taken back where plain torch moved by as much: beside the same case, else in the suite; of
     suites without plain torch, in another of the run."""
+    if row.verdict not in (Verdict.REGRESSION, Verdict.IMPROVED):
+        return row
     suite, name, impl, params = row.key
     beside = [
         moves[key] for floor in FLOORS if floor != impl and (key := (suite, name, floor, params)) in moves
     ]
-    if not beside and suite not in {key[0] for key in moves if key[2] in FLOORS}:
+    if not beside and not suite_has_floor:
         beside = list(drifts.values())
     floor = next((one for one in [*beside, drifts.get(suite, 1.0)] if shares(row.ratio or 1.0, one)), None)
-    if row.verdict not in (Verdict.REGRESSION, Verdict.IMPROVED) or floor is None:
+    if floor is None:
         return row
     reason = f"the machine drifted: plain torch became {format_change(floor)}, too"
     return replace(row, verdict=Verdict.INCONCLUSIVE, reason=reason)
@@ -279,8 +304,8 @@ def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Judged]) -> l
     few = [min(r.base_launches, r.head_launches) for r in rows if r.effect is not None]
     if few and min(few) < MIN_LAUNCHES:
         notes.append(
-            f"as few as {plural(min(few), 'launch')} per side: almost all variance lies between launches, so no "
-            f"case with fewer than {MIN_LAUNCHES} on each side is called slower or faster; "
+            f"as few as {plural(min(few), 'launch')} per side: almost all variance lies between launches, so of cases "
+            f"with fewer than {MIN_LAUNCHES} on each side only a change {BEYOND_LAUNCHES} is called slower or faster; "
             f"measure with --launches {MIN_LAUNCHES}, better 10"
         )
     if any(max(r.base_launches, r.head_launches) > MAX_LAUNCHES for r in rows):
@@ -293,17 +318,49 @@ def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Judged]) -> l
             f"{doubtful} good result(s) have a reservation, such as a throttled GPU: see dtbench show"
         )
     names = sorted({name for run in [*base, *new] for name in run.header.env})
-    old, fresh = ([_facts(run.header, names) for run in side] for side in (base, new))
-    for title in dict.fromkeys(title for facts in [*old, *fresh] for title in facts):
-        sides = [frozenset(facts[title] for facts in side) for side in (old, fresh)]
-        if len(sides[0] | sides[1]) > 1:
-            notes.append(f"{title}: {_listed(sides[0])} in base, {_listed(sides[1])} in new")
-    return notes
+    differing = _differing(base, new, lambda header: _facts(header, names))
+    return [*notes, *(f"{title}: {sides}" for title, sides, _ in differing)]
+
+
+def _machines_differ(base: Sequence[Run], new: Sequence[Run]) -> str:
+    """In which known facts the machines of the two sides differ, in words; "" where they are alike."""
+    differences = [f"{name} {sides}" for name, sides, known in _differing(base, new, _machine) if known]
+    return f"the machines differ: {'; '.join(differences)}" if differences else ""
+
+
+def _differing(
+    base: Sequence[Run], new: Sequence[Run], facts_of: Callable[[Header], dict[str, str]]
+) -> Iterator[tuple[str, str, bool]]:
+    """Facts that are not the same in all runs of both sides: their name, what each side has, and whether every run
+    holds it."""
+    sides = [[facts_of(run.header) for run in side] for side in (base, new)]
+    for name in dict.fromkeys(name for side in sides for facts in side for name in facts):
+        old, fresh = (frozenset(facts[name] for facts in side) for side in sides)
+        if len(old | fresh) > 1:
+            yield name, f"{_listed(old)} in base, {_listed(fresh)} in new", "" not in old | fresh
 
 
 def _listed(facts: frozenset[str]) -> str:
     text = " and ".join(sorted(fact or "unknown" for fact in facts)) or "nothing"
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _machine(header: Header) -> dict[str, str]:
+    """What a time depends on besides the code. An empty text is of a fact that the run does not hold."""
+    cpu, gpus = header.machine.cpu, header.machine.gpus
+    facts: dict[str, Iterable[object]] = {
+        "CPU": [cpu.model],
+        "CPU cores": [cpu.usable_cores],
+        "GPU": sorted({str(gpu.name) for gpu in gpus if gpu.name}),
+        "GPU power limit": sorted({f"{gpu.power_limit_W:g} W" for gpu in gpus if gpu.power_limit_W}),
+        "device type": [header.plan.get("device_type")],
+        "backend": [header.versions.get("backend")],
+        "mesh": [f"{n}={s}" for n, s in zip(header.mesh.dim_names, header.mesh.shape, strict=True)],
+        "ranks": [len(header.ranks) or None],
+        "hosts": [len({rank.node for rank in header.ranks}) or None],
+        "OMP_NUM_THREADS": [header.env.get("OMP_NUM_THREADS", "unset" if header.env else None)],
+    }
+    return {name: ", ".join(str(p) for p in parts if p is not None) for name, parts in facts.items()}
 
 
 def _facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
@@ -314,7 +371,12 @@ def _facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
     facts: dict[str, Iterable[object]] = {
         "the hosts differ": sorted({str(r.host) for r in header.ranks}),
         "the CPU differs": (cpu.model, cores, cpu.governor),
-        "the GPUs differ": sorted({f"{gpu.name} at {gpu.power_limit_W} W" for gpu in header.machine.gpus}),
+        "the GPUs differ": sorted(
+            {
+                f"{gpu.name} at {gpu.power_limit_W} W" if gpu.power_limit_W else str(gpu.name)
+                for gpu in header.machine.gpus
+            }
+        ),
         "the versions differ": (f"{name} {versions[name]}" for name in names if versions.get(name)),
         "the mesh differs": (f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True)),
         "the dtypes differ": dtypes if isinstance(dtypes, list) else (),

@@ -144,8 +144,7 @@ def _around(
 
 def times_of(curve: MeasuredCurve, column: Literal["time_us", "low_us", "high_us"] = "time_us") -> Curve:
     """A column of a curve's table over size; the times where it has no bounds."""
-    times = tuple(getattr(row, column) or row.time_us for row in curve.table)
-    return Curve(tuple(row.size_bytes for row in curve.table), times)
+    return curve.columns[column]
 
 
 def ring_us(collective: str, size_bytes: float, ranks: int, constants: Constants | Dim) -> float:

@@ -83,7 +83,9 @@ def _find_sizes(log: Log, table: LogTable) -> None:
     for row in table.rows:
         row.size_bytes *= (table.ranks or 1) if table.sizes_are_parts else 1
     for row in [row for row in table.rows if row.size_bytes > _MAX_BYTES]:
-        log.say(row.line, f"its size of {row.size_bytes} bytes cannot be: the row was left out")
+        log.say(
+            row.line, f"its size of {row.size_bytes} bytes cannot be: the row was left out", leaves_out=True
+        )
         table.rows.remove(row)
 
 

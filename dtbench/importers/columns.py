@@ -55,9 +55,13 @@ def add_rows(log: Log, table: LogTable, names: Names, rows: Sequence[Row], optio
         if extra := [word for word in words[len(names) :] if value_of(word)[0]]:
             fault = f"it has {len(extra)} value(s) more than the header has columns"
         if len(words) < len(names) and len(words) != len(names) - optional:
-            log.say(line, f"it has {len(words)} of the {len(names)} values that its header names: left out")
+            log.say(
+                line,
+                f"it has {len(words)} of the {len(names)} values that its header names: left out",
+                leaves_out=True,
+            )
         elif not is_whole(of["size"]) or of["size"][0] == "-":
-            log.say(line, f"{fault or 'its size is ' + repr(of['size'][:20])}: left out")
+            log.say(line, f"{fault or 'its size is ' + repr(of['size'][:20])}: left out", leaves_out=True)
         else:
             table.rows.append(_row(line, names, words, fault))
             for place, (name, word) in enumerate(zip(names, words, strict=False), 1):

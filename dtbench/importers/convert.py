@@ -23,6 +23,7 @@ from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Mesh, format_mesh, ranks_of
 from dtbench.text.masking import mask_arguments
+from dtbench.text.units import plural
 from dtbench_core.cost.ring import busbw_factor
 
 SUITE, OTHER = "collectives", "collectives_other"
@@ -46,7 +47,7 @@ def to_run(
         (log, table)
         for log in logs
         for table in log.tables
-        if not table.refusal and any(row.size_bytes and f.time and not f.fault for row, f in table.figures)
+        if not table.refusal and any(row.size_bytes for row in table.rows)
     ]
     if not usable:
         raise UsageError(_why_nothing(logs))
@@ -66,7 +67,7 @@ def _why_nothing(logs: Sequence[Log]) -> str:
         if log.failures:
             reasons.append(f"{log.name}: the benchmark failed, {log.failures[0]}")
         for table in log.tables:
-            why = table.refusal or next((f.fault for _, f in table.figures if f.fault), "no rows with data")
+            why = f"{table.refusal or 'no rows with data'} ({plural(len(table.rows), 'row')})"
             reasons.append(f"{log.name} line {table.line}: {why}")
         if not log.rows:
             reasons += [f"{log.name} {problem}" for problem in log.problems]
@@ -167,7 +168,8 @@ def _places(usable: Sequence[tuple[Log, LogTable]]) -> dict[int, RankFacts]:
 
 def _results(table: LogTable, together: bool) -> Iterator[Result]:
     first = table.collective in IN_PLACE
-    placements = {f.in_place for _, f in table.figures if f.time and not f.fault}
+    good = [f.in_place for _, f in table.figures if f.time and not f.fault]
+    placements = good or [f.in_place for _, f in table.figures]
     main = first if first in placements else not first
     # Rows of one size, type, reduction and root together: cycles that rccl-tests was told to repeat.
     repeated = group_by(

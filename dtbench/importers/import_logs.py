@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dtbench.importers import checks, convert, json_logs, nccl_text, other_tools
 from dtbench.importers.model import COLLECTIVES, Log, LogTable, Problem
+from dtbench.importers.text import without_container
 from dtbench.records.drops import drops_of
 from dtbench.records.read import read_bytes
 from dtbench.records.run import RunWriter, without_collecting
@@ -71,7 +72,7 @@ def parse(data: bytes, name: str) -> Log:
     Raises:
         UnreadableRunError: no output of a tool that is known.
     """
-    text = data.decode("utf-8-sig", "replace")
+    text = without_container(data.decode("utf-8-sig", "replace"))
     log = Log(name, hashlib.sha256(data).hexdigest())
     tools = [tool for tool, (applies, _) in READERS.items() if applies(text)]
     tools = [JSON] if JSON in tools else tools
@@ -113,13 +114,16 @@ def import_logs(
         writer.end()
     lines = [line for log in logs for line in report(log)] + [f"! {drop}" for drop in drops_of(results)]
     lines.append(_total(results, output))
-    flagged = any(r.status in ("failed", "wrong") for r in results) or any(log.failures for log in logs)
+    flagged = any(log.refused or log.failures for log in logs)
     return EXIT_CASE_FAILED if flagged else EXIT_OK, lines
 
 
 def report(log: Log) -> Iterator[str]:
     """What was read of a log, and each doubt about it with its line."""
-    yield plain(f"{log.name}: {log.format}, {log.rows} rows")
+    yield plain(
+        f"{log.name}: {log.format}, {log.rows} rows"
+        + (f", {log.refused} of them refused" if log.refused else "")
+    )
     for table in log.tables:
         yield plain(f"  {_table(table)}")
     problems = [*log.failures, *log.problems]

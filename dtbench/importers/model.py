@@ -185,18 +185,30 @@ class Problem:
 
 @dataclass
 class Log:
-    """A file, read. name: without its folders; sha256: of its bytes."""
+    """A file, read. name: without its folders; sha256: of its bytes. left_out: rows that no table can hold."""
 
     name: str
     sha256: str
     format: str = ""
     tables: list[LogTable] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    left_out: int = 0
     failures: list[Problem] = field(default_factory=list)  # where the benchmark itself said it failed
 
-    def say(self, line: int, text: str) -> None:
+    def say(self, line: int, text: str, *, leaves_out: bool = False) -> None:
+        """leaves_out: whether a row is left out for it."""
         self.problems.append(Problem(line, text))
+        self.left_out += leaves_out
 
     @property
     def rows(self) -> int:
-        return sum(len(table.rows) for table in self.tables)
+        return self.left_out + sum(len(table.rows) for table in self.tables)
+
+    @property
+    def refused(self) -> int:
+        """Rows that are left out, or of which a figure is no measurement."""
+        return self.left_out + sum(
+            bool(table.refusal) or any(figure.fault for figure in row.figures)
+            for table in self.tables
+            for row in table.rows
+        )

@@ -268,6 +268,7 @@ class _Reader:
                 row.line,
                 f"the row of {row.words[self.columns.names.index('size')]} bytes is incomplete and was left out: "
                 f"{why}, after {len(row.words)} of {_needed(row, self.columns)} values",
+                leaves_out=True,
             )
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
+from dtbench.records.read import BadFieldError, decode
+
 
 def pattern(text: str, flags: int = 0) -> re.Pattern[str]:
     """A compiled expression whose digits are ASCII's: int() and float() would take other scripts' too."""
@@ -20,6 +22,27 @@ _NCCL = pattern(r":\d+:\d+ \[\d+\] (?:\d+\.\d+ \S+ )?NCCL [A-Z]+")
 _VALUE = pattern(r"N/A|[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|[+-]?nan|[+-]?inf", re.IGNORECASE)
 # A number with text glued to it; where that text begins with a digit, nothing tells them apart.
 _LEADING_VALUE = pattern(r"(N/A|[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?=[A-Za-z\[(<_])")
+# A line as CRI runtimes (containerd, CRI-O) log it: time, stream, F for a full line or P for a part of one, the text.
+_CRI = pattern(r"\d{4}-\d\d-\d\dT\S+ (?:stdout|stderr) ([FP])(?::\S*)?(?: (.*))?")
+_HEAD_LINES = 20  # of a container's log: the first may be a message of the client that printed it
+
+
+def without_container(text: str) -> str:
+    """What a program printed, out of the log that a container's runtime keeps: Docker's json-file, or CRI."""
+    lines = text.split("\n")
+    is_plain = all(_printed(line) == f"{line}\n" for line in lines[:_HEAD_LINES])
+    return text if is_plain else "".join(map(_printed, lines))
+
+
+def _printed(line: str) -> str:
+    """The text in a line of a container's log; other lines as they are."""
+    if match := _CRI.fullmatch(line.rstrip("\r")):
+        return (match[2] or "") + "\n" * (match[1] == "F")
+    try:
+        text = decode(line.encode("utf-8", "replace")).get("log") if line.startswith("{") else None
+    except BadFieldError:
+        text = None
+    return text if isinstance(text, str) else f"{line}\n"
 
 
 def lines_of(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
 
@@ -45,12 +46,13 @@ def drops_of(results: Iterable[Result]) -> list[BandwidthDrop]:
     """Those of all curves over size that ok results of collectives make, of each size the median over launches."""
     good = (r for r in results if r.suite in SUITES and r.status == "ok" and r.busbw_Bps and r.size_bytes)
     curves = group_by(good, lambda r: (r.name, r.impl, tuple(p for p in r.case_key[3] if p[0] != "size")))
+    curves_with = Counter(param for *_, params in curves for param in params)
     drops = []
     for (name, _, params), of_curve in curves.items():
         by_size = sorted(group_by(of_curve, lambda r: r.size_bytes or 0).items())
         times = [size / median(r.busbw_Bps or 0.0 for r in of) for size, of in by_size]
         aside = [p for p in params if p[0] not in ("mesh_dim", "ranks")]
-        setting = ", ".join(f"{k}={v}" for k, v in aside if any((k, v) not in of for *_, of in curves))
+        setting = ", ".join(f"{k}={v}" for k, v in aside if curves_with[k, v] < len(curves))
         mesh_dim = str(dict(params).get("mesh_dim", "the mesh"))
         drops += drops_of_curve([size for size, _ in by_size], times, name, mesh_dim, setting)
     return drops

@@ -6,7 +6,8 @@ for: such a file is refused, and the run file it came from calibrated again.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,10 +20,11 @@ from dtbench.records.read import BadFieldError, into, read_json, shown
 from dtbench.suite import MeshShape
 from dtbench.suite.errors import UnreadableRunError
 from dtbench.suite.fields import MAX_INT, MAX_NUMBER, Amount, Count, Positive, Whole
+from dtbench_core.cost.curve import Curve
 
 SCHEMA = 2
-# The largest mesh has few dims and each some hundred points; beyond this it is another file.
-MAX_BYTES = 64 * 2**20
+# 200,000 sizes make 80 MB; beyond this it is another file.
+MAX_BYTES = 256 * 2**20
 
 Ratio = Annotated[float, Meta(ge=1 - 1e-9, le=MAX_NUMBER)]
 Sizes = tuple[Whole, Whole]  # least and most
@@ -50,7 +52,7 @@ class TableRow(Struct, frozen=True, kw_only=True):
     launch_us: tuple[Positive | None, ...] = ()
 
 
-class MeasuredCurve(Struct, frozen=True, kw_only=True):
+class MeasuredCurve(Struct, frozen=True, kw_only=True, dict=True):
     """Times of one call over size, and the line through them where one fits. Rows by size, times that do not
     fall, each within its interval: pricing relies on it. end_GiBps: the bandwidth that the table ends with. The line
     leaves out the sizes in a drop of bandwidth."""
@@ -69,6 +71,15 @@ class MeasuredCurve(Struct, frozen=True, kw_only=True):
     points: Whole
     launches: Whole
     table: tuple[TableRow, ...]
+
+    @cached_property
+    def columns(self) -> Mapping[str, Curve]:
+        """Each column of the table over size; the times where it has no bounds."""
+        sizes = tuple(row.size_bytes for row in self.table)
+        return {
+            name: Curve(sizes, tuple(getattr(row, name) or row.time_us for row in self.table))
+            for name in ("time_us", "low_us", "high_us")
+        }
 
     def __post_init__(self) -> None:
         if not self.table:
@@ -237,7 +248,7 @@ def write_topology(topology: CalibratedTopology, path: str | Path) -> None:
     Raises:
         OutputError: the place cannot be written, or holds a file that is no topology.
     """
-    text = json.dumps(msgspec.to_builtins(topology), indent=1, allow_nan=False) + "\n"
+    text = msgspec.json.format(msgspec.json.encode(topology), indent=1).decode() + "\n"
     write_atomically(Path(path), text, _looks_like_one, "topology of dtbench")
 
 

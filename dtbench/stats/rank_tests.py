@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -139,9 +139,8 @@ def _logs(values: Sequence[float], name: str) -> list[float]:
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:
     """Twice the mid-rank of each value, an integer also where values tie."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    doubled: list[int] = (2 * np.cumsum(counts) - counts + 1)[place].tolist()
-    return doubled
+    ascending = sorted(values)
+    return [bisect_left(ascending, value) + bisect_right(ascending, value) + 1 for value in values]
 
 
 @lru_cache(maxsize=4096)  # without ties, all cases of a comparison share one distribution

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from dtbench.cost import calibration
+from dtbench.cost.calibration import times
 from dtbench.cost.show import print_topology
 from dtbench.records.topology import CalibratedTopology, Dim, read_topology, write_topology
 from dtbench.suite import Result, Run
@@ -181,8 +182,12 @@ def test_how_far_off_the_builtin_constants_are() -> None:
 def test_runs_that_do_not_go_together_are_refused(changes: dict[str, Any], says: str) -> None:
     first = run_of(made_up.collectives(names=RING), run_id="first")
     other = run_of(made_up.collectives(names=RING), **{"path": "other.jsonl", "run_id": "other", **changes})
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=says) as refusal:
         calibration.calibrate([first, other])
+    if says.startswith("differ"):
+        for run in (first, other):
+            command = f"`dtbench calibrate {run.path} -o {run.path.stem}.topology.json`"
+            assert command in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -292,3 +297,16 @@ def test_a_damaged_file_is_refused_in_one_line(
         read_topology(path)
     assert "\n" not in str(caught.value)
     assert "topology.json" in str(caught.value)
+
+
+def test_lines_of_a_long_curve_are_fitted_to_some_of_its_sizes() -> None:
+    """The table has all of them."""
+    sizes = tuple(1024 * k for k in range(1, 3000))
+    results = made_up.collectives(truth={"dp": (40, 2)}, names=RING[:1], sizes=sizes, samples=1)
+    topology = calibration.calibrate([run_of(results)])
+    dim = dims_of(topology)["dp"]
+    (curve,) = dim.collectives.values()
+    assert len(curve.table) == len(sizes)
+    assert dim.fitted_on.points == times.MAX_FITTED_SIZES
+    assert dim.fitted_on.size_bytes == (sizes[0], sizes[-1])
+    assert dim.bandwidth_GiBps == pytest.approx(40, rel=0.05)

@@ -296,3 +296,105 @@ def test_what_weakens_a_comparison_is_noted() -> None:
     ):
         assert sum(note in one for one in compare([base], [new]).notes) == 1, note
     assert compare([launches(spread(5), "base")], [launches(spread(5), "new")]).notes == ()
+
+
+_MACHINE: dict[str, Any] = {
+    "machine": {
+        "cpu": {"model": "Slow", "usable_cores": 4},
+        "gpus": [{"name": "H100", "power_limit_W": 700}],
+    },
+    "versions": {"backend": "nccl"},
+    "mesh": {"dim_names": ["dp"], "shape": [2]},
+    "ranks": [{"rank": 0, "host": "a"}, {"rank": 1, "host": "a"}],
+    "env": {"OMP_NUM_THREADS": "1"},
+    "plan": {"device_type": "cuda"},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"machine": {"cpu": {"model": "Fast"}}}, "CPU Slow in base, Fast in new"),
+        ({"machine": {"cpu": {"usable_cores": 8}}}, "CPU cores 4 in base, 8 in new"),
+        ({"machine": {"gpus": [{"name": "A100"}]}}, "GPU H100 in base, A100 in new"),
+        (
+            {"machine": {"gpus": [{"name": "H100", "power_limit_W": 350}]}},
+            "GPU power limit 700 W in base, 350 W in new",
+        ),
+        ({"versions": {"backend": "gloo"}}, "backend nccl in base, gloo in new"),
+        ({"mesh": {"dim_names": ["tp"], "shape": [2]}}, "mesh dp=2 in base, tp=2 in new"),
+        (
+            {"ranks": [{"rank": 0, "host": "a"}, {"rank": 1, "host": "b"}]},
+            "hosts 1 in base, 2 in new",
+        ),
+        ({"ranks": [{"rank": 0, "host": "a"}]}, "ranks 2 in base, 1 in new"),
+        ({"env": {"OMP_NUM_THREADS": "8"}}, "OMP_NUM_THREADS 1 in base, 8 in new"),
+        ({"env": {"NCCL_ALGO": "Ring"}}, "OMP_NUM_THREADS 1 in base, unset in new"),
+        ({"plan": {"device_type": "cpu"}}, "device type cuda in base, cpu in new"),
+    ],
+)
+@pytest.mark.parametrize(
+    "times", [spread(5, 16e-6), spread(5), [80e-6]], ids=["slower", "same", "one launch"]
+)
+def test_machines_that_differ_tell_no_change_of_the_code(
+    changes: dict[str, Any], difference: str, times: list[float]
+) -> None:
+    base = run(*(result(s, i) for i, s in enumerate(spread(5)[: len(times)])), path="a", **_MACHINE)
+    new = run(*(result(s, i) for i, s in enumerate(times)), path="b", **_MACHINE | changes)
+    comparison = compare([base], [new])
+    reason = f"the machines differ: {difference}"
+    assert (only(comparison).verdict, only(comparison).reason, comparison.exit_code) == (
+        "inconclusive",
+        reason,
+        3,
+    )
+    assert comparison.sentence.startswith(f"cannot tell: {reason} (1 ")
+    assert f"cannot tell: {reason}" in repr(comparison)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"machine": {}},  # what one side does not hold is no difference
+        {"env": {}},
+        {"ranks": [{"rank": 0, "host": "c"}, {"rank": 1, "host": "c"}]},  # another node of the cluster
+        {"versions": {"backend": "nccl", "torch": "3.0"}},
+    ],
+)
+def test_machines_that_may_be_alike_are_compared(changes: dict[str, Any]) -> None:
+    base = run(*(result(s, i) for i, s in enumerate(spread(5))), path="a", **_MACHINE)
+    new = run(*(result(s, i) for i, s in enumerate(spread(5, 16e-6))), path="b", **_MACHINE | changes)
+    comparison = compare([base], [new])
+    assert (only(comparison).verdict, comparison.exit_code, comparison.machines_differ) == ("slower", 1, "")
+
+
+def test_what_fails_on_another_machine_fails() -> None:
+    base = run(good(), path="a", **_MACHINE)
+    comparison = compare([base], [run(failed(), path="b", **_MACHINE | {"env": {"OMP_NUM_THREADS": "8"}})])
+    assert (only(comparison).verdict, comparison.exit_code) == ("failed", 1)
+
+
+@pytest.mark.parametrize(
+    ("new", "sentence", "column", "code"),
+    [
+        (460, "2 times, +0.0% to 460x slower, 1 slower, 1 inconclusive", "460x slower", 1),
+        (0.1, "2 times, 10.0x faster to +0.0%, 1 inconclusive, 1 faster", "10.0x faster", 3),
+        (
+            1.03,
+            "cannot tell: one launch each; use --launches 5 or more (2 times, +0.0% to +3.0%)",
+            "+3.0%",
+            3,
+        ),
+    ],
+)
+def test_one_launch_each_tells_a_factor_and_no_few_percent(
+    new: float, sentence: str, column: str, code: int
+) -> None:
+    base = run(result(8e-6), result(8e-6, name="mul"), path="a")
+    comparison = compare([base], [run(result(8e-6), result(8e-6 * new, name="mul"), path="b")])
+    assert (comparison.sentence, comparison.exit_code) == (sentence, code)
+    text = repr(comparison)
+    assert column in text
+    assert ("verdict" in text) == (new != 1.03)
+    assert text.endswith(sentence)

@@ -13,6 +13,8 @@ from dtbench.records.gate import Gate
 from dtbench.records.history import read_history
 from dtbench.records.judged import Verdict
 from dtbench.suite.errors import UnreadableRunError
+from dtbench.tests import made_up
+from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import concluded
 
 MACHINE = {"cpu": "Some CPU @ 2 GHz", "cores": 2}
@@ -68,3 +70,22 @@ def test_a_damaged_line_is_named_before_anything_is_measured(path: Path, line: s
     path.write_text(line + "\n")
     with pytest.raises(UnreadableRunError, match="line 1"):
         history.history_file(path.parent)
+
+
+@pytest.mark.parametrize("revisions", [1, 3])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a run"])
+def test_report_of_the_folder_is_a_page_of_its_histories(
+    dtbench: Cli, path: Path, revisions: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for revision in "abc"[:revisions]:
+        history.append(path, report(1e-5, revision * 40))
+    monkeypatch.setattr(history, "machine_kind", lambda: {**MACHINE, "cpu": "Another CPU"})
+    history.append(history.history_file(path.parent), report(2e-5, "d" * 40))
+    folder = path.parent
+    if beside:
+        made_up.write(folder / "run.jsonl", made_up.run(list(made_up.dispatch())))
+    code, out, _ = dtbench("report", str(folder), "-o", "page.html")
+    assert (code, out) == (0, "the report is in page.html\n")
+    page = Path("page.html").read_text()
+    assert "Some CPU @ 2 GHz, 2" in page and "Another CPU, 2" in page
+    assert "abc"[revisions - 1] * 40 in page and "d" * 40 in page

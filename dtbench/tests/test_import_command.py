@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,19 @@ from dtbench.records.run import read_run
 from dtbench.records.topology import read_topology
 from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, EXIT_USAGE
 from dtbench.tests.made_up import Cli
-from dtbench.tests.made_up_logs import SIZES, json_text, read, table
+from dtbench.tests.made_up_logs import (
+    DEEPSPEED,
+    DEEPSPEED_ROW,
+    ML_ENGINEERING,
+    OSU,
+    SIZES,
+    LogLayout,
+    document,
+    json_text,
+    rccl_csv,
+    read,
+    table,
+)
 
 RING = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -155,3 +169,107 @@ def test_dims_of_a_mesh_from_a_log_each(dtbench: Cli) -> None:
     assert tp.bandwidth_GiBps == pytest.approx(100e9 / 2**30, rel=0.01)
     assert dtbench("import", "tp.log", "--mesh", "dp=8,tp=8", "--dim", "tp", "-o", "one.jsonl")[0] == EXIT_OK
     assert read_run("one.jsonl").header.ranks == ()  # dp's hosts are not known
+
+
+_OF_EACH_TOOL = {
+    "nccl-tests text": lambda wrong: table(wrong=lambda *_: "5" if wrong else "0"),
+    "nccl-tests JSON": lambda wrong: json_text(
+        results=[
+            entry | {place: entry[place] | {"nwrong": 5.0 * wrong} for place in ("out_of_place", "in_place")}
+            for entry in document()["results"]
+        ]
+    ),
+    "rccl-tests CSV": lambda wrong: rccl_csv(
+        "collective,ranks,size,type,redop,inplace,time,algbw,busbw,#wrong", "AllReduce,8,{}"
+    ).replace('"0"', '"5"' if wrong else '"0"'),
+    "DeepSpeed": lambda wrong: (
+        DEEPSPEED.format(name="all_reduce")
+        + DEEPSPEED_ROW.replace("167.772", "16.7772" if wrong else "167.772")
+    ),
+    "OSU": lambda wrong: re.sub(
+        r"(?m)^(\d+ .*)$",
+        rf"\1  {'Fail' if wrong else 'Pass'}",
+        OSU.format(program="allreduce", title="Allreduce").replace("Iterations", "Iterations  Validation"),
+    ),
+    "ml-engineering": lambda wrong: re.sub(r".*32KiB.*\n", "", ML_ENGINEERING).replace(
+        "15.73GBps", "nanGBps" if wrong else "15.73GBps"
+    ),
+}
+
+
+@pytest.mark.parametrize("beside_a_good_log", [False, True])
+@pytest.mark.parametrize("tool", _OF_EACH_TOOL)
+def test_rows_that_are_all_refused_are_recorded_and_exit_with_5(
+    dtbench: Cli, tool: str, beside_a_good_log: bool
+) -> None:
+    """So are those of a log beside another that is good."""
+    good, bad = (_OF_EACH_TOOL[tool](wrong) for wrong in (False, True))
+    Path("good.log").write_text(good)
+    Path("bad.log").write_text(bad)
+    assert dtbench("import", "good.log", "-o", "good.jsonl")[0] == EXIT_OK
+    logs = ["bad.log", "good.log"] if beside_a_good_log else ["bad.log"]
+    code, out, err = dtbench("import", *logs, "-o", "run.jsonl")
+    assert (code, err) == (EXIT_CASE_FAILED, "")
+    rows = re.search(rf"bad.log: .*{tool}, (\d+) rows, (\d+) of them refused\n", out)
+    assert rows and int(rows[1]) == int(rows[2]) > 0
+    expected = read_run("good.jsonl").results
+    results = read_run("run.jsonl").results
+    assert len([r for r in results if r.status != "ok" and r.reason]) == len(expected)
+    assert len([r for r in results if r.status == "ok"]) == (len(expected) if beside_a_good_log else 0)
+
+
+def test_a_table_that_is_not_used_beside_a_good_one_exits_with_5(dtbench: Cli) -> None:
+    Path("x.log").write_text(table() + table().replace("(us)", "(ms)"))
+    code, out, _ = dtbench("import", "x.log", "-o", "run.jsonl")
+    assert code == EXIT_CASE_FAILED and "x.log: nccl-tests text, 18 rows, 9 of them refused" in out
+    assert "9 rows NOT USED: line" in out
+
+
+def test_a_row_that_is_left_out_exits_with_5(dtbench: Cli) -> None:
+    Path("x.log").write_text(table(layout=LogLayout(foot=False)).rstrip()[:-30])
+    code, out, _ = dtbench("import", "x.log", "-o", "run.jsonl")
+    assert code == EXIT_CASE_FAILED and "9 rows, 1 of them refused" in out
+    assert "the log ends inside it" in out
+
+
+def docker(line: str, stream: str = "stdout") -> str:
+    return json.dumps({"log": line, "stream": stream, "time": "2026-01-01T12:00:00.123456789Z"}) + "\n"
+
+
+def in_docker(text: str) -> str:
+    """As Docker's json-file has it, a long line in two entries, with a line of the other stream between."""
+    lines = text.splitlines(keepends=True)
+    entries = [docker(part) for line in lines for part in (line[:60], line[60:]) if part]
+    return docker("warming up\n", "stderr") * (text[0] != "{") + "".join(entries)
+
+
+def in_kubernetes(text: str) -> str:
+    """As a CRI runtime logs it, a long line in two parts."""
+    time = "2026-01-01T12:00:00.123456789Z"
+    parts = [
+        f"{time} stdout {'P' if is_first and line[60:] else 'F'} {part}\n"
+        for line in text.splitlines()
+        for is_first, part in ((True, line[:60]), (False, line[60:]))
+        if is_first or part
+    ]
+    return f"{time} stderr F warming up\n" * (text[0] != "{") + "".join(parts)
+
+
+@pytest.mark.parametrize("container", [docker, in_docker, in_kubernetes])
+@pytest.mark.parametrize("tool", _OF_EACH_TOOL)
+def test_logs_that_a_container_runtime_kept(dtbench: Cli, tool: str, container: Callable[[str], str]) -> None:
+    text = _OF_EACH_TOOL[tool](False)
+    Path("plain.log").write_text(text)
+    Path("container.log").write_text(container(text))  # docker: as a whole, in one entry
+    for name in ("plain", "container"):
+        assert dtbench("import", f"{name}.log", "-o", f"{name}.jsonl")[0] == EXIT_OK
+    plain, kept = (read_run(f"{name}.jsonl") for name in ("plain", "container"))
+    assert plain.results == kept.results
+    assert (plain.header.mesh, plain.header.ranks) == (kept.header.mesh, kept.header.ranks)
+
+
+def test_a_container_log_that_was_cut_keeps_its_whole_lines(dtbench: Cli) -> None:
+    text = in_docker(table()).rstrip("\n")[:-40]
+    Path("x.log").write_text("Defaulted container to worker\n" + text)
+    assert dtbench("import", "x.log", "-o", "run.jsonl")[0] == EXIT_OK
+    assert len(read_run("run.jsonl").results) == 2 * len(SIZES)

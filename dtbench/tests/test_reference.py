@@ -24,6 +24,7 @@ from dtbench.suite import Run
 from dtbench.suite.errors import (
     EXIT_INCONCLUSIVE,
     EXIT_NOTHING,
+    EXIT_OK,
     EXIT_REGRESSION,
     EXIT_USAGE,
     UnreadableRunError,
@@ -297,3 +298,21 @@ def test_a_damaged_table_is_refused(tmp_path: Path, text: str | None, message: s
         path.write_text(text)
     with pytest.raises(UnreadableRunError, match=message):
         reference.read_systems(path)
+
+
+@pytest.mark.parametrize("system", [None, "8xH100-AWS-p5"])
+def test_log_that_a_reference_was_taken_from_is_1_00_of_it(dtbench: Cli, system: str | None) -> None:
+    """Also where other sources of the kind are in the median, which a note says."""
+    p5 = next(s for s in reference.read_systems() if s.name == "8xH100-AWS-p5")
+    us = dict(p5.collectives["all_reduce"].points)
+    Path("x.log").write_text(table(sizes=list(us), time=lambda size, _: us[size]))
+    dtbench("import", "x.log", "-o", "run.jsonl")
+    code, out, _ = dtbench("compare", "--reference", "run.jsonl", *(("--system", system) if system else ()))
+    note = "! the run has the figures that were published as 8xH100-AWS-p5: 1.00 of it at every size"
+    assert code == EXIT_OK and sum(line.startswith(note) for line in out.splitlines()) == 1
+    assert out.startswith("as public measurements: 1.00 of 8xH100-AWS-p5" if system else "as public")
+    Path("y.log").write_text(
+        table(sizes=list(us), time=lambda size, _: us[size] * (1.01 if size == 2**30 else 1))
+    )
+    dtbench("import", "y.log", "-o", "other.jsonl")
+    assert "the figures that were published" not in dtbench("compare", "--reference", "other.jsonl")[1]

@@ -73,6 +73,11 @@ def format_change(ratio: float) -> str:
     return f"{format_ratio(max(ratio, 1 / ratio))} {'slower' if ratio > 1 else 'faster'}"
 
 
+def format_difference(ratio: float) -> str:
+    """Of a time over another: "+3.0%", or from twice as slow or fast on as `format_change` says it."""
+    return f"{ratio - 1:+.1%}" if 0.5 < ratio < 2 else format_change(ratio)
+
+
 NO_INTERVAL = "no interval"
 
 

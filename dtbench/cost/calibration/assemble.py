@@ -157,7 +157,7 @@ def curve_of(call: CallTimes) -> MeasuredCurve:
         for bounds in [interval_or_none(float(min(low[i], time_us)), float(max(high[i], time_us)))]
     )
     # A single size leaves the line open, and the slope at its end.
-    fitted = _line(call.steady) | _end(call) if len(sizes) > 1 else {}
+    fitted = _line(call.steady.thinned) | _end(call.thinned) if len(sizes) > 1 else {}
     return MeasuredCurve(
         dtype=call.dtype,
         size_bytes=(int(sizes.min()), int(sizes.max())),
@@ -208,7 +208,7 @@ RingPoints = Sequence[tuple[str, SizeTimes]]  # collective, point
 
 def _ring_points(dim: MeasuredDim) -> RingPoints:
     measured = [(name, dim.collectives[name]) for name in RING_COLLECTIVES if name in dim.collectives]
-    return [(name, point) for name, call in measured for point in call.steady.points]
+    return [(name, point) for name, call in measured for point in call.steady.thinned.points]
 
 
 def _drops(dim: MeasuredDim, call: CallTimes) -> list[BandwidthDrop]:

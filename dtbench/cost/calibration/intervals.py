@@ -100,5 +100,8 @@ def _student(freedom: int, count: int, rng: np.random.Generator) -> Array:
 
 def _repetitions(points: Sequence[SizeTimes], count: int, rng: np.random.Generator) -> Array:
     samples = (np.concatenate(list(point.launches.values())) for point in points)
-    columns = [np.quantile(drawn_again(of, count, rng), QUANTILE, axis=1) for of in samples]
+    columns = [
+        np.quantile(drawn_again(of, count, rng), QUANTILE, axis=1) if len(of) > 1 else np.full(count, of[0])
+        for of in samples
+    ]
     return np.stack(columns, axis=1)

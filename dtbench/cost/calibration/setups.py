@@ -25,9 +25,11 @@ def check_same_setup(runs: Sequence[Run]) -> None:
         for what, value in setup_of(run).items():
             other, of = first.setdefault(what, (value, run))
             if value != other:
+                commands = (f"`dtbench calibrate {r.path} -o {r.path.stem}.topology.json`" for r in (of, run))
                 raise UsageError(
                     f"{of.path} and {run.path} differ in {what} ({other} and {value}): "
-                    "only launches of one setup can be put together, give the others separately"
+                    "only launches of one setup can be put together, as a topology is of one mesh and machine; "
+                    f"give the others separately: {' and '.join(commands)}"
                 )
 
 

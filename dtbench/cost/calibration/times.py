@@ -34,6 +34,8 @@ Launch = tuple[str, int]  # run_id, number of the launch in that run
 
 COLLECTIVES, TRANSITIONS = "collectives", "redistribute"  # the suites that calibration reads
 QUANTILE = 0.25  # of the samples of a launch
+# Sizes of a curve that lines are fitted to, at most: more say nothing new, and each line is fitted a hundred times.
+MAX_FITTED_SIZES = 1000
 # Another dtype is said to differ where its times, at the same bytes, do so by more than this factor.
 DTYPES_DIFFER = 1.25
 
@@ -86,6 +88,12 @@ class CallTimes:
         drops = bandwidth_drops(self.sizes.tolist(), self.measured_us.tolist())
         low = {float(self.sizes[i]) for drop in drops for i in drop}
         return self.only({*self.sizes} - low) if 2 * len(low) < len(self.points) else self
+
+    @property
+    def thinned(self) -> CallTimes:
+        """The same with at most `MAX_FITTED_SIZES`, evenly, both ends among them."""
+        places = np.linspace(0, len(self.points) - 1, min(MAX_FITTED_SIZES, len(self.points))).astype(int)
+        return CallTimes(self.name, self.dtype, tuple(self.points[place] for place in places))
 
     def only(self, sizes: Iterable[float]) -> CallTimes:
         """The same without the points of other sizes."""

@@ -12,6 +12,7 @@ import msgspec
 
 from dtbench.records.read import BadFieldError, decode, into, read_json
 from dtbench.suite.errors import UsageError
+from dtbench.text.names import nearest, words_of
 
 MAX_FILE_BYTES = 2**20
 _FOLDER = resources.files("dtbench.cost.plan") / "machines"
@@ -160,26 +161,39 @@ def _content(name: str) -> dict[str, object]:
 
 def machine_called(system: str) -> str | None:
     """The built-in machine that a table's words for a system mean, such as `DGX-H100` or `h100_80gb`."""
-    words = re.findall(r"[a-z]+\d+[a-z]*", system.lower().replace("_", " "))
+    name = re.sub(r"\b\d+x(?=[a-z])", "", system.lower().replace("_", " "))
+    words = re.findall(r"[a-z]+\d+[a-z]*", name)
     if "rtx" in system.lower():
         words = ["rtx"] if "6000" in system else []
     return next((name for name in built_in() if name.partition("-")[0] in words), None)
 
 
+def _spelt(name: str) -> str | None:
+    """The built-in machine that a name means: the one with most of its words, such as h100-8x for 8xH100-AWS-p5.
+
+    A word that tells other memory or another bus (40GB, PCIe) means another machine.
+    """
+    words = words_of(name)
+    is_other = any(re.fullmatch(r"\d+gi?b|pcie|nvl", word) for word in words)
+    fitting = [known for known in built_in() if words_of(known) <= words and not is_other]
+    return max(fitting, key=lambda known: len(words_of(known)), default=None)
+
+
 def find_machine(name_or_path: str) -> MachineSpec:
-    """A built-in machine by name, or the one in a JSON file.
+    """A built-in machine by name, or the one in a JSON file. Public systems of such a node mean it, too: 8xH100-AWS-p5.
 
     Raises:
         UsageError: no such machine; or a file that is not one, with the key that is wrong.
         UnreadableRunError: a file that cannot be read, or is no JSON.
     """
-    if name_or_path in built_in():
-        content = _content(name_or_path)
-    elif name_or_path.endswith(".json"):
+    if name_or_path.endswith(".json"):
         content = read_json(Path(name_or_path), "a machine in JSON", MAX_FILE_BYTES)
+    elif name := _spelt(name_or_path):
+        content = _content(name)
     else:
         raise UsageError(
-            f"--machine {name_or_path} is not known: expected one of {', '.join(built_in())}, or a JSON file"
+            f"--machine {name_or_path} is not known: nearest are {nearest(name_or_path, built_in())}; expected one of "
+            f"{', '.join(built_in())}, or a JSON file"
         )
     try:
         return into(content, MachineSpec)

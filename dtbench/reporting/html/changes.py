@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
-from dtbench.comparison.runs import MIN_LAUNCHES, ONE_LAUNCH, SAME_CONFIDENCE, SAME_WITHIN, Comparison
+from dtbench.comparison.runs import (
+    BEYOND_LAUNCHES,
+    MIN_LAUNCHES,
+    ONE_LAUNCH,
+    SAME_CONFIDENCE,
+    SAME_WITHIN,
+    Comparison,
+)
 from dtbench.records.gate import Gate
 from dtbench.records.judged import Judged, Verdict
 from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S
@@ -56,6 +63,7 @@ OUTCOMES: Mapping[str, tuple[str, str]] = {
     "untrusted": ("?", "Not to be trusted"),
     "inconclusive": ("?", "Inconclusive"),
     "single": ("?", ONE_LAUNCH[0].upper() + ONE_LAUNCH[1:]),
+    "machines": ("?", "Cannot tell: the machines differ"),
     "nothing": ("∅", "Nothing could be compared"),
     "ok": ("=", "No regression"),
 }
@@ -68,20 +76,23 @@ def _sorted(changes: Sequence[Judged]) -> tuple[Judged, ...]:
 def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes:
     """What `dtbench compare` finds."""
     changes = _sorted(comparison.rows)
+    is_single = comparison.of_single_launches and not comparison.is_decided
+    undecided = "machines" if comparison.machines_differ else "single" if is_single else "inconclusive"
     outcomes = {
         errors.EXIT_OK: "ok",
         errors.EXIT_REGRESSION: "slower" if comparison.count(Verdict.REGRESSION) else "failed",
-        errors.EXIT_INCONCLUSIVE: "single" if comparison.of_single_launches else "inconclusive",
+        errors.EXIT_INCONCLUSIVE: undecided,
         errors.EXIT_NOTHING: "nothing",
     }
     outcome = outcomes[comparison.exit_code]
     thresholds = (
         (
             f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test at p < {MAX_P:g}, "
-            f"and a change of more than {MIN_CHANGE:.0%} and {format_seconds(MIN_CHANGE_S)}"
+            f"and a change of more than {MIN_CHANGE:.0%} and {format_seconds(MIN_CHANGE_S)}; of "
+            f"fewer launches a change {BEYOND_LAUNCHES}"
         ),
         f"same: the {SAME_CONFIDENCE:.0%} interval of the ratio lies within ±{SAME_WITHIN:.0%}",
-        "inconclusive: neither of these",
+        "inconclusive: neither of these, or the machines of the two sides differ",
     )
     bounds = (
         "The ratio is Hodges-Lehmann’s, the median over all pairs of launches, not that of the medians beside it; the "

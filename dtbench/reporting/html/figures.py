@@ -24,6 +24,7 @@ from dtbench.suite.fields import MIN_POSITIVE
 
 # A figure of more panels or rows is not read; the tables hold all.
 MAX_PANELS, MAX_ROWS = 24, 18
+MOST_MARKS = 200  # of a line, or twice as many: more run together, and take most of the time of a page
 MAX_SHOWN = 6  # two rows of small panels
 # Of a panel, by how many stand side by side: the page's width, halves and thirds. A phone's width holds a half or a
 # third without making its text small.
@@ -202,7 +203,8 @@ def _paint_curves(of: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Axis,
         if len(one.x) == 1 and not style.marker:  # a limit beside one measurement: a point would not be seen
             axes.axhline(one.y[0], **style.look)
         else:
-            axes.plot(one.x, one.y, clip_on=False, **style.look)
+            step = len(one.x) // MOST_MARKS or None  # of None each point has its mark
+            axes.plot(one.x, one.y, clip_on=False, markevery=step, **style.look)
     x.apply(axes, "x")
     y.apply(axes, "y")
 

@@ -117,11 +117,13 @@ def _read(path: Path) -> dict[str, Any]:
     kind = _kind_of_lines(path)
     if kind == b"run":
         return {"runs": [read_run(path)]}
-    if kind == b"history":
-        lines = read_history(path)
-        words = [f"{v}" for line in lines[:1] for v in line.machine.values() if v not in (None, "", [])]
-        return {"histories": [History(", ".join(words), tuple(lines))]}
-    return _json(path)
+    return {"histories": [_history(path)]} if kind == b"history" else _json(path)
+
+
+def _history(path: Path) -> History:
+    lines = read_history(path)
+    words = [f"{v}" for line in lines[:1] for v in line.machine.values() if v not in (None, "", [])]
+    return History(", ".join(words), tuple(lines))
 
 
 def _kind_of_lines(path: Path) -> bytes:
@@ -156,26 +158,33 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _folder(folder: Path) -> dict[str, Any]:
-    """The last run, and the times of all of its setup; a note says how many others there are.
+    """The last run, and the times of all of its setup; a note says how many others there are. Of a folder of
+    `dtbench gate --history`, the history of each kind of machine.
 
     One run at a time is held, as a folder may hold more than the memory does.
     """
-    revisions = []
+    revisions, histories = [], []
     for path in sorted(folder.glob("*.jsonl")):
-        if _kind_of_lines(path) == b"run":
+        kind = _kind_of_lines(path)
+        if kind == b"history":
+            histories.append(_history(path))
+        elif kind == b"run":
             run = read_run(path, with_samples=False)
             revisions.append((run.header.started or "", path, _setup(run), _line(run)))
-    if not revisions:
+    if not revisions and not histories:
         raise UnreadableRunError(
-            f"{folder} holds neither runs nor a table.json: expected a folder of runs or a profile"
+            f"{folder} holds neither runs nor a table.json nor a history: expected a folder of runs, of a profile or "
+            "of `dtbench gate --history`"
         )
+    if not revisions:
+        return {"histories": histories}
     revisions.sort(key=lambda revision: revision[:2])
     _, last, setup, _ = revisions[-1]
     series = tuple(line for *_, its_setup, line in revisions if its_setup == setup)
     others = len(revisions) - len(series)
     return {
         "runs": [read_run(last)],
-        "histories": [History(setup, series)] if len(series) > 1 else [],
+        "histories": histories + ([History(setup, series)] if len(series) > 1 else []),
         "notes": [f"{others} runs of {folder} have another setup"] if others else [],
     }
 
