@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from dtbench.cost.plan.validate import StepsFile
 
 
+_EXAMPLE = {"--model": "llama-8b", "--gpus": 8, "--batch": 256}
+
+
 @click.command("plan")
 @click.option(
     "--model",
@@ -116,7 +119,7 @@ def plan_command(
     elif table is not None:
         file = validate_table(table, machine, _links(machine, topology), sequence, gpus)
     elif model is None or gpus is None or batch is None:
-        raise click.UsageError("give --model, --gpus and --batch, or --validate TABLE, or --fit TABLE")
+        raise _incomplete({"--model": model, "--gpus": gpus, "--batch": batch})
     else:
         job = TrainingJob(find_model(model), gpus, batch, sequence)
         file = _search(job, machine, _links(machine, topology), memory)
@@ -124,6 +127,15 @@ def plan_command(
         print_json(msgspec.to_builtins(file))
     else:
         show.print_file(file)
+
+
+def _incomplete(given: Mapping[str, object]) -> click.UsageError:
+    """The error of a search without all of its options: the lacking ones, and a whole command."""
+    lacking = " and ".join(name for name, value in given.items() if value is None)
+    example = " ".join(f"{name} {given[name] or usual}" for name, usual in _EXAMPLE.items())
+    return click.UsageError(
+        f"give {lacking}, such as `dtbench plan {example}`; or --validate TABLE, or --fit TABLE"
+    )
 
 
 def _check_mode(modes: Mapping[str, object], of_a_search: Mapping[str, object]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -31,12 +33,22 @@ _OF = {
 }
 
 
+# Programs that start jobs.
+_PROGRAM = re.compile(r"python[\d.]*|torchrun|srun|mpirun|mpiexec|accelerate|deepspeed|uv|bash|sh")
+
+
 class _Profile(options.AdvancedCommand):
     first = ("--topology", "--base", "--json", "-o", "--steps", "--filter", "--nproc")
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         """What stands behind the first `--` is the command of a job, with options of its own."""
         at = args.index("--") if "--" in args else len(args)
+        programs = [place for place, word in enumerate(args[:at]) if _PROGRAM.fullmatch(Path(word).name)]
+        if programs and at == len(args):
+            words = shlex.join([*args[: programs[0]], "--", *args[programs[0] :]])
+            raise click.UsageError(
+                f"{args[programs[0]]} begins a command: put -- before it, `dtbench profile {words}`", context
+            )
         context.meta["command"] = args[at + 1 :] if at < len(args) else None
         return super().parse_args(context, args[:at])
 

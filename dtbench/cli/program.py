@@ -32,6 +32,7 @@ from dtbench.suite.errors import (
     UnknownOptionError,
     describe,
     is_out_of_memory,
+    nearest,
 )
 from dtbench.text.clean import clean_output
 from dtbench.text.masking import mask, mask_arguments
@@ -157,19 +158,22 @@ def _explain(error: click.UsageError) -> str:
                 expected += " on" if most is None else f" to {most:.10g}"
             such = usual if isinstance(usual, int | float) else int(least or 1)
             return f"{option}: got {value}, expected {expected}, such as {option} {such}"
+    if (
+        isinstance(error, click.MissingParameter)
+        and isinstance(error.param, click.Option)
+        and error.param.help
+    ):
+        return f"{error.format_message().rstrip('.')}: {error.param.help.rstrip('.')}"
     if isinstance(error, click.NoSuchOption | click.NoSuchCommand) and error.possibilities:
         return f"{error.message} Did you mean {error.possibilities[0]!r}?"
     return error.format_message().rstrip(".")
 
 
 def _nearest_of_run(error: UnknownOptionError) -> str:
-    from difflib import get_close_matches
-
     from dtbench.cli.run import run_command
 
     names = [name for option in run_command.params for name in (*option.opts, *option.secondary_opts)]
-    near = get_close_matches(error.option, [*names, *error.of_suites], n=1)
-    return f". Did you mean {near[0]!r}?" if near else ""
+    return nearest(error.option, [*names, *error.of_suites])
 
 
 def _drop_output() -> None:

@@ -26,6 +26,8 @@ from dtbench.suite.suites import read_builtin
 _C = TypeVar("_C", bound=Callable[..., object])
 
 
+# Options that a run may go on with beside --resume: no result depends on them.
+_NOT_OF_RESULTS = {"resume", "output", "budget_s", "timeout_s", "on_failure", "brief", "save_baseline"}
 # Options that help shows first.
 _FIRST = ("--mesh", "--nproc", "--size", "--dtype", "--filter", "--budget")
 
@@ -44,7 +46,7 @@ class _List(_Run):
 
 
 _OPTIONS = (
-    click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE]..."),
+    click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE[/TEXT]]..."),
     options.IMPL,
     options.MESH,
     options.NPROC,
@@ -106,7 +108,7 @@ _OPTIONS = (
     click.option(
         "--resume",
         is_flag=True,
-        help="Continue the run in -o FILE with its own options, or begin it with those given.",
+        help="Continue the run in -o FILE with its own options, or begin it; --budget may differ.",
     ),
     click.option(
         "--save-baseline",
@@ -132,19 +134,21 @@ def _of_a_run(command: _C) -> _C:
 def run_command(context: click.Context, /, words: tuple[str, ...], **values: options.Given) -> int:
     """Measures suites, by name or as .py files, into a run file.
 
+    SUITE/TEXT measures the cases whose line in `dtbench list SUITE` holds TEXT.
     Starts its own ranks, or joins the world of torchrun, srun or mpirun when started by them. A suite may have
     options of its own, which `dtbench list SUITE` shows.
 
     \b
     Examples:
       dtbench run --budget 3m
+      dtbench run dispatch/add my_suite.py
       dtbench run collectives --size 1KiB:16MiB:4x --nproc 4 -o run.jsonl
       dtbench run collectives redistribute --max-size 64MiB -o run.jsonl
     """
     from dtbench.engine.launch import run
 
     argv = sys.argv[1:]
-    if values["resume"] and values["output"] is not None and options.typed(context) <= {"resume", "output"}:
+    if values["resume"] and values["output"] is not None and options.typed(context) <= _NOT_OF_RESULTS:
         argv = _begun_with(values["output"])
         begun = run_command.make_context("run", argv[1:], parent=context.parent)
         words, values = begun.params.pop("words"), begun.params
@@ -152,7 +156,7 @@ def run_command(context: click.Context, /, words: tuple[str, ...], **values: opt
 
 
 def _begun_with(output: Path) -> list[str]:
-    """The command line that goes on with the run in the file.
+    """The command line that began the run in the file, with this one's options instead of its own.
 
     Raises:
         UnreadableRunError: it is no run. UsageError: it was not begun by a command that it holds whole.
@@ -165,7 +169,7 @@ def _begun_with(output: Path) -> list[str]:
         raise UsageError(
             f"{output} does not hold the whole command that began it: give its suites and options beside --resume"
         )
-    return [*argv, "--resume", "-o", str(output)]
+    return [*argv, *sys.argv[2:]]
 
 
 def options_of(
@@ -205,7 +209,7 @@ def list_command(
     \b
     Examples:
       dtbench list
-      dtbench list collectives --mesh dp=2,tp=2 --filter all_reduce
+      dtbench list collectives/all_reduce --mesh dp=2,tp=2
     """
     if not options.typed(context) - {"as_json"}:
         _list_suites(as_json)

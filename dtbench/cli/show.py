@@ -15,7 +15,7 @@ from dtbench.suite.foreign import is_profile
 
 
 @click.command("show")
-@options.RUNS
+@click.argument("runs", nargs=-1, required=True, type=options.FILE, metavar="RUN... [SUITE[/TEXT]]...")
 @options.JSON
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line per result, for spreadsheets.")
 @options.FILTER
@@ -35,7 +35,7 @@ def show_command(
     \b
     Examples:
       dtbench show run.jsonl
-      dtbench show run.jsonl --filter "all_reduce mesh_dim=dp" --sort=-busbw
+      dtbench show run.jsonl collectives/all_reduce --sort=-busbw
       dtbench show *.jsonl --csv > results.csv
     """
     from dtbench.records.exports import points_of, write_exports
@@ -58,7 +58,13 @@ def show_command(
         return EXIT_OK
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
-    read = choose([read_run(path) for path in runs], filter, sort)
+    files = [path for path in runs if path.exists()]
+    read = [read_run(path) for path in files]
+    suites = {suite for run in read for suite in run.header.suites}
+    targets = [path for path in runs if path not in files]
+    read += [read_run(path) for path in targets if path.parts[0] not in suites]  # raises that it is not there
+    lines = [" ".join([*target.parts, line]) for target in targets for line in filter.split("\n")]
+    read = choose(read, "\n".join(lines) or filter, sort)
     if as_csv:
         print_csv(read)
     elif as_json:

@@ -15,16 +15,16 @@ import re
 import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from dtbench.engine import budget
 from dtbench.suite import CHOOSABLE_IMPLS, Case, DeviceType, Header, Result, ResultKey, RunOptions
-from dtbench.suite.errors import UnknownOptionError, UsageError, describe, place_in
-from dtbench.suite.foreign import refuse_job
+from dtbench.suite.errors import UnknownOptionError, UsageError, describe, nearest, place_in
 from dtbench.suite.mesh import Mesh, default_mesh, format_mesh, ranks_of
-from dtbench.suite.suites import Suite, load
+from dtbench.suite.suites import Suite, load, no_suite, read_builtin
 from dtbench.text.masking import mask, mask_options
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
@@ -61,17 +61,12 @@ def split_target(text: str) -> tuple[str, str]:
     """`dispatch/add` -> ("dispatch", "add"), `my/suite.py/add` -> ("my/suite.py", "add"); "" for no case.
 
     Raises:
-        UsageError: nothing before or after a slash.
+        UsageError: what stands before the slash is no suite, or nothing stands behind it.
     """
-    refuse_job(Path(text), "SUITE or SUITE/CASE")
-    suite, dot_py, rest = text.partition(".py")
-    if dot_py and (not rest or rest.startswith("/")):
-        suite, slash, case = suite + dot_py, rest[:1], rest[1:]
-    else:
-        suite, slash, case = text.partition("/")
-    if not suite or (slash and not case):
-        raise UsageError(f"{text!r} is not SUITE or SUITE/CASE: expected such as dispatch/add")
-    return suite, case
+    match = re.fullmatch(r"(.+\.py|[^/]+)(?:/(.+))?", text, re.DOTALL)
+    if match is None or not (match[1].endswith(".py") or match[1] in read_builtin()):
+        raise no_suite(text)
+    return match[1], match[2] or ""
 
 
 @dataclass(frozen=True)
@@ -233,7 +228,7 @@ def parse_list(
     names = [short.get(part.strip(), part.strip()) for part in text.split(",")]
     for name in names:
         if name not in allowed:
-            expected = f"expected one or more of {', '.join(allowed)}"
+            expected = f"expected one or more of {', '.join(allowed)}{nearest(name, allowed)}"
             raise UsageError(f"{option} {text}: {name!r} is not known; {expected}")
     return tuple(dict.fromkeys(names))
 
@@ -334,9 +329,16 @@ def _words(line: str) -> list[str]:
         return line.split()
 
 
-def list_tasks(suites: Sequence[Suite], options: RunOptions, text: str = "") -> list[Task]:
+def list_tasks(
+    suites: Sequence[Suite],
+    options: RunOptions,
+    text: str = "",
+    texts: Mapping[str, str] = MappingProxyType({}),
+) -> list[Task]:
     """Every case of the suites under the options, simulated worlds first, with the impls it is to be
     measured with; those only that `text` matches, see `matcher`.
+
+    texts: suite -> what its cases have to match instead.
 
     Raises:
         UsageError: a suite that cannot list its cases or lists one twice, or nothing that matches.
@@ -354,14 +356,24 @@ def list_tasks(suites: Sequence[Suite], options: RunOptions, text: str = "") -> 
             seen.add(key)
             if impls := tuple(impl for impl in case.build if options.wants(impl)):
                 listed.append(Task(suite, case, impls))
-    matches = matcher(text)
-    tasks = [task for task in listed if matches(task.label)]
+    matches = {suite.name: matcher(texts.get(suite.name, text)) for suite in suites}
+    tasks = [task for task in listed if matches[task.suite.name](task.label)]
     if not tasks:
         names, why = ", ".join(s.name for s in suites), "they have no case for these options"
-        if text:
-            why = f"--filter {text!r} matches none of their {len(listed)} cases"
+        wanted = ", ".join(dict.fromkeys(" ".join(line.split()) for line in [*texts.values()] or [text]))
+        if wanted and listed:
+            option = "--filter " if texts else ""
+            why = f"{option}{wanted!r} matches none of their {len(listed)} cases{_near(wanted, listed)}"
         raise UsageError(f"nothing to measure in {names}: {why}; `dtbench list SUITE` shows the cases")
     return tasks
+
+
+def _near(text: str, tasks: Sequence[Task]) -> str:
+    """`; expected such as add, n=16`: for each word that no task has, the words of tasks that are spelled like it."""
+    known = {word for task in tasks for word in task.label.split()[1:]}
+    unknown = [word for word in _words(text.lower()) if not any(map(matcher(shlex.quote(word)), known))]
+    near = [name for word in unknown for name in get_close_matches(word, sorted(known), cutoff=0.0)]
+    return f"; expected such as {', '.join(dict.fromkeys(near))}" if near else ""
 
 
 def _cases_of(suite: Suite, options: RunOptions) -> Iterator[Case]:
@@ -387,12 +399,16 @@ def remaining(tasks: Iterable[Task], done: Container[ResultKey], launch: int) ->
 
 
 def further_tasks(
-    suites: Sequence[Suite], options: RunOptions, text: str, results: Sequence[Result], launch: int
+    suites: Sequence[Suite],
+    options: RunOptions,
+    texts: Mapping[str, str],
+    results: Sequence[Result],
+    launch: int,
 ) -> list[Task]:
     """What to measure beyond the listed cases (`Refinement`), whether that is done already or not.
 
     results: of the run so far. The first launch decides by them; the others take what it has measured.
-    text: as for `list_tasks`.
+    texts: as for `list_tasks`.
 
     Raises:
         UsageError: a suite that fails to say, or to build what it asked for.
@@ -402,10 +418,10 @@ def further_tasks(
         return of.name, tuple(sorted(of.params.items()))
 
     further: dict[ResultKey, Task] = {}
-    matches = matcher(text)
     for suite in suites:
         if suite.refinement is None:
             continue
+        matches = matcher(texts.get(suite.name, ""))
         listed = {named(case) for case in _cases_of(suite, options)}
         first = [r for r in results if r.suite == suite.name and r.launch == 0]
         swept = [r for r in first if named(r) in listed]
@@ -435,6 +451,7 @@ class RunJob:
     options: RunOptions
     suites: tuple[Suite, ...]
     tasks: tuple[Task, ...]  # to measure, in this order; under --budget as far as time allows
+    texts: Mapping[str, str]  # suite -> what the lines of its cases match
 
     @property
     def suite_names(self) -> list[str]:
@@ -463,12 +480,20 @@ def prepare(request: RunRequest, device_type: DeviceType, world_size: int) -> Ru
         UsageError: options that cannot be followed.
     """
     options = request.resolve(device_type, world_size)
-    suites = tuple({suite.name: suite for suite in load(request.suites)}.values())
+    targets = [(load([name]), text) for name, text in map(split_target, request.suites)] or [(load(), "")]
+    suites = tuple({suite.name: suite for loaded, _ in targets for suite in loaded}.values())
     refuse_foreign_options(suites, request.suite_options)
-    tasks = list_tasks(suites, options, request.filter)
+    texts: dict[str, str] = {}
+    for loaded, text in targets:
+        if text:
+            list_tasks(loaded, options, text)  # a target that matches nothing is an error
+        lines = "\n".join(f"{text} {line}" for line in request.filter.split("\n"))
+        for suite in loaded:
+            texts[suite.name] = f"{texts[suite.name]}\n{lines}" if suite.name in texts else lines
+    tasks = list_tasks(suites, options, request.filter, texts)
     if request.budget_s is not None:
         tasks = budget.by_importance(tasks)
-    return RunJob(request, options, suites, tuple(tasks))
+    return RunJob(request, options, suites, tuple(tasks), texts)
 
 
 def same_on_all_ranks(job: RunJob) -> dict[str, str]:

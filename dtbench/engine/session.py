@@ -209,7 +209,7 @@ class RunRecorder:
     def further(self) -> list[_Further]:
         """What the suites want beyond the job's tasks, by the results so far."""
         job, results = self._job, list(self.writer.results.values())
-        more = further_tasks(job.suites, job.options, job.request.filter, results, self._launch)
+        more = further_tasks(job.suites, job.options, job.texts, results, self._launch)
         left = self.left(more)
         if left:
             self.progress.more([budget.impl_s(t, job.options.quick) for t in left for _ in t.impls])

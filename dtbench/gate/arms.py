@@ -27,25 +27,33 @@ from dtbench.engine.workers import scratch
 from dtbench.gate.benchmark import Selection
 from dtbench.machine.git import run_git
 from dtbench.suite.errors import ArmError, UsageError, last_line, plain
+from dtbench.suite.foreign import refuse_job
 from dtbench.text.masking import mask, mask_options
 
 _GIT_TIMEOUT_S = 300.0
-_PROBE_TIMEOUT_S = 120.0
+_PROBE_TIMEOUT_S = 300.0
 # Of these a revision brings its own; `dtbench` stays the gate's.
 _OF_REVISIONS = {"dtbench_core": "core/dtbench_core", "dtbench_suites": "suites/dtbench_suites"}
 # An arm that set these would not measure what it says.
 _OWN_VARIABLES = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Variables that no library reads while it loads: arms that differ in them alone load the same.
 _OF_SUITES = "DTBENCH_"
-# Loads what launches load before they are forked; its arguments are the folders of a revision.
+# Loads what launches load before they are forked, then the suites; its arguments are the folders of an arm. Of suites
+# that end the process while they are loaded, only the first line is printed.
 _PROBE = """
-import json, platform, sys
+import contextlib, json, os, platform, sys
 from dtbench.gate import worker
 worker.load()
 import torch
 files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-alone = any(file.startswith(tuple(sys.argv[1:])) for file in files)
-print(json.dumps([platform.python_version(), torch.__version__, torch.cuda.device_count(), alone]))
+homes = {os.path.dirname(file.removesuffix(os.sep + "__init__.py")) for file in files}
+gpus = torch.cuda.device_count()
+facts = [platform.python_version(), torch.__version__, gpus, bool(homes & {*sys.argv[1:]})]
+print(json.dumps([*facts, []]), flush=True)
+if asked := sys.stdin.buffer.read():
+    with contextlib.redirect_stdout(sys.stderr):
+        problems = worker.problems_of(asked, gpus)
+    print(json.dumps([*facts, problems]))
 """
 
 
@@ -55,7 +63,9 @@ class Arm:
 
     text: as the user gave it, and note, what was built: both without secrets, which `env` alone holds. path: the
     folders of PYTHONPATH, the snapshot first. root: where it is started, and where a revision's files lie. alone: it
-    brings modules that launches load before they are forked, so that it shares no process with another arm.
+    brings modules that launches load before they are forked, so that it shares no process with an arm of another path.
+    top: of the repository, for a revision.
+    problems: why a selection has no benchmark, one for each, "" where it has some.
     """
 
     text: str
@@ -69,6 +79,8 @@ class Arm:
     torch_version: str = ""
     gpus: int = 0
     alone: bool = False
+    problems: tuple[str, ...] = ()
+    top: Path | None = None
 
     @property
     def env_for_loading(self) -> dict[str, str]:
@@ -78,35 +90,43 @@ class Arm:
     @property
     def loads_as(self) -> object:
         """Launches of arms that agree in this are forked off one process."""
-        return self.python, tuple(sorted(self.env_for_loading.items())), self.path if self.alone else ()
+        return self.python, tuple(sorted(self.env_for_loading.items())), self.path[1:] if self.alone else ()
 
-    def selections(self, wanted: Sequence[Selection], top: Path | None) -> tuple[Selection, ...]:
+    def explain(self, problem: str) -> str:
+        """A problem of its suites, without the path of its checkout."""
+        hint = "; a revision has committed files alone" if " suite file " in problem else ""
+        return problem.replace(f"{self.root}{os.sep}", "") + hint if self.revision else problem
+
+    def selections(self, wanted: Sequence[Selection]) -> tuple[Selection, ...]:
         """The selections for this arm: a suite file of the repository is the revision's own."""
         own = []
         for suite, text in wanted:
             path = Path(suite).resolve() if suite.endswith(".py") else Path(suite)
-            if self.revision and top is not None and path.is_relative_to(top):
-                path = self.root / path.relative_to(top)
+            if self.top is not None and path.is_relative_to(self.top):
+                path = self.root / path.relative_to(self.top)
             own.append(Selection(str(path), text))
         return tuple(own)
 
 
 @contextlib.contextmanager
 def open_arms(
-    base: str, head: str, say: Callable[[str], None] = lambda _text: None
+    base: str,
+    head: str,
+    say: Callable[[str], None] = lambda _text: None,
+    asked: Callable[[Arm], bytes] = lambda _arm: b"",
 ) -> Iterator[tuple[Arm, Arm]]:
     """Both arms, built; what was built for them is removed in the end.
+
+    asked: the options of a gate, with the selections for an arm, whose problems are then looked for.
 
     Raises:
         UsageError: a text that names no arm, or a revision that git does not know.
         ArmError: an arm that cannot be built.
     """
-    for text in (base, head):
-        check_text(text)
     with scratch() as folder:
         built = [_built(text, folder / f"arm{n}") for n, text in enumerate((base, head))]
         with ThreadPoolExecutor() as pool:  # each loads torch
-            old, new = pool.map(_probed, built)
+            old, new = pool.map(_probed, built, map(asked, built))
         for role, arm in (("base", old), ("head", new)):
             say(f"{role} {arm.text}: {arm.note}")
         yield old, new
@@ -120,10 +140,11 @@ def check_text(text: str) -> tuple[str, str]:
     """
     kind, colon, rest = text.partition(":")
     if not colon or kind not in ("rev", "python", "env") or (not rest and kind != "env"):
-        raise UsageError(
-            f"{mask(text)!r} is not an arm: expected rev:REVISION, python:PATH or env:NAME=VALUE,..., "
-            "such as rev:origin/main"
-        )
+        expected = "rev:REVISION, python:PATH or env:NAME=VALUE,..."
+        refuse_job(Path(text), f"an arm, {expected}")
+        meant = "env" if "=" in text else "python" if os.access(text, os.X_OK) else "rev"
+        such = f"{meant}:{mask(text)}" if text and not colon else "rev:origin/main"
+        raise UsageError(f"{mask(text)!r} is not an arm: expected {expected}, such as {such}")
     if kind == "env":
         parse_variables(rest)
     return kind, rest
@@ -155,7 +176,7 @@ def _built(text: str, folder: Path) -> Arm:
     folder.mkdir()
     root, revision, python = Path.cwd(), "", sys.executable
     variables: dict[str, str] = {}
-    sources, extra = _own_sources(), []
+    sources, top = _own_sources(), repository() if kind == "rev" else None
     if kind == "rev":
         revision = commit_of(rest)
         root = _checked_out(revision, folder / "checkout")
@@ -163,7 +184,6 @@ def _built(text: str, folder: Path) -> Arm:
         sources |= own
         what = f"its own {' and '.join(own)}" if own else "the gate's own core and suites"
         note = f"commit {revision[:12]}, {what}"
-        extra = [str(folder) for folder in (root, root / "src") if folder.is_dir()]
     elif kind == "python":
         python, note = _executable(rest), "another interpreter, with this gate's sources"
     else:
@@ -178,7 +198,38 @@ def _built(text: str, folder: Path) -> Arm:
     shown = mask(text)
     if kind == "env":
         shown = "env:" + ",".join(f"{name}={value}" for name, value in mask_options(variables).items())
-    return Arm(shown, note, python, (str(snapshot), *extra), variables, root, revision)
+    folders, notes = _import_folders(kind, root, top)
+    path = tuple(dict.fromkeys([str(snapshot), *folders]))
+    return Arm(shown, ", ".join([note, *notes]), python, path, variables, root, revision, top=top)
+
+
+def _import_folders(kind: str, root: Path, top: Path | None) -> tuple[list[str], list[str]]:
+    """The folders from which an arm imports beside the snapshot, and what its note says of PYTHONPATH.
+
+    They are those of PYTHONPATH. In their place a revision has its own copies of the folders of the repository from
+    which this process imports: both revisions would load the same files otherwise.
+
+    top: of the repository, for a revision.
+    """
+    entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    chosen = list(dict.fromkeys(Path(entry).resolve() for entry in entries))
+    imported = (
+        [] if top is None else [top, top / "src", *chosen, *(Path(entry).resolve() for entry in sys.path)]
+    )
+    copies = {path: root / path.relative_to(top) for path in imported if top and path.is_relative_to(top)}
+    lacks = {
+        path: "which the commit lacks: commit it, or move it"
+        for path in copies
+        if not any(copies[path].glob("*"))
+    } | {
+        path: "whose torch would hide the interpreter's: install it there"
+        for path in chosen
+        if kind == "python" and (path / "torch").is_dir()
+    }
+    notes = [f"without {path} of PYTHONPATH, {lacks[path]}" for path in chosen if path in lacks]
+    if same := [str(path) for path in chosen if top is not None and path not in (lacks | copies)]:
+        notes.append(f"with what PYTHONPATH has outside the repository: {os.pathsep.join(same)}")
+    return [str(copies.get(path, path)) for path in (*copies, *chosen) if path not in lacks], notes
 
 
 def _own_sources() -> dict[str, Path]:
@@ -192,26 +243,29 @@ def _own_sources() -> dict[str, Path]:
     return sources
 
 
-def _probed(arm: Arm) -> Arm:
-    """The arm with what its interpreter says."""
+def _probed(arm: Arm, asked: bytes) -> Arm:
+    """The arm with what its interpreter reports."""
     try:
         done = subprocess.run(
-            [arm.python, "-P", "-c", _PROBE, *(f"{folder}{os.sep}" for folder in arm.path[1:])],
+            [arm.python, "-P", "-c", _PROBE, *arm.path[1:]],
+            input=asked,
             capture_output=True,
-            text=True,
             timeout=_PROBE_TIMEOUT_S,
             check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(arm.path)},
+            cwd=arm.root,
+            env={**os.environ, **arm.env, "PYTHONPATH": os.pathsep.join(arm.path)},
         )
-        version, torch, gpus, alone = json.loads(done.stdout.strip().splitlines()[-1])
+        version, torch, gpus, alone, problems = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ArmError(f"{arm.text}: {mask(arm.python)} does not answer: {error}") from error
+        late = f"no answer after {_PROBE_TIMEOUT_S:g} s; torch, or a suite, hangs while it is loaded"
+        why = str(error) if isinstance(error, OSError) else late
+        raise ArmError(f"{arm.text}: {mask(arm.python)} does not answer: {why}") from error
     except (ValueError, IndexError) as error:
-        raise ArmError(
-            f"{arm.text}: {mask(arm.python)} cannot run the harness: {last_line(done.stderr)}; expected Python 3.11 "
-            "or newer with torch and dtbench's other requirements"
-        ) from error
-    return replace(arm, python_version=version, torch_version=torch, gpus=gpus, alone=alone)
+        why = last_line(done.stderr.decode("utf-8", "replace"))
+        expected = "expected Python 3.11 or newer with torch and dtbench's other requirements"
+        raise ArmError(f"{arm.text}: {mask(arm.python)} cannot run the harness: {why}; {expected}") from error
+    told = tuple(problem and arm.explain(problem) for problem in problems)
+    return replace(arm, python_version=version, torch_version=torch, gpus=gpus, alone=alone, problems=told)
 
 
 def _executable(text: str) -> str:

@@ -6,16 +6,18 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunRequest
 from dtbench.engine.place import find_place
 from dtbench.engine.progress import about, say_if_slow
 from dtbench.gate import control, outputs
-from dtbench.gate.arms import Arm, open_arms, repository
+from dtbench.gate.arms import Arm, check_text, open_arms
 from dtbench.gate.benchmark import Benchmark, Key, Selection
 from dtbench.gate.launcher import ROUNDS_TOGETHER, Counted, Launcher, Limits
 from dtbench.gate.schedule import MOST_LAUNCHES, SCREEN_ROUNDS, GateSchedule, OutOfTimeError
@@ -55,15 +57,16 @@ class GateOptions:
     folder: Path | None = None
 
     def __post_init__(self) -> None:
+        for text in (self.base, self.head):
+            check_text(text)
         if not self.selections:
             raise UsageError("nothing is selected: name a suite, such as `dispatch`, or SUITE/TEXT")
         if self.timeout_s <= 0:
             raise UsageError(f"--launch-timeout {self.timeout_s:g}: expected seconds above 0")
         RunRequest(mesh=self.mesh, nproc=self.nproc)  # checks that they agree
 
-    def plan(self, base: Arm, head: Arm) -> RunOptions:
-        """What both arms measure."""
-        gpus = min(base.gpus, head.gpus)
+    def plan(self, gpus: int) -> RunOptions:
+        """What both arms measure. gpus: that an arm's torch finds."""
         device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
         if device == "cuda" and not gpus:
             raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
@@ -72,6 +75,13 @@ class GateOptions:
         options = RunRequest(impls=impls, mesh=self.mesh, sizes_bytes=self.sizes_bytes, dtypes=self.dtypes)
         ranks = ranks_of(self.mesh) if self.mesh else self.nproc
         return options.resolve(device, ranks or (gpus if device == "cuda" else 0) or DEFAULT_CPU_RANKS)
+
+    def lacks(self, impls: Collection[str]) -> str:
+        """Why nothing is left to judge of benchmarks of these impls; "" where something is."""
+        if not self.impls or {*self.impls} & {*impls}:
+            return ""
+        chosen, there = ",".join(self.impls), ", ".join(sorted(impls))
+        return f"the selection holds no benchmark of --impl {chosen}: it has {there}"
 
 
 def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) -> Gate:
@@ -91,15 +101,25 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     folder = options.folder or Path(time.strftime("gate-%Y%m%dT%H%M%SZ", time.gmtime()))
     if any((folder / name).exists() for name in FILES) or any(folder.glob("launches/*")):
         raise OutputError(f"{folder} holds a gate already: give another -o")
+
+    def asked(arm: Arm) -> bytes:
+        selections = arm.selections(options.selections)
+        return msgspec.json.encode(
+            replace(options, base="env:", head="env:", folder=None, selections=selections)
+        )
+
     with contextlib.ExitStack() as stack:
         with say_if_slow("making base and head ready", say):
-            base, head = stack.enter_context(open_arms(options.base, options.head, say))
-        plan = options.plan(base, head)
+            base, head = stack.enter_context(open_arms(options.base, options.head, say, asked))
+        problems = zip(base.problems, head.problems, strict=False)
+        both = [b if b == h else f"in base: {b}; in head: {h}" for b, h in problems if b and h]
+        if both:
+            raise UsageError("; ".join(both))
+        plan = options.plan(min(base.gpus, head.gpus))
         kind = control_kind(base, head)
-        top = repository() if base.revision or head.revision else None
         launcher = Launcher(
             {"base": base, "head": head},
-            {name: arm.selections(options.selections, top) for name, arm in (("base", base), ("head", head))},
+            {name: arm.selections(options.selections) for name, arm in (("base", base), ("head", head))},
             plan,
             _new_folder(folder),
             limits,
@@ -201,15 +221,11 @@ class GateRun:
     def _count(self) -> tuple[Counted, Counted]:
         self.say("counting the operations of one call of each benchmark, in base and in head")
         old, new = self.launcher.count("base", "head")
-        for name, counted in (("base", old), ("head", new)):
-            self.notes += [f"in {name}: {problem}" for problem in counted.listing.problems]
+        for name, arm, counted in (("base", self.arms[0], old), ("head", self.arms[1], new)):
+            self.notes += [f"in {name}: {arm.explain(problem)}" for problem in counted.listing.problems]
         if not self._wanted(old) and not self._wanted(new):
-            impls = sorted({b.key[2] for b in new.listing.benchmarks if b.key[0] != control.NAME})
-            empty = (
-                f"the selection holds no benchmark of --impl {','.join(self.options.impls)}: "
-                f"it has {', '.join(impls)}"
-            )
-            raise UsageError("; ".join(new.listing.problems) or empty)
+            impls = {b.key[2] for b in new.listing.benchmarks if b.key[0] != control.NAME}
+            raise UsageError("; ".join(new.listing.problems) or self.options.lacks(impls))
         return old, new
 
     def _wanted(self, counted: Counted) -> list[Benchmark]:

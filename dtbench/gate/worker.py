@@ -49,6 +49,18 @@ def main(order: bytes, connection: Connection) -> int:
     return EXIT_OK
 
 
+def problems_of(asked: bytes, gpus: int) -> list[str]:
+    """Why each selection of a gate has no benchmark, "" where it has some. asked: its `GateOptions`, for this arm."""
+    from dtbench.gate.gate import GateOptions
+
+    options = msgspec.json.decode(asked, type=GateOptions)
+    found = [selected([selection], options.plan(gpus)) for selection in options.selections]
+    return [
+        "".join(problems) or options.lacks({impl for task in tasks for impl in task.impls})
+        for tasks, problems in found
+    ]
+
+
 class GateConnection:
     """What a launch tells its gate."""
 

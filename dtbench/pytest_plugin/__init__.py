@@ -88,17 +88,26 @@ class _OtherRank:
             sys.__stderr__.write(f"rank {self.rank}: {report.nodeid}\n{report.longreprtext}\n")  # type: ignore[union-attr]
 
 
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+    """A file of suites can import what lies beside it, where pytest's own rules find nothing of that name."""
+    if _holds_suites(parent.config, module_path):
+        sys.path.append(str(module_path.resolve().parent))
+
+
 def pytest_pycollect_makeitem(collector: _Holder, name: str, obj: object) -> list[pytest.Item] | None:
     """A suite at the level of a module is a test for each of its cases and impls."""
     suites = sys.modules.get("dtbench.suite.suites")  # who makes a suite has loaded it
-    if suites is None or not isinstance(obj, suites.Suite) or not _holds_suites(collector):
+    if (
+        suites is None
+        or not isinstance(obj, suites.Suite)
+        or not _holds_suites(collector.config, collector.path)
+    ):
         return None
     return list(_items(collector, obj))
 
 
-def _holds_suites(collector: pytest.Collector) -> bool:
-    """Whether the suites in its file are to be measured: files of tests hold some for their tests' sake."""
-    config, path = collector.config, collector.path
+def _holds_suites(config: pytest.Config, path: Path) -> bool:
+    """Whether the suites in a file are to be measured: files of tests hold some for their tests' sake."""
     if any(path.match(pattern) for pattern in config.getini("dtbench_files")):
         return True
     of_tests = any(path.match(pattern) for pattern in config.getini("python_files"))

@@ -15,8 +15,9 @@ Every message says what was got, what was expected and what to do. Any other exc
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
 from typing import Final
@@ -95,12 +96,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(sign in text for sign in _OUT_OF_MEMORY)
 
 
-def place_in(error: BaseException, function: object) -> str:
-    """` (FILE:LINE)`, where in the file of `function` the error arose; empty where it did not pass through there."""
-    code = getattr(function, "__code__", None)
-    path = getattr(code, "co_filename", None)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """`. Did you mean 'dispatch'?`: the name that is spelled most like `name`; empty where none is."""
+    near = get_close_matches(name, list(names), n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
+
+
+def place_in(error: BaseException, source: object) -> str:
+    """` (FILE:LINE)`, where in a file the error arose; empty where it did not pass through there.
+
+    source: the path of the file, or a function in it.
+    """
+    code = getattr(source, "__code__", None)
+    path = getattr(code, "co_filename", source)
     lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
-    return f" ({Path(path).name}:{lines[-1]})" if path and lines else ""
+    return f" ({Path(str(path)).name}:{lines[-1]})" if lines else ""
 
 
 def last_line(text: str) -> str:

@@ -1,5 +1,5 @@
-"""A user's own job given in place of a run or suite: traces of torch.profiler, told by their first bytes, programs,
-told without running them, and profiles. Of the former the error names the command that takes it."""
+"""Files given in place of a run or suite: traces of torch.profiler and files of dtbench, recognised by their first
+bytes, programs, recognised without running them, and profiles. The error names the command that takes the file."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ HEAD_BYTES = 64 * 2**10
 # Kineto's header may be long: it lists devices and process groups first (libkineto/src/output_json.cpp).
 _HEADER = rb'\{.*"(traceEvents|deviceProperties|distributedInfo)"'
 _TRACE = re.compile(rb"[\xef\xbb\xbf\s]*(" + _HEADER + rb'|\[\s*\{[^\[\]]*"ph"\s*:)', re.DOTALL)
+_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"([a-z]+)"')
+# Kind of a file -> what it is called, and the command that reads it.
+_READERS = {
+    "trace": ("trace of torch.profiler", "profile {}"),
+    "run": ("run of dtbench", "show {}"),
+    "topology": ("topology", "export {} --to torch -o constants.py"),
+    "gate": ("result of gate", "report {} -o page.html"),
+    "history": ("history of gates", "report {} -o page.html"),
+}
 _OURS = re.compile(rb"^[ \t]*(from|import)\b.*(dtbench|suite)", re.MULTILINE)
 
 
@@ -25,23 +34,32 @@ def is_profile(path: Path) -> bool:
 
 def looks_like_trace(path: Path) -> bool:
     """Whether the file begins as a trace does, packed or not; False where it cannot be read."""
+    return _TRACE.match(_head_of(path)) is not None
+
+
+def _head_of(path: Path) -> bytes:
+    """The first bytes of a file, unpacked; none of a file that cannot be read."""
     try:
         if not path.is_file():  # a pipe would be waited on for ever
-            return False
+            return b""
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
         if head.startswith(b"\x1f\x8b"):  # unpacks no more than this, whatever the file holds
             head = zlib.decompressobj(wbits=31).decompress(head, HEAD_BYTES)
-        return _TRACE.match(head) is not None
+        return head
     except (OSError, ValueError, zlib.error):
-        return False
+        return b""
 
 
 def refuse_job(path: Path, expected: str, *, programs: bool = False) -> None:
-    """Raises UnreadableRunError for a trace, and for a program in Python where `programs`."""
-    if looks_like_trace(path):
-        what, remedy = "trace of torch.profiler", f"read it with `dtbench profile {shlex.quote(str(path))}`"
-        raise UnreadableRunError(f"{path} is a {what}, expected {expected}; {remedy}")
+    """Raises UnreadableRunError for a trace or a file of dtbench, of a kind that `expected` does not name, and for a
+    program in Python where `programs`."""
+    head = _head_of(path)
+    kind = "trace" if _TRACE.match(head) else match[1].decode() if (match := _KIND.match(head)) else ""
+    if kind in _READERS and kind not in expected:
+        words, command = _READERS[kind]
+        read = command.format(shlex.quote(str(path)))
+        raise UnreadableRunError(f"{path} is a {words}, expected {expected}; read it with `dtbench {read}`")
     if programs and path.suffix == ".py" and path.is_file():
         raise UnreadableRunError(f"{path} is a program, expected {expected}; {how_to_profile(path)}")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from dtbench.suite import Case, Param, Result, RunOptions
-from dtbench.suite.errors import UsageError, describe
+from dtbench.suite.errors import UsageError, describe, nearest, place_in
 from dtbench.suite.foreign import how_to_profile, refuse_job, refuse_program
 
 if TYPE_CHECKING:
@@ -135,6 +135,12 @@ class Suite:
 
 
 _registered: dict[str, Suite] = {}
+_folders: set[Path] = set()  # of the suites' files that were loaded
+# What a suite's file may import.
+_IMPORTABLE = (
+    "; as with `python FILE`, it can import what lies beside it (`import helper`, not `from . import helper`), what is "
+    "installed and what lies in a folder of PYTHONPATH"
+)
 
 
 def suite(
@@ -169,7 +175,7 @@ def load(names: Iterable[str] = ()) -> list[Suite]:
     """The suites asked for, in the order of the question; when none is named, the built-in ones that run
     by default.
 
-    A name that ends in .py or holds a path separator is a user's file.
+    A name that ends in .py is a user's file.
 
     Raises:
         UsageError: a name that no suite has, a file that cannot be loaded or that registers nothing.
@@ -177,18 +183,31 @@ def load(names: Iterable[str] = ()) -> list[Suite]:
     builtin = read_builtin()
     chosen: list[Suite] = []
     for name in names:
-        if name.endswith(".py") or "/" in name:
+        if name.endswith(".py"):
             chosen += _load_file(Path(name))
         elif name in builtin:
             chosen.append(_builtin(name))
         elif name in _registered:
             chosen.append(_registered[name])
         else:
-            refuse_job(Path(name), "a suite")
-            raise UsageError(
-                f"no suite is called {name!r}: the suites are {', '.join(builtin)}, or give the path of a .py file"
-            )
+            raise no_suite(name)
     return chosen or [s for s in map(_builtin, builtin) if s.by_default]
+
+
+def no_suite(name: str) -> UsageError:
+    """The error of a name that no suite has: says what lies there, or which name is near.
+
+    Raises:
+        UnreadableRunError: a file of another kind lies there.
+    """
+    refuse_job(Path(name), "a suite")
+    files = [path for path in (Path(f"{name}.py"), *sorted(Path(name).glob("*.py"))) if path.is_file()]
+    suites = [str(path) for path in files if b"dtbench" in path.read_bytes()]
+    near = nearest(name.partition("/")[0], read_builtin())
+    return UsageError(
+        f"no suite is called {name!r}: the suites are {', '.join(read_builtin())}, or give the path of a .py file"
+        f"{f'. Did you mean {suites[0]!r}?' if suites else near}"
+    )
 
 
 def _builtin(name: str) -> Suite:
@@ -210,6 +229,15 @@ def _load_file(path: Path) -> list[Suite]:
     if spec is None or spec.loader is None or not os.path.isfile(path):  # noqa: PTH113 - Path's raises where a name is too long
         raise UsageError(f"no suite file at {path}: expected a Python file that uses @dtbench.suite.suite")
     refuse_program(path)
+    folder = path.resolve().parent  # first on sys.path meanwhile, as `python FILE` has it
+    beside = (file for other in _folders - {folder} for file in other.glob("*") if file.stem in sys.modules)
+    if clash := next((file for file in beside if (folder / file.name).exists()), None):
+        raise UsageError(
+            f"{path} lies beside another {clash.name} than {clash}, which a suite of this run has imported: "
+            "run the two suites one after the other, or rename one of the modules"
+        )
+    _folders.add(folder)
+    sys.path.insert(0, str(folder))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
@@ -217,7 +245,10 @@ def _load_file(path: Path) -> list[Suite]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit, too: its code would be taken for one of dtbench's
-        raise UsageError(f"the suite file {path} failed to load: {describe(error)}") from error
+        why = describe(error) + place_in(error, spec.origin) + _IMPORTABLE * isinstance(error, ImportError)
+        raise UsageError(f"the suite file {path} failed to load: {why}") from error
+    finally:  # what dtbench imports later is not looked for there first
+        sys.path[:] = [*(entry for entry in sys.path if entry != str(folder)), str(folder)]
     new = [s for name, s in _registered.items() if before.get(name) is not s and not _is_builtin(s)]
     if not new:
         raise UsageError(

@@ -19,6 +19,7 @@ from pathlib import Path
 from core.tests.gloo_world import START
 
 LIMIT_S = 240  # for a whole command: a hang, not slowness
+PATH = tuple(sys.path)  # of a process that has loaded no suite's file
 FRESH = (sys.executable, "-P", "-m", "dtbench")
 
 
@@ -66,7 +67,9 @@ class Forked:
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], files: Sequence[str], cwd: Path) -> None:
         self._process = START.Process(target=_enter, args=(argv, dict(env), files, str(cwd)))
+        path, sys.path[:] = [*sys.path], PATH  # the new process starts as a fresh one would
         self._process.start()
+        sys.path[:] = path
         assert self._process.pid is not None
         self.pid = self._process.pid
         # A Popen returns when the new session is there, which is killed as a group.

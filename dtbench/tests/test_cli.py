@@ -249,6 +249,180 @@ def test_a_new_suite_lists_its_cases_and_is_not_overwritten(dtbench: Cli, regist
     assert code == EXIT_USAGE and "the .py file of a suite" in err
 
 
+NEIGHBOUR_SUITE = """
+import torch
+from dtbench.suite import Case, Workload, suite
+import {module}
+
+@suite("{module}_user", world="simulated", help="two cases")
+def cases(options):
+    for name in ("add", "mul"):
+        yield Case(name, {{"n": {module}.N}}, build={{"plain": lambda world: Workload(run=lambda: None)}})
+"""
+
+
+@pytest.fixture
+def importing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a suite's file does not stay for the next test."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(registry, "_folders", set())
+
+
+def write_suite(folder: str, module: str, n: int) -> str:
+    """A suite in `folder` that imports its neighbour `module`, of cases with this n; its path."""
+    Path(folder).mkdir(exist_ok=True)
+    Path(folder, f"{module}.py").write_text(f"N = {n}\n")
+    Path(folder, "speed.py").write_text(NEIGHBOUR_SUITE.format(module=module))
+    return f"{folder}/speed.py"
+
+
+def test_suite_file_imports_the_module_beside_it(dtbench: Cli, importing: None) -> None:
+    write_suite("elsewhere", "beside_it", 3)
+    sys.path.append("elsewhere")  # the folder of the file comes first
+    code, out, err = dtbench("list", write_suite("bench", "beside_it", 5))
+    assert (code, err) == (EXIT_OK, "") and "beside_it_user add n=5  [plain]" in out
+
+
+def test_suites_with_neighbours_of_one_name_are_refused_together(dtbench: Cli, importing: None) -> None:
+    first, second = (write_suite(folder, "same_name", n) for n, folder in enumerate(("one", "two")))
+    code, _, err = dtbench("list", first, second)
+    assert code == EXIT_USAGE and err.count("\n") == 1
+    assert "two/speed.py lies beside another same_name.py than" in err and "one after the other" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "import no_such_module",
+            "ModuleNotFoundError: No module named 'no_such_module' (speed.py:2); as with",
+        ),
+        (
+            "from . import helper",
+            "no known parent package (speed.py:2); as with `python FILE`, it can import",
+        ),
+        ("1 / 0", "failed to load: ZeroDivisionError: division by zero (speed.py:2)\n"),
+    ],
+)
+def test_suite_file_that_fails_to_load_is_named_with_line(
+    dtbench: Cli, importing: None, line: str, says: str
+) -> None:
+    Path("speed.py").write_text(f"from dtbench.suite import suite\n{line}\n")
+    code, out, err = dtbench("run", "speed.py")
+    assert (code, out, err.count("\n")) == (EXIT_USAGE, "", 1) and says in err
+
+
+@pytest.mark.parametrize(
+    ("words", "cases"),
+    [
+        ("bench/speed.py/add", ["add"]),
+        ("bench/speed.py/add bench/speed.py/mul", ["add", "mul"]),
+        ("bench/speed.py --filter MUL", ["mul"]),
+        ("bench/speed.py/n=4 --filter mul", ["mul"]),
+    ],
+)
+def test_target_with_text_selects_cases(dtbench: Cli, importing: None, words: str, cases: list[str]) -> None:
+    write_suite("bench", "beside_target", 4)
+    code, out, err = dtbench("list", *words.split())
+    assert (code, err) == (EXIT_OK, "")
+    assert [line.split()[1] for line in out.splitlines()] == cases
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("dispach/add", "no suite is called 'dispach/add': the suites are bucketer, "),
+        ("dispach", "a .py file. Did you mean 'dispatch'?"),
+        ("bench/", "Did you mean 'bench/speed.py'?"),
+        ("bench", "Did you mean 'bench/speed.py'?"),
+        ("./bench/speed", "Did you mean 'bench/speed.py'?"),
+        ("bench/speed.py/ad=1", "'ad=1' matches none of their 2 cases; expected such as "),
+        ("bench/speed.py/add --filter mul", "--filter 'add mul' matches none of their 2 cases"),
+        ("bench/speed.py bench/speed.py/nothing", "'nothing' matches none of their 2 cases"),
+        (
+            "run.jsonl",
+            "run.jsonl is a run of dtbench, expected a suite; read it with `dtbench show run.jsonl`",
+        ),
+        ("topology.json", "topology.json is a topology, expected a suite; read it with `dtbench export"),
+        ("bench/speed.py --impl cor", "expected one or more of core, torch. Did you mean 'core'?"),
+    ],
+)
+def test_target_that_is_no_suite_is_refused_with_what_is_near(
+    dtbench: Cli, importing: None, words: str, says: str
+) -> None:
+    write_suite("bench", "beside_error", 4)
+    Path("run.jsonl").write_text('{"kind": "run"}\n')
+    Path("topology.json").write_text('{\n "kind": "topology"}\n')
+    for command in ("run", "list"):
+        code, out, err = dtbench(command, *words.split())
+        assert (code, out, err.count("\n")) == (EXIT_USAGE, "", 1) and says in err, err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (
+            "show topology.json",
+            "topology.json is a topology, expected a dtbench run (JSON Lines); read it with",
+        ),
+        (
+            "show gate.json",
+            "is a result of gate, expected a dtbench run (JSON Lines); read it with `dtbench report",
+        ),
+        ("compare RUN topology.json", "topology.json is a topology, expected a dtbench run"),
+        (
+            "export RUN --to torch -o x.py",
+            "is a run of dtbench, expected a topology of `dtbench calibrate`; read it",
+        ),
+        ("import RUN -o x.jsonl", "is a run of dtbench, expected the output of nccl-tests"),
+        ("plan --validate RUN", "is a run of dtbench, expected a table of measured steps in CSV"),
+        (
+            "gate --base RUN --head RUN",
+            "is a run of dtbench, expected an arm, rev:REVISION, python:PATH or env:",
+        ),
+        ("gate --base env: --head env: RUN", "is a run of dtbench, expected a suite"),
+        (
+            "gate --base A=1 --head env: dispatch",
+            "'A=1' is not an arm: expected rev:REVISION, python:PATH or ",
+        ),
+        ("gate --base main --head env: dispatch", ", such as rev:main"),
+        ("gate --base A=1 --head env: dispatch", ", such as env:A=1"),
+        ("gate --base env: dispatch", "Missing option '--head': What is judged; `dtbench gate --help`"),
+        (
+            "profile -o x torchrun --nproc-per-node 2 a.py",
+            "put -- before it, `dtbench profile -o x -- torchrun --nproc-per-node 2 a.py`",
+        ),
+        ("profile python3 a.py", "put -- before it, `dtbench profile -- python3 a.py`"),
+        ("show dispatch/add", "cannot read dispatch/add: No such file"),
+        ("show RUN nosuch/add", "cannot read nosuch/add: No such file"),
+    ],
+)
+def test_file_or_word_in_the_wrong_place_is_refused_in_one_line(dtbench: Cli, args: str, says: str) -> None:
+    for kind in ("topology", "gate"):
+        Path(f"{kind}.json").write_text(f'{{\n "kind": "{kind}"}}\n')
+    before = {*Path.cwd().iterdir()}
+    code, out, err = dtbench(*args.replace("RUN", str(ROOT / RUN)).split())
+    assert (code, out, err.count("\n")) == (EXIT_USAGE, "", 1) and says in err, err
+    assert {*Path.cwd().iterdir()} == before
+
+
+def test_show_takes_targets_as_run_does(dtbench: Cli) -> None:
+    run = str(ROOT / RUN)
+    names = {
+        (line["suite"], line["name"])
+        for line in json.loads(dtbench("show", run, "dispatch/add", "collectives/all_gather", "--json")[1])[
+            0
+        ]["results"]
+    }
+    assert {suite for suite, _ in names} == {"dispatch", "collectives"} and (
+        "collectives",
+        "all_gather",
+    ) in names
+    assert all("add" in name for suite, name in names if suite == "dispatch")
+    both = dtbench("show", "dispatch", run, "--filter", "add", "--csv")[1].splitlines()
+    assert len(both) > 1 and all("dispatch" in line and "add" in line for line in both[1:])
+
+
 @pytest.mark.parametrize("peak", ["q=4", "tp", "tp=fast", "tp=-1", "tp=inf"])
 def test_a_peak_of_nothing_is_refused(dtbench: Cli, peak: str) -> None:
     code, out, err = dtbench("report", str(ROOT / RUN), "--peak", peak, "-o", "r.html")

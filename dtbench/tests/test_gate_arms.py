@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "repository"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(arms, "_probed", lambda arm: arm)
+    monkeypatch.setattr(arms, "_probed", lambda arm, _asked: arm)
     git("init", "-q")
     core = folder / "core" / "dtbench_core"
     core.mkdir(parents=True)
@@ -51,7 +52,7 @@ def test_a_revision_has_its_own_core_and_the_harness_of_the_gate(repository: Pat
             assert (sources / "dtbench_suites" / "dispatch.py").is_file()
             assert not (sources / "dtbench" / "tests").exists()
             assert arm.python == sys.executable
-            suite = arm.selections([Selection("my_suite.py"), Selection("dispatch", "add")], repository)
+            suite = arm.selections([Selection("my_suite.py"), Selection("dispatch", "add")])
             assert Path(suite[0].suite).read_text() == f"NUMBER = {number}\n"
             assert suite[1] == Selection("dispatch", "add")
         assert base.revision == git("rev-parse", "HEAD~1")
@@ -135,3 +136,64 @@ def test_a_launch_gets_nothing_of_the_job_around_it(tmp_path: Path, monkeypatch:
     assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_NOTE"} & set(env)
     assert (env["KEPT"], env["SLOW"], env["C"]) == ("1", "2", "3")
     assert env["PYTHONPATH"] == os.pathsep.join(arm.path)
+
+
+def folders_of(arm: arms.Arm, *names: str) -> list[str]:
+    return [str(arm.root / name) if name else str(arm.root) for name in names]
+
+
+def test_revision_imports_its_own_copies_of_the_folders_on_pythonpath(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("lib", "built", "../outside", "linked"):
+        Path(folder).mkdir()
+    Path("lib/helper.py").touch()
+    Path("linked/helper.py").touch()
+    git("add", "lib", "linked")
+    git("commit", "-qm", "lib")
+    Path("built/helper.py").touch()
+    outside = tmp_path / "outside"
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(["lib", str(repository / "built"), str(outside), "lib", ""])
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(repository / "linked")])  # as a .pth file adds it
+    with open_arms("rev:HEAD", "env:") as (base, head):
+        assert [*base.path[1:]] == [*folders_of(base, "", "lib", "linked"), str(outside)]
+        assert f"without {repository / 'built'} of PYTHONPATH, which the commit lacks: commit it" in base.note
+        assert base.note.endswith(f"with what PYTHONPATH has outside the repository: {outside}")
+        assert [*head.path[1:]] == [*map(str, (repository / "lib", repository / "built", outside))]
+        assert "PYTHONPATH" not in head.note
+
+
+def test_interpreter_keeps_its_torch_where_pythonpath_has_another(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "build" / "torch").mkdir(parents=True)
+    (tmp_path / "lib").mkdir()
+    paths = [str(tmp_path / name) for name in ("build", "lib")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    with open_arms(f"python:{sys.executable}", "env:") as (base, head):
+        assert [*base.path[1:]] == paths[1:] and [*head.path[1:]] == paths
+        assert f"without {paths[0]} of PYTHONPATH, whose torch would hide the interpreter's" in base.note
+
+
+def test_problem_of_a_revision_names_the_file_in_the_repository(repository: Path) -> None:
+    with open_arms("rev:HEAD", "env:") as (base, head):
+        problem = f"no suite file at {base.root}/bench/new.py: expected one"
+        assert base.explain(problem) == (
+            "no suite file at bench/new.py: expected one; a revision has committed files alone"
+        )
+        assert head.explain(problem) == problem
+
+
+@pytest.mark.parametrize(
+    ("text", "such"),
+    [
+        ("main", "rev:main"),
+        ("NCCL_ALGO=Ring", "env:NCCL_ALGO=Ring"),
+        (sys.executable, f"python:{sys.executable}"),
+    ],
+)
+def test_arm_without_its_kind_is_refused_with_the_kind_that_is_meant(text: str, such: str) -> None:
+    with pytest.raises(UsageError, match=f"is not an arm: .*, such as {re.escape(such)}$"):
+        arms.check_text(text)

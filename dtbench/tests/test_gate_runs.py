@@ -23,6 +23,7 @@ from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES
 from dtbench.tests.gate_selftest import plan_on
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import made_up_arm
+from dtbench.tests.test_gate_arms import git
 
 Gate = Callable[..., tuple[int, str, str]]
 
@@ -39,7 +40,7 @@ def gate(dtbench: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
         monkeypatch.setattr(gates, "open_arms", made_up)
         where = () if "-o" in options else ("-o", "g")
-        return dtbench("gate", "--base", "env:", "--head", "env:", "fake", *where, *options)
+        return dtbench("gate", "--base", "env:", "--head", "env:", "dispatch", *where, *options)
 
     return run
 
@@ -174,7 +175,7 @@ ENVS = ("--base", "env:", "--head", "env:")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((*ENVS, "torchrun"), "without torchrun"),
+        ((*ENVS, "dispatch/torchrun"), "without torchrun"),
         (ENVS, "nothing is selected"),
         (("--base", "main", "--head", "env:", "dispatch"), "'main' is not an arm"),
         (("--base", "env:RANK=1", "--head", "env:", "dispatch"), "which every launch sets itself"),
@@ -186,7 +187,7 @@ ENVS = ("--base", "env:", "--head", "env:")
 def test_options_that_cannot_be_followed(
     dtbench: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ) -> None:
-    if "torchrun" in words:
+    if "dispatch/torchrun" in words:
         place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         for name, value in place.items():
             monkeypatch.setenv(name, value)
@@ -240,6 +241,61 @@ def test_real_launches_count_what_a_call_does(dtbench: Cli, tmp_path: Path) -> N
         assert list(rise) == ["python_calls"]
         assert rise["python_calls"]["head"] == rise["python_calls"]["base"] + 1
         assert (b["tolerance"], b["floor_s"]) == (0.2, 1e-6)
+
+
+NEIGHBOUR = "from dtbench.suite import suite\nimport helper_beside\n" + SUITE.replace(
+    "100, 200", "helper_beside.N,"
+)
+
+
+def test_real_arms_say_before_a_launch_that_a_selection_has_no_benchmark(
+    dtbench: Cli, tmp_path: Path
+) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "tiny.py").write_text(NEIGHBOUR)
+    code, _, err = dtbench("gate", *ENVS, "bench/tiny.py", "-o", "g")
+    assert code == 2 and "ModuleNotFoundError: No module named 'helper_beside' (tiny.py:2)" in err, err
+    (tmp_path / "bench" / "helper_beside.py").write_text("N = 50\n")
+    code, _, err = dtbench("gate", *ENVS, "bench/tiny.py/nothing", "bench/tiny.py/sum", "-o", "g")
+    assert code == 2 and "'nothing' matches none of their 1 cases; expected such as n=50" in err, err
+    code, _, err = dtbench("gate", *ENVS, "bench/tiny.py", "--impl", "core", "-o", "g")
+    assert code == 2 and "no benchmark of --impl core: it has python" in err, err
+    assert "counting" not in err and not Path("g").exists()
+
+
+def test_real_revisions_import_their_own_neighbours(
+    dtbench: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    (bench / "tiny.py").write_text(NEIGHBOUR)
+    git("init", "-q")
+    for n in (10, 20):
+        (bench / "helper_beside.py").write_text(f"N = {n}\n")
+        git("add", "-A")
+        git("commit", "-qm", f"{n}")
+    (bench / "helper_beside.py").write_text("N = 30\n")  # of the working tree: neither arm's
+    monkeypatch.setenv("PYTHONPATH", str(bench))
+    code, out, err = dtbench("gate", "--base", "rev:HEAD~1", "--head", "rev:HEAD", "bench/tiny.py", "-o", "g")
+    assert code == 4, out + err
+    benchmarks = json.loads(Path("g/gate.json").read_text())["benchmarks"]
+    assert {(b["params"]["n"], b["verdict"]) for b in benchmarks} == {(10, "MISSING"), (20, "NEW")}
+
+
+def test_problem_of_both_arms_ends_the_gate_before_it_makes_a_folder(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = made_up_arm
+
+    def made_up(folder: Path, **variables: str) -> Arm:
+        return replace(whole(folder, **variables), problems=("", variables.get("PROBLEM", "")))
+
+    monkeypatch.setattr("dtbench.tests.test_gate_runs.made_up_arm", made_up)
+    code, _, err = gate({"PROBLEM": "no such case"}, {"PROBLEM": "no such case"})
+    assert (code, err) == (2, "dtbench: no such case\n") and not Path("g").exists()
+    code, _, err = gate({"PROBLEM": "no such case"}, {"PROBLEM": "no such file"})
+    assert code == 2 and "in base: no such case; in head: no such file" in err
+    assert gate({"PROBLEM": "no such case"}, {})[0] == 0
 
 
 # ------------------------------------------------------------------------------- launches

@@ -301,7 +301,14 @@ SEARCH = ["--model", "llama-8b", "--gpus", "8", "--batch", "8"]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give --model, --gpus and --batch"),
+        (
+            [],
+            "give --model and --gpus and --batch, such as `dtbench plan --model llama-8b --gpus 8 --batch 256`",
+        ),
+        (
+            ["--gpus", "64"],
+            "give --model and --batch, such as `dtbench plan --model llama-8b --gpus 64 --batch 256`",
+        ),
         ([*SEARCH, "--model", "no-such"], "--model no-such is not known"),
         ([*SEARCH, "--gpus", "7"], "no layout shares a batch of 8 sequences over all 7"),
         ([*SEARCH, "--model", "llama-405b"], "does not fit on 8 GPUs"),

@@ -82,7 +82,7 @@ def test_what_cannot_be_profiled_is_refused_in_one_line(
         (("dispatch/ad",), "dispatch has no case 'ad': the nearest are add"),
         (("dispatch",), "cases match, a profile shows at most 24: name one"),
         (("dispatch/add", "--filter", "mesh=9"), "matches none of the"),
-        (("dispatch/",), "is not SUITE or SUITE/CASE"),
+        (("dispatch/",), "no suite is called 'dispatch/'"),
         ((*ONE_CASE, "-o", "taken"), "taken exists already: give another -o"),
         ((*ONE_CASE, "--device", "cuda"), "torch finds no CUDA device"),
     ):

@@ -119,6 +119,20 @@ def test_which_suites_are_measured(folder: Path, words: tuple[str, ...], outcome
     assert outcome in out, out
 
 
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_suite_file_imports_the_module_beside_it(tmp_path: Path, mode: str) -> None:
+    package = tmp_path / "bench"
+    package.mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (package / "__init__.py").touch()  # pytest puts the folder above on sys.path, if any
+    (package / "helper.py").write_text("N = 8\n")
+    (package / "my_suite.py").write_text(
+        SUITE.replace("(8, 16)", "(helper.N,)").replace("import torch", "import helper, torch")
+    )
+    out = run_pytest(tmp_path, "bench/my_suite.py", *QUICK, "matmul", "--import-mode", mode)
+    assert "1 passed" in out, out
+
+
 def test_a_fixture_times_functions_of_ones_own_tests(folder: Path) -> None:
     out = run_pytest(folder, "test_own.py")
     assert "1 failed, 1 passed" in out and "failed: ZeroDivisionError: division by zero" in out

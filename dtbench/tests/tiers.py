@@ -46,6 +46,8 @@ SLOW = {
     "core/tests/test_with_pytorch.py::test_*_of_torchs_database*": "hundreds of options of modules and optimizers",
     # The gate's launches are such starts, too; the fast tier judges made-up ones.
     "dtbench/tests/test_gate_runs.py::test_real_launches*": "four launches that import torch",
+    "dtbench/tests/test_gate_runs.py::test_real_arms*": "six processes that load torch",
+    "dtbench/tests/test_gate_runs.py::test_real_revisions*": "four of them",
     "dtbench/tests/test_gate_runs.py::test_compared_launches*": "five of them",
     "dtbench/tests/test_gate_runs.py::test_arms_load_apart*": "three of them",
     "dtbench/tests/test_gate_runs.py::test_an_arm_that_brings*": "two of them",
