@@ -274,7 +274,7 @@ def _damage(topology: CalibratedTopology, path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("where", "value", "complaint"),
     [
-        ("kind", "run", "is not a topology"),
+        ("kind", "run", "is a run of dtbench, expected a topology"),
         ("schema", 1, "older dtbench .* calibrate again from the run file"),
         ("dims", {}, "dims: expected array"),
         ("dims.0.ranks", 1, "expected int >= 2"),
@@ -302,7 +302,7 @@ def test_a_damaged_file_is_refused_in_one_line(
 def test_lines_of_a_long_curve_are_fitted_to_some_of_its_sizes() -> None:
     """The table has all of them."""
     sizes = tuple(1024 * k for k in range(1, 3000))
-    results = made_up.collectives(truth={"dp": (40, 2)}, names=RING[:1], sizes=sizes, samples=1)
+    results = made_up.collectives(mesh={"dp": 2}, truth={"dp": (40, 2)}, names=RING[:1], sizes=sizes, samples=1)
     topology = calibration.calibrate([run_of(results)])
     dim = dims_of(topology)["dp"]
     (curve,) = dim.collectives.values()

@@ -234,6 +234,7 @@ def test_meet_names_the_ranks_that_are_missing() -> None:
         meet(place, store_of(place, 0), 1.0, 0.2)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_limit_names_what_did_not_finish_on_any_rank_before_the_world_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -242,7 +243,7 @@ def test_a_limit_names_what_did_not_finish_on_any_rank_before_the_world_stands(
 
     def leave(_code: int) -> None:
         ended.set()
-        raise SystemExit  # of the thread
+        raise SystemExit  # of the thread: it does not return from the end of its process
 
     monkeypatch.setattr("dtbench.engine.failure.exit_now", leave)
     monkeypatch.setattr(FailureDetector, "_wait_for_signals", lambda _self: None)

@@ -277,7 +277,7 @@ def test_an_interrupt_inside_a_line_leaves_whole_lines(
         (b"hello\n", "first line is no header: not JSON"),
         (b"[1, 2]\n", "expected a JSON object"),
         (b"{}\n", 'kind missing, expected "run"'),
-        (b'{"kind":"topology"}\n', "kind 'topology'"),
+        (b'{"kind":"topology"}\n', "is a topology, expected a dtbench run"),
         (b'{"kind":"run","schema":2,"run_id":"x"}\n', "newer dtbench .schema 2.*upgrade"),
         (b'{"kind":"run","schema":true,"run_id":"x"}\n', "schema: expected int, got bool"),
         (b'{"kind":"run","schema":1}\n', "line 1 is damaged: Object missing required field run_id"),

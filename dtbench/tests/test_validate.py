@@ -187,7 +187,7 @@ def test_wrong_usage_is_one_line(dtbench: Cli) -> None:
         ("--split fitted.jsonl -o new.json", "--split writes none"),
         ("fitted.jsonl", "-o missing"),
         ("fitted.jsonl -o new.json --json", "--json is for --validate"),
-        ("--validate fitted.jsonl t.json", "is not a topology"),
+        ("--validate fitted.jsonl t.json", "fitted.jsonl is a run of dtbench, expected a topology"),
     ):
         code, out, err = dtbench("calibrate", *args.split())
         assert (code, out, err.count("\n")) == (EXIT_USAGE, "", 1) and says in err, args
