@@ -104,9 +104,8 @@ def read_systems(path: Path = TABLE) -> tuple[System, ...]:
     Raises:
         UnreadableRunError: there is none, or it is damaged.
     """
-    table = read_json(path, "a reference table of dtbench", MAX_BYTES)
     try:
-        return into(table, _SystemsFile).systems
+        return into(read_json(path, "a reference table of dtbench", MAX_BYTES), _SystemsFile).systems
     except BadFieldError as error:
         raise UnreadableRunError(f"the reference table {path} is damaged: {error}") from error
 
@@ -306,8 +305,11 @@ def verdicts_of(rows: Sequence[ReferenceRow], beside: str, one_is_enough: bool) 
     alike = group_by(judged, lambda v: (v.verdict, v.sizes, v.sources, v.verdict == "low" and v.collectives))
     for several in alike.values():
         ends = [ratio for verdict in several for ratio in verdict.ratios]
-        names = tuple(name for verdict in several for name in verdict.collectives)
-        yield replace(several[0], collectives=names, ratios=(min(ends), max(ends)))
+        yield replace(
+            several[0],
+            collectives=tuple(name for verdict in several for name in verdict.collectives),
+            ratios=(min(ends), max(ends)),
+        )
 
 
 def _judged(rows: Sequence[ReferenceRow], beside: str, one_is_enough: bool) -> ReferenceVerdict:

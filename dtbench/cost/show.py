@@ -36,11 +36,11 @@ def print_topology(topology: CalibratedTopology) -> None:
         ("off by", [format_ratio(dim.residuals.geometric_mean_ratio) for dim in dims]),
     ]
     if any(builtin):
-        constants = [
-            f"{b.latency_us_per_hop:g} us, {b.bandwidth_GiBps:g} GiB/s" if b else "-" for b in builtin
-        ]
         figures += [
-            ("PyTorch's constants", constants),
+            (
+                "PyTorch's constants",
+                [f"{b.latency_us_per_hop:g} us, {b.bandwidth_GiBps:g} GiB/s" if b else "-" for b in builtin],
+            ),
             ("off by", [format_ratio(b.geometric_mean_ratio) if b else "-" for b in builtin]),
         ]
     print_columns(console, [("mesh dim", [dim.name for dim in dims])], figures)
@@ -89,16 +89,19 @@ def _print_group(console: Console, group: CallGroup, models: dict[str, str]) -> 
     regimes = [regime for regime in REGIMES if any(regime in of_model for of_model in group.scores.values())]
     scores = list(group.scores.values())
     large = [of.get(">= 32 MiB") for of in scores]
-    figures: list[Column] = [
-        *(
-            (r, [format_ratio(of[r].geometric_mean_ratio) if r in of else "-" for of in scores])
-            for r in regimes
-        ),
-        ("median error", [_percent(of["all"].median_error) for of in scores]),
-        (">= 32 MiB, median error", [_percent(of.median_error) if of else "-" for of in large]),
-        ("values", [str(of["all"].points) for of in scores]),
-    ]
-    print_columns(console, [("model", [models[model] for model in group.scores])], figures)
+    print_columns(
+        console,
+        [("model", [models[model] for model in group.scores])],
+        figures=[
+            *(
+                (r, [format_ratio(of[r].geometric_mean_ratio) if r in of else "-" for of in scores])
+                for r in regimes
+            ),
+            ("median error", [_percent(of["all"].median_error) for of in scores]),
+            (">= 32 MiB, median error", [_percent(of.median_error) if of else "-" for of in large]),
+            ("values", [str(of["all"].points) for of in scores]),
+        ],
+    )
 
 
 def _percent(share: float) -> str:
@@ -111,20 +114,19 @@ def print_buckets(choices: Sequence[BucketChoice], as_json: bool = False) -> Non
         print_json({"kind": "buckets", "buckets": msgspec.to_builtins(choices)})
         return
     console = new_console()
-    figures: list[Column] = [
-        ("ranks", [str(c.group.ranks) for c in choices]),
-        ("tensors", [format_size(c.group.tensor_bytes) for c in choices]),
-        ("launches", [str(c.launches) for c in choices]),
-        ("bucket_cap_mb", ["-" if c.bucket_cap_mb is None else f"{c.bucket_cap_mb:g}" for c in choices]),
-        ("90% interval", [_bucket_interval(c) for c in choices]),
-        ("fastest", [f"{c.fastest_bytes / MIB:g}" for c in choices]),
-        ("loss", [f"{c.loss:.1%}" for c in choices]),
-    ]
-    words: list[Column] = [
-        ("mesh dim", [c.group.mesh_dim for c in choices]),
-        ("dtype", [c.group.dtype for c in choices]),
-    ]
-    print_columns(console, words, figures)
+    print_columns(
+        console,
+        [("mesh dim", [c.group.mesh_dim for c in choices]), ("dtype", [c.group.dtype for c in choices])],
+        figures=[
+            ("ranks", [str(c.group.ranks) for c in choices]),
+            ("tensors", [format_size(c.group.tensor_bytes) for c in choices]),
+            ("launches", [str(c.launches) for c in choices]),
+            ("bucket_cap_mb", ["-" if c.bucket_cap_mb is None else f"{c.bucket_cap_mb:g}" for c in choices]),
+            ("90% interval", [_bucket_interval(c) for c in choices]),
+            ("fastest", [f"{c.fastest_bytes / MIB:g}" for c in choices]),
+            ("loss", [f"{c.loss:.1%}" for c in choices]),
+        ],
+    )
     for edge in dict.fromkeys(c.edge for c in choices if c.edge):
         print_prose(console, f"no bucket_cap_mb: {edge}; {MEASURE}, with sizes beyond it")
     print_prose(

@@ -52,8 +52,9 @@ def check(log: Log, *, collective: str | None = None, ranks: int | None = None) 
             log.problems.insert(0, Problem(table.line, f"{conflict}: the list is taken for cut"))
         _check_data(table)
         if not table.ended and table.rows:
-            why = "the table has no end: the log was cut, or the benchmark did not finish"
-            log.say(table.rows[-1].line, why)
+            log.say(
+                table.rows[-1].line, "the table has no end: the log was cut, or the benchmark did not finish"
+            )
 
 
 def _identify(log: Log, table: LogTable, collective: str | None, ranks: int | None) -> None:
@@ -96,8 +97,9 @@ def _find_ranks(log: Log, table: LogTable, by_user: int | None) -> None:
     part = parts.pop() if len(parts) == 1 else None
     if part is not None and part > 1 and {part} != {table.ranks, by_user or part}:
         if table.ranks not in (None, part, by_user):
-            why = f"{table.ranks} ranks are listed, size over count gives {part}, which is taken"
-            log.say(table.line, why)
+            log.say(
+                table.line, f"{table.ranks} ranks are listed, size over count gives {part}, which is taken"
+            )
         table.ranks, table.ranks_from = part, "size and count"
     if by_user is None or by_user == table.ranks:
         return
@@ -196,8 +198,10 @@ def _check_time(figure: LogFigure, name: str, carried: float, bandwidth: Printed
     if time.value <= 0:
         figure.fail(f"its time is 0 and its {name} {bandwidth.value / 1e9:.6g} GB/s")
     elif not _overlap(carried / time.high, carried / time.low if time.low > 0 else math.inf, bandwidth):
-        are = f"{carried:.0f} bytes in {time.value * 1e6:.6g} us are {carried / time.value / 1e9:.4g} GB/s"
-        figure.fail(f"{are} of {name}, the row says {bandwidth.value / 1e9:.6g}")
+        figure.fail(
+            f"{carried:.0f} bytes in {time.value * 1e6:.6g} us are {carried / time.value / 1e9:.4g} GB/s of {name}, "
+            f"the row says {bandwidth.value / 1e9:.6g}"
+        )
 
 
 def _overlap(low: float, high: float, value: Printed) -> bool:

@@ -66,9 +66,11 @@ def _why_nothing(logs: Sequence[Log]) -> str:
     for log in logs:
         if log.failures:
             reasons.append(f"{log.name}: the benchmark failed, {log.failures[0]}")
-        for table in log.tables:
-            why = f"{table.refusal or 'no rows with data'} ({plural(len(table.rows), 'row')})"
-            reasons.append(f"{log.name} line {table.line}: {why}")
+        reasons += [
+            f"{log.name} line {table.line}: {table.refusal or 'no rows with data'} "
+            f"({plural(len(table.rows), 'row')})"
+            for table in log.tables
+        ]
         if not log.rows:
             reasons += [f"{log.name} {problem}" for problem in log.problems]
         if not log.tables and not log.failures:
@@ -195,9 +197,12 @@ def _result(table: LogTable, row: LogRow, figures: Sequence[LogFigure], together
     good = [f for f in figures if not f.fault and f.time is not None]
     bad = next((f for f in figures if f.fault), None)
     if bad is not None or not good:
-        reason = f"line {row.line}: {bad.fault if bad else 'it has no time'}"
         wrong = bad is not None and bad.fault_is_wrong_data
-        return msgspec.structs.replace(blank, status="wrong" if wrong else "failed", reason=reason)
+        return msgspec.structs.replace(
+            blank,
+            status="wrong" if wrong else "failed",
+            reason=f"line {row.line}: {bad.fault if bad else 'it has no time'}",
+        )
     samples = [s for f in good for s in (f.samples_s or (f.time.value if f.time else 0.0,))]
     timing = summarize(samples)
     algbw = row.size_bytes / timing.p25  # as `estimator_of` has it for device times
@@ -230,7 +235,6 @@ def _header(
 ) -> Header:
     first = usable[0][1]
     listed = max((table.devices for _, table in usable), key=len)
-    of_dtbench = {"dtbench": __version__, "torch": None, "python": None, "backend": _backend(first)}
     versions: dict[str, set[str]] = {}
     for name, version in (item for _, table in usable for item in table.versions.items()):
         versions.setdefault(name, set()).add(version)
@@ -240,7 +244,8 @@ def _header(
         run_id=hashlib.sha256("".join(sorted(log.sha256 for log in logs)).encode()).hexdigest()[:32],
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         argv=tuple(mask_arguments(argv)),
-        versions=of_dtbench | {name: ", ".join(sorted(of)) for name, of in versions.items()},
+        versions={"dtbench": __version__, "torch": None, "python": None, "backend": _backend(first)}
+        | {name: ", ".join(sorted(of)) for name, of in versions.items()},
         machine=Machine(gpus=tuple(Gpu(name=d.name) for d in listed if d.name and d.host == listed[0].host)),
         ranks=tuple(places[rank] for rank in sorted(places)),
         mesh=MeshShape(dim_names=tuple(name for name, _ in mesh), shape=tuple(size for _, size in mesh)),

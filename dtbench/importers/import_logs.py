@@ -112,10 +112,12 @@ def import_logs(
         for result in results:
             writer.append(result)
         writer.end()
-    lines = [line for log in logs for line in report(log)] + [f"! {drop}" for drop in drops_of(results)]
-    lines.append(_total(results, output))
-    flagged = any(log.refused or log.failures for log in logs)
-    return EXIT_CASE_FAILED if flagged else EXIT_OK, lines
+    lines = [
+        *(line for log in logs for line in report(log)),
+        *(f"! {drop}" for drop in drops_of(results)),
+        _total(results, output),
+    ]
+    return EXIT_CASE_FAILED if any(log.refused or log.failures for log in logs) else EXIT_OK, lines
 
 
 def report(log: Log) -> Iterator[str]:

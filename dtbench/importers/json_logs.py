@@ -27,7 +27,6 @@ class _Device(Struct, frozen=True):
     rank: Count
     group: Count = 0
     device: Count = 0
-    pid: Count = 0
     hostname: str = ""
     device_info: str = ""
 
@@ -110,8 +109,7 @@ def _table(file: _File) -> LogTable:
     table = LogTable("nccl-tests", 0, ended=file.average_bus_bandwidth is not None)
     table.mode = "back_to_back" if config.blocking_collectives in ("false", "0", 0) else "isolated"
     table.devices = [
-        ListedRank(d.rank, d.group, d.hostname[:255], d.device, d.device_info[:120], d.pid)
-        for d in config.devices
+        ListedRank(d.rank, d.group, d.hostname[:255], d.device, d.device_info[:120]) for d in config.devices
     ]
     table.started = file.start_time[:40]
     if file.nccl_version is not None and 1000 <= file.nccl_version < 10**6:

@@ -134,7 +134,6 @@ class ListedRank:
     host: str
     index: int
     name: str
-    pid: int
 
 
 @dataclass

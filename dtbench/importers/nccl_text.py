@@ -148,9 +148,9 @@ class _Reader:
         if match is None:
             return False
         rank, group, pid, host, index, name = match.groups()
-        device = ListedRank(int(rank), int(group or 0), host, int(index), name.strip(), int(pid))
+        device = ListedRank(int(rank), int(group or 0), host, int(index), name.strip())
         if device.rank == 0 and device.group == 0:
-            self.roots.add(device.pid)
+            self.roots.add(int(pid))
         # A list of devices that has gone to a table, or that already has this rank, is another's.
         used = self.table is not None and self.table.devices is self.devices
         if used or any(d.rank == device.rank for d in self.devices):
@@ -313,7 +313,8 @@ def name_table(table: LogTable, program: str | None) -> None:
     if name:
         table.collective = name
     elif name == "":
-        why = "its bandwidths do not count bytes as those of a collective do"
-        table.refusal = f"{program!r} is not read: {why}"
+        table.refusal = (
+            f"{program!r} is not read: its bandwidths do not count bytes as those of a collective do"
+        )
     elif program is not None:
         table.refusal = f"{program[:40]!r} is no program of nccl-tests that is known here"

@@ -102,8 +102,9 @@ def _deepspeed_size(table: LogTable, described: int, time: Printed, tput: Printe
             low, high = times * size / time.high, times * size / max(time.low, 1e-300)
             if low <= tput.high * (1 + 1e-6) and high >= tput.low * (1 - 1e-6):
                 return size
-    given = f"the throughput of {tput.value / 1e9:.6g} GB/s it gives"
-    figure.fail(f"{described} bytes in {time.value:.6g} s are not {given}")
+    figure.fail(
+        f"{described} bytes in {time.value:.6g} s are not the throughput of {tput.value / 1e9:.6g} GB/s it gives"
+    )
     return whole[0]
 
 

@@ -45,17 +45,15 @@ def _printed(line: str) -> str:
     return text if isinstance(text, str) else f"{line}\n"
 
 
-def lines_of(text: str) -> list[str]:
+def lines_of(text: str) -> Iterator[str]:
     """The lines without terminal escapes; of a line that was overwritten (\\r), what remained visible."""
-    lines = []
     for line in text.split("\n"):
         line = line[:MAX_LINE].rstrip("\r ")
         if "\x1b" in line:
             line = _ESCAPES.sub("", line)
         if "\r" in line:
             line = line.rsplit("\r", 1)[1]
-        lines.append(line.replace("\t", " ").replace("\x00", ""))
-    return lines
+        yield line.replace("\t", " ").replace("\x00", "")
 
 
 def scan(text: str, kinds: Mapping[str, re.Pattern[str]]) -> Iterator[tuple[int, str, re.Match[str]]]:

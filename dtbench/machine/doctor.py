@@ -72,17 +72,29 @@ def _governor(here: Surroundings) -> list[MachineFinding]:
     if not governors:
         got = "no cpufreq here (usual in a virtual machine)"
         return [MachineFinding(check, None, got, "the host decides the clock")]
-    effect = "the clock follows the load: short dispatch timings start slow and vary"
-    remedy = "sudo cpupower frequency-set -g performance"
-    return [_judged(check, governors <= {"performance"}, ", ".join(sorted(governors)), effect, remedy)]
+    return [
+        _judged(
+            check,
+            ok=governors <= {"performance"},
+            got=", ".join(sorted(governors)),
+            effect="the clock follows the load: short dispatch timings start slow and vary",
+            remedy="sudo cpupower frequency-set -g performance",
+        )
+    ]
 
 
 def _turbo(here: Surroundings) -> list[MachineFinding]:
-    effect = "the clock depends on temperature and on how many cores are busy: later cases run slower"
     for switch, off in (("intel_pstate/no_turbo", "1"), ("cpufreq/boost", "0")):
         if state := here.read(f"sys/devices/system/cpu/{switch}"):
-            remedy = f"echo {off} | sudo tee /sys/devices/system/cpu/{switch}"
-            return [_judged("CPU turbo", state == off, "off" if state == off else "on", effect, remedy)]
+            return [
+                _judged(
+                    "CPU turbo",
+                    ok=state == off,
+                    got="off" if state == off else "on",
+                    effect="the clock depends on temperature and on how many cores are busy: later cases run slower",
+                    remedy=f"echo {off} | sudo tee /sys/devices/system/cpu/{switch}",
+                )
+            ]
     return [MachineFinding("CPU turbo", None, "unknown: no switch for it here")]
 
 
@@ -91,11 +103,16 @@ def _load(here: Surroundings) -> list[MachineFinding]:
     if match is None:
         return [MachineFinding("load average", None, "unknown: no /proc/loadavg")]
     load = float(match[1])
-    got = f"{load:g} on {here.usable_cores} usable cores"
-    # Half a core busy on average is already a neighbour of some rank.
-    ok = load <= max(0.5, 0.1 * here.usable_cores)
-    effect = "other processes take cores from the ranks: the slowest rank counts, so all times grow"
-    return [_judged("load average", ok, got, effect, "stop other processes (see: top) and wait a minute")]
+    return [
+        _judged(
+            "load average",
+            # Half a core busy on average is already a neighbour of some rank.
+            ok=load <= max(0.5, 0.1 * here.usable_cores),
+            got=f"{load:g} on {here.usable_cores} usable cores",
+            effect="other processes take cores from the ranks: the slowest rank counts, so all times grow",
+            remedy="stop other processes (see: top) and wait a minute",
+        )
+    ]
 
 
 def _threads(here: Surroundings) -> Iterator[MachineFinding]:
@@ -117,9 +134,15 @@ def _threads(here: Surroundings) -> Iterator[MachineFinding]:
 
 def _cores(here: Surroundings) -> list[MachineFinding]:
     ranks, cores = here.local_ranks, here.usable_cores
-    got = f"{ranks} ranks on {cores} usable cores"
-    effect = "ranks take turns on a core: a small collective costs milliseconds instead of 0.3 ms"
-    return [_judged("cores for the ranks", ranks <= cores, got, effect, f"dtbench run --nproc {cores}")]
+    return [
+        _judged(
+            "cores for the ranks",
+            ok=ranks <= cores,
+            got=f"{ranks} ranks on {cores} usable cores",
+            effect="ranks take turns on a core: a small collective costs milliseconds instead of 0.3 ms",
+            remedy=f"dtbench run --nproc {cores}",
+        )
+    ]
 
 
 def _numa(here: Surroundings) -> list[MachineFinding]:
@@ -128,11 +151,16 @@ def _numa(here: Surroundings) -> list[MachineFinding]:
         return [MachineFinding("NUMA nodes", True if nodes else None, f"{nodes}" if nodes else "unknown")]
     online = len(machine.cpu_list(here.read("sys/devices/system/cpu/online")))
     bound = bool(online) and here.usable_cores < online
-    got = f"{nodes}, " + (
-        f"bound to {here.usable_cores} of {online} CPUs" if bound else "and the ranks are bound to none"
-    )
-    effect = "a rank that moves to another node reads its memory from afar; times change between launches"
-    return [_judged("NUMA nodes", bound, got, effect, "numactl --cpunodebind=0 --membind=0 dtbench run ...")]
+    cpus = f"bound to {here.usable_cores} of {online} CPUs" if bound else "and the ranks are bound to none"
+    return [
+        _judged(
+            "NUMA nodes",
+            ok=bound,
+            got=f"{nodes}, {cpus}",
+            effect="a rank that moves to another node reads its memory from afar; times change between launches",
+            remedy="numactl --cpunodebind=0 --membind=0 dtbench run ...",
+        )
+    ]
 
 
 def _cpu_quota(here: Surroundings) -> list[MachineFinding]:
@@ -144,10 +172,15 @@ def _cpu_quota(here: Surroundings) -> list[MachineFinding]:
     if not matches:
         return [MachineFinding("cgroup CPU quota", True, "none")]
     quota = min(int(match[1]) / int(match[2]) for match in matches)
-    got = f"{quota:g} cores of time on {here.usable_cores} usable cores"
-    effect = "once the quota of a period (0.1 s) is used up, all ranks stand still until the next"
-    remedy = "give the container whole cores: docker run --cpuset-cpus, or a static CPU manager policy"
-    return [_judged("cgroup CPU quota", quota >= here.usable_cores, got, effect, remedy)]
+    return [
+        _judged(
+            "cgroup CPU quota",
+            ok=quota >= here.usable_cores,
+            got=f"{quota:g} cores of time on {here.usable_cores} usable cores",
+            effect="once the quota of a period (0.1 s) is used up, all ranks stand still until the next",
+            remedy="give the container whole cores: docker run --cpuset-cpus, or a static CPU manager policy",
+        )
+    ]
 
 
 def _swap(here: Surroundings) -> list[MachineFinding]:
@@ -155,18 +188,30 @@ def _swap(here: Surroundings) -> list[MachineFinding]:
     if not {"SwapTotal", "SwapFree"} <= set(kib):
         return [MachineFinding("swap", None, "unknown: no /proc/meminfo")]
     used = (int(kib["SwapTotal"]) - int(kib["SwapFree"])) * 1024
-    got = f"{format_bytes(used)} in use" if used > 0 else "not in use"
-    effect = "memory that was swapped out is read back from the disk inside a timed call"
-    return [_judged("swap", used <= 0, got, effect, "sudo swapoff -a && sudo swapon -a")]
+    return [
+        _judged(
+            "swap",
+            ok=used <= 0,
+            got=f"{format_bytes(used)} in use" if used > 0 else "not in use",
+            effect="memory that was swapped out is read back from the disk inside a timed call",
+            remedy="sudo swapoff -a && sudo swapon -a",
+        )
+    ]
 
 
 def _clocksource(here: Surroundings) -> list[MachineFinding]:
     current = here.read("sys/devices/system/clocksource/clocksource0/current_clocksource")
     if not current:
         return [MachineFinding("clock source", None, "unknown")]
-    ok = current in {"tsc", "kvm-clock", "arch_sys_counter", "timebase"}  # read without a system call
-    effect = "reading the clock needs the kernel and costs up to 1 µs per reading"
-    return [_judged("clock source", ok, current, effect, "boot with clocksource=tsc tsc=reliable")]
+    return [
+        _judged(
+            "clock source",
+            ok=current in {"tsc", "kvm-clock", "arch_sys_counter", "timebase"},  # read without a system call
+            got=current,
+            effect="reading the clock needs the kernel and costs up to 1 µs per reading",
+            remedy="boot with clocksource=tsc tsc=reliable",
+        )
+    ]
 
 
 def _gpus(here: Surroundings) -> Iterator[MachineFinding]:
@@ -176,13 +221,14 @@ def _gpus(here: Surroundings) -> Iterator[MachineFinding]:
         for index, device in machine.devices(library).items():
             yield from _gpu(device, f"GPU {index}")
     elif devices:
-        got = f"cannot be used, although there is {', '.join(devices)}"
-        effect = "clocks and throttling are not recorded: a throttled result passes for a good one"
-        remedy = (
-            "pip install nvidia-ml-py, and make libnvidia-ml.so.1 visible (in a container: "
-            "NVIDIA_DRIVER_CAPABILITIES=utility,compute)"
+        yield MachineFinding(
+            "NVML",
+            ok=False,
+            got=f"cannot be used, although there is {', '.join(devices)}",
+            effect="clocks and throttling are not recorded: a throttled result passes for a good one",
+            remedy="pip install nvidia-ml-py, and make libnvidia-ml.so.1 visible (in a container: "
+            "NVIDIA_DRIVER_CAPABILITIES=utility,compute)",
         )
-        yield MachineFinding("NVML", False, got, effect, remedy)
     else:
         yield MachineFinding("GPUs", True, "none")
 
@@ -194,22 +240,33 @@ def _gpu(device: machine.NvmlDevice, title: str) -> Iterator[MachineFinding]:
         yield MachineFinding(f"{title} clocks", None, f"{got}; throttling unknown")
     else:
         slowed = machine.throttling(reasons)
-        got += f"; slowed by {', '.join(slowed)}" if slowed else ""
-        effect = "the GPU is slowed against its setting; kernels take longer, and differently so over time"
-        remedy = "cool it, raise its power limit, or lock a clock it can hold: sudo nvidia-smi -lgc MHZ"
-        yield _judged(f"{title} clocks", not slowed, got, effect, remedy)
+        yield _judged(
+            f"{title} clocks",
+            ok=not slowed,
+            got=got + (f"; slowed by {', '.join(slowed)}" if slowed else ""),
+            effect="the GPU is slowed against its setting; kernels take longer, and differently so over time",
+            remedy="cool it, raise its power limit, or lock a clock it can hold: sudo nvidia-smi -lgc MHZ",
+        )
 
     persistence = device.ask("nvmlDeviceGetPersistenceMode")
     if persistence is not None:
-        got = "on" if persistence else "off"
-        effect = "the driver unloads between launches: the first calls of each pay for its start"
-        yield _judged(f"{title} persistence mode", bool(persistence), got, effect, "sudo nvidia-smi -pm 1")
+        yield _judged(
+            f"{title} persistence mode",
+            ok=bool(persistence),
+            got="on" if persistence else "off",
+            effect="the driver unloads between launches: the first calls of each pay for its start",
+            remedy="sudo nvidia-smi -pm 1",
+        )
 
     processes = device.ask("nvmlDeviceGetComputeRunningProcesses") or []
     pids = [str(process.pid) for process in processes if process.pid != os.getpid()]
-    got = f"{len(pids)} (pid {', '.join(pids[:5])})" if pids else "none"
-    effect = "they share the GPU's time, memory bandwidth and links with the benchmark"
-    yield _judged(f"{title} other processes", not pids, got, effect, "nvidia-smi; end them")
+    yield _judged(
+        f"{title} other processes",
+        ok=not pids,
+        got=f"{len(pids)} (pid {', '.join(pids[:5])})" if pids else "none",
+        effect="they share the GPU's time, memory bandwidth and links with the benchmark",
+        remedy="nvidia-smi; end them",
+    )
 
 
 def _hostname(here: Surroundings) -> list[MachineFinding]:
@@ -220,14 +277,27 @@ def _hostname(here: Surroundings) -> list[MachineFinding]:
     try:
         address = here.resolve(name)
     except OSError as error:
-        effect = "gloo picks its interface by this name: it falls back to loopback, or no group comes up"
-        remedy = f"add a line '<address> {name}' to /etc/hosts, or export GLOO_SOCKET_IFNAME=<interface>"
-        got = f"{name} does not resolve ({error.strerror or error})"
-        return [MachineFinding(check, False, got, effect, remedy)]
-    effect = "gloo uses loopback: right on one host, and other hosts cannot connect"
-    remedy = "across hosts: export GLOO_SOCKET_IFNAME=<interface>"
+        return [
+            MachineFinding(
+                check,
+                ok=False,
+                got=f"{name} does not resolve ({error.strerror or error})",
+                effect="gloo picks its interface by this name: it falls back to loopback, or no group comes up",
+                remedy=f"add a line '<address> {name}' to /etc/hosts, or export GLOO_SOCKET_IFNAME=<interface>",
+            )
+        ]
     loopback = address.startswith("127.")
-    return [MachineFinding(check, True, f"{name} is {address}", *((effect, remedy) if loopback else ()))]
+    return [
+        MachineFinding(
+            check,
+            ok=True,
+            got=f"{name} is {address}",
+            effect="gloo uses loopback: right on one host, and other hosts cannot connect"
+            if loopback
+            else "",
+            remedy="across hosts: export GLOO_SOCKET_IFNAME=<interface>" if loopback else "",
+        )
+    ]
 
 
 def _torch(here: Surroundings) -> list[MachineFinding]:
@@ -236,8 +306,15 @@ def _torch(here: Surroundings) -> list[MachineFinding]:
     match = re.match(r"(\d+)\.(\d+)", version)
     number = (int(match[1]), int(match[2])) if match else (0, 0)
     if number < _TESTED_TORCH[0]:
-        got = f"{version}, at least {low} is needed"
-        return [MachineFinding("torch", False, got, "nothing can be measured", f'pip install "torch>={low}"')]
+        return [
+            MachineFinding(
+                "torch",
+                ok=False,
+                got=f"{version}, at least {low} is needed",
+                effect="nothing can be measured",
+                remedy=f'pip install "torch>={low}"',
+            )
+        ]
     newer = f"newer than {high}, the newest tried: private names may have moved"
     return [MachineFinding("torch", True, version, newer if number > _TESTED_TORCH[1] else "")]
 

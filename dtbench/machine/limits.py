@@ -23,8 +23,9 @@ def refuse_place() -> None:
     try:
         Path.cwd()
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"the current folder is gone ({reason}): cd to another, or cd to it anew") from error
+        raise UsageError(
+            f"the current folder is gone ({(error.strerror or str(error)).lower()}): cd to another, or cd to it anew"
+        ) from error
 
 
 def refuse_torch(ranks: int = 1) -> None:

@@ -118,8 +118,8 @@ def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
     `boot_id` names the running kernel: it tells hosts of one name apart. `interface` is None where the backend
     was not told which to take, and chooses itself.
     """
-    interface = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME") if backend else None
-    info = {
+    kind, _, index = device.partition(":")
+    return {
         "rank": _env_int("RANK"),
         "host": socket.gethostname(),
         "boot_id": boot_id(),
@@ -127,10 +127,9 @@ def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
         "device": device,
         "pid": os.getpid(),
         "numa_nodes": numa_nodes(),
-        "interface": interface,
+        "interface": os.environ.get(f"{backend.upper()}_SOCKET_IFNAME") if backend else None,
+        **(_gpu_place(int(index or 0)) if kind == "cuda" else {}),
     }
-    kind, _, index = device.partition(":")
-    return info | (_gpu_place(int(index or 0)) if kind == "cuda" else {})
 
 
 def numa_nodes(root: Path = Path("/")) -> list[int]:

@@ -34,8 +34,10 @@ def refuse_taken(path: Path, remedy: str = "", *, resumable: bool = False, other
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        why = f"{path.parent} may not be written ({os.strerror(error.errno or 0).lower()})"
-        raise OutputError(f"cannot make {path}: {why}; give {other}") from error
+        raise OutputError(
+            f"cannot make {path}: {path.parent} may not be written ({os.strerror(error.errno or 0).lower()}); "
+            f"give {other}"
+        ) from error
 
 
 def _is_taken(path: Path, other: str) -> bool:
@@ -44,8 +46,9 @@ def _is_taken(path: Path, other: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:  # such as a name that is too long, or one with a null byte
-        reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot make {plain(str(path))}: {reason}; give {other}") from error
+        raise OutputError(
+            f"cannot make {plain(str(path))}: {getattr(error, 'strerror', None) or error}; give {other}"
+        ) from error
     return True
 
 
@@ -71,8 +74,10 @@ def write_atomically(path: Path, text: str, is_ours: Callable[[str], bool], kind
         _refuse_foreign(target, path, is_ours, kind)
         replace_file(target, text.encode(), durable=True)
     except OSError as error:
-        remedy = "give -o a path in a folder that exists, may be written and has space"
-        raise OutputError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error
+        raise OutputError(
+            f"cannot write {path}: {error.strerror or error}; "
+            "give -o a path in a folder that exists, may be written and has space"
+        ) from error
 
 
 def replace_file(target: Path, data: bytes, *, durable: bool = False) -> None:
@@ -107,8 +112,10 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         refuse_taken(folder, "remove it")
         partial.replace(folder)
     except OSError as error:
-        remedy = "give -o a place that has space and may be written"
-        raise OutputError(f"cannot write {folder}: {error.strerror or error}; {remedy}") from error
+        raise OutputError(
+            f"cannot write {folder}: {error.strerror or error}; "
+            "give -o a place that has space and may be written"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -125,5 +132,6 @@ def _refuse_foreign(target: Path, path: Path, is_ours: Callable[[str], bool], ki
     with target.open("rb") as file:
         head = file.read(HEAD_BYTES).decode("utf-8", "replace")
     if head and not is_ours(head):
-        remedy = "it is left as it was; give -o another path, or remove it"
-        raise OutputError(f"{path} exists and is not a {kind}: {remedy}")
+        raise OutputError(
+            f"{path} exists and is not a {kind}: it is left as it was; give -o another path, or remove it"
+        )

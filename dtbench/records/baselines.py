@@ -22,8 +22,9 @@ def named(name: str) -> Path:
         UsageError: a name that is no name for a file.
     """
     if not _NAME.fullmatch(name):
-        expected = "letters, digits, '.', '_' and '-', such as main"
-        raise UsageError(f"{name!r} names no baseline: expected {expected}")
+        raise UsageError(
+            f"{name!r} names no baseline: expected letters, digits, '.', '_' and '-', such as main"
+        )
     return FOLDER / f"{name}.jsonl"
 
 

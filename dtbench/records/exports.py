@@ -47,9 +47,14 @@ def relative(judged: Judged, verdict: str, remark: str) -> Point | None:
     base_s, head_s, low, high = judged.base_s, judged.head_s, judged.low, judged.high
     if base_s is None or head_s is None:
         return None
-    low_s = None if low is None else min(base_s * low, head_s)
-    high_s = None if high is None else max(base_s * high, head_s)
-    return Point(judged.key, head_s, low_s, high_s, verdict, remark)
+    return Point(
+        judged.key,
+        head_s,
+        low_s=None if low is None else min(base_s * low, head_s),
+        high_s=None if high is None else max(base_s * high, head_s),
+        verdict=verdict,
+        remark=remark,
+    )
 
 
 def points_of(runs: Iterable[Run]) -> list[Point]:

@@ -73,12 +73,13 @@ class Gate(Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """The end in one line."""
         counts = [f"{self.count(v)} {v.name}" for v in Verdict if self.count(v)]
-        nothing = "a benchmark is missing in one arm" if self.benchmarks else "nothing was compared"
         meaning = {
             errors.EXIT_OK: "no regression",
             errors.EXIT_REGRESSION: "a regression",
             errors.EXIT_INCONCLUSIVE: "UNTRUSTED" if self.trust.reasons else "inconclusive",
-            errors.EXIT_NOTHING: nothing,
+            errors.EXIT_NOTHING: "a benchmark is missing in one arm"
+            if self.benchmarks
+            else "nothing was compared",
             errors.EXIT_CASE_FAILED: "a benchmark failed",
         }[self.exit_code]
         return f"gate: {meaning} ({', '.join(counts) or 'nothing was judged'}); exit code {self.exit_code}"

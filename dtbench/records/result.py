@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -44,9 +43,11 @@ def result_in(data: bytes) -> Result | None:
 
 def _before_clocks(result: Result) -> Result:
     """Files that do not say the clock: `dispatch` alone timed the host, and bandwidths are of the median."""
-    params = {**_LATER_PARAMS.get(result.suite, {}), **result.params}
-    clock: Literal["host", "device"] = "host" if result.suite == "dispatch" else "device"
-    result = msgspec.structs.replace(result, params=params, clock=clock)
+    result = msgspec.structs.replace(
+        result,
+        params={**_LATER_PARAMS.get(result.suite, {}), **result.params},
+        clock="host" if result.suite == "dispatch" else "device",
+    )
     _check(result, None if result.time_s is None else result.time_s.median)
     if result.time_s is None or not result.estimate_s:
         return result

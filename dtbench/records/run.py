@@ -139,8 +139,9 @@ class RunWriter:
         with self._writing:
             statuses = Counter(result.status for result in self._results.values())
             counts = {status: statuses[status] for status in STATUSES}
-            line = {"kind": "end", "finished": _now(), "failed": counts["failed"], "counts": counts}
-            self._write(_encode(line))
+            self._write(
+                _encode({"kind": "end", "finished": _now(), "failed": counts["failed"], "counts": counts})
+            )
 
     def close(self) -> None:
         """Closes the file; without `end` before it the run counts as incomplete."""
@@ -200,8 +201,9 @@ def _lock(fd: int, path: Path, patience_s: float = 0.0) -> None:
             if time.monotonic() < until:
                 time.sleep(0.05)
                 continue
-            why = f"another dtbench is writing to {path}"
-            raise OutputError(f"{why}: wait for it or give another -o") from error
+            raise OutputError(
+                f"another dtbench is writing to {path}: wait for it or give another -o"
+            ) from error
         except OSError:
             pass
         return
@@ -241,8 +243,16 @@ def _recorded(result: Result) -> tuple[Result, bytes]:
         return result, _line_of(result)
     except (TypeError, ValueError, OverflowError) as error:
         reason = _text(f"the result cannot be recorded: {error}")
-    named = result.suite, result.name, result.impl, result.params
-    failed = Result(*named, "failed", reason, result.rank, launch=result.launch)
+    failed = Result(
+        result.suite,
+        result.name,
+        result.impl,
+        result.params,
+        status="failed",
+        reason=reason,
+        rank=result.rank,
+        launch=result.launch,
+    )
     try:
         return failed, _line_of(failed)
     except (TypeError, ValueError, OverflowError) as error:

@@ -94,8 +94,9 @@ class MeasuredCurve(Struct, frozen=True, kw_only=True, dict=True):
                 raise ValueError(f"table[{index}].time_us is not between low_us and high_us")
             size_bytes, time_us = row.size_bytes, row.time_us
         if (self.alpha_us is None) != (self.beta_GiBps is None):
-            expected = "expected both or neither"
-            raise ValueError(f"alpha_us: only one of alpha_us and beta_GiBps is there, {expected}")
+            raise ValueError(
+                "alpha_us: only one of alpha_us and beta_GiBps is there, expected both or neither"
+            )
 
 
 class Constants(Struct, frozen=True, kw_only=True):
@@ -271,13 +272,15 @@ def read_topology(path: str | Path) -> CalibratedTopology:
         if schema < SCHEMA:
             age = "an older"
             remedy = "calibrate again from the run file, `dtbench calibrate RUN.jsonl -o TOPOLOGY.json`"
-        schemas = f"schema {schema}, this one reads {SCHEMA}"
-        raise UnreadableRunError(f"{path} was written by {age} dtbench ({schemas}): {remedy}")
+        raise UnreadableRunError(
+            f"{path} was written by {age} dtbench (schema {schema}, this one reads {SCHEMA}): {remedy}"
+        )
     try:
         return into(content, CalibratedTopology)
     except BadFieldError as error:
-        again = "make it again with `dtbench calibrate`"
-        raise UnreadableRunError(f"{path} is damaged: {error}; {again}") from error
+        raise UnreadableRunError(
+            f"{path} is damaged: {error}; make it again with `dtbench calibrate`"
+        ) from error
 
 
 def _looks_like_one(head: str) -> bool:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 from rich import box
 from rich.cells import cell_len
@@ -50,8 +50,12 @@ class _Console(Console):
 def new_console() -> Console:
     """The terminal; as wide as its lines where nobody reads along and `COLUMNS` says nothing."""
     # Of NO_COLOR alone rich would still print in bold.
-    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    console = _Console(highlight=False, markup=False, emoji=False, color_system=colors)
+    console = _Console(
+        highlight=False,
+        markup=False,
+        emoji=False,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+    )
     if not console.is_terminal:
         console.width = _width_by_columns() or _PIPE_WIDTH
     return console
@@ -82,12 +86,15 @@ def print_columns(
 ) -> None:
     """As `print_table`. words, remarks: columns of text; figures: columns of numbers between them; extras: last
     columns, of text, that are left out where they do not fit."""
-    columns = [
-        *(TableColumn(*column) for column in words),
-        *(TableColumn(*column, True) for column in figures),
-        *(TableColumn(*column) for column in remarks),
-    ]
-    print_table(console, columns, [TableColumn(*column) for column in extras])
+    print_table(
+        console,
+        [
+            *(TableColumn(*column) for column in words),
+            *(TableColumn(*column, True) for column in figures),
+            *(TableColumn(*column) for column in remarks),
+        ],
+        [TableColumn(*column) for column in extras],
+    )
 
 
 def print_table(console: Console, columns: Sequence[TableColumn], extras: Sequence[TableColumn] = ()) -> None:
@@ -132,8 +139,12 @@ def _print_ruled(console: Console, columns: Sequence[TableColumn]) -> None:
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
     )
     for one in columns:
-        justify: Literal["right", "left"] = "right" if one.numeric else "left"
-        table.add_column(as_text(one.title), justify=justify, no_wrap=one.numeric, min_width=_least(one))
+        table.add_column(
+            as_text(one.title),
+            justify="right" if one.numeric else "left",
+            no_wrap=one.numeric,
+            min_width=_least(one),
+        )
     texts = [map(as_text, one.cells, one.styles or [""] * len(one.cells)) for one in columns]
     for row in zip(*texts, strict=True):
         table.add_row(*row)

@@ -8,7 +8,7 @@ reduce_scatter costs as much as its all_reduce (gloo), nor the copies around a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -192,14 +192,13 @@ def _line(call: CallTimes) -> dict[str, Any]:
 
     line = fit_curve(sizes, measured)
     alpha_interval, beta_interval = intervals.fitted(call.points, fit)
-    accuracy = Accuracy.of(line.intercept + line.slope * sizes / GIB * 1e6, measured)
     return {
         "alpha_us": line.intercept,
         "beta_GiBps": 1 / line.slope,
         "beta_is_lower_bound": line.slope_is_bound,
         "alpha_interval": alpha_interval,
         "beta_interval": beta_interval,
-        **accuracy._asdict(),
+        **Accuracy.of(line.intercept + line.slope * sizes / GIB * 1e6, measured)._asdict(),
     }
 
 
@@ -253,73 +252,73 @@ def _builtin(layout: HostLayout, residuals: Residuals, ranks: int) -> BuiltIn | 
 
 def _residuals(ring: RingPoints, ranks: int, constants: Constants) -> Residuals:
     predicted = [ring_us(name, p.size_bytes, ranks, constants) for name, p in ring]
-    accuracy = Accuracy.of(predicted, [p.measured_us for _, p in ring])
-    points = tuple(
-        FittedPoint(
-            collective=name, size_bytes=p.size_bytes, measured_s=p.measured_us * 1e-6, predicted_s=us * 1e-6
-        )
-        for (name, p), us in zip(ring, predicted, strict=True)
+    return Residuals(
+        **Accuracy.of(predicted, [p.measured_us for _, p in ring])._asdict(),
+        points=tuple(
+            FittedPoint(
+                collective=name,
+                size_bytes=p.size_bytes,
+                measured_s=p.measured_us * 1e-6,
+                predicted_s=us * 1e-6,
+            )
+            for (name, p), us in zip(ring, predicted, strict=True)
+        ),
     )
-    return Residuals(**accuracy._asdict(), points=points)
 
 
-def _warnings_about_data(dim: MeasuredDim) -> list[str]:
-    warnings = []
+def _warnings_about_data(dim: MeasuredDim) -> Iterator[str]:
     if dim.sharing == "alone" and dim.groups > 1:
-        warnings.append(
-            "measured with one group alone; DTensor runs all groups of a dim at once, which may be slower"
-        )
+        yield "measured with one group alone; DTensor runs all groups of a dim at once, which may be slower"
     missing = [name for name in RING_COLLECTIVES if name not in dim.collectives]
     if missing:
-        warnings.append(f"no results of {', '.join(missing)}: the constants rest on the other collectives")
+        yield f"no results of {', '.join(missing)}: the constants rest on the other collectives"
     if not dim.own_times:
-        warnings.append("without the ranks' own samples the times include the wait for the last rank")
+        yield "without the ranks' own samples the times include the wait for the last rank"
     for count, what in (
         (1, "one size only: no line is fitted, and prices hold near that size alone"),
         (2, "two sizes only: a line fits any two points, so its error is unknown"),
     ):
         few = [in_words(what, call.name) for what, call in dim.all_calls() if len(call.points) == count]
         if few:
-            warnings.append(f"{', '.join(few)} measured at {what}")
-    return warnings
+            yield f"{', '.join(few)} measured at {what}"
 
 
-def _warnings_about_fit(ring: RingPoints, ranks: int, line: FittedLine, residuals: Residuals) -> list[str]:
+def _warnings_about_fit(
+    ring: RingPoints, ranks: int, line: FittedLine, residuals: Residuals
+) -> Iterator[str]:
     sizes = sorted({p.size_bytes for _, p in ring})
     ratio = sizes[-1] / sizes[0]
-    warnings = []
     if ratio < 64:
-        warnings.append(
+        yield (
             f"the sizes span a factor of {ratio:g} only: latency and bandwidth are hard to tell apart, "
             "measure from 1 KiB to the largest tensor in use"
         )
     bandwidth = max(_shares(name, p, ranks, line)[1] for name, p in ring if p.size_bytes == sizes[-1])
     if line.slope_is_bound:
-        warnings.append(
+        yield (
             f"the times do not grow with size up to {sizes[-1]} bytes: the bandwidth is a lower bound only, "
             "measure larger sizes"
         )
     elif bandwidth < 0.5:
-        warnings.append(
+        yield (
             f"at the largest size bandwidth makes {bandwidth:.0%} of the time: it is poorly known, "
             "measure larger sizes"
         )
     latency = max(_shares(name, p, ranks, line)[0] for name, p in ring if p.size_bytes == sizes[0])
     if line.intercept == 0:
-        warnings.append(
+        yield (
             f"the latency fits to 0: the base of {BASE_LATENCY_US} us is all the formula has at small sizes"
         )
     elif latency < 0.1:
-        warnings.append(
+        yield (
             f"at the smallest size latency makes {latency:.0%} of the time: it is poorly "
             "known, measure smaller sizes"
         )
     if residuals.geometric_mean_ratio > 1.5:
-        warnings.append(
+        yield (
             f"the stock formulas are off by {residuals.geometric_mean_ratio:.2f}x in the geometric mean: "
             "the curves per collective describe this dim better"
         )
-    return warnings
 
 
 def _shares(name: str, point: SizeTimes, ranks: int, line: FittedLine) -> tuple[float, float]:

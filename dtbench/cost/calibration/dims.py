@@ -71,11 +71,13 @@ class MeasuredDim:
 
     def map(self, change: Callable[[CallTimes], CallTimes]) -> MeasuredDim:
         """The dim with the times of each call changed; calls left without points are dropped."""
-        changed = {
-            what: {name: new for name, call in of.items() if (new := change(call)).points}
-            for what, of in self.calls.items()
-        }
-        return dataclasses.replace(self, calls=changed)
+        return dataclasses.replace(
+            self,
+            calls={
+                what: {name: new for name, call in of.items() if (new := change(call)).points}
+                for what, of in self.calls.items()
+            },
+        )
 
 
 def in_words(what: str, name: str) -> str:
@@ -112,10 +114,16 @@ def _dim(
     contention = {}
     if sharing == "together":
         contention = _contention(collectives, times_by_name(_where(called, "alone"), groups, []))
-    calls = {COLLECTIVES: collectives, **_transitions(moved, groups, warnings)}
-    own_times = all(r.result.rank_samples_s for r in kept)
     return MeasuredDim(
-        name, len(groups[0]), len(groups), sharing, calls, contention, host_layout, own_times, tuple(warnings)
+        name,
+        ranks=len(groups[0]),
+        groups=len(groups),
+        sharing=sharing,
+        calls={COLLECTIVES: collectives, **_transitions(moved, groups, warnings)},
+        contention=contention,
+        layout=host_layout,
+        own_times=all(r.result.rank_samples_s for r in kept),
+        warnings=tuple(warnings),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dtbench.records.layout import hosts_of
 from dtbench.records.topology import FromRun
@@ -61,15 +61,13 @@ def device_type(header: Header) -> str:
     return str(header.plan.get("device_type") or (devices[0] if devices else "unknown")).split(":")[0]
 
 
-def version_warnings(runs: Sequence[Run]) -> list[str]:
-    warnings = []
+def version_warnings(runs: Sequence[Run]) -> Iterator[str]:
     for what in ("torch", "nccl"):
         versions = sorted({str(run.header.versions.get(what)) for run in runs})
         if len(versions) > 1:
-            warnings.append(f"the runs have different versions of {what}: {', '.join(versions)}")
+            yield f"the runs have different versions of {what}: {', '.join(versions)}"
     if cut := [run.path.name for run in runs if not run.complete]:
-        warnings.append(f"incomplete run: {', '.join(cut)}; sizes or collectives may be missing")
-    return warnings
+        yield f"incomplete run: {', '.join(cut)}; sizes or collectives may be missing"
 
 
 def provenance(run: Run) -> FromRun:

@@ -14,7 +14,7 @@ sizes; the others are left aside, and where they take another time per byte a wa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -145,18 +145,16 @@ def times_by_name(results: LaunchResults, groups: Groups, warnings: list[str]) -
     return chosen
 
 
-def _differing(chosen: CallTimes, others: Sequence[CallTimes]) -> list[str]:
+def _differing(chosen: CallTimes, others: Sequence[CallTimes]) -> Iterator[str]:
     by_size = {p.size_bytes: p.measured_us for p in chosen.points}
-    warnings = []
     for other in others:
         ratios = [p.measured_us / by_size[p.size_bytes] for p in other.points if p.size_bytes in by_size]
         ratio = float(np.median(ratios)) if ratios else 1.0
         if max(ratio, 1 / ratio) > DTYPES_DIFFER:
-            warnings.append(
+            yield (
                 f"{chosen.name} of {other.dtype} takes {ratio:.2f}x the time of {chosen.dtype} at the same bytes: "
                 f"the curve is that of {chosen.dtype}"
             )
-    return warnings
 
 
 def _points(results: LaunchResults, groups: Groups) -> tuple[SizeTimes, ...]:

@@ -10,7 +10,7 @@ one at the sizes both have. No model of one number per size can do much better.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -132,14 +132,16 @@ def validate(topology: CalibratedTopology, runs: Sequence[Run], *, same: bool = 
     check_same_setup(runs)
     notes = [*_fitted_on(topology, runs, same), *version_warnings(runs)]
     dims = _common(topology, measured_dims(runs, notes), runs)
-    header = runs[0].header
-    devices, guess = devices_per_host(header, topology.device_type)
+    devices, guess = devices_per_host(runs[0].header, topology.device_type)
     models = Models(topology.dims, topology.mesh, devices)
     notes += [*_differences(models, dims), f"PyTorch's guess: {guess}"]
     launches = sorted({launch for dim in dims for _, call in dim.all_calls() for launch in call.launches})
-    title = f"{len(launches)} new launch{'es' * (len(launches) > 1)} of {_names(dims)}"
-    groups = _scored(models, dims, use_fitted=not same)
-    return Validation(models=WORDS, title=title, groups=groups, notes=tuple(notes))
+    return Validation(
+        models=WORDS,
+        title=f"{len(launches)} new launch{'es' * (len(launches) > 1)} of {_names(dims)}",
+        groups=_scored(models, dims, use_fitted=not same),
+        notes=tuple(notes),
+    )
 
 
 def validate_split(run: Run) -> Validation:
@@ -166,9 +168,12 @@ def validate_split(run: Run) -> Validation:
     notes += version_warnings([run])
     if few:
         notes.append(f"{few} curves with fewer than {MIN_SIZES} sizes were left out")
-    title = f"every second size of {run.path.name}, fitted on the others"
-    groups = _scored(models, held, use_fitted=False)
-    return Validation(models=WORDS, title=title, groups=groups, notes=(*notes, f"PyTorch's guess: {guess}"))
+    return Validation(
+        models=WORDS,
+        title=f"every second size of {run.path.name}, fitted on the others",
+        groups=_scored(models, held, use_fitted=False),
+        notes=(*notes, f"PyTorch's guess: {guess}"),
+    )
 
 
 def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) -> tuple[CallGroup, ...]:
@@ -249,18 +254,15 @@ def _common(
     return common
 
 
-def _differences(models: Models, dims: Sequence[MeasuredDim]) -> list[str]:
+def _differences(models: Models, dims: Sequence[MeasuredDim]) -> Iterator[str]:
     """What is not alike between the topology and the runs, and may make the errors."""
-    notes = []
     for dim in dims:
         ours = models.dims[dim.name]
         then, now = ours.layout.hosts_per_group, dim.layout.hosts_per_group
         if then != now:
-            notes.append(f"{dim.name} spans {now} hosts in the runs (least, most), {then} in the topology")
+            yield f"{dim.name} spans {now} hosts in the runs (least, most), {then} in the topology"
         if ours.groups_sharing != dim.sharing:
-            notes.append(
-                f"{dim.name} was measured {dim.sharing} in the runs, {ours.groups_sharing} in the topology"
-            )
+            yield f"{dim.name} was measured {dim.sharing} in the runs, {ours.groups_sharing} in the topology"
         unknown = []
         for what, call in dim.all_calls():
             curve = models.curve(dim.name, what, call.name)
@@ -268,12 +270,9 @@ def _differences(models: Models, dims: Sequence[MeasuredDim]) -> list[str]:
             if curve is None:
                 unknown.append(name)
             elif curve.dtype not in ("", call.dtype):
-                notes.append(
-                    f"{name} over {dim.name} is {call.dtype} in the runs, {curve.dtype} in the topology"
-                )
+                yield f"{name} over {dim.name} is {call.dtype} in the runs, {curve.dtype} in the topology"
         if unknown:
-            notes.append(f"not scored, since the topology has no {', '.join(unknown)} over {dim.name}")
-    return notes
+            yield f"not scored, since the topology has no {', '.join(unknown)} over {dim.name}"
 
 
 def _alternate(call: CallTimes, *, kept: bool) -> CallTimes:

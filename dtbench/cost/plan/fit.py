@@ -77,9 +77,13 @@ def fit_machine(measured: MeasuredSteps, start: MachineSpec, source: str) -> tup
         measured.notes,
         measured.left_out,
     )
-    error = error_of([*kinds[0], *kinds[1]], [*ratios[0], *ratios[1]])
     whole, _ = _fitted(steps, start)
-    return structs.replace(whole, fitted_on=source, error=error, ground=ground), held_out
+    return structs.replace(
+        whole,
+        fitted_on=source,
+        error=error_of([*kinds[0], *kinds[1]], [*ratios[0], *ratios[1]]),
+        ground=ground,
+    ), held_out
 
 
 def _with_stages(steps: Sequence[MeasuredStep], start: MachineSpec) -> MachineSpec:

@@ -57,8 +57,11 @@ def error_of(kinds: Sequence[str], ratios: Sequence[float]) -> ErrorBounds:
 
     by_kind = group_by(sorted(zip(kinds, ratios, strict=True)), lambda pair: pair[0])
     low, high = ends(ratios)
-    enough = {kind: ends([r for _, r in of]) for kind, of in by_kind.items() if len(of) >= ENOUGH}
-    return ErrorBounds(low=low, high=high, kinds=enough)
+    return ErrorBounds(
+        low=low,
+        high=high,
+        kinds={kind: ends([r for _, r in of]) for kind, of in by_kind.items() if len(of) >= ENOUGH},
+    )
 
 
 def interval(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> tuple[float, float] | None:

@@ -67,11 +67,15 @@ def read_steps(table: CsvTable, machine: MachineSpec, sequence: int = SEQUENCE) 
         UsageError: a column that is missing; a value that cannot be, with its line; or no row is left.
     """
     size_columns = () if "model" in table.columns else _MODEL_SIZES
-    micro_batches = "micro batch or gradient accumulation"
-    table.require("gpus or nodes", "global batch", micro_batches, " or ".join(TIMES), *size_columns)
+    table.require(
+        "gpus or nodes",
+        "global batch",
+        "micro batch or gradient accumulation",
+        " or ".join(TIMES),
+        *size_columns,
+    )
     # Tables that name no model are Megatron-DeepSpeed's, of GPTs without flash attention and overlap.
-    overlap = "fsdp" in table.columns or machine.fitted.overlaps
-    software = PLAIN if size_columns else Software(overlap=overlap)
+    software = PLAIN if size_columns else Software(overlap="fsdp" in table.columns or machine.fitted.overlaps)
     steps: list[MeasuredStep] = []
     left_out: defaultdict[str, list[int]] = defaultdict(list)
     for row in table.rows:
@@ -264,20 +268,32 @@ def _recompute(row: CsvRow) -> Recompute:
 def _check(job: TrainingJob, layout: TrainingLayout) -> None:
     """Raises InexpressibleError for what no run can have been."""
     model, stages, samples = job.model, layout.pp * layout.chunks, layout.dp * layout.micro_batch
-    wrong = None
-    if job.batch % samples:
-        wrong = f"the global batch {job.batch} is no multiple of data parallelism x micro batch = {samples}"
-    elif layout.ranks != job.gpus:
-        wrong = (
-            f"tensor x context x data x pipeline parallelism is {layout.ranks}, expected the {job.gpus} GPUs"
-        )
-    elif layout.tp > model.heads:
-        wrong = f"tensor parallelism is {layout.tp}, expected at most the {model.heads} attention heads"
-    elif stages > model.layers + 2:
-        wrong = f"pipeline parallelism x chunks is {stages}, expected at most the {model.layers} layers"
-    elif layout.ep > model.experts:
-        wrong = f"expert parallelism is {layout.ep}, expected at most the {model.experts} experts"
-    elif job.sequence % layout.cp:
-        wrong = f"the sequence of {job.sequence} tokens is no multiple of context parallelism {layout.cp}"
-    if wrong:
-        raise InexpressibleError(wrong)
+    faults = (
+        (
+            job.batch % samples,
+            f"the global batch {job.batch} is no multiple of data parallelism x micro batch = {samples}",
+        ),
+        (
+            layout.ranks != job.gpus,
+            f"tensor x context x data x pipeline parallelism is {layout.ranks}, expected the {job.gpus} GPUs",
+        ),
+        (
+            layout.tp > model.heads,
+            f"tensor parallelism is {layout.tp}, expected at most the {model.heads} attention heads",
+        ),
+        (
+            stages > model.layers + 2,
+            f"pipeline parallelism x chunks is {stages}, expected at most the {model.layers} layers",
+        ),
+        (
+            layout.ep > model.experts,
+            f"expert parallelism is {layout.ep}, expected at most the {model.experts} experts",
+        ),
+        (
+            job.sequence % layout.cp,
+            f"the sequence of {job.sequence} tokens is no multiple of context parallelism {layout.cp}",
+        ),
+    )
+    for is_wrong, why in faults:
+        if is_wrong:
+            raise InexpressibleError(why)

@@ -187,10 +187,6 @@ def _row(
     held = dataclasses.asdict(memory)
     lost = [(s / step.total_s, PARTS[name]) for name, s in parts.items() if PARTS[name]]
     waits = [f"{share:.0%} {what}" for share, what in sorted(lost, reverse=True)[:2] if share >= 0.005]
-    why = (
-        f"{', '.join(waits) or 'nothing waits'}; most memory for {max(held, key=held.__getitem__)}, "
-        f"{format_bytes(limit_bytes - memory.total)} spare"
-    )
     return LayoutRow(
         words=layout.words(),
         layout=dataclasses.asdict(layout),
@@ -201,5 +197,6 @@ def _row(
         exposed_s=step.exposed_s,
         parts_s=parts,
         memory_bytes=held,
-        why=why,
+        why=f"{', '.join(waits) or 'nothing waits'}; most memory for {max(held, key=held.__getitem__)}, "
+        f"{format_bytes(limit_bytes - memory.total)} spare",
     )

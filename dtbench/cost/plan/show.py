@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtbench.cost.plan.machines import built_in, find_machine
 from dtbench.cost.plan.search import LayoutRow, PlanFile
 from dtbench.cost.plan.validate import StepsFile
-from dtbench.text.terminal import Column, new_console, print_columns, print_line, print_prose
+from dtbench.text.terminal import new_console, print_columns, print_line, print_prose
 from dtbench.text.units import NO_INTERVAL, format_bytes, format_seconds, interval_or_none, plural
 
 # Of a long table the rows that are furthest off are shown; `--json` has all.
@@ -37,16 +37,17 @@ def _print_plan(file: PlanFile) -> None:
         f"{plural(file.considered, 'layout')} considered, {file.fitting} fit into {format_bytes(file.limit_bytes)} "
         "per GPU; the best of each split of the ranks:",
     )
-    figures: list[Column] = [
-        ("step", [format_seconds(one.step_s) for one in best]),
-        ("90 % interval", [_interval(one) for one in best]),
-        ("MFU", [f"{one.mfu:.1%}" for one in best]),
-        ("memory", [format_bytes(sum(one.memory_bytes.values())) for one in best]),
-        ("exposed", [f"{one.exposed_s / one.step_s:.1%}" for one in best]),
-    ]
-    why = [one.why for one in best]
     print_columns(
-        console, [("layout", [one.words for one in best])], figures, extras=[("where the rest goes", why)]
+        console,
+        [("layout", [one.words for one in best])],
+        figures=[
+            ("step", [format_seconds(one.step_s) for one in best]),
+            ("90 % interval", [_interval(one) for one in best]),
+            ("MFU", [f"{one.mfu:.1%}" for one in best]),
+            ("memory", [format_bytes(sum(one.memory_bytes.values())) for one in best]),
+            ("exposed", [f"{one.exposed_s / one.step_s:.1%}" for one in best]),
+        ],
+        extras=[("where the rest goes", [one.why for one in best])],
     )
     print_line(console, "")
     print_prose(console, "exposed: communication that nothing hides, of the step")
@@ -64,12 +65,15 @@ def _print_validation(file: StepsFile) -> None:
     print_line(console, file.title, "bold")
     worst = sorted(file.rows, key=lambda row: -abs(row.error))[:MAX_ROWS]
     rows = [row for row in file.rows if row in worst]
-    figures: list[Column] = [
-        ("measured", [format_seconds(row.measured_s) for row in rows]),
-        ("predicted", [format_seconds(row.predicted_s) for row in rows]),
-        ("error", [f"{row.error:+.1%}" for row in rows]),
-    ]
-    print_columns(console, [("layout", [row.label for row in rows])], figures)
+    print_columns(
+        console,
+        [("layout", [row.label for row in rows])],
+        figures=[
+            ("measured", [format_seconds(row.measured_s) for row in rows]),
+            ("predicted", [format_seconds(row.predicted_s) for row in rows]),
+            ("error", [f"{row.error:+.1%}" for row in rows]),
+        ],
+    )
     if len(rows) < len(file.rows):
         print_line(console, f"the {len(rows)} rows of {len(file.rows)} that are furthest off; --json has all")
     print_line(console, "")

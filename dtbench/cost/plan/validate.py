@@ -138,8 +138,12 @@ def validate_table(
         notes.append(f"rows that shard by FSDP are predicted by {machine.fsdp}")
     if machine.error is None:
         notes.append(f"no step was measured on {machine.name}: no interval")
-    title = f"{path.name}: {len(steps)} measured steps on {machine.name}"
-    return steps_file(title, predict_rows(steps, machine, links), notes, measured.left_out)
+    return steps_file(
+        f"{path.name}: {len(steps)} measured steps on {machine.name}",
+        predict_rows(steps, machine, links),
+        notes,
+        measured.left_out,
+    )
 
 
 def predict_rows(steps: Iterable[MeasuredStep], machine: MachineSpec, links: Links) -> tuple[StepRow, ...]:

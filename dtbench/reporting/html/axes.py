@@ -44,9 +44,16 @@ class Axis:
         if across:
             axes.set_xlabel(self.title, labelpad=5)
         elif self.title:  # above the axis, where it takes no width
-            place = {"xycoords": ("figure fraction", "axes fraction"), "textcoords": "offset points"}
-            look = {"va": "bottom", "color": STAND_IN["muted"], "annotation_clip": False}
-            axes.annotate(self.title, (0, 1), (6, 7), **place, **look)  # type: ignore[arg-type]
+            axes.annotate(
+                self.title,
+                (0, 1),
+                (6, 7),
+                xycoords=("figure fraction", "axes fraction"),
+                textcoords="offset points",
+                va="bottom",
+                color=STAND_IN["muted"],
+                annotation_clip=False,
+            )
 
     @cached_property
     def _inside(self) -> list[list[float]]:

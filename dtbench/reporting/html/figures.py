@@ -101,8 +101,14 @@ class Panel:
         return [(kind, self._draw(WIDTHS_PX[n], "n" * (kind == "phone"))) for kind, n in kinds.items()]
 
     def _draw(self, width: float, suffix: str) -> Markup:
-        words = {"prefix": self.prefix + suffix, "title": self.title, "desc": self.desc}
-        return draw(width, min(self.aspect * width, self.px), self.paint, **words)
+        return draw(
+            width,
+            min(self.aspect * width, self.px),
+            self.paint,
+            prefix=self.prefix + suffix,
+            title=self.title,
+            desc=self.desc,
+        )
 
 
 @dataclass(frozen=True)
@@ -184,8 +190,16 @@ def curves(
     drawn = []
     for i, one in enumerate(panels):
         own = one.y or common
-        paint = partial(_paint_curves, one, styles, x, own)
-        drawn.append(Panel(one.title, one.desc(own), f"{name}{i}", max_px, paint, aspect=CURVES_ASPECT))
+        drawn.append(
+            Panel(
+                one.title,
+                desc=one.desc(own),
+                prefix=f"{name}{i}",
+                px=max_px,
+                paint=partial(_paint_curves, one, styles, x, own),
+                aspect=CURVES_ASPECT,
+            )
+        )
     return Figure(caption, _legend(name, styles, {s.label for s in series}, True), drawn, 3, shown, folded)
 
 
@@ -198,8 +212,7 @@ def _paint_curves(of: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Axis,
     for one in of.series:
         style = styles[one.label]
         if one.band is not None:
-            colour = STAND_IN[style.colour]
-            axes.fill_between(one.x, *one.band, color=colour, alpha=BAND_OPACITY, linewidth=0)
+            axes.fill_between(one.x, *one.band, color=STAND_IN[style.colour], alpha=BAND_OPACITY, linewidth=0)
         if len(one.x) == 1 and not style.marker:  # a limit beside one measurement: a point would not be seen
             axes.axhline(one.y[0], **style.look)
         else:
@@ -245,10 +258,15 @@ def dots(
     for index, (title, rows) in enumerate(panels.items()):
         ends = [v for row in rows for span in row.spans.values() for v in span if v and v >= MIN_POSITIVE]
         x = axis([*(v for row in rows for v in row.values.values()), *ends])
-        height = ROW_PX * len(rows) + (48 if x.title else 34)
-        paint = partial(_paint_dots, rows, styles, x, intervals)
-        desc = "; ".join(f"{row.label}: {row.note}" for row in rows)
-        drawn.append(Panel(title, desc, f"{name}{index}", height, paint))
+        drawn.append(
+            Panel(
+                title,
+                desc="; ".join(f"{row.label}: {row.note}" for row in rows),
+                prefix=f"{name}{index}",
+                px=ROW_PX * len(rows) + (48 if x.title else 34),
+                paint=partial(_paint_dots, rows, styles, x, intervals),
+            )
+        )
     present = {series for rows in panels.values() for row in rows for series in row.values}
     all_rows = [(title, row) for title, rows in panels.items() for row in rows]
     if len(all_rows) == 1 and not intervals:
@@ -318,9 +336,16 @@ def bars(
     for title, rows in panels.items():
         top = max([0.0, *(max(sum(length for _, length in b.parts), b.mark or 0.0) for b in rows)])
         if top > 0:
-            desc = "; ".join(f"{bar.label}: {bar.note}" for bar in rows)
-            paint = partial(_paint_bars, rows, styles, value_axis([top], log=False))
-            drawn.append(Panel(title, desc, f"{name}{len(drawn)}", BAR_PX * len(rows) + 40, paint, True))
+            drawn.append(
+                Panel(
+                    title,
+                    desc="; ".join(f"{bar.label}: {bar.note}" for bar in rows),
+                    prefix=f"{name}{len(drawn)}",
+                    px=BAR_PX * len(rows) + 40,
+                    paint=partial(_paint_bars, rows, styles, value_axis([top], log=False)),
+                    scrolls=True,
+                )
+            )
     present = {part for rows in panels.values() for bar in rows for part, length in bar.parts if length > 0}
     return Figure(caption, _legend(name, styles, present, False), drawn, 1, folded=folded) if drawn else None
 
@@ -372,10 +397,17 @@ def _rows_in(canvas: Canvas, labels: Sequence[str], notes: Sequence[str], ink: s
     labels, notes = [_cut(plain(label), most) for label in labels], list(map(plain, notes))
     left, right = max(map(text_px, labels)) + 10, max(*map(text_px, notes), 12) + 12
     axes = _axes_in(canvas, left=left, right=right, top=6, bottom=bottom)
-    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-    look = place | {"va": "center", "color": STAND_IN[ink], "annotation_clip": False}
     for row, text in enumerate(notes):
-        axes.annotate(text, (1, row), (7, 0), **look)
+        axes.annotate(
+            text,
+            (1, row),
+            (7, 0),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="center",
+            color=STAND_IN[ink],
+            annotation_clip=False,
+        )
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=FONT_PX)
@@ -397,8 +429,9 @@ def _legend(
         axes.set_axis_off()
         axes.set(xlim=(0, 30), ylim=(-6, 6))
         if style.box:
-            box = Rectangle((6, -5), 18, 10, linewidth=0, color=STAND_IN[style.colour], alpha=style.box)
-            axes.add_patch(box)
+            axes.add_patch(
+                Rectangle((6, -5), 18, 10, linewidth=0, color=STAND_IN[style.colour], alpha=style.box)
+            )
             return
         if lines and style.look["linestyle"] != "none":
             axes.plot([1, 29], [0, 0], **(style.look | {"marker": "none"}))

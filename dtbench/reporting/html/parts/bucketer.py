@@ -156,14 +156,15 @@ def _overlap(cases: Sequence[ReportCase]) -> Figure | None:
 
 
 def _overlap_table(cases: Sequence[ReportCase]) -> t.Table:
-    columns = [(style.words, [c.seconds(impl) for c in cases]) for impl, style in OVERLAP_STYLES.items()]
     return t.Table(
         "Overlap: every size",
         [
             t.text("Mesh dim", [c.get("mesh_dim") for c in cases]),
             t.text("Gradient", [_gradient(c) for c in cases]),
             t.text("Dtype", [c.get("dtype") for c in cases]),
-            *t.times(columns),
+            *t.times(
+                [(style.words, [c.seconds(impl) for c in cases]) for impl, style in OVERLAP_STYLES.items()]
+            ),
             t.percents("hidden by the core", [hidden(c) for c in cases], 0),
         ],
         folded=True,

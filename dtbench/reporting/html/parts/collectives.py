@@ -57,13 +57,16 @@ def fill(section: ReportSection, of: Material) -> None:
     limits = {dim: limit for dim in dims if (limit := peaks.get(dim) or limit_of(header, dim))}
     sources = {dim: "as given" if dim in peaks else "the NVLinks of a GPU in one direction" for dim in limits}
     words = "; ".join(f"over {dim} {sources[dim]}, {format_bandwidth(limits[dim])}" for dim in limits)
-    unlimited = "The speed of these links is unknown, so no limit is drawn."
     section.lead = (
         "Bus bandwidth is the data each rank has to move over the time it takes, comparable between "
         "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). "
         + "".join(words for groups, words in GROUPS.items() if any(c.get("groups") == groups for c in cases))
         + "Sizes are the whole tensor as one group holds it. "
-        + (f"The limit drawn is {words}." if words else unlimited)
+        + (
+            f"The limit drawn is {words}."
+            if words
+            else "The speed of these links is unknown, so no limit is drawn."
+        )
     )
     section.cuts += [f"{drop}." for drop in of.drops]
     section.add(_bandwidths(section, [c for c in drawn if c.only.busbw_Bps], way, limits), _contention(drawn))
@@ -113,8 +116,9 @@ def _bandwidths(
     styles: dict[str, Style] = {}
     for (dim, ranks), look in zip(dims, LOOKS, strict=False):
         for nth, of in enumerate(ways):
-            dash = DASHES[min(nth, len(DASHES) - 1)]
-            styles[_label((dim, ranks), of)] = replace(look, dash=dash, hollow=nth > 0)
+            styles[_label((dim, ranks), of)] = replace(
+                look, dash=DASHES[min(nth, len(DASHES) - 1)], hollow=nth > 0
+            )
         if dim in limits:
             styles[f"limit of {dim}"] = replace(look, marker="", dash=(1, 2))
     styles[DROPPED] = Style("ink", "X", None)

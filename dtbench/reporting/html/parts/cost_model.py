@@ -91,13 +91,12 @@ def table_lines(dim: Dim, name: str) -> list[DrawnCurve]:
 
 def _residuals(topology: CalibratedTopology) -> Figure | None:
     """A panel per mesh dim: predicted over measured, in percent, over size."""
-    panels = [
-        CurvePanel(f"{dim.name}, {dim.ranks} ranks", residuals_of(dim), shade=fitted_on(dim), level=1.0)
-        for dim in topology.dims
-    ]
     return curves(
         "residual",
-        panels,
+        [
+            CurvePanel(f"{dim.name}, {dim.ranks} ranks", residuals_of(dim), shade=fitted_on(dim), level=1.0)
+            for dim in topology.dims
+        ],
         RESIDUAL_STYLES,
         "Predicted minus measured time in percent of the measured, on a logarithmic axis: −50 % is half, +100 % is "
         "double. Shaded: the sizes of the fit.",

@@ -59,8 +59,7 @@ def _figure(section: ReportSection, index: int, one: History, times: Times) -> F
     for label, points in section.capped(list(drawn.items()), "benchmarks by change", MOST_PANELS):
         values = [time for _, time in points]
         line = [DrawnCurve("time", [float(place) for place, _ in points], values)]
-        own = close_axis(values)
-        panels.append(CurvePanel(names[label], line, level=_before(points), y=own))
+        panels.append(CurvePanel(names[label], line, level=_before(points), y=close_axis(values)))
     count = len(one.points)
     places = [range(0, count, max(1, count // parts)) for parts in (4, 3, 2)]
     return curves(
@@ -97,7 +96,6 @@ def _short(labels: list[str]) -> dict[str, str]:
 
 def _table(one: History, times: Times) -> t.Table:
     series = list(times.values())
-    changes = [_change(of) for of in series]
     before, last = [_before(of) for of in series], [of[-1][1] for of in series]
     return t.Table(
         f"Every benchmark on {one.machine or 'a machine of unknown kind'}",
@@ -105,7 +103,7 @@ def _table(one: History, times: Times) -> t.Table:
             t.text("Benchmark", list(times)),
             t.counts("Revisions", [len(of) for of in series]),
             *t.times([("median before", before), ("last", last)]),
-            t.figures("change", changes, lambda change: f"{100 * change:+.1f}", "%"),
+            t.figures("change", map(_change, series), lambda change: f"{100 * change:+.1f}", "%"),
             t.text("Last revision", [one.points[of[-1][0]].revision for of in series]),
             t.text("Recorded", [one.points[of[-1][0]].time for of in series]),
         ],

@@ -65,8 +65,9 @@ def _timeline(job: Job, id_: str = "lanes") -> Figure | None:
     middles = [[n + 0.5 - len(ranks) for n in range(len(ranks))]]
     y_axis = Axis(-len(ranks), 0, False, lambda y: f"rank {ranks[int(-y)]}", middles)
     panel, x_axis = CurvePanel(f"Step {job.drawn_step}", series), value_axis([job.drawn_s], log=False)
-    px = LANE_PX * height * len(ranks) + 70
-    return curves(id_, [panel], styles, caption, y=lambda _: y_axis, x=x_axis, max_px=px)
+    return curves(
+        id_, [panel], styles, caption, y=lambda _: y_axis, x=x_axis, max_px=LANE_PX * height * len(ranks) + 70
+    )
 
 
 def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
@@ -87,8 +88,14 @@ def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
                 line = [(float(row.size_bytes), rate * row.size_bytes / row.time_us) for row in curve.table]
                 points[dim][f"{name}, calibrated"] = [*line]
     panels = [CurvePanel(dim, lines(of)) for dim, of in points.items()]
-    caption = "Bus bandwidth of the job's calls by rank and size, waiting included; lines: calibrated, without the job."
-    return curves("inJob", panels, styles, caption, y=bandwidths_axis, over="size of a call")
+    return curves(
+        "inJob",
+        panels,
+        styles,
+        "Bus bandwidth of the job's calls by rank and size, waiting included; lines: calibrated, without the job.",
+        y=bandwidths_axis,
+        over="size of a call",
+    )
 
 
 def fill_sections(section: ReportSection, of: Material) -> None:
@@ -101,8 +108,13 @@ def fill_sections(section: ReportSection, of: Material) -> None:
     for number, one in enumerate(ranks[:MAX_SECTIONS]):
         label = short[one.job.label] if distinct else one.job.label
         if timeline := _timeline(one.job, f"lanes{number}"):
-            caption = f"{headline(one.job)[1]} {one.overhead_words} {timeline.caption}"
-            section.add(replace(timeline, caption=caption, folded=label if of.sources.runs else ""))
+            section.add(
+                replace(
+                    timeline,
+                    caption=f"{headline(one.job)[1]} {one.overhead_words} {timeline.caption}",
+                    folded=label if of.sources.runs else "",
+                )
+            )
         for table in tables(one.job, Judgement(0)):
             section.add(replace(table, caption=f"{label}: {table.caption}", folded=True))
 

@@ -43,8 +43,11 @@ def provenance(sources: Sources) -> dict[str, Facts]:
     sides = [(f"Gate, {side}", words) for side, words in (sources.gate.sides if sources.gate else ())]
     if job := sources.job:
         devices = ", ".join(sorted({f"{rank.device} on {rank.host or 'unknown host'}" for rank in job.ranks}))
-        versions = f"torch {job.torch or 'unknown'}, {job.backend or 'unknown backend'}"
-        sides += [("Job", shlex.join(job.command) or job.label), ("Devices", devices), ("Versions", versions)]
+        sides += [
+            ("Job", shlex.join(job.command) or job.label),
+            ("Devices", devices),
+            ("Versions", f"torch {job.torch or 'unknown'}, {job.backend or 'unknown backend'}"),
+        ]
     if not sources.runs:
         return {"facts": sides, "environment": []}
     header = sources.runs[0].header
@@ -55,8 +58,10 @@ def provenance(sources: Sources) -> dict[str, Facts]:
         *sides,
         *_facts(header, by_one_process(sources.runs)),
     ]
-    environment = [(name, str(value)) for name, value in sorted(header.env.items())]
-    return {"facts": [fact for fact in facts if fact[1]], "environment": environment}
+    return {
+        "facts": [fact for fact in facts if fact[1]],
+        "environment": [(name, str(value)) for name, value in sorted(header.env.items())],
+    }
 
 
 def _run_words(run: Run) -> str:

@@ -91,9 +91,13 @@ def times_over_size(
                 continue
             sizes = [size for one in series for size in one.x]
             model = model_lines(fitted[dim], name, sizes) if dim in fitted else []
-            title = f"{name} over {dim}{f': {transition}' if transition else ''}"
-            shade = fitted_on(fitted[dim]) if dim in fitted else None
-            panels.append(CurvePanel(title, [*model, *series], shade))
+            panels.append(
+                CurvePanel(
+                    title=f"{name} over {dim}{f': {transition}' if transition else ''}",
+                    series=[*model, *series],
+                    shade=fitted_on(fitted[dim]) if dim in fitted else None,
+                )
+            )
     caption = (
         "Time over the bytes that nccl-tests counts, both axes logarithmic and common to all panels: those of the "
         "whole tensor, but of an all-to-all those of one rank’s buffer."

@@ -102,9 +102,12 @@ def add_dots(
 
 def _row(case: ReportCase, label: str) -> DotRow:
     ratio = case.ratio("core", "torch")
-    values = {impl: m.estimate_s for impl, m in case.impls.items()}
-    spans = {impl: (m.estimate_s, m.p75_s) for impl, m in case.impls.items()}
-    return DotRow(label, values, "" if ratio is None else t.faster(ratio), spans)
+    return DotRow(
+        label,
+        values={impl: m.estimate_s for impl, m in case.impls.items()},
+        note="" if ratio is None else t.faster(ratio),
+        spans={impl: (m.estimate_s, m.p75_s) for impl, m in case.impls.items()},
+    )
 
 
 def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what: str, where: str) -> str:
@@ -202,6 +205,9 @@ def _generic(caption: str, cases: Sequence[ReportCase]) -> t.Table:
         for impl in impls_of(cases)
         for name in ("median", "p75")
     ]
-    columns = [*named(cases, "Case", params), *times(cases), *t.times(spans), *bandwidths(cases)]
-    note = "The first column of an impl is its estimate: the minimum for host latencies, else the lower quartile."
-    return t.Table(caption, columns, folded=len(cases) > MOST_ROWS, note=note)
+    return t.Table(
+        caption,
+        [*named(cases, "Case", params), *times(cases), *t.times(spans), *bandwidths(cases)],
+        folded=len(cases) > MOST_ROWS,
+        note="The first column of an impl is its estimate: the minimum for host latencies, else the lower quartile.",
+    )
