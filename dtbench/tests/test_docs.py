@@ -234,7 +234,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "DTensor" in (tmp_path / "reference" / "core.html").read_text()
     commands = (tmp_path / "reference" / "cli.html").read_text()
-    assert "<pre><code>dtbench run --budget 3m\ndtbench run collectives" in commands
+    assert "<pre><code>dtbench run --budget 3m\ndtbench run dispatch/add my_suite.py\n" in commands
 
 
 def test_the_reference_groups_commands_as_the_help_does() -> None:
