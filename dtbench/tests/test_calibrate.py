@@ -299,14 +299,18 @@ def test_a_damaged_file_is_refused_in_one_line(
     assert "topology.json" in str(caught.value)
 
 
-def test_lines_of_a_long_curve_are_fitted_to_some_of_its_sizes() -> None:
-    """The table has all of them."""
+def test_lines_of_a_long_curve_are_fitted_to_some_of_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has all of them, and the constants are those of all."""
     sizes = tuple(1024 * k for k in range(1, 3000))
-    results = made_up.collectives(mesh={"dp": 2}, truth={"dp": (40, 2)}, names=RING[:1], sizes=sizes, samples=1)
-    topology = calibration.calibrate([run_of(results)])
-    dim = dims_of(topology)["dp"]
+    run = run_of(
+        made_up.collectives(mesh={"dp": 2}, truth={"dp": (40, 2)}, names=RING[:1], sizes=sizes, samples=1)
+    )
+    dim = dims_of(calibration.calibrate([run]))["dp"]
     (curve,) = dim.collectives.values()
     assert len(curve.table) == len(sizes)
     assert dim.fitted_on.points == times.MAX_FITTED_SIZES
     assert dim.fitted_on.size_bytes == (sizes[0], sizes[-1])
-    assert dim.bandwidth_GiBps == pytest.approx(40, rel=0.05)
+    monkeypatch.setattr(times, "MAX_FITTED_SIZES", len(sizes))
+    fitted_to_all = dims_of(calibration.calibrate([run]))["dp"]
+    assert fitted_to_all.fitted_on.points > times.MAX_FITTED_SIZES * 0.9
+    assert dim.bandwidth_GiBps == pytest.approx(fitted_to_all.bandwidth_GiBps, rel=0.05)
