@@ -359,5 +359,4 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
 
 def _whole(tensor: Value) -> torch.Tensor:
     """All values, which are the rank's own memory of a replicated tensor."""
-    placements = (REPLICATE,) * tensor._spec.info.ndim
-    return redistribute_tensor(tensor, placements)._local_tensor
+    return redistribute_tensor(tensor, (REPLICATE,) * tensor._spec.info.ndim)._local_tensor

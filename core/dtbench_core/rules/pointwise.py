@@ -286,8 +286,7 @@ def searchsorted(call: OpCall) -> Strategy:
     more = len(call.inputs) - 2
     rows = []
     for dim in range(values.ndim):
-        shared = table.ndim == 1 or dim == values.ndim - 1
-        placed = REPLICATE if shared else Shard(dim)
+        placed = REPLICATE if table.ndim == 1 or dim == values.ndim - 1 else Shard(dim)
         rows.append(PlacementRow((placed, Shard(dim), *(placed,) * more), (Shard(dim),)))
     return Strategy(rows)
 
