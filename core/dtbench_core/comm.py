@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -411,8 +411,7 @@ def _call(op: Callable[..., torch.Tensor], input: torch.Tensor, *args: object) -
         return torch.view_as_complex(_call(op, _real(input.resolve_conj()), *args))
     result = op(input, *args)
     keep_on_all_ranks(result, _after)
-    waited: torch.Tensor = _ops.wait_tensor(result)
-    return waited
+    return cast("torch.Tensor", _ops.wait_tensor(result))
 
 
 def _reduce(
@@ -442,8 +441,7 @@ def full_ordered_after(
     without it, and the other ranks would wait.
     """
     if dispatch_modes_active() and not simulation.active:
-        result: torch.Tensor = _full_ordered_after(list(sources), shape, value, dtype)
-        return result
+        return cast("torch.Tensor", _full_ordered_after(list(sources), shape, value, dtype))
     return sources[0].new_full(shape, value, dtype=dtype)
 
 

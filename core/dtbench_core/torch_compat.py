@@ -224,8 +224,7 @@ def new_op(
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     if meta is not None:
         _library.impl(name, meta, "Meta")
-    op: torch._ops.OpOverload = getattr(torch.ops.dtbench_core, name).default
-    return op
+    return cast("torch._ops.OpOverload", getattr(torch.ops.dtbench_core, name).default)
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:
@@ -324,8 +323,7 @@ functionalizing = functional_tensor.FunctionalTensorMode
 
 def value_of_functional(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a tensor of a graph that AOTAutograd traces, as of now: no later write changes it."""
-    value: torch.Tensor = torch._from_functional_tensor(vars(tensor)["elem"])
-    return value
+    return torch._from_functional_tensor(vars(tensor)["elem"])
 
 
 def as_functional(value: torch.Tensor) -> torch.Tensor:
@@ -340,9 +338,7 @@ def place_of_view(
 ) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     """(sizes, strides, offset) of what `view`, of a graph that AOTAutograd traces, is of an input that came with the
     value `source`, whatever was written since. The offset is from where that begins. None: torch does not tell."""
-    if "_functionalization" not in vars(torch._C):
-        return None
-    views = vars(torch._C)["_functionalization"]
+    views: Any = getattr(torch._C, "_functionalization", None)
     if not hasattr(views, "apply_view_meta_sequence"):
         return None
     with untraced(), disable_modes():
@@ -358,8 +354,7 @@ def functionalization() -> object:
 def storage_of_wrapper(local: torch.Tensor) -> int:
     """Which storage a tracer was shown of the wrapper that holds `local`, of a graph that AOTAutograd traces."""
     storage = value_of_functional(local).untyped_storage()
-    number: int = vars(storage).get("of_wrappers", storage)._cdata
-    return number
+    return cast("int", vars(storage).get("of_wrappers", storage)._cdata)
 
 
 def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> Exception | None:
@@ -368,8 +363,7 @@ def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> E
     kind: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes").GuardOnDataDependentSymNode
     if not isinstance(error, kind):
         return None
-    unknown: Exception = type("UnknownSizeError", (base, kind), {})(vars(error)["cond"], words)
-    return unknown
+    return cast("Exception", type("UnknownSizeError", (base, kind), {})(vars(error)["cond"], words))
 
 
 # (class, *arguments): what an autograd function's `apply` ends in.

@@ -226,8 +226,7 @@ def bucketer(options: RunOptions) -> Iterator[Case]:
 def build_impl(
     mesh_dim: str, number: int, count: int, dtype: torch.dtype, bucket_bytes: int, impl: str, world: World
 ) -> Workload:
-    group = world.mesh.get_group(mesh_dim)
-    gradients = Gradients.make(group, number, count, dtype, world.device)
+    gradients = Gradients.make(world.mesh.get_group(mesh_dim), number, count, dtype, world.device)
     if impl == "copy":
         return copy(torch.stack(gradients.tensors))
     if impl in ("packed", "limit"):

@@ -140,8 +140,7 @@ def build(
     group = mesh_of_dim(world, mesh_dim).get_group()
     if groups == "alone" and 0 not in dist.get_process_group_ranks(group):
         return Workload(run=lambda: None, participates=False)
-    count = size_bytes // dtype.itemsize
-    buffers = Buffers(group, group.rank(), group.size(), count, dtype, world.device)
+    buffers = Buffers(group, group.rank(), group.size(), size_bytes // dtype.itemsize, dtype, world.device)
     call = COLLECTIVES[collective](buffers)
     return Workload(run=call.run, check=call.check)
 

@@ -274,8 +274,7 @@ class Least(Tensor):
 
     @classmethod
     def wrap(cls, tensor: Tensor) -> Tensor:
-        wrapper: Tensor = Tensor._make_wrapper_subclass(cls, tensor.shape, tensor.stride())
-        return wrapper
+        return Tensor._make_wrapper_subclass(cls, tensor.shape, tensor.stride())
 
 
 _kernel_of = functools.cache(kernel_of)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -73,8 +73,7 @@ def placed_as(grad: Tensor, weight: Tensor) -> Tensor:
     """The gradient where an optimizer needs it: as the weight is placed."""
     if not hasattr(grad, "redistribute"):
         return grad
-    moved: Tensor = grad.redistribute(placements=weight.placements)  # type: ignore[attr-defined]
-    return moved
+    return cast("Tensor", grad.redistribute(placements=weight.placements))  # type: ignore[attr-defined]
 
 
 # ---- the shardings ----
@@ -108,8 +107,8 @@ def by_table(
         index = api.DTensor.from_local(lookups, alone, [api.Replicate()], run_check=False)
         embedded: Any = F.embedding(index, weight)  # (1, lookups, width)
         answered = api.DTensor.from_local(embedded.to_local(), mesh, [api.Shard(0)], run_check=False)
-        home: Tensor = answered.redistribute(placements=[api.Shard(1)]).to_local()
-        return home  # (tables, lookups / n, width)
+        # (tables, lookups / n, width)
+        return cast("Tensor", answered.redistribute(placements=[api.Shard(1)]).to_local())
 
     return embed, [weight]
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import Work
@@ -88,10 +88,10 @@ def shard_dim_alltoall(
     if mesh.device_type == "cpu":
         _tell_fallback()
         return _moved(input, gather_dim, shard_dim, group, REPLICATE)
-    exchanged: torch.Tensor = torch.ops.dtbench_core.shard_dim_alltoall(
-        input, gather_dim, shard_dim, group.group_name
+    return cast(
+        "torch.Tensor",
+        torch.ops.dtbench_core.shard_dim_alltoall(input, gather_dim, shard_dim, group.group_name),
     )
-    return exchanged
 
 
 @functools.cache

@@ -207,5 +207,4 @@ class FromTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, grad: DTensor) -> tuple[TorchDTensor, None]:
-        placed = placements_of_gradient(ctx.spec.placements)
-        return to_torch(grad.redistribute(placements=placed)), None
+        return to_torch(grad.redistribute(placements=placements_of_gradient(ctx.spec.placements))), None

@@ -89,8 +89,7 @@ def _ranks_of(spec: DTensorSpec, cell: Sequence[Segment]) -> list[int]:
     """The ranks that hold the cell where these segments meet."""
     fixed = dict(pair for segment in cell for pair in segment.owner)
     index = tuple(fixed.get(d, slice(None)) for d in range(spec.info.ndim))
-    ranks: list[int] = spec.mesh.mesh[index].flatten().tolist()
-    return ranks
+    return spec.mesh.mesh[index].flatten().tolist()
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -149,8 +149,7 @@ def _forget(agreement: Agreement) -> None:
 
 def _state(mesh: MeshInfo) -> bytes:
     if mesh.device_type == "cuda":  # the bytes of its state, without the tensors that `get_rng_state` makes
-        index = torch.cuda.current_device()
-        generator = torch.cuda.default_generators[index]
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
         return b"".join(n.to_bytes(8, "little") for n in (generator.initial_seed(), generator.get_offset()))
     # At every draw: without torch's function around it, and without a view as numpy's, it costs a third less.
     cpu = mesh.device_type == "cpu"

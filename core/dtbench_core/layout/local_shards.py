@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 
@@ -129,8 +129,7 @@ class LocalShardsWrapper(torch.Tensor):
         if id(self) not in memo:
             own = [s.detach().clone(memory_format=torch.contiguous_format) for s in self._shards]
             memo[id(self)] = LocalShardsWrapper(own, self._offsets)
-        copied: LocalShardsWrapper = memo[id(self)]
-        return copied
+        return cast("LocalShardsWrapper", memo[id(self)])
 
     # What torch.distributed.checkpoint asks of a tensor; a DTensor passes the question on.
     def __create_write_items__(self, fqn: str, object: torch.Tensor) -> list[WriteItem]:

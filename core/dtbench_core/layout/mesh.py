@@ -115,9 +115,8 @@ def _world_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     do as well, but a rank may have planned before it was made.
     """
     world = dist.group.WORLD
-    if world is None or ranks_of_mesh(mesh) != list(range(world.size())):
-        return None
-    return world
+    is_whole = world is not None and ranks_of_mesh(mesh) == list(range(world.size()))
+    return world if is_whole else None
 
 
 def _by_coordinate(mesh: DeviceMesh, dim: int, group: dist.ProcessGroup) -> comm.Group:

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dtbench_core.errors import PlacementError, PlacementTypeError
 
@@ -140,8 +140,7 @@ class StridedShard(Shard):
             inner = size // self.split_factor
             length, offset = chunk_extent(inner, parts, index)
             seen = whole.unflatten(self.dim, (self.split_factor, inner)).narrow(self.dim + 1, offset, length)
-            joined: torch.Tensor = seen.flatten(self.dim, self.dim + 1)
-            return joined
+            return cast("torch.Tensor", seen.flatten(self.dim, self.dim + 1))
         import torch
 
         held = self.runs(size, parts, index)

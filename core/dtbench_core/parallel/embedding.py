@@ -6,7 +6,7 @@ The op of torch gives the gradient of the whole table, of which every rank would
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,5 +68,4 @@ def look_up_rows(module: nn.Embedding, index: Tensor) -> Tensor:
     An index outside the whole table fails on every rank, as it would on one device.
     """
     padding = -1 if module.padding_idx is None else module.padding_idx
-    rows: Tensor = EmbeddingRows.apply(module.weight, index, padding)
-    return rows
+    return cast("Tensor", EmbeddingRows.apply(module.weight, index, padding))

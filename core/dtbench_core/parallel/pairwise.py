@@ -32,6 +32,7 @@ from dtbench_core.parallel.style import (
     RowwiseParallel,
     one_placement,
 )
+from dtbench_core.tensor.distribute import without_module
 from dtbench_core.tensor.dtensor import DTensor
 
 Prepare = Callable[[Any, DeviceMesh], Any]
@@ -83,21 +84,16 @@ class PairwiseParallel(ParallelStyle):
             self._shard(mlp, device_mesh)
         return module
 
-    def _read(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return self.prepare_input(inputs, mesh)
-
-    def _give(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        return self.prepare_output(output, mesh)
-
     def _shard(self, mlp: nn.Module, mesh: DeviceMesh) -> None:
         linears = _pairs(mlp)
+        read, give = partial(without_module, self.prepare_input), partial(without_module, self.prepare_output)
         for index, linear in enumerate(linears):
             style: LayerStyle = RowwiseParallel() if index % 2 else ColwiseParallel()
             style.src_data_rank = self.src_data_rank
             moved: Convert = partial(_moved, Shard(-1) if index % 2 else Replicate())
             summed: Convert | None = _summed if index % 2 else None
             last = index == len(linears) - 1
-            style.shard(linear, mesh, moved if index else self._read, self._give if last else summed)
+            style.shard(linear, mesh, moved if index else read, give if last else summed)
 
 
 def parallelize_mlp(

@@ -140,8 +140,7 @@ def first_state(info: MeshInfo, seed: int, sharded: tuple[int, ...]) -> torch.Te
         for dim, (size, at) in enumerate(zip(info.sizes, info.my_coordinate(), strict=True)):
             index = index * (size + 1) + (at + 1 if dim in sharded else 0)
         seed += SHARD_SEED_OFFSET + index - 1
-    state: torch.Tensor = torch.Generator(info.device_type).manual_seed(seed).get_state()
-    return state
+    return torch.Generator(info.device_type).manual_seed(seed).get_state()
 
 
 # Of every mesh that was asked for.

@@ -28,8 +28,7 @@ def local_at(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
         spec = tensor._spec.with_placements(dst)
         kept = tensor.__dict__["_materialised"] = (version, spec, apply(tensor._local_tensor, route))
     _, spec, local = kept
-    result: torch.Tensor = local if spec.placements == dst else apply(local, plan(spec, dst))
-    return result
+    return local if spec.placements == dst else apply(local, plan(spec, dst))
 
 
 def _pends_rounding(placements: Placements) -> bool:

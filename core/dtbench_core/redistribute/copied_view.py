@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from enum import Enum, auto
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -106,8 +106,7 @@ class CopiedView:
     def __repr__(self: Any, **options: object) -> str:
         if state_of(self) is ViewState.STALE:  # one rank may print alone: nothing is sent
             return f"DTensor({self._spec}, local=to be gathered again, as its base was written to)"
-        text: str = self.viewed.__repr__(self, **options)
-        return text
+        return cast("str", self.viewed.__repr__(self, **options))
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
         if not self.is_leaf or id(self) in memo:

@@ -238,8 +238,7 @@ def _gather(step: Exchange) -> Mover:
     stacked = (parts, *whole[:dim], longest, *whole[dim + 1 :])
 
     def gather(local: torch.Tensor) -> torch.Tensor:
-        sent = padded(local, dim, longest)
-        gathered = _gathered(sent, stacked, group)
+        gathered = _gathered(padded(local, dim, longest), stacked, group)
         if reorder is None and rows_first:  # only what follows the last element is padding
             return gathered.view(joined).narrow(dim, 0, whole[dim])
         held = [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n] or [gathered[0]]
@@ -293,8 +292,7 @@ def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     shape = (*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])
     if missing == length:
         return comm.full_ordered_after([tensor], shape, 0, tensor.dtype)
-    filler = tensor.new_zeros(shape)
-    return torch.cat([tensor, filler], dim).contiguous()
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim).contiguous()
 
 
 # ---- reduce ----

@@ -111,12 +111,8 @@ class Route(tuple[RedistributeStep, ...]):
 
 def _bytes(count: int) -> str:
     """`0 B`, `512 B`, `1.5 KiB`."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+    power = min((max(count, 1).bit_length() - 1) // 10, 3)  # of 1024
+    return f"{count / 1024**power:.1f} {'KMG'[power - 1]}iB" if power else f"{count} B"
 
 
 def placements_of_gradient(placements: Placements) -> Placements:

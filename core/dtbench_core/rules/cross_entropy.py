@@ -245,8 +245,7 @@ def _total(weight: Tensor | None, classes: int) -> Value:
 
 def _along(weight: Tensor, first: int, logits: Tensor, dim: int) -> Tensor:
     """The weights of the classes held, ready to be multiplied with the logits."""
-    own = weight.narrow(0, first, logits.shape[dim])
-    return own.view(-1, *(1,) * (logits.ndim - dim - 1))
+    return weight.narrow(0, first, logits.shape[dim]).view(-1, *(1,) * (logits.ndim - dim - 1))
 
 
 class_max = new_op("class_max(Tensor logits, int dim) -> Tensor", _max)

@@ -345,8 +345,7 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
         placed = tuple(Partial("max") if cut else REPLICATE for cut in split)
         spec = DTensorSpec.of(info, placed, here.shape, here.stride(), here.dtype)
         total: Any = wrap(members[0].viewed, here if info.coordinate is not None else here.new_empty(0), spec)
-        pending = [t for t in members if t._spec.has_partial()]
-        for tensor in pending:
+        for tensor in [t for t in members if t._spec.has_partial()]:
             total = total + (~torch.isfinite(tensor)).any().to(here.dtype)
             tensor.mul_(factor.to(tensor.dtype))
         whole = _whole(total)
@@ -360,5 +359,4 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
 
 def _whole(tensor: Value) -> torch.Tensor:
     """All values, which are the rank's own memory of a replicated tensor."""
-    placements = (REPLICATE,) * tensor._spec.info.ndim
-    return redistribute_tensor(tensor, placements)._local_tensor
+    return redistribute_tensor(tensor, (REPLICATE,) * tensor._spec.info.ndim)._local_tensor

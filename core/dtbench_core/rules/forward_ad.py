@@ -48,5 +48,4 @@ def tangent_like(call: OpCall) -> Strategy:
         stride = *(step * local.numel() for step in contiguous_stride(batch)), *local.stride()
         return local.new_empty_strided((*batch, *local.shape), stride).zero_()
 
-    exact = ((tangent.placements, tensor.placements), (placed,))
-    return Strategy([], local_op=local_op, exact=exact)
+    return Strategy([], local_op=local_op, exact=((tangent.placements, tensor.placements), (placed,)))

@@ -68,10 +68,12 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
     reduced = call["reduction"] != NONE
     if not fits or grad.shape != (torch.Size() if reduced else shape):
         return Strategy([])
-    rows = []
-    for dim in range(len(shape)):
-        of_grad = REPLICATE if reduced else Shard(dim)
-        rows.append(PlacementRow((of_grad, *broadcast(call.inputs[1:], dim, shape)), (Shard(dim),)))
+    rows = [
+        PlacementRow(
+            (REPLICATE if reduced else Shard(dim), *broadcast(call.inputs[1:], dim, shape)), (Shard(dim),)
+        )
+        for dim in range(len(shape))
+    ]
     rows += pending_rows(call, (0,))
     local_op = _mean_backward(call) if call["reduction"] == MEAN else None
     return Strategy(rows, local_op=local_op, any_lengths=True)

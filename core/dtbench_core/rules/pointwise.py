@@ -60,8 +60,7 @@ def _functional(op: OpOverload) -> OpOverload | None:
     if namespace != "aten" or not name.endswith("_") or name.startswith("_"):
         return None
     packet = getattr(aten, name[:-1], None)
-    functional: OpOverload | None = getattr(packet, op._overloadname, None)
-    return functional
+    return getattr(packet, op._overloadname, None)
 
 
 def _with_in_place(ops: set[OpOverload]) -> set[OpOverload]:
@@ -271,8 +270,7 @@ def glu(call: OpCall) -> Strategy:
 def complex_pairs(call: OpCall) -> Strategy:
     """A last dim of 2 for the real and imaginary parts, added or taken away."""
     pairs = call.op in (aten.view_as_complex.default, aten.view_as_complex_copy.default)
-    dims = range(call.inputs[0].ndim - pairs)
-    return Strategy([*along(dims, 1, 1), *linear_rows(call, 1)])
+    return Strategy([*along(range(call.inputs[0].ndim - pairs), 1, 1), *linear_rows(call, 1)])
 
 
 @rule(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
@@ -288,8 +286,7 @@ def searchsorted(call: OpCall) -> Strategy:
     more = len(call.inputs) - 2
     rows = []
     for dim in range(values.ndim):
-        shared = table.ndim == 1 or dim == values.ndim - 1
-        placed = REPLICATE if shared else Shard(dim)
+        placed = REPLICATE if table.ndim == 1 or dim == values.ndim - 1 else Shard(dim)
         rows.append(PlacementRow((placed, Shard(dim), *(placed,) * more), (Shard(dim),)))
     return Strategy(rows)
 

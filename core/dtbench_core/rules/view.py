@@ -133,8 +133,7 @@ def _takes_all(call: OpCall) -> bool:
 
 @rule(*_MOVES)
 def moved(call: OpCall) -> Strategy:
-    dims = _MOVES[call.op](call, call.inputs[0].ndim)
-    return Strategy(mapped_rows(call, dims, len(call.outputs)))
+    return Strategy(mapped_rows(call, _MOVES[call.op](call, call.inputs[0].ndim), len(call.outputs)))
 
 
 @rule(*_GRADIENTS)

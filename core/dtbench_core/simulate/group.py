@@ -201,11 +201,13 @@ def _finish_all_to_all_single(
     calls: list[tuple[torch.Tensor, torch.Tensor, list[int], list[int]]], signature: Signature
 ) -> None:
     n = len(calls)
-    parts = [
-        (_cut(output, output_splits, n), _cut(sent, input_splits, n))
-        for output, sent, output_splits, input_splits in calls
-    ]
-    _finish_all_to_all(parts, signature)
+    _finish_all_to_all(
+        [
+            (_cut(output, output_splits, n), _cut(sent, input_splits, n))
+            for output, sent, output_splits, input_splits in calls
+        ],
+        signature,
+    )
 
 
 def _cut(tensor: torch.Tensor, splits: list[int], n: int) -> Tensors:

@@ -229,14 +229,15 @@ def node_of(values: Mapping[int, Any]) -> _LocalNode:
     return LocalIntNode(values) if kinds <= {int, bool} else LocalFloatNode(values)
 
 
+_SYMBOLS: dict[type, Any] = {int: torch.SymInt, float: torch.SymFloat, bool: torch.SymBool}
+
+
 def local_number(values: Mapping[int, Number]) -> Any:
     """The number itself if all ranks have the same, else a SymInt, SymFloat or SymBool of all."""
     node = node_of(values)
     if node.is_constant():
         return next(iter(values.values()))
-    if node.kind is int:
-        return torch.SymInt(node)
-    return torch.SymBool(node) if node.kind is bool else torch.SymFloat(node)
+    return _SYMBOLS[node.kind](node)
 
 
 def local_int(values: Mapping[int, int]) -> Any:
@@ -246,11 +247,8 @@ def local_int(values: Mapping[int, int]) -> Any:
 
 def values_of(number: Any) -> dict[int, Any] | None:
     """rank -> number of a rank-dependent number, None for anything else."""
-    if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        node = number.node
-        if isinstance(node, _LocalNode):
-            return node.values
-    return None
+    node = number.node if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
+    return node.values if isinstance(node, _LocalNode) else None
 
 
 def describe_values(values: Mapping[int, Any]) -> str:

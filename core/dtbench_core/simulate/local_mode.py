@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -381,8 +381,7 @@ def maybe_run_for_local_tensor(fn: Callable[P, R]) -> Callable[P, R]:
         if mode is None or ranks_of(args, kwargs) is None:
             return fn(*args, **kwargs)
         _refuse_grad(args, kwargs)
-        result: R = mode.across(fn, args, dict(kwargs), what=_name(fn))
-        return result
+        return cast("R", mode.across(fn, args, dict(kwargs), what=_name(fn)))
 
     return call
 

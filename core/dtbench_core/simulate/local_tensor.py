@@ -238,12 +238,11 @@ def _groups(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
     groups: list[list[int]] = []
     with torch._C._DisableTorchDispatch():
         for rank, tensor in tensors.items():
-            for ranks in groups:
-                if _same(tensors[ranks[0]], tensor):
-                    ranks.append(rank)
-                    break
-            else:
+            group = next((ranks for ranks in groups if _same(tensors[ranks[0]], tensor)), None)
+            if group is None:
                 groups.append([rank])
+            else:
+                group.append(rank)
     return groups
 
 
@@ -517,5 +516,4 @@ class PlainCopies:
 
 def is_plain(kind: type) -> bool:
     """Whether tensors of this type are torch's own, parameters included."""
-    dispatch = getattr(kind, "__torch_dispatch__", None)
-    return dispatch is torch._C._disabled_torch_dispatch_impl
+    return getattr(kind, "__torch_dispatch__", None) is torch._C._disabled_torch_dispatch_impl

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -77,8 +77,7 @@ def rank_group(group: ProcessGroup, rank: int) -> SimulatedGroup:
             )
         own = SimulatedGroup(ranks.index(rank), ranks, group.group_name, BACKEND, _arrive)
         tables.add(group, own, BACKEND)
-    end: SimulatedGroup = tables.ends[group]
-    return end
+    return cast("SimulatedGroup", tables.ends[group])
 
 
 def _arrive(arrival: Arrival) -> dist.Work:
@@ -163,8 +162,7 @@ def _get_rng_state(original: Call, device: Any = None) -> torch.Tensor:
     mode = _simulation()
     if mode.current is None:
         return joined_states(mode.random.of(_generator_of(original, device)))
-    state: torch.Tensor = original() if device is None else original(device)
-    return state
+    return cast("torch.Tensor", original() if device is None else original(device))
 
 
 def _set_rng_state(original: Call, new_state: torch.Tensor, device: Any = None) -> None:

@@ -240,8 +240,7 @@ class SimulatedRank:
 
 def running_rank() -> SimulatedRank | None:
     """The simulated rank whose thread this is."""
-    rank: SimulatedRank | None = getattr(_here, "rank", None)
-    return rank
+    return getattr(_here, "rank", None)
 
 
 class RankThreads:

@@ -173,7 +173,8 @@ def _give(convert: Call, mesh: DeviceMesh, module: nn.Module, inputs: Any, outpu
     return convert(module, outputs, mesh)
 
 
-def _without_module(function: Call, module: nn.Module, values: Any, mesh: DeviceMesh) -> Any:
+def without_module(function: Call, module: nn.Module, values: Any, mesh: DeviceMesh) -> Any:
+    """Lets `function`, of (values, mesh), be called as one of (module, values, mesh)."""
     return function(values, mesh)
 
 
@@ -188,7 +189,7 @@ def _of_three(name: str, function: Call | None) -> Call | None:
     for count in (3, 2):
         with contextlib.suppress(TypeError):
             signature.bind(*range(count))
-            return function if count == 3 else partial(_without_module, function)
+            return function if count == 3 else partial(without_module, function)
     raise ArgumentError(
         f"distribute_module got {name}{signature}, expected a function of (module, {name[:-3]}s, mesh) or "
         f"({name[:-3]}s, mesh)"

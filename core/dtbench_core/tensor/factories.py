@@ -117,8 +117,7 @@ def _number(name: str, end: float | complex | torch.Tensor) -> float | complex:
         raise ArgumentError(
             f"{name} got an end of shape {tuple(end.shape)}, expected a number or a tensor without dims"
         )
-    number: float | complex = end.item()
-    return number
+    return end.item()
 
 
 def _spaced(fill: Callable[..., torch.Tensor], name: str, steps: int, dtype: Any, *options: Any) -> DTensor:
