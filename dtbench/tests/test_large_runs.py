@@ -5,11 +5,16 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from dtbench.cost.calibration import intervals
+from dtbench.cost.calibration.times import QUANTILE
 from dtbench.reporting.html import figures, gather, page, write_report
 from dtbench.reporting.html.parts import changes as changes_part
+from dtbench.stats import drawn_again
 from dtbench.tests import made_up
 from dtbench.text import table as t
 from dtbench.text.terminal import print_json
@@ -86,3 +91,15 @@ def test_printed_json_is_indented_as_by_the_standard_library(
     assert out.getvalue() == json.dumps(value, indent=2) + "\n"
     with pytest.raises(ValueError, match="not JSON compliant"):
         print_json([float("nan")])
+
+
+def test_bootstrap_takes_quantiles_of_many_sizes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, quantile = [], np.quantile
+    monkeypatch.setattr(intervals.np, "quantile", lambda *a, **k: calls.append(1) or quantile(*a, **k))
+    values = [np.arange(1.0, 6.0) + place for place in range(256)]
+    points = [SimpleNamespace(launches={0: of}) for of in values]
+    got = intervals._repetitions(points, 10, np.random.default_rng(0))
+    assert len(calls) <= len(points) / 32
+    rng = np.random.default_rng(0)
+    expected = [quantile(drawn_again(of, 10, rng), QUANTILE, axis=1) for of in values]
+    assert (got == np.stack(expected, axis=1)).all()
