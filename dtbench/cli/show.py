@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -59,10 +60,13 @@ def show_command(
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
     files = [path for path in runs if path.exists()]
-    read = [read_run(path) for path in files]
+    read_file = partial(read_run, with_samples=not as_json)  # which leaves them out
+    read = [read_file(path) for path in files]
     suites = {suite for run in read for suite in run.header.suites}
     targets = [path for path in runs if path not in files]
-    read += [read_run(path) for path in targets if path.parts[0] not in suites]  # raises that it is not there
+    read += [
+        read_file(path) for path in targets if path.parts[0] not in suites
+    ]  # raises that it is not there
     lines = [" ".join([*target.parts, line]) for target in targets for line in filter.split("\n")]
     read = choose(read, "\n".join(lines) or filter, sort)
     if as_csv:

@@ -36,7 +36,7 @@ class Verdict(StrEnum):
     @property
     def gravity(self) -> int:
         """Its place in this list."""
-        return list(Verdict).index(self)
+        return _GRAVITIES[self]
 
     @property
     def shape(self) -> str:
@@ -53,6 +53,7 @@ class Verdict(StrEnum):
         return _LOOKS[self][2]
 
 
+_GRAVITIES = {verdict: place for place, verdict in enumerate(Verdict)}
 # Shape, colour, meaning.
 _LOOKS = {
     Verdict.REGRESSION: ("▲", "red", "slower"),

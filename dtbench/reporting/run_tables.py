@@ -268,7 +268,7 @@ def _print_not_ok(console: Console, run: Run) -> None:
 
 
 def _run_json(run: Run) -> dict[str, object]:
-    results = [msgspec.to_builtins(r) for r in run.results]
+    results = [msgspec.to_builtins(r.without_samples()) for r in run.results]
     for result in results:
         for name in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s"):
             del result[name]

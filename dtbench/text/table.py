@@ -11,6 +11,7 @@ from dtbench.text.units import Unit, bandwidth_unit, significant, time_unit, typ
 
 MISSING = "–"
 LONG = 40  # characters
+MAX_ROWS = 2000  # of a table on a page; to format a hundred thousand takes longer than to read them
 MARKED = 1.05  # ratios above bear a mark
 
 
@@ -38,7 +39,8 @@ class TableColumn:
 
 @dataclass(frozen=True)
 class Table:
-    """caption: what it holds, in words. folded: shown behind its caption. most: rows after which it is cut.
+    """caption: what it holds, in words. folded: shown behind its caption. most: rows after which it is cut. total: how
+    many rows there are, where the columns hold only the first `MAX_ROWS`.
 
     ids, tags: per row the anchor that leads to it and the word it is filtered by; of tables with `filter`,
     an id that the address may name, there are fields to filter by.
@@ -49,6 +51,7 @@ class Table:
     folded: bool = False
     note: str = ""
     most: int = 2**31
+    total: int = 0
     ids: Sequence[str] = ()
     tags: Sequence[str] = ()
     filter: str = ""
@@ -60,7 +63,7 @@ class Table:
 
     @property
     def total_rows(self) -> int:
-        return len(self.columns[0].cells) if self.columns else 0
+        return max(self.total, len(self.columns[0].cells)) if self.columns else 0
 
     @property
     def closed(self) -> bool:
@@ -76,8 +79,9 @@ class Table:
 
 
 def compact(table: Table) -> Table:
-    """Without the columns of words that say the same in every row of several, which the note says once."""
-    if table.total_rows < 4:
+    """Without the columns of words that say the same in every row of several, which the note says once; as it is where
+    the columns do not hold all rows."""
+    if table.total_rows < 4 or table.total_rows > len(table.columns[0].cells):
         return table
     same = [c for c in table.columns[1:] if not c.numeric and len(set(c.cells)) == 1]
     words = ", ".join(f"{c.header.lower()} {c.cells[0]}" for c in same if c.cells[0] != MISSING)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
+import msgspec
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
@@ -204,7 +205,11 @@ def encodable(text: str) -> str:
 
 def print_json(value: object) -> None:
     """Strict JSON: neither NaN nor infinity."""
-    sys.stdout.write(json.dumps(value, allow_nan=False, indent=2) + "\n")
+    try:  # Indented in C: with an indent json.dumps runs in Python.
+        text = msgspec.json.format(json.dumps(value, allow_nan=False), indent=2)
+    except msgspec.DecodeError:  # half of a surrogate pair, as a path may hold
+        text = json.dumps(value, allow_nan=False, indent=2)
+    sys.stdout.write(text + "\n")
 
 
 def split_params(all_params: Sequence[Mapping[str, Param]]) -> tuple[list[str], dict[str, Param]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from markupsafe import Markup
@@ -100,6 +100,7 @@ class Panel:
         kinds = alone if abreast == 1 else {"drawing": abreast}
         return [(kind, self._draw(WIDTHS_PX[n], "n" * (kind == "phone"))) for kind, n in kinds.items()]
 
+    @lru_cache(256)  # noqa: B019 - a page that does not fit is written again, with the same drawings
     def _draw(self, width: float, suffix: str) -> Markup:
         return draw(
             width,

@@ -25,7 +25,7 @@ from dtbench.reporting.html.svg import settings
 from dtbench.suite import Run
 from dtbench.suite.errors import UsageError, plain
 from dtbench.text import csv
-from dtbench.text.table import compact
+from dtbench.text.table import MAX_ROWS, compact
 from dtbench.text.units import plural
 
 GENERATOR = "dtbench report"
@@ -50,8 +50,8 @@ class Economy:
 
 # What is given up, in this order, until the page is within its budget.
 ECONOMIES = (
-    Economy(True, 2000, 24),
-    Economy(False, 2000, 24),
+    Economy(True, MAX_ROWS, 24),
+    Economy(False, MAX_ROWS, 24),
     Economy(False, 200, 12),
     Economy(False, 50, 4),
     Economy(False, 10, 1),

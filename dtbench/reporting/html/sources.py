@@ -89,7 +89,7 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
     parts = [_read(path) for path in paths]
     if topology is not None:
         parts.append({"topology": read_topology(topology)})
-    all_of: dict[str, Any] = {"baseline": tuple(read_run(path) for path in baseline)}
+    all_of: dict[str, Any] = {"baseline": tuple(read_run(path, with_samples=False) for path in baseline)}
     for name in ("topology", "gate", "job"):
         values = [part[name] for part in parts if name in part]
         if len(values) > 1:

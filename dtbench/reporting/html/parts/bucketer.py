@@ -94,7 +94,9 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
     )
 
 
-def _bucket_table(cases: Sequence[ReportCase]) -> t.Table:
+def _bucket_table(all_cases: Sequence[ReportCase]) -> t.Table:
+    cases = all_cases[: t.MAX_ROWS]
+
     def counter(name: str) -> list[float | None]:
         return [c.impls["core"].counters.get(name) if "core" in c.impls else None for c in cases]
 
@@ -112,6 +114,7 @@ def _bucket_table(cases: Sequence[ReportCase]) -> t.Table:
             t.TableColumn("Peak memory, core", t.aligned(counter("peak_bytes"), 2**20), True, "MiB"),
         ],
         folded=True,
+        total=len(all_cases),
     )
 
 

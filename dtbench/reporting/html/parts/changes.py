@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from dtbench.records import judged
@@ -27,7 +26,7 @@ STYLES = {
 
 def fill(section: ReportSection, of: Material) -> None:
     if of.changes is not None and of.changes.changes:
-        section.add(_intervals(section, of.changes), _table(of.changes.changes, of.changes.bounds))
+        section.add(_intervals(section, of.changes), _table(of.changes))
 
 
 def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
@@ -66,10 +65,11 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
     )
 
 
-def _table(changes: Sequence[Judged], bounds: str) -> t.Table:
+def _table(of: Changes) -> t.Table:
+    changes = of.changes[: t.MAX_ROWS]
     noise = [c.effect.sd if c.effect else None for c in changes]
     # What tells the cases apart; what they share is said once.
-    varying, same = split_params([c.params for c in changes])
+    varying, same = split_params([c.params for c in of.changes])
     details = [
         t.percents("least that counts", [c.matters for c in changes]),
         *([t.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
@@ -77,7 +77,7 @@ def _table(changes: Sequence[Judged], bounds: str) -> t.Table:
         t.text("Why", [why(c) for c in changes]),
     ]
     shared = ", ".join(f"{name}={value}" for name, value in same.items())
-    note = f"Base and now: the median over launches of each launch’s estimate. {bounds} Open: not bounded by so few."
+    note = f"Base and now: the median over launches of each launch’s estimate. {of.bounds} Open: not bounded by so few."
     return t.Table(
         "Every case: before and now",
         [
@@ -94,6 +94,7 @@ def _table(changes: Sequence[Judged], bounds: str) -> t.Table:
         ids=[f"{ROW}{i}" for i in range(len(changes))],
         tags=[c.verdict for c in changes],
         filter="changes",
+        total=len(of.changes),
     )
 
 

@@ -70,14 +70,16 @@ def fill(section: ReportSection, of: Material) -> None:
         section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
 
 
-def _table(cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table:
+def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table:
+    cached = all_cached[: t.MAX_ROWS]
+
     def identity(case: ReportCase) -> tuple[object, ...]:
         return (case.name, *sorted((k, v) for k, v in case.params.items() if k != "call"))
 
     first = {identity(c): c for c in cases if c.get("call") == "first"}
     firsts = [first.get(identity(c)) for c in cached]
     columns = [(f"{i}, first call", [f.seconds(i) if f else None for f in firsts]) for i in ("core", "torch")]
-    slower = any((c.ratio("core", "torch") or 0.0) > t.MARKED for c in cached)
+    slower = any((c.ratio("core", "torch") or 0.0) > t.MARKED for c in all_cached)
     notes = [
         *(["▲ marks where the core takes over 5 % more time than torch."] if slower else []),
         *(["A first call has to find its sharding; a cached one looks it up."] if any(firsts) else []),
@@ -87,6 +89,7 @@ def _table(cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table
         [*named(cached, "Op", PARAMS, "call"), *times(cached), *t.times(columns)],
         folded=True,
         note=" ".join(notes),
+        total=len(all_cached),
     )
 
 

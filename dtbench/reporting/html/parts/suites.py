@@ -197,8 +197,9 @@ def other_suites(claimed: Collection[str]) -> Part:
     return Part("others", "Other suites", fill)
 
 
-def _generic(caption: str, cases: Sequence[ReportCase]) -> t.Table:
+def _generic(caption: str, all_cases: Sequence[ReportCase]) -> t.Table:
     """A column per param, then per impl its time, its median and upper quartile, and bandwidths."""
+    cases = all_cases[: t.MAX_ROWS]
     params = {param: param for c in cases for param in c.params}
     spans = [
         (f"{impl}, {name}", [getattr(c.impls[impl], f"{name}_s") if impl in c.impls else None for c in cases])
@@ -210,4 +211,5 @@ def _generic(caption: str, cases: Sequence[ReportCase]) -> t.Table:
         [*named(cases, "Case", params), *times(cases), *t.times(spans), *bandwidths(cases)],
         folded=len(cases) > MOST_ROWS,
         note="The first column of an impl is its estimate: the minimum for host latencies, else the lower quartile.",
+        total=len(all_cases),
     )
