@@ -25,13 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.cost.calibration.times import QUANTILE, Array, SizeTimes
-from dtbench.stats import drawn_again, interval
+from dtbench.stats import interval
 from dtbench.text.units import interval_or_none
 
 INTERVAL = 0.9
 REPLICATES = 400
 FITS = 100  # replicates that a line is fitted to
 SEED = 20240229
+DRAWN_AT_ONCE = 2**12  # samples of a block of sizes: 13 MB of draws by 400 replicates
 # A size's own scatter counts by its launches, the pooled one as if it came from so many.
 POOLED_COUNTS_AS = 4
 METHOD = (
@@ -102,11 +103,20 @@ def _student(freedom: int, count: int, rng: np.random.Generator) -> Array:
 def _repetitions(points: Sequence[SizeTimes], count: int, rng: np.random.Generator) -> Array:
     samples = [np.concatenate(list(point.launches.values())) for point in points]
     columns = np.empty((count, len(points)))
-    # As many sizes at once as have equally many samples: a call of np.quantile costs more than its work.
-    for _, block in groupby(range(len(points)), key=lambda place: (len(samples[place]), place // 64)):
+    # Several sizes at once, as a call of np.quantile costs more than its work for one.
+    for (length, _), block in groupby(range(len(points)), key=lambda place: _block_of(place, samples)):
         places = list(block)
-        drawn = [
-            drawn_again(of, count, rng) if len(of) > 1 else of for of in map(samples.__getitem__, places)
-        ]
-        columns[:, places] = np.quantile(drawn, QUANTILE, axis=-1).T
+        values = np.array([samples[place] for place in places])
+        drawn = (
+            rng.integers(length, size=(len(places), count, length))
+            if length > 1
+            else np.zeros((1, 1, 1), int)
+        )
+        columns[:, places] = np.quantile(np.take_along_axis(values[:, None], drawn, -1), QUANTILE, axis=-1).T
     return columns
+
+
+def _block_of(place: int, samples: Sequence[Array]) -> tuple[int, int]:
+    """The number of samples of a size, and which block of neighbouring sizes it is drawn with."""
+    length = len(samples[place])
+    return length, place * length // DRAWN_AT_ONCE
