@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 
 from dtbench.profile.job import _MOST_DRAWN
 from dtbench.records.job import Job, Lane
-from dtbench.records.judged_job import Judgement, Worth
+from dtbench.records.judged import Verdict
+from dtbench.records.judged_job import CallChange, CallKind, Judgement, TimeChange, Worth
 from dtbench.records.topology import read_topology
 from dtbench.reporting.html import Sources, gather, render
 from dtbench.tests import made_up_jobs
@@ -37,6 +39,19 @@ def test_a_profile_has_a_timeline_curves_tables_and_notes(tmp_path: Path) -> Non
     assert (
         "17% of the job is exposed communication" in page.text and "torchrun --nproc-per-node 8" in page.text
     )
+
+
+def test_title_is_the_whole_first_finding_without_its_reason() -> None:
+    gathers = CallKind("dp", "all_gather", 4, "float32", 2**19)
+    calls = Judgement(1, calls=(CallChange(gathers, gathers, (0.0, 2.0), (0,)),), ranks=(0,))
+    assert titled(calls) == "Dp all_gather of 512 KiB (float32): 2 calls instead of 0"
+    step = TimeChange("step_s", Verdict.REGRESSION, "beyond the 3.2x of launches", 0.01, 0.1, None)
+    assert titled(Judgement(1, times=(step,))) == "Step: 10.0 ms → 100 ms, 10.0x slower than the base"
+
+
+def titled(judgement: Judgement) -> str:
+    (title,) = re.findall("<h1>(.*?)</h1>", render(Sources(job=made_up_jobs.job(), judgement=judgement)))
+    return title
 
 
 def test_of_many_ranks_few_are_drawn_and_all_are_in_the_table() -> None:

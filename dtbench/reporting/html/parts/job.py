@@ -34,7 +34,9 @@ def fill(section: ReportSection, of: Material) -> None:
     *first, sentence = findings(job, judgement)
     section.lead = _LEAD.format(plain(" ".join([*first, sentence])))
     section.outcome = (
-        re.split(r"\. | \(|\.$", first[0])[0] if first else f"{share} of the job is exposed communication"
+        re.split(r"(?: \([^()]*\))?(?:\. |\.$)", first[0])[0]
+        if first
+        else f"{share} of the job is exposed communication"
     )
     worth, needed, changes, doubts = sentences(judgement).values()
     section.headlines = [(format_seconds(late.late_s), str(late)) for late in judgement.late[:1]]
