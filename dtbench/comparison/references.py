@@ -87,8 +87,8 @@ class System(Struct, frozen=True, kw_only=True):
         for (small, fast), (large, slow) in itertools.pairwise(points):
             if small <= size_bytes <= large and (large <= small * _MAX_GAP or size_bytes in (small, large)):
                 share = math.log(size_bytes / small) / math.log(large / small)
-                us: float = fast * (slow / fast) ** share
-                return size_bytes / (us * 1e-6) * busbw_factor(collective, self.ranks)
+                us = fast * (slow / fast) ** share
+                return float(size_bytes / (us * 1e-6) * busbw_factor(collective, self.ranks))
         return None
 
 
@@ -145,8 +145,10 @@ class ReferenceVerdict(Struct, frozen=True, kw_only=True):
         sources = f"{self.sources} sources" if self.sources >= len(_COUNTS) else _COUNTS[self.sources]
         unsure = ": their network or PCIe may be another" if self.sources == 1 else ", which disagree"
         why = unsure if self.verdict == "cannot tell" else ""
-        what = f"{', '.join(self.collectives)} of dim {self.mesh_dim}"
-        return f"{self.verdict}: {ratios} of {self.beside} at {self.sizes}, {sources}{why} ({what})"
+        return (
+            f"{self.verdict}: {ratios} of {self.beside} at {self.sizes}, {sources}{why} "
+            f"({', '.join(self.collectives)} of dim {self.mesh_dim})"
+        )
 
 
 class ReferenceComparison(Struct, frozen=True, kw_only=True):
@@ -185,10 +187,9 @@ def compare_with_reference(
         if not chosen:
             notes.append(_why_none(systems, run, dim, ranks, hosts))
         elif not judged:
-            of = ", ".join(f"{system.name} with {system.ranks} ranks" for system in chosen)
             notes.append(
                 f"dim {dim} is not judged: it has {ranks} ranks and no size from {format_size(JUDGED_FROM)} on that is "
-                f"published of as many: {of}"
+                f"published of as many: {', '.join(f'{system.name} with {system.ranks} ranks' for system in chosen)}"
             )
     notes += [
         f"the run has the figures that were published as {name}: 1.00 of it at every size; where several sources are "
@@ -215,8 +216,8 @@ def systems_called(systems: Sequence[System], named: str) -> list[System]:
         UsageError: no system of that name.
     """
     exact = [s for s in systems if s.name.lower() == named.lower()]
-    matching = exact or [s for s in systems if words_of(named) <= words_of(s.name)]
-    matching = matching or [s for s in systems if named.lower() in s.name.lower()]
+    with_words = [s for s in systems if words_of(named) <= words_of(s.name)]
+    matching = exact or with_words or [s for s in systems if named.lower() in s.name.lower()]
     if not matching:
         names = [system.name for system in systems]
         raise UsageError(
@@ -266,8 +267,9 @@ def _rows(run: Run, dim: str, system: System) -> Iterator[ReferenceRow]:
     mesh = run.header.mesh
     # Of groups that ran at once, and may share links, nothing was published.
     whole = mesh.shape[mesh.dim_names.index(dim)] == math.prod(mesh.shape)
-    measured = (r for r in run.ok("collectives") if r.size_bytes and r.busbw_Bps)
-    of_dim = (r for r in measured if r.params.get("mesh_dim") == dim)
+    of_dim = (
+        r for r in run.ok("collectives") if r.size_bytes and r.busbw_Bps and r.params.get("mesh_dim") == dim
+    )
     cases = group_by(of_dim, lambda r: (r.name, str(r.params.get("dtype")), r.size_bytes or 0))
     for (name, dtype, size), results in sorted(cases.items()):
         reference = system.busbw(name, size)
@@ -298,10 +300,11 @@ def verdicts_of(rows: Sequence[ReferenceRow], beside: str, one_is_enough: bool) 
 
     one_is_enough: whether a single source is believed where systems of its kind vary.
     """
-    judged = [
-        _judged(of, beside, one_is_enough) for of in group_by(rows, lambda row: row.collective).values()
-    ]
-    judged.sort(key=lambda verdict: WORST_FIRST.index(verdict.verdict))
+    by_collective = group_by(rows, lambda row: row.collective).values()
+    judged = sorted(
+        (_judged(of, beside, one_is_enough) for of in by_collective),
+        key=lambda verdict: WORST_FIRST.index(verdict.verdict),
+    )
     alike = group_by(judged, lambda v: (v.verdict, v.sizes, v.sources, v.verdict == "low" and v.collectives))
     for several in alike.values():
         ends = [ratio for verdict in several for ratio in verdict.ratios]

@@ -164,7 +164,6 @@ Examining = Measuring[Examination]
 def examine(world: ExaminedWorld) -> Examining:
     """All of it, from the screen to what is named."""
     examination = Examination(world)
-    notes = examination.notes
     suspects: list[_Suspect] = []
     for kind, rounds in rounds_of(world.hosts).items():
         examination.pairs[kind] = yield from _screen_pairs(rounds)
@@ -176,7 +175,7 @@ def examine(world: ExaminedWorld) -> Examining:
     for kind in (MATMUL, COPY):
         answers = yield work(kind, turns_of(range(world.size), places), WORK_REPS)
         examination.work_s[kind] = [median(of) for of in answers]
-        slow_work[kind] = list(_below(dict(enumerate(examination.work_s[kind])), notes, kind))
+        slow_work[kind] = list(_below(dict(enumerate(examination.work_s[kind])), examination.notes, kind))
     for dim, groups in groups_by_dim(*zip(*world.mesh, strict=True)).items():
         if len(groups[0]) > 1:
             examination.dims[dim] = yield from _screen_dim(dim, groups)
@@ -201,16 +200,17 @@ def rounds_of(hosts: Sequence[str]) -> dict[str, list[PairRound]]:
     same place on another host. The number of rounds grows with the logarithm of hosts and of ranks per host.
     """
     groups = list(group_by(range(len(hosts)), lambda rank: hosts[rank]).values())
-    inside = [
-        tuple((group[a], group[b]) for group in groups for a, b in turn if max(a, b) < len(group))
-        for turn in matchings(max(map(len, groups)))
-    ]
-    between = [
-        tuple(pair for a, b in turn for pair in zip(groups[a], groups[b], strict=False))
-        for turn in matchings(len(groups))
-    ]
-    rounds = {INSIDE: [*filter(None, inside)], BETWEEN: [*filter(None, between)]}
-    return {kind: several for kind, several in rounds.items() if several}
+    rounds = {
+        INSIDE: [
+            tuple((group[a], group[b]) for group in groups for a, b in turn if max(a, b) < len(group))
+            for turn in matchings(max(map(len, groups)))
+        ],
+        BETWEEN: [
+            tuple(pair for a, b in turn for pair in zip(groups[a], groups[b], strict=False))
+            for turn in matchings(len(groups))
+        ],
+    }
+    return {kind: [*filter(None, of_kind)] for kind, of_kind in rounds.items() if any(of_kind)}
 
 
 def matchings(n: int) -> list[PairRound]:
@@ -228,15 +228,13 @@ def matchings(n: int) -> list[PairRound]:
     rounds = []
     for _ in range(2 * math.ceil(math.log2(n))):
         drawn.shuffle(order)
-        drawn_pairs = (order[i : i + 2] for i in range(0, n - 1, 2))
-        rounds.append(tuple((min(pair), max(pair)) for pair in drawn_pairs))
+        rounds.append(tuple((min(order[i : i + 2]), max(order[i : i + 2])) for i in range(0, n - 1, 2)))
     return rounds
 
 
 def _screen_pairs(rounds: Sequence[PairRound]) -> Measuring[PairsOf]:
-    size = FIRST_BYTES
-    times = yield from _exchange(rounds[:1], 2, size)
-    size = fitting_bytes(size, median(map(min, times.values())))
+    times = yield from _exchange(rounds[:1], 2, FIRST_BYTES)
+    size = fitting_bytes(FIRST_BYTES, median(map(min, times.values())))
     return PairsOf(size, (yield from _exchange(rounds, SCREEN_REPS, size)))
 
 
@@ -257,8 +255,12 @@ def _exchange(rounds: Sequence[PairRound], reps: int, size_bytes: int) -> Measur
 
 def pairs(rounds: Sequence[Sequence[Sequence[int]]], reps: int, size_bytes: int) -> ProbeCommand:
     """Exchanges of pairs, those of a round at once."""
-    listed = [[list(pair) for pair in one] for one in rounds]
-    return {"do": "pairs", "rounds": listed, "reps": reps, "bytes": size_bytes}
+    return {
+        "do": "pairs",
+        "rounds": [[list(pair) for pair in pairs_at_once] for pairs_at_once in rounds],
+        "reps": reps,
+        "bytes": size_bytes,
+    }
 
 
 def worse(answers: Answers, at: int, a: int, b: int) -> list[float]:
@@ -296,8 +298,13 @@ def _screen_dim(dim: str, groups: Sequence[Sequence[int]]) -> Measuring[DimTimes
 
 
 def _collective(dim: str, groups: Sequence[Sequence[int]], reps: int, size_bytes: int) -> ProbeCommand:
-    ranks = [rank for group in groups for rank in group]
-    return {"do": "all_reduce", "dim": dim, "ranks": ranks, "reps": reps, "bytes": size_bytes}
+    return {
+        "do": "all_reduce",
+        "dim": dim,
+        "ranks": [rank for group in groups for rank in group],
+        "reps": reps,
+        "bytes": size_bytes,
+    }
 
 
 def _of_group(answers: Answers, group: Iterable[int]) -> float:
@@ -321,10 +328,10 @@ def _suspect_links(kind: str, of: PairsOf, examination: Examination) -> list[_Su
         for pair in others
     }
     links = sorted((pair for pair in others if shares[pair] < 1), key=shares.__getitem__)
-    worst = _worst(links, len(times), "links", examination.notes, kind)
     sound = [pair for pair in others if shares[pair] >= 1]
     ranks = [_Suspect((rank,), kind, _of_rank(rank, times, slow), tuple(sound)) for rank in slow]
-    for pair in worst:  # beside sound links of the same two ranks, else any
+    # beside sound links of the same two ranks, else any
+    for pair in _worst(links, len(times), "links", examination.notes, kind):
         beside = [other for other in sound if set(other) & set(pair)] or sound
         ranks.append(_Suspect(pair, kind, (pair,), tuple(beside)))
     return ranks
@@ -352,8 +359,8 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
         return {}
     usual = median(times.values())
     slow = {rank: usual / seconds for rank, seconds in times.items() if usual / seconds < SUSPECT}
-    worst = _worst(sorted(slow, key=slow.__getitem__), len(times), "ranks", notes, kind)
-    return {rank: slow[rank] for rank in worst}
+    ranks = sorted(slow, key=slow.__getitem__)
+    return {rank: slow[rank] for rank in _worst(ranks, len(times), "ranks", notes, kind)}
 
 
 def _worst(slow: Sequence[Any], count: int, noun: str, notes: list[str], kind: str) -> Sequence[Any]:
@@ -368,8 +375,9 @@ def _worst(slow: Sequence[Any], count: int, noun: str, notes: list[str], kind: s
 def _confirm_link(suspect: _Suspect, examination: Examination, level: float) -> Measuring[list[Recheck]]:
     """Pair by pair with nobody else at work, in turns with sound ones."""
     if not suspect.controls:
-        words = examination.world.words(suspect.ranks)
-        examination.unjudged.append(f"{words}: no sound peers ({suspect.kind})")
+        examination.unjudged.append(
+            f"{examination.world.words(suspect.ranks)}: no sound peers ({suspect.kind})"
+        )
         return []
     turns = zip(itertools.cycle(suspect.pairs), itertools.cycle(suspect.controls), strict=False)
     rounds: list[PairRound] = [(pair,) for turn in itertools.islice(turns, CONFIRM_REPS) for pair in turn]
@@ -412,12 +420,20 @@ def _judge(
     """controls, again: seconds of sound peers and of the suspect."""
     share = 1 / hodges_lehmann_ratio(controls, again).ratio
     p = rank_test(controls, again).p_slower
-    words = examination.world.words(suspect.ranks)
-    what = f"the link of {words}" if len(suspect.ranks) > 1 else words
-    finding = SlowFinding(what=what, kind=suspect.kind, ranks=suspect.ranks, share=share, p=p)
-    time_s, slow = median(again), share <= NAMED and p <= level
-    size = examination.pairs[suspect.kind].size_bytes if suspect.kind in examination.pairs else None
-    return Recheck(finding=finding, time_s=time_s, peers_s=time_s * share, size_bytes=size, slow=slow)
+    is_link = len(suspect.ranks) > 1
+    return Recheck(
+        finding=SlowFinding(
+            what="the link of " * is_link + examination.world.words(suspect.ranks),
+            kind=suspect.kind,
+            ranks=suspect.ranks,
+            share=share,
+            p=p,
+        ),
+        time_s=median(again),
+        peers_s=median(again) * share,
+        size_bytes=examination.pairs[suspect.kind].size_bytes if suspect.kind in examination.pairs else None,
+        slow=share <= NAMED and p <= level,
+    )
 
 
 def _by_host(findings: Sequence[SlowFinding], world: ExaminedWorld) -> list[SlowFinding]:
@@ -428,8 +444,14 @@ def _by_host(findings: Sequence[SlowFinding], world: ExaminedWorld) -> list[Slow
         for host, on_host in group_by(range(world.size), lambda rank: world.hosts[rank]).items():
             if set(on_host) <= single.keys() and len(set(world.hosts)) > 1:
                 parts = [single.pop(rank) for rank in on_host]
-                share, p = median(one.share for one in parts), max(one.p for one in parts)
-                what, ranks = f"host {host}", tuple(on_host)
-                merged.append(SlowFinding(what=what, kind=kind, ranks=ranks, share=share, p=p))
+                merged.append(
+                    SlowFinding(
+                        what=f"host {host}",
+                        kind=kind,
+                        ranks=tuple(on_host),
+                        share=median(finding.share for finding in parts),
+                        p=max(finding.p for finding in parts),
+                    )
+                )
         merged += [*single.values(), *(one for one in of_kind if len(one.ranks) > 1)]
     return merged

@@ -48,8 +48,7 @@ class Probe:
 
     def _place(self, _command: ProbeCommand) -> tuple[str | None, list[int], int]:
         """This rank's kernel, the CPUs it may use (none where it works on a GPU) and its threads."""
-        cpus = usable_cpus() if self._device.type == "cpu" else []
-        return boot_id(), cpus, torch.get_num_threads()
+        return boot_id(), usable_cpus() if self._device.type == "cpu" else [], torch.get_num_threads()
 
     def _pairs(self, command: ProbeCommand) -> list[list[float] | None]:
         """Per round the time of each exchange of this rank; None without one."""
@@ -108,7 +107,6 @@ class Probe:
         act = {MATMUL: self._matmul, COPY: self._copy}[command["kind"]]
         if command["kind"] not in self._repeats:
             self._repeats[command["kind"]] = self._fitting(act)
-        repeats = self._repeats[command["kind"]]
 
         def piece(count: int) -> None:
             for _ in range(count):
@@ -118,7 +116,7 @@ class Probe:
         for _ in range(command["reps"]):
             for turn in command["turns"]:
                 mine = self._world.rank in turn
-                seconds = self._timed(partial(piece, repeats if mine else 0))
+                seconds = self._timed(partial(piece, self._repeats[command["kind"]] if mine else 0))
                 times += [seconds] if mine else []
         return times
 

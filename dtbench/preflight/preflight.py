@@ -63,8 +63,7 @@ def preflight(options: RunRequest, expect: Path | None, as_json: bool, argv: Seq
     """
     quiet_torch()
     expected = None if expect is None else read_topology(expect)
-    place = find_place()
-    if place is not None:
+    if (place := find_place()) is not None:
         Coordinator(options, as_json, place, expected).go()
     tell = (lambda _text: None) if as_json else say
     with say_if_slow("loading torch", tell):
@@ -170,9 +169,14 @@ def compare_with(expected: CalibratedTopology, examination: Examination) -> None
         price = estimate(dims[name], "all_reduce", len(times.groups[0]), times.size_bytes)
         share = price.high_us * 1e-6 / median(times.times_s)
         if share < SLOWER_THAN_EXPECTED:
-            what, ranks = f"mesh dim {name} against what is expected", tuple(range(examination.world.size))
             examination.findings.append(
-                SlowFinding(what=what, kind=f"all_reduce over {name}", ranks=ranks, share=share, p=0.0)
+                SlowFinding(
+                    what=f"mesh dim {name} against what is expected",
+                    kind=f"all_reduce over {name}",
+                    ranks=tuple(range(examination.world.size)),
+                    share=share,
+                    p=0.0,
+                )
             )
 
 
@@ -265,12 +269,17 @@ def _rows(file: Preflight) -> Iterator[list[str]]:
     for kind, links in group_by(file.links, lambda link: link.kind).items():
         rates = [link.rate for link in links]
         unit = bandwidth_unit(rates)
-        cells = [f"{unit.format(rate)} {unit.name}" for rate in reversed(_worst_first(rates))]
-        yield [f"links {kind}, each way", *cells, plural(len(rates), "pair")]
+        yield [
+            f"links {kind}, each way",
+            *(f"{unit.format(rate)} {unit.name}" for rate in reversed(_worst_first(rates))),
+            plural(len(rates), "pair"),
+        ]
     for dim in file.dims:
-        title = f"all_reduce of {format_size(dim.size_bytes)} over {dim.dim}={len(dim.groups[0])}"
-        groups = f"{plural(len(dim.groups), 'group')}, judged by --expect alone"
-        yield [title, *map(format_seconds, _worst_first(dim.times_s)), groups]
+        yield [
+            f"all_reduce of {format_size(dim.size_bytes)} over {dim.dim}={len(dim.groups[0])}",
+            *map(format_seconds, _worst_first(dim.times_s)),
+            f"{plural(len(dim.groups), 'group')}, judged by --expect alone",
+        ]
     for kind, by_rank in file.work_s.items():
         yield [kind, *map(format_seconds, _worst_first(by_rank)), plural(len(by_rank), "rank")]
 
@@ -279,13 +288,16 @@ def _rechecked(file: Preflight) -> Iterator[list[str]]:
     """A suspect; its figure and that of its peers, its share of their speed, and what follows."""
     for recheck in file.rechecks:
         finding, size = recheck.finding, recheck.size_bytes
-        figures = [
-            format_bandwidth(size / time_s) if size else format_seconds(time_s)
-            for time_s in (recheck.time_s, recheck.peers_s)
-        ]
         unclear = "no verdict" if finding.share <= file.named else "as its peers"
-        verdict = "slow" if recheck.slow else unclear
-        yield [f"{finding.what} ({finding.kind})", *figures, f"{finding.share:.0%}", verdict]
+        yield [
+            f"{finding.what} ({finding.kind})",
+            *(
+                format_bandwidth(size / time_s) if size else format_seconds(time_s)
+                for time_s in (recheck.time_s, recheck.peers_s)
+            ),
+            f"{finding.share:.0%}",
+            "slow" if recheck.slow else unclear,
+        ]
 
 
 def _worst_first(values: Sequence[float]) -> list[float]:

@@ -45,17 +45,17 @@ def headline(job: Job) -> tuple[str, str]:
     span = f"{'A step takes' if steps else 'No steps are marked; the traces span'} {format_seconds(step_s)}"
     waited_s = [dim.waiting_s / (rank.steps or 1) for rank in job.ranks for dim in rank.dims if dim.waiting_s]
     waited = f", {sum(waited_s) / len(parts) / (step_s or 1):.0%} waiting for the last rank" * bool(waited_s)
-    means = f"means over {told or 'the whole trace'} and all ranks"
     return exposed, (
         f"{job.label or 'job'}: {plural(len(parts), 'rank')}{missing}{on and f' ({on})'}. {span}, the longest rank's "
-        f"{longest}; {exposed} of it is exposed communication{waited} ({means})."
+        f"{longest}; {exposed} of it is exposed communication{waited} (means over "
+        f"{told or 'the whole trace'} and all ranks)."
     )
 
 
 def findings(job: Job, judgement: Judgement) -> list[str]:
     """What to know first, the most telling first: what became slower, who is late, and the job in a sentence."""
-    slower = [row for row in judgement.times if row.verdict in (Verdict.REGRESSION, Verdict.IMPROVED)]
-    said = [*map(_change, slower), *map(str, (*judgement.calls[:MOST_CALLS], *judgement.late))]
+    changed = [row for row in judgement.times if row.verdict in (Verdict.REGRESSION, Verdict.IMPROVED)]
+    said = [*map(_change, changed), *map(str, (*judgement.calls[:MOST_CALLS], *judgement.late))]
     return [*(f"{sentence[0].upper()}{sentence[1:]}." for sentence in said), headline(job)[1]]
 
 
@@ -67,11 +67,10 @@ def _change(row: TimeChange) -> str:
 
 def tables(job: Job, judgement: Judgement, *, screen: bool = False) -> list[Table]:
     """By mesh dim, by collective and by rank. screen: the costliest collectives and the extreme ranks alone."""
-    shares = {row.kind: row.share for row in judgement.links}
     steps = defaultdict(lambda: 1, {rank.rank: rank.steps for rank in job.ranks if rank.steps})
     made = (
         _dims(job, steps, {str(late.rank) for late in judgement.late}),
-        _collectives(job, steps, shares, screen),
+        _collectives(job, steps, {row.kind: row.share for row in judgement.links}, screen),
         _ranks(job, screen),
     )
     return [table for table in made if table.total_rows]
@@ -101,17 +100,24 @@ def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:
     for dim in sorted({**calls, **parts}, key=lambda dim: -sum(d.exposed_s for _, d in parts.get(dim, ()))):
         of, timed = calls.get(dim, []), parts.get(dim, [])
         on, exposed_s = len({c.rank for c in of}), sum(d.exposed_s / steps[rank.rank] for rank, d in timed)
-        row = [dim, _last(job, dim=dim, late=late), _distinct(c.group_size for c in of)]
-        row.append(f"{on} of {ranks}" if on < ranks else "")
-        row.append(f"{sum(c.stepped / steps[c.rank] for c in of) / ranks:.4g}")
-        row.append(format_bytes(sum(c.stepped / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None))
-        row.append(_distinct(c.dtype for c in of))
-        row.append(format_seconds(sum(d.communication_s / steps[rank.rank] for rank, d in timed) / ranks))
-        row += [format_seconds(exposed_s / ranks), _percent(exposed_s / step_s)]
         largest = max((c for c in of if c.busbw), key=lambda c: c.bytes or 0, default=None)
         same = [c for c in of if largest and CallKind.of(c) == CallKind.of(largest)]
-        row.append(f"{largest.collective} {format_bytes(largest.bytes)}" if largest else "")
-        rows.append([*row, format_bandwidth(_busbw(same))])
+        rows.append(
+            [
+                dim,
+                _last(job, dim=dim, late=late),
+                _distinct(c.group_size for c in of),
+                f"{on} of {ranks}" if on < ranks else "",
+                f"{sum(c.stepped / steps[c.rank] for c in of) / ranks:.4g}",
+                format_bytes(sum(c.stepped / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None),
+                _distinct(c.dtype for c in of),
+                format_seconds(sum(d.communication_s / steps[rank.rank] for rank, d in timed) / ranks),
+                format_seconds(exposed_s / ranks),
+                _percent(exposed_s / step_s),
+                f"{largest.collective} {format_bytes(largest.bytes)}" if largest else "",
+                format_bandwidth(_busbw(same)),
+            ]
+        )
     heads = (
         "Mesh dim,Last mostly,Ranks,On ranks,>calls,>bytes,Dtypes,>time,>exposed,>of all,Largest,>its busbw"
     )
@@ -136,8 +142,10 @@ def _last(job: Job, rank: str = "", dim: str = "", late: Set[str] = frozenset())
     for of in job.waits:
         one = rank or max(of.last, key=lambda number: (of.last[number], number in late), default="")
         if one in of.last and dim in ("", of.mesh_dim):
-            who = of.mesh_dim if rank else f"rank {one}"
-            said.append(f"{who}: {of.last[one] / (of.calls or 1):.0%}, {format_seconds(of.late_s.get(one))}")
+            said.append(
+                f"{of.mesh_dim if rank else f'rank {one}'}: {of.last[one] / (of.calls or 1):.0%}, "
+                f"{format_seconds(of.late_s.get(one))}"
+            )
     return "; ".join(said)
 
 
@@ -148,11 +156,20 @@ def _collectives(
     for kind, of in group_by(job.collectives, CallKind.of).items():
         per_step_s = sum(c.each_s * c.stepped / steps[c.rank] for c in of) / ranks
         moving = [c.moving_s for c in of if c.moving_s is not None]
-        row = [kind.mesh_dim, kind.collective, kind.dtype or "", format_bytes(kind.bytes)]
-        row += [f"{sum(c.stepped / steps[c.rank] for c in of) / ranks:.4g}", format_seconds(per_step_s)]
-        row += [format_seconds(_each_s(of)), format_seconds(fmean(moving) if moving else None)]
-        row += [format_bandwidth(_busbw(of)), _of_calibrated(shares.get(kind))]
-        rows.append((per_step_s, [*row, "" if screen else ", ".join(of[0].asked_by[:2])]))
+        row = [
+            kind.mesh_dim,
+            kind.collective,
+            kind.dtype or "",
+            format_bytes(kind.bytes),
+            f"{sum(c.stepped / steps[c.rank] for c in of) / ranks:.4g}",
+            format_seconds(per_step_s),
+            format_seconds(_each_s(of)),
+            format_seconds(fmean(moving) if moving else None),
+            format_bandwidth(_busbw(of)),
+            _of_calibrated(shares.get(kind)),
+            "" if screen else ", ".join(of[0].asked_by[:2]),
+        ]
+        rows.append((per_step_s, row))
     shown = [row for _, row in sorted(rows, key=lambda of: -of[0])][: MOST_COLLECTIVES if screen else None]
     heads = "Mesh dim,Collective,Dtype,>Size,>calls,>time,>one call,>without waiting,>busbw,>of calibrated,Asked by"
     return _table(f"Collectives, {len(shown)} of {len(rows)} by time", job, heads.split(","), shown)
@@ -167,16 +184,21 @@ def _ranks(job: Job, screen: bool) -> Table:
     for rank in extremes(job) if screen else job.ranks:
         step = rank.mean_step
         alone_s = step.step_s - step.computation_s - step.exposed_s - step.idle_s
-        shown = (
-            step.step_s,
-            step.computation_s,
-            step.exposed_s,
-            step.idle_s,
-            alone_s if step.copy_s else None,
+        rows.append(
+            [
+                str(rank.rank),
+                _last(job, rank=str(rank.rank)),
+                format_seconds(step.step_s),
+                format_seconds(step.computation_s),
+                format_seconds(step.exposed_s),
+                format_seconds(step.idle_s),
+                format_seconds(alone_s if step.copy_s else None),
+                _percent(step.exposed_s / (step.step_s or 1)),
+                format_seconds(step.communication_s),
+                format_seconds(step.host_bound_s),
+                "" if screen else rank.source,
+            ]
         )
-        row = [str(rank.rank), _last(job, rank=str(rank.rank)), *map(format_seconds, shown)]
-        row += [_percent(step.exposed_s / (step.step_s or 1)), format_seconds(step.communication_s)]
-        rows.append([*row, format_seconds(step.host_bound_s), "" if screen else rank.source])
     heads = (
         ">Rank,Last,>step,>computation,>exposed,>idle,>copies alone,>of step,>communication,>host-bound,Trace"
     )
@@ -185,23 +207,18 @@ def _ranks(job: Job, screen: bool) -> Table:
 
 def sentences(judgement: Judgement) -> dict[str, list[str]]:
     """Title -> what at most it would be worth, what changed from a base, what figures of links are not measured."""
-    worth = [
-        f"{format_seconds(one.saved_s)} ({one.share:.0%} of the step of rank {one.rank}) "
-        + _WORTH[one.what].format(one.mesh_dim)
-        for one in judgement.worth
-    ]
-    times = [_change(row) for row in judgement.times]
-    changed = [*map(str, judgement.calls), *times]
-    needed = [str(one) for one in judgement.needed]
     doubted = group_by((row for row in judgement.links if row.doubts), lambda row: row.doubts)
-    doubts = [
-        f"{why}: {of[0].kind}" + f" and {len(of) - 1} more" * (len(of) > 1) for why, of in doubted.items()
-    ]
     return {
-        "At most it would save": worth,
-        "What the layout needs": needed,
-        "Base → new": changed,
-        "How the links' figures were come by": doubts,
+        "At most it would save": [
+            f"{format_seconds(one.saved_s)} ({one.share:.0%} of the step of rank {one.rank}) "
+            + _WORTH[one.what].format(one.mesh_dim)
+            for one in judgement.worth
+        ],
+        "What the layout needs": [*map(str, judgement.needed)],
+        "Base → new": [*map(str, judgement.calls), *map(_change, judgement.times)],
+        "How the links' figures were come by": [
+            f"{why}: {of[0].kind}" + f" and {len(of) - 1} more" * (len(of) > 1) for why, of in doubted.items()
+        ],
     }
 
 

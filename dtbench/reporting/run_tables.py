@@ -94,8 +94,8 @@ def _print_provenance(console: Console, run: Run) -> None:
     alone = by_one_process([run])
     mesh = MeshShape(dim_names=(), shape=()) if alone else header.mesh
     count = f"one process of {len(ranks)} (the others idle)" if alone else f"{len(ranks)}"
-    nodes = dict.fromkeys(r.node for r in ranks)  # of one name they are several all the same
-    hosts = [str(host) for host, _ in nodes]
+    # Nodes of one name are several all the same.
+    hosts = [str(host) for host, _ in dict.fromkeys(r.node for r in ranks)]
     cores = "" if cpu.usable_cores is None else f"{cpu.usable_cores} cores usable"
     lines = {
         "run": f"{run.path}" + ("" if run.complete else "  INCOMPLETE: no end line, continue with --resume"),
@@ -159,8 +159,13 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     impls = in_order(impls_of(cases), _IMPL_ORDER)
     params = params_of(cases)
     varying, same = to.split_params(params)
-    texts = {name: [to.param_text(name, of_case.get(name)) for of_case in params] for name in varying}
-    words = [TableColumn("case", cells(cases["name", ""])), *(TableColumn(*of) for of in texts.items())]
+    words = [
+        TableColumn("case", cells(cases["name", ""])),
+        *(
+            TableColumn(name, [to.param_text(name, of_case.get(name)) for of_case in params])
+            for name in varying
+        ),
+    ]
     launches = results["launch"].nunique()
     timed = [r.time_s.n for r in own if r.time_s]
     title = (
@@ -198,9 +203,10 @@ def _figures(cases: pd.DataFrame, impl: str) -> _ImplFigures:
 
     statuses = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
     times = [s if t is None else t for t, s in zip(cells(cases["estimate_s", impl]), statuses, strict=True)]
-    figures = {"time": times, "spread": list(map(format_spread, cells(cases["spread", impl])))}
     more = {"from last": "from_last_s", "algbw": "algbw_Bps", "busbw": "busbw_Bps"}
-    return figures | {kind: of for kind, name in more.items() if any(of := cells(cases[name, impl]))}
+    return {"time": times, "spread": list(map(format_spread, cells(cases["spread", impl])))} | {
+        kind: of for kind, name in more.items() if any(of := cells(cases[name, impl]))
+    }
 
 
 def _side_by_side(
@@ -228,16 +234,15 @@ def _row_per_impl(
         for impl, figures in by_impl.items()
         if figures["time"][case] != "-"
     ]
-    kinds = dict.fromkeys(kind for figures in by_impl.values() for kind in figures)
     columns = [TableColumn(word.header, [word.cells[case] for case, _ in rows]) for word in words]
     columns.append(TableColumn("impl", [_IMPL_TITLES.get(impl, impl) for _, impl in rows]))
-    for kind in kinds:
+    for kind in dict.fromkeys(kind for figures in by_impl.values() for kind in figures):
         of_rows = [by_impl[impl][kind][case] if kind in by_impl[impl] else None for case, impl in rows]
         ((cells, unit),) = _in_one_unit(kind, [of_rows])
         columns.append(TableColumn(kind, cells, True, unit))
     if ratios:
-        beside = [ratios[case] if impl == "core" else "" for case, impl in rows]
-        columns.append(TableColumn("core/torch", beside, True))
+        of_core = [ratios[case] if impl == "core" else "" for case, impl in rows]
+        columns.append(TableColumn("core/torch", of_core, True))
     return columns
 
 
@@ -252,16 +257,17 @@ def _in_one_unit(kind: str, columns: Sequence[Sequence[Any]]) -> list[tuple[list
 
 def _print_not_ok(console: Console, run: Run) -> None:
     # With a reason also a good time with a reservation: its GPU was throttled.
-    doubtful = [r for r in run.results if r.status != "ok" or r.reason]
-    groups = group_by(doubtful, lambda r: (standing_of(r), r.suite, r.impl, r.reason))
+    groups = group_by(
+        (r for r in run.results if r.status != "ok" or r.reason),
+        lambda r: (standing_of(r), r.suite, r.impl, r.reason),
+    )
     to.print_line(console, "")
     for (status, suite, impl, reason), results in islice(groups.items(), to.MAX_ROWS):
         texts = (
             [f"{name}={to.param_text(name, value)}" for name, value in r.params.items()] for r in results
         )
         names = list(dict.fromkeys(" ".join([r.name, *of]) for r, of in zip(results, texts, strict=True)))
-        rest = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
-        shown = "; ".join([*names[:_NAMED], *rest])
+        shown = "; ".join(names[:_NAMED]) + f"; and {len(names) - _NAMED} more" * (len(names) > _NAMED)
         to.print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
     to.print_rest(console, len(groups), "reasons", _ALL)
     to.print_line(console, _counted(map(standing_of, run.results)) or "no results")
@@ -272,9 +278,13 @@ def _run_json(run: Run) -> dict[str, object]:
     for result in results:
         for name in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s"):
             del result[name]
-    header = msgspec.to_builtins(run.header)
-    run_json = {"path": str(run.path), "complete": run.complete, "header": header, "results": results}
-    return run_json | {"bandwidth_drops": msgspec.to_builtins(drops_of(run.results))}
+    return {
+        "path": str(run.path),
+        "complete": run.complete,
+        "header": msgspec.to_builtins(run.header),
+        "results": results,
+        "bandwidth_drops": msgspec.to_builtins(drops_of(run.results)),
+    }
 
 
 # Of a case: the time of one of its impls, as named first, else the core's.

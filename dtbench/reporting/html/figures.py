@@ -152,9 +152,9 @@ class CurvePanel:
     y: Axis | None = None
 
     def desc(self, y: Axis) -> str:
-        values = [v for one in self.series for v in one.y]
-        ends = f"from {y.format(min(values))} to {y.format(max(values))}"
-        return f"{', '.join(one.label for one in self.series)}: {y.title} {ends}."
+        values = [v for curve in self.series for v in curve.y]
+        labels = ", ".join(curve.label for curve in self.series)
+        return f"{labels}: {y.title} from {y.format(min(values))} to {y.format(max(values))}."
 
 
 def lines(points: Mapping[str, Iterable[tuple[float, float | None]]]) -> list[DrawnCurve]:
@@ -188,19 +188,17 @@ def curves(
         measured = [one for one in series if styles[one.label].marker] or series
         x = size_axis([round(v) for one in measured for v in one.x], over)
     common = y([v for one in series for v in (*one.y, *(one.band[1] if one.band else ()))])
-    drawn = []
-    for i, one in enumerate(panels):
-        own = one.y or common
-        drawn.append(
-            Panel(
-                one.title,
-                desc=one.desc(own),
-                prefix=f"{name}{i}",
-                px=max_px,
-                paint=partial(_paint_curves, one, styles, x, own),
-                aspect=CURVES_ASPECT,
-            )
+    drawn = [
+        Panel(
+            panel.title,
+            desc=panel.desc(panel.y or common),
+            prefix=f"{name}{i}",
+            px=max_px,
+            paint=partial(_paint_curves, panel, styles, x, panel.y or common),
+            aspect=CURVES_ASPECT,
         )
+        for i, panel in enumerate(panels)
+    ]
     return Figure(caption, _legend(name, styles, {s.label for s in series}, True), drawn, 3, shown, folded)
 
 
@@ -360,9 +358,17 @@ def _paint_bars(rows: Sequence[StackedBar], styles: Mapping[str, Style], x: Axis
             if length <= 0:
                 continue
             width, style = max(length, 1 / across), styles[part]  # at least a pixel: what was there is seen
-            box = Rectangle((at, place - 0.36), width, 0.72, edgecolor=STAND_IN["surface"], linewidth=1.2)
-            box.set(facecolor=STAND_IN[style.colour], alpha=style.box)
-            axes.add_patch(box)
+            axes.add_patch(
+                Rectangle(
+                    (at, place - 0.36),
+                    width,
+                    0.72,
+                    edgecolor=STAND_IN["surface"],
+                    linewidth=1.2,
+                    facecolor=STAND_IN[style.colour],
+                    alpha=style.box,
+                )
+            )
             if length * across > text_px(plain(part)) + 4:
                 axes.text(at + length / 2, place, plain(part), ha="center", va="center", fontsize=FONT_PX - 1)
             at += length

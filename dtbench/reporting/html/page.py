@@ -96,8 +96,10 @@ def _render(of: Material) -> str:
     for economy in ECONOMIES if fits else ECONOMIES[1:]:
         fitted, cuts = _fit(sections, economy)
         if sources.runs and not economy.data:
-            limit = f"to keep the page below {BUDGET_BYTES // 1_000_000} MB"
-            cuts.append(f"The raw data are left out {limit}; the run files have them.")
+            cuts.append(
+                f"The raw data are left out to keep the page below {BUDGET_BYTES // 1_000_000} MB; the run files have "
+                "them."
+            )
         page = render_template(
             "page.html.j2",
             **context,
@@ -121,8 +123,9 @@ def _render(of: Material) -> str:
 def _reaching(page: str, sections: Sequence[ReportSection]) -> str:
     """Links to rows that were cut lead to their table's section."""
     there = {id_ for section in sections for table in section.tables for id_, *_ in table.rows}
-    row = re.compile(rf'href="#({ROW}\d+)"')
-    return row.sub(lambda link: link[0] if link[1] in there else 'href="#changes"', page)
+    return re.sub(
+        rf'href="#({ROW}\d+)"', lambda link: link[0] if link[1] in there else 'href="#changes"', page
+    )
 
 
 def is_report(head: str) -> bool:
@@ -156,8 +159,7 @@ def csv_link(runs: Sequence[Run]) -> str:
     """A head, then a line per result with six digits of every figure, as an address that holds all of it: it works
     without script and without a request."""
     frame = results_frame(runs).drop(columns="case").dropna(axis="columns", how="all")
-    held = quote(csv.of_frame(frame, "%.6g"), safe=_PLAIN_IN_ADDRESS)
-    return f"data:text/csv;charset=utf-8,{held}"
+    return f"data:text/csv;charset=utf-8,{quote(csv.of_frame(frame, '%.6g'), safe=_PLAIN_IN_ADDRESS)}"
 
 
 def render_template(name: str, **context: object) -> str:
@@ -170,8 +172,8 @@ def render_template(name: str, **context: object) -> str:
         lstrip_blocks=True,
         finalize=_visible,
     )
-    css = (TEMPLATES / "page.css").read_text("utf-8")
-    return environment.get_template(name).render(**context, css=Markup(css))
+    css = Markup((TEMPLATES / "page.css").read_text("utf-8"))
+    return environment.get_template(name).render(**context, css=css)
 
 
 def _visible(value: object) -> object:

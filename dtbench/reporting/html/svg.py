@@ -30,6 +30,8 @@ STAND_IN = {name: f"#0a0b{0x10 + i:02x}" for i, name in enumerate(_NAMES)}
 
 FONT_PX = 12.0
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+# A hundredth of a pixel is fine enough.
+_LONG_NUMBER = re.compile(r"(\.\d\d)\d+|\s+")
 _REFERENCE = re.compile(r'xlink:href="#([^"]*)"|url\(#([^)]*)\)')
 _RC: dict[str, object] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
@@ -104,10 +106,8 @@ def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc:
     body = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}-\1)", body)
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
     body = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", body)
-    # A hundredth of a pixel is fine enough.
-    numbers = re.compile(r"(\.\d\d)\d+|\s+")
     body = re.sub(
-        r'(?<= )(d|x|y|transform)="[^"]*"', lambda m: numbers.sub(lambda n: n[1] or " ", m[0]), body
+        r'(?<= )(d|x|y|transform)="[^"]*"', lambda m: _LONG_NUMBER.sub(lambda n: n[1] or " ", m[0]), body
     )
     body = re.sub(r">\s+<", "><", body)
     for name, stand_in in STAND_IN.items():

@@ -127,14 +127,16 @@ def _bandwidths(
     panels, by_name = [], group_by(ordered, lambda c: c.name)
     for name in in_order(by_name, MAIN):
         by_label = group_by(by_name[name], lambda c: _label(_dim(c), _way(c)))
-        points = {label: bandwidth_points(of) for label, of in by_label.items() if label in styles}
-        series = lines(points)
+        series = lines({label: bandwidth_points(of) for label, of in by_label.items() if label in styles})
         for one in list(series):
             times = [size / rate for size, rate in zip(one.x, one.y, strict=True)]
             for drop in bandwidth_drops(one.x, times):
                 series += lines({DROPPED: [(one.x[i], one.y[i]) for i in drop]})
-        limited = [(label, rate) for dim, rate in limits.items() if (label := f"limit of {dim}") in styles]
-        series += [DrawnCurve(label, ends, [rate] * 2) for label, rate in limited]
+        series += [
+            DrawnCurve(label, ends, [rate] * 2)
+            for dim, rate in limits.items()
+            if (label := f"limit of {dim}") in styles
+        ]
         panels.append(CurvePanel(name, series))
     groups = {c.get("groups") for c in cases}
     shared = "; where “together” lies below “alone”, the groups share a link"
@@ -162,7 +164,7 @@ def _way(case: ReportCase) -> str:
 
 def _label(dim: tuple[str, Param], way: str) -> str:
     name, ranks = dim
-    return ", ".join(word for word in (name, f"{ranks} ranks" if ranks else "", way) if word)
+    return ", ".join(filter(None, (name, f"{ranks} ranks" if ranks else "", way)))
 
 
 def _contention(cases: Sequence[ReportCase]) -> t.Table:

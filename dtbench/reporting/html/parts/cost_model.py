@@ -58,10 +58,13 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
     for dim in topology.dims if topology.backend == "nccl" else ():
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
         if dim.builtin:
-            off, fit = dim.builtin.geometric_mean_ratio, dim.residuals.geometric_mean_ratio
-            words = f"mean error of PyTorch’s built-in constants over {dim.name}; of the fitted ones {t.factor(fit)}"
-            section.headlines.append((t.factor(off), words))
-            errors.append(f"{t.factor(off)} over {dim.name}")
+            off, fit = (
+                t.factor(dim.builtin.geometric_mean_ratio),
+                t.factor(dim.residuals.geometric_mean_ratio),
+            )
+            words = f"mean error of PyTorch’s built-in constants over {dim.name}; of the fitted ones {fit}"
+            section.headlines.append((off, words))
+            errors.append(f"{off} over {dim.name}")
     if errors:
         section.outcome = section.outcome or f"PyTorch’s built-in constants are off by {', '.join(errors)}"
 
@@ -85,8 +88,10 @@ def table_lines(dim: Dim, name: str) -> list[DrawnCurve]:
     sizes = between(ends)
     prices = [price(dim.collectives[name], size) for size in sizes]
     band = [p.low_us * 1e-6 for p in prices], [p.high_us * 1e-6 for p in prices]
-    expected = DrawnCurve("table", sizes, [p.time_us * 1e-6 for p in prices], band)
-    return [expected, DrawnCurve("measured", ends, [row.measured_us * 1e-6 for row in table])]
+    return [
+        DrawnCurve("table", sizes, [p.time_us * 1e-6 for p in prices], band),
+        DrawnCurve("measured", ends, [row.measured_us * 1e-6 for row in table]),
+    ]
 
 
 def _residuals(topology: CalibratedTopology) -> Figure | None:

@@ -67,8 +67,10 @@ def summary(of: Material) -> list[str]:
     cases = of.cases(*of.suites)
     launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
     torch = f", torch {header.versions['torch']}" if header.versions.get("torch") else ""
-    measured = f"{plural(len(cases), 'case')} in {plural(launches, 'launch')}"
-    sentence = f"{measured} on {hardware(header)}{torch}. {_world(runs)}"
+    sentence = (
+        f"{plural(len(cases), 'case')} in {plural(launches, 'launch')} on {hardware(header)}{torch}. "
+        f"{_world(runs)}"
+    )
     return [sentence, *([CORE_IS] if any({"core", "torch"} <= case.impls.keys() for case in cases) else [])]
 
 
@@ -97,8 +99,12 @@ def warnings(of: Material) -> list[PageWarning]:
     sources, runs = of.sources, of.sources.runs
     notes = []
     if cut := [run.path.name for run in runs if not run.complete]:
-        text = f"{', '.join(cut)} has no end line; cases are missing. `dtbench run --resume` continues it."
-        notes.append(PageWarning(text, "run incomplete"))
+        notes.append(
+            PageWarning(
+                f"{', '.join(cut)} has no end line; cases are missing. `dtbench run --resume` continues it.",
+                brief="run incomplete",
+            )
+        )
     tally = Counter(result.status for run in runs for result in run.results)
     for status in ("wrong", "failed"):
         if tally[status]:
@@ -107,14 +113,17 @@ def warnings(of: Material) -> list[PageWarning]:
     words = plural(len(of.drops), "bandwidth drop")
     notes += [PageWarning(f"{drop}.", "" if i else words) for i, drop in enumerate(of.drops)]
     if of.crowded and any(case.get("mesh_dim") for case in of.cases(*of.suites)):
-        text = (
-            f"{of.crowded}: times of collectives include waiting for a core, so they do not show the speed of the "
-            "links and are left out of the title and the headlines."
+        notes.append(
+            PageWarning(
+                f"{of.crowded}: times of collectives include waiting for a core, so they do not show the speed of the "
+                "links and are left out of the title and the headlines.",
+                brief=of.crowded,
+            )
         )
-        notes.append(PageWarning(text, of.crowded))
     if any(run.header.plan.get("quick") for run in runs):
-        text = "Few samples: small differences are not significant."
-        notes.append(PageWarning(text, "measured with --quick"))
+        notes.append(
+            PageWarning("Few samples: small differences are not significant.", brief="measured with --quick")
+        )
     if sources.topology is not None and runs:
         notes += map(PageWarning, _of_topology(sources.topology, {run.header.run_id for run in runs}))
     return [*notes, *map(PageWarning, sources.notes)]
@@ -136,8 +145,7 @@ def failures(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, list[str]]]
     faults = []
     for status, caption in NOT_OK.items():
         results = (r for run in runs for r in run.results if r.status == status)
-        by_reason = group_by(results, lambda result: result.reason or "no reason given")
-        if by_reason:
+        if by_reason := group_by(results, lambda result: result.reason or "no reason given"):
             faults.append((caption, [(reason, list(map(_named, of))) for reason, of in by_reason.items()]))
     return faults
 
@@ -145,5 +153,7 @@ def failures(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, list[str]]]
 def _named(result: Result) -> str:
     params = ", ".join(f"{k}={v}" for k, v in result.params.items())
     rank = "" if result.rank is None else f", rank {result.rank}"
-    named = f"{result.suite} {result.name}, {result.impl}{f' ({params})' if params else ''}"
-    return f"{named}{rank}, launch {result.launch}"
+    return (
+        f"{result.suite} {result.name}, {result.impl}{f' ({params})' if params else ''}{rank}, "
+        f"launch {result.launch}"
+    )

@@ -42,10 +42,10 @@ def provenance(sources: Sources) -> dict[str, Facts]:
     """The facts and the environment."""
     sides = [(f"Gate, {side}", words) for side, words in (sources.gate.sides if sources.gate else ())]
     if job := sources.job:
-        devices = ", ".join(sorted({f"{rank.device} on {rank.host or 'unknown host'}" for rank in job.ranks}))
+        devices = {f"{rank.device} on {rank.host or 'unknown host'}" for rank in job.ranks}
         sides += [
             ("Job", shlex.join(job.command) or job.label),
-            ("Devices", devices),
+            ("Devices", ", ".join(sorted(devices))),
             ("Versions", f"torch {job.torch or 'unknown'}, {job.backend or 'unknown backend'}"),
         ]
     if not sources.runs:
@@ -65,9 +65,10 @@ def provenance(sources: Sources) -> dict[str, Facts]:
 
 
 def _run_words(run: Run) -> str:
-    started = run.header.started or "at an unknown time"
-    whole = "complete" if run.complete else "incomplete"
-    return f"{run.header.run_id}, started {started}, {whole}, file {run.path.name}"
+    return (
+        f"{run.header.run_id}, started {run.header.started or 'at an unknown time'}, "
+        f"{'complete' if run.complete else 'incomplete'}, file {run.path.name}"
+    )
 
 
 def _facts(header: Header, apart: bool) -> list[tuple[str, str]]:
@@ -75,7 +76,6 @@ def _facts(header: Header, apart: bool) -> list[tuple[str, str]]:
     machine: dict[str, object] = msgspec.to_builtins(header.machine)
     cpu = machine.pop("cpu")
     del machine["gpus"]
-    plan = {k: v for k, v in header.plan.items() if k != "mesh"}
     gpus = Counter(_described(msgspec.to_builtins(gpu)) for gpu in header.machine.gpus)
     facts = [
         ("Mesh", mesh_words(header)),
@@ -88,7 +88,7 @@ def _facts(header: Header, apart: bool) -> list[tuple[str, str]]:
         *[(_words(k).capitalize(), _described(v, k)) for k, v in machine.items()],
         ("Suites", ", ".join(header.suites)),
         ("Launches", str(header.launches)),
-        ("Plan", _described(plan)),
+        ("Plan", _described({k: v for k, v in header.plan.items() if k != "mesh"})),
         ("Schema", str(header.schema)),
     ]
     return [(name, value) for name, value in facts if value and not (apart and name in ("Mesh", "Ranks"))]
@@ -120,8 +120,8 @@ def _command(argv: Sequence[str]) -> str:
 def _checkout(git: Checkout | None) -> str:
     if git is None or not git.commit:
         return ""
-    dirty = git.dirty
-    return f"{git.commit}{', with uncommitted changes' if dirty is True else ', clean' if dirty is False else ''}"
+    state = {True: ", with uncommitted changes", False: ", clean", None: ""}[git.dirty]
+    return f"{git.commit}{state}"
 
 
 def _words(key: str) -> str:

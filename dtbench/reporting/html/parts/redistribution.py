@@ -89,7 +89,7 @@ def times_over_size(
                 series = table_lines(fitted[dim], name)
             if not series or (raw and not transition):
                 continue
-            sizes = [size for one in series for size in one.x]
+            sizes = [size for curve in series for size in curve.x]
             model = model_lines(fitted[dim], name, sizes) if dim in fitted else []
             panels.append(
                 CurvePanel(
@@ -160,8 +160,12 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
         for size in distinct([sizes[0], sizes[-1]])
     }
     ends = "the smallest and the largest size" if len(sizes) > 1 else "one size"
-    caption = f"Time per redistribute at {ends}, {drawn[0].get('dtype')}{beside(drawn)}."
-    add_dots(section, panels, lambda c: c.name, caption)
+    add_dots(
+        section,
+        panels,
+        lambda c: c.name,
+        f"Time per redistribute at {ends}, {drawn[0].get('dtype')}{beside(drawn)}.",
+    )
     params = {"mesh_dim": "Mesh dim", "dtype": "Dtype", "size": "Size"}
     listed = cases[: t.MAX_ROWS]
     section.add(

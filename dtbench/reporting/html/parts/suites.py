@@ -53,11 +53,12 @@ def named(
 
 def times(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
     """The time of each impl, and of the core over torch."""
-    columns = [(impl, [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]
     ratios = [c.ratio("core", "torch") for c in cases]
-    marked = [t.speeds("core vs torch", ratios)] if any(ratios) else []
     titles = {"local": "floor", WHOLE: "one rank, whole"}
-    return [*t.times([(titles.get(impl, impl), column) for impl, column in columns]), *marked]
+    return [
+        *t.times([(titles.get(impl, impl), [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]),
+        *([t.speeds("core vs torch", ratios)] if any(ratios) else []),
+    ]
 
 
 def bandwidths(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
@@ -96,8 +97,17 @@ def add_dots(
     impls = {impl for of in rows.values() for row in of for impl in row.values}
     styles = {impl: style for impl, style in IMPL_STYLES.items() if impl in impls}
     styles |= zip(sorted(impls - set(IMPL_STYLES)), cycle(_MORE_STYLES), strict=False)
-    axis = partial(value_axis, title="time per call")
-    section.add(dots(section.id, rows, styles, caption, axis, shown=2, folded=folded))
+    section.add(
+        dots(
+            section.id,
+            rows,
+            styles,
+            caption,
+            partial(value_axis, title="time per call"),
+            shown=2,
+            folded=folded,
+        )
+    )
 
 
 def _row(case: ReportCase, label: str) -> DotRow:
@@ -161,8 +171,13 @@ def tensor_parallel(section: ReportSection, of: Material) -> None:
         f"Time per step{beside(cases)}.",
     )
     params = {"pass": "Pass", "mesh_dim": "Mesh dim", "dtype": "Dtype"}
-    columns = [*named(cases, "Block", params, "ranks"), *times(cases)]
-    section.add(t.Table("Every block and pass", columns, folded=True))
+    section.add(
+        t.Table(
+            "Every block and pass",
+            [*named(cases, "Block", params, "ranks"), *times(cases)],
+            folded=True,
+        )
+    )
 
 
 TENSOR_PARALLEL = Part(
@@ -181,11 +196,10 @@ def other_suites(claimed: Collection[str]) -> Part:
     def fill(section: ReportSection, of: Material) -> None:
         suites = {suite: cases for suite, cases in of.suites.items() if suite not in claimed}
         section.lead = "Suites without a section of their own: their cases with the impls side by side."
-        panels = {f"Suite {suite}": cases for suite, cases in suites.items()}
         differing, _ = split_params([case.params for cases in suites.values() for case in cases])
         add_dots(
             section,
-            panels,
+            {f"Suite {suite}": cases for suite, cases in suites.items()},
             lambda c: " ".join([c.name, *(param_text(p, c.params[p]) for p in differing if p in c.params)]),
             "Time per call, with a line to the upper quartile, of the suites without a section of their own.",
             folded="Case by case" if len(suites) < len(of.suites) else "",
