@@ -196,8 +196,6 @@ _FRAMES: tuple[tuple[str, str], ...] = (
 )
 # Once a call is in one of these, it stays until it returns; a redistribution may communicate.
 _KEEPS = frozenset({"plan", "redistribute", "communicate", "local op", "wrap"})
-# C++ between two Python frames belongs to what comes next: after the last hash comes the look-up.
-_LAST_GAP = "entry"
 
 
 def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tuple[str, float, float]]:
@@ -219,7 +217,8 @@ def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tupl
             yield gap_stage, child.start_ns - at - outside - left_inside, outside + left_inside
             at, left_inside = child.end_ns, 0.0
             stack.append((child, next_stage))
-        end_stage = _LAST_GAP if span.name == HANDED_OVER and span.children else stage
+        # C++ between two Python frames belongs to what comes next: after the last hash comes the look-up.
+        end_stage = "entry" if span.name == HANDED_OVER and span.children else stage
         yield end_stage, span.end_ns - at - left_inside, left_inside
 
 

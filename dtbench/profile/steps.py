@@ -101,9 +101,12 @@ def steps_of(
     if not marked:
         return Steps()
     host = tuple(marked)
-    marks = host if launches is None else _on_device(host, launches)
-    # The first step of an optimizer has no mark of its begin.
-    return Steps(by, host, marks, int(by.startswith(_OPTIMIZER)))
+    return Steps(
+        by,
+        host,
+        marks=host if launches is None else _on_device(host, launches),
+        left_out=int(by.startswith(_OPTIMIZER)),  # the first step of an optimizer has no mark of its begin
+    )
 
 
 def _on_device(host: tuple[tuple[float, float], ...], launches: Any) -> tuple[tuple[float, float], ...]:

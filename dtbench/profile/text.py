@@ -25,8 +25,11 @@ SPEEDSCOPE = "speedscope.json"
 
 def stage_tables(calls: Sequence[CallStages]) -> list[str]:
     """A table per case: stages down, impls across."""
-    cases = group_by(calls, lambda b: b.label)
-    return [line for label, impls in cases.items() for line in (label, *_stage_table(impls), "")]
+    return [
+        line
+        for label, impls in group_by(calls, lambda case: case.label).items()
+        for line in (label, *_stage_table(impls), "")
+    ]
 
 
 def _stage_table(impls: Sequence[CallStages]) -> list[str]:
