@@ -194,8 +194,10 @@ def messages_of(calls: Iterable[Call]) -> Intervals:
 def _rank_job(trace: RankTrace, together: Together, first: RankTrace) -> RankJob:
     messages = messages_of(trace.calls)
     spanned = asdict(_parts(trace, messages, *trace.span))
-    known = trace.rank not in together.apart
-    shift, error = (of.get(trace.rank) if known else None for of in (together.shift_us, together.error_us))
+    shift, error = (
+        None if trace.rank in together.apart else by_rank.get(trace.rank)
+        for by_rank in (together.shift_us, together.error_us)
+    )
     each_step = tuple(_parts(trace, messages, *mark) for mark in trace.steps.marks)
     return RankJob(
         rank=trace.rank,
@@ -278,20 +280,21 @@ def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
         seconds = [(call.end - call.start) / 1e6 for call in calls]
         moving = [us for at in which if (us := together.moving_us.get((trace.rank, at))) is not None]
         askers = Counter(call.asked_by for call in calls if call.asked_by)
-        row = Collective(
-            rank=trace.rank,
-            **asdict(kind),
-            count=len(all_places),
-            in_steps=len(stepped) if trace.steps.host else None,
-            timed=len(which),
-            time_s=sum(seconds),
-            median_s=median(seconds),
-            best_s=min(seconds),
-            moving_s=fmean(moving) / 1e6 if len(moving) == len(calls) else None,
-            busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)),
-            asked_by=tuple(asker for asker, _ in askers.most_common(_MOST_ASKERS)),
+        rows.append(
+            Collective(
+                rank=trace.rank,
+                **asdict(kind),
+                count=len(all_places),
+                in_steps=len(stepped) if trace.steps.host else None,
+                timed=len(which),
+                time_s=sum(seconds),
+                median_s=median(seconds),
+                best_s=min(seconds),
+                moving_s=fmean(moving) / 1e6 if len(moving) == len(calls) else None,
+                busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)),
+                asked_by=tuple(asker for asker, _ in askers.most_common(_MOST_ASKERS)),
+            )
         )
-        rows.append(row)
     return sorted(rows, key=lambda row: -row.time_s)
 
 

@@ -236,8 +236,9 @@ class _RankReader:
 
     def _finish(self, fallback_rank: int) -> RankTrace:
         if self._zero is None:
-            what = f"{self.trace.path} holds no event with a time"
-            raise UnreadableRunError(f"{what}, expected a profiler's trace")
+            raise UnreadableRunError(
+                f"{self.trace.path} holds no event with a time, expected a profiler's trace"
+            )
         header = self.trace.header
         info, ours, window = (
             of if isinstance(of := header.get(key), dict) else {}
@@ -273,15 +274,20 @@ class _RankReader:
         if len(groups) == 1:
             found = [of if of.group.key else of._replace(group=groups[next(iter(groups))]) for of in found]
         trace.calls = sorted(found, key=lambda call: (call.issued, call.start, call.end))
-        edges = [trace.compute, trace.copies, intervals((call.start, call.end) for call in found)]
-        if not on_gpu:
-            edges += [ops.pairs() for ops in self._ops.values()]
+        ops = () if on_gpu else self._ops.values()
+        edges = [
+            trace.compute,
+            trace.copies,
+            intervals((call.start, call.end) for call in found),
+            *(spans.pairs() for spans in ops),
+        ]
         if len(all_ := np.concatenate(edges)):
             trace.span = float(all_[:, 0].min()), float(all_[:, 1].max())
         if not trace.steps.marks:
             trace.steps = steps_of([], launched, trace.calls)
-        notes = self._notes(trace, len(calls)).items()
-        trace.notes = [f"rank {trace.rank}: {text}" for text, holds in notes if holds]
+        trace.notes = [
+            f"rank {trace.rank}: {text}" for text, holds in self._notes(trace, len(calls)).items() if holds
+        ]
         return trace
 
     def _refuse_without_kernels(self, backend: str) -> None:

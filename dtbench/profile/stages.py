@@ -169,9 +169,8 @@ def _cost_within(call: Span, overheads: Mapping[str, Overhead], ignored: str) ->
 def named_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tuple[str, float, float]]:
     """Where the spans are named by their stage, as the core's counters name them."""
     for span, _, alone in self_times(call, overheads):
-        own = overheads.get(span.kind, NOTHING)
-        outside = sum(overheads.get(child.kind, NOTHING).outside_ns for child in span.children)
-        yield span.name, alone, own.inside_ns + outside
+        outside_ns = sum(overheads.get(child.kind, NOTHING).outside_ns for child in span.children)
+        yield span.name, alone, overheads.get(span.kind, NOTHING).inside_ns + outside_ns
 
 
 # torch's DTensor, by file and function: (part of the frame's name, stage). Read from

@@ -46,9 +46,8 @@ class Steps:
     @property
     def longest_us(self) -> float | None:
         """None for less than two: one step alone does not say how long a step is."""
-        if len(self.marks) < 2:
-            return None
-        return max(end - start for start, end in (*self.host, *self.marks))
+        durations = (end - start for start, end in (*self.host, *self.marks))
+        return max(durations) if len(self.marks) > 1 else None
 
     def part(self, begin: int, end: int) -> Steps:
         """The steps from one place to another."""

@@ -124,8 +124,9 @@ class Recorder:
 
     def on_session(self, other: session, *args: object, **kwargs: object) -> None:
         if self.profile is None or self.profile.profiler is not None:  # it is not ours that is being made
-            note = f"has a profiler of its own from step {self.done} on, which is let be\n"
-            self.guard(self.notes.write, note)
+            self.guard(
+                self.notes.write, f"has a profiler of its own from step {self.done} on, which is let be\n"
+            )
             self.guard(self.end, "the program began a profiler of its own")
         self.init(other, *args, **kwargs)  # type: ignore[arg-type]
 
