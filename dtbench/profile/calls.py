@@ -132,17 +132,25 @@ class CallRecording:
             return
         record: Callable[[], list[Span]] = partial(recorded_calls, caller)
         table, spans, fitted = taken_apart(caller, self._frame_rounds, record, frame_overheads, frame_pieces)
-        total_ns = table.whole_ns - table.unattributed_ns
-        self.folded[f"{self._label} ({impl})"] = fold(spans, fitted, short_name, total_ns)
+        self.folded[f"{self._label} ({impl})"] = fold(
+            spans, fitted, short_name, total_ns=table.whole_ns - table.unattributed_ns
+        )
         source = "Python and C++ frames"
         if impl == "core":
             record, own = counters(caller), stopwatch.BOOKKEEPING
             table, *_ = taken_apart(caller, self._rounds, record, bracket_overheads, named_pieces, own)
             source = "the core's counters"
         floor_ns, ran_ns = self.floor or (None, math.inf)
-        on_cpu = min(table.on_cpu, ran_ns / (floor_ns or 1.0))
-        named = {"label": self._label, "impl": impl, "source": source}
-        self.tables.append(replace(table, **named, floor_ns=floor_ns, on_cpu=on_cpu))
+        self.tables.append(
+            replace(
+                table,
+                label=self._label,
+                impl=impl,
+                source=source,
+                floor_ns=floor_ns,
+                on_cpu=min(table.on_cpu, ran_ns / (floor_ns or 1.0)),
+            )
+        )
 
 
 def taken_apart(
@@ -226,8 +234,9 @@ def _kind(event: Any) -> str:
 def _span(event: Any, until_ns: float) -> Span:
     """The event and all below it. torch leaves an end out where the recording ended first."""
     end_ns = min(max(event.end_time_ns, event.start_time_ns), until_ns)
-    below = sorted(event.children, key=lambda child: child.start_time_ns)
-    children = [_span(child, end_ns) for child in below]
+    children = [
+        _span(child, end_ns) for child in sorted(event.children, key=lambda child: child.start_time_ns)
+    ]
     return Span(event.name, _kind(event), event.start_time_ns, end_ns, children)
 
 
@@ -310,8 +319,7 @@ def bracket_overheads() -> Mapping[str, Overhead]:
     with_ns = _per_call_ns(timed)
     recorded_ns = median_high(log[at + 2] - log[at + 1] for at in range(0, len(log), 4))
     inside_ns = max(recorded_ns - bare_ns, 0.0)
-    outside_ns = max(with_ns - bare_ns - inside_ns, 0.0)
-    return {COUNTER: Overhead(inside_ns, outside_ns)}
+    return {COUNTER: Overhead(inside_ns, outside_ns=max(with_ns - bare_ns - inside_ns, 0.0))}
 
 
 def _per_call_ns(function: Callable[..., object]) -> float:

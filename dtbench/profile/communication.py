@@ -33,11 +33,23 @@ _DTYPES = {
     16: "complex128",
 }
 _SIZES = {name: size for size, names in _DTYPES.items() for name in names.split()}
-_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
-_ALIASES |= {"short": "int16", "char": "int8"}
-_ALIASES |= {"byte": "uint8", "signed char": "int8", "unsigned char": "uint8", "long int": "int64"}
-_ALIASES |= {"complexfloat": "complex64", "complexdouble": "complex128"}
-_ALIASES |= {"complex<float>": "complex64", "complex<double>": "complex128"}
+_ALIASES = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "int": "int32",
+    "long": "int64",
+    "long int": "int64",
+    "short": "int16",
+    "char": "int8",
+    "signed char": "int8",
+    "byte": "uint8",
+    "unsigned char": "uint8",
+    "complexfloat": "complex64",
+    "complexdouble": "complex128",
+    "complex<float>": "complex64",
+    "complex<double>": "complex128",
+}
 
 
 class ProcessGroup(NamedTuple):
@@ -103,8 +115,7 @@ def payload_of_shapes(
     if "barrier" in op or not isinstance(shapes, list) or not isinstance(types, list):
         return None, None
     dtype, itemsize = next((found for kind in types if (found := dtype_of(kind))[0]), dtype_of(carried))
-    counts = (_elements(shape, kind) for shape, kind in zip(shapes, types, strict=False))
-    elements = [n for n in counts if n is not None]
+    elements = [n for n in map(_elements, shapes, types) if n is not None]
     if not elements or itemsize is None:
         return dtype, None
     if len(elements) == 1 and op.endswith(("gather_", "scatter_")) and "base" not in op:
@@ -178,10 +189,8 @@ def group_of(args: Args, groups: Mapping[str, ProcessGroup]) -> ProcessGroup:
 
 def dim_of(description: str, ranks: Sequence[int] | None, size: int | None) -> str:
     """A mesh dim's name as the program has it, else what tells groups of one kind from others."""
-    if description.startswith("mesh_") and len(description) > 5 and description not in _NAMELESS:
-        return told(description[5:])
     if description and description not in _NAMELESS:
-        return told(description)
+        return told(description.removeprefix("mesh_") or description)
     if size is None:
         return UNKNOWN_GROUP
     strides = {b - a for a, b in itertools.pairwise(ranks)} if ranks else set()

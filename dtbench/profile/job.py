@@ -28,7 +28,6 @@ from dtbench.text.units import format_seconds, plural
 _MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all
 _MOST_ASKERS = 3
 _P2P = ("send", "recv")
-_NO_GROUPS = "the groups of gloo's calls are not told; `dtbench profile -- COMMAND` records them"
 _MOST_JOB = 256 * 2**20
 _NO_TRACES = (JOB_FILE, "table.json")  # what a profile's folder has beside them
 _TRACES = re.compile(r"\.json(\.gz)?$|\.trace(\.gz)?$")
@@ -43,14 +42,17 @@ def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()
     """
     files = list(_files(paths))
     if not files:
-        where = ", ".join(map(str, paths))
-        raise UsageError(f"no traces in {where}: expected *.json or *.json.gz of torch.profiler")
+        raise UsageError(
+            f"no traces in {', '.join(map(str, paths))}: expected *.json or *.json.gz of torch.profiler"
+        )
     traces: dict[int, RankTrace] = {}
     for number, file in enumerate(files):
         trace = read_rank(file, number)
         if trace.rank in traces:
-            both = f"{file} and {traces[trace.rank].source}"
-            raise UsageError(f"{both} are both of rank {trace.rank}: expected the traces of one run")
+            raise UsageError(
+                f"{file} and {traces[trace.rank].source} are both of rank {trace.rank}: "
+                "expected the traces of one run"
+            )
         traces[trace.rank] = trace
     _same_groups(traces.values())
     in_order = [traces[rank] for rank in sorted(traces)]
@@ -88,8 +90,11 @@ def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] 
     world_size = max(max(t.world_size, t.rank + 1) for t in traces)
     notes = [note for trace in traces for note in trace.notes]
     if len(traces) < world_size:
-        missing = f"traces of {len(traces)} of {world_size} ranks"
-        notes.insert(0, f"{missing}: who waits for whom is told where all of a group are there")
+        notes.insert(
+            0,
+            f"traces of {len(traces)} of {world_size} ranks: "
+            "who waits for whom is told where all of a group are there",
+        )
     elif together.apart:
         apart = ", ".join(map(str, sorted(together.apart)[:8])) + ", ..." * (len(together.apart) > 8)
         notes.append(
@@ -114,8 +119,7 @@ def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] 
 
 def _folded(notes: Sequence[str]) -> Iterable[str]:
     """Notes of many ranks that say the same, once."""
-    of_ranks = group_by(notes, lambda note: re.sub(r"^rank \d+: ", "", note))
-    for text, same in of_ranks.items():
+    for text, same in group_by(notes, lambda note: re.sub(r"^rank \d+: ", "", note)).items():
         if len(same) < 2 or not same[0].startswith("rank "):
             yield same[0]
         else:
@@ -129,7 +133,10 @@ def _same_groups(traces: Iterable[RankTrace]) -> None:
     if any(not call.group.key and call.collective not in _P2P for trace in gloo for call in trace.calls):
         for trace in gloo:
             trace.calls = [call._replace(group=ProcessGroup("")) for call in trace.calls]
-            trace.notes.append(f"rank {trace.rank}: {_NO_GROUPS}")
+            trace.notes.append(
+                f"rank {trace.rank}: the groups of gloo's calls are not told; "
+                "`dtbench profile -- COMMAND` records them"
+            )
 
 
 def _keep_same_steps(traces: Sequence[RankTrace]) -> Iterable[str]:
@@ -141,8 +148,10 @@ def _keep_same_steps(traces: Sequence[RankTrace]) -> Iterable[str]:
         return
     for trace in traces:
         yield from (f"rank {trace.rank}: {text}" for text, holds in _without_partial(trace) if holds)
-    marks = zip(*(trace.steps.marks for trace in traces), strict=False)
-    took_s = [max(stop - start for start, stop in of_ranks) / 1e6 for of_ranks in marks]
+    took_s = [
+        max(stop - start for start, stop in of_ranks) / 1e6
+        for of_ranks in zip(*(trace.steps.marks for trace in traces), strict=False)
+    ]
     skipped = 0 if traces[0].window.get("warm") else outlying_first(took_s)
     for trace in traces:
         trace.steps = trace.steps.part(skipped, len(trace.steps.marks))
@@ -158,15 +167,23 @@ def _without_partial(trace: RankTrace) -> list[tuple[str, bool]]:
     steps, had = trace.steps, len(trace.steps.marks)
     asked, recorded = (whole(trace.window.get(key)) or 0 for key in ("asked", "whole"))
     # Unknown ones may have been launched before the trace began.
-    issued = [call.issued for call in trace.calls if call.collective != UNKNOWN]
-    calls = Counter(steps.places(issued).tolist())
+    calls = Counter(
+        steps.places([call.issued for call in trace.calls if call.collective != UNKNOWN]).tolist()
+    )
     works = [calls[place] + bool(len(within(trace.compute, *mark))) for place, mark in enumerate(steps.marks)]
     begin, end = (0, min(max(recorded, 1), had)) if asked else whole_steps(works)
     trace.steps = steps.part(begin, end)
-    few = f"{recorded} of the {asked} steps asked for were recorded: {told(trace.window.get('why'))}"
-    partial = f"a partial step, the {'first' if begin else 'last'}, is left out of all figures"
-    unmarked = "the first step has no mark of its begin and is left out of all figures"
-    return [(few, recorded < asked), (unmarked, steps.left_out > 0), (partial, end - begin < had)]
+    return [
+        (
+            f"{recorded} of the {asked} steps asked for were recorded: {told(trace.window.get('why'))}",
+            recorded < asked,
+        ),
+        ("the first step has no mark of its begin and is left out of all figures", steps.left_out > 0),
+        (
+            f"a partial step, the {'first' if begin else 'last'}, is left out of all figures",
+            end - begin < had,
+        ),
+    ]
 
 
 def messages_of(calls: Iterable[Call]) -> Intervals:
@@ -177,8 +194,10 @@ def messages_of(calls: Iterable[Call]) -> Intervals:
 def _rank_job(trace: RankTrace, together: Together, first: RankTrace) -> RankJob:
     messages = messages_of(trace.calls)
     spanned = asdict(_parts(trace, messages, *trace.span))
-    known = trace.rank not in together.apart
-    shift, error = (of.get(trace.rank) if known else None for of in (together.shift_us, together.error_us))
+    shift, error = (
+        None if trace.rank in together.apart else by_rank.get(trace.rank)
+        for by_rank in (together.shift_us, together.error_us)
+    )
     each_step = tuple(_parts(trace, messages, *mark) for mark in trace.steps.marks)
     return RankJob(
         rank=trace.rank,
@@ -253,29 +272,29 @@ def _kind(call: Call) -> CallKind:
 def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
     # Steps and calls by when the host began them: the GPU runs behind.
     in_steps = trace.steps.places([call.issued for call in trace.calls]) >= 0
-    alike = group_by(range(len(trace.calls)), lambda at: _kind(trace.calls[at]))
     rows = []
-    for kind, all_places in alike.items():
+    for kind, all_places in group_by(range(len(trace.calls)), lambda at: _kind(trace.calls[at])).items():
         stepped = [at for at in all_places if in_steps[at]]
         which = stepped or all_places
         calls = [trace.calls[at] for at in which]
         seconds = [(call.end - call.start) / 1e6 for call in calls]
         moving = [us for at in which if (us := together.moving_us.get((trace.rank, at))) is not None]
         askers = Counter(call.asked_by for call in calls if call.asked_by)
-        row = Collective(
-            rank=trace.rank,
-            **asdict(kind),
-            count=len(all_places),
-            in_steps=len(stepped) if trace.steps.host else None,
-            timed=len(which),
-            time_s=sum(seconds),
-            median_s=median(seconds),
-            best_s=min(seconds),
-            moving_s=fmean(moving) / 1e6 if len(moving) == len(calls) else None,
-            busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)),
-            asked_by=tuple(asker for asker, _ in askers.most_common(_MOST_ASKERS)),
+        rows.append(
+            Collective(
+                rank=trace.rank,
+                **asdict(kind),
+                count=len(all_places),
+                in_steps=len(stepped) if trace.steps.host else None,
+                timed=len(which),
+                time_s=sum(seconds),
+                median_s=median(seconds),
+                best_s=min(seconds),
+                moving_s=fmean(moving) / 1e6 if len(moving) == len(calls) else None,
+                busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)),
+                asked_by=tuple(asker for asker, _ in askers.most_common(_MOST_ASKERS)),
+            )
         )
-        rows.append(row)
     return sorted(rows, key=lambda row: -row.time_s)
 
 
@@ -287,16 +306,17 @@ def _drawn(traces: Sequence[RankTrace], together: Together) -> tuple[int | None,
     number, lanes = steps // 2, []
     begins = {t.rank: t.steps.marks[number][0] for t in traces}
     # A rank whose clock is its own is drawn as if its step began with the first rank's.
-    own = {rank: begins[traces[0].rank] - begins[rank] for rank in together.apart}
-    shifts = together.shift_us | own
+    shifts = together.shift_us | {rank: begins[traces[0].rank] - begins[rank] for rank in together.apart}
     earliest = min(at + shifts[rank] for rank, at in begins.items())
     for trace in traces:
         start, end = trace.steps.marks[number]
         off = shifts[trace.rank] - earliest
         by_dim = group_by(trace.calls, lambda call: call.group.mesh_dim)
-        named = {f"communication {dim}": messages_of(calls) for dim, calls in sorted(by_dim.items())}
-        named |= {"computation": trace.compute, "copy": trace.copies}
-        named["exposed"] = difference(messages_of(trace.calls), trace.compute)
+        named = {f"communication {dim}": messages_of(calls) for dim, calls in sorted(by_dim.items())} | {
+            "computation": trace.compute,
+            "copy": trace.copies,
+            "exposed": difference(messages_of(trace.calls), trace.compute),
+        }
         cuts = {name: within(of, start, end) + off for name, of in named.items()}
         lanes += [
             Lane(rank=trace.rank, name=n, intervals=tuple(_to_draw(of))) for n, of in cuts.items() if len(of)

@@ -34,8 +34,12 @@ Topology = CalibratedTopology | Sequence[System]  # of public systems each has o
 def judged(job: Job, topology: Topology | None = None, bases: Sequence[Job] = ()) -> Judgement:
     """All that can be said of a job. bases: recordings that it is compared with. Raises: as `changes`."""
     links = () if topology is None else beside_links(job, topology)
-    changed = changes(bases, [job]) if bases else Judgement(EXIT_OK)
-    return replace(changed, links=links, worth=worth(job, links), late=late_ranks(job))
+    return replace(
+        changes(bases, [job]) if bases else Judgement(EXIT_OK),
+        links=links,
+        worth=worth(job, links),
+        late=late_ranks(job),
+    )
 
 
 def beside_links(job: Job, topology: Topology) -> tuple[LinkRow, ...]:
@@ -48,8 +52,19 @@ def beside_links(job: Job, topology: Topology) -> tuple[LinkRow, ...]:
         share = reached_s / time_s if reached_s and time_s else None
         doubts = ", ".join(filter(None, (doubts, ABOVE_CALIBRATED * bool(share and share > 1))))
         busbw = share and (kind.bytes or 0) * busbw_factor(kind.collective, kind.group_size or 1) / time_s
-        count = sum(call.count for call in calls)
-        rows.append(LinkRow(kind, count, time_s, bool(moving), busbw, beside, reached_s, share, doubts))
+        rows.append(
+            LinkRow(
+                kind,
+                sum(call.count for call in calls),
+                time_s,
+                bool(moving),
+                busbw,
+                beside,
+                reached_s,
+                share,
+                doubts,
+            )
+        )
     return tuple(rows)
 
 
@@ -205,8 +220,10 @@ def _times(bases: Sequence[Job], heads: Sequence[Job], ranks: Set[int]) -> Itera
 def _figures(job: Job, ranks: Set[int]) -> dict[str, float]:
     """The parts of a step, means over the ranks, and for each dim the lateness per step of the rank that adds most."""
     means = [rank.mean_step for rank in job.ranks if rank.rank in ranks]
-    parts = ("step_s", "computation_s", "exposed_s", "idle_s")
-    figures = {part: fmean(getattr(step, part) for step in means) for part in parts}
+    figures = {
+        part: fmean(getattr(step, part) for step in means)
+        for part in ("step_s", "computation_s", "exposed_s", "idle_s")
+    }
     steps = max(len(rank.each_step) for rank in job.ranks)
     for waits in job.waits:
         late_s = ((count * waits.late_s.get(rank, 0.0) / steps, rank) for rank, count in waits.last.items())

@@ -161,8 +161,9 @@ class Trace:
                 self._keep_header(head + b"}" if head.lstrip().startswith(b"{") else b"{}")
                 self._text = self._text[begin.end() :]
                 return
-        named = b'"schemaVersion"' in self._text[:4096]
-        raise self._refused("it ends before its events" if named else "no events are in it")
+        raise self._refused(
+            "it ends before its events" if b'"schemaVersion"' in self._text[:4096] else "no events are in it"
+        )
 
     def _keep_header(self, text: bytes) -> None:
         with suppress(*_NO_JSON):

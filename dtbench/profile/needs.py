@@ -14,8 +14,14 @@ from dtbench.suite.errors import UsageError
 from dtbench.suite.grouping import group_by
 
 # What programs call mesh dims -> what plan calls them; of these two the layout has one alone more often than not.
-_ROLES = dict.fromkeys(("replicate", "dp_replicate", "ddp"), "dp")
-_ROLES |= dict.fromkeys(("shard", "dp_shard", "dp_shard_cp"), "fsdp")
+_ROLES = {
+    "replicate": "dp",
+    "dp_replicate": "dp",
+    "ddp": "dp",
+    "shard": "fsdp",
+    "dp_shard": "fsdp",
+    "dp_shard_cp": "fsdp",
+}
 _DATA = {"dp", "fsdp"}
 _KEYS = ("tp", "cp", "ep", "dp", "fsdp", "batch", "sequence", "micro_batch")
 

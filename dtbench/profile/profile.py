@@ -57,9 +57,13 @@ def make_request(target: str, filter_text: str, output: Path | None, options: Ru
         UsageError: a target that is none.
     """
     suite, case = split_target(target)
-    chosen = dataclasses.replace(options, suites=(suite,), filter="")
     named = os.environ.get(OUTPUT) or time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())
-    return ProfileRequest(chosen, case, output or Path(named), filter_text)
+    return ProfileRequest(
+        options=dataclasses.replace(options, suites=(suite,), filter=""),
+        case=case,
+        folder=output or Path(named),
+        filter_text=filter_text,
+    )
 
 
 def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
@@ -72,23 +76,22 @@ def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
     named = [task for task in tasks if case in ("", task.case.name)]
     chosen = [task for task in named if matches(task.label)]
     labels = "; ".join([task.label for task in chosen or named][:_SHOWN])
-    problem = ""
     if not named:
         near = difflib.get_close_matches(case, {task.case.name for task in tasks}, cutoff=0.0)
-        problem = f"{suite} has no case {case!r}: the nearest are {', '.join(near)}; `dtbench list {suite}` shows all"
-    elif not chosen:
-        problem = (
+        raise UsageError(
+            f"{suite} has no case {case!r}: the nearest are {', '.join(near)}; `dtbench list {suite}` shows all"
+        )
+    if not chosen:
+        raise UsageError(
             f"--filter {filter_text!r} matches none of the {len(named)} cases of {suite}, such as {labels}"
         )
-    elif len({task.suite.world for task in chosen}) > 1:
-        problem = f"of these cases some need ranks and some do not, name some of one kind: {labels}"
-    elif len(chosen) > MOST_CASES:
-        problem = (
+    if len({task.suite.world for task in chosen}) > 1:
+        raise UsageError(f"of these cases some need ranks and some do not, name some of one kind: {labels}")
+    if len(chosen) > MOST_CASES:
+        raise UsageError(
             f"{len(chosen)} cases match, a profile shows at most {MOST_CASES}: name one, as in "
             f"{suite}/{chosen[0].case.name}, or narrow them with --filter; they are such as {labels}"
         )
-    if problem:
-        raise UsageError(problem)
     return chosen
 
 
@@ -144,14 +147,18 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
                 if subject.bad is None:
                     tables += recording.tables
                     folded |= recording.folded
-                    continue
-                skipped = subject.bad[0] == "skipped"
-                failed |= not skipped
-                (say if skipped else complain)(f"{task.label} ({impl}): {', '.join(subject.bad)}")
+                else:
+                    skipped = subject.bad[0] == "skipped"
+                    failed |= not skipped
+                    (say if skipped else complain)(f"{task.label} ({impl}): {', '.join(subject.bad)}")
     if not tables:
         complain("nothing could be profiled: no profile was written")
         return EXIT_CASE_FAILED
-    files = {SPEEDSCOPE: msgspec.json.encode(speedscope(folded, request.folder.name))}
-    record = Calls(cases=tuple(tables))
-    write_profile(request.folder, stage_tables(tables), record, files, "https://www.speedscope.app")
+    write_profile(
+        request.folder,
+        stage_tables(tables),
+        Calls(cases=tuple(tables)),
+        {SPEEDSCOPE: msgspec.json.encode(speedscope(folded, request.folder.name))},
+        "https://www.speedscope.app",
+    )
     return EXIT_CASE_FAILED if failed else EXIT_OK

@@ -31,12 +31,16 @@ from dtbench.text.units import format_seconds
 
 # What events are, by their category: kernel, copy, launch, op, mark (on a GPU's stream), trace. Older traces begin them
 # with a capital.
-_KINDS = dict.fromkeys(("gpu_memcpy", "gpu_memset", "memcpy", "memset"), "copy")
-_KINDS |= dict.fromkeys(
-    ("cuda_runtime", "cuda_driver", "runtime", "xpu_runtime", "privateuse1_runtime"), "launch"
-)
-_KINDS |= dict.fromkeys(("cpu_op", "operator", "user_annotation"), "op")
-_KINDS |= {"kernel": "kernel", "gpu_user_annotation": "mark", "trace": "trace"}
+_KINDS = {
+    **dict.fromkeys(("gpu_memcpy", "gpu_memset", "memcpy", "memset"), "copy"),
+    **dict.fromkeys(
+        ("cuda_runtime", "cuda_driver", "runtime", "xpu_runtime", "privateuse1_runtime"), "launch"
+    ),
+    **dict.fromkeys(("cpu_op", "operator", "user_annotation"), "op"),
+    "kernel": "kernel",
+    "gpu_user_annotation": "mark",
+    "trace": "trace",
+}
 _KINDS |= {name.capitalize(): kind for name, kind in _KINDS.items()}
 # Signs of an accelerator in a trace without kernels: collectives of NCCL, XCCL, HCCL and the like (on CPUs: gloo,
 # MPI, UCC, ccl), ops, and categories of work that is not read (libkineto/include/ActivityType.h).
@@ -232,8 +236,9 @@ class _RankReader:
 
     def _finish(self, fallback_rank: int) -> RankTrace:
         if self._zero is None:
-            what = f"{self.trace.path} holds no event with a time"
-            raise UnreadableRunError(f"{what}, expected a profiler's trace")
+            raise UnreadableRunError(
+                f"{self.trace.path} holds no event with a time, expected a profiler's trace"
+            )
         header = self.trace.header
         info, ours, window = (
             of if isinstance(of := header.get(key), dict) else {}
@@ -269,15 +274,20 @@ class _RankReader:
         if len(groups) == 1:
             found = [of if of.group.key else of._replace(group=groups[next(iter(groups))]) for of in found]
         trace.calls = sorted(found, key=lambda call: (call.issued, call.start, call.end))
-        edges = [trace.compute, trace.copies, intervals((call.start, call.end) for call in found)]
-        if not on_gpu:
-            edges += [ops.pairs() for ops in self._ops.values()]
+        ops = () if on_gpu else self._ops.values()
+        edges = [
+            trace.compute,
+            trace.copies,
+            intervals((call.start, call.end) for call in found),
+            *(spans.pairs() for spans in ops),
+        ]
         if len(all_ := np.concatenate(edges)):
             trace.span = float(all_[:, 0].min()), float(all_[:, 1].max())
         if not trace.steps.marks:
             trace.steps = steps_of([], launched, trace.calls)
-        notes = self._notes(trace, len(calls)).items()
-        trace.notes = [f"rank {trace.rank}: {text}" for text, holds in notes if holds]
+        trace.notes = [
+            f"rank {trace.rank}: {text}" for text, holds in self._notes(trace, len(calls)).items() if holds
+        ]
         return trace
 
     def _refuse_without_kernels(self, backend: str) -> None:
@@ -385,8 +395,10 @@ class _RankReader:
         numbers = np.array([_number(message.args.correlation) for message in self._messages])
         ts, thread, tag = self._launches.arrays()
         wanted = np.isin(tag, numbers[numbers >= 0])
-        found = (of[wanted].tolist() for of in (tag, ts, thread))
-        launches = {number: (int(of), at) for number, at, of in zip(*found, strict=True)}
+        launches = {
+            number: (int(on), at)
+            for number, at, on in zip(*(column[wanted].tolist() for column in (tag, ts, thread)), strict=True)
+        }
         for message, number in zip(self._messages, numbers.tolist(), strict=True):
             launch = launches.get(number)
             around = _under_way(by_thread, *launch) if launch else []
@@ -401,8 +413,9 @@ class _RankReader:
     ) -> Iterator[Call]:
         """A transport belongs to the first call before it of its kind and shapes that has none yet: a call starts it,
         or queues it behind others of its group."""
-        own = {thread for thread, ops in self._ops.items() if ops.args}
-        numbers = {transport.thread for transport in self._transports} - own
+        numbers = {transport.thread for transport in self._transports} - {
+            thread for thread, ops in self._ops.items() if ops.args
+        }
         tids = {number: key[1] for key, number in self._threads.items() if number in numbers}
         pools = _pools(listed, tids, groups)
         waiting: dict[str, deque[Op]] = {}
@@ -425,10 +438,16 @@ class _RankReader:
                     own_dtype, size = comm.payload_of_shapes(found.name, found.args, group.size, dtype)
                     if own_dtype is not None:
                         dtype, bytes_ = own_dtype, size if size or found.name.endswith("gather_") else bytes_
-                    call = call._replace(arrival=found.start, issued=found.start, collective=carried)
-                    call = call._replace(dtype=dtype, bytes=bytes_, asked_by=_asker(found))
                     noted = (groups.get(name.partition(_GROUP_NOTE)[2]) for name in found.inside)
-                    call = call._replace(group=next(filter(None, noted), group))
+                    call = call._replace(
+                        arrival=found.start,
+                        issued=found.start,
+                        collective=carried,
+                        group=next(filter(None, noted), group),
+                        dtype=dtype,
+                        bytes=bytes_,
+                        asked_by=_asker(found),
+                    )
                     break
             yield call
 
@@ -441,8 +460,10 @@ class _RankReader:
         )
         # Without a GPU, for NCCL's say their group.
         groupless = sum(not (trace.on_gpu or c.group.key) and c.collective in ("send", "recv") for c in calls)
-        longest = sorted(self._doubtful.items(), key=lambda kernel: -kernel[1])
-        doubtful = [f"{told(name)} ({format_seconds(us / 1e6)})" for name, us in longest]
+        doubtful = [
+            f"{told(name)} ({format_seconds(us / 1e6)})"
+            for name, us in sorted(self._doubtful.items(), key=lambda kernel: -kernel[1])
+        ]
         doubtful[_MOST_NAMED:] = ["..."] * (len(doubtful) > _MOST_NAMED)
         return {
             "the trace is cut off; what stands before its end was read": self.trace.cut_off,
@@ -499,21 +520,24 @@ def _under_way(by_thread: Mapping[int, list[Op]], thread: int, at: float) -> lis
 def _described(kernel: Op, around: Sequence[Op], groups: Mapping[str, ProcessGroup]) -> Call:
     """A kernel as a call: by its own words, else by those of the calls that it was launched in, innermost first."""
     by_name = kernel_collective(kernel.name) or comm.UNKNOWN
-    call = Call(kernel.start, kernel.start, kernel.end, by_name, ProcessGroup(""))
-    if around:
-        call = call._replace(asked_by=_asker(around[0]))
+    asked_by = _asker(around[0]) if around else ""
+    call = Call(kernel.start, kernel.start, kernel.end, by_name, ProcessGroup(""), asked_by=asked_by)
     for of in (kernel.args, *(op.args for op in around)):
         if of.collective is not None and not comm.NO_COLLECTIVE.search(str(of.collective)[:200]):
             dtype, bytes_ = comm.payload(of)
             name = comm.collective_of(str(of.collective))
             if name in (comm.UNKNOWN, "coalesced") and by_name != comm.UNKNOWN:
                 name = by_name
-            call = call._replace(collective=name, group=comm.group_of(of, groups))
-            return call._replace(dtype=dtype, bytes=bytes_, sequence=comm.whole(of.sequence))
+            return call._replace(
+                collective=name,
+                group=comm.group_of(of, groups),
+                dtype=dtype,
+                bytes=bytes_,
+                sequence=comm.whole(of.sequence),
+            )
     payloads = [comm.payload_of_shapes(op.name, op.args, None) for op in around]
-    names = (comm.collective_of(op.name) for op in around)
     return call._replace(
-        collective=next((n for n in names if n != comm.UNKNOWN), by_name),
+        collective=next((n for op in around if (n := comm.collective_of(op.name)) != comm.UNKNOWN), by_name),
         dtype=next((dtype for dtype, _ in payloads if dtype), None),
         bytes=max((size or 0 for _, size in payloads), default=0) or None,
     )
@@ -526,8 +550,7 @@ def _pools(listed: object, tids: Mapping[int, Any], groups: Mapping[str, Process
         return {thread: told(listed[str(tid)]) for thread, tid in tids.items() if str(tid) in listed}
     if len(groups) == 1:
         return dict.fromkeys(tids, next(iter(groups)))
-    numbered = all(comm.whole(of) is not None for of in (*tids.values(), *groups))
-    if len(tids) != 2 * len(groups) or not numbered:
+    if len(tids) != 2 * len(groups) or any(comm.whole(of) is None for of in (*tids.values(), *groups)):
         return {}
     names = [name for name in sorted(groups, key=int) for _ in range(2)]
     return dict(zip(sorted(tids, key=lambda thread: int(tids[thread])), names, strict=True))

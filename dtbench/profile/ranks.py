@@ -150,8 +150,10 @@ class RankProfile:
         self._mesh = plan.mesh
         if ranks.rank == 0:
             refuse_taken(self._request.folder, "remove it")
-            where = f"{ranks.size} {device_type} ranks ({format_mesh(plan.mesh)})"
-            say(f"{plural(len(tasks), 'case')} to profile on {where}")
+            say(
+                f"{plural(len(tasks), 'case')} to profile on {ranks.size} {device_type} ranks "
+                f"({format_mesh(plan.mesh)})"
+            )
         with rank.process_group(plan.mesh, options.timeout_s) as (world, barrier):
             for task in tasks:
                 self._profile_task(task, world, barrier)
@@ -168,10 +170,10 @@ class RankProfile:
                 bad = recording.run(world).get(impl)
             if bad is None:
                 self._recorded.append(recording.recorded)
-                continue
-            self._failed |= bad.status != "skipped"
-            if self._place.rank == 0:
-                complain(f"{recording.label}: {bad.status}, {bad.reason} (rank {bad.rank})")
+            else:
+                self._failed |= bad.status != "skipped"
+                if self._place.rank == 0:
+                    complain(f"{recording.label}: {bad.status}, {bad.reason} (rank {bad.rank})")
         now.end()
 
     def _write(self, parts: Sequence[Sequence[Recorded]]) -> int:
@@ -181,9 +183,13 @@ class RankProfile:
             return EXIT_CASE_FAILED
         sections = enumerate(zip(*parts, strict=True), 1)
         record = RanksProfile(sections=tuple(self._section(number, of) for number, of in sections))
-        lines = section_tables(record.sections, self._print_job)
-        files = {one.trace.source: one.file for part in parts for one in part}
-        write_profile(self._request.folder, lines, record, files, "https://ui.perfetto.dev")
+        write_profile(
+            self._request.folder,
+            section_tables(record.sections, self._print_job),
+            record,
+            {recorded.trace.source: recorded.file for part in parts for recorded in part},
+            "https://ui.perfetto.dev",
+        )
         return EXIT_CASE_FAILED if self._failed else EXIT_OK
 
     def _section(self, number: int, ranks: Sequence[Recorded]) -> Section:
@@ -197,11 +203,15 @@ class RankProfile:
         def kept(rows: Iterable[Any]) -> tuple[Any, ...]:
             return tuple(row for row in rows if row.mesh_dim != _BETWEEN)
 
-        of_ranks = tuple(structs.replace(rank, dims=kept(rank.dims)) for rank in job.ranks)
-        job = structs.replace(job, ranks=of_ranks, collectives=kept(job.collectives), waits=kept(job.waits))
-        plain_us = max(fmean(rank.plain_us) for rank in ranks)
         return Section(
-            job=job, plain_us=plain_us, profiled_us=max((rank.step_s or 0.0) * 1e6 for rank in job.ranks)
+            job=structs.replace(
+                job,
+                ranks=tuple(structs.replace(rank, dims=kept(rank.dims)) for rank in job.ranks),
+                collectives=kept(job.collectives),
+                waits=kept(job.waits),
+            ),
+            plain_us=max(fmean(rank.plain_us) for rank in ranks),
+            profiled_us=max((rank.step_s or 0.0) * 1e6 for rank in job.ranks),
         )
 
 

@@ -43,13 +43,15 @@ def record(
     """
     home = folder.resolve()
     # Kineto tells stderr of every start; of NCCL's last collectives torch keeps 2000, for who dumps them.
-    dump = os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{home}/nccl_rank")
-    env = {"KINETO_LOG_LEVEL": "99", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": dump}
-    env |= os.environ | {
+    env = {
+        "KINETO_LOG_LEVEL": "99",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{home}/nccl_rank"),
+        **os.environ,
         "DTBENCH_RECORD_WINDOW": f"{steps} {warmup} {timeout_s}",
         "DTBENCH_RECORD_FOLDER": f"{home}",
+        "PYTHONPATH": f"{Path(__file__).with_name('hook')}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
     }
-    env["PYTHONPATH"] = f"{Path(__file__).with_name('hook')}:{env.get('PYTHONPATH', '')}".rstrip(":")
     prctl, before = ctypes.CDLL(None).prctl, signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
     unblock = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
     try:

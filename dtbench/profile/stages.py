@@ -169,9 +169,8 @@ def _cost_within(call: Span, overheads: Mapping[str, Overhead], ignored: str) ->
 def named_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tuple[str, float, float]]:
     """Where the spans are named by their stage, as the core's counters name them."""
     for span, _, alone in self_times(call, overheads):
-        own = overheads.get(span.kind, NOTHING)
-        outside = sum(overheads.get(child.kind, NOTHING).outside_ns for child in span.children)
-        yield span.name, alone, own.inside_ns + outside
+        outside_ns = sum(overheads.get(child.kind, NOTHING).outside_ns for child in span.children)
+        yield span.name, alone, overheads.get(span.kind, NOTHING).inside_ns + outside_ns
 
 
 # torch's DTensor, by file and function: (part of the frame's name, stage). Read from
@@ -196,8 +195,6 @@ _FRAMES: tuple[tuple[str, str], ...] = (
 )
 # Once a call is in one of these, it stays until it returns; a redistribution may communicate.
 _KEEPS = frozenset({"plan", "redistribute", "communicate", "local op", "wrap"})
-# C++ between two Python frames belongs to what comes next: after the last hash comes the look-up.
-_LAST_GAP = "entry"
 
 
 def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tuple[str, float, float]]:
@@ -219,7 +216,8 @@ def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tupl
             yield gap_stage, child.start_ns - at - outside - left_inside, outside + left_inside
             at, left_inside = child.end_ns, 0.0
             stack.append((child, next_stage))
-        end_stage = _LAST_GAP if span.name == HANDED_OVER and span.children else stage
+        # C++ between two Python frames belongs to what comes next: after the last hash comes the look-up.
+        end_stage = "entry" if span.name == HANDED_OVER and span.children else stage
         yield end_stage, span.end_ns - at - left_inside, left_inside
 
 

@@ -46,9 +46,8 @@ class Steps:
     @property
     def longest_us(self) -> float | None:
         """None for less than two: one step alone does not say how long a step is."""
-        if len(self.marks) < 2:
-            return None
-        return max(end - start for start, end in (*self.host, *self.marks))
+        durations = (end - start for start, end in (*self.host, *self.marks))
+        return max(durations) if len(self.marks) > 1 else None
 
     def part(self, begin: int, end: int) -> Steps:
         """The steps from one place to another."""
@@ -101,9 +100,12 @@ def steps_of(
     if not marked:
         return Steps()
     host = tuple(marked)
-    marks = host if launches is None else _on_device(host, launches)
-    # The first step of an optimizer has no mark of its begin.
-    return Steps(by, host, marks, int(by.startswith(_OPTIMIZER)))
+    return Steps(
+        by,
+        host,
+        marks=host if launches is None else _on_device(host, launches),
+        left_out=int(by.startswith(_OPTIMIZER)),  # the first step of an optimizer has no mark of its begin
+    )
 
 
 def _on_device(host: tuple[tuple[float, float], ...], launches: Any) -> tuple[tuple[float, float], ...]:

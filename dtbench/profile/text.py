@@ -25,21 +25,28 @@ SPEEDSCOPE = "speedscope.json"
 
 def stage_tables(calls: Sequence[CallStages]) -> list[str]:
     """A table per case: stages down, impls across."""
-    cases = group_by(calls, lambda b: b.label)
-    return [line for label, impls in cases.items() for line in (label, *_stage_table(impls), "")]
+    return [
+        line
+        for label, impls in group_by(calls, lambda case: case.label).items()
+        for line in (label, *_stage_table(impls), "")
+    ]
 
 
 def _stage_table(impls: Sequence[CallStages]) -> list[str]:
     rows = [["µs per call"], *([s] for s in in_order({r.stage for b in impls for r in b.rows}, STAGES))]
-    wholes = ["unattributed", "whole, not recorded", "whole, recorded", "plain op alone"]
     for b in impls:
         shares = {r.stage: "?" if (share := b.share(r)) is None else f"{share:.0%}" for r in b.rows}
         stages = {r.stage: (_us(r.ns), _us(r.plus_minus_ns), shares[r.stage]) for r in b.rows}
         rows[0] += [b.impl, "+-", "%"]
         for row in rows[1:]:
             row += stages.get(row[0], ("-", "", ""))
-    whole_ns = [(b.unattributed_ns, b.whole_ns, b.recorded_ns, b.floor_ns) for b in impls]
-    for name, values in zip(wholes, zip(*whole_ns, strict=True), strict=True):
+    whole_ns: dict[str, list[float | None]] = {
+        "unattributed": [b.unattributed_ns for b in impls],
+        "whole, not recorded": [b.whole_ns for b in impls],
+        "whole, recorded": [b.recorded_ns for b in impls],
+        "plain op alone": [b.floor_ns for b in impls],
+    }
+    for name, values in whole_ns.items():
         rows.append([name, *(cell for ns in values for cell in (_us(ns), "", ""))])
     return ["  " + line for line in _aligned(rows)] + [
         f"  {b.impl}: from {b.source}; {b.spans_per_call:.0f} spans a call make it "

@@ -73,12 +73,9 @@ def _joined(traces: Sequence[RankTrace]) -> dict[_Key, dict[int, int]]:
                     key = (*kind, "nth", numbers[kind])
                     numbers[kind] += 1
                 joined.setdefault(key, {}).setdefault(trace.rank, index)
-    counts: dict[_Key, set[int]] = {}
-    for key, of in joined.items():
-        if key[3] == "nth":
-            counts.setdefault(key[:3], set()).add(len(of))
     # Traces that begin or end at different calls show different numbers of them: then the n-th is not the n-th.
-    odd = {kind for kind, sizes in counts.items() if len(sizes) > 1}
+    sizes = {(key[:3], len(ranks)) for key, ranks in joined.items() if key[3] == "nth"}
+    odd = {kind for kind, count in Counter(kind for kind, _ in sizes).items() if count > 1}
     return {key: of for key, of in joined.items() if len(of) > 1 and key[:3] not in odd}
 
 
@@ -125,8 +122,8 @@ def _align(traces: Sequence[RankTrace], joined: Mapping[_Key, Mapping[int, int]]
                     together.error_us[other] = together.error_us[rank] + error
                     waiting.append(other)
     if ends:
-        numbered = any(key[3] == "seq" for key in joined)
-        together.by = "the ends of collectives, joined by " + ("their numbers" if numbered else "their order")
+        joined_by = "numbers" if any(key[3] == "seq" for key in joined) else "order"
+        together.by = f"the ends of collectives, joined by their {joined_by}"
 
 
 def _find_waits(
@@ -146,8 +143,9 @@ def _find_waits(
             shift = together.shift_us[rank]
             moving = calls[rank].end + shift - max(last_at, calls[rank].start + shift)
             together.moving_us[rank, index] = max(moving, 0.0)
-        is_waited_in = call.collective in (*_END_TOGETHER, "broadcast")
-        if is_waited_in and all(is_counted[rank][index] for rank, index in of.items()):
+        if call.collective in (*_END_TOGETHER, "broadcast") and all(
+            is_counted[rank][index] for rank, index in of.items()
+        ):
             dims.setdefault((call.group.mesh_dim, len(of)), _DimWaits()).add(arrivals, calls, together)
     together.waits = [of.record(*dim) for dim, of in sorted(dims.items())]
 

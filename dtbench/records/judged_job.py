@@ -103,9 +103,10 @@ class Needed(Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
-        what = f"{format_bytes(self.carried)} a step ({', '.join(self.dtypes) or 'nothing'})"
-        needs = format_bytes(self.needed)
-        return f"{self.mesh_dim} carries {what}, {self.share:.2f}x the {needs} that the layout needs"
+        return (
+            f"{self.mesh_dim} carries {format_bytes(self.carried)} a step ({', '.join(self.dtypes) or 'nothing'}), "
+            f"{self.share:.2f}x the {format_bytes(self.needed)} that the layout needs"
+        )
 
 
 class CallChange(Struct, frozen=True):

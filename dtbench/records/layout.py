@@ -118,8 +118,7 @@ def _nvlink_pairs(
             if hosts[a] is None or hosts[a] != hosts[b] or one is None or other is None:
                 continue
             total += 1
-            direct = ranks[b].pci_bus_id in one.neighbours
-            linked += direct or (one.switch_links > 0 and other.switch_links > 0)
+            linked += ranks[b].pci_bus_id in one.neighbours or min(one.switch_links, other.switch_links) > 0
     return (linked, total) if total else None
 
 

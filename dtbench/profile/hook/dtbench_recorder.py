@@ -124,8 +124,9 @@ class Recorder:
 
     def on_session(self, other: session, *args: object, **kwargs: object) -> None:
         if self.profile is None or self.profile.profiler is not None:  # it is not ours that is being made
-            note = f"has a profiler of its own from step {self.done} on, which is let be\n"
-            self.guard(self.notes.write, note)
+            self.guard(
+                self.notes.write, f"has a profiler of its own from step {self.done} on, which is let be\n"
+            )
             self.guard(self.end, "the program began a profiler of its own")
         self.init(other, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -169,8 +170,15 @@ def about() -> str:
     tids = [task.name for task in tasks if (task / "comm").read_text() == "pt_gloo_runloop\n"]
     threads = {tid: names[k // 2] for k, tid in enumerate(tids) if len(tids) == 2 * len(names)}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    machine = {"torch": torch.__version__, "host": os.uname().nodename, "device": device}
-    return json.dumps({"gloo_threads": threads, "clock_ns": time.time_ns(), **machine})
+    return json.dumps(
+        {
+            "gloo_threads": threads,
+            "clock_ns": time.time_ns(),
+            "torch": torch.__version__,
+            "host": os.uname().nodename,
+            "device": device,
+        }
+    )
 
 
 if __name__ == "dtbench_recorder":  # by `sitecustomize` beside it; elsewhere `about` alone is wanted
