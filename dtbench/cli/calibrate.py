@@ -53,8 +53,10 @@ def calibrate_command(
         _fit(runs, output, as_json)
         return
     if output is not None:
-        mode = "--split" if split else "--validate"
-        raise click.UsageError(f"-o is the topology to fit, {mode} writes none: leave it out, or give --json")
+        raise click.UsageError(
+            f"-o is the topology to fit, {'--split' if split else '--validate'} writes none: "
+            "leave it out, or give --json"
+        )
     from dtbench.cost.calibration.validate import validate as score_models
     from dtbench.cost.calibration.validate import validate_split
     from dtbench.cost.show import print_validation
@@ -64,8 +66,7 @@ def calibrate_command(
     if validate is None:
         validation = validate_split(read_run(runs[0]))
     else:
-        topology = read_topology(validate)
-        validation = score_models(topology, [read_run(path) for path in runs], same=same)
+        validation = score_models(read_topology(validate), [read_run(path) for path in runs], same=same)
     print_validation(validation, as_json)
 
 

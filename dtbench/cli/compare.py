@@ -77,8 +77,9 @@ def _compare_with_reference(run: Path, system: str | None, with_all: bool, as_js
     from dtbench.records.run import read_run
     from dtbench.text.terminal import print_json
 
-    measured = read_run(run, with_samples=False)
-    comparison = references.compare_with_reference(measured, tuple(public_systems()), system)
+    comparison = references.compare_with_reference(
+        read_run(run, with_samples=False), tuple(public_systems()), system
+    )
     if as_json:
         print_json(msgspec.to_builtins(comparison))
     else:
@@ -108,8 +109,14 @@ def public_systems() -> Iterator[System]:
                 for name, of in tables.items()
                 if ranks in of
             }
-            name, of_ranks = f"{ranks}x{machine.name}", int(ranks)
-            system = System(name=name, gpu=gpu, ranks=of_ranks, hosts=1, link="PCIe", collectives=collectives)
+            system = System(
+                name=f"{ranks}x{machine.name}",
+                gpu=gpu,
+                ranks=int(ranks),
+                hosts=1,
+                link="PCIe",
+                collectives=collectives,
+            )
             sizes = [(name, size) for name, of in collectives.items() for size, _ in of.points]
             # PCIe 5.0 carries 64 GB/s in each direction.
             is_faster = max(system.busbw(*at) or 0.0 for at in sizes) > 64e9

@@ -39,9 +39,14 @@ def print_findings(findings: Sequence[MachineFinding], as_json: bool = False) ->
     console = new_console()
     marks = {True: ("ok", "green"), False: ("NOISE", "red"), None: ("unknown", "yellow")}
     words, styles = zip(*(marks[f.ok] for f in findings), strict=True)
-    checks, got = [f.check for f in findings], [f.got for f in findings]
-    first = TableColumn("", words, styles=styles)
-    print_table(console, [first, TableColumn("check", checks), TableColumn("found", got)])
+    print_table(
+        console,
+        [
+            TableColumn("", words, styles=styles),
+            TableColumn("check", [f.check for f in findings]),
+            TableColumn("found", [f.got for f in findings]),
+        ],
+    )
     bad = [f for f in findings if f.ok is False]
     for finding in bad:
         print_line(console, f"{finding.check}: {finding.got}")

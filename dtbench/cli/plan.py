@@ -178,8 +178,9 @@ def _fit(tables: tuple[Path, ...], machine: MachineSpec, sequence: int, output: 
         notes=tuple(dict.fromkeys(note for one in read for note in one.notes)),
     )
     fitted, held_out = fit_machine(measured, machine, ", ".join(path.name for path in tables))
-    text = json.dumps(msgspec.to_builtins(fitted), indent=1) + "\n"
-    write_atomically(output, text, lambda _: False, "machine")
+    write_atomically(
+        output, json.dumps(msgspec.to_builtins(fitted), indent=1) + "\n", lambda _: False, "machine"
+    )
     written = f"the machine, fitted to all {len(measured.steps)} steps, is in {output}"
     return structs.replace(held_out, verdict=(*held_out.verdict, written))
 

@@ -164,8 +164,9 @@ def profile_job(
     else:
         print_job(job, judgement)
     if folder or not is_profile(paths[0]):
-        where = f"the profile is in {folder}" if folder else "-o FOLDER keeps it for --base and report"
-        click.echo(where, err=True)
+        click.echo(
+            f"the profile is in {folder}" if folder else "-o FOLDER keeps it for --base and report", err=True
+        )
     return code or judgement.exit_code
 
 

@@ -218,8 +218,10 @@ def _own_fault(error: Exception) -> int:
             encoding="utf-8",
             errors="backslashreplace",
         ) as file:
-            versions = f"Python {platform.python_version()}, {platform.platform()}"
-            file.write(f"dtbench {__version__}, {versions}\n{mask_arguments(sys.argv[1:])}\n{kept}")
+            file.write(
+                f"dtbench {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
+                f"{mask_arguments(sys.argv[1:])}\n{kept}"
+            )
         where = file.name
     return _refuse(f"an internal error, please report it with {where}: {describe(error)}", EXIT_OWN_FAULT)
 

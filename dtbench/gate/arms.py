@@ -199,8 +199,16 @@ def _built(text: str, folder: Path) -> Arm:
     if kind == "env":
         shown = "env:" + ",".join(f"{name}={value}" for name, value in mask_options(variables).items())
     folders, notes = _import_folders(kind, root, top)
-    path = tuple(dict.fromkeys([str(snapshot), *folders]))
-    return Arm(shown, ", ".join([note, *notes]), python, path, variables, root, revision, top=top)
+    return Arm(
+        text=shown,
+        note=", ".join([note, *notes]),
+        python=python,
+        path=tuple(dict.fromkeys([str(snapshot), *folders])),
+        env=variables,
+        root=root,
+        revision=revision,
+        top=top,
+    )
 
 
 def _import_folders(kind: str, root: Path, top: Path | None) -> tuple[list[str], list[str]]:
@@ -262,17 +270,26 @@ def _probed(arm: Arm, asked: bytes) -> Arm:
         raise ArmError(f"{arm.text}: {mask(arm.python)} does not answer: {why}") from error
     except (ValueError, IndexError) as error:
         why = last_line(done.stderr.decode("utf-8", "replace"))
-        expected = "expected Python 3.11 or newer with torch and dtbench's other requirements"
-        raise ArmError(f"{arm.text}: {mask(arm.python)} cannot run the harness: {why}; {expected}") from error
-    told = tuple(problem and arm.explain(problem) for problem in problems)
-    return replace(arm, python_version=version, torch_version=torch, gpus=gpus, alone=alone, problems=told)
+        raise ArmError(
+            f"{arm.text}: {mask(arm.python)} cannot run the harness: {why}; "
+            "expected Python 3.11 or newer with torch and dtbench's other requirements"
+        ) from error
+    return replace(
+        arm,
+        python_version=version,
+        torch_version=torch,
+        gpus=gpus,
+        alone=alone,
+        problems=tuple(problem and arm.explain(problem) for problem in problems),
+    )
 
 
 def _executable(text: str) -> str:
     path = Path(text).expanduser().absolute()  # not resolved: a link in bin/ is what makes an environment
     if not os.path.isfile(path) or not os.access(path, os.X_OK):  # noqa: PTH113 - Path's raises where a name is too long
-        expected = "expected the path of a Python interpreter"
-        raise UsageError(f"python:{mask(text)}: no program lies there; {expected}")
+        raise UsageError(
+            f"python:{mask(text)}: no program lies there; expected the path of a Python interpreter"
+        )
     return str(path)
 
 

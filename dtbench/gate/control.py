@@ -24,8 +24,7 @@ WARMUP_CALLS = 100
 @suite(NAME, world="simulated", help="what no arm touches, beside every gate", by_default=False)
 def control(options: RunOptions) -> Iterator[Case]:
     python = os.environ.get(KIND) == "python"
-    builders = PYTHON if python else TORCH
-    for name, build in builders.items():
+    for name, build in (PYTHON if python else TORCH).items():
         yield Case(
             name,
             {},
@@ -49,8 +48,7 @@ def _op(name: str) -> Callable[[], object]:
 
 
 def _powers() -> Callable[[], object]:
-    modulus = 2**255 - 19  # any odd number of some words
-    return partial(pow, 3, 2**40 - 1, modulus)
+    return partial(pow, 3, 2**40 - 1, 2**255 - 19)  # the modulus: any odd number of some words
 
 
 def _steps() -> Callable[[], object]:

@@ -126,6 +126,9 @@ def _allocations(subject: Subject) -> dict[str, float]:
     with profile(use_kineto=True, profile_memory=True) as seen:
         kept = subject.workload.run()
     del kept
-    events = seen.kineto_results.events()
-    taken = [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]
+    taken = [
+        event.nbytes()
+        for event in seen.kineto_results.events()
+        if event.name() == "[memory]" and event.nbytes() > 0
+    ]
     return {"allocations": float(len(taken)), "allocated_bytes": float(sum(taken))}

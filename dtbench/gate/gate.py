@@ -80,8 +80,7 @@ class GateOptions:
         """Why nothing is left to judge of benchmarks of these impls; "" where something is."""
         if not self.impls or {*self.impls} & {*impls}:
             return ""
-        chosen, there = ",".join(self.impls), ", ".join(sorted(impls))
-        return f"the selection holds no benchmark of --impl {chosen}: it has {there}"
+        return f"the selection holds no benchmark of --impl {','.join(self.impls)}: it has {', '.join(sorted(impls))}"
 
 
 def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) -> Gate:
@@ -103,9 +102,14 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         raise OutputError(f"{folder} holds a gate already: give another -o")
 
     def asked(arm: Arm) -> bytes:
-        selections = arm.selections(options.selections)
         return msgspec.json.encode(
-            replace(options, base="env:", head="env:", folder=None, selections=selections)
+            replace(
+                options,
+                base="env:",
+                head="env:",
+                folder=None,
+                selections=arm.selections(options.selections),
+            )
         )
 
     with contextlib.ExitStack() as stack:
@@ -115,20 +119,19 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         both = [b if b == h else f"in base: {b}; in head: {h}" for b, h in problems if b and h]
         if both:
             raise UsageError("; ".join(both))
-        plan = options.plan(min(base.gpus, head.gpus))
         kind = control_kind(base, head)
         launcher = Launcher(
             {"base": base, "head": head},
             {name: arm.selections(options.selections) for name, arm in (("base", base), ("head", head))},
-            plan,
+            options.plan(min(base.gpus, head.gpus)),
             _new_folder(folder),
             limits,
             variables={control.KIND: kind},
         )
         with contextlib.closing(launcher):
             report = GateRun(options, launcher, (base, head), say, bool(kind)).judge(began)
-        trend = exports.github(outputs.points_of(report))
-        for name, text in zip(FILES, (text_of(report) + "\n", outputs.junit(report), trend), strict=True):
+        texts = text_of(report) + "\n", outputs.junit(report), exports.github(outputs.points_of(report))
+        for name, text in zip(FILES, texts, strict=True):
             write_atomically(folder / name, text, lambda _start: True, "file of a gate")
     return report
 
@@ -139,8 +142,9 @@ def _new_folder(folder: Path) -> Path:
     try:
         launches.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = error.strerror or error
-        raise OutputError(f"cannot make {folder}: {why}; give -o another folder") from error
+        raise OutputError(
+            f"cannot make {folder}: {error.strerror or error}; give -o another folder"
+        ) from error
     return launches
 
 
@@ -172,8 +176,10 @@ class GateRun:
             old, new = self._count()
         except OutOfTimeError as error:
             spent_s = time.monotonic() - began
-            more = f"give --budget {math.ceil(3 * spent_s)}s or more"
-            raise UsageError(f"{error}, and not all is counted after {about(spent_s)}: {more}") from error
+            raise UsageError(
+                f"{error}, and not all is counted after {about(spent_s)}: "
+                f"give --budget {math.ceil(3 * spent_s)}s or more"
+            ) from error
         counted_s = time.monotonic() - counting
         benchmarks = self._comparable(old, new)
         with contextlib.suppress(OutOfTimeError):
@@ -190,8 +196,9 @@ class GateRun:
             if stopped:
                 self.notes.append(stopped + _remedy(launches, time.monotonic() - timed))
         if not self.with_control:
-            alone = "base against itself is the only check"
-            self.notes.append(f"the arms share neither torch nor Python: {alone}")
+            self.notes.append(
+                "the arms share neither torch nor Python: base against itself is the only check"
+            )
         order = dict.fromkeys(b.key for b in [*old.listing.benchmarks, *new.listing.benchmarks])
         ended = tuple(self.judged[key] for key in order if key in self.judged)
         base, head = (
@@ -204,9 +211,8 @@ class GateRun:
             )
             for arm in self.arms
         )
-        allow_new = self.options.allow_new
         return Gate(
-            exit_code=exit_code_of(ended, trust, allow_new=allow_new),
+            exit_code=exit_code_of(ended, trust, allow_new=self.options.allow_new),
             trust=trust,
             notes=tuple(dict.fromkeys(self.notes)),
             base=base,
@@ -214,7 +220,7 @@ class GateRun:
             seed=seed,
             launches=launches,
             duration_s=time.monotonic() - began,
-            allow_new=allow_new,
+            allow_new=self.options.allow_new,
             benchmarks=ended,
         )
 
@@ -277,8 +283,9 @@ class GateRun:
                 self.notes.append(f"{benchmark.label}: {unsure} differ between launches and are not judged")
             if sure and self.options.counters == "judge":
                 reason = "does more per call than before; counted twice, the same both times"
-                verdict = judged(benchmark, Verdict.REGRESSION, reason, "counters", counters=sure)
-                self.judged[benchmark.key] = verdict
+                self.judged[benchmark.key] = judged(
+                    benchmark, Verdict.REGRESSION, reason, "counters", counters=sure
+                )
             elif sure:
                 self.notes.append(f"{benchmark.label}: {words_of(sure)} (--counters report)")
 

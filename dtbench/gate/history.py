@@ -46,9 +46,13 @@ def machine_kind() -> Mapping[str, object]:
     from dtbench.machine.provenance import cpu, gpus
 
     chip = cpu()
-    names = sorted(str(gpu.name) for gpu in gpus())
-    kind = {"cpu": chip.model, "cores": chip.usable_cores, "gpus": names}
-    return kind | {"system": os.uname().sysname, "arch": os.uname().machine}
+    return {
+        "cpu": chip.model,
+        "cores": chip.usable_cores,
+        "gpus": sorted(str(gpu.name) for gpu in gpus()),
+        "system": os.uname().sysname,
+        "arch": os.uname().machine,
+    }
 
 
 def file_of(folder: Path, machine: Mapping[str, object]) -> Path:

@@ -110,8 +110,7 @@ class Launcher:
             orders = []
             for name in left:
                 done = {b.label for b in listings[name].benchmarks if b.key in results[name] | bad[name]}
-                without = tuple(sorted(done))
-                orders.append((name, Order("count", self._selections[name], self._plan, without)))
+                orders.append((name, Order("count", self._selections[name], self._plan, tuple(sorted(done)))))
             launches = self._started(orders)
             await_ready(launches, self._limits.timeout_s, self._limits.deadline)
             for name, launch in zip(tuple(left), launches, strict=True):
@@ -124,8 +123,6 @@ class Launcher:
                 reason = self._limits.reason(launch.died)
                 blamed = [b.key for b in listings[name].benchmarks if b.label == launch.label]
                 if not blamed:
-                    if launch.died == LATE:
-                        reason = f"its suites, or what they import, hang while they are loaded: {reason}"
                     raise ArmError(f"{self._arms[name].text} cannot list its benchmarks: {reason}")
                 bad[name][blamed[0]] = reason
         self._end_round()
@@ -183,10 +180,10 @@ class Launcher:
         launch_times = []
         for arm, launch, of_arm in zip(arms, launches, bad, strict=True):
             results = launch.results
-            samples = {key: result.samples_s for key, result in results.items()}
             if of_ranks:
                 results = results | self._ranks(arm, of_ranks, of_arm)
-            launch_times.append(_times_of(results, benchmarks, of_arm, samples))
+            samples_s = {key: result.samples_s for key, result in launch.results.items()}
+            launch_times.append(_times_of(results, benchmarks, of_arm, samples_s))
         self._longest_s = max(self._longest_s, time.monotonic() - began)
         return launch_times
 
@@ -219,17 +216,33 @@ class Launcher:
             raise self._limits.out_of_time()
         side, plan = _side(arm), self._plan
         suites = list(dict.fromkeys(s.suite for s in self._selections[side]))
-        command = ["run", *suites, "--device", plan.device_type, "--mesh", format_mesh(plan.mesh)]
-        command += ["--nproc", str(plan.world_size), "--impl", ",".join(plan.impls)]
-        command += ["--dtype", ",".join(plan.dtypes)]
+        stem = self._folder / f"{next(self._numbers):04d}-{arm}-ranks"
+        file, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
+        command = [
+            *(
+                "run",
+                *suites,
+                "-o",
+                str(file),
+                "--device",
+                plan.device_type,
+                "--mesh",
+                format_mesh(plan.mesh),
+            ),
+            *(
+                "--nproc",
+                str(plan.world_size),
+                "--impl",
+                ",".join(plan.impls),
+                "--dtype",
+                ",".join(plan.dtypes),
+            ),
+        ]
         if plan.sizes_chosen:
             command += ["--size", ",".join(map(str, plan.sizes_bytes))]
         text = "\n".join(dict.fromkeys(shlex.quote(b.case_label) for b in benchmarks))
         if len(text) <= _MAX_FILTER_CHARS:
             command += ["--filter", text]
-        stem = self._folder / f"{next(self._numbers):04d}-{arm}-ranks"
-        file, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
-        command += ["-o", str(file)]
         died = run_ranks(self._arms[side], command, self._variables, log, self._limits.left_s())
         try:
             run = read_run(file)

@@ -65,8 +65,7 @@ def lines(report: Gate) -> list[str]:
 
 def points_of(report: Gate) -> list[Point]:
     """Head's estimates, for other tools; bounds are those of the change times base's estimate."""
-    paired = (j for j in report.benchmarks if j.effect is not None)
-    points = (relative(j, j.verdict.name, words(j)) for j in paired)
+    points = (relative(j, j.verdict.name, words(j)) for j in report.benchmarks if j.effect is not None)
     return [point for point in points if point is not None]
 
 

@@ -106,8 +106,9 @@ class _InTurns(SamplingSchedule):
         starting: Callable[[str], None],
         await_turn: Callable[[int], None],
     ) -> None:
-        labelled = ((task.case, impl, label_of(task.label, impl)) for task, impl, _ in group)
-        self.subjects = [Subject(case, impl, partial(starting, label)) for case, impl, label in labelled]
+        self.subjects = [
+            Subject(task.case, impl, partial(starting, label_of(task.label, impl))) for task, impl, _ in group
+        ]
         self.taken_s: list[list[float]] = [[] for _ in group]
         self._samplings = [sampling for *_, sampling in group]
         self._clocks = clocks

@@ -111,15 +111,13 @@ class GateSchedule:
             self._leave_undecided(benchmark)
         ended = [self._judged[b.key] for b in self._benchmarks]
         control, null = (self._effect(pairs) for pairs in (self.evidence.control, self.evidence.null))
-        ratios = [one.ratio for one in ended if one.ratio is not None]
-        return ended, trust_of(control, null, bool(ended), ratios)
+        return ended, trust_of(control, null, bool(ended), [j.ratio for j in ended if j.ratio is not None])
 
     # ---- stages ----
 
     def _screen(self) -> None:
         self._rounds(SCREEN_ROUNDS)
-        moved = [self._effect(pairs) for pairs in (self.evidence.control, self.evidence.null)]
-        if any(has_moved(effect) for effect in moved):
+        if any(has_moved(self._effect(pairs)) for pairs in (self.evidence.control, self.evidence.null)):
             self._say("an unchanged benchmark moved: five more rounds, to tell chance from drift")
             self._rounds(MORE_ROUNDS)
         for benchmark in self._left():
@@ -131,11 +129,12 @@ class GateSchedule:
 
     def _rounds(self, count: int) -> None:
         for number in range(count):
-            stage = f"screen {number + 1} of {count}"
-            launches = self._together(["base", "head", "null"], self.evidence.screen, stage)
+            launches = self._together(
+                ["base", "head", "null"], self.evidence.screen, f"screen {number + 1} of {count}"
+            )
             for benchmark in self._left():
-                pair = pair_of(launches["base"], launches["null"], benchmark.key)
-                self.evidence.itself[benchmark.key].append(pair)
+                key = benchmark.key
+                self.evidence.itself[key].append(pair_of(launches["base"], launches["null"], key))
             _compare(self.evidence.null, launches["base"], launches["null"], self._left())
 
     def _confirm(self) -> None:

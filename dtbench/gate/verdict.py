@@ -114,8 +114,10 @@ def trust_of(
 ) -> Trust:
     """The verdict on the whole run. measured: whether any benchmark was timed. ratios: head over base of each."""
     reasons: list[str] = []
-    names = (("the control, which no arm touches,", control), ("base, measured against itself,", null))
-    for name, effect in names:
+    for name, effect in (
+        ("the control, which no arm touches,", control),
+        ("base, measured against itself,", null),
+    ):
         if effect is not None and has_moved(effect):
             reasons.append(f"{name} moved by {effect.ratio - 1:+.1%} over {effect.pairs} pairs")
     if control is not None and has_moved(control):

@@ -98,9 +98,9 @@ def selected(selections: Sequence[Selection], plan: RunOptions) -> tuple[list[Ta
             listed = list_tasks(registry.load([selection.suite]), plan, selection.text)
         except UsageError as error:
             problems.append(str(error))
-            continue
-        for task in listed:
-            tasks.setdefault(task.label, task)
+        else:
+            for task in listed:
+                tasks.setdefault(task.label, task)
     return list(tasks.values()), problems
 
 

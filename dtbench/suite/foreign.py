@@ -58,8 +58,10 @@ def refuse_job(path: Path, expected: str, *, programs: bool = False) -> None:
     kind = "trace" if _TRACE.match(head) else match[1].decode() if (match := _KIND.match(head)) else ""
     if kind in _READERS and kind not in expected:
         words, command = _READERS[kind]
-        read = command.format(shlex.quote(str(path)))
-        raise UnreadableRunError(f"{path} is a {words}, expected {expected}; read it with `dtbench {read}`")
+        raise UnreadableRunError(
+            f"{path} is a {words}, expected {expected}; "
+            f"read it with `dtbench {command.format(shlex.quote(str(path)))}`"
+        )
     if programs and path.suffix == ".py" and path.is_file():
         raise UnreadableRunError(f"{path} is a program, expected {expected}; {how_to_profile(path)}")
 
@@ -67,8 +69,9 @@ def refuse_job(path: Path, expected: str, *, programs: bool = False) -> None:
 def refuse_program(path: Path) -> None:
     """Raises UsageError for a file in Python that imports nothing of dtbench and so has no suite; it is not run."""
     if not _OURS.search(path.read_bytes()):
-        why = "as it imports nothing of dtbench, and was not run"
-        raise UsageError(f"{path} registers no suite, {why}; {how_to_profile(path)}")
+        raise UsageError(
+            f"{path} registers no suite, as it imports nothing of dtbench, and was not run; {how_to_profile(path)}"
+        )
 
 
 def how_to_profile(path: Path) -> str:

@@ -27,8 +27,7 @@ def parse_mesh(text: str) -> Mesh:
                 f"expected NAME=RANKS, such as --mesh dp=2,tp=2"
             )
         dims.append((match[1], int(match[2])))
-    names = [name for name, _ in dims]
-    if len(set(names)) < len(names):
+    if len({name for name, _ in dims}) < len(dims):
         raise UsageError(f"--mesh {text} gives a mesh dim twice: expected every name once")
     if (ranks := math.prod(size for _, size in dims)) > MAX_RANKS:
         raise UsageError(f"--mesh {text} has {ranks} ranks, expected at most {MAX_RANKS}")
