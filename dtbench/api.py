@@ -282,8 +282,8 @@ def _suite_of(what: object, clock: Literal["host", "device"]) -> Suite:
         for name, function in functions.items()
     }
     name = next(iter(build)) if len(build) == 1 else "functions"
-    case = Case(name, {}, build, clock=clock, sample_s=SAMPLE_S)
-    return Suite("functions", lambda _plan: iter([case]), "ranks", "functions of a program")
+    cases = [Case(name, {}, build, clock=clock, sample_s=SAMPLE_S)]
+    return Suite("functions", lambda _plan: iter(cases), "ranks", "functions of a program")
 
 
 def _run_here(
@@ -386,8 +386,8 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, RankGrou
     from dtbench.suite.mesh import default_mesh
 
     there = dist.is_initialized()
-    cuda = bool(gpus().count()) and (not there or "nccl" in dist.get_backend())
-    device = gpus().current() if cuda else torch.device("cpu")
+    on_gpu = gpus().count() and (not there or "nccl" in dist.get_backend())
+    device = gpus().current() if on_gpu else torch.device("cpu")
     if suite.world == "simulated":
         if there:
             raise UsageError(

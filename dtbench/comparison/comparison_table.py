@@ -97,8 +97,8 @@ def _table(suite: str, rows: Sequence[Judged], comparison: Comparison) -> tuple[
     title, single = suite, comparison.of_single_launches
     why = ["" if row.reason == comparison.machines_differ else row.reason for row in rows]
     if not single or comparison.is_decided:
-        colours = [row.verdict.colour for row in rows]
-        columns.insert(0, TableColumn("verdict", [str(row.verdict) for row in rows], styles=colours))
+        verdicts = [row.verdict for row in rows]
+        columns.insert(0, TableColumn("verdict", [*map(str, verdicts)], styles=[v.colour for v in verdicts]))
     if single:
         if not comparison.is_decided:
             why = [f"{row.verdict}: {row.reason}".rstrip(": ") if row.ratio is None else "" for row in rows]

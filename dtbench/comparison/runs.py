@@ -77,8 +77,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     @property
     def points(self) -> list[Point]:
         """The new side's times, for other tools; bounds are those of the ratio times the base's time."""
-        points = (relative(row, row.verdict, row.reason) for row in self.rows)
-        return [point for point in points if point is not None]
+        return [*filter(None, (relative(row, row.verdict, row.reason) for row in self.rows))]
 
     @property
     def sentence(self) -> str:
@@ -295,8 +294,11 @@ def _without_drift(
     floor = next((one for one in [*beside, drifts.get(suite, 1.0)] if shares(row.ratio or 1.0, one)), None)
     if floor is None:
         return row
-    reason = f"the machine drifted: plain torch became {format_change(floor)}, too"
-    return replace(row, verdict=Verdict.INCONCLUSIVE, reason=reason)
+    return replace(
+        row,
+        verdict=Verdict.INCONCLUSIVE,
+        reason=f"the machine drifted: plain torch became {format_change(floor)}, too",
+    )
 
 
 def _notes(base: Sequence[Run], new: Sequence[Run], rows: Sequence[Judged]) -> list[str]:

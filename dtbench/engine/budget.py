@@ -128,8 +128,10 @@ class Deadlines:
         self._end_s = end_s - _END_S
         self._quick = quick
         self._units = {id(unit[0].case): unit for unit in _units(tasks)}
-        by_suite = group_by(tasks, lambda task: task.suite.name)
-        self._left = {suite: estimate_s(of, quick) for suite, of in by_suite.items()}
+        self._left = {
+            suite: estimate_s(of, quick)
+            for suite, of in group_by(tasks, lambda task: task.suite.name).items()
+        }
         self._suite = ""
         self._closed = False  # a unit of this suite had no time: what is less important has none
         self._began_s = self._until_s = self._spent_s = 0.0  # spent: as estimated

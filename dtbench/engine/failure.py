@@ -373,8 +373,7 @@ class FailureDetector:
             first_here = self._rank == self._hosts.index(self._hosts[self._rank])
             after_server = self._serving_rank == 0 and self._rank == 1
             self._end(self._without_store(), reports=first_here or after_server)
-        diagnosis = diagnose(states, self._hosts, self._limit)
-        self._end(diagnosis, reports=self._rank == min(states))
+        self._end(diagnose(states, self._hosts, self._limit), reports=self._rank == min(states))
 
     def _without_store(self) -> Diagnosis:
         """The store is gone, and with it whoever served it; the other ranks cannot be asked."""

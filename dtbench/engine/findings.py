@@ -73,8 +73,10 @@ def next_commands(run: Run) -> list[str]:
 
 
 def _cases(results: Sequence[Result]) -> list[_Case]:
-    cases = group_by(results, lambda r: (r.name, tuple(sorted(r.params.items()))))
-    by_impl = [group_by(of, lambda r: r.impl) for of in cases.values()]
+    by_impl = [
+        group_by(of, lambda r: r.impl)
+        for of in group_by(results, lambda r: (r.name, tuple(sorted(r.params.items())))).values()
+    ]
     return [{i: (median(r.estimate_s or 0.0 for r in of), of[0]) for i, of in one.items()} for one in by_impl]
 
 

@@ -65,8 +65,7 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
         refuse_taken(output, resumable=True)
     elif before.complete:
         return say_complete(before)
-    ranks = plural(job.options.world_size, "process")
-    say(f"starting {ranks}, loading torch")
+    say(f"starting {plural(job.options.world_size, 'process')}, loading torch")
     done = {result.key for result in before.results} if before else set()
     code = EXIT_OK
     for launch in range(request.launches):
@@ -218,8 +217,12 @@ def run_elastic(
         with answered(ending_signals(), interrupt):
             elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
     except ChildFailedError as error:
-        ended = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        on_failure([(rank, failure.exitcode) for rank, failure in ended])
+        on_failure(
+            [
+                (rank, failure.exitcode)
+                for rank, failure in sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+            ]
+        )
     except SignalException as end:
         return int(end.sigval)
     except (RuntimeError, OSError) as error:

@@ -240,8 +240,8 @@ def _refuse_partial(environ: Mapping[str, str], found: Sequence[str]) -> None:
 
 def first_host(nodelist: str) -> str:
     """`gpu[001-004,009],login1` -> `gpu001`: the first host of a Slurm node list; "" of an empty one."""
-    firsts = re.sub(r"\[([^],-]*)[^]]*]?", r"\1", nodelist.strip())  # of each range
-    return firsts.partition(",")[0]
+    # The first host of each range.
+    return re.sub(r"\[([^],-]*)[^]]*]?", r"\1", nodelist.strip()).partition(",")[0]
 
 
 def _number(name: str, text: str, least: int = 0, most: int | None = None) -> int:

@@ -111,8 +111,9 @@ class LaunchedRank:
         block_signals()
         faulthandler.enable()  # what dies in a library's C++ says where
         quiet_torch()
-        size = self.place.world_size
-        self._detector = FailureDetector(self.now, self.place.rank, size, self._report_failure)
+        self._detector = FailureDetector(
+            self.now, self.place.rank, self.place.world_size, self._report_failure
+        )
         self.limit = self._detector.limit
         return self
 
@@ -172,8 +173,7 @@ class LaunchedRank:
 
     def clock_offset(self, now_ns: Callable[[], int]) -> clocks.Offset:
         """From this rank's clock to rank 0's, and how far off that may be; all ranks call it."""
-        kernels = [info["boot_id"] for info in self.infos]
-        return clocks.to_rank_0(self.ranks, self.store, kernels, now_ns)
+        return clocks.to_rank_0(self.ranks, self.store, [info["boot_id"] for info in self.infos], now_ns)
 
     @contextlib.contextmanager
     def process_group(self, mesh: Mesh, timeout_s: float) -> Iterator[tuple[LiveWorld, Callable[[], None]]]:
@@ -213,8 +213,7 @@ class LaunchedRank:
         if self._note_path is None:
             return False
         with self._noting:
-            before = Note.read(self._note_path)
-            return dataclasses.replace(before, **fields).write(self._note_path)
+            return dataclasses.replace(Note.read(self._note_path), **fields).write(self._note_path)
 
     def stop_all(self, code: int) -> NoReturn:
         """On rank 0, which has said why: all ranks leave."""

@@ -109,5 +109,7 @@ def _name(result: Result) -> Name:
 
 def _samples(options: RunOptions, result: Result) -> tuple[float, ...]:
     """From the last rank's arrival, as calibration counts; without the ranks' readings the longest."""
-    groups = groups_in(options.mesh, result.params.get("mesh_dim"))
-    return from_last_arrival_s(result, groups) or result.samples_s
+    return (
+        from_last_arrival_s(result, groups_in(options.mesh, result.params.get("mesh_dim")))
+        or result.samples_s
+    )

@@ -485,8 +485,7 @@ class TaskSweep:
         now.begin(task.suite.name, task.case.name, task.case.params, task.impls)
         self.starting(task)
         with self.limit(self.timeout_s):
-            schedule = Adaptive(task.case, task.impls, ranks, instruments, now, self.timeout_s)
-            outcomes = schedule.run(world)
+            outcomes = Adaptive(task.case, task.impls, ranks, instruments, now, self.timeout_s).run(world)
         now.end()
         return outcomes
 

@@ -67,8 +67,7 @@ class Session:
 
     def go(self) -> NoReturn:
         with self._rank as rank:
-            device_type = choose_device(self._request.device)
-            self._run(prepare(self._request, device_type, rank.place.world_size))
+            self._run(prepare(self._request, choose_device(self._request.device), rank.place.world_size))
         if self._launch + 1 < self._request.launches and not rank.ours:
             start_again(self._launch + 1, self._output)
         rank.exit()

@@ -217,8 +217,8 @@ def _drops(dim: MeasuredDim, call: CallTimes) -> list[BandwidthDrop]:
 
 
 def _left_out(dim: MeasuredDim, drop: BandwidthDrop) -> str:
-    steady = dim.collectives[drop.collective].steady
-    return "" if drop.first_bytes in steady.sizes else ": left out of the constants"
+    is_fitted = drop.first_bytes in dim.collectives[drop.collective].steady.sizes
+    return "" if is_fitted else ": left out of the constants"
 
 
 def why_left_out(dim: MeasuredDim) -> str | None:

@@ -173,5 +173,6 @@ def read_table(path: Path) -> CsvTable:
         cells = {column: values[place] for column, place in places.items() if place < len(values)}
         filled = {column: text for column, text in cells.items() if text.lower() not in _EMPTY}
         rows.append(CsvRow(path, line, filled, units))
-    unused = [title for title in lines[0][1] if _plain(title) in _UNUSED]
-    return CsvTable(path, frozenset(places), rows, unused)
+    return CsvTable(
+        path, frozenset(places), rows, [title for title in lines[0][1] if _plain(title) in _UNUSED]
+    )

@@ -91,8 +91,7 @@ def _with_stages(steps: Sequence[MeasuredStep], start: MachineSpec) -> MachineSp
     pipelines = [step for step in steps if step.layout.pp > 1]
     if len(pipelines) < TRIED_ON // 4:
         return start
-    order = np.random.default_rng(0).permutation(len(pipelines))[:TRIED_ON]
-    sample = [pipelines[at] for at in order]
+    sample = [pipelines[at] for at in np.random.default_rng(0).permutation(len(pipelines))[:TRIED_ON]]
     ways = [
         structs.replace(start, fitted=structs.replace(start.fitted, stages_by_cost=by_cost))
         for by_cost in (False, True)
@@ -120,8 +119,7 @@ def _with_memory_constants(steps: Sequence[MeasuredStep], start: MachineSpec) ->
 
 def _fitted(steps: Sequence[MeasuredStep], start: MachineSpec) -> tuple[MachineSpec, float]:
     """The machine with fitted constants, and what is left of the errors."""
-    several_nodes = any(step.job.gpus > start.gpus_per_node for step in steps)
-    of_network = _NETWORK if several_nodes else ()
+    of_network = _NETWORK if any(step.job.gpus > start.gpus_per_node for step in steps) else ()
     names = (*_NUMBERS, *of_network)
     times = np.log([step.time_s for step in steps])
     weights = _weights(steps)
