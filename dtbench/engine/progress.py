@@ -91,7 +91,8 @@ def say(text: str) -> None:
     """A line on stdout. A reader that has gone away (`| head`) does not end the run."""
     with suppress(OSError, ValueError):
         encoding = sys.stdout.encoding or "utf-8"
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201
+        # In one piece with its newline: threads and ranks write to the same pipe.
+        print(f"{text}\n".encode(encoding, "replace").decode(encoding), end="", flush=True)  # noqa: T201
 
 
 @contextmanager

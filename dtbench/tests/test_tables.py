@@ -8,6 +8,7 @@ import re
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ import pytest
 from dtbench.cli.doctor import print_findings
 from dtbench.comparison.comparison_table import print_comparison
 from dtbench.comparison.runs import compare
-from dtbench.engine.progress import ProgressLine, line_of, summary_of
+from dtbench.engine.progress import ProgressLine, line_of, say, summary_of
 from dtbench.machine.doctor import MachineFinding
 from dtbench.records.frame import cells, results_frame
 from dtbench.reporting.run_tables import print_runs, print_runs_json
@@ -228,6 +229,15 @@ def test_progress_through_a_pipe_is_a_line_per_result(capsys: Capture) -> None:
         line.show(text)
     line.close()
     assert capsys.readouterr().out == "first\nsecond\n"
+
+
+def test_say_writes_a_line_and_its_newline_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[str] = []
+    monkeypatch.setattr(
+        "sys.stdout", SimpleNamespace(encoding="ascii", write=pieces.append, flush=lambda: None)
+    )
+    say("12 µs")
+    assert [piece for piece in pieces if piece] == ["12 ?s\n"]
 
 
 def test_progress_on_a_terminal_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
