@@ -40,10 +40,11 @@ def bandwidth_drops(sizes: Sequence[float], times: Sequence[float]) -> list[rang
             level = outer.pop()[1]
         near = max(rates[k] for k in level[-2:])
         like = [rates[k] for k in level[-SCATTER_FROM:] if rates[k] >= (1 - LOSS) * near]
-        top, scatter = rates[level[-1]], UNKNOWN_SCATTER
-        if len(like) > LEVEL_FROM:
-            top, scatter = median(like[-LEVEL_FROM:]), _scatter([math.log(rate) for rate in like])
-        if math.log(top / rates[i]) <= max(-math.log(1 - LOSS), NOISE * scatter):
+        many = len(like) > LEVEL_FROM
+        top = median(like[-LEVEL_FROM:]) if many else rates[level[-1]]
+        loss = math.log(top / rates[i])
+        # The scatter last: it costs more than all else, and most sizes lose nothing.
+        if loss <= -math.log(1 - LOSS) or loss <= NOISE * (_scatter(like) if many else UNKNOWN_SCATTER):
             level.append(i)
             continue
         low = range(i, next((k for k in range(i, len(rates)) if rates[k] >= RECOVERED * top), len(rates)))
@@ -56,8 +57,10 @@ def bandwidth_drops(sizes: Sequence[float], times: Sequence[float]) -> list[rang
     return drops
 
 
-def _scatter(logs: Sequence[float]) -> float:
-    """Standard deviation of one value about a smooth curve: second differences scatter sqrt(1 + 4 + 1) as much."""
+def _scatter(rates: Sequence[float]) -> float:
+    """Standard deviation of the logarithm of one about a smooth curve: second differences scatter sqrt(1 + 4 + 1) as
+    much."""
+    logs = [math.log(rate) for rate in rates]
     bends = [a - 2 * b + c for a, b, c in zip(logs, logs[1:], logs[2:], strict=False)]
     return math.sqrt(sum(bend * bend for bend in bends) / len(bends) / 6)
 
