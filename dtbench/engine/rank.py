@@ -151,8 +151,8 @@ class LaunchedRank:
             raise WorldBrokenError(
                 f"rank {place.rank} cannot use its {device_type} device: {describe(error)}"
             ) from error
-        # Later than the waits of `meet`, which name who is missing.
-        with self.limit(limit_s + 2 * _SPEAKS_S, f"joining through {place.store} within {limit_s:g} s"):
+        # Well after the waits of `meet`, which name who is missing: torch's import may keep them from ending in time.
+        with self.limit(limit_s + 15 * _SPEAKS_S, f"joining through {place.store} within {limit_s:g} s"):
             self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
             ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
             info = local_rank_info(str(self.device), transport)

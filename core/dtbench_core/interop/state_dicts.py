@@ -186,8 +186,11 @@ def _teach_optimizers(module: ModuleType) -> None:
 
 
 def _keeping_all(function: Call) -> Call:
-    """Of torch's loading of an optimizer's state, which drops the saved state of a frozen parameter, and of one that
-    has no state yet beside others that have one (pytorch#192202)."""
+    """Wraps torch's loading of an optimizer's state so that it keeps the saved state of every parameter.
+
+    torch drops that of a frozen parameter, and of one that has no state yet beside others that have one
+    (pytorch#192202).
+    """
 
     @functools.wraps(function)
     def load(model: Any, optimizers: Any, saved: Any, info: Any) -> Any:
