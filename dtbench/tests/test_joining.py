@@ -316,9 +316,7 @@ def test_under_a_launcher_a_silent_server_ends_every_command(here: Path, words: 
         )
     assert done.returncode == 5 and not list(here.iterdir()), done
     (line,) = done.stderr.splitlines()
-    store = f"the TCPStore of rank 0 at localhost:{port}"
-    # The second where a busy machine is so slow that the limit of the whole join ends it.
-    assert f"rank 1 waited 3 s for {store}" in line or f"joining through {store} within 3 s" in line
+    assert f"rank 1 waited 3 s for the TCPStore of rank 0 at localhost:{port}" in line
 
 
 def test_under_torchrun_a_restart_goes_on_with_resume(here: Path) -> None:
