@@ -90,9 +90,9 @@ def _check_samples(time: Timing, samples_s: Sequence[float]) -> None:
         return
     if len(samples_s) != time.n:
         raise BadFieldError(f"time_s.n is {time.n}, but there are {len(samples_s)} samples_s")
-    figures = (time.min, time.p25, time.median, time.p75, time.p95, time.max)
-    for name, got, expected in zip(SHARES, figures, figures_of(samples_s), strict=True):
-        _expect("time_s.", name, got, expected, "by samples_s")
+    got, expected = [time.min, time.p25, time.median, time.p75, time.p95, time.max], figures_of(samples_s)
+    for figures in zip(SHARES, got, expected, strict=True) if got != expected else ():
+        _expect("time_s.", *figures, "by samples_s")
     _expect("time_s.", "mean", time.mean, math.fsum(samples_s) / time.n, "by samples_s")
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dtbench.cost.calibration import intervals
-from dtbench.cost.calibration.times import QUANTILE
+from dtbench.cost.calibration.times import QUANTILE, SizeTimes, points_of
 from dtbench.reporting.html import figures, gather, page, write_report
 from dtbench.reporting.html.parts import changes as changes_part
 from dtbench.stats import drawn_again
@@ -93,13 +94,35 @@ def test_printed_json_is_indented_as_by_the_standard_library(
         print_json([float("nan")])
 
 
-def test_bootstrap_takes_quantiles_of_many_sizes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, quantile = [], np.quantile
-    monkeypatch.setattr(intervals.np, "quantile", lambda *a, **k: calls.append(1) or quantile(*a, **k))
-    values = [np.arange(1.0, 6.0) + place for place in range(256)]
-    points = [SimpleNamespace(launches={0: of}) for of in values]
-    got = intervals._repetitions(points, 10, np.random.default_rng(0))
-    assert len(calls) <= len(points) / 32
-    rng = np.random.default_rng(0)
-    expected = [quantile(drawn_again(of, 10, rng), QUANTILE, axis=1) for of in values]
-    assert (got == np.stack(expected, axis=1)).all()
+def test_bootstrap_of_many_samples_does_not_draw_each() -> None:
+    samples = np.arange(1.0, 20_001)
+    tracemalloc.start()
+    try:
+        got = intervals._repetitions([_of_one_launch(samples)], 400, np.random.default_rng(0))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert got.shape == (400, 1)
+    assert peak_bytes < 20 * samples.nbytes
+
+
+# At 2 and 4 samples the quantile lies between two of them.
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 20, 101])
+def test_bootstrap_is_distributed_as_quantiles_of_drawn_samples(count: int) -> None:
+    rng = np.random.default_rng(count)
+    values = rng.lognormal(size=count)
+    alike = [_of_one_launch(values), _of_one_launch(rng.permutation(values))]
+    first, second = intervals._repetitions(alike, 20_000, rng).T
+    drawn = np.quantile(drawn_again(values, 20_000, rng), QUANTILE, axis=1)
+    # Three samples of one distribution: on rounded values, as sums round differently.
+    for one, other in itertools.combinations([first, second, drawn], 2):
+        steps = np.sort(values)
+        steps = np.concatenate([steps, *(steps[:-1] + np.diff(steps) * part for part in (0.2, 0.5, 0.8))])
+        shares = [[np.mean(of <= step * (1 + 1e-9)) for step in steps] for of in (one, other)]
+        assert np.abs(np.subtract(*shares)).max() < 0.02
+    # Sizes are drawn independently of each other.
+    assert count == 1 or abs(np.corrcoef(first, second)[0, 1]) < 0.05
+
+
+def _of_one_launch(samples_us: np.ndarray) -> SizeTimes:
+    return points_of({1024: {("r", 0): samples_us}})[0]

@@ -19,20 +19,18 @@ With one launch there is no such spread to see: its repetitions are resampled, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.cost.calibration.times import QUANTILE, Array, SizeTimes
-from dtbench.stats import interval
+from dtbench.stats import blocks_of, interval
 from dtbench.text.units import interval_or_none
 
 INTERVAL = 0.9
 REPLICATES = 400
 FITS = 100  # replicates that a line is fitted to
 SEED = 20240229
-DRAWN_AT_ONCE = 2**12  # samples of a block of sizes: 13 MB of draws by 400 replicates
 # A size's own scatter counts by its launches, the pooled one as if it came from so many.
 POOLED_COUNTS_AS = 4
 METHOD = (
@@ -101,22 +99,28 @@ def _student(freedom: int, count: int, rng: np.random.Generator) -> Array:
 
 
 def _repetitions(points: Sequence[SizeTimes], count: int, rng: np.random.Generator) -> Array:
+    """The QUANTILE of as many samples as each size has, drawn from them with replacement: (replicates, points).
+
+    Which of a size's ordered samples lie beside that QUANTILE depends on their number alone. So the places are drawn
+    once for all sizes of one number, and shuffled for each: its samples need not be drawn one by one.
+    """
     samples = [np.concatenate(list(point.launches.values())) for point in points]
+    places_of = {length: _places(length, count, rng) for length in sorted(set(map(len, samples)))}
     columns = np.empty((count, len(points)))
-    # Several sizes at once, as a call of np.quantile costs more than its work for one.
-    for (length, _), block in groupby(range(len(points)), key=lambda place: _block_of(place, samples)):
-        places = list(block)
-        values = np.array([samples[place] for place in places])
-        drawn = (
-            rng.integers(length, size=(len(places), count, length))
-            if length > 1
-            else np.zeros((1, 1, 1), int)
-        )
-        columns[:, places] = np.quantile(np.take_along_axis(values[:, None], drawn, -1), QUANTILE, axis=-1).T
+    for length, block in blocks_of(map(len, samples)):
+        ordered = np.sort([samples[point] for point in block])
+        shuffled = rng.permuted(np.tile(np.arange(count), (len(block), 1)), axis=1)
+        below, above = (np.take_along_axis(ordered, places[shuffled], 1) for places in places_of[length])
+        columns[:, block] = (below + (above - below) * (QUANTILE * (length - 1) % 1)).T
     return columns
 
 
-def _block_of(place: int, samples: Sequence[Array]) -> tuple[int, int]:
-    """The number of samples of a size, and which block of neighbouring sizes it is drawn with."""
-    length = len(samples[place])
-    return length, place * length // DRAWN_AT_ONCE
+def _places(length: int, count: int, rng: np.random.Generator) -> NDArray[np.int_]:
+    """Of so many samples, drawn with replacement, which lie just below and above their QUANTILE: (2, replicates).
+
+    The k-th smallest of n numbers between 0 and 1 is the sum of k of n + 1 exponential numbers, over the sum of all
+    (Devroye, "Non-Uniform Random Variate Generation", 1986, chapter V).
+    """
+    below = int(QUANTILE * (length - 1)) + 1
+    parts = np.cumsum(rng.standard_gamma([below, 1, length - below], (count, 3)), axis=1)
+    return np.minimum(parts[:, :2] / parts[:, 2:] * length, length - 1).astype(int).T
