@@ -250,15 +250,15 @@ def short_name(name: str) -> str:
     return f"{_BUILT_IN.sub('', bare.strip('<>'))} (C)" if _BUILT_IN.match(bare) else bare
 
 
-def _nothing() -> None:
-    return None
+def _nothing(*_args: object, **_kwargs: object) -> None:
+    """Calls of it are recorded for what recording costs."""
 
 
 def frame_overheads() -> Mapping[str, Overhead]:
     """What recording one event of each kind costs here and now."""
     small = torch.zeros(1)
     negate = torch.neg
-    python = _cost(_nothing, PYTHON)  # named: what records it is a lambda
+    python = _cost(_nothing, PYTHON)
     c_call = _cost(lambda: hash(1), C_CALL, below=(python,))
     op = _cost(lambda: negate(small), OP, below=(python, c_call))
     return {PYTHON: python, C_CALL: c_call, OP: op}
@@ -311,11 +311,8 @@ def bracket_overheads() -> Mapping[str, Overhead]:
     """What one bracket of the counters costs here and now."""
     log: list[int] = []
 
-    def nothing(*args: object, **kwargs: object) -> None:
-        return None
-
-    timed = stopwatch.stopwatch(nothing, "glue", log)
-    bare_ns = _per_call_ns(nothing)
+    timed = stopwatch.stopwatch(_nothing, "glue", log)
+    bare_ns = _per_call_ns(_nothing)
     with_ns = _per_call_ns(timed)
     recorded_ns = median_high(log[at + 2] - log[at + 1] for at in range(0, len(log), 4))
     inside_ns = max(recorded_ns - bare_ns, 0.0)

@@ -138,16 +138,18 @@ def _product(sizes: list[Any]) -> int | None:
     return math.prod(map(int, sizes))
 
 
-def groups_of(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
+def groups_of(info: Mapping[str, Any], dims: Mapping[str, Any]) -> dict[str, ProcessGroup]:
     """By process group's name: those that the trace lists, with the mesh dims that a DeviceMesh names them by.
 
     A mesh dim over all ranks has torch's default group, which carries no dim's name (torch/distributed/device_mesh.py):
     its name is known where `dtbench profile -- COMMAND` recorded the trace.
+
+    Args:
+        info: the trace's "distributedInfo".
+        dims: its `MESH_DIMS`.
     """
-    recorded = header.get(MESH_DIMS)
-    dims = recorded if isinstance(recorded, dict) else {}
     groups = {}
-    for one in _listed(header.get("distributedInfo")):
+    for one in _listed(info):
         if name := told(one.get("pg_name", "")):
             ranks = one.get("ranks")
             sound = isinstance(ranks, list) and all(type(of) is int and of >= 0 for of in ranks)
@@ -158,9 +160,9 @@ def groups_of(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
     return groups
 
 
-def _listed(info: object) -> list[dict[str, Any]]:
+def _listed(info: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The process groups that a trace lists, the default group first."""
-    listed = info.get("pg_config") if isinstance(info, dict) else None
+    listed = info.get("pg_config")
     return [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
 
 

@@ -36,11 +36,6 @@ def within(united: Intervals, start: float, end: float) -> Intervals:
     return np.clip(united[first : np.searchsorted(united[:, 0], end)], start, end)
 
 
-def gaps(united: Intervals, start: float, end: float) -> Intervals:
-    """What it leaves of the line between two points."""
-    return difference(intervals([(start, end)] if start < end else ()), united)
-
-
 def shares(sets: Sequence[Intervals]) -> list[float]:
     """The length of each united set, of which what several cover counts for each in equal parts."""
     edges = np.unique(np.concatenate([[], *(united.ravel() for united in sets)]))

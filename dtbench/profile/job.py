@@ -12,13 +12,12 @@ import numpy as np
 from msgspec.structs import asdict
 
 from dtbench.profile.communication import UNKNOWN, Call, ProcessGroup, busbw_of, whole
-from dtbench.profile.intervals import Intervals, difference, gaps, intervals, length, shares, union, within
+from dtbench.profile.intervals import Intervals, difference, intervals, length, shares, union, within
 from dtbench.profile.kineto import told
 from dtbench.profile.rank_trace import RankTrace, read_rank
 from dtbench.profile.steps import Steps, outlying_first, whole_steps
 from dtbench.profile.together import Together, bring_together
-from dtbench.records.job import Collective, DimParts, Job, Lane, RankJob, StepParts
-from dtbench.records.judged_job import CallKind
+from dtbench.records.job import CallKind, Collective, DimParts, Job, Lane, RankJob, StepParts
 from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.suite.foreign import JOB_FILE
@@ -157,8 +156,10 @@ def _keep_same_steps(traces: Sequence[RankTrace]) -> Iterable[str]:
         trace.steps = trace.steps.part(skipped, len(trace.steps.marks))
     if skipped:
         longest, usual = map(format_seconds, (max(took_s[:skipped]), median(took_s[skipped:])))
-        why = f"up to {longest}, later ones {usual}: warm-up or compilation"
-        yield f"left out of all figures: the first {plural(skipped, 'step')} ({why})"
+        yield (
+            f"left out of all figures: the first {plural(skipped, 'step')} "
+            f"(up to {longest}, later ones {usual}: warm-up or compilation)"
+        )
 
 
 def _without_partial(trace: RankTrace) -> list[tuple[str, bool]]:
@@ -245,7 +246,7 @@ def _dims(trace: RankTrace, together: Together) -> tuple[DimParts, ...]:
 def _parts(trace: RankTrace, messages: Intervals, start: float, end: float) -> StepParts:
     compute, copies = within(trace.compute, start, end), within(trace.copies, start, end)
     own = within(messages, start, end)
-    idle = gaps(union(np.concatenate([compute, copies, own])), start, end)
+    idle = difference(intervals([(start, end)]), union(np.concatenate([compute, copies, own])))
     return StepParts(
         step_s=(end - start) / 1e6,
         computation_s=length(compute) / 1e6,

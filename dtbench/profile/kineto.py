@@ -66,11 +66,8 @@ class Event(msgspec.Struct, gc=False):
     args: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _ExactEvent(Event, gc=False):
-    ts: Decimal | None = None
-
-
-_floats, _decimals = msgspec.json.Decoder(list[Event]), msgspec.json.Decoder(list[_ExactEvent])
+_floats = msgspec.json.Decoder(list[Event])
+_decimals = msgspec.json.Decoder(list[Event], float_hook=Decimal)  # of fields of any type, as `ts` is
 _raw_events = msgspec.json.Decoder(list[msgspec.Raw])
 _args = msgspec.json.Decoder(Args)
 _NO_JSON = (msgspec.MsgspecError, UnicodeError, RecursionError)

@@ -240,9 +240,9 @@ class _RankReader:
                 f"{self.trace.path} holds no event with a time, expected a profiler's trace"
             )
         header = self.trace.header
-        info, ours, window = (
+        info, ours, window, mesh_dims = (
             of if isinstance(of := header.get(key), dict) else {}
-            for key in ("distributedInfo", "dtbench", "dtbench_window")
+            for key in ("distributedInfo", "dtbench", "dtbench_window", comm.MESH_DIMS)
         )
         on_gpu = bool(self._kernels.ts or self._messages)
         if not on_gpu:
@@ -260,13 +260,12 @@ class _RankReader:
             on_gpu=on_gpu,
             window=window,
         )
-        launched = self._launched() if on_gpu else None
-        if launched is not None:
-            trace.launched = launched[np.argsort(launched[:, 1], kind="stable")][:, ::-1]
+        launched = self._launched()
+        trace.launched = launched[np.argsort(launched[:, 1], kind="stable")][:, ::-1]
         trace.steps = steps_of(self._annotations, launched)
         calls, work = self._host_calls(on_gpu)
         self._leave_out_long(trace, self._kernels if on_gpu else work)
-        groups = comm.groups_of(header)
+        groups = comm.groups_of(info, mesh_dims)
         found = [
             *self._kernel_calls(calls, groups),
             *self._gloo_calls(calls, groups, ours.get("gloo_threads")),
@@ -330,11 +329,11 @@ class _RankReader:
         return calls, work
 
     def _launched(self) -> Any:
-        """Of all kernels (launch, start) by launch; None where the trace has not both."""
+        """Of all kernels (launch, start) by launch; none where the trace has not both."""
         ts, _, tag = self._kernels.arrays()
         launch_ts, _, launch_tag = self._launches.arrays()
-        if not len(ts) or not len(launch_ts):
-            return None
+        if not len(launch_ts):
+            return intervals(())
         order = np.argsort(launch_tag, kind="stable")
         at = order[np.minimum(np.searchsorted(launch_tag, tag, sorter=order), len(order) - 1)]
         joined = (launch_tag[at] == tag) & (tag >= 0)
@@ -366,10 +365,8 @@ class _RankReader:
     def _find_doubtful(self, is_sound: Any) -> dict[str, float]:
         """Returns the time, us, of kernels that count as computation and may communicate, by their functions: their
         names speak of it, or they run on a stream that has next to nothing but communication."""
-        totals_us = np.bincount(
-            self._kind_of, np.where(is_sound, self._kernels.dur, 0), len(self._kinds)
-        ).tolist()
-        us = dict(zip(self._kinds, totals_us, strict=True))
+        totals_us = np.bincount(self._kind_of, np.where(is_sound, self._kernels.dur, 0), len(self._kinds))
+        us = dict(zip(self._kinds, totals_us.tolist(), strict=True))
         sent = group_by(self._messages, lambda message: message.thread)
         computing = {name for on, name in us if on not in sent or COMPUTES.search(function_of(name))}
         quiet = {

@@ -88,7 +88,7 @@ def whole_steps(counts: Sequence[int]) -> tuple[int, int]:
 def steps_of(
     annotations: Sequence[tuple[str, float, float]], launches: Any, calls: Sequence[Call] = ()
 ) -> Steps:
-    """annotations: (name, start, end). launches: (launch, start) of kernels, by launch, None without a GPU."""
+    """annotations: (name, start, end). launches: (launch, start) of kernels, by launch, none without a GPU."""
     marked = sorted((start, end) for name, start, end in annotations if name.startswith(_PROFILER))
     following = [*(start for start, _ in marked[1:]), float("inf")]
     marked = [(a, min(b, c)) for (a, b), c in zip(marked, following, strict=False) if a < min(b, c)]
@@ -103,13 +103,14 @@ def steps_of(
     return Steps(
         by,
         host,
-        marks=host if launches is None else _on_device(host, launches),
+        marks=_on_device(host, launches),
         left_out=int(by.startswith(_OPTIMIZER)),  # the first step of an optimizer has no mark of its begin
     )
 
 
 def _on_device(host: tuple[tuple[float, float], ...], launches: Any) -> tuple[tuple[float, float], ...]:
-    """The GPU runs behind the host: a step of its begins with the first kernel that the host launched in the step."""
+    """The GPU runs behind the host: a step of its begins with the first kernel that the host launched in the step. The
+    host's own where a step launched none."""
     first = np.searchsorted(launches[:, 0], [start for start, _ in host])
     last = np.searchsorted(launches[:, 0], [end for _, end in host])
     if (first == last).any():

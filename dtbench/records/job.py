@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from dtbench.suite.fields import Amount, Count, Real
+from dtbench.text.units import format_size
 
 
 class StepParts(Struct, frozen=True, kw_only=True):
@@ -94,13 +95,36 @@ class RankJob(Struct, frozen=True, kw_only=True):
         return StepParts(**{name: fmean(values) for name, values in given.items() if values})
 
 
-class Collective(Struct, frozen=True, kw_only=True):
+class CallKind(Struct, frozen=True):
+    """Calls that are counted together.
+
+    Attributes:
+        mesh_dim: as the program's DeviceMesh names it, "group of 8" where it has no name, "unknown group".
+        collective: nccl-tests' name ("all_reduce", ...), "send", "recv", or "unknown" where the trace does not say.
+        group_size: ranks of the group; None where the trace does not say, as of the next two.
+        dtype: as torch names it ("float32").
+        bytes: per call, the larger of what goes in and comes out.
+    """
+
+    mesh_dim: str
+    collective: str
+    group_size: Count | None = None
+    dtype: str | None = None
+    bytes: Count | None = None
+
+    @classmethod
+    def of(cls, call: CallKind) -> CallKind:
+        """The kind alone."""
+        return cls(call.mesh_dim, call.collective, call.group_size, call.dtype, call.bytes)
+
+    def __str__(self) -> str:
+        return f"{self.mesh_dim} {self.collective} of {format_size(self.bytes)} ({self.dtype or 'unknown dtype'})"
+
+
+class Collective(CallKind, frozen=True, kw_only=True):
     """Calls of one rank that agree in all but time.
 
-    collective: nccl-tests' name ("all_reduce", ...), "send", "recv", or "unknown" where the trace does not say which.
-    mesh_dim: as the program's DeviceMesh names it, "group of 8" where it has no name, "unknown group".
-    group_size, dtype ("float32"), bytes (per call: the larger of what goes in and comes out): None where the trace does
-    not say. count: calls of the trace; in_steps: those that were issued within a step of the figures, None without
+    count: calls of the trace; in_steps: those that were issued within a step of the figures, None without
     steps. timed: the number of calls that the times sum up, in steps where there are any; None: all. time_s: of
     them together; median_s, best_s: of one. busbw: bytes/s, by their mean. moving_s: mean of what is left of a call
     without the wait for the last rank, where all ranks of its group are there. asked_by: the ops that asked for them,
@@ -108,11 +132,6 @@ class Collective(Struct, frozen=True, kw_only=True):
     """
 
     rank: Count
-    collective: str
-    mesh_dim: str
-    group_size: Count | None = None
-    dtype: str | None = None
-    bytes: Count | None = None
     count: Count
     in_steps: Count | None = None
     timed: Count | None = None

@@ -6,27 +6,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from dtbench.records.job import Collective
+from dtbench.records.job import CallKind
 from dtbench.records.judged import Change, Verdict
 from dtbench.suite.fields import Amount, Count
 from dtbench.text.units import format_bytes, format_ratio, format_seconds, format_size
-
-
-class CallKind(Struct, frozen=True):
-    """Calls that are counted together; `Collective` says what each field is."""
-
-    mesh_dim: str
-    collective: str
-    group_size: Count | None
-    dtype: str | None
-    bytes: Count | None
-
-    @classmethod
-    def of(cls, call: Collective) -> CallKind:
-        return cls(call.mesh_dim, call.collective, call.group_size, call.dtype, call.bytes)
-
-    def __str__(self) -> str:
-        return f"{self.mesh_dim} {self.collective} of {format_size(self.bytes)} ({self.dtype or 'unknown dtype'})"
 
 
 class LinkRow(Struct, frozen=True):

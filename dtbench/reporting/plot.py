@@ -31,8 +31,10 @@ def plot(results: Sequence[Result], suite: str | None, y: str, ax: Axes | None) 
     good = [r for r in results if r.status == "ok" and r.estimate_s and suite in (None, r.suite)]
     suites = list(dict.fromkeys(r.suite for r in good))
     if len(suites) != 1:
-        there = ", ".join(dict.fromkeys(r.suite for r in results)) or "none"
-        raise UsageError(f"suite={suite!r}: expected one suite that has times; the suites are {there}")
+        raise UsageError(
+            f"suite={suite!r}: expected one suite that has times; "
+            f"the suites are {', '.join(dict.fromkeys(r.suite for r in results)) or 'none'}"
+        )
     cases = [of for of in group_by(good, lambda r: r.case_key).values() if getattr(of[0], _FIELDS[y])]
     if not cases:
         raise UsageError(f"y={y!r}: no result of {suites[0]} has one; expected time")

@@ -114,8 +114,10 @@ class Recorder:
             if is_recording:
                 ended.add_metadata_json("dtbench_mesh_dims", self.mesh_dims or mesh_dims())
             if is_recording and self.steps:
-                window = {"asked": self.steps, "whole": self.done - self.warmup, "why": why}
-                ended.add_metadata_json("dtbench_window", json.dumps(window))
+                ended.add_metadata_json(
+                    "dtbench_window",
+                    json.dumps({"asked": self.steps, "whole": self.done - self.warmup, "why": why}),
+                )
             ended.stop()
             self.answer_sigterm(signal.SIG_DFL)
             if is_recording:
