@@ -75,6 +75,8 @@ def _same_step(
     plain: nn.Module, parallel: nn.Module, whole: Tensor, part: Tensor, mesh: Any, gathered: bool
 ) -> None:
     """One forward and backward pass, whose output is whole on every rank, or this rank's part."""
+    for model in (plain, parallel):
+        model.zero_grad()
     expected = plain(whole)
     got = parallel(part)
     assert not isinstance(got, DTensor)
@@ -96,8 +98,6 @@ def test_parts_of_an_embedded_sequence_of_any_length(lengths: tuple[int, ...]) -
     plain, parallel = seeded(Net), seeded(Net)
     parallelize_module(parallel, mesh, NET)
     for length in lengths:
-        for model in (plain, parallel):
-            model.zero_grad()
         tokens = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
         _same_step(plain, parallel, tokens, tokens, mesh, gathered=True)
 
@@ -109,8 +109,6 @@ def test_parts_that_the_program_cuts_itself(lengths: tuple[int, ...]) -> None:
     plain, parallel = seeded(Block), seeded(Block)
     parallelize_module(parallel, mesh, BLOCK)
     for length in lengths:
-        for model in (plain, parallel):
-            model.zero_grad()
         whole = _data(length)
         _same_step(plain, parallel, whole, _part(whole, mesh), mesh, gathered=False)
 
