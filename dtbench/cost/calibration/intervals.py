@@ -99,28 +99,28 @@ def _student(freedom: int, count: int, rng: np.random.Generator) -> Array:
 
 
 def _repetitions(points: Sequence[SizeTimes], count: int, rng: np.random.Generator) -> Array:
-    """The QUANTILE of as many samples as each size has, drawn from them with replacement: (replicates, points).
+    """Quantiles of each size's samples, drawn again with replacement: (replicates, points).
 
-    Which of a size's ordered samples lie beside that QUANTILE depends on their number alone. So the places are drawn
-    once for all sizes of one number, and shuffled for each: its samples need not be drawn one by one.
+    Which ordered samples lie beside the quantile depends on their number alone. So their indices are drawn once for
+    all sizes of one number, and shuffled for each: the samples need not be drawn one by one.
     """
     samples = [np.concatenate(list(point.launches.values())) for point in points]
-    places_of = {length: _places(length, count, rng) for length in sorted(set(map(len, samples)))}
+    indices = {length: _neighbours(length, count, rng) for length in sorted(set(map(len, samples)))}
     columns = np.empty((count, len(points)))
     for length, block in blocks_of(map(len, samples)):
         ordered = np.sort([samples[point] for point in block])
         shuffled = rng.permuted(np.tile(np.arange(count), (len(block), 1)), axis=1)
-        below, above = (np.take_along_axis(ordered, places[shuffled], 1) for places in places_of[length])
-        columns[:, block] = (below + (above - below) * (QUANTILE * (length - 1) % 1)).T
+        lower, upper = (np.take_along_axis(ordered, side[shuffled], 1) for side in indices[length])
+        columns[:, block] = (lower + (upper - lower) * (QUANTILE * (length - 1) % 1)).T
     return columns
 
 
-def _places(length: int, count: int, rng: np.random.Generator) -> NDArray[np.int_]:
-    """Of so many samples, drawn with replacement, which lie just below and above their QUANTILE: (2, replicates).
+def _neighbours(length: int, count: int, rng: np.random.Generator) -> NDArray[np.int_]:
+    """Indices of the ordered samples next to the quantile of `length` draws with replacement: (2, replicates).
 
     The k-th smallest of n numbers between 0 and 1 is the sum of k of n + 1 exponential numbers, over the sum of all
     (Devroye, "Non-Uniform Random Variate Generation", 1986, chapter V).
     """
-    below = int(QUANTILE * (length - 1)) + 1
-    parts = np.cumsum(rng.standard_gamma([below, 1, length - below], (count, 3)), axis=1)
-    return np.minimum(parts[:, :2] / parts[:, 2:] * length, length - 1).astype(int).T
+    k = int(QUANTILE * (length - 1)) + 1
+    sums = np.cumsum(rng.standard_gamma([k, 1, length - k], (count, 3)), axis=1)
+    return np.minimum(sums[:, :2] / sums[:, 2:] * length, length - 1).astype(int).T
