@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TypeVar
 
 import pandas as pd
@@ -48,7 +49,7 @@ class ReportCase:
         value = self.params.get(param, 0)
         return int(value) if isinstance(value, int | float) else 0
 
-    @property
+    @cached_property
     def only(self) -> MeasuredImpl:
         """Of a suite of one impl."""
         return next(iter(self.impls.values()))
