@@ -112,7 +112,8 @@ def _bandwidths(
 ) -> Figure | None:
     """A panel per collective, in it a colour per mesh dim and a dash per way: groups together or alone, places."""
     dims = section.capped(distinct(map(_dim, cases)), "mesh dims", len(LOOKS))
-    ways = distinct(map(_way, sorted(cases, key=lambda c: (c.get("groups") != "together", _place(c) != OUT))))
+    kinds = {(c.get("groups"), c.get("in_place")): c for c in cases}.values()
+    ways = distinct(map(_way, sorted(kinds, key=lambda c: (c.get("groups") != "together", _place(c) != OUT))))
     styles: dict[str, Style] = {}
     for (dim, ranks), look in zip(dims, LOOKS, strict=False):
         for nth, of in enumerate(ways):

@@ -44,8 +44,8 @@ def fill(section: ReportSection, of: Material) -> None:
             "Time to bring a tensor from one placement to another over mesh dims, with real process groups. "
             + core_beside_torch(section, moved, "redistribute", "Over the transitions and sizes here the")
         )
-    collectives = plain_cases([c for c in of.cases("collectives") if c.impls and c.only.size_bytes])
     if moved or topology is not None:
+        collectives = plain_cases([c for c in of.cases("collectives") if c.impls and c.only.size_bytes])
         section.add(times_over_size(section, collectives, plain_cases(moved), topology))
     if moved:
         _added(section, collectives, plain_cases(moved))
