@@ -218,31 +218,20 @@ class Launcher:
         suites = list(dict.fromkeys(s.suite for s in self._selections[side]))
         stem = self._folder / f"{next(self._numbers):04d}-{arm}-ranks"
         file, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
-        command = [
-            *(
-                "run",
-                *suites,
-                "-o",
-                str(file),
-                "--device",
-                plan.device_type,
-                "--mesh",
-                format_mesh(plan.mesh),
-            ),
-            *(
-                "--nproc",
-                str(plan.world_size),
-                "--impl",
-                ",".join(plan.impls),
-                "--dtype",
-                ",".join(plan.dtypes),
-            ),
-        ]
+        options = {
+            "-o": str(file),
+            "--device": plan.device_type,
+            "--mesh": format_mesh(plan.mesh),
+            "--nproc": str(plan.world_size),
+            "--impl": ",".join(plan.impls),
+            "--dtype": ",".join(plan.dtypes),
+        }
         if plan.sizes_chosen:
-            command += ["--size", ",".join(map(str, plan.sizes_bytes))]
+            options["--size"] = ",".join(map(str, plan.sizes_bytes))
         text = "\n".join(dict.fromkeys(shlex.quote(b.case_label) for b in benchmarks))
         if len(text) <= _MAX_FILTER_CHARS:
-            command += ["--filter", text]
+            options["--filter"] = text
+        command = ["run", *suites, *itertools.chain(*options.items())]
         died = run_ranks(self._arms[side], command, self._variables, log, self._limits.left_s())
         try:
             run = read_run(file)

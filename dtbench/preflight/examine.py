@@ -420,10 +420,10 @@ def _judge(
     """controls, again: seconds of sound peers and of the suspect."""
     share = 1 / hodges_lehmann_ratio(controls, again).ratio
     p = rank_test(controls, again).p_slower
-    is_link = len(suspect.ranks) > 1
+    words = examination.world.words(suspect.ranks)
     return Recheck(
         finding=SlowFinding(
-            what="the link of " * is_link + examination.world.words(suspect.ranks),
+            what=f"the link of {words}" if len(suspect.ranks) > 1 else words,
             kind=suspect.kind,
             ranks=suspect.ranks,
             share=share,
