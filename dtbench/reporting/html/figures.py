@@ -216,7 +216,8 @@ def _paint_curves(of: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Axis,
             axes.axhline(one.y[0], **style.look)
         else:
             step = len(one.x) // MOST_MARKS or None  # of None each point has its mark
-            axes.plot(one.x, one.y, clip_on=False, markevery=step, **style.look)
+            # Marks at the edge are whole; a line without marks may reach beyond what was measured.
+            axes.plot(one.x, one.y, clip_on=not style.marker, markevery=step, **style.look)
     x.apply(axes, "x")
     y.apply(axes, "y")
 
