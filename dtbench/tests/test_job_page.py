@@ -43,7 +43,7 @@ def test_a_profile_has_a_timeline_curves_tables_and_notes(tmp_path: Path) -> Non
 
 def test_calibrated_lines_end_at_the_edge_of_their_drawing() -> None:
     """They are of more sizes than the job has."""
-    text = render(Sources(job=made_up_jobs.job(), topology=read_topology(TOPOLOGY)))
+    text = render(gather([TOPOLOGY.parent / "job" / "core"], topology=TOPOLOGY))
     drawings = re.findall(r'<svg class="plot"[^>]*inJob.*?</svg>', text, re.DOTALL)
     leaving = re.findall(r'<path d="M -[^>]*>', "".join(drawings))
     assert leaving and all("clip-path" in path for path in leaving)
