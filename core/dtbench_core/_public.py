@@ -35,7 +35,7 @@ from dtbench_core.interop.visualize import sharding_svg, sharding_text, visualiz
 from dtbench_core.layout.local_shards import LocalShardsWrapper
 from dtbench_core.layout.placement import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
-from dtbench_core.redistribute.route import explain, plan_of
+from dtbench_core.redistribute.routes import explain, plan_of
 from dtbench_core.rules.register import register_sharding
 from dtbench_core.runtime import clear_caches
 from dtbench_core.tensor.distribute import distribute_module, distribute_tensor

@@ -14,7 +14,7 @@ from torch.distributed.tensor import _collective_utils as torch_utils
 from core.tests.gloo_world import mesh_of, on_ranks
 from core.tests.local_world import ThreadWorlds
 from dtbench_core import ArgumentError, count_collectives
-from dtbench_core.cost import search as cost
+from dtbench_core.cost.redistribution import redistribute_cost
 from dtbench_core.interop import collective_utils
 
 
@@ -27,7 +27,7 @@ def test_all_names_of_torch_are_here() -> None:
     ours = set(collective_utils.__all__)
     assert public <= ours, "what a user of torch's module finds there"
     assert all(hasattr(collective_utils, name) for name in ours)
-    assert collective_utils.redistribute_cost is cost.redistribute_cost
+    assert collective_utils.redistribute_cost is redistribute_cost
 
 
 # ---- padding ----

@@ -21,9 +21,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.priced import CHANGES, SHAPE, P, R, dp_tp, spec
 from dtbench_core.cost import mesh_topology
-from dtbench_core.cost import search as cost
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.mesh_topology import MeshTopoInfo
+from dtbench_core.cost.redistribution import (
+    ChainSearch,
+    local_gib,
+    one_step_redistribute_cost,
+    redistribute_cost,
+    spec_to_bytes,
+    transition_cost,
+)
 from dtbench_core.cost.ring import GIB
 from dtbench_core.layout.placement import Partial, Placement, Replicate, Shard
 from dtbench_core.layout.spec import DTensorSpec
@@ -80,13 +87,13 @@ PAIRS = list(itertools.product([R, P, Shard(0), Shard(1)], repeat=2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_redistribution_on_one_dim_equals_torch(src: Placement, dst: Placement, dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (8,))
-    ours = cost.redistribute_cost(spec(mesh, src, dtype=dtype), spec(mesh, dst, dtype=dtype))
+    ours = redistribute_cost(spec(mesh, src, dtype=dtype), spec(mesh, dst, dtype=dtype))
     theirs = torch_cost.redistribute_cost(
         torch_spec(mesh, src, dtype=dtype), torch_spec(mesh, dst, dtype=dtype)
     )
     assert ours == pytest.approx(theirs, rel=1e-12)
-    local = cost.spec_to_bytes(spec(mesh, src, dtype=dtype)) / (8 if src.is_shard() else 1) / GIB
-    assert ours == cost.transition_cost(src, dst, local, mesh_topology.topology_of(mesh), 0)
+    local = spec_to_bytes(spec(mesh, src, dtype=dtype)) / (8 if src.is_shard() else 1) / GIB
+    assert ours == transition_cost(src, dst, local, mesh_topology.topology_of(mesh), 0)
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
@@ -96,7 +103,7 @@ def test_redistribution_of_one_of_two_dims_equals_torch(
 ) -> None:
     mesh = dp_tp()
     before, after = ([src, other], [dst, other]) if changed == 0 else ([other, src], [other, dst])
-    ours = cost.redistribute_cost(spec(mesh, *before), spec(mesh, *after))
+    ours = redistribute_cost(spec(mesh, *before), spec(mesh, *after))
     if src.is_shard() and dst.is_partial():
         assert ours == math.inf  # torch prices some of these as a detour through Replicate
         return
@@ -106,11 +113,11 @@ def test_redistribution_of_one_of_two_dims_equals_torch(
 
 def test_no_way_and_no_cost() -> None:
     mesh, line = dp_tp(), init_device_mesh("cpu", (8,))
-    assert cost.redistribute_cost(spec(mesh, R, Shard(0)), spec(mesh, R, P)) == math.inf
-    assert cost.redistribute_cost(spec(mesh, P, R), spec(mesh, Partial("max"), R)) == math.inf
-    assert cost.redistribute_cost(spec(line, R), spec(mesh["tp"], R)) == math.inf
-    assert cost.redistribute_cost(spec(mesh, Shard(0), P), spec(mesh, Shard(0), P)) == 0.0
-    assert cost.redistribute_cost(spec(mesh, R, R), spec(mesh, Shard(0), P)) == 0.0
+    assert redistribute_cost(spec(mesh, R, Shard(0)), spec(mesh, R, P)) == math.inf
+    assert redistribute_cost(spec(mesh, P, R), spec(mesh, Partial("max"), R)) == math.inf
+    assert redistribute_cost(spec(line, R), spec(mesh["tp"], R)) == math.inf
+    assert redistribute_cost(spec(mesh, Shard(0), P), spec(mesh, Shard(0), P)) == 0.0
+    assert redistribute_cost(spec(mesh, R, R), spec(mesh, Shard(0), P)) == 0.0
 
 
 def test_an_exchange_never_costs_more_than_gathering_and_cutting() -> None:
@@ -118,8 +125,8 @@ def test_an_exchange_never_costs_more_than_gathering_and_cutting() -> None:
     mesh = init_device_mesh("cpu", (8,))
     small = [DTensorSpec.of(mesh, (p,), (8, 8), (8, 1), torch.float32) for p in (Shard(0), R, Shard(1))]
     there, all_of_it, back = small
-    exchanged = cost.redistribute_cost(there, back)
-    assert exchanged == cost.redistribute_cost(there, all_of_it) + cost.redistribute_cost(all_of_it, back)
+    exchanged = redistribute_cost(there, back)
+    assert exchanged == redistribute_cost(there, all_of_it) + redistribute_cost(all_of_it, back)
     meta = TorchMeta(torch.Size((8, 8)), (8, 1), torch.float32)
     kinds = [TorchSpec(mesh, (p,), meta) for p in (torch_tensor.Shard(0), torch_tensor.Shard(1))]
     assert exchanged < torch_cost.redistribute_cost(*kinds)
@@ -127,11 +134,11 @@ def test_an_exchange_never_costs_more_than_gathering_and_cutting() -> None:
 
 def test_the_price_of_one_step() -> None:
     mesh = dp_tp()
-    one = cost.one_step_redistribute_cost
+    one = one_step_redistribute_cost
     for src, dst in PAIRS:
         pair = spec(mesh, Shard(2), src), spec(mesh, Shard(2), dst)
         if src.is_shard() or not dst.is_partial():
-            assert one(*pair) == cost.redistribute_cost(*pair)
+            assert one(*pair) == redistribute_cost(*pair)
     assert one(spec(mesh, Shard(0), Shard(0)), spec(mesh, R, Shard(0))) == math.inf
     assert one(spec(mesh, R, Shard(0)), spec(mesh, Shard(0), Shard(0))) == math.inf
     assert one(spec(mesh, R, R), spec(mesh["tp"], R)) == math.inf
@@ -167,7 +174,7 @@ def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[P
 
 
 def price(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, **how: Any) -> float:
-    chain = cost.Search(shape, 4, src, dst, topo, **how).cheapest()
+    chain = ChainSearch(shape, 4, src, dst, topo, **how).cheapest()
     assert chain is not None
     return sum(step.us for step in chain)
 
@@ -179,7 +186,7 @@ def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: flo
     states = list(itertools.product(dict.fromkeys(kinds), repeat=len(sizes)))
     edges = []
     for state in states:
-        held = cost.local_gib(shape, 4, state, sizes)
+        held = local_gib(shape, 4, state, sizes)
         for dim, kind in itertools.product(range(len(sizes)), dict.fromkeys(kinds)):
             inner = [p.dim for p in state[dim + 1 :] if isinstance(p, Shard)]
             nested = any(isinstance(p, Shard) and p.dim in inner for p in (state[dim], kind))
@@ -191,7 +198,7 @@ def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: flo
                 if topo.mesh_dim_curves:
                     us = topo.mesh_dim_curves[dim][f"R->S({min(kind.dim, 1)})"].us(held * GIB)
             else:
-                us = cost.transition_cost(state[dim], kind, held, topo, dim)
+                us = transition_cost(state[dim], kind, held, topo, dim)
             edges.append((state, (*state[:dim], kind, *state[dim + 1 :]), us))
     best = dict.fromkeys(states, math.inf)
     best[src] = 0.0
@@ -217,4 +224,4 @@ def test_no_chain_at_all_is_cheaper(world: Any, copy_us: float) -> None:
 def test_bytes_of_a_spec() -> None:
     for dtype in (torch.float64, torch.bfloat16, torch.bool):
         expected = torch.empty(SHAPE, dtype=dtype).untyped_storage().nbytes()
-        assert cost.spec_to_bytes(spec(dp_tp(), Shard(0), P, dtype=dtype)) == expected
+        assert spec_to_bytes(spec(dp_tp(), Shard(0), P, dtype=dtype)) == expected

@@ -32,7 +32,7 @@ from dtbench_core import (
 )
 from dtbench_core.layout.placement import Placements, describe
 from dtbench_core.layout.spec import contiguous_stride
-from dtbench_core.redistribute.route import apply, plan, plan_of
+from dtbench_core.redistribute.routes import cheapest_route, plan_of, run_route
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -49,7 +49,7 @@ def _steps(
     spec = DTensorSpec.of(mesh, src, shape, contiguous_stride(shape), torch.float32)
     return [
         f"{'+'.join(map(str, step.mesh_dims))}:{describe(step.src)}>{describe(step.dst)}"
-        for step in plan(spec, dst)
+        for step in cheapest_route(spec, dst)
     ]
 
 
@@ -184,7 +184,7 @@ def _moved(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst
     spec = DTensorSpec.of(mesh, src, full.shape, contiguous_stride(full.shape), full.dtype)
     local = _held(full, mesh, src)
     kept = local.clone()
-    moved = apply(local, plan(spec, dst))
+    moved = run_route(local, cheapest_route(spec, dst))
     torch.testing.assert_close(moved, _held(full, mesh, dst), rtol=1e-7, atol=1e-9)
     own = moved.is_contiguous() and not _shares(moved, local)
     assert src == dst or own, "the result is a tensor of its own"
@@ -252,7 +252,7 @@ def _conjugated(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     full = torch.randn(shape, dtype=torch.complex128, generator=torch.Generator().manual_seed(2))
     for src, dst in itertools.product((R, S0, S1, P, Partial("product")), (R, S0, S1)):
         spec = DTensorSpec.of(mesh, (src,), shape, contiguous_stride(shape), full.dtype)
-        moved = apply(_held(full, mesh, (src,)).conj(), plan(spec, (dst,)))
+        moved = run_route(_held(full, mesh, (src,)).conj(), cheapest_route(spec, (dst,)))
         want = _held(full.conj().resolve_conj(), mesh, (dst,))
         assert torch.allclose(moved, want), (src, dst)
 
@@ -287,7 +287,7 @@ def test_every_dtype_is_reduced(dst: Placement) -> None:
         terms = torch.tensor(halves * (WORLD_SIZE // 2)).to(dtype)
         wide = terms.to(torch.float64) if dtype.itemsize == 1 and dtype.is_floating_point else terms
         spec = DTensorSpec.of(mesh, (Partial(op),), (8,), (1,), dtype)
-        got = apply(terms[rank], plan(spec, (dst,)))
+        got = run_route(terms[rank], cheapest_route(spec, (dst,)))
         want = {
             "sum": lambda w: w.sum(0),
             "avg": lambda w: w.sum(0) / WORLD_SIZE,
@@ -311,7 +311,7 @@ def test_reductions_that_a_dtype_does_not_have(
 ) -> None:
     spec = DTensorSpec.of(mesh, (R, Partial(op)), (4,), (1,), dtype)
     with pytest.raises(PlacementError, match=message):
-        plan(spec, (R, R))
+        cheapest_route(spec, (R, R))
 
 
 # ---- plans as values ----

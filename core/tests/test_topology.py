@@ -15,12 +15,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.tests.priced import CHANGES, SHAPE, P, R, dp_tp, measured, spec, table, topology
 from dtbench_core.cost import mesh_topology
-from dtbench_core.cost import search as cost
 from dtbench_core.cost.mesh_topology import MeshTopoInfo
+from dtbench_core.cost.redistribution import (
+    ChainSearch,
+    allreduce_cost,
+    one_step_redistribute_cost,
+    redistribute_cost,
+    transition_cost,
+)
 from dtbench_core.cost.ring import GIB
 from dtbench_core.cost.topology import TopologyError, read_curve
 from dtbench_core.layout.placement import Shard
-from dtbench_core.redistribute import route as redistribute
+from dtbench_core.redistribute import routes
 from dtbench_core.runtime import clear_caches
 
 
@@ -50,24 +56,24 @@ def test_topology_by_name_and_size(tmp_path: Path) -> None:
     single = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "tp"))
     info = MeshTopoInfo.from_topology(topology(), single)
     assert (info.mesh_dim_devices, info.mesh_dim_bandwidth[1]) == ((1, 4), 2.0)
-    assert cost.allreduce_cost(1.0, info, 0) == 6.6
+    assert allreduce_cost(1.0, info, 0) == 6.6
 
 
 def test_topology_prices_redistributions_until_undone() -> None:
     mesh = dp_tp()
     pair = spec(mesh, R, Shard(0)), spec(mesh, R, R)
-    builtin = cost.redistribute_cost(*pair)
+    builtin = redistribute_cost(*pair)
     gib = math.prod(SHAPE) * 4 / GIB
     with mesh_topology.use_topology(topology()):
         assert mesh_topology._topology is not None
-        assert cost.redistribute_cost(*pair) == pytest.approx(6.6 + 30 + gib * 0.75 / 2.0 * 1e6)
+        assert redistribute_cost(*pair) == pytest.approx(6.6 + 30 + gib * 0.75 / 2.0 * 1e6)
         inner = mesh_topology.use_topology(topology(tp__latency_us_per_hop=100.0, base_latency_us=0))
-        assert cost.redistribute_cost(*pair) == pytest.approx(300 + gib * 0.75 / 2.0 * 1e6)
+        assert redistribute_cost(*pair) == pytest.approx(300 + gib * 0.75 / 2.0 * 1e6)
         inner.restore()
         inner.restore()
         assert mesh_topology.topology_of(mesh).mesh_dim_latency == (40.0, 10.0)
     assert mesh_topology._topology is None
-    assert cost.redistribute_cost(*pair) == builtin
+    assert redistribute_cost(*pair) == builtin
 
 
 def test_mesh_outside_the_topology_falls_back_with_one_warning() -> None:
@@ -149,14 +155,14 @@ def test_measured_changes_price_a_redistribution() -> None:
     whole = math.prod(SHAPE) * 4
     gather = table((1024, 5.0), (whole, 70.0), (2**30, 900.0))
     with mesh_topology.use_topology(measured(tp_S0R=gather, tp_S1R=table((1024, 300.0), (2**30, 300.0)))):
-        priced = cost.redistribute_cost
+        priced = redistribute_cost
         assert priced(spec(mesh, R, Shard(0)), spec(mesh, R, R)) == pytest.approx(70.0), "of the whole tensor"
         half = 5 + (70 - 5) * (whole / 2 - 1024) / (whole - 1024)
         assert priced(spec(mesh, Shard(1), Shard(0)), spec(mesh, Shard(1), R)) == pytest.approx(half)
         assert priced(spec(mesh, R, P), spec(mesh, R, Shard(2))) == pytest.approx(100.0)
         # S(1) -> R takes 300: by way of S(0) it takes 100 + 70.
         assert priced(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(170.0)
-        one = cost.one_step_redistribute_cost
+        one = one_step_redistribute_cost
         assert one(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(300.0)
 
 
@@ -165,12 +171,12 @@ def test_the_planner_goes_the_measured_way() -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     src, dst = spec(mesh, R, P), (R, Shard(0))
     clear_caches()
-    assert [step.collective for step in redistribute.plan(src, dst)] == ["reduce_scatter"]
+    assert [step.collective for step in routes.cheapest_route(src, dst)] == ["reduce_scatter"]
     slow = table((1024, 900.0), (2**30, 900.0))
     cheap = table((1024, 1.0), (2**30, 1.0))
     with mesh_topology.use_topology(measured(tp_PS0=slow, tp_PS1=slow, tp_RS0=cheap)):
-        assert [step.collective for step in redistribute.plan(src, dst)] == ["all_reduce", ""]
-    assert [step.collective for step in redistribute.plan(src, dst)] == ["reduce_scatter"]
+        assert [step.collective for step in routes.cheapest_route(src, dst)] == ["all_reduce", ""]
+    assert [step.collective for step in routes.cheapest_route(src, dst)] == ["reduce_scatter"]
 
 
 def test_several_mesh_dims_at_once_by_what_they_take_together() -> None:
@@ -180,7 +186,7 @@ def test_several_mesh_dims_at_once_by_what_they_take_together() -> None:
 
     def steps(content: dict[str, Any]) -> list[tuple[tuple[int, ...], float]]:
         topo = MeshTopoInfo.from_topology(content, mesh)
-        chain = cost.Search((64, 64), 4, *ends, topo, together=True).cheapest()
+        chain = ChainSearch((64, 64), 4, *ends, topo, together=True).cheapest()
         assert chain is not None
         return [(step.mesh_dims, step.us) for step in chain]
 
@@ -225,7 +231,7 @@ def test_price_of_a_step_is_the_time_of_its_collective_at_the_bytes_it_sends(
         tuple(kind if len(dims[0]) > 2 or name in dims else R for name in ("dp", "tp")) for kind in (src, dst)
     ]
     info = MeshTopoInfo.from_topology(content, dp_tp())
-    chain = cost.Search((1024, 512), 4, *ends, info, together=True).cheapest()
+    chain = ChainSearch((1024, 512), 4, *ends, info, together=True).cheapest()
     assert chain is not None
     (step,) = chain
     assert (step.collective, step.nbytes > 0) == (collective, True)
@@ -241,7 +247,7 @@ def test_bare_collectives_stand_in_for_changes_that_were_not_measured() -> None:
     slow = MEASURED | {"all_to_all": table((2**10, 9e6), (2**30, 9e6))}
     content["dims"][1]["collectives"] = slow
     info = MeshTopoInfo.from_topology(content, mesh)
-    gathered = cost.transition_cost(Shard(0), R, 1e-3, info, 1)
-    assert cost.transition_cost(Shard(0), Shard(1), 1e-3, info, 1) == gathered, "cheaper, and the cut is free"
+    gathered = transition_cost(Shard(0), R, 1e-3, info, 1)
+    assert transition_cost(Shard(0), Shard(1), 1e-3, info, 1) == gathered, "cheaper, and the cut is free"
     del content["dims"][1]["collectives"]["all_to_all"]
     assert not MeshTopoInfo.from_topology(content, mesh).mesh_dim_curves, "some of each would not compare"

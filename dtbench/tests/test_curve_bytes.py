@@ -30,7 +30,7 @@ from dtbench.suite.errors import EXIT_OK
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import table
-from dtbench_core.cost.search import Search
+from dtbench_core.cost.redistribution import ChainSearch
 from dtbench_core.cost.topology import Topology
 from dtbench_core.layout import placement as core
 
@@ -122,7 +122,7 @@ def message_us(topology: CalibratedTopology, collective: str) -> float:
 def test_core_prices_a_step_as_its_collective(topology: CalibratedTopology) -> None:
     constants = Topology.load("topology.json").constants([("tp", RANKS)])
     for src, dst, collective in CHANGES:
-        chain = Search(SHAPE, 4, [OURS[src]], [OURS[dst]], constants).cheapest()
+        chain = ChainSearch(SHAPE, 4, [OURS[src]], [OURS[dst]], constants).cheapest()
         assert chain is not None
         assert [step.collective for step in chain] == [collective]
         assert chain[0].us == pytest.approx(message_us(topology, collective))

@@ -5,7 +5,7 @@
     topology       the file of `dtbench calibrate`: what was measured on each mesh dim
     prices         what one mesh dim charges for a change of placement
     mesh_topology  which constants price a DeviceMesh: `use_topology`
-    search         the cheapest chain of changes
+    redistribution         the cheapest chain of changes
 
 The first four need no torch.
 """

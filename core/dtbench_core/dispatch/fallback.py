@@ -42,7 +42,7 @@ from dtbench_core.redistribute.copied_view import (
     refuse_writes,
     store_to_base,
 )
-from dtbench_core.redistribute.route import apply, plan
+from dtbench_core.redistribute.routes import cheapest_route, run_route
 from dtbench_core.runtime import PerRank
 
 
@@ -163,9 +163,9 @@ def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
     written to only if `copied`."""
     spec = tensor._spec
     replicated = (REPLICATE,) * spec.info.ndim
-    route = plan(spec, replicated)
+    route = cheapest_route(spec, replicated)
     if copied:
-        return apply(tensor._local_tensor, route)
+        return run_route(tensor._local_tensor, route)
     return local_at(tensor, replicated, route)
 
 
@@ -198,7 +198,7 @@ def store(tensor: Wrapper, full: torch.Tensor) -> None:
     """Overwrites `tensor`'s shard with its part of the replicated values `full`."""
     spec = tensor._spec
     source = DTensorSpec.of(spec.info, (REPLICATE,) * spec.info.ndim, full.shape, full.stride(), full.dtype)
-    local, part = tensor._local_tensor, apply(full, plan(source, spec.placements))
+    local, part = tensor._local_tensor, run_route(full, cheapest_route(source, spec.placements))
     for dim, step in enumerate(local.stride()):
         if step == 0 and local.size(dim):  # an expanded one: one place for all
             local, part = local.narrow(dim, 0, 1), part.narrow(dim, 0, 1)

@@ -29,7 +29,7 @@ from dtbench_core.layout.placement import Placements, local_extents
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.op_types import Args, Call, Kwargs, Value
-from dtbench_core.redistribute import route as redistribute
+from dtbench_core.redistribute import routes
 from dtbench_core.redistribute.copied_view import copied_view, is_copied, refuse_writes
 from dtbench_core.rules.base import OpCall, Placed, Strategy, by_tensor
 from dtbench_core.torch_compat import dispatch_modes_active
@@ -166,7 +166,7 @@ def _plan_for(
 def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:
     """What brings the inputs to these placements."""
     return tuple(
-        Move(index, redistribute.plan(spec, wanted), spec, wanted)
+        Move(index, routes.cheapest_route(spec, wanted), spec, wanted)
         for index, (spec, wanted) in enumerate(zip(call.inputs, inputs, strict=True))
         if wanted != spec.placements
     )

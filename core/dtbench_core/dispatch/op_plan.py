@@ -41,7 +41,7 @@ from dtbench_core.layout.wrapper import (
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute.autograd import local_at
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, refuse_writes, store_to_base
-from dtbench_core.redistribute.route import Route, apply
+from dtbench_core.redistribute.routes import Route, run_route
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
     counting,
@@ -476,7 +476,7 @@ def _places(args: Args) -> list[int] | None:
 def _local_at(tensor: Value, local: torch.Tensor, placements: Placements, route: Route) -> torch.Tensor:
     if isinstance(tensor, Wrapper):
         return local_at(tensor, placements, route)
-    return apply(local, route)
+    return run_route(local, route)
 
 
 def plan_of_kind(

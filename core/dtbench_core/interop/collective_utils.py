@@ -2,7 +2,8 @@
 `_collective_utils`, by the same names.
 
 The core's own redistribution does not pass through here (see redistribute/movers.py); these are for code that
-is written against them. The cost functions are cost/search.py's, the constants of a mesh cost/mesh_topology.py's.
+is written against them. The cost functions are those of cost/redistribution.py, the constants of a mesh those of
+cost/mesh_topology.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
 from dtbench_core.cost.mesh_topology import MeshTopoInfo
-from dtbench_core.cost.search import (
+from dtbench_core.cost.redistribution import (
     all_to_all_cost,
     allgather_cost,
     allreduce_cost,

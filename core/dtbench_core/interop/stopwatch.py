@@ -19,8 +19,7 @@ from dtbench_core.dispatch.op_plan import CALLING, Moving, OpPlan
 from dtbench_core.layout import shard_layout as layout
 from dtbench_core.layout import wrapper
 from dtbench_core.op_types import Call
-from dtbench_core.redistribute import autograd
-from dtbench_core.redistribute import route as redistribute
+from dtbench_core.redistribute import autograd, routes
 from dtbench_core.tensor import dtensor as tensor
 from dtbench_core.tensor.dtensor import DTensor
 
@@ -45,9 +44,9 @@ _FUNCTIONS: dict[str, tuple[Call, ...]] = {
     "entry": (dispatch._through_torch,),
     "checks": (dispatch._requires_grad, dispatch.modes_active),
     "key": (cache_key.key_of,),
-    "cache": (redistribute.request, layout.even_spec),
+    "cache": (routes.requested_route, layout.even_spec),
     "plan": (make_plan.build, make_plan.first_run),
-    "redistribute": (redistribute.apply, autograd.follow, autograd.local_at),
+    "redistribute": (routes.run_route, autograd.redistribute_along, autograd.local_at),
     "communicate": (
         comm.all_gather,
         comm.all_reduce,

@@ -19,7 +19,7 @@ from dtbench_core.layout.spec import DTensorSpec, normalize
 from dtbench_core.layout.wrapper import wrap
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.copied_view import is_copied
-from dtbench_core.redistribute.route import placements_of_gradient
+from dtbench_core.redistribute.routes import placements_of_gradient
 from dtbench_core.tensor.dtensor import DTensor, is_uncounted
 from dtbench_core.torch_compat import (
     DisableTorchDispatch,

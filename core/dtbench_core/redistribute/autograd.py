@@ -8,7 +8,7 @@ from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.spec import DTensorSpec, preserved_stride
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.op_types import Ctx
-from dtbench_core.redistribute.route import Route, apply, plan
+from dtbench_core.redistribute.routes import Route, cheapest_route, run_route
 from dtbench_core.torch_compat import AutogradFunction, any_requires_grad, version_of
 
 
@@ -21,14 +21,14 @@ def local_at(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
     until it is written to.
     """
     if not _pends_rounding(tensor._spec.placements) or _pends_rounding(dst) or not any_requires_grad(tensor):
-        return apply(tensor._local_tensor, route)
+        return run_route(tensor._local_tensor, route)
     version = version_of(tensor)
     kept = tensor.__dict__.get("_materialised")
     if kept is None or kept[0] != version:
         spec = tensor._spec.with_placements(dst)
-        kept = tensor.__dict__["_materialised"] = (version, spec, apply(tensor._local_tensor, route))
+        kept = tensor.__dict__["_materialised"] = (version, spec, run_route(tensor._local_tensor, route))
     _, spec, local = kept
-    return local if spec.placements == dst else apply(local, plan(spec, dst))
+    return local if spec.placements == dst else run_route(local, cheapest_route(spec, dst))
 
 
 def _pends_rounding(placements: Placements) -> bool:
@@ -37,12 +37,12 @@ def _pends_rounding(placements: Placements) -> bool:
 
 def redistribute_tensor(tensor: Wrapper, dst: Placements) -> Wrapper:
     """`tensor` placed as `dst`, outside autograd; itself under another name when nothing changes."""
-    return follow(tensor, plan(tensor._spec, dst))
+    return redistribute_along(tensor, cheapest_route(tensor._spec, dst))
 
 
-def follow(tensor: Wrapper, route: Route) -> Wrapper:
+def redistribute_along(tensor: Wrapper, route: Route) -> Wrapper:
     """`tensor` at the end of the route, outside autograd."""
-    return wrap(tensor.viewed, apply(tensor._local_tensor, route), route.result)
+    return wrap(tensor.viewed, run_route(tensor._local_tensor, route), route.result)
 
 
 class Redistribute(AutogradFunction):
@@ -60,19 +60,19 @@ class Redistribute(AutogradFunction):
         ctx.route, ctx.forward_dtype, ctx.backward_dtype = route, forward_dtype, backward_dtype
         if forward_dtype is not None and forward_dtype != route.source.dtype:
             tensor = cast_dtype(tensor, forward_dtype)
-            route = plan(tensor._spec, route.result.placements)
-        return follow(tensor, route)
+            route = cheapest_route(tensor._spec, route.result.placements)
+        return redistribute_along(tensor, route)
 
     @staticmethod
     def backward(ctx: Ctx, grad: Wrapper) -> tuple[Wrapper, None, None, None]:
         route: Route = ctx.route
         if ctx.backward_dtype is not None and grad._spec.dtype != ctx.backward_dtype:
             grad = cast_dtype(grad, ctx.backward_dtype)
-        back = plan(grad._spec, route.gradient)
+        back = cheapest_route(grad._spec, route.gradient)
         if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
             moved: Wrapper = Redistribute.apply(grad, back, None, None)
         else:
-            moved = follow(grad, back)
+            moved = redistribute_along(grad, back)
         if moved._spec.dtype != route.source.dtype:
             moved = cast_dtype(moved, route.source.dtype)
         return moved, None, None, None

@@ -42,7 +42,7 @@ from dtbench_core.layout.wrapper import (
     wrap,
 )
 from dtbench_core.op_types import Value
-from dtbench_core.redistribute.route import apply, plan
+from dtbench_core.redistribute.routes import cheapest_route, run_route
 from dtbench_core.torch_compat import functionalizing, is_fake, is_functional, share_storage_of, version_of
 
 
@@ -218,7 +218,7 @@ def _gather_again(view: Any) -> None:
     if state_of(origin.owner) is ViewState.STALE:
         _gather_again(origin.owner)
     if gathered.local is not origin.local:
-        gathered.local.copy_(apply(origin.local, plan(origin.spec, gathered.placements)))
+        gathered.local.copy_(run_route(origin.local, cheapest_route(origin.spec, gathered.placements)))
     view._origin = origin._replace(version=version_of(view), writes=view._memory[0].count())
 
 
@@ -231,7 +231,7 @@ def store_to_base(view: Any) -> None:
         owner, _, _, gathered, spec, local = view._origin
         if gathered.local is not local:
             source = spec.with_placements(gathered.placements)
-            local.copy_(apply(gathered.local, plan(source, spec.placements)))
+            local.copy_(run_route(gathered.local, cheapest_route(source, spec.placements)))
             count_for_borrowers(owner)
         view = owner
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dtbench_core.cost import search as cost
 from dtbench_core.cost.mesh_topology import topology_of
+from dtbench_core.cost.redistribution import local_gib, transition_cost
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import (
     REPLICATE,
@@ -138,12 +138,12 @@ def _best(
         if row.inputs == current:
             return row
     topology = topology_of(info.mesh)
-    held_gib = [cost.local_gib(s.shape, s.dtype.itemsize, s.placements, info.sizes) for s in call.inputs]
+    held_gib = [local_gib(s.shape, s.dtype.itemsize, s.placements, info.sizes) for s in call.inputs]
     best, lowest = None, math.inf
     for row in allowed:
         ways = [_by_way_of(have, want, written) for have, want in zip(current, row.inputs, strict=True)]
         price = sum(
-            math.inf if way is None else cost.transition_cost(have, way, gib, topology, mesh_dim)
+            math.inf if way is None else transition_cost(have, way, gib, topology, mesh_dim)
             for have, way, gib in zip(current, ways, held_gib, strict=True)
         )
         if price < lowest:

@@ -21,7 +21,7 @@ from dtbench_core.layout.spec import DTensorSpec, TensorMeta
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.op_types import Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
-from dtbench_core.redistribute.route import placements_of_gradient
+from dtbench_core.redistribute.routes import placements_of_gradient
 from dtbench_core.rules.base import (
     OpCall,
     PlacementRow,

@@ -15,7 +15,7 @@ from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Placeme
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Value
-from dtbench_core.redistribute.route import placements_of_gradient
+from dtbench_core.redistribute.routes import placements_of_gradient
 from dtbench_core.rules.base import OpCall, PlacementRow, along
 
 SUM = Partial("sum")

@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from dtbench_core.op_types import Value
-from dtbench_core.redistribute.route import is_inexact
+from dtbench_core.redistribute.routes import is_inexact
 from dtbench_core.rules.base import aten, decomposition, listed_dims
 from dtbench_core.rules.labels import accurate, is_split, materialised
 

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.layout.placement import Partial, Placement, Shard, splits_evenly
 from dtbench_core.op_types import Call, Value
-from dtbench_core.redistribute.route import is_inexact
+from dtbench_core.redistribute.routes import is_inexact
 from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear_rows, pending_of, rule
 from dtbench_core.rules.labels import SUM, but, moved_rows
 

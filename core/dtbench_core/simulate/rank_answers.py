@@ -28,7 +28,7 @@ from dtbench_core.layout.local_shards import plain_part
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Call
 from dtbench_core.parallel import region
-from dtbench_core.redistribute import route as redistribute
+from dtbench_core.redistribute import routes
 from dtbench_core.runtime import simulation
 from dtbench_core.simulate import c10d_state, dtensor_parts
 from dtbench_core.simulate.group import (
@@ -237,7 +237,7 @@ _ANSWERS: list[tuple[tuple[Any, ...], str, Call]] = [
     ((torch, torch.random, torch.cuda, torch.cuda.random), "get_rng_state", _get_rng_state),
     ((torch, torch.random, torch.cuda, torch.cuda.random), "set_rng_state", _set_rng_state),
     ((random,), "manual_seed", _core_manual_seed),
-    ((spec, redistribute), "local_extents", _rank_by_rank),
+    ((spec, routes), "local_extents", _rank_by_rank),
     ((distribute, random), "part_of", _rank_by_rank),
     ((distribute,), "_sent", _rank_by_rank),
     ((region.TensorParallelRNG,), "draw", _rank_by_rank),
@@ -245,7 +245,7 @@ _ANSWERS: list[tuple[tuple[Any, ...], str, Call]] = [
     ((tensor,), "check_places plain_part agreed_placements checked_over_mesh", _rank_by_rank),
     ((tensor,), "even_layout", _even_layout),
     ((tensor,), "wrapped", _wrapped),
-    ((redistribute,), "_mover", _mover),
+    ((routes,), "_mover", _mover),
 ]
 
 

@@ -21,7 +21,7 @@ from dtbench_core.layout.spec import DTensorSpec, normalize, preserved_stride
 from dtbench_core.layout.wrapper import wrap
 from dtbench_core.op_types import Call
 from dtbench_core.redistribute.movers import padded
-from dtbench_core.redistribute.route import apply, placements_of_gradient, plan
+from dtbench_core.redistribute.routes import cheapest_route, placements_of_gradient, run_route
 from dtbench_core.tensor.dtensor import DTensor
 from dtbench_core.tensor.in_graphs import Described
 from dtbench_core.torch_compat import functorch_level, is_torchs_dtensor, teach_tangents
@@ -82,7 +82,7 @@ def distribute_tensor(
         part = _sent(local, info, values, src_data_rank)
         part = part if spec.row_major else laid_out(part, spec)
     if values != placed:
-        part, spec = apply(part, plan(spec, placed)), spec.with_placements(placed)
+        part, spec = run_route(part, cheapest_route(spec, placed)), spec.with_placements(placed)
     return wrap(DTensor, part, spec, tensor.requires_grad)
 
 

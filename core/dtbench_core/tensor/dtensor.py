@@ -46,9 +46,21 @@ from dtbench_core.layout.shard_layout import (
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
 from dtbench_core.layout.wrapper import Wrapper, data_of, lend, wrap, wrap_shared
 from dtbench_core.op_types import Ctx
-from dtbench_core.redistribute.autograd import Redistribute, cast_dtype, follow, redistribute_tensor
+from dtbench_core.redistribute.autograd import (
+    Redistribute,
+    cast_dtype,
+    redistribute_along,
+    redistribute_tensor,
+)
 from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as, take_memory
-from dtbench_core.redistribute.route import Route, apply, placements_of_gradient, plan, request, requests
+from dtbench_core.redistribute.routes import (
+    Route,
+    cheapest_route,
+    placements_of_gradient,
+    requested_route,
+    requested_routes,
+    run_route,
+)
 from dtbench_core.tensor import checkpoint, in_graphs
 from dtbench_core.tensor.lent_memory import note_lender
 from dtbench_core.tensor.view_methods import straight_methods
@@ -359,9 +371,9 @@ class DTensor(Wrapper):
                 "full_tensor() and distribute_tensor() move between meshes"
             )
         try:  # what `request` finds, without a call
-            route = requests[spec, None if placements is None else tuple(placements)]
+            route = requested_routes[spec, None if placements is None else tuple(placements)]
         except (KeyError, TypeError):
-            route = request(spec, placements)
+            route = requested_route(spec, placements)
         if (
             not route
             and forward_dtype in (None, spec.dtype)
@@ -375,7 +387,7 @@ class DTensor(Wrapper):
         elif forward_dtype is not None and forward_dtype != spec.dtype:
             moved = redistribute_tensor(cast_dtype(self, forward_dtype), route.result.placements)
         else:
-            moved = follow(self, route)
+            moved = redistribute_along(self, route)
         return moved  # type: ignore[no-any-return]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -383,7 +395,7 @@ class DTensor(Wrapper):
         if is_dynamo_compiling():
             return _full_tensor(self, grad_placements=grad_placements)
         compare_move("full_tensor", self)
-        route = request(self._spec, None)
+        route = requested_route(self._spec, None)
         if (torch.is_grad_enabled() and any_requires_grad(self)) or forward_ad._current_level >= 0:
             placed = (
                 None if grad_placements is None else normalize(grad_placements, self.ndim, self._spec.info)
@@ -452,7 +464,7 @@ def _gradient(local: torch.Tensor, info: MeshInfo, placements: Placements, shape
 def _whole(tensor: DTensor, route: Route) -> torch.Tensor:
     """The tensor at the end of its route to Replicate, outside autograd."""
     if route:
-        return apply(tensor._local_tensor, route)
+        return run_route(tensor._local_tensor, route)
     return plain_part(tensor._local_tensor, tensor._spec).clone()  # moved or not, it is nobody else's
 
 
@@ -528,7 +540,7 @@ class FromLocal(AutogradFunction):
         if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
             local = grad.redistribute(placements=ctx.grad_placements).to_local()
         else:
-            local = apply(grad._local_tensor, plan(grad._spec, ctx.grad_placements))
+            local = run_route(grad._local_tensor, cheapest_route(grad._spec, ctx.grad_placements))
         for placement, parts in zip(ctx.spec.placements, ctx.spec.info.sizes, strict=True):
             if placement.is_partial("avg"):
                 local = local / parts  # one of `parts` terms of a mean
@@ -585,13 +597,13 @@ class FullTensor(AutogradFunction):
             gradient = _gradient(grad, spec.info, placed, spec.shape)
             return gradient.redistribute(placements=route.gradient), None, None
         here = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, grad.dtype)
-        back = plan(here, route.gradient)
-        local = apply(grad, back) if back else grad.contiguous()
+        back = cheapest_route(here, route.gradient)
+        local = run_route(grad, back) if back else grad.contiguous()
         return wrap(DTensor, local, back.result), None, None
 
     @staticmethod
     def jvp(ctx: Ctx, tangent: DTensor, *_: object) -> torch.Tensor:
-        return _whole(tangent, request(tangent._spec, None))
+        return _whole(tangent, requested_route(tangent._spec, None))
 
 
 torch.serialization.add_safe_globals([DTensor])

@@ -1,6 +1,6 @@
-"""Moving a tensor from one placement to another: plan(src, dst) -> a route, and apply(route).
+"""Moving a tensor from one placement to another: cheapest_route(src, dst) -> a route, and run_route(route).
 
-A route is the cheapest chain of steps under the cost model in use (cost/search.py searches it, movers.py does
+A route is the cheapest chain of steps under the cost model in use (cost/redistribution.py searches it, movers.py does
 a step, autograd.py brings DTensors along). It depends on specs alone, so that every rank computes the same
 one and it can be cached and printed: `print(plan_of(tensor, placements))`.
 """
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from dtbench_core.cost import search as cost
 from dtbench_core.cost.mesh_topology import topology_of
+from dtbench_core.cost.redistribution import ChainSearch, Transition
 from dtbench_core.cost.ring import LOCAL_COPY_US
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.local_shards import plain_part
@@ -124,12 +124,12 @@ def placements_of_gradient(placements: Placements) -> Placements:
 
 _routes: dict[tuple[DTensorSpec, Placements], Route] = {}
 # By placements as the user writes them; None: all Replicate.
-requests: dict[tuple[DTensorSpec, Placements | None], Route] = {}
+requested_routes: dict[tuple[DTensorSpec, Placements | None], Route] = {}
 on_clear(_routes.clear)
-on_clear(requests.clear)
+on_clear(requested_routes.clear)
 
 
-def plan(src: DTensorSpec, dst: Placements) -> Route:
+def cheapest_route(src: DTensorSpec, dst: Placements) -> Route:
     """The cheapest route from `src` to the placements `dst`; cached.
 
     Raises:
@@ -143,14 +143,14 @@ def plan(src: DTensorSpec, dst: Placements) -> Route:
     return route
 
 
-def request(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
+def requested_route(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
     """The route to placements that a user wrote, checked; cached.
 
     Raises:
         PlacementError: not placements of this tensor, or a Partial that it is not already.
     """
     try:
-        return requests[spec, None if placements is None else tuple(placements)]
+        return requested_routes[spec, None if placements is None else tuple(placements)]
     except (KeyError, TypeError):  # TypeError: no sequence, or no placements, which `normalize` tells
         pass
     placed = normalize(placements, spec.ndim, spec.info, spec.shape)
@@ -160,8 +160,8 @@ def request(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
                 f"redistribute got {describe(placed)} for {spec}, expected Shard or Replicate where the tensor is "
                 "not already that Partial: nothing says which terms the ranks should hold"
             )
-    route = plan(spec, placed)
-    remember(requests, (spec, None if placements is None else tuple(placements)), route)
+    route = cheapest_route(spec, placed)
+    remember(requested_routes, (spec, None if placements is None else tuple(placements)), route)
     return route
 
 
@@ -174,7 +174,7 @@ def plan_of(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | Non
     Raises:
         PlacementError: as redistribute would.
     """
-    return request(tensor if isinstance(tensor, DTensorSpec) else tensor._spec, placements)
+    return requested_route(tensor if isinstance(tensor, DTensorSpec) else tensor._spec, placements)
 
 
 def explain(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | None = None) -> str:
@@ -199,7 +199,7 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
                 f"cannot redistribute {src} to {describe(dst)}: bits are those of whole numbers and booleans; view or "
                 "convert the terms to one of these types"
             )
-    transitions = cost.Search(
+    transitions = ChainSearch(
         src.shape,
         src.dtype.itemsize,
         src.placements,
@@ -216,7 +216,7 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
     return along(src, transitions)
 
 
-def along(src: DTensorSpec, transitions: Sequence[cost.Transition]) -> Route:
+def along(src: DTensorSpec, transitions: Sequence[Transition]) -> Route:
     """The route that takes these transitions, be they the cheapest or not."""
     info = src.info
     coordinate = info.coordinate or (0,) * info.ndim
@@ -260,7 +260,7 @@ def _mover(step: RedistributeStep, spec: DTensorSpec) -> Mover:
     return mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, coordinate))
 
 
-def apply(local: torch.Tensor, route: Route) -> torch.Tensor:
+def run_route(local: torch.Tensor, route: Route) -> torch.Tensor:
     """Runs the route on this rank's shard; every rank of the mesh must call it. Never aliases `local`
     when there is a step."""
     if local.__class__ is not torch.Tensor and route:

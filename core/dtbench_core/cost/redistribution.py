@@ -9,7 +9,7 @@ numbers for 10^9 bytes (the unit of nccl-tests) is a silent error of 7.4 %.
 
 Note [Prices are distances]: a redistribution costs what its cheapest chain of transitions does, so
 going through a third placement never costs less than going straight, and a chain never less than a
-part of it. Both hold because `Search` goes through all chains, not because of the formulas: added up
+part of it. Both hold because `ChainSearch` goes through all chains, not because of the formulas: added up
 dim by dim, those would let Shard -> Replicate -> Shard undercut Shard -> Shard. It holds for steps of
 one mesh dim; several go at once only to the placements at the end, never to some on the way.
 
@@ -119,10 +119,10 @@ class Transition(NamedTuple):
     us: float
 
 
-State = tuple[int, ...]  # per mesh dim an index into `Search.kinds`
+State = tuple[int, ...]  # per mesh dim an index into `ChainSearch.kinds`
 
 
-class Search:
+class ChainSearch:
     """Chains of transitions from the placements `src` to `dst`; A* over the placements of all mesh dims.
 
     Each transition goes from any placement of one mesh dim to Replicate, a Shard, or the Partial that `dst`
@@ -343,7 +343,7 @@ def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> fl
         if then.is_partial() and not now.is_replicate() and now != then:
             return math.inf
     itemsize = _tensor_meta(current_spec).dtype.itemsize
-    chain = Search(current_spec.shape, itemsize, src, dst, topology_of(current_spec.mesh)).cheapest()
+    chain = ChainSearch(current_spec.shape, itemsize, src, dst, topology_of(current_spec.mesh)).cheapest()
     return math.inf if chain is None else sum(step.us for step in chain)
 
 
