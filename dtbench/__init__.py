@@ -14,12 +14,12 @@ from dtbench._version import __version__
 TYPE_CHECKING = False  # `typing` may be hidden by a file of the user, which `cli` names
 if TYPE_CHECKING:
     from dtbench.api import calibrate, compare, load, report, run
-    from dtbench.records.frame import cases_frame, results_frame
+    from dtbench.stats.frame import cases_frame, results_frame
 
 # Public name -> where it stands. Loaded when asked for, so that `import dtbench` is there at once.
 _PUBLIC = {
     **dict.fromkeys(("calibrate", "compare", "load", "report", "run"), "dtbench.api"),
-    **dict.fromkeys(("cases_frame", "results_frame"), "dtbench.records.frame"),
+    **dict.fromkeys(("cases_frame", "results_frame"), "dtbench.stats.frame"),
 }
 
 __all__ = ["__version__", "calibrate", "cases_frame", "compare", "load", "report", "results_frame", "run"]

@@ -19,9 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
+from dtbench.records.result import Header, Result, Run
 from dtbench.records.topology import CalibratedTopology
-from dtbench.suite import Case, Header, Result, Run, Workload
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
+from dtbench.suite import Case, Workload
 from dtbench.suite.suites import Suite
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from dtbench.comparison.runs import Comparison
     from dtbench.engine.ranks import LiveWorld
     from dtbench.engine.sampling import RankGroup
-    from dtbench.records.frame import Runs
+    from dtbench.stats.frame import Runs
 
 Function = Callable[[], object]
 _calls = itertools.count()
@@ -73,7 +74,7 @@ class Results(Run):
         return plot(self.results, suite, y, ax)
 
     def _repr_html_(self) -> str:
-        from dtbench.records.frame import PARAM, results_frame
+        from dtbench.stats.frame import PARAM, results_frame
         from dtbench.text.units import format_bandwidth, format_seconds, format_spread
 
         frame = results_frame(self)
@@ -150,7 +151,7 @@ def compare(base: Runs, new: Runs) -> Comparison:
         UnreadableRunError: a file that is no run.
     """
     from dtbench.comparison import runs as judge
-    from dtbench.records.frame import as_runs
+    from dtbench.stats.frame import as_runs
 
     return judge.compare(as_runs(base), as_runs(new))
 
@@ -165,8 +166,8 @@ def calibrate(runs: Runs, output: str | Path | None = None) -> CalibratedTopolog
         OutputError: the file cannot be written.
     """
     from dtbench.cost.calibration import calibrate as fit
-    from dtbench.records.frame import as_runs
     from dtbench.records.topology import write_topology
+    from dtbench.stats.frame import as_runs
 
     topology = fit(as_runs(runs))
     if output is not None:
@@ -189,8 +190,8 @@ def report(
     Raises:
         UnreadableRunError: a file that is none of these. OutputError: the page cannot be written.
     """
-    from dtbench.records.frame import as_runs
     from dtbench.reporting.html import gather, write_report
+    from dtbench.stats.frame import as_runs
 
     several = [of] if isinstance(of, (Run, str, Path)) else list(of)
     runs = [one for one in several if isinstance(one, Run)]

@@ -95,7 +95,7 @@ def public_systems() -> Iterator[System]:
 
     from dtbench.comparison.references import PublishedCollective, System, read_systems
     from dtbench.cost.plan.machines import built_in, find_machine
-    from dtbench.suite.grouping import group_by
+    from dtbench.grouping import group_by
 
     yield from read_systems()
     # Those that another stands in for, or that differ by software, hold nothing new.

@@ -10,7 +10,7 @@ import click
 
 from dtbench.cli import options
 from dtbench.engine.options import LAUNCH_TIMEOUT_S, parse_duration, split_target
-from dtbench.suite.errors import EXIT_INTERRUPTED, OutputError, complain, plain
+from dtbench.errors import EXIT_INTERRUPTED, OutputError, complain, plain
 
 if TYPE_CHECKING:
     from dtbench.records.gate import Gate

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import click
 
 from dtbench.cli import options
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, complain
-from dtbench.suite.foreign import JOB_FILE, is_profile, looks_like_trace
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, complain
+from dtbench.file_kinds import JOB_FILE, is_profile, looks_like_trace
 from dtbench.suite.suites import read_builtin
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from click.exceptions import Exit
 from click.shell_completion import shell_complete
 
 from dtbench._version import __version__
-from dtbench.machine.limits import refuse_place
-from dtbench.suite.errors import (
+from dtbench.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_OWN_FAULT,
@@ -34,6 +33,7 @@ from dtbench.suite.errors import (
     is_out_of_memory,
     nearest,
 )
+from dtbench.machine.limits import refuse_place
 from dtbench.text.clean import clean_output
 from dtbench.text.masking import mask, mask_arguments
 

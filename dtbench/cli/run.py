@@ -20,7 +20,7 @@ from dtbench.engine.options import (
     parse_sizes,
     split_words,
 )
-from dtbench.suite.errors import UsageError
+from dtbench.errors import UsageError
 from dtbench.suite.suites import read_builtin
 
 _C = TypeVar("_C", bound=Callable[..., object])

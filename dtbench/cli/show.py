@@ -11,8 +11,8 @@ import click
 
 from dtbench.cli import options
 from dtbench.cli.profile import job_in, profile_job
-from dtbench.suite.errors import EXIT_OK
-from dtbench.suite.foreign import is_profile
+from dtbench.errors import EXIT_OK
+from dtbench.file_kinds import is_profile
 
 
 @click.command("show")

@@ -11,9 +11,9 @@ from itertools import islice
 import msgspec
 
 from dtbench.comparison.runs import Comparison
+from dtbench.errors import plain
+from dtbench.grouping import group_by
 from dtbench.records.judged import Change, Judged
-from dtbench.suite.errors import plain
-from dtbench.suite.grouping import group_by
 from dtbench.text.table import TableColumn
 from dtbench.text.terminal import (
     MAX_ROWS,

@@ -16,10 +16,7 @@ from typing import Literal, get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dtbench.records.layout import layout_of
-from dtbench.records.read import BadFieldError, into, read_json
-from dtbench.suite import Result, Run
-from dtbench.suite.errors import (
+from dtbench.errors import (
     EXIT_INCONCLUSIVE,
     EXIT_NOTHING,
     EXIT_OK,
@@ -27,8 +24,11 @@ from dtbench.suite.errors import (
     UnreadableRunError,
     UsageError,
 )
-from dtbench.suite.fields import Positive, Whole
-from dtbench.suite.grouping import group_by
+from dtbench.fields import Positive, Whole
+from dtbench.grouping import group_by
+from dtbench.records.read import BadFieldError, into, read_json
+from dtbench.records.result import Result, Run
+from dtbench.stats.layout import layout_of
 from dtbench.text.names import nearest, words_of
 from dtbench.text.units import format_bandwidth, format_ratio, format_size, plural
 from dtbench_core.cost.ring import busbw_factor

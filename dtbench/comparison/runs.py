@@ -18,8 +18,11 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dtbench import errors
+from dtbench.grouping import group_by
 from dtbench.records.exports import Point, relative
 from dtbench.records.judged import Change, Judged, Verdict
+from dtbench.records.result import CaseKey, Header, Result, Run, estimator_of
 from dtbench.stats import (
     FLOORS,
     LAUNCHES_DIFFER,
@@ -33,8 +36,6 @@ from dtbench.stats import (
     rank_test,
     shares,
 )
-from dtbench.suite import CaseKey, Header, Result, Run, errors, estimator_of
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_change, format_difference, plural
 
 MIN_LAUNCHES = 5

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dtbench.records.result import Run
 from dtbench.stats import drawn_again, interval
-from dtbench.suite import Run
 from dtbench.text.units import format_size
 
 WITHIN = 0.05

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dtbench.engine.progress import about
+from dtbench.grouping import group_by
 from dtbench.machine.limits import usable_cpus
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.suite.grouping import group_by
+from dtbench.grouping import group_by
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -29,10 +29,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, OutputError, UnreadableRunError, complain
+from dtbench.grouping import group_by
+from dtbench.records.result import Result
 from dtbench.records.run import RunWriter, read_run
-from dtbench.suite import Param, Result
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, OutputError, UnreadableRunError, complain
-from dtbench.suite.grouping import group_by
+from dtbench.suite import Param
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -11,12 +11,13 @@ from operator import itemgetter
 from statistics import geometric_mean, median
 
 from dtbench.engine.progress import params_of
-from dtbench.records.layout import crowded
+from dtbench.grouping import group_by
+from dtbench.records.result import Result, Run
 from dtbench.stats import drifts_of, has_drifted
-from dtbench.suite import CHOOSABLE_IMPLS, Param, Result, Run
+from dtbench.stats.dispatch_headline import FEWEST_CASES, SINGLE_OPS, added_times, kind_of
+from dtbench.stats.layout import crowded
+from dtbench.suite import CHOOSABLE_IMPLS, Param
 from dtbench.suite.case import FLOOR
-from dtbench.suite.dispatched import FEWEST_CASES, SINGLE_OPS, added_times, kind_of
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_change, format_seconds, format_spread, plural, significant
 
 # Half of the cases scattering by more than this: the machine was busy with something else.

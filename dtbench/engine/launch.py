@@ -23,11 +23,7 @@ from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.session import Session, run_to_resume, say_complete
 from dtbench.engine.workers import LAUNCHER, answered, ending_signals, how_ended, scratch
-from dtbench.machine.device import choose_device, count_ranks
-from dtbench.machine.limits import refuse_to_start
-from dtbench.records import baselines
-from dtbench.records.atomic import refuse_taken
-from dtbench.suite.errors import (
+from dtbench.errors import (
     EXIT_CASE_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -36,6 +32,10 @@ from dtbench.suite.errors import (
     WorldBrokenError,
     complain,
 )
+from dtbench.machine.device import choose_device, count_ranks
+from dtbench.machine.limits import refuse_to_start
+from dtbench.records import baselines
+from dtbench.records.atomic import refuse_taken
 from dtbench.text.units import plural
 
 # Starts of new ranks in a row without a result, after which it is the machine that fails, not a case.

@@ -21,8 +21,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from dtbench.engine import budget
-from dtbench.suite import CHOOSABLE_IMPLS, Case, DeviceType, Header, Result, ResultKey, RunOptions
-from dtbench.suite.errors import UnknownOptionError, UsageError, describe, nearest, place_in
+from dtbench.errors import UnknownOptionError, UsageError, describe, nearest, place_in
+from dtbench.records.result import Header, Result, ResultKey
+from dtbench.suite import CHOOSABLE_IMPLS, Case, DeviceType, RunOptions
 from dtbench.suite.mesh import Mesh, default_mesh, format_mesh, ranks_of
 from dtbench.suite.suites import Suite, load, no_suite, read_builtin
 from dtbench.text.masking import mask, mask_options

@@ -20,8 +20,8 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.errors import UsageError
 from dtbench.records.atomic import replace_file
-from dtbench.suite.errors import UsageError
 
 LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
 AGAIN = "DTBENCH_AGAIN"  # set where ranks of this launch were lost

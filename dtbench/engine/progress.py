@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from dtbench.suite import STATUSES, Result
+from dtbench.records.result import STATUSES, Result
 from dtbench.text.units import format_bandwidth, format_seconds, format_size, format_spread, plural
 
 # How often it is said how far the run is.

@@ -48,8 +48,7 @@ from dtbench.engine.ranks import (
     store_of,
     unreachable,
 )
-from dtbench.machine.limits import refuse_torch
-from dtbench.suite.errors import (
+from dtbench.errors import (
     EXIT_OK,
     DtbenchError,
     RankMismatchError,
@@ -59,6 +58,7 @@ from dtbench.suite.errors import (
     describe,
     plain,
 )
+from dtbench.machine.limits import refuse_torch
 from dtbench.suite.mesh import Mesh
 from dtbench.text.masking import mask
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from dtbench.engine.failure import FOREVER
 from dtbench.engine.place import RankPlace
+from dtbench.errors import WorldBrokenError
 from dtbench.machine.device import gpus
-from dtbench.suite.errors import WorldBrokenError
 from dtbench.suite.mesh import Mesh, default_mesh
 
 if TYPE_CHECKING:

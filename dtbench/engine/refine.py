@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from dtbench.records.layout import from_last_arrival_s
+from dtbench.records.result import Result
 from dtbench.stats import quantile
-from dtbench.suite import Case, Param, Result, RunOptions
+from dtbench.stats.layout import from_last_arrival_s
+from dtbench.suite import Case, Param, RunOptions
 from dtbench.suite.mesh import groups_in
 
 MISS = math.log(1.10)

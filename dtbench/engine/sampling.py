@@ -24,7 +24,8 @@ from dtbench.engine.clocks import Offset, halfway, lateness_s
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, release_memory, to_result
 from dtbench.engine.options import Task
-from dtbench.suite import Case, Result, Status
+from dtbench.records.result import Result, Status
+from dtbench.suite import Case
 from dtbench.suite.case import Instrument
 from dtbench.suite.suites import World
 

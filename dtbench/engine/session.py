@@ -33,12 +33,13 @@ from dtbench.engine.progress import Progress, say, summary_of
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.ranks import AloneRanks, backend_of, simulated_world
 from dtbench.engine.sampling import Budget, Instruments, RankGroup, TaskSweep, budget_of
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
 from dtbench.machine import provenance as machine
 from dtbench.machine.device import choose_device, is_gpu
 from dtbench.records import baselines
+from dtbench.records.result import Result, Run
 from dtbench.records.run import RunWriter, read_run
-from dtbench.suite import Param, Result, Run
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
+from dtbench.suite import Param
 from dtbench.suite.mesh import format_mesh
 from dtbench.text.masking import mask_arguments
 from dtbench.text.units import plural

@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtbench.engine.workers import scratch
+from dtbench.errors import ArmError, UsageError, last_line, plain
+from dtbench.file_kinds import refuse_job
 from dtbench.gate.benchmark import Selection
 from dtbench.machine.git import run_git
-from dtbench.suite.errors import ArmError, UsageError, last_line, plain
-from dtbench.suite.foreign import refuse_job
 from dtbench.text.masking import mask, mask_options
 
 _GIT_TIMEOUT_S = 300.0

@@ -8,7 +8,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from dtbench.suite import CaseKey, RunOptions
+from dtbench.records.result import CaseKey
+from dtbench.suite import RunOptions
 
 Key = CaseKey
 

@@ -16,7 +16,8 @@ from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measu
 from dtbench.engine.options import Task
 from dtbench.gate.benchmark import CALL_S
 from dtbench.gate.sampler import warm_up_calls
-from dtbench.suite import Result, World
+from dtbench.records.result import Result
+from dtbench.suite import World
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

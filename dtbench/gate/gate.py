@@ -16,6 +16,7 @@ import msgspec
 from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunRequest
 from dtbench.engine.place import find_place
 from dtbench.engine.progress import about, say_if_slow
+from dtbench.errors import OutputError, UsageError
 from dtbench.gate import control, outputs
 from dtbench.gate.arms import Arm, check_text, open_arms
 from dtbench.gate.benchmark import Benchmark, Key, Selection
@@ -28,7 +29,6 @@ from dtbench.records.atomic import write_atomically
 from dtbench.records.gate import ArmRecord, Gate, text_of
 from dtbench.records.judged import Judged, Verdict
 from dtbench.suite import CHOOSABLE_IMPLS, RunOptions
-from dtbench.suite.errors import OutputError, UsageError
 from dtbench.suite.mesh import Mesh, ranks_of
 from dtbench.text.units import plural
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from dtbench.errors import OutputError
 from dtbench.records.gate import Gate
 from dtbench.records.history import HistoryLine, read_history
-from dtbench.suite.errors import OutputError
 
 
 def history_file(folder: Path) -> Path:

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dtbench.errors import ArmError, DtbenchError
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import CALL_S, Benchmark, Key, Listing, Order, Selection
 from dtbench.gate.process import LATE, LaunchProcess, Round, await_ready, run_ranks, take_turns
 from dtbench.gate.schedule import ArmName, LaunchTimes, OutOfTimeError
+from dtbench.records.result import Result
 from dtbench.records.run import read_run
-from dtbench.suite import Result, RunOptions
-from dtbench.suite.errors import ArmError, DtbenchError
+from dtbench.suite import RunOptions
 from dtbench.suite.mesh import format_mesh
 
 # A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.

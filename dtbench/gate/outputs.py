@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dtbench.errors import plain
 from dtbench.gate.verdict import words_of
 from dtbench.records.exports import Point, relative
 from dtbench.records.gate import Gate
 from dtbench.records.judged import Judged, Verdict
-from dtbench.suite.errors import plain
 from dtbench.text import junit as xml
 from dtbench.text import markdown as md
 from dtbench.text.units import NO_INTERVAL, format_seconds

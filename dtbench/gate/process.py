@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from dtbench.engine.workers import StartedProgram, hand_over, how_ended, left_s
+from dtbench.errors import last_line, plain
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import Key, Listing, Order
 from dtbench.gate.loader import ENDED, GO, LISTING, NOW, READY, RESULT, LaunchRequest
-from dtbench.suite import Result
-from dtbench.suite.errors import last_line, plain
+from dtbench.records.result import Result
 
 # What belongs to the job that the gate runs in, not to a launch.
 _OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -18,7 +18,8 @@ from dtbench.engine.clock import Clock
 from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, to_result
 from dtbench.engine.options import Task
 from dtbench.gate.benchmark import label_of
-from dtbench.suite import Case, Result, World
+from dtbench.records.result import Result
+from dtbench.suite import Case, World
 from dtbench.suite.case import Instrument
 
 SAMPLES, FEWEST_SAMPLES = 20, 10

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from dtbench import errors
 from dtbench.gate.benchmark import Benchmark
 from dtbench.records.gate import GateCode, Trust
 from dtbench.records.judged import Change, Counts, Judged, Verdict
 from dtbench.stats import FLOORS, MAX_P, Effect, drifts_of, smallest_change
-from dtbench.suite import errors
 from dtbench.text.units import format_change
 
 # What a screen lets pass: three quarters of the change that matters, 1.5% where that is 2%.

@@ -16,11 +16,12 @@ from datetime import UTC, datetime
 import msgspec
 
 from dtbench._version import __version__
+from dtbench.errors import UsageError
+from dtbench.grouping import group_by
 from dtbench.importers.model import IN_PLACE, Log, LogFigure, LogRow, LogTable
+from dtbench.records.result import SCHEMA, Gpu, Header, ImportedLog, Machine, MeshShape, RankFacts, Result
 from dtbench.stats import summarize
-from dtbench.suite import SCHEMA, Gpu, Header, ImportedLog, Machine, MeshShape, Param, RankFacts, Result
-from dtbench.suite.errors import UsageError
-from dtbench.suite.grouping import group_by
+from dtbench.suite import Param
 from dtbench.suite.mesh import Mesh, format_mesh, ranks_of
 from dtbench.text.masking import mask_arguments
 from dtbench.text.units import plural

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UnreadableRunError, UsageError, plain
 from dtbench.importers import checks, convert, json_logs, nccl_text, other_tools
 from dtbench.importers.model import COLLECTIVES, Log, LogTable, Problem
 from dtbench.importers.text import without_container
-from dtbench.records.drops import drops_of
 from dtbench.records.read import read_bytes
+from dtbench.records.result import Result
 from dtbench.records.run import RunWriter, without_collecting
-from dtbench.suite import Result
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, UnreadableRunError, UsageError, plain
+from dtbench.stats.drops import drops_of
 from dtbench.suite.mesh import Mesh
 
 # How many problems of one log are spelled out.

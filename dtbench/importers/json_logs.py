@@ -10,13 +10,13 @@ from typing import Literal
 
 from msgspec import Struct
 
+from dtbench.errors import UnreadableRunError
+from dtbench.fields import Count
 from dtbench.importers.columns import figure_of, is_whole
 from dtbench.importers.model import DTYPES, ListedRank, Log, LogFigure, LogRow, LogTable, Problem
 from dtbench.importers.nccl_text import library_version, name_table
 from dtbench.importers.text import pattern
 from dtbench.records.read import BadFieldError, decode, into
-from dtbench.suite.errors import UnreadableRunError
-from dtbench.suite.fields import Count
 
 # A number, or the text that the tool prints for one that it does not have: "nan", "N/A".
 Shown = float | str | None

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
+from dtbench.errors import UsageError
 from dtbench.suite import DeviceType
-from dtbench.suite.errors import UsageError
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import resource
 import socket
 from pathlib import Path
 
-from dtbench.suite.errors import UsageError
+from dtbench.errors import UsageError
 
 # A launcher, and a process of two ranks, opened 34 files; each further rank costs the launcher and its peers some.
 _FILES, _FILES_PER_RANK = 32, 8

@@ -30,9 +30,20 @@ from dtbench.machine.device import REHEARSAL, Nvml
 from dtbench.machine.device import gpus as gpus_of_torch
 from dtbench.machine.git import run_git
 from dtbench.machine.limits import usable_cpus
-from dtbench.suite import SCHEMA, Gpu, Header, Machine, MeshShape, RankFacts, RunOptions
+from dtbench.records.result import (
+    SCHEMA,
+    Checkout,
+    Checkouts,
+    Cpu,
+    Gpu,
+    Header,
+    Machine,
+    MeshShape,
+    NvLinks,
+    RankFacts,
+)
+from dtbench.suite import RunOptions
 from dtbench.suite.mesh import Mesh
-from dtbench.suite.result import Checkout, Checkouts, Cpu, NvLinks
 from dtbench.text.masking import is_secret, mask, mask_arguments, mask_options
 
 # Whole families whose members tune transport, threads or the process group.

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from dtbench.grouping import group_by
 from dtbench.stats import hodges_lehmann_ratio, order_statistic, rank_test
-from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Mesh, groups_by_dim
 
 Pair = tuple[int, int]

@@ -20,6 +20,16 @@ from dtbench.engine.place import RankPlace, find_place
 from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import LaunchedRank, quiet_torch
 from dtbench.engine.ranks import backend_of
+from dtbench.errors import (
+    EXIT_INCONCLUSIVE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_REGRESSION,
+    UsageError,
+    complain,
+    plain,
+)
+from dtbench.grouping import group_by
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.preflight.examine import (
     LEVEL,
@@ -34,16 +44,6 @@ from dtbench.preflight.examine import (
     examine,
 )
 from dtbench.records.topology import CalibratedTopology, read_topology
-from dtbench.suite.errors import (
-    EXIT_INCONCLUSIVE,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_REGRESSION,
-    UsageError,
-    complain,
-    plain,
-)
-from dtbench.suite.grouping import group_by
 from dtbench.suite.mesh import Mesh
 from dtbench.text.terminal import new_console, print_columns, print_json, print_line
 from dtbench.text.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, plural

@@ -11,6 +11,9 @@ from statistics import fmean, median
 import numpy as np
 from msgspec.structs import asdict
 
+from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.file_kinds import JOB_FILE
+from dtbench.grouping import group_by
 from dtbench.profile.communication import UNKNOWN, Call, ProcessGroup, busbw_of, whole
 from dtbench.profile.intervals import Intervals, difference, intervals, length, shares, union, within
 from dtbench.profile.kineto import told
@@ -19,9 +22,6 @@ from dtbench.profile.steps import Steps, outlying_first, whole_steps
 from dtbench.profile.together import Together, bring_together
 from dtbench.records.job import CallKind, Collective, DimParts, Job, Lane, RankJob, StepParts
 from dtbench.records.read import BadFieldError, into, read_json
-from dtbench.suite.errors import UnreadableRunError, UsageError
-from dtbench.suite.foreign import JOB_FILE
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, plural
 
 _MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all

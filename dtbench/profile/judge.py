@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from dtbench.comparison.references import System
 from dtbench.comparison.runs import MIN_LAUNCHES, ONE_LAUNCH, judge_launches
 from dtbench.cost.price import estimate
+from dtbench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
+from dtbench.grouping import group_by
 from dtbench.records.job import CallKind, Job
 from dtbench.records.judged import Verdict
 from dtbench.records.judged_job import CallChange, Judgement, LateRank, LinkRow, TimeChange, Worth
 from dtbench.records.topology import CalibratedTopology
-from dtbench.suite.errors import EXIT_OK, EXIT_REGRESSION, UsageError
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_size
 from dtbench_core.cost.ring import RING_COLLECTIVES, busbw_factor
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from dtbench.suite.errors import UnreadableRunError, plain
+from dtbench.errors import UnreadableRunError, plain
 
 PIECE = 4 * 2**20  # bytes read at a time
 # One event of more is none; a whole trace of more is refused: a gzip of a MB can hold a GB of zeros.

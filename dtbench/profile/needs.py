@@ -8,10 +8,10 @@ from dtbench.cost.plan.machines import find_machine
 from dtbench.cost.plan.models import find_model
 from dtbench.cost.plan.step import bytes_per_step
 from dtbench.cost.plan.training import TrainingJob, TrainingLayout
+from dtbench.errors import UsageError
+from dtbench.grouping import group_by
 from dtbench.records.job import Job
 from dtbench.records.judged_job import Needed
-from dtbench.suite.errors import UsageError
-from dtbench.suite.grouping import group_by
 
 # What programs call mesh dims -> what plan calls them; of these two the layout has one alone more often than not.
 _ROLES = {

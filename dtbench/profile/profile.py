@@ -20,13 +20,13 @@ from dtbench.engine.place import OUTPUT, find_place
 from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.ranks import SIMULATED_RANKS
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.profile.text import SPEEDSCOPE, PrintJob, speedscope, stage_tables, write_profile
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import Calls, CallStages
 from dtbench.suite import DeviceType
 from dtbench.suite.case import FLOOR
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.text.units import plural
 
 # A profile is read case by case; each takes seconds to measure and some hundred events to draw.

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dtbench.errors import UnreadableRunError
+from dtbench.grouping import group_by
 from dtbench.profile import communication as comm
 from dtbench.profile.communication import Call, ProcessGroup
 from dtbench.profile.intervals import Intervals, intervals, union
 from dtbench.profile.kernel_names import COMPUTES, MAY_COMMUNICATE, function_of, kernel_collective
 from dtbench.profile.kineto import Args, Event, Trace, args_of, told
 from dtbench.profile.steps import Steps, steps_of
-from dtbench.suite.errors import UnreadableRunError
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds
 
 # What events are, by their category: kernel, copy, launch, op, mark (on a GPU's stream), trace. Older traces begin them

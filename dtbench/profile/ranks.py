@@ -19,6 +19,7 @@ from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.ranks import LiveWorld, backend_of
 from dtbench.engine.sampling import CollectiveSchedule
 from dtbench.engine.workers import scratch
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
 from dtbench.machine.device import choose_device, gpus
 from dtbench.profile.communication import Call
 from dtbench.profile.job import job_of
@@ -28,7 +29,6 @@ from dtbench.profile.text import PrintJob, section_tables, write_profile
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import RanksProfile, Section
 from dtbench.suite import DeviceType
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
 from dtbench.suite.mesh import Mesh, format_mesh
 from dtbench.text.units import plural
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtbench.suite.errors import UsageError
+from dtbench.errors import UsageError
 
 # Communicators, compilation and DDP's buckets come in the first steps; what is left serves a script of 20.
 WARMUP, STEPS = 5, 3

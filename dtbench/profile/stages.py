@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dtbench.grouping import in_order
 from dtbench.records.profile import CallStages, Stage
 from dtbench.suite import STAGES
-from dtbench.suite.grouping import in_order
 
 # The fitted cost of recording may be so many times the calibrated one: beyond that something else than
 # recording was slow, and the difference is left unattributed.

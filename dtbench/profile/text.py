@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 
 from dtbench.engine.progress import say
+from dtbench.grouping import group_by, in_order
 from dtbench.profile.judge import judged
 from dtbench.records.atomic import write_folder
 from dtbench.records.job import Job
 from dtbench.records.judged_job import Judgement
 from dtbench.records.profile import Calls, CallStages, RanksProfile, Section
 from dtbench.suite import STAGES
-from dtbench.suite.grouping import group_by, in_order
 from dtbench.text.units import plural, significant
 
 PrintJob = Callable[[Job, Judgement], None]

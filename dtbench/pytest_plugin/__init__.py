@@ -116,8 +116,8 @@ def _holds_suites(config: pytest.Config, path: Path) -> bool:
 
 def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
     from dtbench.engine.options import list_tasks
+    from dtbench.errors import DtbenchError
     from dtbench.pytest_plugin.measure import live_of, test_of
-    from dtbench.suite.errors import DtbenchError
 
     if not collector.config.pluginmanager.hasplugin("benchmark"):
         what = f"the suite {suite.name} is measured with pytest-benchmark"

@@ -21,8 +21,8 @@ from dtbench.engine.place import RankPlace, find_place
 from dtbench.engine.rank import LaunchedRank, quiet_torch
 from dtbench.engine.ranks import AloneRanks, LiveWorld, device_of, simulated_world, world_of_one
 from dtbench.engine.sampling import CollectiveSchedule, RankGroup
+from dtbench.errors import UsageError, complain
 from dtbench.machine.device import DEFAULT_CPU_RANKS, choose_device
-from dtbench.suite.errors import UsageError, complain
 from dtbench.suite.mesh import parse_mesh
 from dtbench.suite.suites import Suite
 

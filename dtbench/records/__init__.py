@@ -1,1 +1,1 @@
-"""Every file that dtbench reads or writes: runs, topologies, data frames, atomic writing."""
+"""The files that dtbench reads and writes, one struct each: runs, topologies, gates, histories, profiles."""

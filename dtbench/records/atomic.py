@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dtbench.suite.errors import OutputError, plain
+from dtbench.errors import OutputError, plain
 
 # How much of an existing file is read to tell whose it is.
 HEAD_BYTES = 4096

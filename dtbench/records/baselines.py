@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from dtbench.errors import OutputError, UsageError
 from dtbench.records.atomic import replace_file
-from dtbench.suite.errors import OutputError, UsageError
 
 FOLDER = Path(".dtbench", "baselines")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

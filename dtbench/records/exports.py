@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from dtbench.errors import plain
+from dtbench.grouping import group_by
 from dtbench.records.atomic import write_atomically
 from dtbench.records.judged import Judged
-from dtbench.suite import CaseKey, Run
-from dtbench.suite.errors import plain
-from dtbench.suite.grouping import group_by
+from dtbench.records.result import CaseKey, Run
 from dtbench.text.units import interval_or_none
 
 # https://bencher.dev/docs/reference/bencher-metric-format: longer names are refused.

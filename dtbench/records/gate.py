@@ -8,9 +8,10 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from dtbench import errors
+from dtbench.fields import Amount, Count
 from dtbench.records.judged import Judged, Verdict
-from dtbench.suite import IMPL_WORDS, errors
-from dtbench.suite.fields import Amount, Count
+from dtbench.suite import IMPL_WORDS
 
 GateCode = Literal[0, 1, 3, 4, 5]
 

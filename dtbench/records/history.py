@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from dtbench.errors import UnreadableRunError
 from dtbench.records.read import BadFieldError, decode, into, read_lines, shown
-from dtbench.suite.errors import UnreadableRunError
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 16 * 2**20

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from dtbench.suite.fields import Amount, Count, Real
+from dtbench.fields import Amount, Count, Real
 from dtbench.text.units import format_size
 
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 from msgspec import Struct
 
+from dtbench.fields import Amount, Count
 from dtbench.records.job import CallKind
 from dtbench.records.judged import Change, Verdict
-from dtbench.suite.fields import Amount, Count
 from dtbench.text.units import format_bytes, format_ratio, format_seconds, format_size
 
 

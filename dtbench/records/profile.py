@@ -7,8 +7,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
+from dtbench.fields import Amount, Count, Real, Time
 from dtbench.records.job import Job
-from dtbench.suite.fields import Amount, Count, Real, Time
 from dtbench.text.units import significant
 
 # The change that counts elsewhere (`stats.MIN_CHANGE`); and a CPU's share for calls beside the kernel's own work.

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from dtbench.suite.errors import UnreadableRunError, plain
-from dtbench.suite.foreign import refuse_job
+from dtbench.errors import UnreadableRunError, plain
+from dtbench.file_kinds import refuse_job
 
 _T = TypeVar("_T")
 _Json = Any  # what stands in a file, before it is checked

@@ -1,110 +1,250 @@
-"""A result's line in a run file: read, and checked against itself."""
+"""What comes out of a measurement: result, run and the facts of a run's header, as run files hold them.
+
+Units stand in the names: `time_s` seconds, `size_bytes` bytes, `algbw_Bps` bytes per second.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dtbench.records.read import BadFieldError, decode, field_fault, shown
-from dtbench.stats import SHARES, figures_of
-from dtbench.suite import Param, Result, Timing
+from dtbench.fields import MAX_INT, Amount, Count, Name, Whole
+from dtbench.records.timing import Timing
+from dtbench.suite.case import Case, ClockKind, Estimator, Param
+from dtbench.suite.mesh import MAX_RANKS
 
-# Params that a suite got later, and what its results meant before: old files have the keys of new ones.
-_LATER_PARAMS: dict[str, dict[str, Param]] = {"redistribute": {"groups": "together", "mode": "isolated"}}
-_USUAL_RANKS = frozenset(map(str, range(4096)))
-_MAX_RANK_DIGITS = 18
-# Written by other programs too, which may round.
-_SAME, _SAME_S = 1e-6, 1e-15
-
-_decoder = msgspec.json.Decoder(Result)
+SCHEMA = 1
+_ReadInt = Annotated[int, msgspec.Meta(ge=-MAX_INT, le=MAX_INT)]
+_ReadParam = str | bool | float | _ReadInt
+Status = Literal["ok", "failed", "skipped", "wrong"]
+STATUSES: tuple[Status, ...] = ("ok", "failed", "skipped", "wrong")
 
 
-def result_in(data: bytes) -> Result | None:
-    """The result in a line of a run file; None where the line is of another kind. Unknown fields are ignored.
+CaseKey = tuple[str, str, str, tuple[tuple[str, Param], ...]]
+ResultKey = tuple[str, str, str, tuple[tuple[str, Param], ...], int]
 
-    Raises:
-        BadFieldError: no JSON object; a field that is missing, of the wrong type or out of range; figures that do not
-            agree with each other.
+
+class Result(msgspec.Struct, frozen=True, tag_field="kind", tag="result"):
+    """One impl of one case in one launch: a line of the run file.
+
+    samples_s: per sample, the max over the participating ranks. rank_samples_s: rank (as text) ->
+    that rank's own samples; rank_arrivals_s: how much later than the first rank it began each of them,
+    per call as the samples are, empty where no common clock tells; `arrival_error_s` of the counters says how far off
+    that may be where clocks were compared: a GPU's and the host's, or those of two hosts. rank: the
+    rank that failed, where one did. algbw_Bps, busbw_Bps: of the estimate (`estimator_of`).
     """
-    try:
-        result = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        if decode(data).get("kind") != "result" or not isinstance(error, msgspec.ValidationError):
+
+    suite: Name
+    name: Name
+    impl: Name
+    params: Mapping[str, _ReadParam]
+    status: Status
+    reason: str = ""
+    rank: Count | None = None
+    size_bytes: Count | None = None
+    time_s: Timing | None = None
+    samples_s: tuple[Amount, ...] = ()
+    rank_samples_s: Mapping[str, tuple[Amount, ...]] = {}
+    rank_arrivals_s: Mapping[str, tuple[Amount, ...]] = {}
+    algbw_Bps: Amount | None = None  # noqa: N815 - bytes per second, as the file spells it
+    busbw_Bps: Amount | None = None  # noqa: N815
+    counters: Mapping[str, _ReadInt | float] = {}
+    launch: Count = 0
+    clock: ClockKind = "device"
+
+    @property
+    def estimate_s(self) -> float | None:
+        """The time that stands for this launch: the order statistic that `estimator_of` names."""
+        return None if self.time_s is None else float(getattr(self.time_s, estimator_of(self)))
+
+    @property
+    def spread(self) -> float | None:
+        """How far the samples' upper quartile lies above `estimate_s`, as a share of it: three quarters of the samples
+        took no longer. None without a time, of 0 s or of one sample, as a log has."""
+        time_s, estimate_s = self.time_s, self.estimate_s
+        if time_s is None or time_s.n < 2 or not estimate_s:
             return None
-        raise BadFieldError(field_fault(error)) from error
-    # As text it stands in no line without the field: the quotes inside of strings are escaped.
-    if b'"clock"' not in data:
-        return _before_clocks(result)
-    _check(result, result.estimate_s)
-    return result
+        return max(time_s.p75 / estimate_s - 1, 0.0)
+
+    @property
+    def case_key(self) -> CaseKey:
+        """Names the case and impl across launches and runs."""
+        return (self.suite, self.name, self.impl, tuple(sorted(self.params.items())))
+
+    @property
+    def key(self) -> ResultKey:
+        """Names the result within a run."""
+        return (*self.case_key, self.launch)
+
+    def without_samples(self) -> Result:
+        """With its statistics alone."""
+        return msgspec.structs.replace(self, samples_s=(), rank_samples_s={}, rank_arrivals_s={})
 
 
-def _before_clocks(result: Result) -> Result:
-    """Files that do not say the clock: `dispatch` alone timed the host, and bandwidths are of the median."""
-    result = msgspec.structs.replace(
-        result,
-        params={**_LATER_PARAMS.get(result.suite, {}), **result.params},
-        clock="host" if result.suite == "dispatch" else "device",
-    )
-    _check(result, None if result.time_s is None else result.time_s.median)
-    if result.time_s is None or not result.estimate_s:
-        return result
-    faster = result.time_s.median / result.estimate_s
-    return msgspec.structs.replace(
-        result,
-        algbw_Bps=result.algbw_Bps and result.algbw_Bps * faster,
-        busbw_Bps=result.busbw_Bps and result.busbw_Bps * faster,
-    )
+def estimator_of(of: Case | Result) -> Estimator:
+    """Which order statistic is the estimate of a launch: a steady one, never the mean.
+
+    The minimum is the steadiest for a host latency, whose noise only adds; a collective's fastest
+    call is a lucky meeting of ranks, so the lower quartile stands for work on a device or between ranks.
+    """
+    return "min" if of.clock == "host" else "p25"
 
 
-def _check(result: Result, seconds: float | None) -> None:
-    """Whether its figures agree with each other. seconds: what the bandwidths are of."""
-    _check_ranks("rank_samples_s", result.rank_samples_s)
-    _check_ranks("rank_arrivals_s", result.rank_arrivals_s)
-    if result.time_s is not None:
-        _check_order(result.time_s)
-        _check_samples(result.time_s, result.samples_s)
-    _check_bandwidths(result, seconds)
+class Checkout(msgspec.Struct, frozen=True, kw_only=True):
+    """A git checkout: its commit, and whether tracked files differ from it."""
+
+    commit: str | None = None
+    dirty: bool | None = None
 
 
-def _check_ranks(name: str, by_rank: Mapping[str, object]) -> None:
-    """Not by the pattern of a type: to match one for each rank of each line would take longer than all else."""
-    for rank in () if _USUAL_RANKS.issuperset(by_rank) else by_rank:
-        if not (rank.isascii() and rank.isdecimal() and len(rank) <= _MAX_RANK_DIGITS):
-            raise BadFieldError(f"{name} has the key {shown(rank)}, expected a rank")
+class Checkouts(Checkout, frozen=True, kw_only=True):
+    """The checkout that the run was started in, and that of dtbench; None where it was installed."""
+
+    dtbench: Checkout | None = None
 
 
-def _check_order(time: Timing) -> None:
-    if not time.min <= time.p25 <= time.median <= time.p75 <= time.p95 <= time.max:
-        raise BadFieldError(f"time_s is not in order: expected {' <= '.join(SHARES)}")
-    # The mean of equal numbers may round to just beside them.
-    if not time.min * (1 - 1e-9) <= time.mean <= time.max * (1 + 1e-9):
-        raise BadFieldError(f"time_s.mean is {time.mean!r}, expected it between min and max")
+class Cpu(msgspec.Struct, frozen=True, kw_only=True):
+    """cores: logical, physical, and those that the run might use."""
+
+    model: str | None = None
+    logical_cores: Count | None = None
+    physical_cores: Count | None = None
+    usable_cores: Count | None = None
+    governor: str | None = None
+    numa_nodes: Count | None = None
 
 
-def _check_samples(time: Timing, samples_s: Sequence[float]) -> None:
-    """Whether the statistics are those of the samples, where the file holds them."""
-    if not samples_s:
-        return
-    if len(samples_s) != time.n:
-        raise BadFieldError(f"time_s.n is {time.n}, but there are {len(samples_s)} samples_s")
-    got, expected = [time.min, time.p25, time.median, time.p75, time.p95, time.max], figures_of(samples_s)
-    for figures in zip(SHARES, got, expected, strict=True) if got != expected else ():
-        _expect("time_s.", *figures, "by samples_s")
-    _expect("time_s.", "mean", time.mean, math.fsum(samples_s) / time.n, "by samples_s")
+class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
+    """The links of a GPU and how many of them are up; version: as NVML numbers it."""
+
+    links: Count = 0
+    active_links: Count = 0
+    version: int | None = None
 
 
-def _check_bandwidths(result: Result, seconds: float | None) -> None:
-    """Whether algbw is size over time; busbw is up to twice that (all_reduce among many ranks)."""
-    algbw, busbw = result.algbw_Bps, result.busbw_Bps
-    if algbw is not None and result.size_bytes is not None and seconds:
-        _expect("", "algbw_Bps", algbw, result.size_bytes / seconds, "by size_bytes and time_s")
-    if busbw is not None and (algbw is None or busbw > 2 * algbw):
-        raise BadFieldError(f"busbw_Bps is {busbw!r}, expected at most 2 x algbw_Bps, which is {algbw!r}")
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU as NVML describes it."""
+
+    index: Count | None = None
+    name: str | None = None
+    memory_bytes: Count | None = None
+    sm_clock_MHz: int | float | None = None  # noqa: N815 - as the file spells it
+    sm_clock_max_MHz: int | float | None = None  # noqa: N815
+    memory_clock_MHz: int | float | None = None  # noqa: N815
+    memory_clock_max_MHz: int | float | None = None  # noqa: N815
+    power_limit_W: int | float | None = None  # noqa: N815
+    persistence: bool | None = None
+    mig: bool | None = None
+    nvlink: NvLinks | None = None
 
 
-def _expect(of: str, name: str, got: float, expected: float, why: str) -> None:
-    if got != expected and not math.isclose(got, expected, rel_tol=_SAME, abs_tol=_SAME_S):
-        raise BadFieldError(f"{of}{name} is {got!r}, expected {expected!r} {why}")
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """The host of rank 0."""
+
+    cpu: Cpu = Cpu()
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    memory_bytes: Count | None = None
+    system: str | None = None
+
+
+class NvLinkPeers(msgspec.Struct, frozen=True, kw_only=True):
+    """What the links of a rank's GPU lead to: links by the PCI bus id of the neighbour, links to switches."""
+
+    neighbours: dict[str, Whole]
+    switch_links: Count
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank ran. boot_id names the running kernel: it tells hosts of one name apart."""
+
+    rank: Count
+    host: str | None = None
+    boot_id: str | None = None
+    local_rank: Count | None = None
+    device: str | None = None
+    pid: Count | None = None
+    numa_nodes: tuple[Count, ...] | None = None
+    interface: str | None = None
+    pci_bus_id: str | None = None
+    device_numa_node: Count | None = None
+    nvlink: NvLinkPeers | None = None
+
+    @property
+    def node(self) -> tuple[str | None, str | None]:
+        """What is the same for two ranks of one host alone: nodes may share a name such as localhost."""
+        return self.host, self.boot_id
+
+
+class MeshShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The names of the mesh dims and their sizes, outermost first."""
+
+    dim_names: tuple[str, ...]
+    shape: tuple[Whole, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.dim_names) != len(self.shape):
+            raise ValueError(f"dim_names has {len(self.dim_names)} names for {len(self.shape)} dims")
+        ranks = 1  # readers go through them one by one
+        for size in self.shape:
+            ranks *= size
+            if ranks > MAX_RANKS:
+                raise ValueError(f"shape is of more ranks than the {MAX_RANKS} that are expected at most")
+
+
+class ImportedLog(msgspec.Struct, frozen=True, kw_only=True):
+    """A log of another tool that results were taken from. aside: columns that were not read, with some of what they
+    hold."""
+
+    file: str
+    sha256: str
+    format: str
+    tables: Count
+    rows: Count
+    started: str | None = None
+    aside: Mapping[str, tuple[str, ...]] = {}
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line of a run file: how it was measured. plan: the options of the run, as `RunOptions` has them."""
+
+    kind: Literal["run"] = "run"
+    schema: Whole
+    run_id: Name
+    started: str = ""
+    argv: tuple[str, ...] = ()
+    versions: dict[str, str | None] = {}
+    git: Checkouts = Checkouts()
+    machine: Machine = Machine()
+    ranks: tuple[RankFacts, ...] = ()
+    mesh: MeshShape = MeshShape(dim_names=(), shape=())
+    env: dict[str, str] = {}
+    plan: dict[str, Any] = {}
+    suites: tuple[str, ...] = ()
+    launches: Whole = 1
+    imported: tuple[ImportedLog, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run file, read. `complete` is whether its end line is there."""
+
+    path: Path
+    header: Header
+    results: tuple[Result, ...]
+    complete: bool
+
+    def by_one_process(self, suite: str) -> bool:
+        """Whether a single rank of several measured the suite, as where the others are simulated: the run's ranks and
+        mesh are then not the suite's."""
+        timed = [r for r in self.results if r.suite == suite and r.samples_s]
+        several = len(self.header.ranks) > 1 and not self.header.imported
+        return several and bool(timed) and not any(r.rank_samples_s for r in timed)
+
+    def ok(self, suite: str) -> list[Result]:
+        """The suite's results that hold a time one may believe."""
+        return [r for r in self.results if r.suite == suite and r.status == "ok" and r.time_s is not None]

@@ -24,12 +24,12 @@ from typing import Any, Self
 
 import msgspec
 
+from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.read import BadFieldError, decode, into, read_lines, shown
-from dtbench.records.result import result_in
-from dtbench.suite import SCHEMA, STATUSES, Header, Result, ResultKey, Run
+from dtbench.records.result import SCHEMA, STATUSES, Header, Result, ResultKey, Run
+from dtbench.records.result_checks import result_in
 from dtbench.suite.case import FLOOR, WHOLE
-from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 
 # A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
 # these limits a file is not a run, and reading it would only fill the memory.

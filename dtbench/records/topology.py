@@ -14,12 +14,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct, structs
 
+from dtbench.errors import UnreadableRunError
+from dtbench.fields import MAX_INT, MAX_NUMBER, Amount, Count, Positive, Whole
 from dtbench.records.atomic import write_atomically
-from dtbench.records.drops import BandwidthDrop
 from dtbench.records.read import BadFieldError, into, read_json, shown
-from dtbench.suite import MeshShape
-from dtbench.suite.errors import UnreadableRunError
-from dtbench.suite.fields import MAX_INT, MAX_NUMBER, Amount, Count, Positive, Whole
+from dtbench.records.result import MeshShape
+from dtbench.text.units import format_bandwidth, format_size
 from dtbench_core.cost.curve import Curve
 
 SCHEMA = 2
@@ -38,6 +38,31 @@ FORMULA = (
 )
 FORMULA_OF_A_LINE = "time_us = alpha_us + size_GiB / beta_GiBps * 1e6"
 PRICE_OF_A_TABLE = "linear in size between rows; beyond them the slope of the last factor of 4 in size"
+
+
+class BandwidthDrop(Struct, frozen=True):
+    """Bus bandwidth in bytes per second at the size before the drop and at the first in it. setting: what tells the
+    curve from others. recovered_bytes: the size after the last one in it; None where the sweep ends in it."""
+
+    collective: str
+    mesh_dim: str
+    setting: str
+    before_bytes: Whole
+    before_Bps: Positive  # noqa: N815 - bytes per second
+    first_bytes: Whole
+    first_Bps: Positive  # noqa: N815
+    last_bytes: Whole
+    recovered_bytes: Whole | None
+
+    def __str__(self) -> str:
+        before, first = format_bandwidth(self.before_Bps), format_bandwidth(self.first_Bps)
+        drop = f"{before} at {format_size(self.before_bytes)} to {first} at {format_size(self.first_bytes)}"
+        end = f"recovered at {format_size(self.recovered_bytes)}"
+        if self.recovered_bytes is None:
+            stays = f"and stays low up to {format_size(self.last_bytes)}, "
+            end = stays * (self.last_bytes > self.first_bytes) + "the largest size measured"
+        of = f"{self.collective} over {self.mesh_dim}" + f" ({self.setting})" * bool(self.setting)
+        return f"{of}: bus bandwidth drops from {drop}, {end}"
 
 
 class TableRow(Struct, frozen=True, kw_only=True):
@@ -115,7 +140,7 @@ class BuiltIn(Constants, frozen=True, kw_only=True):
 
 
 class HostLayout(Struct, frozen=True, kw_only=True):
-    """Where the groups of a dim lie (`dtbench.records.layout.DimLayout`); None where the runs do not say."""
+    """Where the groups of a dim lie (`dtbench.stats.layout.DimLayout`); None where the runs do not say."""
 
     kind: Literal["intra-host", "inter-host", "mixed"] | None = None
     hosts_per_group: Sizes | None = None

@@ -7,10 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from statistics import fmean
 
+from dtbench.grouping import group_by
 from dtbench.records.job import CallKind, Collective, Job, RankJob
 from dtbench.records.judged import Verdict
 from dtbench.records.judged_job import Judgement, TimeChange
-from dtbench.suite.grouping import group_by
 from dtbench.text import terminal as to
 from dtbench.text.table import MISSING, Table, TableColumn
 from dtbench.text.units import format_bandwidth, format_bytes, format_change, format_seconds, plural

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dtbench.errors import UsageError
+from dtbench.grouping import group_by
+from dtbench.records.result import Result
 from dtbench.stats import quantile
-from dtbench.suite import Result
-from dtbench.suite.errors import UsageError
-from dtbench.suite.grouping import group_by
 from dtbench.text.terminal import param_text, split_params
 from dtbench.text.units import bandwidth_unit, format_size, time_unit
 

@@ -18,12 +18,13 @@ from rich.console import Console
 from dtbench.engine.findings import floor_words
 from dtbench.engine.options import label_of, matcher
 from dtbench.engine.progress import standing_of
-from dtbench.records.drops import drops_of
-from dtbench.records.layout import DimLayout, layout_of
-from dtbench.suite import MeshShape, Param, Result, Run, estimator_of
+from dtbench.errors import UsageError
+from dtbench.grouping import group_by, in_order
+from dtbench.records.result import MeshShape, Result, Run, estimator_of
+from dtbench.stats.drops import drops_of
+from dtbench.stats.layout import DimLayout, layout_of
+from dtbench.suite import Param
 from dtbench.suite.case import FLOOR, WHOLE
-from dtbench.suite.errors import UsageError
-from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import terminal as to
 from dtbench.text.table import TableColumn
 from dtbench.text.units import bandwidth_unit, format_ratio, format_spread, time_unit
@@ -80,8 +81,8 @@ def print_runs_json(runs: Sequence[Run]) -> None:
 
 
 def print_csv(runs: Sequence[Run]) -> None:
-    """The `dtbench.records.frame.results_frame` of the runs as CSV: a head, then one line per result."""
-    from dtbench.records.frame import results_frame
+    """The `dtbench.stats.frame.results_frame` of the runs as CSV: a head, then one line per result."""
+    from dtbench.stats.frame import results_frame
     from dtbench.text import csv
 
     sys.stdout.write(to.encodable(csv.of_frame(results_frame(runs))))
@@ -149,7 +150,7 @@ def _counted(names: Iterable[str]) -> str:
 
 
 def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Result]) -> None:
-    from dtbench.records.frame import cases_frame, cells, impls_of, params_of, results_frame
+    from dtbench.stats.frame import cases_frame, cells, impls_of, params_of, results_frame
 
     by_case = group_by(results_of, lambda r: (r.name, r.case_key[3]))
     own = tuple(r for of_case in islice(by_case.values(), to.MAX_ROWS) for r in of_case)
@@ -199,7 +200,7 @@ _ImplFigures = dict[str, list[Any]]
 def _figures(cases: pd.DataFrame, impl: str) -> _ImplFigures:
     """Times, or why there is none ("-" where the case has no such impl), their spread, those from the last rank's
     arrival, and bandwidths; columns of nothing stay out."""
-    from dtbench.records.frame import cells
+    from dtbench.stats.frame import cells
 
     statuses = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
     times = [s if t is None else t for t, s in zip(cells(cases["estimate_s", impl]), statuses, strict=True)]

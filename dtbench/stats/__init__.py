@@ -13,31 +13,26 @@ steady estimators of a launch, the mean is not. Ratios are compared on the log s
 faster and 2x slower are equally far from no change.
 """
 
+from dtbench.records.judged import MIN_CHANGE, MIN_CHANGE_S, smallest_change
+from dtbench.records.timing import SHARES, figures_of, quantile, summarize
 from dtbench.stats.bootstrap import drawn_again, interval
 from dtbench.stats.drift import FLOORS, drifts_of, has_drifted, shares
 from dtbench.stats.drops import bandwidth_drops
 from dtbench.stats.order import (
-    SHARES,
     blocks_of,
     estimate_s,
     estimates_s,
-    figures_of,
     order_statistic,
-    quantile,
     quantiles_of,
-    summarize,
 )
 from dtbench.stats.pairs import (
     FAMILY_P,
     LAUNCHES_DIFFER,
     MAX_P,
-    MIN_CHANGE,
-    MIN_CHANGE_S,
     Effect,
     alpha_of,
     effect_of,
     is_beyond_launches,
-    smallest_change,
 )
 from dtbench.stats.rank_tests import hodges_lehmann_ratio, rank_test, signed_rank_p
 

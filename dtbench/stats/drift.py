@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from statistics import median
 
-from dtbench.stats.pairs import MIN_CHANGE
-from dtbench.suite.grouping import group_by
+from dtbench.grouping import group_by
+from dtbench.records.judged import MIN_CHANGE
 
 # Plain torch, by the names that suites give it: what they read their other implementations against.
 FLOORS = ("local", "plain")

@@ -9,8 +9,15 @@ but no more time than that latency, and larger sizes make up for it. What loses 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from statistics import median
+
+from dtbench.grouping import group_by
+from dtbench.records.result import Result
+from dtbench.records.topology import BandwidthDrop
+
+SUITES = ("collectives", "collectives_other")
 
 # The least loss. Healthy public curves lose up to 27 % (all_reduce of int8 on 8 B300 at 32 MiB), CPUs by caches 25 %.
 LOSS = 0.3
@@ -69,3 +76,32 @@ def _latency(sizes: Sequence[float], times: Sequence[float], last: int) -> float
     """Time at size 0 of the line through the smallest size and a larger one."""
     slope = (times[last] - times[0]) / (sizes[last] - sizes[0]) if last else 0.0
     return min(max(times[0] - slope * sizes[0], 0.0), times[0])
+
+
+def drops_of(results: Iterable[Result]) -> list[BandwidthDrop]:
+    """Those of all curves over size that ok results of collectives make, of each size the median over launches."""
+    good = (r for r in results if r.suite in SUITES and r.status == "ok" and r.busbw_Bps and r.size_bytes)
+    curves = group_by(good, lambda r: (r.name, r.impl, tuple(p for p in r.case_key[3] if p[0] != "size")))
+    curves_with = Counter(param for *_, params in curves for param in params)
+    drops = []
+    for (name, _, params), of_curve in curves.items():
+        by_size = sorted(group_by(of_curve, lambda r: r.size_bytes or 0).items())
+        times = [size / median(r.busbw_Bps or 0.0 for r in of) for size, of in by_size]
+        aside = [p for p in params if p[0] not in ("mesh_dim", "ranks")]
+        setting = ", ".join(f"{k}={v}" for k, v in aside if curves_with[k, v] < len(curves))
+        mesh_dim = str(dict(params).get("mesh_dim", "the mesh"))
+        drops += drops_of_curve([size for size, _ in by_size], times, name, mesh_dim, setting)
+    return drops
+
+
+def drops_of_curve(
+    sizes: Sequence[int], times_s: Sequence[float], collective: str, mesh_dim: str, setting: str
+) -> list[BandwidthDrop]:
+    """times_s: bytes over bus bandwidth at each size, ascending."""
+    levels = [(size, size / time_s) for size, time_s in zip(sizes, times_s, strict=True)]
+    drops = []
+    for i in bandwidth_drops(sizes, times_s):
+        around = *levels[i.start - 1], *levels[i.start], sizes[i[-1]]
+        recovered = sizes[i.stop] if i.stop < len(sizes) else None
+        drops.append(BandwidthDrop(collective, mesh_dim, setting, *around, recovered))
+    return drops

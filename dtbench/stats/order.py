@@ -1,36 +1,18 @@
-"""Order statistics of samples.
-
-Quantiles interpolate linearly between the order statistics (definition 7 of Hyndman & Fan, "Sample Quantiles in
-Statistical Packages", 1996; numpy's default, and to the last bit what numpy gives).
-"""
+"""Order statistics of samples: the estimate of a launch, and quantiles of many sample sets at once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.suite import Case, Result, Timing, estimator_of
+from dtbench.records.result import Result, estimator_of
+from dtbench.records.timing import SHARES, summarize
+from dtbench.suite import Case
 
 _K = TypeVar("_K", bound=Hashable)
-
-# The figures of a `Timing` by the share of the samples below them.
-SHARES = {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
-
-
-def quantile(values: Iterable[float], share: float) -> float:
-    """The value that so many of the values lie below, in Python alone: numpy's call costs more than a few values do.
-
-    Raises:
-        IndexError: no values.
-    """
-    ordered = sorted(values)
-    return _between(ordered, *_place(share, len(ordered)))
 
 
 def order_statistic(values: Iterable[float], share: float) -> float:
@@ -43,47 +25,8 @@ def order_statistic(values: Iterable[float], share: float) -> float:
     return ordered[int(len(ordered) * share)]
 
 
-def figures_of(samples_s: Sequence[float]) -> list[float]:
-    """The samples' `SHARES`; two between the same neighbours may round to the wrong order, and are put in it."""
-    ordered = sorted(samples_s)
-    return list(accumulate((_between(ordered, *place) for place in _places(len(ordered))), max))
-
-
-@lru_cache(1024)
-def _places(n: int) -> tuple[tuple[int, int, float], ...]:
-    return tuple(_place(share, n) for share in SHARES.values())
-
-
-def _place(share: float, n: int) -> tuple[int, int, float]:
-    """Of a quantile of `n` ordered numbers the neighbours, and how far it lies from the lower to the upper."""
-    at = share * (n - 1)
-    return math.floor(at), math.ceil(at), at % 1
-
-
-def _between(ordered: Sequence[float], low: int, high: int, part: float) -> float:
-    """From the nearer end, as numpy does."""
-    below, above = ordered[low], ordered[high]
-    apart = above - below
-    return below + apart * part if part < 0.5 else above - apart * (1 - part)
-
-
-def summarize(samples_s: Sequence[float]) -> Timing:
-    """The order statistics of one launch's samples.
-
-    Raises:
-        ValueError: no samples, or one that is negative or not finite.
-    """
-    if not samples_s:
-        raise ValueError("got no samples to summarize: expected at least one")
-    bad = next((s for s in samples_s if not math.isfinite(s) or s < 0), None)
-    if bad is not None:
-        raise ValueError(f"got a sample of {bad} s: expected finite times of at least 0")
-    figures = dict(zip(SHARES, figures_of([float(s) for s in samples_s]), strict=True))
-    return Timing(**figures, mean=math.fsum(samples_s) / len(samples_s), n=len(samples_s))
-
-
 def estimate_s(samples_s: Sequence[float], of: Case | Result) -> float:
-    """What stands for these samples: the order statistic that `dtbench.suite.estimator_of` names.
+    """What stands for these samples: the order statistic that `dtbench.records.result.estimator_of` names.
 
     Raises:
         ValueError: no samples, or one that is negative or not finite.

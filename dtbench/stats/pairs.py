@@ -13,15 +13,11 @@ from statistics import NormalDist
 
 import numpy as np
 
+from dtbench.records.judged import MIN_CHANGE_S
 from dtbench.stats.rank_tests import paired_bounds, signed_rank_p
 
 # The level of one test.
 MAX_P = 0.01
-# Measured on 80 processes of one build: without a floor, 1.0% of identical pairs pass the test at
-# p < .01; with 2% fewer than 0.1% do, and a true 5% is still found every time.
-MIN_CHANGE = 0.02
-# A clock read and a call of Python cost about 0.1 us; a difference below twice that is no finding.
-MIN_CHANGE_S = 0.2e-6
 # Launches of one build differ by a factor of up to this. The largest of the 709 ratios between two launches of one case
 # in results/*.jsonl is 3.16: compile mlp, torch, in results/compile-cpu-2ranks.jsonl.
 LAUNCHES_DIFFER = 3.2
@@ -30,11 +26,6 @@ FAMILY_P = 0.05
 BOUND_CONFIDENCE = 0.95
 # At which the smallest detectable change is told.
 _POWER = 0.80
-
-
-def smallest_change(base_s: float, floor_s: float = 0.0) -> float:
-    """The change that matters to a benchmark of so many seconds, as a share: 2%, its own floor, or 0.2 us."""
-    return max(MIN_CHANGE, floor_s / base_s, MIN_CHANGE_S / base_s)
 
 
 def is_beyond_launches(base_s: Sequence[float], head_s: Sequence[float]) -> bool:

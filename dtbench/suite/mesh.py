@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from dtbench.suite.errors import UsageError
+from dtbench.errors import UsageError
 
 Mesh = tuple[tuple[str, int], ...]
 Groups = list[list[int]]

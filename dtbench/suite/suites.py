@@ -18,11 +18,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from dtbench.suite import Case, Param, Result, RunOptions
-from dtbench.suite.errors import UsageError, describe, nearest, place_in
-from dtbench.suite.foreign import how_to_profile, refuse_job, refuse_program
+from dtbench.errors import UsageError, describe, nearest, place_in
+from dtbench.file_kinds import how_to_profile, refuse_job, refuse_program
+from dtbench.suite.case import Case, Param, RunOptions
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +45,7 @@ class Refinement:
         size) as long as those of its own cases stay as they are.
     """
 
-    wanted: Callable[
-        [RunOptions, Sequence[Result], Sequence[Result]], Iterable[tuple[str, Mapping[str, Param]]]
-    ]
+    wanted: Callable[[RunOptions, Sequence[Any], Sequence[Any]], Iterable[tuple[str, Mapping[str, Param]]]]
     case: Callable[[RunOptions, str, Mapping[str, Param]], Case]
 
 

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 import dtbench
-from dtbench.suite.dispatched import SINGLE_OP_PARAMS, SINGLE_OPS
+from dtbench.stats.dispatch_headline import SINGLE_OP_PARAMS, SINGLE_OPS
 from dtbench.text.units import format_size
 
 RESULTS = Path(__file__).parents[2] / "results"

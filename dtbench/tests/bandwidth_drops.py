@@ -18,13 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.comparison.references import read_systems
+from dtbench.errors import DtbenchError
+from dtbench.grouping import group_by
 from dtbench.importers import checks
 from dtbench.importers.import_logs import read_logs
-from dtbench.records.drops import BandwidthDrop, drops_of, drops_of_curve
 from dtbench.records.run import read_run
+from dtbench.records.topology import BandwidthDrop
 from dtbench.stats import bandwidth_drops
-from dtbench.suite.errors import DtbenchError
-from dtbench.suite.grouping import group_by
+from dtbench.stats.drops import drops_of, drops_of_curve
 from dtbench_core.cost.ring import busbw_factor
 
 # What logs do not say and their sources do: ranks (20 and 51 by busbw / algbw), and what was measured.

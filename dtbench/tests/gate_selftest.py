@@ -24,6 +24,7 @@ import click
 import msgspec
 
 from dtbench.engine.options import RunRequest, parse_duration
+from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.gate import control
 from dtbench.gate.arms import open_arms
 from dtbench.gate.benchmark import Benchmark, Selection
@@ -33,7 +34,6 @@ from dtbench.gate.schedule import ArmName, GateSchedule, LaunchArms, LaunchTimes
 from dtbench.machine.device import DEFAULT_CPU_RANKS
 from dtbench.records.judged import Verdict
 from dtbench.suite import RunOptions
-from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.tests import gate_selftest_suite
 
 DEFAULT_BUDGET_S = 1200.0

@@ -9,11 +9,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from dtbench.records.result import Result, Run
 from dtbench.reporting import html as reporting
 from dtbench.reporting.html import Sources
 from dtbench.reporting.html.parts import PARTS
 from dtbench.reporting.html.section import Material, ReportSection
-from dtbench.suite import Result, Run
 from dtbench.tests import made_up
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtbench.engine.workers import scratch
-from dtbench.suite.errors import UsageError
+from dtbench.errors import UsageError
 
 INTERFACE = "eth0"  # of every host, in its own namespace
 _NETWORK = "10.210.0.0/24"  # of its own in every lab

@@ -11,9 +11,10 @@ import msgspec
 import numpy as np
 
 from dtbench.records.read import into
+from dtbench.records.result import Header, Result, Run
 from dtbench.records.run import RunWriter
 from dtbench.stats import summarize
-from dtbench.suite import Header, Param, Result, Run
+from dtbench.suite import Param
 
 # The program in this process (conftest.py).
 Cli = Callable[..., tuple[int, str, str]]

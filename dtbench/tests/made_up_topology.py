@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import structs
 
+from dtbench.records.result import MeshShape
 from dtbench.records.topology import (
     SCHEMA,
     CalibratedTopology,
@@ -18,7 +19,6 @@ from dtbench.records.topology import (
     Residuals,
     TableRow,
 )
-from dtbench.suite import MeshShape
 from dtbench_core.cost.ring import BASE_LATENCY_US, Ring
 
 GIB = 1024**3

@@ -27,6 +27,7 @@ from dtbench.engine.place import find_place
 from dtbench.engine.progress import say
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.workers import scratch
+from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
 from dtbench.preflight.examine import (
     COPY,
     FIRST_BYTES,
@@ -48,7 +49,6 @@ from dtbench.preflight.examine import (
 from dtbench.preflight.examine import fitting_bytes as fitting
 from dtbench.preflight.preflight import Coordinator
 from dtbench.records.atomic import refuse_taken, write_atomically
-from dtbench.suite.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
 from dtbench.suite.mesh import groups_by_dim
 from dtbench.tests import lab as hosts
 from dtbench.tests.gate_selftest import share

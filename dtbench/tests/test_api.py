@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import dtbench
+from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.records.result import Result
 from dtbench.records.run import RunWriter
-from dtbench.suite import Case, Result, RunOptions, Skip, Workload
-from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.suite import Case, RunOptions, Skip, Workload
 from dtbench.suite.suites import Suite
 from dtbench.tests import made_up
 

@@ -13,9 +13,9 @@ import pytest
 from dtbench.cost import calibration
 from dtbench.cost.calibration import times
 from dtbench.cost.show import print_topology
+from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.records.result import Result, Run
 from dtbench.records.topology import CalibratedTopology, Dim, read_topology, write_topology
-from dtbench.suite import Result, Run
-from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES

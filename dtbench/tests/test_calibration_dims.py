@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dtbench.cost.calibration import calibrate
+from dtbench.errors import UsageError
+from dtbench.records.result import Result
 from dtbench.records.topology import Dim, HostLayout
-from dtbench.suite import Result
-from dtbench.suite.errors import UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES

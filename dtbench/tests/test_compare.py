@@ -13,8 +13,8 @@ import pytest
 from dtbench.comparison.runs import Comparison, compare
 from dtbench.records.judged import Change, Judged
 from dtbench.records.read import into
+from dtbench.records.result import Header, Result, Run
 from dtbench.stats import summarize
-from dtbench.suite import Header, Result, Run
 
 
 def result(

@@ -23,10 +23,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dtbench.cost.export.module import render
 from dtbench.cost.plan.links import TopologyLinks
 from dtbench.cost.price import times_of
+from dtbench.errors import EXIT_OK
 from dtbench.records.topology import CalibratedTopology, read_topology
 from dtbench.reporting.html.cases import ReportCase, collect
 from dtbench.reporting.html.parts import redistribution
-from dtbench.suite.errors import EXIT_OK
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import table

@@ -27,6 +27,7 @@ from dtbench.cost.plan.csv_table import read_table
 from dtbench.cost.plan.machines import find_machine
 from dtbench.cost.plan.measured_steps import read_steps
 from dtbench.cost.plan.models import find_model
+from dtbench.errors import DtbenchError
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
 from dtbench.importers.import_logs import parse
@@ -37,7 +38,6 @@ from dtbench.records.read import into
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
 from dtbench.reporting.html.sources import gather
-from dtbench.suite.errors import DtbenchError
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_traces import of_all_kinds

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from dtbench.records.drops import drops_of
+from dtbench.errors import EXIT_OK
 from dtbench.records.run import read_run
 from dtbench.records.topology import read_topology
 from dtbench.stats import bandwidth_drops
-from dtbench.suite.errors import EXIT_OK
+from dtbench.stats.drops import drops_of
 from dtbench.tests import bandwidth_drops as study
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import table

@@ -28,8 +28,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench.cost.export.module import export, literal, render
 from dtbench.cost.price import price
+from dtbench.errors import OutputError, UsageError
 from dtbench.records.topology import CalibratedTopology, FromRun, HostLayout, write_topology
-from dtbench.suite.errors import OutputError, UsageError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import a_curve, a_dim, a_topology, curve_of, ring_curve, ring_dim
 

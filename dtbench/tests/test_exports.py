@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.errors import OutputError
 from dtbench.records import exports
 from dtbench.records.exports import MAX_NAME_CHARS, Point, points_of, write_exports
 from dtbench.records.run import RunWriter
-from dtbench.suite.errors import OutputError
 from dtbench.tests import made_up
 
 HOSTILE = 'a"b\\c\n# TYPE x\r}\x1b[31m\ud800{z="1"} 5'

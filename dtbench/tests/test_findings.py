@@ -9,10 +9,10 @@ import pytest
 
 from dtbench.cli.run import _begun_with
 from dtbench.engine.findings import findings, floor_words, next_commands
+from dtbench.errors import UsageError
 from dtbench.records import baselines
-from dtbench.suite import Result
-from dtbench.suite.dispatched import SINGLE_OPS
-from dtbench.suite.errors import UsageError
+from dtbench.records.result import Result
+from dtbench.stats.dispatch_headline import SINGLE_OPS
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 

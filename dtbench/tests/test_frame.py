@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtbench.records.frame import TIME_COLUMNS, cases_frame, cells, impls_of, params_of, results_frame
+from dtbench.records.result import STATUSES, Result
 from dtbench.reporting.run_tables import print_csv
 from dtbench.stats import summarize
-from dtbench.suite import STATUSES, Result
+from dtbench.stats.frame import TIME_COLUMNS, cases_frame, cells, impls_of, params_of, results_frame
 from dtbench.tests import made_up
 
 EVIL = ("=1+1", "+1", "-1", "@SUM(A1)", "a\0b", "a\0c", "\x1b[2J", '","', "\r\nnext", "\u202e", "'", " ", "é")

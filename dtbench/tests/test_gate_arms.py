@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.errors import UsageError
 from dtbench.gate import arms
 from dtbench.gate.arms import open_arms, parse_variables
 from dtbench.gate.benchmark import Selection
 from dtbench.gate.process import environment_of
 from dtbench.machine import provenance
-from dtbench.suite.errors import UsageError
 from dtbench.tests.made_up_arm import made_up_arm
 
 

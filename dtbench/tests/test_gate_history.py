@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.errors import UnreadableRunError
 from dtbench.gate import history
 from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.verdict import judged
 from dtbench.records.gate import Gate
 from dtbench.records.history import read_history
 from dtbench.records.judged import Verdict
-from dtbench.suite.errors import UnreadableRunError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import concluded

@@ -11,7 +11,8 @@ from dtbench.engine.clock import HostClock
 from dtbench.engine.options import Task
 from dtbench.gate import sampler
 from dtbench.gate.sampler import Sampling, measure_in_turns, sampling_for
-from dtbench.suite import Case, Result, Workload
+from dtbench.records.result import Result
+from dtbench.suite import Case, Workload
 from dtbench.suite.suites import Suite
 
 SUITE = Suite("made_up", lambda _plan: iter(()), "simulated", "", None, {}, False, None)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.importers import convert
 from dtbench.importers.import_logs import parse
-from dtbench.suite.errors import UnreadableRunError, UsageError
 from dtbench.tests.made_up_logs import (
     NCCL,
     PLACES,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, EXIT_USAGE
 from dtbench.importers import convert
 from dtbench.records.run import read_run
 from dtbench.records.topology import read_topology
-from dtbench.suite.errors import EXIT_CASE_FAILED, EXIT_OK, EXIT_USAGE
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import (
     DEEPSPEED,

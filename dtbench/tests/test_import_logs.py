@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.importers import convert
 from dtbench.importers.import_logs import EXPECTED, parse, report
 from dtbench.importers.model import LogTable
-from dtbench.suite import Result
-from dtbench.suite.errors import UnreadableRunError, UsageError
+from dtbench.records.result import Result
 from dtbench.tests.made_up_logs import (
     DEEPSPEED,
     DEEPSPEED_ROW,

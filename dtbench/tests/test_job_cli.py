@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from dtbench.file_kinds import HEAD_BYTES, looks_like_trace
 from dtbench.records.job import Job
 from dtbench.records.judged_job import Judgement
 from dtbench.reporting.job_tables import extremes, print_job
-from dtbench.suite.foreign import HEAD_BYTES, looks_like_trace
 from dtbench.tests import made_up_jobs
 from dtbench.tests.made_up import Cli
 

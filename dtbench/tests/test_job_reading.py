@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from dtbench.errors import DtbenchError
 from dtbench.profile import kineto
 from dtbench.profile.job import read_job
 from dtbench.records.job import Collective, Job, RankJob
 from dtbench.records.read import into
-from dtbench.suite.errors import DtbenchError
 from dtbench.tests.made_up_traces import (
     Event,
     event,

@@ -18,8 +18,8 @@ from dtbench.engine.failure import Diagnosis, FailureDetector
 from dtbench.engine.place import RankPlace, find_place, known_place
 from dtbench.engine.rank import meet
 from dtbench.engine.ranks import store_of, unreachable
+from dtbench.errors import UsageError, WorldBrokenError
 from dtbench.records.run import read_run
-from dtbench.suite.errors import UsageError, WorldBrokenError
 from dtbench.tests.programs import FRESH, LIMIT_S, environment
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))

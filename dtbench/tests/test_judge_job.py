@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from dtbench.comparison.references import read_systems, systems_called
+from dtbench.errors import UsageError
 from dtbench.profile.judge import ABOVE_CALIBRATED, beside_links, changes, judged, worth
 from dtbench.records.job import Collective, DimParts, Job, RankJob, StepParts
 from dtbench.records.judged import Verdict
 from dtbench.records.judged_job import Judgement, LinkRow
 from dtbench.records.topology import CalibratedTopology
-from dtbench.suite.errors import UsageError
 from dtbench.tests.made_up_topology import a_curve, a_dim, a_topology
 
 MIB = 2**20

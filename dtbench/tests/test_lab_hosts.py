@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.errors import UsageError
 from dtbench.records.run import read_run
-from dtbench.suite.errors import UsageError
 from dtbench.tests import lab
 from dtbench.tests.programs import LIMIT_S, environment, start_fresh
 

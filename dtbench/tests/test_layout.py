@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtbench.engine.clocks import SAME_CLOCK, Offset, lateness_s
-from dtbench.records.frame import cases_frame, cells, results_frame
-from dtbench.records.layout import from_last_arrival_s, layout_of, mesh_groups
+from dtbench.records.result import Header, Result
 from dtbench.reporting.run_tables import print_runs
 from dtbench.stats import summarize
-from dtbench.suite import Header, Result
+from dtbench.stats.frame import cases_frame, cells, results_frame
+from dtbench.stats.layout import from_last_arrival_s, layout_of, mesh_groups
 from dtbench.suite.mesh import groups_of
 from dtbench.tests import made_up
 from dtbench.tests.test_tables import table_of

@@ -14,9 +14,9 @@ import pytest
 
 from dtbench.machine import provenance as machine
 from dtbench.machine.device import Gpus, loaded_nvml
+from dtbench.records.result import Header, MeshShape, NvLinks, Result
 from dtbench.records.run import RunWriter, read_run
-from dtbench.suite import Header, MeshShape, Result, RunOptions
-from dtbench.suite.result import NvLinks
+from dtbench.suite import RunOptions
 from dtbench.tests.gpu.fake_gpu import fake_nvml as fake_nvml_of
 from dtbench.text import masking
 

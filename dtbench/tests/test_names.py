@@ -7,7 +7,7 @@ import pytest
 from dtbench.cli.compare import public_systems
 from dtbench.comparison.references import systems_called
 from dtbench.cost.plan.machines import built_in, find_machine, machine_called
-from dtbench.suite.errors import UsageError
+from dtbench.errors import UsageError
 from dtbench.tests.made_up import Cli
 
 

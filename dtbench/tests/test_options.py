@@ -12,8 +12,8 @@ import pytest
 from dtbench.cli.run import options_of, run_command
 from dtbench.engine import options
 from dtbench.engine.options import RunRequest
+from dtbench.errors import UsageError
 from dtbench.suite import Case, RunOptions
-from dtbench.suite.errors import UsageError
 from dtbench.suite.mesh import default_mesh, format_mesh, parse_mesh
 from dtbench.suite.suites import Suite, WorldKind
 from dtbench.tests import made_up

@@ -19,7 +19,7 @@ from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.models import TransformerModel, built_in_models, find_model, model_called
 from dtbench.cost.plan.step import model_flops, predict_step
 from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout, stage_layers
-from dtbench.suite.errors import DtbenchError, UnreadableRunError, UsageError
+from dtbench.errors import DtbenchError, UnreadableRunError, UsageError
 
 GPT = measured_steps.gpt(hidden=1024, layers=8, heads=16)
 LLAMA = built_in_models()["llama-8b"]

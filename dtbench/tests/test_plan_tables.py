@@ -19,8 +19,8 @@ from dtbench.cost.plan.machines import (
 )
 from dtbench.cost.plan.models import built_in_models
 from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout
+from dtbench.errors import DtbenchError
 from dtbench.records.topology import write_topology
-from dtbench.suite.errors import DtbenchError
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_topology import a_topology, ring_dim
 from dtbench.tests.test_plan import H100, MACHINE, job, layout

@@ -16,6 +16,7 @@ import torch
 from dtbench.engine import clocks
 from dtbench.engine.options import Task
 from dtbench.engine.ranks import StoreRanks
+from dtbench.errors import OutputError
 from dtbench.profile import stages, text
 from dtbench.profile.profile import choose
 from dtbench.profile.stages import Overhead, Span
@@ -24,7 +25,6 @@ from dtbench.records.profile import Calls, CallStages
 from dtbench.records.read import decode, into
 from dtbench.reporting.html.parts import dispatch
 from dtbench.suite import STAGES, Case
-from dtbench.suite.errors import OutputError
 from dtbench.suite.mesh import groups_in
 from dtbench.suite.suites import Suite
 from dtbench.tests.made_up import Cli

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from dtbench.engine.place import RankPlace, find_place, first_host
 from dtbench.engine.ranks import LiveWorld, StoreRanks, store_of
-from dtbench.suite.errors import UsageError, WorldBrokenError
+from dtbench.errors import UsageError, WorldBrokenError
 
 TORCHRUN = {
     "RANK": "3",

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
+from dtbench.errors import UnreadableRunError
+from dtbench.fields import Amount, Count, Name, Whole
 from dtbench.records.read import BadFieldError, decode, into, read_json
-from dtbench.suite.errors import UnreadableRunError
-from dtbench.suite.fields import Amount, Count, Name, Whole
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from dtbench.errors import UsageError
 from dtbench.profile.job import read_job
 from dtbench.profile.recording import Recording, record
-from dtbench.suite.errors import UsageError
 from dtbench.tests.programs import environment
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")

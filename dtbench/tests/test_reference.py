@@ -19,9 +19,7 @@ from dtbench.comparison.references import (
     System,
     verdicts_of,
 )
-from dtbench.importers import convert
-from dtbench.suite import Run
-from dtbench.suite.errors import (
+from dtbench.errors import (
     EXIT_INCONCLUSIVE,
     EXIT_NOTHING,
     EXIT_OK,
@@ -29,6 +27,8 @@ from dtbench.suite.errors import (
     EXIT_USAGE,
     UnreadableRunError,
 )
+from dtbench.importers import convert
+from dtbench.records.result import Run
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import SIZES, read, table, time_us

@@ -12,9 +12,10 @@ import pytest
 from dtbench.engine import options
 from dtbench.engine.options import RunRequest, further_tasks
 from dtbench.engine.refine import MOST_ADDED, middles, sizes_between
+from dtbench.records.result import Result
 from dtbench.records.run import read_run
 from dtbench.stats import summarize
-from dtbench.suite import Case, Param, Result, RunOptions
+from dtbench.suite import Case, Param, RunOptions
 from dtbench.suite.suites import Refinement, Suite
 from dtbench.tests.test_runs import here, kinds, run  # noqa: F401 - `here` is a fixture
 

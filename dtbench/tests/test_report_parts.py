@@ -15,13 +15,13 @@ import pytest
 
 from dtbench.cost import calibration
 from dtbench.engine.findings import findings as findings_of
+from dtbench.errors import UnreadableRunError
+from dtbench.records.result import Result, Run
 from dtbench.records.run import RunWriter
 from dtbench.reporting.html import Sources, figures, gather, render
 from dtbench.reporting.html.parts import bucketer, changes, collectives, cost_model, ranks
 from dtbench.reporting.html.section import Material
 from dtbench.reporting.html.sources import beside_each_other
-from dtbench.suite import Result, Run
-from dtbench.suite.errors import UnreadableRunError
 from dtbench.tests import made_up, made_up_findings
 from dtbench.tests.html_page import HOSTILE, Page, cells, harmless, hostile, section, sources
 from dtbench.tests.test_findings import OTHERS, single_ops

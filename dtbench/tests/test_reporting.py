@@ -17,13 +17,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from dtbench.cost import calibration
+from dtbench.errors import OutputError
+from dtbench.records.result import Result, Run
 from dtbench.records.topology import CalibratedTopology, FromRun
 from dtbench.reporting.html import axes, figures, page
 from dtbench.reporting.html.parts import front, history
 from dtbench.reporting.html.section import Material
 from dtbench.reporting.html.svg import STAND_IN, settings
-from dtbench.suite import Result, Run
-from dtbench.suite.errors import OutputError
 from dtbench.tests import made_up
 from dtbench.tests.html_page import HOSTILE, Page, harmless, hostile, render, section, sources
 

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dtbench.errors import OutputError, UnreadableRunError, UsageError
+from dtbench.fields import MAX_NUMBER
 from dtbench.records import run as run_file
 from dtbench.records.read import into
+from dtbench.records.result import STATUSES, Header, Result
 from dtbench.records.run import RunWriter, read_run
+from dtbench.records.timing import Timing
 from dtbench.stats import summarize
-from dtbench.suite import STATUSES, Header, Result, Timing
-from dtbench.suite.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.suite.fields import MAX_NUMBER
 
 HEADER: dict[str, Any] = {
     "kind": "run",

@@ -15,8 +15,8 @@ from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.launch import run as run_here
 from dtbench.engine.options import RunRequest
 from dtbench.engine.place import Note
+from dtbench.records.result import Result, Run
 from dtbench.records.run import read_run
-from dtbench.suite import Result, Run
 from dtbench.tests.programs import FRESH, LIMIT_S, environment, start, start_fresh
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))

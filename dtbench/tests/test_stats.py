@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtbench import stats
+from dtbench.grouping import group_by
 from dtbench.records.run import read_run
 from dtbench.stats import hodges_lehmann_ratio, rank_test, rank_tests, summarize
-from dtbench.suite.grouping import group_by
 
 times = st.floats(1e-9, 1e3)
 sides = st.lists(times, min_size=1, max_size=7)

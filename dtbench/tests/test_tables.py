@@ -18,12 +18,12 @@ from dtbench.cli.doctor import print_findings
 from dtbench.comparison.comparison_table import print_comparison
 from dtbench.comparison.runs import compare
 from dtbench.engine.progress import ProgressLine, line_of, say, summary_of
+from dtbench.errors import EXIT_INCONCLUSIVE
 from dtbench.machine.doctor import MachineFinding
-from dtbench.records.frame import cells, results_frame
+from dtbench.records.result import Result, Run
 from dtbench.reporting.run_tables import print_runs, print_runs_json
 from dtbench.stats import summarize
-from dtbench.suite import Result, Run
-from dtbench.suite.errors import EXIT_INCONCLUSIVE
+from dtbench.stats.frame import cells, results_frame
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.made_up import Cli
 from dtbench.text.terminal import new_console, print_columns, print_line

@@ -13,9 +13,9 @@ import pytest
 
 from dtbench.cost.calibration import calibrate
 from dtbench.cost.calibration.validate import Validation, validate, validate_split
+from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
+from dtbench.records.result import Result, Run
 from dtbench.records.topology import CalibratedTopology, write_topology
-from dtbench.suite import Result, Run
-from dtbench.suite.errors import EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli, slowed
 from dtbench_core.cost.ring import RING_COLLECTIVES

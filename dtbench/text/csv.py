@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtbench.suite.errors import plain
+from dtbench.errors import plain
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Collection, Sequence
 
-from dtbench.suite.errors import plain
+from dtbench.errors import plain
 
 _MARKS = frozenset("\\`*_[]|~")
 _USUAL_NAME = re.compile(r"[A-Za-z0-9_ .,:()/+=%-]*(?:\[[\w ]+\])?")

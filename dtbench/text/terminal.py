@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dtbench.errors import plain
 from dtbench.suite import Param
-from dtbench.suite.errors import plain
 from dtbench.text.table import TableColumn
 from dtbench.text.units import format_size
 

@@ -44,8 +44,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtbench.stats.dispatch_headline import is_headline
 from dtbench.suite import Case, Param, RunOptions, Skip, Workload, World, suite
-from dtbench.suite.dispatched import is_headline
 from dtbench_core.op_types import Args, Call, Value
 from dtbench_core.torch_compat import DisableTorchFunction, kernel_of
 from dtbench_suites import SUITES

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from dtbench.engine.options import RunRequest, list_tasks
+from dtbench.records.result import Result
 from dtbench.records.run import read_run
-from dtbench.suite import Result, RunOptions
+from dtbench.suite import RunOptions
 from dtbench.suite.suites import load
 from dtbench.tests.programs import start, start_fresh
 

@@ -19,9 +19,11 @@ from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, m
 from dtbench.cost.calibration.fit import Accuracy, Array, FittedLine, fit_curve, fit_ring, rising
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
 from dtbench.cost.price import ring_us
-from dtbench.records.drops import BandwidthDrop, drops_of_curve
+from dtbench.errors import UsageError
+from dtbench.records.result import Run
 from dtbench.records.topology import (
     SCHEMA,
+    BandwidthDrop,
     BuiltIn,
     CalibratedTopology,
     Constants,
@@ -35,8 +37,7 @@ from dtbench.records.topology import (
     TableRow,
 )
 from dtbench.stats import interval
-from dtbench.suite import Run
-from dtbench.suite.errors import UsageError
+from dtbench.stats.drops import drops_of_curve
 from dtbench.text.units import interval_or_none
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, RING_COLLECTIVES, busbw_factor, hops

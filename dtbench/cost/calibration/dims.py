@@ -26,9 +26,9 @@ from dtbench.cost.calibration.times import (
     samples_us,
     times_by_name,
 )
-from dtbench.records.layout import DimLayout, layout_of
+from dtbench.records.result import Run
 from dtbench.records.topology import Contention, HostLayout
-from dtbench.suite import Run
+from dtbench.stats.layout import DimLayout, layout_of
 from dtbench.suite.mesh import Groups, groups_by_dim
 from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, RingLink
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dtbench.records.layout import hosts_of
+from dtbench.errors import UsageError
+from dtbench.records.result import Header, Run
 from dtbench.records.topology import FromRun
-from dtbench.suite import Header, Run
-from dtbench.suite.errors import UsageError
+from dtbench.stats.layout import hosts_of
 
 
 def check_same_setup(runs: Sequence[Run]) -> None:

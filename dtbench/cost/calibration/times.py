@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.records.layout import from_last_arrivals_s
+from dtbench.grouping import group_by
+from dtbench.records.result import Result, Run
 from dtbench.stats import bandwidth_drops, quantiles_of
-from dtbench.suite import Result, Run
-from dtbench.suite.grouping import group_by
+from dtbench.stats.layout import from_last_arrivals_s
 from dtbench.suite.mesh import Groups
 
 Array = NDArray[np.float64]

@@ -22,10 +22,10 @@ from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, m
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes
 from dtbench.cost.price import price, ring_us
+from dtbench.errors import UsageError
+from dtbench.fields import Amount, Count
+from dtbench.records.result import Header, MeshShape, Run
 from dtbench.records.topology import CalibratedTopology, Dim, MeasuredCurve
-from dtbench.suite import Header, MeshShape, Run
-from dtbench.suite.errors import UsageError
-from dtbench.suite.fields import Amount, Count
 from dtbench_core.cost.ring import GIB, RING_COLLECTIVES, Ring, guessed_links
 
 # In order of what they know. The noise floor is no model: one launch's times as the forecast of another's.

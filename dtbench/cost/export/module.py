@@ -12,9 +12,9 @@ import jinja2
 
 from dtbench._version import __version__
 from dtbench.cost.price import times_of
+from dtbench.errors import UsageError
 from dtbench.records.atomic import write_atomically
 from dtbench.records.topology import CalibratedTopology
-from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US
 from dtbench_core.cost.topology import SENDING, curves_of_changes

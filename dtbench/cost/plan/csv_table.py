@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtbench.cost.plan.models import MAX_VALUE
+from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.records.read import read_bytes
-from dtbench.suite.errors import UnreadableRunError, UsageError
 
 MAX_FILE_BYTES = 2**24
 MIN_VALUE = 1e-9

@@ -16,7 +16,7 @@ from dtbench.cost.plan.measured_steps import MeasuredStep, MeasuredSteps
 from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.step import predict_step
 from dtbench.cost.plan.validate import StepsFile, halves, predict_rows, steps_file
-from dtbench.suite.errors import UsageError
+from dtbench.errors import UsageError
 
 # Steps off by more than this count less and less: a measured table holds runs that went wrong.
 USUAL_ERROR = 0.05

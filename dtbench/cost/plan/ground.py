@@ -9,7 +9,7 @@ import numpy as np
 
 from dtbench.cost.plan.machines import ErrorBounds, MachineSpec
 from dtbench.cost.plan.training import TrainingJob, TrainingLayout
-from dtbench.suite.grouping import group_by
+from dtbench.grouping import group_by
 from dtbench.text.units import format_ratio
 
 # Share of the steps on each side of an interval. Steps of one layout are alike, so new layouts lie further off: in four

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from dtbench.cost.plan.machines import MachineSpec
 from dtbench.cost.price import estimate
+from dtbench.errors import UsageError
 from dtbench.records.topology import CalibratedTopology
-from dtbench.suite.errors import UsageError
 from dtbench_core.cost.curve import Curve
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from dtbench.errors import UsageError
 from dtbench.records.read import BadFieldError, decode, into, read_json
-from dtbench.suite.errors import UsageError
 from dtbench.text.names import nearest, words_of
 
 MAX_FILE_BYTES = 2**20

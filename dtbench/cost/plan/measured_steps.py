@@ -18,8 +18,8 @@ from dtbench.cost.plan.models import TransformerModel, find_model, model_called
 from dtbench.cost.plan.search import RESERVED_BYTES
 from dtbench.cost.plan.step import model_flops
 from dtbench.cost.plan.training import PLAIN, RECOMPUTE, Recompute, Software, TrainingJob, TrainingLayout
-from dtbench.suite.errors import UsageError
-from dtbench.suite.grouping import group_by
+from dtbench.errors import UsageError
+from dtbench.grouping import group_by
 
 # GPT-2's 50,257 tokens, padded as Megatron-LM pads them for 8 tensor-parallel ranks: a multiple of 128 x 8.
 GPT_VOCAB = 51200

@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import structs
 
+from dtbench.errors import UsageError
 from dtbench.records.read import BadFieldError, into, read_json
-from dtbench.suite.errors import UsageError
 
 MAX_FILE_BYTES = 2**20
 # Any of these beyond 2^40 is a slip of the keyboard; it also keeps the products exact in a float.

@@ -16,7 +16,7 @@ from dtbench.cost.plan.memory import MemoryUse, memory_of
 from dtbench.cost.plan.models import TransformerModel
 from dtbench.cost.plan.step import StepTime, predict_step
 from dtbench.cost.plan.training import RECOMPUTE, TrainingJob, TrainingLayout
-from dtbench.suite.errors import UsageError
+from dtbench.errors import UsageError
 from dtbench.text.units import format_bytes
 
 BEST = 10

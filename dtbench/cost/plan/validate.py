@@ -19,8 +19,8 @@ from dtbench.cost.plan.machines import COLLECTIVES, MachineSpec, find_machine, m
 from dtbench.cost.plan.measured_steps import MeasuredStep, read_steps
 from dtbench.cost.plan.memory import memory_of
 from dtbench.cost.plan.step import predict_step
-from dtbench.suite.errors import UsageError
-from dtbench.suite.grouping import group_by
+from dtbench.errors import UsageError
+from dtbench.grouping import group_by
 from dtbench.text.units import plural
 
 # Fewer ways to split ranks over layouts cannot be halved.

@@ -11,8 +11,8 @@ from itertools import chain, combinations, pairwise
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from dtbench.fields import MIN_POSITIVE
 from dtbench.reporting.html.svg import FONT_PX, STAND_IN, text_px
-from dtbench.suite.fields import MIN_POSITIVE
 from dtbench.text.units import format_bytes, format_size
 
 Format = Callable[[float], str]

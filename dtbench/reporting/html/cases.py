@@ -10,15 +10,16 @@ from typing import TypeVar
 
 import pandas as pd
 
-from dtbench.records.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, timed_frames
-from dtbench.suite import Param, Run
+from dtbench.records.result import Run
+from dtbench.stats.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, timed_frames
+from dtbench.suite import Param
 
 _K = TypeVar("_K")
 
 
 @dataclass(frozen=True)
 class MeasuredImpl:
-    """One impl of one case over its launches, as `dtbench.records.frame.cases_frame` merges them."""
+    """One impl of one case over its launches, as `dtbench.stats.frame.cases_frame` merges them."""
 
     impl: str
     estimate_s: float  # what `dtbench.suite.estimator_of` names, the median over launches

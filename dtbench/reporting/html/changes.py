@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
+from dtbench import errors
 from dtbench.comparison.runs import (
     BEYOND_LAUNCHES,
     MIN_LAUNCHES,
@@ -18,7 +19,6 @@ from dtbench.comparison.runs import (
 from dtbench.records.gate import Gate
 from dtbench.records.judged import Judged, Verdict
 from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S
-from dtbench.suite import errors
 from dtbench.text.units import format_seconds
 
 ROW = "case-"  # before the number of a row, in the anchor that leads to it

@@ -17,10 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
 
+from dtbench.errors import plain
+from dtbench.fields import MIN_POSITIVE
 from dtbench.reporting.html.axes import Axis, size_axis, value_axis
 from dtbench.reporting.html.svg import FONT_PX, STAND_IN, draw, text_px
-from dtbench.suite.errors import plain
-from dtbench.suite.fields import MIN_POSITIVE
 
 # A figure of more panels or rows is not read; the tables hold all.
 MAX_PANELS, MAX_ROWS = 24, 18

@@ -14,16 +14,16 @@ import jinja2
 from markupsafe import Markup
 
 from dtbench.cost.calibration import check_same_setup
+from dtbench.errors import UsageError, plain
 from dtbench.records.atomic import write_atomically
-from dtbench.records.frame import results_frame
+from dtbench.records.result import Run
 from dtbench.reporting.html.changes import ROW
 from dtbench.reporting.html.parts import PARTS, front
 from dtbench.reporting.html.parts.provenance import provenance
 from dtbench.reporting.html.section import Material, ReportSection
 from dtbench.reporting.html.sources import KINDS, Sources
 from dtbench.reporting.html.svg import settings
-from dtbench.suite import Run
-from dtbench.suite.errors import UsageError, plain
+from dtbench.stats.frame import results_frame
 from dtbench.text import csv
 from dtbench.text.table import MAX_ROWS, compact
 from dtbench.text.units import plural

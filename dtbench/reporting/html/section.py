@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import TypeVar
 
 from dtbench.comparison.runs import compare
-from dtbench.records.drops import BandwidthDrop, drops_of
-from dtbench.records.layout import crowded
+from dtbench.records.topology import BandwidthDrop
 from dtbench.reporting.html.cases import ReportCase, collect
 from dtbench.reporting.html.changes import Changes, of_comparison
 from dtbench.reporting.html.figures import MAX_PANELS, Figure
 from dtbench.reporting.html.sources import Sources
+from dtbench.stats.drops import drops_of
+from dtbench.stats.layout import crowded
 from dtbench.text.table import Table
 
 _T = TypeVar("_T")

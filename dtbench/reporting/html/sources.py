@@ -13,19 +13,19 @@ from typing import Any
 import msgspec
 
 from dtbench.cost.calibration import setup_of
+from dtbench.errors import UnreadableRunError, UsageError
+from dtbench.file_kinds import JOB_FILE
+from dtbench.grouping import group_by
 from dtbench.records.gate import Gate
 from dtbench.records.history import HistoryLine, read_history
 from dtbench.records.job import Job
 from dtbench.records.judged_job import Judgement
 from dtbench.records.profile import Calls, CallStages, RanksProfile, Section
 from dtbench.records.read import BadFieldError, into, opened, read_json, shown
+from dtbench.records.result import Run
 from dtbench.records.run import read_run
 from dtbench.records.topology import CalibratedTopology, read_topology
 from dtbench.reporting.html.changes import Changes, of_gate
-from dtbench.suite import Run
-from dtbench.suite.errors import UnreadableRunError, UsageError
-from dtbench.suite.foreign import JOB_FILE
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import plural
 
 MAX_JSON_BYTES = 64 * 2**20

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
-from dtbench.suite.errors import plain
+from dtbench.errors import plain
 
 # CSS variable -> stand-in. No stand-in may be a colour that anything else is drawn in.
 _NAMES = ("ink", "muted", "rule", "surface", "s0", "s1", "s2", "s3", "s4", "s5")

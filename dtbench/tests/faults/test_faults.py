@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from dtbench.errors import UnreadableRunError
 from dtbench.records.run import read_run
-from dtbench.suite.errors import UnreadableRunError
 from dtbench.tests.faults import table
 from dtbench.tests.faults.rows import ROWS
 from dtbench.tests.programs import FRESH, environment

@@ -27,9 +27,9 @@ import dtbench_core
 from dtbench.engine.clock import Clock, HostClock, clocks_of
 from dtbench.engine.ranks import simulated_world, world_of_one
 from dtbench.engine.workers import scratch
+from dtbench.errors import describe
 from dtbench.machine import device as machine
 from dtbench.records.atomic import write_atomically
-from dtbench.suite.errors import describe
 from dtbench_core import Partial, Replicate, Shard, comm
 from dtbench_core.redistribute.movers import Exchange, mover
 from dtbench_core.torch_compat import reduce_scatter_single

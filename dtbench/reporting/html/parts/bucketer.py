@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from dtbench.cost.bucket_size import bucket_choices
+from dtbench.grouping import group_by
 from dtbench.reporting.html.axes import bandwidth_tick, value_axis
 from dtbench.reporting.html.cases import ReportCase
 from dtbench.reporting.html.figures import CurvePanel, DotRow, Figure, Style, curves, dots, lines
@@ -20,7 +21,6 @@ from dtbench.reporting.html.parts.suites import (
     named,
 )
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
 from dtbench.text.units import format_size
 

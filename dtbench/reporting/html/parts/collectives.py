@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dtbench.records.layout import layout_of
+from dtbench.grouping import group_by, in_order
+from dtbench.records.result import Header
 from dtbench.reporting.html.axes import bandwidths_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
 from dtbench.reporting.html.figures import DASHES, LOOKS, CurvePanel, DrawnCurve, Figure, Style, curves, lines
@@ -14,8 +15,8 @@ from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_
 from dtbench.reporting.html.parts.suites import named
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.stats import bandwidth_drops
-from dtbench.suite import Header, Param
-from dtbench.suite.grouping import group_by, in_order
+from dtbench.stats.layout import layout_of
+from dtbench.suite import Param
 from dtbench.text import table as t
 from dtbench.text.units import format_bandwidth, format_size
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtbench.engine.findings import added_words
+from dtbench.grouping import group_by, in_order
 from dtbench.records.profile import CallStages, Stage
 from dtbench.reporting.html.cases import ReportCase, distinct
 from dtbench.reporting.html.figures import Figure, StackedBar, bars
@@ -17,10 +18,9 @@ from dtbench.reporting.html.parts.suites import (
     times,
 )
 from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.stats.dispatch_headline import SINGLE_OPS, added_times, kind_of
 from dtbench.suite import STAGES
 from dtbench.suite.case import FLOOR
-from dtbench.suite.dispatched import SINGLE_OPS, added_times, kind_of
-from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dtbench.comparison.runs import ONE_LAUNCH
+from dtbench.grouping import group_by
 from dtbench.records import judged
+from dtbench.records.result import Result, Run
 from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.parts.provenance import hardware, hosts, mesh_words
 from dtbench.reporting.html.section import Material, ReportSection
 from dtbench.reporting.run_tables import by_one_process
-from dtbench.suite import Result, Run
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds, plural
 
 NOT_OK = {

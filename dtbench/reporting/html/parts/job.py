@@ -9,6 +9,8 @@ from dataclasses import replace
 
 from markupsafe import Markup
 
+from dtbench.errors import plain
+from dtbench.grouping import group_by
 from dtbench.records.job import Job
 from dtbench.records.judged_job import Judgement
 from dtbench.records.topology import CalibratedTopology
@@ -16,8 +18,6 @@ from dtbench.reporting.html.axes import Axis, bandwidths_axis, value_axis
 from dtbench.reporting.html.figures import LOOKS, CurvePanel, DrawnCurve, Figure, curves, lines
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.reporting.job_tables import extremes, findings, headline, sentences, tables
-from dtbench.suite.errors import plain
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_seconds
 from dtbench_core.cost.ring import busbw_factor
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from dtbench.grouping import group_by
+from dtbench.records.result import Checkout, Header, Run
 from dtbench.reporting.html.sources import Sources
 from dtbench.reporting.run_tables import by_one_process
-from dtbench.suite import Checkout, Header, Run
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_bytes
 
 

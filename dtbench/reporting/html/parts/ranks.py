@@ -8,13 +8,13 @@ from functools import partial
 
 import numpy as np
 
-from dtbench.records.layout import from_last_arrival_s, mesh_groups
+from dtbench.grouping import group_by
+from dtbench.records.result import Header, Result, Run
 from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import ReportSection
 from dtbench.stats import estimate_s
-from dtbench.suite import Header, Result, Run
-from dtbench.suite.grouping import group_by
+from dtbench.stats.layout import from_last_arrival_s, mesh_groups
 from dtbench.suite.mesh import Groups
 from dtbench.text import table as t
 from dtbench.text.units import format_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from dtbench.grouping import group_by
 from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.axes import times_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
@@ -12,7 +13,6 @@ from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
 from dtbench.reporting.html.parts.suites import CORE, TORCH, add_dots, beside, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.suite.grouping import group_by
 from dtbench.text import table as t
 from dtbench.text.units import format_seconds, format_size, plural
 from dtbench_core.cost.ring import RING_COLLECTIVES

@@ -8,14 +8,14 @@ from functools import partial
 from itertools import cycle
 
 from dtbench.engine.findings import floor_words
+from dtbench.grouping import group_by, in_order
 from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, geometric_mean
 from dtbench.reporting.html.figures import MAX_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.stats.dispatch_headline import FEWEST_CASES
 from dtbench.suite import IMPL_WORDS
 from dtbench.suite.case import WHOLE
-from dtbench.suite.dispatched import FEWEST_CASES
-from dtbench.suite.grouping import group_by, in_order
 from dtbench.text import table as t
 from dtbench.text.terminal import param_text, split_params
 from dtbench.text.units import format_size, plural

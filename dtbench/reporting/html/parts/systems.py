@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dtbench.grouping import group_by
+from dtbench.records.result import Run
 from dtbench.reporting.html.axes import bandwidths_axis
 from dtbench.reporting.html.cases import ReportCase, collect, distinct
 from dtbench.reporting.html.figures import LOOKS, CurvePanel, Figure, curves, lines
 from dtbench.reporting.html.parts.collectives import bandwidth_points
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.suite import Run
-from dtbench.suite.grouping import group_by
 from dtbench.text.units import format_bandwidth
 
 # More lines in a panel are not told apart.

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dtbench.records.layout import from_last_arrivals_s, mesh_groups
+from dtbench.errors import UsageError
+from dtbench.grouping import group_by
+from dtbench.records.result import Result, Run
 from dtbench.records.run import read_run
+from dtbench.records.timing import Timing
 from dtbench.stats import blocks_of, estimates_s
-from dtbench.suite import Param, Result, Run, Timing
-from dtbench.suite.errors import UsageError
-from dtbench.suite.grouping import group_by
+from dtbench.stats.layout import from_last_arrivals_s, mesh_groups
+from dtbench.suite import Param
 
 # One or several runs, read or by their paths.
 Runs = Run | str | Path | Iterable[Run | str | Path]

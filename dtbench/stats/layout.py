@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dtbench.records.result import Header, RankFacts, Result
 from dtbench.stats import blocks_of
-from dtbench.suite import Header, RankFacts, Result
 from dtbench.suite.mesh import Groups, groups_by_dim
 from dtbench.text.units import plural
 

@@ -8,7 +8,7 @@ import shlex
 import zlib
 from pathlib import Path
 
-from dtbench.suite.errors import UnreadableRunError, UsageError
+from dtbench.errors import UnreadableRunError, UsageError
 
 JOB_FILE = "job.json"  # of a profile: what it says of the job, a dtbench.records.job.Job
 HEAD_BYTES = 64 * 2**10
