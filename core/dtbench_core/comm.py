@@ -75,26 +75,26 @@ class OrderedGroup:
         order: the group's own rank of each place.
     """
 
-    __slots__ = ("back", "group", "order")
+    __slots__ = ("group", "inverse_order", "order")
 
     def __init__(self, group: ProcessGroup, order: Sequence[int]) -> None:
         self.group, self.order = group, tuple(order)
-        self.back = tuple(self.order.index(rank) for rank in range(len(self.order)))
+        self.inverse_order = tuple(self.order.index(rank) for rank in range(len(self.order)))
 
     def size(self) -> int:
         return len(self.order)
 
     def rank(self) -> int:
         """This rank's place."""
-        return self.back[self.group.rank()]
+        return self.inverse_order[self.group.rank()]
 
-    def placed(self, by_rank: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+    def in_caller_order(self, by_rank: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """The parts along dim 0 that lie by the group's own ranks, by place. rows: of each part, if not equal."""
         return _reordered(by_rank, self.order, rows)
 
-    def ranked(self, by_place: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+    def in_group_order(self, by_place: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """The parts along dim 0 that lie by place, by the group's own ranks."""
-        return _reordered(by_place, self.back, rows)
+        return _reordered(by_place, self.inverse_order, rows)
 
 
 Group = ProcessGroup | OrderedGroup
@@ -107,7 +107,7 @@ def _reordered(parts: torch.Tensor, order: Sequence[int], rows: Sequence[int] | 
     return torch.cat([cut[i] for i in order])
 
 
-def own_group(group: Group) -> ProcessGroup:
+def process_group_of(group: Group) -> ProcessGroup:
     """The process group itself."""
     return group.group if isinstance(group, OrderedGroup) else group
 
@@ -169,7 +169,7 @@ def _all_gather(
 def gathered(input: torch.Tensor, shape: Sequence[int], group: Group) -> torch.Tensor:
     """What `all_gather` leaves in a tensor of this shape."""
     if isinstance(group, OrderedGroup):
-        return group.placed(gathered(input, shape, group.group))
+        return group.in_caller_order(gathered(input, shape, group.group))
     if _functional(input):
         result = _call(_ops.all_gather_into_tensor, input, group.size(), group.group_name).view(shape)
         _record("all_gather", result)
@@ -217,7 +217,7 @@ def reduce_scattered(
 ) -> torch.Tensor:
     """What `reduce_scatter` leaves in a tensor of this shape."""
     if isinstance(group, OrderedGroup):
-        return reduce_scattered(group.ranked(input), shape, group.group, op)
+        return reduce_scattered(group.in_group_order(input), shape, group.group, op)
     if _functional(input):
         _record("reduce_scatter", input)
         return _reduce(_ops.reduce_scatter_tensor, input, op, group, group.size()).view(shape)
@@ -228,7 +228,7 @@ def reduce_scattered(
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work | None:
     """Reduces `tensor` over the ranks, in place. None when it is complete."""
-    group = own_group(group)
+    group = process_group_of(group)
     if _functional(tensor):
         tensor.copy_(reduced(tensor, group, op))
         return None
@@ -253,7 +253,7 @@ def _all_reduce(tensor: torch.Tensor, group: ProcessGroup, op: str, async_op: bo
 
 def reduced(input: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
     """What `all_reduce` leaves in a contiguous copy of `input`."""
-    group = own_group(group)
+    group = process_group_of(group)
     if _functional(input):
         _record("all_reduce", input)
         return _reduce(_ops.all_reduce, input.contiguous(), op, group)
@@ -296,9 +296,11 @@ def exchanged(
 ) -> torch.Tensor:
     """What `all_to_all` leaves in a tensor of this shape."""
     if isinstance(group, OrderedGroup):
-        rows, sent = ([n[i] for i in group.back] if n else None for n in (output_splits, input_splits))
-        result = exchanged(group.ranked(input, input_splits), shape, group.group, rows, sent)
-        return group.placed(result, rows)
+        rows, sent = (
+            [n[i] for i in group.inverse_order] if n else None for n in (output_splits, input_splits)
+        )
+        result = exchanged(group.in_group_order(input, input_splits), shape, group.group, rows, sent)
+        return group.in_caller_order(result, rows)
     if _functional(input):
         _record("all_to_all", input)
         n = group.size()
@@ -371,7 +373,7 @@ def scatter(
 ) -> Work | None:
     """Gives rank r the r-th of `inputs` (equal shapes), which only group rank `src` passes."""
     if isinstance(group, OrderedGroup):
-        inputs = None if inputs is None else [inputs[i] for i in group.back]
+        inputs = None if inputs is None else [inputs[i] for i in group.inverse_order]
         src, group = group.order[src], group.group
     if _counters():
         _record("scatter", output)
@@ -452,7 +454,7 @@ def _averages(group: ProcessGroup, tensor: torch.Tensor) -> bool:
 
 def reduces_bits(group: Group) -> bool:
     """Whether the transport knows band, bor and bxor: gloo does, NCCL refuses them."""
-    return "nccl" not in dist.get_backend(own_group(group))
+    return "nccl" not in dist.get_backend(process_group_of(group))
 
 
 # Transports do not know complex numbers: they move as pairs, and add as pairs.

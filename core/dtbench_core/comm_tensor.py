@@ -32,7 +32,7 @@ from dtbench_core import comm
 from dtbench_core.dispatch.metadata import written_arguments
 from dtbench_core.errors import ArgumentError
 from dtbench_core.op_types import Call, Ctx, Kwargs, Value
-from dtbench_core.rules.base import bound
+from dtbench_core.rules.base import bound_arguments
 from dtbench_core.torch_compat import (
     active_tracer,
     current_stream,
@@ -235,7 +235,7 @@ class CommTensor(torch.Tensor):
         waited = False
         owners: list[CommTensor] = []
         mutated = {name for _, name in written_arguments(func)}
-        for name, value in bound(func, args, kwargs).items():
+        for name, value in bound_arguments(func, args, kwargs).items():
             written = name in mutated
             for leaf in tree_iter(value):
                 if isinstance(leaf, CommTensor):

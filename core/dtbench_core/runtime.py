@@ -41,7 +41,7 @@ _all: list[PerRank[Any]] = []
 
 
 @contextmanager
-def entered(*values: tuple[PerRank[Any], Any]) -> Iterator[None]:
+def using_values(*values: tuple[PerRank[Any], Any]) -> Iterator[None]:
     """Inside, these are the running rank's: pairs of a variable and its value."""
     outer = [(variable, variable.get()) for variable, _ in values]
     for variable, value in values:
@@ -53,7 +53,7 @@ def entered(*values: tuple[PerRank[Any], Any]) -> Iterator[None]:
             variable.set(value)
 
 
-def fresh(besides: Iterable[PerRank[Any]] = ()) -> list[tuple[PerRank[Any], Any]]:
+def initial_values(besides: Iterable[PerRank[Any]] = ()) -> list[tuple[PerRank[Any], Any]]:
     """What a rank starts with: a fresh value of every variable, but the caller's of those `besides`."""
     kept = set(besides)
     return [(one, one.get() if one in kept else one.make()) for one in _all]
@@ -77,7 +77,7 @@ simulation = Simulation()
 _clearing: list[tuple[Callable[[], object], bool]] = []  # what clears, and whether only with rules
 
 
-def remember(cache: dict[K, T], key: K, value: T) -> None:
+def cache_put(cache: dict[K, T], key: K, value: T) -> None:
     """Puts it into the cache, which forgets its oldest entries at the bound."""
     while len(cache) >= MAX_PLANS:
         del cache[next(iter(cache))]

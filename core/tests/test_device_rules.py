@@ -21,7 +21,7 @@ from dtbench_core.dispatch import rank_check
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.spec import DTensorSpec, TensorMeta
-from dtbench_core.rules.base import OpCall, rule_of
+from dtbench_core.rules.base import OpCall, rules_by_op
 
 aten = torch.ops.aten
 BATCH, HEADS, LENGTH, WIDTH = 7, 5, 32, 16  # uneven on 4 and on 2 ranks, and nowhere empty on 2
@@ -98,7 +98,7 @@ def test_every_row_gives_each_rank_its_shard(mesh: MeshInfo) -> None:
         except NotImplementedError:  # torch 2.11 has no meta kernel for one of them
             assert BEFORE_213
             continue
-        rule = rule_of.get(op)
+        rule = rules_by_op.get(op)
         assert rule is not None
         strategy = rule(call)
         assert len(strategy.rows) == count, op

@@ -228,7 +228,7 @@ def test_the_mesh_of_a_new_world_is_another_mesh() -> None:
 def test_a_wrong_rule_is_noticed(x: DTensor) -> None:
     """A rule that claims a placement its local result contradicts raises, and leaves no plan behind."""
     op = torch.ops.aten.trace.default
-    base.rule_of[op] = lambda call: Strategy(
+    base.rules_by_op[op] = lambda call: Strategy(
         [PlacementRow((Shard(0),), (Partial(),))], local_op=lambda local: local
     )
     try:
@@ -236,7 +236,7 @@ def test_a_wrong_rule_is_noticed(x: DTensor) -> None:
             x.trace()
         assert not any(op in str(key) for key in dispatching.plans for op in ("trace",))
     finally:
-        del base.rule_of[op]
+        del base.rules_by_op[op]
 
 
 def test_fast_writes_to_lists_count_each(mesh: DeviceMesh) -> None:

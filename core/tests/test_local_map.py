@@ -189,6 +189,6 @@ def test_rules_are_replaced() -> None:
             assert scaled.full_tensor().equal(A * scale)
     finally:
         dist.barrier()
-        base.rule_of.pop(op, None)
-        base.overridden.discard(op)
+        base.rules_by_op.pop(op, None)
+        base.overridden_ops.discard(op)
         clear_caches()

@@ -23,7 +23,7 @@ from core.tests.op_cases import OPS
 from core.tests.torch_version import needs_213
 from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from dtbench_core.dispatch import entry
-from dtbench_core.rules.base import rule_of
+from dtbench_core.rules.base import rules_by_op
 from dtbench_core.simulate import maybe_run_for_local_tensor
 
 # Fallbacks are right all the same; torch.triangular_solve is deprecated, and has a rule still.
@@ -148,7 +148,7 @@ def test_every_rule_is_tested() -> None:
             if op.differentiable:
                 result.sum().backward()
         # Other tests register rules of their own.
-        registered = [op for op in rule_of if not str(op).startswith("dtbench_test")]
+        registered = [op for op in rules_by_op if not str(op).startswith("dtbench_test")]
         unreached = [op for op in registered if op not in entry.ops and op not in DEVICE_ONLY]
         assert [str(op) for op in unreached] == []
     finally:

@@ -23,7 +23,7 @@ from dtbench_core import (
     count_collectives,
 )
 from dtbench_core.layout.placement import Placements
-from dtbench_core.rules.regroup import kept
+from dtbench_core.rules.regroup import regrouped_placements
 from dtbench_core.rules.view import _factor_groups
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -57,7 +57,7 @@ CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Any, Any]] 
 
 @pytest.mark.parametrize(("before", "after", "mesh", "placements", "expected"), CASES)
 def test_where_shards_lie(before: Any, after: Any, mesh: Any, placements: Any, expected: Any) -> None:
-    assert kept(placements, mesh, before, after, _factor_groups(before, after)) == expected
+    assert regrouped_placements(placements, mesh, before, after, _factor_groups(before, after)) == expected
 
 
 @st.composite
@@ -90,7 +90,7 @@ def _views(draw: Any) -> Any:
 @given(_views())
 def test_every_part_of_the_view_is_the_view_of_the_part(case: Any) -> None:
     before, after, mesh, placements = case
-    view_placements = kept(placements, mesh, before, after, _factor_groups(before, after))
+    view_placements = regrouped_placements(placements, mesh, before, after, _factor_groups(before, after))
     if view_placements is None:
         return
     whole = torch.arange(math.prod(before))

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dtbench_core import comm
 from dtbench_core.dispatch import fallback
 from dtbench_core.layout.mesh import mesh_tables
-from dtbench_core.runtime import entered, fresh
+from dtbench_core.runtime import initial_values, using_values
 
 R = TypeVar("R")
 
@@ -29,12 +29,12 @@ def elsewhere(fn: Callable[[], R]) -> R:
 
 
 def test_what_is_entered_is_its_threads() -> None:
-    process, mine = mesh_tables.get(), dict(fresh(besides=[fallback.seen]))
+    process, mine = mesh_tables.get(), dict(initial_values(besides=[fallback.seen]))
     assert mine[fallback.seen] is fallback.seen.get()
-    with entered(*mine.items()):
+    with using_values(*mine.items()):
         assert all(variable.get() is value for variable, value in mine.items())
         assert mesh_tables.get() is not process and elsewhere(mesh_tables.get) is process
-        with pytest.raises(ZeroDivisionError), entered((comm.counters, [])):
+        with pytest.raises(ZeroDivisionError), using_values((comm.counters, [])):
             assert comm.counters.get() is not mine[comm.counters] and mesh_tables.get() is mine[mesh_tables]
             _ = 1 / 0
         assert comm.counters.get() is mine[comm.counters]
@@ -50,7 +50,7 @@ def test_threads_that_simulate_nothing_share_the_process() -> None:
         with comm.count_collectives() as count:
             elsewhere(lambda: comm.all_reduce(torch.ones(3), group))
         assert count.calls == {"all_reduce": 1} and count.bytes == {"all_reduce": 12}
-        with entered(*fresh()), comm.count_collectives() as apart:
+        with using_values(*initial_values()), comm.count_collectives() as apart:
             elsewhere(lambda: comm.all_reduce(torch.ones(3), group))
         assert not apart.calls and count.calls == {"all_reduce": 1}
     finally:

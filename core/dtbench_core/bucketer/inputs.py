@@ -130,7 +130,7 @@ def _of_dtensor(tensor: Wrapper, group: ProcessGroup) -> Intake:
     held = held_by(tensor).detach()
     along = None if dim is None else spec.info.groups[dim]
     if isinstance(along, comm.OrderedGroup):  # a bucket gives its parts to ranks of the group
-        held = along.ranked(held)
+        held = along.in_group_order(held)
     taken = _of_tensor(held, group.size())
     if dim is None:
         return taken
@@ -162,7 +162,7 @@ def _of_dtensors(tensors: Sequence[Tensor], group: ProcessGroup) -> Intake:
 
 
 def _mesh_dim_of(spec: DTensorSpec, group: ProcessGroup) -> int | None:
-    for dim, own in enumerate(map(comm.own_group, spec.info.groups)):
+    for dim, own in enumerate(map(comm.process_group_of, spec.info.groups)):
         if own is group or dist.get_process_group_ranks(own) == dist.get_process_group_ranks(group):
             return dim
     return None

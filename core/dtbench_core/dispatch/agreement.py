@@ -73,7 +73,9 @@ def compare_move(name: str, tensor: Wrapper, placements: Sequence[Placement] | N
 def compare(name: str, tensors: Sequence[Wrapper]) -> None:
     """Raises as `check_ranks` says, where the ranks differ in the op of this name on these tensors."""
     info = tensors[0]._spec.info
-    alone = any(comm.own_group(group).name() == "fake" for group in info.groups)  # nobody is at the other end
+    alone = any(
+        comm.process_group_of(group).name() == "fake" for group in info.groups
+    )  # nobody is at the other end
     if simulation.active or is_traced() or info.coordinate is None or not info.groups or alone:
         return
     mine = [(dist.get_rank(), name, tuple(map(_words, tensors)))]

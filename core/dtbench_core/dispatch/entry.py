@@ -43,7 +43,7 @@ from dtbench_core.rules.compare import equal
 from dtbench_core.rules.foreach import foreach_norm
 from dtbench_core.rules.loss import one_hot
 from dtbench_core.rules.view import tensor_split
-from dtbench_core.runtime import PerRank, clear_caches, on_clear, remember
+from dtbench_core.runtime import PerRank, cache_put, clear_caches, on_clear
 from dtbench_core.torch_compat import (
     DisableTorchFunction,
     any_autocast,
@@ -246,7 +246,7 @@ def _record_call(func: Call, key: Key, args: Args, kwargs: Kwargs) -> Value:
         if takes_one_tensor(func):
             _direct[func] = _straight(func)
         elif key:
-            remember(functions, key, None)
+            cache_put(functions, key, None)
         return result
     if not key:
         return result
@@ -256,7 +256,7 @@ def _record_call(func: Call, key: Key, args: Args, kwargs: Kwargs) -> Value:
         if all_by_type(func):
             by_type.add(func)
             return result  # the key at hand holds numbers by value: remember the next call
-    remember(functions, key, fit)
+    cache_put(functions, key, fit)
     return result
 
 
@@ -302,7 +302,7 @@ def torch_dispatch(
             result = info.without_plan(torch_dispatch, cls, op, args, kwargs)
         else:
             plan, result = first_run(plan, cls, args, kwargs, locals_, local_kwargs)
-        remember(plans, key, plan)
+        cache_put(plans, key, plan)
     if (ran := recorded()) is not None:
         ran.append((plan, args, kwargs, result))
     return result

@@ -34,7 +34,7 @@ from dtbench_core.layout.shard_layout import empty_part
 from dtbench_core.layout.spec import DTensorSpec, preserved_stride
 from dtbench_core.layout.wrapper import Wrapper, count_write, wrap
 from dtbench_core.op_types import Args, Kwargs, Value
-from dtbench_core.redistribute.autograd import local_at
+from dtbench_core.redistribute.autograd import redistributed_local
 from dtbench_core.redistribute.copied_view import (
     Gathered,
     copied_view,
@@ -166,7 +166,7 @@ def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
     route = cheapest_route(spec, replicated)
     if copied:
         return run_route(tensor._local_tensor, route)
-    return local_at(tensor, replicated, route)
+    return redistributed_local(tensor, replicated, route)
 
 
 def _report(op: OpOverload) -> None:

@@ -31,7 +31,7 @@ from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute import routes
 from dtbench_core.redistribute.copied_view import copied_view, is_copied, refuse_writes
-from dtbench_core.rules.base import OpCall, Placed, Strategy, by_tensor
+from dtbench_core.rules.base import OpCall, PlacedSpecs, Strategy, placements_by_tensor
 from dtbench_core.torch_compat import dispatch_modes_active
 
 
@@ -51,15 +51,18 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> OpPlan | None:
     call = describe(info.op, args, kwargs)
     if isinstance(info.returned, str):
         return _build_out(info, call, to_copy=to_copy)
-    find = rules.find(info.op)
+    find = rules.find_rule(info.op)
     if find is None:
         return None
     try:
         call.outputs, structure = results_of(info.op, call.args, call.kwargs, info.elementwise)
         strategy = find(call)
-        chosen = strategy.exact
-        if chosen is None and (rows := rules.choose(call, strategy, _written_inputs(info, call))) is not None:
-            chosen = by_tensor(rows)
+        chosen = strategy.exact_placements
+        if (
+            chosen is None
+            and (rows := rules.choose_rows(call, strategy, _written_inputs(info, call))) is not None
+        ):
+            chosen = placements_by_tensor(rows)
     except NotImplementedError:  # the shape depends on the values, or torch has no meta kernel
         return None
     except CoreError:
@@ -81,7 +84,7 @@ def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> OpPlan | None:
     """The plan of `op(..., out=x)` where the op's rule can leave its result just where `x` lies."""
     functional, name = out_and_resize.functional_of(info.op), info.returned
     out = call.kwargs.get(name)
-    find = rules.find(functional) if functional is not None else None
+    find = rules.find_rule(functional) if functional is not None else None
     if functional is None or find is None or not isinstance(out, DTensorSpec) or len(call.kwargs) > 1:
         return None
     plain = OpCall(functional, call.args, {}, call.inputs[:-1])  # keyword arguments come last
@@ -93,12 +96,18 @@ def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> OpPlan | None:
         return None
     strategy, meta = find(plain), plain.outputs[0]
     fits = structure == "tensor" and meta is not None and (meta.shape, meta.dtype) == (out.shape, out.dtype)
-    if not fits or strategy.localize or strategy.local_op or strategy.exact or strategy.local_shape_args:
+    if (
+        not fits
+        or strategy.localize
+        or strategy.local_op
+        or strategy.exact_placements
+        or strategy.local_shape_args
+    ):
         return None
-    rows = rules.choose(plain, strategy, (), result=out.placements)
+    rows = rules.choose_rows(plain, strategy, (), result=out.placements)
     if rows is None:
         return None
-    inputs, _ = by_tensor(rows)
+    inputs, _ = placements_by_tensor(rows)
     if not rank_check.all_even(plain, inputs, (out.placements,)):
         return None
     member = out.info.coordinate is not None
@@ -142,7 +151,7 @@ def _plan_for(
     if strategy.localize is not None:
         pairs = zip(call.inputs, inputs, strict=True)
         moved = tuple(s if p == s.placements else s.with_placements(p) for s, p in pairs)
-        local_op = strategy.localize(Placed(moved, tuple(specs)))
+        local_op = strategy.localize(PlacedSpecs(moved, tuple(specs)))
     agreeing = value_check.raise_on_all_ranks(call, inputs)
     if not info.aliases and not info.random:  # a random op's rank would fall out of step
         makes = out is not None and info.functional

@@ -61,7 +61,7 @@ class OpInfo:
 
 def numbers_by_type(op: OpOverload) -> bool:
     """Whether all values of a number's type share one plan, as none can change where results are placed."""
-    return rules.pointwise.is_pointwise(op) or rules.find(op) in (foreach.foreach, foreach.fused_step)
+    return rules.pointwise.is_pointwise(op) or rules.find_rule(op) in (foreach.foreach, foreach.fused_step)
 
 
 def _handler_of(op: OpOverload) -> Call | None:

@@ -39,7 +39,7 @@ from dtbench_core.layout.wrapper import (
     wrap,
 )
 from dtbench_core.op_types import Args, Call, Kwargs, Value
-from dtbench_core.redistribute.autograd import local_at
+from dtbench_core.redistribute.autograd import redistributed_local
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, refuse_writes, store_to_base
 from dtbench_core.redistribute.routes import Route, run_route
 from dtbench_core.torch_compat import (
@@ -475,7 +475,7 @@ def _places(args: Args) -> list[int] | None:
 
 def _local_at(tensor: Value, local: torch.Tensor, placements: Placements, route: Route) -> torch.Tensor:
     if isinstance(tensor, Wrapper):
-        return local_at(tensor, placements, route)
+        return redistributed_local(tensor, placements, route)
     return run_route(local, route)
 
 

@@ -34,7 +34,7 @@ from dtbench_core.errors import ArgumentError, LayoutError
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.spec import TensorMeta
-from dtbench_core.redistribute.movers import Exchange, mover, padded
+from dtbench_core.redistribute.movers import Exchange, make_mover, padded
 from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import resolve_group
 
@@ -109,7 +109,7 @@ def _moved(
     ends = Shard(gather_dim % shard.ndim), Shard(shard_dim % shard.ndim)
     for src, dst in itertools.pairwise((ends[0], *between, ends[1])):
         sizes, at = (group.size(),), (group.rank(),)
-        shard = mover(Exchange((src,), (dst,), sizes, tuple(shape), shard.dtype, group, at))(shard)
+        shard = make_mover(Exchange((src,), (dst,), sizes, tuple(shape), shard.dtype, group, at))(shard)
     return shard
 
 

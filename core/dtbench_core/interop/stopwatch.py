@@ -46,7 +46,7 @@ _FUNCTIONS: dict[str, tuple[Call, ...]] = {
     "key": (cache_key.key_of,),
     "cache": (routes.requested_route, layout.even_spec),
     "plan": (make_plan.build, make_plan.first_run),
-    "redistribute": (routes.run_route, autograd.redistribute_along, autograd.local_at),
+    "redistribute": (routes.run_route, autograd.redistribute_along, autograd.redistributed_local),
     "communicate": (
         comm.all_gather,
         comm.all_reduce,

@@ -75,7 +75,9 @@ class Agreement:
         self.equal_dims: Dims = frozenset()
         self.lineage = Lineage(self.ranks)
         self.watched = self.warned = False
-        self.no_peers = bool(mesh.groups) and dist.get_backend(comm.own_group(mesh.groups[0])) == "fake"
+        self.no_peers = (
+            bool(mesh.groups) and dist.get_backend(comm.process_group_of(mesh.groups[0])) == "fake"
+        )
         self.reports_moves = self.no_peers or world_store() is not None
         self.draws = 0
         self.alone_with: int | None = None  # the seed with which this rank was alone

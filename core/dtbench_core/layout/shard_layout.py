@@ -23,7 +23,7 @@ from dtbench_core.layout.placement import (
     local_extents,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order, normalize, preserved_stride
-from dtbench_core.runtime import on_clear, remember
+from dtbench_core.runtime import cache_put, on_clear
 from dtbench_core.torch_compat import is_traced
 
 
@@ -95,7 +95,7 @@ def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placemen
     spec = None
     if here and plain:
         spec = DTensorSpec.of(info, placed, *even_layout(local, info, placed), local.dtype)
-    remember(_even_specs, key, spec)
+    cache_put(_even_specs, key, spec)
     return spec
 
 
@@ -156,7 +156,7 @@ def _can_ask(info: MeshInfo, placements: Placements) -> bool:
     return (
         max(cuts, default=1) > 1
         and bool(info.groups)
-        and dist.get_backend(comm.own_group(info.groups[0])) != "fake"
+        and dist.get_backend(comm.process_group_of(info.groups[0])) != "fake"
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtbench_core.layout.placement import REPLICATE, Shard
 from dtbench_core.op_types import Ctx
-from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, rule
+from dtbench_core.rules.base import OpCall, PlacedSpecs, PlacementRow, Strategy, aten, rule
 from dtbench_core.torch_compat import new_op
 
 _backward = new_op(
@@ -28,7 +28,7 @@ def embedding_rows_backward(call: OpCall) -> Strategy:
     return Strategy([PlacementRow((REPLICATE, REPLICATE), (Shard(0),))], localize=_own_rows)
 
 
-def _own_rows(placed: Placed) -> Callable[..., Tensor]:
+def _own_rows(placed: PlacedSpecs) -> Callable[..., Tensor]:
     (spec,) = placed.outputs
     assert spec is not None
     count, first = spec.local_shape[0], spec.local_offset[0]

@@ -12,7 +12,7 @@ from dtbench_core.dispatch.contexts import implicit_replication
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Replicate
 from dtbench_core.rules import cross_entropy as core
-from dtbench_core.rules.labels import materialised
+from dtbench_core.rules.labels import reduce_partials
 from dtbench_core.tensor.dtensor import DTensor
 
 
@@ -55,7 +55,7 @@ def cross_entropy(
     logits = input
     if torch.is_autocast_enabled(logits.device.type) and logits.dtype in (torch.float16, torch.bfloat16):
         logits = cast("DTensor", logits.float())  # as autocast would
-    logits = materialised(logits)
+    logits = reduce_partials(logits)
     target = _replicated(target, logits)
     weight = None if weight is None else _replicated(weight, logits)
     options: Any = (size_average, ignore_index, reduce, reduction, label_smoothing)

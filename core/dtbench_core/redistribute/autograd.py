@@ -12,7 +12,7 @@ from dtbench_core.redistribute.routes import Route, cheapest_route, run_route
 from dtbench_core.torch_compat import AutogradFunction, any_requires_grad, version_of
 
 
-def local_at(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
+def redistributed_local(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
     """The local part of `tensor` at `dst`, for an op to read. A pending sum is added up once.
 
     Two collectives add the same terms in different orders, and what one rounds up the other may round

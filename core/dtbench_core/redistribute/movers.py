@@ -62,7 +62,7 @@ class Exchange:
         return index
 
 
-def mover(step: Exchange) -> Mover:
+def make_mover(step: Exchange) -> Mover:
     """What runs the step on this rank's shard. Every rank of `group` must call it."""
     src, dst = step.src[0], step.dst[0]
     if src.is_replicate():

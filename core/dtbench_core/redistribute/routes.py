@@ -30,8 +30,8 @@ from dtbench_core.layout.placement import (
 from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec, memory_order, normalize
 from dtbench_core.layout.wrapper import Wrapper
-from dtbench_core.redistribute.movers import Exchange, Mover, mover
-from dtbench_core.runtime import on_clear, remember
+from dtbench_core.redistribute.movers import Exchange, Mover, make_mover
+from dtbench_core.runtime import cache_put, on_clear
 
 
 class RedistributeStep(NamedTuple):
@@ -139,7 +139,7 @@ def cheapest_route(src: DTensorSpec, dst: Placements) -> Route:
     route = _routes.get(key)
     if route is None:
         route = _find(src, dst)
-        remember(_routes, key, route)
+        cache_put(_routes, key, route)
     return route
 
 
@@ -161,7 +161,7 @@ def requested_route(spec: DTensorSpec, placements: Sequence[Placement] | None) -
                 "not already that Partial: nothing says which terms the ranks should hold"
             )
     route = cheapest_route(spec, placed)
-    remember(requested_routes, (spec, None if placements is None else tuple(placements)), route)
+    cache_put(requested_routes, (spec, None if placements is None else tuple(placements)), route)
     return route
 
 
@@ -213,10 +213,10 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
             f"cannot redistribute {src} to {describe(dst)}: a Partial can only come from Replicate or from the same "
             "Partial; redistribute to Replicate or Shard instead"
         )
-    return along(src, transitions)
+    return route_along(src, transitions)
 
 
-def along(src: DTensorSpec, transitions: Sequence[Transition]) -> Route:
+def route_along(src: DTensorSpec, transitions: Sequence[Transition]) -> Route:
     """The route that takes these transitions, be they the cheapest or not."""
     info = src.info
     coordinate = info.coordinate or (0,) * info.ndim
@@ -257,7 +257,7 @@ def _mover(step: RedistributeStep, spec: DTensorSpec) -> Mover:
     group = info.groups[dims[0]] if len(dims) == 1 else info.whole
     assert group is not None  # without it the planner moves one mesh dim at a time
     sizes, coordinate = zip(*((info.sizes[d], mine[d]) for d in dims), strict=True)
-    return mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, coordinate))
+    return make_mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, coordinate))
 
 
 def run_route(local: torch.Tensor, route: Route) -> torch.Tensor:

@@ -29,16 +29,16 @@ import pkgutil
 from torch._ops import OpOverload
 
 from dtbench_core.rules import pointwise
-from dtbench_core.rules.base import Rule, decompositions, rule_of
-from dtbench_core.rules.choose import choose
+from dtbench_core.rules.base import Rule, decompositions, rules_by_op
+from dtbench_core.rules.choose import choose_rows
 
-__all__ = ["choose", "decompositions", "find", "pointwise"]
+__all__ = ["choose_rows", "decompositions", "find_rule", "pointwise"]
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
 
 
-def find(op: OpOverload) -> Rule | None:
+def find_rule(op: OpOverload) -> Rule | None:
     """The rule for `op`: its own, else the pointwise one where torch tags it so, else None."""
-    own = rule_of.get(op)
+    own = rules_by_op.get(op)
     return own if own is not None or not pointwise.is_pointwise(op) else pointwise.pointwise

@@ -12,8 +12,8 @@ import torch
 from dtbench_core.layout.placement import REPLICATE, Placement, Placements, Shard
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Call
-from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, ops_named, rule
-from dtbench_core.rules.labels import SUM, placed_along
+from dtbench_core.rules.base import OpCall, PlacedSpecs, PlacementRow, Strategy, aten, ops_named, rule
+from dtbench_core.rules.labels import SUM, broadcast_placement
 
 BATCH, HEAD = 0, 1  # of query, key, value [batch, head, length, width]
 
@@ -48,7 +48,7 @@ def attention(call: OpCall) -> Strategy:
     query, key, value, *mask = call.inputs
     rows = [
         PlacementRow(
-            (*(Shard(d),) * 3, *(placed_along(m, d, query.shape) for m in mask)),
+            (*(Shard(d),) * 3, *(broadcast_placement(m, d, query.shape) for m in mask)),
             (*(Shard(d),) * 2, *(REPLICATE,) * len(rest)),
             nonempty=() if for_cpu else ((0, d),),
         )
@@ -57,7 +57,7 @@ def attention(call: OpCall) -> Strategy:
     return Strategy(rows, localize=_nothing_of_nothing if for_cpu else None, any_lengths=for_cpu)
 
 
-def _nothing_of_nothing(placed: Placed) -> Call | None:
+def _nothing_of_nothing(placed: PlacedSpecs) -> Call | None:
     """On an empty shard the CPU kernel would end the process: it divides by the batch and the heads. (Without
     dropout the op draws nothing, so no rank falls out of step.)"""
     output, logsumexp = placed.outputs
@@ -88,14 +88,14 @@ def attention_backward(call: OpCall) -> Strategy:
         inputs: Placements = tuple(
             Shard(dim)
             if any(spec is s for s in sharded)
-            else placed_along(spec, dim, query.shape)
+            else broadcast_placement(spec, dim, query.shape)
             if spec is mask
             else REPLICATE
             for spec in call.inputs
         )
         grads: list[Placement] = [Shard(dim)] * 3
         if len(call.outputs) > 3:
-            along = REPLICATE if mask is None else placed_along(mask, dim, query.shape)
+            along = REPLICATE if mask is None else broadcast_placement(mask, dim, query.shape)
             grads.append(along if along.is_shard() else SUM)
         rows.append(PlacementRow(inputs, tuple(grads), nonempty=((0, dim),) if nonempty else ()))
     return Strategy(rows)

@@ -37,7 +37,7 @@ class PlacementRow:
     nonempty: tuple[tuple[int, int], ...] = ()
 
 
-def bound(op: OpOverload, args: Args, kwargs: Mapping[str, Any]) -> Kwargs:
+def bound_arguments(op: OpOverload, args: Args, kwargs: Mapping[str, Any]) -> Kwargs:
     """The arguments of a call by their names in the op's schema, those not given with their default."""
     named = {a.name: a.default_value for a in op._schema.arguments}
     return {**named, **dict(zip(named, args, strict=False)), **kwargs}
@@ -49,7 +49,7 @@ def listed_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     return tuple(sorted(d % ndim for d in listed)) if listed and ndim else tuple(range(ndim))
 
 
-Chosen = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
+ChosenPlacements = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Strategy:
     local_op: run on the shards instead of the op, where the local computation differs.
     localize: makes the local_op, where it depends on which part of the tensors this rank holds; None
         for the op itself.
-    exact: the placements of all inputs and of all outputs, chosen by the rule itself; rows are not read.
+    exact_placements: the placements of all inputs and of all outputs, chosen by the rule itself; rows are not read.
     any_lengths: local_op does not count on how torch.chunk cuts, or localize takes lengths and offsets from
         the specs, so that other cuts will do.
     """
@@ -69,12 +69,12 @@ class Strategy:
     rows: Sequence[PlacementRow]
     local_shape_args: tuple[int, ...] = ()
     local_op: Call | None = None
-    localize: Callable[[Placed], Call | None] | None = None
-    exact: Chosen | None = None
+    localize: Callable[[PlacedSpecs], Call | None] | None = None
+    exact_placements: ChosenPlacements | None = None
     any_lengths: bool = False
 
 
-class Placed(NamedTuple):
+class PlacedSpecs(NamedTuple):
     """What `Strategy.localize` gets: the specs of the tensor inputs, after they moved, and of the results."""
 
     inputs: tuple[DTensorSpec, ...]
@@ -95,7 +95,7 @@ class OpCall:
     def named(self) -> Kwargs:
         """All arguments by name, those not given with their default."""
         if not self._bound:
-            self._bound = bound(self.op, self.args, self.kwargs)
+            self._bound = bound_arguments(self.op, self.args, self.kwargs)
         return self._bound
 
     def __getitem__(self, name: str) -> Value:
@@ -137,14 +137,14 @@ def by_op(table: Mapping[str, T], suffix: str = "") -> dict[OpOverload, T]:
 
 Rule = Callable[[OpCall], Strategy]
 
-rule_of: dict[OpOverload, Rule] = {}  # an op's own
+rules_by_op: dict[OpOverload, Rule] = {}  # an op's own
 
 
 def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
     """Registers the decorated rule for `ops`."""
 
     def register(function: Rule) -> Rule:
-        rule_of.update(dict.fromkeys(ops, function))
+        rules_by_op.update(dict.fromkeys(ops, function))
         return function
 
     return register
@@ -170,23 +170,23 @@ def decomposition(*ops: OpOverload, with_op: bool = False) -> Callable[[Call], C
     return register
 
 
-overridden: set[OpOverload] = set()  # for which a user has registered a rule
+overridden_ops: set[OpOverload] = set()  # for which a user has registered a rule
 
 
-def override(op: OpOverload, new: Rule) -> None:
+def override_rule(op: OpOverload, new: Rule) -> None:
     """Puts a user's rule in the place of whatever the core knows of `op`."""
-    rule_of[op] = new
+    rules_by_op[op] = new
     decompositions.pop(op, None)
-    overridden.add(op)
+    overridden_ops.add(op)
 
 
-def by_tensor(rows: Sequence[PlacementRow]) -> Chosen:
+def placements_by_tensor(rows: Sequence[PlacementRow]) -> ChosenPlacements:
     """What a row per mesh dim results in: the placements of all inputs, and of all outputs."""
     inputs, outputs = [row.inputs for row in rows], [row.outputs for row in rows]
     return tuple(zip(*inputs, strict=True)), tuple(zip(*outputs, strict=True))
 
 
-def along(dims: Iterable[int], ins: int, outs: int) -> list[PlacementRow]:
+def shard_rows(dims: Iterable[int], ins: int, outs: int) -> list[PlacementRow]:
     """Rows for ops that treat each of `dims` pointwise: all inputs and outputs are Shard(d)."""
     return [PlacementRow((Shard(d),) * ins, (Shard(d),) * outs) for d in dims]
 
@@ -195,7 +195,7 @@ def linear_rows(
     call: OpCall, ins: int, outs: int = 1, ops: tuple[str, ...] = ("sum", "avg")
 ) -> list[PlacementRow]:
     """Rows for ops that commute with the pending reductions `ops` of all their inputs."""
-    return [PlacementRow((Partial(op),) * ins, (Partial(op),) * outs) for op in pending_of(call, ops)]
+    return [PlacementRow((Partial(op),) * ins, (Partial(op),) * outs) for op in pending_ops(call, ops)]
 
 
 def pending_rows(
@@ -206,18 +206,18 @@ def pending_rows(
     inputs, outs = range(len(call.inputs) if count is None else count), len(call.outputs)
     return [
         PlacementRow(tuple(Partial(op) if i in group else REPLICATE for i in inputs), (Partial(op),) * outs)
-        for op in pending_of(call, ops)
+        for op in pending_ops(call, ops)
         for group in terms
     ]
 
 
-def along_others(call: OpCall, whole: Iterable[int], ins: int = 1, outs: int = 1) -> list[PlacementRow]:
+def shard_rows_except(call: OpCall, whole: Iterable[int], ins: int = 1, outs: int = 1) -> list[PlacementRow]:
     """`along` all dims of the first input but those that must be whole."""
     kept = set(whole)
-    return along((d for d in range(call.inputs[0].ndim) if d not in kept), ins, outs)
+    return shard_rows((d for d in range(call.inputs[0].ndim) if d not in kept), ins, outs)
 
 
-def pending_of(call: OpCall, ops: Iterable[str]) -> list[str]:
+def pending_ops(call: OpCall, ops: Iterable[str]) -> list[str]:
     """Those of `ops` that an input has pending on some mesh dim: of others the rows need not be listed."""
     pending = {p.reduce_op for spec in call.inputs for p in spec.placements if isinstance(p, Partial)}
     return [op for op in ops if op in pending] if pending else []

@@ -10,7 +10,16 @@ ranks. The ranks tell each other what cholesky_inverse refuses (dispatch/value_c
 from __future__ import annotations
 
 from dtbench_core.layout.placement import REDUCE_OPS
-from dtbench_core.rules.base import OpCall, Strategy, along, along_others, aten, linear_rows, ops_named, rule
+from dtbench_core.rules.base import (
+    OpCall,
+    Strategy,
+    aten,
+    linear_rows,
+    ops_named,
+    rule,
+    shard_rows,
+    shard_rows_except,
+)
 from dtbench_core.rules.labels import batch_rows
 
 ALONG_ONE_DIM = """
@@ -28,13 +37,13 @@ MATRICES = """
 
 @rule(*ops_named(ALONG_ONE_DIM))
 def along_one_dim(call: OpCall) -> Strategy:
-    return Strategy(along_others(call, [call.dim()], len(call.inputs), len(call.outputs)))
+    return Strategy(shard_rows_except(call, [call.dim()], len(call.inputs), len(call.outputs)))
 
 
 @rule(aten.renorm.default, aten.renorm_.default)
 def renorm(call: OpCall) -> Strategy:
     """Each slice along `dim` is scaled by its own norm."""
-    return Strategy(along([call.dim()], 1, 1))
+    return Strategy(shard_rows([call.dim()], 1, 1))
 
 
 @rule(aten.cumsum.default, aten.cumsum_.default)
@@ -42,19 +51,19 @@ def cumsum(call: OpCall) -> Strategy:
     """Linear, unless the sum is taken in integers: these cut each term."""
     source, meta = call.inputs[0].dtype, call.outputs[0]
     truncates = source.is_floating_point and meta is not None and not meta.dtype.is_floating_point
-    return Strategy([*along_others(call, [call.dim()]), *([] if truncates else linear_rows(call, 1))])
+    return Strategy([*shard_rows_except(call, [call.dim()]), *([] if truncates else linear_rows(call, 1))])
 
 
 @rule(aten.flip.default)
 def flip(call: OpCall) -> Strategy:
     flipped = [d % max(call.inputs[0].ndim, 1) for d in call["dims"]]
-    return Strategy([*along_others(call, flipped), *linear_rows(call, 1, ops=REDUCE_OPS)])
+    return Strategy([*shard_rows_except(call, flipped), *linear_rows(call, 1, ops=REDUCE_OPS)])
 
 
 @rule(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
 def fourier(call: OpCall) -> Strategy:
     transformed = {d % call.inputs[0].ndim for d in call["dim"]}
-    return Strategy([*along_others(call, transformed), *linear_rows(call, 1)])
+    return Strategy([*shard_rows_except(call, transformed), *linear_rows(call, 1)])
 
 
 @rule(*ops_named(REPORTING + MATRICES))

@@ -25,15 +25,15 @@ from dtbench_core.rules.base import (
     PlacementRow,
     Strategy,
     aten,
-    bound,
-    by_tensor,
+    bound_arguments,
     decomposition,
     ops_named,
     pending_rows,
+    placements_by_tensor,
     replicated_row,
     rule,
 )
-from dtbench_core.rules.labels import SUM, accurate, materialised, whole
+from dtbench_core.rules.labels import SUM, reduce_partials, replicate, upcast
 
 CHANNEL = 1  # of the input [n, c, ...]
 
@@ -89,7 +89,7 @@ def batch_norm(call: OpCall) -> Strategy:
     if _trains(call.op, call.named()):
         # By channel on the mesh dims where the data is: nothing that is written moves.
         placed = [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
-        return Strategy([], exact=by_tensor(placed), localize=lambda _: call.op)
+        return Strategy([], exact_placements=placements_by_tensor(placed), localize=lambda _: call.op)
     rows = [by_channel]
     rest = (REPLICATE,) * (len(call.inputs) - 1)
     rows += [
@@ -159,11 +159,11 @@ def _normalised(
 ) -> Three:
     """(output, mean, inverse deviation); in training the running statistics are moved on, in place."""
     mean, inverse = _statistics(data, running, train, momentum, eps)
-    output = (accurate(data) - _over_channels(mean, data)) * _over_channels(inverse, data)
+    output = (upcast(data) - _over_channels(mean, data)) * _over_channels(inverse, data)
     if weight is not None:
-        output = output * _over_channels(accurate(weight), data)
+        output = output * _over_channels(upcast(weight), data)
     if bias is not None:
-        output = output + _over_channels(accurate(bias), data)
+        output = output + _over_channels(upcast(bias), data)
     parameters = [t for t in (weight, bias, *running) if t is not None]
     saved_dtype = mean.dtype
     if data.device.type == "cpu":
@@ -179,16 +179,16 @@ def _statistics(
 ) -> tuple[Any, Any]:
     running_mean, running_var = running
     if not train:
-        return accurate(running_mean), (accurate(running_var) + eps).rsqrt()
+        return upcast(running_mean), (upcast(running_var) + eps).rsqrt()
     # Reduced once here: each of the uses below would reduce it again.
-    var, mean = map(materialised, torch.var_mean(accurate(data), _kept_dims(data), correction=0))
+    var, mean = map(reduce_partials, torch.var_mean(upcast(data), _kept_dims(data), correction=0))
     count = data.numel() // data.shape[CHANNEL]
     for kept, new in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
         if kept is not None:
             step = (new * momentum).to(kept.dtype)
             # A shard cannot become a term of the pending sum that the written tensor has to stay.
             pending = isinstance(kept, Wrapper) and kept._spec.has_partial()
-            kept.mul_(1 - momentum).add_(whole(step) if pending else step)
+            kept.mul_(1 - momentum).add_(replicate(step) if pending else step)
     return mean, (var + eps).rsqrt()
 
 
@@ -197,9 +197,9 @@ def _gradients(
 ) -> Three:
     """The three gradients, or None where `mask` asks for none."""
     dims = _kept_dims(data)
-    grad_in, source = accurate(grad), accurate(data)
+    grad_in, source = upcast(grad), upcast(data)
     scaled = (source - _over_channels(mean, data)) * _over_channels(inverse, data)
-    of_bias, of_weight = (materialised(t.sum(dims)) for t in (grad_in, grad_in * scaled))
+    of_bias, of_weight = (reduce_partials(t.sum(dims)) for t in (grad_in, grad_in * scaled))
     of_data = None
     if mask[0]:
         of_data = grad_in
@@ -207,7 +207,7 @@ def _gradients(
             count = data.numel() // data.shape[CHANNEL]
             common = _over_channels(of_bias, data) + scaled * _over_channels(of_weight, data)
             of_data = grad_in - common / count
-        factor = inverse if weight is None else inverse * accurate(weight)
+        factor = inverse if weight is None else inverse * upcast(weight)
         of_data = (of_data * _over_channels(factor, data)).to(data.dtype)
     dtype = data.dtype if weight is None else weight.dtype
     return of_data, of_weight.to(dtype) if mask[1] else None, of_bias.to(dtype) if mask[2] else None
@@ -215,7 +215,7 @@ def _gradients(
 
 @decomposition(*FORWARD, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default, with_op=True)
 def _forward(op: OpOverload, *args: object, **kwargs: object) -> Value:
-    named = bound(op, args, kwargs)
+    named = bound_arguments(op, args, kwargs)
     get: Any = named.get
     data, running = get("input"), (get("running_mean"), get("running_var"))
     train = _trains(op, named)
@@ -230,7 +230,7 @@ def _forward(op: OpOverload, *args: object, **kwargs: object) -> Value:
 @decomposition(*BACKWARD, aten.cudnn_batch_norm_backward.default, with_op=True)
 @decomposition(aten.miopen_batch_norm_backward.default, with_op=True)
 def _backward(op: OpOverload, *args: object, **kwargs: object) -> Value:
-    named = bound(op, args, kwargs)
+    named = bound_arguments(op, args, kwargs)
     get: Any = named.get
     grad = get("grad_output") if get("grad_output") is not None else get("grad_out")
     data, weight = get("input"), get("weight")

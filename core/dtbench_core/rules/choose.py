@@ -29,7 +29,7 @@ from dtbench_core.layout.spec import normalize
 from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, replicated_row
 
 
-def choose(
+def choose_rows(
     call: OpCall, strategy: Strategy, written: tuple[int, ...], result: Placements | None = None
 ) -> list[PlacementRow] | None:
     """One row per mesh dim, outermost first, or None when no row is possible.

@@ -46,4 +46,4 @@ def metadata(call: OpCall) -> Strategy:
     """Global shapes answer; the shards need not move."""
     same = call.inputs[0].shape == call.inputs[1].shape
     stay = tuple(spec.placements for spec in call.inputs), ()
-    return Strategy([], local_op=lambda *_: same, exact=stay)
+    return Strategy([], local_op=lambda *_: same, exact_placements=stay)

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from dtbench_core.layout.placement import REPLICATE, Partial, Placement, Shard
 from dtbench_core.op_types import Call, Value
-from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, pending_of, pending_rows, rule
-from dtbench_core.rules.labels import SUM, in_groups, label_rows
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, pending_ops, pending_rows, rule
+from dtbench_core.rules.labels import SUM, label_rows, splits_between_groups
 
 
 def _labels(call: OpCall, first: int) -> tuple[str, str, str] | None:
@@ -32,7 +32,7 @@ def _channels(call: OpCall) -> str:
     """The channel labels that may be sharded."""
     if call["groups"] == 1:
         return "oi"
-    return "g" if in_groups(call, call["groups"]) else ""
+    return "g" if splits_between_groups(call, call["groups"]) else ""
 
 
 @rule(aten.convolution.default)
@@ -66,7 +66,7 @@ def convolution_backward(call: OpCall) -> Strategy:
     for label in _channels(call):
         # Each gradient sums over the label of its two factors that it lacks itself. The bias's has one factor.
         rows += label_rows(label, dims_in, dims_out, SUM if label in output else REPLICATE, nonempty=True)
-    for op in pending_of(call, ("sum", "avg")):
+    for op in pending_ops(call, ("sum", "avg")):
         term = Partial(op)
         rows.append(PlacementRow((term, REPLICATE, REPLICATE), (term,) * 3))
         rows.append(PlacementRow((REPLICATE, term, REPLICATE), (REPLICATE, term, REPLICATE)))

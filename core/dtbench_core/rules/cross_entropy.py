@@ -29,8 +29,8 @@ from torch import Tensor
 from dtbench_core.layout.placement import Partial
 from dtbench_core.layout.wrapper import Wrapper, wrap
 from dtbench_core.op_types import Ctx, Value
-from dtbench_core.rules.base import OpCall, Placed, Strategy, rule
-from dtbench_core.rules.labels import SUM, is_split, label_rows, letters, materialised, whole
+from dtbench_core.rules.base import OpCall, PlacedSpecs, Strategy, rule
+from dtbench_core.rules.labels import SUM, free_labels, is_split, label_rows, reduce_partials, replicate
 from dtbench_core.torch_compat import AutogradFunction, is_fake_mode_active, new_op
 
 # ---- entry and autograd ----
@@ -99,12 +99,12 @@ class CrossEntropy(AutogradFunction):
     def forward(ctx: Ctx, logits: Any, target: Any, weight: Value, options: Options) -> Value:
         dim, classes = class_dim(logits), logits._spec.shape[class_dim(logits)]
         smoothing = options.label_smoothing
-        maximum = materialised(class_max(logits, dim))
-        sums = materialised(class_sums(logits, maximum, target, weight, dim, smoothing > 0))
+        maximum = reduce_partials(class_max(logits, dim))
+        sums = reduce_partials(class_sums(logits, maximum, target, weight, dim, smoothing > 0))
         result = class_loss(sums, target, weight, classes, options.ignore_index, smoothing)
         ctx.options, ctx.dim, ctx.classes = options, dim, classes
         # The loss, the weight and the targets that are no class, of all samples; replicated.
-        totals = whole(result.sum(list(range(1, result.ndim))) if result.ndim > 1 else result)
+        totals = replicate(result.sum(list(range(1, result.ndim))) if result.ndim > 1 else result)
         held = totals._local_tensor
         _refuse_wrong(held[2], classes)
         ctx.total = held[1]
@@ -269,7 +269,7 @@ class_gradient = new_op(
 
 def _dims(call: OpCall, logits: int) -> tuple[str, str]:
     """Labels of the logits' dims, of which `C` are the classes, and of the samples'."""
-    samples = letters(call.inputs[logits].ndim - 1, skip="C")
+    samples = free_labels(call.inputs[logits].ndim - 1, skip="C")
     dim = call["dim"]
     return f"{samples[:dim]}C{samples[dim:]}", samples
 
@@ -290,7 +290,7 @@ def _(call: OpCall) -> Strategy:
 
 @rule(class_loss)
 def _(call: OpCall) -> Strategy:
-    samples = letters(call.inputs[1].ndim)
+    samples = free_labels(call.inputs[1].ndim)
     weight = ["."] * (len(call.inputs) - 2)
     return Strategy(label_rows(samples, ["." + samples, samples, *weight], ["." + samples]))
 
@@ -306,10 +306,10 @@ def _(call: OpCall) -> Strategy:
 
 def _from_first(
     op: Callable[..., Tensor], logits: int, dim: int
-) -> Callable[[Placed], Callable[..., Tensor]]:
+) -> Callable[[PlacedSpecs], Callable[..., Tensor]]:
     """`op`, given which class the rank's first is."""
 
-    def localize(placed: Placed) -> Callable[..., Tensor]:
+    def localize(placed: PlacedSpecs) -> Callable[..., Tensor]:
         first = placed.inputs[logits].local_offset[dim]
         return lambda *args: op(*args, first)
 

@@ -28,12 +28,12 @@ from dtbench_core.rules.base import (
     Rule,
     Strategy,
     aten,
-    by_tensor,
     decomposition,
+    placements_by_tensor,
     rule,
-    rule_of,
+    rules_by_op,
 )
-from dtbench_core.rules.choose import choose
+from dtbench_core.rules.choose import choose_rows
 from dtbench_core.rules.pointwise import is_pointwise, pointwise
 from dtbench_core.torch_compat import any_requires_grad, increment_version, is_grad_enabled, ranks_of_mesh
 
@@ -69,7 +69,7 @@ def _single(op: OpOverload) -> tuple[OpOverload, Rule]:
     packet = aten.zeros_like if name == "zero" else getattr(aten, name)
     overload = next(o for o in OVERLOADS[op._overloadname or "default"] if o in packet.overloads())
     single = getattr(packet, overload)
-    own = rule_of.get(single)
+    own = rules_by_op.get(single)
     assert own is not None or is_pointwise(single), single
     return single, own or pointwise
 
@@ -116,7 +116,9 @@ def foreach(call: OpCall) -> Strategy:
             placed[i] = placements
         results.append(chosen[1])
     # Elementwise ops run on whatever a rank holds: the op itself, also where shards are uneven.
-    return Strategy([], localize=lambda _: None, exact=(tuple(placed), () if in_place else tuple(results)))
+    return Strategy(
+        [], localize=lambda _: None, exact_placements=(tuple(placed), () if in_place else tuple(results))
+    )
 
 
 def _place_column(
@@ -136,10 +138,10 @@ def _place_column(
         rows = [r for r in rows if r.inputs[0] == r.outputs[0] or single is aten.zeros_like.default]
         rows = [PlacementRow(r.inputs, r.inputs[:1], r.even, r.nonempty) for r in rows]
     current = inputs[0].placements if in_place else None
-    chosen = choose(column, Strategy(rows), (0,) if in_place else (), result=current)
+    chosen = choose_rows(column, Strategy(rows), (0,) if in_place else (), result=current)
     if chosen is None:
         return None
-    placed, results = by_tensor(chosen)
+    placed, results = placements_by_tensor(chosen)
     return placed[: len(inputs)], results[0]
 
 
@@ -222,7 +224,7 @@ def fused_step(call: OpCall) -> Strategy:
                 placed[i] = parameter.placements
                 if spec.placements != placed[i] or spec.has_partial():
                     return Strategy([])
-    return Strategy([], localize=lambda _: None, exact=(tuple(placed), ()))
+    return Strategy([], localize=lambda _: None, exact_placements=(tuple(placed), ()))
 
 
 def _step_on_copies(

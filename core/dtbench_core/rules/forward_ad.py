@@ -48,4 +48,6 @@ def tangent_like(call: OpCall) -> Strategy:
         stride = *(step * local.numel() for step in contiguous_stride(batch)), *local.stride()
         return local.new_empty_strided((*batch, *local.shape), stride).zero_()
 
-    return Strategy([], local_op=local_op, exact=((tangent.placements, tensor.placements), (placed,)))
+    return Strategy(
+        [], local_op=local_op, exact_placements=((tangent.placements, tensor.placements), (placed,))
+    )

@@ -17,16 +17,16 @@ from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
 from dtbench_core.rules.base import (
     OpCall,
-    Placed,
+    PlacedSpecs,
     PlacementRow,
     Strategy,
-    along_others,
     aten,
     decomposition,
     pending_rows,
     rule,
+    shard_rows_except,
 )
-from dtbench_core.rules.labels import SUM, label_rows, letters, placed_along
+from dtbench_core.rules.labels import SUM, broadcast_placement, free_labels, label_rows
 from dtbench_core.torch_compat import is_fake_mode_active
 
 SCATTER_ADD = (aten.scatter_add.default, aten.scatter_add_.default)
@@ -47,12 +47,12 @@ def embedding(call: OpCall) -> Strategy:
 
     Of sharded rows each rank looks up those it holds and gives 0 for the others: a pending sum.
     """
-    lead = letters(call.inputs[1].ndim, skip="rw")
+    lead = free_labels(call.inputs[1].ndim, skip="rw")
     rows = label_rows(f"w{lead}r", ("rw", lead), (lead + "w",), SUM)
     return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)], localize=_lookup, any_lengths=True)
 
 
-def _lookup(placed: Placed) -> Callable[..., torch.Tensor] | None:
+def _lookup(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
     weight = placed.inputs[0]
     count, held, first = weight.shape[0], weight.local_shape[0], weight.local_offset[0]
     if not any(p.is_shard(0) for p in weight.placements):
@@ -78,7 +78,7 @@ def _lookup(placed: Placed) -> Callable[..., torch.Tensor] | None:
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward(call: OpCall) -> Strategy:
     """(grad [..., width], indices [...]) -> grad of the weight: a sum over the indices."""
-    lead = letters(call.inputs[1].ndim, skip="rw")
+    lead = free_labels(call.inputs[1].ndim, skip="rw")
     # Frequencies are counted over all indices.
     rows = label_rows("w" if call["scale_grad_by_freq"] else "w" + lead, (lead + "w", lead), ("rw",), SUM)
     return Strategy([*rows, *pending_rows(call, (0,))])
@@ -112,7 +112,9 @@ def index(call: OpCall) -> Strategy:
         for d, out in _kept_dims(call, dims, shape, start).items()
     ]
     rows += [
-        PlacementRow((REPLICATE, *(placed_along(i, dim, shape) for i in indices)), (Shard(start + dim),))
+        PlacementRow(
+            (REPLICATE, *(broadcast_placement(i, dim, shape) for i in indices)), (Shard(start + dim),)
+        )
         for dim in range(len(shape))
     ]
     return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)])
@@ -134,14 +136,14 @@ def index_put(call: OpCall) -> Strategy:
     whole = torch.Size((*result[:start], *shape, *result[start:]))
     count = len(indices)
     rows = [
-        PlacementRow((Shard(d), *(REPLICATE,) * count, placed_along(values, out, whole)), (Shard(d),))
+        PlacementRow((Shard(d), *(REPLICATE,) * count, broadcast_placement(values, out, whole)), (Shard(d),))
         for d, out in kept.items()
     ]
     if call["accumulate"]:
         rows += pending_rows(call, (0, len(call.inputs) - 1))
         for dim in range(len(shape)):
-            placed = (placed_along(i, dim, shape) for i in indices)
-            rows.append(PlacementRow((SUM, *placed, placed_along(values, start + dim, whole)), (SUM,)))
+            placed = (broadcast_placement(i, dim, shape) for i in indices)
+            rows.append(PlacementRow((SUM, *placed, broadcast_placement(values, start + dim, whole)), (SUM,)))
     return Strategy(rows)
 
 
@@ -220,7 +222,7 @@ def gather(call: OpCall) -> Strategy:
         aligned = d != picked and source.shape[d] == index.shape[d]
         rows.append(PlacementRow((Shard(d) if aligned else REPLICATE, Shard(d)), (Shard(d),)))
 
-    def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
+    def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
         held, index = placed.inputs
         windows = [
             (d, index.local_offset[d] - held.local_offset[d], index.local_shape[d])
@@ -253,7 +255,7 @@ def scatter(call: OpCall) -> Strategy:
     rows, picked = [], call.dim()
     if same_dims:
         whole = [d for d in range(self.ndim) if any(s.shape[d] != self.shape[d] for s in (index, *sources))]
-        rows = along_others(call, [picked, *whole], len(call.inputs))
+        rows = shard_rows_except(call, [picked, *whole], len(call.inputs))
     reduces = call.op in (aten.scatter_reduce.two, aten.scatter_reduce_.two)
     adds = call["reduce"] == "sum" and call["include_self"] if reduces else call.op in SCATTER_ADD
     if not adds:

@@ -16,8 +16,17 @@ from torch import Tensor
 from dtbench_core.layout.placement import Shard
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Ctx, Value
-from dtbench_core.rules.base import OpCall, Placed, PlacementRow, Strategy, aten, by_op, pending_rows, rule
-from dtbench_core.rules.labels import SUM, label_rows, letters, placed_along
+from dtbench_core.rules.base import (
+    OpCall,
+    PlacedSpecs,
+    PlacementRow,
+    Strategy,
+    aten,
+    by_op,
+    pending_rows,
+    rule,
+)
+from dtbench_core.rules.labels import SUM, broadcast_placement, free_labels, label_rows
 from dtbench_core.rules.pointwise import neutral_term
 from dtbench_core.torch_compat import AutogradFunction, is_grad_enabled, kernel_of, new_op
 
@@ -119,14 +128,14 @@ def forward_rows(call: OpCall) -> Strategy:
     """input, weight and, if there is one, bias: replicated with a pending result, and added by one rank."""
     if call.inputs[1].ndim != 2:  # a vector, as torch takes it too
         return Strategy([])
-    lead = letters(call.inputs[0].ndim - 1, skip="ko")
+    lead = free_labels(call.inputs[0].ndim - 1, skip="ko")
     count = len(call.inputs)
     rows = label_rows(lead + "ok", (lead + "k", "ok", "o")[:count], (lead + "o",), SUM)
     rows += pending_rows(call, (0,), (1,))
     return Strategy(rows, localize=_bias_once if count == 3 else None, any_lengths=True)
 
 
-def _bias_once(placed: Placed) -> Callable[..., Tensor]:
+def _bias_once(placed: PlacedSpecs) -> Callable[..., Tensor]:
     """The layer, with its bias only on the first of the ranks whose results add up."""
     (output,) = placed.outputs
     assert output is not None
@@ -138,7 +147,7 @@ def _bias_once(placed: Placed) -> Callable[..., Tensor]:
 @rule(linear_backward)
 def backward_rows(call: OpCall) -> Strategy:
     """grad, input, weight -> the gradients asked for."""
-    lead = letters(call.inputs[0].ndim - 1, skip="ko")
+    lead = free_labels(call.inputs[0].ndim - 1, skip="ko")
     inputs = (lead + "o", lead + "k", "ok")
     needs = (("need_input", lead + "k"), ("need_weight", "ok"), ("need_bias", "o"))
     outputs = [dims for name, dims in needs if call[name]]
@@ -184,7 +193,7 @@ def added(call: OpCall) -> Strategy:
     rows = []
     for row in einsum_rows(call, ADDED[call.op]):
         (placed,) = row.outputs
-        wanted = placed_along(bias, placed.dim, shape) if isinstance(placed, Shard) else placed
+        wanted = broadcast_placement(bias, placed.dim, shape) if isinstance(placed, Shard) else placed
         rows.append(PlacementRow((wanted, *row.inputs), row.outputs))
     return Strategy(rows)
 
@@ -192,7 +201,7 @@ def added(call: OpCall) -> Strategy:
 @rule(aten._trilinear.default)
 def trilinear(call: OpCall) -> Strategy:
     """Three factors that each lack the dims in their `expand`; those in `sumdim` are contracted."""
-    total = letters(call.inputs[0].ndim + len(call["expand1"]))
+    total = free_labels(call.inputs[0].ndim + len(call["expand1"]))
     factors = [
         "".join(label for d, label in enumerate(total) if d not in call[f"expand{i}"]) for i in (1, 2, 3)
     ]

@@ -16,7 +16,7 @@ from dtbench_core.layout.placement import REPLICATE, Placement, Shard
 from dtbench_core.layout.wrapper import Wrapper, held_by
 from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, decomposition, pending_rows, rule
-from dtbench_core.rules.labels import SUM, broadcast, whole
+from dtbench_core.rules.labels import SUM, broadcast_placements, replicate
 from dtbench_core.torch_compat import DisableTorchFunction, is_fake_mode_active
 
 NONE, MEAN, SUMMED = 0, 1, 2  # torch's enum Reduction
@@ -33,7 +33,7 @@ def elementwise_loss(call: OpCall) -> Strategy:
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.inputs))
     kept = call["reduction"] == NONE
     rows = [
-        PlacementRow(broadcast(call.inputs, dim, shape), (Shard(dim) if kept else SUM,))
+        PlacementRow(broadcast_placements(call.inputs, dim, shape), (Shard(dim) if kept else SUM,))
         for dim in range(len(shape))
     ]
     local_op = _mean_of(call, shape) if call["reduction"] == MEAN else None
@@ -70,7 +70,8 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
         return Strategy([])
     rows = [
         PlacementRow(
-            (REPLICATE if reduced else Shard(dim), *broadcast(call.inputs[1:], dim, shape)), (Shard(dim),)
+            (REPLICATE if reduced else Shard(dim), *broadcast_placements(call.inputs[1:], dim, shape)),
+            (Shard(dim),),
         )
         for dim in range(len(shape))
     ]
@@ -145,7 +146,7 @@ def nll_mean(
     if reduction != MEAN or all(spec.is_replicated() for spec in placed):
         return NotImplemented
     loss, total = op(data, target, weight, SUMMED, ignore_index)
-    total = whole(total)
+    total = replicate(total)
     return loss / total, total
 
 
@@ -158,7 +159,7 @@ def one_hot(input: Value, num_classes: int = -1) -> Value:
             return torch.nn.functional.one_hot(input, num_classes).contiguous()
         wrong = torch.bitwise_or(input < 0, input >= classes).any()
         if input._spec.info.device_type != "cpu":
-            torch._assert_async(held_by(whole(wrong)) == 0)  # without waiting for it
+            torch._assert_async(held_by(replicate(wrong)) == 0)  # without waiting for it
         elif wrong.item():
             beyond = "" if num_classes == -1 else f" and < {num_classes}"
             raise ArgumentError(

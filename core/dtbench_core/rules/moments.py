@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from dtbench_core.op_types import Value
 from dtbench_core.redistribute.routes import is_inexact
 from dtbench_core.rules.base import aten, decomposition, listed_dims
-from dtbench_core.rules.labels import accurate, is_split, materialised
+from dtbench_core.rules.labels import is_split, reduce_partials, upcast
 
 
 def _gathers(tensor: Value, dims: Sequence[int]) -> bool:
@@ -30,13 +30,13 @@ def _variance(
     """(variance, mean) in two passes; None where the op itself should run."""
     if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
         return None
-    data = accurate(tensor)
+    data = upcast(tensor)
     count = math.prod(tensor.shape[d] for d in dims)
-    center = materialised(data.sum(dims, keepdim=True) / count)
+    center = reduce_partials(data.sum(dims, keepdim=True) / count)
     total = (data - center).square().sum(dims, keepdim=keepdim)
     freedom = max(count - (1.0 if correction is None else correction), 0.0)
     mean = center if keepdim else center.squeeze(dims)
-    return materialised(total) / freedom, mean
+    return reduce_partials(total) / freedom, mean
 
 
 @decomposition(aten.var.correction, aten.var_mean.correction, with_op=True)
@@ -68,7 +68,7 @@ def vector_norm(
         return NotImplemented
     data = tensor if dtype is None else tensor.to(dtype)
     result_dtype = data.dtype.to_real() if data.dtype.is_complex else data.dtype
-    size = accurate(data).abs()
+    size = upcast(data).abs()
     if ord in (math.inf, -math.inf):
         extremum = size.amax(dims, keepdim) if ord > 0 else size.amin(dims, keepdim)
         return extremum.to(result_dtype)
@@ -97,8 +97,8 @@ def logsumexp(tensor: Value, dim: Any, keepdim: bool = False) -> Value:
     dims = listed_dims(dim, tensor.ndim)
     if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
         return NotImplemented
-    data = accurate(tensor)
-    most = materialised(data.amax(dims, keepdim=True))
+    data = upcast(tensor)
+    most = reduce_partials(data.amax(dims, keepdim=True))
     most = most.masked_fill(most.abs() == math.inf, 0.0)
-    total = materialised((data - most).exp().sum(dims, keepdim=keepdim)).log()
+    total = reduce_partials((data - most).exp().sum(dims, keepdim=keepdim)).log()
     return (total + (most if keepdim else most.squeeze(dims))).to(tensor.dtype)

@@ -11,17 +11,24 @@ from dtbench_core.layout.placement import Shard
 from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import (
     OpCall,
-    Placed,
+    PlacedSpecs,
     PlacementRow,
     Strategy,
-    along,
     aten,
     linear_rows,
-    pending_of,
+    pending_ops,
     pending_rows,
     rule,
+    shard_rows,
 )
-from dtbench_core.rules.labels import SUM, broadcast, in_groups, is_matching, label_rows, letters
+from dtbench_core.rules.labels import (
+    SUM,
+    broadcast_placements,
+    free_labels,
+    label_rows,
+    same_leading_dims,
+    splits_between_groups,
+)
 from dtbench_core.rules.pointwise import neutral_term, pointwise
 
 
@@ -32,7 +39,9 @@ def cross(call: OpCall) -> Strategy:
     shape = meta.shape if meta is not None else ()
     dim = call.dim("dim", len(shape))
     rows = [
-        PlacementRow(broadcast(call.inputs, d, shape), (Shard(d),)) for d in range(len(shape)) if d != dim
+        PlacementRow(broadcast_placements(call.inputs, d, shape), (Shard(d),))
+        for d in range(len(shape))
+        if d != dim
     ]
     return Strategy([*rows, *pending_rows(call, (0,), (1,))])
 
@@ -44,7 +53,7 @@ def cross(call: OpCall) -> Strategy:
 def native_layer_norm(call: OpCall) -> Strategy:
     """(input, weight?, bias?) -> (output, mean?, rstd); weight and bias are whole."""
     _restate_statistics(call)
-    batch = letters(call.inputs[0].ndim - len(call["normalized_shape"]))
+    batch = free_labels(call.inputs[0].ndim - len(call["normalized_shape"]))
     parameters = [""] * (len(call.inputs) - 1)
     return Strategy(label_rows(batch, [batch, *parameters], [batch] * len(call.outputs)))
 
@@ -66,7 +75,7 @@ def _restate_statistics(call: OpCall) -> None:
 def native_layer_norm_backward(call: OpCall) -> Strategy:
     """(grad, input, mean?, rstd, weight?, bias?) -> (grad_input, grad_weight, grad_bias?): the latter two
     are sums over the batch, so a sharded batch leaves them pending. Linear in `grad`."""
-    batch = letters(call.inputs[0].ndim - len(call["normalized_shape"]))
+    batch = free_labels(call.inputs[0].ndim - len(call["normalized_shape"]))
     activations = [batch] * (len(call.outputs) + 1)  # grad, input and the statistics
     parameters = [""] * (len(call.inputs) - len(activations))
     gradients = [batch, *[""] * (len(call.outputs) - 1)]
@@ -78,10 +87,10 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
 def add_number_in_place(call: OpCall) -> Strategy:
     """As rms_norm adds eps to a mean, which may be pending: to each term of an average, to one of a sum."""
     rows = [*pointwise(call).rows, *linear_rows(call, 1)]
-    return Strategy(rows, localize=_by_first_rank if pending_of(call, ["sum"]) else None)
+    return Strategy(rows, localize=_by_first_rank if pending_ops(call, ["sum"]) else None)
 
 
-def _by_first_rank(placed: Placed) -> Call | None:
+def _by_first_rank(placed: PlacedSpecs) -> Call | None:
     return None if neutral_term(placed.inputs[0]) is None else lambda local, *_: local
 
 
@@ -120,7 +129,7 @@ def _groups_are_plain(call: OpCall) -> bool:
 
 
 def _sharded(call: OpCall) -> str:
-    return "nc" if in_groups(call, call["group"]) else "n"
+    return "nc" if splits_between_groups(call, call["group"]) else "n"
 
 
 def _own_sizes(call: OpCall) -> Call:
@@ -148,7 +157,7 @@ def weight_norm(call: OpCall) -> Strategy:
     dim = call.dim()
     shapes = [spec.shape for spec in call.inputs] + [m.shape for m in call.outputs if m is not None]
     same = all(len(s) == len(shapes[0]) and s[dim] == shapes[0][dim] for s in shapes)
-    rows = along([dim] if same else (), len(call.inputs), len(call.outputs))
+    rows = shard_rows([dim] if same else (), len(call.inputs), len(call.outputs))
     return Strategy([*rows, *(pending_rows(call, (0,)) if len(call.inputs) == 4 else ())])
 
 
@@ -159,7 +168,7 @@ def cdist(call: OpCall) -> Strategy:
     (grad [..., p, r], x1, x2, distances) -> gradient of x1 backward: a sum over r, linear in `grad`."""
     backward, batch = len(call.inputs) == 4, call.inputs[0].ndim - 2
     inputs, output = (("pr", "p.", "r.", "pr"), "p.") if backward else (("p.", "r."), "pr")
-    lead = letters(batch, skip="pr")
-    labels = lead + "pr" if is_matching(call, batch) else ""
+    lead = free_labels(batch, skip="pr")
+    labels = lead + "pr" if same_leading_dims(call, batch) else ""
     rows = label_rows(labels, [lead + dims for dims in inputs], [lead + output], SUM)
     return Strategy([*rows, *(pending_rows(call, (0,)) if backward else ())])

@@ -21,25 +21,25 @@ from dtbench_core.redistribute.copied_view import copied_view
 from dtbench_core.rules import base
 from dtbench_core.rules.base import (
     OpCall,
-    Placed,
+    PlacedSpecs,
     PlacementRow,
     Strategy,
-    along,
     aten,
     by_op,
     decomposition,
     linear_rows,
     ops_named,
-    pending_of,
+    pending_ops,
     pending_rows,
     rule,
+    shard_rows,
 )
-from dtbench_core.rules.labels import broadcast
+from dtbench_core.rules.labels import broadcast_placements
 
 
 def is_pointwise(op: OpOverload) -> bool:
     """Whether torch says the op is elementwise (and draws no random numbers), and no user says otherwise."""
-    if torch.Tag.nondeterministic_seeded in op.tags or op in base.overridden:
+    if torch.Tag.nondeterministic_seeded in op.tags or op in base.overridden_ops:
         return False
     if sum(argument.is_out for argument in op._schema.arguments) > 1:  # frexp(out=): the common way of out=
         return False
@@ -102,7 +102,8 @@ def pointwise(call: OpCall) -> Strategy:
     outs = len(call.outputs)
     shape = call.outputs[0].shape if call.outputs and call.outputs[0] is not None else torch.Size()
     rows = [
-        PlacementRow(broadcast(call.inputs, dim, shape), (Shard(dim),) * outs) for dim in range(len(shape))
+        PlacementRow(broadcast_placements(call.inputs, dim, shape), (Shard(dim),) * outs)
+        for dim in range(len(shape))
     ]
     return Strategy([*rows, *_partial_rows(call)])
 
@@ -124,7 +125,7 @@ def _partial_rows(call: OpCall) -> list[PlacementRow]:
 def same_placements(call: OpCall) -> Strategy:
     """Ops that return their input's values, memory for them, or zeros, which are a zero whatever is pending: every
     placement passes."""
-    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
+    return Strategy([*shard_rows(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
 
 
 @decomposition(aten._conj.default)
@@ -140,7 +141,7 @@ def cast(call: OpCall) -> Strategy:
     """A cast to a floating dtype that holds all values of the old one passes a pending sum. A narrower one would
     round every term, one to integers cut it."""
     linear = linear_rows(call, 1) if _widens(call) else []
-    return Strategy([*along(range(call.inputs[0].ndim), 1, 1), *linear])
+    return Strategy([*shard_rows(range(call.inputs[0].ndim), 1, 1), *linear])
 
 
 def _widens(call: OpCall) -> bool:
@@ -159,7 +160,7 @@ def copy(call: OpCall) -> Strategy:
     written, source = call.inputs[0], call.inputs[-1]
     passes = written.dtype == source.dtype or not source.has_partial() or _widens(call)
     if passes and written.has_partial() and written.shape == source.shape:
-        return Strategy([], exact=((written.placements,) * 2, (written.placements,)))
+        return Strategy([], exact_placements=((written.placements,) * 2, (written.placements,)))
     linear = linear_rows(call, 2, ops=REDUCE_OPS) if passes else []
     return Strategy([*pointwise(call).rows, *linear])
 
@@ -178,7 +179,7 @@ def fill(call: OpCall) -> Strategy:
     ops = [kind for kind in REDUCE_OPS if kind != "avg" or (writes and number)]
     rows = pending_rows(call, (0,), ops=ops)
 
-    def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
+    def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
         spec = placed.inputs[0]
         neutral = neutral_term(spec)
         averages = any(p.is_partial("avg") for p in spec.placements)
@@ -253,7 +254,7 @@ def log_sigmoid_forward(call: OpCall) -> Strategy:
         output, buffer = aten.log_sigmoid_forward(local)
         return output, buffer if buffer.shape == local.shape else torch.zeros_like(local)
 
-    return Strategy(along(range(call.inputs[0].ndim), 1, 2), local_op=local_op)
+    return Strategy(shard_rows(range(call.inputs[0].ndim), 1, 2), local_op=local_op)
 
 
 @rule(aten.glu.default, aten.glu_backward.default)
@@ -262,7 +263,7 @@ def glu(call: OpCall) -> Strategy:
     ndim, count = call.inputs[-1].ndim, len(call.inputs)
     halved = call.dim(ndim=ndim)
     gradient = pending_rows(call, (0,)) if count == 2 else []
-    return Strategy([*along((d for d in range(ndim) if d != halved), count, 1), *gradient])
+    return Strategy([*shard_rows((d for d in range(ndim) if d != halved), count, 1), *gradient])
 
 
 @rule(aten.view_as_real.default, aten.view_as_real_copy.default)
@@ -270,7 +271,7 @@ def glu(call: OpCall) -> Strategy:
 def complex_pairs(call: OpCall) -> Strategy:
     """A last dim of 2 for the real and imaginary parts, added or taken away."""
     pairs = call.op in (aten.view_as_complex.default, aten.view_as_complex_copy.default)
-    return Strategy([*along(range(call.inputs[0].ndim - pairs), 1, 1), *linear_rows(call, 1)])
+    return Strategy([*shard_rows(range(call.inputs[0].ndim - pairs), 1, 1), *linear_rows(call, 1)])
 
 
 @rule(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
@@ -294,8 +295,8 @@ def searchsorted(call: OpCall) -> Strategy:
 @rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def like(call: OpCall) -> Strategy:
     """Fresh values of the input's shape: its shards are kept, a Partial's values are not read."""
-    rows = along(range(call.inputs[0].ndim), 1, 1)
-    rows += [PlacementRow((Partial(op),), (REPLICATE,)) for op in pending_of(call, REDUCE_OPS)]
+    rows = shard_rows(range(call.inputs[0].ndim), 1, 1)
+    rows += [PlacementRow((Partial(op),), (REPLICATE,)) for op in pending_ops(call, REDUCE_OPS)]
     return Strategy(rows)
 
 
@@ -318,7 +319,7 @@ def new_strided(call: OpCall) -> Strategy:
 
 def _new_rows(call: OpCall) -> list[PlacementRow]:
     same = tuple(call["size"]) == tuple(call.inputs[0].shape)
-    rows = along(range(call.inputs[0].ndim), 1, 1) if same else []
+    rows = shard_rows(range(call.inputs[0].ndim), 1, 1) if same else []
     # The input's values are not read, so it need not move: the result is whole.
     unread = {p for p in call.inputs[0].placements if not same or p.is_partial()}
     return [*rows, *(PlacementRow((p,), (REPLICATE,)) for p in sorted(unread, key=str))]

@@ -14,12 +14,12 @@ from dtbench_core.rules.base import (
     OpCall,
     PlacementRow,
     Strategy,
-    along_others,
     aten,
     linear_rows,
     ops_named,
     pending_rows,
     rule,
+    shard_rows_except,
 )
 from dtbench_core.rules.labels import batch_rows, label_rows
 
@@ -79,7 +79,7 @@ def constant_pad(call: OpCall) -> Strategy:
     """Dims that are not padded may be sharded. Padding with zeros is linear."""
     pad, ndim = call["pad"], call.inputs[0].ndim
     padded = {ndim - 1 - i // 2 for i, width in enumerate(pad) if width != 0}
-    rows = along_others(call, padded)
+    rows = shard_rows_except(call, padded)
     return Strategy([*rows, *(linear_rows(call, 1) if call["value"] == 0 else [])])
 
 

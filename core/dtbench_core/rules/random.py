@@ -17,14 +17,14 @@ from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
 from dtbench_core.rules.base import (
     OpCall,
-    Placed,
+    PlacedSpecs,
     PlacementRow,
     Strategy,
-    along,
     aten,
     linear_rows,
     ops_named,
     rule,
+    shard_rows,
 )
 from dtbench_core.rules.pointwise import like, neutral_term
 
@@ -55,7 +55,7 @@ FRESH = """
 def fill(call: OpCall) -> Strategy:
     """The tensor's shard gets its part of the whole."""
 
-    def localize(placed: Placed) -> Callable[..., torch.Tensor]:
+    def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor]:
         (spec,) = placed.inputs
         draw, neutral = _drawn(call, spec), neutral_term(spec)
 
@@ -65,7 +65,7 @@ def fill(call: OpCall) -> Strategy:
 
         return run
 
-    rows = [*along(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)]
+    rows = [*shard_rows(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)]
     return Strategy(rows, localize=localize, any_lengths=True)
 
 
@@ -80,7 +80,7 @@ def native_dropout(call: OpCall) -> Strategy:
     """(input) -> (output, mask): linear in the input, and the mask depends on its shape alone."""
     p, train = call["p"], call["train"] is not False
 
-    def localize(placed: Placed) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def localize(placed: PlacedSpecs) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         (spec,) = placed.inputs
         scale = 0.0 if p == 1 else 1 / (1 - p)
 

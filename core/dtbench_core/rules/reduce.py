@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from dtbench_core.layout.placement import Partial, Placement, Shard, splits_evenly
 from dtbench_core.op_types import Call, Value
 from dtbench_core.redistribute.routes import is_inexact
-from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear_rows, pending_of, rule
-from dtbench_core.rules.labels import SUM, but, moved_rows
+from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear_rows, pending_ops, rule
+from dtbench_core.rules.labels import SUM, moved_rows, remaining_dims
 
 # Of these an empty list of dims reduces nothing; for the others it means all dims.
 _EMPTY_IS_NONE = {aten.all.dims, aten.any.dims}
@@ -35,7 +35,7 @@ def reduced_dims(call: OpCall) -> tuple[tuple[int, ...], bool]:
 
 def kept_rows(call: OpCall, reduced: Collection[int], keepdim: bool, outs: int = 1) -> list[PlacementRow]:
     """Rows that shard a dim which is not reduced; it moves forward where reduced dims vanish."""
-    return moved_rows(but(call.inputs[0].ndim, reduced, keepdim=keepdim), outs)
+    return moved_rows(remaining_dims(call.inputs[0].ndim, reduced, keepdim=keepdim), outs)
 
 
 def _pending_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -> list[PlacementRow]:
@@ -123,7 +123,7 @@ def prod(call: OpCall) -> Strategy:
         reduced, keepdim = reduced_dims(call)
         return Strategy(kept_rows(call, reduced, keepdim))
     rows = _pending_rows(call, Partial("product"))
-    if pending_of(call, ["product"]) and call["dtype"] is None:
+    if pending_ops(call, ["product"]) and call["dtype"] is None:
         rows.append(PlacementRow((Partial("product"),), (Partial("product"),)))
     return Strategy(rows)
 

@@ -46,7 +46,7 @@ def register_sharding(op: OpOverload | list[OpOverload]) -> Callable[[ShardingFu
             return Strategy([_row(call, *placed) for placed in function(*call.args, **call.kwargs)])
 
         for one in ops:
-            base.override(one, strategy)
+            base.override_rule(one, strategy)
         rules_changed()
         return function
 

@@ -41,7 +41,7 @@ class Group:
     uneven: bool = False
 
 
-def kept(
+def regrouped_placements(
     placements: Placements,
     mesh_sizes: Sequence[int],
     before: Sequence[int],

@@ -17,17 +17,17 @@ from dtbench_core.op_types import Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
 from dtbench_core.rules.base import (
     OpCall,
-    Placed,
+    PlacedSpecs,
     PlacementRow,
     Strategy,
-    along,
     aten,
     by_op,
     linear_rows,
     rule,
+    shard_rows,
 )
-from dtbench_core.rules.labels import but, moved_rows
-from dtbench_core.rules.regroup import kept
+from dtbench_core.rules.labels import moved_rows, remaining_dims
+from dtbench_core.rules.regroup import regrouped_placements
 
 
 def mapped_rows(call: OpCall, dims: Mapping[int, int], outs: int = 1) -> list[PlacementRow]:
@@ -48,9 +48,9 @@ def view(call: OpCall) -> Strategy:
         rows.append(PlacementRow((Shard(src),), (Shard(dst),), even=even))
     rows += linear_rows(call, 1, ops=REDUCE_OPS)
     spec = call.inputs[0]
-    placed = kept(spec.placements, spec.info.sizes, before, after, groups)
+    placed = regrouped_placements(spec.placements, spec.info.sizes, before, after, groups)
     exact = None if placed is None else ((spec.placements,), (placed,))
-    return Strategy(rows, local_shape_args=(1,), exact=exact)
+    return Strategy(rows, local_shape_args=(1,), exact_placements=exact)
 
 
 def _factor_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
@@ -95,9 +95,9 @@ Dims = Callable[[OpCall, int], dict[int, int]]  # of a call, and how many dims t
 # Windows of a tensor: the dims that a window has in full -> its own dims. Told of the ops that take one, that write
 # it (`_scatter`) and that put it into zeros (`_backward`).
 WINDOWS: dict[str, Dims] = {
-    "select": lambda call, n: but(n, [call.dim(ndim=n)]),
-    "slice": lambda call, n: but(n, () if _takes_all(call) else [call.dim(ndim=n)], keepdim=True),
-    "diagonal": lambda call, n: but(n, (call.dim("dim1", n), call.dim("dim2", n))),
+    "select": lambda call, n: remaining_dims(n, [call.dim(ndim=n)]),
+    "slice": lambda call, n: remaining_dims(n, () if _takes_all(call) else [call.dim(ndim=n)], keepdim=True),
+    "diagonal": lambda call, n: remaining_dims(n, (call.dim("dim1", n), call.dim("dim2", n))),
 }
 # Of ops, the input dims that may be sharded -> output dims.
 MOVED: dict[str, Dims] = {
@@ -110,17 +110,17 @@ MOVED: dict[str, Dims] = {
     "diagonal diagonal_copy": WINDOWS["diagonal"],
     "split.Tensor split_copy.Tensor unsafe_split.Tensor narrow_copy "
     "split_with_sizes split_with_sizes_copy unsafe_split_with_sizes": (
-        lambda call, n: but(n, [call.dim()], keepdim=True)
+        lambda call, n: remaining_dims(n, [call.dim()], keepdim=True)
     ),
     # Windows over one dim, which is whole; their elements come last.
-    "unfold unfold_copy": lambda call, n: but(n, [call.dim("dimension")], keepdim=True),
+    "unfold unfold_copy": lambda call, n: remaining_dims(n, [call.dim("dimension")], keepdim=True),
     # Without dims the tensor is rolled as if flat.
-    "roll": lambda call, n: but(n, call.dims("dims"), keepdim=True),
-    "rot90": lambda call, n: but(n, [d % n for d in call["dims"]], keepdim=True),
+    "roll": lambda call, n: remaining_dims(n, call.dims("dims"), keepdim=True),
+    "rot90": lambda call, n: remaining_dims(n, [d % n for d in call["dims"]], keepdim=True),
     "repeat": _repeated,
     # [..., channels, height, width]: dims before the channels may be sharded.
-    "pixel_shuffle pixel_unshuffle": lambda _, n: but(n, range(n - 3, n)),
-    "channel_shuffle": lambda _, n: but(n, range(1, n)),
+    "pixel_shuffle pixel_unshuffle": lambda _, n: remaining_dims(n, range(n - 3, n)),
+    "channel_shuffle": lambda _, n: remaining_dims(n, range(1, n)),
 }
 _MOVES, _WRITES, _GRADIENTS = by_op(MOVED), by_op(WINDOWS, "_scatter"), by_op(WINDOWS, "_backward")
 
@@ -167,7 +167,7 @@ def squeeze(call: OpCall) -> Strategy:
     # The dims are named to the local op: a shard may be of length 1 where the tensor is not.
     copies = call.op.overloadpacket is aten.squeeze_copy
     local_op = aten.squeeze_copy.dims if copies else aten.squeeze.dims
-    rows = mapped_rows(call, but(len(shape), gone))
+    rows = mapped_rows(call, remaining_dims(len(shape), gone))
     return Strategy(rows, local_op=lambda local, *_: local_op(local, gone), any_lengths=True)
 
 
@@ -216,7 +216,7 @@ def triangle(call: OpCall) -> Strategy:
     """The last two dims are the matrix; a shard of it begins at an offset, which shifts the diagonal."""
     op, ndim = call.op, call.inputs[0].ndim
 
-    def localize(placed: Placed) -> Callable[..., torch.Tensor] | None:
+    def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
         row, column = placed.inputs[0].local_offset[-2:]
         if row == column == 0:
             return None
@@ -230,7 +230,7 @@ def unfold_backward(call: OpCall) -> Strategy:
     """Sums where windows overlap."""
     ndim = len(call["input_sizes"])
     cut = call.dim(ndim=ndim)
-    rows = along((d for d in range(ndim) if d != cut), 1, 1)
+    rows = shard_rows((d for d in range(ndim) if d != cut), 1, 1)
     return Strategy([*rows, *linear_rows(call, 1)], local_shape_args=(1,))
 
 
@@ -238,4 +238,4 @@ def unfold_backward(call: OpCall) -> Strategy:
 def view_dtype(call: OpCall) -> Strategy:
     """The bits under another dtype; the last dim grows or shrinks where the sizes differ."""
     before, after = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
-    return Strategy(along((d for d in range(len(before)) if before[d] == after[d]), 1, 1))
+    return Strategy(shard_rows((d for d in range(len(before)) if before[d] == after[d]), 1, 1))

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtbench_core.errors import SimulationError
 from dtbench_core.op_types import Args, Kwargs
-from dtbench_core.rules.base import bound
+from dtbench_core.rules.base import bound_arguments
 from dtbench_core.simulate import c10d_state
 from dtbench_core.torch_compat import mesh_dim_groups, mesh_group_names, resolve_group
 
@@ -374,7 +374,7 @@ NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 def group_of(op: OpOverload, args: Args, kwargs: Kwargs) -> dist.ProcessGroup | None:
     """The group of the process that a collective is issued on; None of one that has none, such as waiting."""
-    named = bound(op, args, kwargs)
+    named = bound_arguments(op, args, kwargs)
     group = named.get("process_group", named.get("group_name"))
     if isinstance(group, str):
         with c10d_state.of_process():
@@ -404,7 +404,7 @@ def issue(op: OpOverload, args: Args, kwargs: Kwargs, end: SimulatedGroup | None
         raise SimulationError(
             f"{op} is not simulated: use a collective, or ThreadWorld, which runs each rank by itself"
         )
-    named = bound(op, args, kwargs)
+    named = bound_arguments(op, args, kwargs)
     reduce_op = SimpleNamespace(op=named["reduce_op"].op()) if "reduce_op" in named else None
     options = SimpleNamespace(reduceOp=reduce_op, rootRank=named.get("root_rank", 0))
     tensors = list(named.values())[: list(named).index("process_group")]

@@ -19,7 +19,7 @@ from dtbench_core.errors import SimulationError, describe_ranks
 from dtbench_core.layout.mesh import MeshTables, mesh_tables
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Args, Call, Kwargs
-from dtbench_core.runtime import entered
+from dtbench_core.runtime import using_values
 from dtbench_core.simulate import rank_answers
 from dtbench_core.simulate.c10d_state import RankC10d, per_thread
 from dtbench_core.simulate.dtensor_parts import CoreParts
@@ -314,7 +314,7 @@ _meshes: dict[int | tuple[int, ...], MeshTables] = {}
 
 
 def _knowing_meshes(ranks: int | tuple[int, ...]) -> AbstractContextManager[None]:
-    return entered((mesh_tables, _meshes.setdefault(ranks, MeshTables())))
+    return using_values((mesh_tables, _meshes.setdefault(ranks, MeshTables())))
 
 
 def _counted(counted: bool) -> AbstractContextManager[None]:
@@ -322,7 +322,7 @@ def _counted(counted: bool) -> AbstractContextManager[None]:
     if counted:
         return nullcontext()
     warned = fallback.seen.get().warned
-    return entered((comm.counters, []), (fallback.seen, fallback.FallbackLog(warned=warned)))
+    return using_values((comm.counters, []), (fallback.seen, fallback.FallbackLog(warned=warned)))
 
 
 def _others(types: Iterable[type], allowed: type = LocalTensor) -> bool:

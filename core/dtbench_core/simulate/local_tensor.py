@@ -44,7 +44,7 @@ from dtbench_core.dispatch.metadata import written_arguments
 from dtbench_core.errors import RankDependentError, SimulationError, describe_ranks
 from dtbench_core.layout.local_shards import equal_shards, holds_shards
 from dtbench_core.op_types import Args, Kwargs
-from dtbench_core.rules.base import bound
+from dtbench_core.rules.base import bound_arguments
 from dtbench_core.simulate.local_int import describe_values, local_number, values_of
 from dtbench_core.torch_compat import make_wrapper, register_foreach_type
 
@@ -468,7 +468,7 @@ def _refuse_partial_broadcast(op: OpOverload, args: Args, results: Mapping[int, 
 
 
 def _tensors_written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-    named = bound(op, args, kwargs)
+    named = bound_arguments(op, args, kwargs)
     # Some batch norms write to these without saying so.
     written = [*(name for _, name in written_arguments(op)), "running_mean", "running_var"]
     return [t for t in tree_leaves([named.get(name) for name in written]) if t is not None]

@@ -46,7 +46,7 @@ from dtbench_core.errors import SimulationError
 from dtbench_core.layout import rng
 from dtbench_core.op_types import Call
 from dtbench_core.parallel import region
-from dtbench_core.runtime import entered, fresh
+from dtbench_core.runtime import initial_values, using_values
 from dtbench_core.simulate import c10d_state
 from dtbench_core.simulate.group import (
     Arrival,
@@ -458,7 +458,7 @@ class ThreadWorld:
 
     def _call(self, call: Callable[[], Any]) -> list[RankResult]:
         def on_rank(rank: int) -> Any:
-            with entered(*self._own[rank], (comm.counters, []), (rng.regions, {}), (region.streams, {})):
+            with using_values(*self._own[rank], (comm.counters, []), (rng.regions, {}), (region.streams, {})):
                 return call()
 
         ranks, generators = range(self.world_size), default_generators()
@@ -478,7 +478,7 @@ class ThreadWorld:
     def _start(self) -> None:
         self._c10d = [c10d_state.RankC10d() for _ in range(self.world_size)]
         # Ops that run on replicated inputs are counted, and warned of, for all ranks together.
-        self._own = [fresh(besides=[fallback.seen]) for _ in range(self.world_size)]
+        self._own = [initial_values(besides=[fallback.seen]) for _ in range(self.world_size)]
         c10d_state.register_backend(_BACKEND, _make_group)
         try:
             values_of_ranks(

@@ -9,13 +9,13 @@ from torch._ops import OpOverload
 
 from core.tests.op_case import UB, B, Op, flat, index_for, values
 from dtbench_core import Replicate
-from dtbench_core.rules.base import rule_of
+from dtbench_core.rules.base import rules_by_op
 
 aten = torch.ops.aten
 
 
 def _overloads() -> dict[str, OpOverload]:
-    named = {str(op): op for op in rule_of}
+    named = {str(op): op for op in rules_by_op}
     return {name: op for name, op in sorted(named.items()) if name.startswith("aten._foreach_")}
 
 

@@ -31,7 +31,7 @@ from dtbench.errors import describe
 from dtbench.machine import device as machine
 from dtbench.records.atomic import write_atomically
 from dtbench_core import Partial, Replicate, Shard, comm
-from dtbench_core.redistribute.movers import Exchange, mover
+from dtbench_core.redistribute.movers import Exchange, make_mover
 from dtbench_core.torch_compat import reduce_scatter_single
 from dtbench_suites import packing, tensor_parallel
 from dtbench_suites.bucketer import bucketer_of, send_all
@@ -258,7 +258,7 @@ def moves_of(size: int) -> Callable[[Bench], Found]:
 
 def without_sending(step: Exchange, memory: torch.Tensor) -> Run:
     """Returns what a rank does for a step besides sending: it packs what it would send, and unpacks `memory`."""
-    move = mover(step)
+    move = make_mover(step)
     src, shape = step.src[0], list(step.shape)
     if isinstance(src, Shard):
         shape[src.dim] = src.lengths(shape[src.dim], step.parts)[0]
