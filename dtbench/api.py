@@ -23,7 +23,7 @@ from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
 from dtbench.records.result import Header, Result, Run
 from dtbench.records.topology import CalibratedTopology
 from dtbench.suite import Case, Workload
-from dtbench.suite.suites import Suite
+from dtbench.suite.registry import Suite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -291,10 +291,11 @@ def _run_here(
     suite: Suite, output: str | Path | None, progress: bool, timeout_s: float, functions: bool = False
 ) -> Results:
     from dtbench.engine.failure import ActiveCase
-    from dtbench.engine.options import RunRequest, list_tasks
+    from dtbench.engine.options import RunRequest
     from dtbench.engine.progress import ProgressLine, line_of
     from dtbench.engine.sampling import Budget, TaskSweep, budget_of
     from dtbench.engine.session import instruments_of
+    from dtbench.engine.tasks import list_tasks
     from dtbench.machine.provenance import local_rank_info, provenance
     from dtbench.records.atomic import refuse_taken
 

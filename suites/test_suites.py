@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dtbench.suite.suites import load
+from dtbench.suite.registry import load
 
 globals().update({suite.name: suite for suite in load()})

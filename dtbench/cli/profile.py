@@ -18,7 +18,7 @@ import click
 from dtbench.cli import options
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, complain
 from dtbench.file_kinds import JOB_FILE, is_profile, looks_like_trace
-from dtbench.suite.suites import read_builtin
+from dtbench.suite.registry import read_builtin
 
 if TYPE_CHECKING:
     from dtbench.profile.judge import Topology

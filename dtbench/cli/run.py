@@ -21,7 +21,7 @@ from dtbench.engine.options import (
     split_words,
 )
 from dtbench.errors import UsageError
-from dtbench.suite.suites import read_builtin
+from dtbench.suite.registry import read_builtin
 
 _C = TypeVar("_C", bound=Callable[..., object])
 

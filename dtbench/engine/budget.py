@@ -19,7 +19,7 @@ from dtbench.machine.limits import usable_cpus
 from dtbench.text.units import plural
 
 if TYPE_CHECKING:
-    from dtbench.engine.options import Task
+    from dtbench.engine.tasks import Task
 
 # Of one impl, beside what its suite says of itself: seconds per byte that is sent. All these are from whole runs of 4
 # gloo ranks on two cores that did nothing else. GPUs take less.

@@ -17,11 +17,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from dtbench.engine.failure import INTERRUPTED, Diagnosis, Report, kept_in, record_failure
-from dtbench.engine.options import RunJob, RunRequest, prepare, remaining
+from dtbench.engine.options import RunRequest
 from dtbench.engine.place import AGAIN, BEGAN, LAUNCH, NOTE, OUTPUT, Note, find_place, output_of
 from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
+from dtbench.engine.selection import RunJob, prepare
 from dtbench.engine.session import Session, run_to_resume, say_complete
+from dtbench.engine.tasks import remaining
 from dtbench.engine.workers import LAUNCHER, answered, ending_signals, how_ended, scratch
 from dtbench.errors import (
     EXIT_CASE_FAILED,

@@ -17,13 +17,13 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from dtbench.engine.options import Task
+from dtbench.engine.tasks import Task
 from dtbench.errors import describe, place_in
 from dtbench.machine.device import gpus
 from dtbench.records.result import Result, Status, estimator_of
 from dtbench.stats import summarize
 from dtbench.suite import Case, Skip, Workload
-from dtbench.suite.suites import World
+from dtbench.suite.registry import World
 from dtbench.text.masking import mask
 
 _T = TypeVar("_T")

@@ -23,11 +23,11 @@ from dtbench.engine.clock import Clock
 from dtbench.engine.clocks import Offset, halfway, lateness_s
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, release_memory, to_result
-from dtbench.engine.options import Task
+from dtbench.engine.tasks import Task
 from dtbench.records.result import Result, Status
 from dtbench.suite import Case
 from dtbench.suite.case import Instrument
-from dtbench.suite.suites import World
+from dtbench.suite.registry import World
 
 # A block of warm-up calls that is less than this much faster than the one before ends the warm-up.
 STEADY_GAIN = 0.10

@@ -18,21 +18,14 @@ from dtbench.engine.clock import clocks_of
 from dtbench.engine.clocks import Offset
 from dtbench.engine.failure import ActiveCase, Diagnosis, kept_in, record_failure
 from dtbench.engine.findings import findings, next_commands
-from dtbench.engine.options import (
-    RunJob,
-    RunRequest,
-    Task,
-    further_tasks,
-    prepare,
-    refuse_other_run,
-    remaining,
-    same_on_all_ranks,
-)
+from dtbench.engine.options import RunRequest
 from dtbench.engine.place import AGAIN, BEGAN, RankPlace, launch_number, output_of, start_again
 from dtbench.engine.progress import Progress, say, summary_of
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.ranks import AloneRanks, backend_of, simulated_world
 from dtbench.engine.sampling import Budget, Instruments, RankGroup, TaskSweep, budget_of
+from dtbench.engine.selection import RunJob, prepare, refuse_other_run, same_on_all_ranks
+from dtbench.engine.tasks import Task, further_tasks, remaining
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
 from dtbench.machine import provenance as machine
 from dtbench.machine.device import choose_device, is_gpu

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dtbench.engine.clock import HostClock
 from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, to_result
-from dtbench.engine.options import Task
+from dtbench.engine.tasks import Task
 from dtbench.gate.benchmark import CALL_S
 from dtbench.gate.sampler import warm_up_calls
 from dtbench.records.result import Result

@@ -16,7 +16,7 @@ from functools import partial
 
 from dtbench.engine.clock import Clock
 from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, to_result
-from dtbench.engine.options import Task
+from dtbench.engine.tasks import Task
 from dtbench.gate.benchmark import label_of
 from dtbench.records.result import Result
 from dtbench.suite import Case, World

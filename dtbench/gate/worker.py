@@ -16,15 +16,14 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from dtbench.engine.clock import clocks_of
-from dtbench.engine.options import Task, list_tasks
 from dtbench.engine.rank import quiet_torch
+from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.gate import control
 from dtbench.gate.benchmark import DEFAULT_TOLERANCE, Benchmark, Listing, Order, Selection, label_of
 from dtbench.gate.loader import LISTING, NOW, READY, RESULT
 from dtbench.records.result import Result, estimator_of
-from dtbench.suite import RunOptions
-from dtbench.suite import suites as registry
+from dtbench.suite import RunOptions, registry
 
 
 def load() -> None:

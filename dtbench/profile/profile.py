@@ -15,11 +15,13 @@ import msgspec
 
 from dtbench.engine.launch import start_ranks
 from dtbench.engine.measure import Subject, measure
-from dtbench.engine.options import RunRequest, Task, matcher, prepare, split_target
+from dtbench.engine.options import RunRequest, split_target
 from dtbench.engine.place import OUTPUT, find_place
 from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
 from dtbench.engine.ranks import SIMULATED_RANKS
+from dtbench.engine.selection import prepare
+from dtbench.engine.tasks import Task, matcher
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, complain
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.profile.text import SPEEDSCOPE, PrintJob, speedscope, stage_tables, write_profile

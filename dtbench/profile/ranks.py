@@ -12,12 +12,13 @@ from msgspec import structs
 
 from dtbench.engine.clock import HostClock
 from dtbench.engine.failure import ActiveCase, Diagnosis
-from dtbench.engine.options import RunRequest, Task
+from dtbench.engine.options import RunRequest
 from dtbench.engine.place import RankPlace
 from dtbench.engine.progress import say
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.ranks import LiveWorld, backend_of
 from dtbench.engine.sampling import CollectiveSchedule
+from dtbench.engine.tasks import Task
 from dtbench.engine.workers import scratch
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
 from dtbench.machine.device import choose_device, gpus

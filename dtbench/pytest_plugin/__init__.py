@@ -25,7 +25,7 @@ from dtbench.engine.place import known_place
 if TYPE_CHECKING:
     from dtbench.api import Function, Results
     from dtbench.suite import Param
-    from dtbench.suite.suites import Suite
+    from dtbench.suite.registry import Suite
 
 _Holder = pytest.Module | pytest.Class  # of what is collected
 # Of an item that measures a suite's case: the kind of world that it needs.
@@ -96,7 +96,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_pycollect_makeitem(collector: _Holder, name: str, obj: object) -> list[pytest.Item] | None:
     """A suite at the level of a module is a test for each of its cases and impls."""
-    suites = sys.modules.get("dtbench.suite.suites")  # who makes a suite has loaded it
+    suites = sys.modules.get("dtbench.suite.registry")  # who makes a suite has loaded it
     if (
         suites is None
         or not isinstance(obj, suites.Suite)
@@ -115,7 +115,7 @@ def _holds_suites(config: pytest.Config, path: Path) -> bool:
 
 
 def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
-    from dtbench.engine.options import list_tasks
+    from dtbench.engine.tasks import list_tasks
     from dtbench.errors import DtbenchError
     from dtbench.pytest_plugin.measure import live_of, test_of
 

@@ -16,15 +16,16 @@ import pytest
 from dtbench.engine.clock import clocks_of
 from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.measure import ImplOutcome, to_result
-from dtbench.engine.options import RunRequest, Task, list_tasks, parse_dtypes, parse_sizes
+from dtbench.engine.options import RunRequest, parse_dtypes, parse_sizes
 from dtbench.engine.place import RankPlace, find_place
 from dtbench.engine.rank import LaunchedRank, quiet_torch
 from dtbench.engine.ranks import AloneRanks, LiveWorld, device_of, simulated_world, world_of_one
 from dtbench.engine.sampling import CollectiveSchedule, RankGroup
+from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import UsageError, complain
 from dtbench.machine.device import DEFAULT_CPU_RANKS, choose_device
 from dtbench.suite.mesh import parse_mesh
-from dtbench.suite.suites import Suite
+from dtbench.suite.registry import Suite
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture

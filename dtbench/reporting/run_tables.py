@@ -16,8 +16,8 @@ import msgspec
 from rich.console import Console
 
 from dtbench.engine.findings import floor_words
-from dtbench.engine.options import label_of, matcher
 from dtbench.engine.progress import standing_of
+from dtbench.engine.tasks import label_of, matcher
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by, in_order
 from dtbench.records.result import MeshShape, Result, Run, estimator_of
@@ -294,7 +294,7 @@ _RATIO = "core/torch"
 
 
 def choose(runs: Sequence[Run], text: str, sort: str) -> list[Run]:
-    """The runs with those results alone whose case `text` matches (`dtbench.engine.options.matcher`), sorted.
+    """The runs with those results alone whose case `text` matches (`dtbench.engine.tasks.matcher`), sorted.
 
     sort: time, spread, algbw, busbw, core/torch or the name of a param, smallest first; with a - before it the largest
     first. Cases without the figure come last; the impls of a case stay together.

@@ -14,7 +14,7 @@ from dtbench.suite.case import (
     Skip,
     Workload,
 )
-from dtbench.suite.suites import Refinement, World, suite, sweep
+from dtbench.suite.registry import Refinement, World, suite, sweep
 
 __all__ = [
     "CHOOSABLE_IMPLS",

@@ -16,7 +16,7 @@ from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.records.result import Result
 from dtbench.records.run import RunWriter
 from dtbench.suite import Case, RunOptions, Skip, Workload
-from dtbench.suite.suites import Suite
+from dtbench.suite.registry import Suite
 from dtbench.tests import made_up
 
 HOSTILE = "<script>alert(1)</script>"

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from dtbench.engine import budget
-from dtbench.engine.options import RunRequest, Task, list_tasks
+from dtbench.engine.options import RunRequest
 from dtbench.engine.progress import Progress
 from dtbench.engine.refine import is_calibrated_with
+from dtbench.engine.tasks import Task, list_tasks
 from dtbench.stats.dispatch_headline import SINGLE_OPS, is_headline
 from dtbench.suite import Case, Param
-from dtbench.suite.suites import Suite, WorldKind, load
+from dtbench.suite.registry import Suite, WorldKind, load
 from dtbench.tests import made_up
 
 

@@ -17,8 +17,7 @@ from dtbench.cli.program import cli
 from dtbench.engine.ranks import backend_of
 from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE
 from dtbench.machine.device import count_ranks
-from dtbench.suite import RunOptions
-from dtbench.suite import suites as registry
+from dtbench.suite import RunOptions, registry
 from dtbench.tests.made_up import Cli
 from dtbench.tests.programs import FRESH, start_fresh
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from dtbench.engine.clock import HostClock
-from dtbench.engine.options import Task
+from dtbench.engine.tasks import Task
 from dtbench.gate import sampler
 from dtbench.gate.sampler import Sampling, measure_in_turns, sampling_for
 from dtbench.records.result import Result
 from dtbench.suite import Case, Workload
-from dtbench.suite.suites import Suite
+from dtbench.suite.registry import Suite
 
 SUITE = Suite("made_up", lambda _plan: iter(()), "simulated", "", None, {}, False, None)
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from dtbench.cli.run import options_of, run_command
-from dtbench.engine import options
+from dtbench.engine import options, selection
 from dtbench.engine.options import RunRequest
+from dtbench.engine.tasks import list_tasks, matcher, remaining
 from dtbench.errors import UsageError
 from dtbench.suite import Case, RunOptions
 from dtbench.suite.mesh import default_mesh, format_mesh, parse_mesh
-from dtbench.suite.suites import Suite, WorldKind
+from dtbench.suite.registry import Suite, WorldKind
 from dtbench.tests import made_up
 
 PLAN = RunOptions(mesh=(("tp", 2),), sizes_bytes=(1024,))
@@ -89,7 +90,7 @@ def test_options_that_contradict(request_: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize("text", ["size=4KiB", "size=4 KiB", "size=4096", "'size=4 KiB' x", "b=2 size"])
 def test_a_filter_takes_sizes_with_their_units(text: str) -> None:
-    matches = options.matcher(text)
+    matches = matcher(text)
     assert matches("x all_reduce b=2 size=4096 n=1")
     assert not matches("x all_reduce size=40960 n=1") and not matches("x all_reduce bsize=64 n=4096")
 
@@ -108,15 +109,15 @@ CASE = Case("reduce", {"size": 4, "dim": "tp"}, {"core": build, "torch": build, 
 def test_tasks_hold_the_wanted_impls_and_the_references() -> None:
     plan = RunOptions(mesh=PLAN.mesh, sizes_bytes=(1,), impls=("torch",))
     only_core = Case("x", {}, {"core": build})
-    (task,) = options.list_tasks([a_suite("a", [CASE, only_core])], plan)
+    (task,) = list_tasks([a_suite("a", [CASE, only_core])], plan)
     assert task.impls == ("torch", "c10d")
 
 
 def test_filter_looks_at_the_whole_label() -> None:
     other = Case("gather", {"size": 8}, {"core": build})
     suites = [a_suite("abc", [CASE, other])]
-    assert [t.case.name for t in options.list_tasks(suites, PLAN, "SIZE=8")] == ["gather"]
-    assert len(options.list_tasks(suites, PLAN, "abc")) == 2
+    assert [t.case.name for t in list_tasks(suites, PLAN, "SIZE=8")] == ["gather"]
+    assert len(list_tasks(suites, PLAN, "abc")) == 2
     for text, names in (
         ("dim=tp reduce", ["reduce"]),  # each word on its own
         ("size=8 dim=tp", []),
@@ -128,19 +129,19 @@ def test_filter_looks_at_the_whole_label() -> None:
         ("gather\n'reduce size=4'", ["reduce", "gather"]),  # lines are alternatives
     ):
         if names:
-            assert [t.case.name for t in options.list_tasks(suites, PLAN, text)] == names
+            assert [t.case.name for t in list_tasks(suites, PLAN, text)] == names
         else:
             with pytest.raises(UsageError, match="matches none of their 2 cases"):
-                options.list_tasks(suites, PLAN, text)
+                list_tasks(suites, PLAN, text)
     with pytest.raises(
         UsageError, match="'zzz' matches none of their 2 cases; expected such as size=8, size=4"
     ):
-        options.list_tasks(suites, PLAN, "zzz")
+        list_tasks(suites, PLAN, "zzz")
 
 
 def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
     with pytest.raises(UsageError, match="has the case 'a reduce size=4 dim=tp' twice"):
-        options.list_tasks([a_suite("a", [CASE, CASE])], PLAN)
+        list_tasks([a_suite("a", [CASE, CASE])], PLAN)
 
     def fails(plan: RunOptions) -> Iterator[Case]:
         yield CASE
@@ -149,10 +150,10 @@ def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"the suite s failed to list its cases: KeyError: 'x' \(test_options.py:"
     ):
-        options.list_tasks([Suite("s", fails, "ranks", "")], PLAN)
+        list_tasks([Suite("s", fails, "ranks", "")], PLAN)
 
     with pytest.raises(UsageError, match=r"TypeError: it gave 1, expected a dtbench\.suite\.Case"):
-        options.list_tasks([Suite("s", lambda plan: iter([1]), "ranks", "")], PLAN)  # type: ignore[list-item]
+        list_tasks([Suite("s", lambda plan: iter([1]), "ranks", "")], PLAN)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="world='rank', expected one of ranks, simulated"):
         Suite("s", fails, "rank", "")  # type: ignore[arg-type]
     for impl_s in (0.5, (0.5,), (0.5, 0.0), ("1", "1")):
@@ -161,17 +162,17 @@ def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
 
 
 def test_remaining_leaves_out_what_is_done_in_that_launch() -> None:
-    tasks = options.list_tasks([a_suite("a", [CASE])], PLAN)
+    tasks = list_tasks([a_suite("a", [CASE])], PLAN)
     done = frozenset({tasks[0].key("core", 0), tasks[0].key("torch", 0), tasks[0].key("c10d", 1)})
-    assert [t.impls for t in options.remaining(tasks, done, 0)] == [("c10d",)]
-    assert [t.impls for t in options.remaining(tasks, done, 1)] == [("core", "torch")]
-    assert options.remaining(tasks, done | {tasks[0].key("c10d", 0)}, 0) == []
+    assert [t.impls for t in remaining(tasks, done, 0)] == [("c10d",)]
+    assert [t.impls for t in remaining(tasks, done, 1)] == [("core", "torch")]
+    assert remaining(tasks, done | {tasks[0].key("c10d", 0)}, 0) == []
 
 
 def test_resume_refuses_a_run_of_something_else() -> None:
     header = json.loads(json.dumps({"plan": asdict(PLAN), "suites": ["a"], "launches": 1}))
     path = Path("x.jsonl")
-    options.refuse_other_run(made_up.read(header), PLAN, ["a"], 1, path)
+    selection.refuse_other_run(made_up.read(header), PLAN, ["a"], 1, path)
     for plan, suites, launches, says in [
         (RunOptions((("dp", 2),), (1024,)), ["a"], 1, "its mesh is tp=2, the options ask for dp=2"),
         (RunOptions(PLAN.mesh, (1, 2)), ["a"], 1, "its sizes_bytes is 1024, the options ask for 1,2"),
@@ -179,7 +180,7 @@ def test_resume_refuses_a_run_of_something_else() -> None:
         (PLAN, ["a"], 2, "its launches is 1, the options ask for 2"),
     ]:
         with pytest.raises(UsageError, match=says):
-            options.refuse_other_run(made_up.read(header), plan, suites, launches, path)
+            selection.refuse_other_run(made_up.read(header), plan, suites, launches, path)
 
 
 def suite_with(name: str, **declared: str) -> Suite:
@@ -204,9 +205,9 @@ def test_words_are_suites_and_options() -> None:
     ],
 )
 def test_options_nobody_declared_are_refused(suite: Suite, values: dict[str, str], says: str) -> None:
-    options.refuse_foreign_options([suite_with("a", mode=""), suite_with("b")], {"mode": "x"})
+    selection.refuse_foreign_options([suite_with("a", mode=""), suite_with("b")], {"mode": "x"})
     with pytest.raises(UsageError, match=says):
-        options.refuse_foreign_options([suite], values)
+        selection.refuse_foreign_options([suite], values)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from dtbench.engine import clocks
-from dtbench.engine.options import Task
 from dtbench.engine.ranks import StoreRanks
+from dtbench.engine.tasks import Task
 from dtbench.errors import OutputError
 from dtbench.profile import stages, text
 from dtbench.profile.profile import choose
@@ -26,7 +26,7 @@ from dtbench.records.read import decode, into
 from dtbench.reporting.html.parts import dispatch
 from dtbench.suite import STAGES, Case
 from dtbench.suite.mesh import groups_in
-from dtbench.suite.suites import Suite
+from dtbench.suite.registry import Suite
 from dtbench.tests.made_up import Cli
 
 # ------------------------------------------------------------------------------- spans and stages

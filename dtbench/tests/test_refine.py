@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from dtbench.engine import options
-from dtbench.engine.options import RunRequest, further_tasks
+from dtbench.engine.options import RunRequest
 from dtbench.engine.refine import MOST_ADDED, middles, sizes_between
+from dtbench.engine.tasks import further_tasks, remaining
 from dtbench.records.result import Result
 from dtbench.records.run import read_run
 from dtbench.stats import summarize
 from dtbench.suite import Case, Param, RunOptions
-from dtbench.suite.suites import Refinement, Suite
+from dtbench.suite.registry import Refinement, Suite
 from dtbench.tests.test_runs import here, kinds, run  # noqa: F401 - `here` is a fixture
 
 SUITE = str(Path(__file__).with_name("bending_suite.py"))
@@ -159,7 +159,7 @@ def test_the_first_launch_decides_and_the_others_follow() -> None:
         assert (32 * KIB in {t.case.params["size"] for t in tasks}) and (len(tasks) == 1) == (launch == 1)
     (task,) = tasks
     assert task.case.params["size"] == 32 * KIB
-    assert options.remaining([task], frozenset({r.key for r in added}), 1) == [task]
+    assert remaining([task], frozenset({r.key for r in added}), 1) == [task]
 
 
 # ------------------------------------------------------------------------------------- the options

@@ -14,11 +14,11 @@ import pytest
 
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import Subject
-from dtbench.engine.options import Task
 from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, TaskSweep, combine
+from dtbench.engine.tasks import Task
 from dtbench.records.result import Result
 from dtbench.suite import Case, Skip, Workload
-from dtbench.suite.suites import Suite
+from dtbench.suite.registry import Suite
 
 BUDGET = Budget(samples_s=0.1, least=5, most=100, warmup_s=0.1)
 CHEAP = 1e-3

@@ -17,7 +17,7 @@ import torch.distributed.tensor
 
 import dtbench_core
 from dtbench.suite import Case, RunOptions, Workload
-from dtbench.suite.suites import load, suite
+from dtbench.suite.registry import load, suite
 from dtbench_core import comm
 from dtbench_suites import bucketer, bucketer_reference, collectives, embedding, overlap, tensor_parallel
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dtbench.engine.options import RunRequest
 from dtbench.suite import Case, RunOptions
-from dtbench.suite.suites import load
+from dtbench.suite.registry import load
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_suites import collectives, dispatch, redistribute
 from dtbench_suites.dispatch_programs import PROGRAMS

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtbench.engine.options import RunRequest, list_tasks
+from dtbench.engine.options import RunRequest
+from dtbench.engine.tasks import list_tasks
 from dtbench.records.result import Result
 from dtbench.records.run import read_run
 from dtbench.suite import RunOptions
-from dtbench.suite.suites import load
+from dtbench.suite.registry import load
 from dtbench.tests.programs import start, start_fresh
 
 FAULTY = Path(__file__).parent / "faulty_suite.py"

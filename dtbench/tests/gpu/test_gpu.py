@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from dtbench.cli.program import cli
-from dtbench.engine.options import RunRequest, list_tasks
+from dtbench.engine.options import RunRequest
+from dtbench.engine.tasks import list_tasks
 from dtbench.machine import device
-from dtbench.suite.suites import load
+from dtbench.suite.registry import load
 from dtbench.tests.gpu import __main__ as module
 from dtbench.tests.gpu import fake_gpu, instruments, pair, sharing
 from dtbench.tests.gpu.steps import GRAD_FILTER, REPEATED, ROOT, Step, steps_of

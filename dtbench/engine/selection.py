@@ -1,0 +1,151 @@
+"""The selection of a run: the suites and tasks that a request asks for on a world, the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtbench.engine import budget
+from dtbench.engine.options import RunRequest, split_target
+from dtbench.engine.tasks import Task, list_tasks
+from dtbench.errors import UnknownOptionError, UsageError
+from dtbench.records.result import Header
+from dtbench.suite import DeviceType, RunOptions
+from dtbench.suite.mesh import format_mesh
+from dtbench.suite.registry import Suite, load
+from dtbench.text.masking import mask_options
+
+
+def refuse_foreign_options(suites: Sequence[Suite], chosen: Mapping[str, str]) -> None:
+    """Checks that each option belongs to a suite of the run.
+
+    Raises:
+        UsageError: an option that none declares.
+    """
+    declared = {option for suite in suites for option in suite.options}
+    for name, value in chosen.items():
+        if name not in declared:
+            dashed = name if name.startswith("-") else f"--{name}"
+            of_suites = "".join(f", {s.name} has --{', --'.join(s.options)}" for s in suites if s.options)
+            raise UnknownOptionError(
+                dashed,
+                [f"--{option}" for option in declared],
+                f"No such option '{dashed}'; `dtbench run --help` lists the options{of_suites}",
+            )
+        if not value or value.startswith("--"):
+            raise UsageError(f"--{name} needs a value: expected --{name} VALUE")
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """What a run is to do, the same on every rank and in the launcher."""
+
+    request: RunRequest
+    options: RunOptions
+    suites: tuple[Suite, ...]
+    tasks: tuple[Task, ...]  # to measure, in this order; under --budget as far as time allows
+    texts: Mapping[str, str]  # suite -> what the lines of its cases match
+
+    @property
+    def suite_names(self) -> list[str]:
+        return [suite.name for suite in self.suites]
+
+    @property
+    def simulated(self) -> bool:
+        """Whether one process measures all of it, which simulates its ranks."""
+        return all(task.suite.world == "simulated" for task in self.tasks)
+
+    @property
+    def processes(self) -> int:
+        """How many measure."""
+        return 1 if self.simulated else self.options.world_size
+
+    def expected(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """Those of the tasks that --budget holds by estimate; without it all."""
+        limit_s = self.request.budget_s
+        return tasks if limit_s is None else budget.choose(tasks, limit_s, self.options.quick, self.processes)
+
+
+def prepare(request: RunRequest, device_type: DeviceType, world_size: int) -> RunJob:
+    """Validates all that can be validated before ranks exist.
+
+    Raises:
+        UsageError: options that cannot be followed.
+    """
+    options = request.resolve(device_type, world_size)
+    targets = [(load([name]), text) for name, text in map(split_target, request.suites)] or [(load(), "")]
+    suites = tuple({suite.name: suite for loaded, _ in targets for suite in loaded}.values())
+    refuse_foreign_options(suites, request.suite_options)
+    texts: dict[str, str] = {}
+    for loaded, text in targets:
+        if text:
+            list_tasks(loaded, options, text)  # a target that matches nothing is an error
+        lines = "\n".join(f"{text} {line}" for line in request.filter.split("\n"))
+        for suite in loaded:
+            texts[suite.name] = f"{texts[suite.name]}\n{lines}" if suite.name in texts else lines
+    tasks = list_tasks(suites, options, request.filter, texts)
+    if request.budget_s is not None:
+        tasks = budget.by_importance(tasks)
+    return RunJob(request, options, suites, tuple(tasks), texts)
+
+
+def same_on_all_ranks(job: RunJob) -> dict[str, str]:
+    """What ranks have to agree in, by the names that users know; else they would wait in different collectives, or
+    measure different things."""
+    request, options = job.request, job.options
+    codes = (getattr(suite.cases, "__code__", None) for suite in job.suites)
+    files = {Path(code.co_filename) for code in codes if code}
+    listed = [f"{task.label} {','.join(task.impls)}" for task in job.tasks]
+    return {
+        "suites": " ".join(job.suite_names),
+        "--mesh": format_mesh(options.mesh),
+        "--device": options.device_type,
+        "--size": ",".join(map(str, options.sizes_bytes)),
+        "--refine": str(options.refine),
+        **{
+            f"--{name}": str(getattr(request, name))
+            for name in ("backend", "filter", "quick", "launches", "resume")
+        },
+        **{f"--{name}": str(getattr(request, f"{name}_s")) for name in ("budget", "timeout")},
+        **{f"--{name}": value for name, value in mask_options(options.options).items()},
+        **{f"the file {path.name} with sha256": _digest(path) for path in sorted(files)},
+        "a list": f"of {len(listed)} cases, sha256 {hashlib.sha256(repr(listed).encode()).hexdigest()[:12]}",
+    }
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return "none"
+
+
+def refuse_other_run(
+    header: Header, options: RunOptions, suites: Sequence[str], launches: int, path: Path
+) -> None:
+    """Checks that the run to resume asks for the same as the options do.
+
+    Raises:
+        UsageError: with the first difference, as the file has it and as the options have it.
+    """
+    was: dict[str, object] = {"options": {}, "refine": False} | header.plan
+    requested = dataclasses.asdict(options) | {"options": mask_options(options.options)}
+    now: dict[str, object] = json.loads(json.dumps(requested))
+    was |= {"suites": list(header.suites), "launches": header.launches}
+    now |= {"suites": list(suites), "launches": launches}
+    for name in now:
+        if was.get(name) != now[name]:
+            raise UsageError(
+                f"cannot resume {path}: its {name} is {_shown(name, was.get(name))}, the options ask for "
+                f"{_shown(name, now[name])}; give the options of the first run, or another -o"
+            )
+
+
+def _shown(name: str, value: object) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    return format_mesh(value) if name == "mesh" else ",".join(map(str, value))
