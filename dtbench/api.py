@@ -296,7 +296,7 @@ def _run_here(
     from dtbench.engine.sampling import Budget, TaskSweep, budget_of
     from dtbench.engine.session import instruments_of
     from dtbench.engine.tasks import list_tasks
-    from dtbench.machine.provenance import local_rank_info, provenance
+    from dtbench.machine.provenance import build_header, local_rank_info
     from dtbench.records.atomic import refuse_taken
 
     with _world(suite, timeout_s) as (world, ranks, barrier):
@@ -306,8 +306,8 @@ def _run_here(
         plan = RunRequest().resolve("cuda" if device.type == "cuda" else "cpu", world.world_size)
         results: list[Result] = []
         infos = ranks.agree(local_rank_info(str(device)), lambda votes: votes)
-        header = provenance(
-            argv=[], plan=plan, suites=[suite.name], mesh=plan.mesh, ranks=infos, backend=None, launches=1
+        header = build_header(
+            argv=[], options=plan, suites=[suite.name], mesh=plan.mesh, ranks=infos, backend=None, launches=1
         )
         line = ProgressLine(progress and ranks.rank == 0)
         of_functions = Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S)

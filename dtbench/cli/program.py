@@ -33,7 +33,7 @@ from dtbench.errors import (
     is_out_of_memory,
     nearest,
 )
-from dtbench.machine.limits import refuse_place
+from dtbench.machine.limits import refuse_deleted_folder
 from dtbench.text.clean import clean_output
 from dtbench.text.masking import mask, mask_arguments
 
@@ -99,7 +99,7 @@ def cli(context: click.Context) -> None:
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
     else:
-        refuse_place()
+        refuse_deleted_folder()
     if context.invoked_subcommand in _READERS and gc.isenabled():
         gc.disable()
         context.call_on_close(gc.enable)

@@ -35,7 +35,7 @@ from dtbench.errors import (
     complain,
 )
 from dtbench.machine.device import choose_device, count_ranks
-from dtbench.machine.limits import refuse_to_start
+from dtbench.machine.limits import refuse_local_ranks
 from dtbench.records import baselines
 from dtbench.records.atomic import refuse_taken
 from dtbench.text.units import plural
@@ -137,7 +137,7 @@ def start_ranks(
         UsageError: fewer files may be open than they need, or they could not meet.
         WorldBrokenError: they cannot be started.
     """
-    refuse_to_start(nproc)
+    refuse_local_ranks(nproc)
     with scratch() as folder:
         note_path = str(folder / "note.json")
         os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})

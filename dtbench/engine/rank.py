@@ -58,7 +58,7 @@ from dtbench.errors import (
     describe,
     plain,
 )
-from dtbench.machine.limits import refuse_torch
+from dtbench.machine.limits import refuse_few_files
 from dtbench.suite.mesh import Mesh
 from dtbench.text.masking import mask
 
@@ -333,7 +333,7 @@ def quiet_torch() -> None:
     Raises:
         UsageError: it could not be loaded here.
     """
-    refuse_torch()
+    refuse_few_files()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

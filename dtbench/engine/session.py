@@ -27,8 +27,10 @@ from dtbench.engine.sampling import Budget, Instruments, RankGroup, TaskSweep, b
 from dtbench.engine.selection import RunJob, prepare, refuse_other_run, same_on_all_ranks
 from dtbench.engine.tasks import Task, further_tasks, remaining
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
-from dtbench.machine import provenance as machine
 from dtbench.machine.device import choose_device, is_gpu
+from dtbench.machine.host import boot_id
+from dtbench.machine.nvml import gpu_state
+from dtbench.machine.provenance import build_header
 from dtbench.records import baselines
 from dtbench.records.result import Result, Run
 from dtbench.records.run import RunWriter, read_run
@@ -276,9 +278,9 @@ def open_run_file(
     """
     if before is not None:
         return RunWriter.resume(before, {"argv": mask_arguments(argv)})
-    header = machine.provenance(
+    header = build_header(
         argv=argv,
-        plan=job.options,
+        options=job.options,
         suites=job.suite_names,
         mesh=() if job.simulated else job.options.mesh,
         ranks=ranks,
@@ -325,5 +327,5 @@ def instruments_of(
     clock_offset: Callable[[], Offset | None] = lambda: None,
 ) -> Instruments:
     """The clocks and the GPU's state of the device. barrier: of all ranks. clock_offset: see `Instruments`."""
-    gpu_state = functools.partial(machine.gpu_state, device.index or 0) if is_gpu(device) else lambda: None
-    return Instruments(clocks_of(device), barrier, budget, machine.boot_id(), gpu_state, clock_offset)
+    read_gpu_state = functools.partial(gpu_state, device.index or 0) if is_gpu(device) else lambda: None
+    return Instruments(clocks_of(device), barrier, budget, boot_id(), read_gpu_state, clock_offset)

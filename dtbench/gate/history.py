@@ -43,13 +43,14 @@ def history_file(folder: Path) -> Path:
 
 def machine_kind() -> Mapping[str, object]:
     """What has to agree for times to be comparable: CPU, cores, GPUs, system."""
-    from dtbench.machine.provenance import cpu, gpus
+    from dtbench.machine.host import describe_cpu
+    from dtbench.machine.nvml import describe_gpus
 
-    chip = cpu()
+    chip = describe_cpu()
     return {
         "cpu": chip.model,
         "cores": chip.usable_cores,
-        "gpus": sorted(str(gpu.name) for gpu in gpus()),
+        "gpus": sorted(str(gpu.name) for gpu in describe_gpus()),
         "system": os.uname().sysname,
         "arch": os.uname().machine,
     }

@@ -1,1 +1,1 @@
-"""What machine this is, and what on it disturbs a measurement."""
+"""The host and its GPUs: provenance of a run, limits of the process, sources of noise."""

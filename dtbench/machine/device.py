@@ -1,6 +1,6 @@
-"""The GPUs of this process: the one place where the harness asks torch.cuda and NVML.
+"""Gives the harness access to GPUs; no other module of it uses torch.cuda or loads NVML.
 
-`gpus()` is torch's CUDA, or in a rehearsal what a file has that the environment names: a fake that works on the CPU.
+`gpus()` wraps torch.cuda. In a rehearsal it returns a fake that works on the CPU; the environment names its file.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from dtbench.suite import DeviceType
 if TYPE_CHECKING:
     import torch
 
-# NVML's bindings, which have no types, and what they answer.
+# NVML's bindings and the results of their functions, which have no types.
 Nvml = Any
-# Names a file of Python whose `rehearsed()` stands for the GPUs; set by a rehearsal's runner for what it starts, among
-# which are the gate's launches, whose copy of dtbench has no tests.
+# Environment variable with the path of a Python file whose `rehearsed()` returns the fake GPUs. It is a path, not a
+# module: the gate's launches inherit it, and their installation of dtbench contains no tests.
 REHEARSAL = "DTBENCH_REHEARSAL"
 DEFAULT_CPU_RANKS = 4
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html: since NCCL 2.30, experimental.
 NCCL_SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
-# Above the boost clock of every data-centre GPU (H100 SXM: 1.98 GHz, NVIDIA H100 datasheet): cycles counted at this
-# rate last at least the seconds asked for.
-_FASTEST_HZ = 2.5e9
+# Above the boost clock of every data-centre GPU (H100 SXM: 1.98 GHz, NVIDIA H100 datasheet), so that converting
+# seconds to cycles at this rate never yields too few cycles.
+_CLOCK_UPPER_BOUND_HZ = 2.5e9
 
 
 class GpuEvent(Protocol):
-    """A mark in the current stream's work, as torch.cuda.Event is one."""
+    """A marker in the current stream, like torch.cuda.Event."""
 
     def record(self) -> None: ...
 
     def synchronize(self) -> None:
-        """Returns when the GPU has passed it."""
+        """Blocks until the GPU has passed this event."""
         ...
 
     def elapsed_time(self, end_event: Self) -> float:
-        """Milliseconds of the GPU's time from this event to the other; both have passed."""
+        """Returns the GPU time from this event to the other, in milliseconds. The GPU must have passed both."""
         ...
 
 
 class Gpus:
-    """What the harness uses of GPUs: torch's CUDA devices. A rehearsal has another class with these methods."""
+    """The functions of torch.cuda that the harness uses. A rehearsal replaces them by a class with the same methods."""
 
     @property
-    def _cuda(self) -> Any:  # many of its functions have no types
+    def _cuda(self) -> Any:  # many functions of torch.cuda have no types
         import torch
 
         return torch.cuda
@@ -74,23 +74,25 @@ class Gpus:
         return event
 
     def synchronize(self) -> None:
-        """Returns when the current GPU has nothing left to do."""
+        """Blocks until the current GPU has finished all queued work."""
         self._cuda.synchronize()
 
     def occupy(self, seconds: float) -> None:
-        """Gives the current stream work that lasts at least so long and needs no memory."""
-        self._cuda._sleep(math.ceil(seconds * _FASTEST_HZ))
+        """Queues work on the current stream that takes at least `seconds` and needs no memory."""
+        self._cuda._sleep(math.ceil(seconds * _CLOCK_UPPER_BOUND_HZ))
 
     def captured(self, run: Callable[[], object]) -> Callable[[], object]:
-        """A function that repeats, in one launch, the GPU's work of a call of `run`: a CUDA graph. `run` is called
-        once to warm up and once to be recorded; it may not wait for the GPU."""
+        """Captures the GPU work of `run` in a CUDA graph and returns the function that replays it in one launch.
+
+        `run` is called twice, to warm up and to be captured. It must not wait for the GPU.
+        """
         cuda = self._cuda
-        # What a first call sets up (libraries' handles, memory) is not captured.
-        aside = cuda.Stream()
-        aside.wait_stream(cuda.current_stream())
-        with cuda.stream(aside):
+        # The first call creates library handles and allocates memory, which cannot be captured.
+        warmup_stream = cuda.Stream()
+        warmup_stream.wait_stream(cuda.current_stream())
+        with cuda.stream(warmup_stream):
             run()
-        cuda.current_stream().wait_stream(aside)
+        cuda.current_stream().wait_stream(warmup_stream)
         graph = cuda.CUDAGraph()
         with cuda.graph(graph):
             run()
@@ -101,20 +103,20 @@ class Gpus:
         return int(self._cuda.get_device_properties(device).L2_cache_size)
 
     def free_cached(self) -> None:
-        """Gives memory back that nobody uses, where any was taken."""
+        """Frees the unused memory that torch's allocator caches. Does not initialize CUDA."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def uuid(self, index: int) -> str | None:
-        """Of a GPU that this process works with; None where it works with none yet."""
+        """Returns the UUID of a GPU; None while this process has not initialized CUDA."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return None
         return str(torch.cuda.get_device_properties(index).uuid)
 
     def nvml(self) -> Nvml | None:
-        """The NVML bindings, initialised; None where they or the driver's library are missing or broken."""
+        """Returns the initialized NVML bindings; None if they or the driver's library are missing or broken."""
         return loaded_nvml()
 
 
@@ -124,64 +126,64 @@ def loaded_nvml() -> Nvml | None:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # an absent, too old or broken library shows in many ways; none is an error
+    except Exception:  # missing, outdated and broken libraries raise many different errors
         return None
     return pynvml
 
 
 def rehearsing() -> bool:
-    """Whether a fake stands for the GPU, and nothing measured here says anything of one."""
+    """Returns whether fake GPUs replace the real ones, so that measured times are meaningless."""
     return bool(os.environ.get(REHEARSAL))
 
 
 def gpus() -> Gpus:
-    """What stands for the GPUs of this process."""
+    """Returns this process's access to GPUs, or the fake one in a rehearsal."""
     return _rehearsed(os.environ[REHEARSAL]) if rehearsing() else Gpus()
 
 
 @lru_cache(maxsize=1)
 def _rehearsed(file: str) -> Gpus:
-    gpus: Gpus = runpy.run_path(file)["rehearsed"]()  # its functions keep its globals
+    gpus: Gpus = runpy.run_path(file)["rehearsed"]()  # the module's globals stay alive through its functions
     return gpus
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether work on it is measured as a GPU's is: by events, with its state."""
+    """Returns whether work on the device is timed with events and the GPU's state is recorded."""
     return device.type == "cuda" or rehearsing()
 
 
-def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
-    """The device type to measure on.
+def choose_device(requested: Literal["auto", "cpu", "cuda"]) -> DeviceType:
+    """Returns the device type to measure on.
 
     Raises:
-        UsageError: "cuda" without CUDA.
+        UsageError: "cuda" was requested without a CUDA device.
     """
-    if wanted == "cpu" or rehearsing():
+    if requested == "cpu" or rehearsing():
         return "cpu"
     if gpus().count():
         return "cuda"
-    if wanted == "cuda":
+    if requested == "cuda":
         raise UsageError(
-            "--device cuda: torch finds no CUDA device here; expected a GPU, its driver and a CUDA build "
-            "of torch; use --device cpu, or ask `dtbench doctor`"
+            "--device cuda: torch finds no CUDA device; expected a GPU, its driver and a CUDA build "
+            "of torch; use --device cpu, or run `dtbench doctor`"
         )
     return "cpu"
 
 
-def count_ranks(wanted: int | None, device_type: DeviceType, backend: str = "auto") -> int:
-    """As many as wanted, else one per GPU, or 4 on CPUs.
+def count_ranks(requested: int | None, device_type: DeviceType, backend: str = "auto") -> int:
+    """Returns the requested number of ranks, else one per GPU, else 4 on CPUs.
 
-    Ranks may share GPUs over gloo (`backend`), and over an NCCL of 2.30 or newer that its own variable permits to.
+    Ranks may share GPUs with gloo, and with NCCL 2.30 or newer if NCCL_MULTI_RANK_GPU_ENABLE=1.
 
     Raises:
-        UsageError: more ranks than GPUs.
+        UsageError: there are more ranks than GPUs, and they may not share them.
     """
     if device_type == "cpu":
-        return wanted or DEFAULT_CPU_RANKS
+        return requested or DEFAULT_CPU_RANKS
     count, may_share = gpus().count(), backend == "gloo" or os.environ.get(NCCL_SHARES_GPUS) == "1"
-    if wanted is not None and wanted > count and not may_share:
+    if requested is not None and requested > count and not may_share:
         raise UsageError(
-            f"{wanted} ranks are asked for, this host has {count} GPUs: expected at most one rank per GPU; "
-            f"give --nproc {count}, --backend gloo (ranks then share GPUs), or --device cpu"
+            f"{requested} ranks requested, but this host has {count} GPUs: expected at most one rank per GPU; "
+            f"use --nproc {count}, --backend gloo (ranks then share GPUs), or --device cpu"
         )
-    return wanted or count
+    return requested or count

@@ -1,7 +1,7 @@
-"""git beside somebody's repository: nothing that the repository or its configuration names is started.
+"""Runs read-only git commands without starting any program that a repository's configuration names.
 
-git runs programs that a configuration names for hooks, file system monitors, diffs and filters of files. A benchmark
-that only asks for a commit must not do that, nor take a lock, ask for a password or write.
+git runs configured programs for hooks, file system monitors, diffs and file filters. Reading a commit must not run
+them, take a lock, prompt for a password or write.
 """
 
 from __future__ import annotations
@@ -11,40 +11,44 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-# Of `git help config`.
-_OFF = {
+# Settings that disable configured programs; see `git help config`.
+_SAFE_SETTINGS = {
     "core.hooksPath": os.devnull,
     "core.fsmonitor": "false",
     "diff.external": "",
-    "diff.ignoreSubmodules": "all",  # it would run git in them, by their configuration
+    "diff.ignoreSubmodules": "all",  # git would run in them, with their configuration
     "submodule.recurse": "false",
 }
 _FILTERS = r"^filter\..*\.(clean|smudge|process|required)$"
-_QUICK_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 def run_git(
     *arguments: str,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = _QUICK_S,
+    timeout_s: float = _TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
-    """`git ARGUMENTS`, ended. env: variables beside this process's.
+    """Runs `git ARGUMENTS` and returns the finished process, whatever its exit code.
+
+    Args:
+        env: environment variables in addition to this process's.
 
     Raises:
-        OSError, subprocess.SubprocessError: it cannot be run, or takes longer.
+        OSError, subprocess.SubprocessError: git cannot be run, or exceeds the timeout.
     """
 
-    def run(words: tuple[str, ...], settings: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        own = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-        # Names of filters may hold what `-c` cannot; the user's own settings in the environment stay.
+    def run(command: tuple[str, ...], settings: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+        # Settings pass through the environment, since `-c` cannot express all names of filters.
+        # Those that the user's environment already has are kept.
         count = os.environ.get("GIT_CONFIG_COUNT", "")
         first = int(count) if count.isascii() and count.isdigit() else 0
-        own["GIT_CONFIG_COUNT"] = str(first + len(settings))
+        variables["GIT_CONFIG_COUNT"] = str(first + len(settings))
         for number, (name, value) in enumerate(settings.items(), first):
-            own |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
+            variables |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
         return subprocess.run(
-            ["git", *words],
+            ["git", *command],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
@@ -52,10 +56,12 @@ def run_git(
             timeout=timeout_s,
             check=False,
             cwd=cwd,
-            env={**os.environ, **own, **(env or {})},
+            env={**os.environ, **variables, **(env or {})},
         )
 
-    listed = run(("config", "--null", "--name-only", "--get-regexp", _FILTERS), _OFF)
+    listed = run(("config", "--null", "--name-only", "--get-regexp", _FILTERS), _SAFE_SETTINGS)
     filters = [name for name in listed.stdout.split("\0") if name]
-    # An empty command of a filter leaves a file as it is.
-    return run(arguments, _OFF | {name: "false" if name.endswith(".required") else "" for name in filters})
+    # A filter with an empty command does not change files.
+    return run(
+        arguments, _SAFE_SETTINGS | {name: "false" if name.endswith(".required") else "" for name in filters}
+    )

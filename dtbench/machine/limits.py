@@ -1,6 +1,6 @@
-"""What a shell or a job allows this process too little of, said before a library ends the program in its own words.
+"""Checks limits of the process and its host early, before a library fails on them with an obscure message.
 
-Needs neither torch nor anything else that may not be loadable then.
+Imports neither torch nor other libraries that may fail to load under such limits.
 """
 
 from __future__ import annotations
@@ -12,71 +12,74 @@ from pathlib import Path
 
 from dtbench.errors import UsageError
 
-# A launcher, and a process of two ranks, opened 34 files; each further rank costs the launcher and its peers some.
-_FILES, _FILES_PER_RANK = 32, 8
-_ENOUGH_FILES = 4096
-_LOOPBACK_S = 5.0
+# Measured: the launcher of two ranks, and each of them, opened 34 files. Each further rank adds some to all processes.
+_BASE_FILES, _FILES_PER_RANK = 32, 8
+_FILES_GOAL = 4096
+_LOOPBACK_TIMEOUT_S = 5.0
 
 
-def refuse_place() -> None:
-    """Raises UsageError where the current folder is gone."""
+def refuse_deleted_folder() -> None:
+    """Raises UsageError if the current folder no longer exists."""
     try:
         Path.cwd()
     except OSError as error:
         raise UsageError(
-            f"the current folder is gone ({(error.strerror or str(error)).lower()}): cd to another, or cd to it anew"
+            f"the current folder no longer exists ({(error.strerror or str(error)).lower()}): cd to an existing one"
         ) from error
 
 
-def refuse_torch(ranks: int = 1) -> None:
-    """Before torch is loaded. ranks: how many processes meet.
+def refuse_few_files(ranks: int = 1) -> None:
+    """Raises the limit of open files as far as allowed; to be called before torch is loaded.
+
+    Args:
+        ranks: number of processes that will connect to each other.
 
     Raises:
-        UsageError: too few files may be open for them.
+        UsageError: the limit is still too low for them.
     """
-    files = _raised_files()
-    wanted = _FILES + _FILES_PER_RANK * ranks
-    if files < wanted:
+    limit = _raise_file_limit()
+    required = _BASE_FILES + _FILES_PER_RANK * ranks
+    if limit < required:
         processes = "a process" if ranks == 1 else f"{ranks} processes"
         raise UsageError(
-            f"{files} open files are allowed (ulimit -n), expected at least {wanted} for {processes}; raise the limit"
+            f"{limit} open files are allowed (ulimit -n), expected at least {required} for {processes}; raise the limit"
         )
 
 
-def refuse_to_start(ranks: int) -> None:
-    """Before so many ranks are started here, which meet at `localhost`.
+def refuse_local_ranks(ranks: int) -> None:
+    """Checks that `ranks` processes can run on this host and connect to each other through `localhost`.
 
     Raises:
-        UsageError: nobody can be reached there, or what `refuse_torch` says.
+        UsageError: no connection to localhost is possible, or too few files may be open.
     """
-    refuse_torch(ranks)
-    why = "it has no address"
+    refuse_few_files(ranks)
+    reason = "it has no address"
     try:
         for family, _, _, _, address in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM):
             try:
                 with socket.create_server(address[:2], family=family) as server:
-                    socket.create_connection(server.getsockname()[:2], timeout=_LOOPBACK_S).close()
+                    socket.create_connection(server.getsockname()[:2], timeout=_LOOPBACK_TIMEOUT_S).close()
                 return
             except OSError as error:
-                why = f"{address[0]}: {(error.strerror or str(error)).lower()}"
+                reason = f"{address[0]}: {(error.strerror or str(error)).lower()}"
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        reason = (error.strerror or str(error)).lower()
     raise UsageError(
-        f"ranks cannot meet at localhost ({why}): bring the loopback interface up (ip link set lo up), and give "
-        "localhost an address that it has in /etc/hosts"
+        f"ranks cannot connect to localhost ({reason}): enable the loopback interface (ip link set lo up), and map "
+        "localhost to its address in /etc/hosts"
     )
 
 
-def _raised_files() -> int:
-    """How many files may be open, once the limit is as high as it may be set."""
+def _raise_file_limit() -> int:
+    """Raises the soft limit of open files towards `_FILES_GOAL` and returns the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return _ENOUGH_FILES if soft == resource.RLIM_INFINITY else soft
+    goal = _FILES_GOAL if hard == resource.RLIM_INFINITY else min(hard, _FILES_GOAL)
+    if soft != resource.RLIM_INFINITY and soft < goal:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
+        return goal
+    return _FILES_GOAL if soft == resource.RLIM_INFINITY else soft
 
 
 def usable_cpus() -> list[int]:
-    """The CPUs this process may run on, by number: fewer than the machine's under taskset or a cpuset."""
+    """Returns the numbers of the CPUs that this process may run on, which taskset or a cpuset can restrict."""
     return sorted(os.sched_getaffinity(0))

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from dtbench.engine.clock import HostClock
 from dtbench.engine.ranks import LiveWorld
 from dtbench.machine.device import gpus
+from dtbench.machine.host import boot_id
 from dtbench.machine.limits import usable_cpus
-from dtbench.machine.provenance import boot_id
 from dtbench.preflight.examine import COPY, MATMUL, WORK_S, ProbeCommand
 
 # An operation is repeated until it takes about `WORK_S`; its size fits into caches of no CPU and fills a GPU.

@@ -187,14 +187,14 @@ def test_a_sweep_goes_through_what_the_run_asks_for() -> None:
 def test_cuda_without_cuda_is_refused(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, err = dtbench("run", SUITE, "--device", "cuda")
-    assert code == EXIT_USAGE and "torch finds no CUDA device here" in err
+    assert code == EXIT_USAGE and "torch finds no CUDA device;" in err
 
 
 def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     code, _, err = dtbench("run", SUITE, "--nproc", "3")
-    assert code == EXIT_USAGE and "3 ranks are asked for, this host has 2 GPUs" in err
+    assert code == EXIT_USAGE and "3 ranks requested, but this host has 2 GPUs" in err
     assert count_ranks(3, "cuda", "gloo") == 3
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert count_ranks(3, "cuda") == 3

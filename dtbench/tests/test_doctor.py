@@ -1,4 +1,4 @@
-"""The doctor in front of made-up machines: what disturbs is found, what cannot be known is not called good."""
+"""The doctor finds sources of noise on made-up hosts, and never reports unknown state as good."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dtbench.machine import doctor
-from dtbench.machine.doctor import MachineFinding, Surroundings, examine
+from dtbench.machine.doctor import ExaminedHost, MachineFinding, examine
 
 CPU = "sys/devices/system/cpu"
 GOOD_FILES = {
@@ -31,14 +31,14 @@ GOOD_FILES = {
 NOTHING = "no such file"
 
 
-def here(tmp_path: Path, files: Mapping[str, str] = {}, **changes: Any) -> Surroundings:
-    """A machine on which nothing disturbs, but for the changes; a file of NOTHING is left out."""
+def make_host(tmp_path: Path, files: Mapping[str, str] = {}, **changes: Any) -> ExaminedHost:
+    """Returns a host without sources of noise, with changes applied; files set to NOTHING are not created."""
     root = tmp_path / "root"
     for name, text in {**GOOD_FILES, **files}.items():
         if text != NOTHING:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(text)
-    good = Surroundings(
+    good = ExaminedHost(
         root=root,
         env={"OMP_NUM_THREADS": "2"},
         usable_cores=8,
@@ -49,18 +49,18 @@ def here(tmp_path: Path, files: Mapping[str, str] = {}, **changes: Any) -> Surro
     return dataclasses.replace(good, **changes)
 
 
-def finding(surroundings: Surroundings, check: str) -> MachineFinding:
-    (match,) = [f for f in examine(surroundings) if f.check == check]
+def finding(host: ExaminedHost, check: str) -> MachineFinding:
+    (match,) = [f for f in examine(host) if f.check == check]
     return match
 
 
-def test_a_quiet_machine_has_nothing_to_remedy(tmp_path: Path) -> None:
-    assert [f for f in examine(here(tmp_path)) if f.ok is not True] == []
+def test_quiet_host_has_only_good_findings(tmp_path: Path) -> None:
+    assert [f for f in examine(make_host(tmp_path)) if f.ok is not True] == []
 
 
-def test_a_machine_without_proc_and_sys_is_unknown_and_not_good(tmp_path: Path) -> None:
-    surroundings = here(tmp_path, dict.fromkeys(GOOD_FILES, NOTHING))
-    unknown = {f.check for f in examine(surroundings) if f.ok is None}
+def test_missing_proc_and_sys_are_reported_as_unknown(tmp_path: Path) -> None:
+    host = make_host(tmp_path, dict.fromkeys(GOOD_FILES, NOTHING))
+    unknown = {f.check for f in examine(host) if f.ok is None}
     assert unknown == {
         "CPU frequency governor",
         "CPU turbo",
@@ -71,7 +71,7 @@ def test_a_machine_without_proc_and_sys_is_unknown_and_not_good(tmp_path: Path) 
     }
 
 
-def test_this_machine_can_be_examined() -> None:
+def test_examine_runs_on_this_host() -> None:
     findings = examine()
     assert len(findings) >= len(doctor._CHECKS)
     assert all(f.got for f in findings)
@@ -112,7 +112,7 @@ LOOPBACK = {"resolve": lambda _: "127.0.1.1"}
         (True, RANKS, GPUS, env(), "2 ranks on 8 usable cores", ""),
         (False, RANKS, {}, env(LOCAL_WORLD_SIZE="16"), "16 ranks on 8 usable", "--nproc 8"),
         (True, NUMA, {NODE: "4-7", f"{CPU}/online": "0-7,10,16-22"}, {}, "2, bound to 8 of 16 CPUs", ""),
-        (False, NUMA, {NODE: "4-7"}, {}, "2, and the ranks are bound to none", "numactl"),
+        (False, NUMA, {NODE: "4-7"}, {}, "2, ranks are not bound to one", "numactl"),
         (False, QUOTA, {"sys/fs/cgroup/job/cpu.max": "150000 100000"}, {}, "1.5 cores", "cpuset"),
         (False, QUOTA, {"sys/fs/cgroup/cpu.max": "400000 100000"}, {}, "4 cores", "cpuset"),
         (
@@ -124,14 +124,14 @@ LOOPBACK = {"resolve": lambda _: "127.0.1.1"}
             "swapoff",
         ),
         (False, "clock source", {CLOCK: "hpet"}, {}, "hpet", "clocksource=tsc"),
-        (False, "NVML", GPUS, {}, "cannot be used, although there is nvidia0", "nvidia-ml-py"),
+        (False, "NVML", GPUS, {}, "cannot be loaded, although this host has nvidia0", "nvidia-ml-py"),
         (False, "torch", {}, {"torch_version": lambda: None}, "not installed", "pip install"),
         (True, "torch", {}, {"torch_version": lambda: "2.14.0a0+git1"}, "2.14.0a0+git1", "newer than 2.13"),
         (False, "host name", {}, {"resolve": unresolved}, "box does not resolve (Name or", "/etc/hosts"),
         (True, "host name", {}, LOOPBACK, "box is 127.0.1.1", "other hosts cannot connect"),
     ],
 )
-def test_what_disturbs_is_found_with_its_remedy(
+def test_source_of_noise_is_reported_with_remedy(
     tmp_path: Path,
     ok: bool,
     check: str,
@@ -140,7 +140,7 @@ def test_what_disturbs_is_found_with_its_remedy(
     got: str,
     remedy: str,
 ) -> None:
-    result = finding(here(tmp_path, files, **changes), check)
+    result = finding(make_host(tmp_path, files, **changes), check)
     assert result.ok is ok and result.got.startswith(got)
     assert remedy in result.effect + result.remedy and (ok or result.effect)
 
@@ -163,17 +163,15 @@ def fake_nvml(reasons: int = 0, persistent: int = 1, pids: tuple[int, ...] = ())
     )
 
 
-def test_gpus(tmp_path: Path) -> None:
-    findings = [f for f in examine(here(tmp_path, nvml=fake_nvml)) if "GPU" in f.check]
+def test_gpu_findings(tmp_path: Path) -> None:
+    findings = [f for f in examine(make_host(tmp_path, nvml=fake_nvml)) if "GPU" in f.check]
     checks = ("GPU 0 clocks", "GPU 0 persistence mode", "GPU 0 other processes")
     assert [(f.check, f.ok) for f in findings] == [(check, True) for check in checks]
-    surroundings = here(
-        tmp_path, nvml=lambda: fake_nvml(0x1 | 0x40, persistent=0, pids=(2**22 + 1, 2**22 + 2))
-    )
-    clocks = finding(surroundings, "GPU 0 clocks")
+    host = make_host(tmp_path, nvml=lambda: fake_nvml(0x1 | 0x40, persistent=0, pids=(2**22 + 1, 2**22 + 2)))
+    clocks = finding(host, "GPU 0 clocks")
     assert clocks.ok is False
     assert clocks.got == "SM 1200 MHz of at most 1980 MHz; slowed by hw_thermal_slowdown"
-    assert finding(surroundings, "GPU 0 persistence mode").remedy == "sudo nvidia-smi -pm 1"
-    assert finding(surroundings, "GPU 0 other processes").got == "2 (pid 4194305, 4194306)"
-    unknown = finding(here(tmp_path, nvml=lambda: fake_nvml(-1)), "GPU 0 clocks")
+    assert finding(host, "GPU 0 persistence mode").remedy == "sudo nvidia-smi -pm 1"
+    assert finding(host, "GPU 0 other processes").got == "2 (pid 4194305, 4194306)"
+    unknown = finding(make_host(tmp_path, nvml=lambda: fake_nvml(-1)), "GPU 0 clocks")
     assert unknown.ok is None and "throttling unknown" in unknown.got

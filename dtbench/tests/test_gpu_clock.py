@@ -11,8 +11,7 @@ from dtbench.engine import clock as module
 from dtbench.engine.clock import GpuClock, HostClockOnBusyGpu, HostClockOnGpu
 from dtbench.engine.sampling import combine
 from dtbench.engine.session import instruments_of
-from dtbench.machine import device
-from dtbench.machine import provenance as machine
+from dtbench.machine import device, nvml
 from dtbench.tests.gpu import fake_gpu
 from dtbench.tests.gpu.fake_gpu import FakeGpus, fake_nvml
 
@@ -121,14 +120,14 @@ def test_a_rehearsal_measures_with_a_gpus_instruments(monkeypatch: pytest.Monkey
     monkeypatch.setenv(device.REHEARSAL, fake_gpu.__file__)
     fake = FakeGpus()
     monkeypatch.setattr(module, "gpus", lambda: fake)
-    nvml = fake_nvml(1)
-    nvml.reasons = 0x4
-    monkeypatch.setattr(fake, "nvml", lambda: nvml)
-    monkeypatch.setattr(machine, "gpus_of_torch", lambda: fake)
+    library = fake_nvml(1)
+    library.reasons = 0x4
+    monkeypatch.setattr(fake, "nvml", lambda: library)
+    monkeypatch.setattr(nvml, "gpus", lambda: fake)
     tools: Any = instruments_of(CPU, barrier=lambda: None, budget=None)
     assert isinstance(tools.clocks["device"], GpuClock)
     assert tools.gpu_state()["throttled_by"] == ["sw_power_cap"]
-    assert [gpu.name for gpu in machine.gpus()] == ["no GPU (rehearsal)"]
+    assert [gpu.name for gpu in nvml.describe_gpus()] == ["no GPU (rehearsal)"]
 
 
 def test_ranks_on_gpus_of_two_hosts_tell_who_came_last() -> None:

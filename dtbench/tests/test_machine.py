@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dtbench.machine import provenance as machine
+from dtbench.machine import host, nvml, provenance
 from dtbench.machine.device import Gpus, loaded_nvml
 from dtbench.records.result import Header, MeshShape, NvLinks, Result
 from dtbench.records.run import RunWriter, read_run
@@ -26,14 +26,14 @@ PLAN = RunOptions((("dp", 2), ("tp", 2)), (1024, 4096), quick=True)
 def header(**changes: Any) -> Header:
     facts: dict[str, Any] = {
         "argv": ["dtbench", "run"],
-        "plan": PLAN,
+        "options": PLAN,
         "suites": ["dispatch"],
         "mesh": PLAN.mesh,
-        "ranks": [machine.local_rank_info("cpu")] * 4,
+        "ranks": [provenance.local_rank_info("cpu")] * 4,
         "backend": "gloo",
         "launches": 2,
     }
-    return machine.provenance(**facts | changes)
+    return provenance.build_header(**facts | changes)
 
 
 @pytest.fixture
@@ -79,12 +79,12 @@ def test_the_header_is_one_that_the_store_reads_back(tmp_path: Path) -> None:
 def test_a_rank_tells_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("RANK", "11")
-    info = machine.local_rank_info("cuda:3")
+    info = provenance.local_rank_info("cuda:3")
     assert (info["rank"], info["local_rank"], info["device"]) == (11, 3, "cuda:3")
     assert info["pid"] == os.getpid()
     assert info["host"]
     monkeypatch.setenv("LOCAL_RANK", "none")
-    assert machine.local_rank_info("cpu")["local_rank"] == 0
+    assert provenance.local_rank_info("cpu")["local_rank"] == 0
 
 
 def test_the_numa_nodes_of_the_cpus_that_a_rank_may_use(
@@ -96,7 +96,7 @@ def test_the_numa_nodes_of_the_cpus_that_a_rank_may_use(
         (folder / "cpulist").write_text(cpus + "\n")
     for mine, nodes in (({3, 16}, [1, 3]), ({9}, [0]), ({77}, [])):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, mine=mine: mine)
-        assert machine.numa_nodes(tmp_path) == nodes
+        assert host.numa_nodes(tmp_path) == nodes
 
 
 # ------------------------------------------------------------------------------ no secrets
@@ -106,7 +106,7 @@ def test_the_environment_is_recorded_by_an_allow_list() -> None:
     recorded = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
     refused = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOME", "NCCL_API_TOKEN", "XOMP_")
     masked = {"NCCL_NET_PLUGIN": "token=leak", "NCCL_PROXY": "https://me:leak@host"}
-    kept = machine.environment(recorded | masked | dict.fromkeys(refused, "leak"))
+    kept = provenance.environment(recorded | masked | dict.fromkeys(refused, "leak"))
     assert kept == recorded | {"NCCL_NET_PLUGIN": "token=***", "NCCL_PROXY": "https://***@host"}
 
 
@@ -161,7 +161,7 @@ def test_the_commit_and_whether_it_was_changed(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_cpu_of_a_foreign_machine_and_of_one_that_tells_nothing(tmp_path: Path) -> None:
-    nothing = machine.cpu(tmp_path)
+    nothing = host.describe_cpu(tmp_path)
     assert (nothing.governor, nothing.numa_nodes, nothing.physical_cores) == (None, None, None)
     (tmp_path / "proc").mkdir()
     blocks = [
@@ -174,7 +174,7 @@ def test_the_cpu_of_a_foreign_machine_and_of_one_that_tells_nothing(tmp_path: Pa
         folder.mkdir(parents=True)
         (folder / "scaling_governor").write_text("powersave\n")
         (tmp_path / f"sys/devices/system/node/node{i}").mkdir(parents=True)
-    cpu = machine.cpu(tmp_path)
+    cpu = host.describe_cpu(tmp_path)
     assert (cpu.model, cpu.physical_cores) == ("Some CPU @ 3 GHz", 4)
     assert (cpu.governor, cpu.numa_nodes) == ("powersave", 2)
 
@@ -183,7 +183,7 @@ def test_the_cpu_of_a_foreign_machine_and_of_one_that_tells_nothing(tmp_path: Pa
 
 
 def test_gpus_as_nvml_tells_them(fake_nvml: SimpleNamespace) -> None:
-    facts = machine.gpus()
+    facts = nvml.describe_gpus()
     assert [gpu.index for gpu in facts] == [0, 1]
     assert facts[1].name == "Fake of handle-1"
     assert facts[0].memory_bytes == 80 * 2**30
@@ -192,7 +192,7 @@ def test_gpus_as_nvml_tells_them(fake_nvml: SimpleNamespace) -> None:
     assert facts[0].nvlink == NvLinks(links=3, active_links=2, version=4)
     assert facts[0].mig is None  # raises
     assert facts[0].persistence is None  # not in these bindings
-    assert machine.driver_version() == "570.1"
+    assert nvml.driver_version() == "570.1"
     assert header().machine.gpus == tuple(facts)
 
 
@@ -200,26 +200,26 @@ def test_a_rank_tells_where_its_gpu_sits(fake_nvml: SimpleNamespace, tmp_path: P
     folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("1\n")
-    assert machine._gpu_place(0, tmp_path) == {
+    assert nvml.gpu_location(0, tmp_path) == {
         "pci_bus_id": "0000:1b:00.0",
         "device_numa_node": 1,
         "nvlink": {"neighbours": {"0000:c1:00.0": 1}, "switch_links": 1},
     }
     (folder / "numa_node").write_text("-1\n")
-    assert machine._gpu_place(0, tmp_path)["device_numa_node"] is None
-    assert machine.local_rank_info("cuda:0", "nccl")["pci_bus_id"] == "0000:1b:00.0"
-    assert "pci_bus_id" not in machine.local_rank_info("cpu")
+    assert nvml.gpu_location(0, tmp_path)["device_numa_node"] is None
+    assert provenance.local_rank_info("cuda:0", "nccl")["pci_bus_id"] == "0000:1b:00.0"
+    assert "pci_bus_id" not in provenance.local_rank_info("cpu")
     fake_nvml.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(busId=b"?")
-    assert set(machine._gpu_place(0).values()) == {None}
+    assert set(nvml.gpu_location(0).values()) == {None}
 
 
 def test_a_throttled_gpu_says_why(fake_nvml: SimpleNamespace) -> None:
-    state = machine.gpu_state(0)
+    state = nvml.gpu_state(0)
     assert state is not None
     assert state["throttled_by"] == []
     assert (state["temperature_C"], state["power_W"]) == (61, 345.678)
     fake_nvml.reasons = 0x1 | 0x4 | 0x40 | 0x1000
-    state = machine.gpu_state(0)
+    state = nvml.gpu_state(0)
     assert state is not None
     assert state["reasons"] == ["gpu_idle", "sw_power_cap", "hw_thermal_slowdown", "unknown_0x1000"]
     assert state["throttled_by"] == ["sw_power_cap", "hw_thermal_slowdown", "unknown_0x1000"]
@@ -239,9 +239,9 @@ def test_a_cuda_device_is_found_behind_visible_devices(
     fake_nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str, index: int, handle: str | None
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    device = machine.cuda_device(index)
+    device = nvml.cuda_device(index)
     assert (device and device.handle) == handle
-    assert (machine.gpu_state(index) is None) == (handle is None)
+    assert (nvml.gpu_state(index) is None) == (handle is None)
 
 
 @pytest.mark.parametrize("broken", ["pynvml", "pynvml.nvmlInit"])
@@ -257,8 +257,8 @@ def test_missing_bindings_or_a_broken_library_are_no_error(
     else:
         monkeypatch.setattr(broken, init)
     try:
-        assert (loaded_nvml(), machine.gpus(), machine.gpu_state(0)) == (None, [], None)
-        assert machine.driver_version() is None
+        assert (loaded_nvml(), nvml.describe_gpus(), nvml.gpu_state(0)) == (None, [], None)
+        assert nvml.driver_version() is None
     finally:
         loaded_nvml.cache_clear()
 
@@ -268,7 +268,7 @@ def test_nccl_version_is_that_of_a_preloaded_library(monkeypatch: pytest.MonkeyP
         number._obj.value = 23007
         return 0
 
-    assert machine.preloaded_nccl() is None
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda _name: SimpleNamespace(ncclGetVersion=answer))
-    assert machine.preloaded_nccl() == "2.30.7"
-    assert machine._versions("nccl")["nccl"] == "2.30.7" and machine._versions("gloo")["nccl"] is None
+    assert provenance.preloaded_nccl() is None
+    monkeypatch.setattr(provenance.ctypes, "CDLL", lambda _name: SimpleNamespace(ncclGetVersion=answer))
+    assert provenance.preloaded_nccl() == "2.30.7"
+    assert provenance._versions("nccl")["nccl"] == "2.30.7" and provenance._versions("gloo")["nccl"] is None

@@ -356,7 +356,7 @@ ROWS = [
             (
                 "a folder that is gone",
                 "mkdir gone; cd gone; rmdir ../gone; DTBENCH doctor",
-                "current folder is gone",
+                "current folder no longer exists",
             ),
             ("`ulimit -n 12`", f"ulimit -n 12; {RUN}", "12 open files are allowed"),
         )
