@@ -11,13 +11,13 @@ from dtbench_core.simulate.group import declare_group
 from dtbench_core.simulate.local_int import LocalIntNode, local_int
 from dtbench_core.simulate.local_mode import (
     LocalTensorMode,
+    local_tensor_mode,
     maybe_run_for_local_tensor,
     per_rank,
     rank_map,
     tensor_map,
 )
 from dtbench_core.simulate.local_tensor import LocalTensor
-from dtbench_core.simulate.rank_answers import local_tensor_mode
 from dtbench_core.simulate.threads import RankResult, ThreadWorld, run_ranks
 
 __all__ = sorted(name for name, value in vars().items() if callable(value))
