@@ -28,7 +28,7 @@ from dtbench.suite.registry import Suite
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from dtbench.comparison.runs import Comparison
+    from dtbench.comparison.run_comparison import Comparison
     from dtbench.engine.ranks import LiveWorld
     from dtbench.engine.sampling import RankGroup
     from dtbench.stats.frame import Runs
@@ -150,10 +150,10 @@ def compare(base: Runs, new: Runs) -> Comparison:
     Raises:
         UnreadableRunError: a file that is no run.
     """
-    from dtbench.comparison import runs as judge
+    from dtbench.comparison.compare_runs import compare_runs
     from dtbench.stats.frame import as_runs
 
-    return judge.compare(as_runs(base), as_runs(new))
+    return compare_runs(as_runs(base), as_runs(new))
 
 
 def calibrate(runs: Runs, output: str | Path | None = None) -> CalibratedTopology:

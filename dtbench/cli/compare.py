@@ -57,13 +57,13 @@ def compare_command(
         return _compare_with_reference(base, system, with_all, as_json)
     if system is not None or with_all:
         raise click.UsageError(f"{'--all' if with_all else '--system'} goes with --reference")
-    from dtbench.comparison.comparison_table import print_comparison
-    from dtbench.comparison.runs import compare
+    from dtbench.comparison.compare_runs import compare_runs
+    from dtbench.comparison.run_comparison import print_comparison
     from dtbench.records import baselines
     from dtbench.records.exports import write_exports
 
     base = base if base.exists() else baselines.find(base)
-    comparison = compare(*([read_run(path, with_samples=False)] for path in (base, new)))
+    comparison = compare_runs(*([read_run(path, with_samples=False)] for path in (base, new)))
     print_comparison(comparison, as_json)
     if exports:
         write_exports(comparison.points, exports)

@@ -29,7 +29,7 @@ from dtbench.grouping import group_by
 from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.records.result import Result, Run
 from dtbench.stats.layout import layout_of
-from dtbench.text.names import nearest, words_of
+from dtbench.text.names import name_words, nearest
 from dtbench.text.units import format_bandwidth, format_ratio, format_size, plural
 from dtbench_core.cost.ring import busbw_factor
 
@@ -216,7 +216,7 @@ def systems_called(systems: Sequence[System], named: str) -> list[System]:
         UsageError: no system of that name.
     """
     exact = [s for s in systems if s.name.lower() == named.lower()]
-    with_words = [s for s in systems if words_of(named) <= words_of(s.name)]
+    with_words = [s for s in systems if name_words(named) <= name_words(s.name)]
     matching = exact or with_words or [s for s in systems if named.lower() in s.name.lower()]
     if not matching:
         names = [system.name for system in systems]

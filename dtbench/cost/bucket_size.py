@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtbench.records.result import Run
-from dtbench.stats import drawn_again, interval
+from dtbench.stats import interval, resample
 from dtbench.text.units import format_size
 
 WITHIN = 0.05
@@ -86,7 +86,7 @@ def choose(
     index, fastest = int(_smallest(typical[None])[0]), int(np.argmin(typical))
     low = high = None
     if len(times_s) > 1:
-        drawn = drawn_again(relative, REPLICATES, np.random.default_rng(seed))
+        drawn = resample(relative, REPLICATES, np.random.default_rng(seed))
         chosen = _smallest(np.median(drawn, axis=1))
         ends = {sizes[int(i)] for i in interval(chosen, INTERVAL, interpolated=False)}
         low, high = (min(ends), max(ends)) if len(ends) > 1 else (None, None)

@@ -13,7 +13,7 @@ from statistics import geometric_mean, median
 from dtbench.engine.progress import params_of
 from dtbench.grouping import group_by
 from dtbench.records.result import Result, Run
-from dtbench.stats import drifts_of, has_drifted
+from dtbench.stats import suggests_drift, suite_drifts
 from dtbench.stats.dispatch_headline import FEWEST_CASES, SINGLE_OPS, added_times, kind_of
 from dtbench.stats.layout import crowded
 from dtbench.suite import CHOOSABLE_IMPLS, Param
@@ -55,8 +55,8 @@ def _drifts(run: Run) -> list[str]:
             moves.append((suite, impl, late / early))
     return [
         f"the machine drifted: plain torch and all else of {suite} became {format_change(factor)} in the later launches"
-        for suite, factor in drifts_of(moves).items()
-        if has_drifted(factor)
+        for suite, factor in suite_drifts(moves).items()
+        if suggests_drift(factor)
     ]
 
 

@@ -26,8 +26,8 @@ from dtbench.gate.verdict import exit_code_of, judged, rises, trust_of, words_of
 from dtbench.machine.device import DEFAULT_CPU_RANKS
 from dtbench.records import exports
 from dtbench.records.atomic import write_atomically
+from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.records.gate import ArmRecord, Gate, text_of
-from dtbench.records.judged import Judged, Verdict
 from dtbench.suite import CHOOSABLE_IMPLS, RunOptions
 from dtbench.suite.mesh import Mesh, ranks_of
 from dtbench.text.units import plural
@@ -165,7 +165,7 @@ class GateRun:
     say: Callable[[str], None]
     with_control: bool
     notes: list[str] = field(default_factory=list)
-    judged: dict[Key, Judged] = field(default_factory=dict)
+    judged: dict[Key, ComparedCase] = field(default_factory=dict)
 
     def judge(self, began: float) -> Gate:
         """The whole gate, after its arms are built. began: on the monotonic clock."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from dtbench.errors import plain
 from dtbench.gate.verdict import words_of
+from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.records.exports import Point, relative
 from dtbench.records.gate import Gate
-from dtbench.records.judged import Judged, Verdict
 from dtbench.text import junit as xml
 from dtbench.text import markdown as md
 from dtbench.text.units import NO_INTERVAL, format_seconds
@@ -18,12 +18,12 @@ LISTED = 60
 SUMMARY_ROWS = 200  # GitHub takes a summary of 1 MiB
 
 
-def ordered(judged: Sequence[Judged]) -> list[Judged]:
+def ordered(judged: Sequence[ComparedCase]) -> list[ComparedCase]:
     """The gravest first."""
     return sorted(judged, key=lambda j: j.verdict.gravity)
 
 
-def change_of(judged: Judged) -> str:
+def change_of(judged: ComparedCase) -> str:
     """`+3.1% (at least +1.2%)`, `-0.2% (+1.0% at most)`, or nothing."""
     effect = judged.effect
     if effect is None:
@@ -35,7 +35,7 @@ def change_of(judged: Judged) -> str:
     return f"{effect.ratio - 1:+.1%} ({bound})"
 
 
-def words(judged: Judged) -> str:
+def words(judged: ComparedCase) -> str:
     """What a verdict rests on, in words."""
     parts = [words_of(judged.counters)] if judged.counters else []
     if judged.effect is not None:
@@ -111,7 +111,7 @@ def markdown(report: Gate) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(judged: Sequence[Judged]) -> list[str]:
+def _table(judged: Sequence[ComparedCase]) -> list[str]:
     rows = []
     for j in judged[:SUMMARY_ROWS]:
         times = ["" if t is None else format_seconds(t) for t in (j.base_s, j.head_s)]

@@ -21,9 +21,9 @@ from typing import Literal
 
 from dtbench.gate.benchmark import Benchmark, Key
 from dtbench.gate.verdict import has_moved, judged, passes, trust_of
+from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.records.gate import Trust
-from dtbench.records.judged import Judged, Verdict
-from dtbench.stats import FAMILY_P, Effect, alpha_of, effect_of, smallest_change
+from dtbench.stats import FAMILY_P, Effect, change_threshold, paired_effect, significance_level
 from dtbench.text.units import plural
 
 ArmName = Literal["base", "head", "null"]
@@ -97,9 +97,9 @@ class GateSchedule:
         self._random = random.Random(seed)
         self._say = say
         self.evidence = Evidence()
-        self._judged: dict[Key, Judged] = {}
+        self._judged: dict[Key, ComparedCase] = {}
 
-    def run(self) -> tuple[list[Judged], Trust]:
+    def run(self) -> tuple[list[ComparedCase], Trust]:
         """Launches until every benchmark has its verdict or the budget is spent."""
         if self._benchmarks:
             try:
@@ -143,7 +143,7 @@ class GateSchedule:
             return
         last = max(TEST_LOOKS[-1], fewest_pairs(family))
         looks = [*TEST_LOOKS[:-1], last]
-        alpha = alpha_of(family, LOOKS)
+        alpha = significance_level(family, LOOKS)
         for number in range(1, last + 1):
             if not self._left():
                 return
@@ -155,11 +155,11 @@ class GateSchedule:
 
     def _end_gross(self) -> None:
         """What is gross in all that was measured, where chance would not make it so."""
-        alpha = alpha_of(len(self._benchmarks), LOOKS)  # the screen has chosen none of them
+        alpha = significance_level(len(self._benchmarks), LOOKS)  # the screen has chosen none of them
         for benchmark in self._left():
             screened, fresh = (e[benchmark.key] for e in (self.evidence.screen, self.evidence.fresh))
             effect, base_s, _ = figures = effect_and_times(screened + fresh)
-            least = max(GROSS, 1 + smallest_change(base_s, benchmark.floor_s))
+            least = max(GROSS, 1 + change_threshold(base_s, benchmark.floor_s))
             in_rounds = zip(screened, self.evidence.itself[benchmark.key], strict=True)
             gross = all(head >= least * max(base, again) for (base, head), (_, again) in in_rounds)
             gross &= all(head >= least * base for base, head in fresh)
@@ -171,7 +171,7 @@ class GateSchedule:
         screened, confirmed = (e[benchmark.key] for e in (self.evidence.screen, self.evidence.fresh))
         fresh, base_s, _ = figures = effect_and_times(confirmed)
         whole, whole_base_s, _ = of_all = effect_and_times(screened + confirmed)
-        matters = smallest_change(base_s, benchmark.floor_s)
+        matters = change_threshold(base_s, benchmark.floor_s)
         if alpha is not None and fresh.p_slower < alpha and fresh.ratio > 1 + matters:
             self._end(judged(benchmark, Verdict.REGRESSION, "", "confirmed", figures, alpha))
         elif alpha is not None and fresh.p_faster < alpha and fresh.ratio < 1 / (1 + matters):
@@ -215,7 +215,7 @@ class GateSchedule:
     def _left(self) -> list[Benchmark]:
         return [b for b in self._benchmarks if b.key not in self._judged]
 
-    def _end(self, verdict: Judged) -> None:
+    def _end(self, verdict: ComparedCase) -> None:
         self._judged[verdict.key] = verdict
 
     def _effect(self, pairs: Sequence[Pair]) -> Effect | None:
@@ -232,10 +232,10 @@ class GateSchedule:
             why += f"; {len(tested)} of the {TEST_LOOKS[0]} fresh pairs that a test needs were measured"
             tested = pairs
         effect, base_s, _ = effect_and_times(tested)
-        smallest = effect.smallest_detectable(alpha := alpha_of(len(self._benchmarks), LOOKS))
+        smallest = effect.smallest_detectable(alpha := significance_level(len(self._benchmarks), LOOKS))
         # Less than what was measured and not found is no promise.
         if tested is not pairs and abs(effect.ratio - 1) < smallest < math.inf:
-            shown = f"{max(smallest, smallest_change(base_s, benchmark.floor_s)):.1%}"
+            shown = f"{max(smallest, change_threshold(base_s, benchmark.floor_s)):.1%}"
             why += (
                 f"; a test of {len(tested)} fresh pairs of this spread finds a change of {shown} 4 times in 5"
             )
@@ -268,7 +268,7 @@ def effect_and_times(pairs: Sequence[Pair]) -> tuple[Effect, float, float]:
     """The effect of the pairs, the median of base, and this times the effect: head's, without what drifted between the
     pairs."""
     base, head = [b for b, _ in pairs], [h for _, h in pairs]
-    effect, base_s = effect_of(base, head), median(base)
+    effect, base_s = paired_effect(base, head), median(base)
     return effect, base_s, base_s * effect.ratio
 
 

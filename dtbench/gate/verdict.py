@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from dtbench import errors
 from dtbench.gate.benchmark import Benchmark
+from dtbench.records.comparison import Change, ComparedCase, Counts, Verdict
 from dtbench.records.gate import GateCode, Trust
-from dtbench.records.judged import Change, Counts, Judged, Verdict
-from dtbench.stats import FLOORS, MAX_P, Effect, drifts_of, smallest_change
+from dtbench.stats import FLOORS, MAX_P, Effect, change_threshold, suite_drifts
 from dtbench.text.units import format_change
 
 # What a screen lets pass: three quarters of the change that matters, 1.5% where that is 2%.
@@ -28,7 +28,7 @@ TRUST_SCATTER = 0.03
 
 def passes(benchmark: Benchmark, effect: Effect, base_s: float, share: float = SCREEN_SHARE) -> bool:
     """Whether the pairs show that the benchmark is not slower by more than its tolerance."""
-    matters = smallest_change(base_s, benchmark.floor_s)
+    matters = change_threshold(base_s, benchmark.floor_s)
     return effect.ratio <= 1 + share * matters and effect.high < 1 + max(benchmark.tolerance, matters)
 
 
@@ -40,12 +40,12 @@ def judged(
     figures: tuple[Effect | None, float | None, float | None] = (None, None, None),
     alpha: float | None = None,
     counters: Mapping[str, Counts] | None = None,
-) -> Judged:
+) -> ComparedCase:
     """One benchmark's end. figures: the effect of the pairs that decided, base's and head's seconds. counters: what
     rose."""
     suite, name, impl, params = benchmark.key
     effect, base_s, head_s = figures
-    return Judged(
+    return ComparedCase(
         suite=suite,
         name=name,
         impl=impl,
@@ -121,7 +121,7 @@ def trust_of(
         if effect is not None and has_moved(effect):
             reasons.append(f"{name} moved by {effect.ratio - 1:+.1%} over {effect.pairs} pairs")
     if control is not None and has_moved(control):
-        drifts = drifts_of([("", FLOORS[0], control.ratio), *(("", "", ratio) for ratio in ratios)])
+        drifts = suite_drifts([("", FLOORS[0], control.ratio), *(("", "", ratio) for ratio in ratios)])
         reasons += [f"the machine drifted: all is {format_change(by)} in head" for by in drifts.values()]
     if measured and control is None and null is None:
         reasons.append("neither the control nor base against itself was measured")
@@ -134,7 +134,7 @@ def trust_of(
     )
 
 
-def exit_code_of(judged: Sequence[Judged], trust: Trust, *, allow_new: bool = False) -> GateCode:
+def exit_code_of(judged: Sequence[ComparedCase], trust: Trust, *, allow_new: bool = False) -> GateCode:
     """1 a regression, 5 a failure, 4 missing, 3 undecided or not to be trusted, 0 all judged and none slower.
 
     A machine that cannot be trusted takes back what its times say, not what was counted.

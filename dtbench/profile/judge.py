@@ -9,13 +9,13 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from dtbench.comparison.compare_launches import MIN_LAUNCHES, SINGLE_LAUNCH, compare_launches
 from dtbench.comparison.references import System
-from dtbench.comparison.runs import MIN_LAUNCHES, ONE_LAUNCH, judge_launches
 from dtbench.cost.price import estimate
 from dtbench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from dtbench.grouping import group_by
+from dtbench.records.comparison import Verdict
 from dtbench.records.job import CallKind, Job
-from dtbench.records.judged import Verdict
 from dtbench.records.judged_job import CallChange, Judgement, LateRank, LinkRow, TimeChange, Worth
 from dtbench.records.topology import CalibratedTopology
 from dtbench.text.units import format_size
@@ -212,8 +212,8 @@ def _times(bases: Sequence[Job], heads: Sequence[Job], ranks: Set[int]) -> Itera
     for part in dict.fromkeys(part for side in sides for figures in side for part in figures):
         base, head = ([figures.get(part, 0.0) for figures in side] for side in sides)
         beside_s = 0.0 if part == "step_s" else usual_s
-        verdict, why, effect = judge_launches([s + beside_s for s in base], [s + beside_s for s in head])
-        why = f"cannot tell: one launch each, record {MIN_LAUNCHES} a side" if why == ONE_LAUNCH else why
+        verdict, why, effect = compare_launches([s + beside_s for s in base], [s + beside_s for s in head])
+        why = f"cannot tell: one launch on each side, record {MIN_LAUNCHES}" if why == SINGLE_LAUNCH else why
         yield TimeChange(part, verdict, why, median(base), median(head), effect)
 
 

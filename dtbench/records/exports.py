@@ -12,7 +12,7 @@ from statistics import median
 from dtbench.errors import plain
 from dtbench.grouping import group_by
 from dtbench.records.atomic import write_atomically
-from dtbench.records.judged import Judged
+from dtbench.records.comparison import ComparedCase
 from dtbench.records.result import CaseKey, Run
 from dtbench.text.units import interval_or_none
 
@@ -42,7 +42,7 @@ class Point:
         return f"{label[: MAX_NAME_CHARS - 13]}~{hashlib.sha256(label.encode()).hexdigest()[:12]}"
 
 
-def relative(judged: Judged, verdict: str, remark: str) -> Point | None:
+def relative(judged: ComparedCase, verdict: str, remark: str) -> Point | None:
     """Head's time, between the bounds of the ratio times base's; None where a side has no time."""
     base_s, head_s, low, high = judged.base_s, judged.head_s, judged.low, judged.high
     if base_s is None or head_s is None:

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from dtbench import errors
 from dtbench.fields import Amount, Count
-from dtbench.records.judged import Judged, Verdict
+from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.suite import IMPL_WORDS
 
 GateCode = Literal[0, 1, 3, 4, 5]
@@ -51,7 +51,7 @@ class Gate(Struct, frozen=True, kw_only=True):
     launches: Count = 0
     duration_s: Amount | None = None
     allow_new: bool = False
-    benchmarks: tuple[Judged, ...]
+    benchmarks: tuple[ComparedCase, ...]
 
     def count(self, verdict: Verdict) -> int:
         """How many benchmarks have this verdict."""

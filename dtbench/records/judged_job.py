@@ -7,8 +7,8 @@ from typing import Literal
 from msgspec import Struct
 
 from dtbench.fields import Amount, Count
+from dtbench.records.comparison import Change, Verdict
 from dtbench.records.job import CallKind
-from dtbench.records.judged import Change, Verdict
 from dtbench.text.units import format_bytes, format_ratio, format_seconds, format_size
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from dtbench.records.read import BadFieldError, decode, field_fault, shown
 from dtbench.records.result import Result
-from dtbench.records.timing import SHARES, Timing, figures_of
+from dtbench.records.timing import SHARES, Timing, timing_quantiles
 from dtbench.suite import Param
 
 # Params that a suite got later, and what its results meant before: old files have the keys of new ones.
@@ -91,7 +91,10 @@ def _check_samples(time: Timing, samples_s: Sequence[float]) -> None:
         return
     if len(samples_s) != time.n:
         raise BadFieldError(f"time_s.n is {time.n}, but there are {len(samples_s)} samples_s")
-    got, expected = [time.min, time.p25, time.median, time.p75, time.p95, time.max], figures_of(samples_s)
+    got, expected = (
+        [time.min, time.p25, time.median, time.p75, time.p95, time.max],
+        timing_quantiles(samples_s),
+    )
     for figures in zip(SHARES, got, expected, strict=True) if got != expected else ():
         _expect("time_s.", *figures, "by samples_s")
     _expect("time_s.", "mean", time.mean, math.fsum(samples_s) / time.n, "by samples_s")

@@ -42,7 +42,7 @@ def quantile(values: Iterable[float], share: float) -> float:
     return _between(ordered, *_place(share, len(ordered)))
 
 
-def figures_of(samples_s: Sequence[float]) -> list[float]:
+def timing_quantiles(samples_s: Sequence[float]) -> list[float]:
     """The samples' `SHARES`; two between the same neighbours may round to the wrong order, and are put in it."""
     ordered = sorted(samples_s)
     return list(accumulate((_between(ordered, *place) for place in _places(len(ordered))), max))
@@ -77,5 +77,5 @@ def summarize(samples_s: Sequence[float]) -> Timing:
     bad = next((s for s in samples_s if not math.isfinite(s) or s < 0), None)
     if bad is not None:
         raise ValueError(f"got a sample of {bad} s: expected finite times of at least 0")
-    figures = dict(zip(SHARES, figures_of([float(s) for s in samples_s]), strict=True))
+    figures = dict(zip(SHARES, timing_quantiles([float(s) for s in samples_s]), strict=True))
     return Timing(**figures, mean=math.fsum(samples_s) / len(samples_s), n=len(samples_s))

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from statistics import fmean
 
 from dtbench.grouping import group_by
+from dtbench.records.comparison import Verdict
 from dtbench.records.job import CallKind, Collective, Job, RankJob
-from dtbench.records.judged import Verdict
 from dtbench.records.judged_job import Judgement, TimeChange
 from dtbench.text import terminal as to
 from dtbench.text.table import MISSING, Table, TableColumn

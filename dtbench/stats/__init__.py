@@ -13,57 +13,58 @@ steady estimators of a launch, the mean is not. Ratios are compared on the log s
 faster and 2x slower are equally far from no change.
 """
 
-from dtbench.records.judged import MIN_CHANGE, MIN_CHANGE_S, smallest_change
-from dtbench.records.timing import SHARES, figures_of, quantile, summarize
-from dtbench.stats.bootstrap import drawn_again, interval
-from dtbench.stats.drift import FLOORS, drifts_of, has_drifted, shares
+from dtbench.records.comparison import MIN_CHANGE, MIN_CHANGE_S, change_threshold
+from dtbench.records.timing import SHARES, quantile, summarize, timing_quantiles
+from dtbench.stats.bootstrap import interval, resample
+from dtbench.stats.drift import FLOORS, is_explained_by_drift, suggests_drift, suite_drifts
 from dtbench.stats.drops import bandwidth_drops
 from dtbench.stats.order import (
-    blocks_of,
+    batch_quantiles,
     estimate_s,
     estimates_s,
+    index_blocks,
     order_statistic,
-    quantiles_of,
 )
 from dtbench.stats.pairs import (
     FAMILY_P,
-    LAUNCHES_DIFFER,
+    MAX_LAUNCH_SPREAD,
     MAX_P,
     Effect,
-    alpha_of,
-    effect_of,
-    is_beyond_launches,
+    exceeds_launch_spread,
+    paired_effect,
+    significance_level,
 )
-from dtbench.stats.rank_tests import hodges_lehmann_ratio, rank_test, signed_rank_p
+from dtbench.stats.rank_tests import RatioEstimate, hodges_lehmann_ratio, rank_test, signed_rank_p
 
 __all__ = [
     "FAMILY_P",
     "FLOORS",
-    "LAUNCHES_DIFFER",
+    "MAX_LAUNCH_SPREAD",
     "MAX_P",
     "MIN_CHANGE",
     "MIN_CHANGE_S",
     "SHARES",
     "Effect",
-    "alpha_of",
+    "RatioEstimate",
     "bandwidth_drops",
-    "blocks_of",
-    "drawn_again",
-    "drifts_of",
-    "effect_of",
+    "batch_quantiles",
+    "change_threshold",
     "estimate_s",
     "estimates_s",
-    "figures_of",
-    "has_drifted",
+    "exceeds_launch_spread",
     "hodges_lehmann_ratio",
+    "index_blocks",
     "interval",
-    "is_beyond_launches",
+    "is_explained_by_drift",
     "order_statistic",
+    "paired_effect",
     "quantile",
-    "quantiles_of",
     "rank_test",
-    "shares",
+    "resample",
     "signed_rank_p",
-    "smallest_change",
+    "significance_level",
+    "suggests_drift",
+    "suite_drifts",
     "summarize",
+    "timing_quantiles",
 ]

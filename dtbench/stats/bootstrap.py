@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
-def drawn_again(values: Array, count: int, rng: np.random.Generator) -> Array:
+def resample(values: Array, count: int, rng: np.random.Generator) -> Array:
     """(count, n, ...): so many times as many of the n values as there are, with replacement."""
     return np.asarray(values[rng.integers(len(values), size=(count, len(values)))])
 

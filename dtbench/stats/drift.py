@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from statistics import median
 
 from dtbench.grouping import group_by
-from dtbench.records.judged import MIN_CHANGE
+from dtbench.records.comparison import MIN_CHANGE
 
 # Plain torch, by the names that suites give it: what they read their other implementations against.
 FLOORS = ("local", "plain")
@@ -19,12 +19,12 @@ LEAST = 0.05
 ALIKE = 0.5
 
 
-def has_drifted(ratio: float) -> bool:
+def suggests_drift(ratio: float) -> bool:
     """Whether a floor of one launch on each side suggests it."""
     return abs(math.log(ratio)) > math.log1p(LEAST)
 
 
-def drifts_of(moves: Iterable[tuple[str, str, float]]) -> dict[str, float]:
+def suite_drifts(moves: Iterable[tuple[str, str, float]]) -> dict[str, float]:
     """Suite -> by which factor plain torch and every other implementation moved together, where they did.
 
     moves: suite, implementation and new over base, of each case.
@@ -43,7 +43,7 @@ def drifts_of(moves: Iterable[tuple[str, str, float]]) -> dict[str, float]:
     return drifts
 
 
-def shares(ratio: float, floor: float) -> bool:
+def is_explained_by_drift(ratio: float, floor: float) -> bool:
     """Whether the floor moved by as much in the same direction, so that the ratio says nothing of the code."""
     own, common = math.log(ratio), math.log(floor)
     slack = max(ALIKE * abs(common), math.log1p(MIN_CHANGE))

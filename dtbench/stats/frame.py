@@ -20,7 +20,7 @@ from dtbench.grouping import group_by
 from dtbench.records.result import Result, Run
 from dtbench.records.run import read_run
 from dtbench.records.timing import Timing
-from dtbench.stats import blocks_of, estimates_s
+from dtbench.stats import estimates_s, index_blocks
 from dtbench.stats.layout import from_last_arrivals_s, mesh_groups
 from dtbench.suite import Param
 
@@ -219,7 +219,7 @@ def _rank_spreads(results: Sequence[Result]) -> list[float | None]:
     spreads: list[float | None] = [None] * len(results)
     per_rank = [[*filter(None, r.rank_samples_s.values())] for r in results]
     keys = ((len(ranks), min(map(len, ranks))) if len(ranks) > 1 else None for ranks in per_rank)
-    for (_, shared), places in blocks_of(keys):
+    for (_, shared), places in index_blocks(keys):
         readings = np.array([[samples[:shared] for samples in per_rank[place]] for place in places])
         shortest, longest = readings.min(axis=1), readings.max(axis=1)
         # Times of a foreign file may lie so far apart that this is infinite, or be 0.
@@ -239,7 +239,7 @@ def _from_last(pairs: Sequence[tuple[Run, Result]]) -> list[float | None]:
     times_s: list[float | None] = [None] * len(pairs)
     groups = {id(run): mesh_groups(run.header) for run in {id(run): run for run, _ in pairs}.values()}
     dims = ((id(run), str(r.params.get("mesh_dim"))) for run, r in pairs)
-    for (run_id, dim), places in blocks_of(key if key[1] in groups[key[0]] else None for key in dims):
+    for (run_id, dim), places in index_blocks(key if key[1] in groups[key[0]] else None for key in dims):
         results = [pairs[place][1] for place in places]
         estimates = estimates_s(from_last_arrivals_s(results, groups[run_id][dim]), results)
         for place, estimate in zip(places, estimates, strict=True):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.records.result import Header, RankFacts, Result
-from dtbench.stats import blocks_of
+from dtbench.stats import index_blocks
 from dtbench.suite.mesh import Groups, groups_by_dim
 from dtbench.text.units import plural
 
@@ -136,7 +136,7 @@ def from_last_arrivals_s(results: Sequence[Result], groups: Groups) -> list[NDAr
     where the file lacks the ranks' own samples.
     """
     times_s = [np.empty(0)] * len(results)
-    for (own, late, _), places in blocks_of(map(_shape, results)):
+    for (own, late, _), places in index_blocks(map(_shape, results)):
         readings = np.array([list(results[place].rank_samples_s.values()) for place in places])
         arrivals = np.array([list(results[place].rank_arrivals_s.values()) for place in places])
         rows, late_rows = ({int(rank): row for row, rank in enumerate(ranks)} for ranks in (own, late))

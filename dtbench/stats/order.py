@@ -40,24 +40,24 @@ def estimates_s(samples_s: Sequence[NDArray[np.float64]], of: Sequence[Result]) 
         SHARES[estimator_of(one)] if len(samples) else None
         for samples, one in zip(samples_s, of, strict=True)
     ]
-    return quantiles_of(samples_s, shares)
+    return batch_quantiles(samples_s, shares)
 
 
-def quantiles_of(
+def batch_quantiles(
     samples: Sequence[NDArray[np.float64]], shares: Sequence[float | None]
 ) -> list[float | None]:
     """`quantile` of many, as many as are equally long at once, since numpy's call takes longer than its work; None
     where no share is asked for."""
     quantiles: list[float | None] = [None] * len(samples)
     keys = (None if share is None else (len(of), share) for of, share in zip(samples, shares, strict=True))
-    for (_, share), places in blocks_of(keys):
+    for (_, share), places in index_blocks(keys):
         at_once = np.quantile(np.stack([samples[place] for place in places]), share, axis=1)
         for place, figure in zip(places, at_once.tolist(), strict=True):
             quantiles[place] = figure
     return quantiles
 
 
-def blocks_of(keys: Iterable[_K | None]) -> Iterator[tuple[_K, list[int]]]:
+def index_blocks(keys: Iterable[_K | None]) -> Iterator[tuple[_K, list[int]]]:
     """The places of equal keys, a few hundred at a time, for work on many at once. Those of None are left out."""
     blocks: dict[_K, list[int]] = {}
     for place, key in enumerate(keys):

@@ -13,14 +13,14 @@ from statistics import NormalDist
 
 import numpy as np
 
-from dtbench.records.judged import MIN_CHANGE_S
+from dtbench.records.comparison import MIN_CHANGE_S
 from dtbench.stats.rank_tests import paired_bounds, signed_rank_p
 
 # The level of one test.
 MAX_P = 0.01
 # Launches of one build differ by a factor of up to this. The largest of the 709 ratios between two launches of one case
 # in results/*.jsonl is 3.16: compile mlp, torch, in results/compile-cpu-2ranks.jsonl.
-LAUNCHES_DIFFER = 3.2
+MAX_LAUNCH_SPREAD = 3.2
 # The chance that any benchmark of an unchanged run is called slower.
 FAMILY_P = 0.05
 BOUND_CONFIDENCE = 0.95
@@ -28,7 +28,7 @@ BOUND_CONFIDENCE = 0.95
 _POWER = 0.80
 
 
-def is_beyond_launches(base_s: Sequence[float], head_s: Sequence[float]) -> bool:
+def exceeds_launch_spread(base_s: Sequence[float], head_s: Sequence[float]) -> bool:
     """Whether the sides differ by more than launches of one build do, so that one launch of each shows a change.
 
     Args:
@@ -36,10 +36,10 @@ def is_beyond_launches(base_s: Sequence[float], head_s: Sequence[float]) -> bool
         head_s: the same for head. Every launch of one side has to be beyond every launch of the other.
     """
     low, high = sorted((base_s, head_s), key=max)
-    return min(high) > max(LAUNCHES_DIFFER * max(low), max(low) + MIN_CHANGE_S)
+    return min(high) > max(MAX_LAUNCH_SPREAD * max(low), max(low) + MIN_CHANGE_S)
 
 
-def alpha_of(benchmarks: int, looks: int) -> float:
+def significance_level(benchmarks: int, looks: int) -> float:
     """The level of one test: 1%, or 5% over the family, split over the looks at it."""
     return min(MAX_P, FAMILY_P / max(benchmarks, 1)) / looks
 
@@ -75,7 +75,7 @@ class Effect:
         return math.exp(quantiles * sd / math.sqrt(self.pairs)) - 1
 
 
-def effect_of(base: Sequence[float], head: Sequence[float]) -> Effect:
+def paired_effect(base: Sequence[float], head: Sequence[float]) -> Effect:
     """The paired effect of head against base.
 
     base, head: one estimate per launch, seconds, in pairs.

@@ -32,7 +32,7 @@ from dtbench.gate.history import machine_kind
 from dtbench.gate.launcher import Launcher, Limits
 from dtbench.gate.schedule import ArmName, GateSchedule, LaunchArms, LaunchTimes, OutOfTimeError
 from dtbench.machine.device import DEFAULT_CPU_RANKS
-from dtbench.records.judged import Verdict
+from dtbench.records.comparison import Verdict
 from dtbench.suite import RunOptions
 from dtbench.tests import gate_selftest_suite
 

@@ -19,8 +19,8 @@ from dtbench.engine import workers
 from dtbench.gate import loader
 from dtbench.gate.arms import Arm
 from dtbench.gate.verdict import exit_code_of
+from dtbench.records.comparison import ComparedCase
 from dtbench.records.gate import ArmRecord, Gate, Trust
-from dtbench.records.judged import Judged
 
 WORKER = """
 import hashlib, os, random, signal, sys, time
@@ -74,7 +74,7 @@ def main(order, connection):
 
 
 def concluded(
-    judged: Sequence[Judged], *reasons: str, head: str = "b" * 40, notes: Sequence[str] = ()
+    judged: Sequence[ComparedCase], *reasons: str, head: str = "b" * 40, notes: Sequence[str] = ()
 ) -> Gate:
     """A gate's end. reasons: not to trust it. head: its commit."""
     trust = Trust(reasons=reasons)

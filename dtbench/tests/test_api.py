@@ -197,7 +197,7 @@ def test_results_are_tables_in_a_notebook_and_escaped(both: Path):
     for shown in (page, dtbench.compare(run, both)._repr_html_()):
         assert "<table" in shown and "&lt;script&gt;" in shown and HOSTILE not in shown
     comparison = dtbench.compare(run, both)
-    assert repr(comparison) == str(comparison) and repr(comparison).endswith(comparison.sentence)
+    assert repr(comparison) == str(comparison) and repr(comparison).endswith(comparison.summary)
     assert repr(comparison).splitlines()[1].split()[:2] == ["case", "impl"] and "\x1b" not in repr(comparison)
 
 

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from dtbench.comparison.runs import Comparison, compare
-from dtbench.records.judged import Change, Judged
+from dtbench.comparison.compare_runs import compare_runs
+from dtbench.comparison.run_comparison import Comparison
+from dtbench.records.comparison import Change, ComparedCase
 from dtbench.records.read import into
 from dtbench.records.result import Header, Result, Run
 from dtbench.stats import summarize
@@ -45,13 +46,13 @@ def spread(n: int, centre: float = 8e-6, width: float = 0.005) -> list[float]:
     return [centre * (1 + width * (2 * i / (n - 1) - 1)) for i in range(n)]
 
 
-def only(comparison: Comparison) -> Judged:
+def only(comparison: Comparison) -> ComparedCase:
     (row,) = comparison.rows
     return row
 
 
 def verdict(base: Sequence[float], new: Sequence[float], **changes: Any) -> tuple[str, int]:
-    comparison = compare([launches(base, "base", **changes)], [launches(new, "new", **changes)])
+    comparison = compare_runs([launches(base, "base", **changes)], [launches(new, "new", **changes)])
     return only(comparison).verdict, comparison.exit_code
 
 
@@ -89,7 +90,7 @@ def test_a_verdict_is_what_launches_show(
 
 
 def test_the_row_holds_the_figures() -> None:
-    row = only(compare([launches(spread(5), "base")], [launches(spread(5, 8.8e-6), "new")]))
+    row = only(compare_runs([launches(spread(5), "base")], [launches(spread(5, 8.8e-6), "new")]))
     assert row.ratio == pytest.approx(1.1)
     assert row.low is not None
     assert row.high is not None
@@ -101,12 +102,12 @@ def test_the_row_holds_the_figures() -> None:
 
 
 def test_one_launch_says_nothing_and_a_note_says_why() -> None:
-    comparison = compare([launches([8e-6], "base")], [launches([8e-6], "new")])
+    comparison = compare_runs([launches([8e-6], "base")], [launches([8e-6], "new")])
     row = only(comparison)
     assert (row.verdict, row.effect) == ("inconclusive", Change(ratio=1.0, p_slower=1.0, p_faster=1.0))
     assert comparison.exit_code == 3
     assert any("as few as 1 launch" in note and "--launches 5" in note for note in comparison.notes)
-    enough = compare([launches(spread(5), "base")], [launches(spread(5), "new")])
+    enough = compare_runs([launches(spread(5), "base")], [launches(spread(5), "new")])
     assert not any("as few as" in note for note in enough.notes)
 
 
@@ -123,7 +124,7 @@ def test_identical_launches_are_rarely_called_different() -> None:
 
 
 def test_a_time_of_zero_is_no_time() -> None:
-    row = only(compare([launches([0.0] * 5, "base")], [launches(spread(5), "new")]))
+    row = only(compare_runs([launches([0.0] * 5, "base")], [launches(spread(5), "new")]))
     assert row.verdict == "inconclusive"
     assert "0 s" in row.reason
 
@@ -163,14 +164,13 @@ def test_what_plain_torch_shares_is_drift_and_no_change_of_the_code(
 ) -> None:
     for count in (5, 1):
         base = run(*arms(dict.fromkeys(moved, 1.0), "a", count), path="a")
-        comparison = compare([base], [run(*arms(moved, "b", count), path="b")])
+        comparison = compare_runs([base], [run(*arms(moved, "b", count), path="b")])
         found = {row.impl for row in comparison.rows if row.verdict == "slower"}
         assert found == (slower if count == 5 else set())
         notes = " ".join(comparison.notes)
         if count == 5 or "1.03x" not in drifts:
-            assert (f"the machine drifted: plain torch and all else became {drifts};" in notes) == bool(
-                drifts
-            )
+            note = f"the machine drifted: plain torch and all other implementations became {drifts};"
+            assert (note in notes) == bool(drifts)
         if count == 5:
             assert comparison.exit_code == (1 if slower else 3)
 
@@ -187,7 +187,7 @@ def test_a_suite_without_plain_torch_is_judged_by_the_drift_of_the_others(
         )
         for path, p in (("a", 0), ("b", 1))
     )
-    rows = {(row.suite, row.impl): row for row in compare([base], [new]).rows}
+    rows = {(row.suite, row.impl): row for row in compare_runs([base], [new]).rows}
     assert rows["redistribute", "core"].verdict == verdict
     assert {row.verdict for (suite, _), row in rows.items() if suite == "steady"} == {"same"}
     assert rows["dispatch", "core"].reason == "the machine drifted: plain torch became 1.30x slower, too"
@@ -195,14 +195,14 @@ def test_a_suite_without_plain_torch_is_judged_by_the_drift_of_the_others(
 
 def test_a_launch_that_is_given_again_is_no_further_launch() -> None:
     base, new = launches([8e-6], "a"), launches([16e-6], "b")
-    comparison = compare([base] * 5, [new] * 5)
+    comparison = compare_runs([base] * 5, [new] * 5)
     assert (only(comparison).verdict, only(comparison).base_launches) == ("inconclusive", 1)
-    assert only(comparison).reason == "cannot tell: one launch each; use --launches 5 or more"
-    assert any(note.startswith("8 results of a run that is given twice") for note in comparison.notes)
+    assert only(comparison).reason == "cannot tell: one launch on each side; use --launches 5 or more"
+    assert any(note.startswith("8 results ignored: the same run is given twice") for note in comparison.notes)
 
 
 def test_an_interval_without_width_is_none() -> None:
-    row = only(compare([launches([8e-6] * 5, "a")], [launches([8e-6] * 5, "b")]))
+    row = only(compare_runs([launches([8e-6] * 5, "a")], [launches([8e-6] * 5, "b")]))
     assert row.effect and (row.effect.low, row.effect.high, row.effect.confidence) == (None, None, None)
     assert (row.low, row.verdict) == (None, "same")
     stored = msgspec.structs.replace(row, effect=Change(ratio=1.0, low=1.0, high=1.0))
@@ -226,11 +226,11 @@ def good(launch: int = 0, **changes: Any) -> Result:
         ([good()], [failed()], "failed", "failed: boom", 1),
         ([good()], [failed("wrong")], "failed", "wrong: boom", 1),
         ([good()], [good(), failed(launch=1)], "failed", "failed: boom", 1),
-        ([good()], [], "missing", "not measured in new", 4),
+        ([good()], [], "missing", "not measured in head", 4),
         ([good()], [failed("skipped")], "missing", "skipped: boom", 4),
-        ([failed()], [good()], "new", "no good time in base: failed: boom", 4),
+        ([failed()], [good()], "new", "no valid time in base: failed: boom", 4),
         ([failed()], [failed()], "failed", "failed: boom", 4),
-        ([failed()], [], "missing", "not timed in base, nor in new", 4),
+        ([failed()], [], "missing", "timed neither in base nor in head", 4),
         ([failed("skipped")], [good()], "new", "skipped in base", 4),
         ([], [good()], "new", "", 4),
         ([], [failed()], "failed", "failed: boom", 4),
@@ -239,19 +239,19 @@ def good(launch: int = 0, **changes: Any) -> Result:
 def test_a_case_that_is_not_on_both_sides(
     base: list[Result], new: list[Result], expected: str, reason: str, code: int
 ) -> None:
-    comparison = compare([run(*base, path="base")], [run(*new, path="new")])
+    comparison = compare_runs([run(*base, path="base")], [run(*new, path="new")])
     row = only(comparison)
     assert (row.verdict, row.reason) == (expected, reason)
     assert comparison.exit_code == code
     # Beside a case that is the same, what cannot be decided is inconclusive and not "nothing".
     same = [result(s, i, name="same") for i, s in enumerate(spread(5))]
-    beside = compare([run(*base, *same, path="base")], [run(*new, *same, path="new")])
+    beside = compare_runs([run(*base, *same, path="base")], [run(*new, *same, path="new")])
     assert beside.exit_code == (1 if code == 1 else 0 if expected == "new" else 3)
 
 
 def test_cases_are_matched_by_impl_and_params() -> None:
     base = [good(), good(params={"mesh": "2x4"}), msgspec.structs.replace(good(), impl="torch")]
-    comparison = compare([run(*base, path="a")], [run(good(), path="b")])
+    comparison = compare_runs([run(*base, path="a")], [run(good(), path="b")])
     assert [row.verdict for row in comparison.rows] == ["inconclusive", "missing", "missing"]
     assert [row.key for row in comparison.rows] == [r.case_key for r in base]
 
@@ -262,7 +262,7 @@ def test_cases_are_matched_by_impl_and_params() -> None:
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({"ranks": [{"rank": 0, "host": "b"}]}, "the hosts differ: unknown in base, b in new"),
+        ({"ranks": [{"rank": 0, "host": "b"}]}, "the hosts differ: unknown in base, b in head"),
         (
             {"machine": {"cpu": {"model": "Fast", "usable_cores": 4}}},
             "the CPU differs: unknown in base, Fast, 4 cores",
@@ -271,16 +271,16 @@ def test_cases_are_matched_by_impl_and_params() -> None:
             {"machine": {"gpus": [{"name": "H", "power_limit_W": 350}]}},
             "the GPUs differ: unknown in base, H at 350 W",
         ),
-        ({"versions": {"torch": "2.11.0"}}, "the versions differ: unknown in base, torch 2.11.0 in new"),
-        ({"mesh": {"dim_names": ["dp"], "shape": [4]}}, "the mesh differs: unknown in base, dp=4 in new"),
-        ({"plan": {"dtypes": ["bfloat16"]}}, "the dtypes differ: unknown in base, bfloat16 in new"),
-        ({"plan": {"quick": True}}, "one side measured less: full in base, --quick in new"),
-        ({"env": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO differs: unset in base, Ring in new"),
+        ({"versions": {"torch": "2.11.0"}}, "the versions differ: unknown in base, torch 2.11.0 in head"),
+        ({"mesh": {"dim_names": ["dp"], "shape": [4]}}, "the mesh differs: unknown in base, dp=4 in head"),
+        ({"plan": {"dtypes": ["bfloat16"]}}, "the dtypes differ: unknown in base, bfloat16 in head"),
+        ({"plan": {"quick": True}}, "one side is a quick run: full in base, --quick in head"),
+        ({"env": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO differs: unset in base, Ring in head"),
     ],
 )
 def test_a_difference_in_provenance_is_noted(changes: dict[str, Any], note: str) -> None:
     same = [result(s, i) for i, s in enumerate(spread(5))]
-    notes = compare([run(*same, path="a")], [run(*same, path="b", **changes)]).notes
+    notes = compare_runs([run(*same, path="a")], [run(*same, path="b", **changes)]).notes
     assert [n for n in notes if n.startswith(note)] == list(notes)
     assert len(notes) == 1
 
@@ -291,11 +291,11 @@ def test_what_weakens_a_comparison_is_noted() -> None:
     for base, new, note in (
         (cut, cut, "is incomplete"),
         (cut, cut, "the same run is on both sides"),
-        (run(good(), path="a"), run(slowed, path="b"), "1 good result(s) have a reservation"),
-        (run(failed("skipped"), path="a"), run(failed("skipped"), path="b"), "1 case(s) were skipped"),
+        (run(good(), path="a"), run(slowed, path="b"), "1 result with a caveat"),
+        (run(failed("skipped"), path="a"), run(failed("skipped"), path="b"), "1 case left out: skipped"),
     ):
-        assert sum(note in one for one in compare([base], [new]).notes) == 1, note
-    assert compare([launches(spread(5), "base")], [launches(spread(5), "new")]).notes == ()
+        assert sum(note in one for one in compare_runs([base], [new]).notes) == 1, note
+    assert compare_runs([launches(spread(5), "base")], [launches(spread(5), "new")]).notes == ()
 
 
 _MACHINE: dict[str, Any] = {
@@ -314,23 +314,23 @@ _MACHINE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"machine": {"cpu": {"model": "Fast"}}}, "CPU Slow in base, Fast in new"),
-        ({"machine": {"cpu": {"usable_cores": 8}}}, "CPU cores 4 in base, 8 in new"),
-        ({"machine": {"gpus": [{"name": "A100"}]}}, "GPU H100 in base, A100 in new"),
+        ({"machine": {"cpu": {"model": "Fast"}}}, "CPU Slow in base, Fast in head"),
+        ({"machine": {"cpu": {"usable_cores": 8}}}, "CPU cores 4 in base, 8 in head"),
+        ({"machine": {"gpus": [{"name": "A100"}]}}, "GPU H100 in base, A100 in head"),
         (
             {"machine": {"gpus": [{"name": "H100", "power_limit_W": 350}]}},
-            "GPU power limit 700 W in base, 350 W in new",
+            "GPU power limit 700 W in base, 350 W in head",
         ),
-        ({"versions": {"backend": "gloo"}}, "backend nccl in base, gloo in new"),
-        ({"mesh": {"dim_names": ["tp"], "shape": [2]}}, "mesh dp=2 in base, tp=2 in new"),
+        ({"versions": {"backend": "gloo"}}, "backend nccl in base, gloo in head"),
+        ({"mesh": {"dim_names": ["tp"], "shape": [2]}}, "mesh dp=2 in base, tp=2 in head"),
         (
             {"ranks": [{"rank": 0, "host": "a"}, {"rank": 1, "host": "b"}]},
-            "hosts 1 in base, 2 in new",
+            "hosts 1 in base, 2 in head",
         ),
-        ({"ranks": [{"rank": 0, "host": "a"}]}, "ranks 2 in base, 1 in new"),
-        ({"env": {"OMP_NUM_THREADS": "8"}}, "OMP_NUM_THREADS 1 in base, 8 in new"),
-        ({"env": {"NCCL_ALGO": "Ring"}}, "OMP_NUM_THREADS 1 in base, unset in new"),
-        ({"plan": {"device_type": "cpu"}}, "device type cuda in base, cpu in new"),
+        ({"ranks": [{"rank": 0, "host": "a"}]}, "ranks 2 in base, 1 in head"),
+        ({"env": {"OMP_NUM_THREADS": "8"}}, "OMP_NUM_THREADS 1 in base, 8 in head"),
+        ({"env": {"NCCL_ALGO": "Ring"}}, "OMP_NUM_THREADS 1 in base, unset in head"),
+        ({"plan": {"device_type": "cpu"}}, "device type cuda in base, cpu in head"),
     ],
 )
 @pytest.mark.parametrize(
@@ -341,14 +341,14 @@ def test_machines_that_differ_tell_no_change_of_the_code(
 ) -> None:
     base = run(*(result(s, i) for i, s in enumerate(spread(5)[: len(times)])), path="a", **_MACHINE)
     new = run(*(result(s, i) for i, s in enumerate(times)), path="b", **_MACHINE | changes)
-    comparison = compare([base], [new])
+    comparison = compare_runs([base], [new])
     reason = f"the machines differ: {difference}"
     assert (only(comparison).verdict, only(comparison).reason, comparison.exit_code) == (
         "inconclusive",
         reason,
         3,
     )
-    assert comparison.sentence.startswith(f"cannot tell: {reason} (1 ")
+    assert comparison.summary.startswith(f"cannot tell: {reason} (1 ")
     assert f"cannot tell: {reason}" in repr(comparison)
 
 
@@ -365,13 +365,15 @@ def test_machines_that_differ_tell_no_change_of_the_code(
 def test_machines_that_may_be_alike_are_compared(changes: dict[str, Any]) -> None:
     base = run(*(result(s, i) for i, s in enumerate(spread(5))), path="a", **_MACHINE)
     new = run(*(result(s, i) for i, s in enumerate(spread(5, 16e-6))), path="b", **_MACHINE | changes)
-    comparison = compare([base], [new])
+    comparison = compare_runs([base], [new])
     assert (only(comparison).verdict, comparison.exit_code, comparison.machines_differ) == ("slower", 1, "")
 
 
 def test_what_fails_on_another_machine_fails() -> None:
     base = run(good(), path="a", **_MACHINE)
-    comparison = compare([base], [run(failed(), path="b", **_MACHINE | {"env": {"OMP_NUM_THREADS": "8"}})])
+    comparison = compare_runs(
+        [base], [run(failed(), path="b", **_MACHINE | {"env": {"OMP_NUM_THREADS": "8"}})]
+    )
     assert (only(comparison).verdict, comparison.exit_code) == ("failed", 1)
 
 
@@ -382,7 +384,7 @@ def test_what_fails_on_another_machine_fails() -> None:
         (0.1, "2 times, 10.0x faster to +0.0%, 1 inconclusive, 1 faster", "10.0x faster", 3),
         (
             1.03,
-            "cannot tell: one launch each; use --launches 5 or more (2 times, +0.0% to +3.0%)",
+            "cannot tell: one launch on each side; use --launches 5 or more (2 times, +0.0% to +3.0%)",
             "+3.0%",
             3,
         ),
@@ -392,8 +394,8 @@ def test_one_launch_each_tells_a_factor_and_no_few_percent(
     new: float, sentence: str, column: str, code: int
 ) -> None:
     base = run(result(8e-6), result(8e-6, name="mul"), path="a")
-    comparison = compare([base], [run(result(8e-6), result(8e-6 * new, name="mul"), path="b")])
-    assert (comparison.sentence, comparison.exit_code) == (sentence, code)
+    comparison = compare_runs([base], [run(result(8e-6), result(8e-6 * new, name="mul"), path="b")])
+    assert (comparison.summary, comparison.exit_code) == (sentence, code)
     text = repr(comparison)
     assert column in text
     assert ("verdict" in text) == (new != 1.03)

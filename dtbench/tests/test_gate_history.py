@@ -10,9 +10,9 @@ from dtbench.errors import UnreadableRunError
 from dtbench.gate import history
 from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.verdict import judged
+from dtbench.records.comparison import Verdict
 from dtbench.records.gate import Gate
 from dtbench.records.history import read_history
-from dtbench.records.judged import Verdict
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import concluded

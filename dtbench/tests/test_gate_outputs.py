@@ -15,8 +15,8 @@ import pytest
 from dtbench.gate import outputs, verdict
 from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.schedule import effect_and_times
+from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.records.gate import Gate, text_of
-from dtbench.records.judged import Judged, Verdict
 from dtbench.records.read import decode, into
 from dtbench.tests.made_up_arm import concluded
 
@@ -27,12 +27,12 @@ def benchmark(name: str) -> Benchmark:
     return Benchmark((name, name, "core", ()), f"{name} [core]", "simulated", "min")
 
 
-def judged(of: Verdict, name: str = "s", reason: str = "") -> Judged:
+def judged(of: Verdict, name: str = "s", reason: str = "") -> ComparedCase:
     effect, base_s, head_s = effect_and_times([(1e-5, 1.1e-5), (1e-5, 1.2e-5), (1e-5, 1.15e-5)])
     return verdict.judged(benchmark(name), of, reason, "confirmed", (effect, base_s, head_s))
 
 
-def report(items: Sequence[Judged], *reasons: str) -> Gate:
+def report(items: Sequence[ComparedCase], *reasons: str) -> Gate:
     return concluded(items, *reasons, notes=[HOSTILE])
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from dtbench.gate.benchmark import Benchmark, Key
 from dtbench.gate.schedule import LOOKS, ArmName, GateSchedule, LaunchTimes, OutOfTimeError, pair_of
+from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.records.gate import Trust
-from dtbench.records.judged import Judged, Verdict
-from dtbench.stats import alpha_of
+from dtbench.stats import significance_level
 
 # Of a launch's minimum, as 80 processes of one build showed: 1.5 to 2.1%.
 NOISE = 0.018
@@ -72,7 +72,7 @@ class KnownLaunches:
         return LaunchTimes(times)
 
 
-def judge(machine: KnownLaunches, count: int = 1, seed: int = 0) -> tuple[list[Judged], Trust]:
+def judge(machine: KnownLaunches, count: int = 1, seed: int = 0) -> tuple[list[ComparedCase], Trust]:
     return GateSchedule(benchmarks(count), CONTROL, machine, seed).run()
 
 
@@ -157,7 +157,7 @@ def test_the_heaviest_tails_are_called_gross_no_more_often_than_the_level() -> N
         over = [True, False]  # a pair, and no second
         judged, _ = GateSchedule(benchmarks(1), [], launch, seed).run()
         gross += judged[0].stage == "gross"
-    assert 0 < gross <= alpha_of(1, LOOKS) * runs  # 3**-5 / 2 of them are expected: 4
+    assert 0 < gross <= significance_level(1, LOOKS) * runs  # 3**-5 / 2 of them are expected: 4
 
 
 # Of a launch of unchanged code, over its usual time: collectives scatter by 40 %; one launch in three or ten is slow;

@@ -10,9 +10,9 @@ import pytest
 
 from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.verdict import exit_code_of, has_moved, judged, passes, rises, trust_of
+from dtbench.records.comparison import Counts, Verdict
 from dtbench.records.gate import Trust
-from dtbench.records.judged import Counts, Verdict
-from dtbench.stats import Effect, alpha_of, effect_of, signed_rank_p, smallest_change
+from dtbench.stats import Effect, change_threshold, paired_effect, signed_rank_p, significance_level
 
 ANY = Benchmark(("s", "n", "core", ()), "s n [core]", "simulated", "min")
 
@@ -50,7 +50,7 @@ def test_bounds_cover_as_they_say(n: int) -> None:
     k = max(k for k in range(1, n * n) if sum(s <= k - 1 for s in sums) / 2**n <= 0.05)
     logs = np.random.default_rng(n).normal(0.01, 0.02, n)
     walsh = sorted((a + b) / 2 for i, a in enumerate(logs) for b in logs[i:])
-    effect = effect_of([1.0] * n, list(np.exp(logs)))
+    effect = paired_effect([1.0] * n, list(np.exp(logs)))
     assert effect.low == pytest.approx(math.exp(walsh[k - 1]))
     assert effect.high == pytest.approx(math.exp(walsh[-k]))
     assert effect.ratio == pytest.approx(math.exp(np.median(walsh)))
@@ -58,9 +58,9 @@ def test_bounds_cover_as_they_say(n: int) -> None:
 
 
 def test_four_pairs_have_no_bound_of_95_percent() -> None:
-    effect = effect_of([1.0] * 4, [1.0, 1.01, 0.99, 1.0])
+    effect = paired_effect([1.0] * 4, [1.0, 1.01, 0.99, 1.0])
     assert (effect.low, effect.high) == (0.0, math.inf)
-    assert effect_of([1.0], [1.0]).sd == math.inf
+    assert paired_effect([1.0], [1.0]).sd == math.inf
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_four_pairs_have_no_bound_of_95_percent() -> None:
 )
 def test_what_is_no_time_has_no_effect(base: list[float], head: list[float]) -> None:
     with pytest.raises(ValueError, match="got"):
-        effect_of(base, head)
+        paired_effect(base, head)
 
 
 def test_a_change_matters_above_2_percent_its_floor_and_a_fifth_of_a_microsecond() -> None:
-    assert smallest_change(1e-3) == 0.02
-    assert smallest_change(1e-6) == pytest.approx(0.2)
-    assert smallest_change(1e-3, floor_s=1e-4) == pytest.approx(0.1)
+    assert change_threshold(1e-3) == 0.02
+    assert change_threshold(1e-6) == pytest.approx(0.2)
+    assert change_threshold(1e-3, floor_s=1e-4) == pytest.approx(0.1)
 
 
 def test_a_pass_needs_a_small_effect_and_a_bound_within_the_tolerance() -> None:
@@ -91,9 +91,9 @@ def test_a_pass_needs_a_small_effect_and_a_bound_within_the_tolerance() -> None:
 
 
 def test_the_level_shrinks_with_the_family_and_the_looks() -> None:
-    assert alpha_of(1, 1) == 0.01
-    assert alpha_of(50, 1) == pytest.approx(0.001)
-    assert alpha_of(50, 2) == pytest.approx(0.0005)
+    assert significance_level(1, 1) == 0.01
+    assert significance_level(50, 1) == pytest.approx(0.001)
+    assert significance_level(50, 2) == pytest.approx(0.0005)
 
 
 def test_only_hard_counters_that_rise_count() -> None:
@@ -104,11 +104,11 @@ def test_only_hard_counters_that_rise_count() -> None:
 
 
 def test_what_moves_by_chance_is_trusted_and_what_moves_always_is_not() -> None:
-    always = effect_of([1.0] * 5, [1.02, 1.015, 1.02, 1.03, 1.02])
-    once = effect_of([1.0] * 5, [1.03, 1.02, 0.98, 1.03, 1.02])
-    scattered = effect_of([1.0] * 5, [1.5, 1.04, 0.98, 1.4, 0.97])
-    little = effect_of([1.0] * 5, [1.004, 1.005, 1.004, 1.003, 1.006])
-    faster = effect_of([1.0] * 5, [0.98, 0.97, 0.98, 0.97, 0.98])
+    always = paired_effect([1.0] * 5, [1.02, 1.015, 1.02, 1.03, 1.02])
+    once = paired_effect([1.0] * 5, [1.03, 1.02, 0.98, 1.03, 1.02])
+    scattered = paired_effect([1.0] * 5, [1.5, 1.04, 0.98, 1.4, 0.97])
+    little = paired_effect([1.0] * 5, [1.004, 1.005, 1.004, 1.003, 1.006])
+    faster = paired_effect([1.0] * 5, [0.98, 0.97, 0.98, 0.97, 0.98])
     assert once.ratio > 1.01 and scattered.p_slower >= once.p_slower > 0.04
     effects = (always, once, little, faster, scattered, None)
     assert [has_moved(e) for e in effects] == [True, False, False, True, True, False]

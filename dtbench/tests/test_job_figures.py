@@ -14,8 +14,8 @@ import pytest
 from dtbench.profile.job import read_job
 from dtbench.profile.judge import changes, judged, late_ranks
 from dtbench.profile.steps import outlying_first, whole_steps
+from dtbench.records.comparison import Verdict
 from dtbench.records.job import Job
-from dtbench.records.judged import Verdict
 from dtbench.reporting.html import Sources, render
 from dtbench.reporting.job_tables import headline, print_job, tables
 from dtbench.tests.html_page import Page

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from dtbench.profile.job import _MOST_DRAWN
+from dtbench.records.comparison import Verdict
 from dtbench.records.job import Job, Lane
-from dtbench.records.judged import Verdict
 from dtbench.records.judged_job import CallChange, CallKind, Judgement, TimeChange, Worth
 from dtbench.records.topology import read_topology
 from dtbench.reporting.html import Sources, gather, render

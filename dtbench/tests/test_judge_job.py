@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from dtbench.comparison.references import read_systems, systems_called
 from dtbench.errors import UsageError
 from dtbench.profile.judge import ABOVE_CALIBRATED, beside_links, changes, judged, worth
+from dtbench.records.comparison import Verdict
 from dtbench.records.job import Collective, DimParts, Job, RankJob, StepParts
-from dtbench.records.judged import Verdict
 from dtbench.records.judged_job import Judgement, LinkRow
 from dtbench.records.topology import CalibratedTopology
 from dtbench.tests.made_up_topology import a_curve, a_dim, a_topology
@@ -215,7 +215,7 @@ def test_steps_of_one_recording_give_no_verdict():
     judgement = changes([base], [head])
     step = judgement.times[0]
     assert (step.part, step.base_s, step.head_s) == ("step_s", 0.9, 1.8)
-    assert step.verdict is Verdict.INCONCLUSIVE and "one launch each" in step.why
+    assert step.verdict is Verdict.INCONCLUSIVE and "one launch on each side" in step.why
     # Exposed communication is 5.5x: that makes the step 2x.
     assert {row.verdict for row in judgement.times} == {Verdict.INCONCLUSIVE}
     assert judgement.exit_code == 0
@@ -225,7 +225,7 @@ def test_changes_of_one_recording_a_side_judge_steps_beyond_launches():
     base, head = a_job(ranks=(a_rank(step_s=0.9),)), a_job(ranks=(a_rank(step_s=3.6),))
     slower, faster = changes([base], [head]), changes([head], [base])
     assert [row.verdict for row in slower.times] == ["slower", "inconclusive", "slower", "inconclusive"]
-    assert "beyond the 3.2x that launches of one build have differed by" in slower.times[0].why
+    assert "beyond the 3.2x by which launches of one build have differed" in slower.times[0].why
     assert (slower.exit_code, faster.exit_code, faster.times[0].verdict) == (1, 0, "faster")
 
 

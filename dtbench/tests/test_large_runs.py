@@ -15,7 +15,7 @@ from dtbench.cost.calibration import intervals
 from dtbench.cost.calibration.times import QUANTILE, SizeTimes, points_of
 from dtbench.reporting.html import figures, gather, page, write_report
 from dtbench.reporting.html.parts import changes as changes_part
-from dtbench.stats import drawn_again
+from dtbench.stats import resample
 from dtbench.tests import made_up
 from dtbench.text import table as t
 from dtbench.text.terminal import print_json
@@ -113,7 +113,7 @@ def test_bootstrap_is_distributed_as_quantiles_of_drawn_samples(count: int) -> N
     values = rng.lognormal(size=count)
     alike = [_of_one_launch(values), _of_one_launch(rng.permutation(values))]
     first, second = intervals._repetitions(alike, 20_000, rng).T
-    drawn = np.quantile(drawn_again(values, 20_000, rng), QUANTILE, axis=1)
+    drawn = np.quantile(resample(values, 20_000, rng), QUANTILE, axis=1)
     # Beyond what rounds differently.
     ordered = np.sort(values)
     limits = np.concatenate([ordered, *(ordered[:-1] + np.diff(ordered) * part for part in (0.2, 0.5, 0.8))])

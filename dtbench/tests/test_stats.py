@@ -34,7 +34,7 @@ def test_launches_differ_is_what_committed_launches_differ_by_at_most() -> None:
             pairs = combinations([r.estimate_s for r in results if r.estimate_s], 2)
             ratios += [max(pair) / min(pair) for pair in pairs]
     assert len(ratios) == 709
-    assert max(ratios) < stats.LAUNCHES_DIFFER == pytest.approx(max(ratios), rel=0.02)
+    assert max(ratios) < stats.MAX_LAUNCH_SPREAD == pytest.approx(max(ratios), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_launches_differ_is_what_committed_launches_differ_by_at_most() -> None:
 def test_single_launches_tell_a_change_beyond_what_launches_differ_by(
     base: list[float], head: list[float], is_beyond: bool
 ) -> None:
-    assert stats.is_beyond_launches(base, head) is is_beyond
+    assert stats.exceeds_launch_spread(base, head) is is_beyond
 
 
 # ------------------------------------------------------------------------------- summaries
@@ -78,11 +78,11 @@ def test_samples_that_are_no_times(samples: list[float]) -> None:
 def test_quantiles_are_numpys_to_the_last_bit(samples: list[float], share: float) -> None:
     theirs = float(np.quantile(np.array(samples), share))
     assert stats.quantile(samples, share) == theirs
-    assert stats.quantiles_of([np.array(samples)] * 2, [share, None]) == [theirs, None]
+    assert stats.batch_quantiles([np.array(samples)] * 2, [share, None]) == [theirs, None]
     # What stood here for the figures of a launch: numpy's quantiles, put in order.
     quantiles = np.clip(np.quantile(samples, [0.25, 0.5, 0.75, 0.95]), min(samples), max(samples))
     expected = [min(samples), *np.maximum.accumulate(quantiles).tolist(), max(samples)]
-    assert stats.figures_of(samples) == expected
+    assert stats.timing_quantiles(samples) == expected
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=30))
@@ -96,7 +96,7 @@ def test_an_order_statistic_is_a_value(samples: list[float]) -> None:
 @pytest.mark.parametrize("shape", [(7,), (5, 3)])
 def test_an_interval_is_that_of_the_values_drawn_again(shape: tuple[int, ...]) -> None:
     values = np.random.default_rng(1).lognormal(size=shape)
-    drawn = stats.drawn_again(values, 200, np.random.default_rng(2))
+    drawn = stats.resample(values, 200, np.random.default_rng(2))
     places = np.random.default_rng(2).integers(len(values), size=(200, len(values)))
     assert np.array_equal(drawn, np.stack([values[row] for row in places]))
     means = drawn.mean(axis=1)

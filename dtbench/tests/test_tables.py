@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from dtbench.cli.doctor import print_findings
-from dtbench.comparison.comparison_table import print_comparison
-from dtbench.comparison.runs import compare
+from dtbench.comparison.compare_runs import compare_runs
+from dtbench.comparison.run_comparison import print_comparison
 from dtbench.engine.progress import ProgressLine, line_of, say, summary_of
 from dtbench.errors import EXIT_INCONCLUSIVE
 from dtbench.machine.doctor import MachineFinding
@@ -255,7 +255,7 @@ def test_text_from_a_file_can_not_steer_the_terminal(capsys: Capture) -> None:
     machine = {"cpu": {"model": evil}, "gpus": [{"name": evil}]}
     one = run(bad, started=evil, versions={"torch": evil}, machine=machine)
     print_runs([one])
-    print_comparison(compare([one], [one]))
+    print_comparison(compare_runs([one], [one]))
     print_findings([MachineFinding(evil, False, evil, evil, "cpupower")])
     out = capsys.readouterr().out
     assert not set("\x1b\x07\u202e\r") & set(out)
@@ -290,14 +290,14 @@ def test_a_comparison_shows_the_worst_first_and_its_notes(capsys: Capture) -> No
         same = [result("dispatch", "same", "core", s, i) for i, s in launches]
         return run(*same, *slow, *more)
 
-    print_comparison(compare([side(1, result("dispatch", "gone", "core", 1e-5))], [side(1.5)]))
+    print_comparison(compare_runs([side(1, result("dispatch", "gone", "core", 1e-5))], [side(1.5)]))
     out = capsys.readouterr().out
-    slow, gone, same = table_of(out, "dispatch: min of each launch, median over launches")
+    slow, gone, same = table_of(out, "dispatch; base, head: median over launches of each launch's min")
     verdicts = [(row["verdict"], row["case"]) for row in (slow, gone, same)]
     assert verdicts == [("slower", "slow"), ("missing", "gone"), ("same", "same")]
-    titles = ("base [µs]", "new [µs]", "new/base", "p", "launches")
+    titles = ("base [µs]", "head [µs]", "head/base", "p", "launches")
     assert [slow[title] for title in titles] == ["10.02", "15.03", "1.50x", "0.004", "5/5"]
-    assert slow["interval"].endswith("(97%)") and gone["why"] == "not measured in new"
+    assert slow["interval"].endswith("(97%)") and gone["reason"] == "not measured in head"
     assert "note: the same run is on both sides\n" in out and out.endswith("\n1 slower, 1 missing, 1 same\n")
 
 
@@ -305,13 +305,13 @@ def test_one_launch_against_another_has_no_verdict(capsys: Capture) -> None:
     def side(scale: float) -> list[Result]:
         return [result("s", "a", "c10d", scale * n * 1e-6, params={"size": n}) for n in (64, 128)]
 
-    comparison = compare([run(*side(1), result("s", "gone", "c10d", 1e-6))], [run(*side(1.25))])
+    comparison = compare_runs([run(*side(1), result("s", "gone", "c10d", 1e-6))], [run(*side(1.25))])
     print_comparison(comparison)
     *lines, last = capsys.readouterr().out.splitlines()
     assert sum("+25.0%" in line for line in lines) == 2 and "inconclusive" not in " ".join(lines)
-    assert any("missing: not measured in new" in line for line in lines)
+    assert any("missing: not measured in head" in line for line in lines)
     assert last == (
-        "cannot tell: one launch each; use --launches 5 or more (2 times, +25.0% to +25.0%, 1 missing)"
+        "cannot tell: one launch on each side; use --launches 5 or more (2 times, +25.0% to +25.0%, 1 missing)"
     )
     assert comparison.exit_code == EXIT_INCONCLUSIVE
 
@@ -326,7 +326,7 @@ def test_json_is_strict_and_alone_on_stdout(capsys: Capture) -> None:
     assert (written["path"], written["complete"], written["header"]["run_id"]) == ("run.jsonl", True, "r")
     (shown,) = written["results"]
     assert shown["time_s"]["median"] == 2.0 and "samples_s" not in shown
-    print_comparison(compare([one], [one]), as_json=True)
+    print_comparison(compare_runs([one], [one]), as_json=True)
     assert load()["rows"][0]["verdict"] == "inconclusive"
     print_findings([MachineFinding("a", None, "b")], as_json=True)
     assert load() == [{"check": "a", "ok": None, "got": "b", "effect": "", "remedy": ""}]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 _COUNT = re.compile(r"\d+x")
 
 
-def words_of(name: str) -> frozenset[str]:
+def name_words(name: str) -> frozenset[str]:
     """The words of a name in small letters, in any order: `8xH100` and `h100-8x` have the same.
 
     Of several counts of GPUs the first is kept: `2xh100-8x` are two GPUs of a node of eight.
@@ -21,6 +21,6 @@ def words_of(name: str) -> frozenset[str]:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """The known names that are most like an unknown one, as a list in words."""
-    by_spelling = {" ".join(sorted(words_of(known))): known for known in names}
-    spelling = " ".join(sorted(words_of(name)))
+    by_spelling = {" ".join(sorted(name_words(known))): known for known in names}
+    spelling = " ".join(sorted(name_words(name)))
     return ", ".join(by_spelling[near] for near in difflib.get_close_matches(spelling, by_spelling, 3, 0.0))

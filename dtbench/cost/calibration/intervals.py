@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.cost.calibration.times import QUANTILE, Array, SizeTimes
-from dtbench.stats import blocks_of, interval
+from dtbench.stats import index_blocks, interval
 from dtbench.text.units import interval_or_none
 
 INTERVAL = 0.9
@@ -107,7 +107,7 @@ def _repetitions(points: Sequence[SizeTimes], count: int, rng: np.random.Generat
     samples = [np.concatenate(list(point.launches.values())) for point in points]
     indices = {length: _neighbours(length, count, rng) for length in sorted(set(map(len, samples)))}
     columns = np.empty((count, len(points)))
-    for length, block in blocks_of(map(len, samples)):
+    for length, block in index_blocks(map(len, samples)):
         ordered = np.sort([samples[point] for point in block])
         shuffled = rng.permuted(np.tile(np.arange(count), (len(block), 1)), axis=1)
         lower, upper = (np.take_along_axis(ordered, side[shuffled], 1) for side in indices[length])

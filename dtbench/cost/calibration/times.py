@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from dtbench.grouping import group_by
 from dtbench.records.result import Result, Run
-from dtbench.stats import bandwidth_drops, quantiles_of
+from dtbench.stats import bandwidth_drops, batch_quantiles
 from dtbench.stats.layout import from_last_arrivals_s
 from dtbench.suite.mesh import Groups
 
@@ -181,7 +181,7 @@ def points_of(sizes: Mapping[int, Mapping[Launch, Array]]) -> tuple[SizeTimes, .
 
 def quartiles(of: Sequence[Array]) -> list[float]:
     """The `QUANTILE` of each."""
-    return [estimate for estimate in quantiles_of(of, [QUANTILE] * len(of)) if estimate is not None]
+    return [estimate for estimate in batch_quantiles(of, [QUANTILE] * len(of)) if estimate is not None]
 
 
 def samples_us(results: Sequence[Result], groups: Groups) -> list[Array]:

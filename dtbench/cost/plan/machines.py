@@ -12,7 +12,7 @@ import msgspec
 
 from dtbench.errors import UsageError
 from dtbench.records.read import BadFieldError, decode, into, read_json
-from dtbench.text.names import nearest, words_of
+from dtbench.text.names import name_words, nearest
 
 MAX_FILE_BYTES = 2**20
 _FOLDER = resources.files("dtbench.cost.plan") / "machines"
@@ -173,10 +173,10 @@ def _spelt(name: str) -> str | None:
 
     A word that tells other memory or another bus (40GB, PCIe) means another machine.
     """
-    words = words_of(name)
+    words = name_words(name)
     is_other = any(re.fullmatch(r"\d+gi?b|pcie|nvl", word) for word in words)
-    fitting = [known for known in built_in() if words_of(known) <= words and not is_other]
-    return max(fitting, key=lambda known: len(words_of(known)), default=None)
+    fitting = [known for known in built_in() if name_words(known) <= words and not is_other]
+    return max(fitting, key=lambda known: len(name_words(known)), default=None)
 
 
 def find_machine(name_or_path: str) -> MachineSpec:

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from msgspec.structs import asdict
 
 from dtbench import errors
-from dtbench.comparison.runs import (
-    BEYOND_LAUNCHES,
+from dtbench.comparison.compare_launches import (
+    BEYOND_LAUNCH_SPREAD,
     MIN_LAUNCHES,
-    ONE_LAUNCH,
     SAME_CONFIDENCE,
     SAME_WITHIN,
-    Comparison,
+    SINGLE_LAUNCH,
 )
+from dtbench.comparison.run_comparison import Comparison
+from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.records.gate import Gate
-from dtbench.records.judged import Judged, Verdict
 from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S
 from dtbench.text.units import format_seconds
 
@@ -30,7 +30,7 @@ class Changes:
     words mean here; bounds: what low and high are; notes: what to know of them, rises: what else the gate says, which
     are counts that rose; sides: what base and new are; ends: their names, base and new."""
 
-    changes: tuple[Judged, ...]
+    changes: tuple[ComparedCase, ...]
     outcome: str
     thresholds: tuple[str, ...]
     bounds: str
@@ -62,25 +62,25 @@ OUTCOMES: Mapping[str, tuple[str, str]] = {
     "missing": ("∅", "Incomplete"),
     "untrusted": ("?", "Not to be trusted"),
     "inconclusive": ("?", "Inconclusive"),
-    "single": ("?", ONE_LAUNCH[0].upper() + ONE_LAUNCH[1:]),
+    "single": ("?", SINGLE_LAUNCH[0].upper() + SINGLE_LAUNCH[1:]),
     "machines": ("?", "Cannot tell: the machines differ"),
     "nothing": ("∅", "Nothing could be compared"),
     "ok": ("=", "No regression"),
 }
 
 
-def _sorted(changes: Sequence[Judged]) -> tuple[Judged, ...]:
+def _sorted(changes: Sequence[ComparedCase]) -> tuple[ComparedCase, ...]:
     return tuple(sorted(changes, key=lambda c: (c.verdict.gravity, -abs(c.severity))))
 
 
 def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes:
     """What `dtbench compare` finds."""
     changes = _sorted(comparison.rows)
-    is_single = comparison.of_single_launches and not comparison.is_decided
+    is_single = comparison.has_single_launches and not comparison.has_changes
     undecided = "machines" if comparison.machines_differ else "single" if is_single else "inconclusive"
     outcomes = {
         errors.EXIT_OK: "ok",
-        errors.EXIT_REGRESSION: "slower" if comparison.count(Verdict.REGRESSION) else "failed",
+        errors.EXIT_REGRESSION: "slower" if comparison.counts[Verdict.REGRESSION] else "failed",
         errors.EXIT_INCONCLUSIVE: undecided,
         errors.EXIT_NOTHING: "nothing",
     }
@@ -89,7 +89,7 @@ def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes
         (
             f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test at p < {MAX_P:g}, "
             f"and a change of more than {MIN_CHANGE:.0%} and {format_seconds(MIN_CHANGE_S)}; of "
-            f"fewer launches a change {BEYOND_LAUNCHES}"
+            f"fewer launches a change {BEYOND_LAUNCH_SPREAD}"
         ),
         f"same: the {SAME_CONFIDENCE:.0%} interval of the ratio lies within ±{SAME_WITHIN:.0%}",
         "inconclusive: neither of these, or the machines of the two sides differ",
@@ -132,7 +132,7 @@ def of_gate(gate: Gate) -> Changes:
     return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, gate.notes, sides, named)
 
 
-def observations_of(case: Judged) -> str:
+def observations_of(case: ComparedCase) -> str:
     """`10 pairs`, `5 + 5 launches, interval of 99%`."""
     if case.effect is not None and case.effect.pairs:
         return f"{case.effect.pairs} pairs"
@@ -143,7 +143,7 @@ def observations_of(case: Judged) -> str:
     return f"{case.base_launches} + {case.head_launches} launches{interval}"
 
 
-def why(case: Judged) -> str:
+def why(case: ComparedCase) -> str:
     """What rose, and the reason."""
     rises = [f"{name} {of.base:g} → {of.head:g}" for name, of in case.counters.items()]
     return "; ".join([*rises, *([case.reason] if case.reason else [])])

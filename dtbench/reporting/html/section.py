@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from dtbench.comparison.runs import compare
+from dtbench.comparison.compare_runs import compare_runs
 from dtbench.records.topology import BandwidthDrop
 from dtbench.reporting.html.cases import ReportCase, collect
 from dtbench.reporting.html.changes import Changes, of_comparison
@@ -46,7 +46,7 @@ class Material:
         """Base against new, by the gate, else by comparing the runs with a baseline."""
         if self.sources.gate is None and self.sources.baseline and self.sources.runs:
             ends = tuple(of[0].path.stem for of in (self.sources.baseline, self.sources.runs))
-            return of_comparison(compare(self.sources.baseline, self.sources.runs), ends)
+            return of_comparison(compare_runs(self.sources.baseline, self.sources.runs), ends)
         return self.sources.gate
 
     def cases(self, *suites: str) -> Sequence[ReportCase]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dtbench.records import judged
-from dtbench.records.judged import Judged
+from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.reporting.html.axes import log_axis
 from dtbench.reporting.html.changes import ROW, Changes, observations_of, why
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
@@ -31,15 +30,15 @@ def fill(section: ReportSection, of: Material) -> None:
 
 def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
     """All that changed or may have, and of the others as many as there is room for; the slowest first."""
-    comparable = [c for c in changes.changes if c.ratio and c.matters]
-    changed = sum(c.verdict != judged.Verdict.PASS for c in comparable)
+    comparable = [c for c in changes.changes if c.ratio and c.change_threshold]
+    changed = sum(c.verdict != Verdict.PASS for c in comparable)
     most = max(min(changed, MOST_CHANGED), MOST_INTERVALS)
     drawn = section.capped(comparable, "cases, the gravest first", most)
     values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
     several = len({c.impl for c in drawn}) > 1
     rows = []
     for c in sorted(drawn, key=lambda c: -(c.ratio or 0)):
-        assert c.ratio is not None and c.matters is not None
+        assert c.ratio is not None and c.change_threshold is not None
         style = c.verdict if c.verdict in STYLES else "inconclusive"
         # Short enough for a figure: what tells the case from the others in it.
         differing = [str(value) for name, value in c.params.items() if len(values[name]) > 1]
@@ -49,7 +48,7 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
                 {style: c.ratio},
                 f"{c.verdict.shape} {t.factor(c.ratio)}",
                 {style: (c.low, c.high)},
-                (1 / (1 + c.matters), 1 + c.matters),
+                (1 / (1 + c.change_threshold), 1 + c.change_threshold),
             )
         )
 
@@ -71,7 +70,7 @@ def _table(of: Changes) -> t.Table:
     # What tells the cases apart; what they share is said once.
     varying, same = split_params([c.params for c in of.changes])
     details = [
-        t.percents("least that counts", [c.matters for c in changes]),
+        t.percents("least that counts", [c.change_threshold for c in changes]),
         *([t.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
         replace(t.text("seen in", [observations_of(c) for c in changes]), numeric=True),
         t.text("Why", [why(c) for c in changes]),
@@ -83,7 +82,7 @@ def _table(of: Changes) -> t.Table:
         [
             t.text("Verdict", [f"{c.verdict.shape} {c.verdict}" for c in changes]),
             t.text("Suite", [c.suite for c in changes]),
-            t.text("Case", [c.words_of(varying) for c in changes]),
+            t.text("Case", [c.describe(varying) for c in changes]),
             t.text("Impl", [c.impl for c in changes]),
             *t.times([("base", [c.base_s for c in changes]), ("now", [c.head_s for c in changes])]),
             t.ratios("ratio", [c.ratio for c in changes]),
@@ -98,7 +97,7 @@ def _table(of: Changes) -> t.Table:
     )
 
 
-def _interval(case: Judged) -> str:
+def _interval(case: ComparedCase) -> str:
     """`1.06 – 1.08`, one side open where there are too few observations."""
     if case.ratio is None:
         return t.MISSING

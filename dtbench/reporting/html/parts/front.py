@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dtbench.comparison.runs import ONE_LAUNCH
+from dtbench.comparison.compare_launches import SINGLE_LAUNCH
 from dtbench.grouping import group_by
-from dtbench.records import judged
+from dtbench.records.comparison import Verdict
 from dtbench.records.result import Result, Run
 from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.parts.provenance import hardware, hosts, mesh_words
@@ -28,9 +28,9 @@ def title(of: Material, sections: Sequence[ReportSection]) -> str:
     sources = of.sources
     if of.changes is not None and (tallies := of.changes.tallies):
         sides = f"{' → '.join(of.changes.ends)}: " if of.changes.ends else ""
-        moved = [tally for tally in tallies if tally[0] != judged.Verdict.PASS] or tallies
+        moved = [tally for tally in tallies if tally[0] != Verdict.PASS] or tallies
         if of.changes.outcome == "single":
-            return f"{sides}{ONE_LAUNCH}"
+            return f"{sides}{SINGLE_LAUNCH}"
         counts = ", ".join(f"{count} {verdict}" for verdict, count, _ in moved)
         return f"{sides}{counts} of {len(of.changes.changes)}"
     if words := "; ".join([one.outcome for one in sections if one.outcome][:2]):
