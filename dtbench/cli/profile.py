@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +12,11 @@ from typing import TYPE_CHECKING
 import click
 
 from dtbench.cli import options
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, complain
-from dtbench.file_kinds import JOB_FILE, is_profile, looks_like_trace
+from dtbench.file_kinds import is_profile, looks_like_trace
 from dtbench.suite.registry import read_builtin
 
 if TYPE_CHECKING:
-    from dtbench.profile.judge import Topology
-    from dtbench.records.job import Job
+    from dtbench.traces.analysis import Topology
 
 _OF_JOB = ["topology", "system", "bases", "as_json", "model", "layout"]
 # Kind of target -> the parameters that it has beside -o.
@@ -107,14 +101,14 @@ def profile_command(
         )
     if kind != "a suite":
         choices["timeout_s"] = int(choices["timeout_s"]) if "timeout_s" in typed else 0
-        return profile_job([*map(Path, targets)], command, output, **choices)
+        return _profile_job([*map(Path, targets)], command or (), output, **choices)
     from dtbench.engine.options import RunRequest
-    from dtbench.profile.profile import make_request, profile
-    from dtbench.reporting.job_tables import print_job
+    from dtbench.profile.profile import profile
+    from dtbench.profile.request import make_request
 
     chosen = {name: choices[name] for name in _OF[kind] if name != "filter"}
     request = make_request(targets[0], choices["filter"], output, RunRequest(**chosen))
-    return profile(request, sys.argv[1:], print_job)
+    return profile(request, sys.argv[1:])
 
 
 def _is_of_job(target: str) -> bool:
@@ -123,55 +117,40 @@ def _is_of_job(target: str) -> bool:
     return is_folder or target.endswith((".json", ".json.gz")) or looks_like_trace(path)
 
 
-def profile_job(
-    paths: Sequence[Path], command: Sequence[str] | None, folder: Path | None, **choices: options.Given
+def _profile_job(
+    paths: list[Path], command: Sequence[str], folder: Path | None, **choices: options.Given
 ) -> int:
-    """Records or reads a job, judges it, prints and keeps it; the exit code."""
-    from msgspec import json, structs, to_builtins
+    """Profiles a job, prints the result and returns the exit code."""
+    from dtbench.traces.profile_job import JobRequest, print_profile, profile_job
 
-    from dtbench.profile.judge import judged
-    from dtbench.records.atomic import refuse_taken, replace_file
-    from dtbench.reporting.job_tables import print_job
-    from dtbench.text.terminal import print_json
-
-    links = _links(choices["topology"], choices.get("system"))
-    bases, code = [job_in([base]) for base in choices["bases"]], EXIT_OK
-    model, layout = choices.get("model"), choices.get("layout")
+    model, layout, as_json = choices["model"], choices["layout"], choices["as_json"]
     if (model is None) != (layout is None):
         raise click.UsageError("--model and --layout belong together: give both, or neither")
-    folder = folder or (Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())) if command else None)
-    if folder:
-        refuse_taken(folder, "remove it")
-    if command and folder:
-        code, job = _recorded(command, folder, **choices)
-        if job is None:
-            return code or EXIT_CASE_FAILED
-    else:
-        job = job_in(paths)
-    judgement = judged(job, links, bases)
-    if model and layout:
-        from dtbench.profile.needs import needed
-
-        judgement = structs.replace(judgement, needed=needed(job, model, layout))
-    if folder:
-        folder.mkdir(exist_ok=True)
-        replace_file(folder / JOB_FILE, json.encode(job))
-        with contextlib.redirect_stdout(io.StringIO()) as text:
-            print_job(job, judgement)
-        replace_file(folder / "table.txt", text.getvalue().encode("utf-8", "replace"))
-    if choices["as_json"]:
-        print_json({**to_builtins(job), "judgement": to_builtins(judgement)})
-    else:
-        print_job(job, judgement)
-    if folder or not is_profile(paths[0]):
-        click.echo(
-            f"the profile is in {folder}" if folder else "-o FOLDER keeps it for --base and report", err=True
+    profiled = profile_job(
+        JobRequest(
+            paths=paths,
+            command=command,
+            folder=folder,
+            topology=_read_reference(choices["topology"], choices["system"]),
+            bases=choices["bases"],
+            model_and_layout=(model, layout) if model else None,
+            stdout_is_ours=as_json,
+            **{name: choices[name] for name in ("steps", "warmup", "timeout_s")},
         )
-    return code or judgement.exit_code
+    )
+    print_profile(profiled, as_json)
+    if profiled.folder or not is_profile(paths[0]):
+        end = (
+            f"the profile is in {profiled.folder}"
+            if profiled.folder
+            else "-o FOLDER keeps it for --base and report"
+        )
+        click.echo(end, err=True)
+    return profiled.exit_code
 
 
-def _links(topology: Path | None, system: str | None) -> Topology | None:
-    """What calls are held against."""
+def _read_reference(topology: Path | None, system: str | None) -> Topology | None:
+    """Reads the bandwidths that --topology or --system names."""
     from dtbench.cli.compare import public_systems
     from dtbench.comparison.references import systems_called
     from dtbench.records.topology import read_topology
@@ -181,34 +160,3 @@ def _links(topology: Path | None, system: str | None) -> Topology | None:
     if system:
         return systems_called(tuple(public_systems()), system)
     return read_topology(topology) if topology else None
-
-
-def _recorded(command: Sequence[str], folder: Path, **choices: options.Given) -> tuple[int, Job | None]:
-    """The job's exit code, and what its traces say; None where there are none, which is said."""
-    from msgspec import structs
-
-    from dtbench.profile.job import read_job
-    from dtbench.profile.recording import record
-
-    folder.mkdir()
-    stdout = os.dup(1)
-    if choices["as_json"]:  # what the job prints is no part of it
-        os.dup2(2, 1)
-    try:
-        done = record(command, folder, **{name: choices[name] for name in ("steps", "warmup", "timeout_s")})
-    finally:
-        os.dup2(stdout, 1)
-        with contextlib.suppress(OSError):  # unless it is empty
-            folder.rmdir()
-    if not done.traces:
-        complain(f"no rank wrote a trace, so there is no profile: {' '.join(done.notes)}")
-        return done.exit_code, None
-    job = read_job(done.traces, folder.name, command)
-    return done.exit_code, structs.replace(job, notes=(*done.notes, *job.notes))
-
-
-def job_in(paths: Sequence[Path]) -> Job:
-    """Of a profile, or of traces."""
-    from dtbench.profile.job import load_job, read_job
-
-    return load_job(paths[0]) if len(paths) == 1 and is_profile(paths[0]) else read_job(paths)

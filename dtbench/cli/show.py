@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 
 from dtbench.cli import options
-from dtbench.cli.profile import job_in, profile_job
 from dtbench.errors import EXIT_OK
 from dtbench.file_kinds import is_profile
 
@@ -46,15 +45,17 @@ def show_command(
     if profiles := [path for path in runs if is_profile(path)]:
         if len(runs) > 1 or as_csv or filter or sort or exports:
             raise click.UsageError(f"{profiles[0]} is a job's profile: give it alone, with --json at most")
-        return profile_job(runs, None, None, topology=None, bases=(), as_json=as_json)
+        from dtbench.traces.profile_job import JobRequest, print_profile, profile_job
+
+        print_profile(profile_job(JobRequest(paths=runs)), as_json)
+        return EXIT_OK
     of_runs = as_json or as_csv or filter or sort or exports
     if len(runs) == 1 and not of_runs and (runs[0] / "table.json").is_file():
-        from dtbench.profile.text import section_tables, stage_tables
+        from dtbench.profile.tables import section_tables, stage_tables
         from dtbench.reporting.html import gather
-        from dtbench.reporting.job_tables import print_job
 
         sources = gather(runs)
-        for line in (*stage_tables(sources.calls), *section_tables(sources.ranks, print_job)):
+        for line in (*stage_tables(sources.calls), *section_tables(sources.ranks)):
             click.echo(line)
         return EXIT_OK
     if as_json and as_csv:
@@ -134,11 +135,12 @@ def report_command(
     from dtbench.reporting.html import gather, write_report
 
     baseline = tuple(path if path.exists() else baselines.find(path) for path in baseline)
-    jobs = [job_in([path]) for path in baseline if is_profile(path)]
     sources = gather(files, [path for path in baseline if not is_profile(path)], topology)
     if sources.job:
-        from dtbench.profile.judge import judged
+        from dtbench.traces.analysis import judged
+        from dtbench.traces.job import load_job
 
+        jobs = [load_job(path) for path in baseline if is_profile(path)]
         sources = replace(sources, judgement=judged(sources.job, sources.topology, jobs))
     dims = {dim for run in sources.runs for dim in run.header.mesh.dim_names}
     if unknown := [dim for dim, _ in peaks if dim not in dims]:

@@ -1,1 +1,1 @@
-"""`dtbench profile`: where the time of a case goes, of simulated worlds (`calls`) and of real ranks (`ranks`)."""
+"""Profiles cases of a suite: a call by stage on simulated ranks, an iteration like the step of a job on real ranks."""

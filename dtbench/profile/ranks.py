@@ -22,16 +22,17 @@ from dtbench.engine.tasks import Task
 from dtbench.engine.workers import scratch
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
 from dtbench.machine.device import choose_device, gpus
-from dtbench.profile.communication import Call
-from dtbench.profile.job import job_of
-from dtbench.profile.profile import ProfileRequest
-from dtbench.profile.rank_trace import RankTrace, read_rank
-from dtbench.profile.text import PrintJob, section_tables, write_profile
+from dtbench.profile.folder import write_profile
+from dtbench.profile.request import ProfileRequest
+from dtbench.profile.tables import section_tables
 from dtbench.records.atomic import refuse_taken
 from dtbench.records.profile import RanksProfile, Section
 from dtbench.suite import DeviceType
 from dtbench.suite.mesh import Mesh, format_mesh
 from dtbench.text.units import plural
+from dtbench.traces.communication import Call
+from dtbench.traces.job import job_of
+from dtbench.traces.rank_trace import RankTrace, read_rank
 
 # Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
 LEAST_ITERATIONS, MOST_ITERATIONS, ITERATIONS_S = 3, 10, 0.2
@@ -101,7 +102,7 @@ class RankRecording(CollectiveSchedule):
     def _record(self, count: int) -> None:
         from torch.profiler import ProfilerActivity, profile, record_function
 
-        from dtbench.profile.hook.dtbench_recorder import about
+        from dtbench.traces.hook.dtbench_recorder import about
 
         plain_us = [self._iteration_s() * 1e6 for _ in range(count)]
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
@@ -123,8 +124,8 @@ class RankRecording(CollectiveSchedule):
 class RankProfile:
     """This rank's part in a profile. `go` never returns."""
 
-    def __init__(self, request: ProfileRequest, place: RankPlace, print_job: PrintJob) -> None:
-        self._request, self._place, self._print_job = request, place, print_job
+    def __init__(self, request: ProfileRequest, place: RankPlace) -> None:
+        self._request, self._place = request, place
         self._rank = LaunchedRank(place, report_failure)
         self._recorded: list[Recorded] = []
         self._failed = False
@@ -186,7 +187,7 @@ class RankProfile:
         record = RanksProfile(sections=tuple(self._section(number, of) for number, of in sections))
         write_profile(
             self._request.folder,
-            section_tables(record.sections, self._print_job),
+            section_tables(record.sections),
             record,
             {recorded.trace.source: recorded.file for part in parts for recorded in part},
             "https://ui.perfetto.dev",

@@ -9,8 +9,7 @@ from statistics import fmean
 
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Verdict
-from dtbench.records.job import CallKind, Collective, Job, RankJob
-from dtbench.records.judged_job import Judgement, TimeChange
+from dtbench.records.job import CallKind, Collective, Job, Judgement, RankJob, TimeChange
 from dtbench.text import terminal as to
 from dtbench.text.table import MISSING, Table, TableColumn
 from dtbench.text.units import format_bandwidth, format_bytes, format_change, format_seconds, plural

@@ -31,7 +31,6 @@ from dtbench.errors import DtbenchError
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
 from dtbench.importers.import_logs import parse
-from dtbench.profile.job import read_job
 from dtbench.records.history import read_history
 from dtbench.records.job import Job
 from dtbench.records.read import into
@@ -41,6 +40,7 @@ from dtbench.reporting.html.sources import gather
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_traces import of_all_kinds
+from dtbench.traces.job import read_job
 
 EXAMPLES = (8, int(os.environ.get("DTBENCH_DAMAGED", "400")))
 RESULTS = Path(__file__).parents[2] / "results"

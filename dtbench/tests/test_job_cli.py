@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 from dtbench.file_kinds import HEAD_BYTES, looks_like_trace
-from dtbench.records.job import Job
-from dtbench.records.judged_job import Judgement
+from dtbench.records.job import Job, Judgement
 from dtbench.reporting.job_tables import extremes, print_job
 from dtbench.tests import made_up_jobs
 from dtbench.tests.made_up import Cli
@@ -40,7 +39,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         names.append([path.name for path in paths])
         return made_up_jobs.job(label=label or "traces", command=tuple(command))
 
-    monkeypatch.setattr("dtbench.profile.job.read_job", read_job)
+    monkeypatch.setattr("dtbench.traces.profile_job.read_job", read_job)
     return names
 
 
@@ -89,7 +88,7 @@ def test_a_command_has_options_of_its_own_and_its_exit_code(
             exit_code=code, traces=(folder / "rank0.json.gz",) * (not code), notes=("A note.",)
         )
 
-    monkeypatch.setattr("dtbench.profile.recording.record", record, raising=False)
+    monkeypatch.setattr("dtbench.traces.profile_job.record", record)
     command = ["torchrun", "train.py", "--steps", "20", "--", "--json"]
     got, out, err = dtbench("profile", "--steps", "4", "-o", "job", "--", *command)
     assert (got, calls) == (code, [(command, {"steps": 4, "warmup": 5, "timeout_s": 0})])

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from dtbench.profile.job import read_job
-from dtbench.profile.judge import changes, judged, late_ranks
-from dtbench.profile.steps import outlying_first, whole_steps
 from dtbench.records.comparison import Verdict
 from dtbench.records.job import Job
 from dtbench.reporting.html import Sources, render
 from dtbench.reporting.job_tables import headline, print_job, tables
 from dtbench.tests.html_page import Page
 from dtbench.tests.made_up_traces import Event, event, kernel, nccl, note, write
+from dtbench.traces.analysis import changes, judged, late_ranks
+from dtbench.traces.job import read_job
+from dtbench.traces.steps import outlying_first, whole_steps
 
 RESULTS = Path(__file__).parents[2] / "results"
 COMMITTED = (

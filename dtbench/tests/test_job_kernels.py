@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.profile.job import read_job
-from dtbench.profile.kernel_names import function_of, kernel_collective
 from dtbench.records.job import Job
 from dtbench.tests.made_up_traces import Event, kernel, nccl, write
+from dtbench.traces.job import read_job
+from dtbench.traces.kernel_names import function_of, kernel_collective
 
 # As traces have them, with what they communicate.
 COMMUNICATE = {

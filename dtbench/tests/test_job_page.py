@@ -7,15 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from dtbench.profile.job import _MOST_DRAWN
 from dtbench.records.comparison import Verdict
-from dtbench.records.job import Job, Lane
-from dtbench.records.judged_job import CallChange, CallKind, Judgement, TimeChange, Worth
+from dtbench.records.job import CallChange, CallKind, Job, Judgement, Lane, TimeChange, Worth
 from dtbench.records.topology import read_topology
 from dtbench.reporting.html import Sources, gather, render
 from dtbench.tests import made_up_jobs
 from dtbench.tests.html_page import HOSTILE, Page, harmless, hostile
 from dtbench.tests.test_job_cli import profile_in
+from dtbench.traces.job import _MOST_DRAWN
 
 TOPOLOGY = Path(__file__).parents[2] / "results" / "baseline-cpu-gloo-4ranks.topology.json"
 

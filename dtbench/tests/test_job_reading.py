@@ -14,8 +14,6 @@ import msgspec
 import pytest
 
 from dtbench.errors import DtbenchError
-from dtbench.profile import kineto
-from dtbench.profile.job import read_job
 from dtbench.records.job import Collective, Job, RankJob
 from dtbench.records.read import into
 from dtbench.tests.made_up_traces import (
@@ -32,6 +30,8 @@ from dtbench.tests.made_up_traces import (
     text_of,
     write,
 )
+from dtbench.traces import kineto
+from dtbench.traces.job import read_job
 
 
 def read(tmp_path: Path, events: Sequence[Event], **more: Any) -> Job:

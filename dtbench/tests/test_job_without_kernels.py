@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dtbench.errors import DtbenchError
-from dtbench.profile.job import read_job
 from dtbench.tests.made_up_traces import Event, event, gloo, header, kernel, launch, note, op, text_of, write
+from dtbench.traces.job import read_job
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ from msgspec.structs import replace
 
 from dtbench.comparison.references import read_systems, systems_called
 from dtbench.errors import UsageError
-from dtbench.profile.judge import ABOVE_CALIBRATED, beside_links, changes, judged, worth
 from dtbench.records.comparison import Verdict
-from dtbench.records.job import Collective, DimParts, Job, RankJob, StepParts
-from dtbench.records.judged_job import Judgement, LinkRow
+from dtbench.records.job import Collective, DimParts, Job, Judgement, LinkRow, RankJob, StepParts
 from dtbench.records.topology import CalibratedTopology
 from dtbench.tests.made_up_topology import a_curve, a_dim, a_topology
+from dtbench.traces.analysis import ABOVE_CALIBRATED, beside_links, changes, judged, worth
 
 MIB = 2**20
 

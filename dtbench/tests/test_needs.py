@@ -12,8 +12,8 @@ from dtbench.cost.plan.models import find_model
 from dtbench.cost.plan.step import ITEM, bytes_per_step
 from dtbench.cost.plan.training import TrainingJob, TrainingLayout
 from dtbench.errors import UsageError
-from dtbench.profile.needs import needed
 from dtbench.records.job import Collective, Job, RankJob
+from dtbench.traces.required_volume import needed
 
 MODEL, MACHINE = find_model("llama-8b"), find_machine("h100-8x")
 LAYOUT = TrainingLayout(tp=2, pp=1, dp=4, fsdp=1, micro_batch=1)

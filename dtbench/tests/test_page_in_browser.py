@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from dtbench.cost import calibration
-from dtbench.profile.job import load_job
-from dtbench.profile.judge import judged
 from dtbench.records.topology import read_topology
 from dtbench.reporting import html as reporting
 from dtbench.tests import made_up, made_up_findings, made_up_jobs
+from dtbench.traces.analysis import judged
+from dtbench.traces.job import load_job
 
 RESULTS = Path(__file__).parents[2] / "results"
 TOPOLOGY = RESULTS / "baseline-cpu-gloo-4ranks.topology.json"

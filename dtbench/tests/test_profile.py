@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from dtbench.profile.job import read_job
 from dtbench.records.profile import RanksProfile
 from dtbench.tests.made_up import Cli
 from dtbench.tests.programs import start
+from dtbench.traces.job import read_job
 
 ONE_CASE = ("dispatch/add", "--filter", "S(0),S(0) mesh=8 pass=forward call=cached")
 

@@ -17,8 +17,8 @@ from dtbench.engine import clocks
 from dtbench.engine.ranks import StoreRanks
 from dtbench.engine.tasks import Task
 from dtbench.errors import OutputError
-from dtbench.profile import stages, text
-from dtbench.profile.profile import choose
+from dtbench.profile import folder, stages, tables
+from dtbench.profile.request import choose
 from dtbench.profile.stages import Overhead, Span
 from dtbench.records.atomic import refuse_taken, write_folder
 from dtbench.records.profile import Calls, CallStages
@@ -133,7 +133,7 @@ def test_stages_that_contradict_each_other_are_called_unreliable_on_terminal_jso
     table = times_of(**changes)
     assert table.caveat.startswith("unreliable: ") == bool(caveat) and caveat in table.caveat
     assert into(decode(msgspec.json.encode(Calls(cases=(table,)))), Calls).cases == (table,)
-    lines = "\n".join(text.stage_tables([table]))
+    lines = "\n".join(tables.stage_tables([table]))
     assert table.caveat in lines and ("unreliable" in lines) == bool(caveat)
     page = dispatch._stage_table([table])
     assert table.caveat in page.note and bool(page.note) == bool(caveat)
@@ -194,7 +194,7 @@ def test_speedscope_gets_a_weighted_stack_per_frame() -> None:
         "add (core)": {("call",): 20.0, ("call", "f"): 60.25},
         "add (torch)": {("call",): 5.0},
     }
-    made = json.loads(json.dumps(text.speedscope(folded, "p")))
+    made = json.loads(json.dumps(folder.speedscope(folded, "p")))
     frames = [frame["name"] for frame in made["shared"]["frames"]]
     for profile, stacks in zip(made["profiles"], folded.values(), strict=True):
         named = [tuple(frames[number] for number in stack) for stack in profile["samples"]]
@@ -274,13 +274,13 @@ def test_a_case_is_chosen_by_its_whole_name() -> None:
 
 
 def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Any) -> None:
-    text.write_profile(tmp_path / "p", ["a\ud800"], Calls(cases=()), {"rank0.json.gz": b"x"}, "a trace")
+    folder.write_profile(tmp_path / "p", ["a\ud800"], Calls(cases=()), {"rank0.json.gz": b"x"}, "a trace")
     assert (tmp_path / "p" / "rank0.json.gz").read_bytes() == b"x"
     assert sorted(p.name for p in (tmp_path / "p").iterdir()) == ["rank0.json.gz", "table.json", "table.txt"]
     for taken in (tmp_path / "p", tmp_path / "no" / "p"):
         with pytest.raises(OutputError, match="another -o"):
             refuse_taken(taken, "remove it")
-    for folder, file in (("p", "c"), ("q", "no/folder")):
+    for name, file in (("p", "c"), ("q", "no/folder")):
         with pytest.raises(OutputError, match=r"exists already|cannot write"):
-            write_folder(tmp_path / folder, {file: b""})
+            write_folder(tmp_path / name, {file: b""})
     assert [p.name for p in tmp_path.iterdir()] == ["p"]

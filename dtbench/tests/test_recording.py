@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from dtbench.errors import UsageError
-from dtbench.profile.job import read_job
-from dtbench.profile.recording import Recording, record
 from dtbench.tests.programs import environment
+from dtbench.traces.job import read_job
+from dtbench.traces.recording import Recording, record
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 JOBS = Path(__file__).with_name("job_programs.py")

@@ -18,8 +18,7 @@ from dtbench.file_kinds import JOB_FILE
 from dtbench.grouping import group_by
 from dtbench.records.gate import Gate
 from dtbench.records.history import HistoryLine, read_history
-from dtbench.records.job import Job
-from dtbench.records.judged_job import Judgement
+from dtbench.records.job import Job, Judgement
 from dtbench.records.profile import Calls, CallStages, RanksProfile, Section
 from dtbench.records.read import BadFieldError, into, opened, read_json, shown
 from dtbench.records.result import Run

@@ -11,8 +11,7 @@ from markupsafe import Markup
 
 from dtbench.errors import plain
 from dtbench.grouping import group_by
-from dtbench.records.job import Job
-from dtbench.records.judged_job import Judgement
+from dtbench.records.job import Job, Judgement
 from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.axes import Axis, bandwidths_axis, value_axis
 from dtbench.reporting.html.figures import LOOKS, CurvePanel, DrawnCurve, Figure, curves, lines

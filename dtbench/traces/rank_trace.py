@@ -21,13 +21,13 @@ import numpy as np
 
 from dtbench.errors import UnreadableRunError
 from dtbench.grouping import group_by
-from dtbench.profile import communication as comm
-from dtbench.profile.communication import Call, ProcessGroup
-from dtbench.profile.intervals import Intervals, intervals, union
-from dtbench.profile.kernel_names import COMPUTES, MAY_COMMUNICATE, function_of, kernel_collective
-from dtbench.profile.kineto import Args, Event, Trace, args_of, told
-from dtbench.profile.steps import Steps, steps_of
 from dtbench.text.units import format_seconds
+from dtbench.traces import communication as comm
+from dtbench.traces.communication import Call, ProcessGroup
+from dtbench.traces.intervals import Intervals, intervals, union
+from dtbench.traces.kernel_names import COMPUTES, MAY_COMMUNICATE, function_of, kernel_collective
+from dtbench.traces.kineto import Args, Event, Trace, args_of, told
+from dtbench.traces.steps import Steps, steps_of
 
 # What events are, by their category: kernel, copy, launch, op, mark (on a GPU's stream), trace. Older traces begin them
 # with a capital.

@@ -18,9 +18,9 @@ from statistics import fmean, median
 import numpy as np
 
 from dtbench.grouping import group_by
-from dtbench.profile.communication import Call
-from dtbench.profile.rank_trace import RankTrace
 from dtbench.records.job import Waits
+from dtbench.traces.communication import Call
+from dtbench.traces.rank_trace import RankTrace
 
 # Those that no rank can leave before all have come. A broadcast's root, or a sender, may be gone long before.
 _END_TOGETHER = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))

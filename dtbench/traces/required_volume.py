@@ -10,8 +10,7 @@ from dtbench.cost.plan.step import bytes_per_step
 from dtbench.cost.plan.training import TrainingJob, TrainingLayout
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by
-from dtbench.records.job import Job
-from dtbench.records.judged_job import Needed
+from dtbench.records.job import Job, Needed
 
 # What programs call mesh dims -> what plan calls them; of these two the layout has one alone more often than not.
 _ROLES = {

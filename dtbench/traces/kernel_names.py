@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from dtbench.profile.communication import collective_of
+from dtbench.traces.communication import collective_of
 
 # The whole name behind its namespaces -> its collective; "": what the name itself says. The first that fits counts.
 _COLLECTIVES = (

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dtbench.profile.kineto import Args, told
+from dtbench.traces.kineto import Args, told
 from dtbench_core.cost.ring import busbw_factor
 
 UNKNOWN, UNKNOWN_GROUP = "unknown", "unknown group"

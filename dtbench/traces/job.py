@@ -14,15 +14,15 @@ from msgspec.structs import asdict
 from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.file_kinds import JOB_FILE
 from dtbench.grouping import group_by
-from dtbench.profile.communication import UNKNOWN, Call, ProcessGroup, busbw_of, whole
-from dtbench.profile.intervals import Intervals, difference, intervals, length, shares, union, within
-from dtbench.profile.kineto import told
-from dtbench.profile.rank_trace import RankTrace, read_rank
-from dtbench.profile.steps import Steps, outlying_first, whole_steps
-from dtbench.profile.together import Together, bring_together
 from dtbench.records.job import CallKind, Collective, DimParts, Job, Lane, RankJob, StepParts
 from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.text.units import format_seconds, plural
+from dtbench.traces.clock_alignment import Together, bring_together
+from dtbench.traces.communication import UNKNOWN, Call, ProcessGroup, busbw_of, whole
+from dtbench.traces.intervals import Intervals, difference, intervals, length, shares, union, within
+from dtbench.traces.kineto import told
+from dtbench.traces.rank_trace import RankTrace, read_rank
+from dtbench.traces.steps import Steps, outlying_first, whole_steps
 
 _MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all
 _MOST_ASKERS = 3

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dtbench.profile.communication import Call
+from dtbench.traces.communication import Call
 
 _PROFILER = "ProfilerStep#"
 # What torch annotates by itself and is no step.

@@ -15,8 +15,7 @@ from dtbench.cost.price import estimate
 from dtbench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Verdict
-from dtbench.records.job import CallKind, Job
-from dtbench.records.judged_job import CallChange, Judgement, LateRank, LinkRow, TimeChange, Worth
+from dtbench.records.job import CallChange, CallKind, Job, Judgement, LateRank, LinkRow, TimeChange, Worth
 from dtbench.records.topology import CalibratedTopology
 from dtbench.text.units import format_size
 from dtbench_core.cost.ring import RING_COLLECTIVES, busbw_factor

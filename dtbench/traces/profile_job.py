@@ -1,0 +1,145 @@
+"""Profiles a training job: records it or reads its traces, analyzes them and writes the profile's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import json, structs, to_builtins
+
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError
+from dtbench.file_kinds import JOB_FILE, is_profile
+from dtbench.records.atomic import refuse_taken, replace_file
+from dtbench.records.job import Job, Judgement
+from dtbench.reporting.job_tables import print_job
+from dtbench.text.terminal import print_json
+from dtbench.traces.analysis import Topology, judged
+from dtbench.traces.job import load_job, read_job
+from dtbench.traces.recording import STEPS, WARMUP, record
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """The options of `dtbench profile` for a job.
+
+    Attributes:
+        paths: traces, folders of traces, or the profile of a job; ignored if there is a command.
+        command: the program to run and record; empty to read `paths`.
+        folder: the folder to write. None: a name with the current time for a command, no folder for traces.
+        topology: the bandwidths that the job's collectives are compared with.
+        bases: profiles or traces of the base, one for each launch.
+        model_and_layout: the values of `--model` and `--layout`.
+        steps: steps to record; 0 records the whole run.
+        warmup: steps before the recorded ones.
+        timeout_s: seconds without a step after which a rank ends the job; 0 for no limit.
+        stdout_is_ours: whether the command's stdout goes to stderr, so that stdout holds only the results.
+    """
+
+    paths: Sequence[Path] = ()
+    command: Sequence[str] = ()
+    folder: Path | None = None
+    topology: Topology | None = None
+    bases: Sequence[Path] = ()
+    model_and_layout: tuple[str, str] | None = None
+    steps: int = STEPS
+    warmup: int = WARMUP
+    timeout_s: int = 0
+    stdout_is_ours: bool = False
+
+
+@dataclass(frozen=True)
+class JobProfile:
+    """The result of profiling a job.
+
+    Attributes:
+        job: the figures read from its traces.
+        judgement: what follows from them.
+        folder: the folder that was written, if any.
+        exit_code: the command's, if it failed; else that of the comparison with the base.
+    """
+
+    job: Job
+    judgement: Judgement
+    folder: Path | None
+    exit_code: int
+
+
+def profile_job(request: JobRequest) -> JobProfile:
+    """Records the command, or reads traces or a profile, then analyzes the job and writes the folder.
+
+    Raises:
+        UsageError: no traces, traces of several runs, bases without common ranks, or a layout that does not fit.
+        UnreadableRunError: a file that is neither a trace nor a profile.
+        OutputError: the folder exists or cannot be written.
+        DtbenchError: the command wrote no trace.
+    """
+    bases, folder, code = [job_in([base]) for base in request.bases], request.folder, EXIT_OK
+    if request.command and folder is None:
+        folder = Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime()))
+    if folder:
+        refuse_taken(folder, "remove it")
+    if request.command and folder:
+        code, job = _record(request, folder)
+    else:
+        job = job_in(request.paths)
+    judgement = judged(job, request.topology, bases)
+    if request.model_and_layout:
+        from dtbench.traces.required_volume import needed
+
+        judgement = structs.replace(judgement, needed=needed(job, *request.model_and_layout))
+    if folder:
+        folder.mkdir(exist_ok=True)
+        replace_file(folder / JOB_FILE, json.encode(job))
+        replace_file(folder / "table.txt", job_text(job, judgement).encode("utf-8", "replace"))
+    return JobProfile(job, judgement, folder, code or judgement.exit_code)
+
+
+def job_in(paths: Sequence[Path]) -> Job:
+    """Reads the profile of a job, or traces."""
+    return load_job(paths[0]) if len(paths) == 1 and is_profile(paths[0]) else read_job(paths)
+
+
+def print_profile(profile: JobProfile, as_json: bool) -> None:
+    """Prints tables, or one JSON document with the job's fields and its analysis."""
+    if as_json:
+        print_json({**to_builtins(profile.job), "judgement": to_builtins(profile.judgement)})
+    else:
+        print_job(profile.job, profile.judgement)
+
+
+def job_text(job: Job, judgement: Judgement) -> str:
+    """Returns the tables of a job as plain text."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        print_job(job, judgement)
+    return text.getvalue()
+
+
+def _record(request: JobRequest, folder: Path) -> tuple[int, Job]:
+    """Runs and records the command. Returns its exit code and the job that its traces show."""
+    folder.mkdir()
+    stdout = os.dup(1)
+    if request.stdout_is_ours:
+        os.dup2(2, 1)
+    try:
+        recording = record(
+            request.command,
+            folder,
+            steps=request.steps,
+            warmup=request.warmup,
+            timeout_s=request.timeout_s,
+        )
+    finally:
+        os.dup2(stdout, 1)
+        with contextlib.suppress(OSError):  # the folder holds traces, so it stays
+            folder.rmdir()
+    if not recording.traces:
+        error = DtbenchError(f"no rank wrote a trace, so there is no profile: {' '.join(recording.notes)}")
+        error.exit_code = recording.exit_code or EXIT_CASE_FAILED
+        raise error
+    job = read_job(recording.traces, folder.name, request.command)
+    return recording.exit_code, structs.replace(job, notes=(*recording.notes, *job.notes))
