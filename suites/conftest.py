@@ -1,4 +1,4 @@
-"""`pytest suites` measures the built-in suites, by `dtbench.pytest_plugin`."""
+"""Lets `pytest suites` measure the built-in suites through `dtbench.pytest_plugin`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TESTS = Path(__file__).parent / "tests"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    pluginmanager.import_plugin("dtbench.pytest_plugin")  # where dtbench is not installed
+    pluginmanager.import_plugin("dtbench.pytest_plugin")  # needed if dtbench is not installed
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,14 +19,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Rank 0 alone prints."""
+    """Silences the output of all ranks but rank 0."""
     from dtbench.pytest_plugin import silence_others
 
     silence_others(session.config)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`pytest suites` measures; the tests of the suites are for `pytest suites/tests`."""
+    """Ignores the tests of the suites unless the command line names them, as in `pytest suites/tests`."""
     named = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
     if collection_path == TESTS and not any(path.is_relative_to(TESTS) for path in named):
         return True

@@ -1,4 +1,4 @@
-"""Every case of every built-in suite as a pytest-benchmark test: `pytest suites`; see `dtbench.pytest_plugin`."""
+"""Runs every case of every built-in suite as a pytest-benchmark test: `pytest suites`; see `dtbench.pytest_plugin`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The built-in benchmark suites, a module each, imported when it is asked for.
+"""The built-in benchmark suites: one module per suite, imported on demand.
 
-Reading order: `data` (what all share), then any suite; each stands alone.
+Read `data` first, which all suites share, then any suite.
 """
 
-# What each measures, in the order in which they are listed and run; they are listed without importing torch.
+# Suite -> its one-line description. The order is that of listing and running. Listing suites does not import torch.
 SUITES = {
     "bucketer": "bucketed reduce-scatter of many small tensors",
     "collectives": "time and bandwidth of six collectives per mesh dim",

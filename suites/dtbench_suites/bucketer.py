@@ -1,22 +1,24 @@
-"""Reduce-scatter of many small tensors: what bundling them into buckets gains, and at which size.
+"""Reduce-scatter of many small tensors: the gain from bucketing, by bucket size.
 
-    core         dtbench_core.ReduceScatterBucketer, buckets of bucket_bytes
-    core_held    the same, told that it may hold the tensors until a bucket is full instead of copying them
-    reference    fairscale's algorithm (bucketer_reference.py), buckets of the same size
-    unbucketed   one collective for each tensor: what bucketing has to beat
-    packed       as many collectives as `core` issues, over tensors that lie in order already: nothing is copied, so
-                 what `core` takes beyond it is packing, and what it takes beyond `limit` the collectives' own cost
+    core         dtbench_core.ReduceScatterBucketer with buckets of bucket_bytes
+    core_held    the same with hold_inputs=True: keeps the inputs until a bucket is full instead of copying them
+    reference    fairscale's algorithm (bucketer_reference.py) with buckets of the same size
+    unbucketed   one collective per tensor: the cost that bucketing has to beat
+    packed       as many collectives as `core` issues, over inputs that are contiguous already, so nothing is copied
     limit        one collective over all bytes at once, nothing copied
     copy         one plain copy of all bytes
 
-The large cases are 64 MiB in the bucketers' default buckets. They have no `unbucketed`, which would take
-seconds per sample, and the small ones have no `copy` and no `core_held`.
+The time of `core` minus that of `packed` is the cost of packing. The time of `packed` minus that of `limit` is the
+cost of issuing several collectives.
 
-With `--size`, which then are the sizes of buckets, the 64 MiB in tensors of 256 KiB are sent through each of them:
-the sizes that `dtbench calibrate` chooses from.
+The large cases send 64 MiB in buckets of the default size. They have no `unbucketed`, which would take seconds per
+sample. The small cases have no `copy` and no `core_held`.
 
-Counters, per pass over all tensors: collectives issued, bytes_copied on this rank, and peak_bytes of
-buffers besides the inputs and the results.
+With `--size`, the sizes are bucket sizes: 64 MiB in tensors of 256 KiB are sent through buckets of each size.
+`dtbench calibrate` chooses the bucket size from these cases.
+
+Counters, per pass over all tensors: `collectives` issued, `bytes_copied` on this rank, and `peak_bytes` of the buffers
+besides inputs and results.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ from dtbench_suites import SUITES
 from dtbench_suites.bucketer_reference import ReferenceBucketer
 from dtbench_suites.data import KIB, MIB, mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
 
-# Bytes of all tensors, of one tensor, of a bucket. 25 MiB is the bucketers' default (DDP and fairscale);
-# tensors of 16 KiB are biases and norms of a large model, 256 KiB small matrices. On a CPU a collective
-# costs about a millisecond however small it is, so there are fewer of them.
+# (total bytes, tensor sizes in bytes, bucket sizes in bytes). 25 MiB is the default bucket size of DDP and fairscale.
+# Tensors of 16 KiB are biases and norms of a large model, tensors of 256 KiB are small matrices. On a CPU the total
+# is smaller because even the smallest collective takes about a millisecond.
 Sweep = tuple[int, tuple[int, ...], tuple[int, ...]]
 SWEEPS: dict[str, Sweep] = {
     "cpu": (2 * MIB, (16 * KIB, 256 * KIB), (256 * KIB, 1 * MIB, 25 * MIB)),
@@ -53,13 +55,16 @@ LARGE: Sweep = (64 * MIB, (16 * KIB, 256 * KIB, 1 * MIB), (25 * MIB,))
 
 @dataclass(frozen=True)
 class Gradients:
-    """The tensors of one rank, and what is to come out. Tensor k holds other values than its neighbours.
+    """The input tensors of one rank, with a check of their reduced shards.
 
-    All impls read the same: they only differ in what they do with it, and memory holds it once.
+    All impls read the same tensors, so that memory holds them once. Values differ between neighbouring tensors.
+
+    Attributes:
+        tensors: each of shape (count,).
     """
 
     group: dist.ProcessGroup
-    tensors: list[torch.Tensor]  # each (count,)
+    tensors: list[torch.Tensor]
 
     @classmethod
     @functools.lru_cache(maxsize=1)
@@ -70,38 +75,42 @@ class Gradients:
         return cls(group, [summed_values(rank, n, count, dtype, device, start=k) for k in range(number)])
 
     def check(self, results: list[torch.Tensor | None]) -> str | None:
-        """results: for tensor k its reduced shard, (count / n,); None where none came."""
+        """Returns a message about the first wrong shard, or None.
+
+        Args:
+            results: the reduced shard of each tensor, of shape (count / n,); None if its callback was not called.
+        """
         n, first = self.group.size(), self.tensors[0]
         for k, result in enumerate(results):
             if result is None:
                 return f"tensor {k} of {len(results)} was never reduced"
-            whole = sum_of_values(n, first.numel(), first.dtype, first.device, start=k)
-            wrong = mismatch(result, whole.chunk(n)[self.group.rank()], f"the shard of tensor {k}")
+            summed = sum_of_values(n, first.numel(), first.dtype, first.device, start=k)
+            wrong = mismatch(result, summed.chunk(n)[self.group.rank()], f"the shard of tensor {k}")
             if wrong:
                 return wrong
         return None
 
 
 def bucketer_of(impl: str, bucket_bytes: int, tensors: list[torch.Tensor], n: int) -> tuple[Any, list[Any]]:
-    """(the bucketer of an impl, each tensor in the form that it takes)."""
+    """Returns the bucketer of an impl, and its inputs: the tensors, or a list of n chunks of each tensor."""
     lists = [list(t.chunk(n)) for t in tensors] if impl in ("reference", "core_lists") else []
     if impl == "reference":
         return ReferenceBucketer(bucket_bytes / MIB), lists
-    own = dtbench_core.ReduceScatterBucketer(bucket_bytes / MIB, hold_inputs=impl == "core_held")
-    return own, lists or tensors
+    hold_inputs = impl == "core_held"
+    return dtbench_core.ReduceScatterBucketer(bucket_bytes / MIB, hold_inputs=hold_inputs), lists or tensors
 
 
 def send_all(
     bucketer: Any, inputs: Sequence[Any], callbacks: Sequence[Callable[..., Any]], group: dist.ProcessGroup
 ) -> None:
-    """One pass over all tensors."""
+    """Reduces all tensors through the bucketer and flushes it."""
     for tensor, callback in zip(inputs, callbacks, strict=True):
         bucketer.reduce_scatter_async(tensor, group, callback)
     bucketer.flush()
 
 
 def counters_of(bucketer: Any, run: Callable[[], object]) -> dict[str, float]:
-    """Of one more pass; all ranks together."""
+    """Returns the counters of one more pass. All ranks must call it together."""
     if isinstance(bucketer, ReferenceBucketer):
         issued = bucketer.collectives
         run()
@@ -120,8 +129,8 @@ def bucketed(impl: str, gradients: Gradients, bucket_bytes: int) -> Workload:
     group, number = gradients.group, len(gradients.tensors)
     bucketer, inputs = bucketer_of(impl, bucket_bytes, gradients.tensors, group.size())
     results: list[torch.Tensor | None] = [None] * number
-    keep = [partial(results.__setitem__, k) for k in range(number)]
-    run = partial(send_all, bucketer, inputs, keep, group)
+    callbacks = [partial(results.__setitem__, k) for k in range(number)]
+    run = partial(send_all, bucketer, inputs, callbacks, group)
 
     def check() -> str | None:
         results[:] = [None] * number
@@ -137,26 +146,28 @@ def unbucketed(gradients: Gradients) -> Workload:
     outputs = [torch.empty_like(t.chunk(group.size())[0]) for t in gradients.tensors]
     pairs = zip(outputs, gradients.tensors, strict=True)
     calls = [partial(reduce_scatter_single, *pair, group=group) for pair in pairs]
-    return plain(calls, outputs, lambda: gradients.check([*outputs]))
+    return uncopied(calls, outputs, lambda: gradients.check([*outputs]))
 
 
 def packed(gradients: Gradients, bucket_bytes: int) -> Workload:
-    """As a bucket would lie at its best: all shards for rank 0, all for rank 1, ..."""
+    """Workload whose buckets are packed beforehand: all shards of rank 0, then all of rank 1, ..."""
     group, n = gradients.group, gradients.group.size()
-    many = max(1, bucket_bytes // gradients.tensors[0].nbytes)
+    tensors_per_bucket = max(1, bucket_bytes // gradients.tensors[0].nbytes)
     outputs, calls = [], []
-    for start in range(0, len(gradients.tensors), many):
-        rows = torch.stack(gradients.tensors[start : start + many])  # (tensors, count)
+    for start in range(0, len(gradients.tensors), tensors_per_bucket):
+        rows = torch.stack(gradients.tensors[start : start + tensors_per_bucket])  # (tensors, count)
         sent = rows.view(len(rows), n, -1).transpose(0, 1).flatten()
         outputs.append(sent.new_empty(len(rows), rows.shape[1] // n))
         calls.append(partial(reduce_scatter_single, outputs[-1].view(-1), sent, group=group))
-    return plain(calls, outputs, lambda: gradients.check([shard for output in outputs for shard in output]))
+    return uncopied(
+        calls, outputs, lambda: gradients.check([shard for output in outputs for shard in output])
+    )
 
 
 def copy(
     source: torch.Tensor, record: Callable[[Callable[[], object]], Callable[[], object]] = lambda run: run
 ) -> Workload:
-    """record: makes of the copy what is timed."""
+    """Workload that copies `source`. `record` turns the copy into the function to time, e.g. a CUDA graph."""
     target = torch.empty_like(source)
     run = record(lambda: target.copy_(source))
 
@@ -168,10 +179,10 @@ def copy(
     return Workload(run=run, check=check)
 
 
-def plain(
+def uncopied(
     calls: Sequence[Callable[[], object]], outputs: list[torch.Tensor], compare: Callable[[], str | None]
 ) -> Workload:
-    """Collectives straight from the inputs into the results: nothing copied, nothing held."""
+    """Workload of collectives that read the inputs and write the results directly, without buffers."""
 
     def run() -> None:
         for call in calls:
@@ -191,12 +202,18 @@ SMALL_IMPLS = ("core", "reference", "unbucketed", "packed", "limit")
 LARGE_IMPLS = ("core", "core_held", "reference", "packed", "limit", "copy")
 
 
-def _gains_most(case: Case) -> bool:
-    """Whether the tensors are the smallest, for which buckets are made."""
+def _has_smallest_tensors(case: Case) -> bool:
+    """Returns whether the tensors are the smallest ones, which gain most from bucketing."""
     return case.name == "reduce_scatter" and case.params["tensor_bytes"] == 16 * KIB
 
 
-@suite("bucketer", world="ranks", help=SUITES["bucketer"], impl_s=(0.53, 0.09), budget_priority=_gains_most)
+@suite(
+    "bucketer",
+    world="ranks",
+    help=SUITES["bucketer"],
+    impl_s=(0.53, 0.09),
+    budget_priority=_has_smallest_tensors,
+)
 def bucketer(options: RunOptions) -> Iterator[Case]:
     sweeps: list[tuple[str, Sweep, tuple[str, ...]]]
     if options.quick:
@@ -207,12 +224,18 @@ def bucketer(options: RunOptions) -> Iterator[Case]:
     else:
         small = ("reduce_scatter", SWEEPS[options.device_type], SMALL_IMPLS)
         sweeps = [small, ("reduce_scatter_large", LARGE, LARGE_IMPLS)]
-    for (mesh_dim, n), dtype_name, way in itertools.product(shared_dims(options), options.dtypes, sweeps):
-        (name, (total_bytes, tensor_sizes, bucket_sizes), impls), dtype = way, torch_dtype(dtype_name)
+    for (mesh_dim, n), dtype_name, selected in itertools.product(
+        shared_dims(options), options.dtypes, sweeps
+    ):
+        (name, (total_bytes, tensor_sizes, bucket_sizes), impls), dtype = selected, torch_dtype(dtype_name)
         for tensor_bytes, bucket_bytes in itertools.product(tensor_sizes, bucket_sizes):
-            count = tensor_bytes // dtype.itemsize // n * n  # even shards
-            number, taken = total_bytes // tensor_bytes, count * dtype.itemsize
-            sizes = {"tensor_bytes": taken, "bucket_bytes": bucket_bytes, "total_bytes": number * taken}
+            count = tensor_bytes // dtype.itemsize // n * n  # a multiple of n, for even shards
+            number, actual_bytes = total_bytes // tensor_bytes, count * dtype.itemsize
+            sizes = {
+                "tensor_bytes": actual_bytes,
+                "bucket_bytes": bucket_bytes,
+                "total_bytes": number * actual_bytes,
+            }
             build = partial(build_impl, mesh_dim, number, count, dtype, bucket_bytes)
             yield Case(
                 name=name,
@@ -230,6 +253,6 @@ def build_impl(
     if impl == "copy":
         return copy(torch.stack(gradients.tensors))
     if impl in ("packed", "limit"):
-        all_bytes = sum(t.nbytes for t in gradients.tensors)
-        return packed(gradients, bucket_bytes if impl == "packed" else all_bytes)
+        total_bytes = sum(t.nbytes for t in gradients.tensors)
+        return packed(gradients, bucket_bytes if impl == "packed" else total_bytes)
     return unbucketed(gradients) if impl == "unbucketed" else bucketed(impl, gradients, bucket_bytes)

@@ -1,10 +1,10 @@
-"""The bucketer to measure against: fairscale's algorithm, written anew from its description.
+"""The reference bucketer: fairscale's algorithm, reimplemented from its description.
 
-A bucket is n rows of the full capacity, zeroed when it is made. An input is stacked, and the stack is
-copied into the rows; at a flush the filled columns are made contiguous, reduced at once, and zeroed, and
-the next bucket gets a new zeroed output. So each byte is copied three times and cleared once, and
-callbacks get views of the output. One departure: the collective is given flat tensors, since the
-two-dimensional input of the original is refused by gloo and by the fake backend today.
+A bucket is a zeroed buffer of n rows, each of the full capacity. The shards of an input are stacked and copied into
+the rows. A flush makes the filled columns contiguous, reduces them in one collective and zeroes them; the next bucket
+gets a new zeroed output. So each byte is copied three times and zeroed once. Callbacks receive views of the output.
+
+Unlike fairscale's, the collective gets flat tensors, because gloo and the fake backend reject two-dimensional inputs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _ReferenceBucket:
 
 
 class ReferenceBucketer:
-    """As `dtbench_core.ReduceScatterBucketer`, for lists of one dtype on one device and group."""
+    """Has the interface of `dtbench_core.ReduceScatterBucketer`, for lists of one dtype, device and group."""
 
     def __init__(self, bucket_cap_mb: float = 25) -> None:
         self.bucket_cap_mb = bucket_cap_mb
@@ -64,10 +64,10 @@ class ReferenceBucketer:
         group: ProcessGroup,
         callback: Callable[[Tensor], object] | None = None,
     ) -> None:
-        """As fairscale's: at once if it is larger than a bucket, else when the bucket is full."""
+        """Reduces the shards immediately if they exceed a bucket, otherwise when the bucket is full."""
         first, n = shards[0], len(shards)
         if n != group.size():
-            raise ValueError(f"got {n} tensors, expected one for each of the {group.size()} ranks")
+            raise ValueError(f"got {n} tensors, expected {group.size()}: one per rank of the group")
         capacity = int(self.bucket_cap_mb * MIB / first.element_size() // n)
         if first.numel() > capacity:
             output = torch.zeros_like(first)

@@ -1,4 +1,4 @@
-"""Time and bandwidth of torch.distributed's collectives, per dim of the device mesh.
+"""Time and bandwidth of the collectives of torch.distributed, per mesh dim.
 
     group of 4 ranks        send         receive      S (size_bytes)
     all_reduce              S            S            the buffer
@@ -8,9 +8,9 @@
     broadcast               S (rank 0)   S            the buffer
     scatter                 S (rank 0)   S/4          the buffer on rank 0
 
-S is counted as nccl-tests counts it. Each dim is measured **alone** (one group works, the others
-wait) and **together** (all its groups at once, as in training, where they share the links); all dims as one
-group ("dp+tp") are measured, too.
+S is defined as in nccl-tests. Each mesh dim is measured **alone** (one group communicates, the others wait) and
+**together** (all groups of the dim communicate at once and share the links, as in training). The group of all ranks
+("dp+tp") is measured, too.
 """
 
 from __future__ import annotations
@@ -38,20 +38,26 @@ from dtbench_suites.data import (
     torch_dtype,
 )
 
-# Calls between two clock readings when back to back: 10, fewer once they move so many bytes that what
-# the calls overlap no longer matters. nccl-tests launches 20 of any size (`-n`, src/common.cu).
+# Calls between two clock readings in the mode back_to_back: 10, or fewer if they move so many bytes that overlap
+# between calls no longer matters. nccl-tests launches 20 calls of any size (`-n`, src/common.cu).
 BACK_TO_BACK_CALLS, BACK_TO_BACK_BYTES = 10, 16 * 2**20
-# Which groups of a mesh dim work, and how: alone shows the links, together the load of training, in
-# which calls also follow each other without a barrier.
+# (groups, mode). "alone" measures the links; "together" has the load of training. "back_to_back" calls follow each
+# other without a barrier, as they do in training.
 REGIMES = tuple(itertools.product(("alone", "together"), ("isolated", "back_to_back")))
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """What a collective needs to know on one rank of a group of `n`. count: elements in S."""
+    """Makes the inputs, outputs and expected results of a collective on one rank.
+
+    Attributes:
+        rank: the rank within the group.
+        n: the number of ranks of the group.
+        count: the number of elements in S.
+    """
 
     group: dist.ProcessGroup
-    rank: int  # in the group
+    rank: int
     n: int
     count: int
     dtype: torch.dtype
@@ -60,25 +66,34 @@ class Buffers:
     def empty(self, count: int) -> torch.Tensor:  # (count,)
         return torch.empty(count, dtype=self.dtype, device=self.device)
 
-    def moved(self, rank: int, parts: int = 1) -> torch.Tensor:  # (count / parts,) what `rank` sends
+    def moved(
+        self, rank: int, parts: int = 1
+    ) -> torch.Tensor:  # (count / parts,): the data that `rank` sends
         return moved_values(rank, self.count // parts, self.dtype, self.device)
 
-    def summed(self) -> torch.Tensor:  # (count,) what this rank adds
+    def summed(self) -> torch.Tensor:  # (count,): this rank's addend
         return summed_values(self.rank, self.n, self.count, self.dtype, self.device)
 
     def sum(self) -> torch.Tensor:  # (count,)
         return sum_of_values(self.n, self.count, self.dtype, self.device)
 
-    def mine(self, full: torch.Tensor) -> torch.Tensor:  # (count,) -> (count / n,)
+    def own_shard(self, full: torch.Tensor) -> torch.Tensor:  # (count,) -> (count / n,)
         return full.chunk(self.n)[self.rank]
 
-    def from_all(self, part: Callable[[int], torch.Tensor]) -> torch.Tensor:  # (count,) a part of each rank
+    def concatenate(
+        self, part: Callable[[int], torch.Tensor]
+    ) -> torch.Tensor:  # part(rank) of all ranks -> (count,)
         return torch.cat([part(rank) for rank in range(self.n)])
 
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """One collective with its buffers. reset: makes `result` wrong and the input right again."""
+    """A collective with its buffers.
+
+    Attributes:
+        reset: restores the input and overwrites `result` with wrong values.
+        expected: returns the correct `result`.
+    """
 
     run: Callable[[], object]
     reset: Callable[[], object]
@@ -86,7 +101,7 @@ class TimedCollective:
     expected: Callable[[], torch.Tensor]
 
     def check(self) -> str | None:
-        """Calls once on fresh data; all ranks of the group together."""
+        """Runs the collective once on fresh data. All ranks of the group must call it together."""
         self.reset()
         self.run()
         return mismatch(self.result, self.expected())
@@ -101,19 +116,21 @@ def all_reduce(b: Buffers) -> TimedCollective:
 def all_gather(b: Buffers) -> TimedCollective:
     full, part = b.empty(b.count), b.moved(b.rank, parts=b.n)
     run = partial(all_gather_single, full, part, group=b.group)
-    return TimedCollective(run, full.zero_, full, lambda: b.from_all(lambda r: b.moved(r, parts=b.n)))
+    return TimedCollective(run, full.zero_, full, lambda: b.concatenate(lambda r: b.moved(r, parts=b.n)))
 
 
 def reduce_scatter(b: Buffers) -> TimedCollective:
     part, full = b.empty(b.count // b.n), b.summed()
     run = partial(reduce_scatter_single, part, full, group=b.group)
-    return TimedCollective(run, part.zero_, part, lambda: b.mine(b.sum()))
+    return TimedCollective(run, part.zero_, part, lambda: b.own_shard(b.sum()))
 
 
 def all_to_all(b: Buffers) -> TimedCollective:
     received, sent = b.empty(b.count), b.moved(b.rank)
     run = partial(dist.all_to_all_single, received, sent, group=b.group)
-    return TimedCollective(run, received.zero_, received, lambda: b.from_all(lambda r: b.mine(b.moved(r))))
+    return TimedCollective(
+        run, received.zero_, received, lambda: b.concatenate(lambda r: b.own_shard(b.moved(r)))
+    )
 
 
 def broadcast(b: Buffers) -> TimedCollective:
@@ -126,12 +143,12 @@ def scatter(b: Buffers) -> TimedCollective:
     part = b.empty(b.count // b.n)
     parts = list(b.moved(0).chunk(b.n)) if b.rank == 0 else None
     run = partial(dist.scatter, part, parts, group=b.group, group_src=0)
-    return TimedCollective(run, part.zero_, part, lambda: b.mine(b.moved(0)))
+    return TimedCollective(run, part.zero_, part, lambda: b.own_shard(b.moved(0)))
 
 
 _TIMED = (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter)
 COLLECTIVES = {function.__name__: function for function in _TIMED}
-WHOLE_BUFFER = ("all_reduce", "broadcast")  # their S need not divide by the number of ranks
+WHOLE_BUFFER = ("all_reduce", "broadcast")  # their S need not be a multiple of the number of ranks
 
 
 def build(
@@ -146,49 +163,56 @@ def build(
 
 
 def trimmed(collective: str, size_bytes: int, n: int, itemsize: int) -> int:
-    """S in bytes: whole elements, the same number for each rank, at least one."""
+    """Rounds S down to an equal number of elements per rank, at least one. Returns bytes."""
     step = itemsize if collective in WHOLE_BUFFER else itemsize * n
     return max(size_bytes // step, 1) * step
 
 
-def calls_of(mode: str, size_bytes: int) -> int:
-    """Calls per sample."""
+def calls_per_sample_of(mode: str, size_bytes: int) -> int:
+    """Returns the number of calls per sample."""
     if mode == "isolated":
         return 1
     return min(max(BACK_TO_BACK_BYTES // size_bytes, 2), BACK_TO_BACK_CALLS)
 
 
 def accompanying_sizes(options: RunOptions, groups: str, mode: str) -> tuple[int, ...]:
-    """Bytes of the regimes beside the sweep that calibration fits, of all groups together and isolated. One
-    group alone tells by the largest size, which fills the links, how much the groups share."""
+    """Returns the sizes (bytes) of a regime that calibration does not fit.
+
+    Calibration fits the sweep of the regime (together, isolated). For (alone, isolated) the largest size is enough: it
+    saturates the links, so it shows how much bandwidth the groups share.
+    """
     if options.refine and not options.sizes_chosen and (groups, mode) == ("alone", "isolated"):
         return options.sizes_bytes[-1:]
     return options.few_sizes_bytes
 
 
-def swept(
+def sweep_cases(
     options: RunOptions,
     dims: Iterable[tuple[str, int]],
     names: Iterable[str],
     sizes_of: Callable[[RunOptions, str, str], Iterable[int]],
     case_of: Callable[..., Case],
 ) -> Iterator[Case]:
-    """The cases of all names on these mesh dims, in all regimes; sizes_of: of a regime, bytes asked for."""
+    """Yields the cases of all names on the given mesh dims, in all regimes.
+
+    Args:
+        sizes_of: (options, groups, mode) -> requested sizes in bytes.
+    """
     for (mesh_dim, n), dtype, name in itertools.product(dims, options.dtypes, names):
-        whole = n == options.world_size  # alone and together at once
+        spans_all_ranks = n == options.world_size  # then the only group is both alone and together
         cases = [
             case_of(name, mesh_dim, n, groups, mode, dtype, size)
             for groups, mode in REGIMES
-            if not (whole and groups == "alone")
+            if not (spans_all_ranks and groups == "alone")
             for size in sizes_of(options, groups, mode)
         ]
-        # Sizes below what the ranks can share are the same one.
+        # Sizes too small to divide among the ranks are rounded to the same size: keep one case of it.
         yield from {tuple(case.params.items()): case for case in cases}.values()
 
 
 def refinement_of(case_of: Callable[..., Case]) -> Refinement:
-    """Sizes between those of a sweep, which `case_of` trims as it does theirs."""
-    return Refinement(sizes_between, lambda _plan, name, params: case_of(name, **params))
+    """Returns the refinement of a sweep by sizes between its own, which `case_of` rounds."""
+    return Refinement(sizes_between, lambda _options, name, params: case_of(name, **params))
 
 
 def sizes_of(options: RunOptions, groups: str, mode: str) -> Sequence[int]:
@@ -200,21 +224,21 @@ def sizes_of(options: RunOptions, groups: str, mode: str) -> Sequence[int]:
 def case_of(
     collective: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtype: str, size: int
 ) -> Case:
-    """size: bytes asked for."""
+    """Returns the case of a collective. `size`: requested bytes, rounded by `trimmed`."""
     size = trimmed(collective, size, ranks, torch_dtype(dtype).itemsize)
     return Case(
         name=collective,
         params=params_of(mesh_dim, ranks, groups, mode, dtype, size),
         build={"c10d": partial(build, collective, mesh_dim, groups, torch_dtype(dtype), size)},
         size_bytes=size,
-        bandwidth=ranks > 1,  # one rank sends nothing: its time is that of a launch
+        bandwidth=ranks > 1,  # one rank sends nothing: its time is only that of a launch
         busbw_factor=busbw_factor(collective, ranks) if ranks > 1 else None,
-        calls_per_sample=calls_of(mode, size),
+        calls_per_sample=calls_per_sample_of(mode, size),
     )
 
 
 def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: int) -> dict[str, Param]:
-    """What tells the cases of a collective, or of a change of placement, apart."""
+    """Returns the params of a case of this suite or of the redistribute suite."""
     return {"mesh_dim": mesh_dim, "ranks": n, "groups": groups, "mode": mode, "dtype": dtype, "size": size}
 
 
@@ -227,4 +251,4 @@ def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: i
     budget_priority=is_calibrated_with,
 )
 def collectives(options: RunOptions) -> Iterator[Case]:
-    yield from swept(options, priced_dims(options) or options.mesh[-1:], COLLECTIVES, sizes_of, case_of)
+    yield from sweep_cases(options, priced_dims(options) or options.mesh[-1:], COLLECTIVES, sizes_of, case_of)

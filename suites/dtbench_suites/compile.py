@@ -1,17 +1,17 @@
-"""torch.compile over DTensors: what a compiled call costs the host, and what compiling costs.
+"""torch.compile with DTensors: host time of a compiled call, and compile time.
 
     core    dtbench_core
     torch   torch.distributed.tensor
-    local   plain torch on this rank's part, compiled too, without communication: the floor
+    local   compiled plain torch on this rank's shards, without communication: the floor
 
-A **cached** call runs a graph that is there. A **first** call compiles: Dynamo is reset before each, and the
-caches of graphs (FX, AOTAutograd, inductor's) are off; what the C++ compiler has built of the same source stays on
-disk, as its time is not the libraries'. A **recompiled** call finds the graph of another placement (ops) or
-another batch (from_to_local and blocks), and compiles again. With a backward pass, both graphs count.
+A **cached** call runs an existing graph. A **first** call compiles: Dynamo is reset before each, and the graph caches
+(FX, AOTAutograd, inductor) are off. Kernels that the C++ compiler has already built stay on disk, because its time does
+not depend on the library. A **recompiled** call finds the graph of another placement (ops) or another batch size
+(from_to_local and blocks) and compiles again. With a backward pass, both graphs are compiled.
 
-Each case counts, in `graph_breaks`, `graphs` (forward and backward) and `collectives`, what stands in the graphs as
-AOTAutograd hands them to a backend. Parts are small, so a call is the host's time and, where a graph holds
-collectives, that of their latency. Outputs and gradients are compared with plain torch's on full tensors.
+Counters describe the graphs that AOTAutograd passes to a backend: `graph_breaks`, `graphs` (forward and backward) and
+`collectives`. Shards are small, so a call's time is host time plus the latency of the collectives. Outputs and
+gradients are compared with plain torch on full tensors.
 """
 
 from __future__ import annotations
@@ -30,26 +30,34 @@ from torch import Tensor, nn
 
 from dtbench.suite import Case, Param, RunOptions, Skip, Workload, World, suite
 from dtbench_suites import SUITES
-from dtbench_suites.data import BEFORE_213, Place, hush_torch, refuse_gathers_of_cuda_on_gloo, shared_dims
-from dtbench_suites.tensor_parallel import BOTH, FORWARD, MODELS, compare, names_of, one_pass, parallelize
+from dtbench_suites.data import BEFORE_213, Place, shared_dims, silence_torch, skip_cuda_gathers_on_gloo
+from dtbench_suites.tensor_parallel import (
+    FORWARD,
+    FORWARD_BACKWARD,
+    MODELS,
+    compare,
+    parallelize,
+    result_names,
+    run_pass,
+)
 
 BACKENDS = ("aot_eager", "inductor")
 CACHED, FIRST, RECOMPILED = "cached", "first", "recompiled"
-# A sample outlasts the clock's reading and the scheduler's interruptions stay rare: see the dispatch suite.
+# Chosen as in the dispatch suite.
 CALLS_PER_SAMPLE = 10
 WARMUP_CALLS = 10
-# A first call takes from tenths of a second to seconds.
+# Samples of first and recompiled calls, which take tenths of a second to seconds.
 COMPILE_SAMPLES, COMPILE_SAMPLES_QUICK = 5, 2
-# The same arithmetic in another order and, with inductor, fused; float32.
+# float32; the arithmetic is the same, but in another order and, with inductor, fused.
 RTOL = 1e-4
-# What a quick run has: an op without communication, one with, the way in and out, and a block.
+# Cases of a quick run: an op without communication, one with, from_local and to_local, and a block.
 QUICK = (("add", "S(0),S(0)"), ("redistribute", "S(0)->R"), ("from_to_local", "S(0)"), ("mlp", ""))
 
-# ---- what is compiled: ops over DTensors, and the parts of a transformer cut by columns and rows ----
+# ---- compiled programs: ops on DTensors, and parallel blocks of a transformer ----
 
-# Of each rank's part: no arithmetic worth speaking of, as the call is what is measured.
+# Shape of each rank's shard: small, so that arithmetic takes hardly any time.
 ROWS, COLS = 4, 8
-# batch, positions, width for each rank: one head each
+# Batch, positions, and width per rank: one head each
 BATCH, SEQ, WIDTH = 2, 8, 16
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -58,11 +66,15 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CompiledOp:
-    """placements: of the inputs, and after "->" of what comes out where that tells it apart.
+    """A function to compile, with its inputs.
 
-    shapes: of the full inputs for n ranks and so many rows in each part. make: the function for a place.
-    plain: the same on full tensors. other: the placements that it is compiled for before a recompilation.
-    crosses: plain parts go in and come out, placed as the first input.
+    Attributes:
+        placements: of the inputs; after "->" that of the output, if needed to distinguish cases.
+        shapes: (ranks, rows per shard) -> shapes of the full inputs.
+        make: place -> the function.
+        plain: the function on full tensors.
+        compiled_before: the placements that it is compiled for before a recompilation.
+        converts: whether it takes and returns plain local tensors, with the placement of the first input.
     """
 
     name: str
@@ -70,15 +82,15 @@ class CompiledOp:
     shapes: Callable[[int, int], Shapes]
     make: Callable[[Place], Function]
     plain: Function
-    other: str
-    crosses: bool = False
+    compiled_before: str
+    converts: bool = False
 
 
 def by_rows(inputs: int) -> Callable[[int, int], Shapes]:
     return lambda n, k: ((n * k, n * COLS),) * inputs
 
 
-def same(fn: Function) -> tuple[Callable[[Place], Function], Function]:
+def plain_function(fn: Function) -> tuple[Callable[[Place], Function], Function]:
     return lambda place: fn, fn
 
 
@@ -86,121 +98,139 @@ def chain(x: Tensor) -> Tensor:
     return (((x * 2 + 1) * x).sin() * x + x) * 0.5
 
 
-def reduced(place: Place) -> Function:
-    """A product whose terms are pending, and then not."""
-    to = mover("R", place)
-    return lambda x, y: to(x @ y)
+def make_reduced_product(place: Place) -> Function:
+    """Returns a matrix product whose Partial result is redistributed to Replicate."""
+    replicate = make_redistribute("R", place)
+    return lambda x, y: replicate(x @ y)
 
 
-def mover(text: str, place: Place) -> Function:
-    """A change of placement; of a plain part, a copy of it."""
+def make_redistribute(text: str, place: Place) -> Function:
+    """Returns a redistribution to the placement `text`; for the impl "local", a copy."""
     if place.impl == "local":
         return torch.clone
-    placements = place.on_all(text)  # made outside of what is compiled
+    placements = place.placements(text)  # made outside the compiled function
     return lambda x: x.redistribute(placements=placements)
 
 
-def crossing(place: Place) -> Function:
-    """from_local, then a chain of ops, then to_local."""
+def make_conversion(place: Place) -> Function:
+    """Returns from_local, a chain of ops, and to_local as one function."""
     if place.impl == "local":
         return chain
-    from_local, mesh, placements = place.api.DTensor.from_local, place.mesh, place.on_all("S(0)")
+    from_local, mesh, placements = place.api.DTensor.from_local, place.mesh, place.placements("S(0)")
     fn: Function = chain
     return lambda x: fn(from_local(x, mesh, placements, run_check=False)).to_local()
 
 
 OPS = (
-    CompiledOp("add", "S(0),S(0)", by_rows(2), *same(torch.add), "S(1),S(1)"),
-    CompiledOp("mul_chain", "S(0)", by_rows(1), *same(chain), "S(1)"),
-    CompiledOp("softmax", "S(0)", by_rows(1), *same(lambda x: x.softmax(1)), "R"),
-    CompiledOp("softmax", "S(1)", by_rows(1), *same(lambda x: x.softmax(1)), "S(0)"),
+    CompiledOp("add", "S(0),S(0)", by_rows(2), *plain_function(torch.add), "S(1),S(1)"),
+    CompiledOp("mul_chain", "S(0)", by_rows(1), *plain_function(chain), "S(1)"),
+    CompiledOp("softmax", "S(0)", by_rows(1), *plain_function(lambda x: x.softmax(1)), "R"),
+    CompiledOp("softmax", "S(1)", by_rows(1), *plain_function(lambda x: x.softmax(1)), "S(0)"),
     CompiledOp(
         "layer_norm",
         "S(0),R,R",
         lambda n, k: ((n * k, COLS), (COLS,), (COLS,)),
-        *same(lambda x, weight, bias: F.layer_norm(x, (COLS,), weight, bias)),
+        *plain_function(lambda x, weight, bias: F.layer_norm(x, (COLS,), weight, bias)),
         "R,R,R",
     ),
-    CompiledOp("mm", "R,S(1)", lambda n, k: ((n * k, COLS), (COLS, n * COLS)), *same(torch.mm), "S(0),R"),
+    CompiledOp(
+        "mm", "R,S(1)", lambda n, k: ((n * k, COLS), (COLS, n * COLS)), *plain_function(torch.mm), "S(0),R"
+    ),
     CompiledOp(
         "linear",
         "R,S(0),S(0)",
         lambda n, k: ((2, n * k, COLS), (n * COLS, COLS), (n * COLS,)),
-        *same(F.linear),
+        *plain_function(F.linear),
         "S(1),R,R",
     ),
     CompiledOp(
-        "mm_reduced", "S(1),S(0)", lambda n, k: ((k, n * COLS), (n * COLS, COLS)), reduced, torch.mm, "R,R"
+        "mm_reduced",
+        "S(1),S(0)",
+        lambda n, k: ((k, n * COLS), (n * COLS, COLS)),
+        make_reduced_product,
+        torch.mm,
+        "R,R",
     ),
-    CompiledOp("redistribute", "S(0)->R", by_rows(1), partial(mover, "R"), torch.clone, "S(1)"),
-    CompiledOp("redistribute", "S(0)->S(1)", by_rows(1), partial(mover, "S(1)"), torch.clone, "R"),
-    CompiledOp("from_to_local", "S(0)", by_rows(1), crossing, chain, "", crosses=True),
+    CompiledOp("redistribute", "S(0)->R", by_rows(1), partial(make_redistribute, "R"), torch.clone, "S(1)"),
+    CompiledOp(
+        "redistribute", "S(0)->S(1)", by_rows(1), partial(make_redistribute, "S(1)"), torch.clone, "R"
+    ),
+    CompiledOp("from_to_local", "S(0)", by_rows(1), make_conversion, chain, "", converts=True),
 )
 BLOCKS = ("mlp", "attention")
-COLUMNS = ("up", "wq", "wk", "wv")  # the layers cut by columns; the others are by rows
+COLUMNS = ("up_proj", "wq", "wk", "wv")  # layers with ColwiseParallel; all others have RowwiseParallel
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A function, the tensors it is called with, those whose gradients are wanted, and the right answers.
+class PreparedCall:
+    """A function to compile with its tensors and expected results.
 
-    expected: the output and gradients on full tensors, or for plain parts on the parts. plain_part: how to read the
-    placement of what is plain.
+    Attributes:
+        leaves: the tensors to differentiate by.
+        expected: (whether with gradients) -> output and gradients, of full tensors or, for "local", of the shards.
+        names: the names of output and gradients, for messages.
+        plain_part: the placement of plain tensors among the results.
     """
 
     fn: Function
     inputs: tuple[Tensor, ...]
-    wanted: tuple[Tensor, ...]
+    leaves: tuple[Tensor, ...]
     expected: Callable[[bool], list[Tensor]]
     names: Sequence[str]
     plain_part: str = "R"
 
 
-def values(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Tensor]:
-    """Full tensors, the same on all ranks."""
+def random_tensors(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Tensor]:
+    """Returns full tensors, equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
-def answers(fn: Function, inputs: Sequence[Tensor], wanted: Sequence[Tensor], backward: bool) -> list[Tensor]:
-    """The output, and with a backward pass the gradients: of ones, whatever the output is placed as."""
-    return one_pass(fn, inputs, wanted, (lambda out: torch.ones_like(out.detach())) if backward else None)
+def results_of(
+    fn: Function, inputs: Sequence[Tensor], leaves: Sequence[Tensor], backward: bool
+) -> list[Tensor]:
+    """Returns the output and, with a backward pass, the gradients of its sum."""
+    return run_pass(fn, inputs, leaves, (lambda out: torch.ones_like(out.detach())) if backward else None)
 
 
-def op_ready(op: CompiledOp, place: Place, rows: int = ROWS, placements: str = "") -> Ready:
-    full = values(op.shapes(place.mesh.size(), rows), place.device)
+def prepare_op(op: CompiledOp, place: Place, rows: int = ROWS, placements: str = "") -> PreparedCall:
+    full = random_tensors(op.shapes(place.mesh.size(), rows), place.device)
     texts = (placements or op.placements).split("->")[0].split(",")
     local = place.impl == "local"
-    put = place.part if op.crosses else place.put
+    put = place.part if op.converts else place.put
     inputs = [put(t, text).detach().requires_grad_() for t, text in zip(full, texts, strict=True)]
-    whole = [t.requires_grad_() for t in ([t.detach().clone() for t in inputs] if local else full)]
+    reference_inputs = [t.requires_grad_() for t in ([t.detach().clone() for t in inputs] if local else full)]
     names = ("the output", *(f"the gradient of input {i}" for i in range(len(inputs))))
-    expected = lambda backward: answers(op.plain, whole, whole, backward)  # noqa: E731
-    part = texts[0] if op.crosses and not local else "R"
-    return Ready(op.make(place), tuple(inputs), tuple(inputs), expected, names, part)
+    expected = lambda backward: results_of(op.plain, reference_inputs, reference_inputs, backward)  # noqa: E731
+    part = texts[0] if op.converts and not local else "R"
+    return PreparedCall(op.make(place), tuple(inputs), tuple(inputs), expected, names, part)
 
 
-def block_ready(name: str, place: Place, batch: int = BATCH) -> Ready:
-    """A block cut over the ranks; for "local" the part of each weight that this rank would hold, no communication."""
+def prepare_block(name: str, place: Place, batch: int = BATCH) -> PreparedCall:
+    """Prepares a parallel block; for "local", a plain block with this rank's shard of each weight."""
     n, device = place.mesh.size(), place.device
     with torch.random.fork_rng(devices=[]), device:
         torch.manual_seed(0)
-        model, whole = (MODELS[name](n * WIDTH, n) for _ in range(2))
-    whole.load_state_dict(model.state_dict())
-    (x,) = values([(batch, SEQ, n * WIDTH)], device)
-    cut: nn.Module = model
+        model, reference = (MODELS[name](n * WIDTH, n) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    (x,) = random_tensors([(batch, SEQ, n * WIDTH)], device)
+    parallel: nn.Module = model
     if place.impl == "local":
         keep_parts(model, place)
-        keep_parts(whole, place)
+        keep_parts(reference, place)
     else:
-        cut = parallelize(place.impl, model, place.mesh)
-    own, reference = (x.clone().requires_grad_() for _ in range(2))
-    expected = lambda backward: answers(whole, [reference], [reference, *whole.parameters()], backward)  # noqa: E731
-    return Ready(lambda x: cut(x), (own,), (own, *cut.parameters()), expected, names_of(whole))
+        parallel = parallelize(place.impl, model, place.mesh)
+    sharded_input, reference_input = (x.clone().requires_grad_() for _ in range(2))
+    leaves = [reference_input, *reference.parameters()]
+    expected = lambda backward: results_of(reference, [reference_input], leaves, backward)  # noqa: E731
+    names = result_names(reference)
+    return PreparedCall(
+        lambda x: parallel(x), (sharded_input,), (sharded_input, *parallel.parameters()), expected, names
+    )
 
 
 def keep_parts(model: nn.Module, place: Place) -> None:
-    """Replaces each weight by this rank's part of it."""
+    """Replaces each weight by this rank's shard."""
     for name, module in model.named_children():
         for kind in ("weight", "bias") if name in COLUMNS else ("weight",):
             parameter = getattr(module, kind)
@@ -209,43 +239,47 @@ def keep_parts(model: nn.Module, place: Place) -> None:
                 setattr(module, kind, nn.Parameter(part))
 
 
-# ---- compiling it ----
+# ---- compilation ----
 
 
 @dataclass
 class Compilation:
-    """A program compiled by `backend`, on this rank."""
+    """A program compiled by `backend` on this rank.
 
-    make: Callable[[bool], Ready]  # of whether it is the program that was compiled before
+    Attributes:
+        make: returns the program; given True, the variant that is compiled before a recompilation.
+        backward: whether gradients are computed, too.
+    """
+
+    make: Callable[[bool], PreparedCall]
     backend: Any
     backward: bool
     place: Place
     compiled: Function = field(init=False)
-    ready: Ready = field(init=False)
+    prepared: PreparedCall = field(init=False)
 
     def start(self, call: str) -> None:
-        """Before a first call Dynamo forgets all that it knows; before a recompiled one it has the graph of the other
-        placement or batch, and only that."""
+        """Prepares a call: for a first call, resets Dynamo; for a recompiled one, also compiles the other variant."""
         if call != CACHED:
             torch._dynamo.reset()
-        before = self.make(call == RECOMPILED)
-        self.ready = self.make(False) if call == RECOMPILED else before
-        self.compiled = torch.compile(own_code(before.fn), backend=self.backend)
+        first_program = self.make(call == RECOMPILED)
+        self.prepared = self.make(False) if call == RECOMPILED else first_program
+        self.compiled = torch.compile(with_own_code(first_program.fn), backend=self.backend)
         if call == RECOMPILED:
-            answers(self.compiled, before.inputs, before.wanted, self.backward)
+            results_of(self.compiled, first_program.inputs, first_program.leaves, self.backward)
 
     def call(self) -> list[Tensor]:
-        return answers(self.compiled, self.ready.inputs, self.ready.wanted, self.backward)
+        return results_of(self.compiled, self.prepared.inputs, self.prepared.leaves, self.backward)
 
     def check(self) -> str | None:
-        part, want = self.ready.plain_part, self.ready.expected(self.backward)
+        part, want = self.prepared.plain_part, self.prepared.expected(self.backward)
         if part != "R":
-            want = [self.place.part(whole, part) for whole in want]
-        return compare(self.ready.names, self.call(), want, RTOL)
+            want = [self.place.part(full, part) for full in want]
+        return compare(self.prepared.names, self.call(), want, RTOL)
 
 
-def own_code(fn: Function) -> Function:
-    """`fn` with a code object of its own: Dynamo keeps its graphs and guards by that."""
+def with_own_code(fn: Function) -> Function:
+    """Returns `fn` with a new code object, because Dynamo caches graphs and guards per code object."""
 
     def called(*inputs: Tensor) -> Any:
         return fn(*inputs)
@@ -254,8 +288,8 @@ def own_code(fn: Function) -> Function:
     return types.FunctionType(code, called.__globals__, "called", None, called.__closure__)
 
 
-class Counter:
-    """A backend that counts what it is handed, and runs it as it is."""
+class CountingBackend:
+    """A backend that counts graphs and collectives, and runs the graphs unchanged."""
 
     def __init__(self) -> None:
         self.graphs = self.collectives = 0
@@ -264,29 +298,29 @@ class Counter:
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch._aot_autograd.utils import make_boxed_func
 
-        def take(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Any:
+        def count_graph(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Any:
             self.graphs += 1
             self.collectives += sum(map(is_collective, graph.graph.nodes))
             return make_boxed_func(graph.forward)
 
-        return aot_autograd(fw_compiler=take, bw_compiler=take)(module, example)
+        return aot_autograd(fw_compiler=count_graph, bw_compiler=count_graph)(module, example)
 
 
 def is_collective(node: torch.fx.Node) -> bool:
-    """Any op of the two namespaces of collectives, but for waiting."""
+    """Returns whether a node of a graph is a collective; waiting for one does not count."""
     space, _, name = str(node.target).partition(".")
     return space in ("_c10d_functional", "c10d", "_dtensor") and not name.startswith("wait_tensor")
 
 
-def counted(compilation: Compilation) -> dict[str, float]:
-    """graph_breaks, graphs and collectives of one call, compiled anew; all ranks together."""
-    counter = Counter()
+def graph_counters(compilation: Compilation) -> dict[str, float]:
+    """Compiles the call again and returns its counters. All ranks must call it together."""
+    counter = CountingBackend()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    ready = compilation.ready
+    prepared = compilation.prepared
     with caches_off():
-        compiled = torch.compile(own_code(ready.fn), backend=counter)
-        answers(compiled, ready.inputs, ready.wanted, compilation.backward)
+        compiled = torch.compile(with_own_code(prepared.fn), backend=counter)
+        results_of(compiled, prepared.inputs, prepared.leaves, compilation.backward)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     torch._dynamo.reset()
     return {"graph_breaks": breaks, "graphs": counter.graphs, "collectives": counter.collectives}
@@ -294,7 +328,7 @@ def counted(compilation: Compilation) -> dict[str, float]:
 
 @contextlib.contextmanager
 def caches_off() -> Iterator[None]:
-    """The caches of graphs off, and inductor without processes of its own, which ranks would multiply."""
+    """Turns off the graph caches, and inductor's worker processes, of which each rank would start several."""
     import torch._functorch.config as aot
     import torch._inductor.config as inductor
 
@@ -306,13 +340,13 @@ def caches_off() -> Iterator[None]:
         yield
 
 
-def ready_of(program: CompiledOp | str, place: Place, before: bool) -> Ready:
-    """A program's tensors; `before`: those it is compiled for before a recompilation."""
+def prepare(program: CompiledOp | str, place: Place, first_version: bool) -> PreparedCall:
+    """Prepares a program; with `first_version`, the variant that is compiled before a recompilation."""
     if isinstance(program, str):
-        return block_ready(program, place, BATCH + 1 if before else BATCH)
-    if before and (program.crosses or place.impl == "local"):
-        return op_ready(program, place, ROWS + 1)
-    return op_ready(program, place, placements=program.other if before else "")
+        return prepare_block(program, place, BATCH + 1 if first_version else BATCH)
+    if first_version and (program.converts or place.impl == "local"):
+        return prepare_op(program, place, ROWS + 1)
+    return prepare_op(program, place, placements=program.compiled_before if first_version else "")
 
 
 def build_impl(
@@ -320,14 +354,14 @@ def build_impl(
 ) -> Workload:
     import torch._dynamo.utils
 
-    if impl == "core" and BEFORE_213 and (isinstance(program, str) or program.crosses):
-        raise Skip("before torch 2.13 Dynamo takes no mesh of the core into a graph")
+    if impl == "core" and BEFORE_213 and (isinstance(program, str) or program.converts):
+        raise Skip("Dynamo does not support a DeviceMesh of the core before torch 2.13")
     if impl != "local":
-        refuse_gathers_of_cuda_on_gloo(world.mesh[mesh_dim])
-    hush_torch()
+        skip_cuda_gathers_on_gloo(world.mesh[mesh_dim])
+    silence_torch()
     place = Place(impl, world.mesh[mesh_dim], world.device)
-    compilation = Compilation(partial(ready_of, program, place), backend, passes == BOTH, place)
-    counters = partial(counted, compilation)
+    compilation = Compilation(partial(prepare, program, place), backend, passes == FORWARD_BACKWARD, place)
+    counters = partial(graph_counters, compilation)
 
     def run() -> list[Tensor]:
         with caches_off():
@@ -336,28 +370,28 @@ def build_impl(
     reset = torch._dynamo.reset
     if call == CACHED:
         compilation.start(call)
-        run()  # compiles, and what is called later enters no compiler
+        run()  # compiles, so that the timed calls do not
         return Workload(compilation.call, None, compilation.check, counters, close=reset)
 
-    def before() -> None:
+    def reset_and_prepare() -> None:
         with caches_off():
             compilation.start(call)
 
     def check() -> str | None:
-        before()  # another impl's sample may have reset Dynamo since
+        reset_and_prepare()  # a sample of another impl may have reset Dynamo
         with caches_off():
             return compilation.check()
 
-    return Workload(run, before, check, counters, close=reset)
+    return Workload(run, reset_and_prepare, check, counters, close=reset)
 
 
 def variants(options: RunOptions, name: str) -> Iterator[tuple[str, str, str]]:
-    """(backend, pass, call). A quick run times compiling with aot_eager and forward only."""
-    for at in itertools.product(BACKENDS, (FORWARD, BOTH), (CACHED, FIRST, RECOMPILED)):
-        backend, passes, call = at
+    """Yields (backend, pass, call). A quick run measures compile time of forward with aot_eager only."""
+    for variant in itertools.product(BACKENDS, (FORWARD, FORWARD_BACKWARD), (CACHED, FIRST, RECOMPILED)):
+        backend, passes, call = variant
         trained = passes == FORWARD or name == "mlp"
         if not options.quick or (trained and (call == CACHED or (backend, passes) == (BACKENDS[0], FORWARD))):
-            yield at
+            yield variant
 
 
 @suite("compile", world="ranks", by_default=False, help=SUITES["compile"], impl_s=(2.3, 1.5))
@@ -369,12 +403,12 @@ def compiled(options: RunOptions) -> Iterator[Case]:
         for name, placements, program in programs:
             if options.quick and (name, placements) not in QUICK:
                 continue
-            where: dict[str, Param] = {"placements": placements, "mesh_dim": mesh_dim, "ranks": n}
+            params: dict[str, Param] = {"placements": placements, "mesh_dim": mesh_dim, "ranks": n}
             for backend, passes, call in variants(options, name):
                 build = partial(build_impl, program, mesh_dim, passes, backend, call)
                 yield Case(
                     name=name,
-                    params=where | {"backend": backend, "pass": passes, "call": call},
+                    params=params | {"backend": backend, "pass": passes, "call": call},
                     build={impl: partial(build, impl) for impl in ("core", "torch", "local")},
                     clock="host",
                     calls_per_sample=CALLS_PER_SAMPLE if call == CACHED else 1,

@@ -1,7 +1,7 @@
-"""What the suites share: which mesh dims to measure, test data that every dtype holds exactly, comparing.
+"""Helpers that the suites share: mesh dims to measure, placements, exact test data, comparison of results.
 
-Test data are small integers. A reduction of them has one right answer in every dtype and in every
-order of adding, so a result is compared bit by bit and a wrong one cannot hide in a tolerance.
+Test data are small integers. Their sum is exact in every dtype and in every order of addition, so results are compared
+bit by bit and no error can hide within a tolerance.
 """
 
 from __future__ import annotations
@@ -22,31 +22,37 @@ if TYPE_CHECKING:
 
     from dtbench.suite import World
 
-# The two libraries that offer the DTensor API and tensor parallelism, by impl name.
+# Impl -> the library that provides its DTensor API and tensor parallelism.
 DTENSOR_MODULES = {"core": "dtbench_core", "torch": "torch.distributed.tensor"}
 
-# Some of what is measured torch has since 2.13 only.
+# Some measured features exist only since torch 2.13.
 BEFORE_213 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
-# 101 is prime and fits int8: parts of a buffer that start anywhere but a multiple of 101 apart differ.
+# Prime, so two parts of a buffer differ unless their starts are a multiple of 101 apart. Fits int8.
 MOVED_VALUES = 101
 SUMMED_VALUES = 5
 KIB, MIB = 2**10, 2**20
 
 
 def dtensor_api(impl: str) -> Any:
-    """The module of `impl` ("core" or "torch") that holds DTensor, Shard, Replicate, Partial, ..."""
+    """Returns the module of `impl` ("core" or "torch") with DTensor, Shard, Replicate, Partial, ..."""
     return importlib.import_module(DTENSOR_MODULES[impl])
 
 
 def parallel_api(impl: str) -> Any:
-    """The module of `impl` that holds parallelize_module, the styles and loss_parallel."""
+    """Returns the module of `impl` with parallelize_module, the parallel styles and loss_parallel."""
     return importlib.import_module(f"{DTENSOR_MODULES[impl]}.parallel")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a program's tensors go: a library ("local": plain tensors, this rank's part), a mesh, a device."""
+    """Distributes the tensors of a measured program.
+
+    Attributes:
+        impl: the library: "core", "torch", or "local" for plain tensors that hold this rank's shard.
+        mesh: the mesh of DTensors.
+        device: this rank's device.
+    """
 
     impl: str
     mesh: DeviceMesh
@@ -56,27 +62,30 @@ class Place:
     def api(self) -> Any:
         return dtensor_api(self.impl)
 
-    def on_all(self, text: str) -> list[Any]:
-        """The placement on every mesh dim."""
+    def placements(self, text: str) -> list[Any]:
+        """Returns the placement that `text` names, once per mesh dim."""
         return [placement(self.api, text)] * self.mesh.ndim
 
     def part(self, full: torch.Tensor, text: str) -> torch.Tensor:
-        """What this rank holds of `full`, placed so on every mesh dim."""
+        """Returns this rank's shard of `full` with the placement `text` on every mesh dim."""
         index = self.mesh.mesh.flatten().tolist().index(torch.distributed.get_rank())
         return shard_of(full, text, index, self.mesh.size()).clone()
 
     def put(self, full: torch.Tensor, text: str) -> Any:
-        """`full` placed so: a DTensor, or this rank's part for the floor. What has no dims stays as it is ("0-dim")."""
+        """Returns `full` as a DTensor with that placement, or this rank's shard if `impl` is "local".
+
+        With the text "0-dim", returns the plain tensor itself.
+        """
         if text == "0-dim":
             return full
         part = self.part(full, text)
         if self.impl == "local":
             return part
-        return self.api.DTensor.from_local(part, self.mesh, self.on_all(text), run_check=False)
+        return self.api.DTensor.from_local(part, self.mesh, self.placements(text), run_check=False)
 
 
 def placement(api: Any, text: str) -> Any:
-    """`S(0)`, `R`, `P` or `P(avg)` -> the placement of that library."""
+    """Parses `S(0)`, `R`, `P` or `P(avg)` into a placement of the library `api`."""
     kind, _, argument = text.rstrip(")").partition("(")
     if kind == "S":
         return api.Shard(int(argument))
@@ -84,55 +93,55 @@ def placement(api: Any, text: str) -> Any:
 
 
 def shard_of(full: torch.Tensor, text: str, rank: int, ranks: int) -> torch.Tensor:
-    """What `rank` holds of `full` when it is placed as `text` says: a shard, or (R) all of it."""
+    """Returns the part of `full` that `rank` holds under the placement `text`: a shard, or all of it unless sharded."""
     if not text.startswith("S"):
         return full
     return full.chunk(ranks, dim=int(text[2:-1]))[rank].contiguous()
 
 
 def shared_dims(options: RunOptions) -> list[tuple[str, int]]:
-    """The mesh dims with more than one rank: (name, ranks)."""
+    """Returns (name, ranks) of each mesh dim with more than one rank."""
     return [(name, ranks) for name, ranks in options.mesh if ranks > 1]
 
 
 def priced_dims(options: RunOptions) -> list[tuple[str, int]]:
-    """The shared dims, and all of them as one ("dp+tp"): what the cost model has prices for."""
+    """Returns the mesh dims that the cost model prices: the shared dims, and the group of all ranks ("dp+tp")."""
     joint = joint_dim(options.mesh)
     return shared_dims(options) + ([joint] if joint else [])
 
 
 def mesh_of_dim(world: World, mesh_dim: str) -> DeviceMesh:
-    """The one-dimensional mesh of a priced dim that this rank belongs to."""
+    """Returns this rank's one-dimensional mesh of a priced dim."""
     return world.mesh_of((world.world_size,)) if "+" in mesh_dim else world.mesh[mesh_dim]
 
 
-def refuse_gathers_of_cuda_on_gloo(mesh: DeviceMesh) -> None:
-    """Where a program gathers through torch's functional collectives.
+def skip_cuda_gathers_on_gloo(mesh: DeviceMesh) -> None:
+    """Skips a program that calls torch's functional all_gather, if its tensors are CUDA tensors on gloo.
 
     Raises:
-        Skip: it would end the ranks with SIGSEGV, as gloo reads CUDA tensors there as if they were the host's memory:
+        Skip: gloo would read CUDA memory as host memory there and crash with SIGSEGV:
             https://github.com/pytorch/pytorch/issues/152645.
     """
     if mesh.device_type == "cuda" and "gloo" in torch.distributed.get_backend(mesh.get_group()):
         raise Skip(
-            "torch's functional all_gather of CUDA tensors on gloo ends ranks with SIGSEGV (pytorch #152645)"
+            "torch's functional all_gather of CUDA tensors on gloo crashes with SIGSEGV (pytorch #152645)"
         )
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`float32` -> torch.float32.
+    """Returns the torch.dtype of a name such as `float32`.
 
     Raises:
         ValueError: torch has no dtype of that name.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"got the dtype {name!r}, expected a name of torch such as float32 or bfloat16")
+        raise ValueError(f"got the dtype {name!r}, expected a torch dtype such as float32 or bfloat16")
     return dtype
 
 
 def moved_values(rank: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(count,) what `rank` sends in a collective that only moves data: differs from its neighbours'."""
+    """Returns the (count,) values that `rank` sends in a collective without arithmetic. Neighbouring ranks differ."""
     index = torch.arange(31 * rank, 31 * rank + count, device=device)
     return (index % MOVED_VALUES).to(dtype)
 
@@ -140,17 +149,19 @@ def moved_values(rank: int, count: int, dtype: torch.dtype, device: torch.device
 def summed_values(
     rank: int, ranks: int, count: int, dtype: torch.dtype, device: torch.device, start: int = 0
 ) -> torch.Tensor:
-    """(count,) what `rank` adds to a sum over `ranks` that `dtype` holds exactly; see `sum_of_values`.
+    """Returns the (count,) values that `rank` adds to a sum over `ranks`, which `sum_of_values` gives exactly.
 
-    start: the index of the first value, so that tensors of one case differ.
+    Args:
+        start: the index of the first value. Tensors with different starts differ.
 
     Raises:
-        Skip: so many ranks that even the smallest sum that tells them apart overflows the dtype.
+        Skip: the sum over so many ranks exceeds the integers that the dtype represents exactly.
     """
     largest = largest_exact(dtype)
     if ranks * SUMMED_VALUES > largest:
         raise Skip(
-            f"{dtype} counts exactly to {largest}: too few for a sum over {ranks} ranks; take a wider --dtype"
+            f"{dtype} represents integers exactly up to {largest}: too few for a sum over {ranks} ranks; "
+            "choose a wider --dtype"
         )
     index = torch.arange(start, start + count, device=device)
     return (index % SUMMED_VALUES + rank % 2).to(dtype)
@@ -159,39 +170,46 @@ def summed_values(
 def sum_of_values(
     ranks: int, count: int, dtype: torch.dtype, device: torch.device, start: int = 0
 ) -> torch.Tensor:
-    """(count,) the sum of `summed_values` over all ranks, in closed form."""
+    """Returns the (count,) sum of `summed_values` over all ranks, in closed form."""
     index = torch.arange(start, start + count, device=device)
     return (ranks * (index % SUMMED_VALUES) + ranks // 2).to(dtype)
 
 
 def largest_exact(dtype: torch.dtype) -> int:
-    """Up to here the dtype holds every integer: 2^(significand bits), or the largest int."""
+    """Returns the largest n such that the dtype represents all integers up to n: 2^(significand bits) or the max."""
     return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def hush_torch() -> None:
-    """torch.distributed.tensor tells once that it has no all-to-all on a CPU, that another redistribution could be
-    cheaper, and that a CPU's random ops may lack support: known, and shown by the measured time and the check."""
+def silence_torch() -> None:
+    """Silences three known messages of torch.distributed.tensor.
+
+    They concern the missing all-to-all on CPUs, cheaper redistributions, and random ops on CPUs. The measured times and
+    the checks show the effects.
+    """
     for module in ("_collective_utils", "_redistribute"):
         logging.getLogger(f"torch.distributed.tensor.{module}").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
 
 
 def mismatch(
-    got: torch.Tensor, want: torch.Tensor, what: str = "the result", rtol: float = 0.0
+    got: torch.Tensor, want: torch.Tensor, name: str = "the result", rtol: float = 0.0
 ) -> str | None:
-    """What is wrong with `got`, in one line, or None. rtol: relative to the largest value of `want`."""
+    """Returns a one-line message about how `got` differs from `want`, or None.
+
+    Args:
+        rtol: tolerance relative to the largest absolute value of `want`; 0 compares exactly.
+    """
     if got.shape != want.shape or got.dtype != want.dtype:
-        return f"{what} is {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"
+        return f"{name} is {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"
     got, want = got.detach().flatten(), want.detach().flatten()
-    # Written so that NaN counts as wrong.
-    limited = rtol and got.numel()
-    bad = ~((got - want).abs() <= rtol * float(want.abs().max())) if limited else got != want
-    places = bad.nonzero()
-    if not len(places):
+    # Negated so that NaN counts as wrong.
+    tolerant = rtol and got.numel()
+    is_wrong = ~((got - want).abs() <= rtol * float(want.abs().max())) if tolerant else got != want
+    positions = is_wrong.nonzero()
+    if not len(positions):
         return None
-    first = int(places[0])
+    first = int(positions[0])
     return (
-        f"{len(places)} of {got.numel()} elements of {what} are wrong, the first at {first}: "
+        f"{len(positions)} of {got.numel()} elements of {name} are wrong, the first at {first}: "
         f"got {got[first].item():g}, expected {want[first].item():g}"
     )

@@ -1,27 +1,27 @@
-"""Host latency of one op on a DTensor: what finding, running and wrapping it costs the calling thread.
+"""Host latency of one op on a DTensor: the time that the calling thread spends in dispatch.
 
-The world has 8 ranks of which 7 are simulated (torch's fake process group), so no time passes in
-communication, and a local tensor holds 16 values, so none passes in arithmetic.
+7 of the 8 ranks are simulated by torch's fake process group, so communication takes no time. A local tensor has 16
+elements, so arithmetic takes hardly any.
 
     core     dtbench_core
     torch    torch.distributed.tensor
     local    the same op on the plain local tensors: the floor
-    wrapped  the least that a tensor class written in Python can take: entering `__torch_function__`, the same plain op,
-             a wrapper for each tensor that it gives; `core` less `wrapped` is what can still be saved in Python.
-             Where autograd records the call: `__torch_function__`, torch's autograd kernel, `__torch_dispatch__` for
-             each op below it, the plain op, the wrappers. A class with an autograd function of its own can be below
-             that: `core` has one for `linear_3d`
+    wrapped  the minimum for a tensor subclass written in Python: `__torch_function__`, the plain op, and one wrapper
+             per output tensor. The time of `core` minus that of `wrapped` is what could still be saved in Python.
+             If autograd records the call, the minimum is: `__torch_function__`, torch's autograd kernel,
+             `__torch_dispatch__` of each op below it, the plain op, the wrappers. A subclass with its own
+             autograd.Function can be faster than that: `core` has one for `linear_3d`
 
-**forward** calls are on tensors that need no gradient. **forward+requires_grad** are the same calls as a training step
-makes them: autograd records them. **forward+backward** are such a call and its gradients.
+**forward** calls take tensors that do not require gradients. **forward+requires_grad** calls are recorded by autograd,
+as in a training step. **forward+backward** calls also compute the gradients.
 
-**cached** calls find the decision of the call before; a **first** call sees shapes that were never seen,
-so the decision has to be made. **busy**, on a GPU, are cached calls while the stream is still at earlier work, as in a
-training step; the others begin with an idle one. On the 2x4 mesh both mesh dims hold a tensor the same way: S(0) there
-means [Shard(0), Shard(0)], and the local tensors are those of the 1-D mesh of 8.
+**cached** calls reuse the decision of an earlier call. A **first** call has new shapes, so the decision must be made.
+**busy** calls (on a GPU) are cached calls while the stream still executes earlier work, as in a training step. All
+other calls start with an idle stream. On the 2x4 mesh, a tensor has the same placement on both mesh dims: S(0) means
+[Shard(0), Shard(0)], so the local tensors are those of the 1-D mesh of 8.
 
-Counters say what is held in memory: `bytes_per_tensor` beside `from_local` of one local tensor, `bytes_per_decision`
-beside the first calls of `add` in a run that is not quick.
+Counters measure memory: `bytes_per_tensor` in the cases of `from_local`, `bytes_per_decision` in the first calls of
+`add` unless the run is quick.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dtbench.suite import Case, Param, RunOptions, Skip, Workload, World, suite
 from dtbench_core.op_types import Args, Call, Value
 from dtbench_core.torch_compat import DisableTorchFunction, kernel_of
 from dtbench_suites import SUITES
-from dtbench_suites.data import BEFORE_213, Place, hush_torch, mismatch, shard_of
+from dtbench_suites.data import BEFORE_213, Place, mismatch, shard_of, silence_torch
 from dtbench_suites.dispatch_programs import (
     BACKWARD,
     EVERY_PASS,
@@ -62,21 +62,20 @@ from dtbench_suites.dispatch_programs import (
 )
 
 MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4))
-ROWS = 4  # of the local tensor, cached calls; its other dim has 4 too
-# A sample has to outlast the clock's reading (0.05 us) and stay below what the scheduler interrupts
-# (milliseconds): 0.1 to 0.5 ms at the 5 to 50 us that a cached call takes, 20 to 200 us with its backward.
+ROWS = 4  # rows and columns of the local tensor in cached calls
+# A sample must be long compared with a clock reading (0.05 us) and short compared with a scheduler tick
+# (milliseconds). A cached call takes 5 to 50 us, with its backward 20 to 200 us.
 CALLS_PER_SAMPLE = {FORWARD: 10, REQUIRES_GRAD: 10, BACKWARD: 4}
-# Python, the allocator and torch's own caches are steady after about 10 calls.
+# Python, the allocator and torch's caches reach a steady state after about 10 calls.
 WARMUP_CALLS = 20
-# Ops whose host latency is also measured behind a busy stream: one kernel, one with two inputs, a view (no kernel), a
-# matmul, a reduction.
+# Ops that are also measured with a busy stream: two pointwise kernels, a view (no kernel), a matmul, a reduction.
 BUSY = frozenset({"add", "relu", "view", "mm", "sum_dim0"})
-# A first call costs milliseconds and its shape can be used once only.
+# A first call takes milliseconds, and its shape can be used only once.
 FIRST_SAMPLES, FIRST_SAMPLES_QUICK, FIRST_WARMUP_CALLS = 7, 5, 2
-# Over the ops of a report's headline, some seconds together: of eight runs on two busy cores with one pass one was 40 %
-# off.
+# Passes over the ops of a report's headline, which take some seconds in all. With one pass, one of eight runs on two
+# busy cores was 40 % off.
 HEADLINE_PASSES = 3
-# Of the results' largest value; the same arithmetic on both sides, in float32.
+# Relative to the largest value of the results. Both sides do the same arithmetic in float32.
 RTOL = 1e-5
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -86,9 +85,12 @@ Shapes = tuple[tuple[int, ...], ...]
 class TimedOp:
     """An op and the placements of its inputs.
 
-    placements: of each input; "0-dim" is a plain tensor without dims. shapes: of the full inputs, for
-    local tensors of k rows. result: the placement of what comes out. floor: the placements whose local
-    tensors the plain op takes, where they are others.
+    Attributes:
+        placements: one per input, separated by commas; "0-dim" is a plain tensor without dims.
+        shapes: k -> shapes of the full inputs whose local tensors have k rows.
+        result: the placement of the outputs.
+        floor: the placements whose local tensors the impl "local" takes, if they differ.
+        backward: whether the op is also measured with gradients.
     """
 
     name: str
@@ -99,13 +101,13 @@ class TimedOp:
     floor: str = ""
     backward: bool = True
 
-    def sources(self, impl: str) -> list[str]:
-        """The placement of each input, as `impl` takes it."""
+    def input_placements(self, impl: str) -> list[str]:
+        """Returns the placement of each input for `impl`."""
         return ((self.floor if impl == "local" else "") or self.placements).split(",")
 
 
 def rows(inputs: int = 1) -> Callable[[int], Shapes]:
-    """So many inputs of (8k, 4)."""
+    """Returns the `shapes` of an op with that many inputs of shape (8k, 4)."""
     return lambda k: ((WORLD * k, 4),) * inputs
 
 
@@ -124,9 +126,9 @@ OPS = (
     TimedOp("slice", "S(0)", rows(), lambda x: x[:, 1:3], "S(0)"),
     TimedOp("mm", "R,S(1)", lambda k: ((k, 4), (4, WORLD * 4)), torch.mm, "S(1)"),
     TimedOp("mm", "S(1),S(0)", lambda k: ((k, WORLD * 4), (WORLD * 4, 4)), torch.mm, "P"),
-    # bias, x, weight
+    # inputs: bias, x, weight
     TimedOp("addmm", "R,S(0),R", lambda k: ((4,), (WORLD * k, 4), (4, 4)), torch.addmm, "S(0)"),
-    # x, weight, bias: shared by batch, as in data parallelism; by output features, as Colwise does
+    # inputs: x, weight, bias. Sharded by batch as in data parallelism, then by output features as in ColwiseParallel
     TimedOp("linear_3d", "S(0),R,R", lambda k: ((WORLD * k, 2, 4), (4, 4), (4,)), F.linear, "S(0)"),
     TimedOp(
         "linear_3d", "R,S(0),S(0)", lambda k: ((k, 2, 4), (WORLD * 4, 4), (WORLD * 4,)), F.linear, "S(2)"
@@ -141,7 +143,7 @@ OPS = (
     TimedOp("split", "S(0)", rows(), lambda x: torch.split(x, 2, 1), "S(0)"),
     TimedOp("add_", "S(0),S(0)", rows(2), lambda x, y: x.add_(y), "S(0)", backward=False),
     TimedOp("detach", "S(0)", rows(), lambda x: x.detach(), "S(0)", backward=False),
-    # The way in and out. Their floor is another view of the same tensor.
+    # Conversions from and to local tensors. Their floor is a view of the same tensor.
     TimedOp("from_local", "S(0)", rows(), lambda x: x.view_as(x), "S(0)"),
     TimedOp("to_local", "S(0)", rows(), lambda x: x.view_as(x), "S(0)"),
 )
@@ -149,112 +151,127 @@ OPS = (
 
 @dataclass(frozen=True)
 class PlacedOp:
-    """An op ready to be called on rank 0."""
+    """An op with the place of its tensors and the pass to measure, called on rank 0."""
 
     op: TimedOp
-    at: Place
+    place: Place
     pass_: str
 
-    def crosses(self, name: str) -> bool:
-        """Whether this is from_local or to_local of a library: a plain tensor on the one side."""
-        return self.at.impl != "local" and self.op.name == name
+    def is_conversion(self, name: str) -> bool:
+        """Returns whether the op is the library's conversion `name`: from_local or to_local."""
+        return self.place.impl != "local" and self.op.name == name
 
     def function(self) -> Callable[..., Any]:
-        """What is timed; the inputs are its arguments."""
-        if self.crosses("to_local"):
+        """Returns the function to time, which takes the inputs as arguments."""
+        if self.is_conversion("to_local"):
             return lambda x: x.to_local()
-        if self.crosses("from_local"):
-            from_local, mesh, placed = self.at.api.DTensor.from_local, self.at.mesh, self.at.on_all("S(0)")
+        if self.is_conversion("from_local"):
+            from_local, mesh, placed = (
+                self.place.api.DTensor.from_local,
+                self.place.mesh,
+                self.place.placements("S(0)"),
+            )
             return lambda x: from_local(x, mesh, placed, run_check=False)
         return self.op.fn
 
     def full_inputs(self, k: int) -> list[Tensor]:
-        """Small whole numbers, another run of them for each input."""
+        """Returns full inputs of small integers, which differ between inputs."""
         results = []
         for i, shape in enumerate(self.op.shapes(k)):
-            values = torch.arange(i, i + math.prod(shape), device=self.at.device, dtype=torch.float32)
+            values = torch.arange(i, i + math.prod(shape), device=self.place.device, dtype=torch.float32)
             results.append((values % 7 - 3).view(shape))
         return results
 
     def call(self, k: int) -> Callable[[], Any]:
-        """One call on inputs of its own, for local tensors of k rows; gives outputs, or (outputs, gradients)."""
+        """Returns a call on new inputs whose local tensors have k rows.
+
+        The call returns outputs or, in a forward+backward pass, (outputs, gradients).
+        """
         full = self.full_inputs(k)
-        inputs = [self.at.put(t, text) for t, text in zip(full, self.op.sources(self.at.impl), strict=True)]
-        if self.crosses("from_local"):
+        inputs = [
+            self.place.put(t, text)
+            for t, text in zip(full, self.op.input_placements(self.place.impl), strict=True)
+        ]
+        if self.is_conversion("from_local"):
             inputs = [x.to_local() for x in inputs]
         function = self.function()
         if self.pass_ == FORWARD:
             return partial(function, *inputs)
-        wanted = [x.requires_grad_() for x in inputs if x.ndim]
+        leaves = [x.requires_grad_() for x in inputs if x.ndim]
         if self.pass_ == REQUIRES_GRAD:
             return partial(function, *inputs)
-        # An op whose result is Partial passes the gradient of the whole to each of its terms.
+        # The gradient of a Partial output is replicated: each of its terms has the gradient of the sum.
         text = "R" if self.op.result.startswith("P") else self.op.result
-        cotangents = [self.at.put(torch.ones_like(t), text) for t in as_tuple(self.op.fn(*full))]
-        if self.crosses("to_local"):
+        cotangents = [self.place.put(torch.ones_like(t), text) for t in as_tuple(self.op.fn(*full))]
+        if self.is_conversion("to_local"):
             cotangents = [c.to_local() for c in cotangents]
 
         def forward_backward() -> tuple[Any, Any]:
             out = function(*inputs)
-            return out, torch.autograd.grad(out, wanted, cotangents)
+            return out, torch.autograd.grad(out, leaves, cotangents)
 
         return forward_backward
 
     def check(self) -> str | None:
-        """Compares rank 0's part of one call's results and gradients with plain torch on the full tensors."""
+        """Compares rank 0's shards of results and gradients with plain torch on the full tensors."""
         called: Any = self.call(ROWS)()
         got, gradients = called if self.pass_ == BACKWARD else (called, ())
         inputs = [t.requires_grad_(self.pass_ != FORWARD and t.ndim > 0) for t in self.full_inputs(ROWS)]
-        # An in-place op must not write to the leaf that its gradient would be asked of.
+        # In-place ops have no backward pass here: they must not write to a leaf that requires gradients.
         want = as_tuple(self.op.fn(*inputs))
-        terms: Sequence[Tensor] = ()  # of a Partial, rank 0's is the op on its local tensors
+        partial_terms: Sequence[Tensor] = ()  # rank 0's terms of Partial outputs: the op on its local tensors
         if self.op.result.startswith("P"):
-            sources = self.op.sources("local")
-            parts = [shard_of(t, text, 0, WORLD) for t, text in zip(inputs, sources, strict=True)]
-            terms = as_tuple(self.op.fn(*parts))
+            sources = self.op.input_placements("local")
+            local_inputs = [shard_of(t, text, 0, WORLD) for t, text in zip(inputs, sources, strict=True)]
+            partial_terms = as_tuple(self.op.fn(*local_inputs))
         for i, (g, w) in enumerate(zip(as_tuple(got), want, strict=True)):
-            local = terms[i] if terms else shard_of(w, self.op.result, 0, WORLD)
-            wrong = self.compare(g, w, local, self.op.result, f"output {i}")
+            expected_local = partial_terms[i] if partial_terms else shard_of(w, self.op.result, 0, WORLD)
+            wrong = self.compare(g, w, expected_local, self.op.result, f"output {i}")
             if g.requires_grad != w.requires_grad:
                 wrong = f"output {i} has requires_grad={g.requires_grad}, expected {w.requires_grad}"
             if wrong:
                 return wrong
         if self.pass_ == BACKWARD:
-            wanted = [t for t in inputs if t.requires_grad]
-            expected = torch.autograd.grad(want, wanted, [torch.ones_like(w) for w in want])
+            leaves = [t for t in inputs if t.requires_grad]
+            expected = torch.autograd.grad(want, leaves, [torch.ones_like(w) for w in want])
             return self.check_gradients(gradients, expected)
         return None
 
     def check_gradients(self, got: Sequence[Any], want: Sequence[Tensor]) -> str | None:
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
-            text = self.op.sources(self.at.impl)[i]
+            text = self.op.input_placements(self.place.impl)[i]
             if hasattr(g, "placements"):
-                # A gradient may be placed otherwise than its tensor; a Partial one is not known by rank 0.
+                # A gradient may be placed unlike its tensor. Rank 0's term of a Partial gradient is not checked.
                 first = g.placements[0]
                 if any(p != first for p in g.placements) or first.is_partial():
                     continue
                 text = f"S({first.dim})" if first.is_shard() else "R"
-            elif self.at.impl == "local" and (self.op.result.startswith("P") or text == "R"):
-                continue  # the floor's gradient is that of its own small problem, without the other ranks' terms
+            elif self.place.impl == "local" and (self.op.result.startswith("P") or text == "R"):
+                continue  # the gradient of plain local tensors lacks the terms of the other ranks
             wrong = self.compare(g, w, shard_of(w, text, 0, WORLD), text, f"gradient {i}")
             if wrong:
                 return wrong
         return None
 
-    def compare(self, got: Any, full: Tensor, local: Tensor, text: str, what: str) -> str | None:
-        """Placements and global shape of a DTensor, and its local values."""
+    def compare(self, got: Any, full: Tensor, local: Tensor, text: str, name: str) -> str | None:
+        """Compares the placements and global shape of a DTensor, and its local values."""
         if hasattr(got, "placements"):
-            want = self.at.on_all(text)
+            want = self.place.placements(text)
             if list(got.placements) != want or got.shape != full.shape:
-                return f"{what} is {got.placements} {tuple(got.shape)}, expected {want} {tuple(full.shape)}"
+                return f"{name} is {got.placements} {tuple(got.shape)}, expected {want} {tuple(full.shape)}"
             got = got.to_local()
-        elif self.at.impl != "local" and self.op.name not in ("to_local", "from_local"):
-            return f"{what} is a plain {type(got).__name__}, expected a DTensor"
-        return mismatch(got, local, what, RTOL)
+        elif self.place.impl != "local" and self.op.name not in ("to_local", "from_local"):
+            return f"{name} is a plain {type(got).__name__}, expected a DTensor"
+        return mismatch(got, local, name, RTOL)
 
 
-class Least(Tensor):
-    """What any class of tensors must do in Python: its own function is called, runs the op, wraps what comes out."""
+class MinimalWrapper(Tensor):
+    """The least work of a tensor subclass in Python: `__torch_function__` runs the plain op and wraps the outputs.
+
+    Attributes:
+        local: runs the op on the local tensors.
+        in_place: whether the op returns its first argument.
+    """
 
     local: Call
     in_place: bool
@@ -270,7 +287,9 @@ class Least(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Call, types: Value, args: Args = (), kwargs: Value = None
     ) -> Value:
-        raise AssertionError(f"{func} got below __torch_function__: wrappers of this class hold nothing")
+        raise AssertionError(
+            f"{func} was not intercepted by __torch_function__: these wrappers hold no tensor"
+        )
 
     @classmethod
     def wrap(cls, tensor: Tensor) -> Tensor:
@@ -280,12 +299,14 @@ class Least(Tensor):
 _kernel_of = functools.cache(kernel_of)
 
 
-class LeastRecorded(Tensor):
-    """What any class must do in Python where autograd records the call: torch's kernels come back to its
-    `__torch_dispatch__`, which runs each op on the tensors that the wrappers hold, and wraps what comes out."""
+class MinimalAutogradWrapper(Tensor):
+    """The least work of a tensor subclass in Python if autograd records the call.
 
-    __slots__ = ("held",)
-    held: Tensor
+    torch's autograd kernels call `__torch_dispatch__`, which runs each op on the local tensors and wraps the outputs.
+    """
+
+    __slots__ = ("local",)
+    local: Tensor
 
     @classmethod
     def __torch_function__(cls, func: Call, types: Value, args: Args = (), kwargs: Value = None) -> Value:
@@ -296,78 +317,81 @@ class LeastRecorded(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Value, types: Value, args: Args = (), kwargs: Value = None
     ) -> Value:
-        held = [
-            a.held
+        local_args = [
+            a.local
             if a.__class__ is cls
-            else [t.held for t in a]
+            else [t.local for t in a]
             if a.__class__ is list and a[0].__class__ is cls
             else a
             for a in args
         ]
-        result = _kernel_of(op)(*held, **kwargs) if kwargs else _kernel_of(op)(*held)
+        result = _kernel_of(op)(*local_args, **kwargs) if kwargs else _kernel_of(op)(*local_args)
         return tuple(map(cls.wrap, result)) if result.__class__ is tuple else cls.wrap(result)
 
     @classmethod
     def wrap(cls, tensor: Tensor, requires_grad: bool = False) -> Tensor:
-        # By position, as it is fastest: storage offset, memory format, dtype, layout, device, pinned.
+        # By position, which is fastest: storage offset, memory format, dtype, layout, device, pinned.
         placed = None, None, tensor.dtype, torch.strided, tensor.device, False
         wrapper: Any = Tensor._make_wrapper_subclass(
             cls, tensor.shape, tensor.stride(), *placed, requires_grad
         )
-        wrapper.held = tensor
+        wrapper.local = tensor
         return wrapper  # type: ignore[no-any-return]
 
 
 def wrapped(setup: PlacedOp) -> Workload:
-    """The call of `setup`, whose tensors are plain, through a class of tensors."""
-    op, texts = setup.op, setup.op.sources("local")
-    inputs = [setup.at.put(t, text) for t, text in zip(setup.full_inputs(ROWS), texts, strict=True)]
+    """Builds the workload of the impl "wrapped". `setup`: the call on plain local tensors."""
+    op, texts = setup.op, setup.op.input_placements("local")
+    inputs = [setup.place.put(t, text) for t, text in zip(setup.full_inputs(ROWS), texts, strict=True)]
     local = partial(op.fn, *inputs)
-    kind: type[Tensor] = LeastRecorded
+    wrapper_class: type[Tensor] = MinimalAutogradWrapper
     if setup.pass_ == FORWARD:
-        kind = type("Least", (Least,), {"local": local, "in_place": op.name.endswith("_")})
-        entered = [t.as_subclass(kind) for t in inputs]
+        wrapper_class = type(
+            "MinimalWrapper", (MinimalWrapper,), {"local": local, "in_place": op.name.endswith("_")}
+        )
+        wrapped_inputs = [t.as_subclass(wrapper_class) for t in inputs]
     else:
-        entered = [LeastRecorded.wrap(t, requires_grad=True) if t.ndim else t for t in inputs]
+        wrapped_inputs = [MinimalAutogradWrapper.wrap(t, requires_grad=True) if t.ndim else t for t in inputs]
 
     def check() -> str | None:
-        got, want = as_tuple(op.fn(*entered)), as_tuple(local())
+        got, want = as_tuple(op.fn(*wrapped_inputs)), as_tuple(local())
         with DisableTorchFunction():
-            shown = [(type(t), t.shape, t.requires_grad) for t in got]
-        if shown != [(kind, t.shape, setup.pass_ != FORWARD) for t in want]:
-            return f"gives {shown}, expected {[t.shape for t in want]}, each wrapped"
+            described = [(type(t), t.shape, t.requires_grad) for t in got]
+        if described != [(wrapper_class, t.shape, setup.pass_ != FORWARD) for t in want]:
+            return f"got {described}, expected {[t.shape for t in want]}, each wrapped"
         return setup.check()
 
-    return Workload(run=partial(op.fn, *entered), check=check)
+    return Workload(run=partial(op.fn, *wrapped_inputs), check=check)
 
 
 def as_tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, tuple | list) else (out,)
 
 
-# Rows of first calls, by impl and mesh: odd, so that flattening (k, 2, 4) to (2k, 4) meets no other op's.
-_Fresh = defaultdict[tuple[str, tuple[int, ...]], Iterator[int]]
-_fresh: _Fresh = defaultdict(lambda: itertools.count(ROWS + 1, 2))
+# (impl, mesh) -> the rows of its first calls. They are odd: an op that flattens (k, 2, 4) to (2k, 4) thus never makes
+# the decision of another op's first call.
+_Rows = defaultdict[tuple[str, tuple[int, ...]], Iterator[int]]
+_unused_rows: _Rows = defaultdict(lambda: itertools.count(ROWS + 1, 2))
 
 
-def grown(make: Callable[[], object], count: int, name: str) -> dict[str, float]:
-    """The resident bytes that each of `count` calls leaves, what it gives being kept.
+def memory_per_call(make: Callable[[], object], count: int, name: str) -> dict[str, float]:
+    """Returns the growth of resident memory per call of `make` as {name: bytes}, while all results are kept alive.
 
-    Memory that is free already would hide them: what Python's allocator has is taken by as many calls before, what
-    glibc's has is given back (malloc_trim(3)). Other systems count nothing.
+    Free memory within the process would hide the growth. So `count` calls first use up that of Python's allocator, and
+    malloc_trim(3) returns that of glibc to the system. Returns nothing on systems other than Linux with glibc.
     """
     libc = ctypes.CDLL(None)
     if sys.platform != "linux" or not hasattr(libc, "malloc_trim"):
         return {}
-    kept = [make() for _ in range(count)]
+    results = [make() for _ in range(count)]
     gc.collect()
     libc.malloc_trim(0)
-    before = resident_bytes()
-    kept += [make() for _ in range(count)]
+    bytes_before = resident_bytes()
+    results += [make() for _ in range(count)]
     gc.collect()
-    after = resident_bytes()
-    del kept
-    return {name: (after - before) / count}
+    bytes_after = resident_bytes()
+    del results
+    return {name: (bytes_after - bytes_before) / count}
 
 
 def resident_bytes() -> int:
@@ -383,37 +407,37 @@ def build_impl(
     impl: str,
     world: World,
 ) -> Workload:
-    # Torch's DTensor had no strategy for the attention of CPUs, nor for a convolution that pads.
+    # Before 2.13, torch's DTensor had no strategy for attention on CPUs, nor for a convolution with padding.
     lacking = ("conv2d", "attention") if world.device.type == "cpu" else ("conv2d",)
     if impl == "torch" and BEFORE_213 and op.name in lacking:
-        raise Skip("before torch 2.13 torch's DTensor refuses it")
-    hush_torch()
-    at = Place("local" if impl == "wrapped" else impl, world.mesh_of(shape), world.device)
+        raise Skip("torch's DTensor does not support this op before torch 2.13")
+    silence_torch()
+    place = Place("local" if impl == "wrapped" else impl, world.mesh_of(shape), world.device)
     if isinstance(op, TimedProgram):
-        return build_program(op, at, pass_)
-    setup = PlacedOp(op, at, pass_)
+        return build_program(op, place, pass_)
+    setup = PlacedOp(op, place, pass_)
     if impl == "wrapped":
         return wrapped(setup)
-    ready = setup.call(ROWS)
-    weighed = len(shape) == 1 and pass_ == FORWARD
+    call = setup.call(ROWS)
+    counts_memory = len(shape) == 1 and pass_ == FORWARD
     if not first:
-        # 0.5 KiB or more each: thousands of pages.
-        counters = partial(grown, ready, 40_000, "bytes_per_tensor")
-        weighed = weighed and op.name == "from_local"
-        return Workload(ready, None, setup.check, counters if weighed else None)
+        # A tensor takes 0.5 KiB or more, so the growth is thousands of pages.
+        counters = partial(memory_per_call, call, 40_000, "bytes_per_tensor")
+        counts_memory = counts_memory and op.name == "from_local"
+        return Workload(call, None, setup.check, counters if counts_memory else None)
 
-    def before() -> None:
-        nonlocal ready
-        ready = setup.call(next(_fresh[impl, shape]))
+    def prepare_first_call() -> None:
+        nonlocal call
+        call = setup.call(next(_unused_rows[impl, shape]))
 
-    def decide() -> None:
-        before()
-        ready()
+    def run_first_call() -> None:
+        prepare_first_call()
+        call()
 
-    # Torch takes three seconds for a thousand.
-    counters = partial(grown, decide, 500, "bytes_per_decision")
-    weighed = weighed and not quick and op.name == "add"
-    return Workload(lambda: ready(), before, setup.check, counters if weighed else None)
+    # torch takes three seconds for a thousand first calls.
+    counters = partial(memory_per_call, run_first_call, 500, "bytes_per_decision")
+    counts_memory = counts_memory and not quick and op.name == "add"
+    return Workload(lambda: call(), prepare_first_call, setup.check, counters if counts_memory else None)
 
 
 def case_of(
@@ -445,21 +469,23 @@ def case_of(
 
 
 def variants(options: RunOptions, shape: tuple[int, ...], op: TimedOp) -> list[tuple[str, str]]:
-    """(pass, call) to measure. A first call that autograd records makes the decisions of one that it does not. A quick
-    run leaves out what takes longest: on a 2-D mesh all but cached forward calls, and the first calls of backward
-    passes."""
+    """Returns the (pass, call) pairs to measure.
+
+    First calls of forward+requires_grad are left out: they make the same decisions as those of forward. A quick run
+    leaves out the slowest: the first calls of forward+backward and, on the 2-D mesh, all but cached forward calls.
+    """
     passes = EVERY_PASS if op.backward else (FORWARD,)
-    every = [(p, c) for p in passes for c in ("cached", "first") if (p, c) != (REQUIRES_GRAD, "first")]
+    pairs = [(p, c) for p in passes for c in ("cached", "first") if (p, c) != (REQUIRES_GRAD, "first")]
     if options.device_type == "cuda" and len(shape) == 1 and op.name in BUSY:
-        every.insert(1, (FORWARD, "busy"))
+        pairs.insert(1, (FORWARD, "busy"))
     if not options.quick:
-        return every
+        return pairs
     if len(shape) > 1:
         return [(FORWARD, "cached")]
-    return [v for v in every if v != (BACKWARD, "first")]
+    return [v for v in pairs if v != (BACKWARD, "first")]
 
 
-# What a quick run leaves out takes torch half a minute, which under --budget the others have first.
+# Programs that quick runs leave out. torch takes half a minute for them, so under --budget they are measured last.
 SLOW = frozenset(program.name for program in PROGRAMS if not program.quick)
 
 
@@ -474,7 +500,7 @@ def dispatch(options: RunOptions) -> Iterator[Case]:
     for shape, program in itertools.product(MESHES, PROGRAMS):
         if (program.flat and len(shape) > 1) or (options.quick and not program.quick):
             continue
-        # A quick run leaves the backward passes out; on a 2-D mesh, those that autograd records too.
+        # A quick run leaves out forward+backward and, on the 2-D mesh, forward+requires_grad.
         for pass_ in program.passes[: 3 - len(shape)] if options.quick else program.passes:
             yield case_of(options, program, shape, pass_, "cached", program.local)
     for shape, op in itertools.product(MESHES, OPS):

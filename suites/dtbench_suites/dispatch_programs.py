@@ -1,8 +1,8 @@
-"""What the dispatch suite times besides single ops: calls that move data, draw numbers, or are many ops.
+"""Programs of the dispatch suite besides single ops: redistributions, random ops, optimizer steps, an MLP.
 
-Each program is written once against the DTensor API and runs on dtbench_core and on
-torch.distributed.tensor. The simulated group moves no data, so results are checked by global shape and
-dtype alone; the values are checked where ranks are real (the redistribute and tensor_parallel suites).
+Each program is written once against the DTensor API and runs with dtbench_core and torch.distributed.tensor. The
+simulated process group moves no data, so only global shape and dtype of the results are checked. The redistribute and
+tensor_parallel suites check the values on real ranks.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ from torch import Tensor, nn
 from dtbench.suite import Workload
 from dtbench_suites.data import Place, parallel_api
 
-WORLD = 8  # of the simulated process group, as in dispatch.py
+WORLD = 8  # ranks of the simulated process group
 ROWS, HEADS, IMAGES = (WORLD * 4, 4), (2, WORLD * 2, 4, 4), (WORLD * 2, 2, 4, 4)  # global shapes
-LISTED = 10  # tensors of a foreach call and of an optimizer step
+FOREACH_TENSORS = 10  # tensors of a foreach op and of an optimizer step
 
 Call = Callable[[], Any]
-# What a case times: a call, one that autograd records, or one and its gradients. The values of the param `pass`.
+# The values of the param `pass`: a plain call, a call that autograd records, a call and its gradients.
 FORWARD, REQUIRES_GRAD, BACKWARD = "forward", "forward+requires_grad", "forward+backward"
 EVERY_PASS = (FORWARD, REQUIRES_GRAD, BACKWARD)
 
 
 @dataclass(frozen=True)
 class TimedProgram:
-    """A call to time. build: makes it, given the place and the pass.
+    """A call to time.
 
-    result: the global shape of what it gives, or None for what is no tensor. local: whether plain torch
-    has a counterpart, the floor. flat: 1-D meshes only. quick: part of quick runs.
+    Attributes:
+        build: (place, pass) -> the call.
+        result: the global shape of the result, or None if it is no tensor.
+        local: whether the impl "local" exists, which needs a counterpart in plain torch.
+        flat: whether it is measured on the 1-D mesh only.
+        quick: whether it is part of quick runs.
     """
 
     name: str
@@ -48,7 +52,7 @@ class TimedProgram:
 
 
 def ones(place: Place, shape: tuple[int, ...], text: str, grad: bool = False) -> Any:
-    """Ones of that global shape, placed as `text` says on every mesh dim."""
+    """Returns ones of that global shape with the placement `text` on every mesh dim."""
     return place.put(torch.ones(shape, device=place.device), text).requires_grad_(grad)
 
 
@@ -56,15 +60,15 @@ def rows(place: Place, text: str = "S(0)", grad: bool = False) -> Any:
     return ones(place, ROWS, text, grad)
 
 
-# ---- moving ----
+# ---- redistribution ----
 
 
-def moved(source: str, target: str) -> TimedProgram:
-    """redistribute from one placement to another, on every mesh dim."""
+def redistribution(source: str, target: str) -> TimedProgram:
+    """Program that redistributes from one placement to another on every mesh dim."""
 
     def build(place: Place, pass_: str) -> Call:
-        tensor, wanted = rows(place, source, pass_ != FORWARD), place.on_all(target)
-        return differentiated(lambda: tensor.redistribute(placements=wanted), [tensor], pass_)
+        tensor, target_placements = rows(place, source, pass_ != FORWARD), place.placements(target)
+        return with_gradients(lambda: tensor.redistribute(placements=target_placements), [tensor], pass_)
 
     return TimedProgram("redistribute", f"{source}->{target}", build, ROWS, EVERY_PASS, local=False)
 
@@ -75,11 +79,11 @@ def full_tensor(place: Place, pass_: str) -> Call:
 
 
 def distribute(place: Place, pass_: str) -> Call:
-    whole, wanted = torch.ones(ROWS, device=place.device), place.on_all("S(0)")
-    return lambda: place.api.distribute_tensor(whole, place.mesh, wanted)
+    full, placements = torch.ones(ROWS, device=place.device), place.placements("S(0)")
+    return lambda: place.api.distribute_tensor(full, place.mesh, placements)
 
 
-# ---- ops with more to them ----
+# ---- ops, optimizer steps, a model ----
 
 
 def op(
@@ -91,27 +95,31 @@ def op(
     floor: str = "",
     **about: Any,
 ) -> TimedProgram:
-    """`fn` of inputs of these global shapes. floor: the placements whose shards the plain op takes, where they
-    are others."""
+    """Program that calls `fn` on inputs of these global shapes.
+
+    Args:
+        floor: the placements whose shards the impl "local" takes, if they differ.
+        about: further fields of the TimedProgram.
+    """
 
     def build(place: Place, pass_: str) -> Call:
         texts = ((floor if place.impl == "local" else "") or placements).split(",")
         inputs = [
             ones(place, shape, text, pass_ != FORWARD) for shape, text in zip(shapes, texts, strict=True)
         ]
-        return differentiated(partial(fn, *inputs), inputs, pass_)
+        return with_gradients(partial(fn, *inputs), inputs, pass_)
 
     return TimedProgram(name, placements, build, result, **about)
 
 
 def embedding(place: Place, pass_: str) -> Call:
-    """A table cut by rows; every rank looks up all indices."""
+    """Lookup of replicated indices in a table sharded by rows."""
     table, index = rows(place, "S(0)", pass_ != FORWARD), place.put(torch.arange(4, device=place.device), "R")
-    return differentiated(lambda: F.embedding(index, table), [table], pass_)
+    return with_gradients(lambda: F.embedding(index, table), [table], pass_)
 
 
 def foreach_add(place: Place, pass_: str) -> Call:
-    xs, ys = ([rows(place) for _ in range(LISTED)] for _ in range(2))
+    xs, ys = ([rows(place) for _ in range(FOREACH_TENSORS)] for _ in range(2))
 
     def call() -> Any:
         torch._foreach_add_(xs, ys)
@@ -121,35 +129,37 @@ def foreach_add(place: Place, pass_: str) -> Call:
 
 
 def training(
-    name: str, make: Callable[[list[nn.Parameter]], Callable[[], object]], count: int = LISTED
+    name: str, make: Callable[[list[nn.Parameter]], Callable[[], object]], count: int = FOREACH_TENSORS
 ) -> TimedProgram:
-    """What `make` gives, of `count` parameters with gradients."""
+    """Program that runs the call which `make` returns for `count` parameters with gradients."""
 
     def build(place: Place, pass_: str) -> Call:
         parameters = [nn.Parameter(rows(place)) for _ in range(count)]
-        for one in parameters:
-            one.grad = rows(place)
-        act = make(parameters)
+        for parameter in parameters:
+            parameter.grad = rows(place)
+        run_step = make(parameters)
 
         def call() -> Any:
-            act()
+            run_step()
             return parameters[0]
 
         return call
 
-    return TimedProgram(f"{name}_x{count}", "S(0)", build, ROWS, quick=count == LISTED)
+    return TimedProgram(f"{name}_x{count}", "S(0)", build, ROWS, quick=count == FOREACH_TENSORS)
 
 
 def step(
-    name: str, make: Callable[..., torch.optim.Optimizer], count: int = LISTED, **form: bool
+    name: str, make: Callable[..., torch.optim.Optimizer], count: int = FOREACH_TENSORS, **form: bool
 ) -> TimedProgram:
-    """A step of an optimizer. form: how it runs, `foreach` or `fused`."""
+    """Program that runs an optimizer step. `form`: foreach=True or fused=True."""
     return training(name, lambda parameters: make(parameters, lr=1e-3, **form).step, count)
 
 
-def clipping(count: int = LISTED) -> TimedProgram:
-    """The gradients' norm, which is large, and their division by it."""
-    return training("clip_grad_norm", lambda of: partial(nn.utils.clip_grad_norm_, of, 1.0), count)
+def clipping(count: int = FOREACH_TENSORS) -> TimedProgram:
+    """Program that clips gradients by their norm, which exceeds the limit."""
+    return training(
+        "clip_grad_norm", lambda parameters: partial(nn.utils.clip_grad_norm_, parameters, 1.0), count
+    )
 
 
 def zero_grad(parameters: list[nn.Parameter]) -> Callable[[], object]:
@@ -157,7 +167,7 @@ def zero_grad(parameters: list[nn.Parameter]) -> Callable[[], object]:
 
 
 def unscaling(parameters: list[nn.Parameter]) -> Callable[[], object]:
-    """What GradScaler does to the gradients before a step."""
+    """Returns GradScaler's work on the gradients before an optimizer step."""
     optimizer, device = torch.optim.SGD(parameters, lr=1e-3), parameters[0].device
     scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
     scaler.scale(torch.ones((), device=device))
@@ -172,30 +182,33 @@ def unscaling(parameters: list[nn.Parameter]) -> Callable[[], object]:
 class TwoLinears(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(16, WORLD * 8), nn.Linear(WORLD * 8, 16)
+        self.up_proj, self.down_proj = nn.Linear(16, WORLD * 8), nn.Linear(WORLD * 8, 16)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, 16) -> (batch, seq, 16)
-        y: Tensor = self.down(torch.relu(self.up(x)))
+        y: Tensor = self.down_proj(torch.relu(self.up_proj(x)))
         return y
 
 
 def mlp(place: Place, pass_: str) -> Call:
-    """Colwise, ReLU, Rowwise; on a mesh with more dims over the last one. The floor is rank 0's share."""
+    """ColwiseParallel, ReLU, RowwiseParallel over the last mesh dim; for "local", rank 0's share of the width."""
     with torch.random.fork_rng(devices=[]), place.device:
         model = TwoLinears()
         x = torch.ones(4, 2, 16, requires_grad=pass_ != FORWARD)
     if place.impl == "local":
-        model.up, model.down = nn.Linear(16, 8, device=place.device), nn.Linear(8, 16, device=place.device)
+        model.up_proj, model.down_proj = (
+            nn.Linear(16, 8, device=place.device),
+            nn.Linear(8, 16, device=place.device),
+        )
     else:
         styles = parallel_api(place.impl)
         mesh = place.mesh if place.mesh.ndim == 1 else place.mesh[place.mesh.mesh_dim_names[-1]]  # type: ignore[index]
-        plan = {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
+        plan = {"up_proj": styles.ColwiseParallel(), "down_proj": styles.RowwiseParallel()}
         styles.parallelize_module(model, mesh, plan)
-    return differentiated(lambda: model(x), [x, *model.parameters()], pass_)
+    return with_gradients(lambda: model(x), [x, *model.parameters()], pass_)
 
 
-def differentiated(call: Call, inputs: list[Any], pass_: str) -> Call:
-    """The call, or the call and the gradients of its inputs."""
+def with_gradients(call: Call, inputs: list[Any], pass_: str) -> Call:
+    """Returns the call; in a forward+backward pass, one that also computes the gradients of `inputs`."""
     if pass_ != BACKWARD:
         return call
     cotangent = torch.ones_like(call())
@@ -209,23 +222,22 @@ def differentiated(call: Call, inputs: list[Any], pass_: str) -> Call:
 
 
 PROGRAMS = (
-    moved("S(0)", "S(0)"),
-    moved("S(0)", "R"),
-    moved("R", "S(0)"),
-    moved("S(0)", "S(1)"),
-    moved("P", "R"),
-    moved("P", "S(0)"),
+    redistribution("S(0)", "S(0)"),
+    redistribution("S(0)", "R"),
+    redistribution("R", "S(0)"),
+    redistribution("S(0)", "S(1)"),
+    redistribution("P", "R"),
+    redistribution("P", "S(0)"),
     TimedProgram("full_tensor", "S(0)", full_tensor, ROWS, local=False),
     TimedProgram("distribute_tensor", "S(0)", distribute, ROWS, local=False),
-    # One of the two has to move first: from columns to rows, or back.
+    # The inputs differ in placement, so the op must first redistribute one.
     op("add", "S(0),S(1)", [(WORLD, WORLD)] * 2, torch.add, (WORLD, WORLD), floor="S(0),S(0)"),
     op("add_out", "S(0),S(0),S(0)", [ROWS] * 3, lambda x, y, out: torch.add(x, y, out=out), ROWS),
-    # forward alone: torch has no rule for the backward of CPU attention. Its first call takes torch half a
-    # minute, which tries its decomposition over every combination of placements.
-    # Batch 2, 2 heads a rank, 4 tokens, 4 wide; sharded by heads.
+    # Sharded by heads. Forward only: torch has no rule for the backward of CPU attention. The first call takes torch
+    # half a minute because it tries the decomposition on every combination of placements.
     op("attention", "S(1),S(1),S(1)", [HEADS] * 3, F.scaled_dot_product_attention, HEADS, quick=False),
     TimedProgram("embedding", "R,S(0)", embedding, (4, 4), EVERY_PASS),
-    # torch's convolution refuses a batch that two mesh dims shard.
+    # torch's convolution does not support a batch that is sharded on two mesh dims.
     op(
         "conv2d",
         "S(0),R",
@@ -243,31 +255,31 @@ PROGRAMS = (
     step("adamw_step", torch.optim.AdamW),
     *(
         step(f"{name}_step_{form}", make, count, **{form: True})
-        for count in (LISTED, 10 * LISTED)
+        for count in (FOREACH_TENSORS, 10 * FOREACH_TENSORS)
         for name, make in (("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD))
         for form in ("foreach", "fused")
         if (name, form) != ("sgd", "fused")  # torch has no rule for it
     ),
     clipping(),
-    clipping(10 * LISTED),
+    clipping(10 * FOREACH_TENSORS),
     training("zero_grad", zero_grad),
     training("grad_scaler", unscaling),
     TimedProgram("tp_mlp", "Colwise,Rowwise", mlp, (4, 2, 16), EVERY_PASS),
 )
 
 
-def wrong_result(program: TimedProgram, place: Place, pass_: str, call: Call) -> str | None:
+def check_result(program: TimedProgram, place: Place, pass_: str, call: Call) -> str | None:
     got = call()
     if pass_ != FORWARD and not got.requires_grad:
-        return f"{program.name} gave a tensor that requires no gradient, of inputs that do"
+        return f"{program.name} returned a tensor that requires no gradient, although its inputs do"
     if program.result is None:
-        return None if got is True else f"{program.name} gave {got!r}, expected True"
+        return None if got is True else f"{program.name} returned {got!r}, expected True"
     wrong = not got.dtype.is_floating_point and program.name != "argmax_dim1"
     if place.impl != "local" and (wrong or tuple(got.shape) != program.result):
-        return f"{program.name} gave {got.dtype} {tuple(got.shape)}, expected {program.result}"
+        return f"{program.name} returned {got.dtype} {tuple(got.shape)}, expected {program.result}"
     return None
 
 
 def build_program(program: TimedProgram, place: Place, pass_: str) -> Workload:
     call = program.build(place, pass_)
-    return Workload(run=call, check=partial(wrong_result, program, place, pass_, call))
+    return Workload(run=call, check=partial(check_result, program, place, pass_, call))

@@ -1,17 +1,18 @@
-"""Waiting for collectives when their results are used, not when they are issued: what that buys.
+"""Gain from waiting for collectives at the first use of their results instead of immediately.
 
-A backward pass in small: for each of some layers an all-reduce is issued on its gradient, then the next layer is
-computed, which does not need it; at the end all gradients are used. The same for every impl, but for when it waits:
+The program imitates a backward pass. It issues an all-reduce of each layer's gradient, then computes the next layer,
+which does not need that gradient; at the end it uses all gradients. The impls differ only in when they wait:
 
     core           at first use: dtbench_core.CommTensor
     torch          at first use: torch.distributed._functional_collectives, which copies each gradient first
     wait_at_once   when the collective is issued
     local          never: the computation alone, without collectives
 
-What can be gained is the smaller of the two, time of the collectives and time of the computation; on a CPU
-less, as gloo computes on the same cores. And the time that ranks wait for each other: in the cases with a
-`late_ms`, each layer finds another rank that late (asleep, as one that waits for data is). Who waits at once
-is late by all of these, who waits at first use by its own.
+The largest possible gain is the smaller of communication time and computation time. On a CPU it is less, because gloo
+uses the same cores.
+
+In the cases with a nonzero `late_ms`, one rank per layer arrives that much later (it sleeps, like a rank that waits for
+data). An impl that waits immediately is delayed by every late rank, one that waits at first use only by itself.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from dtbench_suites import SUITES
 from dtbench_suites.data import KIB, MIB, mismatch, sum_of_values, summed_values, torch_dtype
 
 LAYERS = 4
-# Bytes of one gradient, and the width of a layer's matrices, whose product takes about as long as an all-reduce
-# of a size in the middle.
+# (bytes of one gradient, width of a layer's matrices). The matrix product takes about as long as an all-reduce of the
+# middle size.
 SWEEPS: dict[str, tuple[Sequence[int], int]] = {
     "cpu": ((64 * KIB, 512 * KIB, 4 * MIB), 384),
     "cuda": ((1 * MIB, 16 * MIB, 64 * MIB), 4096),
@@ -39,7 +40,7 @@ SWEEPS: dict[str, tuple[Sequence[int], int]] = {
 QUICK = ((64 * KIB,), 128)
 LATE_MS = 20
 
-# Issues the all-reduce of a gradient; gives what stands for the sum.
+# Issues the all-reduce of a gradient; returns the sum, which may still be pending.
 Reduce = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 
@@ -73,9 +74,9 @@ def build_impl(
     rank, n, device = group.rank(), group.size(), world.device
     count = size_bytes // dtype.itemsize
     inputs = [summed_values(rank, n, count, dtype, device, start=k) for k in range(LAYERS)]
-    gradients = [torch.empty_like(one) for one in inputs]
-    used = [torch.empty_like(one) for one in inputs]
-    # (width, width) zeros and ones, few of these, so that the product is exact.
+    gradients = [torch.empty_like(values) for values in inputs]
+    used = [torch.empty_like(values) for values in inputs]
+    # (width, width) matrices of zeros and few ones, so that the product is exact.
     index = torch.arange(width * width, device=device).view(width, width)
     layer, activations = ((index % step == 0).to(dtype) for step in (width // 2 + 1, width // 4 + 1))
     computed = torch.empty_like(layer)
@@ -98,7 +99,7 @@ def build_impl(
         before()
         computed.zero_()
         run()
-        product = activations.double() @ layer.double()  # of values that every dtype holds
+        product = activations.double() @ layer.double()  # exact in every dtype
         wrong = mismatch(computed, product.to(dtype), "the computation")
         for k, out in enumerate(used):
             want = inputs[k] if impl == "local" else sum_of_values(n, count, dtype, device, start=k)
@@ -110,13 +111,15 @@ def build_impl(
 
 @suite("overlap", world="ranks", help=SUITES["overlap"], impl_s=(0.6, 0.42))
 def overlap(options: RunOptions) -> Iterator[Case]:
-    usual, width = QUICK if options.quick else SWEEPS[options.device_type]
-    sizes = options.sizes_bytes if options.sizes_chosen else usual
-    for at in sweep(options, sizes=sizes):
-        for late_ms in (0, LATE_MS) if at.size_bytes == sizes[len(sizes) // 2] else (0,):
-            build = partial(build_impl, at.mesh_dim, at.size_bytes, late_ms, width, torch_dtype(at.dtype))
+    default_sizes, width = QUICK if options.quick else SWEEPS[options.device_type]
+    sizes = options.sizes_bytes if options.sizes_chosen else default_sizes
+    for point in sweep(options, sizes=sizes):
+        for late_ms in (0, LATE_MS) if point.size_bytes == sizes[len(sizes) // 2] else (0,):
+            build = partial(
+                build_impl, point.mesh_dim, point.size_bytes, late_ms, width, torch_dtype(point.dtype)
+            )
             yield Case(
                 name="all_reduce",
-                params=at.params | {"late_ms": late_ms, "layers": LAYERS, "width": width},
+                params=point.params | {"late_ms": late_ms, "layers": LAYERS, "width": width},
                 build={impl: partial(build, impl) for impl in IMPLS},
             )

@@ -1,17 +1,17 @@
-"""What a bucketer itself costs: 64 MiB of gradients for 8 ranks, packed, with nothing sent.
+"""Overhead of a bucketer: packs 64 MiB of gradients for 8 ranks without sending them.
 
-The world has 8 ranks of which 7 are simulated (torch's fake process group), so a collective takes no time and
-what is left is the host's work: taking gradients in, putting them in order, handing results out.
+7 of the 8 ranks are simulated by torch's fake process group, so a collective takes no time. The measured time is host
+work: accepting gradients, packing them, and calling back with the results.
 
-    core        dtbench_core.ReduceScatterBucketer, given whole gradients, which it copies on arrival
-    core_held   the same, told that it may hold the gradients until the bucket is full
-    core_lists  the same as core, given a list of 8 chunks for each gradient, as fairscale's is
-    reference   fairscale's algorithm, given the same lists
+    core        dtbench_core.ReduceScatterBucketer with whole gradients, which it copies on arrival
+    core_held   the same with hold_inputs=True: keeps the gradients until the bucket is full
+    core_lists  the same as core with a list of 8 chunks per gradient, the form that fairscale takes
+    reference   fairscale's algorithm with the same lists
     copy        one plain copy of the 64 MiB: the floor
 
-On CUDA that takes two cases. `pack` is the host's time, launches included; over the number of tensors it is the cost of
-taking one in. `kernels` is the device's, of the same work recorded once as a CUDA graph and replayed in one launch: its
-bandwidth over that of `copy` is the share of the device's own copy that packing reaches.
+On CUDA there are two cases. `pack` is host time including kernel launches; divided by the number of tensors, it is the
+cost per gradient. `kernels` is device time of the same work, recorded as a CUDA graph and replayed in one launch; its
+bandwidth relative to that of `copy` shows how close packing comes to a plain copy on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dtbench_suites import SUITES, bucketer_reference
 from dtbench_suites.bucketer import bucketer_of, copy, counters_of, send_all
 from dtbench_suites.data import KIB, MIB, MOVED_VALUES, mismatch, torch_dtype
 
-# Biases and norms of a large model, small matrices, larger ones.
+# Bytes of a gradient: biases and norms of a large model, small matrices, larger matrices.
 SIZES = (16 * KIB, 256 * KIB, 1 * MIB)
 TOTAL, TOTAL_QUICK = 64 * MIB, 2 * MIB
 BUCKET = 25 * MIB  # the bucketers' default
@@ -46,11 +46,15 @@ def eager(run: Run) -> Run:
 
 
 def check(
-    run: Run, module: Any, name: str, whole: Tensor, n: int, record: Callable[[Run], Run] = eager
+    run: Run, module: Any, name: str, full: Tensor, n: int, record: Callable[[Run], Run] = eager
 ) -> str | None:
-    """What `run` passes to the collective `module.name`: each rank must be sent its part of every tensor, in order.
+    """Checks the buffers that `run` passes to the collective `module.name`.
 
-    whole: (tensors, n * k). record: makes of the run what is timed.
+    Every rank must be sent its shard of every tensor, in order.
+
+    Args:
+        full: (tensors, n * k), the gradients.
+        record: turns a run into the function that is timed, e.g. a CUDA graph.
     """
     sent: list[Tensor] = []
     right = getattr(module, name)
@@ -64,22 +68,24 @@ def check(
         return right(output, packed, *args, **kwargs)
 
     with mock.patch.object(module, name, spy):
-        timed = record(once)
-        for packed in sent:  # as it was recorded: the repetition must write it again
+        timed_run = record(once)
+        for packed in sent:  # filled while recording; the timed run must write it again
             packed.zero_()
-        timed()
-    want = whole.view(len(whole), n, -1).transpose(0, 1).reshape(n, -1)
+        timed_run()
+    want = full.view(len(full), n, -1).transpose(0, 1).reshape(n, -1)
     return mismatch(torch.cat(sent, dim=1), want, "what is packed")
 
 
 @functools.lru_cache(maxsize=1)
-def made(number: int, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """The gradients as one (number, count), and each, (count,), in memory of its own as a model's are.
+def make_gradients(
+    number: int, count: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the gradients as one (number, count) tensor, and as separate (count,) tensors like those of a model.
 
-    All impls read the same: they only differ in what they do with it, and memory holds it once.
+    Cached, so that all impls read the same gradients and memory holds them once.
     """
-    whole = (torch.arange(number * count, device=device) % MOVED_VALUES).to(dtype).view(number, count)
-    return whole, [t.clone() for t in whole]
+    full = (torch.arange(number * count, device=device) % MOVED_VALUES).to(dtype).view(number, count)
+    return full, [t.clone() for t in full]
 
 
 def build(
@@ -87,22 +93,22 @@ def build(
 ) -> Workload:
     group = world.mesh.get_group(0)
     n = group.size()
-    whole, gradients = made(number, count, dtype, world.device)
+    full, gradients = make_gradients(number, count, dtype, world.device)
     if impl == "copy":
-        return copy(whole, record)
+        return copy(full, record)
     bucketer, inputs = bucketer_of(impl, BUCKET, gradients, n)
     run = partial(send_all, bucketer, inputs, [lambda _result: None] * number, group)
-    timed = record(run)
+    timed_run = record(run)
     if impl == "reference":
-        spied = partial(check, run, bucketer_reference, "reduce_scatter_single", whole, n, record)
-        return Workload(timed, check=spied)
+        check_packed = partial(check, run, bucketer_reference, "reduce_scatter_single", full, n, record)
+        return Workload(timed_run, check=check_packed)
 
     def counters() -> dict[str, float]:
         counted = counters_of(bucketer, run)
         return {name: counted[name] for name in ("bytes_copied", "peak_bytes")}
 
-    checked = partial(check, run, comm, "reduce_scatter", whole, n, record)
-    return Workload(timed, check=checked, counters=counters, close=bucketer.teardown)
+    check_packed = partial(check, run, comm, "reduce_scatter", full, n, record)
+    return Workload(timed_run, check=check_packed, counters=counters, close=bucketer.teardown)
 
 
 IMPLS = ("core", "core_held", "core_lists", "reference", "copy")
@@ -111,11 +117,11 @@ IMPLS = ("core", "core_held", "core_lists", "reference", "copy")
 @suite("packing", world="simulated", by_default=False, help=SUITES["packing"], impl_s=(0.85, 0.03))
 def packing(options: RunOptions) -> Iterator[Case]:
     total = TOTAL_QUICK if options.quick else TOTAL
-    ways: list[tuple[str, ClockKind, Callable[[Run], Run]]] = [("pack", "host", eager)]
+    variants: list[tuple[str, ClockKind, Callable[[Run], Run]]] = [("pack", "host", eager)]
     if on_gpu := options.device_type == "cuda":
-        ways.append(("kernels", "device", gpus().captured))
-    for dtype_name, tensor_bytes, way in itertools.product(options.dtypes, SIZES, ways):
-        (name, clock, record), dtype = way, torch_dtype(dtype_name)
+        variants.append(("kernels", "device", gpus().captured))
+    for dtype_name, tensor_bytes, variant in itertools.product(options.dtypes, SIZES, variants):
+        (name, clock, record), dtype = variant, torch_dtype(dtype_name)
         number, count = total // tensor_bytes, tensor_bytes // dtype.itemsize
         yield Case(
             name=name,

@@ -1,12 +1,11 @@
-"""Time of DTensor.redistribute between any two placements, per dim of the device mesh.
+"""Time of DTensor.redistribute between any two placements, per mesh dim.
 
     S(0) -> R      all-gather          P -> R      all-reduce         R -> S(0)     a local slice
     S(0) -> S(1)   all-to-all          P -> S(0)   reduce-scatter
 
-What lies on another tensor dim than 0 also has to be put in order in memory, which is part of the
-time. size_bytes is the whole tensor, as one group holds it. `groups` and `mode` are those of the
-collectives suite: all sizes together and isolated, one in each other regime. In files from before these
-params, everything was measured together and isolated.
+Shards of a tensor dim other than 0 must also be rearranged in memory, which is part of the time. size_bytes is the size
+of the full tensor. `groups` and `mode` have the meaning of the collectives suite: all sizes are measured together and
+isolated, one size in each other regime. Results in old files without these params were measured together and isolated.
 """
 
 from __future__ import annotations
@@ -19,50 +18,61 @@ import torch
 from dtbench.engine.refine import is_calibrated_with
 from dtbench.suite import Case, RunOptions, Workload, World, suite
 from dtbench_suites import SUITES
-from dtbench_suites.collectives import accompanying_sizes, calls_of, params_of, refinement_of, swept
+from dtbench_suites.collectives import (
+    accompanying_sizes,
+    calls_per_sample_of,
+    params_of,
+    refinement_of,
+    sweep_cases,
+)
 from dtbench_suites.data import (
     dtensor_api,
-    hush_torch,
     mesh_of_dim,
     mismatch,
     moved_values,
     placement,
     priced_dims,
-    refuse_gathers_of_cuda_on_gloo,
     shard_of,
+    silence_torch,
+    skip_cuda_gathers_on_gloo,
     sum_of_values,
     summed_values,
     torch_dtype,
 )
 
-# Every change of placement but those to Partial, which torch.distributed.tensor refuses.
+# All changes of placement except those to Partial, which torch.distributed.tensor does not support.
 _SHARDED = ("S(0)->S(1)", "S(1)->S(0)", "S(0)->R", "S(1)->R")
 TRANSITIONS = (*_SHARDED, "R->S(0)", "R->S(1)", "P->R", "P->S(0)", "P->S(1)")
 
 
 def shape_of(size_bytes: int, itemsize: int, n: int) -> tuple[int, int]:
-    """A nearly square shape of at most so many bytes whose both dims n ranks can share evenly."""
+    """Returns a nearly square shape of at most `size_bytes` (if possible) whose dims are both multiples of n."""
     blocks = max(size_bytes // itemsize // n**2, 1)
     rows = 2 ** (blocks.bit_length() // 2)
     return rows * n, blocks // rows * n
 
 
 def build_impl(
-    where: tuple[str, str],
+    target_dim: tuple[str, str],
     change: tuple[str, str],
     shape: tuple[int, int],
     dtype: torch.dtype,
     impl: str,
     world: World,
 ) -> Workload:
-    """where: mesh dim and `groups`. change: the placements before and after."""
-    (mesh_dim, groups), (src, dst) = where, change
-    hush_torch()
+    """Builds the workload of one change of placement.
+
+    Args:
+        target_dim: (mesh dim, `groups`).
+        change: (source placement, destination placement).
+    """
+    (mesh_dim, groups), (src, dst) = target_dim, change
+    silence_torch()
     api, mesh = dtensor_api(impl), mesh_of_dim(world, mesh_dim)
     if groups == "alone" and 0 not in mesh.mesh:
         return Workload(run=lambda: None, participates=False)
     if impl == "torch" and src != "P" and dst == "R":
-        refuse_gathers_of_cuda_on_gloo(mesh)
+        skip_cuda_gathers_on_gloo(mesh)
     rank, n, count = mesh.get_local_rank(), mesh.size(), shape[0] * shape[1]
     if src == "P":
         full = sum_of_values(n, count, dtype, world.device).view(shape)
@@ -90,18 +100,18 @@ def sizes_of(options: RunOptions, groups: str, mode: str) -> Sequence[int]:
 
 
 def case_of(change: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtype: str, size: int) -> Case:
-    """change: `S(0)->R`. size: bytes asked for, of which as many are taken as `shape_of` can share."""
-    of_torch = torch_dtype(dtype)
+    """Returns the case of a change such as `S(0)->R`. `size`: requested bytes, rounded by `shape_of`."""
+    dtype_of_torch = torch_dtype(dtype)
     src, _, dst = change.partition("->")
-    shape = shape_of(size, of_torch.itemsize, ranks)
-    size = shape[0] * shape[1] * of_torch.itemsize
-    build = partial(build_impl, (mesh_dim, groups), (src, dst), shape, of_torch)
+    shape = shape_of(size, dtype_of_torch.itemsize, ranks)
+    size = shape[0] * shape[1] * dtype_of_torch.itemsize
+    build = partial(build_impl, (mesh_dim, groups), (src, dst), shape, dtype_of_torch)
     return Case(
         name=change,
         params=params_of(mesh_dim, ranks, groups, mode, dtype, size),
         build={impl: partial(build, impl) for impl in ("core", "torch")},
         size_bytes=size,
-        calls_per_sample=calls_of(mode, size),
+        calls_per_sample=calls_per_sample_of(mode, size),
     )
 
 
@@ -114,4 +124,4 @@ def case_of(change: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtyp
     budget_priority=is_calibrated_with,
 )
 def redistribute(options: RunOptions) -> Iterator[Case]:
-    yield from swept(options, priced_dims(options), TRANSITIONS, sizes_of, case_of)
+    yield from sweep_cases(options, priced_dims(options), TRANSITIONS, sizes_of, case_of)

@@ -1,17 +1,17 @@
-"""Tensor parallelism: a layer, the blocks of a transformer and the loss behind it, each cut over the ranks.
+"""Tensor parallelism: a layer, transformer blocks and the loss, each sharded over the ranks of one mesh dim.
 
-    core    dtbench_core.parallel        the model cut over the ranks of one mesh dim
+    core    dtbench_core.parallel
     torch   torch.distributed.tensor.parallel
-    whole   the whole model on one rank, without communication: no floor, as it does all ranks' work
+    whole   the full model on every rank, without communication. This is no floor: each rank does the work of all
 
-    addmm       bias + x @ weight, the weight by columns: one op on DTensors, and nothing is sent
-    mlp         Colwise, then Rowwise: one all-reduce forward, one backward
-    attention   the heads shared out
-    block       norm, attention, norm, MLP: between them the activations are cut along the sequence
-    loss        norm, the head over the vocabulary and its cross entropy, the logits sharded by class
+    addmm       bias + x @ weight, with the weight sharded by columns: one op on DTensors without communication
+    mlp         ColwiseParallel, then RowwiseParallel: one all-reduce forward, one backward
+    attention   sharded by heads
+    block       norm, attention, norm, MLP; between them, the activations are sharded along the sequence
+    loss        norm, output projection to the vocabulary, cross entropy; the logits are sharded by class
 
-addmm and mlp are what torch's first tensor-parallel API was measured by. Outputs and gradients are compared
-with the whole model's.
+addmm and mlp are the benchmarks of torch's first tensor-parallel API. Outputs and gradients are compared with those of
+the full model.
 """
 
 from __future__ import annotations
@@ -33,36 +33,42 @@ from dtbench_suites.data import (
     dtensor_api,
     mismatch,
     parallel_api,
-    refuse_gathers_of_cuda_on_gloo,
     shared_dims,
+    skip_cuda_gathers_on_gloo,
     torch_dtype,
 )
 
-# batch, seq, d_model, heads. On a GPU a layer of Llama-2-7B (arXiv 2307.09288, table 1: 4096 wide, 32
-# heads, sequences of 4096, half of it here); on a CPU as much as keeps one pass within milliseconds.
+# (batch, seq, d_model, heads). On a GPU: a layer of Llama-2-7B (arXiv 2307.09288, table 1: 4096 wide, 32 heads, 4096
+# tokens, half of them here). On a CPU: small enough that a pass takes milliseconds.
 SHAPES = {"cpu": (2, 64, 256, 8), "cuda": (1, 2048, 4096, 32)}
-# Sums of thousands of products in another order: some roundings (eps) of the largest value.
+# Tolerance in units of eps of the largest value: sums of thousands of products are added in different orders.
 ROUNDINGS = 64
 # Classes per unit of width: Llama-2-7B has 32000 for 4096.
 CLASSES_PER_WIDTH = 8
 
-# Of an output the gradient that comes back to it.
+# Output -> the gradient that its backward pass starts from.
 Cotangent = Callable[[Tensor], Tensor]
 
 
 class ParallelModel(nn.Module):
-    """A model that can be cut. `plan` names the styles, made by the library whose modules it is given."""
+    """A model that can be parallelized."""
 
     def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
+        """Returns the parallelize plan: submodule name -> parallel style.
+
+        Args:
+            api: the library's module of parallel styles.
+            tensors: the library's module of DTensor and its placements.
+        """
         raise NotImplementedError
 
     def place(self, x: Tensor, tensors: Any, mesh: Any) -> Tensor:
-        """The input as the cut model takes it: whole and plain."""
+        """Returns the input in the form that the parallel model takes; by default the plain tensor."""
         return x
 
 
 class AddMM(ParallelModel):
-    """The op that a Linear of 2-D inputs runs."""
+    """A linear layer of 2-D inputs as a single addmm."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -73,8 +79,8 @@ class AddMM(ParallelModel):
         class ByColumns(api.ParallelStyle):  # type: ignore[misc]
             def _apply(self, module: nn.Module, mesh: Any) -> nn.Module:
                 for name, dim in (("weight", 1), ("bias", 0)):
-                    whole = getattr(module, name).detach()
-                    cut = tensors.distribute_tensor(whole, mesh, [tensors.Shard(dim)])
+                    full = getattr(module, name).detach()
+                    cut = tensors.distribute_tensor(full, mesh, [tensors.Shard(dim)])
                     module.register_parameter(name, nn.Parameter(cut))
                 return module
 
@@ -89,27 +95,27 @@ class AddMM(ParallelModel):
 
 
 class FeedForward(ParallelModel):
-    """d -> 4d -> d with a GELU between (Vaswani et al., arXiv 1706.03762, section 3.3, with ReLU)."""
+    """An MLP d -> 4d -> d with GELU (Vaswani et al., arXiv 1706.03762, section 3.3, has ReLU)."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
+        self.up_proj, self.down_proj = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
 
     def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
-        return {"up": api.ColwiseParallel(), "down": api.RowwiseParallel()}
+        return {"up_proj": api.ColwiseParallel(), "down_proj": api.RowwiseParallel()}
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d) -> (batch, seq, d)
-        y: Tensor = self.down(F.gelu(self.up(x)))
+        y: Tensor = self.down_proj(F.gelu(self.up_proj(x)))
         return y
 
 
 class SelfAttention(ParallelModel):
-    """Causal self-attention; a rank that holds 1/n of wq, wk, wv works on heads / n heads."""
+    """Causal self-attention. A rank that holds 1/n of wq, wk and wv computes heads / n heads."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.d_head = d_model // heads
-        # Without a bias for the keys: it shifts all scores of a query alike, so that its gradient is mere rounding.
+        # No bias for the keys: it would shift all scores of a query equally, so its gradient would be rounding noise.
         self.wq, self.wk, self.wv, self.wo = (
             nn.Linear(d_model, d_model, bias=name != "wk") for name in ("wq", "wk", "wv", "wo")
         )
@@ -126,7 +132,7 @@ class SelfAttention(ParallelModel):
 
 
 class TransformerBlock(ParallelModel):
-    """A transformer block with a norm before each half (Korthikanti et al., arXiv 2205.05198, figure 5)."""
+    """A pre-norm transformer block with sequence parallelism (Korthikanti et al., arXiv 2205.05198, figure 5)."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -134,24 +140,26 @@ class TransformerBlock(ParallelModel):
         self.norm2, self.mlp = nn.LayerNorm(d_model), FeedForward(d_model, heads)
 
     def plan(self, api: Any, tensors: Any) -> dict[str, Any]:
-        whole, cut = tensors.Replicate(), tensors.Shard(1)
-        along: dict[str, Any] = {"output_layouts": cut, "use_local_output": False}
-        gathered = partial(api.PrepareModuleInput, input_layouts=cut, desired_input_layouts=whole)
+        replicated, sequence_sharded = tensors.Replicate(), tensors.Shard(1)
+        sharded_output: dict[str, Any] = {"output_layouts": sequence_sharded, "use_local_output": False}
+        gather_input = partial(
+            api.PrepareModuleInput, input_layouts=sequence_sharded, desired_input_layouts=replicated
+        )
         return {
             "": api.PrepareModuleInputOutput(
-                input_layouts=whole,
-                desired_input_layouts=cut,
-                output_layouts=cut,
-                desired_output_layouts=whole,
+                input_layouts=replicated,
+                desired_input_layouts=sequence_sharded,
+                output_layouts=sequence_sharded,
+                desired_output_layouts=replicated,
             ),
             "norm1": api.SequenceParallel(),
             "norm2": api.SequenceParallel(),
-            "attention": gathered(),
+            "attention": gather_input(),
             **{f"attention.w{name}": api.ColwiseParallel() for name in "qkv"},
-            "attention.wo": api.RowwiseParallel(**along),
-            "mlp": gathered(),
-            "mlp.up": api.ColwiseParallel(),
-            "mlp.down": api.RowwiseParallel(**along),
+            "attention.wo": api.RowwiseParallel(**sharded_output),
+            "mlp": gather_input(),
+            "mlp.up_proj": api.ColwiseParallel(),
+            "mlp.down_proj": api.RowwiseParallel(**sharded_output),
         }
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d) -> (batch, seq, d)
@@ -161,7 +169,7 @@ class TransformerBlock(ParallelModel):
 
 
 class Loss(ParallelModel):
-    """The last norm, d -> 8 d classes, and the cross entropy of every position."""
+    """The last norm, a projection d -> 8d classes, and the mean cross entropy of all positions."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -175,8 +183,8 @@ class Loss(ParallelModel):
         logits = self.head(self.norm(x)).flatten(0, 1)  # (batch * seq, classes)
         target = torch.arange(logits.shape[0], device=x.device) * 7 % logits.shape[1]
         loss: Any = F.cross_entropy(logits, target)
-        whole: Tensor = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-        return whole
+        full_loss: Tensor = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+        return full_loss
 
 
 MODELS: dict[str, type[ParallelModel]] = {
@@ -186,14 +194,20 @@ MODELS: dict[str, type[ParallelModel]] = {
     "block": TransformerBlock,
     "loss": Loss,
 }
-FORWARD, BOTH = "forward", "forward+backward"
-EACH = (FORWARD, BOTH)
-PASSES = {"addmm": (FORWARD,), "mlp": EACH, "attention": EACH, "block": (BOTH,), "loss": (BOTH,)}
+FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"
+BOTH_PASSES = (FORWARD, FORWARD_BACKWARD)
+PASSES = {
+    "addmm": (FORWARD,),
+    "mlp": BOTH_PASSES,
+    "attention": BOTH_PASSES,
+    "block": (FORWARD_BACKWARD,),
+    "loss": (FORWARD_BACKWARD,),
+}
 QUICK = ("addmm", "mlp", "block", "loss")
 
 
 def parallelize(impl: str, model: ParallelModel, mesh: Any) -> nn.Module:
-    """The model cut over `mesh` by the library of `impl`; itself for "whole"."""
+    """Parallelizes the model over `mesh` with the library of `impl`; returns it unchanged for "whole"."""
     if impl == WHOLE:
         return model
     api = parallel_api(impl)
@@ -201,35 +215,38 @@ def parallelize(impl: str, model: ParallelModel, mesh: Any) -> nn.Module:
     return cut
 
 
-def one_pass(
-    fn: Callable[..., Any], inputs: Sequence[Tensor], wanted: Sequence[Tensor], cotangent: Cotangent | None
+def run_pass(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangent: Cotangent | None
 ) -> list[Tensor]:
-    """The output, and with a cotangent the gradients of `wanted`."""
+    """Returns the output and, with a cotangent, the gradients of `leaves`."""
     if cotangent is None:
         with torch.no_grad():
-            return [finished(fn(*inputs))]
-    out = finished(fn(*inputs))
-    return [out, *map(finished, torch.autograd.grad(out, wanted, cotangent(out)))]
+            return [wait_for(fn(*inputs))]
+    out = wait_for(fn(*inputs))
+    return [out, *map(wait_for, torch.autograd.grad(out, leaves, cotangent(out)))]
 
 
-def finished(tensor: Tensor) -> Tensor:
-    """The tensor once its collective has ended: both libraries may hand it out before."""
+def wait_for(tensor: Tensor) -> Tensor:
+    """Waits for the collective behind a tensor, which both libraries may return before it has finished."""
     local = getattr(tensor, "_local_tensor", tensor)
     if hasattr(local, "wait"):
         local.wait()
     return tensor
 
 
-def names_of(model: nn.Module) -> list[str]:
-    """Of what a pass gives."""
+def result_names(model: nn.Module) -> list[str]:
+    """Returns the names of the tensors that `run_pass` returns, for messages."""
     return ["the output", "the gradient of x", *(f"the gradient of {n}" for n, _ in model.named_parameters())]
 
 
 def compare(names: Sequence[str], got: list[Tensor], want: list[Tensor], rtol: float) -> str | None:
-    """What differs from the whole model's tensors, or None; all ranks together. names: of as many, or more."""
-    # Every rank gathers every tensor, whatever it found before.
-    wholes = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in got]
-    pairs = zip(names, zip(wholes, want, strict=True), strict=False)
+    """Returns a message about the first tensor of `got` that differs from `want`, or None.
+
+    All ranks must call it together. `names` may be longer than `got`.
+    """
+    # All ranks gather all tensors before comparing: full_tensor() is a collective.
+    gathered = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in got]
+    pairs = zip(names, zip(gathered, want, strict=True), strict=False)
     return next((wrong for name, (g, w) in pairs if (wrong := mismatch(g, w, name, rtol))), None)
 
 
@@ -242,38 +259,38 @@ def build_impl(
     impl: str,
     world: World,
 ) -> Workload:
-    backward, mesh = passes == BOTH, world.mesh[mesh_dim]
+    backward, mesh = passes == FORWARD_BACKWARD, world.mesh[mesh_dim]
     if impl == "torch":
-        refuse_gathers_of_cuda_on_gloo(mesh)
+        skip_cuda_gathers_on_gloo(mesh)
     batch, seq, d_model, heads = shape
     with torch.random.fork_rng(devices=[]), world.device:
         torch.manual_seed(0)  # the same model and data on all ranks
-        model, whole = (MODELS[block](d_model, heads).to(dtype) for _ in range(2))
+        model, reference = (MODELS[block](d_model, heads).to(dtype) for _ in range(2))
         x = torch.randn(batch, seq, d_model).to(dtype)
-        whole.load_state_dict(model.state_dict())
+        reference.load_state_dict(model.state_dict())
         with torch.no_grad():
-            cotangent = torch.randn(whole(x).shape).to(dtype)
+            cotangent = torch.randn(reference(x).shape).to(dtype)
     x.requires_grad_(backward)
     placed = x if impl == WHOLE else model.place(x, dtensor_api(impl), mesh)
     cut = parallelize(impl, model, mesh)
-    # Where cross entropy keeps the logits where they are.
+    # loss_parallel computes the cross entropy of sharded logits without gathering them.
     context = nullcontext if block != "loss" or impl == WHOLE else parallel_api(impl).loss_parallel
 
     def step(model: nn.Module, x: Tensor) -> list[Tensor]:
-        return one_pass(model, [x], [x, *model.parameters()], (lambda _out: cotangent) if backward else None)
+        return run_pass(model, [x], [x, *model.parameters()], (lambda _out: cotangent) if backward else None)
 
     def run() -> list[Tensor]:
         with context():
             return step(cut, placed)
 
     def check() -> str | None:
-        return compare(names_of(whole), run(), step(whole, x), ROUNDINGS * torch.finfo(dtype).eps)
+        return compare(result_names(reference), run(), step(reference, x), ROUNDINGS * torch.finfo(dtype).eps)
 
     return Workload(run=run, check=check)
 
 
 def shape_for(options: RunOptions, n: int) -> tuple[int, int, int, int]:
-    """(batch, seq, d_model, heads) with heads and positions that n ranks can share evenly, d_model as it comes."""
+    """Returns (batch, seq, d_model, heads) with seq and heads rounded up to multiples of n, and d_model accordingly."""
     batch, seq, d_model, heads = SHAPES[options.device_type]
     d_head, shared = d_model // heads, -(-heads // n) * n
     return batch, -(-seq // n) * n, d_head * shared, shared

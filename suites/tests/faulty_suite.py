@@ -1,6 +1,6 @@
-"""The real suites with one fault: on the last rank every result is changed after it was computed.
+"""The built-in suites with a fault: on the last rank, every result is changed after it was computed.
 
-A user's suite file for `dtbench run`; every case of it has to come out as `wrong`.
+A suite file for `dtbench run`. All of its cases must get the status `wrong`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def spoil(tensor: torch.Tensor) -> None:
 
 
 class Finished:
-    """In the place of a Work that was waited for: gloo's writes its output again whenever it is."""
+    """Replaces a Work that has been waited for, because a gloo Work writes its output again in each wait()."""
 
     def wait(self) -> bool:
         return True
 
 
 def spoiled_output(right: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, whose first argument is its output."""
+    """Returns the collective with a fault in its output, which is its first argument."""
 
     def call(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         done = right(output, *args, **kwargs)
@@ -48,7 +48,7 @@ def spoiled_output(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def spoiled_result(right: Callable[..., Any]) -> Callable[..., Any]:
-    """The redistribution, which gives a new DTensor."""
+    """Returns the redistribution with a fault in the DTensor that it returns."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result = right(*args, **kwargs)
@@ -61,17 +61,17 @@ def spoiled_result(right: Callable[..., Any]) -> Callable[..., Any]:
 
 def spoiled_model(right: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> torch.nn.Module:
-        cut: torch.nn.Module = right(*args)
-        parameter = next(cut.parameters()).detach()
+        model: torch.nn.Module = right(*args)
+        parameter = next(model.parameters()).detach()
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         local += 1.0
-        return cut
+        return model
 
     return call
 
 
 def spoiled_step(right: Callable[..., Any]) -> Callable[..., Any]:
-    """What gives the step of a workload, whose first result is spoiled."""
+    """Returns the maker of a step with a fault in the first result of the step."""
 
     def make(*args: Any) -> Callable[[], list[torch.Tensor]]:
         step = right(*args)
@@ -91,13 +91,13 @@ Fault = tuple[Any, str, Callable[[Any], Any]]
 
 
 def faults() -> list[Fault]:
-    """What to spoil: its owner, its name, how."""
+    """Returns (owner, attribute, wrapper) of each function that can be spoiled."""
     outputs = [(m, "reduce_scatter_single") for m in (collectives, bucketer, bucketer_reference)]
     outputs += [(dist, name) for name in ("all_reduce", "all_to_all_single", "broadcast", "scatter")]
     outputs += [(collectives, "all_gather_single"), (comm, "reduce_scatter"), (overlap, "use")]
     libraries = (dtbench_core, torch.distributed.tensor)
     return [
-        *((*where, spoiled_output) for where in outputs),
+        *((owner, name, spoiled_output) for owner, name in outputs),
         *((library.DTensor, "redistribute", spoiled_result) for library in libraries),
         (tensor_parallel, "parallelize", spoiled_model),
         (embedding, "step_of", spoiled_step),
@@ -105,9 +105,9 @@ def faults() -> list[Fault]:
 
 
 def faulty(build: Callable[[Any], Workload], names: tuple[str, ...]) -> Callable[[Any], Workload]:
-    """The workload of `build`, made and called with the faults that `names` says."""
+    """Returns the workload of `build`, built and run with the faults in the functions `names`."""
 
-    def within(step: Callable[[], Any]) -> Any:
+    def with_faults(step: Callable[[], Any]) -> Any:
         with contextlib.ExitStack() as stack:
             for owner, name, spoiled in faults():
                 if name in names:
@@ -115,10 +115,12 @@ def faulty(build: Callable[[Any], Workload], names: tuple[str, ...]) -> Callable
             return step()
 
     def make(world: Any) -> Workload:
-        workload: Workload = within(lambda: build(world))
+        workload: Workload = with_faults(lambda: build(world))
         run, check = workload.run, workload.check
         return dataclasses.replace(
-            workload, run=lambda: within(run), check=None if check is None else lambda: within(check)
+            workload,
+            run=lambda: with_faults(run),
+            check=None if check is None else lambda: with_faults(check),
         )
 
     return make
@@ -139,5 +141,5 @@ SPOILED = {
 def faulty_suite(options: RunOptions) -> Iterator[Case]:
     for name, spoiled in SPOILED.items():
         for case in load([name])[0].cases(options):
-            build = {impl: faulty(made, spoiled) for impl, made in case.build.items()}
-            yield dataclasses.replace(case, name=f"{name} {case.name}", build=build, samples=2)
+            builds = {impl: faulty(build, spoiled) for impl, build in case.build.items()}
+            yield dataclasses.replace(case, name=f"{name} {case.name}", build=builds, samples=2)

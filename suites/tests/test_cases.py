@@ -1,4 +1,4 @@
-"""What the suites list: pure, unique, complete."""
+"""The cases that the suites list: their params and impls are unique, complete and found without ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dtbench_suites import collectives, dispatch, redistribute
 from dtbench_suites.dispatch_programs import PROGRAMS
 
 SIZES = (1024, 65536, 10**6)
-# Programs that plain torch has no counterpart of.
+# Programs without a counterpart in plain torch.
 NO_FLOOR = {(p.name, p.placements) for p in PROGRAMS if not p.local}
 
-# Forward calls of single ops, which a class of tensors may run in Python; not the ways in and out of it.
-LEAST = {
+# Cases with the impl "wrapped": calls of single ops without a backward pass, except from_local and to_local.
+WRAPPED = {
     (op.name, op.placements, pass_, call)
     for op in dispatch.OPS
     for pass_, call in (("forward", "cached"), ("forward", "busy"), ("forward+requires_grad", "cached"))
     if not op.name.endswith("_local")
 }
 
-PLANS = {
+OPTIONS = {
     "2x2": RunOptions((("dp", 2), ("tp", 2)), SIZES, ("float32", "bfloat16")),
     "quick": RunOptions((("dp", 2), ("tp", 2)), SIZES, quick=True),
     "one dim": RunOptions((("tp", 3),), SIZES, ("float64",)),
@@ -35,7 +35,7 @@ PLANS = {
     "cuda": RunOptions((("dp", 4), ("tp", 8)), SIZES, device_type="cuda"),
     "one rank": RunOptions((("tp", 1),), SIZES),
 }
-# The impls of the run file, which calibrate and report read.
+# The impls of each suite; calibrate and report read them from run files by name.
 IMPLS = {
     "dispatch": {"core", "torch", "local"},
     "redistribute": {"core", "torch"},
@@ -45,7 +45,7 @@ IMPLS = {
     "embedding": {"core", "torch", "whole"},
     "overlap": {"core", "torch", "wait_at_once", "local"},
 }
-# Of the bucketer's cases of 64 MiB.
+# The impls of the bucketer's cases of 64 MiB.
 LARGE = {"core", "core_held", "reference", "packed", "limit", "copy"}
 PARAMS = {
     "dispatch": {"placements", "mesh", "pass", "call"},
@@ -58,21 +58,21 @@ PARAMS = {
 }
 
 
-def cases(suite: str, plan: RunOptions) -> list[Case]:
-    return list(load([suite])[0].cases(plan))
+def cases(suite: str, options: RunOptions) -> list[Case]:
+    return list(load([suite])[0].cases(options))
 
 
-def test_the_suites_are_found():
+def test_load_finds_the_suites():
     assert {s.name: s.world for s in load()} == {
         name: "simulated" if name == "dispatch" else "ranks" for name in IMPLS
     }
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("suite", IMPLS)
-def test_cases_are_listed_without_a_world_and_told_apart(suite: str, plan: RunOptions):
-    assert not dist.is_initialized()
-    listed = cases(suite, plan)
+def test_cases_are_unique_and_have_the_expected_params_and_impls(suite: str, options: RunOptions):
+    assert not dist.is_initialized()  # listing needs no ranks
+    listed = cases(suite, options)
     keys = [(case.name, *sorted(case.params.items())) for case in listed]
     assert len(set(keys)) == len(keys)
     for case in listed:
@@ -81,30 +81,30 @@ def test_cases_are_listed_without_a_world_and_told_apart(suite: str, plan: RunOp
             case.params.get("call") == "first" or (case.name, case.params.get("placements")) in NO_FLOOR
         )
         expected = LARGE if case.name == "reduce_scatter_large" else IMPLS[suite]
-        has_least = (case.name, *(case.params.get(p) for p in ("placements", "pass", "call"))) in LEAST
-        expected = expected - ({"local"} if no_floor else set()) | ({"wrapped"} if has_least else set())
+        has_wrapped = (case.name, *(case.params.get(p) for p in ("placements", "pass", "call"))) in WRAPPED
+        expected = expected - ({"local"} if no_floor else set()) | ({"wrapped"} if has_wrapped else set())
         assert set(case.build) == expected
-    if plan.world_size > 1 or suite in ("dispatch", "collectives"):
+    if options.world_size > 1 or suite in ("dispatch", "collectives"):
         assert listed
 
 
 @pytest.mark.parametrize("suite", sorted(IMPLS.keys() - {"dispatch"}))
-def test_only_dims_with_several_ranks_are_measured(suite: str):
-    assert {c.params["mesh_dim"] for c in cases(suite, PLANS["a dim of one rank"])} == {"tp"}
+def test_suites_measure_all_dtypes_and_mesh_dims_of_several_ranks(suite: str):
+    assert {c.params["mesh_dim"] for c in cases(suite, OPTIONS["a dim of one rank"])} == {"tp"}
     joint = {"dp+tp"} if suite in ("collectives", "redistribute") else set()
-    assert {c.params["mesh_dim"] for c in cases(suite, PLANS["2x2"])} == {"dp", "tp"} | joint
-    assert {c.params["dtype"] for c in cases(suite, PLANS["2x2"])} == {"float32", "bfloat16"}
+    assert {c.params["mesh_dim"] for c in cases(suite, OPTIONS["2x2"])} == {"dp", "tp"} | joint
+    assert {c.params["dtype"] for c in cases(suite, OPTIONS["2x2"])} == {"float32", "bfloat16"}
 
 
 @pytest.mark.parametrize("suite", ["redistribute", "collectives"])
-def test_a_sweep_that_was_chosen_is_measured_whole(suite: str):
+def test_chosen_sizes_are_measured_in_every_regime(suite: str):
     chosen = RunOptions((("tp", 2),), (2**10, 2**14, 2**18, 2**22), sizes_chosen=True)
     assert set(map(frozenset, sizes_by_regime(suite, chosen).values())) == {frozenset(chosen.sizes_bytes)}
 
 
-def sizes_by_regime(suite: str, plan: RunOptions) -> dict[tuple[str, object, object], set[object]]:
+def sizes_by_regime(suite: str, options: RunOptions) -> dict[tuple[str, object, object], set[object]]:
     sizes: dict[tuple[str, object, object], set[object]] = {}
-    for case in cases(suite, plan):
+    for case in cases(suite, options):
         regime = (case.name, case.params["groups"], case.params["mode"])
         sizes.setdefault(regime, set()).add(case.params["size"])
     return sizes
@@ -112,57 +112,59 @@ def sizes_by_regime(suite: str, plan: RunOptions) -> dict[tuple[str, object, obj
 
 @pytest.mark.parametrize("mesh", [(("tp", 4),), (("dp", 2), ("tp", 2)), (("pp", 2), ("dp", 2), ("tp", 2))])
 @pytest.mark.parametrize("suite", ["redistribute", "collectives"])
-def test_a_sweep_to_calibrate_with_is_whole_together_and_isolated(
+def test_default_sizes_are_all_measured_only_together_and_isolated(
     suite: str, mesh: tuple[tuple[str, int], ...]
 ):
-    plan = RunRequest(max_size_bytes=5 * 2**20, mesh=mesh).resolve("cpu", math.prod(n for _, n in mesh))
-    for (_, groups, mode), sizes in sizes_by_regime(suite, plan).items():
-        whole = (groups, mode) == ("together", "isolated")
+    options = RunRequest(max_size_bytes=5 * 2**20, mesh=mesh).resolve("cpu", math.prod(n for _, n in mesh))
+    for (_, groups, mode), sizes in sizes_by_regime(suite, options).items():
+        is_calibrated = (groups, mode) == ("together", "isolated")
         few = {5 * 2**20} if (groups, mode) == ("alone", "isolated") else {256 * 2**10}
-        assert sizes == (set(plan.sizes_bytes) if whole else few)
-    groups = {regime[1] for regime in sizes_by_regime(suite, plan)}
+        assert sizes == (set(options.sizes_bytes) if is_calibrated else few)
+    groups = {regime[1] for regime in sizes_by_regime(suite, options)}
     assert groups == ({"together"} if len(mesh) == 1 else {"alone", "together"})
     names = [name for name, _ in mesh]
-    assert {c.params["mesh_dim"] for c in cases(suite, plan)} == {*names, "+".join(names)}
+    assert {c.params["mesh_dim"] for c in cases(suite, options)} == {*names, "+".join(names)}
 
 
 @pytest.mark.parametrize("suite", ["redistribute", "collectives"])
-def test_a_refined_case_is_one_that_the_suite_would_list(suite: str):
-    plan = RunOptions((("dp", 2), ("tp", 3)), (1000, 70000), ("bfloat16",), sizes_chosen=True)
+def test_refinement_makes_the_cases_that_the_suite_lists(suite: str):
+    options = RunOptions((("dp", 2), ("tp", 3)), (1000, 70000), ("bfloat16",), sizes_chosen=True)
     refinement = load([suite])[0].refinement
     assert refinement is not None
-    for case in cases(suite, plan):
-        again = refinement.case(plan, case.name, case.params)
-        facts = [(c.name, c.params, c.size_bytes, c.busbw_factor, c.calls_per_sample) for c in (case, again)]
+    for case in cases(suite, options):
+        refined = refinement.case(options, case.name, case.params)
+        facts = [
+            (c.name, c.params, c.size_bytes, c.busbw_factor, c.calls_per_sample) for c in (case, refined)
+        ]
         assert facts[0] == facts[1]
-        between = refinement.case(plan, case.name, {**case.params, "size": 12345})
+        between = refinement.case(options, case.name, {**case.params, "size": 12345})
         assert between.params == {**case.params, "size": between.size_bytes}
         assert 12345 * 0.8 < (between.size_bytes or 0) <= 12345
 
 
 def test_collectives_of_one_rank_have_no_bus_bandwidth():
-    assert {c.busbw_factor for c in cases("collectives", PLANS["one rank"])} == {None}
+    assert {c.busbw_factor for c in cases("collectives", OPTIONS["one rank"])} == {None}
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "n", "itemsize", "size"),
+    ("name", "requested", "n", "itemsize", "size"),
     [
-        ("all_reduce", 1000, 3, 4, 1000),  # whole elements, no parts
+        ("all_reduce", 1000, 3, 4, 1000),  # need not be a multiple of the ranks
         ("broadcast", 1003, 3, 4, 1000),
         ("all_gather", 1000, 3, 4, 996),  # 83 elements for each of 3 ranks
-        ("scatter", 1, 4, 2, 8),  # at least one element for each
+        ("scatter", 1, 4, 2, 8),  # at least one element per rank
         ("all_reduce", 1, 4, 8, 8),
     ],
 )
-def test_sizes_are_trimmed_to_whole_elements_per_rank(
-    name: str, asked: int, n: int, itemsize: int, size: int
+def test_sizes_are_trimmed_to_equal_elements_per_rank(
+    name: str, requested: int, n: int, itemsize: int, size: int
 ):
-    assert collectives.trimmed(name, asked, n, itemsize) == size
+    assert collectives.trimmed(name, requested, n, itemsize) == size
 
 
 @pytest.mark.parametrize("n", [2, 3, 7])
 @pytest.mark.parametrize("size", [1, 100, 4096, 2**20, 10**7])
-def test_redistributed_tensors_divide_by_the_ranks_on_both_dims(size: int, n: int):
+def test_redistributed_shapes_are_multiples_of_the_ranks(size: int, n: int):
     rows, cols = redistribute.shape_of(size, 4, n)
     assert rows % n == cols % n == 0
     assert rows * cols * 4 <= max(size, 4 * n * n)
@@ -171,17 +173,17 @@ def test_redistributed_tensors_divide_by_the_ranks_on_both_dims(size: int, n: in
         assert rows * cols * 4 > 0.9 * size
 
 
-def test_some_ops_are_measured_behind_a_busy_stream_on_a_gpu():
+def test_busy_cases_exist_on_gpus_only():
     for quick in (False, True):
         on_cpu = RunOptions((("tp", 2),), (), quick=quick)
         assert not any(case.busy for case in dispatch.dispatch.cases(on_cpu))
-        found = [case for case in dispatch.dispatch.cases(replace(on_cpu, device_type="cuda")) if case.busy]
-        assert {case.name for case in found} == dispatch.BUSY
-        assert {(case.params["call"], case.instrument) for case in found} == {("busy", "busy")}
+        busy = [case for case in dispatch.dispatch.cases(replace(on_cpu, device_type="cuda")) if case.busy]
+        assert {case.name for case in busy} == dispatch.BUSY
+        assert {(case.params["call"], case.instrument) for case in busy} == {("busy", "busy")}
 
 
-def test_every_op_of_the_table_is_measured_on_both_meshes():
-    listed = cases("dispatch", PLANS["2x2"])
+def test_every_op_is_measured_on_both_meshes():
+    listed = cases("dispatch", OPTIONS["2x2"])
     for shape in ("8", "2x4"):
         assert {(c.name, c.params["placements"]) for c in listed if c.params["mesh"] == shape} == {
             *((op.name, op.placements) for op in dispatch.OPS),
@@ -189,7 +191,7 @@ def test_every_op_of_the_table_is_measured_on_both_meshes():
         }
 
 
-# 2 (n - 1) / n for all_reduce, (n - 1) / n for those in which each rank handles a part, else 1:
+# 2 (n - 1) / n for all_reduce, (n - 1) / n for collectives in which each rank handles a part, otherwise 1. See
 # nccl-tests, doc/PERFORMANCE.md.
 @pytest.mark.parametrize(
     ("name", "n", "factor"),

@@ -1,4 +1,4 @@
-"""The checks of the data: they pass what is right and name what is wrong."""
+"""The checks of the suites accept correct results and report wrong ones; test data are exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtbench_suites.data import (
     largest_exact,
     mismatch,
     moved_values,
-    refuse_gathers_of_cuda_on_gloo,
+    skip_cuda_gathers_on_gloo,
     sum_of_values,
     summed_values,
 )
@@ -28,7 +28,7 @@ from dtbench_suites.dispatch_programs import (
     FORWARD,
     PROGRAMS,
     REQUIRES_GRAD,
-    wrong_result,
+    check_result,
 )
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 21])
-def test_the_closed_form_is_the_sum_in_any_order(dtype: torch.dtype, ranks: int):
+def test_sum_of_values_is_exact_in_any_order(dtype: torch.dtype, ranks: int):
     terms = [summed_values(r, ranks, 37, dtype, CPU, start=3) for r in range(ranks)]
     want = sum_of_values(ranks, 37, dtype, CPU, start=3)
     for order in (terms, terms[::-1]):
@@ -47,7 +47,7 @@ def test_the_closed_form_is_the_sum_in_any_order(dtype: torch.dtype, ranks: int)
         assert torch.equal(total, want)
 
 
-def test_a_sum_that_leaves_out_or_repeats_a_rank_differs():
+def test_sums_that_omit_or_repeat_a_rank_differ():
     for ranks in (2, 3, 8):
         terms = [summed_values(r, ranks, 10, torch.float32, CPU) for r in range(ranks)]
         want = sum_of_values(ranks, 10, torch.float32, CPU)
@@ -55,35 +55,37 @@ def test_a_sum_that_leaves_out_or_repeats_a_rank_differs():
             assert not torch.equal(want - term, want)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 256), (torch.float16, 2048), (torch.int8, 127)])
-def test_more_ranks_than_a_dtype_counts_are_skipped(dtype: torch.dtype, most: int):
-    assert largest_exact(dtype) == most
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(torch.bfloat16, 256), (torch.float16, 2048), (torch.int8, 127)]
+)
+def test_sums_that_exceed_the_exact_integers_of_a_dtype_are_skipped(dtype: torch.dtype, largest: int):
+    assert largest_exact(dtype) == largest
     with pytest.raises(Skip, match="ranks"):
-        summed_values(0, most, 4, dtype, CPU)
+        summed_values(0, largest, 4, dtype, CPU)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo", "nccl", "fake"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_gathers_that_would_end_the_ranks_are_skipped(
+def test_gathers_of_cuda_tensors_on_gloo_are_skipped(
     backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
     mesh: Any = SimpleNamespace(device_type=device, get_group=object)
-    dies = device == "cuda" and "gloo" in backend
-    with pytest.raises(Skip, match="SIGSEGV") if dies else contextlib.nullcontext():
-        refuse_gathers_of_cuda_on_gloo(mesh)
+    crashes = device == "cuda" and "gloo" in backend
+    with pytest.raises(Skip, match="SIGSEGV") if crashes else contextlib.nullcontext():
+        skip_cuda_gathers_on_gloo(mesh)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_ranks_send_differs_and_every_dtype_holds_it(dtype: torch.dtype):
+def test_moved_values_are_exact_and_differ_between_ranks(dtype: torch.dtype):
     sent = [moved_values(r, 64, dtype, CPU) for r in range(16)]
     exact = [moved_values(r, 64, torch.int64, CPU) for r in range(16)]
-    for r, (mine, whole) in enumerate(zip(sent, exact, strict=True)):
-        assert torch.equal(mine.to(torch.int64), whole)
-        assert all(not torch.equal(mine, other) for other in sent[:r])
+    for r, (values, integers) in enumerate(zip(sent, exact, strict=True)):
+        assert torch.equal(values.to(torch.int64), integers)
+        assert all(not torch.equal(values, earlier) for earlier in sent[:r])
 
 
-def test_mismatch_names_the_first_wrong_element():
+def test_mismatch_reports_the_first_wrong_element():
     want = torch.arange(6.0).view(2, 3)
     assert mismatch(want.clone(), want) is None
     got = want.clone()
@@ -92,7 +94,7 @@ def test_mismatch_names_the_first_wrong_element():
 
 
 @pytest.mark.parametrize("rtol", [0.0, 1e-3])
-def test_nan_and_other_shapes_and_dtypes_are_wrong(rtol: float):
+def test_mismatch_reports_nan_shape_and_dtype(rtol: float):
     want = torch.ones(4)
     assert "nan" in str(mismatch(torch.tensor([1.0, 1, torch.nan, 1]), want, rtol=rtol))
     assert "(5,)" in str(mismatch(torch.ones(5), want, rtol=rtol))
@@ -120,7 +122,7 @@ def setups(world: Any, impl: str) -> Iterator[tuple[str, dispatch.PlacedOp]]:
 
 
 @pytest.mark.parametrize("impl", ["core", "torch", "local"])
-def test_every_op_gives_what_plain_torch_gives(world: Any, impl: str):
+def test_every_op_equals_plain_torch(world: Any, impl: str):
     wrong: dict[str, str] = {}
     for label, setup in setups(world, impl):
         try:
@@ -133,26 +135,26 @@ def test_every_op_gives_what_plain_torch_gives(world: Any, impl: str):
 
 
 @pytest.mark.parametrize("pass_", [FORWARD, REQUIRES_GRAD])
-def test_the_least_wraps_every_result_and_one_that_does_not_is_caught(
-    world: Any, monkeypatch: pytest.MonkeyPatch, pass_: str
-):
+def test_check_of_wrapped_detects_unwrapped_results(world: Any, monkeypatch: pytest.MonkeyPatch, pass_: str):
     ops = [op for op in dispatch.OPS if not op.name.endswith("_local") and (op.backward or pass_ == FORWARD)]
 
-    def said() -> dict[str, str | None]:
+    def messages() -> dict[str, str | None]:
         wrapped_ops = [(op, dispatch.wrapped(setup_of(world, "local", op, pass_))) for op in ops]
         return {
             f"{op.name} {op.placements}": workload.check() for op, workload in wrapped_ops if workload.check
         }
 
-    assert set(said().values()) == {None}
-    least = dispatch.Least if pass_ == FORWARD else dispatch.LeastRecorded
-    monkeypatch.setattr(least, "wrap", lambda tensor, requires_grad=False: tensor)
-    in_place = {"add_ S(0),S(0)"} if pass_ == FORWARD else set()  # gives its argument
-    assert {name for name, wrong in said().items() if not wrong} == in_place
+    assert set(messages().values()) == {None}
+    wrapper_class = dispatch.MinimalWrapper if pass_ == FORWARD else dispatch.MinimalAutogradWrapper
+    monkeypatch.setattr(wrapper_class, "wrap", lambda tensor, requires_grad=False: tensor)
+    in_place = {"add_ S(0),S(0)"} if pass_ == FORWARD else set()  # returns its argument
+    assert {name for name, message in messages().items() if not message} == in_place
 
 
 @pytest.mark.parametrize("impl", ["core", "torch", "local"])
-def test_result_without_its_gradient_is_caught(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
+def test_check_detects_a_result_that_requires_no_gradient(
+    world: Any, impl: str, monkeypatch: pytest.MonkeyPatch
+):
     op, program = (
         next(op for op in ops if op.name == name)
         for ops, name in ((dispatch.OPS, "relu"), (PROGRAMS, "dropout"))
@@ -161,12 +163,12 @@ def test_result_without_its_gradient_is_caught(world: Any, impl: str, monkeypatc
     setup = setup_of(world, impl, op, REQUIRES_GRAD)
     assert setup.check() == "output 0 has requires_grad=False, expected True"
     assert "requires no gradient" in str(
-        wrong_result(program, setup.at, REQUIRES_GRAD, setup.call(dispatch.ROWS))
+        check_result(program, setup.place, REQUIRES_GRAD, setup.call(dispatch.ROWS))
     )
 
 
 @pytest.mark.parametrize("impl", ["core", "torch", "local"])
-def test_a_wrong_value_is_caught(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
+def test_check_detects_a_wrong_value(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
     right = dispatch.PlacedOp.function
 
     def slightly_off(self: dispatch.PlacedOp) -> Any:
@@ -179,39 +181,39 @@ def test_a_wrong_value_is_caught(world: Any, impl: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
-def test_a_wrong_placement_is_caught(world: Any, impl: str):
+def test_check_detects_a_wrong_placement(world: Any, impl: str):
     op = next(op for op in dispatch.OPS if op.name == "relu")
     setup = setup_of(world, impl, dataclasses.replace(op, result="R"), FORWARD)
     assert "expected" in str(setup.check())
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
-def test_a_wrong_gradient_is_caught(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
+def test_check_detects_a_wrong_gradient(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
     op = next(op for op in dispatch.OPS if op.name == "mul_scalar")
     setup = setup_of(world, impl, op, BACKWARD)
     assert setup.check() is None
-    # The value of 2 x with the gradient of 3 x.
+    # Has the value of 2 x but the gradient of 3 x.
     monkeypatch.setattr(dispatch.PlacedOp, "function", lambda self: lambda x: x * 2.0 + (x - x.detach()))
     assert "gradient 0" in str(setup.check())
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
-def test_first_calls_never_see_a_shape_twice(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
-    seen: list[int] = []
+def test_first_calls_never_repeat_a_shape(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
+    rows: list[int] = []
     right = dispatch.PlacedOp.call
-    monkeypatch.setattr(dispatch.PlacedOp, "call", lambda self, k: (seen.append(k), right(self, k))[1])
+    monkeypatch.setattr(dispatch.PlacedOp, "call", lambda self, k: (rows.append(k), right(self, k))[1])
     for op in (dispatch.OPS[0], dispatch.OPS[2]):
         workload = dispatch.build_impl(op, (8,), FORWARD, True, True, impl, world)
-        seen.clear()  # that one readies the call before the first `before`
+        rows.clear()  # build_impl has prepared a cached call
         assert workload.before is not None
         for _ in range(3):
             workload.before()
             workload.run()
-        assert len(set(seen)) == 3
-        assert dispatch.ROWS not in seen
+        assert len(set(rows)) == 3
+        assert dispatch.ROWS not in rows
 
 
-def test_tolerance_is_relative_to_the_largest_value():
+def test_tolerance_of_mismatch_is_relative_to_the_largest_value():
     want = torch.tensor([1000.0, 0.0])
     assert mismatch(torch.tensor([1000.0, 0.5]), want, rtol=1e-3) is None
     assert mismatch(torch.tensor([1000.0, 1.5]), want, rtol=1e-3) is not None

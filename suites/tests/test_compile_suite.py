@@ -1,4 +1,4 @@
-"""The compile suite on two ranks: what it measures is right, and what stands in the graphs is counted."""
+"""The compile suite on two ranks: results are correct, graphs and collectives are counted."""
 
 from __future__ import annotations
 

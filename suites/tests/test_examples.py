@@ -1,4 +1,4 @@
-"""The example programs, as torchrun starts them: each checks itself."""
+"""The example programs, started as their users start them. Each program checks its own results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCHED = {
     m.__name__.rpartition(".")[2]: m
     for m in (sharded_tables, tensor_parallel, bucketed_gradients, wait_on_use)
 }
-# All in one launch, as starting four ranks takes longer than any of them.
+# All programs share a launch, because starting four ranks takes longer than any of them.
 TOGETHER = f"""
 import importlib
 from dtbench_suites.examples.launched import launched
@@ -31,7 +31,7 @@ with launched("together", 4):
 """
 
 
-def test_programs_on_four_ranks(tmp_path: Path) -> None:
+def test_launched_examples_on_four_ranks(tmp_path: Path) -> None:
     driver = tmp_path / "together.py"
     driver.write_text(TOGETHER)
     done = start_fresh(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(driver))
@@ -48,6 +48,6 @@ def test_programs_on_four_ranks(tmp_path: Path) -> None:
     }
 
 
-def test_the_program_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_placements_example_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     placements.main()
     assert capsys.readouterr().out.endswith("placements: right\n")

@@ -1,4 +1,4 @@
-"""What the packing suite measures against, and that it sees what is packed wrong."""
+"""The packing suite: its check detects wrong buffers; the reference bucketer reduces correctly."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def world() -> Iterator[SimpleNamespace]:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_every_impl_packs_what_it_should_and_a_wrong_one_is_seen(impl: str, world: SimpleNamespace):
+def test_check_accepts_every_impl_and_detects_a_wrong_element(impl: str, world: SimpleNamespace):
     workload = build(impl, 5, 8 * 300, torch.float32, world)
     assert workload.check is not None
-    for _ in range(2):  # the second time with the buffers of the first
+    for _ in range(2):  # the second time with reused buffers
         assert workload.check() is None
-    # One element of one input goes astray on its way.
+    # Changes one element while it is copied.
     owner, name = {"core_held": (torch, "cat"), "reference": (torch, "stack")}.get(
         impl, (torch.Tensor, "copy_")
     )
@@ -44,8 +44,7 @@ def test_every_impl_packs_what_it_should_and_a_wrong_one_is_seen(impl: str, worl
         result[(-1,) * result.ndim] += 1
         return result
 
-    patch = mock.patch.object(owner, name, spoiled)
-    with patch:
+    with mock.patch.object(owner, name, spoiled):
         message = workload.check()
     assert message is not None and "wrong" in message
     if workload.close is not None:
@@ -53,7 +52,7 @@ def test_every_impl_packs_what_it_should_and_a_wrong_one_is_seen(impl: str, worl
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_recording_whose_replay_packs_nothing_is_seen(impl: str, world: SimpleNamespace):
+def test_check_detects_a_recording_that_replays_nothing(impl: str, world: SimpleNamespace):
     def recorded(run: Callable[[], object]) -> Callable[[], object]:
         run()
         return lambda: None
@@ -64,12 +63,12 @@ def test_a_recording_whose_replay_packs_nothing_is_seen(impl: str, world: Simple
     assert wrong is not None and "wrong" in str(wrong())
 
 
-def test_the_reference_sums_and_keeps_the_order(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+def test_reference_bucketer_reduces_in_order(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
 
     def add_up(output: torch.Tensor, packed: torch.Tensor, group: object) -> None:
         sizes.append(packed.numel())
-        output.copy_(packed.view(8, -1).sum(0))  # as if each rank's part came from another rank
+        output.copy_(packed.view(8, -1).sum(0))  # as if each row came from another rank
 
     monkeypatch.setattr(bucketer_reference, "reduce_scatter_single", add_up)
     bucketer = ReferenceBucketer(8 * 10 * 4 / MIB)  # 10 elements per shard

@@ -1,4 +1,4 @@
-"""The suites on real ranks, through the command line, and under pytest with torchrun."""
+"""The suites on real ranks: through the command line, and under pytest with torchrun."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from dtbench.tests.programs import start, start_fresh
 FAULTY = Path(__file__).parent / "faulty_suite.py"
 ROOT = Path(__file__).parents[2]
 MESH = (("dp", 2), ("tp", 2))
-# Every suite; each change of placement as training has it, and one of them in all regimes; what is measured on
-# each mesh alike, or each mesh dim, on one (half of the time).
+# Filters for every suite, which halve the time: dispatch on one mesh, most suites on one mesh dim, and only one change
+# of placement in all regimes.
 CASES = "\n".join(
     [
         *("mesh=8 pass=", "collectives ", "groups=together mode=isolated", "'redistribute S(0)->S(1) '"),
@@ -41,7 +41,7 @@ def start_python(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """All suites, once, on 4 ranks."""
+    """A quick run of all suites on 4 ranks: (results file, finished process)."""
     output = tmp_path_factory.mktemp("quick") / "run.jsonl"
     words = ["run", "--quick", "--mesh", "dp=2,tp=2", "--size", "4KiB", "--device", "cpu"]
     return output, start(*words, "--filter", CASES, "-o", str(output))
@@ -54,16 +54,16 @@ def results(quick: tuple[Path, subprocess.CompletedProcess[str]]) -> tuple[Resul
     return read_run(path).results
 
 
-def test_every_case_and_impl_is_ok(results: tuple[Result, ...], quick: Any):
-    plan: RunOptions = RunRequest(mesh=MESH, sizes_bytes=(4096,), quick=True).resolve("cpu", 4)
-    listed = {task.key(impl, 0) for task in list_tasks(load(), plan, CASES) for impl in task.impls}
+def test_run_measures_every_case_and_impl(results: tuple[Result, ...], quick: Any):
+    options: RunOptions = RunRequest(mesh=MESH, sizes_bytes=(4096,), quick=True).resolve("cpu", 4)
+    listed = {task.key(impl, 0) for task in list_tasks(load(), options, CASES) for impl in task.impls}
     assert {suite.name for suite in load()} == {key[0] for key in listed}
     assert {r.key for r in results} == listed
     assert [(r.suite, r.name, r.impl, r.params, r.reason) for r in results if r.status != "ok"] == []
     assert quick[1].returncode == 0
 
 
-def test_alone_is_timed_by_the_group_of_rank_0(results: tuple[Result, ...]):
+def test_alone_cases_have_samples_of_the_group_of_rank_0(results: tuple[Result, ...]):
     members = {"dp": {"0", "2"}, "tp": {"0", "1"}}
     alone = [r for r in results if r.params.get("groups") == "alone"]
     assert alone
@@ -73,23 +73,22 @@ def test_alone_is_timed_by_the_group_of_rank_0(results: tuple[Result, ...]):
     assert {len(r.rank_samples_s) for r in together} == {4}
 
 
-def test_buckets_save_collectives_and_cost_copies(results: tuple[Result, ...]):
-    own = [r for r in results if r.suite == "bucketer"]
-    for r in own:
+def test_bucketer_counters(results: tuple[Result, ...]):
+    for r in (result for result in results if result.suite == "bucketer"):
         tensors = int(r.params["total_bytes"]) // int(r.params["tensor_bytes"])
         buckets = -(-int(r.params["total_bytes"]) // int(r.params["bucket_bytes"]))
-        want = dict.fromkeys(("core", "reference", "packed"), max(buckets, 1)) | {
+        expected = dict.fromkeys(("core", "reference", "packed"), max(buckets, 1)) | {
             "unbucketed": tensors,
             "limit": 1,
         }
-        assert r.counters["collectives"] == want[r.impl]
+        assert r.counters["collectives"] == expected[r.impl]
         if r.impl == "core":
-            # Each byte is put in its place once. The results are parts of the collective's output.
+            # Each byte is copied once, into the bucket. The results are views of the collective's output.
             assert r.counters["bytes_copied"] == int(r.params["total_bytes"])
             assert r.counters["peak_bytes"] > 0
 
 
-def test_a_wrong_result_becomes_wrong_whatever_the_suite(tmp_path: Path):
+def test_checks_of_every_suite_detect_a_fault(tmp_path: Path):
     output = tmp_path / "faulty.jsonl"
     words = ["--quick", "--nproc", "2", "--size", "4KiB", "--device", "cpu", "-o"]
     done = start("run", str(FAULTY), *words, str(output))
@@ -114,7 +113,7 @@ CHOICE = "detach or (redistribute and not dispatch) or (collectives and all_redu
 
 @pytest.fixture(scope="module")
 def pytest_form(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Some cases on 2 ranks, saved twice: as a file and in pytest-benchmark's storage."""
+    """Runs some cases under pytest on 2 ranks; saves them as a file and in pytest-benchmark's storage."""
     folder = tmp_path_factory.mktemp("pytest_form")
     options = "--dtbench-quick --dtbench-size 4KiB --dtbench-rounds 7"
     words = f"-m torch.distributed.run --nproc-per-node 2 -m pytest suites {options}"
@@ -124,7 +123,7 @@ def pytest_form(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproc
     return folder, start_python(*words.split(), *files.split(), "-p", "no:cacheprovider", "-k", CHOICE)
 
 
-def test_pytest_writes_one_file_with_the_agreed_times(pytest_form: Any):
+def test_pytest_on_several_ranks_writes_one_file(pytest_form: Any):
     folder, done = pytest_form
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list((folder / "storage").rglob("*.json"))) == 1
@@ -141,26 +140,14 @@ def test_pytest_writes_one_file_with_the_agreed_times(pytest_form: Any):
         if info["suite"] != "dispatch":
             assert info["size_bytes"] == 4096
             assert info["algbw_Bps"] == pytest.approx(4096 / np.quantile(stats["data"], 0.25))
+            assert stats["iterations"] == (10 if info["params"]["mode"] == "back_to_back" else 1)
         if info["suite"] == "collectives":
             assert info["busbw_Bps"] == info["algbw_Bps"]  # an all-reduce of two ranks
-        if info["suite"] != "dispatch":
-            back_to_back = info["params"]["mode"] == "back_to_back"
-            assert stats["iterations"] == (10 if back_to_back else 1)
 
 
-def test_one_process_measures_simulated_suites_and_says_what_the_others_need():
-    words = [
-        "-m",
-        "pytest",
-        "suites",
-        "--dtbench-quick",
-        "--dtbench-rounds",
-        "3",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-    ]
-    done = start_python(*words, "detach or scatter or (dropout and torch)")
+def test_pytest_in_one_process_measures_simulated_suites_and_skips_the_others():
+    words = "-m pytest suites --dtbench-quick --dtbench-rounds 3 -p no:cacheprovider -k"
+    done = start_python(*words.split(), "detach or scatter or (dropout and torch)")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest" in done.stdout
     assert "16 passed" in done.stdout

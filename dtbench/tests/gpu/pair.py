@@ -291,7 +291,7 @@ def captured(rank: int, device: Any, _folder: Path) -> Iterator[Figures]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from dtbench_suites.tensor_parallel import FeedForward, finished, parallelize
+    from dtbench_suites.tensor_parallel import FeedForward, parallelize, wait_for
 
     width, tokens = (64, 32) if machine.rehearsing() else (1024, 512)
     mesh = init_device_mesh(device.type, (RANKS,))
@@ -307,7 +307,7 @@ def captured(rank: int, device: Any, _folder: Path) -> Iterator[Figures]:
             outputs: list[Any] = []
 
             def run(model: Any = model, outputs: list[Any] = outputs) -> None:
-                outputs[:] = [finished(model(x))]
+                outputs[:] = [wait_for(model(x))]
 
             figures[f"{impl}_eager_us"] = median_us(run)
             replay = machine.gpus().captured(run)

@@ -1,8 +1,9 @@
-"""Gradients reduced in buckets: many small reduce-scatters as a few large ones.
+"""Reduces gradients in buckets: a few large reduce-scatters instead of many small ones.
 
     torchrun --nproc-per-node 4 -m dtbench_suites.examples.bucketed_gradients
 
-Each rank hands over its gradients as they come, and is called back with its shard of each sum. Checks itself.
+Each rank passes its gradients to the bucketer one by one; a callback receives its shard of each sum. The program checks
+its own results.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dtbench_core import ReduceScatterBucketer
-from dtbench_suites.examples.launched import check, launched, say
+from dtbench_suites.examples.launched import expect, launched, print_rank0
 
 RANKS = 4
 SIZES = (100, 30, 200_000, 7, 64)  # elements of each shard; the third is larger than a bucket
@@ -25,21 +26,23 @@ def main() -> None:
         rank, group = dist.get_rank(), dist.group.WORLD
         assert group is not None
         bucketer = ReduceScatterBucketer(bucket_cap_mb=BUCKET_MIB)
-        came: dict[int, torch.Tensor] = {}
+        results: dict[int, torch.Tensor] = {}
 
         for k, size in enumerate(SIZES):
-            # The shard for rank r of this rank's gradient k.
+            # Shard r of this rank's gradient k, for rank r.
             shards = [torch.full((size,), float(k + r + 10 * rank), device=device) for r in range(RANKS)]
-            bucketer.reduce_scatter_async(shards, group, partial(came.__setitem__, k))
-        bucketer.flush()  # only now has every callback been called
-        say(f"came in the order {[*came]}: the large one does not wait for a bucket to fill")
-        check(sorted(came) == list(range(len(SIZES))), "one callback for each gradient")
+            bucketer.reduce_scatter_async(shards, group, partial(results.__setitem__, k))
+        bucketer.flush()  # all callbacks have been called
+        print_rank0(
+            f"callbacks in the order {[*results]}: the large gradient does not wait for a full bucket"
+        )
+        expect(sorted(results) == list(range(len(SIZES))), "one callback per gradient")
         for k, size in enumerate(SIZES):
             expected = torch.full((size,), float(RANKS * (k + rank) + 10 * sum(range(RANKS))), device=device)
-            check(torch.equal(came[k], expected), f"gradient {k}")
+            expect(torch.equal(results[k], expected), f"gradient {k}")
         bucketer.teardown()
-        say(f"{bucketer.counters.collectives} collectives for {len(SIZES)} gradients")
-        say("bucketed_gradients: right")
+        print_rank0(f"{bucketer.counters.collectives} collectives for {len(SIZES)} gradients")
+        print_rank0("bucketed_gradients: right")
 
 
 if __name__ == "__main__":

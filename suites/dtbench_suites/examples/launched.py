@@ -1,4 +1,4 @@
-"""What the example programs share: the ranks that torchrun started, one voice for all, checks."""
+"""Helpers that the example programs share: the process group, printing on rank 0, checks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import torch.distributed as dist
 
 @contextmanager
 def launched(program: str, ranks: int) -> Iterator[torch.device]:
-    """The process group of torchrun's processes, made unless it is there; gives this rank's device, a GPU where
-    every rank has one. Where it was made, a rank that comes to the end of the block has ended.
+    """Provides the process group of a torchrun launch and yields this rank's device, a GPU if every rank has one.
+
+    Uses an existing process group if there is one. Otherwise creates it, and exits the process after the block.
 
     Raises:
-        SystemExit: not started by torchrun, or with another number of ranks.
+        SystemExit: the program was not started by torchrun, or with a different number of ranks.
     """
-    started = int(os.environ.get("WORLD_SIZE", "0"))
-    if started != ranks:
+    rank_count = int(os.environ.get("WORLD_SIZE", "0"))
+    if rank_count != ranks:
         sys.exit(
-            f"{program} got {started or 'no'} ranks, expected {ranks}: "
+            f"{program} got {rank_count or 'no'} ranks, expected {ranks}: "
             f"torchrun --nproc-per-node {ranks} -m dtbench_suites.examples.{program}"
         )
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
@@ -38,23 +39,25 @@ def launched(program: str, ranks: int) -> Iterator[torch.device]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    # Past the interpreter's end: a group's threads outlive it where a cache holds it, and one that is then still
-    # busy with a tensor aborts the process, once in some hundred launches on busy cores (pytorch#179291).
+    # Skips the shutdown of the interpreter. A cached process group keeps its threads alive beyond it, and a thread that
+    # still uses a tensor then aborts the process, about once in some hundred launches (pytorch#179291).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def say(text: str) -> None:
-    """On rank 0 alone."""
+def print_rank0(text: str) -> None:
+    """Prints on rank 0 only."""
     if dist.get_rank() == 0:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
 
-def check(holds: bool, what: str) -> None:
-    """Raises:
-    SystemExit: if it does not hold; torchrun then ends the other ranks too.
+def expect(is_right: bool, name: str) -> None:
+    """Ends this rank unless the checked result is right; torchrun then ends the other ranks, too.
+
+    Raises:
+        SystemExit: the result is wrong.
     """
-    if not holds:
-        sys.exit(f"rank {dist.get_rank()}: wrong: {what}")
+    if not is_right:
+        sys.exit(f"rank {dist.get_rank()}: wrong result: {name}")

@@ -1,8 +1,9 @@
-"""Placements, collectives and their price, on four ranks inside this one process.
+"""Shows placements, collectives and their estimated cost on four ranks simulated in one process.
 
     python -m dtbench_suites.examples.placements
 
-The program runs once; every line runs for all ranks, whose parts a LocalTensor shows side by side. Checks itself.
+Every line runs for all ranks. A LocalTensor holds and prints the local tensors of all ranks. The program checks its own
+results.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from dtbench_core.simulate import LocalTensorMode, rank_map
 RANKS = 4
 
 
-def expect(holds: bool, what: str) -> None:
-    if not holds:
-        sys.exit(f"wrong: {what}")
+def expect(is_right: bool, name: str) -> None:
+    if not is_right:
+        sys.exit(f"wrong result: {name}")
 
 
 def show(text: object) -> None:
@@ -32,27 +33,27 @@ def show(text: object) -> None:
 
 def run() -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
-    whole = torch.arange(10.0).view(5, 2)
+    full = torch.arange(10.0).view(5, 2)
 
-    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    rows = distribute_tensor(full, mesh, [Shard(0)])
     show(f"five rows over four ranks: {rows}\n")
 
     with count_collectives() as count:
         columns = rows.redistribute(placements=[Shard(1)])
-    show(f"to columns, as it was planned and priced:\n{explain(rows, [Shard(1)])}")
+    show(f"redistribution to columns, with its estimated cost:\n{explain(rows, [Shard(1)])}")
     show(f"issued: {dict(count.calls)}\n")
-    expect(torch.equal(columns.full_tensor(), whole), "the columns")
+    expect(torch.equal(columns.full_tensor(), full), "the columns")
 
-    # Every rank holds a term of a sum: an all-reduce, a reduce-scatter.
+    # Every rank holds a term of a sum. Redistributing it takes an all-reduce or a reduce-scatter.
     terms = DTensor.from_local(rank_map(lambda rank: torch.full((4,), float(rank))), mesh, [Partial()])
-    for wanted in (Replicate(), Shard(0)):
-        total = terms.redistribute(placements=[wanted])
-        expect(torch.equal(total.full_tensor(), torch.full((4,), 6.0)), f"the sum, placed {wanted}")
-        show(f"{terms.placements[0]} -> {wanted}: {total.to_local()}\n")
+    for target in (Replicate(), Shard(0)):
+        total = terms.redistribute(placements=[target])
+        expect(torch.equal(total.full_tensor(), torch.full((4,), 6.0)), f"the sum, placed {target}")
+        show(f"{terms.placements[0]} -> {target}: {total.to_local()}\n")
 
-    # The utilities below, by the names that torch has for them.
-    padded = pad_tensor(whole, 0, 3)
-    expect(padded.shape == (8, 2) and torch.equal(unpad_tensor(padded, 0, 3), whole), "padding")
+    # Collective utilities, which have the same names as in torch.
+    padded = pad_tensor(full, 0, 3)
+    expect(padded.shape == (8, 2) and torch.equal(unpad_tensor(padded, 0, 3), full), "padding")
     sent = rank_map(lambda rank: torch.tensor([float(rank)]))
     mesh_broadcast(sent, mesh)
     expect(torch.equal(sent, torch.zeros(1)), "the broadcast")

@@ -1,9 +1,9 @@
-"""Embedding tables cut as torchrec cuts them, as DTensors: drawn, handed back, saved, loaded cut otherwise.
+"""Shows embedding tables with torchrec's shardings as DTensors: visualizes, unwraps, saves and reshards them.
 
     torchrun --nproc-per-node 4 -m dtbench_suites.examples.sharded_tables -e row-wise-uneven
 
-Every sharding of `SHARDINGS` is the same few lines: each rank wraps the shards it holds with their places
-in the table, and from_local makes one tensor of them. Checks itself; without -e it shows all shardings.
+For every sharding, each rank wraps its local shards with their offsets in the table, and from_local makes a DTensor of
+them. The program checks its own results. Without -e it shows all shardings.
 """
 
 from __future__ import annotations
@@ -21,30 +21,35 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtbench_core import DTensor, LocalShardsWrapper, Placement, Replicate, Shard, visualize_sharding
-from dtbench_suites.examples.launched import check, launched, say
+from dtbench_suites.examples.launched import expect, launched, print_rank0
 
 RANKS = 4
 ROWS, WIDTH = 8, 16  # embeddings, and the length of each
 
 
 class Box(NamedTuple):
-    """A stretch of rows and of columns of the table."""
+    """A rectangular shard of a table: offsets and sizes in rows and columns."""
 
     row: int
     column: int
     rows: int
     columns: int
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[self.row : self.row + self.rows, self.column : self.column + self.columns]
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        return full[self.row : self.row + self.rows, self.column : self.column + self.columns]
 
 
 class Sharding(NamedTuple):
-    """held: by rank, the shards it holds. loaded: the sharding in which the checkpoint is read back."""
+    """A sharding of one table over all ranks.
+
+    Attributes:
+        boxes_of: rank -> its shards.
+        loaded_as: the sharding into which the checkpoint is loaded.
+    """
 
     placement: Placement
-    held: Callable[[int], list[Box]]
-    loaded: str
+    boxes_of: Callable[[int], list[Box]]
+    loaded_as: str
 
 
 UNEVEN = (1, 3, 1, 3)
@@ -53,7 +58,7 @@ SHARDINGS = {
     "row-wise-uneven": Sharding(
         Shard(0), lambda r: [Box(sum(UNEVEN[:r]), 0, UNEVEN[r], WIDTH)], "row-wise-even"
     ),
-    # Two column shards on each rank.
+    # Two shards per rank.
     "column-wise": Sharding(
         Shard(1), lambda r: [Box(0, 4 * r, ROWS, 1), Box(0, 4 * r + 1, ROWS, 3)], "row-wise-uneven"
     ),
@@ -62,89 +67,89 @@ TABLE_WISE = "table-wise"
 
 
 def table(number: int, device: torch.device) -> torch.Tensor:
-    """[ROWS, WIDTH] the same numbers on every rank."""
+    """Returns table `number`, of shape (ROWS, WIDTH), with equal values on all ranks."""
     return torch.arange(ROWS * WIDTH, dtype=torch.float32, device=device).view(ROWS, WIDTH) + 1000 * number
 
 
-def sharded(sharding: Sharding, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """`whole`, of which each rank keeps its shards."""
-    boxes = sharding.held(dist.get_rank())
+def sharded(sharding: Sharding, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Returns `full` as a DTensor with that sharding."""
+    boxes = sharding.boxes_of(dist.get_rank())
     wrapper = LocalShardsWrapper(
-        local_shards=[box.of(whole).clone() for box in boxes],
+        local_shards=[box.of(full).clone() for box in boxes],
         offsets=[(box.row, box.column) for box in boxes],
     )
-    # Shards of any lengths: the global shape says what they make up.
+    # Shards may differ in size, so from_local needs the global shape.
     return DTensor.from_local(
-        wrapper, mesh, [sharding.placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        wrapper, mesh, [sharding.placement], run_check=False, shape=full.shape, stride=full.stride()
     )
 
 
-def check_parts(tensor: DTensor, boxes: list[Box], whole: torch.Tensor) -> None:
-    """What to_local hands back is what was wrapped, each shard in its place."""
+def check_parts(tensor: DTensor, boxes: list[Box], full: torch.Tensor) -> None:
+    """Checks that to_local returns the wrapper with the given shards."""
     local = tensor.to_local()
-    check(tensor.shape == whole.shape and tensor.stride() == whole.stride(), "the table's shape")
-    check(isinstance(local, LocalShardsWrapper), "to_local hands the wrapper back")
+    expect(tensor.shape == full.shape and tensor.stride() == full.stride(), "the table's shape")
+    expect(isinstance(local, LocalShardsWrapper), "to_local returns the wrapper")
     assert isinstance(local, LocalShardsWrapper)
-    check(len(local.shards) == len(boxes), "the number of shards")
-    held = zip(boxes, local.shards, local.shard_sizes, local.shard_offsets, strict=True)
-    for box, shard, size, offset in held:
-        check(torch.equal(shard, box.of(whole)), f"the values of {box}")
-        check(size == (box.rows, box.columns) and offset == (box.row, box.column), f"the place of {box}")
+    expect(len(local.shards) == len(boxes), "the number of shards")
+    local_parts = zip(boxes, local.shards, local.shard_sizes, local.shard_offsets, strict=True)
+    for box, shard, size, offset in local_parts:
+        expect(torch.equal(shard, box.of(full)), f"the values of {box}")
+        expect(size == (box.rows, box.columns) and offset == (box.row, box.column), f"the place of {box}")
 
 
 def show(name: str, device: torch.device, folder: str) -> None:
-    """One table over all ranks."""
-    mesh, whole = init_device_mesh(device.type, (RANKS,)), table(0, device)
+    """Shows one table that is sharded over all ranks."""
+    mesh, full = init_device_mesh(device.type, (RANKS,)), table(0, device)
     sharding = SHARDINGS[name]
-    tensor = sharded(sharding, whole, mesh)
+    tensor = sharded(sharding, full, mesh)
     visualize_sharding(tensor, header=f"\n{name}")
-    check_parts(tensor, sharding.held(dist.get_rank()), whole)
-    check(torch.equal(tensor.full_tensor(), whole), "the table, gathered")
+    check_parts(tensor, sharding.boxes_of(dist.get_rank()), full)
+    expect(torch.equal(tensor.full_tensor(), full), "the table, gathered")
 
     save({"table": tensor}, checkpoint_id=folder)
-    other = SHARDINGS[sharding.loaded]
-    target = sharded(other, torch.zeros_like(whole), mesh)
+    loaded_sharding = SHARDINGS[sharding.loaded_as]
+    target = sharded(loaded_sharding, torch.zeros_like(full), mesh)
     load({"table": target}, checkpoint_id=folder)
-    visualize_sharding(target, header=f"saved, and loaded {sharding.loaded}")
-    check_parts(target, other.held(dist.get_rank()), whole)
+    visualize_sharding(target, header=f"saved, and loaded {sharding.loaded_as}")
+    check_parts(target, loaded_sharding.boxes_of(dist.get_rank()), full)
 
 
 def show_tables(device: torch.device, folder: str) -> None:
-    """A whole table on each rank: its mesh is that rank alone, and the others hold nothing of it."""
+    """Shows one table per rank. The mesh of a table holds its rank only; the other ranks hold an empty tensor."""
     rank = dist.get_rank()
-    wholes = [table(number, device) for number in range(RANKS)]
+    full_tables = [table(number, device) for number in range(RANKS)]
     tables = {}
-    for owner, whole in enumerate(wholes):
-        held: torch.Tensor = torch.empty(0, device=device)
+    for owner, full in enumerate(full_tables):
+        local: torch.Tensor = torch.empty(0, device=device)
         if rank == owner:
-            held = LocalShardsWrapper([whole.clone()], [(0, 0)])
+            local = LocalShardsWrapper([full.clone()], [(0, 0)])
         mesh = DeviceMesh(device.type, torch.tensor([owner]))
         tables[f"table {owner}"] = DTensor.from_local(
-            held, mesh, [Replicate()], run_check=False, shape=whole.shape, stride=whole.stride()
+            local, mesh, [Replicate()], run_check=False, shape=full.shape, stride=full.stride()
         )
     for owner, (name, tensor) in enumerate(tables.items()):
         visualize_sharding(tensor, header=f"\n{TABLE_WISE}: {name}")
-        dist.barrier()  # each is drawn by its own rank: in turn
-        check(tensor.shape == (ROWS, WIDTH) and tensor.stride() == (WIDTH, 1), "the shape on every rank")
+        dist.barrier()  # each table is printed by its own rank, so the ranks take turns
+        expect(tensor.shape == (ROWS, WIDTH) and tensor.stride() == (WIDTH, 1), "the shape on every rank")
         if rank == owner:
-            check_parts(tensor, [Box(0, 0, ROWS, WIDTH)], wholes[owner])
+            check_parts(tensor, [Box(0, 0, ROWS, WIDTH)], full_tables[owner])
         else:
-            check(tensor.to_local().numel() == 0, "nothing on the other ranks")
+            expect(tensor.to_local().numel() == 0, "nothing on the other ranks")
 
     save(tables, checkpoint_id=folder)
     mesh, uneven = init_device_mesh(device.type, (RANKS,)), SHARDINGS["row-wise-uneven"]
     targets = {name: sharded(uneven, torch.zeros(ROWS, WIDTH, device=device), mesh) for name in tables}
     load(targets, checkpoint_id=folder)
     visualize_sharding(targets["table 3"], header="saved, and each table loaded row-wise-uneven, so table 3")
-    for target, whole in zip(targets.values(), wholes, strict=True):
-        check_parts(target, uneven.held(rank), whole)
+    for target, full in zip(targets.values(), full_tables, strict=True):
+        check_parts(target, uneven.boxes_of(rank), full)
 
 
 def main() -> None:
     names = (*SHARDINGS, TABLE_WISE)
     parser = argparse.ArgumentParser("sharded_tables", description=__doc__.split("\n", 1)[0])
-    wanted = "the sharding; may be repeated"
-    parser.add_argument("-e", "--example", choices=names, action="append", help=wanted)
+    help_text = "the sharding; may be repeated"
+    parser.add_argument("-e", "--example", choices=names, action="append", help=help_text)
     chosen = parser.parse_args().example or names
     with launched("sharded_tables", RANKS) as device:
         for name in chosen:
@@ -157,7 +162,7 @@ def main() -> None:
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(shared[0])
-            say(f"{name}: right")
+            print_rank0(f"{name}: right")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A collective that is waited for where its result is used: in eager mode, and in a graph traced with make_fx.
+"""Waits for a collective at the first use of its result, in eager mode and in a graph traced with make_fx.
 
     torchrun --nproc-per-node 4 -m dtbench_suites.examples.wait_on_use
 
-Checks itself, and prints the graph: the result node after the collective, the wait before its reader.
+Prints the graph, in which the wait stands directly before the first use of the result. The program checks its own
+results.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtbench_core import CommTensor
-from dtbench_suites.examples.launched import check, launched, say
+from dtbench_suites.examples.launched import expect, launched, print_rank0
 
 RANKS = 4
 
 
 def step(gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient's mean over the ranks, and something that is computed meanwhile."""
+    """Returns the mean of the gradient over the ranks, and a product that is computed in the meantime."""
     reduced = CommTensor(gradient.clone())
     dist.all_reduce(reduced, async_op=True)
     meanwhile = x @ x
@@ -31,17 +32,17 @@ def main() -> None:
         x = torch.eye(3, device=device) * 2
         gradient = torch.full((4,), float(rank), device=device)
         mean, meanwhile = step(gradient, x)
-        check(torch.equal(mean, torch.full_like(mean, (RANKS - 1) / 2)), "the mean, eager")
-        check(torch.equal(meanwhile, x @ x), "the computation, eager")
+        expect(torch.equal(mean, torch.full_like(mean, (RANKS - 1) / 2)), "the mean, eager")
+        expect(torch.equal(meanwhile, x @ x), "the computation, eager")
 
         graph = make_fx(step)(gradient, x)
-        say(graph.code)
-        for scale in (1.0, 5.0):  # what was traced, and fresh values
+        print_rank0(graph.code)
+        for scale in (1.0, 5.0):  # the traced values, and others
             mean, meanwhile = graph(gradient * scale, x * scale)
             expected = torch.full_like(mean, scale * (RANKS - 1) / 2)
-            check(torch.equal(mean, expected), f"the mean, traced, {scale}")
-            check(torch.equal(meanwhile, (x * scale) @ (x * scale)), f"the computation, traced, {scale}")
-        say("wait_on_use: right")
+            expect(torch.equal(mean, expected), f"the mean, traced, {scale}")
+            expect(torch.equal(meanwhile, (x * scale) @ (x * scale)), f"the computation, traced, {scale}")
+        print_rank0("wait_on_use: right")
 
 
 if __name__ == "__main__":
