@@ -33,7 +33,7 @@ def topology(**changes: Any) -> dict[str, Any]:
     }
     fields: dict[str, Any] = {
         "kind": "topology",
-        "schema": 2,
+        "schema": 1,
         "device_type": "cpu",
         "base_latency_us": 6.6,
         "dims": list(dims.values()),

@@ -88,7 +88,7 @@ def test_mesh_outside_the_topology_falls_back_with_one_warning() -> None:
     ("content", "message"),
     [
         (topology(kind="run"), "got kind 'run', expected 'topology'"),
-        (topology(schema=1), "got schema 1, expected 2.*calibrate again"),
+        (topology(schema=2), "got schema 2, expected 1.*calibrate again"),
         (topology(dims=[]), r"got dims \[\], expected a list of mesh dims"),
         (topology(base_latency_us=-1), "base_latency_us: got -1, expected a finite number at least 0"),
         (topology(dp__name="tp"), "expected each name once"),

@@ -51,13 +51,13 @@ def compare_launches(base: Sequence[float], head: Sequence[float]) -> tuple[Verd
     is_relevant = change > MIN_CHANGE and abs(estimate.ratio - 1) * median(base) > MIN_CHANGE_S
     verdict, reason = Verdict.INCONCLUSIVE, ""
     if has_enough and is_relevant and test.p_slower < MAX_P and estimate.ratio > 1:
-        verdict = Verdict.REGRESSION
+        verdict = Verdict.SLOWER
     elif has_enough and is_relevant and test.p_faster < MAX_P and estimate.ratio < 1:
-        verdict = Verdict.IMPROVED
+        verdict = Verdict.FASTER
     elif _shows_sameness(estimate):
-        verdict = Verdict.PASS
+        verdict = Verdict.SAME
     elif not has_enough and exceeds_launch_spread(base, head):
-        verdict = Verdict.REGRESSION if estimate.ratio > 1 else Verdict.IMPROVED
+        verdict = Verdict.SLOWER if estimate.ratio > 1 else Verdict.FASTER
         reason = BEYOND_LAUNCH_SPREAD
     elif len(base) == len(head) == 1:
         reason = SINGLE_LAUNCH

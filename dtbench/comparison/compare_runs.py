@@ -97,9 +97,9 @@ def _exit_code(rows: Sequence[ComparedCase]) -> int:
     """Returns 1 for a regression, 4 if nothing is comparable, 3 if a case is undecided, else 0."""
     verdicts = {row.verdict for row in rows}
     newly_failed = any(row.verdict is Verdict.FAILED and row.base_launches for row in rows)
-    if newly_failed or Verdict.REGRESSION in verdicts:
+    if newly_failed or Verdict.SLOWER in verdicts:
         return errors.EXIT_REGRESSION
-    if not verdicts & {Verdict.IMPROVED, Verdict.PASS, Verdict.INCONCLUSIVE}:
+    if not verdicts & {Verdict.FASTER, Verdict.SAME, Verdict.INCONCLUSIVE}:
         return errors.EXIT_NOTHING
     if verdicts & {Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED}:
         return errors.EXIT_INCONCLUSIVE
@@ -182,7 +182,7 @@ def _discount_drift(
     Plain torch is looked up in the same case, then in the suite. For a suite without plain torch, the drifts of the
     other suites of the run count.
     """
-    if row.verdict not in (Verdict.REGRESSION, Verdict.IMPROVED):
+    if row.verdict not in (Verdict.SLOWER, Verdict.FASTER):
         return row
     suite, name, impl, params = row.key
     floor_ratios = [
@@ -257,7 +257,7 @@ def _machine_facts(header: Header) -> dict[str, str]:
         "CPU cores": [cpu.usable_cores],
         "GPU": sorted({str(gpu.name) for gpu in gpus if gpu.name}),
         "GPU power limit": sorted({f"{gpu.power_limit_W:g} W" for gpu in gpus if gpu.power_limit_W}),
-        "device type": [header.plan.get("device_type")],
+        "device type": [header.options.get("device_type")],
         "backend": [header.versions.get("backend")],
         "mesh": [f"{n}={s}" for n, s in zip(header.mesh.dim_names, header.mesh.shape, strict=True)],
         "ranks": [len(header.ranks) or None],
@@ -269,7 +269,12 @@ def _machine_facts(header: Header) -> dict[str, str]:
 
 def _setup_facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
     """Returns the settings that should agree on both sides: otherwise they may be the cause of a difference."""
-    cpu, mesh, versions, dtypes = header.machine.cpu, header.mesh, header.versions, header.plan.get("dtypes")
+    cpu, mesh, versions, dtypes = (
+        header.machine.cpu,
+        header.mesh,
+        header.versions,
+        header.options.get("dtypes"),
+    )
     cores = None if cpu.usable_cores is None else f"{cpu.usable_cores} cores"
     names = ("torch", "python", "backend", "nccl")
     facts: dict[str, Iterable[object]] = {
@@ -284,7 +289,7 @@ def _setup_facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
         "the versions differ": (f"{name} {versions[name]}" for name in names if versions.get(name)),
         "the mesh differs": (f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True)),
         "the dtypes differ": dtypes if isinstance(dtypes, list) else (),
-        "one side is a quick run": ("--quick" if header.plan.get("quick") else "full",),
+        "one side is a quick run": ("--quick" if header.options.get("quick") else "full",),
     }
     facts |= {f"{name} differs": (header.env.get(name, "unset"),) for name in variables}
     return {title: ", ".join(str(p) for p in parts if p is not None) for title, parts in facts.items()}

@@ -243,7 +243,9 @@ def _has_gpus_of(system: System, run: Run) -> bool:
     """Whether all GPUs of the run are of the system's model and, where their names say it, on cards as these are."""
     model = rf"(?<![A-Za-z0-9]){re.escape(system.gpu)}(?![0-9])"
     other = r"SXM|HBM3" if "PCIe" in system.link else r"PCIe|\bNVL\b"
-    names = [gpu.name or "" for gpu in run.header.machine.gpus if run.header.plan.get("device_type") != "cpu"]
+    names = [
+        gpu.name or "" for gpu in run.header.machine.gpus if run.header.options.get("device_type") != "cpu"
+    ]
     return bool(names) and all(
         re.search(model, name, re.IGNORECASE) and not re.search(other, name, re.IGNORECASE) for name in names
     )
@@ -253,7 +255,7 @@ def _why_none(systems: Sequence[System], run: Run, dim: str, ranks: int, hosts: 
     gpus = ", ".join(sorted({gpu.name for gpu in run.header.machine.gpus if gpu.name}))
     same = [system for system in systems if _has_gpus_of(system, run)]
     same.sort(key=lambda system: (abs(math.log(system.ranks / ranks)), system.hosts != hosts))
-    device = run.header.plan.get("device_type")
+    device = run.header.options.get("device_type")
     others = same or [system for system in systems if system.ranks == ranks] or systems
     return (
         f"not judged: no public figures of {ranks} ranks on {hosts or 'unknown'} host(s) of "

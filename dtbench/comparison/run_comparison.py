@@ -71,7 +71,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     @property
     def has_changes(self) -> bool:
         """Whether any case is slower or faster."""
-        return bool(self.counts[Verdict.REGRESSION] or self.counts[Verdict.IMPROVED])
+        return bool(self.counts[Verdict.SLOWER] or self.counts[Verdict.FASTER])
 
     @property
     def points(self) -> list[Point]:

@@ -132,7 +132,7 @@ def refuse_other_run(
     Raises:
         UsageError: with the first difference, as the file has it and as the options have it.
     """
-    was: dict[str, object] = {"options": {}, "refine": False} | header.plan
+    was: dict[str, object] = {"options": {}, "refine": False} | header.options
     requested = dataclasses.asdict(options) | {"options": mask_options(options.options)}
     now: dict[str, object] = json.loads(json.dumps(requested))
     was |= {"suites": list(header.suites), "launches": header.launches}

@@ -284,7 +284,7 @@ class GateRun:
             if sure and self.options.counters == "judge":
                 reason = "does more per call than before; counted twice, the same both times"
                 self.judged[benchmark.key] = judged(
-                    benchmark, Verdict.REGRESSION, reason, "counters", counters=sure
+                    benchmark, Verdict.SLOWER, reason, "counters", counters=sure
                 )
             elif sure:
                 self.notes.append(f"{benchmark.label}: {words_of(sure)} (--counters report)")

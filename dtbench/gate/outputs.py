@@ -28,7 +28,7 @@ def change_of(judged: ComparedCase) -> str:
     effect = judged.effect
     if effect is None:
         return ""
-    if judged.verdict is Verdict.REGRESSION:
+    if judged.verdict is Verdict.SLOWER:
         bound = NO_INTERVAL if judged.low is None else f"at least {judged.low - 1:+.1%}"
     else:
         bound = NO_INTERVAL if judged.high is None else f"{judged.high - 1:+.1%} at most"
@@ -50,12 +50,12 @@ def words(judged: ComparedCase) -> str:
 def lines(report: Gate) -> list[str]:
     """For a terminal."""
     shown = ordered(report.benchmarks)
-    hidden = report.count(Verdict.PASS) if len(shown) > LISTED else 0
+    hidden = report.count(Verdict.SAME) if len(shown) > LISTED else 0
     if hidden:
-        shown = [j for j in shown if j.verdict is not Verdict.PASS]
+        shown = [j for j in shown if j.verdict is not Verdict.SAME]
     return [
-        *(f"{j.verdict.name:<12}  {plain(j.label)}\n{'':14}{plain(words(j))}" for j in shown),
-        *([f"{'PASS':<12}  {hidden} more"] if hidden else []),
+        *(f"{j.verdict:<12}  {plain(j.label)}\n{'':14}{plain(words(j))}" for j in shown),
+        *([f"{Verdict.SAME:<12}  {hidden} more"] if hidden else []),
         *report.checks,
         *(f"UNTRUSTED: {plain(reason)}: no verdict by time holds" for reason in report.trust.reasons),
         *(f"note: {plain(note)}" for note in report.notes),
@@ -65,12 +65,12 @@ def lines(report: Gate) -> list[str]:
 
 def points_of(report: Gate) -> list[Point]:
     """Head's estimates, for other tools; bounds are those of the change times base's estimate."""
-    points = (relative(j, j.verdict.name, words(j)) for j in report.benchmarks if j.effect is not None)
+    points = (relative(j, j.verdict, words(j)) for j in report.benchmarks if j.effect is not None)
     return [point for point in points if point is not None]
 
 
 _JUNIT: dict[Verdict, xml.Outcome] = {
-    Verdict.REGRESSION: "failure",
+    Verdict.SLOWER: "failure",
     Verdict.FAILED: "error",
     Verdict.MISSING: "error",
     Verdict.NEW: "error",
@@ -87,7 +87,7 @@ def junit(report: Gate) -> str:
             j.suite,
             j.label,
             "passed" if j.verdict in fine else _JUNIT.get(j.verdict, "passed"),
-            f"{j.verdict.name}: {words(j)}",
+            f"{j.verdict}: {words(j)}",
         )
         for j in report.benchmarks
     ]
@@ -100,14 +100,21 @@ def junit(report: Gate) -> str:
 
 def markdown(report: Gate) -> str:
     """The summary of a job: the sentence, a table of what is not plainly fine, the rest folded away."""
-    first = [j for j in ordered(report.benchmarks) if j.verdict is not Verdict.PASS]
-    rest = [j for j in report.benchmarks if j.verdict is Verdict.PASS]
+    first = [j for j in ordered(report.benchmarks) if j.verdict is not Verdict.SAME]
+    rest = [j for j in report.benchmarks if j.verdict is Verdict.SAME]
     lines = [f"### {md.escaped(report.sentence)}", ""]
     lines += [f"- **UNTRUSTED**: {md.escaped(reason)}" for reason in report.trust.reasons]
     lines += [f"- {md.escaped(note)}" for note in (*report.checks, *report.notes)]
     lines += ["", *_table(first)] if first else []
     if rest:
-        lines += ["", f"<details><summary>{len(rest)} PASS</summary>", "", *_table(rest), "", "</details>"]
+        lines += [
+            "",
+            f"<details><summary>{len(rest)} {Verdict.SAME}</summary>",
+            "",
+            *_table(rest),
+            "",
+            "</details>",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -116,7 +123,7 @@ def _table(judged: Sequence[ComparedCase]) -> list[str]:
     for j in judged[:SUMMARY_ROWS]:
         times = ["" if t is None else format_seconds(t) for t in (j.base_s, j.head_s)]
         why = "; ".join(part for part in (words_of(j.counters), j.reason) if part)
-        rows.append([j.verdict.name, j.label, *times, change_of(j), why])
+        rows.append([j.verdict, j.label, *times, change_of(j), why])
     if len(judged) > SUMMARY_ROWS:
         rows.append(["", f"and {len(judged) - SUMMARY_ROWS} more", "", "", "", ""])
     numeric = ("base", "head", "change")

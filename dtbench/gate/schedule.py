@@ -124,7 +124,7 @@ class GateSchedule:
             effect, base_s, _ = figures = effect_and_times(self.evidence.screen[benchmark.key])
             gain = effect.ratio < 1 - SCREEN_GAIN and effect.high < 1
             if passes(benchmark, effect, base_s) and not gain:
-                self._end(judged(benchmark, Verdict.PASS, "", "screen", figures))
+                self._end(judged(benchmark, Verdict.SAME, "", "screen", figures))
         self._end_gross()
 
     def _rounds(self, count: int) -> None:
@@ -165,7 +165,7 @@ class GateSchedule:
             gross &= all(head >= least * base for base, head in fresh)
             if gross and 3.0 ** -len(screened) * 2.0 ** -len(fresh) <= alpha:
                 reason = f"at least {least:.3g}x slower in each of {effect.pairs} pairs: no more were needed"
-                self._end(judged(benchmark, Verdict.REGRESSION, reason, "gross", figures, alpha))
+                self._end(judged(benchmark, Verdict.SLOWER, reason, "gross", figures, alpha))
 
     def _look(self, benchmark: Benchmark, alpha: float | None, last: bool) -> None:
         screened, confirmed = (e[benchmark.key] for e in (self.evidence.screen, self.evidence.fresh))
@@ -173,13 +173,13 @@ class GateSchedule:
         whole, whole_base_s, _ = of_all = effect_and_times(screened + confirmed)
         matters = change_threshold(base_s, benchmark.floor_s)
         if alpha is not None and fresh.p_slower < alpha and fresh.ratio > 1 + matters:
-            self._end(judged(benchmark, Verdict.REGRESSION, "", "confirmed", figures, alpha))
+            self._end(judged(benchmark, Verdict.SLOWER, "", "confirmed", figures, alpha))
         elif alpha is not None and fresh.p_faster < alpha and fresh.ratio < 1 / (1 + matters):
-            self._end(judged(benchmark, Verdict.IMPROVED, "", "confirmed", figures, alpha))
+            self._end(judged(benchmark, Verdict.FASTER, "", "confirmed", figures, alpha))
         elif passes(benchmark, whole, whole_base_s) and (last or fresh.ratio > 1 / (1 + matters)):
-            self._end(judged(benchmark, Verdict.PASS, "", "confirmed", of_all))
+            self._end(judged(benchmark, Verdict.SAME, "", "confirmed", of_all))
         elif last and passes(benchmark, fresh, base_s, share=1.0):
-            self._end(judged(benchmark, Verdict.PASS, "", "confirmed", figures, alpha))
+            self._end(judged(benchmark, Verdict.SAME, "", "confirmed", figures, alpha))
 
     # ---- parts ----
 

@@ -139,9 +139,9 @@ def exit_code_of(judged: Sequence[ComparedCase], trust: Trust, *, allow_new: boo
 
     A machine that cannot be trusted takes back what its times say, not what was counted.
     """
-    counted = any(j.verdict is Verdict.REGRESSION and j.stage == "counters" for j in judged)
+    counted = any(j.verdict is Verdict.SLOWER and j.stage == "counters" for j in judged)
     verdicts = {j.verdict for j in judged}
-    if counted or (Verdict.REGRESSION in verdicts and not trust.reasons):
+    if counted or (Verdict.SLOWER in verdicts and not trust.reasons):
         return errors.EXIT_REGRESSION
     if Verdict.FAILED in verdicts:
         return errors.EXIT_CASE_FAILED
@@ -150,6 +150,6 @@ def exit_code_of(judged: Sequence[ComparedCase], trust: Trust, *, allow_new: boo
     if trust.reasons or Verdict.INCONCLUSIVE in verdicts:
         return errors.EXIT_INCONCLUSIVE
     # Where nothing was judged there is no reason to be content.
-    if not verdicts & {Verdict.PASS, Verdict.IMPROVED}:
+    if not verdicts & {Verdict.SAME, Verdict.FASTER}:
         return errors.EXIT_NOTHING
     return errors.EXIT_OK

@@ -250,7 +250,7 @@ def _header(
         machine=Machine(gpus=tuple(Gpu(name=d.name) for d in listed if d.name and d.host == listed[0].host)),
         ranks=tuple(places[rank] for rank in sorted(places)),
         mesh=MeshShape(dim_names=tuple(name for name, _ in mesh), shape=tuple(size for _, size in mesh)),
-        plan={
+        options={
             "mesh": [list(entry) for entry in mesh],
             "device_type": first.device_type,
             "dtypes": sorted({str(r.params["dtype"]) for r in results}),

@@ -89,7 +89,8 @@ def build_header(
         ranks=tuple(msgspec.convert({**facts, "rank": rank}, RankFacts) for rank, facts in enumerate(ranks)),
         mesh=MeshShape(dim_names=tuple(name for name, _ in mesh), shape=tuple(size for _, size in mesh)),
         env=environment(os.environ),
-        plan=msgspec.json.decode(msgspec.json.encode(options)) | {"options": mask_options(options.options)},
+        options=msgspec.json.decode(msgspec.json.encode(options))
+        | {"options": mask_options(options.options)},
         suites=tuple(suites),
         launches=launches,
     )

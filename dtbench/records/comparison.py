@@ -30,22 +30,15 @@ def change_threshold(base_s: float, floor_s: float = 0.0) -> float:
 
 
 class Verdict(StrEnum):
-    """A case's verdict, in order of gravity, the gravest first.
+    """The outcome of one case between base and head, the gravest first."""
 
-    `dtbench compare` writes the value, the gate the name; both are accepted on reading.
-    """
-
-    REGRESSION = "slower"
+    SLOWER = "slower"
     FAILED = "failed"
     MISSING = "missing"
     INCONCLUSIVE = "inconclusive"
-    IMPROVED = "faster"
+    FASTER = "faster"
     NEW = "new"
-    PASS = "same"
-
-    @classmethod
-    def _missing_(cls, value: object) -> Verdict | None:
-        return cls.__members__.get(str(value))
+    SAME = "same"
 
     @property
     def gravity(self) -> int:
@@ -70,13 +63,13 @@ class Verdict(StrEnum):
 _GRAVITIES = {verdict: gravity for gravity, verdict in enumerate(Verdict)}
 # Verdict -> (shape, colour, meaning).
 _LOOKS = {
-    Verdict.REGRESSION: ("▲", "red", "slower"),
+    Verdict.SLOWER: ("▲", "red", "slower"),
     Verdict.FAILED: ("✕", "red", "failed or returned wrong data"),
     Verdict.MISSING: ("∅", "yellow", "measured in base, missing in head"),
     Verdict.INCONCLUSIVE: ("?", "yellow", "inconclusive: shows neither a change nor sameness"),
-    Verdict.IMPROVED: ("▼", "green", "faster"),
+    Verdict.FASTER: ("▼", "green", "faster"),
     Verdict.NEW: ("+", "", "measured in head only"),
-    Verdict.PASS: ("=", "", "same"),
+    Verdict.SAME: ("=", "", "same"),
 }
 
 
@@ -179,7 +172,7 @@ class ComparedCase(Struct, frozen=True, kw_only=True):
 
     @property
     def low(self) -> float | None:
-        return (self.effect.low or None) if self.effect else None  # older files write 0 for "no bound"
+        return self.effect.low if self.effect else None
 
     @property
     def high(self) -> float | None:

@@ -73,7 +73,7 @@ class Gate(Struct, frozen=True, kw_only=True):
     @property
     def sentence(self) -> str:
         """The end in one line."""
-        counts = [f"{self.count(v)} {v.name}" for v in Verdict if self.count(v)]
+        counts = [f"{self.count(v)} {v}" for v in Verdict if self.count(v)]
         meaning = {
             errors.EXIT_OK: "no regression",
             errors.EXIT_REGRESSION: "a regression",
@@ -87,9 +87,7 @@ class Gate(Struct, frozen=True, kw_only=True):
 
 
 def text_of(gate: Gate) -> str:
-    """The file: verdicts by their names, and how many there are of each."""
+    """Returns the text of the file: the gate with the number of benchmarks per verdict."""
     fields = msgspec.to_builtins(gate)
-    for row, judged in zip(fields["benchmarks"], gate.benchmarks, strict=True):
-        row["verdict"] = judged.verdict.name
-    fields["counts"] = {v.name: gate.count(v) for v in Verdict}
+    fields["counts"] = {v.value: gate.count(v) for v in Verdict}
     return json.dumps(fields, indent=2, allow_nan=False)

@@ -210,7 +210,7 @@ class ImportedLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line of a run file: how it was measured. plan: the options of the run, as `RunOptions` has them."""
+    """The first line of a run file: how it was measured. options: those of the run, as `RunOptions` has them."""
 
     kind: Literal["run"] = "run"
     schema: Whole
@@ -223,7 +223,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankFacts, ...] = ()
     mesh: MeshShape = MeshShape(dim_names=(), shape=())
     env: dict[str, str] = {}
-    plan: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     suites: tuple[str, ...] = ()
     launches: Whole = 1
     imported: tuple[ImportedLog, ...] = ()

@@ -10,10 +10,7 @@ import msgspec
 from dtbench.records.read import BadFieldError, decode, field_fault, shown
 from dtbench.records.result import Result
 from dtbench.records.timing import SHARES, Timing, timing_quantiles
-from dtbench.suite import Param
 
-# Params that a suite got later, and what its results meant before: old files have the keys of new ones.
-_LATER_PARAMS: dict[str, dict[str, Param]] = {"redistribute": {"groups": "together", "mode": "isolated"}}
 _USUAL_RANKS = frozenset(map(str, range(4096)))
 _MAX_RANK_DIGITS = 18
 # Written by other programs too, which may round.
@@ -35,39 +32,18 @@ def result_in(data: bytes) -> Result | None:
         if decode(data).get("kind") != "result" or not isinstance(error, msgspec.ValidationError):
             return None
         raise BadFieldError(field_fault(error)) from error
-    # As text it stands in no line without the field: the quotes inside of strings are escaped.
-    if b'"clock"' not in data:
-        return _before_clocks(result)
-    _check(result, result.estimate_s)
+    _check(result)
     return result
 
 
-def _before_clocks(result: Result) -> Result:
-    """Files that do not say the clock: `dispatch` alone timed the host, and bandwidths are of the median."""
-    result = msgspec.structs.replace(
-        result,
-        params={**_LATER_PARAMS.get(result.suite, {}), **result.params},
-        clock="host" if result.suite == "dispatch" else "device",
-    )
-    _check(result, None if result.time_s is None else result.time_s.median)
-    if result.time_s is None or not result.estimate_s:
-        return result
-    faster = result.time_s.median / result.estimate_s
-    return msgspec.structs.replace(
-        result,
-        algbw_Bps=result.algbw_Bps and result.algbw_Bps * faster,
-        busbw_Bps=result.busbw_Bps and result.busbw_Bps * faster,
-    )
-
-
-def _check(result: Result, seconds: float | None) -> None:
-    """Whether its figures agree with each other. seconds: what the bandwidths are of."""
+def _check(result: Result) -> None:
+    """Checks that the figures of a result agree with each other."""
     _check_ranks("rank_samples_s", result.rank_samples_s)
     _check_ranks("rank_arrivals_s", result.rank_arrivals_s)
     if result.time_s is not None:
         _check_order(result.time_s)
         _check_samples(result.time_s, result.samples_s)
-    _check_bandwidths(result, seconds)
+    _check_bandwidths(result)
 
 
 def _check_ranks(name: str, by_rank: Mapping[str, object]) -> None:
@@ -100,11 +76,11 @@ def _check_samples(time: Timing, samples_s: Sequence[float]) -> None:
     _expect("time_s.", "mean", time.mean, math.fsum(samples_s) / time.n, "by samples_s")
 
 
-def _check_bandwidths(result: Result, seconds: float | None) -> None:
+def _check_bandwidths(result: Result) -> None:
     """Whether algbw is size over time; busbw is up to twice that (all_reduce among many ranks)."""
     algbw, busbw = result.algbw_Bps, result.busbw_Bps
-    if algbw is not None and result.size_bytes is not None and seconds:
-        _expect("", "algbw_Bps", algbw, result.size_bytes / seconds, "by size_bytes and time_s")
+    if algbw is not None and result.size_bytes is not None and result.estimate_s:
+        _expect("", "algbw_Bps", algbw, result.size_bytes / result.estimate_s, "by size_bytes and time_s")
     if busbw is not None and (algbw is None or busbw > 2 * algbw):
         raise BadFieldError(f"busbw_Bps is {busbw!r}, expected at most 2 x algbw_Bps, which is {algbw!r}")
 

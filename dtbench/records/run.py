@@ -29,7 +29,6 @@ from dtbench.records.atomic import refuse_taken
 from dtbench.records.read import BadFieldError, decode, into, read_lines, shown
 from dtbench.records.result import SCHEMA, STATUSES, Header, Result, ResultKey, Run
 from dtbench.records.result_checks import result_in
-from dtbench.suite.case import FLOOR, WHOLE
 
 # A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
 # these limits a file is not a run, and reading it would only fill the memory.
@@ -38,8 +37,6 @@ MAX_FILE_BYTES = 2 * 2**30
 _WHAT = "a dtbench run (JSON Lines)"
 # A run that was killed: its ranks write their last line before they end.
 _LET_OTHERS_END_S = 6.0
-# Suites whose reference of one rank was once called their floor.
-_WHOLE_BEFORE = ("tensor_parallel", "embedding")
 _CUT = ""  # in place of the kind of a last line without its end
 
 
@@ -312,8 +309,6 @@ def read_run(path: str | Path, *, with_samples: bool = True) -> Run:
         except ValueError as error:
             raise UnreadableRunError(f"{path}: line {number} is damaged: {error}") from error
         if isinstance(line, Result):
-            if line.impl == FLOOR and line.suite in _WHOLE_BEFORE:
-                line = msgspec.structs.replace(line, impl=WHOLE)
             results[line.key] = line if with_samples else line.without_samples()
         elif line in ("end", "resume", _CUT):
             complete = line == "end"

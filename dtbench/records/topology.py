@@ -1,8 +1,4 @@
-"""The topology file that `calibrate` writes: JSON, checked against the structs below when read.
-
-Schema 2. Schema 1 had no tables of times and no transitions, so it cannot price what schema 2 is asked
-for: such a file is refused, and the run file it came from calibrated again.
-"""
+"""The topology file that `calibrate` writes: JSON, checked against the structs below when read."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from dtbench.records.result import MeshShape
 from dtbench.text.units import format_bandwidth, format_size
 from dtbench_core.cost.curve import Curve
 
-SCHEMA = 2
+SCHEMA = 1
 # 200,000 sizes make 80 MB; beyond this it is another file.
 MAX_BYTES = 256 * 2**20
 
@@ -292,13 +288,10 @@ def read_topology(path: str | Path) -> CalibratedTopology:
             'expected "topology"; make one with `dtbench calibrate`'
         )
     schema = content.get("schema")
-    if type(schema) is int and schema >= 1 and schema != SCHEMA:
-        age, remedy = "a newer", "upgrade dtbench to read it"
-        if schema < SCHEMA:
-            age = "an older"
-            remedy = "calibrate again from the run file, `dtbench calibrate RUN.jsonl -o TOPOLOGY.json`"
+    if type(schema) is int and schema > SCHEMA:
         raise UnreadableRunError(
-            f"{path} was written by {age} dtbench (schema {schema}, this one reads {SCHEMA}): {remedy}"
+            f"{path} was written by a newer dtbench (schema {schema}, this one reads {SCHEMA}): "
+            "upgrade dtbench to read it"
         )
     try:
         return into(content, CalibratedTopology)

@@ -53,7 +53,7 @@ def headline(job: Job) -> tuple[str, str]:
 
 def findings(job: Job, judgement: Judgement) -> list[str]:
     """What to know first, the most telling first: what became slower, who is late, and the job in a sentence."""
-    changed = [row for row in judgement.times if row.verdict in (Verdict.REGRESSION, Verdict.IMPROVED)]
+    changed = [row for row in judgement.times if row.verdict in (Verdict.SLOWER, Verdict.FASTER)]
     said = [*map(_change, changed), *map(str, (*judgement.calls[:MOST_CALLS], *judgement.late))]
     return [*(f"{sentence[0].upper()}{sentence[1:]}." for sentence in said), headline(job)[1]]
 

@@ -149,12 +149,12 @@ def trials(
         schedule = GateSchedule(benchmarks, controls, _replay(drawn, slowed=slowed), seed=number)
         judged, trust = schedule.run()
         for one in judged:
-            extra, called = int(one.params["extra"]) if slowed else 0, one.verdict is Verdict.REGRESSION
+            extra, called = int(one.params["extra"]) if slowed else 0, one.verdict is Verdict.SLOWER
             tally.undecided += one.verdict is Verdict.INCONCLUSIVE
             tally.slowed[extra] += 1
             tally.called[extra] += called
         tally.runs += 1
-        tally.alarmed_runs += any(j.verdict is Verdict.REGRESSION for j in judged)
+        tally.alarmed_runs += any(j.verdict is Verdict.SLOWER for j in judged)
         tally.untrusted += bool(trust.reasons)
         tally.launches += schedule.evidence.launches
     return tally

@@ -92,7 +92,7 @@ def header(
         ],
         "mesh": {"dim_names": list(mesh), "shape": list(mesh.values())},
         "env": {"OMP_NUM_THREADS": "1"},
-        "plan": {"device_type": "cpu", "dtypes": ["float32"]},
+        "options": {"device_type": "cpu", "dtypes": ["float32"]},
         "suites": ["dispatch", "redistribute", "collectives", "bucketer", "tensor_parallel"],
         "launches": 1,
     } | changes

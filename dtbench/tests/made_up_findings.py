@@ -39,14 +39,14 @@ def benchmark(verdict: str, name: str, ratio: float | None, **changes: Any) -> d
 def gate(**changes: Any) -> dict[str, Any]:
     """A gate's result with each of its verdicts; in an order that is not that of gravity."""
     benchmarks = [
-        benchmark("PASS", "view", 1.001),
-        benchmark("REGRESSION", "matmul", 1.25),
-        benchmark("IMPROVED", "cat", 0.8),
-        benchmark("INCONCLUSIVE", "sum", 1.03, effect=None, reason="the budget is spent"),
-        benchmark("REGRESSION", "add", 1.5, counters={"collectives": {"base": 1, "head": 2}}),
-        benchmark("MISSING", "relu", None),
-        benchmark("FAILED", "mm", None, reason="out of memory"),
-        benchmark("NEW", "gelu", None, base_s=None),
+        benchmark("same", "view", 1.001),
+        benchmark("slower", "matmul", 1.25),
+        benchmark("faster", "cat", 0.8),
+        benchmark("inconclusive", "sum", 1.03, effect=None, reason="the budget is spent"),
+        benchmark("slower", "add", 1.5, counters={"collectives": {"base": 1, "head": 2}}),
+        benchmark("missing", "relu", None),
+        benchmark("failed", "mm", None, reason="out of memory"),
+        benchmark("new", "gelu", None, base_s=None),
     ]
     arm = {"arm": "main", "commit": "0123456789ab", "built": "a wheel", "python": "3.11", "torch": "2.13"}
     return {

@@ -275,7 +275,7 @@ def _damage(topology: CalibratedTopology, path: str, value: Any) -> str:
     ("where", "value", "complaint"),
     [
         ("kind", "run", "is a run of dtbench, expected a topology"),
-        ("schema", 1, "older dtbench .* calibrate again from the run file"),
+        ("schema", 2, "newer dtbench .* upgrade dtbench"),
         ("dims", {}, "dims: expected array"),
         ("dims.0.ranks", 1, "expected int >= 2"),
         ("dims.0.bandwidth_GiBps", 0, "expected float >= 1e-30"),

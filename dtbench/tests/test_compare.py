@@ -273,8 +273,8 @@ def test_cases_are_matched_by_impl_and_params() -> None:
         ),
         ({"versions": {"torch": "2.11.0"}}, "the versions differ: unknown in base, torch 2.11.0 in head"),
         ({"mesh": {"dim_names": ["dp"], "shape": [4]}}, "the mesh differs: unknown in base, dp=4 in head"),
-        ({"plan": {"dtypes": ["bfloat16"]}}, "the dtypes differ: unknown in base, bfloat16 in head"),
-        ({"plan": {"quick": True}}, "one side is a quick run: full in base, --quick in head"),
+        ({"options": {"dtypes": ["bfloat16"]}}, "the dtypes differ: unknown in base, bfloat16 in head"),
+        ({"options": {"quick": True}}, "one side is a quick run: full in base, --quick in head"),
         ({"env": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO differs: unset in base, Ring in head"),
     ],
 )
@@ -307,7 +307,7 @@ _MACHINE: dict[str, Any] = {
     "mesh": {"dim_names": ["dp"], "shape": [2]},
     "ranks": [{"rank": 0, "host": "a"}, {"rank": 1, "host": "a"}],
     "env": {"OMP_NUM_THREADS": "1"},
-    "plan": {"device_type": "cuda"},
+    "options": {"device_type": "cuda"},
 }
 
 
@@ -330,7 +330,7 @@ _MACHINE: dict[str, Any] = {
         ({"ranks": [{"rank": 0, "host": "a"}]}, "ranks 2 in base, 1 in head"),
         ({"env": {"OMP_NUM_THREADS": "8"}}, "OMP_NUM_THREADS 1 in base, 8 in head"),
         ({"env": {"NCCL_ALGO": "Ring"}}, "OMP_NUM_THREADS 1 in base, unset in head"),
-        ({"plan": {"device_type": "cpu"}}, "device type cuda in base, cpu in head"),
+        ({"options": {"device_type": "cpu"}}, "device type cuda in base, cpu in head"),
     ],
 )
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dtbench.tests import made_up
 
 HOSTILE = 'a"b\\c\n# TYPE x\r}\x1b[31m\ud800{z="1"} 5'
 POINTS = [
-    Point(("s", HOSTILE, "core", (("n", 1),)), 2e-6, 1e-6, 3e-6, "REGRESSION", HOSTILE),
+    Point(("s", HOSTILE, "core", (("n", 1),)), 2e-6, 1e-6, 3e-6, "slower", HOSTILE),
     Point(("s", "plain", "torch", ()), 4e-6),
 ]
 
@@ -39,7 +39,7 @@ def test_long_names_stay_apart():
 def test_github_is_what_the_action_reads():
     first, second = json.loads(exports.github(POINTS))
     assert first["range"] == "1 to 3"
-    assert first["extra"].startswith("REGRESSION: a")
+    assert first["extra"].startswith("slower: a")
     assert "\n" not in first["name"] + first["extra"]
     assert second == {"name": "s plain [torch]", "unit": "us", "value": pytest.approx(4)}
 

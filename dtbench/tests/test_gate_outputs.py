@@ -44,9 +44,9 @@ def test_junit_says_of_each_benchmark_what_became_of_it() -> None:
     suite = ET.fromstring(text)[0]
     kinds = {case.get("classname"): [child.tag for child in case] for case in suite}
     assert kinds == {
-        Verdict.PASS: ["system-out"],
-        Verdict.IMPROVED: ["system-out"],
-        Verdict.REGRESSION: ["failure"],
+        Verdict.SAME: ["system-out"],
+        Verdict.FASTER: ["system-out"],
+        Verdict.SLOWER: ["failure"],
         Verdict.INCONCLUSIVE: ["skipped"],
         Verdict.MISSING: ["error"],
         Verdict.FAILED: ["error"],
@@ -58,7 +58,7 @@ def test_junit_says_of_each_benchmark_what_became_of_it() -> None:
 
 
 def test_names_of_any_characters_stay_text_in_each_output() -> None:
-    hostile = report([judged(Verdict.REGRESSION, HOSTILE, HOSTILE), judged(Verdict.PASS, HOSTILE)], HOSTILE)
+    hostile = report([judged(Verdict.SLOWER, HOSTILE, HOSTILE), judged(Verdict.SAME, HOSTILE)], HOSTILE)
     name = ET.fromstring(outputs.junit(hostile))[0][0].get("name") or ""
     assert "<script>alert(1)</script>" in name and "\\x1b" in name and "\\x00" in name
     lines = outputs.lines(hostile)
@@ -82,10 +82,10 @@ class Tags(HTMLParser):
 
 
 def test_thousands_are_cut_short() -> None:
-    many = report([judged(Verdict.REGRESSION, f"s{i}") for i in range(5000)])
+    many = report([judged(Verdict.SLOWER, f"s{i}") for i in range(5000)])
     assert len(outputs.markdown(many)) < 2**20
     assert "and 4800 more" in outputs.markdown(many)
-    passed = outputs.lines(report([judged(Verdict.PASS, f"s{i}") for i in range(5000)]))
+    passed = outputs.lines(report([judged(Verdict.SAME, f"s{i}") for i in range(5000)]))
     assert len(passed) < 10 and any("5000 more" in line for line in passed)
 
 
@@ -113,12 +113,12 @@ def test_times_and_change_beside_each_other_agree_to_the_printed_digits(seed: in
         (base_s * drift, base_s * drift * drawn.lognormvariate(0.05, 0.3))
         for drift in (drawn.lognormvariate(0, 0.5) for _ in range(drawn.randint(1, 22)))
     ]
-    of = drawn.choice([Verdict.REGRESSION, Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.IMPROVED])
+    of = drawn.choice([Verdict.SLOWER, Verdict.SAME, Verdict.INCONCLUSIVE, Verdict.FASTER])
     whole = report([verdict.judged(benchmark("s"), of, "", "confirmed", effect_and_times(pairs))])
     line = next(line for line in outputs.lines(whole) if " -> " in line)
     base, head = line.partition(" pairs; ")[2].split(" -> ")
     _assert_agrees(base, head, re.findall(r"[-+][\d.]+%", line)[0])
-    cells = next(row for row in outputs.markdown(whole).splitlines() if row.startswith(f"| {of.name}"))
+    cells = next(row for row in outputs.markdown(whole).splitlines() if row.startswith(f"| {of}"))
     base, head, change = (cell.strip() for cell in cells.split("|")[3:6])
     _assert_agrees(base, head, change.partition(" (")[0])
     fields = json.loads(text_of(whole))["benchmarks"][0]
@@ -132,13 +132,13 @@ def test_times_and_change_beside_each_other_agree_to_the_printed_digits(seed: in
 def test_json_is_strict_and_whole() -> None:
     effect = effect_and_times([(1.0, 2.0)])[0]
     one = verdict.judged(benchmark("s"), Verdict.INCONCLUSIVE, "", "", (effect, 1.0, 2.0))
-    whole = report([one, judged(Verdict.PASS, HOSTILE)])
+    whole = report([one, judged(Verdict.SAME, HOSTILE)])
     fields = json.loads(text_of(whole))
     assert fields["benchmarks"][0]["effect"]["high"] is None
     assert fields["benchmarks"][0]["effect"]["ratio"] == pytest.approx(2.0)
     assert fields["benchmarks"][1]["name"] == HOSTILE
-    assert fields["counts"]["PASS"] == 1 and fields["benchmarks"][0]["verdict"] == "INCONCLUSIVE"
-    printable = report([one, judged(Verdict.PASS)])
+    assert fields["counts"]["same"] == 1 and fields["benchmarks"][0]["verdict"] == "inconclusive"
+    printable = report([one, judged(Verdict.SAME)])
     assert into(decode(text_of(msgspec.structs.replace(printable, notes=())).encode()), Gate).benchmarks == (
         printable.benchmarks
     )
@@ -146,8 +146,8 @@ def test_json_is_strict_and_whole() -> None:
 
 def test_points_are_heads_times_where_both_arms_were_timed() -> None:
     points = outputs.points_of(
-        report([judged(Verdict.PASS), verdict.judged(benchmark("x"), Verdict.MISSING)])
+        report([judged(Verdict.SAME), verdict.judged(benchmark("x"), Verdict.MISSING)])
     )
-    head_s = pytest.approx(1e-5 * (judged(Verdict.PASS).ratio or 0))
-    assert [(p.key[0], p.verdict, p.time_s) for p in points] == [("s", "PASS", head_s)]
+    head_s = pytest.approx(1e-5 * (judged(Verdict.SAME).ratio or 0))
+    assert [(p.key[0], p.verdict, p.time_s) for p in points] == [("s", "same", head_s)]
     assert (points[0].low_s, points[0].high_s) == (None, None)  # three pairs bound nothing

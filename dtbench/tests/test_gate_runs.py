@@ -68,7 +68,7 @@ def test_a_slower_head_is_a_regression_in_every_output(
     assert trend[0]["value"] == pytest.approx(110, rel=0.02)
     latency = json.loads(Path("times.json").read_text())["fake add [core]"]["latency"]
     assert latency["lower_value"] <= latency["value"] <= latency["upper_value"]
-    assert (tmp_path / "summary.md").read_text().count("| REGRESSION |") == 3
+    assert (tmp_path / "summary.md").read_text().count("| slower |") == 3
     (kept,) = Path("kept").glob("*.jsonl")
     assert json.loads(kept.read_text())["times_s"].keys() == {
         f"fake {n} [core]" for n in ("add", "mul", "view")
@@ -101,20 +101,20 @@ def test_json_is_the_file_in_the_folder_which_is_not_replaced(gate: Gate) -> Non
 @pytest.mark.parametrize(
     ("base", "head", "options", "code", "add", "words"),
     [
-        ({}, {}, (), 0, "PASS", "no regression (3 PASS); exit code 0"),
-        ({}, {"CALLS": "43", "SLOW": "0.5"}, (), 1, "REGRESSION", "python_calls 41 -> 43"),
-        ({}, {"CALLS": "43"}, ("--counters", "report"), 0, "PASS", "python_calls 41 -> 43"),
-        ({}, {"CALLS": "43", "FLAKY": "1"}, (), 0, "PASS", "differ between launches"),
-        ({}, {"LACKS": "add"}, (), 4, "MISSING", "head has no benchmark of this name"),
-        ({"LACKS": "add"}, {}, (), 4, "NEW", "base has no benchmark"),
-        ({"LACKS": "add"}, {}, ("--allow-new",), 0, "NEW", "base has no benchmark"),
-        ({}, {"RAISES": "add"}, (), 5, "FAILED", "in head: failed: ValueError"),
-        ({"RAISES": "add"}, {}, (), 5, "FAILED", "in base: failed: ValueError"),
-        ({}, {"CRASHES": "add"}, (), 5, "FAILED", "in head: the launch died of SIGKILL"),
-        ({}, {"HANGS": "add"}, ("--launch-timeout", "2"), 5, "FAILED", "no end after 2 s"),
-        ({}, {"SKIPS": "add"}, (), 4, "MISSING", "skipped in head: not here"),
+        ({}, {}, (), 0, "same", "no regression (3 same); exit code 0"),
+        ({}, {"CALLS": "43", "SLOW": "0.5"}, (), 1, "slower", "python_calls 41 -> 43"),
+        ({}, {"CALLS": "43"}, ("--counters", "report"), 0, "same", "python_calls 41 -> 43"),
+        ({}, {"CALLS": "43", "FLAKY": "1"}, (), 0, "same", "differ between launches"),
+        ({}, {"LACKS": "add"}, (), 4, "missing", "head has no benchmark of this name"),
+        ({"LACKS": "add"}, {}, (), 4, "new", "base has no benchmark"),
+        ({"LACKS": "add"}, {}, ("--allow-new",), 0, "new", "base has no benchmark"),
+        ({}, {"RAISES": "add"}, (), 5, "failed", "in head: failed: ValueError"),
+        ({"RAISES": "add"}, {}, (), 5, "failed", "in base: failed: ValueError"),
+        ({}, {"CRASHES": "add"}, (), 5, "failed", "in head: the launch died of SIGKILL"),
+        ({}, {"HANGS": "add"}, ("--launch-timeout", "2"), 5, "failed", "no end after 2 s"),
+        ({}, {"SKIPS": "add"}, (), 4, "missing", "skipped in head: not here"),
         ({"SKIPS": "add"}, {"SKIPS": "add"}, (), 0, None, "left out"),
-        ({}, {"CONTROL": "1.05"}, (), 3, "PASS", "UNTRUSTED: the control"),
+        ({}, {"CONTROL": "1.05"}, (), 3, "same", "UNTRUSTED: the control"),
     ],
 )
 def test_verdicts_and_exit_codes(
@@ -129,8 +129,8 @@ def test_verdicts_and_exit_codes(
     ended, out, err = gate(base, head, *options)
     assert (ended, verdicts().get("add")) == (code, add), out + err
     assert words in out
-    if add == "FAILED":
-        assert verdicts() == {"add": "FAILED", "mul": "PASS", "view": "PASS"}
+    if add == "failed":
+        assert verdicts() == {"add": "failed", "mul": "same", "view": "same"}
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_real_revisions_import_their_own_neighbours(
     code, out, err = dtbench("gate", "--base", "rev:HEAD~1", "--head", "rev:HEAD", "bench/tiny.py", "-o", "g")
     assert code == 4, out + err
     benchmarks = json.loads(Path("g/gate.json").read_text())["benchmarks"]
-    assert {(b["params"]["n"], b["verdict"]) for b in benchmarks} == {(10, "MISSING"), (20, "NEW")}
+    assert {(b["params"]["n"], b["verdict"]) for b in benchmarks} == {(10, "missing"), (20, "new")}
 
 
 def test_problem_of_both_arms_ends_the_gate_before_it_makes_a_folder(

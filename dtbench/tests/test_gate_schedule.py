@@ -79,7 +79,7 @@ def judge(machine: KnownLaunches, count: int = 1, seed: int = 0) -> tuple[list[C
 def test_what_is_clearly_fine_takes_five_rounds_and_no_more() -> None:
     machine = KnownLaunches(noise=0.001)
     judged, trust = judge(machine, 4)
-    assert {j.verdict for j in judged} == {Verdict.PASS}
+    assert {j.verdict for j in judged} == {Verdict.SAME}
     assert Counter(machine.arms) == {"base": 5, "head": 5, "null": 5}
     assert not trust.reasons
 
@@ -87,7 +87,7 @@ def test_what_is_clearly_fine_takes_five_rounds_and_no_more() -> None:
 def test_a_slow_benchmark_is_measured_on_alone_with_fresh_pairs() -> None:
     machine = KnownLaunches({"b1": 1.10}, noise=0.001)
     judged, _ = judge(machine, 3)
-    assert [j.verdict for j in judged] == [Verdict.PASS, Verdict.REGRESSION, Verdict.PASS]
+    assert [j.verdict for j in judged] == [Verdict.SAME, Verdict.SLOWER, Verdict.SAME]
     assert machine.measured["b0"] == 15 and machine.measured["b1"] == 15 + 2 * 10
     assert judged[1].effect and judged[1].effect.pairs == 10
     assert judged[1].effect.ratio == pytest.approx(1.10, abs=0.005)
@@ -98,7 +98,7 @@ def test_false_alarms_and_detection_at_the_noise_of_this_kind_of_machine() -> No
     runs, false, alarmed = 120, 0, 0
     for seed in range(runs):
         judged, _ = judge(KnownLaunches(seed=seed, drift=0.002), 20, seed)
-        alarms = sum(j.verdict == Verdict.REGRESSION for j in judged)
+        alarms = sum(j.verdict == Verdict.SLOWER for j in judged)
         false, alarmed = false + alarms, alarmed + bool(alarms)
     assert false <= 0.005 * runs * 20 and alarmed <= 0.02 * runs
     for factor, goal in ((1.03, 0.80), (1.05, 0.95)):
@@ -106,15 +106,15 @@ def test_false_alarms_and_detection_at_the_noise_of_this_kind_of_machine() -> No
             judge(KnownLaunches({"b0": factor}, seed=seed, drift=0.002), 1, seed)[0][0].verdict
             for seed in range(150)
         ]
-        assert verdicts.count(Verdict.REGRESSION) >= goal * 150
+        assert verdicts.count(Verdict.SLOWER) >= goal * 150
 
 
 @pytest.mark.parametrize(
     ("factor", "noise", "verdict"),
     [
-        (1.018, 0.0005, Verdict.PASS),  # sure, and too small to matter
-        (0.97, 0.003, Verdict.PASS),  # a small gain
-        (0.90, 0.003, Verdict.IMPROVED),
+        (1.018, 0.0005, Verdict.SAME),  # sure, and too small to matter
+        (0.97, 0.003, Verdict.SAME),  # a small gain
+        (0.90, 0.003, Verdict.FASTER),
     ],
 )
 def test_what_matters_is_told(factor: float, noise: float, verdict: Verdict) -> None:
@@ -132,10 +132,10 @@ def test_what_matters_is_told(factor: float, noise: float, verdict: Verdict) -> 
 def test_what_is_gross_ends_as_soon_as_chance_would_not_do_it(factor: float, count: int, pairs: int) -> None:
     machine = KnownLaunches({"b0": factor})
     judged, _ = judge(machine, count)
-    assert (judged[0].verdict, judged[0].effect and judged[0].effect.pairs) == (Verdict.REGRESSION, pairs)
+    assert (judged[0].verdict, judged[0].effect and judged[0].effect.pairs) == (Verdict.SLOWER, pairs)
     assert judged[0].stage == ("gross" if factor > 2 else "confirmed")
     assert machine.measured["b0"] == 3 * 5 + 2 * (pairs - 5 if factor > 2 else pairs)
-    assert Verdict.REGRESSION not in {one.verdict for one in judged[1:]}
+    assert Verdict.SLOWER not in {one.verdict for one in judged[1:]}
 
 
 def test_the_heaviest_tails_are_called_gross_no_more_often_than_the_level() -> None:
@@ -183,7 +183,7 @@ def test_noise_of_any_kind_is_seldom_called_gross(tail: str) -> None:
             return LaunchTimes(launch.times_s | {b.key: TIME_S * TAILS[tail](noise) for b in wanted})
 
         judged, _ = judge(KnownLaunches(odd=odd, seed=seed, launches=3 * 5 + 2 * 10), 20, seed)
-        false += sum(one.verdict is Verdict.REGRESSION for one in judged)
+        false += sum(one.verdict is Verdict.SLOWER for one in judged)
         gross += any(one.stage == "gross" for one in judged)
     assert false <= 0.005 * runs * 20 and gross == 0
 
@@ -232,7 +232,7 @@ def test_promised_change_exceeds_what_was_measured_and_not_found() -> None:
 
 def test_too_much_noise_is_inconclusive_and_no_pass() -> None:
     verdicts = Counter(judge(KnownLaunches(noise=0.3, seed=s))[0][0].verdict for s in range(20))
-    assert verdicts[Verdict.INCONCLUSIVE] >= 12 and verdicts[Verdict.REGRESSION] <= 1
+    assert verdicts[Verdict.INCONCLUSIVE] >= 12 and verdicts[Verdict.SLOWER] <= 1
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_what_is_no_time_never_passes(time_s: float | None, verdict: str) -> Non
         )
 
     judged, _ = judge(KnownLaunches(noise=0.001, odd=odd), 2)
-    assert [j.verdict for j in judged] == [verdict, Verdict.PASS]
+    assert [j.verdict for j in judged] == [verdict, Verdict.SAME]
 
 
 def test_what_fails_in_a_launch_fails_and_is_not_measured_on() -> None:
@@ -277,6 +277,6 @@ def test_what_fails_in_a_launch_fails_and_is_not_measured_on() -> None:
     judged, _ = judge(machine, 2)
     assert [(j.verdict, j.reason) for j in judged] == [
         (Verdict.FAILED, "in head: it broke"),
-        (Verdict.PASS, ""),
+        (Verdict.SAME, ""),
     ]
     assert machine.measured["b0"] <= 3

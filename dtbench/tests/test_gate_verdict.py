@@ -127,14 +127,14 @@ def test_what_moves_by_chance_is_trusted_and_what_moves_always_is_not() -> None:
 @pytest.mark.parametrize(
     ("verdicts", "trusted", "code"),
     [
-        ([Verdict.PASS, Verdict.IMPROVED], True, 0),
-        ([Verdict.PASS, Verdict.REGRESSION, Verdict.FAILED, Verdict.MISSING], True, 1),
-        ([Verdict.PASS, Verdict.FAILED, Verdict.MISSING, Verdict.INCONCLUSIVE], True, 5),
-        ([Verdict.PASS, Verdict.MISSING, Verdict.INCONCLUSIVE], True, 4),
-        ([Verdict.PASS, Verdict.NEW], True, 4),
-        ([Verdict.PASS, Verdict.INCONCLUSIVE], True, 3),
-        ([Verdict.PASS], False, 3),
-        ([Verdict.REGRESSION], False, 3),
+        ([Verdict.SAME, Verdict.FASTER], True, 0),
+        ([Verdict.SAME, Verdict.SLOWER, Verdict.FAILED, Verdict.MISSING], True, 1),
+        ([Verdict.SAME, Verdict.FAILED, Verdict.MISSING, Verdict.INCONCLUSIVE], True, 5),
+        ([Verdict.SAME, Verdict.MISSING, Verdict.INCONCLUSIVE], True, 4),
+        ([Verdict.SAME, Verdict.NEW], True, 4),
+        ([Verdict.SAME, Verdict.INCONCLUSIVE], True, 3),
+        ([Verdict.SAME], False, 3),
+        ([Verdict.SLOWER], False, 3),
         ([], True, 4),
     ],
 )
@@ -144,7 +144,7 @@ def test_exit_codes(verdicts: list[Verdict], trusted: bool, code: int) -> None:
 
 
 def test_what_was_counted_needs_no_trust_and_new_ones_may_be_allowed() -> None:
-    counted = [judged(ANY, Verdict.REGRESSION, stage="counters")]
+    counted = [judged(ANY, Verdict.SLOWER, stage="counters")]
     assert exit_code_of(counted, Trust(reasons=("moved",))) == 1
-    assert exit_code_of([judged(ANY, Verdict.NEW), judged(ANY, Verdict.PASS)], Trust(), allow_new=True) == 0
+    assert exit_code_of([judged(ANY, Verdict.NEW), judged(ANY, Verdict.SAME)], Trust(), allow_new=True) == 0
     assert exit_code_of([judged(ANY, Verdict.NEW)], Trust(), allow_new=True) == 4

@@ -293,13 +293,13 @@ def test_a_rank_that_became_late_is_exit_code_1_and_said_first(tmp_path: Path) -
     base = made_up(tmp_path / "base")
     head = made_up(tmp_path / "head", (50_000.0,) * 5, late={2: ("idle", 40_000.0)})
     judgement = changes([base], [head])
-    slower = {row.part for row in judgement.times if row.verdict is Verdict.REGRESSION}
+    slower = {row.part for row in judgement.times if row.verdict is Verdict.SLOWER}
     assert {"step_s", "lateness of rank 2 over dp", "lateness of rank 2 over tp"} <= slower
     assert judgement.exit_code == 1
     page = Page(render(Sources(job=head, judgement=judged(head, None, [base]))))
     assert page.text.strip().startswith("Step: 10.0 ms → 50.0 ms, 5.00x slower than the base")
     back = changes([head], [base])
-    assert back.exit_code == 0 and back.times[0].verdict is Verdict.IMPROVED
+    assert back.exit_code == 0 and back.times[0].verdict is Verdict.FASTER
 
 
 def test_lateness_that_adds_little_to_a_step_is_no_verdict(tmp_path: Path) -> None:

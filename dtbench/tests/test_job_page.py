@@ -52,7 +52,7 @@ def test_title_is_the_whole_first_finding_without_its_reason() -> None:
     gathers = CallKind("dp", "all_gather", 4, "float32", 2**19)
     calls = Judgement(1, calls=(CallChange(gathers, gathers, (0.0, 2.0), (0,)),), ranks=(0,))
     assert titled(calls) == "Dp all_gather of 512 KiB (float32): 2 calls instead of 0"
-    step = TimeChange("step_s", Verdict.REGRESSION, "beyond the 3.2x of launches", 0.01, 0.1, None)
+    step = TimeChange("step_s", Verdict.SLOWER, "beyond the 3.2x of launches", 0.01, 0.1, None)
     assert titled(Judgement(1, times=(step,))) == "Step: 10.0 ms → 100 ms, 10.0x slower than the base"
 
 

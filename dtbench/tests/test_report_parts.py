@@ -118,10 +118,10 @@ def test_a_gate_that_decides_nothing_says_why(tmp_path: Path) -> None:
     trust = {"control": 1.2, "null": None, "reasons": ["the control moved"]}
     doubted = Page(render(page_of(trust=trust, exit_code=3))).section_text["verdict"]
     assert "? Not to be trusted" in doubted and "Not to be trusted: the control moved" in doubted
-    few = made_up_findings.benchmark("INCONCLUSIVE", "sum", 1.03, impl="wrapped")
+    few = made_up_findings.benchmark("inconclusive", "sum", 1.03, impl="wrapped")
     for bounds, interval in (
-        ((0.0, None), "no interval"),
-        ((0.0, 1.1), "open – 1.10"),
+        ((None, None), "no interval"),
+        ((None, 1.1), "open – 1.10"),
         ((1.03, 1.03), "no interval"),
     ):
         few["effect"] |= dict(zip(("low", "high"), bounds, strict=True))

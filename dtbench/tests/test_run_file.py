@@ -128,37 +128,6 @@ def test_what_is_written_is_read_back(tmp_path: Path, made: list[Result]) -> Non
         json.loads(line, parse_constant=pytest.fail)
 
 
-def test_what_old_files_call_the_floor_of_whole_models_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "old.jsonl"
-    suites = ("tensor_parallel", "embedding", "overlap", "dispatch")
-    lines = [
-        msgspec.to_builtins(msgspec.structs.replace(good(), suite=suite, impl="local")) for suite in suites
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER, *lines]))
-    assert [r.impl for r in read_run(path).results] == ["whole", "whole", "local", "local"]
-
-
-def test_a_file_that_does_not_say_the_clock_has_the_bandwidths_of_the_median(tmp_path: Path) -> None:
-    """Files of before the field: only `dispatch` timed the host, and every bandwidth was size over median."""
-    path, times = tmp_path / "old.jsonl", summarize([1.0, 2.0, 4.0, 4.0])
-    lines = []
-    for suite in ("dispatch", "collectives"):
-        line = msgspec.structs.replace(
-            good(),
-            suite=suite,
-            time_s=times,
-            samples_s=(1.0, 2.0, 4.0, 4.0),
-            algbw_Bps=64 / times.median,
-            busbw_Bps=32 / times.median,
-        )
-        lines.append({k: v for k, v in msgspec.to_builtins(line).items() if k != "clock"})
-    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER, *lines]))
-    host, device = read_run(path).results
-    assert (host.clock, host.estimate_s, device.clock, device.estimate_s) == ("host", 1.0, "device", 1.75)
-    assert (host.algbw_Bps, host.busbw_Bps) == pytest.approx((64.0, 32.0))
-    assert (device.algbw_Bps, device.busbw_Bps) == pytest.approx((64 / 1.75, 32 / 1.75))
-
-
 def test_a_file_cut_anywhere_can_be_read_and_resumed(tmp_path: Path) -> None:
     path = tmp_path / "whole.jsonl"
     three = [good(size=2**k) for k in range(3)]
@@ -226,11 +195,11 @@ def test_a_param_that_is_no_scalar_is_refused(tmp_path: Path, value: Any) -> Non
 def test_text_that_is_no_text_is_spelled_out(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     name = b"caf\xe9.py".decode("utf-8", "surrogateescape")  # as Python hands over a Latin-1 argument
-    with RunWriter.create(path, HEADER | {"argv": [name], "plan": {"x": math.inf}}) as writer:
+    with RunWriter.create(path, HEADER | {"argv": [name], "options": {"x": math.inf}}) as writer:
         writer.append(Result("s", "n", "core", {}, "failed", reason=name))
     run = read_run(path)
     assert run.header.argv == ("caf\\udce9.py",)
-    assert run.header.plan == {"x": None}
+    assert run.header.options == {"x": None}
     assert run.results[0].reason == "caf\\udce9.py"
 
 

@@ -171,7 +171,7 @@ def changes(bases: Sequence[Job], heads: Sequence[Job]) -> Judgement:
         raise UsageError("no rank is in all recordings, with steps or without: record both sides alike")
     sides = ([_per_step(job, ranks, len(lengths) > 1) for job in side] for side in (bases, heads))
     calls, times = _calls(*sides), () if 0 in lengths else tuple(_times(bases, heads, ranks))
-    code = EXIT_REGRESSION if calls or any(row.verdict is Verdict.REGRESSION for row in times) else EXIT_OK
+    code = EXIT_REGRESSION if calls or any(row.verdict is Verdict.SLOWER for row in times) else EXIT_OK
     return Judgement(code, calls=tuple(calls), times=times, ranks=tuple(sorted(ranks)))
 
 

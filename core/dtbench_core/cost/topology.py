@@ -21,7 +21,7 @@ from dtbench_core.errors import CoreError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-TOPOLOGY_SCHEMA = 2
+TOPOLOGY_SCHEMA = 1
 
 
 class TopologyError(CoreError, ValueError):

@@ -58,7 +58,7 @@ def backend(header: Header) -> str:
 
 def device_type(header: Header) -> str:
     devices = [rank.device for rank in header.ranks if rank.device]
-    return str(header.plan.get("device_type") or (devices[0] if devices else "unknown")).split(":")[0]
+    return str(header.options.get("device_type") or (devices[0] if devices else "unknown")).split(":")[0]
 
 
 def version_warnings(runs: Sequence[Run]) -> Iterator[str]:

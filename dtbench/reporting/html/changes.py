@@ -80,7 +80,7 @@ def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes
     undecided = "machines" if comparison.machines_differ else "single" if is_single else "inconclusive"
     outcomes = {
         errors.EXIT_OK: "ok",
-        errors.EXIT_REGRESSION: "slower" if comparison.counts[Verdict.REGRESSION] else "failed",
+        errors.EXIT_REGRESSION: "slower" if comparison.counts[Verdict.SLOWER] else "failed",
         errors.EXIT_INCONCLUSIVE: undecided,
         errors.EXIT_NOTHING: "nothing",
     }

@@ -31,7 +31,7 @@ def fill(section: ReportSection, of: Material) -> None:
 def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
     """All that changed or may have, and of the others as many as there is room for; the slowest first."""
     comparable = [c for c in changes.changes if c.ratio and c.change_threshold]
-    changed = sum(c.verdict != Verdict.PASS for c in comparable)
+    changed = sum(c.verdict != Verdict.SAME for c in comparable)
     most = max(min(changed, MOST_CHANGED), MOST_INTERVALS)
     drawn = section.capped(comparable, "cases, the gravest first", most)
     values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}

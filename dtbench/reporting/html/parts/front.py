@@ -28,7 +28,7 @@ def title(of: Material, sections: Sequence[ReportSection]) -> str:
     sources = of.sources
     if of.changes is not None and (tallies := of.changes.tallies):
         sides = f"{' → '.join(of.changes.ends)}: " if of.changes.ends else ""
-        moved = [tally for tally in tallies if tally[0] != Verdict.PASS] or tallies
+        moved = [tally for tally in tallies if tally[0] != Verdict.SAME] or tallies
         if of.changes.outcome == "single":
             return f"{sides}{SINGLE_LAUNCH}"
         counts = ", ".join(f"{count} {verdict}" for verdict, count, _ in moved)
@@ -120,7 +120,7 @@ def warnings(of: Material) -> list[PageWarning]:
                 brief=of.crowded,
             )
         )
-    if any(run.header.plan.get("quick") for run in runs):
+    if any(run.header.options.get("quick") for run in runs):
         notes.append(
             PageWarning("Few samples: small differences are not significant.", brief="measured with --quick")
         )

@@ -88,7 +88,7 @@ def _facts(header: Header, apart: bool) -> list[tuple[str, str]]:
         *[(_words(k).capitalize(), _described(v, k)) for k, v in machine.items()],
         ("Suites", ", ".join(header.suites)),
         ("Launches", str(header.launches)),
-        ("Plan", _described({k: v for k, v in header.plan.items() if k != "mesh"})),
+        ("Options", _described({k: v for k, v in header.options.items() if k != "mesh"})),
         ("Schema", str(header.schema)),
     ]
     return [(name, value) for name, value in facts if value and not (apart and name in ("Mesh", "Ranks"))]
