@@ -15,7 +15,7 @@ from dtbench.grouping import group_by
 from dtbench.records.result import Result, Run
 from dtbench.stats import suggests_drift, suite_drifts
 from dtbench.stats.dispatch_headline import FEWEST_CASES, SINGLE_OPS, added_times, kind_of
-from dtbench.stats.layout import crowded
+from dtbench.stats.layout import shared_cores
 from dtbench.suite import CHOOSABLE_IMPLS, Param
 from dtbench.suite.case import FLOOR
 from dtbench.text.units import format_change, format_seconds, format_spread, plural, significant
@@ -83,7 +83,7 @@ def _cases(results: Sequence[Result]) -> list[_Case]:
 
 def _doubts(run: Run, timed: Sequence[Result]) -> str:
     doubts = []
-    if any(r.rank_samples_s for r in timed) and (shared := crowded(run.header)):
+    if any(r.rank_samples_s for r in timed) and (shared := shared_cores(run.header)):
         doubts.append(f"{shared}, so times of collectives include waiting for a core")
     if median(r.spread or 0.0 for r in timed) > SCATTERED:
         doubts.append(f"samples spread by over {SCATTERED:.0%}, see dtbench doctor")

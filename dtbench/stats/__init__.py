@@ -1,16 +1,18 @@
-"""The statistics of dtbench: pure functions of numbers.
+"""The statistics of dtbench, and the analysis of runs.
 
-    order.py        quantiles, and what stands for the samples of a launch
-    rank_tests.py   whether launches differ, and by which ratio
-    drift.py        whether plain torch and all beside it moved together
-    pairs.py        what pairs of launches show, and the least that counts
-    bootstrap.py    intervals of what is made of samples
-    drops.py        where a bandwidth drops as sizes grow
+    order.py              quantiles, and the estimate of a launch from its samples
+    rank_tests.py         tests of whether launches differ, and by which ratio
+    pairs.py              comparison of pairs of launches; thresholds
+    drift.py              changes that plain torch shares with all other implementations
+    bootstrap.py          intervals from resampling
+    drops.py              sizes at which bandwidth drops
+    frame.py              runs as pandas data frames
+    layout.py             placement of process groups on hosts
+    dispatch_headline.py  the ops that summarize the dispatch suite
 
-Why these: 99% and more of the variance of a host-latency benchmark lies between processes, so what
-is compared are launches (one estimate each), not samples; the minimum and the lower quartile are
-steady estimators of a launch, the mean is not. Ratios are compared on the log scale, where 2x
-faster and 2x slower are equally far from no change.
+At least 99% of the variance of a host latency lies between processes. Comparisons therefore use one estimate per launch
+instead of samples. The minimum and the lower quartile are stable estimators of a launch, the mean is not. Ratios are
+compared on the log scale, where 2x faster and 2x slower are equally far from no change.
 """
 
 from dtbench.records.comparison import MIN_CHANGE, MIN_CHANGE_S, change_threshold

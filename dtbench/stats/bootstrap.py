@@ -1,4 +1,4 @@
-"""The bootstrap: samples drawn again from themselves, and the intervals of what is made of them."""
+"""The bootstrap: resampling, and intervals from the replicates."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ Array = NDArray[np.float64]
 
 
 def resample(values: Array, count: int, rng: np.random.Generator) -> Array:
-    """(count, n, ...): so many times as many of the n values as there are, with replacement."""
+    """Draws `count` samples of n values each, with replacement, from n values.
+
+    Args:
+        values: shape (n, ...).
+
+    Returns:
+        Shape (count, n, ...).
+    """
     return np.asarray(values[rng.integers(len(values), size=(count, len(values)))])
 
 
 def interval(replicates: Array | NDArray[np.intp], share: float, *, interpolated: bool = True) -> Array:
-    """[low, high] of the replicates, of each column where there are several: `share` of them lie between.
+    """Returns [low, high], between which the central `share` of the replicates lies; per column if there are several.
 
-    interpolated: else both are replicates themselves, as indices have to be.
+    Args:
+        interpolated: interpolate between replicates. Otherwise both ends are replicates, as indices have to be.
     """
     tails = [(1 - share) / 2, (1 + share) / 2]
     return np.asarray(

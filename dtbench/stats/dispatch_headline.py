@@ -1,6 +1,6 @@
-"""The kinds of calls that the dispatch suite times, and the single ops that stand for them at the head of a report.
+"""Kinds of calls in the dispatch suite, and the ops that summarize the suite at the top of a report.
 
-The head is the same few ops in every run, so that it does not follow from what else was measured.
+The summary uses the same ops in every run, so that it does not depend on which other cases were measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from statistics import median
 
 from dtbench.suite.case import FLOOR, Param
 
-# Op -> placements of its inputs: what a transformer's layers call forward, with nothing to communicate.
+# Op -> placements of its inputs. These are ops of a transformer's forward pass, with placements that need no
+# communication.
 SINGLE_OPS = {
     "add": "S(0),S(0)",
     "mul_scalar": "S(0)",
@@ -27,11 +28,12 @@ SINGLE_OPS = {
     "transpose": "S(0)",
 }
 SINGLE_OP_PARAMS = {"mesh": "8", "pass": "forward", "call": "cached"}
-# A mean or median of fewer cases is that of the cases which happened to be measured.
+# With fewer cases, a mean or median depends too much on which cases were measured.
 FEWEST_CASES = 5
 
 _MOVES = ("redistribute", "full_tensor", "distribute_tensor")
-# Values of the param `pass`: a mean over all of them would hide that a call costs more once autograd records it.
+# Value of the param `pass` -> suffix of the kind. Kinds differ by pass, since a call costs more once autograd records
+# it.
 _PASSES: dict[Param | None, str] = {
     "forward+requires_grad": " on tensors that require gradients",
     "forward+backward": " with their backward",
@@ -40,14 +42,14 @@ _MANY_OPS = re.compile(r".*_x\d+|tp_mlp")
 
 
 def is_headline(name: str, params: Mapping[str, Param]) -> bool:
-    """Whether the case is one of `SINGLE_OPS`, as they are measured for the head."""
+    """Whether the case is one of the ops that summarize the suite."""
     return (
         SINGLE_OPS.get(name, "-") == params.get("placements") and SINGLE_OP_PARAMS.items() <= params.items()
     )
 
 
 def kind_of(name: str, params: Mapping[str, Param]) -> str:
-    """What a call of the suite is: one op, several, or none; means go over one kind alone."""
+    """Returns the kind of a case, in words. Means are taken over cases of one kind only."""
     if params.get("call") in ("first", "busy"):
         return "first calls" if params["call"] == "first" else "calls while the GPU is at earlier work"
     if name in _MOVES:
@@ -61,8 +63,18 @@ def kind_of(name: str, params: Mapping[str, Param]) -> str:
 def added_times(
     cases: Iterable[tuple[str, Mapping[str, Param], Mapping[str, float]]],
 ) -> tuple[dict[str, float], list[str]]:
-    """What torch, then the core, adds to a single op: impl -> seconds beyond the floor, the median over ops, and these;
-    nothing where there are fewer than `FEWEST_CASES`. cases: name, params and seconds by impl."""
+    """Computes the time that each implementation adds to a single op of plain torch.
+
+    Args:
+        cases: name, params and seconds by implementation.
+
+    Returns:
+        ("torch" or "core" -> median over the ops of the added seconds, the ops). An implementation with fewer than
+        `FEWEST_CASES` ops is left out.
+    """
     ops = {name: times for name, params, times in cases if FLOOR in times and is_headline(name, params)}
-    added = {i: [of[i] - of[FLOOR] for of in ops.values() if i in of] for i in ("torch", "core")}
-    return {i: median(of) for i, of in added.items() if len(of) >= FEWEST_CASES}, list(ops)
+    added = {
+        impl: [times[impl] - times[FLOOR] for times in ops.values() if impl in times]
+        for impl in ("torch", "core")
+    }
+    return {impl: median(times) for impl, times in added.items() if len(times) >= FEWEST_CASES}, list(ops)

@@ -1,4 +1,7 @@
-"""A machine that became slower or faster as a whole, told by plain torch, which no change of the code moves."""
+"""Detects that a machine became slower or faster as a whole.
+
+Plain torch shows it: no change of the measured code affects plain torch, so if its times change, the machine has.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +12,46 @@ from statistics import median
 from dtbench.grouping import group_by
 from dtbench.records.comparison import MIN_CHANGE
 
-# Plain torch, by the names that suites give it: what they read their other implementations against.
+# Implementations in plain torch, against which suites compare their other implementations.
 FLOORS = ("local", "plain")
-# A floor's move counts from here on where no test of its launches shows it: twice the noise between launches of 1.5
-# to 2.1 %, as 80 processes of one build have.
-LEAST = 0.05
-# Drift does not meet all code alike: an implementation moved with its floor from half of the floor's move, on the log
-# scale, to half as much again. Set, not fitted.
-ALIKE = 0.5
+# Change of a floor that suggests drift when there are too few launches for a test. It is twice the noise between
+# launches, 1.5 to 2.1% in 80 processes of one build.
+LEAST_DRIFT = 0.05
+# Drift affects implementations unequally. On the log scale, between half and one and a half times the floor's change
+# counts as the same drift. Set, not fitted.
+DRIFT_TOLERANCE = 0.5
 
 
 def suggests_drift(ratio: float) -> bool:
-    """Whether a floor of one launch on each side suggests it."""
-    return abs(math.log(ratio)) > math.log1p(LEAST)
+    """Whether head / base of a floor suggests drift, with one launch on each side."""
+    return abs(math.log(ratio)) > math.log1p(LEAST_DRIFT)
 
 
-def suite_drifts(moves: Iterable[tuple[str, str, float]]) -> dict[str, float]:
-    """Suite -> by which factor plain torch and every other implementation moved together, where they did.
+def suite_drifts(cases: Iterable[tuple[str, str, float]]) -> dict[str, float]:
+    """Returns the drift of each suite in which plain torch and every other implementation changed together.
 
-    moves: suite, implementation and new over base, of each case.
+    Args:
+        cases: suite, implementation and head / base of each case.
+
+    Returns:
+        Suite -> median head / base of plain torch.
     """
     drifts = {}
-    for suite, of in group_by(moves, lambda move: move[0]).items():
-        floors = [ratio for _, impl, ratio in of if impl in FLOORS]
-        others = group_by((move for move in of if move[1] not in FLOORS), lambda move: move[1]).values()
-        if floors and others:
-            common = math.log(median(floors))
-            moved = [math.log(median(ratio for *_, ratio in other)) for other in others]
-            if abs(common) > math.log1p(MIN_CHANGE / 2) and all(
-                m * common >= ALIKE * common**2 for m in moved
+    for suite, rows in group_by(cases, lambda case: case[0]).items():
+        floors = [ratio for _, impl, ratio in rows if impl in FLOORS]
+        by_impl = group_by((row for row in rows if row[1] not in FLOORS), lambda row: row[1]).values()
+        if floors and by_impl:
+            drift = math.log(median(floors))
+            changes = [math.log(median(ratio for *_, ratio in impl_rows)) for impl_rows in by_impl]
+            if abs(drift) > math.log1p(MIN_CHANGE / 2) and all(
+                change * drift >= DRIFT_TOLERANCE * drift**2 for change in changes
             ):
-                drifts[suite] = math.exp(common)
+                drifts[suite] = math.exp(drift)
     return drifts
 
 
-def is_explained_by_drift(ratio: float, floor: float) -> bool:
-    """Whether the floor moved by as much in the same direction, so that the ratio says nothing of the code."""
-    own, common = math.log(ratio), math.log(floor)
-    slack = max(ALIKE * abs(common), math.log1p(MIN_CHANGE))
-    return own * common > 0 and abs(own) <= abs(common) + slack
+def is_explained_by_drift(ratio: float, floor_ratio: float) -> bool:
+    """Whether the floor changed by as much in the same direction, so that the ratio says nothing about the code."""
+    change, drift = math.log(ratio), math.log(floor_ratio)
+    slack = max(DRIFT_TOLERANCE * abs(drift), math.log1p(MIN_CHANGE))
+    return change * drift > 0 and abs(change) <= abs(drift) + slack

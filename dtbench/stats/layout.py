@@ -1,7 +1,7 @@
-"""Where the groups of a mesh lie: which hosts they span, by what the ranks said of themselves.
+"""Placement of a mesh's process groups on hosts, as the ranks of a run report it.
 
-A host is a name and a running kernel (`boot_id`): nodes that are all called "localhost" differ in the
-kernel, network namespaces of one machine in the name. Nothing is inferred from the mesh's shape.
+A host is identified by its name and its running kernel (`boot_id`). Nodes that are all called "localhost" differ in
+`boot_id`; network namespaces of one machine differ in the name. Nothing is inferred from the shape of the mesh.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from dtbench.text.units import plural
 
 @dataclass(frozen=True)
 class DimLayout:
-    """One mesh dim. Pairs are (least, most) over its groups, None where the run does not say.
+    """Placement of the groups of one mesh dim. Values are None if the run does not record them.
 
-    hosts_per_group; ranks_per_host: ranks of one group on one host. groups_per_host_pair: the most
-    groups of the dim that span the same two hosts and so share what lies between them; 0 where none
-    leaves its host. numa_nodes_per_group: NUMA nodes of the ranks' GPUs, else of their CPUs.
-    nvlink: of the pairs of ranks of a group on one host, how many GPUs are NVLink neighbours or hang on
-    the same kind of switch, and how many pairs there are.
+    Attributes:
+        name: the mesh dim.
+        ranks: ranks per group.
+        groups: number of groups.
+        hosts_per_group: (least, most) hosts of a group.
+        ranks_per_host: (least, most) ranks of one group on one host.
+        groups_per_host_pair: largest number of groups that span the same two hosts and so share the link between them;
+            0 if no group spans several hosts.
+        numa_nodes_per_group: (least, most) NUMA nodes of a group's GPUs, or of its CPUs if there are no GPUs.
+        nvlink: (connected, all) pairs of ranks of a group on the same host; connected GPUs are NVLink neighbours or
+            both have links to an NVSwitch.
     """
 
     name: str
@@ -42,24 +48,26 @@ class DimLayout:
     nvlink: tuple[int, int] | None
 
 
-def crowded(header: Header) -> str:
-    """`4 ranks share 2 cores`, where more ranks of a host than it has cores take turns on them; else nothing."""
+def shared_cores(header: Header) -> str:
+    """Returns e.g. "4 ranks share 2 cores" if a host has more CPU ranks than cores, else ""."""
     cores, ranks = header.machine.cpu.usable_cores, Counter(rank.node for rank in header.ranks)
-    most = max(ranks.values(), default=0)
-    if not cores or most <= cores or any(rank.device not in ("cpu", None) for rank in header.ranks):
+    max_ranks = max(ranks.values(), default=0)
+    if not cores or max_ranks <= cores or any(rank.device not in ("cpu", None) for rank in header.ranks):
         return ""
-    return f"{plural(most, 'rank')} share {plural(cores, 'core')}"
+    return f"{plural(max_ranks, 'rank')} share {plural(cores, 'core')}"
 
 
 def hosts_of(header: Header) -> list[str | None]:
-    """By rank what tells its host from others; None where the run does not say."""
+    """Returns an identifier of each rank's host; None if the run does not record it."""
     host_of_rank = {rank.rank: f"{rank.host} {rank.boot_id or ''}" for rank in header.ranks if rank.host}
     return [host_of_rank.get(rank) for rank in range(math.prod(header.mesh.shape))]
 
 
 def mesh_groups(header: Header) -> dict[str, Groups]:
-    """The groups of each mesh dim of a run, and of all dims as one; none where its ranks are not those of its
-    mesh (a file from elsewhere may claim a mesh of any size)."""
+    """Returns the process groups of each mesh dim of a run, and of all dims together.
+
+    It is empty if the header does not list the ranks of its mesh: a damaged file may claim a mesh of any size.
+    """
     names, shape = header.mesh.dim_names, header.mesh.shape
     if not names or math.prod(shape) != len(header.ranks):
         return {}
@@ -67,11 +75,11 @@ def mesh_groups(header: Header) -> dict[str, Groups]:
 
 
 def layout_of(header: Header) -> list[DimLayout]:
-    """The layout of every mesh dim of a run; empty where it does not list the ranks of its mesh."""
+    """Returns the layout of every mesh dim of a run; empty if the header does not list the ranks of its mesh."""
     groups = mesh_groups(header)
     hosts = hosts_of(header) if groups else []
     ranks = {rank.rank: rank for rank in header.ranks}
-    return [_layout_of_dim(name, of_dim, hosts, ranks) for name, of_dim in groups.items()]
+    return [_layout_of_dim(name, dim_groups, hosts, ranks) for name, dim_groups in groups.items()]
 
 
 def _layout_of_dim(
@@ -82,8 +90,8 @@ def _layout_of_dim(
         counts = [Counter(hosts[rank] for rank in group) for group in groups]
         spans = _range(len(count) for count in counts)
         per_host = _range(number for count in counts for number in count.values())
-        of_groups = (itertools.combinations(sorted(map(str, count)), 2) for count in counts)
-        pairs = max(Counter(itertools.chain.from_iterable(of_groups)).values(), default=0)
+        host_pairs = (itertools.combinations(sorted(map(str, count)), 2) for count in counts)
+        pairs = max(Counter(itertools.chain.from_iterable(host_pairs)).values(), default=0)
     nodes = {rank: _numa_nodes(facts) for rank, facts in ranks.items()}
     per_group = [{(hosts[r], node) for r in group for node in nodes.get(r, ())} for group in groups]
     return DimLayout(
@@ -114,59 +122,79 @@ def _nvlink_pairs(
     linked = total = 0
     for group in groups:
         for a, b in itertools.combinations(group, 2):
-            one, other = (ranks[rank].nvlink if rank in ranks else None for rank in (a, b))
-            if hosts[a] is None or hosts[a] != hosts[b] or one is None or other is None:
+            nvlink_a, nvlink_b = (ranks[rank].nvlink if rank in ranks else None for rank in (a, b))
+            if hosts[a] is None or hosts[a] != hosts[b] or nvlink_a is None or nvlink_b is None:
                 continue
             total += 1
-            linked += ranks[b].pci_bus_id in one.neighbours or min(one.switch_links, other.switch_links) > 0
+            share_switch = min(nvlink_a.switch_links, nvlink_b.switch_links) > 0
+            linked += ranks[b].pci_bus_id in nvlink_a.neighbours or share_switch
     return (linked, total) if total else None
 
 
 def from_last_arrival_s(result: Result, groups: Groups) -> tuple[float, ...]:
-    """`from_last_arrivals_s` of one result."""
+    """Returns `from_last_arrivals_s` of one result."""
     return tuple(map(float, from_last_arrivals_s([result], groups)[0]))
 
 
 def from_last_arrivals_s(results: Sequence[Result], groups: Groups) -> list[NDArray[np.float64]]:
-    """Of each result per sample the seconds from the arrival of a group's last rank until all of it is done, the
-    longest over the groups, which work at once.
+    """Computes the time from the arrival of a group's last rank until all of its ranks are done.
 
-    Where the file does not say when the ranks came, it is the shortest reading within a group: a rank's own
-    includes its wait for the last one. That is too short where ranks end one by one (all-to-all). Empty
-    where the file lacks the ranks' own samples.
+    If the file does not record the arrivals, the shortest time of any rank in the group is used, because the times of
+    the other ranks include waiting for the last one. That is too short where ranks finish one after another
+    (all-to-all).
+
+    Args:
+        groups: groups that run at the same time. The longest time over the groups counts.
+
+    Returns:
+        Seconds per sample for each result; empty if the file lacks the samples of single ranks.
     """
     times_s = [np.empty(0)] * len(results)
-    for (own, late, _), places in index_blocks(map(_shape, results)):
-        readings = np.array([list(results[place].rank_samples_s.values()) for place in places])
-        arrivals = np.array([list(results[place].rank_arrivals_s.values()) for place in places])
-        rows, late_rows = ({int(rank): row for row, rank in enumerate(ranks)} for ranks in (own, late))
-        taken = []
+    for (sample_ranks, arrival_ranks, _), indices in index_blocks(map(_array_shape, results)):
+        samples = np.array([list(results[index].rank_samples_s.values()) for index in indices])
+        arrivals = np.array([list(results[index].rank_arrivals_s.values()) for index in indices])
+        sample_rows, arrival_rows = (
+            {int(rank): row for row, rank in enumerate(ranks)} for ranks in (sample_ranks, arrival_ranks)
+        )
+        group_times = []
         for group in groups:
-            there = [rank for rank in group if rank in rows]
-            came = [late_rows[rank] for rank in there if rank in late_rows]
-            if there:
-                of_group = readings[:, [rows[rank] for rank in there]]
-                taken.append(_of_group(of_group, arrivals[:, came] if len(came) == len(there) else None))
-        for place, samples in zip(places, np.max(taken, axis=0) if taken else (), strict=False):
-            times_s[place] = samples
+            ranks = [rank for rank in group if rank in sample_rows]
+            arrived = [arrival_rows[rank] for rank in ranks if rank in arrival_rows]
+            if ranks:
+                group_samples = samples[:, [sample_rows[rank] for rank in ranks]]
+                group_arrivals = arrivals[:, arrived] if len(arrived) == len(ranks) else None
+                group_times.append(_from_last_arrival(group_samples, group_arrivals))
+        for index, slowest_s in zip(
+            indices, np.max(group_times, axis=0) if group_times else (), strict=False
+        ):
+            times_s[index] = slowest_s
     return times_s
 
 
-def _shape(result: Result) -> tuple[tuple[str, ...], tuple[str, ...], int] | None:
-    """What results have in common whose readings fit into one array; None where those of a result do not."""
-    own, late = result.rank_samples_s, result.rank_arrivals_s
-    lengths = {*map(len, own.values()), *map(len, late.values())}
-    return (tuple(own), tuple(late), lengths.pop()) if len(lengths) == 1 and own else None
+def _array_shape(result: Result) -> tuple[tuple[str, ...], tuple[str, ...], int] | None:
+    """Returns the ranks with samples, the ranks with arrivals, and the number of samples.
 
-
-def _of_group(readings: NDArray[np.float64], arrivals: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    """Per result and sample from the last arrival to the last end; what clocks disagree on is no less than the
-    shortest reading and no more than the longest, between which the truth lies.
-
-    readings, arrivals: (results, ranks of the group, samples).
+    Results with the same values fit into one array. None if the ranks have different numbers of samples, or none.
     """
-    shortest: NDArray[np.float64] = readings.min(axis=1)
+    samples, arrivals = result.rank_samples_s, result.rank_arrivals_s
+    lengths = {*map(len, samples.values()), *map(len, arrivals.values())}
+    return (tuple(samples), tuple(arrivals), lengths.pop()) if len(lengths) == 1 and samples else None
+
+
+def _from_last_arrival(
+    samples: NDArray[np.float64], arrivals: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """Computes the time from the last arrival to the last end per result and sample.
+
+    Clocks of the ranks may disagree. The true value lies between the shortest and the longest time of any rank, so the
+    result is clipped to that range.
+
+    Args:
+        samples: seconds, shape (results, ranks of the group, samples).
+        arrivals: seconds, same shape.
+    """
+    shortest: NDArray[np.float64] = samples.min(axis=1)
     if arrivals is None:
         return shortest
-    taken = (arrivals + readings).max(axis=1) - arrivals.max(axis=1)
-    return np.asarray(np.clip(taken, shortest, readings.max(axis=1)))
+    times_s = (arrivals + samples).max(axis=1) - arrivals.max(axis=1)
+    return np.asarray(np.clip(times_s, shortest, samples.max(axis=1)))

@@ -16,7 +16,7 @@ _K = TypeVar("_K", bound=Hashable)
 
 
 def order_statistic(values: Iterable[float], share: float) -> float:
-    """As `quantile`, but one of the values themselves, the upper where the share lies between two.
+    """Returns the value below which `share` of the values lie, without interpolation: the upper of two neighbours.
 
     Raises:
         IndexError: no values.
@@ -25,20 +25,20 @@ def order_statistic(values: Iterable[float], share: float) -> float:
     return ordered[int(len(ordered) * share)]
 
 
-def estimate_s(samples_s: Sequence[float], of: Case | Result) -> float:
-    """What stands for these samples: the order statistic that `dtbench.records.result.estimator_of` names.
+def estimate_s(samples_s: Sequence[float], case: Case | Result) -> float:
+    """Returns the estimate of a launch from its samples, the order statistic that `estimator_of` names.
 
     Raises:
         ValueError: no samples, or one that is negative or not finite.
     """
-    return float(getattr(summarize(samples_s), estimator_of(of)))
+    return float(getattr(summarize(samples_s), estimator_of(case)))
 
 
-def estimates_s(samples_s: Sequence[NDArray[np.float64]], of: Sequence[Result]) -> list[float | None]:
-    """`estimate_s` of many; None where there are no samples."""
+def estimates_s(samples_s: Sequence[NDArray[np.float64]], results: Sequence[Result]) -> list[float | None]:
+    """Returns `estimate_s` for each set of samples; None for an empty one."""
     shares = [
-        SHARES[estimator_of(one)] if len(samples) else None
-        for samples, one in zip(samples_s, of, strict=True)
+        SHARES[estimator_of(result)] if len(samples) else None
+        for samples, result in zip(samples_s, results, strict=True)
     ]
     return batch_quantiles(samples_s, shares)
 
@@ -46,24 +46,28 @@ def estimates_s(samples_s: Sequence[NDArray[np.float64]], of: Sequence[Result]) 
 def batch_quantiles(
     samples: Sequence[NDArray[np.float64]], shares: Sequence[float | None]
 ) -> list[float | None]:
-    """`quantile` of many, as many as are equally long at once, since numpy's call takes longer than its work; None
-    where no share is asked for."""
+    """Returns a quantile of each set of samples; None where the share is None.
+
+    Sets of equal length are computed together, since numpy's overhead per call exceeds its work.
+    """
     quantiles: list[float | None] = [None] * len(samples)
-    keys = (None if share is None else (len(of), share) for of, share in zip(samples, shares, strict=True))
-    for (_, share), places in index_blocks(keys):
-        at_once = np.quantile(np.stack([samples[place] for place in places]), share, axis=1)
-        for place, figure in zip(places, at_once.tolist(), strict=True):
-            quantiles[place] = figure
+    keys = (
+        None if share is None else (len(values), share) for values, share in zip(samples, shares, strict=True)
+    )
+    for (_, share), indices in index_blocks(keys):
+        block = np.quantile(np.stack([samples[index] for index in indices]), share, axis=1)
+        for index, value in zip(indices, block.tolist(), strict=True):
+            quantiles[index] = value
     return quantiles
 
 
 def index_blocks(keys: Iterable[_K | None]) -> Iterator[tuple[_K, list[int]]]:
-    """The places of equal keys, a few hundred at a time, for work on many at once. Those of None are left out."""
-    blocks: dict[_K, list[int]] = {}
-    for place, key in enumerate(keys):
+    """Yields the indices of equal keys in blocks, for vectorized work. Keys that are None are skipped."""
+    indices_by_key: dict[_K, list[int]] = {}
+    for index, key in enumerate(keys):
         if key is not None:
-            blocks.setdefault(key, []).append(place)
-    for key, places in blocks.items():
-        # So many that numpy's calls cost little, and arrays stay small.
-        for first in range(0, len(places), 256):
-            yield key, places[first : first + 256]
+            indices_by_key.setdefault(key, []).append(index)
+    for key, indices in indices_by_key.items():
+        # Blocks of 256 make numpy's overhead per call small and still keep arrays small.
+        for first in range(0, len(indices), 256):
+            yield key, indices[first : first + 256]

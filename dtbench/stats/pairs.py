@@ -1,6 +1,6 @@
-"""What pairs of launches show, and the least that counts: of the gate, of `compare`, and of the choice of settings.
+"""The paired comparison of launches, and the thresholds of all comparisons.
 
-A pair is one launch of each side, next to each other in time; what counts is the log of head / base.
+A pair is one launch of base and one of head, measured one after the other. The statistics use the log of head / base.
 """
 
 from __future__ import annotations
@@ -16,38 +16,50 @@ import numpy as np
 from dtbench.records.comparison import MIN_CHANGE_S
 from dtbench.stats.rank_tests import paired_bounds, signed_rank_p
 
-# The level of one test.
+# Significance level of one test.
 MAX_P = 0.01
-# Launches of one build differ by a factor of up to this. The largest of the 709 ratios between two launches of one case
-# in results/*.jsonl is 3.16: compile mlp, torch, in results/compile-cpu-2ranks.jsonl.
+# Largest factor by which launches of one build have differed. The largest of the 709 ratios between two launches of a
+# case in results/*.jsonl is 3.16: compile mlp, torch, in results/compile-cpu-2ranks.jsonl.
 MAX_LAUNCH_SPREAD = 3.2
-# The chance that any benchmark of an unchanged run is called slower.
+# Probability that any benchmark of a run without changes is called slower.
 FAMILY_P = 0.05
 BOUND_CONFIDENCE = 0.95
-# At which the smallest detectable change is told.
+# Power of the test at the smallest detectable change.
 _POWER = 0.80
 
 
 def exceeds_launch_spread(base_s: Sequence[float], head_s: Sequence[float]) -> bool:
-    """Whether the sides differ by more than launches of one build do, so that one launch of each shows a change.
+    """Whether every launch of one side exceeds every launch of the other by more than launches of one build differ.
+
+    Then a single launch on each side shows a change.
 
     Args:
         base_s: one estimate per launch, positive seconds.
-        head_s: the same for head. Every launch of one side has to be beyond every launch of the other.
+        head_s: the same for head.
     """
     low, high = sorted((base_s, head_s), key=max)
     return min(high) > max(MAX_LAUNCH_SPREAD * max(low), max(low) + MIN_CHANGE_S)
 
 
 def significance_level(benchmarks: int, looks: int) -> float:
-    """The level of one test: 1%, or 5% over the family, split over the looks at it."""
+    """Returns the significance level of one test.
+
+    It is 1%, or 5% divided by the number of benchmarks if that is less; divided by the number of looks at the data.
+    """
     return min(MAX_P, FAMILY_P / max(benchmarks, 1)) / looks
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What n pairs say. ratio: head / base (Hodges-Lehmann of the paired log ratios). low, high: its one-sided
-    bounds at 95%, 0 and inf where there are too few pairs. sd: of the log ratios `logs`.
+    """The change from base to head, estimated from pairs of launches.
+
+    Attributes:
+        ratio: head / base, the Hodges-Lehmann estimate of the paired log ratios.
+        low: one-sided lower bound of the ratio at 95%; 0 with too few pairs.
+        high: one-sided upper bound of the ratio at 95%; inf with too few pairs.
+        sd: standard deviation of `logs`.
+        pairs: number of pairs.
+        logs: log ratio of each pair.
     """
 
     ratio: float
@@ -59,26 +71,30 @@ class Effect:
 
     @cached_property
     def p_slower(self) -> float:
-        """The exact signed-rank test of head being slower."""
+        """p value of the exact signed-rank test for head being slower."""
         return signed_rank_p(np.asarray(self.logs))
 
     @cached_property
     def p_faster(self) -> float:
-        """The same of head being faster."""
+        """p value of the exact signed-rank test for head being faster."""
         return signed_rank_p(-np.asarray(self.logs))
 
     def smallest_detectable(self, alpha: float = MAX_P) -> float:
-        """The change that a test of so many pairs at level `alpha` finds 4 times in 5, as a share; inf where the pairs
-        are too few for bounds, or do not vary at all."""
+        """Returns the relative change that a test at level `alpha` detects with 80% power with this many pairs.
+
+        It is inf if the pairs are too few for bounds or do not vary at all.
+        """
         sd = self.sd if self.sd > 0 and math.isfinite(self.high) else math.inf
         quantiles = NormalDist().inv_cdf(1 - alpha) + NormalDist().inv_cdf(_POWER)
         return math.exp(quantiles * sd / math.sqrt(self.pairs)) - 1
 
 
 def paired_effect(base: Sequence[float], head: Sequence[float]) -> Effect:
-    """The paired effect of head against base.
+    """Estimates the change from base to head.
 
-    base, head: one estimate per launch, seconds, in pairs.
+    Args:
+        base: one estimate per launch, seconds.
+        head: the same for head; element i is paired with element i of base.
 
     Raises:
         ValueError: no pairs, sides of different length, or an estimate that is not positive and finite.

@@ -1,4 +1,4 @@
-"""Rank tests, and the Hodges-Lehmann ratios whose intervals invert them; exact also where values tie."""
+"""Rank tests and Hodges-Lehmann estimates, whose intervals invert the tests. All are exact also for tied values."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from statistics import NormalDist, median
 
 import numpy as np
 
-# The order statistics of the rank sum are counted exactly up to this many launches in all; beyond,
-# the normal approximation is good to well below the 1% that decides (Mann & Whitney 1947 found it
-# good from 8 + 8 on).
+# Up to this many launches on both sides together, the distribution of the rank sum is counted exactly. Beyond, the
+# error of the normal approximation is far below the 1% level of the test (Mann & Whitney 1947 found it good from 8 + 8
+# on).
 _EXACT_UP_TO = 40
-CONFIDENCE = 0.95  # that the interval of a ratio is to reach
+CONFIDENCE = 0.95  # intended coverage of a ratio's interval
 
 
 @dataclass(frozen=True)
 class RatioEstimate:
-    """new / base, with its interval; `confidence` is what the interval really reaches.
+    """The ratio head / base with an interval.
 
-    low, high, confidence: None where a side has fewer than two launches and no interval exists.
+    Attributes:
+        ratio: head / base.
+        low: lower end of the interval; None if a side has fewer than two launches.
+        high: upper end of the interval; None if a side has fewer than two launches.
+        confidence: actual coverage of the interval, which with few launches is below the intended one.
     """
 
     ratio: float
@@ -31,64 +35,71 @@ class RatioEstimate:
     confidence: float | None
 
 
-def hodges_lehmann_ratio(base: Sequence[float], new: Sequence[float]) -> RatioEstimate:
-    """By which factor `new` differs from `base`: exp of the median of all pairwise log ratios.
+def hodges_lehmann_ratio(base: Sequence[float], head: Sequence[float]) -> RatioEstimate:
+    """Estimates head / base as exp of the median of all pairwise log ratios.
 
-    The interval inverts the exact rank test: the k-th smallest and k-th largest pairwise ratio, with
-    the largest k whose coverage is at least `CONFIDENCE`. With few launches no k reaches it; then the
-    interval is the whole range of pairwise ratios, and the result's `confidence` says how little
-    that is (2 against 2 launches: 67%). Source: Hodges & Lehmann, "Estimates of Location Based on
-    Rank Tests", 1963; Hollander & Wolfe, "Nonparametric Statistical Methods", section 4.3.
+    The interval inverts the exact rank test. Its ends are the k-th smallest and the k-th largest pairwise ratio, with
+    the largest k whose coverage is at least `CONFIDENCE`. With few launches no k reaches that coverage. Then the
+    interval is the range of all pairwise ratios, and `confidence` is its coverage (67% for 2 launches on each side).
+    Source: Hodges & Lehmann, "Estimates of Location Based on Rank Tests", 1963; Hollander & Wolfe, "Nonparametric
+    Statistical Methods", section 4.3.
 
-    base, new: one positive estimate per launch.
+    Args:
+        base: one positive estimate per launch.
+        head: the same for head.
 
     Raises:
         ValueError: a side without values, or a value that is not positive.
     """
-    old_logs, new_logs = _logs(base, "base"), _logs(new, "new")
-    pairwise = sorted(new - old for new in new_logs for old in old_logs)
+    base_logs, head_logs = _logs(base, "base"), _logs(head, "head")
+    pairwise = sorted(head_log - base_log for head_log in head_logs for base_log in base_logs)
     ratio = math.exp(median(pairwise))
-    if len(base) < 2 or len(new) < 2:
+    if len(base) < 2 or len(head) < 2:
         return RatioEstimate(ratio, None, None, None)
-    tails = _rank_sum_tails(len(base), len(new))
+    tails = _rank_sum_tails(len(base), len(head))
     k = min(max(bisect_right(tails, (1 - CONFIDENCE) / 2), 1), len(pairwise) // 2)
-    # tails[k - 1] = P(U <= k - 1): the chance that the truth lies below the k-th pairwise ratio.
+    # tails[k - 1] = P(U <= k - 1), the probability that the true ratio lies below the k-th pairwise ratio.
     return RatioEstimate(ratio, math.exp(pairwise[k - 1]), math.exp(pairwise[-k]), 1 - 2 * tails[k - 1])
 
 
 @dataclass(frozen=True)
 class RankTest:
-    """One-sided p values: how likely samples so far apart are, if nothing changed."""
+    """One-sided p values of a rank test.
 
-    p_slower: float  # of new being this much larger than base
+    Attributes:
+        p_slower: probability, without a change, of head being at least this much larger than base.
+        p_faster: probability, without a change, of head being at least this much smaller than base.
+    """
+
+    p_slower: float
     p_faster: float
 
 
-def rank_test(base: Sequence[float], new: Sequence[float]) -> RankTest:
-    """The Mann-Whitney U test, both one-sided p values, exact also where values tie.
+def rank_test(base: Sequence[float], head: Sequence[float]) -> RankTest:
+    """Computes both one-sided p values of the Mann-Whitney U test.
 
-    Ties are common (clocks have a resolution), so the null distribution is counted over all ways to
-    deal the mid-ranks out to the two sides, rather than taken from a table without ties. Beyond 40
-    values in all, the normal approximation with its correction for ties and continuity is used.
-    Source: Mann & Whitney, 1947; the counting is the shift algorithm of Streitberg & Roehmel, 1986.
+    Clocks have a finite resolution, so ties are common. The null distribution is therefore counted over all ways to
+    distribute the mid-ranks to the two sides, instead of read from a table for untied values. With more than 40 values
+    in total, the normal approximation with corrections for ties and continuity is used. Source: Mann & Whitney, 1947;
+    the counting is the shift algorithm of Streitberg & Roehmel, 1986.
 
     Raises:
         ValueError: a side without values, or a value that is not finite.
     """
-    for name, side in (("base", base), ("new", new)):
+    for name, side in (("base", base), ("head", head)):
         if not side or not all(map(math.isfinite, side)):
             raise ValueError(f"got {name}={list(side)[:5]}: expected at least one value, all finite")
-    doubled = _doubled_ranks([*base, *new])
+    doubled = _doubled_ranks([*base, *head])
     observed = sum(doubled[len(base) :])
     if len(doubled) > _EXACT_UP_TO:
-        from scipy.stats import mannwhitneyu  # takes longer to load than a short comparison takes
+        from scipy.stats import mannwhitneyu  # importing it takes longer than a short comparison
 
         slower, faster = (
-            float(mannwhitneyu(new, base, alternative=side, method="asymptotic").pvalue)
+            float(mannwhitneyu(head, base, alternative=side, method="asymptotic").pvalue)
             for side in ("greater", "less")
         )
         return RankTest(slower, faster)
-    return _exact_test(tuple(sorted(doubled)), len(new), observed)
+    return _exact_test(tuple(sorted(doubled)), len(head), observed)
 
 
 @lru_cache(maxsize=4096)
@@ -98,32 +109,33 @@ def _exact_test(ranks: tuple[int, ...], size: int, observed: int) -> RankTest:
 
 
 def signed_rank_p(differences: np.ndarray) -> float:
-    """P(a sum of positive ranks at least this large), if the differences are symmetric about 0 (Wilcoxon, 1945).
+    """Returns the one-sided p value of the Wilcoxon signed-rank test (1945).
 
-    Exact where ranks tie too, for which scipy's test would have to try all signs.
+    It is the probability of a sum of positive ranks at least this large if the differences are symmetric around 0. It
+    is exact also for tied ranks, for which scipy's test would have to try all signs.
     """
-    moved = [d for d in differences.tolist() if d]
-    doubled = _doubled_ranks([abs(d) for d in moved])
-    positive = sum(rank for rank, d in zip(doubled, moved, strict=True) if d > 0)
+    nonzero = [d for d in differences.tolist() if d]
+    doubled = _doubled_ranks([abs(d) for d in nonzero])
+    positive = sum(rank for rank, d in zip(doubled, nonzero, strict=True) if d > 0)
     return _share(_chances_of_sums(tuple(sorted(doubled)))[positive:])
 
 
 def paired_bounds(logs: Sequence[float], confidence: float) -> tuple[float, float, float]:
-    """(ratio, low, high) of pairs: exp of the median of all Walsh averages of the log ratios (Hodges & Lehmann, 1963).
+    """Returns (ratio, low, high) of paired log ratios.
 
-    low and high are one-sided bounds, each at `confidence`, by inverting the exact signed-rank test; 0 and infinity
-    where so few pairs bound nothing.
+    The ratio is exp of the median of all Walsh averages (Hodges & Lehmann, 1963). low and high are one-sided bounds,
+    each at `confidence`, which invert the exact signed-rank test. With too few pairs they are 0 and infinity.
     """
-    of = np.asarray(logs)
-    walsh = np.sort(np.add.outer(of, of)[np.triu_indices(len(of))]) / 2
-    k = _bound_rank(len(of), confidence)
+    log_ratios = np.asarray(logs)
+    walsh = np.sort(np.add.outer(log_ratios, log_ratios)[np.triu_indices(len(log_ratios))]) / 2
+    k = _bound_rank(len(log_ratios), confidence)
     low, high = (math.exp(float(walsh[k - 1])), math.exp(float(walsh[-k]))) if k else (0.0, math.inf)
     return math.exp(float(np.median(walsh))), low, high
 
 
 @lru_cache(maxsize=256)
 def _bound_rank(n: int, confidence: float) -> int:
-    """The largest k for which the k-th Walsh average of n pairs bounds the ratio; 0 where none does."""
+    """Returns the largest k such that the k-th Walsh average of n pairs is a bound at `confidence`, else 0."""
     tails = np.cumsum(_chances_of_sums(tuple(range(1, n + 1))))  # P(a sum of positive ranks <= 0, 1, ...)
     return int(np.searchsorted(tails, 1 - confidence, side="right"))
 
@@ -138,29 +150,30 @@ def _logs(values: Sequence[float], name: str) -> list[float]:
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:
-    """Twice the mid-rank of each value, an integer also where values tie."""
+    """Returns twice the mid-rank of each value, which is an integer also for tied values."""
     ascending = sorted(values)
     return [bisect_left(ascending, value) + bisect_right(ascending, value) + 1 for value in values]
 
 
 @lru_cache(maxsize=4096)  # without ties, all cases of a comparison share one distribution
 def _chances_of_sums(ranks: tuple[int, ...], size: int | None = None) -> np.ndarray:
-    """The chance of each sum 0, 1, ... of a random subset of the ranks: of `size` of them, or of any.
+    """Returns the probability of each sum 0, 1, ... of a random subset of the ranks.
 
-    The shift algorithm of Streitberg & Roehmel, 1986: taking a rank or not, one after another.
+    The subset has `size` elements, or any number if None. The shift algorithm of Streitberg & Roehmel (1986) decides
+    for one rank after another whether it belongs to the subset.
     """
     chances = np.zeros((1 if size is None else size + 1, sum(ranks) + 1))
     chances[0, 0] = 1
-    for seen, rank in enumerate(ranks):
+    for index, rank in enumerate(ranks):
         shifted = np.zeros_like(chances)
         shifted[:, rank:] = chances[:, : chances.shape[1] - rank]
         if size is None:
             chances = (chances + shifted) / 2
         else:
-            # Of the ranks not yet seen each is as likely to be taken: k of them are still wanted.
-            wanted = (size - np.arange(size + 1)[:, None]) / (len(ranks) - seen)
-            chances = chances * (1 - wanted) + np.vstack(
-                [np.zeros_like(shifted[:1]), (shifted * wanted)[:-1]]
+            # Row k holds subsets that contain k of the ranks so far; each remaining rank is equally likely to follow.
+            probability = (size - np.arange(size + 1)[:, None]) / (len(ranks) - index)
+            chances = chances * (1 - probability) + np.vstack(
+                [np.zeros_like(shifted[:1]), (shifted * probability)[:-1]]
             )
     return np.asarray(chances[-1])
 
@@ -171,10 +184,10 @@ def _share(chances: np.ndarray) -> float:
 
 @lru_cache(maxsize=64)
 def _rank_sum_tails(m: int, n: int) -> tuple[float, ...]:
-    """P(U <= u) for u = 0, 1, ... of the Mann-Whitney U of m and n values without ties."""
+    """Returns P(U <= u) for u = 0, 1, ... of the Mann-Whitney U of m and n untied values."""
     if m + n > _EXACT_UP_TO:
         normal = NormalDist(m * n / 2, math.sqrt(m * n * (m + n + 1) / 12))
         return tuple(normal.cdf(u + 0.5) for u in range(m * n + 1))
-    least = n * (n + 1) // 2
-    chances = _chances_of_sums(tuple(range(1, m + n + 1)), n)[least : least + m * n + 1]
+    min_sum = n * (n + 1) // 2
+    chances = _chances_of_sums(tuple(range(1, m + n + 1)), n)[min_sum : min_sum + m * n + 1]
     return tuple(np.cumsum(chances).tolist())

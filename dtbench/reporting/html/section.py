@@ -14,7 +14,7 @@ from dtbench.reporting.html.changes import Changes, of_comparison
 from dtbench.reporting.html.figures import MAX_PANELS, Figure
 from dtbench.reporting.html.sources import Sources
 from dtbench.stats.drops import drops_of
-from dtbench.stats.layout import crowded
+from dtbench.stats.layout import shared_cores
 from dtbench.text.table import Table
 
 _T = TypeVar("_T")
@@ -37,9 +37,9 @@ class Material:
         return drops_of(result for run in self.sources.runs for result in run.results)[:12]
 
     @cached_property
-    def crowded(self) -> str:
+    def shared_cores(self) -> str:
         """Why times of collectives are not those of the links: more ranks than cores on a host; else ""."""
-        return crowded(self.sources.runs[0].header) if self.sources.runs else ""
+        return shared_cores(self.sources.runs[0].header) if self.sources.runs else ""
 
     @cached_property
     def changes(self) -> Changes | None:
@@ -105,9 +105,9 @@ class Part:
     def section(self, material: Material) -> ReportSection | None:
         section = ReportSection(self.id, self.title)
         self.fill(section, material)
-        if self.of_links and material.crowded:
+        if self.of_links and material.shared_cores:
             section.outcome, section.headlines = "", []
-            section.doubt = f"{material.crowded}: these times include waiting for a core."
+            section.doubt = f"{material.shared_cores}: these times include waiting for a core."
         is_filled = section.figures or section.tables
         section.missing = "" if is_filled else section.missing or self.missing
         return section if is_filled or section.missing else None

@@ -112,12 +112,12 @@ def warnings(of: Material) -> list[PageWarning]:
             notes.append(PageWarning(f"{words}: see Failures.", words))
     words = plural(len(of.drops), "bandwidth drop")
     notes += [PageWarning(f"{drop}.", "" if i else words) for i, drop in enumerate(of.drops)]
-    if of.crowded and any(case.get("mesh_dim") for case in of.cases(*of.suites)):
+    if of.shared_cores and any(case.get("mesh_dim") for case in of.cases(*of.suites)):
         notes.append(
             PageWarning(
-                f"{of.crowded}: times of collectives include waiting for a core, so they do not show the speed of the "
-                "links and are left out of the title and the headlines.",
-                brief=of.crowded,
+                f"{of.shared_cores}: times of collectives include waiting for a core, so they do not show the speed of "
+                "the links and are left out of the title and the headlines.",
+                brief=of.shared_cores,
             )
         )
     if any(run.header.options.get("quick") for run in runs):
