@@ -1,4 +1,4 @@
-"""`dtbench import`: finds out what logs are, reads them, says what was found in them, and writes a run."""
+"""Implements `dtbench import`: recognizes the formats of logs, reads their tables, writes a run and reports on it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UnreadableRunError, UsageError, plain
 from dtbench.importers import checks, convert, json_logs, nccl_text, other_tools
 from dtbench.importers.model import COLLECTIVES, Log, LogTable, Problem
-from dtbench.importers.text import without_container
+from dtbench.importers.text import strip_container_log
 from dtbench.records.read import read_bytes
 from dtbench.records.result import Result
 from dtbench.records.run import RunWriter, without_collecting
 from dtbench.stats.drops import drops_of
 from dtbench.suite.mesh import Mesh
 
-# How many problems of one log are spelled out.
-_SHOWN = 12
-# Logs with NCCL_DEBUG=INFO of a thousand ranks have some 100 MB.
+# The report lists at most this many problems of one log.
+_MAX_PROBLEMS_SHOWN = 12
+# With NCCL_DEBUG=INFO, a log of a thousand ranks has some 100 MB.
 MAX_FILE_BYTES = 512 * 2**20
 
 STDIN = Path("-")
 
-# Whether a text may be of the tool, and what adds its tables to a log.
+# A predicate that recognizes the tool's output, and a function that adds its tables to a log.
 _Reader = tuple[Callable[[str], bool], Callable[[str, Log], None]]
-# JSON is tried first and alone; of the texts a log may hold several.
+# A JSON file has this format alone; a text may contain the outputs of several tools.
 JSON = "nccl-tests JSON"
 READERS: dict[str, _Reader] = {
     JSON: (json_logs.applies, json_logs.read),
@@ -41,18 +41,18 @@ EXPECTED = "the output of nccl-tests (text, JSON), rccl-tests (text, CSV), DeepS
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[Log]:
-    """Each file's tables, as they stand there.
+    """Reads the tables of each file, unchecked.
 
     Raises:
-        UnreadableRunError: a file that cannot be read or holds no such output.
-        UsageError: one file twice: its figures would count as two launches.
+        UnreadableRunError: a file cannot be read, or contains no supported output.
+        UsageError: two files have the same contents, which would count as two launches.
     """
     logs: list[Log] = []
     for path in map(Path, paths):
         log = parse(_bytes_of(path), "standard input" if path == STDIN else path.name)
-        for other in logs:
-            if other.sha256 == log.sha256:
-                raise UsageError(f"{path} and {other.name} are the same log: give it once")
+        for previous in logs:
+            if previous.sha256 == log.sha256:
+                raise UsageError(f"{path} and {previous.name} are the same log: give it once")
         logs.append(log)
     return logs
 
@@ -62,22 +62,22 @@ def _bytes_of(path: Path) -> bytes:
         return read_bytes(path, EXPECTED, MAX_FILE_BYTES)
     data = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
-        raise UnreadableRunError(f"standard input holds over {MAX_FILE_BYTES >> 20} MiB: expected {EXPECTED}")
+        raise UnreadableRunError(f"standard input exceeds {MAX_FILE_BYTES >> 20} MiB: expected {EXPECTED}")
     return data
 
 
 def parse(data: bytes, name: str) -> Log:
-    """The log that the bytes of a file are.
+    """Reads the tables from the contents of a file.
 
     Raises:
-        UnreadableRunError: no output of a tool that is known.
+        UnreadableRunError: they contain no supported output.
     """
-    text = without_container(data.decode("utf-8-sig", "replace"))
+    text = strip_container_log(data.decode("utf-8-sig", "replace"))
     log = Log(name, hashlib.sha256(data).hexdigest())
     tools = [tool for tool, (applies, _) in READERS.items() if applies(text)]
     tools = [JSON] if JSON in tools else tools
     if not tools:
-        raise UnreadableRunError(f"{name} holds no table of a benchmark that is known: expected {EXPECTED}")
+        raise UnreadableRunError(f"{name} contains no table of a supported benchmark: expected {EXPECTED}")
     for tool in tools:
         READERS[tool][1](text, log)
     log.format = " and ".join(tools)
@@ -95,11 +95,17 @@ def import_logs(
     collective: str | None = None,
     ranks: int | None = None,
 ) -> tuple[int, list[str]]:
-    """Writes the run of the logs to `output`: the exit code, and what to tell the user.
+    """Converts logs to a run file. Returns the exit code and the lines of the report.
+
+    Args:
+        mesh: the mesh whose dims the logs measured; see `convert.to_run`.
+        dim: the mesh dim of all logs.
+        collective: the collective of logs that do not name theirs.
+        ranks: the number of ranks of logs that do not state theirs.
 
     Raises:
-        UnreadableRunError: a file that holds no output of a tool that is known.
-        UsageError: nothing that can be used, or logs that do not go together.
+        UnreadableRunError: a file contains no supported output.
+        UsageError: no table can be used, or the logs come from different machines.
         OutputError: the run cannot be written.
     """
     if collective is not None and collective not in COLLECTIVES:
@@ -121,7 +127,7 @@ def import_logs(
 
 
 def report(log: Log) -> Iterator[str]:
-    """What was read of a log, and each doubt about it with its line."""
+    """Yields the lines of the report on one log: its tables, then its problems with their line numbers."""
     yield plain(
         f"{log.name}: {log.format}, {log.rows} rows"
         + (f", {log.refused} of them refused" if log.refused else "")
@@ -130,12 +136,14 @@ def report(log: Log) -> Iterator[str]:
         yield plain(f"  {_table(table)}")
     problems = [*log.failures, *log.problems]
     usable = [table for table in log.tables if not table.refusal]
-    faults = (Problem(row.line, f.fault) for table in usable for row, f in table.figures if f.fault)
+    faults = (
+        Problem(row.line, figure.fault) for table in usable for row, figure in table.figures if figure.fault
+    )
     problems += dict.fromkeys(faults)
-    for problem in problems[:_SHOWN]:
+    for problem in problems[:_MAX_PROBLEMS_SHOWN]:
         yield plain(f"  ! {problem}")
-    if len(problems) > _SHOWN:
-        yield f"  ! and {len(problems) - _SHOWN} more"
+    if len(problems) > _MAX_PROBLEMS_SHOWN:
+        yield f"  ! and {len(problems) - _MAX_PROBLEMS_SHOWN} more"
 
 
 def _table(table: LogTable) -> str:
@@ -144,17 +152,19 @@ def _table(table: LogTable) -> str:
         return f"{name} at line {table.line}, {len(table.rows)} rows NOT USED: {table.refusal}"
     hosts = {device.host for device in table.devices if device.host}
     complete = len(table.devices) == table.ranks
-    where = f" on {len(hosts)} host(s)" if hosts and complete else ""
+    on_hosts = f" on {len(hosts)} host(s)" if hosts and complete else ""
     sizes = [row.size_bytes for row in table.rows if row.size_bytes]
-    span = f", {min(sizes)} to {max(sizes)} bytes" if sizes else ""
-    return f"{name} among {table.ranks} ranks{where} ({table.ranks_from}): {len(table.rows)} rows{span}"
+    size_range = f", {min(sizes)} to {max(sizes)} bytes" if sizes else ""
+    return (
+        f"{name} among {table.ranks} ranks{on_hosts} ({table.ranks_from}): {len(table.rows)} rows{size_range}"
+    )
 
 
 def _total(results: Sequence[Result], output: Path) -> str:
     counts = Counter(result.status for result in results)
-    usable = sum(r.suite == convert.SUITE and r.status == "ok" for r in results)
-    bad = ", ".join(f"{counts[s]} {s}" for s in ("wrong", "failed") if counts[s])
+    usable = sum(result.suite == convert.SUITE and result.status == "ok" for result in results)
+    refused = ", ".join(f"{counts[status]} {status}" for status in ("wrong", "failed") if counts[status])
     return plain(
-        f"{counts['ok']} figures are in {output}, {usable} of them for dtbench calibrate"
-        + (f"; {bad}" if bad else "")
+        f"wrote {counts['ok']} figures to {output}, {usable} of which dtbench calibrate can use"
+        + (f"; {refused}" if refused else "")
     )

@@ -1,7 +1,7 @@
-"""The JSON of nccl-tests (-J, versions 1 to 4 of its file).
+"""Reads the JSON files of nccl-tests (-J, file versions 1 to 4).
 
-Its `env` is the whole environment of the process, with users, paths and tokens in it, and its `args` hold paths: of
-neither is anything taken over but the program's name.
+A file's `env` is the complete environment of the process, including users, paths and tokens, and its `args` contain
+paths. Only the program's name is taken from them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from msgspec import Struct
 
 from dtbench.errors import UnreadableRunError
 from dtbench.fields import Count
-from dtbench.importers.columns import figure_of, is_whole
+from dtbench.importers.columns import figure_of, is_integer
 from dtbench.importers.model import DTYPES, ListedRank, Log, LogFigure, LogRow, LogTable, Problem
 from dtbench.importers.nccl_text import library_version, name_table
 from dtbench.importers.text import pattern
 from dtbench.records.read import BadFieldError, decode, into
 
-# A number, or the text that the tool prints for one that it does not have: "nan", "N/A".
+# A number, or the text that replaces a missing one: "nan", "N/A".
 Shown = float | str | None
 _PROGRAM = pattern(r"(?:.*[/\\])?([a-z_]{1,40}?)_perf(?:_mpi)?")
 
@@ -37,7 +37,15 @@ class _Config(Struct, frozen=True):
 
 
 class _Times(Struct, frozen=True):
-    """Of one placement: us, GB/s, wrong elements. cpu_time: the host's, which -C prints instead of time."""
+    """Figures of one buffer placement.
+
+    Attributes:
+        time: us per call.
+        cpu_time: us per call by the host's clock; -C writes it instead of `time`.
+        alg_bw: GB/s.
+        bus_bw: GB/s.
+        nwrong: number of wrong elements.
+    """
 
     time: Shown = None
     cpu_time: Shown = None
@@ -47,7 +55,7 @@ class _Times(Struct, frozen=True):
 
 
 class _Iterations(Struct, frozen=True):
-    """Single iterations, us, each the longest over the processes."""
+    """Times of single iterations in us, each the maximum over all processes."""
 
     times_us: tuple[float, ...] | None = None
     skipped_iterations: Count = 0
@@ -82,26 +90,26 @@ class _File(Struct, frozen=True):
 
 
 def applies(text: str) -> bool:
-    """Whether the text is one JSON object, whole or cut: no log of text begins like that."""
+    """Whether the text is a JSON object, perhaps cut short; text logs never begin like one."""
     return text.lstrip()[:1] == "{" and '"' in text[:4096].split(":", 1)[0]
 
 
 def read(text: str, log: Log) -> None:
-    """Adds the table of a file to its log.
+    """Adds the file's table to the log.
 
     Raises:
-        UnreadableRunError: no JSON, cut short, or not what nccl-tests writes.
+        UnreadableRunError: the text is not complete JSON, or not in the format of nccl-tests.
     """
     try:
         file = into(decode(text.encode("utf-8", "replace")), _File)
         log.tables.append(_table(file))
     except BadFieldError as error:
         raise UnreadableRunError(
-            f"{log.name} is not a whole JSON file of nccl-tests (-J): {error}; "
-            "if the run was killed, give the text it printed instead"
+            f"{log.name} is not a complete JSON file of nccl-tests (-J): {error}; "
+            "if the run was killed, import the text that it printed instead"
         ) from error
     errors = [text.strip()[:160] for text in file.errors or () if text.strip()]
-    log.failures += [Problem(0, f"the file says: {text}") for text in errors]
+    log.failures += [Problem(0, f"the file reports: {text}") for text in errors]
 
 
 def _table(file: _File) -> LogTable:
@@ -109,7 +117,8 @@ def _table(file: _File) -> LogTable:
     table = LogTable("nccl-tests", 0, ended=file.average_bus_bandwidth is not None)
     table.mode = "back_to_back" if config.blocking_collectives in ("false", "0", 0) else "isolated"
     table.devices = [
-        ListedRank(d.rank, d.group, d.hostname[:255], d.device, d.device_info[:120]) for d in config.devices
+        ListedRank(device.rank, device.group, device.hostname[:255], device.device, device.device_info[:120])
+        for device in config.devices
     ]
     table.started = file.start_time[:40]
     if file.nccl_version is not None and 1000 <= file.nccl_version < 10**6:
@@ -121,32 +130,34 @@ def _table(file: _File) -> LogTable:
     return table
 
 
-def _figure(of: _Times, in_place: bool) -> LogFigure:
-    values = {"time": of.time, "algbw": of.alg_bw, "busbw": of.bus_bw, "#wrong": of.nwrong}
-    # As the tool prints numbers into its JSON (%lf), so that their rounding is known.
-    texts = {k: f"{v:.6f}" if isinstance(v, float) else v or "N/A" for k, v in values.items()}
+def _figure(times: _Times, in_place: bool) -> LogFigure:
+    values = {"time": times.time, "algbw": times.alg_bw, "busbw": times.bus_bw, "#wrong": times.nwrong}
+    # Numbers are formatted like the tool does (%lf), so that their rounding is known.
+    texts = {
+        name: f"{value:.6f}" if isinstance(value, float) else value or "N/A" for name, value in values.items()
+    }
     figure = figure_of(texts, in_place)
-    if of.cpu_time is not None:
+    if times.cpu_time is not None:
         figure.fail("its times are the host's (cpu_time): run nccl-tests without -C")
     return figure
 
 
 def _row(entry: _Entry, index: int) -> LogRow:
     figures = []
-    for of, iterations, in_place in (
+    for times, iterations, in_place in (
         (entry.out_of_place, entry.out_of_place_per_iter, False),
         (entry.in_place, entry.in_place_per_iter, True),
     ):
-        if of is not None:
-            figure = _figure(of, in_place)
+        if times is not None:
+            figure = _figure(times, in_place)
             figures.append(figure)
-            if iterations is not None and (times := iterations.times_us) and min(times) > 0:
-                skip = iterations.skipped_iterations if iterations.skipped_iterations < len(times) else 0
-                figure.samples_s = tuple(us * 1e-6 for us in times[skip:])
+            if iterations is not None and (samples := iterations.times_us) and min(samples) > 0:
+                skip = iterations.skipped_iterations if iterations.skipped_iterations < len(samples) else 0
+                figure.samples_s = tuple(us * 1e-6 for us in samples[skip:])
     if not figures:
         raise BadFieldError(f"results[{index}] has neither out_of_place nor in_place")
     text = str(entry.root).strip()
-    root = int(text) if is_whole(text) else None
+    root = int(text) if is_integer(text) else None
     dtype = DTYPES.get(entry.type, (entry.type[:20], 0))[0]
-    # Rows stand for lines here.
+    # A JSON file has no lines, so rows are numbered instead.
     return LogRow(index + 1, entry.size, entry.count, dtype, entry.redop[:20], root, figures)

@@ -1,4 +1,4 @@
-"""What is found in a log: tables of rows, each row with one figure per placement of its buffers."""
+"""The contents of a log: tables of rows, each with one figure per buffer placement (in place, out of place)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-# In nccl-tests the count of these is one rank's part of the size; elsewhere it is the whole.
-PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-# Names of this project, which are torch's; the tools have their own for some.
-COLLECTIVES = ("all_reduce", *PARTS, "broadcast", "reduce", "sendrecv")
+# For these, nccl-tests prints the element count of one rank's part; for the others, that of the whole size.
+COUNTED_PER_RANK = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+# torch's names, which this project uses; some tools spell them differently.
+COLLECTIVES = ("all_reduce", *COUNTED_PER_RANK, "broadcast", "reduce", "sendrecv")
 
-IN_PLACE = ("all_reduce", "broadcast")  # as torch.distributed calls them
-# As the tools spell them, in small letters and without what joins the words.
-SPELT = {name.replace("_", ""): name for name in COLLECTIVES} | {
+IN_PLACE = ("all_reduce", "broadcast")  # torch.distributed runs these in place
+# The tools' spellings, in lower case and without separators -> name.
+SPELLINGS = {name.replace("_", ""): name for name in COLLECTIVES} | {
     "all2all": "all_to_all",
     "alltoallpersonalizedexchange": "all_to_all",  # OSU
     "bcast": "broadcast",
     "pt2pt": "sendrecv",  # DeepSpeed
 }
-TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-# As nccl-tests and rccl-tests name them -> torch's name, bytes per element.
+TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+# nccl-tests' and rccl-tests' name -> torch's name, bytes per element.
 DTYPES = {
     "int8": ("int8", 1),
     "uint8": ("uint8", 1),
@@ -43,16 +43,21 @@ _NUMBER = re.compile(r"([+-]?)(\d{1,30})(?:\.(\d{0,30}))?(?:[eE]([+-]?\d{1,2}))?
 
 
 def collective_of(name: str) -> str | None:
-    """The collective that a tool calls so; None where it is not known here."""
-    return SPELT.get("".join(c for c in name.lower() if c.isalnum()))
+    """Returns the collective for a tool's spelling; None if it is unknown."""
+    return SPELLINGS.get("".join(char for char in name.lower() if char.isalnum()))
 
 
 @dataclass(frozen=True, slots=True)
-class Printed:
-    """A number as text gives it: rounded, so that the true one lies anywhere in [low, high]."""
+class PrintedNumber:
+    """A number from text. It was rounded, so the exact number lies anywhere in [low, high].
+
+    Attributes:
+        value: the number as printed.
+        half: half a unit of its last digit.
+    """
 
     value: float
-    half: float  # half a unit of the last digit
+    half: float
 
     @property
     def low(self) -> float:
@@ -62,61 +67,78 @@ class Printed:
     def high(self) -> float:
         return self.value + self.half
 
-    def scaled(self, factor: float) -> Printed:
-        return Printed(self.value * factor, self.half * factor)
+    def scaled(self, factor: float) -> PrintedNumber:
+        return PrintedNumber(self.value * factor, self.half * factor)
 
     @property
     def coarseness(self) -> float:
-        """Half a unit of the last digit, as a share of the number; infinite for 0."""
+        """Relative rounding error: half a unit of the last digit over the number; infinite for 0."""
         return self.half / self.value if self.value > 0 else float("inf")
 
 
 @lru_cache(2**14)
-def printed(text: str) -> Printed | None:
-    """A decimal number with its rounding; None for anything else (nan, inf, N/A, 1_000, 0x10)."""
+def parse_number(text: str) -> PrintedNumber | None:
+    """Parses a decimal number; None for anything else (nan, inf, N/A, 1_000, 0x10)."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None
     exponent = int(match[4] or 0) - len(match[3] or "")
-    return Printed(float(text), 0.5 * 10.0**exponent)
+    return PrintedNumber(float(text), 0.5 * 10.0**exponent)
 
 
 @lru_cache(2**14)
-def amount(text: str, unit: float = 1.0) -> Printed | None:
-    """A printed number of at least 0 in this unit, as times and bandwidths are."""
-    number = printed(text)
+def parse_amount(text: str, unit: float = 1.0) -> PrintedNumber | None:
+    """Parses a time or bandwidth and multiplies it by `unit`; None if it is negative or not a number."""
+    number = parse_number(text)
     return number.scaled(unit) if number is not None and number.value >= 0 else None
 
 
 @dataclass(slots=True)
 class LogFigure:
-    """One measurement of a row. `fault`: why it is no measurement; its numbers then say nothing.
+    """A measurement of a row.
 
-    time: seconds per call. algbw, busbw: bytes per second, as printed. wrong: wrong elements (or, in
-    old logs, the largest deviation), None where data were not checked. time_is_derived: it is S over
-    the bandwidth, as the log gives no time or a coarser one. samples_s: single iterations, where the log has them.
+    Attributes:
+        time: seconds per call.
+        algbw: algorithm bandwidth as printed, bytes per second.
+        busbw: bus bandwidth as printed, bytes per second.
+        wrong: number of wrong elements, or the largest deviation in old logs; None if the data were not checked.
+        fault: the reason why the figure must not be used; empty for a good figure.
+        fault_is_wrong_data: whether that reason is wrong data.
+        time_is_derived: the time is size over bandwidth, since the log has no time or a coarser one.
+        time_is_separate: the time and the bandwidths come from separate measurements.
+        samples_s: times of single iterations, if the log has them.
     """
 
     in_place: bool
-    time: Printed | None
-    algbw: Printed | None = None
-    busbw: Printed | None = None
+    time: PrintedNumber | None
+    algbw: PrintedNumber | None = None
+    busbw: PrintedNumber | None = None
     wrong: float | None = None
     fault: str = ""
     fault_is_wrong_data: bool = False
     time_is_derived: bool = False
-    time_is_separate: bool = False  # of another measurement than the bandwidths
+    time_is_separate: bool = False
     samples_s: tuple[float, ...] = ()
 
     def fail(self, reason: str, *, wrong_data: bool = False) -> None:
-        """Keeps the first reason; wrong data outdo what is merely inconsistent."""
+        """Records the first fault of the figure; wrong data replace any other fault."""
         if not self.fault or (wrong_data and not self.fault_is_wrong_data):
             self.fault, self.fault_is_wrong_data = reason, wrong_data
 
 
 @dataclass(slots=True)
 class LogRow:
-    """One line of a table. size_bytes: S as nccl-tests counts it. count: elements as printed."""
+    """A line of a table.
+
+    Attributes:
+        line: number of the line in the log, from 1.
+        size_bytes: message size as nccl-tests counts it.
+        count: number of elements as printed.
+        dtype: torch's name of the element type, else the tool's.
+        redop: the tool's name of the reduction, or empty.
+        root: the root rank.
+        figures: one per buffer placement.
+    """
 
     line: int
     size_bytes: int
@@ -129,6 +151,14 @@ class LogRow:
 
 @dataclass(frozen=True)
 class ListedRank:
+    """A line of the list of ranks that nccl-tests prints.
+
+    Attributes:
+        group: number of the group of ranks that measures together.
+        index: number of the device on its host.
+        name: product name of the device.
+    """
+
     rank: int
     group: int
     host: str
@@ -138,12 +168,26 @@ class ListedRank:
 
 @dataclass
 class LogTable:
-    """One table of a log, in the words of the log until `checks.check` has been over it.
+    """A table of a log. `checks.check` completes the collective and the ranks, and marks faults.
 
-    collective, ranks: what the log states; None where it does not. ranks_from: where `ranks` is from.
-    refusal: why no row of it can be used. error_column: the wrong column holds the largest deviation
-    (nccl-tests before 2.13), not a count. mode: see `dtbench_suites.collectives`. aside: columns that are not
-    read -> what they hold. dim: of a mesh, which `convert` chooses.
+    Attributes:
+        tool: the benchmark that printed the table.
+        line: number of its first line in the log.
+        collective: None until it is known.
+        ranks: number of ranks; None until it is known.
+        ranks_from: the source of `ranks`.
+        devices: the list of ranks above the table.
+        refusal: the reason why no row can be used; empty for a usable table.
+        error_column: the "wrong" column holds the largest deviation (nccl-tests before 2.13), not a count.
+        mode: see `dtbench_suites.collectives`.
+        versions: name -> version of the tool and its libraries.
+        failed_values: the number in the footer "Out of bounds values".
+        ended: whether the table's footer was found.
+        mixed: several processes above the table claim to be rank 0.
+        started: time at which the benchmark started, as printed.
+        sizes_are_parts: sizes are those of one rank's part and have to be multiplied by the number of ranks.
+        unused_columns: name of a column that is not read -> its distinct values.
+        dim: mesh dim that the ranks form; set by `convert`.
     """
 
     tool: str
@@ -158,12 +202,12 @@ class LogTable:
     mode: str = "back_to_back"
     device_type: str = "cuda"
     versions: dict[str, str] = field(default_factory=dict)
-    failed_values: int | None = None  # of the footer "Out of bounds values"
+    failed_values: int | None = None
     ended: bool = False
-    mixed: bool = False  # several processes said they were rank 0 above it
+    mixed: bool = False
     started: str = ""
-    sizes_are_parts: bool = False  # sizes are one rank's part of S, until the ranks are known
-    aside: dict[str, dict[str, None]] = field(default_factory=dict)
+    sizes_are_parts: bool = False
+    unused_columns: dict[str, dict[str, None]] = field(default_factory=dict)
     dim: str = ""
 
     @property
@@ -173,7 +217,7 @@ class LogTable:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something a reader of the log must know. line: counted from 1; 0 where none is meant."""
+    """A remark about a log for the user. line: its number from 1, or 0 for the whole log."""
 
     line: int
     text: str
@@ -184,29 +228,37 @@ class Problem:
 
 @dataclass
 class Log:
-    """A file, read. name: without its folders; sha256: of its bytes. left_out: rows that no table can hold."""
+    """The contents of one log file.
+
+    Attributes:
+        name: file name without folders.
+        sha256: digest of its bytes.
+        format: the formats that were recognized.
+        dropped_rows: number of rows that could not be added to a table.
+        failures: errors that the benchmark itself reported.
+    """
 
     name: str
     sha256: str
     format: str = ""
     tables: list[LogTable] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    left_out: int = 0
-    failures: list[Problem] = field(default_factory=list)  # where the benchmark itself said it failed
+    dropped_rows: int = 0
+    failures: list[Problem] = field(default_factory=list)
 
-    def say(self, line: int, text: str, *, leaves_out: bool = False) -> None:
-        """leaves_out: whether a row is left out for it."""
+    def add_problem(self, line: int, text: str, *, drops_row: bool = False) -> None:
+        """Records a remark. drops_row: whether a row was dropped because of it."""
         self.problems.append(Problem(line, text))
-        self.left_out += leaves_out
+        self.dropped_rows += drops_row
 
     @property
     def rows(self) -> int:
-        return self.left_out + sum(len(table.rows) for table in self.tables)
+        return self.dropped_rows + sum(len(table.rows) for table in self.tables)
 
     @property
     def refused(self) -> int:
-        """Rows that are left out, or of which a figure is no measurement."""
-        return self.left_out + sum(
+        """Number of rows that were dropped, belong to a refused table, or have a faulty figure."""
+        return self.dropped_rows + sum(
             bool(table.refusal) or any(figure.fault for figure in row.figures)
             for table in self.tables
             for row in table.rows

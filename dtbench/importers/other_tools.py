@@ -1,10 +1,11 @@
-"""The tables of DeepSpeed, the OSU Micro-Benchmarks, ml-engineering and the CSV of rccl-tests.
+"""Reads the tables of DeepSpeed, the OSU Micro-Benchmarks and ml-engineering, and the CSV files of rccl-tests.
 
-DeepSpeed: DeepSpeedExamples, benchmarks/communication. OSU (osu_allreduce and its like): a time per size and neither
-a bandwidth nor the number of ranks, which come from the command line, where the log has it; nothing can be checked.
-ml-engineering: the Markdown of all_reduce_bench.py and torch-dist-bench.py; the older ones give bandwidths and no time:
-it is derived, where the bandwidth has digits enough. rccl-tests (-Z csv -x FILE): a header, then a row per size and
-placement.
+- DeepSpeed: benchmarks/communication of DeepSpeedExamples.
+- OSU (osu_allreduce etc.): a time per size. There is no bandwidth that could be checked. The number of ranks is taken
+  from the command line, if the log contains it.
+- ml-engineering: the Markdown tables of all_reduce_bench.py and torch-dist-bench.py. Older versions print no time. It
+  is derived from the bandwidth if that has enough digits.
+- rccl-tests (-Z csv -x FILE): a header, then a row per size and buffer placement.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import csv
 import math
 import re
 
-from dtbench.importers.columns import TIMED, Names, Row, add_rows, groups_of, values_of
+from dtbench.importers.columns import MEASURED, Names, Row, add_rows, placement_columns, values_by_name
 from dtbench.importers.model import (
     COLLECTIVES,
     IN_PLACE,
-    TIMES,
+    TIME_UNITS,
     Log,
     LogFigure,
     LogRow,
     LogTable,
-    Printed,
-    amount,
+    PrintedNumber,
     collective_of,
+    parse_amount,
 )
-from dtbench.importers.text import lines_of, pattern, scan
+from dtbench.importers.text import clean_lines, pattern, scan
 
 _Match = re.Match[str]
 _DEEPSPEED_TITLE = pattern(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
@@ -38,7 +39,7 @@ _DEEPSPEED_ROW = pattern(
     r"(?:(?<=\s)|^)(\S+)(?: ([KMGTPEZ]?B))?\s+(\d{1,18})x(\d{1,3})\s+(\S+)(?: (us|ms|s))?\s+(\S+)\s+(\S+)\s*$"
 )
 _DEEPSPEED_LINES = {"title": _DEEPSPEED_TITLE, "header": _DEEPSPEED_HEADER, "row": _DEEPSPEED_ROW}
-# Its benchmarks; what the sizes of another mean is not known.
+# DeepSpeed's benchmarks; the meaning of other collectives' sizes is unknown.
 _DEEPSPEED_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "broadcast", "sendrecv")
 _DEEPSPEED_BANDWIDTHS = {"Gbps": 1e9 / 8, "GBps": 1e9}
 
@@ -68,16 +69,17 @@ def _deepspeed_table(name: str, ranks: int, number: int) -> LogTable:
     if (collective := collective_of(name)) in _DEEPSPEED_COLLECTIVES:
         table.collective = collective
     else:
-        table.refusal = f"{name[:40]!r} is no collective of DeepSpeed's benchmarks that is known here"
+        expected = ", ".join(_DEEPSPEED_COLLECTIVES)
+        table.refusal = f"{name[:40]!r} is not supported: expected {expected}"
     return table
 
 
 def _deepspeed_row(match: _Match, number: int, table: LogTable, units: tuple[bool, str, str]) -> LogRow:
     raw, throughput_unit, busbw_unit = units
     count, itemsize = int(match[3]), int(match[4])
-    time = amount(match[5], TIMES["us" if raw else match[6] or "us"])
-    tput = amount(match[7], _DEEPSPEED_BANDWIDTHS.get(throughput_unit, 1.0))
-    busbw = amount(match[8], _DEEPSPEED_BANDWIDTHS.get(busbw_unit, 1.0))
+    time = parse_amount(match[5], TIME_UNITS["us" if raw else match[6] or "us"])
+    tput = parse_amount(match[7], _DEEPSPEED_BANDWIDTHS.get(throughput_unit, 1.0))
+    busbw = parse_amount(match[8], _DEEPSPEED_BANDWIDTHS.get(busbw_unit, 1.0))
     figure = LogFigure(table.collective in IN_PLACE, time, None, busbw)
     if not raw and match[6] is None:
         figure.fail("its time has no unit")
@@ -86,26 +88,30 @@ def _deepspeed_row(match: _Match, number: int, table: LogTable, units: tuple[boo
         size = count * itemsize
     else:
         size = _deepspeed_size(table, count * itemsize, time, tput, figure)
-    # The element type is not printed: its width is all that is known.
+    # DeepSpeed does not print the element type, only its width.
     return LogRow(number, size, None, f"{8 * itemsize}-bit", "", None, [figure])
 
 
-def _deepspeed_size(table: LogTable, described: int, time: Printed, tput: Printed, figure: LogFigure) -> int:
-    """S in bytes. all_gather describes one rank's part or the whole, by version; all_reduce's
-    throughput counts S twice, or once: whichever the printed throughput agrees with.
+def _deepspeed_size(
+    table: LogTable, described: int, time: PrintedNumber, tput: PrintedNumber, figure: LogFigure
+) -> int:
+    """Returns the message size in bytes that agrees with the printed throughput.
+
+    Depending on the version, all_gather prints the size of one rank's part or the total size, and the throughput of
+    all_reduce counts the size once or twice.
     """
     ranks = table.ranks or 1
-    whole = [described * ranks, described] if table.collective == "all_gather" else [described]
-    twice = [2, 1] if table.collective == "all_reduce" else [1]
-    for size in whole:
-        for times in twice:
-            low, high = times * size / time.high, times * size / max(time.low, 1e-300)
+    sizes = [described * ranks, described] if table.collective == "all_gather" else [described]
+    factors = [2, 1] if table.collective == "all_reduce" else [1]
+    for size in sizes:
+        for factor in factors:
+            low, high = factor * size / time.high, factor * size / max(time.low, 1e-300)
             if low <= tput.high * (1 + 1e-6) and high >= tput.low * (1 - 1e-6):
                 return size
     figure.fail(
-        f"{described} bytes in {time.value:.6g} s are not the throughput of {tput.value / 1e9:.6g} GB/s it gives"
+        f"its throughput of {tput.value / 1e9:.6g} GB/s does not match {described} bytes in {time.value:.6g} s"
     )
-    return whole[0]
+    return sizes[0]
 
 
 _OSU_LINES = {
@@ -117,8 +123,8 @@ _OSU_LINES = {
     "header": pattern(r"#\s*Size\s+(Avg )?Latency\s*\((\w+)\)(.*)$"),
     "row": pattern(r"(?:(?<=[\s:>])|^)(\d{1,18})((?:\s+\S+)+)\s*$"),
 }
-# Their sizes are one rank's part of S.
-_OSU_OF_PARTS = ("all_gather", "all_to_all", "gather", "scatter")
+# For these, OSU prints the size of one rank's part.
+_OSU_PER_RANK = ("all_gather", "all_to_all", "gather", "scatter")
 _OSU_DATATYPES = {"MPI_FLOAT": "float32", "MPI_INT": "int32", "MPI_CHAR": "int8", "MPI_DOUBLE": "float64"}
 
 
@@ -127,7 +133,7 @@ def is_osu(text: str) -> bool:
 
 
 def read_osu(text: str, log: Log) -> None:
-    """Adds the tables of a text to its log; sizes of parts become S once the ranks are known."""
+    """Adds the tables of a text to the log."""
     table: LogTable | None = None
     unit = 0.0
     columns: list[str] = []
@@ -145,10 +151,10 @@ def read_osu(text: str, log: Log) -> None:
         elif kind == "datatype":
             dtype = _OSU_DATATYPES.get(match[1], match[1][:20])
         elif kind == "header":
-            unit = TIMES.get(match[2], 0.0)
+            unit = TIME_UNITS.get(match[2], 0.0)
             columns = ["avg", *_osu_columns(match[3])]
             if not unit:
-                table.refusal = f"line {number} has times in {match[2]}: expected {', '.join(TIMES)}"
+                table.refusal = f"line {number} has times in {match[2]}: expected {', '.join(TIME_UNITS)}"
         elif unit:
             _osu_add(table, match, number, dtype, unit, columns)
 
@@ -159,17 +165,17 @@ def _osu_table(title: _Match, number: int) -> LogTable:
     if title[3]:
         table.versions["osu"] = title[3]
     table.collective = collective_of(title[2])
-    table.sizes_are_parts = table.collective in _OSU_OF_PARTS
+    table.sizes_are_parts = table.collective in _OSU_PER_RANK
     if table.collective is None:
-        table.refusal = f"OSU's {title[2][:40]!r} is no collective that is known here"
+        table.refusal = f"OSU's {title[2][:40]!r} is not a supported collective"
     return table
 
 
-def _osu_columns(rest: str) -> list[str]:
-    """The columns behind the average, by their headings, which hold blanks."""
+def _osu_columns(headings: str) -> list[str]:
+    """Returns the names of the columns behind the average. Headings may contain blanks."""
     return [
         word.lower()
-        for word in re.findall(r"Min|Max|Iterations|P\d\d|Validation|Overall|Compute|\S+(?= )?", rest)
+        for word in re.findall(r"Min|Max|Iterations|P\d\d|Validation|Overall|Compute|\S+(?= )?", headings)
         if word not in ("Latency(us)", "Tail", "Lat(us)")
     ]
 
@@ -179,14 +185,14 @@ def _osu_add(
 ) -> None:
     words = match[2].split()
     values = dict(zip(columns, words, strict=False))
-    time = amount(values.get("avg", ""), unit)
+    time = parse_amount(values.get("avg", ""), unit)
     if len(words) > len(columns) or (len(words) < len(columns) and time is None):
-        return  # another line that begins with a number
+        return  # an unrelated line that begins with a number
     figure = LogFigure(table.collective in IN_PLACE, time)
     if time is None:
         figure.fail(f"its time is {words[0][:20]}")
     elif len(words) < len(columns):
-        figure.fail(f"it has {len(words)} of the {len(columns)} values that its header names")
+        figure.fail(f"it has {len(words)} values, expected the {len(columns)} that its header names")
     if values.get("validation", "pass").lower() != "pass":
         figure.fail("its validation failed", wrong_data=True)
     table.rows.append(LogRow(number, int(match[1]), None, dtype, "", None, [figure]))
@@ -196,21 +202,21 @@ _ML_TITLE = pattern(r"average bandwidth(?: and the per-call latency)? of (\w+) o
 _ML_SIZE = pattern(r"(\d{1,18}(?:\.\d{1,3})?)\s?(B|[KMGT]i?B)")
 _ML_BANDWIDTH = pattern(r"(\S+?)\s?(GBps|MBps|GB/s)")
 _ML_TIME = pattern(r"(\S+?)\s?(us|µs|ms)")
-# "KB" in older versions is 2**10 too (their function fmt_bytes).
+# Older versions print 2**10 bytes as "KB", too (their function fmt_bytes).
 _POWERS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _ML_BANDWIDTHS = {"GBps": 1e9, "GB/s": 1e9, "MBps": 1e6}
-_ML_TIMES = TIMES | {"µs": TIMES["us"]}
+_ML_TIMES = TIME_UNITS | {"µs": TIME_UNITS["us"]}
 
 
 def is_ml_engineering(text: str) -> bool:
-    return "payload" in text and any(map(_is_ml_header, map(_cells, lines_of(text))))
+    return "payload" in text and any(map(_is_ml_header, map(_cells, clean_lines(text))))
 
 
 def read_ml_engineering(text: str, log: Log) -> None:
     table: LogTable | None = None
     columns: list[str] = []
     title: _Match | None = None
-    for number, line in enumerate(lines_of(text), start=1):
+    for number, line in enumerate(clean_lines(text), start=1):
         title, cells = _ML_TITLE.search(line) or title, _cells(line)
         if _is_ml_header(cells):
             table, columns, title = _ml_table(title, number), [cell.lower() for cell in cells], None
@@ -235,14 +241,14 @@ def _is_ml_header(cells: list[str]) -> bool:
 
 def _ml_table(title: _Match | None, number: int) -> LogTable:
     table = LogTable("ml-engineering", number, ended=True)
-    # all_reduce_bench.py knows one collective only; its table without the line above names none.
+    # A table without a title comes from all_reduce_bench.py.
     name = title[1] if title else "all_reduce"
     if title is not None:
         table.ranks, table.ranks_from = int(title[2]), "its title"
-    if name in COLLECTIVES and name != "sendrecv":  # which torch.distributed does not have
+    if name in COLLECTIVES and name != "sendrecv":  # torch.distributed has no sendrecv
         table.collective = name
     else:
-        table.refusal = f"{name[:40]!r} is no collective that is known here"
+        table.refusal = f"{name[:40]!r} is not a supported collective"
     return table
 
 
@@ -250,13 +256,15 @@ def _ml_row(number: int, cells: dict[str, str], surplus: int) -> LogRow:
     size = _ML_SIZE.fullmatch(cells["payload"])
     assert size is not None
     size_bytes = float(size[1]) * _POWERS[size[2][0]]
-    busbw, algbw = (_scaled(_ML_BANDWIDTH, cells.get(k, ""), _ML_BANDWIDTHS) for k in ("busbw", "algbw"))
+    busbw, algbw = (
+        _scaled(_ML_BANDWIDTH, cells.get(name, ""), _ML_BANDWIDTHS) for name in ("busbw", "algbw")
+    )
     time = _scaled(_ML_TIME, cells.get("latency median", ""), _ML_TIMES)
     figure = LogFigure(True, time, algbw, busbw, time_is_separate=time is not None)
     if surplus:
-        figure.fail(f"it has {abs(surplus)} cell(s) {'more' if surplus > 0 else 'less'} than its header")
+        figure.fail(f"it has {abs(surplus)} cell(s) {'more' if surplus > 0 else 'fewer'} than its header")
     elif size_bytes % 1:
-        figure.fail(f"its payload {cells['payload'][:20]} is no whole number of bytes")
+        figure.fail(f"its payload {cells['payload'][:20]} is not an integer number of bytes")
     elif time is None and (busbw is None or algbw is None):
         figure.fail("it has no number for busbw, algbw or the latency's median")
     elif busbw is None and cells.get("busbw"):
@@ -264,12 +272,12 @@ def _ml_row(number: int, cells: dict[str, str], surplus: int) -> LogRow:
     return LogRow(number, int(size_bytes), None, "float32", "", None, [figure])
 
 
-def _scaled(kind: re.Pattern[str], cell: str, units: dict[str, float]) -> Printed | None:
-    match = kind.fullmatch(cell)
-    return amount(match[1], units[match[2]]) if match else None
+def _scaled(expression: re.Pattern[str], cell: str, units: dict[str, float]) -> PrintedNumber | None:
+    match = expression.fullmatch(cell)
+    return parse_amount(match[1], units[match[2]]) if match else None
 
 
-_CSV_NEEDED = {"size", "type", *TIMED}
+_CSV_REQUIRED = {"size", "type", *MEASURED}
 
 
 def is_rccl_csv(text: str) -> bool:
@@ -278,12 +286,12 @@ def is_rccl_csv(text: str) -> bool:
 
 def read_rccl_csv(text: str, log: Log) -> None:
     blocks: list[tuple[int, Names, list[Row]]] = []
-    inside = False
-    for number, line in enumerate(lines_of(text), 1):
+    in_table = False
+    for number, line in enumerate(clean_lines(text), 1):
         if _is_csv_header(line):
             blocks.append((number, tuple(field.lower() for field in _csv_fields(line)), []))
-            inside = True
-        elif inside := inside and line.count(",") >= len(_CSV_NEEDED):
+            in_table = True
+        elif in_table := in_table and line.count(",") >= len(_CSV_REQUIRED):
             blocks[-1][2].append((number, _csv_fields(line)))
     for number, names, rows in blocks:
         log.tables.append(_csv_table(log, number, names, rows))
@@ -291,29 +299,31 @@ def read_rccl_csv(text: str, log: Log) -> None:
 
 def _csv_table(log: Log, number: int, names: Names, rows: list[Row]) -> LogTable:
     table = LogTable("rccl-tests", number, ended=True)
-    # With MPI its headers before May 2026 lack the column of nodes that the rows have (ROCm/rocm-systems#6004).
-    at = names.index("rankspernode") - 1 if "rankspernode" in names and "nodes" not in names else 0
-    if at > 0 and all(len(words) > len(names) for _, words in rows):
-        names = (*names[:at], "nodes", *names[at:])
+    # With MPI, headers before May 2026 lack the column of nodes that the rows have (ROCm/rocm-systems#6004).
+    position = names.index("rankspernode") - 1 if "rankspernode" in names and "nodes" not in names else 0
+    if position > 0 and all(len(words) > len(names) for _, words in rows):
+        names = (*names[:position], "nodes", *names[position:])
     names = add_rows(log, table, names, rows)
-    said = ("collective", "ranks", "gpusperrank", "gpus")
-    about = {tuple(values_of(names, words).get(name, "") for name in said) for _, words in rows}
-    for collective, *counts in about:
-        # Processes times the GPUs of each; without MPI the GPUs of the one process.
-        known = [int(count) for count in counts if count.isdecimal() and len(count) < 8]
-        table.collective, table.ranks = collective_of(collective), math.prod(known) if known else None
+    identifying = ("collective", "ranks", "gpusperrank", "gpus")
+    identities = {
+        tuple(values_by_name(names, words).get(name, "") for name in identifying) for _, words in rows
+    }
+    for collective, *counts in identities:
+        # The number of ranks is processes times GPUs per process; without MPI, the GPUs of the only process.
+        factors = [int(count) for count in counts if count.isdecimal() and len(count) < 8]
+        table.collective, table.ranks = collective_of(collective), math.prod(factors) if factors else None
         table.ranks_from = "its columns of ranks and GPUs"
         if collective and table.collective is None:
-            table.refusal = f"{collective[:40]!r} is no collective that is known here"
-    if len(about) > 1 and table.rows:
-        table.refusal = "its rows are of several collectives or numbers of ranks: give a file each"
+            table.refusal = f"{collective[:40]!r} is not a supported collective"
+    if len(identities) > 1 and table.rows:
+        table.refusal = "its rows have different collectives or numbers of ranks: give one file for each"
     return table
 
 
 def _is_csv_header(line: str) -> bool:
     names = tuple(field.lower() for field in _csv_fields(line)) if "algbw" in line.lower() else ()
-    placements = len(groups_of(names))  # two, or one that `inplace` tells
-    return set(names) >= _CSV_NEEDED and placements + ("inplace" in names) == 2
+    placements = len(placement_columns(names))  # two, or one with a column `inplace`
+    return set(names) >= _CSV_REQUIRED and placements + ("inplace" in names) == 2
 
 
 def _csv_fields(line: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Lines of a log without what launchers, terminals and other processes put into them."""
+"""Removes from a log what container runtimes, terminals and NCCL added to the benchmark's output."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from dtbench.records.read import BadFieldError, decode
 
 
 def pattern(text: str, flags: int = 0) -> re.Pattern[str]:
-    """A compiled expression whose digits are ASCII's: int() and float() would take other scripts' too."""
+    """Compiles an expression whose `\\d` matches ASCII digits only, unlike int() and float()."""
     return re.compile(text, re.ASCII | flags)
 
 
-# A line of a table has some 200 characters; what is longer is another thing, and slow to search.
+# Lines of a table have some 200 characters. Longer lines are cut, since they would be slow to search.
 MAX_LINE = 8192
 _ESCAPES = pattern(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-_])")
-# What NCCL logs, wherever in a line it begins: "host:pid:tid [device] NCCL INFO ...".
+# A message of NCCL, anywhere in a line: "host:pid:tid [device] NCCL INFO ...".
 _NCCL = pattern(r":\d+:\d+ \[\d+\] (?:\d+\.\d+ \S+ )?NCCL [A-Z]+")
 _VALUE = pattern(r"N/A|[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|[+-]?nan|[+-]?inf", re.IGNORECASE)
-# A number with text glued to it; where that text begins with a digit, nothing tells them apart.
+# A number directly followed by text. Text that begins with a digit cannot be separated from the number.
 _LEADING_VALUE = pattern(r"(N/A|[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?=[A-Za-z\[(<_])")
-# A line as CRI runtimes (containerd, CRI-O) log it: time, stream, F for a full line or P for a part of one, the text.
+# The line format of CRI runtimes (containerd, CRI-O): time, stream, F (full line) or P (partial line), text.
 _CRI = pattern(r"\d{4}-\d\d-\d\dT\S+ (?:stdout|stderr) ([FP])(?::\S*)?(?: (.*))?")
-_HEAD_LINES = 20  # of a container's log: the first may be a message of the client that printed it
+_HEAD_LINES = 20  # lines that decide about the format; the first may be a message of the client
 
 
-def without_container(text: str) -> str:
-    """What a program printed, out of the log that a container's runtime keeps: Docker's json-file, or CRI."""
+def strip_container_log(text: str) -> str:
+    """Extracts the program's output from a container runtime's log (Docker's json-file, or CRI)."""
     lines = text.split("\n")
-    is_plain = all(_printed(line) == f"{line}\n" for line in lines[:_HEAD_LINES])
-    return text if is_plain else "".join(map(_printed, lines))
+    is_plain = all(_container_text(line) == f"{line}\n" for line in lines[:_HEAD_LINES])
+    return text if is_plain else "".join(map(_container_text, lines))
 
 
-def _printed(line: str) -> str:
-    """The text in a line of a container's log; other lines as they are."""
+def _container_text(line: str) -> str:
+    """Extracts the text from one line of a container's log; returns other lines unchanged."""
     if match := _CRI.fullmatch(line.rstrip("\r")):
         return (match[2] or "") + "\n" * (match[1] == "F")
     try:
@@ -45,8 +45,8 @@ def _printed(line: str) -> str:
     return text if isinstance(text, str) else f"{line}\n"
 
 
-def lines_of(text: str) -> Iterator[str]:
-    """The lines without terminal escapes; of a line that was overwritten (\\r), what remained visible."""
+def clean_lines(text: str) -> Iterator[str]:
+    """Yields the lines without terminal escapes and without the text that a carriage return overwrote."""
     for line in text.split("\n"):
         line = line[:MAX_LINE].rstrip("\r ")
         if "\x1b" in line:
@@ -57,30 +57,35 @@ def lines_of(text: str) -> Iterator[str]:
 
 
 def scan(text: str, kinds: Mapping[str, re.Pattern[str]]) -> Iterator[tuple[int, str, re.Match[str]]]:
-    """Of each line its number, from 1, the first kind whose pattern is found in it, and what was found."""
-    for number, line in enumerate(lines_of(text), 1):
-        for kind, wanted in kinds.items():
-            if match := wanted.search(line):
+    """Yields the number (from 1), the kind and the match of each line that matches one of the patterns.
+
+    Args:
+        kinds: kind -> pattern. The first that matches a line determines its kind.
+    """
+    for number, line in enumerate(clean_lines(text), 1):
+        for kind, expression in kinds.items():
+            if match := expression.search(line):
                 yield number, kind, match
                 break
 
 
-def without_nccl(line: str) -> str:
-    """What stands before a message of NCCL that was printed into the line.
+def strip_nccl_message(line: str) -> str:
+    """Removes a message of NCCL that was printed into the line, and all text behind it.
 
-    The name of its host touches the value before it: a name that begins with a letter is told from a number.
+    The message begins with the host's name, directly behind the preceding value. The value is kept if the name
+    begins with a letter.
     """
     match = _NCCL.search(line)
     if match is None:
         return line
-    before, space, word = line[: match.start()].rpartition(" ")
+    prefix, space, word = line[: match.start()].rpartition(" ")
     value = _LEADING_VALUE.match(word)
-    return before + space + (value[1] if value else "")
+    return prefix + space + (value[1] if value else "")
 
 
 @lru_cache(2**14)
-def value_of(word: str) -> tuple[str, bool]:
-    """The number or N/A that a word is or begins with, and whether it is the whole word; "" for none."""
+def leading_value(word: str) -> tuple[str, bool]:
+    """Returns the number or "N/A" that begins a word (else ""), and whether it is the entire word."""
     if _VALUE.fullmatch(word):
         return word, True
     value = _LEADING_VALUE.match(word)

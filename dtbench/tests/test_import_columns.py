@@ -1,4 +1,4 @@
-"""Columns of logs: bound by their names, in text and in CSV; those that are not read are kept aside, never a time."""
+"""Columns of logs are assigned by name, in text and CSV; unknown columns are recorded and never become times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dtbench.tests.test_import_logs import (
 TUNING = ("algo", "proto", "nchannels")
 
 
-def test_columns_of_newer_versions_are_bound_by_their_names() -> None:
+def test_text_columns_of_newer_versions_are_assigned_by_name() -> None:
     """nccl-tests -I, timestamps, and rccl-tests -A: its header has them behind the algorithm, its rows before it."""
     lines = []
     for line in table().splitlines():
@@ -69,27 +69,27 @@ def test_columns_of_newer_versions_are_bound_by_their_names() -> None:
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("values", [("RING", "LL", "2"), ("N/A", "N/A", "N/A"), ("TREE", "SIMPLE", "16")])
-def test_columns_that_are_not_read_are_kept_aside_wherever_they_stand(
+def test_unused_columns_are_recorded_at_any_position(
     place: int, named: bool, values: tuple[str, ...]
 ) -> None:
     log = read(widened(table(), place, TUNING if named else (), lambda _: values))
     assert_as_printed(log.tables[0])
     assert all((row.redop, row.root) == ("sum", -1) for row in log.tables[0].rows)
     names = TUNING if named else [f"column {place + i}" for i in (1, 2, 3)]
-    assert {name: list(kept) for name, kept in log.tables[0].aside.items()} == {
+    assert {name: list(kept) for name, kept in log.tables[0].unused_columns.items()} == {
         name: [value] for name, value in zip(names, values, strict=True)
     }
-    assert f"columns kept aside: {names[0]} ({values[0]})" in str(log.problems[0])
+    assert f"columns not used: {names[0]} ({values[0]})" in str(log.problems[0])
     header, _ = convert.to_run([log], [])
     assert header.imported[0].aside == {name: (value,) for name, value in zip(names, values, strict=True)}
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_a_column_that_nobody_knows_never_becomes_a_time(place: int) -> None:
+def test_unknown_column_never_becomes_a_time(place: int) -> None:
     other = widened(table(), place, ["speed"], lambda size: [f"{size / 7:.2f}"])
     log = read(other)
     assert_as_printed(log.tables[0])
-    assert list(log.tables[0].aside) == ["speed"]
+    assert list(log.tables[0].unused_columns) == ["speed"]
     unnamed = widened(table(), place, [], lambda size: [f"{size / 7:.2f}"])
     assert_as_printed(read(unnamed).tables[0])
     # Of one row alone it is that row which is in doubt.
@@ -109,12 +109,12 @@ def test_a_column_that_nobody_knows_never_becomes_a_time(place: int) -> None:
 
 
 @pytest.mark.parametrize("at", [6, 7, 8, 10, 11])
-def test_a_column_without_a_name_inside_a_placement_cannot_be_told(at: int) -> None:
+def test_unnamed_column_inside_a_placement_is_not_inferred(at: int) -> None:
     for value in ("2", "31.25", "x"):
         assert len(faults(widened(table(), at, [], lambda _, value=value: [value]))) == len(SIZES)
 
 
-def test_three_placements_where_the_header_names_two_are_not_chosen_from() -> None:
+def test_rows_with_an_extra_placement_are_refused() -> None:
     def again(size: int) -> list[str]:
         return table(sizes=[size]).splitlines()[-4].split()[5:9]
 
@@ -133,7 +133,7 @@ def test_three_placements_where_the_header_names_two_are_not_chosen_from() -> No
         (["redop", "root"], ["root", "redop"]),
     ],
 )
-def test_columns_in_another_order_are_bound_by_their_names(old: list[str], new: list[str]) -> None:
+def test_reordered_columns_are_assigned_by_name(old: list[str], new: list[str]) -> None:
     lines = []
     for line in table().splitlines():
         words = line.split()
@@ -171,7 +171,7 @@ CSV = {
 
 
 @pytest.mark.parametrize("form", CSV)
-def test_csv_of_rccl_tests(form: str) -> None:
+def test_rccl_csv_forms_are_read(form: str) -> None:
     log = read(rccl_csv(*CSV[form]))
     (one,) = log.tables
     assert (log.format, one.collective, one.ranks, one.refusal) == ("rccl-tests CSV", "all_reduce", 8, "")
@@ -182,25 +182,25 @@ def test_csv_of_rccl_tests(form: str) -> None:
         assert not figure.fault and figure.wrong == 0 and figure.time is not None
         assert figure.time.value == pytest.approx(time_us(row.size_bytes, figure.in_place) * 1e-6)
     assert [figure.in_place for _, figure in one.figures] == [False, True] * len(SIZES)
-    assert len(one.aside) == (3 if "in front" in form or "behind" in form else 0)
-    assert read(rccl_csv(*CSV[form]), ranks=4).tables[0].refusal.startswith("--ranks 4 contradicts it")
+    assert len(one.unused_columns) == (3 if "in front" in form or "behind" in form else 0)
+    assert read(rccl_csv(*CSV[form]), ranks=4).tables[0].refusal.startswith("--ranks 4 contradicts the log")
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda row: row + ",5", "1 value(s) more than the header has columns"),
-        (lambda row: row.rsplit(",", 1)[0], "13 of the 14 values"),
+        (lambda row: row.rsplit(",", 1)[0], "it has 13 values, expected the 14"),
         (lambda row: row.replace('"0"', '"3"'), "wrong elements: 3"),
         (lambda row: row.replace('"0"', '"N/A"'), ""),
-        (lambda row: row.replace(",4194304,", ",4194404,"), "the row says"),
+        (lambda row: row.replace(",4194304,", ",4194404,"), "but the row has"),
         (lambda row: row.replace(",4194304,", ",x,"), "its size is 'x'"),
         (lambda row: row.replace(",4194304,", ",-4194304,"), "its size is '-4194304'"),
         (lambda row: row.replace(",4194304,", ",4e6,"), "its size is '4e6'"),
         (lambda row: row.replace('"sum",0', '"sum",2'), "its inplace is '2'"),
     ],
 )
-def test_a_row_of_csv_that_does_not_fit_is_told_and_no_other(
+def test_invalid_csv_row_is_reported_alone(
     change: Callable[[str], str], reason: str
 ) -> None:
     lines = rccl_csv(MPI_HEAD, MPI_ROW).splitlines()
@@ -214,7 +214,7 @@ def test_a_row_of_csv_that_does_not_fit_is_told_and_no_other(
 
 
 @pytest.mark.parametrize("old", ["time", "algbw", "inplace"])
-def test_a_header_that_lacks_a_column_of_a_placement_is_not_read(old: str) -> None:
+def test_header_without_a_placement_column_is_ignored(old: str) -> None:
     """Half of the placements would pass for the other half."""
     for text in (table(), rccl_csv(MPI_HEAD, MPI_ROW)):
         if old in text:
@@ -225,7 +225,7 @@ def test_a_header_that_lacks_a_column_of_a_placement_is_not_read(old: str) -> No
 @pytest.mark.parametrize(
     "names", ["size count size type", "size " * 999 + "count type", "type " * 1600 + "count"]
 )
-def test_headers_that_no_tool_prints_are_survived(names: str) -> None:
+def test_absurd_headers_do_not_raise(names: str) -> None:
     text = table().replace("size         count      type", names)
     log = parse((text * 2).encode(), "x.log")
     assert not any(

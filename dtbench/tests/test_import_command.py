@@ -43,7 +43,7 @@ def ring(ranks: int = 8, hosts: int = 1, bandwidth: float = 100e9, latency_us: f
     return "\n".join(table(c, ranks, sizes, hosts=hosts, time=time(c)) for c in RING)
 
 
-def test_a_log_from_standard_input(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_reads_standard_input(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("nccl.log").write_text(ring())
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(ring().encode())))
     assert dtbench("import", "nccl.log", "-o", "run.jsonl")[0] == EXIT_OK
@@ -52,12 +52,12 @@ def test_a_log_from_standard_input(dtbench: Cli, monkeypatch: pytest.MonkeyPatch
     assert results and results == read_run("piped.jsonl").results
 
 
-def test_from_logs_to_constants_in_two_commands(dtbench: Cli) -> None:
+def test_import_then_calibrate_gives_constants(dtbench: Cli) -> None:
     Path("nccl.log").write_text(ring(hosts=2))
     code, out, err = dtbench("import", "nccl.log", "-o", "run.jsonl")
     assert (code, err) == (EXIT_OK, "")
     assert "nccl.log: nccl-tests text, 15 rows" in out and "all_gather among 8 ranks on 2 host(s)" in out
-    assert "30 figures are in run.jsonl, 15 of them for dtbench calibrate" in out
+    assert "wrote 30 figures to run.jsonl, 15 of which dtbench calibrate can use" in out
     run = read_run("run.jsonl")
     assert run.complete and [gpu.name for gpu in run.header.machine.gpus] == ["NVIDIA H100"] * 4
     assert run.header.versions["nccl"] == "2.28.7" and run.header.versions["backend"] == "nccl"
@@ -76,7 +76,7 @@ def test_from_logs_to_constants_in_two_commands(dtbench: Cli) -> None:
     assert dtbench("report", "run.jsonl", "--topology", "t.json", "-o", "page.html")[0] == EXIT_OK
 
 
-def test_what_calibrate_gets_is_what_dtensor_does() -> None:
+def test_main_suite_contains_the_placement_that_dtensor_uses() -> None:
     """all_reduce in place, all_gather out of place, sums; the rest stands beside it."""
     log = read(ring(2) + table("all_reduce", 2, redop="prod") + table("reduce", 2))
     results = convert.to_run([log], [])[1]
@@ -96,7 +96,7 @@ def test_what_calibrate_gets_is_what_dtensor_does() -> None:
     }
 
 
-def test_repeated_logs_are_launches_and_the_same_log_is_none(dtbench: Cli) -> None:
+def test_distinct_logs_count_as_launches_and_duplicates_are_refused(dtbench: Cli) -> None:
     for i in range(3):
         Path(f"{i}.log").write_text(table() + f"run {i}\n")
     assert dtbench("import", "0.log", "1.log", "2.log", "-o", "run.jsonl")[0] == EXIT_OK
@@ -111,7 +111,7 @@ def test_repeated_logs_are_launches_and_the_same_log_is_none(dtbench: Cli) -> No
     assert code == EXIT_USAGE and "are the same run" in err
 
 
-def test_bad_rows_are_recorded_and_the_exit_code_says_so(dtbench: Cli) -> None:
+def test_faulty_rows_are_recorded_and_exit_with_5(dtbench: Cli) -> None:
     Path("x.log").write_text(
         table(wrong=lambda size, in_place: "1.04858e+06" if size == SIZES[-1] and in_place else "0")
     )
@@ -124,27 +124,27 @@ def test_bad_rows_are_recorded_and_the_exit_code_says_so(dtbench: Cli) -> None:
 @pytest.mark.parametrize(
     ("text", "args", "says"),
     [
-        ("nothing\n", "", "holds no table of a benchmark that is known"),
-        (json_text()[:2000], "", "is not a whole JSON file of nccl-tests (-J): not JSON"),
+        ("nothing\n", "", "contains no table of a supported benchmark"),
+        (json_text()[:2000], "", "is not a complete JSON file of nccl-tests (-J): not JSON"),
         (table("all_reduce", 8) + table("all_reduce", 2), "", "have different ranks (8 and 2)"),
         (table() + table(hosts=2), "", "have different hosts (1 host(s), in the order 0, 0"),
         (table() + table().replace("H100", "A100"), "", "different device names (NVIDIA H100 and NVIDIA A100)"),
-        (table(), "--ranks 4", "--ranks 4 contradicts it: the list of ranks gives 8"),
-        (table(), "--collective sendrecv", "--collective sendrecv contradicts it: the log says all_reduce"),
-        (table(), "--dim tp", "--dim tp needs the mesh"),
-        (table(), "--mesh dp=4", "its 8 ranks are no dim of --mesh dp=4"),
-        (table(), "--mesh dp=8,tp=8", "its 8 ranks are those of dp and of tp: say which with --dim"),
-        (table(), "--mesh dp=8 --dim tp", "--dim tp is no dim of --mesh dp=8"),
+        (table(), "--ranks 4", "--ranks 4 contradicts the log: the list of ranks gives 8"),
+        (table(), "--collective sendrecv", "--collective sendrecv contradicts the log, which names all_reduce"),
+        (table(), "--dim tp", "--dim tp requires a mesh"),
+        (table(), "--mesh dp=4", "its 8 ranks do not match --mesh dp=4"),
+        (table(), "--mesh dp=8,tp=8", "its 8 ranks match dp and tp: choose one with --dim"),
+        (table(), "--mesh dp=8 --dim tp", "--dim tp is not a dim of --mesh dp=8"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(dtbench: Cli, text: str, args: str, says: str) -> None:
+def test_invalid_input_is_refused_in_one_line(dtbench: Cli, text: str, args: str, says: str) -> None:
     Path("x.log").write_text(text)
     code, out, err = dtbench("import", "x.log", "-o", "run.jsonl", *args.split())
     assert (code, out) == (EXIT_USAGE, "") and err.count("\n") == 1 and says in err
     assert not Path("run.jsonl").exists()
 
 
-def test_a_log_cannot_move_the_cursor(dtbench: Cli) -> None:
+def test_report_escapes_control_characters(dtbench: Cli) -> None:
     text = table().replace("# Avg bus", "node: Test failure \x9b2J\u202eabc\n# Avg bus")
     Path("x\x1b[2J.log").write_text(text)
     code, out, _ = dtbench("import", "x\x1b[2J.log", "-o", "run.jsonl")
@@ -152,7 +152,7 @@ def test_a_log_cannot_move_the_cursor(dtbench: Cli) -> None:
     assert all(c.isprintable() or c == "\n" for c in out)
 
 
-def test_dims_of_a_mesh_from_a_log_each(dtbench: Cli) -> None:
+def test_logs_are_assigned_to_mesh_dims(dtbench: Cli) -> None:
     """8 ranks of one host are tp, 4 ranks on 4 hosts are dp: hosts follow from both, and only from both."""
     Path("tp.log").write_text(ring(8))
     Path("dp.log").write_text(ring(4, hosts=4, bandwidth=10e9, latency_us=9.0))
@@ -199,7 +199,7 @@ _OF_EACH_TOOL = {
 
 @pytest.mark.parametrize("beside_a_good_log", [False, True])
 @pytest.mark.parametrize("tool", _OF_EACH_TOOL)
-def test_rows_that_are_all_refused_are_recorded_and_exit_with_5(
+def test_log_of_refused_rows_is_recorded_and_exits_with_5(
     dtbench: Cli, tool: str, beside_a_good_log: bool
 ) -> None:
     """So are those of a log beside another that is good."""
@@ -218,14 +218,14 @@ def test_rows_that_are_all_refused_are_recorded_and_exit_with_5(
     assert len([r for r in results if r.status == "ok"]) == (len(expected) if beside_a_good_log else 0)
 
 
-def test_a_table_that_is_not_used_beside_a_good_one_exits_with_5(dtbench: Cli) -> None:
+def test_refused_table_next_to_a_usable_one_exits_with_5(dtbench: Cli) -> None:
     Path("x.log").write_text(table() + table().replace("(us)", "(ms)"))
     code, out, _ = dtbench("import", "x.log", "-o", "run.jsonl")
     assert code == EXIT_CASE_FAILED and "x.log: nccl-tests text, 18 rows, 9 of them refused" in out
     assert "9 rows NOT USED: line" in out
 
 
-def test_a_row_that_is_left_out_exits_with_5(dtbench: Cli) -> None:
+def test_dropped_row_exits_with_5(dtbench: Cli) -> None:
     Path("x.log").write_text(table(layout=LogLayout(foot=False)).rstrip()[:-30])
     code, out, _ = dtbench("import", "x.log", "-o", "run.jsonl")
     assert code == EXIT_CASE_FAILED and "9 rows, 1 of them refused" in out
@@ -257,7 +257,7 @@ def in_kubernetes(text: str) -> str:
 
 @pytest.mark.parametrize("container", [docker, in_docker, in_kubernetes])
 @pytest.mark.parametrize("tool", _OF_EACH_TOOL)
-def test_logs_that_a_container_runtime_kept(dtbench: Cli, tool: str, container: Callable[[str], str]) -> None:
+def test_container_logs_are_unwrapped(dtbench: Cli, tool: str, container: Callable[[str], str]) -> None:
     text = _OF_EACH_TOOL[tool](False)
     Path("plain.log").write_text(text)
     Path("container.log").write_text(container(text))  # docker: as a whole, in one entry
@@ -268,7 +268,7 @@ def test_logs_that_a_container_runtime_kept(dtbench: Cli, tool: str, container: 
     assert (plain.header.mesh, plain.header.ranks) == (kept.header.mesh, kept.header.ranks)
 
 
-def test_a_container_log_that_was_cut_keeps_its_whole_lines(dtbench: Cli) -> None:
+def test_truncated_container_log_keeps_complete_lines(dtbench: Cli) -> None:
     text = in_docker(table()).rstrip("\n")[:-40]
     Path("x.log").write_text("Defaulted container to worker\n" + text)
     assert dtbench("import", "x.log", "-o", "run.jsonl")[0] == EXIT_OK

@@ -90,7 +90,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("era", ["modern", "error"])
-def test_every_collective_of_every_era(collective: str, era: str) -> None:
+def test_every_collective_is_read_from_every_layout(collective: str, era: str) -> None:
     log = only(table(collective, 12, tuple(s // 48 * 48 for s in SIZES), layout=LogLayout(era)))
     assert (log.collective, log.ranks) == (collective, 12)
     assert_as_printed(log, tuple(s // 48 * 48 for s in SIZES))
@@ -106,47 +106,47 @@ CUTS = {
 
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("cut", CUTS)
-def test_tags_and_rows_in_pieces(tag: str, cut: str) -> None:
+def test_tagged_and_interrupted_rows_are_read(tag: str, cut: str) -> None:
     log = only(table(hosts=2, layout=LogLayout(tag=tag, cut=CUTS[cut])))
     assert (log.collective, log.ranks) == ("all_reduce", 8)
     assert {device.host for device in log.devices} == {"node-7", "node-8"}
     assert_as_printed(log)
 
 
-def test_ranks_that_no_list_names_are_asked_for() -> None:
+def test_missing_ranks_are_requested_from_the_user() -> None:
     text = table("all_reduce", 72, tuple(1728 * s for s in SIZES), layout=LogLayout(head=False))
     assert "give --ranks N" in only(text, "all_reduce.log").refusal
     assert only(text, "all_reduce.log", ranks=72).ranks == 72
-    assert "would have 1.75" in only(text, collective="all_reduce", ranks=8).refusal
+    assert "expected 1.75 x" in only(text, collective="all_reduce", ranks=8).refusal
     # What has a part per rank tells them by size over count.
     text = table("all_gather", 10, tuple(240 * s for s in SIZES), layout=LogLayout(head=False))
     assert only(text, "all_gather.log").ranks == 10
 
 
-def test_a_list_of_ranks_that_was_cut_is_not_believed() -> None:
+def test_truncated_list_of_ranks_is_overridden() -> None:
     lines = table(ranks=16).splitlines()
     ranks = [line for line in lines if "Rank" in line]
     text = "\n".join(line for line in lines if line not in ranks[4:])
     assert only(text).refusal
     log = read(text, ranks=16)
-    assert log.tables[0].ranks == 16 and "the list is taken for cut" in str(log.problems[0])
+    assert log.tables[0].ranks == 16 and "the list is assumed to be cut short" in str(log.problems[0])
     assert_as_printed(log.tables[0])
 
 
-def test_the_collective_is_what_the_log_the_user_or_the_name_of_the_file_says() -> None:
+def test_collective_comes_from_log_user_or_file_name() -> None:
     bare = table(ranks=2, layout=LogLayout(head=False))
     assert only("$ mpirun -np 2 ./build/all_reduce_perf -g 1\n" + bare, ranks=2).collective == "all_reduce"
     after = bare + "# Collective test concluded: all_reduce_perf\n"
     assert only(after, ranks=2).collective == "all_reduce"
     log = read(bare, "mine_allreduce_2n.log", ranks=2)
-    assert log.tables[0].collective == "all_reduce" and "by the name of the file" in str(log.problems[0])
+    assert log.tables[0].collective == "all_reduce" and "from the file name" in str(log.problems[0])
     assert only(bare, collective="all_reduce", ranks=2).collective == "all_reduce"
     assert "give --collective" in only(bare, ranks=2).refusal
     assert "contradicts its rows" in only(bare, "all_gather.log", ranks=2).refusal
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
-def test_ranks_that_contradict_the_list_are_told_first(collective: str) -> None:
+def test_conflicting_ranks_are_reported_first(collective: str) -> None:
     text = table(collective, 4)
     broken = text.replace("61.94 ", "60.94 ")
     log = read(broken, ranks=8)
@@ -167,24 +167,24 @@ SIDE_BY_SIDE = re.sub(r"Group  0", "Group  1", TABLE, count=4)
 @pytest.mark.parametrize(
     ("text", "refusal"),
     [
-        (f"== 1 node ==\n{ROWS}", "without the header above them"),
+        (f"== 1 node ==\n{ROWS}", "rows without the header that names their columns"),
         (TABLE.replace("  time ", "cputime "), "its times are the host's"),
         (TABLE.replace("(us)", "(ms)"), "expected (GB/s) and (us)"),
         (TABLE.replace("(us)", "(ms)", 1), "expected (GB/s) and (us)"),
-        (SIDE_BY_SIDE, "groups of ranks ran side by side"),
-        (table("reduce", 1), "one rank: nothing is sent"),
+        (SIDE_BY_SIDE, "several groups of ranks ran at the same time"),
+        (table("reduce", 1), "a single rank does not communicate"),
         (table("broadcast").replace("broadcast_perf", "all_reduce_perf"), "all_reduce among 8 ranks"),
-        (TABLE.replace("all_reduce_perf", "hypercube_perf"), "'hypercube' is not read"),
-        (TABLE.replace("all_reduce_perf", "my_perf"), "no program of nccl-tests"),
+        (TABLE.replace("all_reduce_perf", "hypercube_perf"), "'hypercube' is not supported"),
+        (TABLE.replace("all_reduce_perf", "my_perf"), "not a supported program of nccl-tests"),
     ],
 )
-def test_tables_that_cannot_be_used_are_refused(text: str, refusal: str) -> None:
+def test_unusable_tables_are_refused(text: str, refusal: str) -> None:
     assert refusal in only(text).refusal
     with pytest.raises(UsageError, match=f"nothing can be imported.*{re.escape(refusal)}"):
         run_of(text)
 
 
-def test_escapes_carriage_returns_and_other_encodings() -> None:
+def test_escapes_carriage_returns_and_encodings_are_cleaned() -> None:
     text = table().replace("#  Rank  0", "\x1b[32m#  Rank  0\x1b[0m").replace("\n", "\r\n")
     assert_as_printed(only("\ufeff" + text))
     assert_as_printed(only("progress 1%\rprogress 99%\r" + text))
@@ -200,7 +200,7 @@ def test_escapes_carriage_returns_and_other_encodings() -> None:
         ("32-t4-efa-2n2g-allreduce-tagoutput-ncclinfo.log", 31, 2, (344981, 344454)),
     ],
 )
-def test_genuine_logs(name: str, rows: int, ranks: int, largest_us: tuple[float, float]) -> None:
+def test_public_logs_are_read(name: str, rows: int, ranks: int, largest_us: tuple[float, float]) -> None:
     log = only((GENUINE / name).read_text(), name, ranks=ranks)
     assert (log.collective, log.ranks, len(log.rows)) == ("all_reduce", ranks, rows)
     assert not any(figure.fault for row in log.rows for figure in row.figures)
@@ -212,7 +212,7 @@ def test_genuine_logs(name: str, rows: int, ranks: int, largest_us: tuple[float,
 
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
-def test_json_of_nccl_tests(version: int) -> None:
+def test_nccl_json_versions_are_read(version: int) -> None:
     log = read(json_text(version=version, average_bus_bandwidth={}))
     (one,) = log.tables
     assert (one.collective, one.ranks, len({d.host for d in one.devices})) == ("all_gather", 8, 2)
@@ -224,7 +224,7 @@ def test_json_of_nccl_tests(version: int) -> None:
     assert "SECRET" not in repr(log) and "somebody" not in repr(log)
 
 
-def test_deepspeed() -> None:
+def test_deepspeed_tables_are_read() -> None:
     log = only(DEEPSPEED.format(name="all_reduce") + DEEPSPEED_ROW)
     assert (log.collective, log.ranks) == ("all_reduce", 8)
     assert (log.rows[0].size_bytes, log.rows[0].dtype) == (2**20, "32-bit")
@@ -249,7 +249,7 @@ def test_deepspeed() -> None:
         ("reduce_scatter", "Reduce_scatter", "reduce_scatter", 1),
     ],
 )
-def test_osu(program: str, title: str, name: str, parts: int) -> None:
+def test_osu_tables_are_read(program: str, title: str, name: str, parts: int) -> None:
     log = only(OSU.format(program=program, title=title))
     assert (log.collective, log.ranks, log.mode, log.device_type) == (name, 4, "isolated", "cuda")
     assert [row.size_bytes for row in log.rows] == [4 * parts, parts * 2**20]
@@ -257,7 +257,7 @@ def test_osu(program: str, title: str, name: str, parts: int) -> None:
     assert log.rows[0].dtype == "float32"
 
 
-def test_ml_engineering() -> None:
+def test_ml_engineering_tables_are_read() -> None:
     log = only(ML_ENGINEERING)
     assert (log.collective, log.ranks) == ("all_reduce", 4)
     coarse, fine, large = (row.figures[0] for row in log.rows)
@@ -269,7 +269,7 @@ def test_ml_engineering() -> None:
         assert "give --ranks" in only(bare).refusal and only(bare, ranks=4).ranks == 4
 
 
-def test_ml_engineering_with_latencies() -> None:
+def test_ml_engineering_latencies_become_times() -> None:
     text = """The average bandwidth and the per-call latency of all_gather over 8 ranks (5 warmups):
 
 | payload |    busbw   |    algbw   | latency median |    p99    |    mean   | calls |
@@ -287,8 +287,8 @@ def test_ml_engineering_with_latencies() -> None:
 
 
 TAMPERED: dict[str, tuple[Callable[[str], str], str]] = {
-    "time": (lambda row: row.replace("61.94", "60.94"), "the row says"),
-    "size": (lambda row: row.replace("4194304 ", "4194305 "), "the row says 4194305"),
+    "time": (lambda row: row.replace("61.94", "60.94"), "but the row has"),
+    "size": (lambda row: row.replace("4194304 ", "4194305 "), "but the row has 4194305"),
     "count": (lambda row: row.replace("1048576 ", "1048577 "), "1048577 elements of float32"),
     "busbw": (lambda row: re.sub(r"118\.\d+", "119.5", row, count=1), "is not 1.75 x its algbw"),
     "a word for a number": (lambda row: re.sub(r"67\.\d+", "oops", row, count=1), "no number for algbw oops"),
@@ -298,12 +298,12 @@ TAMPERED: dict[str, tuple[Callable[[str], str], str]] = {
     "root of letters": (lambda row: re.sub(r" -1 ", " 1e5 ", row, count=1), "its root is '1e5'"),
     "nan": (lambda row: re.sub(r"67\.\d+", "nan", row, count=1), "no number for algbw nan"),
     "wrong": (lambda row: re.sub(r" 0$", " 7", row), "the data were wrong: wrong elements: 7"),
-    "wrong is nan": (lambda row: re.sub(r" 0$", " nan", row), "its check of the data says nan"),
+    "wrong is nan": (lambda row: re.sub(r" 0$", " nan", row), "its check of the data gives nan"),
 }
 
 
 @pytest.mark.parametrize("what", TAMPERED)
-def test_a_row_that_was_altered_loses_its_numbers_and_no_other_does(what: str) -> None:
+def test_altered_row_alone_loses_its_numbers(what: str) -> None:
     change, reason = TAMPERED[what]
     line = line_of(TABLE, 4194304)
     row = TABLE.splitlines()[line - 1]
@@ -325,7 +325,7 @@ def test_a_row_that_was_altered_loses_its_numbers_and_no_other_does(what: str) -
             assert f"line {line}" in result.reason
 
 
-def test_processes_that_did_not_find_each_other_are_refused() -> None:
+def test_independent_processes_in_one_log_are_refused() -> None:
     """nccl-tests built without MPI: each process prints a table of its own, all of them at once."""
     one, two = (table("all_reduce", 2).replace("Pid 9000", f"Pid {pid}").splitlines() for pid in (1, 2))
     mixed = "\n".join(line for pair in zip(one, two, strict=True) for line in pair)
@@ -335,7 +335,7 @@ def test_processes_that_did_not_find_each_other_are_refused() -> None:
         run_of(mixed)
 
 
-def test_a_killed_run_and_its_repetition_in_one_file_are_two_launches() -> None:
+def test_killed_run_and_its_repetition_are_two_launches() -> None:
     cut = table(sizes=SIZES[:4], layout=LogLayout(foot=False)).replace("Pid 9000", "Pid 77")
     results = run_of(cut + "Killed\n" + table())
     assert {r.launch for r in results if r.size_bytes == SIZES[0]} == {0, 1}
@@ -343,7 +343,7 @@ def test_a_killed_run_and_its_repetition_in_one_file_are_two_launches() -> None:
     assert "no end" in read(cut).problems[0].text
 
 
-def test_cycles_without_another_header_are_launches() -> None:
+def test_cycles_without_a_header_are_launches() -> None:
     lines = table().splitlines(keepends=True)
     cycle = lines[-len(SIZES) - 3 :]
     log = read("".join(lines + cycle))
@@ -351,21 +351,21 @@ def test_cycles_without_another_header_are_launches() -> None:
     assert {r.launch for r in convert.to_run([log], [])[1]} == {0, 1}
 
 
-def test_a_footer_that_counts_errors_which_no_row_shows_spoils_them_all() -> None:
+def test_errors_in_the_footer_alone_mark_all_rows_wrong() -> None:
     text = table(layout=LogLayout(checked=False))
     assert not faults(text)
     results = run_of(text.replace("values : 0 OK", "values : 4 FAILED"))
     assert {(r.status, r.time_s) for r in results} == {("wrong", None)} and len(results) == 2 * len(SIZES)
-    assert all("4 values out of bounds, and no row says which" in r.reason for r in results)
+    assert all("4 values out of bounds, but does not mark their rows" in r.reason for r in results)
 
 
 @pytest.mark.parametrize(("deviation", "bad"), [("2e-07", False), ("1e+00", True), ("nan", True)])
-def test_deviations_of_old_logs(deviation: str, bad: bool) -> None:
+def test_deviations_of_old_logs_are_limited_by_dtype(deviation: str, bad: bool) -> None:
     text = table(layout=LogLayout("error"), wrong=lambda _size, _in_place: deviation)
     assert bool(faults(text)) == bad
 
 
-def test_a_benchmark_that_failed_says_so() -> None:
+def test_failure_of_the_benchmark_is_reported() -> None:
     head = "\n".join(line for line in table().splitlines() if line.startswith("#") and "Rank" in line)
     failed = (
         head
@@ -390,14 +390,14 @@ def test_a_benchmark_that_failed_says_so() -> None:
         json_text()[:10],
     ],
 )
-def test_other_files_are_refused(text: str) -> None:
+def test_unsupported_files_are_refused(text: str) -> None:
     with pytest.raises(UnreadableRunError) as refused:
         read(text)
     is_object = text.startswith('{"')
-    assert ("not a whole JSON file of nccl-tests" if is_object else EXPECTED) in str(refused.value)
+    assert ("not a complete JSON file of nccl-tests" if is_object else EXPECTED) in str(refused.value)
 
 
-def test_json_rows_with_bad_numbers_lose_them() -> None:
+def test_json_rows_with_invalid_numbers_are_faulty() -> None:
     content = document()
     content["results"][0]["out_of_place"]["time"] = "nan"
     content["results"][1]["out_of_place"]["nwrong"] = 4.0
