@@ -200,9 +200,7 @@ def test_rccl_csv_forms_are_read(form: str) -> None:
         (lambda row: row.replace('"sum",0', '"sum",2'), "its inplace is '2'"),
     ],
 )
-def test_invalid_csv_row_is_reported_alone(
-    change: Callable[[str], str], reason: str
-) -> None:
+def test_invalid_csv_row_is_reported_alone(change: Callable[[str], str], reason: str) -> None:
     lines = rccl_csv(MPI_HEAD, MPI_ROW).splitlines()
     at = next(i for i, line in enumerate(lines) if ",4194304," in line)
     lines[at] = change(lines[at])
