@@ -58,7 +58,7 @@ def test_an_unknown_group_must_be_declared(mode: LocalTensorMode) -> None:
     x = torch.ones(1) * dist.get_rank()
     with pytest.raises(SimulationError, match=r"does not say what rank 2 does: .* declare_group"):
         dist.all_reduce(x, group=group)
-    with pytest.raises(SimulationError, match="expected the ranks of all groups, this one's among them"):
+    with pytest.raises(SimulationError, match="expected the ranks of all groups, including this one's"):
         declare_group(group, [[2, 3]])
     declare_group(group, [[0, 1], [2, 3]])
     dist.all_reduce(x, group=group)

@@ -1,7 +1,7 @@
-"""All ranks of a world inside one process, for tests, debugging and measurements without launchers.
+"""Simulates all ranks of a world inside one process, for tests, debugging and measurements without launchers.
 
-`ThreadWorld` runs the program once per rank, as it is; `LocalTensorMode` runs it once for all ranks, and
-shows every rank's tensor side by side.
+`ThreadWorld` runs an unchanged program once per rank. `LocalTensorMode` runs it once for all ranks, and shows every
+rank's tensors side by side.
 """
 
 # mypy: implicit-reexport

@@ -1,4 +1,4 @@
-"""The private names of torch.distributed through which every thread can be a rank (torch 2.11 to 2.13)."""
+"""Gives every thread its own rank in torch.distributed, through private names of torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-# Modules as Any: their stubs lack what is private in them.
+# Typed as Any, since the stubs of these modules lack private names.
 _c10d: Any = torch._C._distributed_c10d
 _device_mesh: Any = device_mesh
 
@@ -20,12 +20,13 @@ _UNSET: Any = None
 
 
 class RankC10d(distributed_c10d._World):
-    """One rank's tables of process groups.
+    """c10d's tables of process groups for one rank.
 
-    torch's class keeps them in module globals behind properties; these attributes stand before them.
+    torch's class keeps the tables in module globals and reads them through properties; the attributes of this class
+    override those.
 
     Args:
-        process: tables in which groups are looked up that are not the rank's own.
+        process: the tables of the process, searched for groups that are not the rank's own.
     """
 
     group_count: Any = 0
@@ -34,37 +35,37 @@ class RankC10d(distributed_c10d._World):
 
     def __init__(self, process: Any = None) -> None:
         super().__init__()
-        self.ends: dict[dist.ProcessGroup, Any] = {}  # of the process' groups
+        self.ends: dict[dist.ProcessGroup, Any] = {}  # group of the process -> this rank's end of it
         for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"):
             setattr(self, name, {} if process is None else ChainMap({}, getattr(process, name)))
 
     def add(self, group: dist.ProcessGroup, end: Any, backend: str) -> None:
-        """Registers `end`, the rank's end of a group of the process."""
+        """Registers `end`, this rank's end of a group of the process."""
         self.ends[group] = end
         self.pg_map[end], self.pg_names[end] = (backend, None), end.group_name
-        self.pg_group_ranks[end] = {rank: at for at, rank in enumerate(end.ranks)}
+        self.pg_group_ranks[end] = {rank: index for index, rank in enumerate(end.ranks)}
 
 
 class _ByThread:
-    """In place of c10d's `_world`: the running thread's tables, or the process'."""
+    """Replaces c10d's `_world`: forwards to the running thread's tables, or else to those of the process."""
 
-    def __init__(self, of_thread: Callable[[], RankC10d | None], process: Any) -> None:
-        object.__setattr__(self, "_of_thread", of_thread)
+    def __init__(self, tables_of_thread: Callable[[], RankC10d | None], process: Any) -> None:
+        object.__setattr__(self, "_tables_of_thread", tables_of_thread)
         object.__setattr__(self, "_process", process)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._of_thread() or self._process, name)
+        return getattr(self._tables_of_thread() or self._process, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._of_thread() or self._process, name, value)
+        setattr(self._tables_of_thread() or self._process, name, value)
 
 
 @contextmanager
-def per_thread(of_thread: Callable[[], RankC10d | None], backend: str) -> Iterator[None]:
-    """Inside, each thread has groups of its own, where `of_thread` gives it tables.
+def use_thread_tables(tables_of_thread: Callable[[], RankC10d | None], backend: str) -> Iterator[None]:
+    """Context in which each thread uses the process groups in the tables that `tables_of_thread` returns for it.
 
-    DeviceMesh tells the meshes of threads apart (in `==`, and so in every cache of torch keyed by a
-    mesh) for one backend, known to it by name: `backend` answers to that name.
+    DeviceMesh treats equal meshes of different threads as different (in `==`, and so in every cache of torch keyed by
+    a mesh), but only for one backend, which it recognises by name. `backend` reports that name.
     """
     process, get_backend = distributed_c10d._world, _device_mesh.get_backend
 
@@ -72,7 +73,7 @@ def per_thread(of_thread: Callable[[], RankC10d | None], backend: str) -> Iterat
         name = get_backend(group)
         return "threaded" if name == backend else name
 
-    distributed_c10d._world = cast("Any", _ByThread(of_thread, process))
+    distributed_c10d._world = cast("Any", _ByThread(tables_of_thread, process))
     _device_mesh.get_backend = name_of_backend
     _c10d._set_thread_isolation_mode(True)
     try:
@@ -84,8 +85,8 @@ def per_thread(of_thread: Callable[[], RankC10d | None], backend: str) -> Iterat
 
 
 @contextmanager
-def of_process() -> Iterator[None]:
-    """Inside, also where each thread has groups of its own, those of the process."""
+def use_process_tables() -> Iterator[None]:
+    """Context in which the process's own groups are used, even inside `use_thread_tables`."""
     outer = distributed_c10d._world
     distributed_c10d._world = getattr(outer, "_process", outer)
     _c10d._set_thread_isolation_mode(False)
@@ -97,32 +98,35 @@ def of_process() -> Iterator[None]:
 
 
 def register_backend(name: str, make_group: Callable[[Any, Any], dist.ProcessGroup]) -> None:
-    """Registers `name` as a backend on CPUs and CUDA devices; `make_group(options, None)` makes each group."""
+    """Registers `name` as a backend for CPUs and CUDA devices. c10d makes each group with `make_group(options,
+    None)`.
+    """
     if name not in dist.Backend.backend_list:
         dist.Backend.register_backend(name, make_group, extended_api=True, devices=["cpu", "cuda"])
 
 
 def initialise(backend: str, rank: int, world_size: int) -> None:
-    """`init_process_group` of the calling thread's rank."""
-    hook = sys.excepthook  # c10d puts a wrapper around it per process group, to name the process' rank
+    """Calls `init_process_group` for the rank of the calling thread."""
+    hook = sys.excepthook  # c10d wraps the hook for every process group, to name the rank of the process
     try:
         dist.init_process_group(backend, store=_c10d.HashStore(), rank=rank, world_size=world_size)
     finally:
         sys.excepthook = hook
 
 
-def name_group(group: Any) -> None:
-    """Functional collectives of the calling thread that name `group` call it: of a thread with groups of its own."""
-    if not group.named:
+def register_group_name(group: Any) -> None:
+    """Lets functional collectives of the calling thread, which look groups up by name, find `group`."""
+    if not group.is_name_registered:
         _c10d._register_process_group(group.group_name, group)
-        group.named = True
+        group.is_name_registered = True
 
 
 def register_device_guard() -> None:
-    """Call before threads start that will use fake tensors, in a thread that outlives them.
+    """Works around a dangling pointer in torch 2.11 when a thread that used fake tensors has ended.
 
-    The process' first FakeTensorMode registers a device guard for CUDA, which torch 2.11 keeps in that
-    thread's memory: once the thread has ended, the next FakeTensorMode reads what was freed.
+    The first FakeTensorMode of the process registers a device guard for CUDA, which torch 2.11 stores in memory of
+    the current thread. Once that thread has ended, the next FakeTensorMode reads freed memory. Call this in a thread
+    that outlives all others, before they start.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         torch._C._ensureCUDADeviceGuardSet()

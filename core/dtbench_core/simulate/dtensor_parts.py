@@ -1,8 +1,8 @@
-"""The core's own DTensors in a LocalTensorMode, taken apart by rank and put together again.
+"""Splits the core's DTensors by rank in a LocalTensorMode, and joins the ranks' results again.
 
-A DTensor there holds a LocalTensor, and its spec's mesh info has rank-dependent coordinates. An op on it
-runs as each rank: with that rank's shard, that rank's info and groups, through the same dispatch, plans
-and movers as on real ranks.
+In that mode a DTensor contains a LocalTensor, and the mesh info of its spec has rank-dependent coordinates. An op on
+it is run as each rank, with that rank's shard, mesh info and process groups. Dispatch, plans and redistributions are
+the same as on real ranks.
 """
 
 from __future__ import annotations
@@ -25,116 +25,124 @@ from dtbench_core.simulate.local_tensor import LocalTensor, PlainCopies, RankPar
 
 
 class CoreParts(RankParts):
-    """Also takes DTensors, specs and mesh infos apart, and puts them together."""
+    """Also splits DTensors, specs and mesh infos by rank, and joins DTensors."""
 
     def __init__(self, ranks: Sequence[int], copies: PlainCopies | None = None) -> None:
         super().__init__(copies)
         self._ranks = ranks
-        self._infos = mesh_tables.get().by_object  # of all ranks, while no rank runs
-        self._latest: dict[int, tuple[Wrapper, dict[int, Wrapper]]] = {}
+        self._mesh_infos = mesh_tables.get().by_object  # for code that runs for all ranks
+        # id of a DTensor -> (the DTensor, rank -> its part)
+        self._parts: dict[int, tuple[Wrapper, dict[int, Wrapper]]] = {}
 
-    def other(self, value: object, rank: int) -> Any:
+    def other_part(self, value: object, rank: int) -> Any:
         if isinstance(value, Wrapper):
-            part = self._part_of(value, rank)
-            self._latest.setdefault(id(value), (value, {}))[1][rank] = part
+            part = self._dtensor_part(value, rank)
+            self._parts.setdefault(id(value), (value, {}))[1][rank] = part
             return self.remember(part, value)
         if isinstance(value, DTensorSpec):
             self._check(value.info, value)
-            return of_rank(value)
+            return spec_of_running_rank(value)
         if isinstance(value, MeshInfo):
             self._check(value, value)
             return mesh_info(value.mesh)
         return self.remember(value, value) if isinstance(value, torch.Tensor) else value
 
-    def _check(self, info: MeshInfo, what: object) -> None:
-        if not any(of_all is info for _, of_all in self._infos.values()):
+    def _check(self, info: MeshInfo, value: object) -> None:
+        if not any(known_info is info for _, known_info in self._mesh_infos.values()):
             raise SimulationError(
-                f"got {what}, made outside this LocalTensorMode, which is one rank's alone; expected a DTensor made "
+                f"got {value}, made outside this LocalTensorMode and so for one rank only; expected a DTensor made "
                 "inside, for all ranks: make it there, or pass its full_tensor() in"
             )
 
-    def _part_of(self, value: Wrapper, rank: int) -> Wrapper:
+    def _dtensor_part(self, value: Wrapper, rank: int) -> Wrapper:
         self._check(value._spec.info, value._spec)
-        held = value._local_tensor
-        if not isinstance(held, LocalTensor):  # made of a plain tensor: each rank has its own from now on
+        local = value._local_tensor
+        if not isinstance(
+            local, LocalTensor
+        ):  # made of a plain tensor: from now on each rank has its own copy
             with torch._C._DisableTorchDispatch():
                 ranks = self.members(value._spec.info)
-                held = value._local_tensor = LocalTensor({r: held.detach().clone() for r in ranks})
-        return wrap(type(value), held.shard(rank), of_rank(value._spec))
+                local = value._local_tensor = LocalTensor({r: local.detach().clone() for r in ranks})
+        return wrap(type(value), local.shard(rank), spec_of_running_rank(value._spec))
 
     def members(self, info: MeshInfo) -> tuple[int, ...]:
-        """The simulated ranks in the mesh of `info`."""
+        """Returns the simulated ranks in the mesh of `info`."""
         return tuple(r for r in self._ranks if coordinate_of(info.mesh, r) is not None)
 
     def ranks_of(self, *values: object) -> tuple[int, ...] | None:
-        """The ranks that take part, if a value says so: the members of its mesh."""
+        """Returns the ranks in the mesh of the first DTensor, spec or mesh info among `values`; None without any."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Wrapper):
-                held = leaf._local_tensor
-                return held.ranks if isinstance(held, LocalTensor) else self.members(leaf._spec.info)
+                local = leaf._local_tensor
+                return local.ranks if isinstance(local, LocalTensor) else self.members(leaf._spec.info)
             if isinstance(leaf, (DTensorSpec, MeshInfo)):
                 return self.members(leaf.info if isinstance(leaf, DTensorSpec) else leaf)
         return None
 
-    def join(self, values: Mapping[int, Any], what: str) -> Any:
+    def join_leaf(self, values: Mapping[int, Any], name: str) -> Any:
         first = next(iter(values.values()))
         if not isinstance(first, Wrapper):
             return NotImplemented
-        held = joined({r: v._local_tensor for r, v in values.items()}, self, what)
-        spec = _of_all({r: v._spec for r, v in values.items()}, what)
-        origin = getattr(first, "_origin", None)  # of a copied view, whose base is that of all ranks here
-        if origin is not None and (owner := self.whole_of(origin.owner)) is not None:
-            return copied_view(type(first).viewed, held, spec, owner)
-        return wrap(type(first), held, spec)
+        local = joined({r: v._local_tensor for r, v in values.items()}, self, name)
+        spec = _joined_spec({r: v._spec for r, v in values.items()}, name)
+        origin = getattr(first, "_origin", None)  # set on a copied view
+        if origin is not None and (owner := self.source_of(origin.owner)) is not None:
+            return copied_view(type(first).viewed, local, spec, owner)
+        return wrap(type(first), local, spec)
 
-    def settle(self, what: str) -> None:
-        """Gives DTensors what their parts have become: written ones may have got a new shape or shard."""
-        for value, parts in self._latest.values():
-            held = value._local_tensor
-            assert isinstance(held, LocalTensor)
-            now = _of_all({r: part._spec for r, part in parts.items()}, what)
-            moved = any(part._local_tensor is not held._local_tensors[r] for r, part in parts.items())
-            if moved or now is not value._spec:
-                local = LocalTensor({r: part._local_tensor for r, part in parts.items()})
-                restate(value, local, now)
+    def update_written(self, name: str) -> None:
+        """Updates the DTensors that an op wrote to: each rank's part may have a new shape or a new local tensor."""
+        for value, parts in self._parts.values():
+            local = value._local_tensor
+            assert isinstance(local, LocalTensor)
+            spec = _joined_spec({r: part._spec for r, part in parts.items()}, name)
+            is_new = any(part._local_tensor is not local._local_tensors[r] for r, part in parts.items())
+            if is_new or spec is not value._spec:
+                restate(value, LocalTensor({r: part._local_tensor for r, part in parts.items()}), spec)
 
 
-def of_rank(value: DTensorSpec) -> DTensorSpec:
-    """`value` as the rank that runs has it."""
+def spec_of_running_rank(value: DTensorSpec) -> DTensorSpec:
+    """Returns `value` with the mesh info of the running rank."""
     return DTensorSpec.of(
         mesh_info(value.info.mesh), value.placements, value.shape, value.stride, value.dtype, value.order
     )
 
 
-def _of_all(specs: Mapping[int, DTensorSpec], what: str) -> DTensorSpec:
-    """The one spec of which these are the ranks'."""
+def _joined_spec(specs: Mapping[int, DTensorSpec], name: str) -> DTensorSpec:
+    """Returns the spec for all ranks, given each rank's spec.
+
+    Raises:
+        SimulationError: the specs differ in more than the rank.
+    """
     kinds: dict[tuple[Any, ...], list[int]] = {}
-    for rank, one in specs.items():
-        key = (one.info.mesh, one.placements, tuple(one.shape), tuple(one.stride), one.dtype, one.order)
+    for rank, spec in specs.items():
+        key = (spec.info.mesh, spec.placements, tuple(spec.shape), tuple(spec.stride), spec.dtype, spec.order)
         kinds.setdefault(key, []).append(rank)
     if len(kinds) > 1:
         listed = "; ".join(f"ranks {describe_ranks(ranks)}: {specs[ranks[0]]}" for ranks in kinds.values())
-        raise SimulationError(f"{what} gave the ranks different DTensors ({listed}), expected one for all")
-    of, *described = next(iter(kinds))
-    return DTensorSpec.of(mesh_info(of), *described)
+        raise SimulationError(
+            f"{name} returned different DTensors on the ranks ({listed}), expected the same on all"
+        )
+    mesh, *layout = next(iter(kinds))
+    return DTensorSpec.of(mesh_info(mesh), *layout)
 
 
 def depends_on_rank(*values: object) -> bool:
-    """Whether the core means something else by these on each rank."""
+    """Whether any value has parts or coordinates that differ between ranks."""
     kinds = (LocalTensor, Wrapper, DTensorSpec, MeshInfo)
     return any(isinstance(leaf, kinds) or values_of(leaf) is not None for leaf in tree_leaves(values))
 
 
-def of_members(local: torch.Tensor, info: MeshInfo, ranks: Sequence[int]) -> torch.Tensor:
-    """`local` on the ranks of the mesh alone: the others hold nothing of a DTensor."""
+def restricted_to_members(local: torch.Tensor, info: MeshInfo, ranks: Sequence[int]) -> torch.Tensor:
+    """Returns `local` on only those ranks that are in the mesh; other ranks hold nothing of a DTensor."""
     if not isinstance(local, LocalTensor):
         return local
-    inside = CoreParts(ranks).members(info)
-    if set(local.ranks) <= set(inside):
+    members = CoreParts(ranks).members(info)
+    if set(local.ranks) <= set(members):
         return local
     if local.requires_grad and torch.is_grad_enabled():
         raise SimulationError(
             f"got a LocalTensor of ranks {describe_ranks(local.ranks)} that requires grad for {info}, of which ranks "
-            f"{describe_ranks(inside)} are members; expected it on these alone: make it with tensor_map"
+            f"{describe_ranks(members)} are members; expected it on the members only: make it with tensor_map"
         )
-    return LocalTensor({r: t for r, t in local._local_tensors.items() if r in inside})
+    return LocalTensor({r: t for r, t in local._local_tensors.items() if r in members})

@@ -1,8 +1,8 @@
-"""The process group of simulated ranks: collectives as plain maths over the ranks' tensors.
+"""The process group of simulated ranks, whose collectives are plain arithmetic on the tensors of all ranks.
 
-A call records its tensors in an `Arrival`, and whoever simulates (threads.py, local_mode.py) brings those of
-all ranks of the group together: the n-th call of a rank belongs to the n-th call of the others, as on a real
-transport. What that answers with a hang or with garbage (another op, root, shape or dtype) is an error here.
+A rank's call is recorded as a `CollectiveCall`. The simulator (threads.py) collects the calls of all ranks of the
+group: as on a real transport, the n-th call of one rank belongs to the n-th call of every other rank. Where a real
+transport would hang or return garbage, since op, root, shape or dtype differ, an error is raised here.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dtbench_core.simulate import c10d_state
 from dtbench_core.torch_compat import mesh_dim_groups, mesh_group_names, resolve_group
 
 Tensors = Sequence[torch.Tensor]
-# What the ranks of a group must agree on: (name, what else, the metadata of the tensors).
+# The part of a call on which all ranks of the group must agree: (collective, reduction or root, tensor metadata).
 Signature = tuple[str, str, tuple[tuple[torch.Size, torch.dtype], ...]]
 
-_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_REDUCE_PAIR: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.Tensor.add_,
     "avg": torch.Tensor.add_,
     "product": torch.Tensor.mul_,
@@ -41,17 +41,23 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bor": torch.Tensor.bitwise_or_,
     "bxor": torch.Tensor.bitwise_xor_,
 }
-_REDUCTIONS = {getattr(dist.ReduceOp, name.upper()): name for name in _COMBINE}
+_REDUCTIONS = {getattr(dist.ReduceOp, name.upper()): name for name in _REDUCE_PAIR}
 
 
 # ---- a call, and how messages name it ----
 
 
-class Arrival(NamedTuple):
-    """A rank's call of a collective, recorded.
+class CollectiveCall(NamedTuple):
+    """A collective as called by one rank.
 
-    ranks: of the group, by group rank. finish: the maths, given the calls of all ranks and the signature.
-    results: what the future of its Work gives.
+    Attributes:
+        ranks: global ranks of the group, by group rank.
+        group_name: the name of the group.
+        group_rank: the calling rank's index in `ranks`.
+        signature: the part of the call on which all ranks must agree.
+        finish: computes the results, given the arguments of all ranks and the signature.
+        arguments: tensors, roots and split sizes, as `finish` expects them.
+        results: the value of the future of the call's Work.
     """
 
     ranks: tuple[int, ...]
@@ -59,33 +65,41 @@ class Arrival(NamedTuple):
     group_rank: int
     signature: Signature
     finish: Callable[[list[Any], Signature], None]
-    call: Any
+    arguments: Any
     results: Any
 
 
-def combine(arrival: Arrival, calls: list[Any]) -> None:
-    """Does the collective of which `arrival` is one call."""
+def combine(call: CollectiveCall, calls: list[Any]) -> None:
+    """Executes a collective, given the calls of all its ranks.
+
+    Args:
+        call: the call of any of the ranks.
+        calls: the arguments of every rank's call, by group rank.
+
+    Raises:
+        SimulationError: the computation failed, for example since shapes do not fit.
+    """
     try:
-        # Inference mode: results go into what tensors hold, past autograd, as a transport's do.
+        # A transport writes into the tensors' memory without autograd noticing; inference mode does the same.
         with torch.inference_mode():
-            arrival.finish(calls, arrival.signature)
+            call.finish(calls, call.signature)
     except (RuntimeError, ValueError, TypeError) as error:
         raise SimulationError(
-            f"{describe(arrival.signature)} of {name_ranks(arrival.ranks)} failed: {error}"
+            f"{describe(call.signature)} of {name_ranks(call.ranks)} failed: {error}"
         ) from error
 
 
-def mismatch(arrival: Arrival, others: Sequence[int], theirs: Signature) -> str:
-    """The message for a rank that calls something else than the ranks `others` of its group."""
+def mismatch(call: CollectiveCall, other_ranks: Sequence[int], other_signature: Signature) -> str:
+    """Returns the message for a rank whose call differs from that of `other_ranks` of its group."""
     return (
-        f"mismatched collectives: {name_ranks([arrival.ranks[arrival.group_rank]])} called "
-        f"{describe(arrival.signature)} where {name_ranks(others)} called {describe(theirs)}, in the group of "
-        f"{name_ranks(arrival.ranks)}; every rank of a group must issue the same collectives in the same order"
+        f"mismatched collectives: {name_ranks([call.ranks[call.group_rank]])} called "
+        f"{describe(call.signature)} where {name_ranks(other_ranks)} called {describe(other_signature)}, in the "
+        f"group of {name_ranks(call.ranks)}; every rank of a group must issue the same collectives in the same order"
     )
 
 
 def describe(signature: Signature) -> str:
-    """`all_reduce(sum, float32[4, 4])`."""
+    """Formats a call, e.g. `all_reduce(sum, float32[4, 4])`."""
     name, detail, metas = signature
     parts = [detail] if detail else []
     parts += [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in metas[:4]]
@@ -95,40 +109,40 @@ def describe(signature: Signature) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 2`, `ranks 0, 1, 3` or `ranks 0 to 7`."""
+    """Formats ranks, e.g. `rank 2`, `ranks 0, 1, 3` or `ranks 0 to 7`."""
     if len(ranks) > 4 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def group_actions(actions: Mapping[int, str]) -> list[str]:
-    """rank -> what it did, as `["rank 0 returned", "ranks 1, 2 raised ..."]`."""
+def describe_actions(actions: Mapping[int, str]) -> list[str]:
+    """Groups ranks by their action, e.g. `["rank 0 returned", "ranks 1, 2 raised ..."]`."""
     ranks_of: dict[str, list[int]] = {}
     for rank, action in actions.items():
         ranks_of.setdefault(action, []).append(rank)
     return [f"{name_ranks(ranks)} {action}" for action, ranks in ranks_of.items()]
 
 
-# ---- the maths ----
+# ---- the computation of each collective ----
 
-# Each takes the ranks' recorded calls, by group rank, and the signature they agree on.
+# Each function takes the arguments of all ranks' calls, by group rank, and their common signature.
 
 
 def _reduced(op: str, tensors: Tensors) -> torch.Tensor:
-    if op not in _COMBINE:
-        raise ValueError(f"got the reduction {op!r}, simulated ranks know {', '.join(_COMBINE)}")
+    if op not in _REDUCE_PAIR:
+        raise ValueError(f"got the reduction {op!r}, expected one of {', '.join(_REDUCE_PAIR)}")
     total = tensors[0].clone(memory_format=torch.contiguous_format)
     for tensor in tensors[1:]:
-        _COMBINE[op](total, tensor)
+        _REDUCE_PAIR[op](total, tensor)
     if op == "avg":
         total.div_(len(tensors), rounding_mode=None if total.dtype.is_floating_point else "trunc")
     return total
 
 
 def _finish_all_reduce(calls: list[Tensors], signature: Signature) -> None:
-    for same in zip(*calls, strict=True):
-        total = _reduced(signature[1], same)
-        for tensor in same:
+    for tensors in zip(*calls, strict=True):
+        total = _reduced(signature[1], tensors)
+        for tensor in tensors:
             tensor.copy_(total)
 
 
@@ -141,8 +155,8 @@ def _finish_broadcast(calls: list[tuple[Tensors, int]], _: Signature) -> None:
     root = calls[0][1]
     for rank, (tensors, _root) in enumerate(calls):
         if rank != root:
-            for mine, sent in zip(tensors, calls[root][0], strict=True):
-                mine.copy_(sent)
+            for received, sent in zip(tensors, calls[root][0], strict=True):
+                received.copy_(sent)
 
 
 def _finish_all_gather(calls: list[tuple[list[Tensors], Tensors]], _: Signature) -> None:
@@ -218,15 +232,15 @@ def _cut(tensor: torch.Tensor, splits: list[int], n: int) -> Tensors:
     return tuple(tensor.split(tensor.shape[0] // n)) if tensor.shape[0] else (tensor,) * n
 
 
-# ---- what c10d sees ----
+# ---- the process group ----
 
 
-def _meta(tensors: Tensors) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+def _metadata_of(tensors: Tensors) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     return tuple([(t.shape, t.dtype) for t in tensors])
 
 
 def _reduction(options: Any) -> str:
-    """ "sum", "avg", ... of c10d's options."""
+    """Returns the name of the reduction in c10d's options, e.g. "sum" or "avg"."""
     op = options.reduceOp.op
     return _REDUCTIONS.get(op) or str(op).rpartition(".")[2].lower()
 
@@ -244,14 +258,17 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
-    """One rank's end of a process group. The methods are those that torch.distributed calls.
+    """One rank's end of a process group, with the methods that torch.distributed calls.
 
-    torch 2.13 renamed the flat collectives; both names are here. c10d's calls from C++ (functional
-    collectives) arrive in the same methods.
+    torch 2.13 renamed the flat collectives; both names are defined. Functional collectives, which c10d calls from
+    C++, use the same methods.
 
     Args:
-        group_rank: of the rank whose end it is, among the global `ranks` of the group.
-        arrive: gets each call, and gives its Work.
+        group_rank: the rank's index in `ranks`.
+        ranks: global ranks of the group, by group rank.
+        name: the name of the group.
+        backend: the name of the backend.
+        submit: takes each call and returns its Work.
     """
 
     def __init__(
@@ -260,12 +277,12 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         ranks: tuple[int, ...],
         name: str,
         backend: str,
-        arrive: Callable[[Arrival], dist.Work],
+        submit: Callable[[CollectiveCall], dist.Work],
     ) -> None:
         super().__init__(group_rank, len(ranks))
-        self.ranks, self._me, self._n = ranks, group_rank, len(ranks)
-        self._name, self._backend, self._arrive = name, backend, arrive
-        self.named = False  # whether functional collectives can call it by its name
+        self.ranks, self._group_rank, self._size = ranks, group_rank, len(ranks)
+        self._name, self._backend, self._submit = name, backend, submit
+        self.is_name_registered = False  # functional collectives look groups up by name
 
     @property
     def group_name(self) -> str:
@@ -277,63 +294,65 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._backend
 
     def _call(
-        self, signature: Signature, finish: Callable[..., None], call: Any, results: Any = None
+        self, signature: Signature, finish: Callable[..., None], arguments: Any, results: Any = None
     ) -> dist.Work:
-        return self._arrive(Arrival(self.ranks, self._name, self._me, signature, finish, call, results))
+        return self._submit(
+            CollectiveCall(self.ranks, self._name, self._group_rank, signature, finish, arguments, results)
+        )
 
     def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        signature = ("all_reduce", _reduction(opts), _meta(tensors))
+        signature = ("all_reduce", _reduction(opts), _metadata_of(tensors))
         return self._call(signature, _finish_all_reduce, tensors, tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        signature = ("reduce", f"{_reduction(opts)} to group rank {opts.rootRank}", _meta(tensors))
+        signature = ("reduce", f"{_reduction(opts)} to group rank {opts.rootRank}", _metadata_of(tensors))
         return self._call(signature, _finish_reduce, (tensors[0], opts.rootRank), tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
-        signature = ("broadcast", f"from group rank {opts.rootRank}", _meta(tensors))
+        signature = ("broadcast", f"from group rank {opts.rootRank}", _metadata_of(tensors))
         return self._call(signature, _finish_broadcast, (tensors, opts.rootRank), tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: object = None) -> dist.Work:
-        # The parts may differ in size by rank, as long as every rank expects the same of each.
-        signature = ("all_gather", "", _meta([part for parts in outputs for part in parts]))
+        # Ranks may contribute parts of different sizes, as long as every rank expects the same size of each part.
+        signature = ("all_gather", "", _metadata_of([part for parts in outputs for part in parts]))
         for parts, sent in zip(outputs, inputs, strict=True):
-            if parts[self._me].shape != sent.shape or parts[self._me].dtype != sent.dtype:
+            if parts[self._group_rank].shape != sent.shape or parts[self._group_rank].dtype != sent.dtype:
                 raise SimulationError(
-                    f"all_gather got {sent.dtype} {list(sent.shape)} to send and {parts[self._me].dtype} "
-                    f"{list(parts[self._me].shape)} as this rank's part of the output; expected the same"
+                    f"all_gather got {sent.dtype} {list(sent.shape)} to send and {parts[self._group_rank].dtype} "
+                    f"{list(parts[self._group_rank].shape)} as this rank's part of the output; expected the same"
                 )
         return self._call(signature, _finish_all_gather, (outputs, inputs), outputs)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         for output, sent in zip(outputs, inputs, strict=True):
-            _check_size("all_gather_single", output, sent, self._n)
-        signature = ("all_gather_single", "", _meta(inputs))
+            _check_size("all_gather_single", output, sent, self._size)
+        signature = ("all_gather_single", "", _metadata_of(inputs))
         return self._call(signature, _finish_all_gather_single, (outputs, inputs), outputs)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        signature = ("gather", f"to group rank {opts.rootRank}", _meta(inputs))
+        signature = ("gather", f"to group rank {opts.rootRank}", _metadata_of(inputs))
         parts = outputs[0] if outputs else ()
         return self._call(signature, _finish_gather, (parts, inputs[0], opts.rootRank), outputs)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        signature = ("scatter", f"from group rank {opts.rootRank}", _meta(outputs))
+        signature = ("scatter", f"from group rank {opts.rootRank}", _metadata_of(outputs))
         parts = inputs[0] if inputs else ()
         return self._call(signature, _finish_scatter, (outputs[0], parts, opts.rootRank), outputs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: object) -> dist.Work:
-        metas = _meta([part for parts in inputs for part in parts])
+        metas = _metadata_of([part for parts in inputs for part in parts])
         signature = ("reduce_scatter", _reduction(opts), metas)
         return self._call(signature, _finish_reduce_scatter, (outputs, inputs), outputs)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: object) -> dist.Work:
         for output, sent in zip(outputs, inputs, strict=True):
-            _check_size("reduce_scatter_single", sent, output, self._n)
-        signature = ("reduce_scatter_single", _reduction(opts), _meta(inputs))
+            _check_size("reduce_scatter_single", sent, output, self._size)
+        signature = ("reduce_scatter_single", _reduction(opts), _metadata_of(inputs))
         return self._call(signature, _finish_reduce_scatter_single, (outputs, inputs), outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object) -> dist.Work:
@@ -351,10 +370,10 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         input_splits: list[int],
         opts: object = None,
     ) -> dist.Work:
-        # The rows may differ by rank; what a row is may not.
+        # The number of rows may differ between ranks; the shape and dtype of a row may not.
         signature = ("all_to_all_single", "rows of", ((input.shape[1:], input.dtype),))
-        call = (output, input, list(output_splits or ()), list(input_splits or ()))
-        return self._call(signature, _finish_all_to_all_single, call, [output])
+        arguments = (output, input, list(output_splits or ()), list(input_splits or ()))
+        return self._call(signature, _finish_all_to_all_single, arguments, [output])
 
     def barrier(self, *_: object, opts: object = None) -> dist.Work:
         return self._call(("barrier", "", ()), lambda *_: None, ())
@@ -367,17 +386,17 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
 
-# ---- the collectives of c10d as ops, which a dispatch mode sees ----
+# ---- collectives as ops, which a dispatch mode intercepts ----
 
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
 def group_of(op: OpOverload, args: Args, kwargs: Kwargs) -> dist.ProcessGroup | None:
-    """The group of the process that a collective is issued on; None of one that has none, such as waiting."""
+    """Returns the process group of a collective op; None for an op that takes no group, such as waiting."""
     named = bound_arguments(op, args, kwargs)
     group = named.get("process_group", named.get("group_name"))
     if isinstance(group, str):
-        with c10d_state.of_process():
+        with c10d_state.use_process_tables():
             return resolve_group(group)
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
@@ -385,15 +404,18 @@ def group_of(op: OpOverload, args: Args, kwargs: Kwargs) -> dist.ProcessGroup | 
 
 
 def issue(op: OpOverload, args: Args, kwargs: Kwargs, end: SimulatedGroup | None) -> Any:
-    """Runs the collective `op` as one rank, whose end of the group is `end`.
+    """Runs the collective `op` as one rank.
+
+    Args:
+        end: the rank's end of the group; None for an op that takes no group.
 
     Returns:
-        What the op returns; the other ranks' data has arrived.
+        The result of the op, after the data of the other ranks has arrived.
     """
-    if op.namespace != "c10d":  # torch's kernels of these call the methods of the group
+    if op.namespace != "c10d":  # torch's kernels of functional collectives call the methods of the group
         if end is None:
             return op(*args, **kwargs)
-        c10d_state.name_group(end)
+        c10d_state.register_group_name(end)
         result = op(*args, **kwargs)
         for tensor in tree_leaves(result):
             torch.ops._c10d_functional.wait_tensor(tensor)
@@ -402,7 +424,7 @@ def issue(op: OpOverload, args: Args, kwargs: Kwargs, end: SimulatedGroup | None
     name = op._schema.name.removeprefix("c10d::").removesuffix("_")
     if end is None or name not in vars(SimulatedGroup):
         raise SimulationError(
-            f"{op} is not simulated: use a collective, or ThreadWorld, which runs each rank by itself"
+            f"{op} is not simulated: use a collective, or ThreadWorld, which runs the program once per rank"
         )
     named = bound_arguments(op, args, kwargs)
     reduce_op = SimpleNamespace(op=named["reduce_op"].op()) if "reduce_op" in named else None
@@ -416,79 +438,83 @@ def issue(op: OpOverload, args: Args, kwargs: Kwargs, end: SimulatedGroup | None
 
 @functools.cache
 def _done() -> Any:
-    """A Work that is done: one for all, so that the ranks' results are the same."""
+    """Returns a completed Work: one object for all ranks, so that their results are equal."""
     return Work.boxed(FakeWork())
 
 
-# ---- which ranks meet in a collective ----
+# ---- which ranks call a collective together ----
 
-# The process has just its own rank's groups. But a group of a DeviceMesh dim is one of several that lie side by side
-# (its fibres): in the mesh [[0, 1], [2, 3]] the groups of the inner dim are 0-1 and 2-3, and a call on the one is, on
-# the other ranks, a call on the other.
-Fibres = tuple[tuple[int, ...], ...]
-_dims: weakref.WeakKeyDictionary[DeviceMesh, list[Fibres]] = weakref.WeakKeyDictionary()
+# The process has only the groups of its own rank. A group of a DeviceMesh dim has siblings along the same dim: in the
+# mesh [[0, 1], [2, 3]] the groups of the inner dim are 0-1 and 2-3. When rank 0 calls a collective on 0-1, ranks 2
+# and 3 call it on 2-3.
+RankGroups = tuple[tuple[int, ...], ...]
+_groups_by_dim: weakref.WeakKeyDictionary[DeviceMesh, list[RankGroups]] = weakref.WeakKeyDictionary()
 
 
-def fibres_by_dim(mesh: DeviceMesh) -> list[Fibres]:
-    """The ranks of every group along each dim of `mesh`, or of its siblings where it is a slice."""
-    if mesh not in _dims:
-        _dims[mesh] = [mesh_dim_groups(mesh, dim) for dim in range(mesh.ndim)]
-    return _dims[mesh]
+def groups_by_dim(mesh: DeviceMesh) -> list[RankGroups]:
+    """Returns, per dim of `mesh`, the ranks of every group along it; of a slice, also the groups of its sibling
+    slices.
+    """
+    if mesh not in _groups_by_dim:
+        _groups_by_dim[mesh] = [mesh_dim_groups(mesh, dim) for dim in range(mesh.ndim)]
+    return _groups_by_dim[mesh]
 
 
 def coordinate_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
-    """Where `rank` stands in `mesh`, or in the sibling of it that holds `rank`; None outside."""
-    fibres = [next((f for f in along if rank in f), None) for along in fibres_by_dim(mesh)]
-    return None if None in fibres else tuple(f.index(rank) for f in fibres if f is not None)
+    """Returns the coordinate of `rank` in `mesh`, or in the sibling slice that contains it; None outside both."""
+    own_groups = [next((ranks for ranks in groups if rank in ranks), None) for groups in groups_by_dim(mesh)]
+    return None if None in own_groups else tuple(g.index(rank) for g in own_groups if g is not None)
 
 
-# As declared, or as their meshes say.
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Fibres] = weakref.WeakKeyDictionary()
+# The groups declared with `declare_group`, or found in the mesh of a group.
+_sibling_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroups] = weakref.WeakKeyDictionary()
 
 
-def declare_group(group: dist.ProcessGroup, fibres: Sequence[Sequence[int]]) -> None:
+def declare_group(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) -> None:
     """Declares which ranks call a collective on `group`, or on their own counterpart of it.
 
-    Needed only for groups made by hand: those of a DeviceMesh are known.
+    Needed only for groups made by hand; the groups of a DeviceMesh are recognised.
 
     Args:
-        fibres: the global ranks of each group, in group order; one of them is `group`'s own. Ranks in
-            none of them take no part.
+        groups: the global ranks of each group, in group order, including those of `group` itself. Other ranks do not
+            call the collective.
 
     Raises:
-        SimulationError: `group`'s own ranks are not among them.
+        SimulationError: `groups` does not include the ranks of `group`.
     """
-    listed = tuple(tuple(ranks) for ranks in fibres)
-    own = tuple(dist.get_process_group_ranks(group))
-    if own not in listed:
+    rank_groups = tuple(tuple(ranks) for ranks in groups)
+    group_ranks = tuple(dist.get_process_group_ranks(group))
+    if group_ranks not in rank_groups:
         raise SimulationError(
-            f"declare_group got {list(map(list, listed))} for the group of {name_ranks(own)}, expected the ranks of "
-            "all groups, this one's among them"
+            f"declare_group got {list(map(list, rank_groups))} for the group of {name_ranks(group_ranks)}, expected "
+            "the ranks of all groups, including this one's"
         )
-    _groups[group] = listed
+    _sibling_groups[group] = rank_groups
 
 
-def fibres_of_group(group: dist.ProcessGroup) -> Fibres:
-    """The groups that meet in a collective on `group`."""
-    if group not in _groups:
-        _groups[group] = _fibres_by_mesh(group)
-    return _groups[group]
+def sibling_groups(group: dist.ProcessGroup) -> RankGroups:
+    """Returns the ranks of every group that calls a collective when the process calls it on `group`."""
+    if group not in _sibling_groups:
+        _sibling_groups[group] = _sibling_groups_by_mesh(group)
+    return _sibling_groups[group]
 
 
-def _fibres_by_mesh(group: dist.ProcessGroup) -> Fibres:
-    own = tuple(dist.get_process_group_ranks(group))
+def _sibling_groups_by_mesh(group: dist.ProcessGroup) -> RankGroups:
+    group_ranks = tuple(dist.get_process_group_ranks(group))
     if not group.group_desc.startswith("mesh"):
-        return (own,)
-    # A group does not know its mesh. Looking through all objects is slow, and done once per group.
+        return (group_ranks,)
+    # A group has no reference to its mesh. Searching all objects is slow, but done only once per group.
     for mesh in gc.get_objects():
-        # isinstance would read attributes of any object; a mesh with a thread is of a ThreadWorld's rank, whose groups
-        # are not the process', whatever their names.
+        # isinstance would read an attribute of every object. A mesh with a thread id belongs to a rank of a
+        # ThreadWorld; its groups are not the process's, even if their names are equal.
         if issubclass(type(mesh), DeviceMesh) and getattr(mesh, "_thread_id", None) is None:
             for dim, name in enumerate(mesh_group_names(mesh)):
                 if name == group.group_name:
-                    fibres = fibres_by_dim(mesh)[dim]
+                    groups = groups_by_dim(mesh)[dim]
                     # A mesh of a destroyed world may have used the same name for other ranks.
-                    is_own = any(set(own) == set(fibre) for fibre in fibres)
-                    if is_own and max(map(max, fibres)) < dist.get_world_size():
-                        return tuple(tuple(sorted(fibre)) for fibre in fibres)  # as torch makes groups
-    return (own,)
+                    has_group = any(set(group_ranks) == set(ranks) for ranks in groups)
+                    if has_group and max(map(max, groups)) < dist.get_world_size():
+                        return tuple(
+                            tuple(sorted(ranks)) for ranks in groups
+                        )  # torch sorts the ranks of a group
+    return (group_ranks,)

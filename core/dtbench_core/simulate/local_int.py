@@ -1,10 +1,11 @@
-"""Numbers that differ between simulated ranks: what `shape`, a coordinate or `item()` gives there.
+"""Numbers that differ between simulated ranks, such as a dim of uneven shards, a mesh coordinate or `item()`.
 
-A `torch.SymInt` (SymFloat, SymBool) carries a node of this module, so torch takes it wherever it takes
-a symbolic number: in shapes, as a scalar, as a dim's length. Arithmetic happens rank by rank. A
-comparison that comes out the same on every rank is a plain bool. One that does not can be carried
-along, but raises `RankDependentError` once the program would have to branch on it: the simulated
-program is run once, and can go only one way.
+A `torch.SymInt` (SymFloat, SymBool) carries a node of this module. torch therefore accepts it wherever it accepts a
+symbolic number: in shapes, as a scalar, as the length of a dim. Arithmetic is done for each rank.
+
+A comparison with the same result on every rank is a plain bool. Otherwise its result can be passed on, but
+`RankDependentError` is raised once the program has to branch on it: the simulated program runs once and can take only
+one branch.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from dtbench_core.op_types import Call
 Number = int | float | bool
 
 
-def _is_of(kind: type) -> Callable[[_LocalNode], bool]:
+def _has_kind(kind: type) -> Callable[[_LocalNode], bool]:
     return lambda node: node.kind is kind
 
 
 class _LocalNode:
     """One number per rank, as the node of a symbolic number.
 
-    torch calls these methods by name, from Python and from C++. An operation gives the node of whatever
-    Python gives rank by rank.
+    torch calls these methods by name, from Python and from C++. An operation applies Python's own to each rank's
+    number and returns a node of the results.
+
+    Attributes:
+        kind: the Python type of the numbers.
+        values: rank -> number.
     """
 
     kind: ClassVar[type]
@@ -39,17 +44,17 @@ class _LocalNode:
     def __init__(self, values: Mapping[int, Any]) -> None:
         self.values: dict[int, Any] = dict(values)
 
-    # ---- what it is ----
+    # ---- properties ----
 
-    is_int, is_float, is_bool = (_is_of(kind) for kind in (int, float, bool))
+    is_int, is_float, is_bool = (_has_kind(kind) for kind in (int, float, bool))
 
-    def _no(self) -> bool:
+    def _false(self) -> bool:
         return False
 
-    is_nested_int = is_symbolic = has_hint = _no
+    is_nested_int = is_symbolic = has_hint = _false
 
     def is_constant(self) -> bool:
-        """Whether all ranks agree; then `guard_int` and the like give the number."""
+        """Whether all ranks have the same number; `guard_int` and similar methods then return it."""
         return len(set(self.values.values())) == 1
 
     def _constant(self) -> Any:
@@ -69,14 +74,14 @@ class _LocalNode:
 
     # ---- arithmetic ----
 
-    def _each(self, fn: Call, *others: object) -> _LocalNode:
-        for other in others:
-            if isinstance(other, _LocalNode) and other.values.keys() != self.values.keys():
+    def _each(self, fn: Call, *operands: object) -> _LocalNode:
+        for operand in operands:
+            if isinstance(operand, _LocalNode) and operand.values.keys() != self.values.keys():
                 raise RankDependentError(
-                    f"got numbers of different simulated ranks, {self} and {other}, expected the same ranks: "
+                    f"got numbers of different simulated ranks, {self} and {operand}, expected the same ranks: "
                     "compute with values of one mesh"
                 )
-        return node_of({r: fn(v, *(_on_rank(o, r) for o in others)) for r, v in self.values.items()})
+        return node_of({r: fn(v, *(_on_rank(o, r) for o in operands)) for r, v in self.values.items()})
 
     def _wrap(self, number: Number) -> _LocalNode:
         return node_of(dict.fromkeys(self.values, number))
@@ -86,7 +91,7 @@ class _LocalNode:
     def sym_sum(self, terms: Sequence[object]) -> _LocalNode:
         return self._each(lambda _, *numbers: sum(numbers), *terms)
 
-    # ---- where the program needs the one number ----
+    # ---- uses that need the same number on every rank ----
 
     def _decide(self, *_: object) -> Any:
         if not self.is_constant():
@@ -97,7 +102,7 @@ class _LocalNode:
     expect_true = expect_size = evaluate = _decide
 
     def guard_or_false(self, *_: object) -> bool:
-        """For checks whose "don't know" is False: true only if it is so on every rank."""
+        """Answers checks for which "unknown" is False: true only if true on every rank."""
         return all(self.values.values())
 
     def guard_or_true(self, *_: object) -> bool:
@@ -107,7 +112,7 @@ class _LocalNode:
 
     def _refuse(self) -> NoReturn:
         raise RankDependentError(
-            f"got {self}, a number that differs between the simulated ranks, where the program needs the one "
+            f"got {self}, a number that differs between the simulated ranks, where the program needs a single "
             "number or has to branch on it: do this part per rank, in a function under "
             "rank_map(fn) or @maybe_run_for_local_tensor"
         )
@@ -126,25 +131,29 @@ class LocalFloatNode(_LocalNode):
 
 
 class LocalBoolNode(_LocalNode):
-    """A bool per rank. `of` is the comparison it comes from, if any."""
+    """A bool per rank.
+
+    Attributes:
+        comparison: the name of the comparison that it results from, or "".
+    """
 
     kind = bool
-    of = ""
+    comparison = ""
 
     def guard_bool(self, *_: object) -> bool:
-        """torch's own C++ code branches on it (a Python program asks `bool_`).
+        """Decides a branch of torch's own C++ code (a Python program calls `bool_`).
 
-        It asks whether a size is 0 or 1, or that of another tensor, to take a shortcut: where that holds on some
-        ranks only, the general way is right for all. (The one exception is a dim that broadcasts on
-        some ranks only, which local_tensor.py refuses.)
+        C++ code compares a size with 0, 1 or the size of another tensor to take a shortcut. If the comparison holds
+        on some ranks only, the general branch is correct for all. (The one exception is a dim that broadcasts on some
+        ranks only, which local_tensor.py refuses.)
         """
-        if not self.is_constant() and self.of in ("eq", "ne"):
-            return self.of == "ne"
+        if not self.is_constant() and self.comparison in ("eq", "ne"):
+            return self.comparison == "ne"
         return bool(self._decide())
 
 
 _SAME_NAME = "add sub mul mod floordiv lshift rshift truediv pow eq ne lt le gt ge neg abs pos and_ or_"
-_NUMBERS: dict[str, Call] = {
+_OPERATORS: dict[str, Call] = {
     **{name: getattr(operator, name) for name in _SAME_NAME.split()},
     **{name: getattr(math, name) for name in ("floor", "ceil", "trunc")},
     "int_floordiv": operator.floordiv,
@@ -167,21 +176,21 @@ _NUMBERS: dict[str, Call] = {
 }
 
 
-def _installed(name: str, fn: Call) -> Call:
-    def method(self: _LocalNode, *others: object) -> _LocalNode:
-        node = self._each(fn, *others)
+def _operator_method(name: str, fn: Call) -> Call:
+    def method(self: _LocalNode, *operands: object) -> _LocalNode:
+        node = self._each(fn, *operands)
         if isinstance(node, LocalBoolNode):
-            node.of = name
+            node.comparison = name
         return node
 
     return method
 
 
-for _name, _fn in _NUMBERS.items():
-    setattr(_LocalNode, _name, _installed(_name, _fn))
+for _name, _fn in _OPERATORS.items():
+    setattr(_LocalNode, _name, _operator_method(_name, _fn))
 
 
-# torch asks the node of a tensor's first symbolic size about the tensor's memory layout.
+# torch calls these methods on the node of a tensor's first symbolic size, to learn the tensor's memory layout.
 _LAYOUT: dict[str, Callable[[torch.Tensor], bool]] = {
     "is_contiguous": torch.Tensor.is_contiguous,
     "is_non_overlapping_and_dense": lambda t: torch.ops.aten.is_non_overlapping_and_dense(t),
@@ -190,39 +199,41 @@ for _dims, _format in ((2, torch.channels_last), (3, torch.channels_last_3d)):
     _LAYOUT[f"is_channels_last_contiguous_{_dims}d"] = functools.partial(
         torch.Tensor.is_contiguous, memory_format=_format
     )
-    _LAYOUT[f"is_channels_last_strides_{_dims}d"] = lambda t, wanted=_format: (  # type: ignore[misc]
-        torch.ops.aten.is_strides_like_format(t, wanted)
+    _LAYOUT[f"is_channels_last_strides_{_dims}d"] = lambda t, memory_format=_format: (  # type: ignore[misc]
+        torch.ops.aten.is_strides_like_format(t, memory_format)
     )
 
 
-def _installed_layout(fn: Callable[[torch.Tensor], bool]) -> Call:
+def _layout_method(fn: Callable[[torch.Tensor], bool]) -> Call:
     def method(self: _LocalNode, sizes: list[Any], strides: list[Any]) -> _LocalNode:
         layouts = {
             r: [[_on_rank(n, r) for n in numbers] for numbers in (sizes, strides)] for r in self.values
         }
         with torch._C._DisableTorchDispatch():
-            return node_of({r: fn(torch.empty_strided(*of, device="meta")) for r, of in layouts.items()})
+            return node_of(
+                {r: fn(torch.empty_strided(*layout, device="meta")) for r, layout in layouts.items()}
+            )
 
     return method
 
 
 for _name, _layout_fn in _LAYOUT.items():
-    setattr(_LocalNode, _name, _installed_layout(_layout_fn))
+    setattr(_LocalNode, _name, _layout_method(_layout_fn))
 
 
 def _on_rank(value: object, rank: int) -> Any:
-    """The plain number that `value` (a number, symbolic or not, or a node) is on `rank`."""
+    """Returns the plain number of `value` on `rank`. `value` is a number, a symbolic number or a node."""
     node = getattr(value, "node", value) if not isinstance(value, (int, float)) else value
     if isinstance(node, _LocalNode):
         if rank not in node.values:
             raise RankDependentError(f"got the number {node}, which rank {rank} does not have")
         return node.values[rank]
-    constant = getattr(node, "maybe_as_int", None)  # a constant node of torch's own
+    constant = getattr(node, "maybe_as_int", None)  # torch's own constant node
     return node if constant is None else constant()
 
 
 def node_of(values: Mapping[int, Any]) -> _LocalNode:
-    """The node of these plain numbers, one per rank."""
+    """Returns the node of these plain numbers, one per rank."""
     kinds = {type(v) for v in values.values()}
     if kinds == {bool}:
         return LocalBoolNode(values)
@@ -233,7 +244,7 @@ _SYMBOLS: dict[type, Any] = {int: torch.SymInt, float: torch.SymFloat, bool: tor
 
 
 def local_number(values: Mapping[int, Number]) -> Any:
-    """The number itself if all ranks have the same, else a SymInt, SymFloat or SymBool of all."""
+    """Returns the number itself if all ranks have the same, otherwise a SymInt, SymFloat or SymBool of all numbers."""
     node = node_of(values)
     if node.is_constant():
         return next(iter(values.values()))
@@ -241,18 +252,18 @@ def local_number(values: Mapping[int, Number]) -> Any:
 
 
 def local_int(values: Mapping[int, int]) -> Any:
-    """An int, or a `torch.SymInt` that is `values[r]` on simulated rank r."""
+    """Returns an int, or a `torch.SymInt` whose value on simulated rank r is `values[r]`."""
     return local_number(values)
 
 
 def values_of(number: Any) -> dict[int, Any] | None:
-    """rank -> number of a rank-dependent number, None for anything else."""
+    """Returns rank -> number for a rank-dependent number, None for anything else."""
     node = number.node if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
     return node.values if isinstance(node, _LocalNode) else None
 
 
 def describe_values(values: Mapping[int, Any]) -> str:
-    """`{0-2: 4, 3: 1}`: equal values stand once, with their ranks."""
+    """Formats values per rank, e.g. `{0-2: 4, 3: 1}`; ranks with equal values are listed together."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(values):
         groups.setdefault(repr(values[rank]), []).append(rank)

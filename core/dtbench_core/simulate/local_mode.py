@@ -17,7 +17,7 @@ from dtbench_core.op_types import Args, Call, Kwargs
 from dtbench_core.simulate.dtensor_parts import CoreParts
 from dtbench_core.simulate.group import NAMESPACES, group_of, issue
 from dtbench_core.simulate.local_int import local_int
-from dtbench_core.simulate.local_random import RankStates, default_generators, set_states
+from dtbench_core.simulate.local_random import RankStates, default_generators, set_generator_states
 from dtbench_core.simulate.local_tensor import (
     LocalTensor,
     PlainCopies,
@@ -127,7 +127,7 @@ class LocalTensorMode(RankRunner):
         parts = CoreParts(self.ranks, copies)
         result = self.call_as_ranks(run, args, kwargs, name=name, parts=parts, sees_ops=False)
         if op._schema.is_mutable:
-            parts.settle(name)
+            parts.update_written(name)
         copies.write_back(name)
         return result
 
@@ -152,8 +152,8 @@ class LocalTensorMode(RankRunner):
         if is_random(op):
             for generator in generators_in((args, kwargs)):
                 if generator not in self._starts:
-                    self._starts[generator] = self.random.of(generator)
-                    set_states({generator: self._starts[generator][rank]})
+                    self._starts[generator] = self.random.states_of(generator)
+                    set_generator_states({generator: self._starts[generator][rank]})
         return op(*args, **kwargs)
 
     def _issue(self, op: Any, /, *args: object, **kwargs: object) -> Any:
@@ -253,4 +253,4 @@ def maybe_run_for_local_tensor(fn: Callable[P, R]) -> Callable[P, R]:
 def per_rank(value: object, ranks: Iterable[int]) -> list[Any]:
     """Returns the value of each of `ranks`."""
     parts = RankParts()
-    return [parts.of(value, rank) for rank in ranks]
+    return [parts.part_of(value, rank) for rank in ranks]

@@ -1,4 +1,4 @@
-"""LocalTensor: every rank's tensor of a sharded program, inside one process, to look at it and debug it.
+"""LocalTensor: the tensors of all ranks of a sharded program inside one process, for inspection and debugging.
 
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -7,24 +7,25 @@
     with LocalTensorMode(4):
         x = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
         print(x.to_local())             # all ranks' shards, with their ranks
-        y = x.sum().full_tensor()       # the all-reduce is maths over the shards
-        print(y.reconcile())            # the one tensor all ranks hold, or an error naming who differs
+        y = x.sum().full_tensor()       # the all-reduce is computed from the shards
+        print(y.reconcile())            # the tensor that all ranks hold, or an error naming the ranks that differ
 
-The program is run once, for all ranks:
+The program runs once, for all ranks:
 
-- A tensor made inside the mode is a LocalTensor: a tensor per rank. An op runs on each rank's; a
-  collective, of this package or of torch.distributed, is done as maths over the ranks of each group.
-  Tensors made before are plain, and the same on every rank.
-- What differs between ranks is a number per rank: `shape` of uneven shards, `dist.get_rank()`,
-  `mesh.get_coordinate()`, `item()`. One can compute with it; to branch on it is an error (local_int.py).
-- What has to run rank by rank goes into a function: `rank_map(lambda rank: torch.full((2,), rank))`,
-  or `@maybe_run_for_local_tensor` on one that takes a rank's tensors and numbers and gives new ones.
-  Collectives are allowed there.
-- `with mode.as_rank(2):` is rank 2 alone: its coordinates, its random numbers, plain tensors.
-- Autograd sees LocalTensors like tensors. Every rank has its own random state; `torch.manual_seed`
-  sets all.
+- A tensor made inside the mode is a LocalTensor: one tensor per rank. An op runs on each rank's tensor. A collective,
+  of this package or of torch.distributed, is computed from the tensors of the ranks in each group. Tensors made
+  before are plain, and the same on every rank.
+- A value that differs between ranks is one number per rank: `shape` of uneven shards, `dist.get_rank()`,
+  `mesh.get_coordinate()`, `item()`. The program can compute with such a number; branching on it is an error
+  (local_int.py).
+- Code that has to run rank by rank goes into a function: `rank_map(lambda rank: torch.full((2,), rank))`. A function
+  that takes one rank's tensors and numbers and returns new ones can be decorated with `@maybe_run_for_local_tensor`.
+  Such functions may call collectives.
+- `with mode.as_rank(2):` runs code as rank 2 alone: its coordinates, its random numbers, plain tensors.
+- Autograd treats LocalTensors like any tensor. Every rank has its own random state; `torch.manual_seed` sets all of
+  them.
 
-Ranks that would hang or diverge in a real world raise a SimulationError that names them.
+Where real ranks would hang or diverge, a SimulationError names them.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ from dtbench_core.rules.base import bound_arguments
 from dtbench_core.simulate.local_int import describe_values, local_number, values_of
 from dtbench_core.torch_compat import make_wrapper, register_foreach_type
 
-# Of how many ranks (or groups of ranks that hold the same) `repr` shows the values.
-SHOWN = 8
+# The number of ranks, or groups of ranks with equal tensors, whose values `repr` and messages show.
+_MAX_SHOWN_GROUPS = 8
 
 
 class LocalTensor(torch.Tensor):
-    """A tensor per simulated rank. Sizes and strides that differ between ranks are rank-dependent ints.
+    """One tensor per simulated rank. Sizes and strides that differ between ranks are rank-dependent ints.
 
     Args:
-        local_tensors: global rank -> its tensor. Shapes may differ, the number of dims, dtype and
-            device may not. They must not require grad: autograd sees the LocalTensor alone.
+        local_tensors: global rank -> its tensor. Shapes may differ; the number of dims, dtype and device must not.
+            The tensors must not require grad, since autograd sees only the LocalTensor.
 
     Raises:
-        SimulationError: no tensor, or tensors that cannot be one.
+        SimulationError: no tensor, or tensors that cannot form a LocalTensor.
     """
 
     __slots__ = ("_local_tensors",)
@@ -73,7 +74,7 @@ class LocalTensor(torch.Tensor):
     def __new__(
         cls: type[LocalTensor], local_tensors: Mapping[int, torch.Tensor], requires_grad: bool = False
     ) -> LocalTensor:
-        shape, stride, dtype, device = _metadata(local_tensors)
+        shape, stride, dtype, device = _common_metadata(local_tensors)
         tensor: Any = make_wrapper(
             cls, shape, stride, dtype=dtype, device=device, requires_grad=requires_grad
         )
@@ -92,19 +93,20 @@ class LocalTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # torch's setter would take over the metadata and leave the shards behind.
+        # torch's setter would copy the metadata but not the shards.
         if not isinstance(value, LocalTensor):
             raise SimulationError(
-                f"got .data = a plain {_brief(value)} on a LocalTensor, expected one too: make it inside the mode"
+                f"got .data = a plain {_describe_tensor(value)} on a LocalTensor, expected a LocalTensor: make it "
+                "inside the mode"
             )
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local_tensors = value._local_tensors
 
     def shard(self, rank: int) -> torch.Tensor:
-        """What `rank` holds, sharing memory.
+        """Returns the tensor of `rank`, sharing memory.
 
         Raises:
-            SimulationError: `rank` holds nothing of it.
+            SimulationError: `rank` holds no tensor.
         """
         if rank not in self._local_tensors:
             raise SimulationError(
@@ -113,44 +115,49 @@ class LocalTensor(torch.Tensor):
         return self._local_tensors[rank].detach()
 
     def wait(self) -> LocalTensor:
-        """Itself: a simulated collective is complete when it returns, which those who hold its result may not know."""
+        """Returns the tensor itself: a simulated collective is complete when it returns.
+
+        Code that waits for the result of any collective works here, too.
+        """
         return self
 
     def data_ptr(self) -> int:
-        """
+        """Always raises, since the LocalTensor has no memory of its own.
+
         Raises:
             SimulationError: always.
         """
         raise SimulationError(
-            f"data_ptr of a LocalTensor of ranks {describe_ranks(self.ranks)}, which has no memory of its own: take "
-            "that of a rank's tensor, shard(rank).data_ptr()"
+            f"data_ptr of a LocalTensor of ranks {describe_ranks(self.ranks)}, which has no memory of its own: use "
+            "the pointer of a rank's tensor, shard(rank).data_ptr()"
         )
 
     def reconcile(self) -> torch.Tensor:
-        """The one plain tensor that every rank holds: a copy, which requires grad if this does.
+        """Returns a copy of the tensor that is the same on every rank. It requires grad if this tensor does.
 
         Raises:
-            RankDependentError: ranks hold different values or shapes; the message says which.
+            RankDependentError: ranks hold different values or shapes; the message lists them.
         """
-        held = _groups(self._local_tensors)
-        if len(held) > 1:
+        ranks_by_value = _group_equal(self._local_tensors)
+        if len(ranks_by_value) > 1:
             raise RankDependentError(
-                f"reconcile got a LocalTensor that differs between ranks ({_listed(held, self._local_tensors)}), "
-                "expected the same on all: gather it first, or look at shard(rank)"
+                "reconcile got a LocalTensor that differs between ranks "
+                f"({_describe_groups(ranks_by_value, self._local_tensors)}), expected the same on all: gather it "
+                "first, or look at shard(rank)"
             )
         with torch._C._DisableTorchDispatch():
-            one = _copied(self._local_tensors[self.ranks[0]])
-            return one if holds_shards(one) else one.detach().requires_grad_(self.requires_grad)
+            tensor = _copied(self._local_tensors[self.ranks[0]])
+            return tensor if holds_shards(tensor) else tensor.detach().requires_grad_(self.requires_grad)
 
     def tolist(self) -> Any:
-        """As nested lists, if all ranks hold the same."""
+        """Returns the values as nested lists, if all ranks hold the same."""
         return LocalTensor(self._local_tensors).reconcile().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.reconcile().numpy(force=force)
 
     def __getitem__(self, index: Any) -> Any:
-        # torch selects with symbolic numbers, but its indexing refuses them.
+        # torch accepts symbolic numbers in `select`, but not as an index.
         return self.select(0, index) if values_of(index) is not None else super().__getitem__(index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
@@ -166,27 +173,27 @@ class LocalTensor(torch.Tensor):
             return _unpickled, (pickle.dumps(self._local_tensors, protocol), self.requires_grad)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        held = _groups(self._local_tensors)
+        ranks_by_value = _group_equal(self._local_tensors)
         grad = ", requires_grad=True" if self.requires_grad else ""
-        lines = [f"LocalTensor({_brief(self)} on ranks {describe_ranks(self.ranks)}{grad}"]
+        lines = [f"LocalTensor({_describe_tensor(self)} on ranks {describe_ranks(self.ranks)}{grad}"]
         with torch._C._DisableTorchDispatch():
-            for ranks in held[:SHOWN]:
+            for ranks in ranks_by_value[:_MAX_SHOWN_GROUPS]:
                 text = repr(self._local_tensors[ranks[0]]).replace("\n", "\n    ")
                 lines.append(f"  {describe_ranks(ranks)}: {text}")
-        if len(held) > SHOWN:
-            lines.append(f"  ... {len(held) - SHOWN} more")
+        if len(ranks_by_value) > _MAX_SHOWN_GROUPS:
+            lines.append(f"  ... {len(ranks_by_value) - _MAX_SHOWN_GROUPS} more")
         return "\n".join(lines) + ")"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """An op outside every mode, which is all a mode needs not see."""
+        """Runs an op outside every mode. Only ops that need neither process groups nor random states can run there."""
         if any(kind is not LocalTensor and not is_plain(kind) for kind in types):
             return NotImplemented
         if op.namespace != "aten" or is_random(op):
             raise SimulationError(
-                f"{op} got a LocalTensor outside a LocalTensorMode, which knows the groups and random states of its "
+                f"{op} got a LocalTensor outside a LocalTensorMode, which has the groups and random states of its "
                 "ranks: run it inside `with LocalTensorMode(...):`"
             )
         return run_on_each(op, args, kwargs or {})
@@ -196,7 +203,7 @@ register_foreach_type(LocalTensor)
 
 
 def _unpickled(tensors: bytes, requires_grad: bool) -> LocalTensor:
-    # As bytes, so that the shards are plain tensors again inside a mode too.
+    # The shards are stored as bytes, so that unpickling inside a mode makes plain tensors of them.
     with torch._C._DisableTorchDispatch():
         return LocalTensor(pickle.loads(tensors), requires_grad)
 
@@ -206,8 +213,12 @@ def is_random(op: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
-def _metadata(tensors: Mapping[int, torch.Tensor]) -> tuple[list[Any], list[Any], torch.dtype, torch.device]:
-    """(shape, stride, dtype, device) common to `tensors`, with numbers per rank where they differ."""
+def _common_metadata(
+    tensors: Mapping[int, torch.Tensor],
+) -> tuple[list[Any], list[Any], torch.dtype, torch.device]:
+    """Returns the (shape, stride, dtype, device) of a LocalTensor of `tensors`; sizes that differ are numbers per
+    rank.
+    """
     if not tensors:
         raise SimulationError("got no tensor for a LocalTensor, expected one for at least one rank")
     first = next(iter(tensors.values()))
@@ -217,13 +228,13 @@ def _metadata(tensors: Mapping[int, torch.Tensor]) -> tuple[list[Any], list[Any]
         if (tensor.dim(), tensor.dtype, tensor.device) != (first.dim(), first.dtype, first.device):
             listed = {r: f"{t.dim()}-dim {t.dtype} on {t.device}" for r, t in tensors.items()}
             raise SimulationError(
-                f"got tensors of different kinds for the ranks, {describe_values(listed)}; expected one number of "
-                "dims, one dtype and one device"
+                f"got tensors of different kinds for the ranks, {describe_values(listed)}; expected the same number "
+                "of dims, dtype and device on all"
             )
         if tensor.requires_grad:
             raise SimulationError(
-                f"got a tensor that requires grad for rank {rank}, expected detached ones: autograd sees the "
-                "LocalTensor alone, so pass tensor.detach() and requires_grad=True"
+                f"got a tensor that requires grad for rank {rank}, expected a detached tensor: autograd sees only the "
+                "LocalTensor, so pass tensor.detach() and requires_grad=True"
             )
     if len({(t.shape, t.stride()) for t in tensors.values()}) == 1:
         return list(first.shape), list(first.stride()), first.dtype, first.device
@@ -233,8 +244,8 @@ def _metadata(tensors: Mapping[int, torch.Tensor]) -> tuple[list[Any], list[Any]
     return shape, stride, first.dtype, first.device
 
 
-def _groups(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
-    """The ranks by what they hold: each list holds the same, NaN for NaN."""
+def _group_equal(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
+    """Groups the ranks so that those with equal tensors are together; NaN equals NaN."""
     groups: list[list[int]] = []
     with torch._C._DisableTorchDispatch():
         for rank, tensor in tensors.items():
@@ -246,7 +257,7 @@ def _groups(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
     return groups
 
 
-# Both run without torch's dispatch, where shards must be gone to directly.
+# Both functions run without torch's dispatch, where the shards of a tensor that wraps them must be accessed directly.
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,8 +274,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.is_floating_point() or a.is_complex()) and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _brief(tensor: torch.Tensor) -> str:
-    """`float32[{0-2: 2, 3: 1}, 3]`, and the values of a small plain tensor."""
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    """Formats dtype and shape, e.g. `float32[{0-2: 2, 3: 1}, 3]`, with the values of a small plain tensor."""
     text = f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
     if isinstance(tensor, LocalTensor) or tensor.is_meta or not 0 < tensor.numel() <= 8:
         return text
@@ -272,122 +283,136 @@ def _brief(tensor: torch.Tensor) -> str:
         return f"{text} {tensor.tolist()}"
 
 
-def _listed(groups: Sequence[Sequence[int]], tensors: Mapping[int, torch.Tensor]) -> str:
-    return "; ".join(f"ranks {describe_ranks(of)}: {_brief(tensors[of[0]])}" for of in groups[:SHOWN])
+def _describe_groups(groups: Sequence[Sequence[int]], tensors: Mapping[int, torch.Tensor]) -> str:
+    return "; ".join(
+        f"ranks {describe_ranks(ranks)}: {_describe_tensor(tensors[ranks[0]])}"
+        for ranks in groups[:_MAX_SHOWN_GROUPS]
+    )
 
 
 def refresh(tensor: LocalTensor) -> None:
-    """Makes the sizes that torch sees those of the shards, after an op that changed them in place."""
-    shape, stride, _, _ = _metadata(tensor._local_tensors)
+    """Updates the sizes that torch reads, after an op changed those of the shards in place."""
+    shape, stride, _, _ = _common_metadata(tensor._local_tensors)
     shown = *tensor.shape, *tensor.stride()
     if [values_of(n) or n for n in shown] != [values_of(n) or n for n in (*shape, *stride)]:
         with torch.no_grad():
             tensor.data = LocalTensor(tensor._local_tensors)
 
 
-# ---- one value for all ranks, and back ----
+# ---- splitting values by rank, and joining them ----
 
 
 class RankParts:
-    """Takes a rank's parts out of values, and puts what the ranks give together again.
+    """Takes a rank's parts of values, and remembers each part's source so that `joined` can return it.
 
-    copies: of plain tensors that ranks write to.
+    Args:
+        copies: each rank's copies of plain tensors that an op writes to.
     """
 
     def __init__(self, copies: PlainCopies | None = None) -> None:
-        self._wholes: dict[int, tuple[Any, Any]] = {}  # id of a part -> (the part, what it was taken from)
+        self._sources: dict[
+            int, tuple[Any, Any]
+        ] = {}  # id of a part -> (the part, the value it was taken from)
         self._copies = copies
 
-    def of(self, value: object, rank: int) -> Any:
-        """`value` as `rank` has it; containers are looked into."""
-        return tree_map(lambda leaf: self._part(leaf, rank), value)
+    def part_of(self, value: object, rank: int) -> Any:
+        """Returns the part of `value` on `rank`, looking into containers."""
+        return tree_map(lambda leaf: self._leaf_part(leaf, rank), value)
 
-    def _part(self, value: object, rank: int) -> Any:
-        if self._copies is not None and (copy := self._copies.of(value, rank)) is not None:
+    def _leaf_part(self, value: object, rank: int) -> Any:
+        if self._copies is not None and (copy := self._copies.copy_for(value, rank)) is not None:
             return self.remember(copy, value)
         if isinstance(value, LocalTensor):
             if rank not in value._local_tensors:
                 raise SimulationError(
-                    f"got a LocalTensor of ranks {describe_ranks(value.ranks)} where rank {rank} takes part: give it "
-                    "a tensor too, or let only those ranks take part"
+                    f"got a LocalTensor of ranks {describe_ranks(value.ranks)} where rank {rank} takes part: give "
+                    "that rank a tensor too, or let only those ranks take part"
                 )
             return self.remember(value._local_tensors[rank], value)
         numbers = values_of(value)
-        return self.other(value, rank) if numbers is None else numbers[rank]
+        return self.other_part(value, rank) if numbers is None else numbers[rank]
 
-    def other(self, value: object, rank: int) -> Any:
-        """For kinds of values that a subclass knows."""
+    def other_part(self, value: object, rank: int) -> Any:
+        """Returns the part of a value of a kind that a subclass splits; other values are the same on every rank."""
         return value
 
-    def join(self, values: Mapping[int, Any], what: str) -> Any:
-        """The whole of such values, or NotImplemented."""
+    def join_leaf(self, values: Mapping[int, Any], name: str) -> Any:
+        """Joins the ranks' values of a kind that a subclass splits; NotImplemented for other kinds."""
         return NotImplemented
 
-    def remember(self, part: Any, whole: Any) -> Any:
-        self._wholes[id(part)] = (part, whole)
+    def remember(self, part: Any, source: Any) -> Any:
+        self._sources[id(part)] = (part, source)
         return part
 
-    def whole_of(self, part: Any) -> Any:
-        """What `part` was taken from, None if it was not."""
-        return self._wholes.get(id(part), (None, None))[1]
+    def source_of(self, part: Any) -> Any:
+        """Returns the value that `part` was taken from; None if it is not a part."""
+        return self._sources.get(id(part), (None, None))[1]
 
 
-def joined(values: Mapping[int, Any], parts: RankParts, what: str) -> Any:
-    """One value for what the ranks gave: tensors become a LocalTensor, numbers that differ one per rank."""
+def joined(values: Mapping[int, Any], parts: RankParts, name: str) -> Any:
+    """Joins the ranks' results: tensors become a LocalTensor, and a number that differs becomes one number per rank.
+
+    Args:
+        parts: has taken the ranks' arguments apart.
+        name: names the op or function in messages.
+
+    Raises:
+        RankDependentError: results that cannot be joined.
+    """
     flat = {rank: tree_flatten(value) for rank, value in values.items()}
-    first, form = next(iter(flat.values()))
-    if all(spec == form for _, spec in flat.values()):
+    first, structure = next(iter(flat.values()))
+    if all(tree_spec == structure for _, tree_spec in flat.values()):
         leaves = [
-            _joined_leaf({r: leaves[i] for r, (leaves, _) in flat.items()}, parts, what)
+            _joined_leaf({r: leaves[i] for r, (leaves, _) in flat.items()}, parts, name)
             for i in range(len(first))
         ]
-        return tree_unflatten(leaves, form)
-    raise _different(values, what)
+        return tree_unflatten(leaves, structure)
+    raise _divergence_error(values, name)
 
 
-def _joined_leaf(values: Mapping[int, Any], parts: RankParts, what: str) -> Any:
+def _joined_leaf(values: Mapping[int, Any], parts: RankParts, name: str) -> Any:
     first = next(iter(values.values()))
-    whole = parts.whole_of(first)
-    if whole is not None and all(parts.whole_of(v) is whole for v in values.values()):
-        return whole
-    special = parts.join(values, what)
-    if special is not NotImplemented:
-        return special
+    source = parts.source_of(first)
+    if source is not None and all(parts.source_of(v) is source for v in values.values()):
+        return source
+    result = parts.join_leaf(values, name)
+    if result is not NotImplemented:
+        return result
     if all(isinstance(v, torch.Tensor) for v in values.values()):
-        return _join_tensors(values, what)
+        return _join_tensors(values, name)
     if {type(v) for v in values.values()} <= {int, float, bool}:
         return local_number(values)
     if any(v is not first and (type(v) is not type(first) or v != first) for v in values.values()):
-        raise _different(values, what)
+        raise _divergence_error(values, name)
     return first
 
 
-def _different(values: Mapping[int, Any], what: str) -> RankDependentError:
+def _divergence_error(values: Mapping[int, Any], name: str) -> RankDependentError:
     listed = describe_values({rank: _outline(value) for rank, value in values.items()})
     return RankDependentError(
-        f"{what} gave the ranks different things, {listed}; expected tensors, numbers, equally long lists of them, or "
-        "the same on every rank"
+        f"{name} returned results that cannot be joined, {listed}; expected tensors, numbers, equally long lists of "
+        "them, or the same on every rank"
     )
 
 
-def _join_tensors(values: Mapping[int, torch.Tensor], what: str) -> LocalTensor:
+def _join_tensors(values: Mapping[int, torch.Tensor], name: str) -> LocalTensor:
     memory = {v.untyped_storage()._cdata for v in values.values() if is_plain(type(v))}
     try:
-        if len(memory) < len(values):  # ranks share no memory: parts of one plain tensor become their own
+        if len(memory) < len(values):  # ranks must not share memory: parts of one plain tensor are copied
             values = {r: v.clone() if is_plain(type(v)) else v for r, v in values.items()}
         return LocalTensor(values)
     except SimulationError as error:
-        raise SimulationError(f"{what} gave what cannot be one LocalTensor: {error}") from None
+        raise SimulationError(f"{name} returned tensors that cannot form a LocalTensor: {error}") from None
 
 
 def joined_states(states: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The random states of the ranks: a plain tensor if they are equal."""
-    return next(iter(states.values())) if len(_groups(states)) == 1 else LocalTensor(states)
+    """Returns the random states of the ranks; a plain tensor if they are equal."""
+    return next(iter(states.values())) if len(_group_equal(states)) == 1 else LocalTensor(states)
 
 
 def _outline(value: object) -> Any:
     if isinstance(value, torch.Tensor):
-        return _brief(value)
+        return _describe_tensor(value)
     return f"{len(value)} items" if isinstance(value, (list, tuple, dict)) else value
 
 
@@ -395,20 +420,24 @@ def _outline(value: object) -> Any:
 
 
 def ranks_of(*values: object) -> tuple[int, ...] | None:
-    """The ranks of the LocalTensors and rank-dependent numbers in `values`; None if there are none."""
+    """Returns the ranks of the LocalTensors and rank-dependent numbers in `values`; None without any.
+
+    Raises:
+        SimulationError: values of different ranks.
+    """
     ranks: tuple[int, ...] | None = None
     for value in tree_leaves(values):
         if isinstance(value, LocalTensor):
-            others: tuple[int, ...] | None = value.ranks
+            value_ranks: tuple[int, ...] | None = value.ranks
         else:
             numbers = values_of(value)
-            others = None if numbers is None else tuple(sorted(numbers))
-        if ranks is not None and others is not None and ranks != others:
+            value_ranks = None if numbers is None else tuple(sorted(numbers))
+        if ranks is not None and value_ranks is not None and ranks != value_ranks:
             raise SimulationError(
                 f"got tensors or numbers of ranks {describe_ranks(ranks)} together with some of ranks "
-                f"{describe_ranks(others)}, expected the same ranks: what should the others do?"
+                f"{describe_ranks(value_ranks)}, expected the same ranks: what should the others do?"
             )
-        ranks = others or ranks
+        ranks = value_ranks or ranks
     return ranks
 
 
@@ -419,25 +448,29 @@ def run_on_each(
     ranks: Sequence[int] | None = None,
     as_rank: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> Any:
-    """`op` on every rank's tensors, below autograd: the results as one.
+    """Runs `op` on every rank's tensors, below autograd, and joins the results.
 
     Args:
         ranks: by default those of the arguments.
-        as_rank: in which a rank runs, such as with its random state.
+        as_rank: returns the context for a rank's op, for example with its random state.
+
+    Raises:
+        RankDependentError: a dim broadcasts on some ranks only, or the ranks wrote different values to a plain
+            tensor.
     """
     ranks = ranks or ranks_of(args, kwargs)
-    assert ranks is not None  # an argument is a LocalTensor, or the mode gave its ranks
+    assert ranks is not None  # an argument is a LocalTensor, or the mode passed its ranks
     copies = PlainCopies(op, args, kwargs)
     parts = RankParts(copies)
     results = {}
     for rank in ranks:
-        arguments = parts.of((args, kwargs), rank)
+        arguments = parts.part_of((args, kwargs), rank)
         try:
             with as_rank(rank):
                 results[rank] = op(*arguments[0], **arguments[1])
         except Exception as error:
-            got = [*map(_outline, arguments[0]), *(f"{k}={_outline(v)}" for k, v in arguments[1].items())]
-            error.add_note(f"on simulated rank {rank}: {op} got {', '.join(map(str, got))}")
+            shown = [*map(_outline, arguments[0]), *(f"{k}={_outline(v)}" for k, v in arguments[1].items())]
+            error.add_note(f"on simulated rank {rank}: {op} got {', '.join(map(str, shown))}")
             raise
     _refuse_partial_broadcast(op, args, results)
     copies.write_back(str(op))
@@ -448,7 +481,7 @@ def run_on_each(
 
 
 def _refuse_partial_broadcast(op: OpOverload, args: Args, results: Mapping[int, Any]) -> None:
-    """A dim that broadcasts on some ranks only: the gradient would have to be summed on those alone."""
+    """Refuses a dim that broadcasts on some ranks only: the gradient would have to be summed on only those ranks."""
     if not (torch.Tag.pointwise in op.tags or op._schema.name == "aten::expand"):
         return
     for arg in args:
@@ -458,26 +491,30 @@ def _refuse_partial_broadcast(op: OpOverload, args: Args, results: Mapping[int, 
         if len(set(shapes.values())) == 1:
             continue
         for dim in range(1, arg.dim() + 1):
-            ones = [r for r, shape in shapes.items() if shape[-dim] == 1]
-            spread = [r for r in ones if isinstance(results[r], torch.Tensor) and results[r].shape[-dim] != 1]
-            if spread and len(ones) < len(shapes):
+            size_1 = [r for r, shape in shapes.items() if shape[-dim] == 1]
+            broadcast = [
+                r for r in size_1 if isinstance(results[r], torch.Tensor) and results[r].shape[-dim] != 1
+            ]
+            if broadcast and len(size_1) < len(shapes):
                 raise RankDependentError(
-                    f"{op} got {_brief(arg)}, of which dim {-dim} would broadcast on rank {describe_ranks(spread)} but "
-                    "not on the others; expected the same on every rank: expand it yourself, per rank"
+                    f"{op} got {_describe_tensor(arg)}, of which dim {-dim} would broadcast on rank "
+                    f"{describe_ranks(broadcast)} but not on the other ranks; expected the same on every rank: expand "
+                    "it yourself, per rank"
                 )
 
 
 def _tensors_written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     named = bound_arguments(op, args, kwargs)
-    # Some batch norms write to these without saying so.
+    # Some batch norms write to the running statistics although their schema does not declare it.
     written = [*(name for _, name in written_arguments(op)), "running_mean", "running_var"]
     return [t for t in tree_leaves([named.get(name) for name in written]) if t is not None]
 
 
 class PlainCopies:
-    """Plain tensors that an op writes to: each rank writes to a copy, and all must write the same.
+    """Copies of the plain tensors that an op writes to. Each rank writes to its own copy, and all must write the
+    same.
 
-    Ops of c10d do not say what they write to, so that every plain tensor they get counts.
+    The schemas of c10d's ops do not declare which arguments are written, so all their plain tensors are copied.
     """
 
     def __init__(self, op: OpOverload, args: Args, kwargs: Kwargs) -> None:
@@ -488,8 +525,8 @@ class PlainCopies:
         self._plain = {id(t): t for t in written if is_plain(type(t))}
         self._copies: dict[int, dict[int, torch.Tensor]] = {key: {} for key in self._plain}
 
-    def of(self, value: Any, rank: int) -> torch.Tensor | None:
-        """The copy for `rank`, if `value` is such a tensor."""
+    def copy_for(self, value: Any, rank: int) -> torch.Tensor | None:
+        """Returns the copy for `rank`; None if `value` is not written to."""
         copies = self._copies.get(id(value))
         if copies is None:
             return None
@@ -497,15 +534,20 @@ class PlainCopies:
             copies[rank] = value.clone()
         return copies[rank]
 
-    def write_back(self, what: str) -> None:
-        """Leaves in the plain tensors what all ranks wrote."""
+    def write_back(self, name: str) -> None:
+        """Writes to the plain tensors what all ranks wrote to their copies.
+
+        Raises:
+            RankDependentError: the ranks wrote different values.
+        """
         for key, copies in self._copies.items():
             plain = self._plain[key]
-            held = _groups(copies)
-            if len(held) > 1:
+            ranks_by_value = _group_equal(copies)
+            if len(ranks_by_value) > 1:
                 raise RankDependentError(
-                    f"{what} wrote to a plain {_brief(plain)}, which is the same on every rank, what differs between "
-                    f"ranks ({_listed(held, copies)}): make it inside the LocalTensorMode, where each rank has its own"
+                    f"{name} wrote different values to a plain {_describe_tensor(plain)}, which must be the same on "
+                    f"every rank ({_describe_groups(ranks_by_value, copies)}): make it inside the LocalTensorMode, "
+                    "where each rank has its own"
                 )
             written = next(iter(copies.values()))
             if not _same(plain, written):
@@ -515,5 +557,5 @@ class PlainCopies:
 
 
 def is_plain(kind: type) -> bool:
-    """Whether tensors of this type are torch's own, parameters included."""
+    """Whether tensors of this type are torch's own, including parameters."""
     return getattr(kind, "__torch_dispatch__", None) is torch._C._disabled_torch_dispatch_impl

@@ -33,7 +33,7 @@ from dtbench_core.parallel import region
 from dtbench_core.redistribute import routes
 from dtbench_core.runtime import simulation
 from dtbench_core.simulate import c10d_state, dtensor_parts
-from dtbench_core.simulate.group import SimulatedGroup, coordinate_of, fibres_of_group
+from dtbench_core.simulate.group import SimulatedGroup, coordinate_of, sibling_groups
 from dtbench_core.simulate.local_int import local_int, values_of
 from dtbench_core.simulate.local_random import default_generators
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
@@ -50,8 +50,8 @@ def _get_rank(mode: RankRunner, _original: object, group: ProcessGroup | None = 
         return local_int({r: r for r in ranks})
     if isinstance(group, SimulatedGroup):
         return group.rank()
-    fibres = fibres_of_group(group) if group != dist.group.WORLD else (tuple(range(dist.get_world_size())),)
-    return local_int({r: next((fibre.index(r) for fibre in fibres if r in fibre), -1) for r in ranks})
+    groups = sibling_groups(group) if group != dist.group.WORLD else (tuple(range(dist.get_world_size())),)
+    return local_int({r: next((members.index(r) for members in groups if r in members), -1) for r in ranks})
 
 
 def _get_group(
@@ -59,7 +59,7 @@ def _get_group(
 ) -> Any:
     if mode.current_rank is None:
         return original(*args, **kwargs)
-    with c10d_state.of_process():
+    with c10d_state.use_process_tables():
         group = original(*args, **kwargs)
     return None if group is None else mode.rank_group(group, mode.current_rank)
 
@@ -75,7 +75,7 @@ def _get_coordinate(mode: RankRunner, _original: object, mesh: DeviceMesh) -> An
 
 def _make_mesh(mode: RankRunner, original: Call, *args: object, **kwargs: object) -> Any:
     """Makes a mesh once, for the process and not for each rank."""
-    with mode.disable(), c10d_state.of_process():
+    with mode.disable(), c10d_state.use_process_tables():
         plain_args, plain_kwargs = tree_map(
             lambda leaf: leaf.reconcile() if isinstance(leaf, LocalTensor) else leaf, (args, kwargs)
         )
@@ -105,7 +105,7 @@ def _generator_of(function: Call, device: Any) -> torch.Generator:
 
 def _get_rng_state(mode: RankRunner, original: Call, device: Any = None) -> torch.Tensor:
     if mode.current_rank is None:
-        return joined_states(mode.random.of(_generator_of(original, device)))
+        return joined_states(mode.random.states_of(_generator_of(original, device)))
     return cast("torch.Tensor", original() if device is None else original(device))
 
 
@@ -149,7 +149,7 @@ def _mover(mode: RankRunner, original: Call, step: Any, source: DTensorSpec) -> 
 
 
 def _wrapped(mode: RankRunner, original: Call, local: torch.Tensor, spec: Any, *args: object) -> Any:
-    local = dtensor_parts.of_members(local, spec.info, mode.ranks) if mode.runs_for_all else local
+    local = dtensor_parts.restricted_to_members(local, spec.info, mode.ranks) if mode.runs_for_all else local
     return original(local, spec, *args)
 
 

@@ -18,9 +18,9 @@ from dtbench_core.errors import SimulationError, describe_ranks
 from dtbench_core.layout.mesh import MeshTables, mesh_tables
 from dtbench_core.op_types import Args, Call, Kwargs
 from dtbench_core.runtime import simulation, using_values
-from dtbench_core.simulate.c10d_state import RankC10d, per_thread
+from dtbench_core.simulate.c10d_state import RankC10d, use_thread_tables
 from dtbench_core.simulate.dtensor_parts import CoreParts
-from dtbench_core.simulate.group import Arrival, SimulatedGroup, describe, fibres_of_group, name_ranks
+from dtbench_core.simulate.group import CollectiveCall, SimulatedGroup, describe, name_ranks, sibling_groups
 from dtbench_core.simulate.local_random import RankStates, default_generators
 from dtbench_core.simulate.local_tensor import joined, ranks_of
 from dtbench_core.simulate.threads import RankThreads, running_rank, values_of_ranks
@@ -113,15 +113,15 @@ class RankRunner(TorchDispatchMode):
             return group
         tables = self._tables_of(rank)
         if group not in tables.ends:
-            fibres = fibres_of_group(group)
-            ranks = next((fibre for fibre in fibres if rank in fibre), None)
+            groups = sibling_groups(group)
+            ranks = next((group_ranks for group_ranks in groups if rank in group_ranks), None)
             if ranks is None:
                 raise SimulationError(
-                    f"got a collective on the group of ranks {describe_ranks(fibres[0])}, which does not say what rank "
+                    f"got a collective on the group of ranks {describe_ranks(groups[0])}, which does not say what rank "
                     f"{rank} does: use the group of a DeviceMesh dim, or declare with declare_group(group, "
                     "[[0, 1], ...]) which ranks call it together, and take only those (tensor_map)"
                 )
-            end = SimulatedGroup(ranks.index(rank), ranks, group.group_name, _BACKEND, _arrive)
+            end = SimulatedGroup(ranks.index(rank), ranks, group.group_name, _BACKEND, _submit)
             tables.add(group, end, _BACKEND)
         return cast("SimulatedGroup", tables.ends[group])
 
@@ -137,7 +137,7 @@ class RankRunner(TorchDispatchMode):
         """Context in which c10d uses the tables of the running rank, which is one of `ranks`."""
         for rank in ranks:
             self._tables_of(rank)
-        return per_thread(
+        return use_thread_tables(
             lambda: None if self.current_rank is None else self._tables[self.current_rank], _BACKEND
         )
 
@@ -179,7 +179,7 @@ class RankRunner(TorchDispatchMode):
                 use_mesh_tables(rank),
                 _RankMode(self) if sees_ops else nullcontext(),
             ):
-                rank_args, rank_kwargs = parts.of((args, kwargs or {}), rank)
+                rank_args, rank_kwargs = parts.part_of((args, kwargs or {}), rank)
                 return fn(*rank_args, **rank_kwargs)
 
         try:
@@ -188,7 +188,7 @@ class RankRunner(TorchDispatchMode):
                     lambda rank: contexts[rank].run(call, rank), ranks, self._starts
                 )
         finally:
-            self._threads.meetings.clear()
+            self._threads.open_rendezvous.clear()
             self.random.finish(self._starts)
         return joined(dict(zip(ranks, values_of_ranks(results), strict=True)), parts, name)
 
@@ -204,8 +204,8 @@ class _RankMode(TorchDispatchMode):
         return self._mode.__torch_dispatch__(op, types, args, kwargs)
 
 
-def _arrive(arrival: Arrival) -> dist.Work:
-    called = f"{describe(arrival.signature)} was called on the group of {name_ranks(arrival.ranks)}"
+def _submit(call: CollectiveCall) -> dist.Work:
+    called = f"{describe(call.signature)} was called on the group of {name_ranks(call.ranks)}"
     if not simulation.active:
         raise SimulationError(
             f"{called} of a LocalTensorMode that has ended: make the groups' mesh, and use them, inside one"
@@ -215,7 +215,7 @@ def _arrive(arrival: Arrival) -> dist.Work:
             f"{called}, in code that runs as one rank alone: run it in a function under rank_map, so that the other "
             "ranks call it too"
         )
-    return rank.arrive(arrival)
+    return rank.submit(call)
 
 
 # The core's mesh tables by rank, or by all simulated ranks for code that runs for all of them.
