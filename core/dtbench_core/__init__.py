@@ -1,27 +1,29 @@
 """A complete distributed-tensor library in pure Python on `torch.distributed`.
 
-Names and signatures are those of torch.distributed.tensor: code written for it runs here by
-changing the import. `dtbench_core.parallel` holds tensor parallelism.
+Names and signatures are those of torch.distributed.tensor: code written for it runs after changing the import.
+`dtbench_core.parallel` contains tensor parallelism.
 
-The rooms, top to bottom; each imports only rooms below it:
+The rooms, from top to bottom. Each imports only rooms below it:
 
     simulate      all ranks of a world in one process
     parallel      parallelize_module, styles, loss parallel, sharded parameters
-    bucketer      many small reduce-scatters as few large ones
+    bucketer      combines many small reduce-scatters into few large ones
     comm_tensor   a tensor that waits for its collective at first use, in eager mode and in traced graphs
-    interop       where torch's tools meet us: compile, debug modes, state dicts, local_map, torch's names
-    tensor        DTensor: wrapping local tensors, leaving, moving, spreading global ones, factories
+    interop       support for torch's tools: compile, debug modes, state dicts, local_map, torch's DTensor
+    tensor        DTensor: from_local, to_local, redistribute, distribute_tensor, factories
     dispatch      op -> cached plan -> local op -> wrapped result
-    rules         which placements an op can run with, a file per family of ops
-    redistribute  from one placement to another, by cost
-    cost          what a collective costs, from constants or measurements; the cheapest chain of them
-    layout        placement, spec and mesh: how ranks hold a tensor, and the arithmetic of shards
+    rules         placements that an op can run with, one file per family of ops
+    redistribute  the cheapest route between two placements, and its execution
+    cost          cost of collectives, from constants or measurements, and the cheapest chain of them
+    layout        placements, specs and meshes: how ranks hold a tensor, and the arithmetic of shards
     comm          the only file that calls collectives
-    traced_collectives  the same collectives in every rank's compiled graph
-    runtime       state per rank, caches that are cleared together; beside it errors, op_types, torch_compat
+    traced_collectives  keeps collectives in the compiled graphs of all ranks
+    runtime       state per rank and caches that are cleared together
 
-The public names and the rooms are loaded when they are first used, so that `dtbench_core.cost`, whose prices
-need no torch, is read without it.
+errors, op_types and torch_compat are at the level of runtime.
+
+Public names and rooms are loaded at their first use. So `dtbench_core.cost`, whose prices do not need torch, can be
+imported without it.
 """
 
 # ruff: noqa: F403 (the names are for type checkers; `__getattr__` loads them)
@@ -38,9 +40,10 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _names() -> list[str]:
-    """The public names: what `_public` imports, read off its text, as to load it takes torch."""
+    """Returns the public names. They are parsed from the text of `_public`, because importing it needs torch."""
     tree = ast.parse(pkgutil.get_data(__name__, "_public.py") or b"")
-    return sorted(one.name for line in tree.body if isinstance(line, ast.ImportFrom) for one in line.names)
+    imports = (statement for statement in tree.body if isinstance(statement, ast.ImportFrom))
+    return sorted(alias.name for statement in imports for alias in statement.names)
 
 
 def __getattr__(name: str) -> Any:

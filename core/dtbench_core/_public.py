@@ -1,4 +1,4 @@
-"""What `import dtbench_core` offers, from where it is defined. `__init__` loads this when a name is first used."""
+"""The public names of `dtbench_core`, imported from their modules. `__init__` loads this module at their first use."""
 
 # ruff: noqa: F401
 # mypy: implicit-reexport
@@ -27,7 +27,7 @@ from dtbench_core.errors import (
     RanksDifferError,
     RedistributionError,
 )
-from dtbench_core.interop import debug_modes  # teaches them
+from dtbench_core.interop import debug_modes  # makes torch's debug modes support our DTensor
 from dtbench_core.interop.local_map import local_map
 from dtbench_core.interop.state_dicts import full_state_dict, sharded_state_dict
 from dtbench_core.interop.torch_dtensor import from_torch, to_torch

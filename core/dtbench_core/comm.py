@@ -1,14 +1,17 @@
-"""The only file of the core that calls collectives: issue, wait, count calls and bytes.
+"""The only file of the core that calls collectives: it issues them, waits for them, and counts calls and bytes.
 
-All functions take a process group, or one in another order (a `MeshInfo.groups` entry), and contiguous tensors, as a
-transport reads and writes memory. Those named by a verb act in place on their output, and wait unless `async_op`, which
-returns the Work instead: keep the tensors alive until its `wait()`. Those named by a participle wait and return a new
-tensor: in a traced graph, one op and its wait. Bytes counted are those of the larger side of the call (nccl-tests'
-size).
+All functions take a process group or an `OrderedGroup` (an entry of `MeshInfo.groups`). Tensors must be contiguous,
+because transports read and write memory.
 
-The process group's own methods are called, not torch.distributed's functions, which spend 5 to 20 us
-on checks, logging and options that are the same every time; what they check holds by construction here.
-On CUDA a waiting call runs on the current stream, as torch.distributed's does.
+Functions named by a verb (`all_gather`) write to their output in place and wait. With `async_op` they return the Work
+instead; keep the tensors alive until its `wait()`. Functions named by a participle (`gathered`) wait and return a new
+tensor. In a traced graph they become one op and its wait.
+
+Bytes are counted like the size in nccl-tests: those of the larger side of the call.
+
+This module calls the methods of the process group instead of the functions of torch.distributed. The latter spend 5 to
+20 us on checks, logging and options that are the same every time; here the callers ensure what they check. On CUDA, a
+waiting call uses the current stream, as in torch.distributed.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def _options(kind: Callable[[], Any], op: str | None, async_op: bool) -> Any:
     return options
 
 
-# Read-only, so one of each serves all calls. Indexed by (reduction and) async_op.
+# Options are read-only, so all calls share one instance each. Indexed by (reduction and) async_op.
 _GATHER, _EXCHANGE = (
     {a: _options(kind, None, a) for a in (False, True)}
     for kind in (torch_compat.AllGatherOptions, torch_compat.AllToAllOptions)
@@ -61,18 +64,18 @@ _REDUCE, _REDUCE_SCATTER = (
 )
 
 
-# ---- groups whose order is not the caller's ----
+# ---- groups in the caller's order ----
 
 
 class OrderedGroup:
-    """A process group whose ranks the caller counts in another order, as a mesh dim of the ranks 3, 1, 2, 0 does:
-    torch sorts the ranks of a group.
+    """A process group whose ranks the caller counts in another order.
 
-    To its callers rank i is the one at place i of that order. What is cut by rank, or comes by rank, is put in order
-    around the collective of the group itself, by a copy; nothing of it is asynchronous.
+    torch sorts the ranks of a group, but a mesh dim may have the ranks 3, 1, 2, 0. For callers, rank i is the rank at
+    position i of the mesh dim. A copy before or after the collective converts tensors that are split by rank. Such
+    calls are never asynchronous.
 
     Args:
-        order: the group's own rank of each place.
+        order: group rank at each position.
     """
 
     __slots__ = ("group", "inverse_order", "order")
@@ -85,16 +88,16 @@ class OrderedGroup:
         return len(self.order)
 
     def rank(self) -> int:
-        """This rank's place."""
+        """This rank's position in the caller's order."""
         return self.inverse_order[self.group.rank()]
 
-    def in_caller_order(self, by_rank: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """The parts along dim 0 that lie by the group's own ranks, by place. rows: of each part, if not equal."""
-        return _reordered(by_rank, self.order, rows)
+    def in_caller_order(self, parts: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Reorders parts along dim 0 from group order to the caller's. rows: rows per part, if not equal."""
+        return _reordered(parts, self.order, rows)
 
-    def in_group_order(self, by_place: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """The parts along dim 0 that lie by place, by the group's own ranks."""
-        return _reordered(by_place, self.inverse_order, rows)
+    def in_group_order(self, parts: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Reorders parts along dim 0 from the caller's order to group order. rows: rows per part, if not equal."""
+        return _reordered(parts, self.inverse_order, rows)
 
 
 Group = ProcessGroup | OrderedGroup
@@ -103,31 +106,31 @@ Group = ProcessGroup | OrderedGroup
 def _reordered(parts: torch.Tensor, order: Sequence[int], rows: Sequence[int] | None) -> torch.Tensor:
     if parts.numel() == 0:
         return parts
-    cut = parts.split(list(rows or [len(parts) // len(order)] * len(order)))
-    return torch.cat([cut[i] for i in order])
+    pieces = parts.split(list(rows or [len(parts) // len(order)] * len(order)))
+    return torch.cat([pieces[i] for i in order])
 
 
 def process_group_of(group: Group) -> ProcessGroup:
-    """The process group itself."""
+    """Returns the process group without the caller's order."""
     return group.group if isinstance(group, OrderedGroup) else group
 
 
 @dataclass
 class CommCount:
-    """Calls and bytes per collective, by the names of this module's functions."""
+    """Calls and bytes of each collective, by the names of this module's functions."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
 
 
-# Of the count_collectives() that are entered.
+# The active count_collectives() blocks.
 counters: PerRank[list[CommCount]] = PerRank("comm.counters", list)
 _counters = counters.get
 
 
 @contextmanager
 def count_collectives() -> Iterator[CommCount]:
-    """Counts what this process issues inside the block, backward passes on other threads included."""
+    """Counts the collectives that this process issues inside the block, also those of backward threads."""
     count, entered = CommCount(), _counters()
     entered.append(count)
     try:
@@ -148,7 +151,7 @@ def all_gather(
     group: Group,
     async_op: bool = False,
 ) -> Work | None:
-    """Concatenates the ranks' inputs on dim 0 into every rank's output."""
+    """Concatenates the inputs of all ranks on dim 0 into every rank's output."""
     if isinstance(group, OrderedGroup) or _functional(input):
         output.copy_(gathered(input, output.shape, group))
         return None
@@ -167,7 +170,7 @@ def _all_gather(
 
 
 def gathered(input: torch.Tensor, shape: Sequence[int], group: Group) -> torch.Tensor:
-    """What `all_gather` leaves in a tensor of this shape."""
+    """Returns the output of `all_gather`, of the given shape."""
     if isinstance(group, OrderedGroup):
         return group.in_caller_order(gathered(input, shape, group.group))
     if _functional(input):
@@ -186,7 +189,7 @@ def reduce_scatter(
     op: str = "sum",
     async_op: bool = False,
 ) -> Work | None:
-    """Reduces the ranks' inputs and leaves part r of dim 0 with rank r. None when it is complete."""
+    """Reduces the inputs of all ranks; rank r receives part r of dim 0. Returns None once complete."""
     if isinstance(group, OrderedGroup) or _functional(input):
         output.copy_(reduce_scattered(input, output.shape, group, op))
         return None
@@ -198,8 +201,8 @@ def _reduce_scatter(
 ) -> Work | None:
     if _counters():
         _record("reduce_scatter", input)
-    averaged = op == "avg" and not _averages(group, input)
-    if averaged:
+    divides = op == "avg" and not _averages(group, input)
+    if divides:
         op, async_op = "sum", False
     received, sent = output, input
     if output.is_complex():
@@ -207,7 +210,7 @@ def _reduce_scatter(
         received, sent = _real(output), _real(input.resolve_conj())
     reduce = getattr(group, REDUCE_SCATTER_METHOD)
     work = _finish(reduce(received, sent, _REDUCE_SCATTER[op, async_op]), async_op)
-    if averaged:
+    if divides:
         output /= group.size()
     return work
 
@@ -215,7 +218,7 @@ def _reduce_scatter(
 def reduce_scattered(
     input: torch.Tensor, shape: Sequence[int], group: Group, op: str = "sum"
 ) -> torch.Tensor:
-    """What `reduce_scatter` leaves in a tensor of this shape."""
+    """Returns the output of `reduce_scatter`, of the given shape."""
     if isinstance(group, OrderedGroup):
         return reduce_scattered(group.in_group_order(input), shape, group.group, op)
     if _functional(input):
@@ -227,7 +230,7 @@ def reduce_scattered(
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work | None:
-    """Reduces `tensor` over the ranks, in place. None when it is complete."""
+    """Reduces `tensor` over the ranks in place. Returns None once complete."""
     group = process_group_of(group)
     if _functional(tensor):
         tensor.copy_(reduced(tensor, group, op))
@@ -238,21 +241,21 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bo
 def _all_reduce(tensor: torch.Tensor, group: ProcessGroup, op: str, async_op: bool) -> Work | None:
     if _counters():
         _record("all_reduce", tensor)
-    averaged = op == "avg" and not _averages(group, tensor)
-    if averaged:
+    divides = op == "avg" and not _averages(group, tensor)
+    if divides:
         op, async_op = "sum", False
     sent = tensor
     if tensor.is_complex():
         _refuse_complex("all_reduce", op)
         sent = _real(tensor)
     work = _finish(group.allreduce([sent], _REDUCE[op, async_op]), async_op)
-    if averaged:
+    if divides:
         tensor /= group.size()
     return work
 
 
 def reduced(input: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
-    """What `all_reduce` leaves in a contiguous copy of `input`."""
+    """Returns the result of `all_reduce`, as a contiguous tensor."""
     group = process_group_of(group)
     if _functional(input):
         _record("all_reduce", input)
@@ -270,7 +273,7 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Sends part r of dim 0 to rank r; equal parts unless the splits (rows per rank) are given."""
+    """Sends part r of dim 0 to rank r. Parts are equal unless the splits (rows per rank) are given."""
     if isinstance(group, OrderedGroup) or _functional(input):
         output.copy_(exchanged(input, output.shape, group, output_splits, input_splits))
         return None
@@ -294,13 +297,15 @@ def exchanged(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """What `all_to_all` leaves in a tensor of this shape."""
+    """Returns the output of `all_to_all`, of the given shape."""
     if isinstance(group, OrderedGroup):
-        rows, sent = (
+        output_rows, input_rows = (
             [n[i] for i in group.inverse_order] if n else None for n in (output_splits, input_splits)
         )
-        result = exchanged(group.in_group_order(input, input_splits), shape, group.group, rows, sent)
-        return group.in_caller_order(result, rows)
+        result = exchanged(
+            group.in_group_order(input, input_splits), shape, group.group, output_rows, input_rows
+        )
+        return group.in_caller_order(result, output_rows)
     if _functional(input):
         _record("all_to_all", input)
         n = group.size()
@@ -312,7 +317,7 @@ def exchanged(
     return output
 
 
-# Of messages between ranks; gloo's collectives have slots of their own.
+# Tag of messages between two ranks. gloo's collectives use separate slots.
 _TAG = 0xA2A
 
 
@@ -323,35 +328,35 @@ def _send_and_receive(
     output_splits: list[int],
     input_splits: list[int],
 ) -> None:
-    """An all-to-all by messages, every receive posted before the first send.
+    """Does an all-to-all with messages, and posts all receives before the first send.
 
-    gloo's own posts sends first. A rank that comes late then tells its peer that it may send only behind all
-    that it sends itself, and the two directions of a link take turns. Between two hosts with 400 Mbit/s, two
-    groups, 1 MiB from each rank: 41 to 90 ms, so 34 to 49, of 42 that the link needs. On one host likewise.
+    gloo's own all-to-all posts sends first. A late rank then permits its peer to send only after all of its own sends,
+    so the two directions of a link alternate. Measured between two hosts with 400 Mbit/s, two groups and 1 MiB per
+    rank: 34 to 49 ms instead of 41 to 90 ms, where the link needs 42 ms. The effect is similar on one host.
     """
-    n, mine = group.size(), group.rank()
-    into = output.split(output_splits or output.size(0) // n) if output.size(0) else [output] * n
+    n, my_rank = group.size(), group.rank()
+    received = output.split(output_splits or output.size(0) // n) if output.size(0) else [output] * n
     parts = input.split(input_splits or input.size(0) // n) if input.size(0) else [input] * n
-    others = [(mine + i) % n for i in range(1, n)]
-    works = [group.recv([into[r]], r, _TAG) for r in others if into[r].numel()]
-    works += [group.send([parts[r]], r, _TAG) for r in others if parts[r].numel()]
-    into[mine].copy_(parts[mine])
+    peers = [(my_rank + i) % n for i in range(1, n)]
+    works = [group.recv([received[r]], r, _TAG) for r in peers if received[r].numel()]
+    works += [group.send([parts[r]], r, _TAG) for r in peers if parts[r].numel()]
+    received[my_rank].copy_(parts[my_rank])
     for work in works:
         work.wait()
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether its values lie in memory one after the other, row-major, as transports read them."""
+    """Whether the values are contiguous in memory, in row-major order, without lazy conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a copy that is packed."""
+    """Returns `tensor` if it is packed, otherwise a packed copy."""
     return tensor if is_packed(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def broadcast(tensor: torch.Tensor, group: Group, src: int = 0, async_op: bool = False) -> Work | None:
-    """Copies the tensor of group rank `src` to the others, in place."""
+    """Copies the tensor of group rank `src` to the other ranks, in place."""
     if isinstance(group, OrderedGroup):
         src, group = group.order[src], group.group
     _record("broadcast", tensor)
@@ -371,7 +376,7 @@ def scatter(
     src: int = 0,
     async_op: bool = False,
 ) -> Work | None:
-    """Gives rank r the r-th of `inputs` (equal shapes), which only group rank `src` passes."""
+    """Gives rank r the r-th of `inputs`, which have equal shapes. Only group rank `src` passes inputs."""
     if isinstance(group, OrderedGroup):
         inputs = None if inputs is None else [inputs[i] for i in group.inverse_order]
         src, group = group.order[src], group.group
@@ -386,8 +391,10 @@ def scatter(
 
 
 def all_gather_objects(value: object, group: Group | None = None) -> list[Any]:
-    """Every rank's `value` (pickled by torch; for checks, not for the hot path). Without a group, the
-    whole world's."""
+    """Returns the `value` of every rank, in order; without a group, of all ranks of the world.
+
+    torch pickles the values, so it is meant for checks, not for hot paths.
+    """
     if isinstance(group, OrderedGroup):
         objects = all_gather_objects(value, group.group)
         return [objects[i] for i in group.order]
@@ -400,19 +407,22 @@ _ops = torch.ops._c10d_functional
 
 
 def _functional(input: torch.Tensor) -> bool:
-    """Whether a mode looks on: a tracer, whose graph must hold the wait, or a tool that knows collectives by name. A
-    method of the process group would leave a graph with the collective and without its wait; nor does it take the
-    tensors of a tracer that has stepped aside. Simulated ranks take the methods (`simulate`)."""
+    """Whether the functional ops must be used, because a dispatch mode observes the call.
+
+    The mode may be a tracer, or a tool that recognizes collectives by name. A method of the process group would enter
+    the collective into the graph without its wait. It would also reject the fake tensors of a suspended tracer.
+    Simulated ranks use the methods (`simulate`).
+    """
     traced = dispatch_modes_active() != 0 or (input.__class__ is not torch.Tensor and is_fake(input))
     return traced and not simulation.active
 
 
 def _call(op: Callable[..., torch.Tensor], input: torch.Tensor, *args: object) -> torch.Tensor:
-    """What a functional collective gives, which is waited for."""
+    """Calls a functional collective and returns its result after waiting for it."""
     if input.is_complex():
         return torch.view_as_complex(_call(op, _real(input.resolve_conj()), *args))
     result = op(input, *args)
-    keep_on_all_ranks(result, _after)
+    keep_on_all_ranks(result, _copy_ordered_after)
     return cast("torch.Tensor", _ops.wait_tensor(result))
 
 
@@ -421,13 +431,15 @@ def _reduce(
 ) -> torch.Tensor:
     if input.is_complex():
         _refuse_complex("a reduction", op)
-    averaged = op == "avg" and not _averages(group, input)
-    result = _call(functional, input, "sum" if averaged else op, *size, group.group_name)
-    return result / group.size() if averaged else result
+    divides = op == "avg" and not _averages(group, input)
+    result = _call(functional, input, "sum" if divides else op, *size, group.group_name)
+    return result / group.size() if divides else result
 
 
-# A copy of `input` that a graph takes for computed from `source` too.
-_after = new_op("after(Tensor input, Tensor source) -> Tensor", lambda tensor, source: tensor.clone())
+# Returns a copy of `input`, and makes the graph treat it as computed from `source` too.
+_copy_ordered_after = new_op(
+    "after(Tensor input, Tensor source) -> Tensor", lambda tensor, source: tensor.clone()
+)
 _full_ordered_after = new_op(
     "full_ordered_after(Tensor[] sources, SymInt[] size, Scalar value, ScalarType dtype) -> Tensor",
     lambda sources, size, value, dtype: sources[0].new_full(size, value, dtype=dtype),
@@ -437,10 +449,10 @@ _full_ordered_after = new_op(
 def full_ordered_after(
     sources: Sequence[torch.Tensor], shape: Sequence[int], value: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A tensor full of `value`, on the device of `sources`, that a graph takes for computed from them.
+    """Returns a tensor filled with `value`, on the device of `sources`. A graph treats it as computed from them.
 
-    A tracer drops what no result depends on. Where a rank alone needs no value of a collective, its graph would be
-    without it, and the other ranks would wait.
+    A tracer drops ops that no result depends on. If only one rank does not need the value of a collective, its graph
+    would lack the collective, and the other ranks would wait for it.
     """
     if dispatch_modes_active() and not simulation.active:
         return cast("torch.Tensor", _full_ordered_after(list(sources), shape, value, dtype))
@@ -448,21 +460,21 @@ def full_ordered_after(
 
 
 def _averages(group: ProcessGroup, tensor: torch.Tensor) -> bool:
-    """Whether the transport knows AVG: NCCL does, gloo refuses it."""
+    """Whether the transport supports AVG: NCCL does, gloo does not."""
     return tensor.is_cuda and "nccl" in dist.get_backend(group)
 
 
 def reduces_bits(group: Group) -> bool:
-    """Whether the transport knows band, bor and bxor: gloo does, NCCL refuses them."""
+    """Whether the transport supports band, bor and bxor: gloo does, NCCL does not."""
     return "nccl" not in dist.get_backend(process_group_of(group))
 
 
-# Transports do not know complex numbers: they move as pairs, and add as pairs.
+# Transports do not support complex numbers. They are sent and added as pairs of real numbers.
 _real = torch.view_as_real
 
 
 def _refuse_complex(name: str, op: str) -> None:
-    """A sum of complex numbers is that of their parts; no other reduction is."""
+    """Raises for reductions other than sums, which do not act separately on real and imaginary parts."""
     if op not in ("sum", "avg"):
         raise ArgumentError(
             f"{name} got complex numbers and the reduction {op!r}, expected 'sum' or 'avg': gather the terms and "
@@ -471,7 +483,7 @@ def _refuse_complex(name: str, op: str) -> None:
 
 
 def _finish(work: Work | None, async_op: bool) -> Work | None:
-    if async_op or work is None:  # None: the transport has waited already
+    if async_op or work is None:  # None: the transport has already waited
         return work
     work.wait()
     return None

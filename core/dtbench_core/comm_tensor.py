@@ -1,16 +1,16 @@
-"""CommTensor: a tensor that waits for its collective when it is first used, not when it is issued.
+"""CommTensor: a tensor that waits for its collective at its first use, not when the collective is issued.
 
     grad = CommTensor(grad)
-    dist.all_reduce(grad, async_op=True)    # the handle need not be kept
-    other = x @ w                           # runs meanwhile
+    dist.all_reduce(grad, async_op=True)    # the returned handle is not needed
+    other = x @ w                           # runs concurrently
     step = grad * lr                        # waits, then reads
 
-It works with torch.distributed's own functions, which reach it through the c10d ops below them. Traced with
-make_fx, the graph says the same: a `_wrap_comm_result` node after the collective, a `_wait_comm` node before
-the first node that reads, so that every run of the graph waits for the collective that it issued itself.
+It works with the functions of torch.distributed, which call c10d ops that CommTensor intercepts. A graph traced with
+make_fx has a `_wrap_comm_result` node after the collective and a `_wait_comm` node before the first node that reads.
+Thus each run of the graph waits for the collective that this run issued.
 
-Note [Who waits]: an op that reads a tensor waits for the collectives that write it; one that writes to it
-waits for those that read it too. Views share memory, so they share the list of what is in flight.
+Note [Waiting]: an op that reads a tensor waits for the collectives that write to it. An op that writes to a tensor also
+waits for the collectives that read it. Views share memory, so they share the list of collectives in flight.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from dtbench_core.torch_compat import (
     untraced,
 )
 
-# The collectives that can be traced: ops of c10d, which all return (what they wrote, Work). Their first
-# argument is what they write.
+# The c10d ops that can be traced. They write to their first argument, and return (outputs, Work).
 SUPPORTED = (
     "_allgather_base_",
     "_reduce_scatter_base_",
@@ -59,12 +58,12 @@ SUPPORTED = (
 )
 
 
-# ---- what a traced graph calls ----
+# ---- functions that traced graphs call ----
 
 
 @dataclass(frozen=True)
 class _CommResult:
-    """A tensor that a collective writes, with the handle to wait for it."""
+    """An output of a collective, with the handle to wait for it."""
 
     tensor: torch.Tensor
     work: Any
@@ -72,119 +71,144 @@ class _CommResult:
 
 @has_side_effect
 def _wrap_comm_result(result: tuple[Any, Any]) -> tuple[Any, Any]:
-    """(tensors, work), as a collective returns it, with each tensor as a `_CommResult`."""
+    """Wraps each tensor of a collective's result (tensors, work) in a `_CommResult`."""
     tensors, work = result
     return tree_map(lambda tensor: _CommResult(tensor, work), tensors), work
 
 
 def _wait(work: Any) -> None:
-    """For a handle as ops give it; None, if the transport has waited already."""
+    """Waits for a handle that an op returned; None if the transport has already waited."""
     if work is not None:
-        # The handle's own wait would keep the interpreter's lock, which the transport's threads may need.
+        # `work.wait()` would hold the GIL, which threads of the transport may need.
         Work.unbox(work).wait()
 
 
 @has_side_effect
 def _wait_comm(result: _CommResult) -> torch.Tensor:
-    """The tensor, complete."""
+    """Waits for a collective and returns its output."""
     _wait(result.work)
     return result.tensor
 
 
-# ---- what is in flight ----
+# ---- collectives in flight ----
 
 
 @dataclass
-class _Flight:
-    """A collective that was issued. In a trace, also the `_CommResult` node of a tensor that it writes. On CUDA a
-    wait orders one stream behind it: the current one. output: what `tensor`, that it writes to, is a packed copy of."""
+class _InFlight:
+    """A collective that was issued, for one of its outputs.
+
+    On CUDA, a wait only makes the current stream wait, so each stream has to wait separately.
+
+    Attributes:
+        work: handle to wait for.
+        device: device of the output.
+        tracer: tracer that records the collective; None outside traces.
+        tensor: tensor that the collective writes to.
+        result: the `_CommResult` node in the graph.
+        waited_streams: streams that already wait for it; [None] on devices without streams.
+        output: the user's tensor if `tensor` is a packed copy of it.
+        complete: event after the collective, on the stream that waited first.
+        captured: whether that event belongs to a CUDA graph, so that it cannot be waited for outside the capture.
+    """
 
     work: Any
     device: torch.device
     tracer: Any = None
     tensor: torch.Tensor | None = None
     result: Value = None
-    waiting: list[Value] = field(default_factory=list)  # the streams behind it; [None] without streams
+    waited_streams: list[Value] = field(default_factory=list)
     output: torch.Tensor | None = None
-    complete: Any = None  # the event behind it, on the stream that waited first
-    captured: bool = False  # that event is a CUDA graph's: outside of its capture nobody can wait for it
+    complete: Any = None
+    captured: bool = False
 
     def wait(self) -> None:
         stream = None if self.tracer is not None else current_stream(self.device)
-        if stream in self.waiting or (self.captured and not is_capturing(self.device)):
+        if stream in self.waited_streams or (self.captured and not is_capturing(self.device)):
             return
         if self.tracer is None:
-            if self.waiting:  # a second wait of gloo's reduce_scatter_tensor writes its result again
+            if (
+                self.waited_streams
+            ):  # a second `work.wait()` of gloo's reduce_scatter_tensor would write its result again
                 stream.wait_event(self.complete)  # type: ignore[union-attr]
             else:
                 self._wait_first(stream)
-            self.waiting.append(stream)
+            self.waited_streams.append(stream)
             return
-        self.waiting.append(stream)
+        self.waited_streams.append(stream)
         waited = self.tracer.create_proxy("call_function", _wait_comm, (self.result,), {}, name="wait_comm")
         trace_as(self.tensor, waited, self.tracer)  # type: ignore[arg-type]
-        with untraced():  # some transports finish the result here, with ops
+        with untraced():  # some transports run ops in their wait
             _wait(self.work)
         if self.output is not None:
             self.output.copy_(self.tensor)  # type: ignore[arg-type]
 
     def _wait_first(self, stream: Any) -> None:
-        _wait(self.work)  # where it raises, the next use does, too
+        _wait(self.work)  # if it raises, the next use raises, too
         if self.output is not None:
             self.output.copy_(self.tensor)  # type: ignore[arg-type]
         if stream is not None:
             self.complete, self.captured = stream.record_event(), is_capturing(self.device)
 
-    def over(self) -> bool:
-        """Whether there is nothing to wait for any more, on any stream."""
-        if None in self.waiting or self.tracer is not None:
-            return None in self.waiting
+    def is_over(self) -> bool:
+        """Whether no stream has to wait for it any more."""
+        if None in self.waited_streams or self.tracer is not None:
+            return None in self.waited_streams
         if is_capturing(self.device):
             return False
-        if self.waiting:
+        if self.waited_streams:
             return self.captured or bool(self.complete.query())
         return self.output is None and (self.work is None or bool(Work.unbox(self.work).is_completed()))
 
 
 @dataclass
 class _CommMemory:
-    """The collectives in flight on a piece of memory, for all views of it. See Note [Who waits]."""
+    """The collectives in flight on memory that several views may share. See Note [Waiting].
 
-    writing: list[_Flight] = field(default_factory=list)
-    reading: list[_Flight] = field(default_factory=list)
-    unseen: bool = False  # given to a collective that may have passed by: see `CommTensor.is_complex`
+    Attributes:
+        writing: collectives that write to it.
+        reading: collectives that read it.
+        unseen: whether a collective may write to it without being intercepted, see `CommTensor.is_complex`.
+    """
+
+    writing: list[_InFlight] = field(default_factory=list)
+    reading: list[_InFlight] = field(default_factory=list)
+    unseen: bool = False
 
     def wait(self, *, for_readers: bool = False) -> bool:
-        """Whether a collective had been writing."""
+        """Waits for the collectives that write, and `for_readers` also for those that read.
+
+        Returns:
+            Whether a collective was writing.
+        """
         if self.unseen:
             raise ArgumentError(
-                "got a CommTensor as an output of all_gather, whose input is a plain tensor: c10d does not look for "
-                "CommTensors in a list of lists, and nobody knows when it is written; wrap the input too"
+                "got a CommTensor as an output of all_gather, expected the input to be a CommTensor too: c10d does not "
+                "find CommTensors in a list of lists, so the end of the collective is unknown; wrap the input too"
             )
         waited = bool(self.writing)
         for flight in [*self.writing, *(self.reading if for_readers else ())]:
             flight.wait()
-        self.writing = [flight for flight in self.writing if not flight.over()]
+        self.writing = [flight for flight in self.writing if not flight.is_over()]
         if for_readers:
-            self.reading = [flight for flight in self.reading if not flight.over()]
+            self.reading = [flight for flight in self.reading if not flight.is_over()]
         return waited
 
-    def add_reader(self, flight: _Flight) -> None:
-        self.reading = [*(f for f in self.reading if not f.over()), flight]
+    def add_reader(self, flight: _InFlight) -> None:
+        self.reading = [*(f for f in self.reading if not f.is_over()), flight]
 
 
 class CommTensor(torch.Tensor):
-    """`tensor`, with the collectives in flight on it; in ops a tensor like any other. Shares its memory.
+    """A tensor that waits for the collectives in flight on it when an op uses it. It shares the memory of `tensor`.
 
-    A collective issued on it with `async_op=True` is waited for by the first op that reads the result, or
-    writes to what the collective reads. Use the CommTensor from then on: `tensor` itself knows of nothing.
-    What a CommTensor is computed into is one too, until a wait; views always are. `wait()` gives the plain
-    tensor. A CommTensor of a CommTensor is the same one.
+    After a collective was issued on it with `async_op=True`, the first op that reads the result waits, or the first
+    that writes to an input of the collective. From then on use only the CommTensor: `tensor` itself does not wait.
+
+    Results of ops on CommTensors are CommTensors, too, unless the op waited; views always are. `wait()` returns the
+    plain tensor. `CommTensor(t)` of a CommTensor returns it unchanged.
 
     Raises:
-        ArgumentError: a collective that writes to a plain tensor beside a CommTensor; the first use of an output of
-            an all_gather whose input is plain (wrap the input too); a collective that is traced and is not among
-            the eight of `SUPPORTED`.
+        ArgumentError: a collective writes to plain tensors as well as to CommTensors; the output of an all_gather with
+            a plain input is used (wrap the input too); a traced collective is not in `SUPPORTED`.
     """
 
     _tensor: torch.Tensor
@@ -202,18 +226,18 @@ class CommTensor(torch.Tensor):
         return _wrapped(tensor, _CommMemory())
 
     def wait(self) -> torch.Tensor:
-        """The plain tensor, complete."""
+        """Waits and returns the plain tensor."""
         self._memory.wait()
         return self._tensor
 
     def is_complex(self) -> bool:
-        # all_gather asks this of its outputs before it hands them to c10d, which shows them to us only if the input
-        # is a CommTensor as well.
+        # all_gather calls this on its outputs before it calls the c10d op. The op is intercepted only if the input is a
+        # CommTensor, too.
         if sys._getframe(1).f_globals.get("__name__") == distributed_c10d.__name__:
             self._memory.unseen = True
         return self.dtype.is_complex
 
-    # These read memory without an op.
+    # tolist and numpy read memory without an op.
     def tolist(self) -> Value:
         return self.wait().tolist()
 
@@ -221,7 +245,7 @@ class CommTensor(torch.Tensor):
         return self.wait().numpy(force=force)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self._memory.writing:  # its values may be half written
+        if self._memory.writing:  # values may be incomplete
             return f"CommTensor({str(self.dtype).removeprefix('torch.')}{list(self.shape)}, in flight)"
         return f"CommTensor({self._tensor!r})"
 
@@ -239,7 +263,9 @@ class CommTensor(torch.Tensor):
             written = name in mutated
             for leaf in tree_iter(value):
                 if isinstance(leaf, CommTensor):
-                    if written and leaf._memory.unseen:  # by that collective
+                    if (
+                        written and leaf._memory.unseen
+                    ):  # this op is a part of the collective that was not intercepted
                         continue
                     waited |= leaf._memory.wait(for_readers=written)
                     owners.append(leaf)
@@ -248,7 +274,7 @@ class CommTensor(torch.Tensor):
 
 
 class _Wrap(torch.autograd.Function):
-    """A CommTensor under autograd: the gradient passes through."""
+    """Creates a CommTensor under autograd. The gradient passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor) -> CommTensor:
@@ -260,22 +286,22 @@ class _Wrap(torch.autograd.Function):
 
 
 def _wrapped(tensor: torch.Tensor, memory: _CommMemory) -> CommTensor:
-    # By position: storage offset, memory format, dtype, layout, device, pinned, requires grad.
+    # Positional arguments: shape, stride, storage offset, memory format, dtype, layout, device, pinned, requires grad.
     metadata = tensor.shape, tensor.stride(), tensor.storage_offset(), None, tensor.dtype
     result: Value = make_wrapper(CommTensor, *metadata, torch.strided, tensor.device, False, False)
     result._tensor, result._memory = tensor, memory
     tracer = active_tracer()
     if tracer is not None:
-        _follow(tracer)
+        _prepare_tracer(tracer)
     return result  # type: ignore[no-any-return]
 
 
 def _plain(values: Any) -> Value:
-    return tree_map_only(CommTensor, lambda one: one._tensor, values)
+    return tree_map_only(CommTensor, lambda tensor: tensor._tensor, values)
 
 
 def _result(result: torch.Tensor, owners: Sequence[CommTensor], waited: bool) -> torch.Tensor:
-    """What the user gets for a result: the CommTensor that was written, a view of one, or a new tensor."""
+    """Returns the result for the user: the CommTensor that was written, a view of one, or a new tensor."""
     for owner in owners:
         if result is owner._tensor:
             return owner
@@ -289,55 +315,61 @@ def _result(result: torch.Tensor, owners: Sequence[CommTensor], waited: bool) ->
 
 
 def _collective(func: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> Value:
-    """Issues it on the plain tensors, and remembers the handle with those that it works on."""
+    """Issues a collective on the plain tensors, and stores its handle in the CommTensors that it reads or writes."""
     traceable = func._schema.name.removeprefix("c10d::") in SUPPORTED
     tracer = active_tracer()
     if tracer is not None and not traceable:
         raise ArgumentError(
-            f"got {func} in a trace, expected one of {', '.join(SUPPORTED)}: issue it outside the traced function, or "
+            f"got {func} in a trace, expected one of {', '.join(SUPPORTED)}: call it outside the traced function, or "
             "use torch.distributed._functional_collectives"
         )
-    everything = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, CommTensor)]
+    comm_tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, CommTensor)]
     outputs = [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, torch.Tensor)]
     if any(not isinstance(leaf, CommTensor) for leaf in outputs):
         raise ArgumentError(
             "Type of output tensors from collective communication during tracing should always be CommTensor instead "
-            f"of torch.Tensor: {func} writes to {[type(leaf).__name__ for leaf in outputs]}; wrap each in a "
-            "CommTensor, or nobody waits for it"
+            f"of torch.Tensor: {func} writes to {[type(leaf).__name__ for leaf in outputs]}; wrap each output in a "
+            "CommTensor, so that its first use waits"
         )
-    # What it writes may be read by an earlier one. An op whose arguments are not known may write to any.
-    written = {id(leaf) for leaf in (outputs if traceable else everything)}
-    for leaf in everything:
+    # Earlier collectives may still read the outputs. An unsupported op may write to any of its arguments.
+    written = {id(leaf) for leaf in (outputs if traceable else comm_tensors)}
+    for leaf in comm_tensors:
         leaf._memory.unseen = False
         leaf._memory.wait(for_readers=id(leaf) in written)
-    # Transports read memory as if it were packed: what is not travels as a copy.
+    # Transports read memory as if it were packed, so other tensors are replaced by packed copies.
     tensors = [leaf for leaf in tree_iter(_plain((args, kwargs))) if isinstance(leaf, torch.Tensor)]
     staged = {id(tensor): comm.packed(tensor) for tensor in tensors if not comm.is_packed(tensor)}
     sent = tree_map_only(torch.Tensor, lambda t: staged.get(id(t), t), _plain((args, kwargs)))
     if tracer is None:
         result = func(*sent[0], **sent[1])
         work = result[-1] if isinstance(result, tuple) else result
-        flights = {id(leaf): _Flight(work, leaf.device) for leaf in everything if id(leaf) in written}
-        if func._schema.name.endswith("_"):  # in c10d, one that writes to its first argument
-            for one in everything:
-                if id(one) in flights and any(one is output for output in outputs):
-                    _copy_from(staged.get(id(one._tensor)), one._tensor, flights[id(one)], func, sent[0])
+        flights = {id(leaf): _InFlight(work, leaf.device) for leaf in comm_tensors if id(leaf) in written}
+        if func._schema.name.endswith("_"):  # in c10d, such an op writes to its first argument
+            for output in comm_tensors:
+                if id(output) in flights and any(output is leaf for leaf in outputs):
+                    _copy_from(
+                        staged.get(id(output._tensor)),
+                        output._tensor,
+                        flights[id(output)],
+                        func,
+                        sent[0],
+                    )
     else:
         result, flights = _traced(func, args[0], sent, staged, tracer)
-    for leaf in everything:
+    for leaf in comm_tensors:
         if id(leaf) in written:
             leaf._memory.writing.append(flights[id(leaf)])
     if flights:
-        for leaf in everything:
+        for leaf in comm_tensors:
             leaf._memory.add_reader(next(iter(flights.values())))
-    # The very tensors that were given, so that the caller goes on with those that wait.
+    # Return the CommTensors of the caller, so that later uses wait.
     return (args[0], *result[1:]) if traceable else result
 
 
 def _copy_from(
-    staged: torch.Tensor | None, output: torch.Tensor, flight: _Flight, func: OpOverload, args: Any
+    staged: torch.Tensor | None, output: torch.Tensor, flight: _InFlight, func: OpOverload, args: Any
 ) -> None:
-    """`output` gets what the collective writes to `staged`: by the wait, or now if the caller does not look for one."""
+    """Arranges that `output` receives the values of its packed copy `staged`: in the wait, or now if synchronous."""
     if staged is None:
         return
     flight.tensor, flight.output = staged, output
@@ -348,54 +380,62 @@ def _copy_from(
 
 def _traced(
     func: OpOverload, outputs: Any, sent: Any, staged: dict[int, torch.Tensor], tracer: Any
-) -> tuple[Any, dict[int, _Flight]]:
-    """Puts the collective and the node of its results into the graph, and runs it too: (what it gave, the
-    flight of each CommTensor that it writes). sent: its arguments. staged: by id, those of packed copies."""
+) -> tuple[Any, dict[int, _InFlight]]:
+    """Adds the collective and the node of its results to the graph, and runs the collective.
+
+    Args:
+        outputs: the outputs of the caller.
+        sent: positional and keyword arguments of the op, with packed copies.
+        staged: id of a tensor -> its packed copy.
+
+    Returns:
+        The result of the op, and the id of each output -> its collective in flight.
+    """
     proxies = tree_map_only(torch.Tensor, lambda t: traced_value(t, tracer), sent)
     issued = tracer.create_proxy("call_function", func, *proxies)
     results = tracer.create_proxy("call_function", _wrap_comm_result, (issued,), {}, name="comm_result")
     with untraced():
         outcome = func(*sent[0], **sent[1])
-    flights: dict[int, _Flight] = {}
-    for output, result in _each(outputs, results[0]):
+    flights: dict[int, _InFlight] = {}
+    for output, result in _outputs_with_proxies(outputs, results[0]):
         plain = output._tensor
         written = staged.get(id(plain), plain)
         behind = None if written is plain else plain
-        flight = _Flight(outcome[1], output.device, tracer, written, result, output=behind)
+        flight = _InFlight(outcome[1], output.device, tracer, written, result, output=behind)
         flights[id(output)] = flight
         _traced_flights[tracer].append(flight)
-        # To read the tensor past its CommTensor is an error when the graph runs, and not a race.
+        # Reading the plain tensor, without its CommTensor, is then an error when the graph runs, instead of a race.
         trace_as(written, result, tracer)
     return outcome, flights
 
 
-def _each(outputs: Any, proxy: Any) -> Iterator[tuple[CommTensor, Any]]:
-    """Every output with its part of the proxy, which is nested as they are."""
+def _outputs_with_proxies(outputs: Any, proxy: Any) -> Iterator[tuple[CommTensor, Any]]:
+    """Yields each output with its part of the proxy, which has the same nesting."""
     if isinstance(outputs, CommTensor):
         yield outputs, proxy
     elif isinstance(outputs, (list, tuple)):
-        for index, one in enumerate(outputs):
-            yield from _each(one, proxy[index])
+        for index, output in enumerate(outputs):
+            yield from _outputs_with_proxies(output, proxy[index])
 
 
-# ---- a graph's output ----
+# ---- the outputs of a graph ----
 
-# tracer -> the flights in its graph. Waited for at its end, where the caller reads.
+# tracer -> collectives in flight in its graph. The graph waits for them at its end, where the caller reads.
 _traced_flights: Any = WeakIdKeyDictionary()
 
 
-def _follow(tracer: Any) -> None:
-    """Lets a CommTensor be an output of the graph, and whatever is still in flight land before it ends."""
+def _prepare_tracer(tracer: Any) -> None:
+    """Makes a graph accept CommTensors as outputs, and wait at its end for all collectives in flight."""
     if tracer in _traced_flights:
         return
-    flights: list[_Flight] = []
+    flights: list[_InFlight] = []
     _traced_flights[tracer] = flights
     graph: Any = tracer.graph
     create_in_tracer: Call = tracer.create_node
     create_in_graph: Call = graph.create_node
 
     def constant(kind: str, target: Any, *args: object, **kwargs: object) -> Value:
-        # fx takes a tensor subclass that it does not know for a constant.
+        # fx treats tensors of unknown subclasses as constants.
         value = getattr(tracer.root, target, None) if kind == "get_attr" else None
         if not isinstance(value, CommTensor):
             return create_in_tracer(kind, target, *args, **kwargs)
@@ -411,5 +451,5 @@ def _follow(tracer: Any) -> None:
             del graph.create_node
         return create_in_graph(kind, *args, **kwargs)
 
-    # The two that fx looks up after the traced function has run.
+    # fx calls these two after the traced function has run.
     tracer.create_node, graph.create_node = constant, output

@@ -1,4 +1,4 @@
-"""The names of torch.distributed.tensor.debug. CommDebugMode is torch's, which knows DTensors of both libraries."""
+"""The names of torch.distributed.tensor.debug. CommDebugMode is torch's, which supports DTensors of both libraries."""
 
 from torch.distributed.tensor.debug import CommDebugMode
 

@@ -1,4 +1,4 @@
-"""The names of torch.distributed.tensor.device_mesh. The mesh is torch's."""
+"""The names of torch.distributed.tensor.device_mesh. DeviceMesh is torch's own class."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -1,23 +1,23 @@
-"""The errors of the core. Each message says what was got, what was expected and what to do.
+"""Errors of the core. Each message says what was got, what was expected and what to do.
 
-Each is also of the built-in types that torch.distributed.tensor raises there.
+Each error also has the built-in types that torch.distributed.tensor raises in the same case.
 
 CoreError
 +-- PlacementError   (ValueError, RuntimeError)  a placement that cannot hold for this tensor or mesh
 |   +-- DimError     (IndexError, AssertionError)  a Shard of a dim that the tensor does not have
-|   +-- PlacementTypeError (TypeError)      what is no placement, or no sequence of them
+|   +-- PlacementTypeError (TypeError)      an object that is not a placement, or not a sequence of them
 +-- MeshError        (ValueError, RuntimeError)  tensors of different meshes, a rank outside its mesh
 |   +-- CrossMeshError (NotImplementedError)  a redistribution to another mesh
 +-- LayoutError      (ValueError)           a local shard that contradicts the global shape
 +-- MixedTensorError (RuntimeError)         a plain tensor given where a DTensor is expected
 +-- NoRuleError      (NotImplementedError)  an op, or its placements, that no rule covers
-+-- BucketError      (ValueError, AssertionError)  what a bucketer cannot reduce (bucketer/)
-+-- ArgumentError    (RuntimeError, ValueError)  an argument of the public API that cannot be followed
++-- BucketError      (ValueError, AssertionError)  tensors that a bucketer cannot reduce (bucketer/)
++-- ArgumentError    (RuntimeError, ValueError)  an invalid argument of the public API
 |   +-- ArgumentTypeError (TypeError)       an argument of another type
 |   +-- FunctionError (AssertionError)      placements that do not match a function's arguments or results
-+-- RedistributionError (RuntimeError)      an implicit redistribution where only explicit ones may be
-+-- RanksDifferError (RuntimeError)         ranks that do not do the same, found by `check_ranks`
-+-- SimulationError  (RuntimeError)         what a simulated world cannot follow, or would hang on real ranks
++-- RedistributionError (RuntimeError)      an implicit redistribution where only explicit ones are allowed
++-- RanksDifferError (RuntimeError)         ranks that call different ops, found by `check_ranks`
++-- SimulationError  (RuntimeError)         a call that cannot be simulated, or that would hang on real ranks
     +-- RankDependentError                  simulated ranks differ where the program needs one answer
 """
 
@@ -39,7 +39,7 @@ class DimError(PlacementError, IndexError, AssertionError):
 
 
 class PlacementTypeError(PlacementError, TypeError):
-    """What is no placement, or no sequence of them."""
+    """An object that is not a placement, or not a sequence of placements."""
 
 
 class MeshError(CoreError, ValueError, RuntimeError):
@@ -59,15 +59,15 @@ class MixedTensorError(CoreError, RuntimeError):
 
 
 class NoRuleError(CoreError, NotImplementedError):
-    """An op that no rule covers, or covers only for other placements."""
+    """An op without a rule, or whose rule does not cover these placements."""
 
 
 class ArgumentError(CoreError, RuntimeError, ValueError):
-    """An argument of the public API that cannot be followed."""
+    """An invalid argument of the public API."""
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument of the public API of another type than it takes."""
+    """An argument of the public API of a wrong type."""
 
 
 class FunctionError(ArgumentError, AssertionError):
@@ -75,23 +75,23 @@ class FunctionError(ArgumentError, AssertionError):
 
 
 class RanksDifferError(CoreError, RuntimeError):
-    """Ranks that come with different ops, shapes or placements, as `check_ranks` finds."""
+    """Ranks that call different ops, or one op with different shapes or placements. `check_ranks` detects it."""
 
 
 class SimulationError(CoreError, RuntimeError):
-    """What a simulated world cannot follow, or finds wrong in the program: the message names the ranks."""
+    """A call that cannot be simulated, or an error of the program that the simulation finds. Names the ranks."""
 
 
 class RankDependentError(SimulationError):
-    """A value that differs between simulated ranks, where the program needs one for all."""
+    """A value that differs between simulated ranks although the program needs the same value for all ranks."""
 
 
 class RedistributionError(CoreError, RuntimeError):
-    """An op that would move a tensor by itself, inside an ExplicitRedistributionContext."""
+    """An implicit redistribution inside an ExplicitRedistributionContext."""
 
 
 def describe_ranks(ranks: Iterable[int]) -> str:
-    """`0-3,7` for messages."""
+    """Formats ranks for messages, like "0-3,7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -102,9 +102,9 @@ def describe_ranks(ranks: Iterable[int]) -> str:
 
 
 def in_transform(caller: str, shape: Sequence[int]) -> ArgumentError:
-    """The refusal of a plain tensor inside a transform of torch.func, whose tensors cannot be sent."""
+    """Returns the error for a plain tensor inside a transform of torch.func, where tensors cannot be sent."""
     return ArgumentError(
         f"{caller} got a plain tensor of shape {list(shape)} inside a transform of torch.func (grad, vmap, jvp), where "
-        "tensors have no memory to send; expected it outside of one: make the DTensor before, and pass it as an "
-        "argument of the function that is transformed, or let the function use it"
+        "tensors have no memory to send; expected the call outside of the transform: create the DTensor before, and "
+        "pass it to the transformed function as an argument or in its closure"
     )

@@ -1,15 +1,15 @@
-"""Types of what ops take and give, where it is passed on without a look at it."""
+"""Types for the arguments and results of ops in code that passes them on without inspecting them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-# An argument or a result: a tensor, a number, a list of these, None, whatever else a schema of torch's names.
+# An argument or result of an op: a tensor, a number, None, a list of these, or any other type of a torch schema.
 Value: TypeAlias = Any
 Args = Sequence[Value]
 Kwargs = dict[str, Value]
-# An op, a kernel, or a function of torch's.
+# An op, a kernel, or a function of torch.
 Call = Callable[..., Value]
-# The context of an autograd function, which takes any attribute.
+# The context of an autograd function, which accepts any attribute.
 Ctx: TypeAlias = Any

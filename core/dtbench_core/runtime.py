@@ -1,8 +1,8 @@
-"""What the whole core shares: state per rank, caches that are cleared together, and whether ranks are simulated.
+"""State shared by the whole core: values per rank, caches that are cleared together, and whether ranks are simulated.
 
-Each room keeps its own state. What a rank has for itself is in a `PerRank`: a simulated rank runs inside
-`entered(...)`, on its thread, where no other thread sees it. What the process learns once, for all ranks, is in caches
-of the rooms: the specs in their keys tell ranks apart. A room says here how to clear its own.
+Each room stores its own state. State of a rank is in a `PerRank`: a simulated rank runs inside `using_values(...)` on
+its own thread, where other threads do not see its values. State that all ranks of the process share is in caches of
+the rooms, whose keys contain specs, which differ between ranks. Rooms register here how to clear their caches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-# A plan is about 1 KB; the bound keeps a program that never repeats a shape at some megabytes.
+# A plan takes about 1 KB. The bound limits a program that never repeats a shape to some megabytes.
 MAX_PLANS = 8192
 
 
@@ -23,15 +23,17 @@ MAX_PLANS = 8192
 
 
 class PerRank(Generic[T]):
-    """A value that every rank has for itself; that of the process, on threads that simulate nothing.
+    """A value that each rank has separately. Threads without a simulated rank share the value of the process.
 
-    name: for debuggers. make: a fresh value.
+    Args:
+        name: name for debuggers.
+        make: returns a new initial value.
     """
 
     def __init__(self, name: str, make: Callable[[], T]) -> None:
         self.make = make
         self._variable: ContextVar[T] = ContextVar(f"dtbench_core.{name}", default=make())  # noqa: B039 - the process'
-        # Bound to the method: a function around it would cost as much again.
+        # Bound methods, because a wrapper function would double the cost.
         self.get = self._variable.get
         self.set = self._variable.set
         _all.append(self)
@@ -42,7 +44,7 @@ _all: list[PerRank[Any]] = []
 
 @contextmanager
 def using_values(*values: tuple[PerRank[Any], Any]) -> Iterator[None]:
-    """Inside, these are the running rank's: pairs of a variable and its value."""
+    """Sets the values of the running rank inside the block, given as pairs (variable, value)."""
     outer = [(variable, variable.get()) for variable, _ in values]
     for variable, value in values:
         variable.set(value)
@@ -53,17 +55,21 @@ def using_values(*values: tuple[PerRank[Any], Any]) -> Iterator[None]:
             variable.set(value)
 
 
-def initial_values(besides: Iterable[PerRank[Any]] = ()) -> list[tuple[PerRank[Any], Any]]:
-    """What a rank starts with: a fresh value of every variable, but the caller's of those `besides`."""
-    kept = set(besides)
-    return [(one, one.get() if one in kept else one.make()) for one in _all]
+def initial_values(inherited: Iterable[PerRank[Any]] = ()) -> list[tuple[PerRank[Any], Any]]:
+    """Returns pairs (variable, value) for a new rank: initial values, or the caller's for `inherited` variables."""
+    inherited = set(inherited)
+    return [(variable, variable.get() if variable in inherited else variable.make()) for variable in _all]
 
 
 # ---- whether ranks are simulated ----
 
 
 class Simulation:
-    """active: whether a LocalTensorMode is on, of which there is one at a time: one program runs for all ranks."""
+    """Whether ranks are simulated.
+
+    Attributes:
+        active: whether a LocalTensorMode is on. Only one can be on, because one program runs for all ranks.
+    """
 
     active = False
 
@@ -74,29 +80,33 @@ simulation = Simulation()
 # ---- caches ----
 
 
-_clearing: list[tuple[Callable[[], object], bool]] = []  # what clears, and whether only with rules
+_clearing: list[tuple[Callable[[], object], bool]] = []  # (function that clears a cache, with_rules)
 
 
 def cache_put(cache: dict[K, T], key: K, value: T) -> None:
-    """Puts it into the cache, which forgets its oldest entries at the bound."""
+    """Inserts an entry; a full cache drops its oldest entries first."""
     while len(cache) >= MAX_PLANS:
         del cache[next(iter(cache))]
     cache[key] = value
 
 
 def on_clear(clear: Callable[[], object], *, with_rules: bool = False) -> None:
-    """Has `clear` called by `clear_caches`. with_rules: only once an op has got another rule."""
+    """Registers a function that clears a cache.
+
+    Args:
+        with_rules: whether only a change of rules calls it, and `clear_caches` does not.
+    """
     _clearing.append((clear, with_rules))
 
 
 def clear_caches() -> None:
-    """Forgets all plans, of ops and of redistributions."""
+    """Clears all plans of ops and all routes of redistributions."""
     for clear, with_rules in _clearing:
         if not with_rules:
             clear()
 
 
 def rules_changed() -> None:
-    """An op got another rule: what was learnt of ops, and of functions that call them, may be wrong."""
+    """Clears all caches after an op got another rule, also what was learnt about ops and the functions calling them."""
     for clear, _ in _clearing:
         clear()

@@ -139,9 +139,9 @@ def test_who_waits() -> None:
     dist.all_gather(outs, source, async_op=True)
     flight = source._memory.reading[0]
     read = source * 1
-    assert not flight.waiting and read.tolist() == [rank] * 3, "a reader of what is read does not"
+    assert not flight.waited_streams and read.tolist() == [rank] * 3, "a reader of what is read does not"
     returned = source.add_(100)
-    assert len(flight.waiting) == 1 and returned is source, "a writer of it does"
+    assert len(flight.waited_streams) == 1 and returned is source, "a writer of it does"
     assert [o.tolist() for o in outs] == [[float(r)] * 3 for r in range(N)], "gathered before"
     assert source.tolist() == [rank + 100] * 3, "written after"
 

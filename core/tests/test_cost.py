@@ -142,7 +142,7 @@ def test_the_price_of_one_step() -> None:
     assert one(spec(mesh, Shard(0), Shard(0)), spec(mesh, R, Shard(0))) == math.inf
     assert one(spec(mesh, R, Shard(0)), spec(mesh, Shard(0), Shard(0))) == math.inf
     assert one(spec(mesh, R, R), spec(mesh["tp"], R)) == math.inf
-    with pytest.raises(ValueError, match=r"differ in the mesh dims \[0, 1\], expected one dim"):
+    with pytest.raises(ValueError, match=r"differ on the mesh dims \[0, 1\], expected one"):
         one(spec(mesh, R, R), spec(mesh, Shard(0), Shard(1)))
 
 
@@ -218,7 +218,7 @@ def test_no_chain_at_all_is_cheaper(world: Any, copy_us: float) -> None:
     least = price(topo, shape, src, dst, copy_us=copy_us)
     assert least == pytest.approx(brute_force(topo, shape, src, dst, copy_us))
     assert price(topo, shape, src, src, copy_us=copy_us) == 0.0
-    assert price(topo, shape, src, dst, copy_us=copy_us, together=True) <= least + 1e-9
+    assert price(topo, shape, src, dst, copy_us=copy_us, joint=True) <= least + 1e-9
 
 
 def test_bytes_of_a_spec() -> None:

@@ -161,7 +161,7 @@ def test_custom_ops_get_rules() -> None:
 def test_rules_that_do_not_fit_are_told() -> None:
     op = _library().backwards.default
     answers: list[tuple[Any, str]] = [
-        ([([S0, S0], [S0])], "gave placements of 2 outputs and 1 input tensors, expected 1 and 1"),
+        ([([S0, S0], [S0])], "returned placements of 2 outputs and 1 input tensors, expected 1 and 1"),
         ([([Shard(7)], [S0])], r"got Shard\(7\) for a tensor of 2 dims"),
     ]
     for answer, message in answers:

@@ -29,7 +29,7 @@ def elsewhere(fn: Callable[[], R]) -> R:
 
 
 def test_what_is_entered_is_its_threads() -> None:
-    process, mine = mesh_tables.get(), dict(initial_values(besides=[fallback.seen]))
+    process, mine = mesh_tables.get(), dict(initial_values(inherited=[fallback.seen]))
     assert mine[fallback.seen] is fallback.seen.get()
     with using_values(*mine.items()):
         assert all(variable.get() is value for variable, value in mine.items())

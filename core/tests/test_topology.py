@@ -95,7 +95,7 @@ def test_mesh_outside_the_topology_falls_back_with_one_warning() -> None:
         (topology(tp__ranks=0), r"dims\[1\]\.ranks: got 0, expected a count of at least 1"),
         (topology(tp__bandwidth_GiBps=0), "bandwidth_GiBps: got 0, expected a finite number above 0"),
         (topology(dp__latency_us_per_hop="3"), r"dims\[0\]\.latency_us_per_hop: got '3'"),
-        (topology(device_type="cuda"), "measured on 'cuda', the mesh is on 'cpu'"),
+        (topology(device_type="cuda"), "measured on 'cuda', but the mesh is on 'cpu'"),
         (topology(tp__ranks=8), "holds dp=2, tp=8, not the mesh dim tp=4"),
         (measured(tp_PR={"table": []}), "got no table of sizes"),
         (measured(tp_PR=table((1024, 3.0), (2048, 2.0))), "out of order"),
@@ -186,7 +186,7 @@ def test_several_mesh_dims_at_once_by_what_they_take_together() -> None:
 
     def steps(content: dict[str, Any]) -> list[tuple[tuple[int, ...], float]]:
         topo = MeshTopoInfo.from_topology(content, mesh)
-        chain = ChainSearch((64, 64), 4, *ends, topo, together=True).cheapest()
+        chain = ChainSearch((64, 64), 4, *ends, topo, joint=True).cheapest()
         assert chain is not None
         return [(step.mesh_dims, step.us) for step in chain]
 
@@ -231,7 +231,7 @@ def test_price_of_a_step_is_the_time_of_its_collective_at_the_bytes_it_sends(
         tuple(kind if len(dims[0]) > 2 or name in dims else R for name in ("dp", "tp")) for kind in (src, dst)
     ]
     info = MeshTopoInfo.from_topology(content, dp_tp())
-    chain = ChainSearch((1024, 512), 4, *ends, info, together=True).cheapest()
+    chain = ChainSearch((1024, 512), 4, *ends, info, joint=True).cheapest()
     assert chain is not None
     (step,) = chain
     assert (step.collective, step.nbytes > 0) == (collective, True)

@@ -1,13 +1,15 @@
-"""What a collective costs on a mesh dim, from constants or measurements, and the cheapest chain of them.
+"""Cost model: the time of a collective on a mesh dim, and the cheapest chain of collectives.
 
-    ring           the formula of a ring, torch's constants for it, bus bandwidth
-    curve          measured time over size
-    topology       the file of `dtbench calibrate`: what was measured on each mesh dim
-    prices         what one mesh dim charges for a change of placement
-    mesh_topology  which constants price a DeviceMesh: `use_topology`
-    redistribution         the cheapest chain of changes
+Prices come from constants or from measurements:
 
-The first four need no torch.
+    ring            ring formula, torch's constants for it, bus bandwidth
+    curve           measured time over size
+    topology        file of `dtbench calibrate`: the measurements of each mesh dim
+    prices          price of a change of placement on one mesh dim
+    mesh_topology   constants in use for a DeviceMesh: `use_topology`
+    redistribution  price of a redistribution, and the cheapest chain of changes
+
+The first four modules do not need torch.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""The constants of a DeviceMesh: torch's built-in ones, or those of the measured topology in use.
+"""Constants in use for a DeviceMesh: torch's built-in ones, or those of a measured topology.
 
-torch's constants describe NCCL's low-latency ring on Ampere GPUs and guess from the shape of the mesh which
-dims cross hosts, so they rarely fit the machine at hand. `use_topology` puts measured ones in their place.
+torch's constants describe NCCL's low-latency ring on Ampere GPUs. torch also guesses from the shape of the mesh which
+dims cross hosts. Both rarely fit the actual machine; `use_topology` replaces them with measurements.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dtbench_core.runtime import clear_caches
 
 
 class MeshTopoInfo(MeshConstants):
-    """The constants of each dim of a mesh, made as torch's class of this name is."""
+    """The constants of each dim of a mesh, with the constructors of torch's class of the same name."""
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def build_from_mesh(mesh: DeviceMesh) -> MeshTopoInfo:
-        """The built-in constants, for hosts as torch guesses them. The same object for the same mesh."""
+        """Returns the built-in constants, with torch's guess of the hosts. Cached per mesh."""
         devices_per_host = torch.get_device_module(mesh.device_type).device_count()
         bandwidths, latencies = zip(*guessed_links(mesh.shape, devices_per_host), strict=True)
         return MeshTopoInfo(mesh, tuple(mesh.shape), bandwidths, latencies)
@@ -35,51 +35,50 @@ class MeshTopoInfo(MeshConstants):
     def from_topology(
         topology: str | Path | Mapping[str, object] | Topology, mesh: DeviceMesh
     ) -> MeshTopoInfo:
-        """The measured constants of a topology file (or its content) for this mesh.
+        """Returns the constants that a topology file (or its content) holds for this mesh.
 
-        Every dim of the mesh is looked up by name and must have been measured with as many ranks; a dim of
-        one rank need not be there. A mesh may have fewer dims than the file, in any order.
+        Every dim of the mesh must be in the topology under the same name and with the same number of ranks. A dim of
+        one rank may be missing. The mesh may have fewer dims than the topology, in any order.
 
         Raises:
-            TopologyError: unreadable or malformed topology; a dim of the mesh that has no name, is not in it or
-                has another size; or another device type.
+            TopologyError: the topology cannot be read or is malformed; a dim of the mesh has no name, is missing or has
+                another size; or the device types differ.
         """
-        held = topology if isinstance(topology, Topology) else Topology.load(topology)
-        if held.device_type and held.device_type != mesh.device_type:
+        measured = topology if isinstance(topology, Topology) else Topology.load(topology)
+        if measured.device_type and measured.device_type != mesh.device_type:
             raise TopologyError(
-                f"{held.source} was measured on {held.device_type!r}, the mesh is on {mesh.device_type!r}: "
-                "calibrate on the device that is used"
+                f"{measured.source} was measured on {measured.device_type!r}, but the mesh is on "
+                f"{mesh.device_type!r}: calibrate on the device that you use"
             )
         names = mesh.mesh_dim_names
         if names is None:
             raise TopologyError(
                 f"the mesh of shape {tuple(mesh.shape)} has no dim names, expected some of "
-                f"{held.held()}: pass mesh_dim_names when making the mesh"
+                f"{measured.describe_dims()}: pass mesh_dim_names when you create the mesh"
             )
-        constants = held.constants(list(zip(names, mesh.shape, strict=True)))
+        constants = measured.constants(list(zip(names, mesh.shape, strict=True)))
         return MeshTopoInfo(**vars(constants) | {"mesh": mesh})
 
 
 _topology: Topology | None = None  # None: the built-in constants
-_constants: dict[DeviceMesh, MeshTopoInfo] = {}  # of its meshes
+_constants: dict[DeviceMesh, MeshTopoInfo] = {}  # by mesh, for the topology in use
 
 
 class _InUse(contextlib.ExitStack):
-    """What `use_topology` returns: `restore()`, or the end of a `with`, puts back what was in use before, once."""
+    """Result of `use_topology`: `restore()`, or the end of a `with`, restores the previous topology once."""
 
     restore = contextlib.ExitStack.close
 
 
 def use_topology(topology: str | Path | Mapping[str, object] | Topology | None) -> _InUse:
-    """Prices redistributions with measured constants from now on; None means the built-in ones.
+    """Prices redistributions with measured constants from now on; None selects the built-in constants.
 
-    Takes effect at once, for the whole process. Use it as a context manager, or keep what it returns and
-    call `restore()`. Every rank must use the same topology: ranks that plan differently wait for each
-    other forever. A mesh that the topology does not hold is priced by the built-in constants, with a
-    warning.
+    It takes effect at once, for the whole process. Use it as a context manager, or store the result and call
+    `restore()`. Every rank must use the same topology: ranks that choose different routes wait for each other forever.
+    A mesh that is not in the topology is priced by the built-in constants, with a warning.
 
     Raises:
-        TopologyError: the topology cannot be read; nothing changes then.
+        TopologyError: the topology cannot be read. Nothing changes then.
     """
     loaded = topology if topology is None or isinstance(topology, Topology) else Topology.load(topology)
     undo = _InUse()
@@ -89,7 +88,7 @@ def use_topology(topology: str | Path | Mapping[str, object] | Topology | None) 
 
 
 def topology_of(mesh: DeviceMesh) -> MeshTopoInfo:
-    """The constants that price this mesh: of the topology in use, else the built-in ones."""
+    """Returns the constants that price this mesh: those of the topology in use, or the built-in ones."""
     if _topology is None:
         return MeshTopoInfo.build_from_mesh(mesh)
     info = _constants.get(mesh)

@@ -1,7 +1,7 @@
-"""What one mesh dim charges for a change of placement: by measured curves, or by the ring formula.
+"""Price of a change of placement on one mesh dim: from measured curves, or from the ring formula.
 
-A change is named as it is measured: "S(0)->R", "P->S(1)". Tensor dims beyond the first are all called
-1: what counts is whether shards lie in one stretch of memory. Between two Shards the lower dim is 0.
+A change is named as in a topology file: "S(0)->R", "P->S(1)". Tensor dims other than the first are all called 1,
+because it only matters whether a shard is contiguous in memory. Between two Shards the lower dim is called 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dtbench_core.cost.topology import SENDING, MeshConstants
 
 
 class PlacementLike(Protocol):
-    """A placement, PyTorch's or ours."""
+    """A placement of PyTorch or ours."""
 
     def is_shard(self) -> bool: ...
     def is_partial(self) -> bool: ...
@@ -24,7 +24,12 @@ class PlacementLike(Protocol):
 
 
 class Kind(NamedTuple):
-    """What of a placement matters to its price. letter: S, R or P. dim: the tensor dim of a Shard."""
+    """The part of a placement that its price depends on.
+
+    Attributes:
+        letter: "S" for Shard, "R" for Replicate, "P" for Partial.
+        dim: tensor dim of a Shard.
+    """
 
     letter: str
     dim: int = 0
@@ -36,19 +41,19 @@ class Kind(NamedTuple):
         return Kind("R" if placement.is_replicate() else "P")
 
 
-def name_of(src: Kind, dst: Kind) -> str:
-    """The change as a topology file calls it."""
+def change_name(src: Kind, dst: Kind) -> str:
+    """Returns the name of the change in a topology file."""
     if src.letter == dst.letter == "S":
         return "S(0)->S(1)" if src.dim < dst.dim else "S(1)->S(0)"
-    return f"{_called(src)}->{_called(dst)}"
+    return f"{_kind_name(src)}->{_kind_name(dst)}"
 
 
-def _called(kind: Kind) -> str:
+def _kind_name(kind: Kind) -> str:
     return f"S({min(kind.dim, 1)})" if kind.letter == "S" else kind.letter
 
 
 def ring_of(topo: MeshConstants, mesh_dims: Sequence[int]) -> Ring:
-    """One ring through the ranks of the mesh dims: every hop is taken for the slowest of theirs."""
+    """Returns a ring through the ranks of these mesh dims, in which every hop is as slow as the slowest of them."""
     return Ring(
         math.prod(map(topo.mesh_dim_devices.__getitem__, mesh_dims)),
         min(map(topo.mesh_dim_bandwidth.__getitem__, mesh_dims)),
@@ -61,8 +66,8 @@ class DimPrices(NamedTuple):
     """The prices of one mesh dim.
 
     Attributes:
-        ring: prices the mesh dim by the formula.
-        curves: time by change of placement over the bytes of the whole tensor; empty where the formula prices it.
+        ring: the ring formula of the mesh dim.
+        curves: measured time of each change, over the bytes of the global tensor; empty if the formula is to be used.
     """
 
     ring: Ring
@@ -73,34 +78,38 @@ class DimPrices(NamedTuple):
         curves = topo.mesh_dim_curves[mesh_dim] if topo.mesh_dim_curves else {}
         return DimPrices(ring_of(topo, [mesh_dim]), curves)
 
-    def us(self, src: Kind, dst: Kind, held_gib: float) -> float:
-        """us of a change that sends something, when each rank holds `held_gib` GiB before."""
+    def us(self, src: Kind, dst: Kind, local_gib: float) -> float:
+        """Returns the microseconds of a change that sends something.
+
+        Args:
+            local_gib: GiB per rank before the change.
+        """
         if not self.curves:
-            return self.ring.change_us(src.letter, dst.letter, held_gib)
-        whole = held_gib * GIB * (self.ring.ranks if src.letter == "S" else 1)
-        straight = self.curves[name_of(src, dst)].us(whole)
+            return self.ring.change_us(src.letter, dst.letter, local_gib)
+        global_bytes = local_gib * GIB * (self.ring.ranks if src.letter == "S" else 1)
+        direct = self.curves[change_name(src, dst)].us(global_bytes)
         if src.letter != "S" or dst.letter != "S":
-            return straight
-        gathered = self.curves[name_of(src, Kind("R"))].us(whole)
-        return min(straight, gathered + self.cut_us(dst, whole / GIB, 0.0))
+            return direct
+        gather = self.curves[change_name(src, Kind("R"))].us(global_bytes)
+        return min(direct, gather + self.local_us(dst, global_bytes / GIB, 0.0))
 
-    def cut_us(self, dst: Kind, held_gib: float, otherwise: float) -> float:
-        """us to cut a replica, which sends nothing: `otherwise` where that was not measured."""
-        curve = self.curves.get(name_of(Kind("R"), dst)) if dst.letter == "S" else None
-        return otherwise if curve is None else curve.us(held_gib * GIB)
+    def local_us(self, dst: Kind, local_gib: float, default: float) -> float:
+        """Returns the microseconds of a change from Replicate, which sends nothing; `default` if not measured."""
+        curve = self.curves.get(change_name(Kind("R"), dst)) if dst.letter == "S" else None
+        return default if curve is None else curve.us(local_gib * GIB)
 
-    def least(self) -> float:
-        """us that no change which sends something undercuts."""
+    def minimum_us(self) -> float:
+        """Returns a lower bound of the microseconds of any change that sends something."""
         if not self.curves:
             return self.ring.us(0.0)
         return min(self.curves[name].us(0.0) for name in SENDING)
 
 
 def joint_prices(topo: MeshConstants, mesh_dims: Sequence[int]) -> DimPrices | None:
-    """The prices of one collective over all ranks of several mesh dims.
+    """Returns the prices of one collective over all ranks of several mesh dims.
 
-    None where the mesh dims were measured one by one but not together: a formula beside measured times
-    would win or lose for being a formula.
+    None if the mesh dims were measured separately but not together. A formula compared with measured times would win or
+    lose only because it is a formula.
     """
     measured = any(topo.mesh_dim_curves[d] for d in mesh_dims) if topo.mesh_dim_curves else False
     if measured and not topo.joint_curves:

@@ -1,21 +1,21 @@
-"""What a collective, and a redistribution made of collectives, is expected to cost.
+"""Estimated times of collectives and redistributions, and the search for the cheapest redistribution.
 
-A step on one mesh dim is priced by what was measured on it (`prices.py`, `curve.py`), else by the formula of a
-ring (`ring.py`), with the constants of the mesh (`topology.py`, `mesh_topology.py`).
+A step on one mesh dim is priced by its measured curve (`prices.py`, `curve.py`) if there is one, otherwise by the ring
+formula (`ring.py`). The constants of the mesh come from `topology.py` and `mesh_topology.py`.
 
-Units. Times are microseconds. Sizes and bandwidths are in **GiB** (1024^3 bytes) and GiB/s. The
-arguments are called `bytes_gb` and PyTorch writes "GB/s", but it too divides by 1024^3; taking the
-numbers for 10^9 bytes (the unit of nccl-tests) is a silent error of 7.4 %.
+Units: times are microseconds. Sizes and bandwidths are in **GiB** (1024^3 bytes) and GiB/s. The arguments are called
+`bytes_gb` and PyTorch's comments say "GB/s", but PyTorch also divides by 1024^3. Passing units of 10^9 bytes, as
+nccl-tests prints them, gives a silent error of 7.4 %.
 
-Note [Prices are distances]: a redistribution costs what its cheapest chain of transitions does, so
-going through a third placement never costs less than going straight, and a chain never less than a
-part of it. Both hold because `ChainSearch` goes through all chains, not because of the formulas: added up
-dim by dim, those would let Shard -> Replicate -> Shard undercut Shard -> Shard. It holds for steps of
-one mesh dim; several go at once only to the placements at the end, never to some on the way.
+Note [Prices are distances]: the price of a redistribution is the price of its cheapest chain of transitions. Therefore
+a detour over a third placement never costs less than the direct way, and a chain never costs less than a part of it.
+This holds because `ChainSearch` considers all chains. The formulas alone do not ensure it: added up mesh dim by mesh
+dim, they would make Shard -> Replicate -> Shard cheaper than Shard -> Shard. It holds for steps on one mesh dim. A
+joint step on several mesh dims goes only to Replicate or to the final placements, never to other placements between.
 
-Note [Nested shards]: where two mesh dims shard the same tensor dim, the inner one (the higher index)
-cuts what the outer one left. So the outer one may be gathered, or made, only while no inner one
-shards that dim.
+Note [Nested shards]: if two mesh dims shard the same tensor dim, the inner one (with the higher index) splits the part
+that the outer one assigned. So an outer mesh dim may gather or shard a tensor dim only while no inner mesh dim shards
+that tensor dim.
 """
 
 from __future__ import annotations
@@ -36,8 +36,13 @@ from dtbench_core.layout.spec import DTensorSpec
 
 
 def allgather_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
-    """us to all-gather over `mesh_dim` into an output of `bytes_gb` GiB on each rank; or to reduce-scatter an input of
-    that size, or to exchange that much of each rank, of which 1/n stays where it is."""
+    """Returns the microseconds of an all-gather over `mesh_dim`.
+
+    Also of a reduce-scatter and an all-to-all.
+
+    Args:
+        bytes_gb: GiB per rank: the output of an all-gather, the input of a reduce-scatter, the buffer of an all-to-all.
+    """
     return ring_of(mesh_topo, [mesh_dim]).us(bytes_gb)
 
 
@@ -45,18 +50,21 @@ reduce_scatter_cost = all_to_all_cost = allgather_cost
 
 
 def allreduce_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
-    """us to all-reduce `bytes_gb` GiB on each rank of `mesh_dim`: a reduce-scatter and an all-gather."""
+    """Returns the microseconds of an all-reduce of `bytes_gb` GiB per rank: a reduce-scatter and an all-gather."""
     return ring_of(mesh_topo, [mesh_dim]).us(bytes_gb, trips=2)
 
 
 def transition_cost(
     src: PlacementLike, dst: PlacementLike, local_bytes_gib: float, topo: MeshConstants, mesh_dim: int
 ) -> float:
-    """us to go from `src` to `dst` on one mesh dim, when each rank holds `local_bytes_gib` GiB before.
+    """Returns the microseconds of a change from `src` to `dst` on one mesh dim.
 
-    0 where nothing is sent (equal placements, or from Replicate); infinite where there is no way
-    (Shard -> Partial, one kind of Partial -> another). Shard -> Shard is PyTorch's all-gather of the
-    shards plus a surcharge, but never more than gathering all and cutting.
+    0 if nothing is sent (equal placements, or from Replicate). Infinite if one step cannot do it (Shard -> Partial, or
+    one kind of Partial -> another). Shard -> Shard costs PyTorch's all-gather of the shards plus a surcharge, but never
+    more than gathering the tensor and keeping a part.
+
+    Args:
+        local_bytes_gib: GiB per rank before the change.
     """
     if src == dst or src.is_replicate():
         return 0.0
@@ -69,7 +77,7 @@ _COLLECTIVE = {"SR": "all_gather", "SS": "all_to_all", "PR": "all_reduce", "PS":
 
 
 def spec_to_bytes(spec: DTensorSpec) -> int:
-    """Bytes of the whole tensor, as if on one device.
+    """Returns the bytes of the global tensor.
 
     Raises:
         CoreError: the spec has no dtype yet.
@@ -90,7 +98,7 @@ def _tensor_meta(spec: DTensorSpec) -> Any:
 def local_gib(
     shape: Sequence[int], itemsize: int, placements: Sequence[Any], mesh_sizes: Sequence[int]
 ) -> float:
-    """GiB of the largest shard of a tensor so placed: the same on every rank, so that all compute the same price."""
+    """Returns the GiB of the largest shard. It is the same on every rank, so that all ranks compute the same price."""
     lengths = list(shape)
     for placement, ranks in zip(placements, mesh_sizes, strict=True):
         if placement.is_shard():
@@ -102,13 +110,18 @@ def local_gib(
     return math.prod(lengths) * itemsize / GIB
 
 
-# --- the cheapest chain of transitions -------------------------------------------------------------
+# ---- the cheapest chain of transitions ----
 
 
 class Transition(NamedTuple):
-    """What one step of a redistribution does to some mesh dims (one, unless they go together).
+    """One step of a redistribution.
 
-    collective: a function of comm.py, or "" when nothing is sent. nbytes: what comm.py will count for it.
+    Attributes:
+        mesh_dims: the mesh dims whose placement changes: one, or several at once.
+        src, dst: placements of these mesh dims before and after the step.
+        collective: the function of comm.py, or "" if nothing is sent.
+        nbytes: bytes that comm.py will count for the step.
+        us: estimated microseconds.
     """
 
     mesh_dims: tuple[int, ...]
@@ -119,18 +132,21 @@ class Transition(NamedTuple):
     us: float
 
 
-State = tuple[int, ...]  # per mesh dim an index into `ChainSearch.kinds`
+State = tuple[int, ...]  # per mesh dim, an index into `ChainSearch.placements`
+REPLICATED = 0  # index of Replicate
 
 
 class ChainSearch:
-    """Chains of transitions from the placements `src` to `dst`; A* over the placements of all mesh dims.
+    """A* search for the cheapest chain of transitions from the placements `src` to `dst`.
 
-    Each transition goes from any placement of one mesh dim to Replicate, a Shard, or the Partial that `dst`
-    has there (see Note [Nested shards]).
+    A transition changes one mesh dim to Replicate, to a Shard, or to the Partial that `dst` has there. See
+    Note [Nested shards] for the order of mesh dims.
 
     Args:
-        copy_us: of a transition from Replicate, which sends nothing.
-        together: the ranks of all mesh dims make one process group, so that all dims may go at once.
+        shape: global shape of the tensor.
+        itemsize: bytes per element.
+        copy_us: price of a transition from Replicate, which sends nothing.
+        joint: whether one process group contains the ranks of all mesh dims, so that all dims may change at once.
     """
 
     def __init__(
@@ -142,173 +158,204 @@ class ChainSearch:
         topo: MeshConstants,
         *,
         copy_us: float = 0.0,
-        together: bool = False,
+        joint: bool = False,
     ) -> None:
         self.shape, self.itemsize, self.copy_us = shape, itemsize, copy_us
         self.sizes = topo.mesh_dim_devices
         self.prices = [DimPrices.of(topo, d) for d in range(len(self.sizes))]
-        self.wide = [d for d, ranks in enumerate(self.sizes) if ranks > 1]
-        self.all = joint_prices(topo, self.wide) if together and len(self.wide) > 1 else None
-        # Placements by number: those at hand, then the Shards that could be on the way.
-        self.kinds: list[Any] = [REPLICATE]
-        self.src, self.dst = self._number(src), self._number(dst)
-        self._number(self._detours())
-        self.priced = [Kind.of(kind) for kind in self.kinds]
-        self.classes = [kind.letter for kind in self.priced]
-        self.dims = [kind.dim if kind.is_shard() else None for kind in self.kinds]
-        self.odd = [isinstance(kind, Shard) and type(kind) is not Shard for kind in self.kinds]
-        self.least = [prices.least() for prices in self.prices]  # of any collective on the mesh dim
+        self.active_dims = [d for d, ranks in enumerate(self.sizes) if ranks > 1]
+        self.joint_prices = (
+            joint_prices(topo, self.active_dims) if joint and len(self.active_dims) > 1 else None
+        )
+        # States hold indices into this list: Replicate, the placements of both ends, then possible detours.
+        self.placements: list[Any] = [REPLICATE]
+        self.src, self.dst = self._indices_of(src), self._indices_of(dst)
+        self._indices_of(self._detour_shards())
+        self.kinds = [Kind.of(placement) for placement in self.placements]
+        self.letters = [kind.letter for kind in self.kinds]
+        self.tensor_dims = [placement.dim if placement.is_shard() else None for placement in self.placements]
+        self.is_uneven_kind = [isinstance(p, Shard) and type(p) is not Shard for p in self.placements]
+        self.minimum_us = [prices.minimum_us() for prices in self.prices]
 
-    def _number(self, placements: Sequence[Any]) -> State:
-        """Equal placements get one number, PyTorch's and ours."""
-        numbers = []
+    def _indices_of(self, placements: Sequence[Any]) -> State:
+        """Returns the index of each placement, and appends new ones.
+
+        Equal placements of PyTorch and ours have the same index.
+        """
+        indices = []
         for placement in placements:
-            number = next((i for i, kind in enumerate(self.kinds) if _same(kind, placement)), len(self.kinds))
-            if number == len(self.kinds):
-                self.kinds.append(placement)
-            numbers.append(number)
-        return tuple(numbers)
+            known = (i for i, p in enumerate(self.placements) if _same_placement(p, placement))
+            index = next(known, len(self.placements))
+            if index == len(self.placements):
+                self.placements.append(placement)
+            indices.append(index)
+        return tuple(indices)
 
-    def _detours(self) -> list[Shard]:
-        """Shards of tensor dims that neither end shards. By the formula all cost the same, the larger ones the
-        least uneven, and no chain needs more of them than there are mesh dims; measured, those of the first
-        tensor dim have prices of their own."""
-        taken = {kind.dim for kind in self.kinds if kind.is_shard()}
+    def _detour_shards(self) -> list[Shard]:
+        """Shards of tensor dims that neither end shards, as possible intermediate placements.
+
+        By the formula they all cost the same, so the largest dims, which split most evenly, suffice. A chain needs at
+        most one per mesh dim. With measured curves, Shard(0) has a price of its own and is added.
+        """
+        end_dims = {placement.dim for placement in self.placements if placement.is_shard()}
         measured = any(prices.curves for prices in self.prices)
-        if len(self.wide) < 2 and not measured:
-            # Of use where gathering pads: a dim shorter than its ranks, say; and where the shard of an inner mesh dim
-            # is in the way of an outer one of a single rank.
+        if len(self.active_dims) < 2 and not measured:
+            # On one mesh dim a detour helps in two cases: a direct step would pad, because a dim is shorter than its
+            # ranks, for example; or an inner mesh dim shards the same tensor dim as an outer one of a single rank.
             ranks = math.prod(self.sizes)
-            ends = ([self.kinds[kind] for kind in end] for end in (self.src, self.dst))
-            cuts = [[kind.dim for kind in end if kind.is_shard()] for end in ends]
-            nested = any(len(set(dims)) < len(dims) for dims in cuts)
-            if not nested and all(self.shape[dim] % ranks == 0 for dim in taken):
+            ends = ([self.placements[index] for index in end] for end in (self.src, self.dst))
+            sharded_dims = [[placement.dim for placement in end if placement.is_shard()] for end in ends]
+            nested = any(len(set(dims)) < len(dims) for dims in sharded_dims)
+            if not nested and all(self.shape[dim] % ranks == 0 for dim in end_dims):
                 return []
-        fresh = [dim for dim in range(len(self.shape)) if dim not in taken]
-        fresh.sort(key=lambda dim: -self.shape[dim])
+        free_dims = [dim for dim in range(len(self.shape)) if dim not in end_dims]
+        free_dims.sort(key=lambda dim: -self.shape[dim])
         if not measured:
-            return [Shard(dim) for dim in fresh[: len(self.wide)]]
-        later = [dim for dim in fresh if dim > 0]
-        return [Shard(dim) for dim in (*later[: len(self.wide)], *(dim for dim in fresh if dim == 0))]
+            return [Shard(dim) for dim in free_dims[: len(self.active_dims)]]
+        later_dims = [dim for dim in free_dims if dim > 0]
+        first_dim = (dim for dim in free_dims if dim == 0)
+        return [Shard(dim) for dim in (*later_dims[: len(self.active_dims)], *first_dim)]
 
     def cheapest(self) -> list[Transition] | None:
-        """None when there is no way. Ties go to fewer steps, and are the same on every rank."""
+        """Returns the cheapest chain, or None if there is none.
+
+        Among equally cheap chains the one with the fewest steps wins. The result is the same on every rank.
+        """
         order = itertools.count()
         queue: list[tuple[float, int, int, float, State, Any]] = [
-            (self._at_least(self.src), 0, next(order), 0.0, self.src, None)
+            (self._lower_bound_us(self.src), 0, next(order), 0.0, self.src, None)
         ]
         settled: set[State] = set()
         while queue:
             _, steps, _, spent, state, chain = heapq.heappop(queue)
             if state == self.dst:
-                return self._transitions(chain)
+                return self._transitions_of(chain)
             if state in settled:
                 continue
             settled.add(state)
-            for mesh_dims, after, us in self._edges(state):
-                if after not in settled:
+            for mesh_dims, next_state, us in self._next_states(state):
+                if next_state not in settled:
                     total = spent + us
-                    link = (chain, mesh_dims, state, after, us)
-                    entry = (total + self._at_least(after), steps + 1, next(order), total, after, link)
-                    heapq.heappush(queue, entry)
+                    link = (chain, mesh_dims, state, next_state, us)
+                    bound = total + self._lower_bound_us(next_state)
+                    heapq.heappush(queue, (bound, steps + 1, next(order), total, next_state, link))
         return None
 
-    def _at_least(self, state: State) -> float:
-        """A bound below what is left: a collective for each mesh dim that differs and is not Replicate."""
-        pairs = zip(state, self.dst, self.least, strict=True)
-        left = sum([least for now, then, least in pairs if now not in (then, 0)])
-        return left if self.all is None else min(left, self.all.least())
+    def _lower_bound_us(self, state: State) -> float:
+        """Lower bound of the remaining price: one collective per mesh dim that must change from Shard or Partial."""
+        dims = zip(state, self.dst, self.minimum_us, strict=True)
+        bound = sum([us for current, final, us in dims if current not in (final, REPLICATED)])
+        return bound if self.joint_prices is None else min(bound, self.joint_prices.minimum_us())
 
-    def _edges(self, state: State) -> Iterator[tuple[tuple[int, ...], State, float]]:
-        """(mesh dims, state after, us) of every transition from `state`."""
-        held = self._local_gib(state)
-        for mesh_dim, now in enumerate(state):
-            inner = {self.dims[kind] for kind in state[mesh_dim + 1 :]} - {None}
-            if self.dims[now] in inner:
+    def _next_states(self, state: State) -> Iterator[tuple[tuple[int, ...], State, float]]:
+        """Yields (mesh dims, next state, us) of every transition from `state`."""
+        gib = self._local_gib(state)
+        for mesh_dim, current in enumerate(state):
+            inner_dims = {self.tensor_dims[index] for index in state[mesh_dim + 1 :]} - {None}
+            if self.tensor_dims[current] in inner_dims:
                 continue
-            for kind in self._targets(now, self.dst[mesh_dim]):
-                if self.dims[kind] in inner or (self.odd[kind] and not self._fits(kind, mesh_dim, state)):
+            for target in self._targets(current, self.dst[mesh_dim]):
+                if self.tensor_dims[target] in inner_dims:
+                    continue
+                if self.is_uneven_kind[target] and not self._fits(target, mesh_dim, state):
                     continue
                 prices = self.prices[mesh_dim]
-                if now:
-                    us = prices.us(self.priced[now], self.priced[kind], held)
+                if current != REPLICATED:
+                    us = prices.us(self.kinds[current], self.kinds[target], gib)
                 else:
-                    us = prices.cut_us(self.priced[kind], held, self.copy_us)
-                yield (mesh_dim,), (*state[:mesh_dim], kind, *state[mesh_dim + 1 :]), us
-        if self.all is not None:
-            for after in self._together(state):
-                us = max(self.all.us(self.priced[state[d]], self.priced[after[d]], held) for d in self.wide)
-                yield tuple(self.wide), after, us
+                    us = prices.local_us(self.kinds[target], gib, self.copy_us)
+                yield (mesh_dim,), (*state[:mesh_dim], target, *state[mesh_dim + 1 :]), us
+        if self.joint_prices is not None:
+            for target_state in self._joint_targets(state):
+                us = max(
+                    self.joint_prices.us(self.kinds[state[d]], self.kinds[target_state[d]], gib)
+                    for d in self.active_dims
+                )
+                yield tuple(self.active_dims), target_state, us
 
-    def _fits(self, odd: int, mesh_dim: int, state: State) -> bool:
-        """Whether the mesh dim may be placed in a way that only some lengths allow (RaggedShard and its like):
-        if an end places it so, and the outer mesh dims cut the tensor dim as they do there."""
+    def _fits(self, target: int, mesh_dim: int, state: State) -> bool:
+        """Whether `mesh_dim` may get a StridedShard or RaggedShard, which suit only some lengths.
 
-        def cuts(placed: State) -> list[int | None]:
-            return [kind if self.dims[kind] == self.dims[odd] else None for kind in placed[:mesh_dim]]
+        They fit if an end has this placement there, and the outer mesh dims shard the tensor dim as at that end.
+        """
 
-        return any(end[mesh_dim] == odd and cuts(end) == cuts(state) for end in (self.src, self.dst))
+        def outer_shards(placed: State) -> list[int | None]:
+            tensor_dim = self.tensor_dims[target]
+            return [index if self.tensor_dims[index] == tensor_dim else None for index in placed[:mesh_dim]]
 
-    def _targets(self, now: int, wanted: int) -> Iterator[int]:
-        """Where one mesh dim may go next."""
-        extremum = self.classes[now] == "P" and getattr(self.kinds[now], "reduce_op", "") in ("max", "min")
-        for kind, letter in enumerate(self.classes):
-            if kind == now or (letter == "S" and extremum):  # NaN has to be looked for in between
+        return any(
+            end[mesh_dim] == target and outer_shards(end) == outer_shards(state)
+            for end in (self.src, self.dst)
+        )
+
+    def _targets(self, current: int, final: int) -> Iterator[int]:
+        """Yields the placements that one mesh dim can change to in one step."""
+        is_extremum = self.letters[current] == "P" and getattr(self.placements[current], "reduce_op", "") in (
+            "max",
+            "min",
+        )
+        for index, letter in enumerate(self.letters):
+            # An extremum goes to Shard by way of Replicate, where NaN is handled.
+            if index == current or (letter == "S" and is_extremum):
                 continue
             if letter == "P":
-                if now or kind != wanted:  # Replicate can serve as the terms of any reduction
+                # Only Replicate becomes Partial: it supplies the terms of any reduction.
+                if current != REPLICATED or index != final:
                     continue
-            elif self.dims[kind] is not None and self.dims[kind] == self.dims[now]:
-                continue  # between two ways of sharding one dim: through Replicate or another dim
-            yield kind
+            elif self.tensor_dims[index] is not None and self.tensor_dims[index] == self.tensor_dims[current]:
+                continue  # between two ways to shard one dim: by way of Replicate or of another dim
+            yield index
 
-    def _together(self, state: State) -> Iterator[State]:
-        """States that one collective over all mesh dims leads to: every rank has equally much for every
-        other, which needs even shards, of other tensor dims than before."""
-        now = self._wide(state)
-        letters = {self.classes[kind] for kind in now}
+    def _joint_targets(self, state: State) -> Iterator[State]:
+        """Yields the states that one collective over all mesh dims leads to.
+
+        All ranks exchange equally much, so shards must be even, and the shards before and after must be of different
+        tensor dims.
+        """
+        current = self._on_active_dims(state)
+        letters = {self.letters[index] for index in current}
         if letters == {"P"}:
-            if len(set(now)) > 1:
+            if len(set(current)) > 1:
                 return
-        elif letters != {"S"} or not self._even(now):
+        elif letters != {"S"} or not self._splits_evenly(current):
             return
-        yield tuple(0 if d in self.wide else kind for d, kind in enumerate(state))
-        then = self._wide(self.dst)
+        yield tuple(REPLICATED if d in self.active_dims else index for d, index in enumerate(state))
+        final = self._on_active_dims(self.dst)
         if (
-            {self.classes[kind] for kind in then} == {"S"}
-            and self._even(then)
-            and not {self.dims[kind] for kind in now} & {self.dims[kind] for kind in then}
-            and all(t in self._targets(k, t) for k, t in zip(now, then, strict=True))
+            {self.letters[index] for index in final} == {"S"}
+            and self._splits_evenly(final)
+            and not {self.tensor_dims[i] for i in current} & {self.tensor_dims[i] for i in final}
+            and all(dst in self._targets(src, dst) for src, dst in zip(current, final, strict=True))
         ):
-            yield tuple(self.dst[d] if d in self.wide else kind for d, kind in enumerate(state))
+            yield tuple(self.dst[d] if d in self.active_dims else index for d, index in enumerate(state))
 
-    def _wide(self, state: State) -> list[int]:
-        return [state[d] for d in self.wide]
+    def _on_active_dims(self, state: State) -> list[int]:
+        return [state[d] for d in self.active_dims]
 
-    def _even(self, kinds: Sequence[int]) -> bool:
+    def _splits_evenly(self, indices: Sequence[int]) -> bool:
         parts = dict.fromkeys(range(len(self.shape)), 1)
-        for kind, mesh_dim in zip(kinds, self.wide, strict=True):
-            if self.odd[kind]:
+        for index, mesh_dim in zip(indices, self.active_dims, strict=True):
+            if self.is_uneven_kind[index]:
                 return False
-            parts[self.kinds[kind].dim] *= self.sizes[mesh_dim]
+            parts[self.placements[index].dim] *= self.sizes[mesh_dim]
         return all(self.shape[dim] % n == 0 for dim, n in parts.items())
 
     def _local_gib(self, state: State) -> float:
-        return local_gib(self.shape, self.itemsize, [self.kinds[kind] for kind in state], self.sizes)
+        return local_gib(self.shape, self.itemsize, [self.placements[index] for index in state], self.sizes)
 
-    def _transitions(self, chain: Any) -> list[Transition]:
+    def _transitions_of(self, chain: Any) -> list[Transition]:
         transitions = []
         while chain is not None:
-            chain, mesh_dims, state, after, us = chain
-            move = self.classes[state[mesh_dims[0]]] + self.classes[after[mesh_dims[0]]]
-            collective = _COLLECTIVE.get(move, "")
+            chain, mesh_dims, state, next_state, us = chain
+            letters = self.letters[state[mesh_dims[0]]] + self.letters[next_state[mesh_dims[0]]]
+            collective = _COLLECTIVE.get(letters, "")
             ranks = math.prod(self.sizes[d] for d in mesh_dims)
             sent = self._local_gib(state) * GIB * (ranks if collective == "all_gather" else 1)
             transitions.append(
                 Transition(
                     mesh_dims,
-                    tuple(self.kinds[state[d]] for d in mesh_dims),
-                    tuple(self.kinds[after[d]] for d in mesh_dims),
+                    tuple(self.placements[state[d]] for d in mesh_dims),
+                    tuple(self.placements[next_state[d]] for d in mesh_dims),
                     collective if ranks > 1 else "",
                     round(sent) if collective and ranks > 1 else 0,
                     us,
@@ -317,30 +364,29 @@ class ChainSearch:
         return transitions[::-1]
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two placements mean the same, be they PyTorch's or ours."""
-    if one.is_replicate() or other.is_replicate():
-        return bool(one.is_replicate() and other.is_replicate())
-    if type(one).__name__ == type(other).__name__ == "Shard":
-        return bool(one.dim == other.dim)
-    return bool(one == other)
+def _same_placement(first: Any, second: Any) -> bool:
+    """Whether two placements mean the same; each may be PyTorch's or ours."""
+    if first.is_replicate() or second.is_replicate():
+        return bool(first.is_replicate() and second.is_replicate())
+    if type(first).__name__ == type(second).__name__ == "Shard":
+        return bool(first.dim == second.dim)
+    return bool(first == second)
 
 
 def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
-    """us of communication from one spec to another of the same tensor, by the cheapest way.
+    """Returns the microseconds of communication of the cheapest redistribution between two specs of one tensor.
 
-    0 where nothing is sent; infinite across meshes, from Shard to Partial and from one Partial to
-    another. Each step is priced by `transition_cost`; a gather makes the next collectives larger, a
-    scatter smaller. It is an estimate for comparing placements: local copies are not counted, nor that
-    several mesh dims may go at once. See Note [Prices are distances].
+    0 if nothing is sent. Infinite across meshes, from Shard to Partial, and from one kind of Partial to another. Each
+    step is priced by `transition_cost` with the size that the steps before it left. It is an estimate for comparing
+    placements: it ignores local copies and joint steps on several mesh dims. See Note [Prices are distances].
     """
     if current_spec.mesh != target_spec.mesh:
         return math.inf
     src, dst = current_spec.placements, target_spec.placements
     if all(placement.is_replicate() for placement in src):
         return 0.0
-    for now, then in zip(src, dst, strict=True):
-        if then.is_partial() and not now.is_replicate() and now != then:
+    for current, target in zip(src, dst, strict=True):
+        if target.is_partial() and not current.is_replicate() and current != target:
             return math.inf
     itemsize = _tensor_meta(current_spec).dtype.itemsize
     chain = ChainSearch(current_spec.shape, itemsize, src, dst, topology_of(current_spec.mesh)).cheapest()
@@ -348,31 +394,29 @@ def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> fl
 
 
 def one_step_redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
-    """us of the one transition between specs that differ in one mesh dim; 0 when they do not differ.
+    """Returns the microseconds of the single transition between specs that differ on one mesh dim.
 
-    Infinite where one transition cannot do it (see `transition_cost` and Note [Nested shards]).
+    0 if they are equal. Infinite if one transition cannot do it (see `transition_cost` and Note [Nested shards]).
 
     Raises:
-        PlacementError: they differ in several mesh dims.
+        PlacementError: the specs differ on several mesh dims.
     """
     if current_spec.mesh != target_spec.mesh:
         return math.inf
-    src: Sequence[Any] = current_spec.placements  # ours or PyTorch's
+    src: Sequence[Any] = current_spec.placements  # placements may be ours or PyTorch's
     dst: Sequence[Any] = target_spec.placements
-    changed = [d for d, (now, then) in enumerate(zip(src, dst, strict=True)) if now != then]
+    changed = [d for d, (current, target) in enumerate(zip(src, dst, strict=True)) if current != target]
     if not changed:
         return 0.0
     if len(changed) > 1:
         raise PlacementError(
-            f"got specs that differ in the mesh dims {changed}, expected one dim: redistribute_cost prices chains of "
-            "steps"
+            f"got specs that differ on the mesh dims {changed}, expected one: use redistribute_cost, which prices "
+            "chains of steps"
         )
     mesh_dim = changed[0]
-    cut = {p.dim for p in (src[mesh_dim], dst[mesh_dim]) if p.is_shard()}
-    if any(p.is_shard() and p.dim in cut for p in src[mesh_dim + 1 :]):
+    sharded_dims = {p.dim for p in (src[mesh_dim], dst[mesh_dim]) if p.is_shard()}
+    if any(p.is_shard() and p.dim in sharded_dims for p in src[mesh_dim + 1 :]):
         return math.inf
     topo = topology_of(current_spec.mesh)
-    held = local_gib(
-        current_spec.shape, _tensor_meta(current_spec).dtype.itemsize, src, topo.mesh_dim_devices
-    )
-    return transition_cost(src[mesh_dim], dst[mesh_dim], held, topo, mesh_dim)
+    gib = local_gib(current_spec.shape, _tensor_meta(current_spec).dtype.itemsize, src, topo.mesh_dim_devices)
+    return transition_cost(src[mesh_dim], dst[mesh_dim], gib, topo, mesh_dim)

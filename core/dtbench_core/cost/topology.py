@@ -1,7 +1,7 @@
-"""The constants that the cost model prices a mesh with, and the topology file that measured ones come from.
+"""Constants of the cost model for a mesh, and the topology file that holds measured ones.
 
-Bandwidths are in GiB/s (1024^3 bytes), latencies in microseconds. No torch: a topology is read and priced
-where there is none. What reads a DeviceMesh is in mesh_topology.py.
+Bandwidths are in GiB/s (1024^3 bytes), latencies in microseconds. This module does not need torch, so that topologies
+can be read and priced without it. mesh_topology.py contains the functions that need a DeviceMesh.
 """
 
 from __future__ import annotations
@@ -25,61 +25,61 @@ TOPOLOGY_SCHEMA = 1
 
 
 class TopologyError(CoreError, ValueError):
-    """A topology that cannot be read, or that says nothing about the mesh asked for."""
+    """A topology that cannot be read, or that lacks the requested mesh."""
 
 
-# Where the file holds no measured changes of placement: the collective that does most of each. The
-# copies that put a tensor in order are not in its time.
-_STANDS_FOR = {
+# Collective -> changes of placement that consist mostly of it. Its curve prices them if the file has no curve of the
+# changes themselves. It does not include the time of copies that reorder the tensor.
+_CHANGES_OF_COLLECTIVE = {
     "all_gather": ("S(0)->R", "S(1)->R"),
     "all_reduce": ("P->R",),
     "reduce_scatter": ("P->S(0)", "P->S(1)"),
     "all_to_all": ("S(0)->S(1)", "S(1)->S(0)"),
 }
-# Those that send something; "R->S(0)" and "R->S(1)" are local copies.
-SENDING = tuple(name for names in _STANDS_FOR.values() for name in names)
+# Changes that send something; "R->S(0)" and "R->S(1)" are local copies.
+SENDING = tuple(name for names in _CHANGES_OF_COLLECTIVE.values() for name in names)
 
 
 def parts_of_tensor(collective: str, ranks: int) -> int:
-    """How many buffers of the size that nccl-tests prints make up the tensor whose placement a collective changes.
+    """Returns the size of the redistributed tensor, in units of the size that nccl-tests prints.
 
-    The size is that of the whole tensor, but for an all-to-all: there it is the buffer of one rank
-    (AlltoAllGetCollByteCount in its src/alltoall.cu).
+    nccl-tests prints the size of the tensor that all ranks hold together, except for an all-to-all. There it prints the
+    buffer of one rank (AlltoAllGetCollByteCount in its src/alltoall.cu).
     """
     return ranks if collective == "all_to_all" else 1
 
 
 def curves_of_changes(collectives: Mapping[str, Curve], ranks: int) -> dict[str, Curve]:
-    """Curves by change of placement, made of those of bare collectives.
+    """Derives curves of changes of placement from those of plain collectives.
 
     Args:
-        collectives: by name, over the bytes that nccl-tests counts.
+        collectives: curve of each collective by name, over the bytes that nccl-tests counts.
 
     Returns:
-        By change, over the bytes of the whole tensor as one group holds it.
+        Curve of each change by name, over the bytes of the tensor that one group holds together.
     """
     return {
         change: Curve(tuple(size * parts_of_tensor(name, ranks) for size in curve.sizes), curve.times_us)
         for name, curve in collectives.items()
-        for change in _STANDS_FOR.get(name, ())
+        for change in _CHANGES_OF_COLLECTIVE.get(name, ())
     }
 
 
 @dataclass(frozen=True)
 class MeshConstants:
-    """The constants of each dim of a mesh. The sequences run over the mesh dims.
+    """The constants of a mesh. Each sequence has one entry per mesh dim.
 
     Attributes:
-        mesh: None when planning for ranks that need not exist.
-        mesh_dim_devices: ranks.
+        mesh: the mesh; None for estimates of a mesh that need not exist.
+        mesh_dim_devices: number of ranks.
         mesh_dim_bandwidth: GiB/s.
-        mesh_dim_latency: us per hop.
-        base_latency_us: of every collective.
-        source: where the numbers come from.
-        mesh_dim_curves: the measured time of each change of placement, by name ("S(0)->R"), over the bytes of the
-            whole tensor as one group of the mesh dim holds it, whatever the change. Where there are any, they price
-            the mesh dim, and its constants only what was not measured.
-        joint_curves: the same for all mesh dims at once.
+        mesh_dim_latency: microseconds per hop.
+        base_latency_us: microseconds that every collective takes in addition.
+        source: origin of the numbers.
+        mesh_dim_curves: measured time of each change of placement, by name ("S(0)->R"), over the bytes of the tensor
+            that one group of the mesh dim holds together. If a mesh dim has curves, they price it, and its constants
+            only price what was not measured.
+        joint_curves: the same for a joint change on all mesh dims.
     """
 
     mesh: DeviceMesh | None
@@ -93,7 +93,7 @@ class MeshConstants:
 
     @staticmethod
     def of_links(ranks: Sequence[int], links: Sequence[RingLink], source: str = "built-in") -> MeshConstants:
-        """Mesh dims of so many ranks, joined by these."""
+        """Returns the constants of a mesh without curves, from the ranks and the link of each mesh dim."""
         bandwidths, latencies = zip(*links, strict=True)
         return MeshConstants(None, tuple(ranks), bandwidths, latencies, source=source)
 
@@ -103,9 +103,12 @@ class DimConstants:
     """The measurements of one mesh dim.
 
     Attributes:
+        name: name of the mesh dim.
+        ranks: number of ranks.
         bandwidth: GiB/s.
-        latency_us: per hop.
-        curves: time by change of placement ("S(0)->R"), over the bytes of the whole tensor as one group holds it.
+        latency_us: microseconds per hop.
+        curves: time of each change of placement ("S(0)->R"), over the bytes of the tensor that one group holds
+            together.
     """
 
     name: str
@@ -125,12 +128,14 @@ class DimConstants:
         collectives: Mapping[str, Curve],
         changes: Mapping[str, Curve],
     ) -> DimConstants:
-        """A mesh dim with curves by change of placement: as the changes were measured, else as the bare collective
-        was. A dim is priced by its curves or by its constants, not by some of each, as they disagree.
+        """Returns a mesh dim with curves of its changes: measured directly, or derived from those of collectives.
+
+        If curves of some changes are missing, it has no curves at all. Curves and constants disagree, so a mesh dim is
+        priced by either, never by some of each.
 
         Args:
-            collectives: over the bytes that nccl-tests counts (`parts_of_tensor`).
-            changes: over the bytes of the whole tensor.
+            collectives: curve of each collective, over the bytes that nccl-tests counts (`parts_of_tensor`).
+            changes: curve of each change, over the bytes of the global tensor.
         """
         curves = curves_of_changes(collectives, ranks) | dict(changes)
         return cls(name, ranks, bandwidth, latency_us, curves if curves.keys() >= set(SENDING) else {})
@@ -138,7 +143,14 @@ class DimConstants:
 
 @dataclass(frozen=True)
 class Topology:
-    """A topology file, read and validated."""
+    """A validated topology file.
+
+    Attributes:
+        source: path of the file.
+        device_type: device that was measured; "" if unknown.
+        base_latency_us: microseconds that every collective takes in addition.
+        dims: the measured mesh dims.
+    """
 
     source: str
     device_type: str
@@ -147,15 +159,15 @@ class Topology:
 
     @classmethod
     def load(cls, topology: str | Path | Mapping[str, object]) -> Topology:
-        """Reads a path, or takes the content as a mapping.
+        """Reads a topology from a path, or from its content as a mapping.
 
         Raises:
-            TopologyError: with what is wrong and where.
+            TopologyError: the topology cannot be read or is malformed; the message names the field.
         """
         if isinstance(topology, Mapping):
             return cls._parse(topology, "a mapping")
         path = Path(topology)
-        if path.exists() and not path.is_file():  # a pipe would be waited on for ever
+        if path.exists() and not path.is_file():  # reading a pipe would block forever
             raise TopologyError(f"{path} is not a regular file; expected one that `dtbench calibrate` wrote")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -198,20 +210,24 @@ class Topology:
         return cls(source, str(content.get("device_type", "")), base, parsed)
 
     def constants(self, dims: Sequence[tuple[str, int]]) -> MeshConstants:
-        """The constants of a mesh of these dims (name, ranks), which need not exist: for planning ahead.
+        """Returns the constants of a mesh, which need not exist.
+
+        Args:
+            dims: name and number of ranks of each mesh dim.
 
         Raises:
-            TopologyError: a dim that is not in the topology, or has another size.
+            TopologyError: a mesh dim is not in the topology, or has another size.
         """
-        held = {(dim.name, dim.ranks): dim for dim in self.dims}
+        measured_dims = {(dim.name, dim.ranks): dim for dim in self.dims}
         known_dims = []
         for name, size in dims:
-            # One rank sends nothing, so there is nothing to measure, and the file may lack the dim.
-            dim = held.get((name, size), DimConstants(name, 1, math.inf, 0.0) if size == 1 else None)
+            # A mesh dim of one rank sends nothing, so it is not measured and may be missing in the file.
+            unmeasured = DimConstants(name, 1, math.inf, 0.0) if size == 1 else None
+            dim = measured_dims.get((name, size), unmeasured)
             if dim is None:
                 raise TopologyError(
-                    f"{self.source} holds {self.held()}, not the mesh dim {name}={size}: "
-                    "calibrate with this mesh, or name the dim as it was measured"
+                    f"{self.source} holds {self.describe_dims()}, not the mesh dim {name}={size}: "
+                    "calibrate with this mesh, or use the name under which the dim was measured"
                 )
             known_dims.append(dim)
         return MeshConstants(
@@ -222,77 +238,84 @@ class Topology:
             self.base_latency_us,
             self.source,
             tuple(dim.curves for dim in known_dims) if any(dim.curves for dim in known_dims) else (),
-            self._together([dim for dim in known_dims if dim.ranks > 1]),
+            self._joint_curves([dim for dim in known_dims if dim.ranks > 1]),
         )
 
-    def _together(self, dims: Sequence[DimConstants]) -> Mapping[str, Curve]:
-        """The curves of all these at once, which a file holds as a dim called "dp+tp"."""
+    def _joint_curves(self, dims: Sequence[DimConstants]) -> Mapping[str, Curve]:
+        """Returns the curves of joint changes on these mesh dims. A file lists them as a dim named like "dp+tp"."""
         names, ranks = sorted(dim.name for dim in dims), math.prod(dim.ranks for dim in dims)
         for dim in self.dims:
             if len(dims) > 1 and dim.ranks == ranks and sorted(dim.name.split("+")) == names:
                 return dim.curves
         return {}
 
-    def held(self) -> str:
-        """Its mesh dims, in words."""
+    def describe_dims(self) -> str:
+        """Returns the mesh dims for messages, like "dp=4, tp=2"."""
         return ", ".join(f"{dim.name}={dim.ranks}" for dim in self.dims)
 
 
-def _parse_dim(dim: object, where: str) -> DimConstants:
-    dim = _object(dim, where)
+def _parse_dim(dim: object, field_path: str) -> DimConstants:
+    dim = _object(dim, field_path)
     name, ranks = dim.get("name"), dim.get("ranks")
     if not isinstance(name, str) or not name:
-        raise TopologyError(f"{where}.name: got {name!r}, expected the name of a mesh dim: calibrate again")
+        raise TopologyError(
+            f"{field_path}.name: got {name!r}, expected the name of a mesh dim: calibrate again"
+        )
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise TopologyError(f"{where}.ranks: got {ranks!r}, expected a count of at least 1: calibrate again")
-    bandwidth = _number(dim.get("bandwidth_GiBps"), f"{where}.bandwidth_GiBps")
-    latency = _number(dim.get("latency_us_per_hop"), f"{where}.latency_us_per_hop", zero=True)
-    transitions = _object(dim.get("transitions", {}), f"{where}.transitions")
+        raise TopologyError(
+            f"{field_path}.ranks: got {ranks!r}, expected a count of at least 1: calibrate again"
+        )
+    bandwidth = _number(dim.get("bandwidth_GiBps"), f"{field_path}.bandwidth_GiBps")
+    latency = _number(dim.get("latency_us_per_hop"), f"{field_path}.latency_us_per_hop", zero=True)
+    transitions = _object(dim.get("transitions", {}), f"{field_path}.transitions")
     return DimConstants.of_times(
         name,
         ranks,
         bandwidth,
         latency,
-        collectives=_read_curves(dim.get("collectives", {}), f"{where}.collectives"),
-        changes=_read_curves(transitions.get("core", {}), f"{where}.transitions.core"),
+        collectives=_read_curves(dim.get("collectives", {}), f"{field_path}.collectives"),
+        changes=_read_curves(transitions.get("core", {}), f"{field_path}.transitions.core"),
     )
 
 
-def _read_curves(content: object, where: str) -> dict[str, Curve]:
-    return {name: read_curve(curve, f"{where}.{name}") for name, curve in _object(content, where).items()}
+def _read_curves(content: object, field_path: str) -> dict[str, Curve]:
+    return {
+        name: read_curve(curve, f"{field_path}.{name}")
+        for name, curve in _object(content, field_path).items()
+    }
 
 
-def _object(value: object, where: str) -> Mapping[str, object]:
+def _object(value: object, field_path: str) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
-        raise TopologyError(f"{where}: got {type(value).__name__}, expected an object: calibrate again")
+        raise TopologyError(f"{field_path}: got {type(value).__name__}, expected an object: calibrate again")
     return value
 
 
-def read_curve(content: object, where: str) -> Curve:
-    """A curve of a topology file.
+def read_curve(content: object, field_path: str) -> Curve:
+    """Parses a curve of a topology file.
 
     Raises:
-        TopologyError: with what is wrong and where.
+        TopologyError: the curve is malformed; the message names the field.
     """
     table = content.get("table") if isinstance(content, Mapping) else None
     if not isinstance(table, list) or not table:
-        raise TopologyError(f"{where}: got no table of sizes and times, expected one: calibrate again")
+        raise TopologyError(f"{field_path}: got no table of sizes and times, expected one: calibrate again")
     rows = [row if isinstance(row, Mapping) else {} for row in table]
-    sizes = [_number(r.get("size_bytes"), f"{where}.table[{i}].size_bytes") for i, r in enumerate(rows)]
-    times = [_number(r.get("time_us"), f"{where}.table[{i}].time_us") for i, r in enumerate(rows)]
+    sizes = [_number(r.get("size_bytes"), f"{field_path}.table[{i}].size_bytes") for i, r in enumerate(rows)]
+    times = [_number(r.get("time_us"), f"{field_path}.table[{i}].time_us") for i, r in enumerate(rows)]
     pairs = itertools.pairwise(zip(sizes, times, strict=True))
     if any(size >= next_size or us > next_us for (size, us), (next_size, next_us) in pairs):
         raise TopologyError(
-            f"{where}.table: got sizes or times out of order, expected larger sizes that take no less time: "
+            f"{field_path}.table: got sizes or times out of order, expected larger sizes that take no less time: "
             "calibrate again"
         )
     return Curve(tuple(int(size) for size in sizes), tuple(times))
 
 
-def _number(value: object, where: str, *, zero: bool = False) -> float:
-    """A field that must be a finite number above 0, or at least 0."""
+def _number(value: object, field_path: str, *, zero: bool = False) -> float:
+    """Returns a field that must be a finite number above 0, or at least 0 if `zero`."""
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
         bound = "at least 0" if zero else "above 0"
-        raise TopologyError(f"{where}: got {value!r}, expected a finite number {bound}: calibrate again")
+        raise TopologyError(f"{field_path}: got {value!r}, expected a finite number {bound}: calibrate again")
     return number

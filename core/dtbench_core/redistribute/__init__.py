@@ -1,1 +1,1 @@
-"""From one placement to another: the route by cost, the steps along it, its gradient."""
+"""Redistribution of tensors: the cheapest route between two placements, its steps, and its gradient."""

@@ -1,4 +1,4 @@
-"""Redistributing DTensors: below autograd, under it, and once for several uses."""
+"""Redistribution of DTensors, with and without autograd."""
 
 from __future__ import annotations
 
@@ -13,41 +13,46 @@ from dtbench_core.torch_compat import AutogradFunction, any_requires_grad, versi
 
 
 def redistributed_local(tensor: Wrapper, dst: Placements, route: Route) -> torch.Tensor:
-    """The local part of `tensor` at `dst`, for an op to read. A pending sum is added up once.
+    """Returns the local part of `tensor` redistributed to `dst`, for an op that only reads it.
 
-    Two collectives add the same terms in different orders, and what one rounds up the other may round
-    down. A gradient formula that looks for the maximum in the tensor it was taken from would then find
-    nothing, and divide by the count of nothing. So the sum of a tensor under autograd is kept with it,
-    until it is written to.
+    A pending sum of a tensor that requires grad is reduced once, and the result is stored with the tensor until the
+    tensor is written to. Two collectives may add the same terms in different orders and round differently. A gradient
+    formula that searches the tensor for its maximum would then not find it, and would divide by a count of zero.
     """
-    if not _pends_rounding(tensor._spec.placements) or _pends_rounding(dst) or not any_requires_grad(tensor):
+    if (
+        not _has_rounding_partial(tensor._spec.placements)
+        or _has_rounding_partial(dst)
+        or not any_requires_grad(tensor)
+    ):
         return run_route(tensor._local_tensor, route)
     version = version_of(tensor)
-    kept = tensor.__dict__.get("_materialised")
-    if kept is None or kept[0] != version:
+    cached = tensor.__dict__.get("_materialised")
+    if cached is None or cached[0] != version:
         spec = tensor._spec.with_placements(dst)
-        kept = tensor.__dict__["_materialised"] = (version, spec, run_route(tensor._local_tensor, route))
-    _, spec, local = kept
+        cached = tensor.__dict__["_materialised"] = (version, spec, run_route(tensor._local_tensor, route))
+    _, spec, local = cached
     return local if spec.placements == dst else run_route(local, cheapest_route(spec, dst))
 
 
-def _pends_rounding(placements: Placements) -> bool:
+def _has_rounding_partial(placements: Placements) -> bool:
     return any(p.is_partial() and not (p.is_partial("max") or p.is_partial("min")) for p in placements)
 
 
 def redistribute_tensor(tensor: Wrapper, dst: Placements) -> Wrapper:
-    """`tensor` placed as `dst`, outside autograd; itself under another name when nothing changes."""
+    """Redistributes `tensor` to `dst` outside autograd. Without a change the result shares the local tensor."""
     return redistribute_along(tensor, cheapest_route(tensor._spec, dst))
 
 
 def redistribute_along(tensor: Wrapper, route: Route) -> Wrapper:
-    """`tensor` at the end of the route, outside autograd."""
+    """Returns `tensor` after the route, outside autograd."""
     return wrap(tensor.viewed, run_route(tensor._local_tensor, route), route.result)
 
 
 class Redistribute(AutogradFunction):
-    """Redistribution under autograd. It leaves the global tensor unchanged, so the gradient passes
-    through, brought back to the input's own placements."""
+    """Redistribution under autograd.
+
+    It does not change the values of the global tensor, so the gradient is only redistributed to the input's placements.
+    """
 
     @staticmethod
     def forward(
@@ -69,7 +74,7 @@ class Redistribute(AutogradFunction):
         if ctx.backward_dtype is not None and grad._spec.dtype != ctx.backward_dtype:
             grad = cast_dtype(grad, ctx.backward_dtype)
         back = cheapest_route(grad._spec, route.gradient)
-        if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
+        if torch.is_grad_enabled():  # a double backward: this backward needs a graph of its own
             moved: Wrapper = Redistribute.apply(grad, back, None, None)
         else:
             moved = redistribute_along(grad, back)
@@ -85,7 +90,7 @@ class Redistribute(AutogradFunction):
 
 
 def cast_dtype(tensor: Wrapper, dtype: torch.dtype) -> Wrapper:
-    """`tensor` in another dtype, shard by shard, outside autograd."""
+    """Casts the shards of `tensor` to another dtype, outside autograd."""
     spec = tensor._spec
     stride = preserved_stride(tuple(spec.shape), spec.stride)
     cast = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, dtype, spec.order)

@@ -1,10 +1,10 @@
-"""Doing one step of a redistribution: what is sent, and how shards are packed for it and unpacked.
+"""Execution of one redistribution step: packing shards, communicating, and unpacking.
 
-`mover` works out all that depends on specs alone (lengths, shapes, the group) and returns what runs on
-this rank's shard. Where all ranks hold equally much, a step is one collective between at most two
-copies; otherwise shards travel padded, or piece by piece.
+`make_mover` computes everything that depends on specs alone (lengths, shapes, the group), and returns the function to
+run on this rank's shard. If all ranks hold equally much, a step is one collective with at most one copy before and one
+after it. Otherwise shards are padded, or sent in pieces of different lengths.
 
-A mover never returns its input, nor a view of it. Its result is contiguous.
+A mover never returns its input or a view of it. Its result is contiguous.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who takes part in a step, and of what.
+    """One redistribution step among the ranks of a group.
 
-    src, dst, sizes, coordinate: per mesh dim that moves, outermost first; the last is this rank's. shape: of the
-    tensor that these ranks share. group: of the mesh dims' ranks in row-major order.
+    Attributes:
+        src, dst: placements before and after, for each mesh dim that changes, outermost first.
+        sizes: ranks of each of these mesh dims.
+        shape: shape of the tensor that these ranks hold together.
+        dtype: dtype of the tensor.
+        group: ranks of these mesh dims in row-major order.
+        coordinate: this rank's coordinate on each of these mesh dims.
     """
 
     src: Placements
@@ -55,23 +60,23 @@ class Exchange:
 
     @property
     def index(self) -> int:
-        """This rank's place in the group."""
+        """This rank's index in the group."""
         index = 0
-        for size, at in zip(self.sizes, self.coordinate, strict=True):
-            index = index * size + at
+        for size, position in zip(self.sizes, self.coordinate, strict=True):
+            index = index * size + position
         return index
 
 
 def make_mover(step: Exchange) -> Mover:
-    """What runs the step on this rank's shard. Every rank of `group` must call it."""
+    """Returns the function that executes the step on this rank's shard. Every rank of `group` must call it."""
     src, dst = step.src[0], step.dst[0]
     if src.is_replicate():
         return _cutter(step, dst) if isinstance(dst, Shard) else _replicate_to_partial(dst, step.index)
     if step.parts == 1:
-        return _copy  # of one rank, the shard is all there is, and the term is the sum
+        return _copy  # the only rank holds the whole tensor, or the only term of the sum
     if 0 not in step.shape:
         return _sender(step)
-    # These ranks have nothing to send. In a graph they send it: the graphs of ranks that have something are the same.
+    # There is nothing to send. In a graph it is sent anyway, so that all ranks have the same graph.
     send, shape = _sender(step), local_extents(step.shape, step.dst, step.sizes, step.coordinate)[0]
     return lambda local: send(local) if is_traced() else local.new_empty(shape)
 
@@ -87,7 +92,7 @@ def _sender(step: Exchange) -> Mover:
 
 
 def _even(step: Exchange, placements: Placements) -> bool:
-    """Whether torch.chunk's parts are equally long: they are then an axis of their own in a view."""
+    """Whether torch.chunk cuts parts of equal length, which can be viewed as an additional axis."""
     lengths = list(step.shape)
     for placement, parts in zip(placements, step.sizes, strict=True):
         if type(placement) is not Shard or lengths[placement.dim] % parts:
@@ -104,26 +109,26 @@ def _copy(local: torch.Tensor) -> torch.Tensor:
 
 
 def _cutter(step: Exchange, dst: Shard) -> Mover:
-    """Keeps this rank's part of a replica."""
+    """Returns a mover that keeps this rank's part of a replica."""
     if type(dst) is not Shard:
         return lambda local: _copy(dst.part(local, step.parts, step.index))
     dim = dst.dim
     length, offset = dst.extent(step.shape[dim], step.parts, step.index)
-    # Four times as fast as narrow and clone, and always contiguous.
+    # narrow_copy is four times as fast as narrow and clone, and its result is always contiguous.
     return lambda local: torch.narrow_copy(local, dim, offset, length)
 
 
 def _replicate_to_partial(dst: Placement, index: int) -> Mover:
-    """The term of a value that is this rank's."""
+    """Returns a mover that makes a replica a term: the value on the first rank, a neutral value on the others."""
     neutral = NEUTRAL.get(dst.reduce_op) if isinstance(dst, Partial) and index > 0 else None
     if neutral is None:
         return _copy
     return lambda local: comm.full_ordered_after([local], local.shape, neutral, local.dtype)
 
 
-# ---- what transports can carry ----
+# ---- dtypes of transports ----
 
-# Every transport moves and reduces these. Anything else is moved as bytes and reduced as another.
+# All transports send and reduce these dtypes. Other dtypes are sent as bytes, and reduced in one of these.
 _CARRIED = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
@@ -131,29 +136,29 @@ _CARRIED = {
 
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The contiguous tensor, flat, in a dtype that every transport moves."""
+    """Returns a contiguous tensor as a flat one, in a dtype that all transports send."""
     flat = tensor.view(-1)
-    if flat.dtype in _CARRIED or flat.dtype is torch.bool:  # which every transport moves, though not reduces
+    if flat.dtype in _CARRIED or flat.dtype is torch.bool:  # all transports send bool, but not all reduce it
         return flat.resolve_neg() if flat.is_neg() else flat
     flat = flat.resolve_conj().resolve_neg()
-    # One element is contiguous whatever its stride, and can be seen as bytes with a stride of 1 alone.
+    # A tensor of one element is contiguous with any stride, but can be viewed as bytes only with a stride of 1.
     return (flat if flat.numel() != 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
 
 
 def _received(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What was sent as `_sent` made it."""
+    """Undoes `_sent` for a received tensor."""
     return flat if flat.dtype is dtype else flat.view(dtype)
 
 
 def _gathered(local: torch.Tensor, shape: Shape, group: comm.Group) -> torch.Tensor:
-    """The ranks' contiguous tensors, one after the other, of any dtype."""
+    """Returns the ranks' contiguous tensors of any dtype, concatenated."""
     sent = _sent(local)
     flat = comm.gathered(sent, (sent.numel() * group.size(),), group)
     return _received(flat, local.dtype).view(shape)
 
 
 def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
-    """A dtype that holds every value of `dtype` and its sums, as far as `dtype` itself does."""
+    """Returns a dtype to reduce in, which represents the values of `dtype` and their sums at least as well."""
     if dtype in _CARRIED:
         return dtype
     if dtype.is_floating_point:
@@ -165,31 +170,39 @@ def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Axes:
-    """Even shards as axes of their own: (n_1, ..., n_k, *local shape) <-> the shape of the whole.
+    """Layout of evenly sharded tensors in which each mesh dim has an axis of its own.
 
-    whole: the shape shared. split: that shape with the axis of each mesh dim before what it cuts, the
-    outermost first. to_front: the permutation of `split` that puts these axes first. in_place: they
-    are there already, so that no copy is needed. rows: so they are in `whole` itself, being rows.
+    It converts between (n_1, ..., n_k, *local shape) and the global shape.
+
+    Attributes:
+        shape: the global shape.
+        local: the shape of a shard.
+        split: `shape` with an axis for each mesh dim in front of the dim that it shards, outermost first.
+        to_front: permutation of `split` that puts the axes of the mesh dims first.
+        back: the inverse permutation.
+        stacked: shape of `split` after `to_front`.
+        in_place: whether the axes of the mesh dims come first in memory anyway, so that no copy is needed.
+        rows: whether this even holds for `shape` itself, because all shards are blocks of rows.
     """
 
-    def __init__(self, whole: Shape, placements: Placements, sizes: Shape) -> None:
-        cut: dict[int, list[int]] = {}
+    def __init__(self, shape: Shape, placements: Placements, sizes: Shape) -> None:
+        axes_by_dim: dict[int, list[int]] = {}
         for axis, placement in enumerate(placements):
             assert isinstance(placement, Shard)
-            cut.setdefault(placement.dim, []).append(axis)
+            axes_by_dim.setdefault(placement.dim, []).append(axis)
         split: list[int] = []
-        fronts, rest = [0] * len(sizes), []
+        mesh_axes, kept_axes = [0] * len(sizes), []
         local = []
-        for dim, size in enumerate(whole):
-            for axis in cut.get(dim, ()):
-                fronts[axis] = len(split)
+        for dim, size in enumerate(shape):
+            for axis in axes_by_dim.get(dim, ()):
+                mesh_axes[axis] = len(split)
                 split.append(sizes[axis])
                 size //= sizes[axis]
-            rest.append(len(split))
+            kept_axes.append(len(split))
             split.append(size)
             local.append(size)
-        self.whole, self.local, self.split = whole, tuple(local), tuple(split)
-        self.to_front = (*fronts, *rest)
+        self.shape, self.local, self.split = shape, tuple(local), tuple(split)
+        self.to_front = (*mesh_axes, *kept_axes)
         self.back = tuple(self.to_front.index(i) for i in range(len(split)))
         self.stacked = (*sizes, *self.local)
         moving = [i for i in self.to_front if split[i] != 1]
@@ -197,16 +210,16 @@ class _Axes:
         self.rows = all(p.is_shard(0) for p in placements)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`whole` -> contiguous (n, *local), in whatever shape."""
+        """Converts a tensor of the global shape to a contiguous one with the elements of (n, *local)."""
         if self.in_place:
             return tensor.contiguous()
         return tensor.reshape(self.split).permute(self.to_front).contiguous()
 
     def unpack(self, stacked: torch.Tensor) -> torch.Tensor:
-        """Contiguous (n, *local), in whatever shape -> `whole`."""
+        """Converts a contiguous tensor with the elements of (n, *local) to the global shape."""
         if self.in_place:
-            return stacked.view(self.whole)
-        return stacked.view(self.stacked).permute(self.back).contiguous().view(self.whole)
+            return stacked.view(self.shape)
+        return stacked.view(self.stacked).permute(self.back).contiguous().view(self.shape)
 
 
 # ---- gather ----
@@ -215,11 +228,14 @@ class _Axes:
 def _even_gather(step: Exchange) -> Mover:
     axes, group = _Axes(step.shape, step.src, step.sizes), step.group
     rows, carried = axes.rows, step.dtype in _CARRIED
-    stacked = (math.prod(step.sizes) * axes.local[0], *axes.local[1:])  # gloo takes no axis of ranks
+    stacked = (
+        math.prod(step.sizes) * axes.local[0],
+        *axes.local[1:],
+    )  # gloo accepts no additional axis of ranks
 
     def gather(local: torch.Tensor) -> torch.Tensor:
         sent = local.contiguous()
-        if sent.is_neg():  # lazily negated memory would arrive as it lies
+        if sent.is_neg():  # a lazy negation does not travel with the memory
             sent = sent.resolve_neg()
         gathered = (comm.gathered if carried else _gathered)(sent, stacked, group)
         return gathered if rows else axes.unpack(gathered)
@@ -228,30 +244,33 @@ def _even_gather(step: Exchange) -> Mover:
 
 
 def _gather(step: Exchange) -> Mover:
-    """Shards of different lengths, padded to the longest."""
-    src, dim, parts, group, whole = _one(step.src), _one(step.src).dim, step.parts, step.group, step.shape
-    lengths = src.lengths(whole[dim], parts)
+    """Gathers shards of different lengths, padded to the longest."""
+    src, parts, group, shape = _single_shard(step.src), step.parts, step.group, step.shape
+    dim, lengths = src.dim, src.lengths(shape[src.dim], parts)
     longest = max(lengths)
-    reorder = None if type(src) is Shard else _Reordering(src, whole[dim], parts)
-    rows_first = math.prod(whole[:dim]) == 1
-    joined = (*whole[:dim], parts * longest, *whole[dim + 1 :])
-    stacked = (parts, *whole[:dim], longest, *whole[dim + 1 :])
+    reorder = None if type(src) is Shard else _Reordering(src, shape[dim], parts)
+    rows_first = math.prod(shape[:dim]) == 1
+    joined = (*shape[:dim], parts * longest, *shape[dim + 1 :])
+    stacked = (parts, *shape[:dim], longest, *shape[dim + 1 :])
 
     def gather(local: torch.Tensor) -> torch.Tensor:
         gathered = _gathered(padded(local, dim, longest), stacked, group)
-        if reorder is None and rows_first:  # only what follows the last element is padding
-            return gathered.view(joined).narrow(dim, 0, whole[dim])
-        held = [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n] or [gathered[0]]
-        joined_parts = torch.cat(held, dim)
+        if reorder is None and rows_first:  # all padding follows the last element
+            return gathered.view(joined).narrow(dim, 0, shape[dim])
+        parts_by_rank = [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n] or [
+            gathered[0]
+        ]
+        joined_parts = torch.cat(parts_by_rank, dim)
         return joined_parts if reorder is None else reorder(joined_parts)
 
     return gather
 
 
 class _Reordering:
-    """Puts the ranks' parts, which follow each other along a dim, where a placement other than Shard has them.
+    """Reorders concatenated parts of the ranks for a placement other than Shard, where parts are not consecutive.
 
-    Keeps one index tensor per device. It is made on the CPU and copied, which ends before any stream can read it.
+    It caches one index tensor per device. The index is built on the CPU and copied synchronously, so that every stream
+    can read it.
     """
 
     def __init__(self, src: Shard, length: int, parts: int) -> None:
@@ -262,7 +281,7 @@ class _Reordering:
         index = self._indices.get(joined.device)
         if index is None:
             if is_traced() or type(joined) is not torch.Tensor or is_capturing(joined.device):
-                index = self._index(joined.ndim, joined.device)  # of a graph, or of one use
+                index = self._index(joined.ndim, joined.device)  # belongs to a graph, or is used once
             else:
                 with torch.inference_mode(False):
                     index = self._index(joined.ndim, torch.device("cpu")).to(joined.device)
@@ -270,22 +289,22 @@ class _Reordering:
         return torch.empty_like(joined).index_copy_(self.src.dim, index, joined)
 
     def _index(self, ndim: int, device: torch.device) -> torch.Tensor:
-        """Returns where each element of the joined parts belongs, (length,)."""
+        """Returns the global index of each element of the joined parts, (length,)."""
         shape = [1] * ndim
         shape[self.src.dim] = -1
         places = torch.arange(self.length, device=device).view(shape)
         return torch.cat([self.src.part(places, self.parts, rank).flatten() for rank in range(self.parts)])
 
 
-def _one(placements: Placements) -> Shard:
-    """The Shard of a step of one mesh dim: the planner lets several go together only where they are even."""
+def _single_shard(placements: Placements) -> Shard:
+    """Returns the Shard of a step on one mesh dim. The search combines several mesh dims only if they are even."""
     (shard,) = placements
     assert isinstance(shard, Shard)
     return shard
 
 
 def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """`tensor`, contiguous, lengthened to `length` on `dim` with zeros."""
+    """Returns `tensor`, contiguous, padded with zeros to `length` on `dim`."""
     missing = length - tensor.size(dim)
     if missing == 0:
         return tensor.contiguous()
@@ -316,21 +335,22 @@ _BITWISE = dict(zip(BITWISE, ("bitwise_and", "bitwise_or", "bitwise_xor"), stric
 
 
 def _gathered_terms(local: torch.Tensor, parts: int, group: comm.Group) -> torch.Tensor:
-    """(n, *local shape): every rank's term, for what no transport computes."""
+    """Returns the terms of all ranks, (n, *local shape), for reductions that transports lack."""
     return _gathered(local.contiguous(), (parts, *local.shape), group)
 
 
 def _extremum(local: torch.Tensor, op: str, group: comm.Group) -> torch.Tensor:
-    """The max or min over the ranks, NaN where any rank has NaN, as in torch.
+    """Returns the max or min over the ranks, with NaN where any rank has NaN, as torch does.
 
-    Transports compare with < and so drop a NaN: floats travel with a flag each, in one collective.
+    Transports drop NaN because they compare with <. So each value is reduced together with a NaN flag, in one
+    collective.
     """
     sign = 1 if op == "max" else -1
     terms = local.to(_transport_dtype(local.dtype))
     nan = terms.isnan()
     values = terms.masked_fill(nan, -sign * math.inf)
-    both = comm.reduced(torch.stack([values, nan.to(terms.dtype) * sign]), group, op)
-    return both[0].masked_fill(both[1] != 0, math.nan).to(local.dtype)
+    reduced = comm.reduced(torch.stack([values, nan.to(terms.dtype) * sign]), group, op)
+    return reduced[0].masked_fill(reduced[1] != 0, math.nan).to(local.dtype)
 
 
 def _reducing_scatter(step: Exchange, op: str) -> Mover:
@@ -355,17 +375,17 @@ def _reducing_scatter(step: Exchange, op: str) -> Mover:
     return scatter
 
 
-def _part(whole: torch.Tensor, step: Exchange) -> torch.Tensor:
-    """This rank's part of what the ranks share, as the step's `dst` says."""
-    part = whole
-    for placement, parts, at in zip(step.dst, step.sizes, step.coordinate, strict=True):
+def _part(tensor: torch.Tensor, step: Exchange) -> torch.Tensor:
+    """Returns this rank's part of a tensor that the ranks share, according to `step.dst`."""
+    part = tensor
+    for placement, parts, index in zip(step.dst, step.sizes, step.coordinate, strict=True):
         assert isinstance(placement, Shard)
-        part = placement.part(part, parts, at)
+        part = placement.part(part, parts, index)
     return _copy(part)
 
 
 def _uneven_reducing_scatter(step: Exchange, op: str) -> Mover:
-    dst, group, index, parts = _one(step.dst), step.group, step.index, step.parts
+    dst, group, index, parts = _single_shard(step.dst), step.group, step.index, step.parts
     dim = dst.dim
     lengths = dst.lengths(step.shape[dim], parts)
     longest = max(lengths)
@@ -383,9 +403,9 @@ def _uneven_reducing_scatter(step: Exchange, op: str) -> Mover:
 
 
 def _even_exchange(step: Exchange) -> Mover:
-    """Every rank has one piece of the same shape for every other, and they fit as axes.
+    """Exchanges pieces of equal shape, which can be viewed as axes.
 
-    The shard is whole in the dims that `dst` cuts; what arrives is whole in those that `src` cut.
+    A shard is not cut along the dims that `dst` shards; the result is not cut along those that `src` sharded.
     """
     sizes, group = step.sizes, step.group
     had, gets = (local_extents(step.shape, p, sizes, step.coordinate)[0] for p in (step.src, step.dst))
@@ -399,24 +419,23 @@ def _even_exchange(step: Exchange) -> Mover:
 
 
 def _exchange(step: Exchange) -> Mover:
-    """Rank r gets everybody's r-th piece along the dim that `dst` cuts, each as long as it is."""
-    src, dst, group, parts = _one(step.src), _one(step.dst), step.group, step.parts
+    """Exchanges pieces of different lengths: rank r receives the r-th piece of each rank along the dim of `dst`."""
+    src, dst, group, parts = _single_shard(step.src), _single_shard(step.dst), step.group, step.parts
     src_lengths = src.lengths(step.shape[src.dim], parts)
     dst_lengths = dst.lengths(step.shape[dst.dim], parts)
-    # Pieces travel with the dim that `dst` cuts in front, where they lie one after the other, and then
-    # the one that `src` cut.
-    others = [d for d in range(len(step.shape)) if d not in (src.dim, dst.dim)]
-    order = (dst.dim, src.dim, *others)
+    # The dim of `dst` is moved to the front, so that each rank's piece is contiguous. The dim of `src` is second.
+    batch_dims = [d for d in range(len(step.shape)) if d not in (src.dim, dst.dim)]
+    order = (dst.dim, src.dim, *batch_dims)
     back = [order.index(d) for d in range(len(order))]
-    rest = tuple(step.shape[d] for d in others)
+    batch_shape = tuple(step.shape[d] for d in batch_dims)
     scale = 1 if step.dtype in _CARRIED else step.dtype.itemsize
-    row, mine = math.prod(rest), dst_lengths[step.index]
+    row, mine = math.prod(batch_shape), dst_lengths[step.index]
     out_sizes = [n * row * src_lengths[step.index] * scale for n in dst_lengths]
     sizes = [mine * n * row for n in src_lengths]
     in_sizes = [n * scale for n in sizes]
     even = len(set(src_lengths)) == 1
-    whole = (mine, step.shape[src.dim], *rest)
-    stacked = (parts, mine, src_lengths[0], *rest)
+    received_shape = (mine, step.shape[src.dim], *batch_shape)
+    stacked = (parts, mine, src_lengths[0], *batch_shape)
     reorder = None if type(src) is Shard else _Reordering(src, step.shape[src.dim], parts)
     in_order = not isinstance(dst, StridedShard)
 
@@ -428,10 +447,10 @@ def _exchange(step: Exchange) -> Mover:
         flat = comm.exchanged(_sent(packed), (sum(in_sizes),), group, in_sizes, out_sizes)
         received = _received(flat, local.dtype)
         if even:
-            joined = received.view(stacked).transpose(0, 1).reshape(whole)
+            joined = received.view(stacked).transpose(0, 1).reshape(received_shape)
         else:
             pieces = zip(received.split(sizes), src_lengths, strict=True)
-            joined = torch.cat([flat.view(mine, n, *rest) for flat, n in pieces], 1)
+            joined = torch.cat([flat.view(mine, n, *batch_shape) for flat, n in pieces], 1)
         joined = joined.permute(back).contiguous()
         return joined if reorder is None else reorder(joined)
 

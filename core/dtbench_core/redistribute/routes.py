@@ -1,8 +1,8 @@
-"""Moving a tensor from one placement to another: cheapest_route(src, dst) -> a route, and run_route(route).
+"""Routes from one placement to another: `cheapest_route(spec, placements)` finds one, `run_route` executes it.
 
-A route is the cheapest chain of steps under the cost model in use (cost/redistribution.py searches it, movers.py does
-a step, autograd.py brings DTensors along). It depends on specs alone, so that every rank computes the same
-one and it can be cached and printed: `print(plan_of(tensor, placements))`.
+A route is the cheapest chain of steps according to the cost model in use. cost/redistribution.py searches for the
+chain, movers.py executes a step, and autograd.py applies routes to DTensors. A route depends on specs alone, so every
+rank computes the same one. It is cached and can be printed: `print(plan_of(tensor, placements))`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ from dtbench_core.runtime import cache_put, on_clear
 
 
 class RedistributeStep(NamedTuple):
-    """One transition, of one mesh dim or of several at once.
+    """One step of a route: a change of placement on one mesh dim, or on several at once.
 
-    src, dst: per mesh dim of `mesh_dims`. shape: of the tensor that the ranks of these mesh dims share.
-    collective: a function of comm.py, or "" when nothing is sent. nbytes, us: what the cost model
-    expects: bytes of the larger side, and microseconds.
+    Attributes:
+        mesh_dims: the mesh dims that change.
+        src, dst: placements of these mesh dims before and after the step.
+        shape: shape of the tensor that the ranks along these mesh dims hold together.
+        collective: the function of comm.py, or "" if nothing is sent.
+        nbytes: bytes of the larger side of the collective.
+        us: estimated microseconds.
     """
 
     mesh_dims: tuple[int, ...]
@@ -59,9 +63,12 @@ class RedistributeStep(NamedTuple):
 
 
 class Route(tuple[RedistributeStep, ...]):
-    """The steps from one spec to another, ready to run; printed, what they are expected to cost.
+    """The steps from one spec to another, ready to run. Printing it shows the estimated cost of each step.
 
-    source, result: the specs at its ends. gradient: the placements that a gradient goes back to.
+    Attributes:
+        source, result: specs before the first and after the last step.
+        gradient: placements that a gradient of the result is redistributed to in the backward.
+        movers: functions that execute the steps on this rank's shard, in order.
     """
 
     source: DTensorSpec
@@ -76,18 +83,18 @@ class Route(tuple[RedistributeStep, ...]):
         if steps:
             route.result = source.with_placements(dst)
         route.gradient = placements_of_gradient(source.placements)
-        member = source.info.coordinate is not None  # a rank outside the mesh has nothing to move
-        route.movers = _movers(steps, source, route.result) if member and steps else ()
+        in_mesh = source.info.coordinate is not None  # a rank outside the mesh has nothing to move
+        route.movers = _movers(steps, source, route.result) if in_mesh and steps else ()
         return route
 
     @property
     def us(self) -> float:
-        """Microseconds that the cost model expects."""
+        """Estimated microseconds of all steps."""
         return sum(step.us for step in self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the larger side of every collective, as `count_collectives` counts them."""
+        """Bytes of the larger side of all collectives, as `count_collectives` counts them."""
         return sum(step.nbytes for step in self)
 
     def __str__(self) -> str:
@@ -110,30 +117,30 @@ class Route(tuple[RedistributeStep, ...]):
 
 
 def _bytes(count: int) -> str:
-    """`0 B`, `512 B`, `1.5 KiB`."""
+    """Formats a size: "0 B", "512 B", "1.5 KiB"."""
     power = min((max(count, 1).bit_length() - 1) // 10, 3)  # of 1024
     return f"{count / 1024**power:.1f} {'KMG'[power - 1]}iB" if power else f"{count} B"
 
 
 def placements_of_gradient(placements: Placements) -> Placements:
-    """Where the gradient of a tensor so placed belongs: each term of a Partial has the whole gradient."""
+    """Returns the placements of the gradient: Replicate for Partial, as each term receives the whole gradient."""
     return tuple(REPLICATE if p.is_partial() else p for p in placements)
 
 
-# ---- planning (pure) ----
+# ---- finding routes ----
 
 _routes: dict[tuple[DTensorSpec, Placements], Route] = {}
-# By placements as the user writes them; None: all Replicate.
+# Keyed by the placements as the user wrote them; None means Replicate on all mesh dims.
 requested_routes: dict[tuple[DTensorSpec, Placements | None], Route] = {}
 on_clear(_routes.clear)
 on_clear(requested_routes.clear)
 
 
 def cheapest_route(src: DTensorSpec, dst: Placements) -> Route:
-    """The cheapest route from `src` to the placements `dst`; cached.
+    """Returns the cheapest route from `src` to the placements `dst`, from the cache if possible.
 
     Raises:
-        PlacementError: there is no way (a Shard or another reduction to Partial).
+        PlacementError: no route exists, as from a Shard or another kind of Partial to a Partial.
     """
     key = (src, dst)
     route = _routes.get(key)
@@ -144,18 +151,21 @@ def cheapest_route(src: DTensorSpec, dst: Placements) -> Route:
 
 
 def requested_route(spec: DTensorSpec, placements: Sequence[Placement] | None) -> Route:
-    """The route to placements that a user wrote, checked; cached.
+    """Checks placements given by the user and returns the route to them, from the cache if possible.
 
     Raises:
-        PlacementError: not placements of this tensor, or a Partial that it is not already.
+        PlacementError: the placements do not suit the tensor, or contain a Partial that the tensor does not have yet.
     """
     try:
         return requested_routes[spec, None if placements is None else tuple(placements)]
-    except (KeyError, TypeError):  # TypeError: no sequence, or no placements, which `normalize` tells
+    except (
+        KeyError,
+        TypeError,
+    ):  # TypeError: not a sequence or not placements; `normalize` raises a clear error
         pass
     placed = normalize(placements, spec.ndim, spec.info, spec.shape)
-    for current, wanted in zip(spec.placements, placed, strict=True):
-        if wanted.is_partial() and wanted != current:
+    for current, target in zip(spec.placements, placed, strict=True):
+        if target.is_partial() and target != current:
             raise PlacementError(
                 f"redistribute got {describe(placed)} for {spec}, expected Shard or Replicate where the tensor is "
                 "not already that Partial: nothing says which terms the ranks should hold"
@@ -166,19 +176,22 @@ def requested_route(spec: DTensorSpec, placements: Sequence[Placement] | None) -
 
 
 def plan_of(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | None = None) -> Route:
-    """How `redistribute(placements=placements)` would move `tensor` (or a tensor of that spec).
+    """Returns the route that `redistribute(placements=placements)` would take, without sending anything.
 
-    Nothing is sent. Printed, the route shows a line per step with the bytes and microseconds that the
-    cost model expects; `dtbench_core.cost.use_topology` makes these your machine's.
+    Printing the route shows one line per step with its bytes and estimated microseconds. By default the estimates use
+    built-in constants; `dtbench_core.cost.use_topology` switches to measurements of your machine.
+
+    Args:
+        tensor: a DTensor, or the spec of one.
 
     Raises:
-        PlacementError: as redistribute would.
+        PlacementError: in the same cases as `redistribute`.
     """
     return requested_route(tensor if isinstance(tensor, DTensorSpec) else tensor._spec, placements)
 
 
 def explain(tensor: Wrapper | DTensorSpec, placements: Sequence[Placement] | None = None) -> str:
-    """`plan_of` as text."""
+    """Returns the text of `plan_of(tensor, placements)`."""
     return str(plan_of(tensor, placements))
 
 
@@ -186,8 +199,8 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
     if src.placements == dst:
         return Route.of(src, dst, ())
     info = src.info
-    for placement, wanted in zip(src.placements, dst, strict=True):
-        if placement == wanted or not isinstance(placement, Partial):
+    for placement, target in zip(src.placements, dst, strict=True):
+        if placement == target or not isinstance(placement, Partial):
             continue
         if placement.reduce_op == "avg" and not is_inexact(src.dtype):
             raise PlacementError(
@@ -206,7 +219,7 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
         dst,
         topology_of(info.mesh),
         copy_us=LOCAL_COPY_US,
-        together=info.whole is not None,
+        joint=info.whole is not None,
     ).cheapest()
     if transitions is None:
         raise PlacementError(
@@ -217,15 +230,15 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
 
 
 def route_along(src: DTensorSpec, transitions: Sequence[Transition]) -> Route:
-    """The route that takes these transitions, be they the cheapest or not."""
+    """Returns the route that consists of these transitions."""
     info = src.info
     coordinate = info.coordinate or (0,) * info.ndim
     steps, state = [], list(src.placements)
-    for mesh_dims, before, after, collective, nbytes, us in transitions:
+    for mesh_dims, step_src, step_dst, collective, nbytes, us in transitions:
         shared = [REPLICATE if d in mesh_dims else placement for d, placement in enumerate(state)]
         shape, _ = local_extents(src.shape, tuple(shared), info.sizes, coordinate)
-        steps.append(RedistributeStep(mesh_dims, before, after, shape, collective, nbytes, us))
-        for mesh_dim, placement in zip(mesh_dims, after, strict=True):
+        steps.append(RedistributeStep(mesh_dims, step_src, step_dst, shape, collective, nbytes, us))
+        for mesh_dim, placement in zip(mesh_dims, step_dst, strict=True):
             state[mesh_dim] = placement
     return Route.of(src, tuple(state), steps)
 
@@ -235,8 +248,11 @@ def is_inexact(dtype: torch.dtype) -> bool:
 
 
 def _movers(steps: Sequence[RedistributeStep], source: DTensorSpec, result: DTensorSpec) -> tuple[Mover, ...]:
-    """What runs the steps. Shards travel with their dims in the spec's order: mostly that of memory, which they then
-    keep, and no step copies them for it."""
+    """Returns the functions that execute the steps.
+
+    Shards are sent with their dims in the memory order of the spec, which usually is their own memory order. They then
+    keep it, and no step has to copy them to change it.
+    """
     order = result.order
     places = [order.index(dim) for dim in range(len(order))]
     movers: list[Mover] = []
@@ -253,16 +269,18 @@ def _movers(steps: Sequence[RedistributeStep], source: DTensorSpec, result: DTen
 
 def _mover(step: RedistributeStep, spec: DTensorSpec) -> Mover:
     info, dims = spec.info, step.mesh_dims
-    mine = info.my_coordinate()
+    my_coordinate = info.my_coordinate()
     group = info.groups[dims[0]] if len(dims) == 1 else info.whole
-    assert group is not None  # without it the planner moves one mesh dim at a time
-    sizes, coordinate = zip(*((info.sizes[d], mine[d]) for d in dims), strict=True)
+    assert group is not None  # without a joint group, the search changes one mesh dim at a time
+    sizes, coordinate = zip(*((info.sizes[d], my_coordinate[d]) for d in dims), strict=True)
     return make_mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, coordinate))
 
 
 def run_route(local: torch.Tensor, route: Route) -> torch.Tensor:
-    """Runs the route on this rank's shard; every rank of the mesh must call it. Never aliases `local`
-    when there is a step."""
+    """Runs the route on this rank's shard. Every rank of the mesh must call it.
+
+    The result shares no memory with `local`, unless the route has no steps.
+    """
     if local.__class__ is not torch.Tensor and route:
         local = plain_part(local, route.source)
     if local.is_meta and route:  # nothing to send

@@ -1,26 +1,28 @@
-"""Sharding rules, one file per family of ops; importing the package registers them all.
+"""Sharding rules, one file per family of ops. Importing the package registers all rules.
 
-base      what a rule is (PlacementRow, Strategy, OpCall) and the table of rules
-labels    rows from labels of dims, batch dims, broadcasting
-choose    picks one row per mesh dim
-pointwise elementwise ops, copies, casts, *_like
-linear    products, by einsum labels; the linear layer: entry, autograd, its ops forward and backward
-reduce    sums, means, extrema
-moments   variances, norms, logsumexp over sharded dims
-view      dims split, joined, moved, cut, stacked
-batch     softmax, sorts, transforms, batches of matrices: some dims whole, the rest a batch
-norm      layer norm, group norm, weight norm, distances
-batch_norm batch norm, over all ranks' batch
-index     embedding, gather
-attention scaled dot-product attention
-conv      convolutions
-pool      pooling, resizing, padding, sampling of planes
-loss      losses, reduced over all ranks' elements
-cross_entropy cross entropy over sharded classes: entry, autograd, its four ops
-compare   ops that answer with a Python value
-foreach   lists of tensors, fused optimizer steps, loss scaling
-random    fills, *_like, dropout: drawn for the whole tensor
+base        PlacementRow, Strategy, OpCall, and the tables of rules and decompositions
+labels      rows from labelled dims, batch dims, broadcasting
+choose      choice of one row per mesh dim
+pointwise   elementwise ops, copies, casts, *_like
+linear      products by einsum labels; the linear layer: entry, autograd, forward and backward op
+reduce      sums, means, extrema
+moments     variances, norms and logsumexp over sharded dims
+view        ops that split, join, move, cut or stack dims
+regroup     placements after a view
+batch       ops that need some dims unsharded: softmax, sorts, transforms, linear algebra
+norm        layer norm, group norm, weight norm, distances
+batch_norm  batch norm with statistics over all ranks' batch
+index       lookups and writes by index
+attention   scaled dot-product attention
+conv        convolutions
+pool        pooling, resizing, padding, sampling
+loss        losses, reduced over all ranks' elements
+cross_entropy  cross entropy over sharded classes: entry, autograd, its four ops
+compare     ops that return a Python value
+foreach     lists of tensors, fused optimizer steps, loss scaling
+random      fills, *_like and dropout with random numbers
 forward_ad  tangents
+register    rules of users
 """
 
 import importlib
@@ -39,6 +41,6 @@ for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
 
 
 def find_rule(op: OpOverload) -> Rule | None:
-    """The rule for `op`: its own, else the pointwise one where torch tags it so, else None."""
-    own = rules_by_op.get(op)
-    return own if own is not None or not pointwise.is_pointwise(op) else pointwise.pointwise
+    """Returns the rule of `op`: its own, otherwise the pointwise rule if torch tags it so, otherwise None."""
+    own_rule = rules_by_op.get(op)
+    return own_rule if own_rule is not None or not pointwise.is_pointwise(op) else pointwise.pointwise

@@ -1,8 +1,8 @@
-"""What a rule is: for one op and its global inputs, the ways it may run on one mesh dim.
+"""Sharding rules: for an op and its global inputs, a rule lists the ways to run it on one mesh dim.
 
-A rule never sees the mesh. It lists `PlacementRow`s, each saying: if the inputs are placed so on a mesh dim,
-running the op on the local shards gives outputs placed so. `choose` (choose.py) picks one row per
-mesh dim. That keeps the work linear in mesh dims, and a rule a short table one can check by eye.
+A rule does not know the mesh. It lists `PlacementRow`s: if the inputs are placed as in the row on a mesh dim, running
+the op on the local shards gives outputs placed as in the row. `choose_rows` (choose.py) picks one row per mesh dim.
+Thus the work is linear in the number of mesh dims, and a rule is a short table that can be checked by eye.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PlacementRow:
-    """One way to run an op on one mesh dim: placements of all tensor inputs and outputs, in order.
+    """Placements of all tensor inputs and outputs with which an op can run on one mesh dim.
 
-    even, nonempty: tensor dims that every rank must hold equally much, or some, of. As pairs
-    (input index, dim); an output counts from -1 downwards (-1 is the first).
+    Attributes:
+        inputs, outputs: placements in the order of the tensors.
+        even: tensor dims that must have the same length on every rank, as pairs (input index, dim). Outputs have the
+            indices -1, -2, ...
+        nonempty: tensor dims that must not be empty on any rank, as the same pairs.
     """
 
     inputs: tuple[Placement, ...]
@@ -38,32 +41,34 @@ class PlacementRow:
 
 
 def bound_arguments(op: OpOverload, args: Args, kwargs: Mapping[str, Any]) -> Kwargs:
-    """The arguments of a call by their names in the op's schema, those not given with their default."""
+    """Returns the arguments of a call by their names in the op's schema, with defaults for the missing ones."""
     named = {a.name: a.default_value for a in op._schema.arguments}
     return {**named, **dict(zip(named, args, strict=False)), **kwargs}
 
 
 def listed_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """`dims` of a tensor of so many as non-negative ones, in order; all of them for None or []."""
-    listed = [dims] if isinstance(dims, int) else dims
-    return tuple(sorted(d % ndim for d in listed)) if listed and ndim else tuple(range(ndim))
+    """Returns `dims` as sorted non-negative dims of a tensor of `ndim` dims; all dims for None or []."""
+    dims = [dims] if isinstance(dims, int) else dims
+    return tuple(sorted(d % ndim for d in dims)) if dims and ndim else tuple(range(ndim))
 
 
-ChosenPlacements = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # of all inputs, of all outputs
+ChosenPlacements = tuple[tuple[Placements, ...], tuple[Placements, ...]]  # (of each input, of each output)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A rule's answer. The all-Replicate row is understood and need not be listed.
+    """The result of a rule. The row with Replicate everywhere is always possible and need not be listed.
 
-    local_shape_args: positions of arguments that hold the output's global shape (as `view` does),
-        to be replaced by the local one.
-    local_op: run on the shards instead of the op, where the local computation differs.
-    localize: makes the local_op, where it depends on which part of the tensors this rank holds; None
-        for the op itself.
-    exact_placements: the placements of all inputs and of all outputs, chosen by the rule itself; rows are not read.
-    any_lengths: local_op does not count on how torch.chunk cuts, or localize takes lengths and offsets from
-        the specs, so that other cuts will do.
+    Attributes:
+        rows: the possible placements on a mesh dim.
+        local_shape_args: positions of arguments that are the global shape of the output (as in `view`). The local shape
+            replaces them.
+        local_op: function to run on the shards instead of the op, if the local computation differs.
+        localize: creates the local_op if it depends on which part of the tensors this rank has. Returns None to run the
+            op itself.
+        exact_placements: placements that the rule chose itself; `rows` is then ignored.
+        any_lengths: whether the local computation is also valid for shards that torch.chunk does not produce. That is
+            so if local_op does not depend on how dims are cut, or localize takes lengths and offsets from the specs.
     """
 
     rows: Sequence[PlacementRow]
@@ -75,7 +80,12 @@ class Strategy:
 
 
 class PlacedSpecs(NamedTuple):
-    """What `Strategy.localize` gets: the specs of the tensor inputs, after they moved, and of the results."""
+    """The argument of `Strategy.localize`.
+
+    Attributes:
+        inputs: specs of the tensor inputs after their redistribution.
+        outputs: specs of the results; None for results that are not tensors.
+    """
 
     inputs: tuple[DTensorSpec, ...]
     outputs: tuple[DTensorSpec | None, ...]
@@ -83,17 +93,22 @@ class PlacedSpecs(NamedTuple):
 
 @dataclass
 class OpCall:
-    """An op about to be planned: its arguments with specs in the place of tensors."""
+    """A call of an op, to be planned, with specs instead of tensors.
+
+    Attributes:
+        inputs: specs of the tensor arguments, flattened, in order.
+        outputs: global metadata of the tensor results.
+    """
 
     op: OpOverload
     args: tuple[Value, ...]
     kwargs: Kwargs
-    inputs: tuple[DTensorSpec, ...]  # the tensor arguments, flattened, in order
-    outputs: tuple[TensorMeta | None, ...] = ()  # global metadata of the tensor results
+    inputs: tuple[DTensorSpec, ...]
+    outputs: tuple[TensorMeta | None, ...] = ()
     _bound: Kwargs = field(default_factory=dict)
 
     def named(self) -> Kwargs:
-        """All arguments by name, those not given with their default."""
+        """Returns all arguments by name, with defaults for the missing ones."""
         if not self._bound:
             self._bound = bound_arguments(self.op, self.args, self.kwargs)
         return self._bound
@@ -102,26 +117,26 @@ class OpCall:
         return self.named()[name]
 
     def dim(self, name: str = "dim", ndim: int | None = None) -> int:
-        """The argument `name` as a non-negative tensor dim of the first input (or of `ndim` dims).
+        """Returns the argument `name` as a non-negative dim of the first input (or of a tensor of `ndim` dims).
 
-        A tensor without dims takes 0 and -1 for a dim it does not have: both come as 0.
+        A tensor without dims accepts the dims 0 and -1, although it has none; both become 0.
         """
         count = max(self.inputs[0].ndim if ndim is None else ndim, 1)
         dim: int = self[name]
         return dim + count if dim < 0 else dim
 
     def dims(self, name: str = "dim") -> tuple[int, ...]:
-        """The argument `name` as non-negative dims of the first input; all of them for None or []."""
+        """Returns the argument `name` as sorted non-negative dims of the first input; all dims for None or []."""
         return listed_dims(self[name], self.inputs[0].ndim)
 
     def describe(self) -> str:
-        """`aten.add.Tensor(float32[4] S(0) on ..., 2)` for messages."""
+        """Formats the call for messages, like "aten.add.Tensor(float32[4] S(0) on ..., 2)"."""
         parts = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
         return f"{self.op}({', '.join(parts)})"
 
 
 def ops_named(names: str, suffix: str = "") -> list[OpOverload]:
-    """The aten ops so called, with their overload where it is not the default one, that this torch has."""
+    """Returns the aten ops of these names that exist in this torch. A name may include an overload: "sort.stable"."""
     ops = []
     for name in names.split():
         packet, _, overload = (name + suffix).partition(".")
@@ -131,13 +146,13 @@ def ops_named(names: str, suffix: str = "") -> list[OpOverload]:
 
 
 def by_op(table: Mapping[str, T], suffix: str = "") -> dict[OpOverload, T]:
-    """A table of ops, from one of their names."""
+    """Expands a table keyed by space-separated op names to one keyed by ops."""
     return {op: entry for names, entry in table.items() for op in ops_named(names, suffix)}
 
 
 Rule = Callable[[OpCall], Strategy]
 
-rules_by_op: dict[OpOverload, Rule] = {}  # an op's own
+rules_by_op: dict[OpOverload, Rule] = {}  # rules of single ops; pointwise ops may lack one
 
 
 def rule(*ops: OpOverload) -> Callable[[Rule], Rule]:
@@ -154,12 +169,13 @@ decompositions: dict[OpOverload, Call] = {}
 
 
 def decomposition(*ops: OpOverload, with_op: bool = False) -> Callable[[Call], Call]:
-    """Registers the decorated function, written with torch ops on DTensors, to run in the place of `ops`.
+    """Registers the decorated function, written with torch ops on DTensors, to run instead of `ops`.
 
-    For ops that need a global value half way, such as a mean weighted by what all ranks hold.
-    Where it returns NotImplemented, the op's rule decides as if there were no decomposition.
+    It is for ops that need an intermediate global value, such as a mean over the elements of all ranks. If it returns
+    NotImplemented, the op's rule applies as if there were no decomposition.
 
-    with_op: the function gets the op before its arguments.
+    Args:
+        with_op: whether the function gets the op as its first argument.
     """
 
     def register(function: Call) -> Call:
@@ -170,39 +186,44 @@ def decomposition(*ops: OpOverload, with_op: bool = False) -> Callable[[Call], C
     return register
 
 
-overridden_ops: set[OpOverload] = set()  # for which a user has registered a rule
+overridden_ops: set[OpOverload] = set()  # ops with a rule registered by the user
 
 
 def override_rule(op: OpOverload, new: Rule) -> None:
-    """Puts a user's rule in the place of whatever the core knows of `op`."""
+    """Replaces the rule and the decomposition of `op` by a user's rule."""
     rules_by_op[op] = new
     decompositions.pop(op, None)
     overridden_ops.add(op)
 
 
 def placements_by_tensor(rows: Sequence[PlacementRow]) -> ChosenPlacements:
-    """What a row per mesh dim results in: the placements of all inputs, and of all outputs."""
+    """Converts one row per mesh dim to the placements of each input and of each output."""
     inputs, outputs = [row.inputs for row in rows], [row.outputs for row in rows]
     return tuple(zip(*inputs, strict=True)), tuple(zip(*outputs, strict=True))
 
 
 def shard_rows(dims: Iterable[int], ins: int, outs: int) -> list[PlacementRow]:
-    """Rows for ops that treat each of `dims` pointwise: all inputs and outputs are Shard(d)."""
+    """Returns rows for ops that are pointwise along each of `dims`: all inputs and outputs are Shard(d)."""
     return [PlacementRow((Shard(d),) * ins, (Shard(d),) * outs) for d in dims]
 
 
 def linear_rows(
     call: OpCall, ins: int, outs: int = 1, ops: tuple[str, ...] = ("sum", "avg")
 ) -> list[PlacementRow]:
-    """Rows for ops that commute with the pending reductions `ops` of all their inputs."""
+    """Returns rows for ops that commute with the pending reductions `ops` of all their inputs."""
     return [PlacementRow((Partial(op),) * ins, (Partial(op),) * outs) for op in pending_ops(call, ops)]
 
 
 def pending_rows(
     call: OpCall, *terms: tuple[int, ...], ops: Iterable[str] = ("sum", "avg"), count: int | None = None
 ) -> list[PlacementRow]:
-    """Rows for ops through which pending reductions pass, of several inputs together: of each group of indices in
-    `terms`, the others being whole. count: of the inputs that the rows are about, if not all."""
+    """Returns rows for ops that commute with pending reductions of some inputs while the others are replicated.
+
+    Args:
+        terms: groups of input indices; one row per group, in which these inputs are Partial.
+        ops: the reductions.
+        count: number of inputs in the rows, if not all.
+    """
     inputs, outs = range(len(call.inputs) if count is None else count), len(call.outputs)
     return [
         PlacementRow(tuple(Partial(op) if i in group else REPLICATE for i in inputs), (Partial(op),) * outs)
@@ -211,14 +232,16 @@ def pending_rows(
     ]
 
 
-def shard_rows_except(call: OpCall, whole: Iterable[int], ins: int = 1, outs: int = 1) -> list[PlacementRow]:
-    """`along` all dims of the first input but those that must be whole."""
-    kept = set(whole)
-    return shard_rows((d for d in range(call.inputs[0].ndim) if d not in kept), ins, outs)
+def shard_rows_except(
+    call: OpCall, excluded_dims: Iterable[int], ins: int = 1, outs: int = 1
+) -> list[PlacementRow]:
+    """Returns `shard_rows` for all dims of the first input except some, which stay replicated."""
+    excluded_dims = set(excluded_dims)
+    return shard_rows((d for d in range(call.inputs[0].ndim) if d not in excluded_dims), ins, outs)
 
 
 def pending_ops(call: OpCall, ops: Iterable[str]) -> list[str]:
-    """Those of `ops` that an input has pending on some mesh dim: of others the rows need not be listed."""
+    """Returns the reductions in `ops` that are pending on some input. Rows for the others would never be chosen."""
     pending = {p.reduce_op for spec in call.inputs for p in spec.placements if isinstance(p, Partial)}
     return [op for op in ops if op in pending] if pending else []
 

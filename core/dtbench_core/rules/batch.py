@@ -1,10 +1,11 @@
-"""Ops that need some dims whole and treat the others as a batch: softmax, sorts and running sums, flips, Fourier
-transforms, and linear algebra on batches of matrices.
+"""Ops that need some dims unsharded and treat the others as a batch.
 
-Of linear algebra, left to replication are the ops that refuse values, such as a matrix that is not positive definite
-or holds NaN (cholesky, svd, eigh, eig, lstsq, lu_unpack): a rank with such a matrix would raise alone and leave the
-others waiting. The `_ex` forms report in a tensor instead, and linalg's wrappers then check that tensor whole, on all
-ranks. The ranks tell each other what cholesky_inverse refuses (dispatch/value_check.py).
+These are softmax, sorts, cumulative ops, flips, Fourier transforms, and linear algebra on batches of matrices.
+
+Ops that reject values stay replicated, as for a matrix that is not positive definite or contains NaN (cholesky, svd,
+eigh, eig, lstsq, lu_unpack). A rank with such a matrix would raise alone, and the other ranks would wait for it. The
+`_ex` ops report errors in a tensor, which the wrappers in torch.linalg then check on all ranks. For cholesky_inverse,
+the ranks exchange whether one of them must raise (dispatch/value_check.py).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def renorm(call: OpCall) -> Strategy:
 
 @rule(aten.cumsum.default, aten.cumsum_.default)
 def cumsum(call: OpCall) -> Strategy:
-    """Linear, unless the sum is taken in integers: these cut each term."""
+    """Linear, unless floating-point terms are summed in integers, which truncates each term."""
     source, meta = call.inputs[0].dtype, call.outputs[0]
     truncates = source.is_floating_point and meta is not None and not meta.dtype.is_floating_point
     return Strategy([*shard_rows_except(call, [call.dim()]), *([] if truncates else linear_rows(call, 1))])
@@ -68,7 +69,7 @@ def fourier(call: OpCall) -> Strategy:
 
 @rule(*ops_named(REPORTING + MATRICES))
 def matrices(call: OpCall) -> Strategy:
-    """`_ex` ops report in `info` which matrices they could not treat, unless asked to raise."""
+    """`_ex` ops report in `info` the matrices for which they failed, unless they are asked to raise."""
     if call.named().get("check_errors"):
         return Strategy([])
     return Strategy(batch_rows(call, max(spec.ndim for spec in call.inputs) - 2))

@@ -1,8 +1,8 @@
-"""Picks one row per mesh dim: one that fits the placements as they are, else the cheapest to reach.
+"""Choice of one row per mesh dim: the row of the current placements if possible, otherwise the cheapest one.
 
-Note [Other layouts]: a row says Shard(d), which is torch.chunk's cut. Where all that it shards is of one
-length and nothing in the rule counts on how the dim is cut, the row holds for any cut that all of these
-tensors share: so it also means the RaggedShard or StridedShard that an input has.
+Note [Special layouts]: in a row, Shard(d) means cut like torch.chunk. If all dims that the row shards have the same
+length, and the computation does not depend on where they are cut, any other cut is valid, too, as long as all these
+tensors share it. Then the row is also tried with the RaggedShard or StridedShard of an input.
 """
 
 from __future__ import annotations
@@ -32,60 +32,63 @@ from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, replicated_r
 def choose_rows(
     call: OpCall, strategy: Strategy, written: tuple[int, ...], result: Placements | None = None
 ) -> list[PlacementRow] | None:
-    """One row per mesh dim, outermost first, or None when no row is possible.
+    """Returns one row per mesh dim, outermost first, or None if no row is possible.
 
-    written: indices of the inputs that are written, which must keep their placements. Where one of
-        them is the result too, the row must say the same of both.
-    result: the placements that the first output must have, if given.
+    Args:
+        written: indices of the inputs that the op writes, whose placements must not change. If the op returns such an
+            input, the row must have the same placement for both.
+        result: required placements of the first output, if given.
     """
-    others = [_other_layouts(call, mesh_dim, result) for mesh_dim in range(call.inputs[0].info.ndim)]
-    if any(others):
-        chosen = _choose(call, strategy, written, result, others)
-        if chosen is not None and _fit(call, chosen):
+    special_layouts = [
+        _special_layouts(call, mesh_dim, result) for mesh_dim in range(call.inputs[0].info.ndim)
+    ]
+    if any(special_layouts):
+        chosen = _choose_from(call, strategy, written, result, special_layouts)
+        if chosen is not None and _layouts_are_valid(call, chosen):
             return chosen
-    return _choose(call, strategy, written, result, [[] for _ in others])
+    return _choose_from(call, strategy, written, result, [[] for _ in special_layouts])
 
 
-def _choose(
+def _choose_from(
     call: OpCall,
     strategy: Strategy,
     written: tuple[int, ...],
     result: Placements | None,
-    others: Sequence[list[Shard]],
+    special_layouts: Sequence[list[Shard]],
 ) -> list[PlacementRow] | None:
     info = call.inputs[0].info
     plain = [*strategy.rows, replicated_row(call)]
-    held = _Lengths(call)
+    lengths = _Lengths(call)
     chosen: list[PlacementRow] = []
-    for mesh_dim in range(info.ndim):
-        rows = [*_restated(call, strategy, others[mesh_dim]), *plain] if others[mesh_dim] else plain
+    for mesh_dim, layouts in enumerate(special_layouts):
+        rows = [*_restate_rows(call, strategy, layouts), *plain] if layouts else plain
         current = tuple(spec.placements[mesh_dim] for spec in call.inputs)
         candidates = rows if result is None else [r for r in rows if r.outputs[0] == result[mesh_dim]]
-        row = _best(call, candidates, current, mesh_dim, held, written)
+        row = _cheapest_row(call, candidates, current, mesh_dim, lengths, written)
         if row is None:
             return None
-        held.split(row, info.sizes[mesh_dim])
+        lengths.split(row, info.sizes[mesh_dim])
         chosen.append(row)
     return chosen
 
 
-# ---- See Note [Other layouts] ----
+# ---- special layouts ----
 
 
-def _other_layouts(call: OpCall, mesh_dim: int, result: Placements | None) -> list[Shard]:
-    """The placements on `mesh_dim`, of the inputs or wanted of the result, that cut unlike torch.chunk."""
+def _special_layouts(call: OpCall, mesh_dim: int, result: Placements | None) -> list[Shard]:
+    """Returns the placements on `mesh_dim`, of inputs or required for the result, that do not cut like torch.chunk."""
     placed = [spec.placements[mesh_dim] for spec in call.inputs]
     if result is not None:
         placed.append(result[mesh_dim])
     return [p for p in dict.fromkeys(placed) if isinstance(p, Shard) and type(p) is not Shard]
 
 
-def _restated(call: OpCall, strategy: Strategy, layouts: Sequence[Shard]) -> list[PlacementRow]:
-    """The rows with each of `layouts` in the place of their Shards, where that holds."""
+def _restate_rows(call: OpCall, strategy: Strategy, layouts: Sequence[Shard]) -> list[PlacementRow]:
+    """Returns the rows with each special layout instead of Shard, where that is valid. See Note [Special layouts]."""
     restated = []
     for layout in layouts:
-        own = strategy.localize or strategy.local_op
-        if own and not (strategy.any_lengths and (strategy.local_op or isinstance(layout, RaggedShard))):
+        any_cut = strategy.any_lengths and (strategy.local_op or isinstance(layout, RaggedShard))
+        if (strategy.localize or strategy.local_op) and not any_cut:
             continue
         for row in strategy.rows:
             lengths = {
@@ -95,18 +98,19 @@ def _restated(call: OpCall, strategy: Strategy, layouts: Sequence[Shard]) -> lis
                 if isinstance(p, Shard) and shape
             }
             if len(lengths) == 1 and not row.even:
-                restated.append(
-                    PlacementRow(_laid(row.inputs, layout), _laid(row.outputs, layout), nonempty=row.nonempty)
+                inputs, outputs = (
+                    _with_layout(placements, layout) for placements in (row.inputs, row.outputs)
                 )
+                restated.append(PlacementRow(inputs, outputs, nonempty=row.nonempty))
     return restated
 
 
-def _laid(placements: Placements, layout: Shard) -> Placements:
+def _with_layout(placements: Placements, layout: Shard) -> Placements:
     return tuple(dataclasses.replace(layout, dim=p.dim) if isinstance(p, Shard) else p for p in placements)
 
 
-def _fit(call: OpCall, rows: Sequence[PlacementRow]) -> bool:
-    """Whether all tensors can have the layouts that the rows result in."""
+def _layouts_are_valid(call: OpCall, rows: Sequence[PlacementRow]) -> bool:
+    """Whether the placements that the rows result in are valid for the shapes of all tensors."""
     info = call.inputs[0].info
     try:
         for index, spec in enumerate(call.inputs):
@@ -119,12 +123,12 @@ def _fit(call: OpCall, rows: Sequence[PlacementRow]) -> bool:
     return True
 
 
-def _best(
+def _cheapest_row(
     call: OpCall,
     candidates: Sequence[PlacementRow],
     current: Placements,
     mesh_dim: int,
-    held: _Lengths,
+    lengths: _Lengths,
     written: tuple[int, ...],
 ) -> PlacementRow | None:
     info = call.inputs[0].info
@@ -132,7 +136,9 @@ def _best(
     allowed = [
         row
         for row in candidates
-        if held.allow(row, parts) and _keeps(call, row, current, written) and not _unwraps(call, row, current)
+        if lengths.allow(row, parts)
+        and _keeps_written_inputs(call, row, current, written)
+        and not _widens_integer_sum(call, row, current)
     ]
     for row in allowed:
         if row.inputs == current:
@@ -141,18 +147,23 @@ def _best(
     held_gib = [local_gib(s.shape, s.dtype.itemsize, s.placements, info.sizes) for s in call.inputs]
     best, lowest = None, math.inf
     for row in allowed:
-        ways = [_by_way_of(have, want, written) for have, want in zip(current, row.inputs, strict=True)]
+        targets = [
+            _communicated_placement(have, want, written)
+            for have, want in zip(current, row.inputs, strict=True)
+        ]
         price = sum(
             math.inf if way is None else transition_cost(have, way, gib, topology, mesh_dim)
-            for have, way, gib in zip(current, ways, held_gib, strict=True)
+            for have, way, gib in zip(current, targets, held_gib, strict=True)
         )
         if price < lowest:
             best, lowest = row, price
     return best
 
 
-def _keeps(call: OpCall, row: PlacementRow, current: Placements, written: tuple[int, ...]) -> bool:
-    """Whether the row leaves the written inputs where they are."""
+def _keeps_written_inputs(
+    call: OpCall, row: PlacementRow, current: Placements, written: tuple[int, ...]
+) -> bool:
+    """Whether the row keeps the placements of the written inputs."""
     if not written:
         return True
     returns = call.op._schema.returns
@@ -161,9 +172,11 @@ def _keeps(call: OpCall, row: PlacementRow, current: Placements, written: tuple[
     return all(row.inputs[i] == current[i] for i in written)
 
 
-def _unwraps(call: OpCall, row: PlacementRow, current: Placements) -> bool:
-    """Whether a pending sum of integers would pass into a dtype that holds more: the terms may have wrapped around,
-    which adds up in their own dtype alone, or in a smaller one."""
+def _widens_integer_sum(call: OpCall, row: PlacementRow, current: Placements) -> bool:
+    """Whether the row passes a pending sum of integers to a wider dtype.
+
+    The terms may have wrapped around. That cancels out only if they are added in the same or a narrower dtype.
+    """
     dtypes = [
         meta.dtype
         for p, meta in zip(row.outputs, call.outputs, strict=True)
@@ -172,28 +185,30 @@ def _unwraps(call: OpCall, row: PlacementRow, current: Placements) -> bool:
     return any(
         have == want
         and (want.is_partial("sum") or want.is_partial("product"))
-        and _holds_more(dtype, spec.dtype)
+        and _is_wider(dtype, spec.dtype)
         for have, want, spec in zip(current, row.inputs, call.inputs, strict=True)
         for dtype in dtypes
     )
 
 
-def _holds_more(dtype: torch.dtype, than: torch.dtype) -> bool:
+def _is_wider(dtype: torch.dtype, than: torch.dtype) -> bool:
     if than.is_floating_point or than.is_complex or dtype is than:
         return False
     return dtype.is_floating_point or dtype.is_complex or than is torch.bool or dtype.itemsize > than.itemsize
 
 
-def _by_way_of(have: Placement, want: Placement, written: tuple[int, ...]) -> Placement | None:
-    """What `have` becomes by communication; None where there is no way: into a Partial only from itself or from
-    Replicate; from a Shard, which is gathered first, where what is written must stay one."""
+def _communicated_placement(have: Placement, want: Placement, written: tuple[int, ...]) -> Placement | None:
+    """Returns the placement that communication must produce, or None if the row cannot be reached.
+
+    A Partial can be made only from itself or from Replicate. Inputs of an op that writes may also be gathered first.
+    """
     if have == want or not want.is_partial() or have.is_replicate():
         return want
     return REPLICATE if written and not have.is_partial() else None
 
 
 class _Lengths:
-    """The largest and smallest length any rank holds of each tensor dim, as outer mesh dims cut it."""
+    """The largest and smallest length of each tensor dim over the ranks, after the outer mesh dims cut it."""
 
     def __init__(self, call: OpCall) -> None:
         inputs = [[(n, n) for n in spec.shape] for spec in call.inputs]
@@ -205,10 +220,10 @@ class _Lengths:
         return inputs[index] if index >= 0 else outputs[-1 - index]
 
     def allow(self, row: PlacementRow, parts: int) -> bool:
-        """Whether the row's conditions hold when `parts` ranks split its shards."""
+        """Whether the conditions of the row hold if `parts` ranks split its shards."""
         for index, dim in row.even:
-            most, least = self._tensor(index)[dim]
-            if most != least or most % parts:
+            longest, shortest = self._tensor(index)[dim]
+            if longest != shortest or longest % parts:
                 return False
         for index, dim in row.nonempty:
             placed = row.inputs[index] if index >= 0 else row.outputs[-1 - index]
@@ -218,16 +233,16 @@ class _Lengths:
 
     @staticmethod
     def _cut(placement: Placement, lengths: tuple[int, int], parts: int) -> tuple[int, int]:
-        """The largest and smallest length of a part of a dim that is cut so."""
-        most, least = lengths
+        """Returns the largest and smallest length of a part of a dim."""
+        longest, shortest = lengths
         if isinstance(placement, RaggedShard):
             return max(placement.counts), min(placement.counts)
         if isinstance(placement, StridedShard):
-            return max(placement.lengths(most, parts)), min(placement.lengths(least, parts))
-        return -(-most // parts), chunk_extent(least, parts, parts - 1)[0]
+            return max(placement.lengths(longest, parts)), min(placement.lengths(shortest, parts))
+        return -(-longest // parts), chunk_extent(shortest, parts, parts - 1)[0]
 
     def split(self, row: PlacementRow, parts: int) -> None:
         for tensors, placements in zip(self._dims, (row.inputs, row.outputs), strict=True):
             for lengths, placement in zip(tensors, placements, strict=True):
-                if isinstance(placement, Shard) and lengths:  # an output may be absent
+                if isinstance(placement, Shard) and lengths:  # a result may not be a tensor
                     lengths[placement.dim] = self._cut(placement, lengths[placement.dim], parts)

@@ -1,4 +1,4 @@
-"""Sharding rules of users: `register_sharding`."""
+"""`register_sharding`: sharding rules registered by users."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ ShardingFunction = Callable[..., Sequence[tuple[PlacementList, PlacementList]]]
 
 
 def register_sharding(op: OpOverload | list[OpOverload]) -> Callable[[ShardingFunction], ShardingFunction]:
-    """Gives an op, or several, a sharding rule; it takes the place of the core's own.
+    """Registers a sharding rule for one or several ops, which replaces the core's own rule.
 
-    The decorated function is called with the op's arguments, a tensor-like description (`shape`,
-    `stride`, `ndim`, `dtype`, `placements`, all global) in the place of every tensor. It returns the
-    ways the op may run on one mesh dim, as pairs (placements of the outputs, placements of the
-    inputs): one entry per output and per argument, None where there is no tensor. If the inputs are
-    placed so, the op run on every rank's shards must give outputs placed so. Replicated inputs and
-    outputs are always possible and need not be listed.
+    The decorated function gets the op's arguments. Each tensor is replaced by a description with the global `shape`,
+    `stride`, `ndim`, `dtype` and `placements`.
 
-    The function must depend on its arguments alone, so that every rank computes the same answer.
+    The function returns the ways to run the op on one mesh dim, as pairs (placements of the outputs, placements of the
+    inputs). Each list has one entry per output or argument, and None for those that are not tensors. If the inputs are
+    placed so, running the op on every rank's shards must give outputs placed so. Replicated inputs and outputs are
+    always possible and need not be listed.
+
+    The result must depend only on the arguments, so that all ranks compute the same.
 
     Raises:
-        ArgumentError: something that is not an op. When the op is called, also an answer of the
-            function's that does not fit the op. PlacementError: a Shard of a dim that is not there.
+        ArgumentError: `op` is not an op; or, when the op is called, the function's result does not match the op.
+        PlacementError: when the op is called, the function returned a Shard of a dim that the tensor lacks.
     """
     ops = op if isinstance(op, list) else [op]
-    for one in ops:
-        if not isinstance(one, OpOverload):
+    for overload in ops:
+        if not isinstance(overload, OpOverload):
             raise ArgumentError(
-                f"register_sharding got {one!r}, expected an op overload such as torch.ops.aten.add.Tensor: name its "
-                "overload (often `.default`)"
+                f"register_sharding got {overload!r}, expected an op overload such as torch.ops.aten.add.Tensor: "
+                "append the name of the overload (often `.default`)"
             )
 
     def register(function: ShardingFunction) -> ShardingFunction:
         def strategy(call: OpCall) -> Strategy:
             return Strategy([_row(call, *placed) for placed in function(*call.args, **call.kwargs)])
 
-        for one in ops:
-            base.override_rule(one, strategy)
+        for overload in ops:
+            base.override_rule(overload, strategy)
         rules_changed()
         return function
 
@@ -54,17 +55,17 @@ def register_sharding(op: OpOverload | list[OpOverload]) -> Callable[[ShardingFu
 
 
 def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> PlacementRow:
-    placed = [p for p in inputs if p is not None]
-    of_outputs = list(outputs)
-    if len(placed) != len(call.inputs) or len(of_outputs) != len(call.outputs):
+    input_placements = [p for p in inputs if p is not None]
+    output_placements = list(outputs)
+    if len(input_placements) != len(call.inputs) or len(output_placements) != len(call.outputs):
         raise ArgumentError(
-            f"the sharding registered for {call.op} gave placements of {len(of_outputs)} outputs and "
-            f"{len(placed)} input tensors, expected {len(call.outputs)} and {len(call.inputs)}: give one per tensor, "
-            "and None for the other arguments"
+            f"the sharding registered for {call.op} returned placements of {len(output_placements)} outputs and "
+            f"{len(input_placements)} input tensors, expected {len(call.outputs)} and {len(call.inputs)}: return one "
+            "per tensor, and None for the other arguments"
         )
-    result_ranks = [0 if meta is None else len(meta.shape) for meta in call.outputs]
-    results = zip(of_outputs, result_ranks, strict=True)
+    output_ndims = [0 if meta is None else len(meta.shape) for meta in call.outputs]
+    pairs = zip(output_placements, output_ndims, strict=True)
     return PlacementRow(
-        tuple(normalize_one(p, spec.ndim) for p, spec in zip(placed, call.inputs, strict=True)),
-        tuple(REPLICATE if p is None else normalize_one(p, ndim) for p, ndim in results),
+        tuple(normalize_one(p, spec.ndim) for p, spec in zip(input_placements, call.inputs, strict=True)),
+        tuple(REPLICATE if p is None else normalize_one(p, ndim) for p, ndim in pairs),
     )
