@@ -162,10 +162,10 @@ def _begun_with(output: Path) -> list[str]:
         UnreadableRunError: it is no run. UsageError: it was not begun by a command that it holds whole.
     """
     from dtbench.records.run import read_header
-    from dtbench.text.masking import is_whole
+    from dtbench.text.masking import is_unmasked
 
     argv = read_header(output).argv
-    if argv[:1] != ("run",) or not is_whole(argv):
+    if argv[:1] != ("run",) or not is_unmasked(argv):
         raise UsageError(
             f"{output} does not hold the whole command that began it: give its suites and options beside --resume"
         )

@@ -83,9 +83,9 @@ def print_runs_json(runs: Sequence[Run]) -> None:
 def print_csv(runs: Sequence[Run]) -> None:
     """The `dtbench.stats.frame.results_frame` of the runs as CSV: a head, then one line per result."""
     from dtbench.stats.frame import results_frame
-    from dtbench.text import csv
+    from dtbench.text.csv import to_csv
 
-    sys.stdout.write(to.encodable(csv.of_frame(results_frame(runs))))
+    sys.stdout.write(to.encodable(to_csv(results_frame(runs))))
 
 
 def _print_provenance(console: Console, run: Run) -> None:

@@ -126,8 +126,10 @@ def _nvlink_pairs(
             if hosts[a] is None or hosts[a] != hosts[b] or nvlink_a is None or nvlink_b is None:
                 continue
             total += 1
-            share_switch = min(nvlink_a.switch_links, nvlink_b.switch_links) > 0
-            linked += ranks[b].pci_bus_id in nvlink_a.neighbours or share_switch
+            linked += (
+                ranks[b].pci_bus_id in nvlink_a.neighbours
+                or min(nvlink_a.switch_links, nvlink_b.switch_links) > 0
+            )
     return (linked, total) if total else None
 
 

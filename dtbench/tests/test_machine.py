@@ -130,7 +130,7 @@ def test_the_environment_is_recorded_by_an_allow_list() -> None:
 )
 def test_arguments_lose_their_secrets(argv: list[str], shown: list[str]) -> None:
     assert masking.mask_arguments(argv) == shown
-    assert masking.is_whole(shown) == (argv == shown)
+    assert masking.is_unmasked(shown) == (argv == shown)
 
 
 # -------------------------------------------------------------------------------------- git

@@ -108,7 +108,10 @@ def test_what_has_one_row_is_folded() -> None:
     ]
     shown = section("bucketer", [*made_up.bucketer(), *overlap])
     assert [bool(figure.folded) for figure in shown.figures] == [False, True] and not shown.of_one_row
-    assert [table.closed for table in section("others", [made_up.result("mine", "a", "b", {}, [1.0])]).tables]
+    assert [
+        table.is_collapsed
+        for table in section("others", [made_up.result("mine", "a", "b", {}, [1.0])]).tables
+    ]
 
 
 def test_without_results_each_section_names_its_command() -> None:

@@ -1,1 +1,1 @@
-"""How things are written: units, terminal tables, masked secrets."""
+"""Output formats: units, tables, Markdown, JUnit and CSV; masked secrets and safe terminal output."""

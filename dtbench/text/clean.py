@@ -1,4 +1,4 @@
-"""What the program prints goes through here: text from files, suites and errors moves no cursor and sets no title."""
+"""Output streams without control characters: no text can move the cursor or set the title."""
 
 from __future__ import annotations
 
@@ -11,51 +11,55 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-# Controls of C0 (but for tab and newline) and C1, and those that reverse what stands after them (Unicode, UAX 9).
+# Control characters of C0 (except tab and newline) and C1, line separators, and those that reverse the direction of the
+# text after them (Unicode, UAX 9).
 _CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
-# What our own tables and bars say to a terminal: colours; the line anew, one up, the cursor hidden and shown.
+# Controls that dtbench itself writes. Tables use colours. Progress bars also restart, erase or leave the line and hide
+# the cursor.
 _COLOURS = r"\x1b\[[0-9;]*m"
-_OF_BARS = rf"{_COLOURS}|\r|\x1b\[[0-9]*[AK]|\x1b\[\?25[lh]"
+_PROGRESS_BARS = rf"{_COLOURS}|\r|\x1b\[[0-9]*[AK]|\x1b\[\?25[lh]"
 
 
 class CleanStream(io.TextIOWrapper):
-    """A text stream over another one's buffer, in which controls are written as `\\x1b`."""
+    """A text stream on the buffer of another one that writes control characters as escapes, e.g. `\\x1b`."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(
             stream.buffer,
-            # click writes past a stream of ASCII, which it takes for misconfigured.
+            # click takes an ASCII stream for misconfigured and bypasses it.
             encoding="utf-8" if codecs.lookup(stream.encoding).name == "ascii" else stream.encoding,
             errors="backslashreplace",
             line_buffering=bool(stream.line_buffering),
             write_through=getattr(stream, "write_through", False),
         )
-        self._over = stream  # which closes the buffer once nobody refers to it
-        kept = _OF_BARS if stream.isatty() else _COLOURS if os.environ.get("FORCE_COLOR") else ""
-        self._pattern = re.compile(f"({kept})|{_CONTROLS}" if kept else f"(?!)()|{_CONTROLS}")
+        self._stream = stream  # keeps the buffer open: the stream closes it when it is garbage-collected
+        allowed = _PROGRESS_BARS if stream.isatty() else _COLOURS if os.environ.get("FORCE_COLOR") else ""
+        self._pattern = re.compile(f"({allowed})|{_CONTROLS}" if allowed else f"(?!)()|{_CONTROLS}")
 
     def write(self, text: str) -> int:
-        """Cleaned; the number of characters of `text`, as ever."""
-        super().write(self._pattern.sub(lambda found: found[1] or ascii(found[0])[1:-1], text))
+        """Writes the text without control characters; returns the number of characters of `text`."""
+        super().write(self._pattern.sub(lambda match: match[1] or ascii(match[0])[1:-1], text))
         return len(text)
 
 
 @contextlib.contextmanager
 def clean_output() -> Iterator[None]:
-    """Within the block standard output and error are clean."""
-    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    cleaned: dict[str, CleanStream] = {}
-    for name, stream in before.items():
-        with contextlib.suppress(AttributeError, ValueError, OSError):  # one without bytes below stays
+    """Replaces standard output and error by clean streams within the block."""
+    streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    clean_streams: dict[str, CleanStream] = {}
+    for name, stream in streams.items():
+        with contextlib.suppress(
+            AttributeError, ValueError, OSError
+        ):  # a stream without a byte buffer stays as it is
             stream.flush()
-            cleaned[name] = CleanStream(stream)
-            setattr(sys, name, cleaned[name])
+            clean_streams[name] = CleanStream(stream)
+            setattr(sys, name, clean_streams[name])
     try:
         yield
     finally:
-        for name, stream in cleaned.items():
+        for name, stream in clean_streams.items():
             if getattr(sys, name) is stream:
-                setattr(sys, name, before[name])
+                setattr(sys, name, streams[name])
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
             with contextlib.suppress(OSError, ValueError):

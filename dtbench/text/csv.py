@@ -10,20 +10,23 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def of_frame(frame: pd.DataFrame, float_format: str | None = None) -> str:
-    """A head, then a line per row: text is spelled without control characters."""
+def to_csv(frame: pd.DataFrame, float_format: str | None = None) -> str:
+    """Formats a header and one line per row, without control characters."""
 
-    def shown(value: object) -> object:
-        """With a quote before what would be taken for a formula."""
+    def safe_cell(value: object) -> object:
+        """Puts a quote before text that a spreadsheet would take for a formula."""
         if not isinstance(value, str):
             return value
-        # https://owasp.org/www-community/attacks/CSV_Injection names these, and the tab and line ends.
+        # The characters of https://owasp.org/www-community/attacks/CSV_Injection; `plain` has removed tabs and line
+        # ends.
         text = plain(value)
         return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
     texts = frame.select_dtypes(["string", "object"])
-    harmful = [
-        name for name, of in texts.items() if any(shown(value) != value for value in of.dropna().unique())
+    unsafe = [
+        name
+        for name, column in texts.items()
+        if any(safe_cell(value) != value for value in column.dropna().unique())
     ]
-    safe = frame.assign(**{str(name): frame[name].map(shown) for name in harmful}).rename(columns=plain)
+    safe = frame.assign(**{str(name): frame[name].map(safe_cell) for name in unsafe}).rename(columns=plain)
     return safe.to_csv(index=False, lineterminator="\n", float_format=float_format)

@@ -1,4 +1,4 @@
-"""JUnit's XML: a suite of testcases, as CI systems read it."""
+"""JUnit XML: a suite of testcases in the format that CI systems read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ Outcome = Literal["passed", "failure", "error", "skipped"]
 
 @dataclass(frozen=True)
 class Testcase:
-    """message: why, in one line; of one that passed its output."""
+    """A testcase of a JUnit file.
 
-    __test__ = False  # pytest collects no class of this name
+    Attributes:
+        classname: class of the testcase.
+        name: name of the testcase.
+        outcome: outcome of the testcase.
+        message: one line with the reason of the outcome; the output of a testcase that passed.
+    """
+
+    __test__ = False  # keeps pytest from collecting a class of this name
 
     classname: str
     name: str
@@ -26,10 +33,10 @@ class Testcase:
 
 
 def document(suite: str, cases: Sequence[Testcase]) -> str:
-    """The XML of one suite, of any text at all."""
+    """Returns the XML of one suite. Names and messages may be any text."""
     tally = Counter(case.outcome for case in cases)
     root = ET.Element("testsuites")
-    of = ET.SubElement(
+    testsuite = ET.SubElement(
         root,
         "testsuite",
         name=_xml(suite),
@@ -39,9 +46,11 @@ def document(suite: str, cases: Sequence[Testcase]) -> str:
         skipped=str(tally["skipped"]),
     )
     for case in cases:
-        element = ET.SubElement(of, "testcase", classname=_xml(case.classname), name=_xml(case.name))
+        element = ET.SubElement(testsuite, "testcase", classname=_xml(case.classname), name=_xml(case.name))
         text = _xml(case.message)
-        if case.outcome != "passed":  # twice, as some readers show the one and some the other
+        if (
+            case.outcome != "passed"
+        ):  # both as attribute and as text, since some readers show only one of them
             ET.SubElement(element, case.outcome, message=text).text = text
         elif text:
             ET.SubElement(element, "system-out").text = text
@@ -49,5 +58,5 @@ def document(suite: str, cases: Sequence[Testcase]) -> str:
 
 
 def _xml(text: str) -> str:
-    """Characters that XML 1.0 cannot hold, not even escaped, are spelled out; the library escapes the others."""
-    return _NOT_XML.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Spells out characters that XML 1.0 does not allow even when escaped; the library escapes all others."""
+    return _NOT_XML.sub(lambda match: ascii(match[0])[1:-1], text)

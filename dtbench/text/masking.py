@@ -1,7 +1,7 @@
-"""Secrets in what users type are masked before it is written: run files and reports are passed around.
+"""Masks secrets in command lines and variables before they are recorded, since run files and reports get shared.
 
-A secret is the value of an option, variable or header whose name says so, and what stands before the host of a URL.
-Of the environment only chosen variables are recorded at all (`dtbench.machine.provenance`).
+A secret is the value of an option, variable or header with a name such as "token", or the user part of a URL. Only
+selected environment variables are recorded at all (`dtbench.machine.provenance`).
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from collections.abc import Mapping, Sequence
 MASK = "***"
 _NAME = r"[\w.-]*(?:tokens?(?!\w)|secret|passw|credential|api[-_]?key|access[-_]?key|authorization)[\w.-]*"
 _SECRET_NAME = re.compile(rf"-*{_NAME}", re.IGNORECASE)
-# `NAME=VALUE`, `NAME: VALUE`, `--name VALUE`; a number of tokens is none.
+# `NAME=VALUE`, `NAME: VALUE`, `--name VALUE`. A number is no secret, e.g. in `--tokens 4096`.
 _NAMED_VALUE = re.compile(
     rf"""(?i)((?<![\w.-])(?:{_NAME}["']?\s*[=:]\s*["']?|--?{_NAME}\s+))(?:bearer\s+)?(?!\d+\b)[^\s,;&"']+"""
 )
-_USER_IN_URL = re.compile(r"(:/{1,2})[^/\s]+@")  # paths have one slash of two
+_USER_IN_URL = re.compile(r"(:/{1,2})[^/\s]+@")  # one slash, too: Path turns two slashes into one
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or option of this name holds a secret."""
+    """Whether the value of a variable or option of this name is a secret."""
     return _SECRET_NAME.fullmatch(name) is not None
 
 
 def mask(text: str) -> str:
-    """The text without what looks like a secret."""
+    """Masks everything in a text that looks like a secret."""
     return _USER_IN_URL.sub(rf"\1{MASK}@", _NAMED_VALUE.sub(rf"\1{MASK}", text))
 
 
 def mask_arguments(argv: Sequence[str]) -> list[str]:
-    """The arguments of a command line."""
-    after = ("", *argv)
+    """Masks the secrets in the arguments of a command line."""
+    names = ("", *argv)
     return [
         MASK if name.startswith("-") and is_secret(name) else mask(arg)
-        for name, arg in zip(after, argv, strict=False)
+        for name, arg in zip(names, argv, strict=False)
     ]
 
 
-def is_whole(argv: Sequence[str]) -> bool:
-    """Whether `mask_arguments` left these as they were."""
-    return not any(MASK in word for word in argv)
+def is_unmasked(argv: Sequence[str]) -> bool:
+    """Whether no argument is masked."""
+    return not any(MASK in argument for argument in argv)
 
 
 def mask_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Options of a command line, or variables, by their names, each with what may be shown of its value."""
+    """Masks the secrets in options or variables, given as name -> value."""
     return {name: MASK if is_secret(name) else mask(value) for name, value in options.items()}

@@ -1,4 +1,4 @@
-"""Names of machines and systems as people spell them: `8xH100`, `h100-8x` and `8xH100-AWS-p5` begin alike."""
+"""Spelling-tolerant names of machines and systems: `8xH100` and `h100-8x` both match `8xH100-AWS-p5`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _COUNT = re.compile(r"\d+x")
 
 
 def name_words(name: str) -> frozenset[str]:
-    """The words of a name in small letters, in any order: `8xH100` and `h100-8x` have the same.
+    """Returns the words of a name in lower case, without their order: `8xH100` and `h100-8x` have the same words.
 
-    Of several counts of GPUs the first is kept: `2xh100-8x` are two GPUs of a node of eight.
+    If a name has several GPU counts, the first is kept: `2xh100-8x` means two GPUs of a node with eight.
     """
     words = re.split(r"[-_ ]+|(?<=\dx)(?=[a-z])", name.lower())
     count = next(filter(_COUNT.fullmatch, words), None)
@@ -20,7 +20,7 @@ def name_words(name: str) -> frozenset[str]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The known names that are most like an unknown one, as a list in words."""
-    by_spelling = {" ".join(sorted(name_words(known))): known for known in names}
+    """Returns the three names with the most similar spelling, separated by commas."""
+    by_spelling = {" ".join(sorted(name_words(candidate))): candidate for candidate in names}
     spelling = " ".join(sorted(name_words(name)))
     return ", ".join(by_spelling[near] for near in difflib.get_close_matches(spelling, by_spelling, 3, 0.0))

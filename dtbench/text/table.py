@@ -1,4 +1,4 @@
-"""A table as the terminal and the page show it: one unit per column in its header, figures of a column aligned."""
+"""Tables for the terminal and the HTML page. A column has one unit, shown in its header, and aligned numbers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,26 @@ from functools import cached_property
 from dtbench.text.units import Unit, bandwidth_unit, significant, time_unit, typical
 
 MISSING = "–"
-LONG = 40  # characters
-MAX_ROWS = 2000  # of a table on a page; to format a hundred thousand takes longer than to read them
-MARKED = 1.05  # ratios above bear a mark
+# Cells longer than this many characters may wrap.
+LONG = 40
+# Largest number of rows of a table on the page. Formatting a hundred thousand rows takes longer than reading them.
+MAX_ROWS = 2000
+# Ratios above this one are marked.
+MARKED = 1.05
 
 
 @dataclass(frozen=True)
 class TableColumn:
-    """screen: not printed on paper, which is too narrow for all. styles: of each cell on a terminal."""
+    """A column of a table.
+
+    Attributes:
+        header: title without the unit.
+        cells: formatted values.
+        numeric: whether the cells are numbers, which are aligned to the right.
+        unit: unit of all cells.
+        screen: whether the column is left out in print, since paper is too narrow for all columns.
+        styles: style of each cell on a terminal, e.g. "red".
+    """
 
     header: str
     cells: Sequence[str]
@@ -28,29 +40,36 @@ class TableColumn:
 
     @property
     def title(self) -> str:
-        """On a terminal."""
+        """Header with the unit, for terminals."""
         return f"{self.header} [{self.unit}]" if self.unit else self.header
 
-    @cached_property  # asked for every cell
-    def long(self) -> bool:
-        """Words that may stand on two lines, so that what follows them is seen."""
+    @cached_property  # the template reads it for every cell
+    def may_wrap(self) -> bool:
+        """Whether the column has long texts, which may wrap to leave room for the columns after them."""
         return not self.numeric and any(len(cell) > LONG for cell in self.cells)
 
 
 @dataclass(frozen=True)
 class Table:
-    """caption: what it holds, in words. folded: shown behind its caption. most: rows after which it is cut. total: how
-    many rows there are, where the columns hold only the first `MAX_ROWS`.
+    """A table of the HTML page.
 
-    ids, tags: per row the anchor that leads to it and the word it is filtered by; of tables with `filter`,
-    an id that the address may name, there are fields to filter by.
+    Attributes:
+        caption: describes the content.
+        columns: the columns.
+        folded: whether the table is collapsed until its caption is clicked.
+        note: text below the table.
+        max_rows: number of rows after which the table is cut.
+        total: number of all rows if the columns hold only the first `MAX_ROWS`.
+        ids: anchor of each row.
+        tags: word of each row by which it can be filtered.
+        filter: id of the filter fields, which the URL can name; "" for a table without filter.
     """
 
     caption: str
     columns: Sequence[TableColumn]
     folded: bool = False
     note: str = ""
-    most: int = 2**31
+    max_rows: int = 2**31
     total: int = 0
     ids: Sequence[str] = ()
     tags: Sequence[str] = ()
@@ -58,7 +77,7 @@ class Table:
 
     @property
     def screen_only(self) -> str:
-        """The columns that are not printed."""
+        """Headers of the columns that are left out in print."""
         return ", ".join(f"“{column.header}”" for column in self.columns if column.screen)
 
     @property
@@ -66,55 +85,58 @@ class Table:
         return max(self.total, len(self.columns[0].cells)) if self.columns else 0
 
     @property
-    def closed(self) -> bool:
-        """Whether it is shown behind its caption: one row is, too."""
+    def is_collapsed(self) -> bool:
+        """Whether the table starts collapsed. A table with a single row does, too."""
         return self.folded or (self.total_rows == 1 and not self.filter)
 
     @property
     def rows(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """Anchor, tag and the cells per row, as the template writes them."""
-        rows = list(zip(*(c.cells[: self.most] for c in self.columns), strict=True))
-        nothing = [""] * len(rows)
-        return list(zip(self.ids or nothing, self.tags or nothing, rows, strict=False))
+        """Anchor, tag and cells of each row, for the template."""
+        rows = list(zip(*(column.cells[: self.max_rows] for column in self.columns), strict=True))
+        blanks = [""] * len(rows)
+        return list(zip(self.ids or blanks, self.tags or blanks, rows, strict=False))
 
 
 def compact(table: Table) -> Table:
-    """Without the columns of words that say the same in every row of several, which the note says once; as it is where
-    the columns do not hold all rows."""
+    """Moves text columns with the same cell in every row into the note.
+
+    Tables with fewer than four rows, or that do not hold all rows, stay unchanged.
+    """
     if table.total_rows < 4 or table.total_rows > len(table.columns[0].cells):
         return table
-    same = [c for c in table.columns[1:] if not c.numeric and len(set(c.cells)) == 1]
-    words = ", ".join(f"{c.header.lower()} {c.cells[0]}" for c in same if c.cells[0] != MISSING)
-    kept = [c for c in table.columns if not any(c is one for one in same)]
+    constant = [c for c in table.columns[1:] if not c.numeric and len(set(c.cells)) == 1]
+    words = ", ".join(f"{c.header.lower()} {c.cells[0]}" for c in constant if c.cells[0] != MISSING)
+    columns = [c for c in table.columns if not any(c is column for column in constant)]
     note = f"{table.note} In every row: {words}." if words else table.note
-    return replace(table, columns=kept, note=note.strip())
+    return replace(table, columns=columns, note=note.strip())
 
 
 def text(header: str, cells: Sequence[object]) -> TableColumn:
+    """Returns a column of text; empty cells get a dash."""
     return TableColumn(header, [str(cell) if cell not in ("", None) else MISSING for cell in cells])
 
 
 def sizes(header: str, cells: Sequence[str]) -> TableColumn:
-    """Sizes that name a case, each in its own unit, right-aligned."""
+    """Returns a column of sizes that identify a case, each in its own unit, aligned to the right."""
     return TableColumn(header, cells, numeric=True)
 
 
 def times(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[TableColumn]:
-    """Columns of seconds that are compared with each other: one unit and one number of decimals for all."""
-    return _in_one_unit(columns, time_unit(_there(columns)))
+    """Returns columns of times with a common unit and number of decimals. Values are seconds."""
+    return _in_one_unit(columns, time_unit(_present_values(columns)))
 
 
 def bandwidths(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[TableColumn]:
-    """Columns of bytes per second, all in one unit of 10^3, 10^6 or 10^9 bytes per second."""
-    return _in_one_unit(columns, bandwidth_unit(_there(columns)))
+    """Returns columns of bandwidths with a common unit (kB/s, MB/s or GB/s). Values are bytes per second."""
+    return _in_one_unit(columns, bandwidth_unit(_present_values(columns)))
 
 
-def _there(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[float]:
+def _present_values(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[float]:
     return [value for _, values in columns for value in values if value is not None]
 
 
 def _in_one_unit(columns: Sequence[tuple[str, Sequence[float | None]]], unit: Unit) -> list[TableColumn]:
-    decimals = _decimals(_there(columns), unit.scale)
+    decimals = _decimals(_present_values(columns), unit.scale)
     return [
         TableColumn(header, aligned(values, unit.scale, decimals), True, unit.name)
         for header, values in columns
@@ -122,12 +144,16 @@ def _in_one_unit(columns: Sequence[tuple[str, Sequence[float | None]]], unit: Un
 
 
 def factor(value: float) -> str:
-    """Such as 0.74× or 36.9×."""
+    """Formats a factor, e.g. "0.74×" or "36.9×"."""
     return f"{value:.2f}×" if value < 10 else f"{significant(value, 3)}×"
 
 
 def faster(ratio: float | None, than: str = "") -> str:
-    """Of a time over another: 0.51 is 1.96× faster (than that), 1.1 is 1.10× slower, 1.001 as fast (as that)."""
+    """Describes a ratio of times: 0.51 is "1.96× faster", 1.1 "1.10× slower", 1.001 "as fast".
+
+    Args:
+        than: what the time is compared with, e.g. "torch" for "1.96× faster than torch".
+    """
     if ratio is None or ratio <= 0:
         return MISSING
     if factor(max(ratio, 1 / ratio)) == "1.00×":
@@ -137,20 +163,20 @@ def faster(ratio: float | None, than: str = "") -> str:
 
 
 def speeds(header: str, ratios: Sequence[float | None]) -> TableColumn:
-    """How much faster one is than another; what is slower by more than 5 % bears a mark."""
-    cells = [f"{'▲ ' if r is not None and r > MARKED else ''}{faster(r)}" for r in ratios]
+    """Returns a column of ratios of times as speedups; slowdowns of more than 5% are marked."""
+    cells = [f"{'▲ ' if ratio is not None and ratio > MARKED else ''}{faster(ratio)}" for ratio in ratios]
     return TableColumn(header, cells, True)
 
 
 def figures(
-    header: str, values: Iterable[float | None], written: Callable[[float], str], unit: str = ""
+    header: str, values: Iterable[float | None], format_value: Callable[[float], str], unit: str = ""
 ) -> TableColumn:
-    """Numbers, each as `written` has it."""
-    return TableColumn(header, [MISSING if v is None else written(v) for v in values], True, unit)
+    """Returns a column of numbers."""
+    return TableColumn(header, [MISSING if v is None else format_value(v) for v in values], True, unit)
 
 
 def ratios(header: str, values: Sequence[float | None]) -> TableColumn:
-    """Factors with two decimals."""
+    """Returns a column of factors."""
     return figures(header, values, factor)
 
 
@@ -163,13 +189,13 @@ def counts(header: str, values: Sequence[float | None]) -> TableColumn:
 
 
 def aligned(values: Sequence[float | None], scale: float = 1.0, decimals: int | None = None) -> list[str]:
-    """The values over `scale`, all with the same number of decimals, so that their points align."""
+    """Formats the values / `scale` with a common number of decimals, so that the decimal points align."""
     if decimals is None:
         decimals = _decimals([v for v in values if v is not None], scale)
     return [MISSING if v is None else f"{v / scale:.{decimals}f}" for v in values]
 
 
 def _decimals(values: Sequence[float], scale: float) -> int:
-    """So many, 0 to 4, that the `typical` value has three significant digits."""
-    usual = typical(abs(v) / scale for v in values)
-    return 0 if usual is None else min(max(2 - math.floor(math.log10(usual)), 0), 4)
+    """Returns the number of decimals, 0 to 4, that gives the typical value three significant digits."""
+    typical_value = typical(abs(v) / scale for v in values)
+    return 0 if typical_value is None else min(max(2 - math.floor(math.log10(typical_value)), 0), 4)

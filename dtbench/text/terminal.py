@@ -1,7 +1,7 @@
-"""How the terminal is written to: consoles, params, tables whose figures are never cut, foreign text made harmless.
+"""Terminal output: lines, tables and JSON.
 
-Numbers do not wrap; where a terminal is narrower than they need, the lines run over its edge instead. Text
-from files is shown without markup and without the control characters that would move a cursor.
+Numbers never wrap. On a terminal that is too narrow for them, lines extend beyond its edge. Text from files is shown
+without markup and without control characters, which could move the cursor.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from dtbench.suite import Param
 from dtbench.text.table import TableColumn
 from dtbench.text.units import format_size
 
-# A title and a cell per row.
+# (title, one cell per row).
 Column = tuple[str, Sequence[str]]
 
-# Wide enough that nothing wraps where no terminal reads along.
+# Width of output that does not go to a terminal, wide enough that nothing wraps.
 _PIPE_WIDTH = 10_000
-# What a table is made to fit where no terminal says its width; COLUMNS says another.
+# Width that tables fit into if the output does not go to a terminal and COLUMNS is not set.
 _READABLE_WIDTH = 120
-# Of a table, or lines of one kind: nobody reads more of them, and to lay out a hundred thousand takes a minute.
+# Largest number of rows of a table or of similar lines. Laying out a hundred thousand rows takes a minute.
 MAX_ROWS = 1000
 MAX_TABLES = 100
-# What a column that may be left out has to get, or it is unreadable.
+# Smallest readable width of an optional column.
 _EXTRA_WIDTH = 24
-# What a column of words gets before there is room for such a one: names in shreds are none.
+# Width that text columns get before there is room for optional columns, so that names do not break.
 _EASY_WIDTH = 40
-# Between columns: a cell's padding and the box's divider.
+# Width between columns: the padding of a cell and the divider of the box.
 _GAP = 2
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Rich would end with exit code 1, a regression: the program says what it means that a reader has gone."""
+        """Leaves a closed pipe to the program. Rich would exit with code 1, which means a regression."""
         raise BrokenPipeError
 
 
 def new_console() -> Console:
-    """The terminal; as wide as its lines where nobody reads along and `COLUMNS` says nothing."""
-    # Of NO_COLOR alone rich would still print in bold.
+    """Returns a console for standard output. Without a terminal its width is `COLUMNS`, else unlimited."""
+    # With NO_COLOR alone, rich would still print bold text.
     console = _Console(
         highlight=False,
         markup=False,
@@ -58,24 +58,24 @@ def new_console() -> Console:
         color_system=None if os.environ.get("NO_COLOR") else "auto",
     )
     if not console.is_terminal:
-        console.width = _width_by_columns() or _PIPE_WIDTH
+        console.width = _columns_variable() or _PIPE_WIDTH
     return console
 
 
-def _width_by_columns() -> int:
-    """What `COLUMNS` says, or 0."""
+def _columns_variable() -> int:
+    """Returns the value of `COLUMNS`, or 0 if it is not set."""
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isdecimal() else 0
 
 
 def readable_width(console: Console) -> int:
-    """Of the terminal; where something else reads along, of `COLUMNS`, else what a wide terminal has."""
-    return console.width if console.is_terminal else _width_by_columns() or _READABLE_WIDTH
+    """Returns the width of the terminal; without a terminal `COLUMNS`, else that of a wide terminal."""
+    return console.width if console.is_terminal else _columns_variable() or _READABLE_WIDTH
 
 
 def width_of(console: Console, columns: Sequence[TableColumn]) -> int:
-    """The least width that `print_table` makes of them."""
-    return _width([_least(one) if console.is_terminal else _natural(one) for one in columns])
+    """Returns the smallest width in which `print_table` can print the columns."""
+    return _width([_least(column) if console.is_terminal else _natural(column) for column in columns])
 
 
 def print_columns(
@@ -85,8 +85,14 @@ def print_columns(
     remarks: Iterable[Column] = (),
     extras: Sequence[Column] = (),
 ) -> None:
-    """As `print_table`. words, remarks: columns of text; figures: columns of numbers between them; extras: last
-    columns, of text, that are left out where they do not fit."""
+    """Prints a table, see `print_table`.
+
+    Args:
+        words: text columns at the left.
+        figures: columns of numbers after them.
+        remarks: text columns after the numbers.
+        extras: text columns at the right, left out on a terminal that is too narrow for them.
+    """
     print_table(
         console,
         [
@@ -99,32 +105,34 @@ def print_columns(
 
 
 def print_table(console: Console, columns: Sequence[TableColumn], extras: Sequence[TableColumn] = ()) -> None:
-    """A table, whole, over the terminal's edge if need be; without rules and bold heads where no terminal reads along.
+    """Prints a table in full, beyond the edge of the terminal if necessary.
 
-    Words may break between words, numbers never wrap. extras: last columns that are left out where they do not fit;
-    a line then names them.
+    Text may wrap between words, numbers never wrap. Without a terminal, the table has no rules and no bold header.
+
+    Args:
+        extras: columns at the right that are left out on a narrow terminal. A line below the table then names them.
     """
-    natural = _width([_natural(one) for one in (*columns, *extras)])
+    natural = _width([_natural(column) for column in (*columns, *extras)])
     if not console.is_terminal and natural <= console.width:
         _print_plain(console, [*columns, *extras])
         return
-    easy = [max(_least(one), min(_natural(one), _EASY_WIDTH)) for one in columns]
-    easy += [max(_least(one), _EXTRA_WIDTH) for one in extras]
+    easy = [max(_least(column), min(_natural(column), _EASY_WIDTH)) for column in columns]
+    easy += [max(_least(column), _EXTRA_WIDTH) for column in extras]
     shown = [*columns, *extras]
     while len(shown) > len(columns) and _width(easy[: len(shown)]) > console.width:
         shown.pop()
     _print_ruled(console, shown)
-    if omitted := ", ".join(one.header for one in extras[len(shown) - len(columns) :]):
+    if omitted := ", ".join(column.header for column in extras[len(shown) - len(columns) :]):
         print_prose(console, f"columns omitted (narrow terminal): {omitted}")
 
 
 def _natural(column: TableColumn) -> int:
-    """The width that holds every cell on one line."""
+    """Returns the width in which every cell fits on one line."""
     return max(cell_len(printable(cell)) for cell in (column.title, *column.cells))
 
 
 def _least(column: TableColumn) -> int:
-    """The width that holds every word; of figures, every cell on one line."""
+    """Returns the width in which every word fits; for numbers, every cell on one line."""
     if column.numeric:
         return _natural(column)
     words = " ".join(map(printable, (column.title, *column.cells))).split()
@@ -139,14 +147,14 @@ def _print_ruled(console: Console, columns: Sequence[TableColumn]) -> None:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
     )
-    for one in columns:
+    for column in columns:
         table.add_column(
-            as_text(one.title),
-            justify="right" if one.numeric else "left",
-            no_wrap=one.numeric,
-            min_width=_least(one),
+            as_text(column.title),
+            justify="right" if column.numeric else "left",
+            no_wrap=column.numeric,
+            min_width=_least(column),
         )
-    texts = [map(as_text, one.cells, one.styles or [""] * len(one.cells)) for one in columns]
+    texts = [map(as_text, column.cells, column.styles or [""] * len(column.cells)) for column in columns]
     for row in zip(*texts, strict=True):
         table.add_row(*row)
     width = console.width
@@ -156,45 +164,44 @@ def _print_ruled(console: Console, columns: Sequence[TableColumn]) -> None:
 
 
 def _print_plain(console: Console, columns: Sequence[TableColumn]) -> None:
-    """As rich would print it, which takes a second for a thousand rows; whole, without rules."""
-    widths = [_natural(one) for one in columns]
-    for row in zip(*([one.title, *one.cells] for one in columns), strict=True):
+    """Prints without rich, which takes a second for a thousand rows."""
+    widths = [_natural(column) for column in columns]
+    for row in zip(*([column.title, *column.cells] for column in columns), strict=True):
         parts = []
-        for cell, one, width in zip(map(printable, row), columns, widths, strict=True):
+        for cell, column, width in zip(map(printable, row), columns, widths, strict=True):
             gap = " " * (width - cell_len(cell))
-            parts.append(gap + cell if one.numeric else cell + gap)
+            parts.append(gap + cell if column.numeric else cell + gap)
         console.file.write("  ".join(parts).rstrip() + "\n")
 
 
-def print_rest(console: Console, total: int, what: str, remedy: str, shown: int = MAX_ROWS) -> None:
-    """Says how many are not shown, if there are more than that, and how to see them."""
+def print_rest(console: Console, total: int, noun: str, remedy: str, shown: int = MAX_ROWS) -> None:
+    """Prints how many of `total` items are not shown, and how to see them, if there are more than `shown`."""
     if total > shown:
-        print_line(console, f"... and {total - shown:,} more {what}; {remedy}")
+        print_line(console, f"... and {total - shown:,} more {noun}; {remedy}")
 
 
 def print_line(console: Console, line: str, style: str = "") -> None:
-    """One line of text, which the terminal may wrap."""
+    """Prints one line of text, which the terminal may wrap."""
     console.print(as_text(line, style), soft_wrap=True)
 
 
 def print_prose(console: Console, text: str, style: str = "", width: int | None = None) -> None:
-    """A sentence, broken between words where the terminal, or `width`, is narrower; else one line where nobody reads
-    along."""
+    """Prints text, wrapped between words at `width`, which defaults to that of the console."""
     console.print(as_text(text, style), width=width)
 
 
 def as_text(text: str, style: str = "") -> Text:
-    """Foreign text, without markup and made harmless."""
+    """Returns text for rich without markup or control characters."""
     return Text(printable(text), style=style, overflow="fold")
 
 
 def printable(text: str) -> str:
-    """Without control characters (an escape sequence in a file could rewrite the screen), and `encodable`."""
+    """Removes control characters, with which text of a file could rewrite the screen, and makes it `encodable`."""
     return encodable(plain(text))
 
 
 def encodable(text: str) -> str:
-    """Such that the terminal's encoding can spell it."""
+    """Replaces characters that the encoding of standard output lacks."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -204,16 +211,16 @@ def encodable(text: str) -> str:
 
 
 def print_json(value: object) -> None:
-    """Strict JSON: neither NaN nor infinity."""
-    try:  # Indented in C: with an indent json.dumps runs in Python.
+    """Prints strict JSON, without NaN and infinity."""
+    try:  # msgspec indents in C; with an indent, json.dumps would run in Python.
         text = msgspec.json.format(json.dumps(value, allow_nan=False), indent=2)
-    except msgspec.DecodeError:  # half of a surrogate pair, as a path may hold
+    except msgspec.DecodeError:  # half of a surrogate pair, which a path may contain
         text = json.dumps(value, allow_nan=False, indent=2)
     sys.stdout.write(text + "\n")
 
 
 def split_params(all_params: Sequence[Mapping[str, Param]]) -> tuple[list[str], dict[str, Param]]:
-    """(names whose values differ between cases, name -> value where all cases have one and the same)."""
+    """Returns (names of the params that differ between cases, name -> value of the params that do not)."""
     names = list(dict.fromkeys(name for params in all_params for name in params))
     values = {name: {param_text(name, params.get(name)) for params in all_params} for name in names}
     varying = [name for name in names if len(values[name]) > 1]
@@ -221,7 +228,7 @@ def split_params(all_params: Sequence[Mapping[str, Param]]) -> tuple[list[str], 
 
 
 def param_text(name: str, value: Param | None) -> str:
-    """A param's value; one that counts bytes with its unit, `-` where a case has none."""
+    """Formats the value of a param, with a unit if it is a number of bytes; "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, int) and not isinstance(value, bool) and (name == "size" or name.endswith("_bytes")):
@@ -229,7 +236,7 @@ def param_text(name: str, value: Param | None) -> str:
     return str(value)
 
 
-def titled(title: str, same: Mapping[str, Param]) -> str:
-    """With the params that all cases of a table share, so that they need no column."""
-    fixed = ", ".join(f"{name}={param_text(name, value)}" for name, value in same.items())
-    return f"{title}; {fixed}" if fixed else title
+def titled(title: str, shared: Mapping[str, Param]) -> str:
+    """Appends the params that all cases of a table share, so that they need no column."""
+    params = ", ".join(f"{name}={param_text(name, value)}" for name, value in shared.items())
+    return f"{title}; {params}" if params else title

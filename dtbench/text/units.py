@@ -1,7 +1,7 @@
-"""How figures are written: seconds, bytes and bandwidths, in this one place.
+"""Formats numbers with units: seconds, bytes, bandwidths and ratios.
 
-Sizes count in powers of 1024 (KiB, MiB), bandwidths in powers of 1000 (GB/s), as nccl-tests does:
-the two differ by 7.4% at the giga, so the names always say which.
+Sizes use powers of 1024 (KiB, MiB), bandwidths powers of 1000 (GB/s), like nccl-tests. GiB and GB differ by 7.4%, so
+the unit is always exact.
 """
 
 from __future__ import annotations
@@ -17,94 +17,99 @@ _SIZES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**4
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit for a whole column: `format` gives the figure without the unit's name."""
+    """A unit for a column of values."""
 
     name: str
     scale: float
 
     def format(self, value: float | None) -> str:
-        """The value in this unit with four significant digits; "-" for None."""
+        """Formats the value with four significant digits and without the unit's name; "-" for None."""
         return "-" if value is None else significant(value / self.scale)
 
 
 def time_unit(values_s: Iterable[float]) -> Unit:
-    """The unit in which most of these times are at least 1."""
+    """Returns the unit in which most of these times are at least 1."""
     return _unit_for(values_s, _TIMES)
 
 
 def bandwidth_unit(values_Bps: Iterable[float]) -> Unit:  # noqa: N803 - bytes per second
-    """The unit in which most of these bandwidths are at least 1."""
+    """Returns the unit in which most of these bandwidths are at least 1."""
     return _unit_for(values_Bps, _BANDWIDTHS)
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Such as "8.21 µs"; "-" for None."""
+    """Formats a time, e.g. "8.21 µs"; "-" for None."""
     return "-" if seconds is None else _with_unit(seconds, _TIMES)
 
 
 def format_bandwidth(value_Bps: float | None) -> str:  # noqa: N803 - bytes per second
-    """Such as "12.5 GB/s" (10^9); "-" for None."""
+    """Formats a bandwidth, e.g. "12.5 GB/s" (10^9); "-" for None."""
     return "-" if value_Bps is None else _with_unit(value_Bps, _BANDWIDTHS)
 
 
 def format_bytes(size_bytes: float | None) -> str:
-    """Such as "64 MiB", rounded to four digits; "-" for None. For measured amounts such as memory."""
+    """Formats a measured number of bytes with four significant digits, e.g. "64 MiB"; "-" for None."""
     return "-" if size_bytes is None else _with_unit(size_bytes, _SIZES, digits=4)
 
 
 def format_size(size_bytes: int | None) -> str:
-    """The size exactly: "64 KiB", "1.5 MiB", and "65537 B" where no unit fits. For sizes that name a case."""
+    """Formats a size that identifies a case. It is exact: "64 KiB", "1.5 MiB", or "65537 B" if no unit fits."""
     if size_bytes is None:
         return "-"
     for name, scale in reversed(_SIZES):
         if size_bytes >= scale and size_bytes * 4 % scale == 0:
-            whole, quarters = divmod(size_bytes * 4 // scale, 4)  # integers: a float would round huge sizes
-            return f"{whole}{('', '.25', '.5', '.75')[quarters]} {name}"
+            count, quarters = divmod(
+                size_bytes * 4 // scale, 4
+            )  # integers, since a float would round huge sizes
+            return f"{count}{('', '.25', '.5', '.75')[quarters]} {name}"
     return f"{size_bytes} B"
 
 
 def format_ratio(ratio: float | None) -> str:
-    """Such as "1.03x"; "-" for None."""
+    """Formats a ratio, e.g. "1.03x"; "-" for None."""
     return "-" if ratio is None else f"{significant(ratio, 3)}x"
 
 
 def format_change(ratio: float) -> str:
-    """Of a time over another: "1.30x slower", "2.00x faster"."""
+    """Describes a ratio of times, e.g. "1.30x slower" or "2.00x faster"."""
     return f"{format_ratio(max(ratio, 1 / ratio))} {'slower' if ratio > 1 else 'faster'}"
 
 
 def format_difference(ratio: float) -> str:
-    """Of a time over another: "+3.0%", or from twice as slow or fast on as `format_change` says it."""
+    """Describes a ratio of times, e.g. "+3.0%"; from a factor of two on, e.g. "2.00x slower"."""
     return f"{ratio - 1:+.1%}" if 0.5 < ratio < 2 else format_change(ratio)
 
 
 NO_INTERVAL = "no interval"
 
 
-def format_interval(bounds: tuple[float | None, float | None] | None, between: str = " .. ") -> str:
-    """Such as "0.698 .. 0.702", with as many digits as tell its ends apart; "no interval" where it has no width."""
-    if (found := interval_or_none(*bounds or (None, None))) is None:
+def format_interval(bounds: tuple[float | None, float | None] | None, separator: str = " .. ") -> str:
+    """Formats an interval, e.g. "0.698 .. 0.702", with enough digits to distinguish its ends.
+
+    It is "no interval" if there are no bounds or they do not differ.
+    """
+    if (interval := interval_or_none(*bounds or (None, None))) is None:
         return NO_INTERVAL
-    ends = ([significant(end, digits) for end in found] for digits in range(3, 12))
-    return between.join(next(pair for pair in ends if pair[0] != pair[1]))
+    ends = ([significant(end, digits) for end in interval] for digits in range(3, 12))
+    return separator.join(next(pair for pair in ends if pair[0] != pair[1]))
 
 
 def interval_or_none(low: float | None, high: float | None) -> tuple[float, float] | None:
-    """The bounds where they bound anything: both are numbers that differ by more than arithmetic rounds off."""
+    """Returns the bounds if both are finite and differ by more than rounding, else None."""
     if low is None or high is None or not math.isfinite(high - low) or high - low <= 1e-9 * abs(high):
         return None
     return low, high
 
 
 def format_spread(spread: float | None) -> str:
-    """Such as "+4%": how far the upper quartile lies above a figure; "-" for None."""
+    """Formats the relative distance of the upper quartile above an estimate, e.g. "+4%"; "-" for None."""
     if spread is None:
         return "-"
     return f"+{spread:.0%}" if spread < 10 else f"{significant(spread + 1, 2)}x"
 
 
 def plural(count: int, noun: str) -> str:
-    """Such as "1 case" and "2 cases"."""
+    """Formats a count with its noun, e.g. "1 case" or "2 cases"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
@@ -112,37 +117,40 @@ _LEAST_PLAIN, _MOST_PLAIN = 1e-15, 1e30
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """`value` with so many significant digits and never a rounded integer part; an exponent only where it would have
-    dozens of zeros, which nothing that was measured has."""
+    """Formats a value with `digits` significant digits and without rounding its integer part.
+
+    Only values with dozens of zeros, which no measured value has, are written with an exponent.
+    """
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     if not _LEAST_PLAIN <= abs(value) < _MOST_PLAIN:
         return f"{value:.{digits - 1}e}"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
     text = f"{value:.{max(decimals, 0)}f}"
-    # Rounding up may have brought one digit more before the point: 9.9996 -> "10.000".
+    # Rounding up may add a digit before the decimal point: 9.9996 -> "10.000".
     if decimals > 0 and len(text.lstrip("-0.").replace(".", "")) > digits:
         text = f"{value:.{decimals - 1}f}"
     return text
 
 
 def _unit_for(values: Iterable[float], units: tuple[tuple[str, float], ...]) -> Unit:
-    usual = typical(values)
-    return Unit(*units[-1]) if usual is None else Unit(*_largest(usual, units))
+    typical_value = typical(values)
+    return Unit(*units[-1]) if typical_value is None else Unit(*_largest(typical_value, units))
 
 
 def typical(values: Iterable[float]) -> float | None:
-    """What a column's unit and digits are chosen for: the lower quartile of what is above 0; None of nothing.
+    """Returns the value that determines the unit and digits of a column, the lower quartile of the positive values.
 
-    A sweep over sizes spans decades: its smallest value would ask for digits that the largest lacks.
+    The smallest value would not do: a sweep over sizes spans decades, and the large values would get too many digits.
+    None if no value is positive.
     """
     positive = sorted(v for v in values if v > 0 and math.isfinite(v))
     return positive[len(positive) // 4] if positive else None
 
 
 def _largest(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
-    """The largest unit in which `value` is at least 1, give or take what arithmetic rounds off."""
-    return max((u for u in units if u[1] <= value * (1 + 1e-9)), key=lambda u: u[1], default=units[0])
+    """Returns the largest unit in which `value` is at least 1, up to rounding."""
+    return max((unit for unit in units if unit[1] <= value * (1 + 1e-9)), key=lambda u: u[1], default=units[0])
 
 
 def _with_unit(value: float, units: tuple[tuple[str, float], ...], digits: int = 3) -> str:

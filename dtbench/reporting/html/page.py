@@ -24,7 +24,7 @@ from dtbench.reporting.html.section import Material, ReportSection
 from dtbench.reporting.html.sources import KINDS, Sources
 from dtbench.reporting.html.svg import settings
 from dtbench.stats.frame import results_frame
-from dtbench.text import csv
+from dtbench.text.csv import to_csv
 from dtbench.text.table import MAX_ROWS, compact
 from dtbench.text.units import plural
 
@@ -141,7 +141,7 @@ def _fit(sections: Sequence[ReportSection], economy: Economy) -> tuple[list[Repo
         replace(
             section,
             figures=[replace(figure, panels=figure.panels[: economy.panels]) for figure in section.figures],
-            tables=[replace(compact(table), most=economy.rows) for table in section.tables],
+            tables=[replace(compact(table), max_rows=economy.rows) for table in section.tables],
         )
         for section in sections
     ]
@@ -159,7 +159,7 @@ def csv_link(runs: Sequence[Run]) -> str:
     """A head, then a line per result with six digits of every figure, as an address that holds all of it: it works
     without script and without a request."""
     frame = results_frame(runs).drop(columns="case").dropna(axis="columns", how="all")
-    return f"data:text/csv;charset=utf-8,{quote(csv.of_frame(frame, '%.6g'), safe=_PLAIN_IN_ADDRESS)}"
+    return f"data:text/csv;charset=utf-8,{quote(to_csv(frame, '%.6g'), safe=_PLAIN_IN_ADDRESS)}"
 
 
 def render_template(name: str, **context: object) -> str:
