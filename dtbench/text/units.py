@@ -150,7 +150,9 @@ def typical(values: Iterable[float]) -> float | None:
 
 def _largest(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
     """Returns the largest unit in which `value` is at least 1, up to rounding."""
-    return max((unit for unit in units if unit[1] <= value * (1 + 1e-9)), key=lambda u: u[1], default=units[0])
+    return max(
+        (unit for unit in units if unit[1] <= value * (1 + 1e-9)), key=lambda u: u[1], default=units[0]
+    )
 
 
 def _with_unit(value: float, units: tuple[tuple[str, float], ...], digits: int = 3) -> str:
