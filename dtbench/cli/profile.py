@@ -152,11 +152,11 @@ def _profile_job(
 def _read_reference(topology: Path | None, system: str | None) -> Topology | None:
     """Reads the bandwidths that --topology or --system names."""
     from dtbench.cli.compare import public_systems
-    from dtbench.comparison.references import systems_called
+    from dtbench.comparison.references import find_systems
     from dtbench.records.topology import read_topology
 
     if topology and system:
         raise click.UsageError("--topology and --system exclude each other: give one of them")
     if system:
-        return systems_called(tuple(public_systems()), system)
+        return find_systems(tuple(public_systems()), system)
     return read_topology(topology) if topology else None

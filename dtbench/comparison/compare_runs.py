@@ -155,7 +155,7 @@ def _launch_times(results: list[Result]) -> list[float]:
 
 
 def _first_reason(results: list[Result], *statuses: str) -> str | None:
-    """Returns status and reason of the first result with one of the statuses; None if there is none."""
+    """Returns status and reason of the first result with one of the statuses, else None."""
     first = next((result for result in results if result.status in statuses), None)
     if first is None:
         return None
@@ -227,7 +227,9 @@ def _notes(base: Sequence[Run], head: Sequence[Run], rows: Sequence[ComparedCase
 def _machines_differ(base: Sequence[Run], head: Sequence[Run]) -> str:
     """Describes how the machines of the two sides differ in known facts; "" if they do not."""
     differences = [
-        f"{name} {sides}" for name, sides, known in _differing_facts(base, head, _machine_facts) if known
+        f"{name} {sides}"
+        for name, sides, is_recorded in _differing_facts(base, head, _machine_facts)
+        if is_recorded
     ]
     return f"the machines differ: {'; '.join(differences)}" if differences else ""
 

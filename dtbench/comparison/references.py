@@ -1,6 +1,6 @@
-"""Measured figures of public systems, and whether a run's bandwidths at large sizes are those of its kind.
+"""Compares the bandwidths of a run at large sizes with published measurements of similar systems.
 
-The table is results/reference/systems.json: per system and collective the times that a source has printed.
+The table of public systems, results/reference/systems.json, has the published times per system and collective.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ from dtbench.text.units import format_bandwidth, format_ratio, format_size, plur
 from dtbench_core.cost.ring import busbw_factor
 
 MAX_BYTES = 16 * 2**20
-TABLE = Path(__file__).with_name("reference_systems.json")  # a link, which a wheel holds as a file
-# Between two published sizes the time is read off a line through them, if they are no further apart.
+TABLE = Path(__file__).with_name("reference_systems.json")  # a symbolic link; a wheel contains the file
+# Largest ratio of two published sizes between which the time is interpolated.
 _MAX_GAP = 4.0
 
-# On one host, sources of one GPU differ by 12 % at most from 64 MiB on (all_to_all of 8 A100 there), at 1 MiB by 70 %;
-# on two hosts, whose networks differ, by a factor of 4 (A100) and 2 (H100): results/reference/README.md. A run is low
-# below this share of the slowest source; where that is below it of the fastest, what lies between is not judged.
+# A run is low below this share of the slowest source. If the slowest source is itself below this share of the fastest,
+# bandwidths between the two get no verdict. On one host, sources for one GPU differ by at most 12% from 64 MiB on
+# (all_to_all of 8 A100), and by 70% at 1 MiB. On two hosts, whose networks differ, they differ by a factor of 4 (A100)
+# and 2 (H100): results/reference/README.md.
 LOW = 0.85
-JUDGED_FROM = 64 * 2**20
+# Smallest size in bytes that gets a verdict.
+MIN_SIZE = 64 * 2**20
 
-# A run is the log that a system was published from if all its ratios, at so many sizes at least, are 1 to rounding:
-# two logs of one machine differ by more at some size.
+# A run is probably the published log itself if its ratios are 1 within this tolerance at this many sizes or more: two
+# logs of one machine differ by more at some size.
 SAME_FIGURES, MIN_SAME_FIGURES = 1e-3, 3
 
 Verdict = Literal["low", "cannot tell", "as public measurements", "above public measurements"]
@@ -55,13 +57,30 @@ _COUNTS = ("no source", "one source", "two sources", "three sources", "four sour
 
 
 class PublishedCollective(Struct, frozen=True):
-    """points: (bytes, microseconds)."""
+    """Published times of one collective.
+
+    Attributes:
+        points: (bytes, microseconds) per size.
+        source: where the times were published.
+    """
 
     points: tuple[tuple[Whole, Positive], ...]
     source: str
 
 
 class System(Struct, frozen=True, kw_only=True):
+    """A public system with published measurements.
+
+    Attributes:
+        name: name of the system.
+        gpu: GPU model.
+        ranks: number of GPUs that took part.
+        hosts: number of hosts.
+        link: connection between the GPUs.
+        note: remark on the measurements.
+        collectives: published times by collective.
+    """
+
     name: str
     gpu: str
     ranks: Whole
@@ -72,23 +91,23 @@ class System(Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """The GPU and the scale."""
+        """Number and model of the GPUs, and the number of hosts."""
         return f"{self.ranks}x {self.gpu}" + (f" on {self.hosts} hosts" if self.hosts > 1 else "")
 
     @property
     def varies(self) -> bool:
-        """Whether another of its kind may have another network, or cards another switch or bridge."""
+        """Whether systems of this kind may have different networks, PCIe switches or bridges."""
         return "PCIe" in self.link or (self.hosts > 1 and "NVLink across" not in self.link)
 
     def busbw(self, collective: str, size_bytes: int) -> float | None:
-        """Bus bandwidth at a size, bytes per second; None outside what was published."""
+        """Returns the bus bandwidth in bytes per second, interpolated; None outside the published sizes."""
         curve = self.collectives.get(collective)
         points = sorted(dict(curve.points).items()) if curve else []
-        for (small, fast), (large, slow) in itertools.pairwise(points):
+        for (small, small_us), (large, large_us) in itertools.pairwise(points):
             if small <= size_bytes <= large and (large <= small * _MAX_GAP or size_bytes in (small, large)):
-                share = math.log(size_bytes / small) / math.log(large / small)
-                us = fast * (slow / fast) ** share
-                return float(size_bytes / (us * 1e-6) * busbw_factor(collective, self.ranks))
+                position = math.log(size_bytes / small) / math.log(large / small)
+                time_us = small_us * (large_us / small_us) ** position
+                return float(size_bytes / (time_us * 1e-6) * busbw_factor(collective, self.ranks))
         return None
 
 
@@ -99,10 +118,10 @@ class _SystemsFile(Struct, frozen=True):
 
 
 def read_systems(path: Path = TABLE) -> tuple[System, ...]:
-    """The systems of the table that comes with dtbench, or of another.
+    """Reads a table of systems, by default the one that is part of dtbench.
 
     Raises:
-        UnreadableRunError: there is none, or it is damaged.
+        UnreadableRunError: the file does not exist or is damaged.
     """
     try:
         return into(read_json(path, "a reference table of dtbench", MAX_BYTES), _SystemsFile).systems
@@ -111,9 +130,18 @@ def read_systems(path: Path = TABLE) -> tuple[System, ...]:
 
 
 class ReferenceRow(Struct, frozen=True):
-    """One collective at one size: the run's bus bandwidth and the reference's, bytes per second, and their ratio.
+    """The run's bandwidth of one collective at one size, compared with one public system.
 
-    varies: whether systems of this kind may differ, by their network or PCIe, so that one of them says little.
+    Attributes:
+        system: name of the public system.
+        mesh_dim: mesh dim of the run.
+        collective: the collective.
+        dtype: dtype of the run.
+        size_bytes: message size.
+        run_Bps: bus bandwidth of the run, bytes per second.
+        reference_Bps: published bus bandwidth, bytes per second.
+        ratio: run_Bps / reference_Bps.
+        varies: whether systems of this kind may differ in network or PCIe, so that a single one is weak evidence.
     """
 
     system: str
@@ -128,8 +156,17 @@ class ReferenceRow(Struct, frozen=True):
 
 
 class ReferenceVerdict(Struct, frozen=True, kw_only=True):
-    """Collectives of one mesh dim that fared alike. ratios: least and most of the run's bandwidth over the median of
-    the sources, at `sizes`. beside: the GPU and the scale, or the system that was named."""
+    """Verdict on collectives of one mesh dim.
+
+    Attributes:
+        verdict: the verdict.
+        mesh_dim: mesh dim of the run.
+        collectives: collectives with this verdict.
+        ratios: (lowest, highest) ratio of the run's bandwidth to the median of the sources, at `sizes`.
+        beside: kind of system, or the named system, that the run is compared with.
+        sizes: message sizes to which the verdict applies, as text.
+        sources: number of public systems.
+    """
 
     verdict: Verdict
     mesh_dim: str
@@ -140,20 +177,28 @@ class ReferenceVerdict(Struct, frozen=True, kw_only=True):
     sources: int
 
     def __str__(self) -> str:
-        least, most = (f"{ratio:.2f}" for ratio in self.ratios)
-        ratios = least if least == most else f"{least} to {most}"
+        lowest, highest = (f"{ratio:.2f}" for ratio in self.ratios)
+        ratios = lowest if lowest == highest else f"{lowest} to {highest}"
         sources = f"{self.sources} sources" if self.sources >= len(_COUNTS) else _COUNTS[self.sources]
-        unsure = ": their network or PCIe may be another" if self.sources == 1 else ", which disagree"
-        why = unsure if self.verdict == "cannot tell" else ""
+        doubt = ", whose network or PCIe may differ" if self.sources == 1 else ", which disagree"
+        reason = doubt if self.verdict == "cannot tell" else ""
         return (
-            f"{self.verdict}: {ratios} of {self.beside} at {self.sizes}, {sources}{why} "
+            f"{self.verdict}: {ratios} of {self.beside} at {self.sizes}, {sources}{reason} "
             f"({', '.join(self.collectives)} of dim {self.mesh_dim})"
         )
 
 
 class ReferenceComparison(Struct, frozen=True, kw_only=True):
-    """The verdicts, the worst first, what was not judged, and the rows and systems compared. exit_code: 1 something
-    low, 3 it cannot be told, 4 nothing to compare with."""
+    """A run compared with public systems.
+
+    Attributes:
+        kind: identifies the JSON.
+        exit_code: 1 if a bandwidth is low, 3 if no verdict is possible, 4 if there is nothing to compare with, else 0.
+        verdicts: the verdicts, the worst first.
+        notes: what has no verdict and why.
+        systems: the public systems in `rows`.
+        rows: all comparisons.
+    """
 
     kind: Literal["reference_comparison"] = "reference_comparison"
     exit_code: int
@@ -166,42 +211,45 @@ class ReferenceComparison(Struct, frozen=True, kw_only=True):
 def compare_with_reference(
     run: Run, systems: Sequence[System], named: str | None = None
 ) -> ReferenceComparison:
-    """The run's collectives beside the public systems of its kind: GPU, ranks, hosts per group.
+    """Compares the run's collectives with the public systems that have the same GPU, ranks and hosts per group.
 
-    named: the system to compare with instead, whatever its kind.
+    Args:
+        named: name of a system to compare with instead, whatever its kind.
 
     Raises:
-        UsageError: no system of that name.
+        UsageError: there is no system of that name.
     """
     groups = list(_groups(run))
     notes = [] if groups else [f"{run.path.name} has no ok results of the collectives suite"]
     rows: list[ReferenceRow] = []
     verdicts: list[ReferenceVerdict] = []
     for dim, ranks, hosts in groups:
-        alike = [s for s in systems if (s.ranks, s.hosts) == (ranks, hosts) and _has_gpus_of(s, run)]
-        chosen = systems_called(systems, named) if named else alike
-        of_dim = [(system, row) for system in chosen for row in _rows(run, dim, system)]
-        rows += [row for _, row in of_dim]
-        judged = [row for system, row in of_dim if system.ranks == ranks and row.size_bytes >= JUDGED_FROM]
-        verdicts += verdicts_of(judged, named or chosen[0].kind, named is not None) if judged else ()
+        matching = [s for s in systems if (s.ranks, s.hosts) == (ranks, hosts) and _has_gpus_of(s, run)]
+        chosen = find_systems(systems, named) if named else matching
+        dim_rows = [(system, row) for system in chosen for row in _rows(run, dim, system)]
+        rows += [row for _, row in dim_rows]
+        decisive = [row for system, row in dim_rows if system.ranks == ranks and row.size_bytes >= MIN_SIZE]
+        verdicts += verdicts_of(decisive, named or chosen[0].kind, named is not None) if decisive else ()
         if not chosen:
-            notes.append(_why_none(systems, run, dim, ranks, hosts))
-        elif not judged:
+            notes.append(_no_systems_note(systems, run, dim, ranks, hosts))
+        elif not decisive:
             notes.append(
-                f"dim {dim} is not judged: it has {ranks} ranks and no size from {format_size(JUDGED_FROM)} on that is "
-                f"published of as many: {', '.join(f'{system.name} with {system.ranks} ranks' for system in chosen)}"
+                f"no verdict on dim {dim}, which has {ranks} ranks: no size from {format_size(MIN_SIZE)} on is "
+                f"published for as many ranks: {', '.join(f'{system.name} with {system.ranks} ranks' for system in chosen)}"
             )
     notes += [
-        f"the run has the figures that were published as {name}: 1.00 of it at every size; where several sources are "
-        "of one kind, a ratio above is to their median"
-        for name, of_system in group_by(rows, lambda row: row.system).items()
-        if len(of_system) >= MIN_SAME_FIGURES and all(abs(row.ratio - 1) < SAME_FIGURES for row in of_system)
+        f"the run has the same times as were published for {name} (ratio 1.00 at every size); the ratios above are to "
+        "the median of all sources of that kind"
+        for name, system_rows in group_by(rows, lambda row: row.system).items()
+        if len(system_rows) >= MIN_SAME_FIGURES
+        and all(abs(row.ratio - 1) < SAME_FIGURES for row in system_rows)
     ]
     used = {row.system for row in rows}
-    unjudged = EXIT_INCONCLUSIVE if rows else EXIT_NOTHING
     verdicts.sort(key=lambda verdict: WORST_FIRST.index(verdict.verdict))
     return ReferenceComparison(
-        exit_code=EXIT_CODES[verdicts[0].verdict] if verdicts else unjudged,
+        exit_code=EXIT_CODES[verdicts[0].verdict]
+        if verdicts
+        else (EXIT_INCONCLUSIVE if rows else EXIT_NOTHING),
         verdicts=tuple(verdicts),
         notes=tuple(dict.fromkeys(notes)),
         systems=tuple(system for system in systems if system.name in used),
@@ -209,15 +257,15 @@ def compare_with_reference(
     )
 
 
-def systems_called(systems: Sequence[System], named: str) -> list[System]:
-    """The system of this name; else those that have all its words, as 8xH100 or h100-8x, or its letters.
+def find_systems(systems: Sequence[System], named: str) -> list[System]:
+    """Returns the system with this name, else those that contain all words of the name (8xH100), else its letters.
 
     Raises:
-        UsageError: no system of that name.
+        UsageError: there is no such system.
     """
-    exact = [s for s in systems if s.name.lower() == named.lower()]
-    with_words = [s for s in systems if name_words(named) <= name_words(s.name)]
-    matching = exact or with_words or [s for s in systems if named.lower() in s.name.lower()]
+    exact = [system for system in systems if system.name.lower() == named.lower()]
+    with_words = [system for system in systems if name_words(named) <= name_words(system.name)]
+    matching = exact or with_words or [system for system in systems if named.lower() in system.name.lower()]
     if not matching:
         names = [system.name for system in systems]
         raise UsageError(
@@ -228,131 +276,156 @@ def systems_called(systems: Sequence[System], named: str) -> list[System]:
 
 
 def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
-    """Per mesh dim with results: its name, ranks, and hosts per group where the run says."""
+    """Yields (name, ranks, hosts per group) of each mesh dim with results; hosts are None if not recorded."""
     mesh = run.header.mesh
     hosts = {layout.name: layout.hosts_per_group for layout in layout_of(run.header)}
     measured = {r.params.get("mesh_dim") for r in run.ok("collectives")}
     for name, size in zip(mesh.dim_names, mesh.shape, strict=True):
         if name in measured and size > 1:
-            # Of groups that differ the widest, which is the slowest.
+            # If groups differ, the one on most hosts counts, since it is the slowest.
             spans = hosts.get(name)
             yield name, size, spans[1] if spans else None
 
 
 def _has_gpus_of(system: System, run: Run) -> bool:
-    """Whether all GPUs of the run are of the system's model and, where their names say it, on cards as these are."""
+    """Whether all GPUs of the run are of the system's model and, if their names include it, of its form factor."""
     model = rf"(?<![A-Za-z0-9]){re.escape(system.gpu)}(?![0-9])"
-    other = r"SXM|HBM3" if "PCIe" in system.link else r"PCIe|\bNVL\b"
+    excluded = r"SXM|HBM3" if "PCIe" in system.link else r"PCIe|\bNVL\b"
     names = [
         gpu.name or "" for gpu in run.header.machine.gpus if run.header.options.get("device_type") != "cpu"
     ]
     return bool(names) and all(
-        re.search(model, name, re.IGNORECASE) and not re.search(other, name, re.IGNORECASE) for name in names
+        re.search(model, name, re.IGNORECASE) and not re.search(excluded, name, re.IGNORECASE)
+        for name in names
     )
 
 
-def _why_none(systems: Sequence[System], run: Run, dim: str, ranks: int, hosts: int | None) -> str:
+def _no_systems_note(systems: Sequence[System], run: Run, dim: str, ranks: int, hosts: int | None) -> str:
     gpus = ", ".join(sorted({gpu.name for gpu in run.header.machine.gpus if gpu.name}))
-    same = [system for system in systems if _has_gpus_of(system, run)]
-    same.sort(key=lambda system: (abs(math.log(system.ranks / ranks)), system.hosts != hosts))
+    with_gpu = [system for system in systems if _has_gpus_of(system, run)]
+    with_gpu.sort(key=lambda system: (abs(math.log(system.ranks / ranks)), system.hosts != hosts))
     device = run.header.options.get("device_type")
-    others = same or [system for system in systems if system.ranks == ranks] or systems
+    candidates = with_gpu or [system for system in systems if system.ranks == ranks] or systems
     return (
-        f"not judged: no public figures of {ranks} ranks on {hosts or 'unknown'} host(s) of "
-        f"{gpus or ('cpu' if device == 'cpu' else 'a GPU that the run does not name')} (dim {dim}); "
-        + (f"nearest is {same[0].name}; " if same else "")
-        + f"--system NAME compares with another: {', '.join(system.name for system in others)}"
+        f"no verdict on dim {dim}: no public measurements of {ranks} ranks on {hosts or 'unknown'} host(s) with "
+        f"{gpus or ('cpu' if device == 'cpu' else 'a GPU that the run does not name')}; "
+        + (f"nearest is {with_gpu[0].name}; " if with_gpu else "")
+        + f"--system NAME compares with another: {', '.join(system.name for system in candidates)}"
     )
 
 
 def _rows(run: Run, dim: str, system: System) -> Iterator[ReferenceRow]:
     mesh = run.header.mesh
-    # Of groups that ran at once, and may share links, nothing was published.
-    whole = mesh.shape[mesh.dim_names.index(dim)] == math.prod(mesh.shape)
-    of_dim = (
+    # There are no published measurements of groups that run at the same time and may share links.
+    is_single_group = mesh.shape[mesh.dim_names.index(dim)] == math.prod(mesh.shape)
+    results_of_dim = (
         r for r in run.ok("collectives") if r.size_bytes and r.busbw_Bps and r.params.get("mesh_dim") == dim
     )
-    cases = group_by(of_dim, lambda r: (r.name, str(r.params.get("dtype")), r.size_bytes or 0))
+    cases = group_by(results_of_dim, lambda r: (r.name, str(r.params.get("dtype")), r.size_bytes or 0))
     for (name, dtype, size), results in sorted(cases.items()):
         reference = system.busbw(name, size)
-        mine = [
+        bandwidths = [
             r.busbw_Bps
-            for r in _one_mode(results)
-            if r.busbw_Bps and (whole or r.params.get("groups") != "together")
+            for r in _reference_mode(results)
+            if r.busbw_Bps and (is_single_group or r.params.get("groups") != "together")
         ]
-        if reference is not None and mine:
-            ours = median(mine)
+        if reference is not None and bandwidths:
+            run_bandwidth = median(bandwidths)
             yield ReferenceRow(
-                system.name, dim, name, dtype, size, ours, reference, ours / reference, system.varies
+                system.name,
+                dim,
+                name,
+                dtype,
+                size,
+                run_bandwidth,
+                reference,
+                run_bandwidth / reference,
+                system.varies,
             )
 
 
-def _one_mode(results: Sequence[Result]) -> list[Result]:
-    """The launches measured as the references were: back to back, one group alone, if there are such."""
-    kept = list(results)
-    for param, wanted in (("mode", "back_to_back"), ("groups", "alone")):
-        values = {r.params.get(param) for r in kept}
-        taken = wanted if wanted in values else min(values, key=str)
-        kept = [r for r in kept if r.params.get(param) == taken]
-    return kept
+def _reference_mode(results: Sequence[Result]) -> list[Result]:
+    """Selects the launches that were measured like the references: back to back and one group alone, if possible."""
+    selected = list(results)
+    for param, preferred in (("mode", "back_to_back"), ("groups", "alone")):
+        values = {r.params.get(param) for r in selected}
+        value = preferred if preferred in values else min(values, key=str)
+        selected = [r for r in selected if r.params.get(param) == value]
+    return selected
 
 
-def verdicts_of(rows: Sequence[ReferenceRow], beside: str, one_is_enough: bool) -> Iterator[ReferenceVerdict]:
-    """Per collective what its rows of one mesh dim, from `JUDGED_FROM` on, say; those that fared alike together.
+def verdicts_of(
+    rows: Sequence[ReferenceRow], compared_with: str, one_is_enough: bool
+) -> Iterator[ReferenceVerdict]:
+    """Yields the verdicts on the collectives of one mesh dim; collectives with equal verdicts share one.
 
-    one_is_enough: whether a single source is believed where systems of its kind vary.
+    Args:
+        rows: comparisons at `MIN_SIZE` and above.
+        compared_with: kind of system, or the named system.
+        one_is_enough: whether a single source suffices even if systems of its kind vary.
     """
     by_collective = group_by(rows, lambda row: row.collective).values()
-    judged = sorted(
-        (_judged(of, beside, one_is_enough) for of in by_collective),
+    verdicts = sorted(
+        (_verdict_on_collective(rows, compared_with, one_is_enough) for rows in by_collective),
         key=lambda verdict: WORST_FIRST.index(verdict.verdict),
     )
-    alike = group_by(judged, lambda v: (v.verdict, v.sizes, v.sources, v.verdict == "low" and v.collectives))
-    for several in alike.values():
-        ends = [ratio for verdict in several for ratio in verdict.ratios]
+    groups = group_by(
+        verdicts, lambda v: (v.verdict, v.sizes, v.sources, v.verdict == "low" and v.collectives)
+    )
+    for group in groups.values():
+        ratios = [ratio for verdict in group for ratio in verdict.ratios]
         yield replace(
-            several[0],
-            collectives=tuple(name for verdict in several for name in verdict.collectives),
-            ratios=(min(ends), max(ends)),
+            group[0],
+            collectives=tuple(name for verdict in group for name in verdict.collectives),
+            ratios=(min(ratios), max(ratios)),
         )
 
 
-def _judged(rows: Sequence[ReferenceRow], beside: str, one_is_enough: bool) -> ReferenceVerdict:
-    at: dict[int, Verdict] = {}
+def _verdict_on_collective(
+    rows: Sequence[ReferenceRow], compared_with: str, one_is_enough: bool
+) -> ReferenceVerdict:
+    verdicts: dict[int, Verdict] = {}
     ratios: dict[int, float] = {}
-    for size, of_size in sorted(group_by(rows, lambda row: row.size_bytes).items()):
-        # Of several element types the fastest: some take longer to add.
-        ours = max(row.run_Bps for row in of_size)
-        sources = {row.system: row.reference_Bps for row in of_size}
+    for size, size_rows in sorted(group_by(rows, lambda row: row.size_bytes).items()):
+        # The fastest dtype counts, since some dtypes take longer to reduce.
+        run_bandwidth = max(row.run_Bps for row in size_rows)
+        sources = {row.system: row.reference_Bps for row in size_rows}
         slowest, fastest = min(sources.values()), max(sources.values())
-        ratios[size] = ours / median(sources.values())
-        if ours < LOW * slowest:
-            enough = one_is_enough or len(sources) > 1 or not of_size[0].varies
-            at[size] = "low" if enough else "cannot tell"
-        elif ours < LOW * fastest and slowest < LOW * fastest:
-            at[size] = "cannot tell"
+        ratios[size] = run_bandwidth / median(sources.values())
+        if run_bandwidth < LOW * slowest:
+            enough = one_is_enough or len(sources) > 1 or not size_rows[0].varies
+            verdicts[size] = "low" if enough else "cannot tell"
+        elif run_bandwidth < LOW * fastest and slowest < LOW * fastest:
+            verdicts[size] = "cannot tell"
         else:
-            at[size] = "above public measurements" if ours * LOW > fastest else "as public measurements"
-    verdict = min(at.values(), key=WORST_FIRST.index)
-    judged = [size for size in at if at[size] == verdict or verdict not in ("low", "cannot tell")]
-    # nccl-tests cuts 64 MiB to whole ranks.
-    named = [format_size(round(size / 2**20) * 2**20) for size in judged]
-    sizes = ", ".join(named)
-    if len(judged) > 1 and judged == [size for size in at if judged[0] <= size <= judged[-1]]:
-        sizes = f"{named[0]} and above" if judged[-1] == max(at) else f"{named[0]} to {named[-1]}"
+            verdicts[size] = (
+                "above public measurements" if run_bandwidth * LOW > fastest else "as public measurements"
+            )
+    verdict = min(verdicts.values(), key=WORST_FIRST.index)
+    decisive = [
+        size for size in verdicts if verdicts[size] == verdict or verdict not in ("low", "cannot tell")
+    ]
+    # nccl-tests rounds 64 MiB down to a multiple of the ranks.
+    names = [format_size(round(size / 2**20) * 2**20) for size in decisive]
+    sizes = ", ".join(names)
+    if len(decisive) > 1 and decisive == [size for size in verdicts if decisive[0] <= size <= decisive[-1]]:
+        sizes = f"{names[0]} and above" if decisive[-1] == max(verdicts) else f"{names[0]} to {names[-1]}"
     return ReferenceVerdict(
         verdict=verdict,
         mesh_dim=rows[0].mesh_dim,
         collectives=(rows[0].collective,),
-        ratios=(min(ratios[size] for size in judged), max(ratios[size] for size in judged)),
-        beside=beside,
+        ratios=(
+            min(ratios[size] for size in decisive),
+            max(ratios[size] for size in decisive),
+        ),
+        beside=compared_with,
         sizes=sizes,
-        sources=len({row.system for row in rows if row.size_bytes in judged}),
+        sources=len({row.system for row in rows if row.size_bytes in decisive}),
     )
 
 
 def comparison_lines(comparison: ReferenceComparison, with_all: bool) -> Iterator[str]:
-    """The comparison for people: the verdicts, and with_all every ratio."""
+    """Yields the lines of the comparison for a terminal: verdicts, notes and, if `with_all`, all ratios."""
     yield from map(str, comparison.verdicts)
     for note in comparison.notes:
         yield f"! {note}"
@@ -360,14 +433,14 @@ def comparison_lines(comparison: ReferenceComparison, with_all: bool) -> Iterato
         yield f"{plural(len(comparison.rows), 'ratio')} by size and source: --all"
         return
     for system in comparison.systems:
-        mine = [row for row in comparison.rows if row.system == system.name]
+        system_rows = [row for row in comparison.rows if row.system == system.name]
         yield f"{system.name} ({system.link})" + (f", {system.note}" if system.note else "")
-        for name in dict.fromkeys(row.collective for row in mine):
+        for name in dict.fromkeys(row.collective for row in system_rows):
             yield f"  {name}, from {system.collectives[name].source}"
-            for row in (row for row in mine if row.collective == name):
+            for row in (row for row in system_rows if row.collective == name):
                 yield (
                     f"    {row.dtype:>9} {format_size(row.size_bytes):>14}  {format_bandwidth(row.run_Bps):>11}  "
                     f"reference {format_bandwidth(row.reference_Bps):>11}  {format_ratio(row.ratio)}"
                 )
     if comparison.rows:
-        yield "bus bandwidths; the reference's software, network and day were its own"
+        yield "bus bandwidths; software and network of the references may differ from those of the run"

@@ -80,7 +80,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """One line with the number of cases per verdict."""
+        """Number of cases per verdict, in one line."""
         if self.nothing_shared:
             return self.nothing_shared
         counts = [f"{count} {verdict}" for verdict in Verdict if (count := self.counts[verdict])]
@@ -151,7 +151,7 @@ def _table(suite: str, rows: Sequence[ComparedCase], comparison: Comparison) -> 
 
     With one launch on each side the table shows differences; it shows verdicts only if any case is slower or faster.
     """
-    varying, same = split_params([row.params for row in rows])
+    varying, shared = split_params([row.params for row in rows])
     unit = time_unit(t for row in rows for t in (row.base_s, row.head_s) if t is not None)
     columns = [
         TableColumn("case", [row.name for row in rows]),
@@ -185,7 +185,7 @@ def _table(suite: str, rows: Sequence[ComparedCase], comparison: Comparison) -> 
         ]
     if any(reasons):
         columns.append(TableColumn("reason", reasons))
-    return titled(title, same), columns
+    return titled(title, shared), columns
 
 
 def _interval(row: ComparedCase) -> str:

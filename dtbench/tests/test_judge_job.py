@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from dtbench.comparison.references import read_systems, systems_called
+from dtbench.comparison.references import find_systems, read_systems
 from dtbench.errors import UsageError
 from dtbench.records.comparison import Verdict
 from dtbench.records.job import Collective, DimParts, Job, Judgement, LinkRow, RankJob, StepParts
@@ -118,7 +118,7 @@ def test_where_nothing_stands_beside_it_is_said_why(changed, why):
 
 
 def test_beside_a_public_system():
-    systems = systems_called(read_systems(), "8xa100-sxm4-40gb")
+    systems = find_systems(read_systems(), "8xa100-sxm4-40gb")
     calls = [a_call(group_size=8, bytes=size, moving_s=0.0011638) for size in (64 * MIB, 100)]
     published, too_small = beside_links(a_job(*calls), systems)
     assert published.share == pytest.approx(0.5)  # that takes 581.9 us there

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtbench.cli.compare import public_systems
-from dtbench.comparison.references import systems_called
+from dtbench.comparison.references import find_systems
 from dtbench.cost.plan.machines import built_in, find_machine, machine_called
 from dtbench.errors import UsageError
 from dtbench.tests.made_up import Cli
@@ -48,7 +48,7 @@ def test_system_is_found_however_it_is_spelt() -> None:
     systems = tuple(public_systems())
 
     def named(name: str) -> list[str]:
-        return [system.name for system in systems_called(systems, name)]
+        return [system.name for system in find_systems(systems, name)]
 
     kind = named("8xH100")
     assert {"8xH100-AWS-p5", "8xH100-HBM3"} < set(kind)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from dtbench.cli.compare import public_systems
 from dtbench.comparison import references as reference
 from dtbench.comparison.references import (
-    JUDGED_FROM,
+    MIN_SIZE,
     PublishedCollective,
     ReferenceComparison,
     ReferenceRow,
@@ -84,8 +84,8 @@ def test_a_run_beside_its_kind(dtbench: Cli) -> None:
     Path("y.log").write_text(table(ranks=5))
     dtbench("import", "y.log", "-o", "five.jsonl")
     code, out, _ = dtbench("compare", "--reference", "five.jsonl")
-    assert code == EXIT_NOTHING and "no public figures of 5 ranks on 1 host(s) of NVIDIA H100" in out
-    assert "not judged" in out and "nearest is 8xH100-AWS-p5" in out
+    assert code == EXIT_NOTHING and "no public measurements of 5 ranks on 1 host(s) with NVIDIA H100" in out
+    assert "no verdict on" in out and "nearest is 8xH100-AWS-p5" in out
 
 
 LARGE = tuple(2**20 * 4**k for k in range(7))  # 1 MiB to 4 GiB
@@ -179,7 +179,7 @@ def test_one_network_or_card_says_little_of_another_and_one_host_enough() -> Non
     network = system("a", 50, hosts=2, ranks=16, link="NVLink and EFA")
     comparison = compared(across, [network])
     assert comparison.exit_code == EXIT_INCONCLUSIVE
-    assert "one source: their network or PCIe may be another" in str(comparison.verdicts[0])
+    assert "one source, whose network or PCIe may differ" in str(comparison.verdicts[0])
     (low,) = compared(across, [replace(network, link="NVLink across 2 hosts of 8")]).verdicts
     assert low.verdict == "low" and low.ratios == pytest.approx((0.8, 0.8), rel=6e-3)
     assert compared(measured(lambda _: 40), [system("a", 50)]).verdicts[0].verdict == "low"
@@ -212,7 +212,7 @@ def test_collectives_and_dims_that_differ_have_a_line_each() -> None:
     assert [verdict.mesh_dim for verdict in comparison.verdicts] == [
         "tp"
     ] and comparison.exit_code == EXIT_REGRESSION
-    assert "2 ranks on 2 host(s) of NVIDIA H100 (dim dp); nearest is a" in comparison.notes[0]
+    assert "2 ranks on 2 host(s) with NVIDIA H100; nearest is a" in comparison.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_gpus_are_told_by_model_and_form(gpu: str, link: str, alike: bool) -> No
     comparison = compared(measured(lambda _: 400, gpu=gpu), [system("a", 400, link=link)])
     assert bool(comparison.rows) == alike
     if not alike:
-        assert comparison.exit_code == EXIT_NOTHING and "not judged" in comparison.notes[0]
+        assert comparison.exit_code == EXIT_NOTHING and "no verdict on" in comparison.notes[0]
         assert "--system NAME compares with another: a" in comparison.notes[0]
 
 
@@ -251,11 +251,14 @@ def test_kinds_are_told_by_ranks_and_hosts() -> None:
     params = {"mesh_dim": "tp", "ranks": 2, "groups": "alone", "mode": "isolated", "dtype": "float32"}
     result = made_up.result("collectives", "all_reduce", "c10d", params, [1e-3], size_bytes=2**20, factor=1.0)
     comparison = reference.compare_with_reference(made_up.run([result]), reference.read_systems())
-    assert comparison.exit_code == EXIT_NOTHING and "of cpu (dim tp)" in comparison.notes[0]
+    assert (
+        comparison.exit_code == EXIT_NOTHING
+        and "dim tp: no public measurements of 2 ranks on 1 host(s) with cpu;" in comparison.notes[0]
+    )
 
 
 def test_no_public_system_is_low_beside_the_others_of_its_kind() -> None:
-    """What LOW and JUDGED_FROM are chosen for; across hosts those of another network cannot be told."""
+    """What LOW and MIN_SIZE are chosen for; across hosts those of another network cannot be told."""
     everything = list(public_systems())
     seen = []
     for mine in everything:
@@ -267,9 +270,7 @@ def test_no_public_system_is_low_beside_the_others_of_its_kind() -> None:
             for other in others
             for name, published in mine.collectives.items()
             for size, _ in published.points
-            if size >= JUDGED_FROM
-            and (theirs := other.busbw(name, size))
-            and (ours := mine.busbw(name, size))
+            if size >= MIN_SIZE and (theirs := other.busbw(name, size)) and (ours := mine.busbw(name, size))
         ]
         seen += [(mine.hosts, verdict.verdict) for verdict in verdicts_of(rows, mine.kind, False)]
     assert {verdict for hosts, verdict in seen if hosts == 1} == {"as public measurements"}
@@ -308,11 +309,11 @@ def test_log_that_a_reference_was_taken_from_is_1_00_of_it(dtbench: Cli, system:
     Path("x.log").write_text(table(sizes=list(us), time=lambda size, _: us[size]))
     dtbench("import", "x.log", "-o", "run.jsonl")
     code, out, _ = dtbench("compare", "--reference", "run.jsonl", *(("--system", system) if system else ()))
-    note = "! the run has the figures that were published as 8xH100-AWS-p5: 1.00 of it at every size"
+    note = "! the run has the same times as were published for 8xH100-AWS-p5 (ratio 1.00 at every size)"
     assert code == EXIT_OK and sum(line.startswith(note) for line in out.splitlines()) == 1
     assert out.startswith("as public measurements: 1.00 of 8xH100-AWS-p5" if system else "as public")
     Path("y.log").write_text(
         table(sizes=list(us), time=lambda size, _: us[size] * (1.01 if size == 2**30 else 1))
     )
     dtbench("import", "y.log", "-o", "other.jsonl")
-    assert "the figures that were published" not in dtbench("compare", "--reference", "other.jsonl")[1]
+    assert "the same times as were published" not in dtbench("compare", "--reference", "other.jsonl")[1]
