@@ -95,8 +95,9 @@ def gate_command(
 
     from dtbench.gate import outputs
     from dtbench.gate.benchmark import Selection
-    from dtbench.gate.gate import GateOptions, gate
+    from dtbench.gate.gate import gate
     from dtbench.gate.history import append, history_file
+    from dtbench.gate.options import GateOptions
     from dtbench.records.exports import write_exports
 
     options = GateOptions(base, head, tuple(Selection(*split_target(word)) for word in words), **choices)

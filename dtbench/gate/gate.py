@@ -6,81 +6,30 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunRequest
 from dtbench.engine.place import find_place
 from dtbench.engine.progress import about, say_if_slow
 from dtbench.errors import OutputError, UsageError
 from dtbench.gate import control, outputs
-from dtbench.gate.arms import Arm, check_text, open_arms
-from dtbench.gate.benchmark import Benchmark, Key, Selection
+from dtbench.gate.arms import Arm, open_arms
+from dtbench.gate.benchmark import Benchmark, Key
 from dtbench.gate.launcher import ROUNDS_TOGETHER, Counted, Launcher, Limits
+from dtbench.gate.options import GateOptions
 from dtbench.gate.schedule import MOST_LAUNCHES, SCREEN_ROUNDS, GateSchedule, OutOfTimeError
 from dtbench.gate.verdict import exit_code_of, judged, rises, trust_of, words_of
-from dtbench.machine.device import DEFAULT_CPU_RANKS
 from dtbench.records import exports
 from dtbench.records.atomic import write_atomically
 from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.records.gate import ArmRecord, Gate, text_of
-from dtbench.suite import CHOOSABLE_IMPLS, RunOptions
-from dtbench.suite.mesh import Mesh, ranks_of
 from dtbench.text.units import plural
 
 FILES = ("gate.json", "junit.xml", "smaller-is-better.json")
 _NARROW = "name fewer benchmarks, such as dispatch/relu"
-
-
-@dataclass(frozen=True)
-class GateOptions:
-    """The options of a gate, as the command line has them."""
-
-    base: str
-    head: str
-    selections: tuple[Selection, ...]
-    impls: tuple[str, ...] = ()  # to judge; empty is all
-    mesh: Mesh | None = None
-    nproc: int | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    sizes_bytes: tuple[int, ...] | None = None
-    dtypes: tuple[str, ...] = ("float32",)
-    budget_s: float | None = None
-    timeout_s: float = LAUNCH_TIMEOUT_S
-    seed: int | None = None
-    allow_new: bool = False
-    counters: Literal["judge", "report"] = "judge"
-    folder: Path | None = None
-
-    def __post_init__(self) -> None:
-        for text in (self.base, self.head):
-            check_text(text)
-        if not self.selections:
-            raise UsageError("nothing is selected: name a suite, such as `dispatch`, or SUITE/TEXT")
-        if self.timeout_s <= 0:
-            raise UsageError(f"--launch-timeout {self.timeout_s:g}: expected seconds above 0")
-        RunRequest(mesh=self.mesh, nproc=self.nproc)  # checks that they agree
-
-    def plan(self, gpus: int) -> RunOptions:
-        """What both arms measure. gpus: that an arm's torch finds."""
-        device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
-        if device == "cuda" and not gpus:
-            raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
-        # Those of the impls to judge that `--impl` of a run chooses between, else both.
-        impls = tuple(impl for impl in CHOOSABLE_IMPLS if impl in self.impls) or CHOOSABLE_IMPLS
-        options = RunRequest(impls=impls, mesh=self.mesh, sizes_bytes=self.sizes_bytes, dtypes=self.dtypes)
-        ranks = ranks_of(self.mesh) if self.mesh else self.nproc
-        return options.resolve(device, ranks or (gpus if device == "cuda" else 0) or DEFAULT_CPU_RANKS)
-
-    def lacks(self, impls: Collection[str]) -> str:
-        """Why nothing is left to judge of benchmarks of these impls; "" where something is."""
-        if not self.impls or {*self.impls} & {*impls}:
-            return ""
-        return f"the selection holds no benchmark of --impl {','.join(self.impls)}: it has {', '.join(sorted(impls))}"
 
 
 def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) -> Gate:

@@ -19,23 +19,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import NamedTuple
 
 from dtbench.engine.workers import Fork, connection_at, take_over
-
-# What a launch tells the gate: the benchmark it is at (a label), an arm's Listing and a Result (msgpack), that it is
-# ready for its next sample (its number), its end (exit code). GO is the gate's answer to READY (a CPU, -1 for any).
-NOW, LISTING, RESULT, READY, ENDED, GO = "now", "listing", "result", "ready", "ended", "go"
-
-
-class LaunchRequest(NamedTuple):
-    """What the gate asks for: an Order (msgpack), for an arm; log takes what the launch prints."""
-
-    order: bytes
-    log: str
-    root: str
-    path: tuple[str, ...]
-    env: dict[str, str]
+from dtbench.gate.messages import ENDED, READY, LaunchRequest
 
 
 def main(argv: Sequence[str]) -> int:

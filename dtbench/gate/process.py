@@ -15,7 +15,7 @@ from dtbench.engine.workers import StartedProgram, hand_over, how_ended, left_s
 from dtbench.errors import last_line, plain
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import Key, Listing, Order
-from dtbench.gate.loader import ENDED, GO, LISTING, NOW, READY, RESULT, LaunchRequest
+from dtbench.gate.messages import ENDED, GO, LISTING, NOW, READY, RESULT, LaunchRequest
 from dtbench.records.result import Result
 
 # What belongs to the job that the gate runs in, not to a launch.

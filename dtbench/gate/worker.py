@@ -21,7 +21,7 @@ from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.gate import control
 from dtbench.gate.benchmark import DEFAULT_TOLERANCE, Benchmark, Listing, Order, Selection, label_of
-from dtbench.gate.loader import LISTING, NOW, READY, RESULT
+from dtbench.gate.messages import LISTING, NOW, READY, RESULT
 from dtbench.records.result import Result, estimator_of
 from dtbench.suite import RunOptions, registry
 
@@ -51,7 +51,7 @@ def main(order: bytes, connection: Connection) -> int:
 
 def problems_of(asked: bytes, gpus: int) -> list[str]:
     """Why each selection of a gate has no benchmark, "" where it has some. asked: its `GateOptions`, for this arm."""
-    from dtbench.gate.gate import GateOptions
+    from dtbench.gate.options import GateOptions
 
     options = msgspec.json.decode(asked, type=GateOptions)
     found = [selected([selection], options.plan(gpus)) for selection in options.selections]

@@ -16,7 +16,7 @@ from inspect import getsource
 from pathlib import Path
 
 from dtbench.engine import workers
-from dtbench.gate import loader
+from dtbench.gate import loader, messages
 from dtbench.gate.arms import Arm
 from dtbench.gate.verdict import exit_code_of
 from dtbench.records.comparison import ComparedCase
@@ -94,7 +94,7 @@ def made_up_arm(folder: Path, **variables: str) -> Arm:
         room.mkdir(parents=True, exist_ok=True)
         (room / "__init__.py").touch()
     (package / "gate" / "worker.py").write_text(WORKER)
-    for module in (loader, workers):
+    for module in (loader, messages, workers):
         (package / Path(*module.__name__.split(".")[1:])).with_suffix(".py").write_text(getsource(module))
     text = "env:" + ",".join(f"{k}={v}" for k, v in variables.items())
     path = (str(folder / "sources"),)

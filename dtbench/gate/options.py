@@ -1,0 +1,63 @@
+"""The options of a gate, checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunRequest
+from dtbench.errors import UsageError
+from dtbench.gate.arms import check_text
+from dtbench.gate.benchmark import Selection
+from dtbench.machine.device import DEFAULT_CPU_RANKS
+from dtbench.suite import CHOOSABLE_IMPLS, RunOptions
+from dtbench.suite.mesh import Mesh, ranks_of
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """The options of a gate, as the command line has them."""
+
+    base: str
+    head: str
+    selections: tuple[Selection, ...]
+    impls: tuple[str, ...] = ()  # to judge; empty is all
+    mesh: Mesh | None = None
+    nproc: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    sizes_bytes: tuple[int, ...] | None = None
+    dtypes: tuple[str, ...] = ("float32",)
+    budget_s: float | None = None
+    timeout_s: float = LAUNCH_TIMEOUT_S
+    seed: int | None = None
+    allow_new: bool = False
+    counters: Literal["judge", "report"] = "judge"
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        for text in (self.base, self.head):
+            check_text(text)
+        if not self.selections:
+            raise UsageError("nothing is selected: name a suite, such as `dispatch`, or SUITE/TEXT")
+        if self.timeout_s <= 0:
+            raise UsageError(f"--launch-timeout {self.timeout_s:g}: expected seconds above 0")
+        RunRequest(mesh=self.mesh, nproc=self.nproc)  # checks that they agree
+
+    def plan(self, gpus: int) -> RunOptions:
+        """What both arms measure. gpus: that an arm's torch finds."""
+        device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
+        if device == "cuda" and not gpus:
+            raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
+        # Those of the impls to judge that `--impl` of a run chooses between, else both.
+        impls = tuple(impl for impl in CHOOSABLE_IMPLS if impl in self.impls) or CHOOSABLE_IMPLS
+        options = RunRequest(impls=impls, mesh=self.mesh, sizes_bytes=self.sizes_bytes, dtypes=self.dtypes)
+        ranks = ranks_of(self.mesh) if self.mesh else self.nproc
+        return options.resolve(device, ranks or (gpus if device == "cuda" else 0) or DEFAULT_CPU_RANKS)
+
+    def lacks(self, impls: Collection[str]) -> str:
+        """Why nothing is left to judge of benchmarks of these impls; "" where something is."""
+        if not self.impls or {*self.impls} & {*impls}:
+            return ""
+        return f"the selection holds no benchmark of --impl {','.join(self.impls)}: it has {', '.join(sorted(impls))}"
