@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dtbench.comparison.run_comparison import Comparison
-    from dtbench.engine.ranks import LiveWorld
-    from dtbench.engine.sampling import RankGroup
+    from dtbench.engine.ranks import LiveWorld, RankGroup
     from dtbench.stats.frame import Runs
 
 Function = Callable[[], object]
@@ -293,7 +292,7 @@ def _run_here(
     from dtbench.engine.failure import ActiveCase
     from dtbench.engine.options import RunRequest
     from dtbench.engine.progress import ProgressLine, line_of
-    from dtbench.engine.sampling import Budget, TaskSweep, budget_of
+    from dtbench.engine.sampling import Budget, budget_of, measure_tasks
     from dtbench.engine.session import instruments_of
     from dtbench.engine.tasks import list_tasks
     from dtbench.machine.provenance import build_header, local_rank_info
@@ -314,15 +313,13 @@ def _run_here(
         budget = of_functions if functions else budget_of(suite.world, quick=False)
         tools = instruments_of(device, barrier=barrier, budget=budget)
 
-        def record(result: Result) -> None:
-            results.append(_with_doubts(result) if functions else result)
-            line.show(line_of(results[-1]))
-
-        sweep = TaskSweep(
-            0, timeout_s, ActiveCase(), record, lambda _task: None, lambda _s: contextlib.nullcontext()
-        )
+        tasks = list_tasks([suite], plan)
         try:
-            sweep.measure(list_tasks([suite], plan), world, ranks, tools)
+            for result in measure_tasks(
+                tasks, world, ranks, tools, launch=0, timeout_s=timeout_s, active_case=ActiveCase()
+            ):
+                results.append(_with_doubts(result) if functions else result)
+                line.show(line_of(results[-1]))
         finally:
             line.close()
         return _shared(header, results, ranks, output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -36,6 +35,6 @@ def preflight_command(expect: Path | None, as_json: bool, **choices: options.Giv
       srun dtbench preflight --expect topology.json
     """
     from dtbench.engine.options import RunRequest
-    from dtbench.preflight.preflight import preflight
+    from dtbench.preflight.preflight import PreflightRequest, preflight
 
-    return preflight(RunRequest(**choices), expect, as_json, sys.argv[1:])
+    return preflight(PreflightRequest(RunRequest(**choices), expect, as_json))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,7 +107,7 @@ def profile_command(
 
     chosen = {name: choices[name] for name in _OF[kind] if name != "filter"}
     request = make_request(targets[0], choices["filter"], output, RunRequest(**chosen))
-    return profile(request, sys.argv[1:])
+    return profile(request)
 
 
 def _is_of_job(target: str) -> bool:

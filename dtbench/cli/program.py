@@ -14,6 +14,7 @@ import platform
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -105,22 +106,30 @@ def cli(context: click.Context) -> None:
         context.call_on_close(gc.enable)
 
 
-def main() -> NoReturn:
-    """The program. An error that one line explains is printed as one line, with its exit code."""
+def main(invoke: Callable[[], object] | None = None) -> NoReturn:
+    """Runs the program. An error that one line explains is printed as one line, with its exit code.
+
+    Args:
+        invoke: returns the exit code; by default the command on the command line.
+    """
     with clean_output():
-        code = _run()
+        code = _run(invoke or _invoke)
         with suppress(OSError, ValueError):
             sys.stdout.flush()
     sys.exit(code)
 
 
-def _run() -> int:
+def _invoke() -> object:
+    if (request := os.environ.get(_COMPLETE)) is not None:
+        return shell_complete(cli, {}, "dtbench", _COMPLETE, request)
+    # Not `cli.main`, which ends with 1, a regression, where a reader has gone.
+    with cli.make_context("dtbench", sys.argv[1:]) as context:
+        return cli.invoke(context)
+
+
+def _run(invoke: Callable[[], object]) -> int:
     try:
-        if (request := os.environ.get(_COMPLETE)) is not None:
-            return shell_complete(cli, {}, "dtbench", _COMPLETE, request)
-        # Not `cli.main`, which ends with 1, a regression, where a reader has gone.
-        with cli.make_context("dtbench", sys.argv[1:]) as context:
-            code = cli.invoke(context)
+        code = invoke()
         if sys.stdout is not None:
             sys.stdout.flush()
     except Exit as ended:  # --help, --version

@@ -214,10 +214,10 @@ def list_command(
     if not options.typed(context) - {"as_json"}:
         _list_suites(as_json)
         return
-    from dtbench.engine.launch import job_here
+    from dtbench.engine.launch import select_here
 
-    job = job_here(options_of(words, **values))
-    tasks = job.expected(job.tasks)
+    selection = select_here(options_of(words, **values))
+    tasks = selection.affordable(selection.tasks)
     if as_json:
         listing = [
             {
@@ -230,11 +230,11 @@ def list_command(
                     if t.suite is s
                 ],
             }
-            for s in job.suites
+            for s in selection.suites
         ]
         click.echo(json.dumps(listing, indent=2))
         return
-    for suite in job.suites:
+    for suite in selection.suites:
         for name, text in suite.options.items():
             click.echo(f"--{name}: {text}")
     for task in tasks:

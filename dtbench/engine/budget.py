@@ -9,17 +9,16 @@ All ranks put the cases in the same order, and rank 0 alone looks at a clock.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from dtbench.engine.progress import about
+from dtbench.engine.ranks import RankGroup
+from dtbench.engine.tasks import Task
 from dtbench.grouping import group_by
 from dtbench.machine.limits import usable_cpus
 from dtbench.text.units import plural
-
-if TYPE_CHECKING:
-    from dtbench.engine.tasks import Task
 
 # Of one impl, beside what its suite says of itself: seconds per byte that is sent. All these are from whole runs of 4
 # gloo ranks on two cores that did nothing else. GPUs take less.
@@ -133,8 +132,18 @@ class Deadlines:
             for suite, of in group_by(tasks, lambda task: task.suite.name).items()
         }
         self._suite = ""
+        self._refused: set[str] = set()  # suites
         self._closed = False  # a unit of this suite had no time: what is less important has none
         self._began_s = self._until_s = self._spent_s = 0.0  # spent: as estimated
+
+    def agree(self, task: Task, ranks: RankGroup) -> bool:
+        """Returns whether rank 0 finds time for the task. After a refusal, the suite's other tasks are refused, too."""
+        suite = task.suite.name
+        if suite not in self._refused and not ranks.agree(
+            None, lambda _votes: self.allows(task, time.monotonic())
+        ):
+            self._refused.add(suite)
+        return suite not in self._refused
 
     def allows(self, task: Task, now_s: float) -> bool:
         """Whether the next task may begin now. The first unit of all always may, the first of a suite where it takes

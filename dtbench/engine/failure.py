@@ -124,8 +124,6 @@ class Diagnosis:
         return f"{self.sentence} during {case.label}" if self.blames_case and case.name else self.sentence
 
 
-# Is told what ended the world and what it was doing.
-Report = Callable[[Diagnosis, ActiveCase], object]
 INTERRUPTED = Diagnosis("interrupted", None, EXIT_INTERRUPTED, blames_case=False)
 _UNREACHABLE = "the process that started the ranks died or cannot be reached"
 LAUNCHER_DIED = Diagnosis(_UNREACHABLE, None, blames_case=False)
@@ -173,12 +171,17 @@ def record_failure(
     output: Path,
     writer: RunWriter | None = None,
     *,
-    goes_on: bool = False,
+    may_restart: bool = False,
 ) -> bool:
-    """Records the case at work as failed, and says in one line what ended the ranks and what is kept.
+    """Records the active case as failed, and prints in one line what ended the ranks and how many results are kept.
 
-    writer: the open file, where this process has it. goes_on: whether new ranks may follow a failed case. Whether they
-    do.
+    Args:
+        output: the run file.
+        writer: the run file's writer if this process has opened it.
+        may_restart: whether new ranks may continue after a failed case.
+
+    Returns:
+        Whether new ranks continue.
     """
     sentence, failed = diagnosis.during(case), diagnosis.blames_case and bool(case.name)
     try:
@@ -186,7 +189,7 @@ def record_failure(
     except OutputError as error:
         complain(f"{sentence}: {error}")
         return False
-    if failed and goes_on:
+    if failed and may_restart:
         complain(f"{sentence}: recorded as failed; continuing with new ranks")
         return True
     complain(f"{sentence}: {kept}")

@@ -1,6 +1,6 @@
-"""`dtbench run`: a rank of somebody's world joins it; otherwise this process starts the ranks and waits for them.
+"""`dtbench run` in the process that the user starts: starts the ranks of each launch and waits for them.
 
-A rank is always `dtbench run` with the same arguments, whoever starts it.
+Under another launcher this process is a rank itself and continues in `session`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from dtbench.engine.failure import INTERRUPTED, Diagnosis, Report, kept_in, record_failure
+import msgspec
+
+from dtbench.engine.failure import INTERRUPTED, Diagnosis, kept_in, record_failure
+from dtbench.engine.launch_files import LaunchSpec, RankReport
 from dtbench.engine.options import RunRequest
-from dtbench.engine.place import AGAIN, BEGAN, LAUNCH, NOTE, OUTPUT, Note, find_place, output_of
+from dtbench.engine.place import find_place, launch_number, output_of
 from dtbench.engine.progress import say, say_if_slow
 from dtbench.engine.rank import quiet_torch
-from dtbench.engine.selection import RunJob, prepare
+from dtbench.engine.selection import Selection, select
 from dtbench.engine.session import Session, run_to_resume, say_complete
 from dtbench.engine.tasks import remaining
-from dtbench.engine.workers import LAUNCHER, answered, ending_signals, how_ended, scratch
+from dtbench.engine.workers import answered, ending_signals, how_ended, scratch
 from dtbench.errors import (
     EXIT_CASE_FAILED,
     EXIT_INTERRUPTED,
@@ -40,197 +43,183 @@ from dtbench.records import baselines
 from dtbench.records.atomic import refuse_taken
 from dtbench.text.units import plural
 
-# Starts of new ranks in a row without a result, after which it is the machine that fails, not a case.
-MAX_FRUITLESS = 5
-# What the survivors of a fault get to write the last line in before they are killed. They need the
-# answers of all ranks (2 s) and a few seconds for a slow disk.
+# After so many restarts in a row without a result the machine is at fault, not a case.
+MAX_RESTARTS_WITHOUT_RESULT = 5
+# Grace period for surviving ranks to write their last line before SIGKILL: 2 s for the other ranks' answers, and a few
+# seconds for a slow disk.
 _SHUTDOWN_S = 15
-# The exit codes of a rank that ends by its own will, having said why.
-_SAID_WHY = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OWN_FAULT)
+# Exit codes of ranks that have printed why they end.
+_EXPLAINED_EXIT_CODES = (EXIT_USAGE, EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OWN_FAULT)
 
 
 def run(request: RunRequest, argv: Sequence[str]) -> int:
-    """Does what the request says; the exit code.
+    """Measures what the request asks for, as a rank of another launcher or with ranks of its own.
 
-    argv: the command line without the program's name, which the ranks are started with again.
+    Args:
+        request: the options of the command line.
+        argv: the command line without the program's name, for the header of the run file.
+
+    Returns:
+        The exit code.
     """
-    began_s, place = time.monotonic(), find_place()
+    spec = LaunchSpec(command="run", argv=tuple(argv), start_s=time.monotonic(), launch=launch_number())
+    place = find_place()
     if place is not None:
-        Session(request, place, argv).go()
+        Session(request, place, spec).run()
     if request.save_baseline is not None:
         baselines.named(request.save_baseline)
     with say_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):
-        job = job_here(request)
+        selection = select_here(request)
     output = output_of(request.output)
-    before = run_to_resume(job, output)
-    if before is None:
+    previous = run_to_resume(selection, output)
+    if previous is None:
         refuse_taken(output, resumable=True)
-    elif before.complete:
-        return say_complete(before)
-    say(f"starting {plural(job.options.world_size, 'process')}, loading torch")
-    done = {result.key for result in before.results} if before else set()
+    elif previous.complete:
+        return say_complete(previous)
+    say(f"starting {plural(selection.options.world_size, 'process')}, loading torch")
+    spec = msgspec.structs.replace(spec, request=dataclasses.replace(request, output=output))
+    measured = {result.key for result in previous.results} if previous else set()
     code = EXIT_OK
     for launch in range(request.launches):
-        last = launch + 1 == request.launches
-        # What a refined launch lacks is known to its ranks only.
-        if last or job.options.refine or remaining(job.tasks, done, launch):
-            os.environ[BEGAN] = str(began_s)
-            note = _measure_launch(job, argv, launch, output)
-            code = EXIT_INTERRUPTED if note.code is None else note.code
-            if not note.whole:
+        is_last = launch + 1 == request.launches
+        # Only the ranks of a refined launch know which sizes it lacks.
+        if is_last or selection.options.refine or remaining(selection.tasks, measured, launch):
+            report = _measure_launch(selection, msgspec.structs.replace(spec, launch=launch), output)
+            code = EXIT_INTERRUPTED if report.exit_code is None else report.exit_code
+            if not report.is_complete:
                 break
     return code
 
 
-def job_here(request: RunRequest) -> RunJob:
-    """What the request asks for on this machine, on ranks of our own.
+def select_here(request: RunRequest) -> Selection:
+    """Returns what the request selects on this machine, with ranks of our own.
 
     Raises:
         UsageError: options that cannot be followed.
     """
     quiet_torch()
     device_type = choose_device(request.device)
-    job = prepare(request, device_type, count_ranks(request.ranks, device_type, request.backend))
-    if job.simulated and request.ranks is None:
-        # Ranks beside the one that measures would only wait, unless the cases follow from their number.
-        single = prepare(request, device_type, 1)
-        if [task.label for task in single.tasks] == [task.label for task in job.tasks]:
+    selection = select(request, device_type, count_ranks(request.ranks, device_type, request.backend))
+    if selection.is_simulated and request.ranks is None:
+        # One process measures simulated ranks. Further ranks would only wait, unless the cases depend on their number.
+        single = select(request, device_type, 1)
+        if [task.label for task in single.tasks] == [task.label for task in selection.tasks]:
             return single
-    return job
+    return selection
 
 
-def _measure_launch(job: RunJob, argv: Sequence[str], launch: int, output: Path) -> Note:
-    """One launch: while cases cost it its ranks, new ones go on with those that are left."""
-    fruitless, good, again = 0, 0, False
+def _measure_launch(selection: Selection, spec: LaunchSpec, output: Path) -> RankReport:
+    """Starts the ranks of a launch. Restarts them after a fatal case, to continue with the remaining cases."""
+    restarts_without_result, ok_results = 0, 0
     while True:
-        note = start_ranks(argv, job.options.world_size, launch, output, again=again)
-        if note.diagnosis is None:
-            return note
-        fruitless = 0 if note.good > good else fruitless + 1
-        good = max(good, note.good)
-        goes_on = job.request.on_failure == "continue" and fruitless < MAX_FRUITLESS
-        if not record_failure(note.diagnosis, note.case, output, goes_on=goes_on):
-            if fruitless == MAX_FRUITLESS:
-                complain(f"{MAX_FRUITLESS} starts in a row gave no result: {kept_in(output)}")
-            return note
-        again = True
-
-
-def start_ranks(
-    arguments: Sequence[str],
-    nproc: int,
-    launch: int,
-    output: Path,
-    report: Report = lambda _diagnosis, _case: None,
-    *,
-    again: bool = False,
-) -> Note:
-    """Starts `nproc` fresh ranks of `dtbench ARGUMENTS` here and waits for them; their last note, with the launch's
-    exit code.
-
-    They are started through torch's elastic launcher, which waits for them, hosts their store and ends
-    the others when one dies. Its log and its tables are not shown: the ranks say what happened.
-
-    report: called with what ended the ranks and what they were doing. again: whether others of this launch were lost.
-
-    Raises:
-        UsageError: fewer files may be open than they need, or they could not meet.
-        WorldBrokenError: they cannot be started.
-    """
-    refuse_local_ranks(nproc)
-    with scratch() as folder:
-        note_path = str(folder / "note.json")
-        os.environ.update({LAUNCH: str(launch), OUTPUT: str(output), NOTE: note_path})
-        os.environ.update({LAUNCHER: str(os.getpid()), AGAIN: "1" if again else ""})
-        # Ranks that share cores and each start a thread per core would measure the fight for them.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        failures: list[tuple[int, int]] = []
-        ended_by = run_elastic(
-            [sys.executable, "-P", "-m", "dtbench", *arguments],
-            str(folder),
-            failures.extend,
-            shutdown_s=_SHUTDOWN_S,
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=f"dtbench-{os.getpid()}-{launch}",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",  # no look-up of this host's name, which may hang
+        report = start_ranks(spec, selection.options.world_size)
+        if report.diagnosis is None:
+            return report
+        restarts_without_result = 0 if report.ok_results > ok_results else restarts_without_result + 1
+        ok_results = max(ok_results, report.ok_results)
+        may_restart = (
+            selection.request.on_failure == "continue"
+            and restarts_without_result < MAX_RESTARTS_WITHOUT_RESULT
         )
-        note = Note.read(note_path)
-    if note.code is not None:  # over, whatever came after
-        return dataclasses.replace(note, diagnosis=None)
-    # Refused, or no note can be written.
-    if note.diagnosis is None and failures and failures[0][1] in _SAID_WHY:
-        return dataclasses.replace(note, code=failures[0][1])
-    diagnosis = INTERRUPTED if ended_by else note.diagnosis or _diagnose(failures)
-    report(diagnosis, note.case)
-    return dataclasses.replace(note, code=diagnosis.code, diagnosis=diagnosis)
+        if not record_failure(report.diagnosis, report.case, output, may_restart=may_restart):
+            if restarts_without_result == MAX_RESTARTS_WITHOUT_RESULT:
+                complain(f"{MAX_RESTARTS_WITHOUT_RESULT} starts in a row gave no result: {kept_in(output)}")
+            return report
+        spec = msgspec.structs.replace(spec, is_restart=True)
 
 
-def _diagnose(failures: Sequence[tuple[int, int]]) -> Diagnosis:
-    """failures: (rank, exit code), first to last: those that the launcher ended for the first come after it."""
-    if not failures or failures[0][1] == EXIT_INTERRUPTED:
-        return INTERRUPTED
-    rank, code = failures[0]
-    return Diagnosis(f"rank {rank} {how_ended(code)}", rank)
+def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
+    """Starts `world_size` fresh ranks here and waits until they end.
 
-
-def run_elastic(
-    command: Sequence[str],
-    folder: str,
-    on_failure: Callable[[list[tuple[int, int]]], None],
-    *,
-    shutdown_s: float,
-    **chosen: Any,
-) -> int:
-    """Runs the command on ranks through torch's elastic launcher, without its log, which repeats what ranks say.
-    The signal that ended it, 0 if none did.
-
-    folder: for its logs. on_failure: called with (rank, exit code) of the ranks that failed, first to last, while
-    it still serves the store. shutdown_s: what ranks get to end by themselves before it kills them. chosen: of
-    its `LaunchConfig`.
+    Returns:
+        Their last report, with the exit code of the launch. Its diagnosis is None if the ranks ended in order or have
+        printed why they ended.
 
     Raises:
-        WorldBrokenError: they cannot be started.
+        UsageError: too few files may be open, or localhost cannot be reached.
+        WorldBrokenError: the ranks cannot be started.
+    """
+    refuse_local_ranks(world_size)
+    # A thread per core in each of several ranks would measure the contention for cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with scratch() as folder:
+        spec_path, report_path = folder / "spec.json", str(folder / "report.json")
+        msgspec.structs.replace(spec, launcher_pid=os.getpid(), report_path=report_path).write(spec_path)
+        failures, was_interrupted = _run_elastic(
+            [sys.executable, "-P", "-m", "dtbench.rank_main", str(spec_path)],
+            world_size,
+            f"dtbench-{os.getpid()}-{spec.launch}",
+            str(folder),
+        )
+        report = RankReport.read(report_path)
+    if report.exit_code is not None:  # the launch is over, however its ranks ended afterwards
+        return msgspec.structs.replace(report, diagnosis=None)
+    diagnosis = report.diagnosis
+    # Options were refused, or the report could not be written.
+    if diagnosis is None and failures and failures[0][1] in _EXPLAINED_EXIT_CODES:
+        return msgspec.structs.replace(report, exit_code=failures[0][1])
+    if was_interrupted or (diagnosis is None and not failures):
+        diagnosis = INTERRUPTED
+    elif diagnosis is None:
+        rank, code = failures[0]
+        diagnosis = Diagnosis(f"rank {rank} {how_ended(code)}", rank)
+    return msgspec.structs.replace(report, exit_code=diagnosis.code, diagnosis=diagnosis)
+
+
+def _run_elastic(
+    command: Sequence[str], world_size: int, run_id: str, log_folder: str
+) -> tuple[list[tuple[int, int]], bool]:
+    """Runs the command on each rank through torch's elastic launcher, which hosts their store and ends them together.
+
+    The launcher's own log is suppressed, since the ranks report what happened.
+
+    Returns:
+        (rank, exit code) of the ranks that failed, the first failure first, and whether a signal ended the launcher.
+
+    Raises:
+        WorldBrokenError: the ranks cannot be started.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if "shutdown_timeout" in {of.name for of in dataclasses.fields(LaunchConfig)}:  # torch 2.11 lacks it
-        chosen["shutdown_timeout"] = shutdown_s
+    options: dict[str, Any] = {}
+    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:  # torch 2.11 lacks it
+        options["shutdown_timeout"] = _SHUTDOWN_S
     config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=run_id,
         rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # looking up this host's name may hang
         max_restarts=0,
-        signals_to_handle="",  # `interrupt` answers them
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
-        **chosen,
+        signals_to_handle="",  # `interrupt` handles them
+        logs_specs=DefaultLogsSpecs(log_dir=log_folder),
+        **options,
     )
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-        # Ranks get a SIGTERM, which ends one that still imports without a traceback.
+        # The launcher passes the signal on: SIGTERM ends a rank that still imports without a traceback.
         raise SignalException(f"got signal {number}", sigval=signal.SIGTERM)
 
-    logged = logging.root.manager.disable
+    log_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        # The launcher fills in `${local_rank}`, and reads `$$` as `$`.
+        # The launcher replaces `${local_rank}`, and reads `$$` as `$`.
         with answered(ending_signals(), interrupt):
             elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
     except ChildFailedError as error:
-        on_failure(
-            [
-                (rank, failure.exitcode)
-                for rank, failure in sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-            ]
-        )
-    except SignalException as end:
-        return int(end.sigval)
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        return [(rank, failure.exitcode) for rank, failure in failures], False
+    except SignalException:
+        return [], True
     except (RuntimeError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        count = chosen["nproc_per_node"]
-        raise WorldBrokenError(f"cannot start {count} ranks: {type(error).__name__}: {reason}") from error
+        raise WorldBrokenError(
+            f"cannot start {world_size} ranks: {type(error).__name__}: {reason}"
+        ) from error
     finally:
-        logging.disable(logged)
-    return 0
+        logging.disable(log_level)
+    return [], False

@@ -1,6 +1,6 @@
-"""This process's place in a world that a launcher has started, from the variables of torchrun, srun, mpirun or our own.
+"""This process's place among the ranks that a launcher started, from the variables of torchrun, srun or mpirun.
 
-What our launcher tells its ranks beyond torchrun's variables stands in others, and what they tell it in a note.
+Our launcher sets torchrun's variables.
 """
 
 from __future__ import annotations
@@ -13,70 +13,37 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import msgspec
-
-from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.errors import UsageError
-from dtbench.records.atomic import replace_file
 
-LAUNCH = "DTBENCH_LAUNCH"  # which of the --launches this is, from 0
-AGAIN = "DTBENCH_AGAIN"  # set where ranks of this launch were lost
-BEGAN = "DTBENCH_BEGAN"  # when the run did, on the launcher's monotonic clock
-NOTE = "DTBENCH_NOTE"  # path of the note to it; set by our own launcher only
-OUTPUT = "DTBENCH_OUTPUT"  # the run file, where -o was not given
+# Passed from one launch to the next where a rank of another launcher restarts itself.
+_ENV_LAUNCH = "DTBENCH_LAUNCH"  # number of the launch, from 0
+_ENV_OUTPUT = "DTBENCH_OUTPUT"  # the run file, if -o does not name it
 
 _MAX_PORT = 65535
 
 
-def launch_number(environ: Mapping[str, str] = os.environ) -> int:
-    return int(environ.get(LAUNCH, "0"))
+def launch_number() -> int:
+    """Returns which of the --launches this process belongs to, from 0."""
+    return int(os.environ.get(_ENV_LAUNCH, "0"))
 
 
 def output_of(chosen: Path | None) -> Path:
-    """The run file: that of -o, or a name by the time in the current folder, which the launcher tells its ranks."""
-    return chosen or Path(os.environ.get(OUTPUT) or time.strftime("run-%Y%m%dT%H%M%SZ.jsonl", time.gmtime()))
+    """Returns the run file: `chosen` by -o, else named by the time at which the run began."""
+    return chosen or Path(
+        os.environ.get(_ENV_OUTPUT) or time.strftime("run-%Y%m%dT%H%M%SZ.jsonl", time.gmtime())
+    )
 
 
-def start_again(launch: int, output: Path) -> NoReturn:
-    """Under another's launcher: this rank becomes a fresh process of the next launch."""
-    os.environ.update({LAUNCH: str(launch), OUTPUT: str(output)})
+def start_next_launch(launch: int, output: Path) -> NoReturn:
+    """Replaces this rank of another launcher by a fresh process that measures the next launch."""
+    os.environ.update({_ENV_LAUNCH: str(launch), _ENV_OUTPUT: str(output)})
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-@dataclass(frozen=True)
-class Note:
-    """What the ranks tell our launcher.
-
-    case: what they are at. good: how many results of the run are ok. code: the exit code, once the launch is over and
-    that was said. whole: whether all that there was has been measured. diagnosis: what ended them, which the launcher
-    records and says.
-    """
-
-    case: ActiveCase = field(default_factory=ActiveCase)
-    good: int = 0
-    code: int | None = None
-    whole: bool = False
-    diagnosis: Diagnosis | None = None
-
-    def write(self, path: str) -> bool:
-        """Replaces the note, and says whether it could."""
-        with suppress(OSError):  # a full disk must not end a run that writes elsewhere
-            replace_file(Path(path), msgspec.json.encode(self))
-            return True
-        return False
-
-    @classmethod
-    def read(cls, path: str | Path) -> Note:
-        try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except (OSError, ValueError, msgspec.MsgspecError):
-            return cls()
 
 
 @dataclass(frozen=True)

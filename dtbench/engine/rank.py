@@ -1,18 +1,17 @@
 """A rank's life, the same in every command: it joins its world, does its part, and leaves with an exit code.
 
-with LaunchedRank(place, report) as rank:
+with LaunchedRank(place, print_failure) as rank:
     ...                          # a DtbenchError here is raised on all ranks alike: options are refused
     rank.join(device_type)       # from here on, what goes wrong on one rank ends all of them
     with rank.process_group(mesh, timeout_s) as (world, barrier):
         ...
-    rank.code = 0
+    rank.exit_code = 0
 rank.exit()
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import functools
 import os
@@ -26,6 +25,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+import msgspec
+
 from dtbench._version import __version__
 from dtbench.engine import clocks
 from dtbench.engine.failure import (
@@ -33,11 +34,11 @@ from dtbench.engine.failure import (
     ActiveCase,
     Diagnosis,
     FailureDetector,
-    Report,
     block_signals,
     exit_now,
 )
-from dtbench.engine.place import NOTE, Note, RankPlace, known_place, launch_number
+from dtbench.engine.launch_files import RankReport
+from dtbench.engine.place import RankPlace, known_place, launch_number
 from dtbench.engine.ranks import (
     LiveWorld,
     StoreRanks,
@@ -47,6 +48,7 @@ from dtbench.engine.ranks import (
     real_world,
     store_of,
     unreachable,
+    vote_of_rank_0,
 )
 from dtbench.errors import (
     EXIT_OK,
@@ -85,11 +87,14 @@ _LEAST_GROUP_S = 60.0
 
 
 class LaunchedRank:
-    """This process as a rank of a world that a launcher started. Entered before torch is loaded.
+    """This process as a rank that a launcher started. Entered before torch is loaded.
 
-    report: called once, on the lowest living rank of another's launcher and in a helper thread, with what ended the
-        world and what it was doing; our own launcher is told, and reports itself.
-    code: what the process is to exit with, once all went well. infos: what each rank says of itself.
+    Attributes:
+        place: the rank's number, and the address of the store that the ranks share.
+        active_case: what this rank is measuring, for the diagnosis of a failure.
+        exit_code: the exit code of the process unless it fails.
+        infos: the machine provenance of each rank, by rank.
+        ranks: votes of all ranks, over the store.
     """
 
     infos: list[dict[str, Any]]
@@ -97,14 +102,28 @@ class LaunchedRank:
     store: Store
     device: torch.device
 
-    def __init__(self, place: RankPlace, report: Report, launch: int = 0) -> None:
+    def __init__(
+        self,
+        place: RankPlace,
+        print_failure: Callable[[Diagnosis, ActiveCase], object],
+        launch: int = 0,
+        report_path: str = "",
+    ) -> None:
+        """Describes the rank; it starts with `with`.
+
+        Args:
+            print_failure: called once with what ended the ranks and the active case, in a helper thread of the lowest
+                living rank. Only under another launcher: ours receives a report and prints it.
+            launch: number of the launch, from 0.
+            report_path: where our launcher reads the ranks' report; "" under another launcher.
+        """
         self.place = place.of_launch(launch)
-        self.now = ActiveCase(launch=launch)
-        self.code = EXIT_OK
+        self.active_case = ActiveCase(launch=launch)
+        self.exit_code = EXIT_OK
         self.connect = store_of(self.place, launch)
-        self._report = report
-        self._note_path = os.environ.get(NOTE)
-        self._noting = threading.Lock()
+        self._print_failure = print_failure
+        self._report_path = report_path
+        self._reporting = threading.Lock()
         self._joining = False
 
     def __enter__(self) -> Self:
@@ -112,15 +131,15 @@ class LaunchedRank:
         faulthandler.enable()  # what dies in a library's C++ says where
         quiet_torch()
         self._detector = FailureDetector(
-            self.now, self.place.rank, self.place.world_size, self._report_failure
+            self.active_case, self.place.rank, self.place.world_size, self._report_failure
         )
         self.limit = self._detector.limit
         return self
 
     @property
-    def ours(self) -> bool:
-        """Whether our own launcher started this rank; it starts those of the next launch too."""
-        return self._note_path is not None
+    def is_ours(self) -> bool:
+        """Whether our launcher started this rank, and will start those of the next launch."""
+        return bool(self._report_path)
 
     @property
     def joined(self) -> bool:
@@ -153,7 +172,7 @@ class LaunchedRank:
             ) from error
         # Well after the waits of `meet`, which name who is missing: torch's import may keep them from ending in time.
         with self.limit(limit_s + 15 * _SPEAKS_S, f"joining through {place.store} within {limit_s:g} s"):
-            self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.ours else _PATIENCE_S)
+            self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.is_ours else _PATIENCE_S)
             ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
             info = local_rank_info(str(self.device), transport)
             mine = {
@@ -192,47 +211,46 @@ class LaunchedRank:
         """Asleep, and outside the process group."""
         self.ranks.agree(None, lambda votes: None)
 
-    def conclude(self, write: Callable[[], int]) -> None:
-        """On rank 0 `write`s what came of it all and tells our launcher; all leave with the code that it gives, or with
-        that of the DtbenchError that it raises."""
-        code = None
-        if self.place.rank == 0:
-            try:
-                code, whole = write(), True
-            except DtbenchError as error:
-                complain(str(error))
-                code, whole = error.exit_code, False
-            self.note(code=code, whole=whole)
-        self.code = self.ranks.agree(code, lambda votes: votes[0] or EXIT_OK)
+    def conclude(self, exit_code: int | None) -> None:
+        """Ends the launch on all ranks with the exit code of rank 0.
 
-    def note(self, **fields: Any) -> bool:
-        """Tells our launcher, if it is ours; see `Note`. Whether it could be told.
-
-        From any thread: the one that measures goes on while another reports what ends the run.
+        Args:
+            exit_code: ignored on the other ranks.
         """
-        if self._note_path is None:
-            return False
-        with self._noting:
-            return dataclasses.replace(Note.read(self._note_path), **fields).write(self._note_path)
+        if self.place.rank == 0:
+            self.report(exit_code=exit_code, is_complete=True)
+        self.exit_code = self.ranks.agree(exit_code, vote_of_rank_0) or EXIT_OK
 
-    def stop_all(self, code: int) -> NoReturn:
-        """On rank 0, which has said why: all ranks leave."""
-        self.note(code=code)
-        self._detector.stop_others(code)
-        exit_now(code)
+    def report(self, **fields: Any) -> bool:
+        """Updates fields of the `RankReport` for our launcher, from any thread.
+
+        Returns:
+            Whether it was written; False under another launcher.
+        """
+        if not self._report_path:
+            return False
+        with self._reporting:
+            report = msgspec.structs.replace(RankReport.read(self._report_path), **fields)
+            return report.write(self._report_path)
+
+    def stop_all(self, exit_code: int) -> NoReturn:
+        """Ends all ranks. Called on rank 0, which has printed why."""
+        self.report(exit_code=exit_code)
+        self._detector.stop_others(exit_code)
+        exit_now(exit_code)
 
     def exit(self) -> NoReturn:
-        exit_now(self.code)
+        exit_now(self.exit_code)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            self._detector.leave(self.code, self.store if self._joining else None)
+            self._detector.leave(self.exit_code, self.store if self._joining else None)
         elif isinstance(error, DtbenchError) and not self._joining:
             return  # the command line says it, once for all ranks
         elif isinstance(error, RankMismatchError):
             if self.place.rank == 0:
                 complain(str(error))
-                self.note(code=error.exit_code)
+                self.report(exit_code=error.exit_code)
             self._detector.leave(error.exit_code, self.store)
             exit_now(error.exit_code)
         elif isinstance(error, DtbenchError) and (self.place.rank == 0 or not self._detector.joined):
@@ -244,9 +262,10 @@ class LaunchedRank:
             self._detector.fault(mask(describe(error)))
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
-        at_work = {"case": self.now} if self.now.name else {}  # else rank 0 may be, which has noted it
-        if diagnosis == LAUNCHER_DIED or not self.note(diagnosis=diagnosis, **at_work):
-            self._report(diagnosis, self.now)
+        # Without a case here, rank 0 may have one, which it has reported.
+        case = {"case": self.active_case} if self.active_case.name else {}
+        if diagnosis == LAUNCHER_DIED or not self.report(diagnosis=diagnosis, **case):
+            self._print_failure(diagnosis, self.active_case)
 
 
 def join_timeout_s() -> float:

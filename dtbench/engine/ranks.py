@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from dtbench.engine.failure import FOREVER
 from dtbench.engine.place import RankPlace
@@ -32,6 +32,21 @@ SIMULATED_RANKS = 8
 _DYING_S = 0.2
 # The watch fires at the case's timeout and says what hangs; the group's own end comes after it.
 GROUP_GRACE_S = 30.0
+
+
+class RankGroup(Protocol):
+    """The ranks of a world, reached outside its collectives."""
+
+    rank: int
+    size: int
+
+    def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
+        """Every rank gives a vote (JSON data); rank 0 decides on the list of all; all get the decision."""
+        ...
+
+    def raised(self, reason: str) -> None:
+        """Tells the others that a call raised here: they may be waiting in a collective."""
+        ...
 
 
 def store_of(place: RankPlace, launch: int) -> Callable[[bool], Store]:
@@ -151,8 +166,13 @@ class StoreRanks:
             ) from None
 
 
+def vote_of_rank_0(votes: list[_V]) -> _V:
+    """Decides for `RankGroup.agree` that all ranks get rank 0's vote."""
+    return votes[0]
+
+
 def _sent(value: _V) -> _V:
-    """As it arrives: what is a tuple here is a list there."""
+    """Returns the value as other ranks receive it: tuples become lists."""
     return cast(_V, json.loads(json.dumps(value)))
 
 

@@ -14,15 +14,17 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
 
+from dtbench.engine.budget import Deadlines
 from dtbench.engine.clock import Clock
 from dtbench.engine.clocks import Offset, halfway, lateness_s
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, release_memory, to_result
+from dtbench.engine.ranks import RankGroup
 from dtbench.engine.tasks import Task
 from dtbench.records.result import Result, Status
 from dtbench.suite import Case
@@ -46,21 +48,6 @@ FEWEST_SAMPLES = 2
 
 _V = TypeVar("_V")
 _D = TypeVar("_D")
-
-
-class RankGroup(Protocol):
-    """The ranks of a world, reached outside its collectives."""
-
-    rank: int
-    size: int
-
-    def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
-        """Every rank gives a vote (JSON data); rank 0 decides on the list of all; all get the decision."""
-        ...
-
-    def raised(self, reason: str) -> None:
-        """Tells the others that a call raised here: they may be waiting in a collective."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -447,52 +434,60 @@ def budget_of(world: str, quick: bool) -> Budget:
     return Budget(samples_s=seconds, least=least, most=most, warmup_s=seconds)
 
 
-@dataclass
-class TaskSweep:
-    """Measures tasks and hands on their results.
+def measure_tasks(
+    tasks: Sequence[Task],
+    world: World,
+    ranks: RankGroup,
+    instruments: Instruments,
+    *,
+    launch: int,
+    timeout_s: float,
+    active_case: ActiveCase,
+    at_work: Callable[[], AbstractContextManager[object]] = nullcontext,
+    deadlines: Deadlines | None = None,
+) -> Iterator[Result]:
+    """Measures the tasks, all ranks together, and yields the results on rank 0 as they come.
 
-    record: called on rank 0 with each result as soon as it is there. starting: called on every rank
-        before a task. limit: a context that ends the run if a task is still in it after so many
-        seconds. go_on: called on every rank before a task: whether there is time for it.
+    A single process measures the cases of several passes first, one pass after the other.
+
+    Args:
+        launch: number of the launch, for the results.
+        timeout_s: limit of a case, seconds.
+        active_case: describes what is measured, for the diagnosis of a failure.
+        at_work: a context entered around each case.
+        deadlines: leaves out tasks without time; None measures all.
     """
 
-    launch: int
-    timeout_s: float
-    now: ActiveCase
-    record: Callable[[Result], None]
-    starting: Callable[[Task], None]
-    limit: Callable[[float], AbstractContextManager[None]]
-    go_on: Callable[[Task, RankGroup], bool] = lambda _task, _ranks: True
-
-    def measure(
-        self, tasks: Sequence[Task], world: World, ranks: RankGroup, instruments: Instruments
-    ) -> None:
-        """Measures the tasks in order, all ranks of `ranks` together; one process those of several passes first."""
-        several = [t for t in tasks if t.case.passes > 1 and ranks.size == 1 and self.go_on(t, ranks)]
-        passes = [
-            [self._once(task, world, ranks, instruments) for task in several]
-            for _ in range(max((task.case.passes for task in several), default=0))
-        ]
-        for task, *outcomes in zip(several, *passes, strict=True):
-            self._record(task, outcomes)
-        for task in tasks:
-            if task not in several and self.go_on(task, ranks):
-                outcome = self._once(task, world, ranks, instruments)
-                if ranks.rank == 0:
-                    self._record(task, [outcome])
-
-    def _once(self, task: Task, world: World, ranks: RankGroup, instruments: Instruments) -> _Outcomes:
-        now = self.now
-        now.begin(task.suite.name, task.case.name, task.case.params, task.impls)
-        self.starting(task)
-        with self.limit(self.timeout_s):
-            outcomes = Adaptive(task.case, task.impls, ranks, instruments, now, self.timeout_s).run(world)
-        now.end()
+    def measure_once(task: Task) -> _Outcomes:
+        active_case.begin(task.suite.name, task.case.name, task.case.params, task.impls)
+        with at_work():
+            schedule = Adaptive(task.case, task.impls, ranks, instruments, active_case, timeout_s)
+            outcomes = schedule.run(world)
+        active_case.end()
         return outcomes
 
-    def _record(self, task: Task, passes: Sequence[Mapping[str, ImplOutcome]]) -> None:
-        for impl in task.impls:
-            outcome = next((of[impl] for of in passes if of[impl].status != "ok"), passes[0][impl])
-            if len(passes) > 1 and outcome.status == "ok":
-                outcome = replace(outcome, samples_s=tuple(s for of in passes for s in of[impl].samples_s))
-            self.record(to_result(task, impl, outcome, self.launch))
+    def has_time(task: Task) -> bool:
+        return deadlines is None or deadlines.agree(task, ranks)
+
+    repeated = [task for task in tasks if task.case.passes > 1 and ranks.size == 1 and has_time(task)]
+    passes = [
+        [measure_once(task) for task in repeated]
+        for _ in range(max((task.case.passes for task in repeated), default=0))
+    ]
+    for task, *outcomes in zip(repeated, *passes, strict=True):
+        yield from _results(task, outcomes, launch)
+    for task in tasks:
+        if task not in repeated and has_time(task):
+            outcomes_once = measure_once(task)
+            if ranks.rank == 0:
+                yield from _results(task, [outcomes_once], launch)
+
+
+def _results(task: Task, passes: Sequence[_Outcomes], launch: int) -> Iterator[Result]:
+    """Joins the samples of all passes; an impl that failed in a pass has failed."""
+    for impl in task.impls:
+        outcomes = [outcomes[impl] for outcomes in passes]
+        outcome = next((outcome for outcome in outcomes if outcome.status != "ok"), outcomes[0])
+        if len(outcomes) > 1 and outcome.status == "ok":
+            outcome = replace(outcome, samples_s=tuple(s for outcome in outcomes for s in outcome.samples_s))
+        yield to_result(task, impl, outcome, launch)

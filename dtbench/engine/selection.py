@@ -41,37 +41,46 @@ def refuse_foreign_options(suites: Sequence[Suite], chosen: Mapping[str, str]) -
 
 
 @dataclass(frozen=True)
-class RunJob:
-    """What a run is to do, the same on every rank and in the launcher."""
+class Selection:
+    """The suites and tasks that a request selects; the same on every rank and in the launcher.
+
+    Attributes:
+        request: the options of the command line.
+        options: the request's options for a device type and number of ranks.
+        suites: the suites to measure, in the order of the request.
+        tasks: what to measure, in this order; with --budget as far as time allows.
+        filters: suite name -> the text that the labels of its tasks match, see `matcher`.
+    """
 
     request: RunRequest
     options: RunOptions
     suites: tuple[Suite, ...]
-    tasks: tuple[Task, ...]  # to measure, in this order; under --budget as far as time allows
-    texts: Mapping[str, str]  # suite -> what the lines of its cases match
+    tasks: tuple[Task, ...]
+    filters: Mapping[str, str]
 
     @property
     def suite_names(self) -> list[str]:
         return [suite.name for suite in self.suites]
 
     @property
-    def simulated(self) -> bool:
-        """Whether one process measures all of it, which simulates its ranks."""
+    def is_simulated(self) -> bool:
+        """Whether one process measures all tasks, on simulated ranks."""
         return all(task.suite.world == "simulated" for task in self.tasks)
 
     @property
-    def processes(self) -> int:
-        """How many measure."""
-        return 1 if self.simulated else self.options.world_size
+    def measuring_processes(self) -> int:
+        return 1 if self.is_simulated else self.options.world_size
 
-    def expected(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        """Those of the tasks that --budget holds by estimate; without it all."""
+    def affordable(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """Returns the tasks that --budget has time for by estimate; without --budget all."""
         limit_s = self.request.budget_s
-        return tasks if limit_s is None else budget.choose(tasks, limit_s, self.options.quick, self.processes)
+        if limit_s is None:
+            return tasks
+        return budget.choose(tasks, limit_s, self.options.quick, self.measuring_processes)
 
 
-def prepare(request: RunRequest, device_type: DeviceType, world_size: int) -> RunJob:
-    """Validates all that can be validated before ranks exist.
+def select(request: RunRequest, device_type: DeviceType, world_size: int) -> Selection:
+    """Validates all that can be validated before ranks exist, and lists the tasks.
 
     Raises:
         UsageError: options that cannot be followed.
@@ -80,20 +89,20 @@ def prepare(request: RunRequest, device_type: DeviceType, world_size: int) -> Ru
     targets = [(load([name]), text) for name, text in map(split_target, request.suites)] or [(load(), "")]
     suites = tuple({suite.name: suite for loaded, _ in targets for suite in loaded}.values())
     refuse_foreign_options(suites, request.suite_options)
-    texts: dict[str, str] = {}
+    filters: dict[str, str] = {}
     for loaded, text in targets:
         if text:
             list_tasks(loaded, options, text)  # a target that matches nothing is an error
         lines = "\n".join(f"{text} {line}" for line in request.filter.split("\n"))
         for suite in loaded:
-            texts[suite.name] = f"{texts[suite.name]}\n{lines}" if suite.name in texts else lines
-    tasks = list_tasks(suites, options, request.filter, texts)
+            filters[suite.name] = f"{filters[suite.name]}\n{lines}" if suite.name in filters else lines
+    tasks = list_tasks(suites, options, request.filter, filters)
     if request.budget_s is not None:
         tasks = budget.by_importance(tasks)
-    return RunJob(request, options, suites, tuple(tasks), texts)
+    return Selection(request, options, suites, tuple(tasks), filters)
 
 
-def same_on_all_ranks(job: RunJob) -> dict[str, str]:
+def same_on_all_ranks(job: Selection) -> dict[str, str]:
     """What ranks have to agree in, by the names that users know; else they would wait in different collectives, or
     measure different things."""
     request, options = job.request, job.options

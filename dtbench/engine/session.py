@@ -1,7 +1,7 @@
-"""What a rank does in a run: measure with the others what is left to measure, and, on rank 0, write it down.
+"""A rank's part in a run: measures with the other ranks; rank 0 also writes and prints the results.
 
-The way of a case: all ranks agree on the tasks (`_agree_on_tasks`), `TaskSweep` measures one after another in a live
-world, and rank 0's `RunRecorder` writes each result and shows it.
+Once the ranks have met, they agree on the tasks that the run file still lacks, measure them one after another, first on
+simulated ranks and then in a process group, and end with the exit code of rank 0.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dtbench.engine import budget
 from dtbench.engine.clock import clocks_of
 from dtbench.engine.clocks import Offset
 from dtbench.engine.failure import ActiveCase, Diagnosis, kept_in, record_failure
 from dtbench.engine.findings import findings, next_commands
+from dtbench.engine.launch_files import LaunchSpec
 from dtbench.engine.options import RunRequest
-from dtbench.engine.place import AGAIN, BEGAN, RankPlace, launch_number, output_of, start_again
+from dtbench.engine.place import RankPlace, output_of, start_next_launch
 from dtbench.engine.progress import Progress, say, summary_of
 from dtbench.engine.rank import LaunchedRank
-from dtbench.engine.ranks import AloneRanks, backend_of, simulated_world
-from dtbench.engine.sampling import Budget, Instruments, RankGroup, TaskSweep, budget_of
-from dtbench.engine.selection import RunJob, prepare, refuse_other_run, same_on_all_ranks
+from dtbench.engine.ranks import AloneRanks, backend_of, simulated_world, vote_of_rank_0
+from dtbench.engine.sampling import Budget, Instruments, budget_of, measure_tasks
+from dtbench.engine.selection import Selection, refuse_other_run, same_on_all_ranks, select
 from dtbench.engine.tasks import Task, further_tasks, remaining
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
 from dtbench.machine.device import choose_device, is_gpu
@@ -42,270 +44,255 @@ from dtbench.text.units import plural
 if TYPE_CHECKING:
     import torch
 
-# How often the suites may ask for more cases in a launch; bisection from steps of 4x down to below 2x asks
-# twice. A suite without an end would measure for ever.
+# How often the suites may ask for more sizes in a launch; bisection from steps of 4x down to below 2x asks
+# twice. A suite that always asks for more would measure for ever.
 MAX_REFINEMENTS = 8
-# A case that a suite wants beside those that it lists: suite, name, params and impls.
-_Further = tuple[str, str, dict[str, Param], list[str]]
+# A case that a suite wants in addition to those that it lists: suite, name, params and impls.
+_AddedCase = tuple[str, str, dict[str, Param], list[str]]
 
 
 class Session:
-    """This rank's part in one launch of a run. `go` never returns."""
+    """This rank's part in one launch of a run."""
 
-    def __init__(self, request: RunRequest, place: RankPlace, argv: Sequence[str]) -> None:
+    def __init__(self, request: RunRequest, place: RankPlace, spec: LaunchSpec) -> None:
         self._request = request
-        self._argv = argv
-        self._launch = launch_number()
+        self._spec = spec
         self._output = output_of(request.output)
-        self._began_s = float(os.environ.get(BEGAN) or time.monotonic())
         self._recorder: RunRecorder | None = None  # on rank 0
-        self._rank = LaunchedRank(place, self._report, self._launch)
+        self._rank = LaunchedRank(place, self._record_failure, spec.launch, spec.report_path)
 
-    def go(self) -> NoReturn:
+    def run(self) -> NoReturn:
+        """Measures with the other ranks, and ends this process."""
+        request, launch = self._request, self._spec.launch
         with self._rank as rank:
-            self._run(prepare(self._request, choose_device(self._request.device), rank.place.world_size))
-        if self._launch + 1 < self._request.launches and not rank.ours:
-            start_again(self._launch + 1, self._output)
+            selection = select(request, choose_device(request.device), rank.place.world_size)
+            device_type = selection.options.device_type
+            communicates = any(task.suite.world == "ranks" for task in selection.tasks)
+            transport = backend_of(device_type, request.backend) if communicates else None
+            rank.join(device_type, transport, same_on_all_ranks(selection) | {"launch": str(launch)})
+            # Ranks of another launcher have each named the file by their own clock.
+            self._output = Path(rank.ranks.agree(str(self._output), vote_of_rank_0))
+            if rank.place.rank == 0:
+                self._recorder = RunRecorder(selection, self._open_file(selection), launch)
+            tasks = self._agree_on_tasks(selection)
+            if self._recorder is not None:
+                self._recorder.begin(tasks, self._spec.start_s)
+            for result in self._measure(selection, tasks):
+                self._on_rank_0.record(result)
+            rank.conclude(None if self._recorder is None else self._recorder.end())
+        if launch + 1 < request.launches and not rank.is_ours:
+            start_next_launch(launch + 1, self._output)
         rank.exit()
 
-    def _run(self, job: RunJob) -> None:
-        rank, device_type = self._rank, job.options.device_type
-        sends = any(task.suite.world == "ranks" for task in job.tasks)
-        transport = backend_of(device_type, self._request.backend) if sends else None
-        rank.join(device_type, transport, same_on_all_ranks(job) | {"launch": str(self._launch)})
-        # Each rank has named the file by its own clock.
-        self._output = Path(*rank.ranks.agree([str(self._output)], lambda votes: votes[0]))
-        if rank.place.rank == 0:
-            self._recorder = RunRecorder(job, self._open(job), self._launch)
-        tasks = self._agree_on_tasks(job)
-        if self._recorder is not None:
-            self._recorder.begin(tasks, self._began_s)
-        self._measure(job, tasks)
-        rank.conclude(lambda: self._on_rank_0.end())
-
-    def _open(self, job: RunJob) -> RunWriter:
-        if self._launch > 0 or os.environ.get(AGAIN):
+    def _open_file(self, selection: Selection) -> RunWriter:
+        """Opens the run file of an earlier launch or run, or creates it."""
+        if self._spec.launch > 0 or self._spec.is_restart:
             return RunWriter.resume(self._output)
-        before = run_to_resume(job, self._output)
-        if before is not None and before.complete:
-            self._rank.stop_all(say_complete(before))
-        return open_run_file(job, self._argv, self._output, self._rank.infos, before)
+        previous = run_to_resume(selection, self._output)
+        if previous is None:
+            header = build_header(
+                argv=self._spec.argv,
+                options=selection.options,
+                suites=selection.suite_names,
+                mesh=() if selection.is_simulated else selection.options.mesh,
+                ranks=self._rank.infos,
+                backend=backend_of(selection.options.device_type, self._request.backend),
+                launches=self._request.launches,
+            )
+            return RunWriter.create(self._output, header)
+        if previous.complete:
+            self._rank.stop_all(say_complete(previous))
+        return RunWriter.resume(previous, {"argv": mask_arguments(self._spec.argv)})
 
     @property
     def _on_rank_0(self) -> RunRecorder:
         assert self._recorder is not None
         return self._recorder
 
-    def _measure(self, job: RunJob, tasks: Sequence[Task]) -> None:
-        rank, quick = self._rank, job.options.quick
-        sweep = TaskSweep(
-            launch=self._launch,
-            timeout_s=self._request.timeout_s,
-            now=rank.now,
-            record=lambda result: self._on_rank_0.record(result),
-            starting=self._starting,
-            limit=rank.limit,
-            go_on=self._go_on(tasks),
+    def _measure(self, selection: Selection, tasks: Sequence[Task]) -> Iterator[Result]:
+        """Measures the tasks and what the suites add to them; yields the results on rank 0."""
+        rank, request, quick = self._rank, self._request, selection.options.quick
+        deadlines = None
+        if request.budget_s is not None:
+            deadlines = budget.Deadlines(tasks, self._spec.start_s + request.budget_s, quick)
+        measure = functools.partial(
+            measure_tasks,
+            launch=self._spec.launch,
+            timeout_s=request.timeout_s,
+            active_case=rank.active_case,
+            at_work=self._at_work,
+            deadlines=deadlines,
         )
-        simulated, real = ([t for t in tasks if t.suite.world == kind] for kind in ("simulated", "ranks"))
         instruments = functools.partial(instruments_of, rank.device)
+        simulated, real = ([t for t in tasks if t.suite.world == kind] for kind in ("simulated", "ranks"))
         if simulated and rank.place.rank == 0:
             with simulated_world(rank.device) as world:
                 tools = instruments(barrier=lambda: None, budget=budget_of("simulated", quick))
-                sweep.measure(simulated, world, AloneRanks(), tools)
+                yield from measure(simulated, world, AloneRanks(), tools)
         rank.wait_for_all()
-        # A resumed run may have its sweep whole and its refinement not.
-        real = real or self._agree_on_more(job)
+        # A resumed run may have measured its listed sizes, but not those that refine them.
+        real = real or self._agree_on_added_tasks(selection)
         if not real:
             return
-        with rank.process_group(job.options.mesh, self._request.timeout_s) as (group, barrier):
+        with rank.process_group(selection.options.mesh, request.timeout_s) as (group, barrier):
             tools = instruments(
                 barrier=barrier,
                 budget=budget_of("ranks", quick),
                 clock_offset=functools.partial(rank.clock_offset, time.perf_counter_ns),
             )
             for _ in range(MAX_REFINEMENTS):
-                sweep.measure(real, group, rank.ranks, tools)
-                if not (real := self._agree_on_more(job)):
+                yield from measure(real, group, rank.ranks, tools)
+                real = self._agree_on_added_tasks(selection)
+                if not real:
                     break
 
-    # ---- what all ranks agree on ----
-
-    def _agree_on_tasks(self, job: RunJob) -> list[Task]:
-        """What is left to measure, by rank 0's file."""
-        ranks = self._rank.ranks
-        chosen: list[list[str]] = ranks.agree(None, lambda _votes: self._on_rank_0.impls_left())
-        pairs = zip(job.tasks, chosen, strict=True)
+    def _agree_on_tasks(self, selection: Selection) -> list[Task]:
+        """Returns the tasks that rank 0's file lacks, with the impls that it lacks."""
+        impls = [] if self._recorder is None else self._recorder.remaining_impls()
+        agreed = self._rank.ranks.agree(impls, vote_of_rank_0)
+        pairs = zip(selection.tasks, agreed, strict=True)
         return [Task(task.suite, task.case, tuple(impls)) for task, impls in pairs if impls]
 
-    def _agree_on_more(self, job: RunJob) -> list[Task]:
-        """What the suites want to measure beyond their cases, as rank 0 finds from its results; names and params
-        travel, and each rank builds the cases of them."""
-        if not job.options.refine:
+    def _agree_on_added_tasks(self, selection: Selection) -> list[Task]:
+        """Returns what the suites want to measure beyond their listed cases, according to rank 0's results.
+
+        Rank 0 sends names and params, from which each rank builds the cases.
+        """
+        if not selection.options.refine:
             return []
-        suites = {suite.name: suite for suite in job.suites}
-        wanted: list[_Further] = self._rank.ranks.agree(None, lambda _votes: self._on_rank_0.further())
+        added = [] if self._recorder is None else self._recorder.added_cases()
+        suites = {suite.name: suite for suite in selection.suites}
         tasks = []
-        for name, case, params, impls in wanted:
+        for name, case, params, impls in self._rank.ranks.agree(added, vote_of_rank_0):
             refinement = suites[name].refinement
             assert refinement is not None
-            tasks.append(Task(suites[name], refinement.case(job.options, case, params), tuple(impls)))
+            tasks.append(Task(suites[name], refinement.case(selection.options, case, params), tuple(impls)))
         return tasks
 
-    def _go_on(self, tasks: Sequence[Task]) -> Callable[[Task, RankGroup], bool]:
-        """Whether --budget has time for a task, as rank 0 finds."""
-        if self._request.budget_s is None:
-            return lambda _task, _ranks: True
-        deadlines = budget.Deadlines(tasks, self._began_s + self._request.budget_s, self._request.quick)
-        ended: set[str] = set()  # suites: what comes after a refusal is refused, too
-
-        def go_on(task: Task, ranks: RankGroup) -> bool:
-            def decide(_votes: object) -> bool:
-                return deadlines.allows(task, time.monotonic())
-
-            suite = task.suite.name
-            if suite not in ended and not ranks.agree(None, decide):
-                ended.add(suite)
-            return suite not in ended
-
-        return go_on
-
-    # ---- for whoever reports a failure ----
-
-    def _starting(self, _task: Task) -> None:
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Reports the case to our launcher, and ends all ranks if it takes longer than --timeout."""
         if self._recorder is not None:
-            self._rank.note(case=self._rank.now, good=self._recorder.good)
+            self._rank.report(case=self._rank.active_case, ok_results=self._recorder.ok_results)
+        with self._rank.limit(self._request.timeout_s):
+            yield
 
-    def _report(self, diagnosis: Diagnosis, case: ActiveCase) -> None:
-        """Under another's launcher, on the lowest living rank, in a helper thread: the failed result and the last
-        line."""
+    def _record_failure(self, diagnosis: Diagnosis, case: ActiveCase) -> None:
+        """Records the failed result and prints the last line, under another launcher and in a helper thread."""
         writer = None if self._recorder is None else self._recorder.writer
         record_failure(diagnosis, case, self._output, writer)
 
 
 class RunRecorder:
-    """On rank 0: the run file, what is left to do by it, and the terminal."""
+    """Rank 0's view of the run: writes results to the run file, finds what the file lacks, and prints progress."""
 
-    def __init__(self, job: RunJob, writer: RunWriter, launch: int) -> None:
+    def __init__(self, selection: Selection, writer: RunWriter, launch: int) -> None:
         self.writer = writer
-        self.progress = Progress()
-        self._job = job
+        self.ok_results = sum(result.status == "ok" for result in writer.results.values())
+        self._progress = Progress()
+        self._selection = selection
         self._launch = launch
-        self.good = sum(result.status == "ok" for result in writer.results.values())
 
-    def left(self, tasks: Iterable[Task]) -> list[Task]:
+    def _remaining(self, tasks: Iterable[Task]) -> list[Task]:
         return remaining(tasks, self.writer.results, self._launch)
 
-    def impls_left(self) -> list[list[str]]:
-        """Of each task of the job."""
-        impls = {id(task.case): list(task.impls) for task in self.left(self._job.tasks)}
-        return [impls.get(id(task.case), []) for task in self._job.tasks]
+    def remaining_impls(self) -> list[list[str]]:
+        """Returns the impls that are still to be measured, for each task of the selection."""
+        impls = {id(task.case): list(task.impls) for task in self._remaining(self._selection.tasks)}
+        return [impls.get(id(task.case), []) for task in self._selection.tasks]
 
-    def further(self) -> list[_Further]:
-        """What the suites want beyond the job's tasks, by the results so far."""
-        job, results = self._job, list(self.writer.results.values())
-        more = further_tasks(job.suites, job.options, job.texts, results, self._launch)
-        left = self.left(more)
-        if left:
-            self.progress.more([budget.impl_s(t, job.options.quick) for t in left for _ in t.impls])
-        return [(t.suite.name, t.case.name, dict(t.case.params), list(t.impls)) for t in left]
+    def added_cases(self) -> list[_AddedCase]:
+        """Returns what the suites want beyond the selection, according to the results so far."""
+        selection, results = self._selection, list(self.writer.results.values())
+        options = selection.options
+        added = further_tasks(selection.suites, options, selection.filters, results, self._launch)
+        tasks = self._remaining(added)
+        if tasks:
+            self._progress.more([budget.impl_s(task, options.quick) for task in tasks for _ in task.impls])
+        return [(t.suite.name, t.case.name, dict(t.case.params), list(t.impls)) for t in tasks]
 
-    def begin(self, tasks: Sequence[Task], began_s: float) -> None:
-        """The first line. began_s: when the run was, on the monotonic clock."""
-        options, request = self._job.options, self._job.request
-        expected, quick = self._job.expected(tasks), options.quick
+    def begin(self, tasks: Sequence[Task], start_s: float) -> None:
+        """Prints the first line.
+
+        Args:
+            tasks: what is to be measured.
+            start_s: when the run began, on the monotonic clock.
+        """
+        selection, request = self._selection, self._selection.request
+        options = selection.options
+        expected, quick = selection.affordable(tasks), options.quick
         estimates = [budget.impl_s(task, quick) for task in expected for _ in task.impls]
-        alone = dict.fromkeys(task.suite.name for task in tasks if task.suite.world == "simulated")
+        simulated = dict.fromkeys(task.suite.name for task in tasks if task.suite.world == "simulated")
         ranks = f"on {options.world_size} {options.device_type} ranks ({format_mesh(options.mesh)})"
-        if self._job.simulated:
+        if selection.is_simulated:
             ranks = "in one process, which simulates its ranks"
-        elif alone:
-            ranks += f", {' and '.join(alone)} in one process"
+        elif simulated:
+            ranks += f", {' and '.join(simulated)} in one process"
         words = [
             f"{plural(len(estimates), 'result')} to measure {ranks},",
             f"launch {self._launch + 1} of {request.launches}," if request.launches > 1 else "",
             "" if request.brief else f"into {self.writer.path}:",
-            budget.forecast(expected, self._job.tasks, quick, self._job.processes),
+            budget.forecast(expected, selection.tasks, quick, selection.measuring_processes),
         ]
-        end_s = None if request.budget_s is None else began_s + request.budget_s
-        self.progress.begin(" ".join(word for word in words if word), estimates, end_s)
+        end_s = None if request.budget_s is None else start_s + request.budget_s
+        self._progress.begin(" ".join(word for word in words if word), estimates, end_s)
 
     def record(self, result: Result) -> None:
         try:
             written = self.writer.append(result)
         except OutputError as error:
             raise OutputError(f"{error}: {kept_in(self.writer.path)}") from error
-        self.good += written.status == "ok"
-        self.progress.result(written)
+        self.ok_results += written.status == "ok"
+        self._progress.result(written)
 
     def end(self) -> int:
-        """When all is measured: the end of the file and the last lines. The exit code."""
-        request, results = self._job.request, self.writer.results
-        last = self._launch + 1 >= request.launches
-        if last:
+        """Ends the launch, and after the last launch the run: ends its file and prints the last lines.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            OutputError: the file cannot be written, or the baseline cannot be kept.
+        """
+        request, results = self._selection.request, self.writer.results
+        is_last = self._launch + 1 >= request.launches
+        if is_last:
             self.writer.end()
         self.writer.close()
-        if last:
-            left = self.left(self._job.tasks)
-            if request.budget_s is not None and left:
-                say(f"left out for --budget: {budget.name_left_out(self._job.tasks, left)}")
-            say_ended(request, self.writer.path)
+        if is_last:
+            tasks = self._remaining(self._selection.tasks)
+            if request.budget_s is not None and tasks:
+                say(f"left out for --budget: {budget.name_left_out(self._selection.tasks, tasks)}")
+            _print_findings(request, self.writer.path)
         return exit_code_of(results.values())
 
 
-def run_to_resume(job: RunJob, output: Path) -> Run | None:
-    """The run to go on with; None where --resume is not given, or has no file yet: the first of a launcher's attempts
-    is given it too.
+def run_to_resume(selection: Selection, output: Path) -> Run | None:
+    """Returns the run to continue; None without --resume, or if the file does not exist yet.
 
     Raises:
-        UnreadableRunError: it is no run.
-        UsageError: it was asked for something else.
+        UnreadableRunError: the file is not a run.
+        UsageError: the run was begun with other options.
     """
-    if not job.request.resume or not os.path.lexists(output):
+    if not selection.request.resume or not os.path.lexists(output):
         return None
     run = read_run(output)
-    refuse_other_run(run.header, job.options, job.suite_names, job.request.launches, output)
+    refuse_other_run(run.header, selection.options, selection.suite_names, selection.request.launches, output)
     return run
 
 
-def open_run_file(
-    job: RunJob, argv: Sequence[str], output: Path, ranks: Sequence[Mapping[str, Any]], before: Run | None
-) -> RunWriter:
-    """The file of the run to go on with, or a new one. ranks: what each says of itself.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    if before is not None:
-        return RunWriter.resume(before, {"argv": mask_arguments(argv)})
-    header = build_header(
-        argv=argv,
-        options=job.options,
-        suites=job.suite_names,
-        mesh=() if job.simulated else job.options.mesh,
-        ranks=ranks,
-        backend=backend_of(job.options.device_type, job.request.backend),
-        launches=job.request.launches,
-    )
-    return RunWriter.create(output, header)
-
-
 def exit_code_of(results: Iterable[Result]) -> int:
-    """0, or 5 where a result failed or is wrong, or there is none."""
+    """Returns 0, or 5 if a result failed or is wrong, or if there are no results."""
     statuses = {result.status for result in results}
     return EXIT_OK if statuses and not statuses & {"failed", "wrong"} else EXIT_CASE_FAILED
 
 
-def say_ended(request: RunRequest, path: Path) -> None:
-    """The last lines of a run that is whole: its findings, and what to type next.
-
-    Raises:
-        OutputError: the baseline cannot be kept.
-    """
+def _print_findings(request: RunRequest, path: Path) -> None:
+    """Prints the last lines of a complete run: its findings, and the commands to continue with."""
     run = read_run(path)
     lines = [] if request.brief else findings(run)
-    of = ", ".join(request.suites) if request.brief else path  # whose file is not kept
-    lines.append(f"{of}: {summary_of(run.results)}")
+    name = ", ".join(request.suites) if request.brief else path  # a brief run's file is temporary
+    lines.append(f"{name}: {summary_of(run.results)}")
     if request.save_baseline is not None:
         kept = baselines.save(path, request.save_baseline)
         lines.append(f"kept as the baseline {request.save_baseline}: {kept}")
@@ -314,7 +301,7 @@ def say_ended(request: RunRequest, path: Path) -> None:
 
 
 def say_complete(run: Run) -> int:
-    """There is nothing to resume; the exit code."""
+    """Prints that nothing is left to measure. Returns the exit code."""
     say(f"{run.path} is complete already: {summary_of(run.results)}; there is nothing left to measure")
     return exit_code_of(run.results)
 
@@ -326,6 +313,6 @@ def instruments_of(
     budget: Budget,
     clock_offset: Callable[[], Offset | None] = lambda: None,
 ) -> Instruments:
-    """The clocks and the GPU's state of the device. barrier: of all ranks. clock_offset: see `Instruments`."""
+    """Returns the clocks of a device and the state of a GPU. For the arguments, see `Instruments`."""
     read_gpu_state = functools.partial(gpu_state, device.index or 0) if is_gpu(device) else lambda: None
     return Instruments(clocks_of(device), barrier, budget, boot_id(), read_gpu_state, clock_offset)

@@ -26,7 +26,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-LAUNCHER = "DTBENCH_LAUNCHER"  # the launcher's process id; set by our own launcher only
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _Handler = Callable[[int, FrameType | None], object]  # of a signal
 
@@ -181,17 +180,16 @@ def left_s(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.0)
 
 
-def end_with_launcher() -> None:
-    """From now on the kernel sends this process a SIGTERM when its launcher dies (on Linux; elsewhere the ranks notice
-    that its store is gone); it ends here if that has died already."""
-    launcher = int(os.environ.get(LAUNCHER, "0"))
-    if not launcher:
-        return
+def end_with_launcher(launcher_pid: int) -> None:
+    """Makes the kernel send this process a SIGTERM when its launcher dies; ends it now if that has died already.
+
+    Linux only. Elsewhere the ranks notice that their store is gone.
+    """
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != launcher:  # it died before its signal was set
+    if os.getppid() != launcher_pid:  # it died before its signal was set
         os._exit(1)
 
 

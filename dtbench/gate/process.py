@@ -23,7 +23,7 @@ _OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_A
 _OF_THE_JOB_PREFIXES = (
     "TORCHELASTIC_",
     "PYTEST_",
-    *(f"DTBENCH_{name}" for name in ("LAUNCH", "OUTPUT", "NOTE", "AGAIN", "BEGAN")),
+    *(f"DTBENCH_{name}" for name in ("LAUNCH", "OUTPUT")),
 )
 
 LATE = "it took too long"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Literal, NoReturn
@@ -15,6 +16,7 @@ from msgspec import Struct
 from dtbench.cost.price import estimate
 from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.launch import start_ranks
+from dtbench.engine.launch_files import LaunchSpec
 from dtbench.engine.options import RunRequest
 from dtbench.engine.place import RankPlace, find_place
 from dtbench.engine.progress import say, say_if_slow
@@ -52,28 +54,45 @@ from dtbench.text.units import bandwidth_unit, format_bandwidth, format_seconds,
 SLOWER_THAN_EXPECTED = 0.80
 
 
-def preflight(options: RunRequest, expect: Path | None, as_json: bool, argv: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class PreflightRequest:
+    """The options of `dtbench preflight`.
+
+    Attributes:
+        options: those that `dtbench run` has, too.
+        expect: the path of a topology to compare with.
+        as_json: whether to print JSON.
+    """
+
+    options: RunRequest
+    expect: Path | None = None
+    as_json: bool = False
+
+
+def preflight(request: PreflightRequest) -> int:
     """Examines the world, or starts one here; the exit code: 1 where something is named, 3 where something had no
     peers to be compared with.
-
-    expect: a topology. argv: what ranks are started with again.
 
     Raises:
         UsageError: a world of one rank, or options that cannot be followed.
     """
     quiet_torch()
-    expected = None if expect is None else read_topology(expect)
+    options = request.options
     if (place := find_place()) is not None:
-        Coordinator(options, as_json, place, expected).go()
-    tell = (lambda _text: None) if as_json else say
+        Coordinator(request, place).go()
+    if request.expect is not None:
+        read_topology(request.expect)
+    tell = (lambda _text: None) if request.as_json else say
     with say_if_slow("loading torch", tell):
         device_type = choose_device(options.device)
         nproc = count_ranks(options.ranks, device_type, options.backend)
     options.resolve(device_type, nproc)
     _refuse_one(nproc)
     tell(f"starting {plural(nproc, 'process')}, loading torch")
-    note = start_ranks(argv, nproc, 0, Path(), _report)
-    return EXIT_INTERRUPTED if note.code is None else note.code
+    report = start_ranks(LaunchSpec(command="preflight", request=request), nproc)
+    if report.diagnosis is not None:
+        _report(report.diagnosis, report.case)
+    return EXIT_INTERRUPTED if report.exit_code is None else report.exit_code
 
 
 def _refuse_one(ranks: int) -> None:
@@ -90,11 +109,10 @@ def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
 class Coordinator:
     """This rank's part; on rank 0 it also asks for what is measured, and concludes. `go` never returns."""
 
-    def __init__(
-        self, options: RunRequest, as_json: bool, place: RankPlace, expected: CalibratedTopology | None
-    ) -> None:
-        self._options, self._as_json, self._expected = options, as_json, expected
-        self._rank = LaunchedRank(place, _report)
+    def __init__(self, request: PreflightRequest, place: RankPlace, report_path: str = "") -> None:
+        self._options, self._as_json = request.options, request.as_json
+        self._expected = None if request.expect is None else read_topology(request.expect)
+        self._rank = LaunchedRank(place, _report, report_path=report_path)
 
     def go(self) -> NoReturn:
         with self._rank as rank:
@@ -103,12 +121,12 @@ class Coordinator:
             device_type = choose_device(options.device)
             plan = options.resolve(device_type, rank.place.world_size)
             rank.join(device_type, backend_of(device_type))
-            rank.now.name = "the first round"
+            rank.active_case.name = "the first round"
             began = time.monotonic()
             with rank.limit(options.timeout_s):
                 examination = self._examine(plan.mesh, options.timeout_s)
             seconds = time.monotonic() - began
-            rank.conclude(lambda: self.conclude(examination, seconds))
+            rank.conclude(self.conclude(examination, seconds) if rank.place.rank == 0 else None)
         rank.exit()
 
     def _examine(self, mesh: Mesh, timeout_s: float) -> Examination:
@@ -131,8 +149,8 @@ class Coordinator:
             probe = Probe(world, barrier)
             answer: object = None
             while (command := ranks.agree(answer, next_command)) is not None:
-                rank.now.name = str(command.get("kind") or command.get("dim") or command["do"])
-                rank.now.step += 1
+                rank.active_case.name = str(command.get("kind") or command.get("dim") or command["do"])
+                rank.active_case.step += 1
                 answer = probe.do(command)
         return examination
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from dtbench.engine.launch import start_ranks
+from dtbench.engine.launch_files import LaunchSpec
 from dtbench.engine.measure import Subject, measure
 from dtbench.engine.place import find_place
 from dtbench.engine.progress import say, say_if_slow
@@ -27,8 +28,8 @@ from dtbench.suite.case import FLOOR
 from dtbench.text.units import plural
 
 
-def profile(request: ProfileRequest, argv: Sequence[str]) -> int:
-    """Does what the request says; the exit code. argv: what ranks are started with again."""
+def profile(request: ProfileRequest) -> int:
+    """Does what the request says; the exit code."""
     # Before torch loads: kineto tells stderr of every start and stop otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     quiet_torch()
@@ -46,8 +47,10 @@ def profile(request: ProfileRequest, argv: Sequence[str]) -> int:
         return _profile_calls(request, tasks, device_type)
     from dtbench.profile.ranks import report_failure
 
-    note = start_ranks(argv, nproc, 0, request.folder, report_failure)
-    return EXIT_INTERRUPTED if note.code is None else note.code
+    report = start_ranks(LaunchSpec(command="profile", request=request), nproc)
+    if report.diagnosis is not None:
+        report_failure(report.diagnosis, report.case)
+    return EXIT_INTERRUPTED if report.exit_code is None else report.exit_code
 
 
 def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: DeviceType) -> int:

@@ -59,7 +59,7 @@ class RankRecording(CollectiveSchedule):
     def __init__(
         self, task: Task, impl: str, rank: LaunchedRank, barrier: Callable[[], None], options: RunRequest
     ) -> None:
-        super().__init__(task.case, [impl], rank.ranks, rank.now)
+        super().__init__(task.case, [impl], rank.ranks, rank.active_case)
         self.label = f"{task.label} ({impl})"
         self._impl, self._rank, self._barrier = self.live[impl], rank.ranks.rank, barrier
         self._most = LEAST_ITERATIONS if options.quick else MOST_ITERATIONS
@@ -124,9 +124,9 @@ class RankRecording(CollectiveSchedule):
 class RankProfile:
     """This rank's part in a profile. `go` never returns."""
 
-    def __init__(self, request: ProfileRequest, place: RankPlace) -> None:
+    def __init__(self, request: ProfileRequest, place: RankPlace, report_path: str = "") -> None:
         self._request, self._place = request, place
-        self._rank = LaunchedRank(place, report_failure)
+        self._rank = LaunchedRank(place, report_failure, report_path=report_path)
         self._recorded: list[Recorded] = []
         self._failed = False
 
@@ -140,7 +140,7 @@ class RankProfile:
                 )
             rank.join(device_type, backend_of(device_type, self._request.options.backend))
             parts = self._profile(tasks, device_type)
-            rank.conclude(lambda: self._write(parts))
+            rank.conclude(self._write(parts) if rank.place.rank == 0 else None)
         rank.exit()
 
     def _profile(self, tasks: Sequence[Task], device_type: DeviceType) -> list[list[Recorded]]:
@@ -164,7 +164,7 @@ class RankProfile:
         return gathered or []
 
     def _profile_task(self, task: Task, world: LiveWorld, barrier: Callable[[], None]) -> None:
-        now, case, options = self._rank.now, task.case, self._request.options
+        now, case, options = self._rank.active_case, task.case, self._request.options
         for impl in task.impls:
             now.begin(task.suite.name, case.name, case.params, task.impls)
             recording = RankRecording(task, impl, self._rank, barrier, options)

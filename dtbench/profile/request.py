@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dtbench.engine.options import RunRequest, split_target
-from dtbench.engine.place import OUTPUT
-from dtbench.engine.selection import prepare
+from dtbench.engine.selection import select
 from dtbench.engine.tasks import Task, matcher
 from dtbench.errors import UsageError
 from dtbench.suite import DeviceType
@@ -34,22 +32,21 @@ class ProfileRequest:
     def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
         """The cases to profile, the same on every rank; raises UsageError as `choose` does, or for no such suite."""
         # The filter comes after the case's name, so that a message can name the nearest.
-        return choose(prepare(self.options, device_type, world_size).tasks, self.case, self.filter_text)
+        return choose(select(self.options, device_type, world_size).tasks, self.case, self.filter_text)
 
 
 def make_request(target: str, filter_text: str, output: Path | None, options: RunRequest) -> ProfileRequest:
     """From the command line. `options` has everything but the suite; without -o the folder is named by
-    the time, and ranks take the name that their launcher chose.
+    the time.
 
     Raises:
         UsageError: a target that is none.
     """
     suite, case = split_target(target)
-    named = os.environ.get(OUTPUT) or time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())
     return ProfileRequest(
         options=dataclasses.replace(options, suites=(suite,), filter=""),
         case=case,
-        folder=output or Path(named),
+        folder=output or Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())),
         filter_text=filter_text,
     )
 

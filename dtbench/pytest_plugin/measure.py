@@ -19,8 +19,8 @@ from dtbench.engine.measure import ImplOutcome, to_result
 from dtbench.engine.options import RunRequest, parse_dtypes, parse_sizes
 from dtbench.engine.place import RankPlace, find_place
 from dtbench.engine.rank import LaunchedRank, quiet_torch
-from dtbench.engine.ranks import AloneRanks, LiveWorld, device_of, simulated_world, world_of_one
-from dtbench.engine.sampling import CollectiveSchedule, RankGroup
+from dtbench.engine.ranks import AloneRanks, LiveWorld, RankGroup, device_of, simulated_world, world_of_one
+from dtbench.engine.sampling import CollectiveSchedule
 from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import UsageError, complain
 from dtbench.machine.device import DEFAULT_CPU_RANKS, choose_device

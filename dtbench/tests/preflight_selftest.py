@@ -47,7 +47,7 @@ from dtbench.preflight.examine import (
     worse,
 )
 from dtbench.preflight.examine import fitting_bytes as fitting
-from dtbench.preflight.preflight import Coordinator
+from dtbench.preflight.preflight import Coordinator, PreflightRequest
 from dtbench.records.atomic import refuse_taken, write_atomically
 from dtbench.suite.mesh import groups_by_dim
 from dtbench.tests import lab as hosts
@@ -97,7 +97,7 @@ class Gathering(Coordinator):
     def __init__(self, path: Path) -> None:
         place = find_place()
         assert place is not None
-        super().__init__(RunRequest(device="cpu", timeout_s=600.0), False, place, None)
+        super().__init__(PreflightRequest(RunRequest(device="cpu", timeout_s=600.0)), place)
         self._path = path
 
     def examining(self, world: ExaminedWorld) -> Examining:

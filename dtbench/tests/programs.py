@@ -21,6 +21,7 @@ from core.tests.gloo_world import START
 LIMIT_S = 240  # for a whole command: a hang, not slowness
 PATH = tuple(sys.path)  # of a process that has loaded no suite's file
 FRESH = (sys.executable, "-P", "-m", "dtbench")
+RANK = (sys.executable, "-P", "-m", "dtbench.rank_main")
 
 
 def environment() -> dict[str, str]:
@@ -90,7 +91,7 @@ class Forked:
         self._process.join()
 
 
-def _enter(argv: list[str], env: dict[str, str], files: list[str], cwd: str) -> None:
+def _enter(argv: Sequence[str], env: dict[str, str], files: list[str], cwd: str) -> None:
     """In the forked process: becomes the program. Its ranks write to the same files."""
     os.setsid()
     for number, file in enumerate(files, 1):
@@ -106,14 +107,15 @@ def _enter(argv: list[str], env: dict[str, str], files: list[str], cwd: str) -> 
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     from dtbench.cli import program as cli
+    from dtbench.rank_main import join_launch
 
     def fork(_handler: SubprocessHandler, command: Sequence[str], env: dict[str, str]) -> Forked:
-        assert tuple(command[: len(FRESH)]) == FRESH, command
-        return Forked(["dtbench", *command[len(FRESH) :]], env, files, Path.cwd())
+        assert tuple(command[: len(RANK)]) == RANK, command
+        return Forked(command[len(RANK) - 1 :], env, files, Path.cwd())
 
     SubprocessHandler._popen = fork  # type: ignore[assignment, method-assign]
     # A fork can reach the server it comes from, and would start another: it is not that one's parent.
     vars(forkserver._forkserver)["ensure_running"] = lambda: None
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
-    sys.argv = argv
-    cli.main()
+    sys.argv = [*argv]
+    cli.main((lambda: join_launch(argv[1])) if argv[0] == RANK[-1] else None)

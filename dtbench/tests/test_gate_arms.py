@@ -128,12 +128,12 @@ def test_variables(text: str, variables: dict[str, str] | None) -> None:
 
 
 def test_a_launch_gets_nothing_of_the_job_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_NOTE"):
+    for name in ("RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_LAUNCH"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("KEPT", "1")
     arm = made_up_arm(tmp_path, SLOW="2")
     env = environment_of({"C": "3"}, arm.env, arm.path)
-    assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_NOTE"} & set(env)
+    assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_LAUNCH"} & set(env)
     assert (env["KEPT"], env["SLOW"], env["C"]) == ("1", "2", "3")
     assert env["PYTHONPATH"] == os.pathsep.join(arm.path)
 

@@ -13,8 +13,8 @@ import pytest
 
 from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.launch import run as run_here
+from dtbench.engine.launch_files import LaunchSpec, RankReport
 from dtbench.engine.options import RunRequest
-from dtbench.engine.place import Note
 from dtbench.records.result import Result, Run
 from dtbench.records.run import read_run
 from dtbench.tests.programs import FRESH, LIMIT_S, environment, start, start_fresh
@@ -185,10 +185,10 @@ def test_ranks_that_are_lost_whatever_they_measure_end_the_run(
 ) -> None:
     starts: list[bool] = []
 
-    def lose(*_args: object, again: bool) -> Note:
-        starts.append(again)
+    def lose(spec: LaunchSpec, _world_size: int) -> RankReport:
+        starts.append(spec.is_restart)
         case = ActiveCase("bad", "grave", impls=["core"])
-        return Note(case, code=5, diagnosis=Diagnosis("rank 0 died", 0))
+        return RankReport(case, exit_code=5, diagnosis=Diagnosis("rank 0 died", 0))
 
     monkeypatch.setattr("dtbench.engine.launch.start_ranks", lose)
     assert run_here(RunRequest(suites=(SUITE,), device="cpu", output=here / "x.jsonl"), []) == 5

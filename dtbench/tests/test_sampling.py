@@ -14,9 +14,8 @@ import pytest
 
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import Subject
-from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, TaskSweep, combine
+from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine, measure_tasks
 from dtbench.engine.tasks import Task
-from dtbench.records.result import Result
 from dtbench.suite import Case, Skip, Workload
 from dtbench.suite.registry import Suite
 
@@ -301,7 +300,7 @@ def test_garbage_is_not_collected_while_sampling() -> None:
 
 def test_cases_of_several_passes_come_first_in_turn_and_keep_all_samples() -> None:
     trial, order = Trial(), list[str]()
-    results: list[Result] = []
+    active_case = ActiveCase()
 
     def task(name: str, passes: int, build: Mapping[str, Any]) -> Task:
         return Task(
@@ -315,20 +314,23 @@ def test_cases_of_several_passes_come_first_in_turn_and_keep_all_samples() -> No
 
     # 1, 2 and 3 ms in the first, second and third pass: the fastest is of one pass alone.
     slower = {"core": trial.impl("core", lambda _rank, _call: 1e-3 * order.count("steady"))}
-    sweep = TaskSweep(
-        launch=0,
-        timeout_s=60.0,
-        now=ActiveCase(),
-        record=results.append,
-        starting=lambda one: order.append(one.case.name),
-        limit=lambda _seconds: nullcontext(),
-    )
     tasks = [
         task("once", 1, {"core": trial.impl("other")}),
         task("steady", 3, slower),
         task("bad", 3, {"core": fails}),
     ]
-    sweep.measure(tasks, 0, trial.ranks.of(0), trial.tools(0))
+    results = list(
+        measure_tasks(
+            tasks,
+            0,
+            trial.ranks.of(0),
+            trial.tools(0),
+            launch=0,
+            timeout_s=60.0,
+            active_case=active_case,
+            at_work=lambda: nullcontext(order.append(active_case.name)),
+        )
+    )
     assert order == ["steady", "bad"] * 3 + ["once"]
     steady, bad, once = results
     assert (

@@ -1,0 +1,87 @@
+"""The two files that pass between our launcher and the ranks it starts: the launch's spec and the ranks' report.
+
+Both lie in the launch's scratch folder. Ranks of another launcher have neither: they parse the command line.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from dtbench.engine.failure import ActiveCase, Diagnosis
+from dtbench.records.atomic import replace_file
+
+_RequestT = TypeVar("_RequestT")
+
+
+class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of ranks. Ranks of our launcher read it instead of parsing the command line.
+
+    Attributes:
+        command: the command whose ranks these are.
+        request: the command's validated request, as JSON data.
+        argv: the command line without the program's name, for the header of the run file.
+        launch: which of the --launches this is, from 0.
+        is_restart: whether ranks of this launch were lost before.
+        start_s: when the run began, seconds on this host's monotonic clock.
+        launcher_pid: process id of our launcher; 0 for ranks of another launcher.
+        report_path: where the ranks report to our launcher; "" for ranks of another launcher.
+    """
+
+    command: Literal["run", "preflight", "profile"]
+    request: Any = None
+    argv: tuple[str, ...] = ()
+    launch: int = 0
+    is_restart: bool = False
+    start_s: float = 0.0
+    launcher_pid: int = 0
+    report_path: str = ""
+
+    def request_as(self, kind: type[_RequestT]) -> _RequestT:
+        """Returns the request as the dataclass that the command works with."""
+        return msgspec.convert(self.request, kind, dec_hook=lambda kind, text: kind(text))
+
+    def write(self, path: Path) -> None:
+        # json, unlike msgspec, also writes file names that are not UTF-8.
+        path.write_text(json.dumps(msgspec.to_builtins(self, enc_hook=str)))
+
+    @classmethod
+    def read(cls, path: str) -> LaunchSpec:
+        return msgspec.convert(json.loads(Path(path).read_text()), cls)
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """The state of a launch, as its ranks last reported it.
+
+    Attributes:
+        case: the case that the ranks are measuring.
+        ok_results: number of the run's results with status "ok".
+        exit_code: the launch's exit code once it is over and the ranks have printed why; else None.
+        is_complete: whether everything was measured.
+        diagnosis: what ended the ranks, for the launcher to record and print.
+    """
+
+    case: ActiveCase = msgspec.field(default_factory=ActiveCase)
+    ok_results: int = 0
+    exit_code: int | None = None
+    is_complete: bool = False
+    diagnosis: Diagnosis | None = None
+
+    @classmethod
+    def read(cls, path: str | Path) -> RankReport:
+        """Returns the report at `path`; an empty report if there is none."""
+        try:
+            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except (OSError, ValueError, msgspec.MsgspecError):
+            return cls()
+
+    def write(self, path: str) -> bool:
+        """Replaces the report at `path`. Returns False if that failed."""
+        with suppress(OSError):  # a full disk must not end a run that writes elsewhere
+            replace_file(Path(path), msgspec.json.encode(self))
+            return True
+        return False
