@@ -284,7 +284,8 @@ def test_plain_tensors_of_a_transform_are_refused_by_name(name: str) -> None:
     for placement in (S0, R):
         for source in (0, None):
             with pytest.raises(
-                ArgumentError, match=r"distribute_tensor got .* inside a transform .* make the DTensor before"
+                ArgumentError,
+                match=r"distribute_tensor got .* inside a transform .* create the DTensor before",
             ):
                 TRANSFORMS[name](
                     lambda t, p=placement, s=source: distribute_tensor(

@@ -1,8 +1,8 @@
 """Scaled dot-product attention: batch and heads are independent, so both may be sharded.
 
-The ops of CUDA (flash, memory-efficient, cuDNN) and of other accelerators follow their schemas and meta
-kernels; the tests here reach the CPU's op only. Their seeds and sequence lengths are replicated: with
-dropout, which would draw other numbers on a shard than on the whole, nothing is sharded.
+The rules for the ops of CUDA (flash, memory-efficient, cuDNN) and of other accelerators are derived from their schemas
+and meta kernels; the tests cover only the CPU op. Seeds and sequence lengths stay replicated. With dropout nothing is
+sharded, because a shard would draw other random numbers than the global tensor.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ BATCH, HEAD = 0, 1  # of query, key, value [batch, head, length, width]
 
 
 def _dims(call: OpCall, query: DTensorSpec, *keys: DTensorSpec) -> list[int]:
-    """Dims that may be sharded. Where several queries share a key (grouped heads), the heads are not: the
-    shards of both would have to be cut at the same groups."""
+    """Returns the dims that may be sharded.
+
+    With grouped heads, where several queries share a key, heads are not sharded: the shards of queries and keys would
+    have to be cut at the same groups.
+    """
     if call["dropout_p"] != 0.0 or any(spec.ndim != 4 for spec in (query, *keys)):
         return []
     if any(key.shape[BATCH] != query.shape[BATCH] for key in keys):
@@ -34,32 +37,34 @@ OPS = """
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_fused_attention_overrideable
 """
-# Arguments of the backward ops that have a batch and heads.
+# Arguments of the backward ops that have batch and head dims.
 BATCHED = ("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp")
 
 
 @rule(*ops_named(OPS))
 def attention(call: OpCall) -> Strategy:
     """(q, k, v, mask?) -> (output, logsumexp [batch, head, ...], sequence lengths, seeds, debug mask...)."""
-    for_cpu, (output, logsumexp, *rest) = call.op is FOR_CPU, call.outputs
+    for_cpu, (output, logsumexp, *replicated_outputs) = call.op is FOR_CPU, call.outputs
     if for_cpu and call.inputs[0].dtype == torch.float64 and logsumexp is not None:
-        # torch 2.11's meta kernel says float32, which the CPU kernel keeps for smaller dtypes only.
+        # torch 2.11's meta kernel returns float32, but the CPU kernel does so only for dtypes below float64.
         call.outputs = (output, logsumexp._replace(dtype=torch.float64))
     query, key, value, *mask = call.inputs
     rows = [
         PlacementRow(
             (*(Shard(d),) * 3, *(broadcast_placement(m, d, query.shape) for m in mask)),
-            (*(Shard(d),) * 2, *(REPLICATE,) * len(rest)),
+            (*(Shard(d),) * 2, *(REPLICATE,) * len(replicated_outputs)),
             nonempty=() if for_cpu else ((0, d),),
         )
         for d in ([] if call.named().get("return_debug_mask") else _dims(call, query, key, value))
     ]
-    return Strategy(rows, localize=_nothing_of_nothing if for_cpu else None, any_lengths=for_cpu)
+    return Strategy(rows, localize=_skip_empty_shard if for_cpu else None, any_lengths=for_cpu)
 
 
-def _nothing_of_nothing(placed: PlacedSpecs) -> Call | None:
-    """On an empty shard the CPU kernel would end the process: it divides by the batch and the heads. (Without
-    dropout the op draws nothing, so no rank falls out of step.)"""
+def _skip_empty_shard(placed: PlacedSpecs) -> Call | None:
+    """Replaces the op on empty shards, where the CPU kernel crashes in a division by the batch or head size.
+
+    The ranks still draw the same random numbers, since the op is only sharded without dropout.
+    """
     output, logsumexp = placed.outputs
     assert output is not None and logsumexp is not None
     if 0 not in output.local_shape:
@@ -76,8 +81,8 @@ def _nothing_of_nothing(placed: PlacedSpecs) -> Call | None:
 def attention_backward(call: OpCall) -> Strategy:
     """(grad, q, k, v, mask?, output, logsumexp, lengths, seeds...) -> (grad_q, grad_k, grad_v, grad_mask?).
 
-    The order differs from op to op, so arguments are found by name. The gradient of a mask that is not
-    sharded along is a sum over the ranks.
+    Arguments are found by name because their order differs between ops. If the sharded dim of the mask is broadcast,
+    its gradient is a sum over the ranks.
     """
     named = call.named()
     query, mask = named["query"], named.get("attn_bias", named.get("attn_mask"))

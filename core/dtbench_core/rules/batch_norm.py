@@ -1,11 +1,13 @@
-"""Batch norm. Its statistics run over everything but the channels, so in training a sharded batch needs
-sums over the ranks half way: the op is decomposed then. Sharded by channel, or with statistics given
-(evaluation), each rank is on its own and the op runs on the shards.
+"""Batch norm.
 
-Most of these ops write the running statistics without their schema saying so. So the op itself runs only
-where those need not move, and otherwise they are updated in place as the DTensors they are.
-cudnn's and MIOpen's ops keep a reserve that only their own backward can read: they are always decomposed,
-forward and backward. They need a GPU; the tests here reach the CPU's ops.
+In training, its statistics are over all dims but the channels. A sharded batch needs sums over the ranks in between, so
+the op is decomposed. If the tensors are sharded by channel, or in evaluation, each rank runs the op on its shards.
+
+Most of these ops write the running statistics although their schema does not say so. Therefore the op itself runs only
+if the running statistics need not be redistributed. Otherwise the decomposition updates them in place as DTensors.
+
+The ops of cuDNN and MIOpen return a reserve that only their own backward can read. They are always decomposed, in the
+forward and in the backward. They need a GPU; the tests cover the CPU ops.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ from dtbench_core.rules.labels import SUM, reduce_partials, replicate, upcast
 
 CHANNEL = 1  # of the input [n, c, ...]
 
-Three = tuple[Any, Any, Any]
+ThreeTensors = tuple[Any, Any, Any]
 
 
-# ---- on the shards ----
+# ---- on shards ----
 
 
 def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> PlacementRow:
-    """All by channel: inputs and gradients on dim 1, whatever has one value per channel on dim 0."""
+    """Returns the row with all tensors sharded by channel: on dim 1, or on dim 0 if they have one value per channel."""
     data = next(i for i, spec in enumerate(specs) if spec.ndim > 1)
     channels = specs[data].shape[CHANNEL]
 
@@ -80,23 +82,26 @@ BACKWARD = (aten.native_batch_norm_backward.default, aten.batch_norm_backward.de
 
 @rule(*FORWARD)
 def batch_norm(call: OpCall) -> Strategy:
-    """(input [n, c, ...], weight?, bias?, running mean?, running var?, all [c]) -> (output, saved mean, saved
-    inverse deviation, reserve?); the statistics saved are empty where they were given."""
+    """(input [n, c, ...], weight?, bias?, running mean?, running var?, all [c]) -> (output, saved mean, saved inverse
+    standard deviation, reserve?).
+
+    In evaluation, the saved statistics are empty.
+    """
     if call.inputs[0].ndim < 2:
         return Strategy([])
     _correct_saved(call)
     by_channel = _channel_row(call.inputs, call.outputs)
     if _trains(call.op, call.named()):
-        # By channel on the mesh dims where the data is: nothing that is written moves.
+        # Shard by channel on the mesh dims where the data is sharded by channel: then no written tensor moves.
         placed = [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
         return Strategy([], exact_placements=placements_by_tensor(placed), localize=lambda _: call.op)
     rows = [by_channel]
-    rest = (REPLICATE,) * (len(call.inputs) - 1)
+    parameters = (REPLICATE,) * (len(call.inputs) - 1)
     rows += [
-        PlacementRow((Shard(d), *rest), (Shard(d), *(REPLICATE,) * (len(call.outputs) - 1)))
+        PlacementRow((Shard(d), *parameters), (Shard(d), *(REPLICATE,) * (len(call.outputs) - 1)))
         for d in _kept_dims(call.inputs[0])
     ]
-    # No trial on meta tensors, whose kernels say other shapes.
+    # localize instead of local_op: it avoids the check on meta tensors, whose kernels return other shapes.
     return Strategy(rows, localize=lambda _: call.op)
 
 
@@ -107,23 +112,25 @@ def batch_norm_backward(call: OpCall) -> Strategy:
         return Strategy([])
     rows = [_channel_row(call.inputs, call.outputs), *pending_rows(call, (0,))]
     if not _trains(call.op, call.named()):
-        rest = (REPLICATE,) * (len(call.inputs) - 2)
+        parameters = (REPLICATE,) * (len(call.inputs) - 2)
         rows += [
-            # An empty shard would end the process: the CPU kernel divides by its length.
-            PlacementRow((Shard(d), Shard(d), *rest), (Shard(d), SUM, SUM), nonempty=((0, d),))
+            # The CPU kernel crashes on an empty shard, in a division by its length.
+            PlacementRow((Shard(d), Shard(d), *parameters), (Shard(d), SUM, SUM), nonempty=((0, d),))
             for d in _kept_dims(call.inputs[0])
         ]
     return Strategy(rows)
 
 
 def _correct_saved(call: OpCall) -> None:
-    """The meta kernels say one float32 per channel, where the CPU's save nothing in evaluation, and in the
-    parameters' dtype otherwise."""
+    """Corrects the metadata of the saved statistics: meta kernels return one float32 per channel.
+
+    The CPU kernels save nothing in evaluation, and otherwise use the dtype of the parameters.
+    """
     data, *parameters = call.inputs
     if data.info.device_type == "cpu":
         dtype = parameters[0].dtype if parameters else data.dtype
-        kept = data.shape[CHANNEL] if _trains(call.op, call.named()) else 0
-        saved = TensorMeta(torch.Size([kept]), (1,), dtype)
+        saved_channels = data.shape[CHANNEL] if _trains(call.op, call.named()) else 0
+        saved = TensorMeta(torch.Size([saved_channels]), (1,), dtype)
         call.outputs = (call.outputs[0], saved, saved, *call.outputs[3:])
 
 
@@ -131,33 +138,35 @@ def _correct_saved(call: OpCall) -> None:
 
 
 def _by_channel(data: Any, *running: Any) -> bool:
-    """Whether, on every mesh dim, the data is whole or sharded by channel, and the running statistics likewise:
-    then the op runs on the shards and moves none of them."""
+    """Whether on each mesh dim the data and the running statistics are all replicated or all sharded by channel.
+
+    Then the op can run on the shards without moving any tensor.
+    """
     if not isinstance(data, Wrapper):
         return False
     present = [r for r in running if r is not None]
     if not all(isinstance(r, Wrapper) for r in present):
         return False
     for mesh_dim, placed in enumerate(data._spec.placements):
-        own = {r._spec.placements[mesh_dim] for r in present}
+        running_placements = {r._spec.placements[mesh_dim] for r in present}
         if placed == Shard(CHANNEL):
-            # Evenly, so that the rule has no reason to move anything.
-            if own - {Shard(0)} or data.shape[CHANNEL] % data._spec.info.mesh.size():
+            # Only even shards, so that the rule has no reason to move a tensor.
+            if running_placements - {Shard(0)} or data.shape[CHANNEL] % data._spec.info.mesh.size():
                 return False
-        elif not placed.is_replicate() or own - {REPLICATE}:
+        elif not placed.is_replicate() or running_placements - {REPLICATE}:
             return False
     return True
 
 
 def _over_channels(statistic: Any, data: Any) -> Value:
-    """[c] -> [1, c, 1, ...], to go with `data`."""
+    """Views a statistic [c] as [1, c, 1, ...], to broadcast with `data`."""
     return statistic.view([-1 if d == CHANNEL else 1 for d in range(data.ndim)])
 
 
 def _normalised(
     data: Any, weight: Value, bias: Value, running: tuple[Any, Any], train: bool, momentum: float, eps: float
-) -> Three:
-    """(output, mean, inverse deviation); in training the running statistics are moved on, in place."""
+) -> ThreeTensors:
+    """Returns (output, mean, inverse standard deviation). In training it also updates the running statistics."""
     mean, inverse = _statistics(data, running, train, momentum, eps)
     output = (upcast(data) - _over_channels(mean, data)) * _over_channels(inverse, data)
     if weight is not None:
@@ -180,37 +189,40 @@ def _statistics(
     running_mean, running_var = running
     if not train:
         return upcast(running_mean), (upcast(running_var) + eps).rsqrt()
-    # Reduced once here: each of the uses below would reduce it again.
+    # Reduced here, because each of the uses below would reduce it again.
     var, mean = map(reduce_partials, torch.var_mean(upcast(data), _kept_dims(data), correction=0))
     count = data.numel() // data.shape[CHANNEL]
-    for kept, new in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
-        if kept is not None:
-            step = (new * momentum).to(kept.dtype)
-            # A shard cannot become a term of the pending sum that the written tensor has to stay.
-            pending = isinstance(kept, Wrapper) and kept._spec.has_partial()
-            kept.mul_(1 - momentum).add_(replicate(step) if pending else step)
+    for running_statistic, batch_statistic in (
+        (running_mean, mean),
+        (running_var, var * (count / max(count - 1, 1))),
+    ):
+        if running_statistic is not None:
+            step = (batch_statistic * momentum).to(running_statistic.dtype)
+            # The running statistic must stay a pending sum, and a shard cannot become a term of it.
+            pending = isinstance(running_statistic, Wrapper) and running_statistic._spec.has_partial()
+            running_statistic.mul_(1 - momentum).add_(replicate(step) if pending else step)
     return mean, (var + eps).rsqrt()
 
 
 def _gradients(
     grad: Value, data: Any, weight: Value, mean: Any, inverse: Any, train: bool, mask: Sequence[bool]
-) -> Three:
-    """The three gradients, or None where `mask` asks for none."""
+) -> ThreeTensors:
+    """Returns the three gradients, with None where `mask` does not request one."""
     dims = _kept_dims(data)
     grad_in, source = upcast(grad), upcast(data)
     scaled = (source - _over_channels(mean, data)) * _over_channels(inverse, data)
-    of_bias, of_weight = (reduce_partials(t.sum(dims)) for t in (grad_in, grad_in * scaled))
-    of_data = None
+    bias_grad, weight_grad = (reduce_partials(t.sum(dims)) for t in (grad_in, grad_in * scaled))
+    data_grad = None
     if mask[0]:
-        of_data = grad_in
+        data_grad = grad_in
         if train:
             count = data.numel() // data.shape[CHANNEL]
-            common = _over_channels(of_bias, data) + scaled * _over_channels(of_weight, data)
-            of_data = grad_in - common / count
+            common = _over_channels(bias_grad, data) + scaled * _over_channels(weight_grad, data)
+            data_grad = grad_in - common / count
         factor = inverse if weight is None else inverse * upcast(weight)
-        of_data = (of_data * _over_channels(factor, data)).to(data.dtype)
+        data_grad = (data_grad * _over_channels(factor, data)).to(data.dtype)
     dtype = data.dtype if weight is None else weight.dtype
-    return of_data, of_weight.to(dtype) if mask[1] else None, of_bias.to(dtype) if mask[2] else None
+    return data_grad, weight_grad.to(dtype) if mask[1] else None, bias_grad.to(dtype) if mask[2] else None
 
 
 @decomposition(*FORWARD, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default, with_op=True)

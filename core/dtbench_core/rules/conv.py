@@ -1,6 +1,6 @@
-"""Convolutions: batch, output channels, input channels and groups may be sharded, the space may not.
+"""Convolutions: batch, output channels, input channels and groups may be sharded, spatial dims may not.
 
-Sharding the space would need the neighbours' borders, which no single collective here brings.
+Sharding a spatial dim would require the borders of neighbouring shards, which needs more than one collective.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dtbench_core.rules.labels import SUM, label_rows, splits_between_groups
 
 
 def _labels(call: OpCall, first: int) -> tuple[str, str, str] | None:
-    """Labels of (input, weight, output); None for inputs without a batch dim, or arguments by name.
+    """Returns the labels of (input, weight, output), or None without a batch dim or with keyword arguments.
 
-    The `g` of a grouped convolution is the dim that all its groups lie on: a rank with whole groups needs
-    nothing of the others.
+    Label `g` of a grouped convolution is the dim on which all its groups lie. A rank with complete groups needs no data
+    of other groups.
     """
     ndim = call.inputs[first].ndim
     if call.inputs[first + 1].ndim != ndim or call.kwargs:
@@ -29,7 +29,7 @@ def _labels(call: OpCall, first: int) -> tuple[str, str, str] | None:
 
 
 def _channels(call: OpCall) -> str:
-    """The channel labels that may be sharded."""
+    """Returns the channel labels that may be sharded."""
     if call["groups"] == 1:
         return "oi"
     return "g" if splits_between_groups(call, call["groups"]) else ""
@@ -39,7 +39,7 @@ def _channels(call: OpCall) -> str:
 def convolution(call: OpCall) -> Strategy:
     """(input [n, i, ...], weight [o, i, ...], or [i, o, ...] transposed, bias? [o]) -> [n, o, ...].
 
-    A sum that is left pending takes the bias as one of its terms: it is added once.
+    If the result is a pending sum, the bias is one too, so that it is added only once.
     """
     labels = _labels(call, 0)
     if labels is None:
@@ -50,8 +50,8 @@ def convolution(call: OpCall) -> Strategy:
     if len(call.inputs) == 3:
         of_bias: dict[Placement, Placement] = {SUM: SUM, Shard(1): Shard(0)}
         rows = [replace(row, inputs=(*row.inputs, of_bias.get(row.outputs[0], REPLICATE))) for row in rows]
-    rows += pending_rows(call, (0, 2), (1, 2))  # with the bias, if there is one
-    return Strategy(rows, local_op=_own_groups(call, 0) if call["groups"] > 1 else None)
+    rows += pending_rows(call, (0, 2), (1, 2))  # together with the bias, if present
+    return Strategy(rows, local_op=_local_groups(call, 0) if call["groups"] > 1 else None)
 
 
 @rule(aten.convolution_backward.default)
@@ -64,32 +64,33 @@ def convolution_backward(call: OpCall) -> Strategy:
     dims_in, dims_out = (output, data, weight), (data, weight, output[1])
     rows = label_rows("n", dims_in, dims_out, SUM)
     for label in _channels(call):
-        # Each gradient sums over the label of its two factors that it lacks itself. The bias's has one factor.
+        # A gradient is a sum over the label if both of its factors have it and the gradient does not. The gradient of
+        # the bias has one factor.
         rows += label_rows(label, dims_in, dims_out, SUM if label in output else REPLICATE, nonempty=True)
     for op in pending_ops(call, ("sum", "avg")):
         term = Partial(op)
         rows.append(PlacementRow((term, REPLICATE, REPLICATE), (term,) * 3))
         rows.append(PlacementRow((REPLICATE, term, REPLICATE), (REPLICATE, term, REPLICATE)))
         rows.append(PlacementRow((REPLICATE, REPLICATE, term), (term, REPLICATE, REPLICATE)))
-    return Strategy(rows, local_op=_own_groups(call, 1))
+    return Strategy(rows, local_op=_local_groups(call, 1))
 
 
-def _own_groups(call: OpCall, first: int) -> Call:
-    """The op with the number of groups, and of bias gradients, that the shards at hand have.
+def _local_groups(call: OpCall, first: int) -> Call:
+    """Returns the op with the number of groups, and of bias gradients, of the local shards.
 
-    The CPU's backward of a transposed convolution over one space dim refuses some strided weights, by the strides of
-    dims of size 1 of the input, which differ between ranks: it gets a contiguous weight.
+    On CPU, the backward of a transposed convolution over one spatial dim rejects some strided weights. Whether it does
+    depends on the input's strides of dims of size 1, which differ between ranks. So the weight is made contiguous.
     """
     op, channels, groups = call.op, call.inputs[first].shape[1], call["groups"]
 
     def local_op(*args: Value) -> Value:
-        own = list(args)
+        local_args = list(args)
         if groups > 1:
-            own[-1 - first] = groups * own[first].size(1) // channels
+            local_args[-1 - first] = groups * local_args[first].size(1) // channels
         if first and call["transposed"]:
-            own[2] = own[2].contiguous()
-        if first and own[3] is not None:
-            own[3] = [own[0].size(1)]
-        return op(*own)
+            local_args[2] = local_args[2].contiguous()
+        if first and local_args[3] is not None:
+            local_args[3] = [local_args[0].size(1)]
+        return op(*local_args)
 
     return local_op

@@ -1,20 +1,20 @@
-"""Cross entropy of class numbers: entry, autograd, the four ops it is made of, and their rules.
+"""Cross entropy with class labels: entry, autograd, the four ops that it consists of, and their rules.
 
-The classes of the logits may be spread over ranks, and the logits do not move. For every sample the ranks
-exchange a maximum, and then three sums in one all-reduce; the backward exchanges nothing, as each rank
-knows the softmax of the classes it holds:
+The classes of the logits may be sharded, and the logits are not moved. In the forward, the ranks exchange one maximum
+per sample, and then three sums in one all-reduce. The backward needs no communication, because each rank knows the
+softmax of its own classes:
 
     loss = (1 - e) w[t] (lse - x[t]) + e/C sum_c w[c] (lse - x[c])          lse = log sum_c exp x[c]
 
-with e the label smoothing, w the class weights, t the target and C the number of classes. The ops:
+where e is the label smoothing, w the class weights, t the target and C the number of classes. The ops:
 
-    class_max       logits -> the largest of every sample                                       [N, ...]
+    class_max       logits -> maximum m per sample                                              [N, ...]
     class_sums      logits -> sum_c exp(x[c] - m), x[t] - m, and smoothed sum_c w[c] (x[c] - m) [2 or 3, N, ...]
-    class_loss      those sums -> every sample's loss, weight, and whether its target is wrong  [3, N, ...]
-    class_gradient  gradient of the losses -> of the logits                                     [N, C, ...]
+    class_loss      sums -> per sample: loss, weight, and whether its target is invalid         [3, N, ...]
+    class_gradient  gradient of the losses -> gradient of the logits                            [N, C, ...]
 
-With classes sharded the first leaves a pending maximum, the second a pending sum, and the last needs
-nothing of other ranks. `dim` is where the classes lie: 1, or 0 of logits without samples.
+With sharded classes, class_max leaves a pending maximum and class_sums a pending sum; class_gradient is local. `dim` is
+the dim of the classes: 1, or 0 for logits without samples.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 class Options(NamedTuple):
-    """What F.cross_entropy takes besides tensors, by its names."""
+    """The arguments of F.cross_entropy that are not tensors, under the same names."""
 
     ignore_index: int
     reduction: str
@@ -56,39 +56,41 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Value:
-    """F.cross_entropy of a DTensor whose classes are sharded, its target class numbers; NotImplemented for
-    anything else."""
+    """F.cross_entropy of a DTensor with sharded classes and class labels as target; otherwise NotImplemented."""
     if not isinstance(input, Wrapper) or size_average is not None or reduce is not None:
         return NotImplemented
     if reduction not in REDUCTIONS or not 0.0 <= label_smoothing <= 1.0:
         return NotImplemented
     if input._spec.has_partial() or not is_split(input, [class_dim(input)]):
         return NotImplemented
-    if not _fits(input, target, weight):
+    if not _are_class_targets(input, target, weight):
         return NotImplemented
     return CrossEntropy.apply(input, target, weight, Options(ignore_index, reduction, label_smoothing))
 
 
-def linear_cross_entropy(*args: Value, options: Any = None, **others: Any) -> Value:
-    """F.linear_cross_entropy without its options, which say how one device goes through the batch in chunks: that op
-    of torch's makes plain buffers in its backward. NotImplemented where none are given."""
-    return NotImplemented if options is None else F.linear_cross_entropy(*args, **others)
+def linear_cross_entropy(*args: Value, options: Any = None, **kwargs: Any) -> Value:
+    """Calls F.linear_cross_entropy without its options; NotImplemented if there are none.
+
+    The options define how one device splits the batch into chunks. That op of torch creates plain buffers in its
+    backward.
+    """
+    return NotImplemented if options is None else F.linear_cross_entropy(*args, **kwargs)
 
 
 def class_dim(logits: Wrapper) -> int:
     return min(logits._spec.ndim - 1, 1)
 
 
-def _fits(logits: Wrapper, target: Any, weight: Value) -> bool:
-    """Whether these are what torch takes for class targets; else it is for torch to say what is wrong."""
+def _are_class_targets(logits: Wrapper, target: Any, weight: Value) -> bool:
+    """Whether torch accepts these tensors as logits and class labels; if not, torch raises the error."""
     dim, spec = class_dim(logits), logits._spec
     shape = (*spec.shape[:dim], *spec.shape[dim + 1 :])
-    if not spec.dtype.is_floating_point or spec.shape[dim] == 0 or not _is(target, torch.int64, shape):
+    if not spec.dtype.is_floating_point or spec.shape[dim] == 0 or not _has(target, torch.int64, shape):
         return False
-    return weight is None or _is(weight, spec.dtype, (spec.shape[dim],))
+    return weight is None or _has(weight, spec.dtype, (spec.shape[dim],))
 
 
-def _is(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+def _has(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     return isinstance(tensor, Wrapper) and (tensor._spec.dtype, tuple(tensor._spec.shape)) == (dtype, shape)
 
 
@@ -103,15 +105,15 @@ class CrossEntropy(AutogradFunction):
         sums = reduce_partials(class_sums(logits, maximum, target, weight, dim, smoothing > 0))
         result = class_loss(sums, target, weight, classes, options.ignore_index, smoothing)
         ctx.options, ctx.dim, ctx.classes = options, dim, classes
-        # The loss, the weight and the targets that are no class, of all samples; replicated.
+        # Over all samples, replicated: total loss, total weight, and number of invalid targets.
         totals = replicate(result.sum(list(range(1, result.ndim))) if result.ndim > 1 else result)
-        held = totals._local_tensor
-        _refuse_wrong(held[2], classes)
-        ctx.total = held[1]
+        local_totals = totals._local_tensor
+        _raise_for_invalid_targets(local_totals[2], classes)
+        ctx.total = local_totals[1]
         ctx.save_for_backward(logits, target, weight, maximum, sums)
         if options.reduction == "none":
             return result[0].to(logits._spec.dtype, copy=True)
-        loss = held[0] / held[1] if options.reduction == "mean" else held[0]
+        loss = local_totals[0] / local_totals[1] if options.reduction == "mean" else local_totals[0]
         spec = totals._spec.of(totals._spec.info, totals._spec.placements, (), (), logits._spec.dtype)
         return wrap(logits.viewed, loss.to(spec.dtype, copy=True), spec)
 
@@ -119,7 +121,7 @@ class CrossEntropy(AutogradFunction):
     def backward(ctx: Ctx, grad: Value) -> Value:
         logits, target, weight, maximum, sums = ctx.saved_tensors
         ignore_index, reduction, smoothing = ctx.options
-        # To be differentiated again: through torch's own ops, which autograd can follow.
+        # A double backward needs ops that autograd records.
         if torch.is_grad_enabled():
             loss = F.cross_entropy(logits.redistribute(), target, weight, **ctx.options._asdict())
             return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None, None, None
@@ -131,23 +133,23 @@ class CrossEntropy(AutogradFunction):
         return gradient, None, None, None
 
 
-def _refuse_wrong(wrong: torch.Tensor, classes: int) -> None:
-    """Raises as torch's kernels do where a target is no class: on a CPU at once, and on every rank."""
-    if wrong.device.type != "cpu" or is_fake_mode_active():
-        torch._assert_async(wrong == 0)
-    elif count := int(wrong.item()):
+def _raise_for_invalid_targets(invalid: torch.Tensor, classes: int) -> None:
+    """Raises if targets are invalid, as torch's kernels do: on CPU immediately, and on every rank."""
+    if invalid.device.type != "cpu" or is_fake_mode_active():
+        torch._assert_async(invalid == 0)
+    elif count := int(invalid.item()):
         raise IndexError(
-            f"cross_entropy got {count} targets that are no class, expected numbers in [0, {classes}) or ignore_index: "
-            "correct them, or pass what they are as ignore_index"
+            f"cross_entropy got {count} invalid targets, expected numbers in [0, {classes}) or ignore_index: "
+            "correct them, or pass their value as ignore_index"
         )
 
 
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: half precision adds up in float32, as torch's kernels do."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype to compute in: float32 for half precision, as in torch's kernels."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-# ---- the ops, on shards whose first class is `first` ----
+# ---- the ops, on shards whose first class has the index `first` ----
 
 
 def _max(logits: Tensor, dim: int) -> Tensor:
@@ -165,18 +167,20 @@ def _sums(
     smoothed: bool,
     first: int = 0,
 ) -> Tensor:
-    dtype = accumulated(logits.dtype)
-    above = logits.to(dtype) - maximum.to(dtype).unsqueeze(dim)
-    sums = above.new_zeros((3 if smoothed else 2, *target.shape))
+    dtype = accumulation_dtype(logits.dtype)
+    shifted = logits.to(dtype) - maximum.to(dtype).unsqueeze(dim)
+    sums = shifted.new_zeros((3 if smoothed else 2, *target.shape))
     count = logits.shape[dim]
     if count:
-        own = target - first
-        held = (own >= 0) & (own < count)
-        picked = above.gather(dim, own.clamp(0, count - 1).unsqueeze(dim)).squeeze(dim)
-        sums[1] = torch.where(held, picked, 0.0)
+        local_target = target - first
+        is_local = (local_target >= 0) & (local_target < count)
+        picked = shifted.gather(dim, local_target.clamp(0, count - 1).unsqueeze(dim)).squeeze(dim)
+        sums[1] = torch.where(is_local, picked, 0.0)
     if smoothed:
-        sums[2] = (above if weight is None else above * _along(weight, first, logits, dim)).sum(dim)
-    sums[0] = above.exp_().sum(dim)
+        sums[2] = (
+            shifted if weight is None else shifted * _local_class_weights(weight, first, logits, dim)
+        ).sum(dim)
+    sums[0] = shifted.exp_().sum(dim)
     return sums
 
 
@@ -192,10 +196,10 @@ def _loss(
     normalizer = sums[0].log()
     loss = weights * (normalizer - sums[1])
     if smoothing:
-        total = _total(weight, classes)
+        total = _total_weight(weight, classes)
         loss = (1 - smoothing) * loss + smoothing / classes * (total * normalizer - sums[2])
-    wrong = valid & ((target < 0) | (target >= classes))
-    return torch.stack([torch.where(valid, loss, 0.0), weights, wrong.to(sums.dtype)])
+    invalid = valid & ((target < 0) | (target >= classes))
+    return torch.stack([torch.where(valid, loss, 0.0), weights, invalid.to(sums.dtype)])
 
 
 def _gradient(
@@ -214,17 +218,21 @@ def _gradient(
     dtype, count = sums.dtype, logits.shape[dim]
     valid, weights = _weights(target, weight, classes, ignore_index, dtype)
     hit = (1 - smoothing) * weights
-    mass = hit + smoothing / classes * _total(weight, classes) if smoothing else hit
+    mass = hit + smoothing / classes * _total_weight(weight, classes) if smoothing else hit
     result = (logits.to(dtype) - maximum.to(dtype).unsqueeze(dim)).exp_()
     result *= (mass / sums[0]).unsqueeze(dim)
     if smoothing:
-        result -= smoothing / classes * (1.0 if weight is None else _along(weight, first, logits, dim))
+        result -= (
+            smoothing
+            / classes
+            * (1.0 if weight is None else _local_class_weights(weight, first, logits, dim))
+        )
     if count:
-        own = target - first
-        held = (own >= 0) & (own < count)
-        at = own.clamp(0, count - 1).unsqueeze(dim)
-        result.scatter_add_(dim, at, torch.where(held, -hit, 0.0).unsqueeze(dim))
-    # A product would make NaN of an infinite gradient where nothing counts.
+        local_target = target - first
+        is_local = (local_target >= 0) & (local_target < count)
+        index = local_target.clamp(0, count - 1).unsqueeze(dim)
+        result.scatter_add_(dim, index, torch.where(is_local, -hit, 0.0).unsqueeze(dim))
+    # Multiplying with 0 instead would give NaN for an infinite gradient.
     scale, counts = grad.to(dtype).expand(target.shape).unsqueeze(dim), valid.unsqueeze(dim)
     return torch.where(counts, result * scale, 0.0).to(logits.dtype)
 
@@ -232,19 +240,19 @@ def _gradient(
 def _weights(
     target: Tensor, weight: Tensor | None, classes: int, ignore_index: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(whether a sample counts, its weight: 0 where it does not)."""
+    """Returns (whether each sample counts, its weight, which is 0 if it does not)."""
     valid = target != ignore_index
     if weight is None:
         return valid, valid.to(dtype)
     return valid, torch.where(valid, weight.to(dtype).take(target.clamp(0, classes - 1)), 0.0)
 
 
-def _total(weight: Tensor | None, classes: int) -> Value:
+def _total_weight(weight: Tensor | None, classes: int) -> Value:
     return classes if weight is None else weight.sum()
 
 
-def _along(weight: Tensor, first: int, logits: Tensor, dim: int) -> Tensor:
-    """The weights of the classes held, ready to be multiplied with the logits."""
+def _local_class_weights(weight: Tensor, first: int, logits: Tensor, dim: int) -> Tensor:
+    """Returns the weights of the local classes, in a shape that broadcasts with the logits."""
     return weight.narrow(0, first, logits.shape[dim]).view(-1, *(1,) * (logits.ndim - dim - 1))
 
 
@@ -264,11 +272,11 @@ class_gradient = new_op(
 )
 
 
-# ---- their rules ----
+# ---- rules of these ops ----
 
 
-def _dims(call: OpCall, logits: int) -> tuple[str, str]:
-    """Labels of the logits' dims, of which `C` are the classes, and of the samples'."""
+def _dim_labels(call: OpCall, logits: int) -> tuple[str, str]:
+    """Returns the labels of the logits' dims, where `C` is the classes, and the labels of the samples."""
     samples = free_labels(call.inputs[logits].ndim - 1, skip="C")
     dim = call["dim"]
     return f"{samples[:dim]}C{samples[dim:]}", samples
@@ -276,16 +284,16 @@ def _dims(call: OpCall, logits: int) -> tuple[str, str]:
 
 @rule(class_max)
 def _(call: OpCall) -> Strategy:
-    logits, samples = _dims(call, 0)
+    logits, samples = _dim_labels(call, 0)
     return Strategy(label_rows(samples + "C", [logits], [samples], Partial("max")))
 
 
 @rule(class_sums)
 def _(call: OpCall) -> Strategy:
-    logits, samples = _dims(call, 0)
+    logits, samples = _dim_labels(call, 0)
     weight = ["."] * (len(call.inputs) - 3)
     rows = label_rows(samples + "C", [logits, samples, samples, *weight], ["." + samples], SUM)
-    return Strategy(rows, localize=_from_first(_sums, 0, call["dim"]), any_lengths=True)
+    return Strategy(rows, localize=_localize_first_class(_sums, 0, call["dim"]), any_lengths=True)
 
 
 @rule(class_loss)
@@ -297,17 +305,17 @@ def _(call: OpCall) -> Strategy:
 
 @rule(class_gradient)
 def _(call: OpCall) -> Strategy:
-    logits, samples = _dims(call, 1)
+    logits, samples = _dim_labels(call, 1)
     grad = samples if call.inputs[0].ndim else ""
     weight = ["."] * (len(call.inputs) - 5)
     rows = label_rows(samples + "C", [grad, logits, samples, "." + samples, samples, *weight], [logits])
-    return Strategy(rows, localize=_from_first(_gradient, 1, call["dim"]), any_lengths=True)
+    return Strategy(rows, localize=_localize_first_class(_gradient, 1, call["dim"]), any_lengths=True)
 
 
-def _from_first(
+def _localize_first_class(
     op: Callable[..., Tensor], logits: int, dim: int
 ) -> Callable[[PlacedSpecs], Callable[..., Tensor]]:
-    """`op`, given which class the rank's first is."""
+    """Returns `Strategy.localize` for an op that needs the index of the rank's first class."""
 
     def localize(placed: PlacedSpecs) -> Callable[..., Tensor]:
         first = placed.inputs[logits].local_offset[dim]

@@ -1,4 +1,4 @@
-"""What forward AD asks when a tensor gets a tangent: whether it lies as the tensor does, and memory that does."""
+"""Ops that forward AD calls when a tensor gets a tangent: whether their layouts match, and zeros of the same layout."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from dtbench_core.torch_compat import active_tracer, is_functional, traced_value
 
 @decomposition(aten._has_same_storage_numel.default)
 def same_placements(tensor: Value, tangent: Any) -> bool:
-    """(tensor, tangent): where not, torch copies the tangent into what the op below gives.
+    """Whether tensor and tangent have the same spec. If not, torch copies the tangent into a result of `tangent_like`.
 
     Raises:
-        NoRuleError: while a graph is traced of which the tensor is no input.
+        NoRuleError: a graph is being traced, and the tensor is not one of its inputs.
     """
     tracer = active_tracer()
-    # AOTAutograd traces what wrappers hold.
+    # AOTAutograd traces the tensors inside wrappers.
     unknown = isinstance(tensor, Wrapper) and not is_functional(held_by(tensor))
     if tracer is not None and unknown and traced_value(tensor, tracer) is tensor:
         raise NoRuleError(
-            f"a graph is traced of tangents of {tensor._spec}, which is no input of it, as torch.func.linearize does; "
-            "the graph would hold the values of today: use torch.func.jvp, or trace a function of both"
+            f"got a tangent of {tensor._spec} in a traced graph, which the tensor is not an input of, as with "
+            "torch.func.linearize; the graph would contain its current values: use torch.func.jvp, or trace a function "
+            "that has both as inputs"
         )
     return isinstance(tensor, Wrapper) and isinstance(tangent, Wrapper) and tensor._spec is tangent._spec
 
 
 @rule(aten._new_zeros_with_same_feature_meta.default)
 def tangent_like(call: OpCall) -> Strategy:
-    """(tangent, tensor) -> zeros of the batch dims of the tangent and the shape of the tensor, placed like the tensor.
-    Nothing is read."""
+    """(tangent, tensor) -> zeros with the batch dims of the tangent and the layout of the tensor. No input is read."""
     tangent, tensor = call.inputs
     batch = tuple(tangent.shape[: call["self_num_batch_dims"]])
     lead = len(batch)

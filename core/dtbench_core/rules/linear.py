@@ -1,9 +1,8 @@
-"""Products, described by einsum labels (`mk,kn->mn`), and `F.linear` as one op forward and one backward: entry,
-autograd, ops and their rules.
+"""Products described by einsum labels (`mk,kn->mn`), and `F.linear` as one op in the forward and one in the backward.
 
-torch flattens the leading dims, multiplies and restores them: five ops forward and six backward, each
-of which a DTensor has to plan, wrap and unwrap. Here the layer is one op with one rule,
-[..., k] x [o, k] (+ [o]) -> [..., o], all its gradients are another, and autograd sees one node.
+torch flattens the leading dims, multiplies and restores them. These are five ops in the forward and six in the
+backward, and a DTensor has to plan, unwrap and wrap for each. Here the layer [..., k] x [o, k] (+ [o]) -> [..., o] is
+one op with one rule, and all its gradients are another op. Autograd records a single node.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from dtbench_core.torch_compat import AutogradFunction, is_grad_enabled, kernel_
 # ---- entry and autograd ----
 
 
-def linear(input: Value, weight: Value, bias: Value = None, **others: object) -> Value:
-    """F.linear for DTensors without active modes; NotImplemented where it is not for it, as with `out=`."""
-    if others:
+def linear(input: Value, weight: Value, bias: Value = None, **kwargs: object) -> Value:
+    """F.linear of DTensors. Returns NotImplemented for other arguments, such as `out=`, or other types."""
+    if kwargs:
         return NotImplemented
     cls = input.__class__
-    for one in (weight, bias):
-        if one is not None and one.__class__ is not cls:
+    for parameter in (weight, bias):
+        if parameter is not None and parameter.__class__ is not cls:
             return NotImplemented
     if not issubclass(cls, Wrapper) or weight.ndim != 2:
         return NotImplemented
@@ -60,15 +59,15 @@ class Linear(AutogradFunction):
     def backward(ctx: Ctx, grad: Wrapper) -> tuple[Any, Any, Any]:
         source, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        if is_grad_enabled():  # to be differentiated again: by ops that autograd follows
-            wanted = iter(gradients(grad, source, weight, *needs))
+        if is_grad_enabled():  # a double backward: use ops that autograd records
+            grads = iter(gradients(grad, source, weight, *needs))
         else:
-            wanted = iter(type(grad).__torch_dispatch__(linear_backward, (), (grad, source, weight, *needs)))  # type: ignore[call-arg]
-        return tuple(next(wanted) if need else None for need in needs)  # type: ignore[return-value]
+            grads = iter(type(grad).__torch_dispatch__(linear_backward, (), (grad, source, weight, *needs)))  # type: ignore[call-arg]
+        return tuple(next(grads) if need else None for need in needs)  # type: ignore[return-value]
 
 
 def _forward(input: Wrapper, weight: Wrapper, bias: Wrapper | None) -> Value:
-    """The layer's plan, below autograd."""
+    """Runs the layer's plan, below autograd."""
     args = (input, weight) if bias is None else (input, weight, bias)
     return type(input).__torch_dispatch__(linear_forward, (), args)  # type: ignore[call-arg]
 
@@ -86,7 +85,7 @@ def gradients(
     need_weight: bool,
     need_bias: bool,
 ) -> list[Tensor]:
-    """The gradients asked for, in this order: of the input, the weight, the bias."""
+    """Returns the requested gradients in the order input, weight, bias."""
     results = []
     if need_input:
         results.append(grad.matmul(weight))
@@ -99,7 +98,7 @@ def gradients(
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """[..., n] -> [rows, n]; not by reshape(-1, n), which cannot tell the rows where n is 0."""
+    """[..., n] -> [rows, n]. reshape(-1, n) would fail if n is 0, because it could not infer the number of rows."""
     return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.unsqueeze(0)
 
 
@@ -120,13 +119,13 @@ linear_backward = new_op(
 )
 
 
-# ---- their rules ----
+# ---- rules of these ops ----
 
 
 @rule(linear_forward)
 def forward_rows(call: OpCall) -> Strategy:
-    """input, weight and, if there is one, bias: replicated with a pending result, and added by one rank."""
-    if call.inputs[1].ndim != 2:  # a vector, as torch takes it too
+    """(input, weight, bias?). A bias is replicated if the result is a pending sum, and only one rank adds it."""
+    if call.inputs[1].ndim != 2:  # torch also accepts a vector
         return Strategy([])
     lead = free_labels(call.inputs[0].ndim - 1, skip="ko")
     count = len(call.inputs)
@@ -136,7 +135,7 @@ def forward_rows(call: OpCall) -> Strategy:
 
 
 def _bias_once(placed: PlacedSpecs) -> Callable[..., Tensor]:
-    """The layer, with its bias only on the first of the ranks whose results add up."""
+    """Returns the layer, with the bias only on the first of the ranks whose results are summed."""
     (output,) = placed.outputs
     assert output is not None
     if neutral_term(output) is None:
@@ -146,19 +145,19 @@ def _bias_once(placed: PlacedSpecs) -> Callable[..., Tensor]:
 
 @rule(linear_backward)
 def backward_rows(call: OpCall) -> Strategy:
-    """grad, input, weight -> the gradients asked for."""
+    """(grad, input, weight) -> the requested gradients."""
     lead = free_labels(call.inputs[0].ndim - 1, skip="ko")
     inputs = (lead + "o", lead + "k", "ok")
     needs = (("need_input", lead + "k"), ("need_weight", "ok"), ("need_bias", "o"))
     outputs = [dims for name, dims in needs if call[name]]
-    # Over its input's features a gradient of the bias is no sum: it is whole.
+    # With the label k sharded, the gradient of the bias is complete on each rank, not a sum.
     rows = [*label_rows(lead + "o", inputs, outputs, SUM), *label_rows("k", inputs, outputs)]
     return Strategy([*rows, *pending_rows(call, (0,))], local_op=gradients)
 
 
 # ---- products with contracted dims ----
 
-# A label shards every tensor that has it. A contracted label (not in the output) leaves a pending sum.
+# Contracted labels (those missing in the output) result in a pending sum.
 PRODUCTS = by_op({"mm _int_mm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "mv": "mk,k->m", "dot vdot": "k,k->"})
 # beta * bias + alpha * product
 ADDED = by_op(
@@ -173,11 +172,11 @@ ADDED = by_op(
 
 
 def einsum_rows(call: OpCall, equation: str) -> list[PlacementRow]:
-    """Rows of a product of tensors whose dims are labelled as `equation` says."""
+    """Returns rows for a product of tensors whose dims have the labels of `equation`."""
     operands, output = equation.split("->")
     inputs = operands.split(",")
     rows = label_rows(dict.fromkeys("".join(inputs)), inputs, [output], SUM)
-    # Linear in each factor: one may be a pending sum if the others are whole.
+    # The product is linear in each factor, so one factor may be a pending sum while the others are replicated.
     return rows + pending_rows(call, *[(i,) for i in range(len(inputs))], count=len(inputs))
 
 
@@ -188,19 +187,19 @@ def product(call: OpCall) -> Strategy:
 
 @rule(*ADDED)
 def added(call: OpCall) -> Strategy:
-    """The bias broadcasts to the output, and takes part in a pending sum as one term of it."""
+    """The bias broadcasts to the output. If the output is a pending sum, the bias is one of its terms."""
     bias, shape = call.inputs[0], call.outputs[0].shape if call.outputs[0] is not None else ()
     rows = []
     for row in einsum_rows(call, ADDED[call.op]):
         (placed,) = row.outputs
-        wanted = broadcast_placement(bias, placed.dim, shape) if isinstance(placed, Shard) else placed
-        rows.append(PlacementRow((wanted, *row.inputs), row.outputs))
+        bias_placement = broadcast_placement(bias, placed.dim, shape) if isinstance(placed, Shard) else placed
+        rows.append(PlacementRow((bias_placement, *row.inputs), row.outputs))
     return Strategy(rows)
 
 
 @rule(aten._trilinear.default)
 def trilinear(call: OpCall) -> Strategy:
-    """Three factors that each lack the dims in their `expand`; those in `sumdim` are contracted."""
+    """Product of three factors. Each lacks the dims of its `expand` argument; the dims in `sumdim` are contracted."""
     total = free_labels(call.inputs[0].ndim + len(call["expand1"]))
     factors = [
         "".join(label for d, label in enumerate(total) if d not in call[f"expand{i}"]) for i in (1, 2, 3)

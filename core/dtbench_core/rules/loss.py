@@ -1,6 +1,6 @@
-"""Losses: sharded like the elements they compare; a mean counts the elements, or weights, of all ranks.
+"""Losses: sharded like the elements that they compare. Means are over the elements, or weights, of all ranks.
 
-Left to replication: multi_margin_loss, multilabel_margin_loss and ctc_loss, which refuse values as well.
+multi_margin_loss, multilabel_margin_loss and ctc_loss stay replicated, because they reject values.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from dtbench_core.torch_compat import DisableTorchFunction, is_fake_mode_active
 NONE, MEAN, SUMMED = 0, 1, 2  # torch's enum Reduction
 
 
-# ---- element by element ----
+# ---- elementwise losses ----
 
 
 @rule(aten.mse_loss.default, aten.huber_loss.default, aten.smooth_l1_loss.default)
 @rule(aten.soft_margin_loss.default, aten.binary_cross_entropy.default)
 @rule(aten.binary_cross_entropy_with_logits.default)
 def elementwise_loss(call: OpCall) -> Strategy:
-    """(input, target, weights...) that broadcast -> their loss, one number unless reduction is none."""
+    """(input, target, weights...), which broadcast -> the elementwise loss, or one number if it is reduced."""
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.inputs))
-    kept = call["reduction"] == NONE
+    unreduced = call["reduction"] == NONE
     rows = [
-        PlacementRow(broadcast_placements(call.inputs, dim, shape), (Shard(dim) if kept else SUM,))
+        PlacementRow(broadcast_placements(call.inputs, dim, shape), (Shard(dim) if unreduced else SUM,))
         for dim in range(len(shape))
     ]
     local_op = _mean_of(call, shape) if call["reduction"] == MEAN else None
@@ -41,18 +41,18 @@ def elementwise_loss(call: OpCall) -> Strategy:
 
 
 def _mean_of(call: OpCall, shape: torch.Size) -> Call:
-    """The local mean times the share of all elements that it is the mean of: the means' weighted sum."""
+    """Returns the op whose local mean is scaled by the rank's share of all elements, so that the results add up."""
     op, count = call.op, shape.numel()
     dtype = call.outputs[0].dtype if call.outputs[0] is not None else None
 
     def local_op(*args: object, **kwargs: object) -> Value:
-        held = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-        here = torch.broadcast_shapes(*(t.shape for t in held)).numel()
-        if here == count:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        local_count = torch.broadcast_shapes(*(t.shape for t in tensors)).numel()
+        if local_count == count:
             return op(*args, **kwargs)
-        if here == 0:
-            return held[0].new_zeros((), dtype=dtype)
-        return op(*args, **kwargs) * (here / count)
+        if local_count == 0:
+            return tensors[0].new_zeros((), dtype=dtype)
+        return op(*args, **kwargs) * (local_count / count)
 
     return local_op
 
@@ -60,8 +60,10 @@ def _mean_of(call: OpCall, shape: torch.Size) -> Call:
 @rule(aten.mse_loss_backward.default, aten.huber_loss_backward.default, aten.smooth_l1_loss_backward.default)
 @rule(aten.soft_margin_loss_backward.default, aten.binary_cross_entropy_backward.default)
 def elementwise_loss_backward(call: OpCall) -> Strategy:
-    """(grad, input, target, weight?) -> gradient of the input; `grad` is one number unless reduction is
-    none. Linear in `grad`."""
+    """(grad, input, target, weight?) -> gradient of the input. `grad` is one number if the loss is reduced.
+
+    Linear in `grad`.
+    """
     grad, data, target = call.inputs[:3]
     shape = data.shape
     fits = target.shape == shape and torch.broadcast_shapes(*(s.shape for s in call.inputs[1:])) == shape
@@ -81,21 +83,21 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
 
 
 def _mean_backward(call: OpCall) -> Call:
-    """The op divides by the elements it sees: made up for in the gradient that comes in."""
+    """Returns the op with a scaled `grad`, because the op divides by the number of local elements instead of all."""
     op, count = call.op, math.prod(call.inputs[1].shape)
 
     def local_op(grad: torch.Tensor, data: torch.Tensor, *args: object, **kwargs: object) -> Value:
-        here = data.numel()
-        return op(grad if here == count else grad * (here / count), data, *args, **kwargs)
+        local_count = data.numel()
+        return op(grad if local_count == count else grad * (local_count / count), data, *args, **kwargs)
 
     return local_op
 
 
-# ---- by class ----
+# ---- losses of class labels ----
 
 
 def _batch_dims(ndim: int) -> list[tuple[int, int]]:
-    """(dim of the input, dim of the target) of [n, class] or [n, class, height, width]."""
+    """Returns pairs (dim of the input, dim of the target), for inputs [n, class] or [n, class, height, width]."""
     return {2: [(0, 0)], 4: [(0, 0), (2, 1), (3, 2)]}.get(ndim, [])
 
 
@@ -104,19 +106,21 @@ def nll_loss(call: OpCall) -> Strategy:
     """(input [n, class, ...], target [n, ...], weight? [class]) -> (loss, total weight of the targets)."""
     reduction = call["reduction"]
     if reduction == MEAN:
-        return Strategy([])  # sharded, it is decomposed
+        return Strategy([])  # the decomposition handles sharded inputs
     weight = (REPLICATE,) * (len(call.inputs) - 2)
     rows = []
-    for dim, own in _batch_dims(call.inputs[0].ndim):
-        outputs = (Shard(own), REPLICATE) if reduction == NONE else (SUM, SUM)
-        rows.append(PlacementRow((Shard(dim), Shard(own), *weight), outputs))
+    for dim, target_dim in _batch_dims(call.inputs[0].ndim):
+        outputs = (Shard(target_dim), REPLICATE) if reduction == NONE else (SUM, SUM)
+        rows.append(PlacementRow((Shard(dim), Shard(target_dim), *weight), outputs))
     return Strategy(rows)
 
 
 @rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(call: OpCall) -> Strategy:
-    """(grad, input, target, weight?, total weight) -> gradient of the input. Linear in `grad`; the total
-    weight is read for a mean only."""
+    """(grad, input, target, weight?, total weight) -> gradient of the input.
+
+    Linear in `grad`. Only a mean reads the total weight.
+    """
     reduced = call["reduction"] != NONE
     if reduced and call.inputs[0].ndim != 0:
         return Strategy([])
@@ -124,10 +128,11 @@ def nll_loss_backward(call: OpCall) -> Strategy:
     unread = {REPLICATE, *(call.inputs[-1].placements if call["reduction"] != MEAN else ())}
     totals: list[Placement] = sorted(unread, key=str)
     rows = []
-    for dim, own in _batch_dims(call.inputs[1].ndim):
-        of_grad = REPLICATE if reduced else Shard(own)
+    for dim, target_dim in _batch_dims(call.inputs[1].ndim):
+        grad_placement = REPLICATE if reduced else Shard(target_dim)
         rows += [
-            PlacementRow((of_grad, Shard(dim), Shard(own), *weight, total), (Shard(dim),)) for total in totals
+            PlacementRow((grad_placement, Shard(dim), Shard(target_dim), *weight, total), (Shard(dim),))
+            for total in totals
         ]
     return Strategy([*rows, *pending_rows(call, (0,))])
 
@@ -141,7 +146,7 @@ def nll_mean(
     reduction: int = MEAN,
     ignore_index: int = -100,
 ) -> Value:
-    """The mean by weight of all ranks' targets, not of the ranks' means."""
+    """Divides by the total weight of all ranks' targets, instead of averaging the ranks' means."""
     placed = [tensor._spec for tensor in (data, target, weight) if isinstance(tensor, Wrapper)]
     if reduction != MEAN or all(spec.is_replicated() for spec in placed):
         return NotImplemented
@@ -151,19 +156,21 @@ def nll_mean(
 
 
 def one_hot(input: Value, num_classes: int = -1) -> Value:
-    """As of plain tensors: contiguous, and no class beyond. A subclass torch answers by a comparison, which keeps its
-    order in memory and takes any value."""
+    """F.one_hot of a DTensor with the result and the errors of plain tensors.
+
+    For tensor subclasses, torch would compare instead, which preserves the memory order and accepts any value.
+    """
     classes = math.inf if num_classes == -1 else num_classes
     with DisableTorchFunction():
         if not isinstance(input, Wrapper) or is_fake_mode_active():
             return torch.nn.functional.one_hot(input, num_classes).contiguous()
         wrong = torch.bitwise_or(input < 0, input >= classes).any()
         if input._spec.info.device_type != "cpu":
-            torch._assert_async(held_by(replicate(wrong)) == 0)  # without waiting for it
+            torch._assert_async(held_by(replicate(wrong)) == 0)  # does not synchronize
         elif wrong.item():
-            beyond = "" if num_classes == -1 else f" and < {num_classes}"
+            upper_bound = "" if num_classes == -1 else f" and < {num_classes}"
             raise ArgumentError(
-                f"one_hot got a class that some rank holds outside of what num_classes={num_classes} takes: "
-                f"expected classes >= 0{beyond}"
+                f"one_hot got a class outside the range of num_classes={num_classes} on some rank: "
+                f"expected classes >= 0{upper_bound}"
             )
         return torch.nn.functional.one_hot(input, num_classes).contiguous()

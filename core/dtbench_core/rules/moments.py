@@ -1,7 +1,7 @@
-"""Variances, norms and logsumexp over a sharded dim: made of sums and extrema, which travel, and elementwise ops.
+"""Variances, norms and logsumexp over a sharded dim, computed from sums, extrema and elementwise ops.
 
-What travels is the size of the result, where gathering the dim would move the whole input. Where no reduced
-dim is sharded the op itself runs (reduce.py).
+These communicate results of reductions only, whereas gathering the dim would send the whole input. If no reduced dim is
+sharded, the op itself runs (reduce.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dtbench_core.rules.labels import is_split, reduce_partials, upcast
 
 
 def _gathers(tensor: Value, dims: Sequence[int]) -> bool:
-    """Whether the op itself would have to gather `tensor`, which sums and extrema can do without."""
+    """Whether the op itself would gather `tensor`, and sums and extrema can replace it."""
     return is_inexact(tensor.dtype) and tensor.numel() > 0 and is_split(tensor, dims)
 
 
 def _variance(
     tensor: Value, dims: Sequence[int], correction: float | None, keepdim: bool
 ) -> tuple[Any, Any] | None:
-    """(variance, mean) in two passes; None where the op itself should run."""
+    """Returns (variance, mean), computed in two passes, or None if the op itself should run."""
     if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
         return None
     data = upcast(tensor)
@@ -44,7 +44,7 @@ def _variance(
 def moments(
     op: OpOverload, tensor: Value, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Value:
-    """The variance, or its root, and perhaps the mean beside it."""
+    """Returns the variance or standard deviation, and for `_mean` ops also the mean."""
     variance = _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)
     if variance is None:
         return NotImplemented
@@ -62,43 +62,43 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Value:
-    """(sum of |x|^ord)^(1/ord); the extrema of |x| for infinite orders, the count of nonzeros for 0."""
+    """(sum of |x|^ord)^(1/ord). An infinite `ord` is the max or min of |x|; 0 is the count of nonzero elements."""
     dims = listed_dims(dim, tensor.ndim)
     if not _gathers(tensor, dims):
         return NotImplemented
     data = tensor if dtype is None else tensor.to(dtype)
     result_dtype = data.dtype.to_real() if data.dtype.is_complex else data.dtype
-    size = upcast(data).abs()
+    magnitude = upcast(data).abs()
     if ord in (math.inf, -math.inf):
-        extremum = size.amax(dims, keepdim) if ord > 0 else size.amin(dims, keepdim)
+        extremum = magnitude.amax(dims, keepdim) if ord > 0 else magnitude.amin(dims, keepdim)
         return extremum.to(result_dtype)
     if ord == 0:
-        return (size != 0).sum(dims, keepdim, dtype=result_dtype)
+        return (magnitude != 0).sum(dims, keepdim, dtype=result_dtype)
     if ord == 1:
-        return size.sum(dims, keepdim).to(result_dtype)
-    return size.pow(ord).sum(dims, keepdim).pow(1 / ord).to(result_dtype)
+        return magnitude.sum(dims, keepdim).to(result_dtype)
+    return magnitude.pow(ord).sum(dims, keepdim).pow(1 / ord).to(result_dtype)
 
 
 @decomposition(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
 @decomposition(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
-def norm(tensor: Value, p: float | None = 2, *others: Any, **options: Any) -> Value:
-    return vector_norm(tensor, 2 if p is None else p, *others, **options)
+def norm(tensor: Value, p: float | None = 2, *args: Any, **kwargs: Any) -> Value:
+    return vector_norm(tensor, 2 if p is None else p, *args, **kwargs)
 
 
 @decomposition(aten.dist.default)
-def dist(tensor: Value, other: object, p: float = 2) -> Value:
-    """The norm of the difference, wherever its elements lie."""
-    return aten.linalg_vector_norm.default(tensor - other, p)
+def dist(tensor: Value, subtrahend: object, p: float = 2) -> Value:
+    """Returns the norm of the difference, wherever the tensors are sharded."""
+    return aten.linalg_vector_norm.default(tensor - subtrahend, p)
 
 
 @decomposition(aten.logsumexp.default)
 def logsumexp(tensor: Value, dim: Any, keepdim: bool = False) -> Value:
-    """The maximum is taken out, so that no term overflows; an infinite one would leave inf - inf."""
+    """Subtracts the maximum, so that no term overflows; an infinite maximum is not subtracted (inf - inf is NaN)."""
     dims = listed_dims(dim, tensor.ndim)
     if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
         return NotImplemented
     data = upcast(tensor)
-    most = reduce_partials(data.amax(dims, keepdim=True))
-    most = most.masked_fill(most.abs() == math.inf, 0.0)
-    total = reduce_partials((data - most).exp().sum(dims, keepdim=keepdim)).log()
-    return (total + (most if keepdim else most.squeeze(dims))).to(tensor.dtype)
+    maximum = reduce_partials(data.amax(dims, keepdim=True))
+    maximum = maximum.masked_fill(maximum.abs() == math.inf, 0.0)
+    total = reduce_partials((data - maximum).exp().sum(dims, keepdim=keepdim)).log()
+    return (total + (maximum if keepdim else maximum.squeeze(dims))).to(tensor.dtype)
