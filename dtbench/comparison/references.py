@@ -235,7 +235,8 @@ def compare_with_reference(
         elif not decisive:
             notes.append(
                 f"no verdict on dim {dim}, which has {ranks} ranks: no size from {format_size(MIN_SIZE)} on is "
-                f"published for as many ranks: {', '.join(f'{system.name} with {system.ranks} ranks' for system in chosen)}"
+                "published for as many ranks: "
+                f"{', '.join(f'{system.name} with {system.ranks} ranks' for system in chosen)}"
             )
     notes += [
         f"the run has the same times as were published for {name} (ratio 1.00 at every size); the ratios above are to "

@@ -10,9 +10,9 @@ from statistics import fmean
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Verdict
 from dtbench.records.job import CallKind, Collective, Job, Judgement, RankJob, TimeChange
-from dtbench.text import terminal as to
-from dtbench.text.table import MISSING, Table, TableColumn
-from dtbench.text.units import format_bandwidth, format_bytes, format_change, format_seconds, plural
+from dtbench.text import terminal
+from dtbench.text.table import Table, TableColumn
+from dtbench.text.units import MISSING, format_bandwidth, format_bytes, format_change, format_seconds, plural
 
 MOST_RANKS, MOST_COLLECTIVES, MOST_CALLS = 16, 12, 2  # of a screenful
 _WORTH = {
@@ -223,20 +223,20 @@ def sentences(judgement: Judgement) -> dict[str, list[str]]:
 
 def print_job(job: Job, judgement: Judgement) -> None:
     """A screenful; what is cut is said. Too wide a table is broken into several, of which each names its rows."""
-    console = to.new_console()
-    width = to.readable_width(console)
+    console = terminal.new_console()
+    width = terminal.readable_width(console)
     for sentence in findings(job, judgement):
-        to.print_prose(console, sentence, width=width)
+        terminal.print_prose(console, sentence, width=width)
     for table in tables(job, judgement, screen=True):
-        to.print_prose(console, "")
-        to.print_line(console, table.caption, "bold")
+        terminal.print_prose(console, "")
+        terminal.print_line(console, table.caption, "bold")
         names = table.columns[: 4 if table.columns[1].header == "Collective" else 1]
         block, rest = [*names], [*table.columns[len(names) :]]
         while rest:
             block.append(rest.pop(0))
-            if not rest or to.width_of(console, [*block, rest[0]]) > width:
-                to.print_table(console, block)
+            if not rest or terminal.width_of(console, [*block, rest[0]]) > width:
+                terminal.print_table(console, block)
                 block = [*names]
     for title, lines in {**sentences(judgement), "Notes": job.notes}.items():
-        for line in ["", title, *(f"- {line}" for line in lines[: to.MAX_ROWS])] if lines else ():
-            to.print_prose(console, line, "bold" * (line == title), width)
+        for line in ["", title, *(f"- {line}" for line in lines[: terminal.MAX_ROWS])] if lines else ():
+            terminal.print_prose(console, line, "bold" * (line == title), width)

@@ -25,7 +25,7 @@ from dtbench.stats.drops import drops_of
 from dtbench.stats.layout import DimLayout, layout_of
 from dtbench.suite import Param
 from dtbench.suite.case import FLOOR, WHOLE
-from dtbench.text import terminal as to
+from dtbench.text import terminal
 from dtbench.text.table import TableColumn
 from dtbench.text.units import bandwidth_unit, format_ratio, format_spread, time_unit
 
@@ -43,14 +43,14 @@ _ALL = "--csv and --json give all"
 def print_runs(runs: Sequence[Run]) -> None:
     """Of each run per suite a row per case with the impls side by side, or where that is too wide a row per impl; then
     what is not ok, and the provenance."""
-    console = to.new_console()
+    console = terminal.new_console()
     for number, run in enumerate(runs):
         if number:
-            to.print_line(console, "")
+            terminal.print_line(console, "")
         if len(runs) > 1:
-            to.print_line(console, str(run.path), style="bold")
+            terminal.print_line(console, str(run.path), style="bold")
         _print_results(console, run)
-        to.print_line(console, "")
+        terminal.print_line(console, "")
         _print_provenance(console, run)
         if not by_one_process([run]):
             _print_layout(console, layout_of(run.header))
@@ -59,25 +59,25 @@ def print_runs(runs: Sequence[Run]) -> None:
 def tables_of(run: Run) -> str:
     """What `print_runs` prints of the results themselves, as text."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        _print_results(to.new_console(), run)
+        _print_results(terminal.new_console(), run)
     return out.getvalue().rstrip("\n")
 
 
 def _print_results(console: Console, run: Run) -> None:
     suites = group_by(run.results, lambda r: r.suite)
-    for place, (suite, results) in enumerate(islice(suites.items(), to.MAX_TABLES)):
+    for place, (suite, results) in enumerate(islice(suites.items(), terminal.MAX_TABLES)):
         if place:
-            to.print_line(console, "")
+            terminal.print_line(console, "")
         _print_suite(console, suite, run, results)
-    to.print_rest(console, len(suites), "suites", _ALL, to.MAX_TABLES)
-    for drop in drops_of(run.results)[: to.MAX_TABLES]:
-        to.print_prose(console, f"warning: {drop}")
+    terminal.print_rest(console, len(suites), "suites", _ALL, terminal.MAX_TABLES)
+    for drop in drops_of(run.results)[: terminal.MAX_TABLES]:
+        terminal.print_prose(console, f"warning: {drop}")
     _print_not_ok(console, run)
 
 
 def print_runs_json(runs: Sequence[Run]) -> None:
     """The runs without their samples, which lie in their files."""
-    to.print_json([_run_json(run) for run in runs])
+    terminal.print_json([_run_json(run) for run in runs])
 
 
 def print_csv(runs: Sequence[Run]) -> None:
@@ -85,7 +85,7 @@ def print_csv(runs: Sequence[Run]) -> None:
     from dtbench.stats.frame import results_frame
     from dtbench.text.csv import to_csv
 
-    sys.stdout.write(to.encodable(to_csv(results_frame(runs))))
+    sys.stdout.write(terminal.encodable(to_csv(results_frame(runs))))
 
 
 def _print_provenance(console: Console, run: Run) -> None:
@@ -110,7 +110,7 @@ def _print_provenance(console: Console, run: Run) -> None:
     }
     for name, value in lines.items():
         if value:
-            to.print_line(console, f"{name + ':':<10}{value}")
+            terminal.print_line(console, f"{name + ':':<10}{value}")
 
 
 def by_one_process(runs: Sequence[Run]) -> bool:
@@ -133,9 +133,9 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
         "NVLink pairs": ["-" if d.nvlink is None else f"{d.nvlink[0]} of {d.nvlink[1]}" for d in dims],
     }
     filled = {title: column for title, column in figures.items() if set(column) != {"-"}}
-    to.print_line(console, "")
-    to.print_line(console, "layout: where the groups of each mesh dim lie", style="bold")
-    to.print_columns(console, [("mesh dim", [d.name for d in dims])], filled.items())
+    terminal.print_line(console, "")
+    terminal.print_line(console, "layout: where the groups of each mesh dim lie", style="bold")
+    terminal.print_columns(console, [("mesh dim", [d.name for d in dims])], filled.items())
 
 
 def _span(span: tuple[int, int] | None) -> str:
@@ -153,17 +153,17 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     from dtbench.stats.frame import cases_frame, cells, impls_of, params_of, results_frame
 
     by_case = group_by(results_of, lambda r: (r.name, r.case_key[3]))
-    own = tuple(r for of_case in islice(by_case.values(), to.MAX_ROWS) for r in of_case)
+    own = tuple(r for of_case in islice(by_case.values(), terminal.MAX_ROWS) for r in of_case)
     statistic = " or ".join(sorted({estimator_of(r) for r in own}))
     results = results_frame([replace(run, results=own)])
     cases = cases_frame(results)
     impls = in_order(impls_of(cases), _IMPL_ORDER)
     params = params_of(cases)
-    varying, same = to.split_params(params)
+    varying, same = terminal.split_params(params)
     words = [
         TableColumn("case", cells(cases["name", ""])),
         *(
-            TableColumn(name, [to.param_text(name, of_case.get(name)) for of_case in params])
+            TableColumn(name, [terminal.param_text(name, of_case.get(name)) for of_case in params])
             for name in varying
         ),
     ]
@@ -179,17 +179,17 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     by_impl = {impl: _figures(cases, impl) for impl in impls}
     both = {"core", "torch"} <= set(impls)
     ratios = list(map(format_ratio, cells(cases["core/torch", "estimate_s"]))) if both else []
-    width = to.readable_width(console)
+    width = terminal.readable_width(console)
     table = _side_by_side(words, by_impl, ratios)
-    if len(impls) > 1 and to.width_of(console, table) > width:
+    if len(impls) > 1 and terminal.width_of(console, table) > width:
         table = _row_per_impl(words, by_impl, ratios)
-    to.print_prose(console, to.titled(title, same), "bold", width)
-    to.print_table(console, table)
-    to.print_rest(console, len(by_case), "cases", _ALL)
+    terminal.print_prose(console, terminal.titled(title, same), "bold", width)
+    terminal.print_table(console, table)
+    terminal.print_rest(console, len(by_case), "cases", _ALL)
     columns = [cells(cases["estimate_s", impl]) for impl in impls]
     times = [{i: s for i, s in zip(impls, row, strict=True) if s} for row in zip(*columns, strict=True)]
     for line in floor_words(times):
-        to.print_prose(console, f"{suite}: {line}", "", width)
+        terminal.print_prose(console, f"{suite}: {line}", "", width)
 
 
 _TIMES, _RATES = ("time", "spread", "from last"), ("algbw", "busbw")
@@ -262,16 +262,17 @@ def _print_not_ok(console: Console, run: Run) -> None:
         (r for r in run.results if r.status != "ok" or r.reason),
         lambda r: (standing_of(r), r.suite, r.impl, r.reason),
     )
-    to.print_line(console, "")
-    for (status, suite, impl, reason), results in islice(groups.items(), to.MAX_ROWS):
+    terminal.print_line(console, "")
+    for (status, suite, impl, reason), results in islice(groups.items(), terminal.MAX_ROWS):
         texts = (
-            [f"{name}={to.param_text(name, value)}" for name, value in r.params.items()] for r in results
+            [f"{name}={terminal.param_text(name, value)}" for name, value in r.params.items()]
+            for r in results
         )
         names = list(dict.fromkeys(" ".join([r.name, *of]) for r, of in zip(results, texts, strict=True)))
         shown = "; ".join(names[:_NAMED]) + f"; and {len(names) - _NAMED} more" * (len(names) > _NAMED)
-        to.print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
-    to.print_rest(console, len(groups), "reasons", _ALL)
-    to.print_line(console, _counted(map(standing_of, run.results)) or "no results")
+        terminal.print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
+    terminal.print_rest(console, len(groups), "reasons", _ALL)
+    terminal.print_line(console, _counted(map(standing_of, run.results)) or "no results")
 
 
 def _run_json(run: Run) -> dict[str, object]:

@@ -17,7 +17,8 @@ from dtbench.reporting.html import figures, gather, page, write_report
 from dtbench.reporting.html.parts import changes as changes_part
 from dtbench.stats import resample
 from dtbench.tests import made_up
-from dtbench.text import table as t
+from dtbench.text import columns
+from dtbench.text.table import Table, compact
 from dtbench.text.terminal import print_json
 
 
@@ -44,7 +45,7 @@ def _formatted_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cases: int)
 def test_report_formats_only_rows_that_a_page_can_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(t, "MAX_ROWS", 20)
+    monkeypatch.setattr(changes_part, "MAX_ROWS", 20)
     assert _formatted_rows(monkeypatch, tmp_path, 15)[0] == 15
     rows, page = _formatted_rows(monkeypatch, tmp_path, 50)
     assert rows == 20
@@ -67,10 +68,10 @@ def test_page_that_does_not_fit_is_written_again_with_the_same_drawings(
 
 
 def test_table_counts_rows_that_its_columns_do_not_hold() -> None:
-    columns = [t.text("Case", list("abcde")), t.text("Impl", ["core"] * 5)]
-    assert [c.header for c in t.compact(t.Table("", columns)).columns] == ["Case"]
-    # Of the rows that are not there nothing can be said: the column stays.
-    cut = t.compact(t.Table("", columns, total=9))
+    case_and_impl = [columns.text("Case", list("abcde")), columns.text("Impl", ["core"] * 5)]
+    assert [c.header for c in compact(Table("", case_and_impl)).columns] == ["Case"]
+    # The rows that are left out may differ, so the column stays.
+    cut = compact(Table("", case_and_impl, total=9))
     assert ([c.header for c in cut.columns], cut.total_rows) == (["Case", "Impl"], 9)
 
 

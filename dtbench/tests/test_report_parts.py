@@ -196,7 +196,7 @@ def test_the_chart_of_ops_has_common_ones_first_and_then_the_slowest() -> None:
     (panel,) = section("dispatch", results).figures[0].panels
     drawn = [words.split()[0] for words in panel.desc.split("; ")]
     slowest = [f"slow_{i}" for i in range(29, 14, -1)]
-    assert drawn == ["add", "relu", "mm", *slowest][: figures.MAX_ROWS]
+    assert drawn == ["add", "relu", "mm", *slowest][: figures.MAX_DOT_ROWS]
 
 
 def test_the_page_says_what_a_single_op_adds_in_the_words_of_the_run() -> None:

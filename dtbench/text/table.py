@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dtbench.text.units import Unit, bandwidth_unit, significant, time_unit, typical
+from dtbench.text.units import MISSING
 
-MISSING = "–"
 # Cells longer than this many characters may wrap.
 LONG = 40
 # Largest number of rows of a table on the page. Formatting a hundred thousand rows takes longer than reading them.
 MAX_ROWS = 2000
-# Ratios above this one are marked.
-MARKED = 1.05
 
 
 @dataclass(frozen=True)
@@ -109,93 +105,3 @@ def compact(table: Table) -> Table:
     columns = [c for c in table.columns if not any(c is column for column in constant)]
     note = f"{table.note} In every row: {words}." if words else table.note
     return replace(table, columns=columns, note=note.strip())
-
-
-def text(header: str, cells: Sequence[object]) -> TableColumn:
-    """Returns a column of text; empty cells get a dash."""
-    return TableColumn(header, [str(cell) if cell not in ("", None) else MISSING for cell in cells])
-
-
-def sizes(header: str, cells: Sequence[str]) -> TableColumn:
-    """Returns a column of sizes that identify a case, each in its own unit, aligned to the right."""
-    return TableColumn(header, cells, numeric=True)
-
-
-def times(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[TableColumn]:
-    """Returns columns of times with a common unit and number of decimals. Values are seconds."""
-    return _in_one_unit(columns, time_unit(_present_values(columns)))
-
-
-def bandwidths(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[TableColumn]:
-    """Returns columns of bandwidths with a common unit (kB/s, MB/s or GB/s). Values are bytes per second."""
-    return _in_one_unit(columns, bandwidth_unit(_present_values(columns)))
-
-
-def _present_values(columns: Sequence[tuple[str, Sequence[float | None]]]) -> list[float]:
-    return [value for _, values in columns for value in values if value is not None]
-
-
-def _in_one_unit(columns: Sequence[tuple[str, Sequence[float | None]]], unit: Unit) -> list[TableColumn]:
-    decimals = _decimals(_present_values(columns), unit.scale)
-    return [
-        TableColumn(header, aligned(values, unit.scale, decimals), True, unit.name)
-        for header, values in columns
-    ]
-
-
-def factor(value: float) -> str:
-    """Formats a factor, e.g. "0.74×" or "36.9×"."""
-    return f"{value:.2f}×" if value < 10 else f"{significant(value, 3)}×"
-
-
-def faster(ratio: float | None, than: str = "") -> str:
-    """Describes a ratio of times: 0.51 is "1.96× faster", 1.1 "1.10× slower", 1.001 "as fast".
-
-    Args:
-        than: what the time is compared with, e.g. "torch" for "1.96× faster than torch".
-    """
-    if ratio is None or ratio <= 0:
-        return MISSING
-    if factor(max(ratio, 1 / ratio)) == "1.00×":
-        return f"as fast as {than}" if than else "as fast"
-    words = f"{factor(1 / ratio)} faster" if ratio <= 1 else f"{factor(ratio)} slower"
-    return f"{words} than {than}" if than else words
-
-
-def speeds(header: str, ratios: Sequence[float | None]) -> TableColumn:
-    """Returns a column of ratios of times as speedups; slowdowns of more than 5% are marked."""
-    cells = [f"{'▲ ' if ratio is not None and ratio > MARKED else ''}{faster(ratio)}" for ratio in ratios]
-    return TableColumn(header, cells, True)
-
-
-def figures(
-    header: str, values: Iterable[float | None], format_value: Callable[[float], str], unit: str = ""
-) -> TableColumn:
-    """Returns a column of numbers."""
-    return TableColumn(header, [MISSING if v is None else format_value(v) for v in values], True, unit)
-
-
-def ratios(header: str, values: Sequence[float | None]) -> TableColumn:
-    """Returns a column of factors."""
-    return figures(header, values, factor)
-
-
-def percents(header: str, shares: Sequence[float | None], digits: int = 1, unit: str = "%") -> TableColumn:
-    return figures(header, shares, lambda share: f"{100 * share:.{digits}f}", unit)
-
-
-def counts(header: str, values: Sequence[float | None]) -> TableColumn:
-    return figures(header, values, lambda value: f"{value:,.0f}".replace(",", "\u202f"))
-
-
-def aligned(values: Sequence[float | None], scale: float = 1.0, decimals: int | None = None) -> list[str]:
-    """Formats the values / `scale` with a common number of decimals, so that the decimal points align."""
-    if decimals is None:
-        decimals = _decimals([v for v in values if v is not None], scale)
-    return [MISSING if v is None else f"{v / scale:.{decimals}f}" for v in values]
-
-
-def _decimals(values: Sequence[float], scale: float) -> int:
-    """Returns the number of decimals, 0 to 4, that gives the typical value three significant digits."""
-    typical_value = typical(abs(v) / scale for v in values)
-    return 0 if typical_value is None else min(max(2 - math.floor(math.log10(typical_value)), 0), 4)

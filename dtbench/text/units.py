@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+MISSING = "–"
 _TIMES = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _BANDWIDTHS = (("kB/s", 1e3), ("MB/s", 1e6), ("GB/s", 1e9))
 _SIZES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
@@ -78,6 +79,25 @@ def format_change(ratio: float) -> str:
 def format_difference(ratio: float) -> str:
     """Describes a ratio of times, e.g. "+3.0%"; from a factor of two on, e.g. "2.00x slower"."""
     return f"{ratio - 1:+.1%}" if 0.5 < ratio < 2 else format_change(ratio)
+
+
+def format_factor(value: float) -> str:
+    """Formats a factor, e.g. "0.74×" or "36.9×"."""
+    return f"{value:.2f}×" if value < 10 else f"{significant(value, 3)}×"
+
+
+def format_speedup(ratio: float | None, than: str = "") -> str:
+    """Describes a ratio of times: 0.51 is "1.96× faster", 1.1 "1.10× slower", 1.001 "as fast".
+
+    Args:
+        than: what the time is compared with, e.g. "torch" for "1.96× faster than torch".
+    """
+    if ratio is None or ratio <= 0:
+        return MISSING
+    if format_factor(max(ratio, 1 / ratio)) == "1.00×":
+        return f"as fast as {than}" if than else "as fast"
+    words = f"{format_factor(1 / ratio)} faster" if ratio <= 1 else f"{format_factor(ratio)} slower"
+    return f"{words} than {than}" if than else words
 
 
 NO_INTERVAL = "no interval"

@@ -23,7 +23,7 @@ from dtbench.reporting.html.axes import Axis, size_axis, value_axis
 from dtbench.reporting.html.svg import FONT_PX, STAND_IN, draw, text_px
 
 # A figure of more panels or rows is not read; the tables hold all.
-MAX_PANELS, MAX_ROWS = 24, 18
+MAX_PANELS, MAX_DOT_ROWS = 24, 18
 MOST_MARKS = 200  # of a line, or twice as many: more run together, and take most of the time of a page
 MAX_SHOWN = 6  # two rows of small panels
 # Of a panel, by how many stand side by side: the page's width, halves and thirds. A phone's width holds a half or a

@@ -21,8 +21,9 @@ from dtbench.reporting.html.parts.suites import (
     named,
 )
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.text import table as t
-from dtbench.text.units import format_size
+from dtbench.text import columns
+from dtbench.text.table import MAX_ROWS, Table, TableColumn
+from dtbench.text.units import format_size, format_speedup
 
 BUCKET_STYLES = {
     "core": replace(CORE, words="core: dtbench’s bucketer"),
@@ -58,7 +59,7 @@ def _headline(section: ReportSection, of: Material, cases: Sequence[ReportCase])
     mean, words = mean_ratio(at_largest, "core", "unbucketed")
     if mean:
         words = f"in buckets of {format_size(largest)} than one call for each tensor: {words}"
-        section.headlines.append((t.faster(mean), words))
+        section.headlines.append((format_speedup(mean), words))
     for choice in bucket_choices(of.sources.runs):
         if choice.bucket_cap_mb is not None:
             group = choice.group
@@ -94,24 +95,24 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
     )
 
 
-def _bucket_table(all_cases: Sequence[ReportCase]) -> t.Table:
-    cases = all_cases[: t.MAX_ROWS]
+def _bucket_table(all_cases: Sequence[ReportCase]) -> Table:
+    cases = all_cases[:MAX_ROWS]
 
     def counter(name: str) -> list[float | None]:
         return [c.impls["core"].counters.get(name) if "core" in c.impls else None for c in cases]
 
     params = {"mesh_dim": "Mesh dim", "dtype": "Dtype"}
     sizes = {"tensor_bytes": "Tensor", "bucket_bytes": "Bucket", "total_bytes": "Total"}
-    return t.Table(
+    return Table(
         "Every bucket size and tensor size",
         [
             *named(cases, "Collective", params | sizes, "ranks"),
             *bandwidths(cases),
-            t.speeds("core vs unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
-            t.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
-            t.counts("Collectives, core", counter("collectives")),
-            t.TableColumn("Copied, core", t.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
-            t.TableColumn("Peak memory, core", t.aligned(counter("peak_bytes"), 2**20), True, "MiB"),
+            columns.speeds("core vs unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
+            columns.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
+            columns.counts("Collectives, core", counter("collectives")),
+            TableColumn("Copied, core", columns.aligned(counter("bytes_copied"), 2**20), True, "MiB"),
+            TableColumn("Peak memory, core", columns.aligned(counter("peak_bytes"), 2**20), True, "MiB"),
         ],
         folded=True,
         total=len(all_cases),
@@ -158,17 +159,17 @@ def _overlap(cases: Sequence[ReportCase]) -> Figure | None:
     )
 
 
-def _overlap_table(cases: Sequence[ReportCase]) -> t.Table:
-    return t.Table(
+def _overlap_table(cases: Sequence[ReportCase]) -> Table:
+    return Table(
         "Overlap: every size",
         [
-            t.text("Mesh dim", [c.get("mesh_dim") for c in cases]),
-            t.text("Gradient", [_gradient(c) for c in cases]),
-            t.text("Dtype", [c.get("dtype") for c in cases]),
-            *t.times(
+            columns.text("Mesh dim", [c.get("mesh_dim") for c in cases]),
+            columns.text("Gradient", [_gradient(c) for c in cases]),
+            columns.text("Dtype", [c.get("dtype") for c in cases]),
+            *columns.times(
                 [(style.words, [c.seconds(impl) for c in cases]) for impl, style in OVERLAP_STYLES.items()]
             ),
-            t.percents("hidden by the core", [hidden(c) for c in cases], 0),
+            columns.percents("hidden by the core", [hidden(c) for c in cases], 0),
         ],
         folded=True,
     )

@@ -9,9 +9,10 @@ from dtbench.reporting.html.axes import log_axis
 from dtbench.reporting.html.changes import ROW, Changes, observations_of, why
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.text import table as t
+from dtbench.text import columns
+from dtbench.text.table import MAX_ROWS, Table, TableColumn
 from dtbench.text.terminal import split_params
-from dtbench.text.units import format_interval, significant
+from dtbench.text.units import MISSING, format_factor, format_interval, significant
 
 MOST_INTERVALS, MOST_CHANGED = 40, 300
 STYLES = {
@@ -46,7 +47,7 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
             DotRow(
                 " ".join([c.name, *differing, *([f"({c.impl})"] if several else [])]),
                 {style: c.ratio},
-                f"{c.verdict.shape} {t.factor(c.ratio)}",
+                f"{c.verdict.shape} {format_factor(c.ratio)}",
                 {style: (c.low, c.high)},
                 (1 / (1 + c.change_threshold), 1 + c.change_threshold),
             )
@@ -64,29 +65,29 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
     )
 
 
-def _table(of: Changes) -> t.Table:
-    changes = of.changes[: t.MAX_ROWS]
+def _table(of: Changes) -> Table:
+    changes = of.changes[:MAX_ROWS]
     noise = [c.effect.sd if c.effect else None for c in changes]
     # What tells the cases apart; what they share is said once.
     varying, same = split_params([c.params for c in of.changes])
     details = [
-        t.percents("least that counts", [c.change_threshold for c in changes]),
-        *([t.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
-        replace(t.text("seen in", [observations_of(c) for c in changes]), numeric=True),
-        t.text("Why", [why(c) for c in changes]),
+        columns.percents("least that counts", [c.change_threshold for c in changes]),
+        *([columns.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
+        replace(columns.text("seen in", [observations_of(c) for c in changes]), numeric=True),
+        columns.text("Why", [why(c) for c in changes]),
     ]
     shared = ", ".join(f"{name}={value}" for name, value in same.items())
     note = f"Base and now: the median over launches of each launch’s estimate. {of.bounds} Open: not bounded by so few."
-    return t.Table(
+    return Table(
         "Every case: before and now",
         [
-            t.text("Verdict", [f"{c.verdict.shape} {c.verdict}" for c in changes]),
-            t.text("Suite", [c.suite for c in changes]),
-            t.text("Case", [c.describe(varying) for c in changes]),
-            t.text("Impl", [c.impl for c in changes]),
-            *t.times([("base", [c.base_s for c in changes]), ("now", [c.head_s for c in changes])]),
-            t.ratios("ratio", [c.ratio for c in changes]),
-            t.TableColumn("interval", [_interval(c) for c in changes], True),
+            columns.text("Verdict", [f"{c.verdict.shape} {c.verdict}" for c in changes]),
+            columns.text("Suite", [c.suite for c in changes]),
+            columns.text("Case", [c.describe(varying) for c in changes]),
+            columns.text("Impl", [c.impl for c in changes]),
+            *columns.times([("base", [c.base_s for c in changes]), ("now", [c.head_s for c in changes])]),
+            columns.ratios("ratio", [c.ratio for c in changes]),
+            TableColumn("interval", [_interval(c) for c in changes], True),
             *(replace(detail, screen=True) for detail in details),
         ],
         note=f"{note} In every case: {shared}." if shared else note,
@@ -100,7 +101,7 @@ def _table(of: Changes) -> t.Table:
 def _interval(case: ComparedCase) -> str:
     """`1.06 – 1.08`, one side open where there are too few observations."""
     if case.ratio is None:
-        return t.MISSING
+        return MISSING
     if (case.low is None) == (case.high is None):
         return format_interval((case.low, case.high), " – ")
     return " – ".join("open" if end is None else significant(end, 3) for end in (case.low, case.high))

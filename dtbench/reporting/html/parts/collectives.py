@@ -17,7 +17,8 @@ from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.stats import bandwidth_drops
 from dtbench.stats.layout import layout_of
 from dtbench.suite import Param
-from dtbench.text import table as t
+from dtbench.text import columns
+from dtbench.text.table import MAX_ROWS, Table
 from dtbench.text.units import format_bandwidth, format_size
 
 # GB/s per link and direction, by NVML's number of the version (nvml.h, NVML_NVLINK_VERSION_*: 1.0, 2.0, 2.2,
@@ -169,7 +170,7 @@ def _label(dim: tuple[str, Param], way: str) -> str:
     return ", ".join(filter(None, (name, f"{ranks} ranks" if ranks else "", way)))
 
 
-def _contention(cases: Sequence[ReportCase]) -> t.Table:
+def _contention(cases: Sequence[ReportCase]) -> Table:
     """What the sibling groups cost: the largest size, alone and together."""
     rows = []
     for (dim, name), members in group_by(cases, lambda c: (c.get("mesh_dim"), c.name)).items():
@@ -178,23 +179,23 @@ def _contention(cases: Sequence[ReportCase]) -> t.Table:
         if {"alone", "together"} <= set(at):
             rows.append((dim, name, size, at["alone"], at["together"]))
     ways = {"alone": [r[3] for r in rows], "together": [r[4] for r in rows]}
-    return t.Table(
+    return Table(
         "One group alone vs all groups together, at the largest size",
         [
-            t.text("Mesh dim", [r[0] for r in rows]),
-            t.text("Collective", [r[1] for r in rows]),
-            t.sizes("Size", [format_size(r[2]) for r in rows]),
-            *t.times([(way, [m.estimate_s for m in of]) for way, of in ways.items()]),
-            *t.bandwidths([(f"{way}, bus", [m.busbw_Bps for m in of]) for way, of in ways.items()]),
-            t.ratios("time together / alone", [b.estimate_s / a.estimate_s for *_, a, b in rows]),
+            columns.text("Mesh dim", [r[0] for r in rows]),
+            columns.text("Collective", [r[1] for r in rows]),
+            columns.sizes("Size", [format_size(r[2]) for r in rows]),
+            *columns.times([(way, [m.estimate_s for m in of]) for way, of in ways.items()]),
+            *columns.bandwidths([(f"{way}, bus", [m.busbw_Bps for m in of]) for way, of in ways.items()]),
+            columns.ratios("time together / alone", [b.estimate_s / a.estimate_s for *_, a, b in rows]),
         ],
         folded=True,
     )
 
 
-def _table(cases: Sequence[ReportCase]) -> t.Table:
+def _table(cases: Sequence[ReportCase]) -> Table:
     all_entries = [(c, m) for c in cases for m in c.impls.values()]
-    entries = all_entries[: t.MAX_ROWS]
+    entries = all_entries[:MAX_ROWS]
     measured = [m for _, m in entries]
     params = {"mesh_dim": "Mesh dim", "groups": "Groups", "mode": "Mode", "in_place": "In place"}
     apart = [m.rank_spread for m in measured]
@@ -203,14 +204,18 @@ def _table(cases: Sequence[ReportCase]) -> t.Table:
     if all(m.p25_s == m.p75_s for _, m in all_entries):  # a log has one time of each
         quartiles, note = {"time": "estimate_s"}, "There is one time of each"
     rates = {"algorithm": "algbw_Bps", "bus": "busbw_Bps"}
-    return t.Table(
+    return Table(
         "Every collective and size",
         [
             *named([c for c, _ in entries], "Collective", params | {"dtype": "Dtype"}, "ranks", "size"),
-            t.sizes("Size", [format_size(m.size_bytes) for m in measured]),
-            *t.times([(title, [getattr(m, name) for m in measured]) for title, name in quartiles.items()]),
-            *t.bandwidths([(title, [getattr(m, name) for m in measured]) for title, name in rates.items()]),
-            *([t.ratios("longest / shortest rank", apart)] if any(apart) else []),
+            columns.sizes("Size", [format_size(m.size_bytes) for m in measured]),
+            *columns.times(
+                [(title, [getattr(m, name) for m in measured]) for title, name in quartiles.items()]
+            ),
+            *columns.bandwidths(
+                [(title, [getattr(m, name) for m in measured]) for title, name in rates.items()]
+            ),
+            *([columns.ratios("longest / shortest rank", apart)] if any(apart) else []),
         ],
         folded=True,
         total=len(all_entries),

@@ -13,8 +13,9 @@ from dtbench.records.topology import CalibratedTopology, Constants, Dim
 from dtbench.reporting.html.axes import log_axis
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, lines
 from dtbench.reporting.html.section import ReportSection
-from dtbench.text import table as t
-from dtbench.text.units import format_interval, format_size, significant
+from dtbench.text import columns
+from dtbench.text.table import Table, TableColumn
+from dtbench.text.units import format_factor, format_interval, format_size, significant
 from dtbench_core.cost.ring import RING_COLLECTIVES
 
 RESIDUAL_STYLES = {
@@ -59,8 +60,8 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
         # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
         if dim.builtin:
             off, fit = (
-                t.factor(dim.builtin.geometric_mean_ratio),
-                t.factor(dim.residuals.geometric_mean_ratio),
+                format_factor(dim.builtin.geometric_mean_ratio),
+                format_factor(dim.residuals.geometric_mean_ratio),
             )
             words = f"mean error of PyTorch’s built-in constants over {dim.name}; of the fitted ones {fit}"
             section.headlines.append((off, words))
@@ -139,32 +140,32 @@ def _basis(dim: Dim) -> str:
     return f"{dim.name} is fitted on {on.points} points from {low} to {high}, {groups}."
 
 
-def _constants(topology: CalibratedTopology) -> t.Table:
+def _constants(topology: CalibratedTopology) -> Table:
     dims = topology.dims
     builtin = [dim.builtin for dim in dims]
 
-    def column(header: str, cells: Sequence[str], unit: str) -> t.TableColumn:
-        return t.TableColumn(header, cells, True, unit)
+    def column(header: str, cells: Sequence[str], unit: str) -> TableColumn:
+        return TableColumn(header, cells, True, unit)
 
     digits = partial(significant, digits=3)
     bandwidths = [f"{'≥ ' * dim.bandwidth_is_lower_bound}{digits(dim.bandwidth_GiBps)}" for dim in dims]
-    return t.Table(
+    return Table(
         "Fitted and PyTorch’s built-in constants",
         [
-            t.text("Mesh dim", [dim.name for dim in dims]),
-            t.counts("Ranks", [dim.ranks for dim in dims]),
-            t.text("Layout", [dim.layout.kind or "unknown" for dim in dims]),
+            columns.text("Mesh dim", [dim.name for dim in dims]),
+            columns.counts("Ranks", [dim.ranks for dim in dims]),
+            columns.text("Layout", [dim.layout.kind or "unknown" for dim in dims]),
             column("Bandwidth", bandwidths, "GiB/s"),
             column(
                 "90 % interval", [format_interval(dim.bandwidth_interval, " – ") for dim in dims], "GiB/s"
             ),
-            t.figures("built-in", (b.bandwidth_GiBps if b else None for b in builtin), digits, "GiB/s"),
-            t.figures("Latency per hop", (dim.latency_us_per_hop for dim in dims), digits, "µs"),
+            columns.numbers("built-in", (b.bandwidth_GiBps if b else None for b in builtin), digits, "GiB/s"),
+            columns.numbers("Latency per hop", (dim.latency_us_per_hop for dim in dims), digits, "µs"),
             column("90 % interval", [format_interval(dim.latency_interval, " – ") for dim in dims], "µs"),
-            t.figures("built-in", (b.latency_us_per_hop if b else None for b in builtin), digits, "µs"),
-            t.ratios("Fit off by, mean", [dim.residuals.geometric_mean_ratio for dim in dims]),
-            t.ratios("worst", [dim.residuals.worst_ratio for dim in dims]),
-            t.ratios("Built-in off by, mean", [b.geometric_mean_ratio if b else None for b in builtin]),
+            columns.numbers("built-in", (b.latency_us_per_hop if b else None for b in builtin), digits, "µs"),
+            columns.ratios("Fit off by, mean", [dim.residuals.geometric_mean_ratio for dim in dims]),
+            columns.ratios("worst", [dim.residuals.worst_ratio for dim in dims]),
+            columns.ratios("Built-in off by, mean", [b.geometric_mean_ratio if b else None for b in builtin]),
         ],
         note=" ".join(
             [

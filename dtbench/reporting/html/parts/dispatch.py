@@ -21,7 +21,8 @@ from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.stats.dispatch_headline import SINGLE_OPS, added_times, kind_of
 from dtbench.suite import STAGES
 from dtbench.suite.case import FLOOR
-from dtbench.text import table as t
+from dtbench.text import columns
+from dtbench.text.table import MAX_ROWS, Table
 from dtbench.text.units import format_seconds
 
 PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
@@ -62,31 +63,33 @@ def fill(section: ReportSection, of: Material) -> None:
         section.add(_table(cached, cases))
     elif cases:
         caption = "Every op: time of a first call"
-        section.add(t.Table(caption, [*named(cases, "Op", PARAMS, "call"), *times(cases)], folded=True))
+        section.add(Table(caption, [*named(cases, "Op", PARAMS, "call"), *times(cases)], folded=True))
     if busy and cached:
         caption = "Cached calls while the GPU is at earlier work, as in a training step"
-        section.add(t.Table(caption, [*named(busy, "Op", PARAMS, "call"), *times(busy)]))
+        section.add(Table(caption, [*named(busy, "Op", PARAMS, "call"), *times(busy)]))
     if calls:
         section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
 
 
-def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> t.Table:
-    cached = all_cached[: t.MAX_ROWS]
+def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> Table:
+    cached = all_cached[:MAX_ROWS]
 
     def identity(case: ReportCase) -> tuple[object, ...]:
         return (case.name, *sorted((k, v) for k, v in case.params.items() if k != "call"))
 
     first = {identity(c): c for c in cases if c.get("call") == "first"}
     firsts = [first.get(identity(c)) for c in cached]
-    columns = [(f"{i}, first call", [f.seconds(i) if f else None for f in firsts]) for i in ("core", "torch")]
-    slower = any((c.ratio("core", "torch") or 0.0) > t.MARKED for c in all_cached)
+    first_times = [
+        (f"{i}, first call", [f.seconds(i) if f else None for f in firsts]) for i in ("core", "torch")
+    ]
+    slower = any((c.ratio("core", "torch") or 0.0) > columns.MARKED for c in all_cached)
     notes = [
         *(["▲ marks where the core takes over 5 % more time than torch."] if slower else []),
         *(["A first call has to find its sharding; a cached one looks it up."] if any(firsts) else []),
     ]
-    return t.Table(
+    return Table(
         "Every op: time per call",
-        [*named(cached, "Op", PARAMS, "call"), *times(cached), *t.times(columns)],
+        [*named(cached, "Op", PARAMS, "call"), *times(cached), *columns.times(first_times)],
         folded=True,
         note=" ".join(notes),
         total=len(all_cached),
@@ -128,18 +131,20 @@ def _rows(call: CallStages) -> list[Stage]:
     return [row for stage in _in_order([call]) for row in call.rows if row.stage == stage]
 
 
-def _stage_table(calls: Sequence[CallStages]) -> t.Table:
+def _stage_table(calls: Sequence[CallStages]) -> Table:
     rows = [(call, row) for call in calls for row in _rows(call)]
-    return t.Table(
+    return Table(
         "Every stage: time per call",
         [
-            t.text("Case", [c.label for c, _ in rows]),
-            t.text("Impl", [c.impl for c, _ in rows]),
-            t.text("Stage", [row.stage for _, row in rows]),
-            t.figures("time", [row.ns / 1e3 for _, row in rows], "{:.2f}".format, "µs"),
-            t.figures("plus or minus", [row.plus_minus_ns / 1e3 for _, row in rows], "{:.2f}".format, "µs"),
-            t.percents("share", [c.share(row) for c, row in rows], 0),
-            t.text("Recorded by", [c.source for c, _ in rows]),
+            columns.text("Case", [c.label for c, _ in rows]),
+            columns.text("Impl", [c.impl for c, _ in rows]),
+            columns.text("Stage", [row.stage for _, row in rows]),
+            columns.numbers("time", [row.ns / 1e3 for _, row in rows], "{:.2f}".format, "µs"),
+            columns.numbers(
+                "plus or minus", [row.plus_minus_ns / 1e3 for _, row in rows], "{:.2f}".format, "µs"
+            ),
+            columns.percents("share", [c.share(row) for c, row in rows], 0),
+            columns.text("Recorded by", [c.source for c, _ in rows]),
         ],
         folded=True,
         note=" ".join(f"{c.label} ({c.impl}): {c.caveat}." for c in calls if c.caveat),

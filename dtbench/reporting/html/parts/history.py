@@ -10,7 +10,8 @@ from dtbench.reporting.html.axes import Axis, round_ticks
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.reporting.html.sources import History
-from dtbench.text import table as t
+from dtbench.text import columns
+from dtbench.text.table import Table
 from dtbench.text.units import format_seconds
 
 MOST_PANELS = 6
@@ -94,18 +95,18 @@ def _short(labels: list[str]) -> dict[str, str]:
     }
 
 
-def _table(one: History, times: Times) -> t.Table:
+def _table(one: History, times: Times) -> Table:
     series = list(times.values())
     before, last = [_before(of) for of in series], [of[-1][1] for of in series]
-    return t.Table(
+    return Table(
         f"Every benchmark on {one.machine or 'a machine of unknown kind'}",
         [
-            t.text("Benchmark", list(times)),
-            t.counts("Revisions", [len(of) for of in series]),
-            *t.times([("median before", before), ("last", last)]),
-            t.figures("change", map(_change, series), lambda change: f"{100 * change:+.1f}", "%"),
-            t.text("Last revision", [one.points[of[-1][0]].revision for of in series]),
-            t.text("Recorded", [one.points[of[-1][0]].time for of in series]),
+            columns.text("Benchmark", list(times)),
+            columns.counts("Revisions", [len(of) for of in series]),
+            *columns.times([("median before", before), ("last", last)]),
+            columns.numbers("change", map(_change, series), lambda change: f"{100 * change:+.1f}", "%"),
+            columns.text("Last revision", [one.points[of[-1][0]].revision for of in series]),
+            columns.text("Recorded", [one.points[of[-1][0]].time for of in series]),
         ],
         folded=True,
     )

@@ -16,7 +16,8 @@ from dtbench.reporting.html.section import ReportSection
 from dtbench.stats import estimate_s
 from dtbench.stats.layout import from_last_arrival_s, mesh_groups
 from dtbench.suite.mesh import Groups
-from dtbench.text import table as t
+from dtbench.text import columns
+from dtbench.text.table import Table
 from dtbench.text.units import format_size
 
 # More rows are not told apart on a page.
@@ -124,23 +125,23 @@ def _skew(skews: Sequence[RankSkew]) -> Figure | None:
     )
 
 
-def _table(skews: Sequence[RankSkew], header: Header) -> t.Table:
+def _table(skews: Sequence[RankSkew], header: Header) -> Table:
     hosts = {rank.rank: rank.host for rank in header.ranks}
     rows = [(one, rank) for one in skews for rank in sorted(one.late_s)]
     late = [one.late_s[rank] for one, rank in rows]
-    return t.Table(
+    return Table(
         "Every rank: arrival delay and bandwidth of its group",
         [
-            t.text("Mesh dim", [one.dim for one, _ in rows]),
-            t.text("Collective", [one.name for one, _ in rows]),
-            t.sizes("Size", [format_size(one.size_bytes) for one, _ in rows]),
-            t.counts("Rank", [rank for _, rank in rows]),
-            t.text("Host", [hosts.get(rank) or "" for _, rank in rows]),
-            *t.times(
+            columns.text("Mesh dim", [one.dim for one, _ in rows]),
+            columns.text("Collective", [one.name for one, _ in rows]),
+            columns.sizes("Size", [format_size(one.size_bytes) for one, _ in rows]),
+            columns.counts("Rank", [rank for _, rank in rows]),
+            columns.text("Host", [hosts.get(rank) or "" for _, rank in rows]),
+            *columns.times(
                 [(word, [of[i] for of in late]) for i, word in enumerate(("late, p25", "median", "p75"))]
             ),
-            t.percents("last", [one.last.get(rank, 0) for one, rank in rows], 0, "% of samples"),
-            *t.bandwidths([("bus, group", [one.busbw_Bps.get(rank) for one, rank in rows])]),
+            columns.percents("last", [one.last.get(rank, 0) for one, rank in rows], 0, "% of samples"),
+            *columns.bandwidths([("bus, group", [one.busbw_Bps.get(rank) for one, rank in rows])]),
         ],
         folded=True,
     )

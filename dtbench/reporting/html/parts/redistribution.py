@@ -13,7 +13,7 @@ from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
 from dtbench.reporting.html.parts.suites import CORE, TORCH, add_dots, beside, core_beside_torch, named, times
 from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.text import table as t
+from dtbench.text.table import MAX_ROWS, Table
 from dtbench.text.units import format_seconds, format_size, plural
 from dtbench_core.cost.ring import RING_COLLECTIVES
 from dtbench_core.cost.topology import parts_of_tensor
@@ -167,9 +167,9 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
         f"Time per redistribute at {ends}, {drawn[0].get('dtype')}{beside(drawn)}.",
     )
     params = {"mesh_dim": "Mesh dim", "dtype": "Dtype", "size": "Size"}
-    listed = cases[: t.MAX_ROWS]
+    listed = cases[:MAX_ROWS]
     section.add(
-        t.Table(
+        Table(
             "Every transition and size",
             [*named(listed, "Transition", params, "ranks"), *times(listed)],
             folded=True,

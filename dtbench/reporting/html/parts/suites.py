@@ -11,14 +11,15 @@ from dtbench.engine.findings import floor_words
 from dtbench.grouping import group_by, in_order
 from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, geometric_mean
-from dtbench.reporting.html.figures import MAX_ROWS, DotRow, Style, dots
+from dtbench.reporting.html.figures import MAX_DOT_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.stats.dispatch_headline import FEWEST_CASES
 from dtbench.suite import IMPL_WORDS
 from dtbench.suite.case import WHOLE
-from dtbench.text import table as t
+from dtbench.text import columns
+from dtbench.text.table import MAX_ROWS, Table, TableColumn
 from dtbench.text.terminal import param_text, split_params
-from dtbench.text.units import format_size, plural
+from dtbench.text.units import format_size, format_speedup, plural
 
 MOST_ROWS = 8  # of a table that is not folded, beside a figure
 CORE, TORCH, FLOOR = Style("s0", "o"), Style("s1", "s", (5, 2), hollow=True), Style("s2", "|", (1.5, 1.5))
@@ -35,7 +36,7 @@ def impls_of(cases: Sequence[ReportCase]) -> list[str]:
 
 def named(
     cases: Sequence[ReportCase], of_name: str, params: Mapping[str, str], *drop: str
-) -> list[t.TableColumn]:
+) -> list[TableColumn]:
     """What tells the cases of a table apart: the params under their headers, their name under `of_name` before the
     first that is no mesh dim, sizes last; all others but `drop` in one column, for no two rows may look the same."""
     sizes = [p for p in params if p == "size" or p.endswith("_bytes")]
@@ -43,28 +44,30 @@ def named(
     in_columns = {*params, *drop}
     rest = [", ".join(f"{k}={v}" for k, v in sorted(c.params.items()) if k not in in_columns) for c in cases]
     return [
-        *(t.text(title, column) for title, column in words.items() if title == "Mesh dim"),
-        t.text(of_name, [c.name for c in cases]),
-        *(t.text(title, column) for title, column in words.items() if title != "Mesh dim"),
-        *([t.text("Other parameters", rest)] if any(rest) else []),
-        *(t.sizes(params[p], [format_size(c.number(p)) for c in cases]) for p in sizes),
+        *(columns.text(title, column) for title, column in words.items() if title == "Mesh dim"),
+        columns.text(of_name, [c.name for c in cases]),
+        *(columns.text(title, column) for title, column in words.items() if title != "Mesh dim"),
+        *([columns.text("Other parameters", rest)] if any(rest) else []),
+        *(columns.sizes(params[p], [format_size(c.number(p)) for c in cases]) for p in sizes),
     ]
 
 
-def times(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
+def times(cases: Sequence[ReportCase]) -> list[TableColumn]:
     """The time of each impl, and of the core over torch."""
     ratios = [c.ratio("core", "torch") for c in cases]
     titles = {"local": "floor", WHOLE: "one rank, whole"}
     return [
-        *t.times([(titles.get(impl, impl), [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]),
-        *([t.speeds("core vs torch", ratios)] if any(ratios) else []),
+        *columns.times(
+            [(titles.get(impl, impl), [c.seconds(impl) for c in cases]) for impl in impls_of(cases)]
+        ),
+        *([columns.speeds("core vs torch", ratios)] if any(ratios) else []),
     ]
 
 
-def bandwidths(cases: Sequence[ReportCase]) -> list[t.TableColumn]:
+def bandwidths(cases: Sequence[ReportCase]) -> list[TableColumn]:
     """The bandwidth of each impl that moves bytes."""
     of = {i: [c.impls[i].algbw_Bps if i in c.impls else None for c in cases] for i in impls_of(cases)}
-    return t.bandwidths([(impl, column) for impl, column in of.items() if any(column)])
+    return columns.bandwidths([(impl, column) for impl, column in of.items() if any(column)])
 
 
 def add_dots(
@@ -90,10 +93,12 @@ def add_dots(
             return place.get(label(case), len(place)), -longest
 
         drawn = {title: sorted(cases, key=order) for title, cases in drawn.items()}
-    if any(len(cases) > MAX_ROWS for cases in drawn.values()):
+    if any(len(cases) > MAX_DOT_ROWS for cases in drawn.values()):
         which = "" if first is None else ", common ops first, then the slowest"
-        section.cuts.append(f"Of each group {MAX_ROWS} cases are drawn{which}; the table has all.")
-    rows = {title: [_row(case, label(case)) for case in cases[:MAX_ROWS]] for title, cases in drawn.items()}
+        section.cuts.append(f"Of each group {MAX_DOT_ROWS} cases are drawn{which}; the table has all.")
+    rows = {
+        title: [_row(case, label(case)) for case in cases[:MAX_DOT_ROWS]] for title, cases in drawn.items()
+    }
     impls = {impl for of in rows.values() for row in of for impl in row.values}
     styles = {impl: style for impl, style in IMPL_STYLES.items() if impl in impls}
     styles |= zip(sorted(impls - set(IMPL_STYLES)), cycle(_MORE_STYLES), strict=False)
@@ -115,7 +120,7 @@ def _row(case: ReportCase, label: str) -> DotRow:
     return DotRow(
         label,
         values={impl: m.estimate_s for impl, m in case.impls.items()},
-        note="" if ratio is None else t.faster(ratio),
+        note="" if ratio is None else format_speedup(ratio),
         spans={impl: (m.estimate_s, m.p75_s) for impl, m in case.impls.items()},
     )
 
@@ -129,15 +134,15 @@ def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what:
     if len(both) < FEWEST_CASES:
         return ""
     mean, words = mean_ratio(both, "core", "torch")
-    section.headlines.append((t.faster(mean), f"the core than torch, time per {what}: {words}"))
-    section.outcome = section.outcome or f"the core is {t.faster(mean, 'torch')} per {what}"
-    return f"{where} core is {t.faster(mean, 'torch')} (geometric mean of {len(both)} cases). "
+    section.headlines.append((format_speedup(mean), f"the core than torch, time per {what}: {words}"))
+    section.outcome = section.outcome or f"the core is {format_speedup(mean, 'torch')} per {what}"
+    return f"{where} core is {format_speedup(mean, 'torch')} (geometric mean of {len(both)} cases). "
 
 
 def mean_ratio(cases: Sequence[ReportCase], impl: str, base: str) -> tuple[float | None, str]:
     """The geometric mean of the cases' ratios, None where none has both; and what to say of it."""
     ratios = [r for c in cases if (r := c.ratio(impl, base)) is not None]
-    ends = f"from {t.faster(max(ratios, default=None))} to {t.faster(min(ratios, default=None))}"
+    ends = f"from {format_speedup(max(ratios, default=None))} to {format_speedup(min(ratios, default=None))}"
     return geometric_mean(ratios), f"geometric mean of {plural(len(ratios), 'case')}, {ends}"
 
 
@@ -172,7 +177,7 @@ def tensor_parallel(section: ReportSection, of: Material) -> None:
     )
     params = {"pass": "Pass", "mesh_dim": "Mesh dim", "dtype": "Dtype"}
     section.add(
-        t.Table(
+        Table(
             "Every block and pass",
             [*named(cases, "Block", params, "ranks"), *times(cases)],
             folded=True,
@@ -211,18 +216,18 @@ def other_suites(claimed: Collection[str]) -> Part:
     return Part("others", "Other suites", fill)
 
 
-def _generic(caption: str, all_cases: Sequence[ReportCase]) -> t.Table:
+def _generic(caption: str, all_cases: Sequence[ReportCase]) -> Table:
     """A column per param, then per impl its time, its median and upper quartile, and bandwidths."""
-    cases = all_cases[: t.MAX_ROWS]
+    cases = all_cases[:MAX_ROWS]
     params = {param: param for c in cases for param in c.params}
     spans = [
         (f"{impl}, {name}", [getattr(c.impls[impl], f"{name}_s") if impl in c.impls else None for c in cases])
         for impl in impls_of(cases)
         for name in ("median", "p75")
     ]
-    return t.Table(
+    return Table(
         caption,
-        [*named(cases, "Case", params), *times(cases), *t.times(spans), *bandwidths(cases)],
+        [*named(cases, "Case", params), *times(cases), *columns.times(spans), *bandwidths(cases)],
         folded=len(cases) > MOST_ROWS,
         note="The first column of an impl is its estimate: the minimum for host latencies, else the lower quartile.",
         total=len(all_cases),
