@@ -276,7 +276,7 @@ def test_refusals(fake_world: Callable[[int], None]) -> None:
         (ArgumentError, "weight is a DTensor already .*parallelize a module once", done, colwise),
         (
             ArgumentError,
-            r"weight of a Linear is tied to one already placed as .*untie them",
+            r"weight of a Linear is tied to a parameter already placed as .*untie them",
             Tied(),
             {"a": colwise, "b": rowwise},
         ),
@@ -284,7 +284,9 @@ def test_refusals(fake_world: Callable[[int], None]) -> None:
     for kind, message, module, plan in refused:
         with pytest.raises(kind, match=message):
             parallelize_module(module, mesh, plan)
-    with pytest.warns(UserWarning, match=r"parameters b\.weight were tied to ones that are sharded now"):
+    with pytest.warns(
+        UserWarning, match=r"parameters b\.weight were tied to parameters that are sharded now"
+    ):
         parallelize_module(Tied(), mesh, {"a": colwise})
 
     with pytest.raises(PlacementError, match=r"got input_layouts=.*not in a list"):

@@ -244,9 +244,7 @@ def _parts_cut_otherwise() -> None:
 
 
 def test_parts_that_are_not_chunks_are_refused_on_every_rank(ranks: ThreadWorlds) -> None:
-    message = (
-        r"tensor of shape \[2, 8, 8\].*expected parts as torch.chunk cuts it into 4 along dim 1: cut it with"
-    )
+    message = r"tensor of shape \[2, 8, 8\].*expected parts as torch.chunk splits it into 4 along dim 1: split it with"
     ranks.refuse(_parts_cut_otherwise, message=message, error=LayoutError)
 
 

@@ -28,7 +28,7 @@ class MeshInfo:
         groups: of each mesh dim, its ranks in the order of their coordinates.
         whole: the process group of all ranks of the mesh in row-major order, where the mesh is the whole world; else
             None.
-        handed_out, readers: see Note [Lengths of plain parts] in parallel/convert.py.
+        output_lengths, known_lengths: see Note [Lengths of plain parts] in parallel/convert.py.
     """
 
     __slots__ = (
@@ -36,10 +36,10 @@ class MeshInfo:
         "coordinate",
         "device_type",
         "groups",
-        "handed_out",
+        "known_lengths",
         "mesh",
         "ndim",
-        "readers",
+        "output_lengths",
         "sizes",
         "whole",
     )
@@ -53,8 +53,8 @@ class MeshInfo:
         self.coordinate: tuple[int, ...] | None = None if coordinate is None else tuple(coordinate)
         self.device_type: str = mesh.device_type
         self.whole = _world_of(mesh) if groups else None
-        self.handed_out: dict[tuple[int, int], tuple[int, int]] = {}
-        self.readers: weakref.WeakKeyDictionary[object, dict[tuple[object, int, int], int]] = (
+        self.output_lengths: dict[tuple[int, int], tuple[int, int]] = {}
+        self.known_lengths: weakref.WeakKeyDictionary[object, dict[tuple[object, int, int], int]] = (
             weakref.WeakKeyDictionary()
         )
 

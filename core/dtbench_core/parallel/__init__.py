@@ -1,27 +1,27 @@
-"""Tensor parallelism: a module's parameters sharded by a plan, its inputs and outputs to match.
+"""Tensor parallelism: shards a module's parameters by a plan, and places its inputs and outputs accordingly.
 
-Names and signatures are those of torch.distributed.tensor.parallel, with the mesh dim, PairwiseParallel and
-the conversion functions of its first version.
+Names and signatures are those of torch.distributed.tensor.parallel, with the mesh dim, PairwiseParallel and the
+conversion functions of its first version.
 
 Reading order:
 
-    api         parallelize_module: which submodule gets which style
-    style       ColwiseParallel, RowwiseParallel: what is sharded how, and what goes in and out
+    api         parallelize_module: applies the styles of a plan to submodules
+    style       ColwiseParallel, RowwiseParallel: placements of parameters, inputs and outputs
     sequence    SequenceParallel: norms and dropout on parts of the sequence
     pairwise    PairwiseParallel: the Linears of an MLP in pairs
-    prepare     PrepareModuleInput and its like: inputs and outputs alone
-    convert     make_input_..., make_output_...: the conversions by themselves
-    parameters  parameters in their places, and ties between them; one dim of a mesh; what is refused
-    embedding   an Embedding by rows, whose gradient is of its own rows
-    shard       shard_parameters: what tensor parallelism left, spread over another mesh dim
+    prepare     PrepareModuleInput, PrepareModuleOutput: only place inputs and outputs
+    convert     make_input_..., make_output_...: the conversions as functions
+    parameters  errors, one dim of a mesh, sharding of parameters and ties between them
+    embedding   an Embedding sharded by rows, with the gradient of local rows only
+    shard       shard_parameters: shards parameters over another mesh dim too
     loss        loss_parallel: cross entropy of logits sharded by class
-    region      tensor_parallel_rng: random numbers that differ by shard
+    region      tensor_parallel_rng: random numbers that differ between shards
 """
 
 # mypy: implicit-reexport
 # ruff: noqa: F401
 
-import dtbench_core.interop.state_dicts  # torch's functions for state dicts learn of what is made here
+import dtbench_core.interop.state_dicts  # registers these parameters with torch's functions for state dicts
 from dtbench_core.parallel.api import parallelize_module
 from dtbench_core.parallel.convert import (
     make_input_replicate_1d,

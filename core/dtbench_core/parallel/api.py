@@ -1,4 +1,4 @@
-"""`parallelize_module`: finds the submodules a plan names and applies its styles to them."""
+"""`parallelize_module` finds the submodules that a plan names and applies their styles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.layout.mesh import mesh_or_current
-from dtbench_core.parallel.parameters import PlanError, left_behind, mesh_of_dim
+from dtbench_core.parallel.parameters import PlanError, formerly_tied_parameters, mesh_of_dim
 from dtbench_core.parallel.region import tensor_parallel_rng
 from dtbench_core.parallel.style import ParallelStyle
 
@@ -30,23 +30,24 @@ def parallelize_module(
     """Makes a module tensor parallel, in place: modules and their names stay, parameters become DTensors.
 
     Args:
-        device_mesh: of any number of dims; the mesh of the enclosing `with mesh:` when not given. It may be
-            left out: `parallelize_module(module, plan)`.
-        parallelize_plan: a style for `module` itself, or a mapping of fully qualified names to styles.
-            Each part of a name between dots is a shell pattern ("layers.*.w[13]"); "" is the module
-            itself. A name that matches nothing warns. None warns and does nothing.
-        tp_mesh_dim: the dim of `device_mesh` to shard over, by index or name. The others hold replicas of
-            the whole group; `shard_parameters` spreads the parameters over one of them too.
-        src_data_rank: the rank in the mesh whose parameter values count. None: every rank keeps its own
-            part of its own values and nothing is sent.
+        module: the module to change.
+        device_mesh: a mesh with any number of dims; by default that of the enclosing `with mesh:`. It may be left
+            out: `parallelize_module(module, plan)`.
+        parallelize_plan: a style for `module` itself, or a mapping of fully qualified names to styles. Each part of a
+            name between dots is a shell pattern ("layers.*.w[13]"); "" is the module itself. A name without a match
+            causes a warning. None causes a warning and changes nothing.
+        tp_mesh_dim: the dim of `device_mesh` to shard over, by index or name. Every index of the other dims holds a
+            replica of the sharded module; `shard_parameters` shards the parameters over one of these dims too.
+        src_data_rank: the rank in the mesh whose parameter values are distributed. None: every rank keeps its part of
+            its own values, and nothing is sent.
 
     Returns:
         The same module.
 
     Raises:
-        MeshError: a mesh without such a dim; no mesh given, and none current.
-        PlanError: a plan, or a part of it, of another type; nothing has been changed then.
-        UnsupportedModuleError: a module that the style chosen for it cannot shard.
+        MeshError: the mesh has no such dim; or no mesh was given, and none is active.
+        PlanError: the plan, or a part of it, has another type. Nothing has been changed then.
+        UnsupportedModuleError: a style cannot shard the module that it was chosen for.
     """
     if parallelize_plan is None and isinstance(device_mesh, ParallelStyle | Mapping):
         device_mesh, parallelize_plan = None, device_mesh
@@ -58,34 +59,34 @@ def parallelize_module(
         )
         return module
     mesh = mesh_of_dim(mesh_or_current(cast("DeviceMesh | None", device_mesh)), tp_mesh_dim)
-    tensor_parallel_rng(mesh)  # with its seed set, and off until it is switched on
+    tensor_parallel_rng(mesh)  # creates it with its seed; it stays off until enabled
     unmatched: list[str] = []
     for target, style in list(_resolve(module, parallelize_plan, "", unmatched)):
         style.src_data_rank = src_data_rank
         style._apply(target, mesh)
-    if tied := left_behind(module):
+    if tied := formerly_tied_parameters(module):
         warnings.warn(
-            f"the parameters {', '.join(tied)} were tied to ones that are sharded now, and will go their own "
-            "way: name their modules in the plan too",
+            f"the parameters {', '.join(tied)} were tied to parameters that are sharded now, and their tie is lost: "
+            "name their modules in the plan too",
             stacklevel=2,
         )
     for name in unmatched:
-        warnings.warn(_unmatched(module, name), stacklevel=2)
+        warnings.warn(_unmatched_warning(module, name), stacklevel=2)
     return module
 
 
 def _resolve(
     module: nn.Module, plan: object, prefix: str, unmatched: list[str]
 ) -> Iterator[tuple[nn.Module, ParallelStyle]]:
-    """Pairs of module and style in the plan's order; keys without a match go to `unmatched`."""
+    """Yields pairs of module and style in the plan's order, and adds keys without a match to `unmatched`."""
     if isinstance(plan, ParallelStyle):
         yield module, plan
         return
     if not isinstance(plan, Mapping):
-        where = f" for {prefix!r}" if prefix else ""
+        context = f" for {prefix!r}" if prefix else ""
         raise PlanError(
             f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(plan)} found! "
-            f"Got {plan!r}{where}: pass a ParallelStyle of dtbench_core.parallel, or a dict of names to them"
+            f"Got {plan!r}{context}: pass a ParallelStyle of dtbench_core.parallel, or a dict of names to them"
         )
     for key, inner in plan.items():
         if not isinstance(key, str):
@@ -94,26 +95,28 @@ def _resolve(
         targets = _matches(module, key)
         if not targets:
             unmatched.append(name)
-            # A wrong type is an error all the same.
+            # A style of a wrong type is an error even without a match.
             targets = [] if isinstance(inner, ParallelStyle | Mapping) else [module]
         for target in targets:
             yield from _resolve(target, inner, name, unmatched)
 
 
 def _matches(module: nn.Module, pattern: str) -> list[nn.Module]:
-    """The descendants whose names match, part by part; the module itself for ""."""
+    """Returns the descendants whose names match the pattern, part by part; the module itself for ""."""
     matches = [module]
     for part in pattern.split(".") if pattern else []:
-        matches = [child for m in matches for name, child in m.named_children() if fnmatchcase(name, part)]
+        matches = [
+            child for match in matches for name, child in match.named_children() if fnmatchcase(name, part)
+        ]
     return matches
 
 
-def _unmatched(module: nn.Module, key: str) -> str:
-    """What to tell of a plan's key without a match: the names that are like it, or some of those there are."""
+def _unmatched_warning(module: nn.Module, key: str) -> str:
+    """Returns the warning for a key without a match, with similar names, or else some names of submodules."""
     names = [name for name, _ in module.named_modules() if name]
     if close := difflib.get_close_matches(key, names, n=3):
-        like = f"close to it are {', '.join(close)}"
+        suggestion = f"close to it are {', '.join(close)}"
     else:
-        more = f", ... ({len(names)} in all)" if len(names) > 8 else ""
-        like = f"the submodules here are {', '.join(names[:8]) or 'none'}{more}"
-    return f"the plan's key {key!r} matches no submodule and is skipped; {like}: correct the key, or drop it"
+        count = f", ... ({len(names)} in all)" if len(names) > 8 else ""
+        suggestion = f"the submodules are {', '.join(names[:8]) or 'none'}{count}"
+    return f"the plan's key {key!r} matches no submodule and is skipped; {suggestion}: correct the key, or drop it"

@@ -1,6 +1,6 @@
-"""An Embedding sharded by rows: each rank looks up the rows it holds, and gets the gradient of these alone.
+"""An Embedding sharded by rows: each rank looks up the rows it holds, and computes the gradient of only these rows.
 
-The op of torch gives the gradient of the whole table, of which every rank would keep a part.
+torch's op computes the gradient of the whole table, of which each rank would then keep a part.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _backward = new_op(
 
 @rule(_backward)
 def embedding_rows_backward(call: OpCall) -> Strategy:
-    """(grad [..., width], indices [...]) -> gradient of the weight [rows, width], by rows."""
-    return Strategy([PlacementRow((REPLICATE, REPLICATE), (Shard(0),))], localize=_own_rows)
+    """(grad [..., width], indices [...]) -> gradient of the weight [rows, width], sharded by rows."""
+    return Strategy([PlacementRow((REPLICATE, REPLICATE), (Shard(0),))], localize=_gradient_of_local_rows)
 
 
-def _own_rows(placed: PlacedSpecs) -> Callable[..., Tensor]:
+def _gradient_of_local_rows(placed: PlacedSpecs) -> Callable[..., Tensor]:
     (spec,) = placed.outputs
     assert spec is not None
     count, first = spec.local_shape[0], spec.local_offset[0]
 
     def run(grad: Tensor, indices: Tensor, rows: int, padding: int) -> Tensor:
-        own = indices - first
-        # What is for the rows of others goes to one row more, which is cut off.
-        own = torch.where((own >= 0) & (own < count), own, count)
-        mine = padding - first if first <= padding < first + count else -1
-        gradient: Tensor = aten.embedding_dense_backward(grad, own, count + 1, mine, False)
+        local_indices = indices - first
+        # Gradients of rows on other ranks are added to an extra row, which is dropped.
+        local_indices = torch.where((local_indices >= 0) & (local_indices < count), local_indices, count)
+        local_padding = padding - first if first <= padding < first + count else -1
+        gradient: Tensor = aten.embedding_dense_backward(grad, local_indices, count + 1, local_padding, False)
         return gradient[:count]
 
     return run
 
 
 class EmbeddingRows(torch.autograd.Function):
-    """(weight [rows, width] by rows, indices [...], padding_idx or -1) -> [..., width], a pending sum."""
+    """(weight [rows, width] sharded by rows, indices [...], padding_idx or -1) -> [..., width], a pending sum."""
 
     @staticmethod
     def forward(ctx: Ctx, weight: Any, indices: Any, padding: int) -> Any:
@@ -56,16 +56,16 @@ class EmbeddingRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Ctx, grad: Any) -> tuple[Any, None, None]:
         (indices,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again
-            whole = aten.embedding_dense_backward(grad, indices, ctx.rows, ctx.padding, False)
-            return whole.redistribute(placements=ctx.placements), None, None
+        if torch.is_grad_enabled():  # the gradient will be differentiated again
+            gradient = aten.embedding_dense_backward(grad, indices, ctx.rows, ctx.padding, False)
+            return gradient.redistribute(placements=ctx.placements), None, None
         return _backward(grad, indices, ctx.rows, ctx.padding), None, None
 
 
 def look_up_rows(module: nn.Embedding, index: Tensor) -> Tensor:
-    """The forward of an Embedding sharded by rows: [...] -> [..., width], a pending sum.
+    """Replaces the forward of an Embedding sharded by rows: [...] -> [..., width], a pending sum.
 
-    An index outside the whole table fails on every rank, as it would on one device.
+    An index outside the whole table raises on every rank, as it would on one device.
     """
     padding = -1 if module.padding_idx is None else module.padding_idx
     return cast("Tensor", EmbeddingRows.apply(module.weight, index, padding))

@@ -1,4 +1,4 @@
-"""`loss_parallel`: cross entropy of logits whose classes are spread over ranks, for plain targets too."""
+"""`loss_parallel` computes the cross entropy of logits whose classes are sharded, also for plain targets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dtbench_core.tensor.dtensor import DTensor
 
 
 class loss_parallel(TorchFunctionMode):  # noqa: N801 - a context, called as torch's is
-    """Inside, `F.cross_entropy` and nn.CrossEntropyLoss of a DTensor keep its classes where they are.
+    """Context in which `F.cross_entropy` and nn.CrossEntropyLoss of a DTensor leave its classes sharded.
 
-    Logits of any placement, sharded by class, by sample or both. A plain target or weight counts as
-    replicated: the same on every rank. The loss is a DTensor, replicated, or with reduction "none" placed as
-    the samples are. The backward may run inside or outside.
+    The logits may have any placement: sharded by class, by sample or both. A plain target or weight is taken as
+    replicated, so it must be the same on every rank. The loss is a replicated DTensor; with reduction "none" it is
+    placed as the samples are. The backward pass may run inside or outside the context.
     """
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,23 +41,25 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> DTensor:
-    """`F.cross_entropy` as inside `loss_parallel`: of a DTensor, with a target and weight that may be plain.
+    """`F.cross_entropy` of a DTensor, as inside `loss_parallel`. Target and weight may be plain.
 
     Args:
         input: [N, C, ...] or [C].
-        target: [N, ...] or [], the classes; or probabilities in the input's shape.
+        target: class indices [N, ...] or []; or probabilities in the shape of the input.
         weight: [C].
-        The others as F.cross_entropy takes them.
+
+    The other arguments are those of `F.cross_entropy`.
 
     Raises:
-        IndexError: a target that is no class, on a CPU and on every rank; on an accelerator an assertion fails.
+        IndexError: a target is not a class; raised on every rank on a CPU. On an accelerator, a device assertion
+            fails.
     """
     logits = input
     if torch.is_autocast_enabled(logits.device.type) and logits.dtype in (torch.float16, torch.bfloat16):
         logits = cast("DTensor", logits.float())  # as autocast would
     logits = reduce_partials(logits)
-    target = _replicated(target, logits)
-    weight = None if weight is None else _replicated(weight, logits)
+    target = _as_replicated(target, logits)
+    weight = None if weight is None else _as_replicated(weight, logits)
     options: Any = (size_average, ignore_index, reduce, reduction, label_smoothing)
     loss = core.cross_entropy(logits, target, weight, *options)
     if loss is NotImplemented:
@@ -66,7 +68,7 @@ def cross_entropy(
     return cast("DTensor", loss)
 
 
-def _replicated(tensor: torch.Tensor, beside: DTensor) -> DTensor:
+def _as_replicated(tensor: torch.Tensor, like: DTensor) -> DTensor:
     if isinstance(tensor, DTensor):
         return tensor
-    return DTensor.from_local(tensor, beside.device_mesh, [Replicate()] * mesh_info(beside.device_mesh).ndim)
+    return DTensor.from_local(tensor, like.device_mesh, [Replicate()] * mesh_info(like.device_mesh).ndim)

@@ -1,7 +1,8 @@
-"""PairwiseParallel: the Linears of an MLP in pairs, by columns and then by rows.
+"""PairwiseParallel shards the Linears of an MLP in pairs: the first by columns, the second by rows.
 
-A pair needs one all-reduce forward, after the second, and one backward, before the first. Between them the
-activations are DTensors sharded along their last dim, so that whatever stands between sees one whole tensor.
+A pair needs one all-reduce in the forward pass, after the second Linear, and one in the backward pass, before the
+first. Between the two Linears the activations are DTensors sharded along their last dim, so that modules in between
+see one whole tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.layout.mesh import mesh_or_current
 from dtbench_core.layout.placement import Placement, Replicate, Shard
-from dtbench_core.parallel.convert import handed_out, placed, placed_output, read_input
+from dtbench_core.parallel.convert import (
+    input_as_dtensor,
+    redistribute_output,
+    redistributed,
+    with_recorded_length,
+)
 from dtbench_core.parallel.parameters import (
     PlanError,
     UnsupportedModuleError,
@@ -30,7 +36,7 @@ from dtbench_core.parallel.style import (
     LayerStyle,
     ParallelStyle,
     RowwiseParallel,
-    one_placement,
+    single_placement,
 )
 from dtbench_core.tensor.distribute import without_module
 from dtbench_core.tensor.dtensor import DTensor
@@ -39,17 +45,20 @@ Prepare = Callable[[Any, DeviceMesh], Any]
 
 
 class PairwiseParallel(ParallelStyle):
-    """Shards an MLP: of the Linears among a module's children, each even one by columns, each odd one by rows.
+    """Shards an MLP: of the Linear children of a module, by turns one by columns and the next by rows.
 
-    A last one without a partner stays as it is. A module with fewer than two Linears is searched for
-    modules that have them; the children of an MLP are not searched. Linears must be called in their order.
+    A last Linear without a partner stays unchanged. If a module has fewer than two Linears, its descendants are
+    searched for modules that have them; the children of an MLP are not searched. Linears must be called in their
+    order.
 
     Args:
-        prepare_input: (inputs of the first Linear, mesh) -> its input as a DTensor. Without it a plain
-            input is read as `input_layouts` says, Replicate() when not given.
-        prepare_output: (output of the last Linear of a pair, mesh) -> what the module goes on with. Without
-            it the output is placed as `output_layouts`, Replicate() when not given.
-        use_local_output: without a prepare_output: give out this rank's plain part, not a DTensor.
+        prepare_input: (inputs of the first Linear, mesh) -> its input as a DTensor. By default, a plain input is
+            taken as placed by `input_layouts`.
+        prepare_output: (output of the last Linear of a pair, mesh) -> the output passed to the next module. By
+            default, the output is redistributed to `output_layouts`.
+        input_layouts: by default Replicate().
+        output_layouts: by default Replicate().
+        use_local_output: without a `prepare_output`: whether to return this rank's plain part instead of a DTensor.
     """
 
     def __init__(
@@ -61,19 +70,21 @@ class PairwiseParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        layout = one_placement(input_layouts or Replicate(), "input_layouts")
-        wanted = one_placement(output_layouts or Replicate(), "output_layouts")
-        # Read as Replicate(), it need not be moved.
-        moved_to = None if layout == Replicate() else Replicate()
-        self.prepare_input = prepare_input or partial(read_input, layout=layout, wanted=moved_to)
-        self.prepare_output = prepare_output or partial(_left, wanted=wanted, local=use_local_output)
+        layout = single_placement(input_layouts or Replicate(), "input_layouts")
+        output_placement = single_placement(output_layouts or Replicate(), "output_layouts")
+        # A replicated input need not be redistributed.
+        placement = None if layout == Replicate() else Replicate()
+        self.prepare_input = prepare_input or partial(input_as_dtensor, layout=layout, placement=placement)
+        self.prepare_output = prepare_output or partial(
+            _default_output, placement=output_placement, local=use_local_output
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mlps = list(dict.fromkeys(_mlps(module)))
         if not mlps:
             warnings.warn(
-                f"PairwiseParallel found no module with two nn.Linear children in the {type(module).__name__} it was "
-                "applied to and changes nothing: name single layers in the plan, with ColwiseParallel and "
+                f"PairwiseParallel was applied to a {type(module).__name__}, found no module with two nn.Linear "
+                "children in it and changes nothing: name single layers in the plan, with ColwiseParallel and "
                 "RowwiseParallel",
                 stacklevel=3,
             )
@@ -86,14 +97,20 @@ class PairwiseParallel(ParallelStyle):
 
     def _shard(self, mlp: nn.Module, mesh: DeviceMesh) -> None:
         linears = _pairs(mlp)
-        read, give = partial(without_module, self.prepare_input), partial(without_module, self.prepare_output)
+        prepare_input, prepare_output = (
+            partial(without_module, prepare) for prepare in (self.prepare_input, self.prepare_output)
+        )
         for index, linear in enumerate(linears):
             style: LayerStyle = RowwiseParallel() if index % 2 else ColwiseParallel()
             style.src_data_rank = self.src_data_rank
-            moved: Convert = partial(_moved, Shard(-1) if index % 2 else Replicate())
-            summed: Convert | None = _summed if index % 2 else None
-            last = index == len(linears) - 1
-            style.shard(linear, mesh, moved if index else read, give if last else summed)
+            inner_input: Convert = partial(_inner_input, Shard(-1) if index % 2 else Replicate())
+            inner_output: Convert | None = _inner_output if index % 2 else None
+            style.shard(
+                linear,
+                mesh,
+                inner_input if index else prepare_input,
+                prepare_output if index == len(linears) - 1 else inner_output,
+            )
 
 
 def parallelize_mlp(
@@ -102,10 +119,11 @@ def parallelize_mlp(
     parallel_style: ParallelStyle | None = None,
     tp_mesh_dim: int | str = 0,
 ) -> nn.Module:
-    """`parallelize_module(module, mesh, PairwiseParallel())` for a module that is itself an MLP.
+    """Calls `parallelize_module(module, mesh, PairwiseParallel())` for a module that is itself an MLP.
 
     Raises:
-        UnsupportedStyleError: another style. UnsupportedModuleError: a module with fewer than two Linears.
+        UnsupportedStyleError: another style.
+        UnsupportedModuleError: a module with fewer than two Linears.
     """
     style = PairwiseParallel() if parallel_style is None else parallel_style
     if not isinstance(style, PairwiseParallel):
@@ -116,7 +134,7 @@ def parallelize_mlp(
     if len(_linears(module)) < 2:
         raise UnsupportedModuleError(
             f"More than one nn.Linear needed for a MLP. {type(module)} has {len(_linears(module))} among its "
-            "children: pass the module that holds them, or the larger one to parallelize_module"
+            "children: pass the module that has them as children, or pass a module around it to parallelize_module"
         )
     return style._apply(module, mesh_of_dim(mesh_or_current(device_mesh), tp_mesh_dim))
 
@@ -127,11 +145,12 @@ def parallelize_linear(
     parallel_style: ParallelStyle | None = None,
     tp_mesh_dim: int | str = 0,
 ) -> nn.Module:
-    """`parallelize_module` for one nn.Linear; by columns when no style is given.
+    """Calls `parallelize_module` for an nn.Linear; it is sharded by columns by default.
 
     Raises:
-        UnsupportedModuleError: another module. PlanError: no style.
-        UnsupportedStyleError: a style that is neither ColwiseParallel nor RowwiseParallel.
+        UnsupportedModuleError: another module.
+        PlanError: not a style.
+        UnsupportedStyleError: a style other than ColwiseParallel and RowwiseParallel.
     """
     style = ColwiseParallel() if parallel_style is None else parallel_style
     if not isinstance(module, nn.Linear):
@@ -155,13 +174,13 @@ def _linears(module: nn.Module) -> list[nn.Linear]:
 
 
 def _pairs(mlp: nn.Module) -> list[nn.Linear]:
-    """Its Linears, without a last one that has no partner."""
+    """Returns the Linears of an MLP, without a last one that has no partner."""
     linears = _linears(mlp)
     return linears[: len(linears) // 2 * 2]
 
 
 def _mlps(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules of the tree that have two Linears among their children."""
+    """Yields the outermost modules with at least two Linear children."""
     if len(_linears(module)) > 1:
         yield module
         return
@@ -169,16 +188,22 @@ def _mlps(module: nn.Module) -> Iterator[nn.Module]:
         yield from _mlps(child)
 
 
-def _left(output: DTensor, mesh: DeviceMesh, *, wanted: Placement, local: bool) -> Any:
-    moved = placed_output(output, wanted)
-    return handed_out(moved).to_local() if local else moved
+def _default_output(output: DTensor, mesh: DeviceMesh, *, placement: Placement, local: bool) -> Any:
+    tensor = redistribute_output(output, placement)
+    return with_recorded_length(tensor).to_local() if local else tensor
 
 
-def _moved(wanted: Placement, _: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    """For a layer within a pair, which gets the DTensor of the one before. A plain tensor is left for the
-    layer to refuse: nothing says what it would be part of."""
-    return tuple(placed(one, (wanted,)) if isinstance(one, DTensor) else one for one in inputs)
+def _inner_input(
+    placement: Placement, _: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
+) -> tuple[Any, ...]:
+    """Redistributes the input of a layer inside an MLP, which gets the DTensor of the layer before it.
+
+    A plain tensor is passed on unchanged, and the layer refuses it, since its placement is unknown.
+    """
+    return tuple(
+        redistributed(value, (placement,)) if isinstance(value, DTensor) else value for value in inputs
+    )
 
 
-def _summed(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> DTensor:
-    return placed(output, (Replicate(),))
+def _inner_output(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> DTensor:
+    return redistributed(output, (Replicate(),))

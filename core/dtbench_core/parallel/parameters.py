@@ -1,5 +1,4 @@
-"""What the styles of tensor parallelism share: errors, the mesh dim that they use, and parameters in their places: the
-checks before, the cutting, and ties between modules."""
+"""Shared parts of the styles: errors, the mesh dim to shard over, and sharding of parameters, including tied ones."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dtbench_core.errors import ArgumentError, CoreError, MeshError
-from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import Placement
 from dtbench_core.tensor.distribute import distribute_tensor
 from dtbench_core.tensor.dtensor import DTensor
 
-# ---- errors: each is of the core's tree and of the built-in type that torch raises ----
+# ---- errors: each is a CoreError, and of the built-in type that torch raises ----
 
 
 class PlanError(CoreError, TypeError, RuntimeError):
@@ -25,25 +24,28 @@ class PlanError(CoreError, TypeError, RuntimeError):
 
 
 class UnsupportedModuleError(CoreError, NotImplementedError):
-    """A module that a style does not know how to shard. A RuntimeError, as every NotImplementedError is."""
+    """A module that a style cannot shard. It is a RuntimeError too, as every NotImplementedError."""
 
 
 class LayoutsError(ArgumentError, AssertionError):
-    """Layouts that do not match the inputs or outputs of a module one to one."""
+    """Layouts that do not correspond one to one to the inputs or outputs of a module."""
 
 
 class UnsupportedStyleError(CoreError, NotImplementedError):
-    """A style that the function at hand does not take."""
+    """A style that the called function does not support."""
 
 
 # ---- the mesh dim, as a mesh of its own ----
 
 
 def mesh_of_dim(mesh: DeviceMesh, dim: int | str) -> DeviceMesh:
-    """The 1-D mesh of this rank's peers along `dim`, an index or a name; `mesh` itself if it has one dim.
+    """Returns the 1-D mesh along `dim` that contains this rank; `mesh` itself if it has one dim.
+
+    Args:
+        dim: index or name of a mesh dim.
 
     Raises:
-        MeshError: there is no such dim.
+        MeshError: there is no such dim, or the mesh cannot be sliced.
     """
     index = dim_index(mesh, dim)
     if mesh.ndim == 1:
@@ -52,15 +54,19 @@ def mesh_of_dim(mesh: DeviceMesh, dim: int | str) -> DeviceMesh:
         return mesh[mesh.mesh_dim_names[index]]
     if mesh.get_coordinate() is None:
         raise MeshError(
-            f"got the {mesh_info(mesh)}, of which this rank is no member and whose dims have no names, expected a "
-            "mesh that can be sliced here: give init_device_mesh mesh_dim_names"
+            f"got the {mesh_info(mesh)}, which does not contain this rank and whose dims have no names, expected a "
+            "mesh that can be sliced: pass mesh_dim_names to init_device_mesh"
         )
     return DeviceMesh.from_group(mesh.get_group(index), mesh.device_type)
 
 
 def dim_index(mesh: DeviceMesh, dim: int | str) -> int:
-    """The index, from 0, of a mesh dim given by index or name. Errors as for `mesh_of_dim`."""
-    mesh_info(mesh)  # refuses what is no mesh
+    """Returns the index, from 0, of a mesh dim given by index or name.
+
+    Raises:
+        MeshError: there is no such dim.
+    """
+    mesh_info(mesh)  # raises if it is not a mesh
     names = mesh.mesh_dim_names
     if isinstance(dim, str) and names and dim in names:
         return names.index(dim)
@@ -73,18 +79,18 @@ def dim_index(mesh: DeviceMesh, dim: int | str) -> int:
     )
 
 
-# Original parameter -> what it became, so that tied parameters stay tied. It lives while any module
-# still holds the original.
-_became: Any = WeakIdKeyDictionary()
+# Original parameter -> the parameter that replaced it, so that tied parameters stay tied. An entry lives as long as
+# some module holds the original.
+_placed_parameters: Any = WeakIdKeyDictionary()
 
 
-def left_behind(module: nn.Module) -> list[str]:
-    """Names of parameters that were tied to one now sharded, and that no style has reached."""
-    return [name for name, parameter in module.named_parameters() if parameter in _became]
+def formerly_tied_parameters(module: nn.Module) -> list[str]:
+    """Returns the names of parameters that were tied to one now sharded, but that no style has replaced."""
+    return [name for name, parameter in module.named_parameters() if parameter in _placed_parameters]
 
 
 def check_parameters(style: str, module: nn.Module, names: Iterable[str]) -> None:
-    """Refuses parameters that are computed, not made yet, or DTensors already."""
+    """Raises an error for parameters that are computed, not yet initialised, or already DTensors."""
     kind = type(module).__name__
     for name in names:
         parameter = module._parameters.get(name)
@@ -103,21 +109,21 @@ def check_parameters(style: str, module: nn.Module, names: Iterable[str]) -> Non
 def place_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
 ) -> None:
-    """Puts the DTensor of a module's own parameter, if it has one, in its place."""
+    """Replaces a module's parameter, if it has one of this name, by a DTensor."""
     original = module._parameters.get(name)
     if original is None:
         return
-    info: MeshInfo = mesh_info(mesh)
-    placed: nn.Parameter | None = _became.get(original)
+    info = mesh_info(mesh)
+    placed: nn.Parameter | None = _placed_parameters.get(original)
     if placed is None:
         spread = distribute_tensor(original.detach(), mesh, [placement], src_data_rank=src_data_rank)
-        placed = _became[original] = nn.Parameter(spread, requires_grad=original.requires_grad)
+        placed = _placed_parameters[original] = nn.Parameter(spread, requires_grad=original.requires_grad)
     elif (
         not isinstance(placed, DTensor) or placed._spec.info is not info or placed.placements != (placement,)
     ):
         raise ArgumentError(
-            f"the {name} of a {type(module).__name__} is tied to one already placed as "
+            f"the {name} of a {type(module).__name__} is tied to a parameter already placed as "
             f"{getattr(placed, '_spec', placed)}, expected {placement} on {info}: give both modules styles that shard "
-            "it alike, or untie them"
+            "it in the same way, or untie them"
         )
     module.register_parameter(name, placed)

@@ -1,4 +1,4 @@
-"""Styles that shard nothing: they place what goes into a module and what comes out of it."""
+"""Styles that shard no parameters: they place the inputs and outputs of a module."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import Placement
-from dtbench_core.parallel.convert import handed_out, lengths_read_by, placed, read_part
+from dtbench_core.parallel.convert import (
+    dtensor_from_parts,
+    known_lengths_of,
+    redistributed,
+    with_recorded_length,
+)
 from dtbench_core.parallel.parameters import LayoutsError
-from dtbench_core.parallel.style import ParallelStyle, one_placement, shown
+from dtbench_core.parallel.style import ParallelStyle, format_option, single_placement
 from dtbench_core.tensor.dtensor import DTensor
 
 Layouts = Placement | Sequence[Placement | None] | None
-Listed = tuple[Placement | None, ...] | None
+LayoutTuple = tuple[Placement | None, ...] | None
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Makes a module's inputs DTensors, placed as the module wants them.
+    """Makes a module's inputs DTensors with the placements that the module needs.
 
     Args:
-        input_layouts: how each plain positional input is to be read, in their order; None for one to be left
-            as it is. A single placement is that of a single input.
-        desired_input_layouts: where each is to go; None keeps it where it is.
-        input_kwarg_layouts, desired_input_kwarg_layouts: the same for keyword inputs, by name. One that is
-            not named is left as it is.
-        use_local_output: hand the module this rank's plain parts, not DTensors.
+        input_layouts: the placement of each plain positional input, in order; None leaves an input unchanged. A
+            single placement is for a single input.
+        desired_input_layouts: the placement that each input is redistributed to; None does not redistribute it.
+        input_kwarg_layouts: the same as `input_layouts` for keyword inputs, by name. Inputs that are not named stay
+            unchanged.
+        desired_input_kwarg_layouts: the same as `desired_input_layouts` for keyword inputs.
+        use_local_output: whether to pass this rank's plain parts to the module instead of DTensors.
 
     Raises:
-        LayoutsError: layouts without, or not as many as, the desired ones.
+        LayoutsError: layouts without desired layouts, or of another number.
     """
 
     def __init__(
@@ -45,16 +51,18 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        self.input_layouts = _listed(input_layouts, "input_layouts")
-        self.desired_input_layouts = _listed(desired_input_layouts, "desired_input_layouts")
-        self.input_kwarg_layouts = _named(input_kwarg_layouts, "input_kwarg_layouts")
-        self.desired_input_kwarg_layouts = _named(desired_input_kwarg_layouts, "desired_input_kwarg_layouts")
+        self.input_layouts = _as_tuple(input_layouts, "input_layouts")
+        self.desired_input_layouts = _as_tuple(desired_input_layouts, "desired_input_layouts")
+        self.input_kwarg_layouts = _checked_by_name(input_kwarg_layouts, "input_kwarg_layouts")
+        self.desired_input_kwarg_layouts = _checked_by_name(
+            desired_input_kwarg_layouts, "desired_input_kwarg_layouts"
+        )
         self.use_local_output = use_local_output
         _check_pairs("input", self.input_layouts, self.desired_input_layouts)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise LayoutsError(
                 f"got input_kwarg_layouts for {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts for "
-                f"{sorted(self.desired_input_kwarg_layouts)}, expected the same names: name each in both"
+                f"{sorted(self.desired_input_kwarg_layouts)}, expected the same names: name each input in both"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -64,43 +72,46 @@ class PrepareModuleInput(ParallelStyle):
     def _prepare(
         self, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        convert = partial(_converted, module, mesh, self.use_local_output)
-        here, there = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        named = {
-            name: convert(one, here.get(name), there.get(name), f"input {name}")
-            for name, one in kwargs.items()
+        convert = partial(_convert, module, mesh, self.use_local_output)
+        layouts, desired_layouts = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        converted_kwargs = {
+            name: convert(value, layouts.get(name), desired_layouts.get(name), f"input {name}")
+            for name, value in kwargs.items()
         }
         if self.input_layouts is None or self.desired_input_layouts is None:
-            return inputs, named
+            return inputs, converted_kwargs
         if len(inputs) != len(self.input_layouts):
             raise LayoutsError(
                 f"a {type(module).__name__} got {len(inputs)} positional inputs for {len(self.input_layouts)} "
-                "input_layouts, expected one each: give None for those to be left alone, and name keyword inputs "
-                "in input_kwarg_layouts"
+                "input_layouts, expected one layout per input: pass None for inputs to leave unchanged, and name "
+                "keyword inputs in input_kwarg_layouts"
             )
         triples = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
-        converted = [convert(one, own, wanted, f"input {i}") for i, (one, own, wanted) in enumerate(triples)]
-        return tuple(converted), named
+        converted = [
+            convert(value, layout, desired, f"input {i}")
+            for i, (value, layout, desired) in enumerate(triples)
+        ]
+        return tuple(converted), converted_kwargs
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Makes a module's outputs DTensors, placed as what follows wants them.
+    """Makes a module's outputs DTensors with the placements that the following modules need.
 
     Args:
-        output_layouts: how each plain output is to be read, in their order; None for one to be left as it
-            is. A single placement is that of a single output.
-        desired_output_layouts: where each is to go; None keeps it where it is.
-        use_local_output: give out this rank's plain parts, not DTensors.
+        output_layouts: the placement of each plain output, in order; None leaves an output unchanged. A single
+            placement is for a single output.
+        desired_output_layouts: the placement that each output is redistributed to; None does not redistribute it.
+        use_local_output: whether to return this rank's plain parts instead of DTensors.
 
     Raises:
-        LayoutsError: not as many layouts as desired ones.
+        LayoutsError: another number of layouts than of desired layouts.
     """
 
     def __init__(
         self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
     ) -> None:
-        self.output_layouts = _listed(output_layouts, "output_layouts") or ()
-        self.desired_output_layouts = _listed(desired_output_layouts, "desired_output_layouts") or ()
+        self.output_layouts = _as_tuple(output_layouts, "output_layouts") or ()
+        self.desired_output_layouts = _as_tuple(desired_output_layouts, "desired_output_layouts") or ()
         self.use_local_output = use_local_output
         _check_pairs("output", self.output_layouts, self.desired_output_layouts)
 
@@ -109,17 +120,20 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def _prepare(self, mesh: DeviceMesh, module: nn.Module, _: object, outputs: Any) -> Any:
-        several = isinstance(outputs, tuple | list)
-        listed = outputs if several else (outputs,)
-        if len(listed) != len(self.output_layouts):
+        is_sequence = isinstance(outputs, tuple | list)
+        values = outputs if is_sequence else (outputs,)
+        if len(values) != len(self.output_layouts):
             raise LayoutsError(
-                f"a {type(module).__name__} gave {len(listed)} outputs for {len(self.output_layouts)} output_layouts, "
-                "expected one each: give None for those to be left alone"
+                f"a {type(module).__name__} returned {len(values)} outputs for {len(self.output_layouts)} "
+                "output_layouts, expected one layout per output: pass None for outputs to leave unchanged"
             )
-        convert = partial(_converted, module, mesh, self.use_local_output)
-        triples = zip(listed, self.output_layouts, self.desired_output_layouts, strict=True)
-        converted = [convert(one, own, wanted, f"output {i}") for i, (one, own, wanted) in enumerate(triples)]
-        if not several:
+        convert = partial(_convert, module, mesh, self.use_local_output)
+        triples = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
+        converted = [
+            convert(value, layout, desired, f"output {i}")
+            for i, (value, layout, desired) in enumerate(triples)
+        ]
+        if not is_sequence:
             return converted[0]
         if hasattr(outputs, "_fields"):  # a named tuple
             return type(outputs)(*converted)
@@ -127,9 +141,9 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """PrepareModuleInput and PrepareModuleOutput in one; see there for the arguments.
+    """Combines PrepareModuleInput and PrepareModuleOutput, which describe the arguments.
 
-    `use_local_input` is PrepareModuleInput's `use_local_output`.
+    `use_local_input` is the `use_local_output` of PrepareModuleInput.
     """
 
     def __init__(
@@ -163,43 +177,52 @@ class PrepareModuleInputOutput(ParallelStyle):
         return module
 
 
-def _converted(
+def _convert(
     module: nn.Module,
     mesh: DeviceMesh,
-    local: bool,
-    one: Any,
+    use_local: bool,
+    value: Any,
     layout: Placement | None,
     desired: Placement | None,
-    what: str,
+    name: str,
 ) -> Any:
-    """`one` as a DTensor where it is wanted. One that is a DTensor already is moved from where it really is."""
+    """Returns an input or output as a DTensor, redistributed if desired, or its plain part.
+
+    A value that is a DTensor already keeps its own placement instead of `layout`.
+
+    Args:
+        name: names the value in messages.
+    """
     if layout is None:
-        return one
-    if not isinstance(one, torch.Tensor):
+        return value
+    if not isinstance(value, torch.Tensor):
         raise ArgumentError(
-            f"{what} is {type(one).__name__}, expected a tensor, as it has the layout {layout}: give None for it"
+            f"{name} is {type(value).__name__}, expected a tensor, since its layout is {layout}: pass None as "
+            "its layout"
         )
-    known = lengths_read_by(module, mesh, layout)
-    tensor = one if isinstance(one, DTensor) else read_part(one, mesh, layout, known, what)
+    lengths = known_lengths_of(module, mesh, layout)
+    tensor = value if isinstance(value, DTensor) else dtensor_from_parts(value, mesh, layout, lengths, name)
     if desired is not None:
-        tensor = placed(tensor, (desired,))
-    return handed_out(tensor).to_local() if local else tensor
+        tensor = redistributed(tensor, (desired,))
+    return with_recorded_length(tensor).to_local() if use_local else tensor
 
 
-def _listed(layouts: Layouts, argument: str) -> Listed:
+def _as_tuple(layouts: Layouts, argument: str) -> LayoutTuple:
     if layouts is None:
         return None
-    listed = tuple(layouts) if isinstance(layouts, Sequence) else (layouts,)
-    return tuple(None if one is None else one_placement(one, argument) for one in listed)
+    values = tuple(layouts) if isinstance(layouts, Sequence) else (layouts,)
+    return tuple(None if layout is None else single_placement(layout, argument) for layout in values)
 
 
-def _named(layouts: Mapping[str, Placement] | None, argument: str) -> dict[str, Placement]:
-    return {name: one_placement(one, f"{argument}[{name!r}]") for name, one in (layouts or {}).items()}
+def _checked_by_name(layouts: Mapping[str, Placement] | None, argument: str) -> dict[str, Placement]:
+    return {
+        name: single_placement(layout, f"{argument}[{name!r}]") for name, layout in (layouts or {}).items()
+    }
 
 
-def _check_pairs(side: str, layouts: Listed, desired: Listed) -> None:
+def _check_pairs(side: str, layouts: LayoutTuple, desired: LayoutTuple) -> None:
     if (layouts is None) != (desired is None) or len(layouts or ()) != len(desired or ()):
         raise LayoutsError(
-            f"got {side}_layouts={shown(layouts)} and desired_{side}_layouts={shown(desired)}, expected as many of "
-            f"the one as of the other: give both, with None for {side}s to be left alone"
+            f"got {side}_layouts={format_option(layouts)} and desired_{side}_layouts={format_option(desired)}, "
+            f"expected the same number of both: pass both, with None for {side}s to leave unchanged"
         )

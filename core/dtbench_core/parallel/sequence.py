@@ -1,4 +1,4 @@
-"""SequenceParallel: norms and dropout computed on a part of the sequence by each rank."""
+"""SequenceParallel computes norms and dropout on a part of the sequence on each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import Replicate, Shard
-from dtbench_core.parallel.convert import handed_out, lengths_read_by, placed, read_part
+from dtbench_core.parallel.convert import (
+    dtensor_from_parts,
+    known_lengths_of,
+    redistributed,
+    with_recorded_length,
+)
 from dtbench_core.parallel.parameters import check_parameters, place_parameter
 from dtbench_core.parallel.style import ParallelStyle
 from dtbench_core.tensor.distribute import distribute_module
@@ -18,16 +23,16 @@ from dtbench_core.tensor.dtensor import DTensor
 
 
 class SequenceParallel(ParallelStyle):
-    """Runs a module (LayerNorm, RMSNorm, Dropout, or one of one's own) on activations cut along the sequence.
+    """Runs a module (LayerNorm, RMSNorm, Dropout or a user-defined one) on activations sharded along the sequence.
 
-    Its parameters are the same on every rank. Their gradients are sums over the ranks, which are added up
-    when they are used.
+    Its parameters are replicated. Their gradients are pending sums over the ranks, which are reduced when they are
+    used.
 
     Args:
-        sequence_dim: the dim of the input, such as [batch, sequence, width], that is cut.
-        use_local_output: give out this rank's plain part of the output, not a DTensor. A plain part says nothing of
-            the whole: where the ranks cannot share a sequence evenly, modules that read plain parts ask all ranks for
-            their lengths (parallel/convert.py). DTensors know theirs.
+        sequence_dim: the sharded dim of the input; 1 for [batch, sequence, width].
+        use_local_output: whether to return this rank's plain part of the output instead of a DTensor. A plain part
+            does not determine the length of the whole sequence. If the sequence is not evenly divisible by the ranks,
+            modules that read plain parts exchange their lengths (parallel/convert.py). DTensors need no exchange.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -49,7 +54,7 @@ class SequenceParallel(ParallelStyle):
         return distribute_module(module, device_mesh, partition, self._prepare_input, self._prepare_output)
 
     def _prepare_input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """The first input along the sequence; others as they are."""
+        """Shards the first input along the sequence and leaves the others unchanged."""
         first = inputs[0] if inputs else None
         if not isinstance(first, torch.Tensor):
             got = type(first).__name__ if inputs else "no positional argument"
@@ -58,14 +63,14 @@ class SequenceParallel(ParallelStyle):
                 "position"
             )
         if isinstance(first, DTensor):
-            return (placed(first, self.sequence_sharding), *inputs[1:])
+            return (redistributed(first, self.sequence_sharding), *inputs[1:])
         (layout,) = self.sequence_sharding
-        return (read_part(first, mesh, layout, lengths_read_by(module, mesh, layout)), *inputs[1:])
+        return (dtensor_from_parts(first, mesh, layout, known_lengths_of(module, mesh, layout)), *inputs[1:])
 
     def _prepare_output(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         if not self.use_local_output or not isinstance(output, DTensor):
             return output
-        return handed_out(placed(output, self.sequence_sharding)).to_local()
+        return with_recorded_length(redistributed(output, self.sequence_sharding)).to_local()
 
     def __repr__(self) -> str:
         dim = self.sequence_sharding[0].dim

@@ -1,16 +1,16 @@
-"""Parameters spread over a second mesh dim, and gathered for the time of a forward: the data-parallel half of
-two-dimensional parallelism.
+"""Shards parameters over a second mesh dim and gathers them for each forward: data parallelism beside tensor
+parallelism.
 
-After `parallelize_module(model, mesh, plan, "tp")` every rank of the other dim, "dp", holds the same shards.
+After `parallelize_module(model, mesh, plan, "tp")`, all ranks along the other dim, "dp", hold the same shards.
 `shard_parameters(model, mesh, "dp")` makes them DTensors on the whole mesh:
 
     Colwise weight  [o, i]   tp S(0), dp S(1)       Rowwise weight  [o, i]   tp S(1), dp S(0)
-    Colwise bias    [o]      tp S(0), dp cuts what tp leaves: StridedShard where dp is the outer mesh dim
+    Colwise bias    [o]      tp S(0), dp shards each tp shard: a StridedShard where dp is the outer mesh dim
     anything else            tp R,    dp S(0)
 
-Before a module runs, its own parameters are gathered over dp, and the module sees what it saw before: DTensors
-on the tp mesh, or plain tensors. Backward their gradients are averaged over dp and scattered. The gathered
-parameters live until the backward has used them.
+Before a module runs, its own parameters are gathered over dp, so that it gets the same parameters as before: DTensors
+on the tp mesh, or plain tensors. In the backward pass their gradients are averaged over dp and scattered. The
+gathered parameters are kept until the backward pass has used them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from dtbench_core.tensor import distribute
 from dtbench_core.tensor.dtensor import DTensor, wrapped
 
 
-class _Held(NamedTuple):
-    """How one parameter is gathered.
+class _ParameterLayout(NamedTuple):
+    """The placements of one parameter while its module runs.
 
-    gathered: its placements then, on the whole mesh. gradient: those of its ranks' gradients.
-    inside: what the module sees: the spec on the other mesh dim, or None for a plain tensor.
+    Attributes:
+        gathered: placements of the gathered parameter on the whole mesh.
+        gradient: placements of the ranks' gradients on the whole mesh.
+        module_spec: the spec on the other mesh dim that the module gets; None for a plain tensor.
     """
 
     gathered: Placements
     gradient: Placements
-    inside: DTensorSpec | None
+    module_spec: DTensorSpec | None
 
 
 def shard_parameters(
@@ -51,98 +53,109 @@ def shard_parameters(
     src_data_rank: int | None = 0,
     reduce_op: str = "avg",
 ) -> nn.Module:
-    """Spreads a module's parameters over one dim of a mesh, in place; each rank of that dim trains on its own data.
+    """Shards a module's parameters over one dim of a mesh, in place. Each rank along that dim trains on its own data.
 
     Args:
-        device_mesh: of one or two dims. With two, parameters that are DTensors must live on its other dim, as
-            `parallelize_module(module, device_mesh, plan, other_dim)` leaves them.
-        mesh_dim: the dim to spread over, by index or name.
-        src_data_rank: the rank of that dim whose values count; None: every rank keeps its part of its own.
-        reduce_op: what becomes of the ranks' gradients: "avg" or "sum".
+        module: the module to change.
+        device_mesh: a mesh of one or two dims. With two, parameters that are DTensors must live on its other dim, as
+            after `parallelize_module(module, device_mesh, plan, other_dim)`.
+        mesh_dim: the dim to shard over, by index or name.
+        src_data_rank: the rank along that dim whose values are distributed. None: every rank keeps its part of its
+            own values.
+        reduce_op: how the ranks' gradients are combined, "avg" or "sum".
 
     Returns:
-        The same module; names and modules stay, parameters are new.
+        The same module. Names and modules stay, parameters are new.
 
     Raises:
-        MeshError: a mesh of more dims, or a parameter on another mesh. ArgumentError: another reduce_op.
+        MeshError: a mesh with more dims, or a parameter on another mesh.
+        ArgumentError: another reduce_op.
     """
     if reduce_op not in ("avg", "sum"):
         raise ArgumentError(f'shard_parameters got reduce_op={reduce_op!r}, expected "avg" or "sum"')
-    over = dim_index(device_mesh, mesh_dim)
+    shard_dim = dim_index(device_mesh, mesh_dim)
     if device_mesh.ndim > 2:
         raise MeshError(
             f"shard_parameters got the {mesh_info(device_mesh)}, expected one dim, or two of which tensor parallelism "
             'uses the other: slice it, as in mesh["dp", "tp"]'
         )
-    other = None if device_mesh.ndim == 1 else mesh_info(mesh_of_dim(device_mesh, 1 - over))
+    other_info = None if device_mesh.ndim == 1 else mesh_info(mesh_of_dim(device_mesh, 1 - shard_dim))
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and parameter._spec.info is not other:
+        if isinstance(parameter, DTensor) and parameter._spec.info is not other_info:
             raise MeshError(
                 f"shard_parameters got the parameter {name}, which is {parameter._spec}, expected plain parameters"
-                f"{f' or DTensors on the {other}' if other else ''}: parallelize the module over the other dim of the "
-                "same mesh, and shard it once"
+                f"{f' or DTensors on the {other_info}' if other_info else ''}: parallelize the module over the other "
+                "dim of the same mesh, and shard it once"
             )
-    spread: dict[nn.Parameter, tuple[nn.Parameter, _Held]] = {}
+    sharded: dict[nn.Parameter, tuple[nn.Parameter, _ParameterLayout]] = {}
     for part in module.modules():
-        own: dict[str, _Held] = {}
+        layouts: dict[str, _ParameterLayout] = {}
         for name, original in list(part._parameters.items()):
             if original is None:
                 continue
-            if original not in spread:
-                spread[original] = _spread(original, device_mesh, over, src_data_rank, reduce_op)
-            shard, own[name] = spread[original]
+            if original not in sharded:
+                sharded[original] = _shard_parameter(
+                    original, device_mesh, shard_dim, src_data_rank, reduce_op
+                )
+            shard, layouts[name] = sharded[original]
             part.register_parameter(name, shard)
-        if own:
-            part.register_forward_pre_hook(partial(_gather, own))
-            part.register_forward_hook(partial(_release, own), always_call=True)
+        if layouts:
+            part.register_forward_pre_hook(partial(_gather, layouts))
+            part.register_forward_hook(partial(_release, layouts), always_call=True)
     return module
 
 
-def _spread(
-    parameter: nn.Parameter, mesh: DeviceMesh, over: int, src: int | None, reduce_op: str
-) -> tuple[nn.Parameter, _Held]:
-    inside = parameter._spec if isinstance(parameter, DTensor) else None
-    inner = REPLICATE if inside is None else inside.placements[0]
+def _shard_parameter(
+    parameter: nn.Parameter, mesh: DeviceMesh, shard_dim: int, src: int | None, reduce_op: str
+) -> tuple[nn.Parameter, _ParameterLayout]:
+    module_spec = parameter._spec if isinstance(parameter, DTensor) else None
+    other_placement = REPLICATE if module_spec is None else module_spec.placements[0]
     info, shape = mesh_info(mesh), parameter.shape
 
-    def on_both(here: Placement) -> Placements:
-        return (here,) if info.ndim == 1 else (here, inner) if over == 0 else (inner, here)
-
-    def described(placements: Placements) -> DTensorSpec:
-        return DTensorSpec.of(info, placements, shape, contiguous_stride(shape), parameter.dtype)
+    def on_all_dims(placement: Placement) -> Placements:
+        return (
+            (placement,)
+            if info.ndim == 1
+            else (placement, other_placement)
+            if shard_dim == 0
+            else (other_placement, placement)
+        )
 
     local = parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
     if src is not None:
-        local = distribute._sent(local, mesh_info(mesh_of_dim(mesh, over)), (REPLICATE,), src)
-    placed = normalize(on_both(_where(shape, inner, mesh, over)), len(shape), info, shape)
-    shard = wrapped(local, described(on_both(REPLICATE))).redistribute(placements=placed)
-    held = _Held(on_both(REPLICATE), on_both(Partial(reduce_op)), inside)
-    return nn.Parameter(shard, parameter.requires_grad), held
+        local = distribute._sent(local, mesh_info(mesh_of_dim(mesh, shard_dim)), (REPLICATE,), src)
+    placed = normalize(
+        on_all_dims(_placement_along(shape, other_placement, mesh, shard_dim)), len(shape), info, shape
+    )
+    spec = DTensorSpec.of(info, on_all_dims(REPLICATE), shape, contiguous_stride(shape), parameter.dtype)
+    shard = wrapped(local, spec).redistribute(placements=placed)
+    layout = _ParameterLayout(on_all_dims(REPLICATE), on_all_dims(Partial(reduce_op)), module_spec)
+    return nn.Parameter(shard, parameter.requires_grad), layout
 
 
-def _where(shape: torch.Size, placement: Placement, mesh: DeviceMesh, over: int) -> Placement:
-    """How mesh dim `over` cuts a parameter that the other dim places as `placement`."""
-    parts = mesh.size(over)
-    free = [dim for dim in range(len(shape)) if not placement.is_shard(dim)]
-    if free:
-        even = [dim for dim in free if shape[dim] % parts == 0]
-        return Shard((even or free)[0])
+def _placement_along(shape: torch.Size, placement: Placement, mesh: DeviceMesh, shard_dim: int) -> Placement:
+    """Returns the placement along mesh dim `shard_dim` of a parameter that the other dim places as `placement`."""
+    size = mesh.size(shard_dim)
+    unsharded = [dim for dim in range(len(shape)) if not placement.is_shard(dim)]
+    if unsharded:
+        divisible = [dim for dim in unsharded if shape[dim] % size == 0]
+        return Shard((divisible or unsharded)[0])
     if not shape:  # a single number
         return REPLICATE
-    if over == 1:  # the inner mesh dim cuts what the outer leaves, which is what a second Shard says
+    if shard_dim == 1:  # the inner mesh dim shards each shard of the outer dim, as a second Shard does
         return Shard(0)
-    pieces = mesh.size(1 - over)
-    return StridedShard(0, split_factor=pieces) if shape[0] % pieces == 0 else REPLICATE
+    outer_size = mesh.size(1 - shard_dim)
+    return StridedShard(0, split_factor=outer_size) if shape[0] % outer_size == 0 else REPLICATE
 
 
-def _gather(own: dict[str, _Held], module: nn.Module, inputs: Any) -> None:
-    """Lets the module see its parameters whole: an attribute of its own hides the parameter of that name."""
-    for name, held in own.items():
+def _gather(layouts: dict[str, _ParameterLayout], module: nn.Module, inputs: Any) -> None:
+    """Gathers the parameters and sets them as attributes of the module, where they hide the registered parameters."""
+    for name, layout in layouts.items():
         parameter: Any = module._parameters[name]
-        local = parameter.redistribute(placements=held.gathered).to_local(grad_placements=held.gradient)
-        module.__dict__[name] = local if held.inside is None else wrapped(local, held.inside)
+        local = parameter.redistribute(placements=layout.gathered).to_local(grad_placements=layout.gradient)
+        module.__dict__[name] = local if layout.module_spec is None else wrapped(local, layout.module_spec)
 
 
-def _release(own: dict[str, _Held], module: nn.Module, inputs: Any, outputs: Any) -> None:
-    for name in own:
+def _release(layouts: dict[str, _ParameterLayout], module: nn.Module, inputs: Any, outputs: Any) -> None:
+    for name in layouts:
         module.__dict__.pop(name, None)
