@@ -137,11 +137,11 @@ def report_command(
     baseline = tuple(path if path.exists() else baselines.find(path) for path in baseline)
     sources = gather(files, [path for path in baseline if not is_profile(path)], topology)
     if sources.job:
-        from dtbench.traces.analysis import judged
+        from dtbench.traces.analysis import analyze
         from dtbench.traces.job import load_job
 
         jobs = [load_job(path) for path in baseline if is_profile(path)]
-        sources = replace(sources, judgement=judged(sources.job, sources.topology, jobs))
+        sources = replace(sources, analysis=analyze(sources.job, sources.topology, jobs))
     dims = {dim for run in sources.runs for dim in run.header.mesh.dim_names}
     if unknown := [dim for dim, _ in peaks if dim not in dims]:
         raise click.UsageError(

@@ -76,7 +76,7 @@ def mean_of(calls: Sequence[TimedCall]) -> TimedCall:
 
 
 class Caller:
-    """Calls a workload in blocks; making it warms the workload up."""
+    """CallsProfile a workload in blocks; making it warms the workload up."""
 
     def __init__(self, workload: Workload) -> None:
         self.run, self.before = workload.run, workload.before
@@ -251,7 +251,7 @@ def short_name(name: str) -> str:
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None:
-    """Calls of it are recorded for what recording costs."""
+    """CallsProfile of it are recorded for what recording costs."""
 
 
 def frame_overheads() -> Mapping[str, Overhead]:

@@ -9,7 +9,7 @@ import msgspec
 
 from dtbench.engine.progress import say
 from dtbench.records.atomic import write_folder
-from dtbench.records.profile import Calls, RanksProfile
+from dtbench.records.profile import CallsProfile, RanksProfile
 from dtbench.text.units import plural
 
 SPEEDSCOPE = "speedscope.json"
@@ -48,7 +48,7 @@ def speedscope(folded: Mapping[str, Mapping[tuple[str, ...], float]], name: str)
 def write_profile(
     folder: Path,
     lines: Sequence[str],
-    record: Calls | RanksProfile,
+    record: CallsProfile | RanksProfile,
     further: Mapping[str, bytes],
     viewer: str,
 ) -> None:

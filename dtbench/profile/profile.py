@@ -22,7 +22,7 @@ from dtbench.profile.folder import SPEEDSCOPE, speedscope, write_profile
 from dtbench.profile.request import ProfileRequest
 from dtbench.profile.tables import stage_tables
 from dtbench.records.atomic import refuse_taken
-from dtbench.records.profile import Calls, CallStages
+from dtbench.records.profile import CallsProfile, CallStages
 from dtbench.suite import DeviceType
 from dtbench.suite.case import FLOOR
 from dtbench.text.units import plural
@@ -92,7 +92,7 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     write_profile(
         request.folder,
         stage_tables(tables),
-        Calls(cases=tuple(tables)),
+        CallsProfile(cases=tuple(tables)),
         {SPEEDSCOPE: msgspec.json.encode(speedscope(folded, request.folder.name))},
         "https://www.speedscope.app",
     )

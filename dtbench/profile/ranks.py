@@ -26,7 +26,7 @@ from dtbench.profile.folder import write_profile
 from dtbench.profile.request import ProfileRequest
 from dtbench.profile.tables import section_tables
 from dtbench.records.atomic import refuse_taken
-from dtbench.records.profile import RanksProfile, Section
+from dtbench.records.profile import RanksProfile, RanksSection
 from dtbench.suite import DeviceType
 from dtbench.suite.mesh import Mesh, format_mesh
 from dtbench.text.units import plural
@@ -194,7 +194,7 @@ class RankProfile:
         )
         return EXIT_CASE_FAILED if self._failed else EXIT_OK
 
-    def _section(self, number: int, ranks: Sequence[Recorded]) -> Section:
+    def _section(self, number: int, ranks: Sequence[Recorded]) -> RanksSection:
         label = ranks[0].label
         name = re.sub(r"[^A-Za-z0-9_.+=]+", "-", f"{number} {label}")[:_LONGEST_NAME].strip("-") + "-"
         for trace in (one.trace for one in ranks):
@@ -205,7 +205,7 @@ class RankProfile:
         def kept(rows: Iterable[Any]) -> tuple[Any, ...]:
             return tuple(row for row in rows if row.mesh_dim != _BETWEEN)
 
-        return Section(
+        return RanksSection(
             job=structs.replace(
                 job,
                 ranks=tuple(structs.replace(rank, dims=kept(rank.dims)) for rank in job.ranks),

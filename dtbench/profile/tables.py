@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtbench.grouping import group_by, in_order
-from dtbench.records.profile import CallStages, Section
+from dtbench.records.profile import CallStages, RanksSection
 from dtbench.suite import STAGES
 from dtbench.text.units import significant
-from dtbench.traces.analysis import judged
+from dtbench.traces.analysis import analyze
 from dtbench.traces.profile_job import job_text
 
 
@@ -46,10 +46,10 @@ def _stage_table(impls: Sequence[CallStages]) -> list[str]:
     ]
 
 
-def section_tables(sections: Sequence[Section]) -> list[str]:
+def section_tables(sections: Sequence[RanksSection]) -> list[str]:
     """A job's tables per section, and what recording it added."""
     texts = (
-        f"{job_text(section.job, judged(section.job))}{section.overhead_words}\n" for section in sections
+        f"{job_text(section.job, analyze(section.job))}{section.overhead_text}\n" for section in sections
     )
     return [line for text in texts for line in (*text.splitlines(), "")]
 

@@ -1,7 +1,9 @@
-"""What `dtbench profile` says of a job from the traces of its ranks: the one struct that the terminal, the page,
-`--json` and `--base` read, and `job.json` in a profile's folder.
+"""Figures of a training job, read from the traces of its ranks, and the analysis derived from them.
 
-All times are seconds. Intervals are united before they are added up: two kernels at once count once.
+`job.json` in a profile's folder holds a `Job`. The terminal, the page, `--json` and `--base` read it.
+
+All times are seconds, all bandwidths bytes/s. Concurrent kernels count once: two that run in the same millisecond are
+1 ms of computation.
 """
 
 from __future__ import annotations
@@ -17,10 +19,18 @@ from dtbench.text.units import format_bytes, format_ratio, format_seconds, forma
 
 
 class StepParts(Struct, frozen=True, kw_only=True):
-    """Where one step of a rank went. computation_s: kernels but for communication's (without a GPU: ops of torch).
-    communication_s: collectives and point to point, waiting included; exposed_s: of that what no computation covers
-    (copies hide nothing). copy_s: memory copies and sets. idle_s: what none of these covers, over all streams;
-    host_bound_s: of that the time in which the GPU's next kernel had not been launched, None without launches."""
+    """Time of one rank in one step, by activity.
+
+    Attributes:
+        step_s: duration of the step.
+        computation_s: kernels that do not communicate; without a GPU, ops of torch.
+        communication_s: collectives and point-to-point calls, including the time waiting for other ranks.
+        exposed_s: communication that no computation overlaps. Copies do not hide communication.
+        copy_s: memory copies and sets.
+        idle_s: time without computation, communication and copies on any stream.
+        host_bound_s: idle time in which the host had not launched the GPU's next kernel; None if the trace has no
+            launches.
+    """
 
     step_s: Amount
     computation_s: Amount
@@ -32,14 +42,14 @@ class StepParts(Struct, frozen=True, kw_only=True):
 
 
 class DimParts(Struct, frozen=True, kw_only=True):
-    """Communication of one rank over one mesh dim: the sum over its `each_step`; of the whole trace where it has none.
+    """Communication of one rank over one mesh dim, summed over its steps, or over its trace if it has no steps.
 
     Attributes:
-        mesh_dim: its name.
-        communication_s: while calls over it were under way.
-        exposed_s: of that what no computation covers. Time that several dims expose at once counts for each in equal
-            parts, so that the dims add up to the rank's exposed communication.
-        waiting_s: of exposed_s the wait for the last rank; None where no call shows it.
+        mesh_dim: name of the mesh dim.
+        communication_s: time with at least one call over it in progress.
+        exposed_s: communication that no computation overlaps. Where calls over several dims are exposed at once, each
+            dim gets an equal share, so the dims add up to the exposed communication of the rank.
+        waiting_s: the part of exposed_s spent waiting for the last rank; None if no call shows it.
     """
 
     mesh_dim: str
@@ -49,18 +59,23 @@ class DimParts(Struct, frozen=True, kw_only=True):
 
 
 class RankJob(Struct, frozen=True, kw_only=True):
-    """The trace of one rank.
+    """Figures of one rank.
 
     Attributes:
-        source: the file's name.
-        steps: how many steps the figures are of, the same on all ranks.
-        left_out: further steps of the trace, of which no figure is: partial ones, and first ones that took far longer.
-        steps_by: what told them: "ProfilerStep#", an annotation's name, "repetition", "" where there are none.
-        step_s: their mean.
-        span_s: of the whole trace, as the sums that follow: also outside steps.
-        each_step: the steps of the figures, in order.
+        rank: its global rank.
+        source: file name of its trace.
+        host: its host's name, if known.
+        device: its GPU's name, or "cpu".
+        steps: number of steps that the figures cover; the same on all ranks.
+        excluded_steps: steps of the trace that no figure covers: partial steps and slow first steps.
+        steps_source: how the steps were found: "ProfilerStep#", an annotation's name, or "repetition" of the
+            collectives; "" without steps.
+        step_s: mean duration of a step.
+        span_s: duration of the whole trace. The sums from computation_s to host_bound_s also cover the whole trace.
+        each_step: the covered steps, in order.
         dims: communication in these steps, by mesh dim.
-        clock_off_s: what was added to its clock, +- clock_error_s.
+        clock_offset_s: seconds added to its timestamps to align its clock with the first rank's.
+        clock_error_s: estimated error of that offset; None if unknown.
     """
 
     rank: Count
@@ -68,8 +83,8 @@ class RankJob(Struct, frozen=True, kw_only=True):
     host: str = ""
     device: str = ""
     steps: Count = 0
-    left_out: Count = 0
-    steps_by: str = ""
+    excluded_steps: Count = 0
+    steps_source: str = ""
     step_s: Amount | None = None
     span_s: Amount = 0.0
     computation_s: Amount = 0.0
@@ -80,31 +95,31 @@ class RankJob(Struct, frozen=True, kw_only=True):
     host_bound_s: Amount | None = None
     each_step: tuple[StepParts, ...] = ()
     dims: tuple[DimParts, ...] = ()
-    clock_off_s: Real = 0.0
+    clock_offset_s: Real = 0.0
     clock_error_s: Amount | None = None
 
     @property
     def mean_step(self) -> StepParts:
-        """The mean of its steps, whose parts add up as those of one step do; without steps its whole trace."""
+        """Means over its steps, or the figures of its whole trace if it has no steps."""
         names = StepParts.__struct_fields__
-        parts = self.each_step or [
+        steps = self.each_step or [
             StepParts(step_s=self.span_s, **{name: getattr(self, name) for name in names[1:]})
         ]
-        given = {
-            name: [value for part in parts if (value := getattr(part, name)) is not None] for name in names
+        known = {
+            name: [value for step in steps if (value := getattr(step, name)) is not None] for name in names
         }
-        return StepParts(**{name: fmean(values) for name, values in given.items() if values})
+        return StepParts(**{name: fmean(values) for name, values in known.items() if values})
 
 
 class CallKind(Struct, frozen=True):
-    """Calls that are counted together.
+    """Properties by which calls are grouped.
 
     Attributes:
-        mesh_dim: as the program's DeviceMesh names it, "group of 8" where it has no name, "unknown group".
-        collective: nccl-tests' name ("all_reduce", ...), "send", "recv", or "unknown" where the trace does not say.
-        group_size: ranks of the group; None where the trace does not say, as of the next two.
-        dtype: as torch names it ("float32").
-        bytes: per call, the larger of what goes in and comes out.
+        mesh_dim: the name in the program's DeviceMesh; "group of 8" for a group without a name; "unknown group".
+        collective: the name in nccl-tests ("all_reduce"), "send", "recv", or "unknown" if the trace does not show it.
+        group_size: number of ranks in the process group; None if unknown.
+        dtype: torch's name ("float32"); None if unknown.
+        bytes: size of one call, the larger of input and output; None if unknown.
     """
 
     mesh_dim: str
@@ -113,23 +128,24 @@ class CallKind(Struct, frozen=True):
     dtype: str | None = None
     bytes: Count | None = None
 
-    @classmethod
-    def of(cls, call: CallKind) -> CallKind:
-        """The kind alone."""
-        return cls(call.mesh_dim, call.collective, call.group_size, call.dtype, call.bytes)
-
     def __str__(self) -> str:
         return f"{self.mesh_dim} {self.collective} of {format_size(self.bytes)} ({self.dtype or 'unknown dtype'})"
 
 
 class Collective(CallKind, frozen=True, kw_only=True):
-    """Calls of one rank that agree in all but time.
+    """Calls of one kind on one rank.
 
-    count: calls of the trace; in_steps: those that were issued within a step of the figures, None without
-    steps. timed: the number of calls that the times sum up, in steps where there are any; None: all. time_s: of
-    them together; median_s, best_s: of one. busbw: bytes/s, by their mean. moving_s: mean of what is left of a call
-    without the wait for the last rank, where all ranks of its group are there. asked_by: the ops that asked for them,
-    the most frequent first.
+    Attributes:
+        rank: the rank.
+        count: calls in the trace.
+        in_steps: calls that the host issued within the covered steps; None without steps.
+        timed: number of calls that the times below cover: those in steps, if there are any; None for all.
+        time_s: sum over these calls, including the time waiting for other ranks.
+        median_s, best_s: median and minimum over these calls.
+        transfer_s: mean time from the last rank's arrival to the end of the call; None if traces of the group are
+            missing.
+        busbw: bus bandwidth at the mean time.
+        callers: the ops that issued the calls, the most frequent first.
     """
 
     rank: Count
@@ -139,42 +155,57 @@ class Collective(CallKind, frozen=True, kw_only=True):
     time_s: Amount
     median_s: Amount
     best_s: Amount
-    moving_s: Amount | None = None
+    transfer_s: Amount | None = None
     busbw: Amount | None = None
-    asked_by: tuple[str, ...] = ()
+    callers: tuple[str, ...] = ()
 
     @property
-    def stepped(self) -> int:
-        """Calls of steps; all where none are told."""
+    def kind(self) -> CallKind:
+        return CallKind(self.mesh_dim, self.collective, self.group_size, self.dtype, self.bytes)
+
+    @property
+    def calls_in_steps(self) -> int:
+        """Calls in the covered steps, or in the whole trace if it has no steps."""
         return self.count if self.in_steps is None else self.in_steps
 
     @property
-    def each_s(self) -> float:
-        """Mean seconds of a call."""
+    def mean_s(self) -> float:
+        """Mean time of a call."""
         return self.time_s / (self.timed or self.count or 1)
 
 
 class Waits(Struct, frozen=True, kw_only=True):
-    """Waiting times in the collectives over one mesh dim that all ranks of their group show, within steps.
+    """Waiting times over one mesh dim, from the collectives in steps that the traces of all ranks of a group show.
 
-    calls: so many. waiting_s: rank -> what it spent waiting for the last one; moving_s: from the last arrival to the
-    end, of all calls. last: rank -> how often it came last by more than the clocks' error; late_s: rank -> by how much
-    then, mean, behind the median of the others. unclear: how often the clocks cannot tell.
+    Attributes:
+        mesh_dim: name of the mesh dim.
+        group_size: number of ranks in its process groups.
+        calls: number of these collectives.
+        waiting_s: rank -> time it waited for the last rank.
+        transfer_s: time from the last arrival to the end, summed over the calls.
+        last_counts: rank -> calls in which it came last by more than the clock error.
+        late_s: rank -> in those calls, its mean delay after the median arrival of the others.
+        unclear: calls whose last rank the clock error hides.
     """
 
     mesh_dim: str
     group_size: Count
     calls: Count
     waiting_s: dict[str, Amount]
-    moving_s: Amount
-    last: dict[str, Count]
+    transfer_s: Amount
+    last_counts: dict[str, Count]
     late_s: dict[str, Amount]
     unclear: Count = 0
 
 
 class Lane(Struct, frozen=True, kw_only=True):
-    """Intervals of one rank in the step that is drawn, (start, end) from the step's begin on the common clock.
-    name: "communication DIM", "computation", "copy", or "exposed"."""
+    """Intervals of one activity of one rank in the drawn step.
+
+    Attributes:
+        rank: the rank.
+        name: "communication DIM", "computation", "copy" or "exposed".
+        intervals: (start, end), seconds since the earliest start of the step on any rank.
+    """
 
     rank: Count
     name: str
@@ -182,9 +213,23 @@ class Lane(Struct, frozen=True, kw_only=True):
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """What the traces of a job come to. world_size: as the traces say, more than `ranks` where some are missing.
-    aligned_by: how the ranks' clocks were brought together. notes: what is missing, left out or not told, a sentence
-    each. drawn_step: its number; lanes: from its earliest begin. command: what `profile -- COMMAND` ran."""
+    """Figures of a job.
+
+    Attributes:
+        label: its name in tables.
+        command: the command that `dtbench profile -- COMMAND` ran; empty for other traces.
+        world_size: number of ranks of the job, more than `ranks` if traces are missing.
+        backend: the default process group's backend.
+        torch: version of torch, if known.
+        ranks: figures of each rank.
+        collectives: calls of each rank by kind.
+        waits: waiting times by mesh dim.
+        aligned_by: how the ranks' clocks were aligned; "" if they were not.
+        drawn_step: index of the step that `lanes` show; None without steps.
+        drawn_s: end of the last interval in `lanes`.
+        lanes: activities of each rank in that step.
+        notes: what is missing, excluded or unknown, one sentence each.
+    """
 
     kind: Literal["job"] = "job"
     schema: Literal[1] = 1
@@ -203,37 +248,47 @@ class Job(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-class LinkRow(Struct, frozen=True):
-    """Calls of all ranks beside what links reach without the job. time_s: of one, `moving`: the mean without the wait
-    for the last rank, else the shortest, which may hold some wait. reached_s: by `beside`, a dim of a topology or a
-    public system. share: of its bandwidth. doubts: how that was extrapolated, or why there is none."""
+class LinkComparison(Struct, frozen=True):
+    """In-job time of one kind of call, compared with the calibrated or published time of the same size.
+
+    Attributes:
+        kind: mesh dim, collective, group size, dtype and bytes.
+        count: calls in the traces of all ranks.
+        time_s: time of a call: the mean without waiting for the last rank if `excludes_waiting`, else the minimum.
+        excludes_waiting: whether the traces show the waiting time.
+        busbw: bus bandwidth at time_s; None without a reference.
+        reference: the topology's mesh dim, or the public system, that `reference_s` comes from.
+        reference_s: time of such a call according to the reference; None if it does not cover the call.
+        share: reference_s / time_s.
+        caveat: how `reference_s` was extrapolated, or why it is missing.
+    """
 
     kind: CallKind
     count: Count
     time_s: Amount
-    moving: bool
+    excludes_waiting: bool
     busbw: Amount | None
-    beside: str
-    reached_s: Amount | None
+    reference: str
+    reference_s: Amount | None
     share: Amount | None
-    doubts: str
+    caveat: str
 
 
-class Worth(Struct, frozen=True):
-    """Upper bound on the time saved per step on `rank`, whose communication is exposed the longest.
+class SavingEstimate(Struct, frozen=True):
+    """Upper bound on the step time that one improvement would save on the rank with the most exposed communication.
 
     Attributes:
-        mesh_dim: the dim whose communication would improve.
-        what: "hidden": computation covers all of it; "links": its links reach what they reach without the job;
-            "on time": no rank waits for the last one.
-        rank: the rank.
-        step_s: its mean step.
-        saved_s: "hidden": its exposed communication over the dim, to which the two others add up at most.
+        mesh_dim: the mesh dim whose communication would improve.
+        assumption: "hidden": computation overlaps all of it; "calibrated": its links reach their reference bandwidth;
+            "no_late_rank": no rank waits for the last one. The latter two add up to "hidden" at most.
+        rank: that rank.
+        step_s: its mean step time.
+        saved_s: time saved per step.
         share: saved_s / step_s.
     """
 
     mesh_dim: str
-    what: Literal["hidden", "links", "on time"]
+    assumption: Literal["hidden", "calibrated", "no_late_rank"]
     rank: Count
     step_s: Amount
     saved_s: Amount
@@ -244,48 +299,63 @@ class LateRank(Struct, frozen=True):
     """A rank that the others wait for because its own work takes longer.
 
     Attributes:
-        rank: its number.
-        late_s: its step without exposed communication, less the median of that of the other ranks; seconds.
-        part: the part of its step that makes at least half of that: "computation", "copy", "idle", "host_bound" (idle
+        rank: its global rank.
+        late_s: its step without exposed communication, minus the median of the same over the other ranks.
+        part: the activity that accounts for at least half of late_s: "computation", "copy", "idle", "host_bound" (idle
             because the host had not launched the next kernel), or "".
         mesh_dim: the dim over which it came last most often.
-        last: in which share of its own group's collectives it did.
+        last_share: share of the collectives of its own group over that dim in which it came last.
     """
 
     rank: Count
     late_s: Amount
     part: str
     mesh_dim: str
-    last: Amount
+    last_share: Amount
 
     def __str__(self) -> str:
         doing = {"computation": "computes", "copy": "copies", "idle": "is idle", "": "works"}
-        why = doing.get(self.part, "is idle, waiting for its host to launch kernels,")
+        activity = doing.get(self.part, "is idle, waiting for its host to launch kernels,")
         return (
-            f"rank {self.rank} is late by {format_seconds(self.late_s)} a step: it {why} longer than the others. "
-            f"They wait for it: it came last in {self.last:.0%} of its collectives over {self.mesh_dim}"
+            f"rank {self.rank} is late by {format_seconds(self.late_s)} a step: it {activity} longer than the others. "
+            f"They wait for it: it came last in {self.last_share:.0%} of its collectives over {self.mesh_dim}"
         )
 
 
-class Needed(Struct, frozen=True, kw_only=True):
-    """Bytes of a rank's collectives over a mesh dim in a step: carried, and needed by the layout; share: of that."""
+class VolumeComparison(Struct, frozen=True, kw_only=True):
+    """Bytes of one rank's collectives over one mesh dim per step, compared with what the layout requires.
+
+    Attributes:
+        mesh_dim: the planner's name of the mesh dim.
+        measured_bytes: bytes per step in the trace.
+        required_bytes: bytes per step by the planner's volumes.
+        ratio: measured_bytes / required_bytes.
+        dtypes: dtypes of the calls in the trace.
+    """
 
     mesh_dim: str
-    carried: Amount
-    needed: Amount
-    share: Amount
+    measured_bytes: Amount
+    required_bytes: Amount
+    ratio: Amount
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
         return (
-            f"{self.mesh_dim} carries {format_bytes(self.carried)} a step ({', '.join(self.dtypes) or 'nothing'}), "
-            f"{self.share:.2f}x the {format_bytes(self.needed)} that the layout needs"
+            f"{self.mesh_dim} transfers {format_bytes(self.measured_bytes)} a step "
+            f"({', '.join(self.dtypes) or 'nothing'}), {self.ratio:.2f}x the {format_bytes(self.required_bytes)} that "
+            "the layout requires"
         )
 
 
 class CallChange(Struct, frozen=True):
-    """Calls that differ; per_step: in base and in head, of each of `ranks`, in all where traces have no steps. Where
-    base and head are of two kinds, the latter take the place of the former."""
+    """Calls of a kind whose number differs between base and head, or that another kind replaces.
+
+    Attributes:
+        base: kind of the calls in the base.
+        head: kind of the calls in the head; differs from `base` if they replace those of the base.
+        per_step: calls per step and rank in base and head; per trace if the traces have no steps.
+        ranks: the ranks with this change.
+    """
 
     base: CallKind
     head: CallKind
@@ -295,20 +365,22 @@ class CallChange(Struct, frozen=True):
     def __str__(self) -> str:
         if self.base == self.head:
             return f"{self.base}: {self.per_step[1]:g} calls instead of {self.per_step[0]:g}"
-        old, new = self.base.bytes, self.head.bytes
-        ratio = f", {format_ratio(new / old)} the bytes" if old and new else ""
-        return f"{self.head} instead of {format_size(old)} ({self.base.dtype or 'unknown dtype'}){ratio}"
+        base_bytes, head_bytes = self.base.bytes, self.head.bytes
+        ratio = f", {format_ratio(head_bytes / base_bytes)} the bytes" if base_bytes and head_bytes else ""
+        return (
+            f"{self.head} instead of {format_size(base_bytes)} ({self.base.dtype or 'unknown dtype'}){ratio}"
+        )
 
 
 class TimeChange(Struct, frozen=True):
-    """A part of a step in base and in head, the mean over steps and ranks.
+    """Time of one activity per step in base and head, as the mean over steps and ranks.
 
     Attributes:
-        part: as `StepParts` names it, or "lateness of rank 2 over dp", which is per step, too.
-        verdict: slower or faster where the part, all else unchanged, makes a step so.
-        why: the reason.
-        base_s, head_s: the medians over recordings.
-        effect: head over base of such a step.
+        part: a field of `StepParts`, or "lateness of rank 2 over dp".
+        verdict: slower or faster if the change of this activity alone makes a step slower or faster.
+        why: the reason for the verdict.
+        base_s, head_s: medians over the recordings of each side.
+        effect: ratio of head to base of a step that differs in this activity alone.
     """
 
     part: str
@@ -319,16 +391,25 @@ class TimeChange(Struct, frozen=True):
     effect: Change | None
 
 
-class Judgement(Struct, frozen=True):
-    """All that is said of a job. calls, times: what differs from others on `ranks`. exit_code: 1 where calls differ or
-    a time is slower, else 0: times that show nothing fail nothing, and links are no gate. late: the ranks that cause
-    most of the exposed communication of the others, by waiting; the latest first."""
+class JobAnalysis(Struct, frozen=True):
+    """Conclusions from the figures of a job and from comparing it with links, a layout and a base.
+
+    Attributes:
+        exit_code: 1 if calls differ from the base or a time is slower, else 0. Links and late ranks do not count.
+        links: comparisons with calibrated or published bandwidths.
+        savings: upper bounds on what improvements would save.
+        call_changes: calls that differ from the base.
+        time_changes: times compared with the base.
+        compared_ranks: ranks that all recordings of base and head have.
+        volumes: bytes compared with what the layout requires.
+        late_ranks: ranks that cause most of the exposed communication of the others, the latest first.
+    """
 
     exit_code: Count
-    links: tuple[LinkRow, ...] = ()
-    worth: tuple[Worth, ...] = ()
-    calls: tuple[CallChange, ...] = ()
-    times: tuple[TimeChange, ...] = ()
-    ranks: tuple[Count, ...] = ()
-    needed: tuple[Needed, ...] = ()
-    late: tuple[LateRank, ...] = ()
+    links: tuple[LinkComparison, ...] = ()
+    savings: tuple[SavingEstimate, ...] = ()
+    call_changes: tuple[CallChange, ...] = ()
+    time_changes: tuple[TimeChange, ...] = ()
+    compared_ranks: tuple[Count, ...] = ()
+    volumes: tuple[VolumeComparison, ...] = ()
+    late_ranks: tuple[LateRank, ...] = ()

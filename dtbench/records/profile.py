@@ -69,14 +69,14 @@ class CallStages(Struct, frozen=True, kw_only=True):
         return min(max(stage.ns / self.whole_ns, 0.0), 1.0) if self.adds_up and self.whole_ns else None
 
 
-class Calls(Struct, frozen=True, kw_only=True):
+class CallsProfile(Struct, frozen=True, kw_only=True):
     """The table of a profile of calls."""
 
     kind: Literal["profile of calls"] = "profile of calls"
     cases: tuple[CallStages, ...]
 
 
-class Section(Struct, frozen=True, kw_only=True):
+class RanksSection(Struct, frozen=True, kw_only=True):
     """An impl of a case on ranks; a step of the job is an iteration. plain_us, profiled_us: an iteration of the slowest
     rank without and with the profiler, means."""
 
@@ -85,7 +85,7 @@ class Section(Struct, frozen=True, kw_only=True):
     profiled_us: Time
 
     @property
-    def overhead_words(self) -> str:
+    def overhead_text(self) -> str:
         return (
             f"An iteration of the slowest rank takes {significant(self.plain_us)} µs without the profiler, "
             f"{significant(self.profiled_us)} µs with it ({self.profiled_us / self.plain_us - 1:+.0%})."
@@ -96,4 +96,4 @@ class RanksProfile(Struct, frozen=True, kw_only=True):
     """The table of a profile of ranks."""
 
     kind: Literal["profile of ranks"] = "profile of ranks"
-    sections: tuple[Section, ...]
+    sections: tuple[RanksSection, ...]

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Verdict
-from dtbench.records.job import CallKind, Collective, Job, Judgement, RankJob, TimeChange
+from dtbench.records.job import CallKind, Collective, Job, JobAnalysis, RankJob, TimeChange
 from dtbench.text import terminal
 from dtbench.text.table import Table, TableColumn
 from dtbench.text.units import MISSING, format_bandwidth, format_bytes, format_change, format_seconds, plural
@@ -17,14 +17,14 @@ from dtbench.text.units import MISSING, format_bandwidth, format_bytes, format_c
 MOST_RANKS, MOST_COLLECTIVES, MOST_CALLS = 16, 12, 2  # of a screenful
 _WORTH = {
     "hidden": "if {}'s communication were hidden",
-    "links": "if {}'s links ran as without the job",
-    "on time": "if no rank waited for the last one over {}",
+    "calibrated": "if {}'s links ran as without the job",
+    "no_late_rank": "if no rank waited for the last one over {}",
 }
 
 
 def extremes(job: Job) -> list[RankJob]:
     """As many ranks as are shown: half that came last most often or have the longest steps, half of the contrary."""
-    last = sum((Counter(waits.last) for waits in job.waits), Counter[str]())
+    last = sum((Counter(waits.last_counts) for waits in job.waits), Counter[str]())
     ranks = sorted(job.ranks, key=lambda rank: (last[str(rank.rank)], rank.mean_step.step_s))
     half = MOST_RANKS // 2
     return sorted(ranks[:half] + ranks[half:][-half:], key=lambda rank: rank.rank)
@@ -37,9 +37,9 @@ def headline(job: Job) -> tuple[str, str]:
     exposed, longest = f"{exposed_s / (step_s or 1):.0%}", format_seconds(max(part.step_s for part in parts))
     missing = f" of {job.world_size}" if job.world_size > len(parts) else ""
     on = ", ".join(filter(None, (job.backend, job.torch and f"torch {job.torch}", job.ranks[0].device)))
-    steps = sorted({(rank.steps, rank.left_out, rank.steps_by) for rank in job.ranks if rank.steps})
+    steps = sorted({(rank.steps, rank.excluded_steps, rank.steps_source) for rank in job.ranks if rank.steps})
     told = ", ".join(
-        f"{count}{f' of {count + left_out}' * bool(left_out)} steps by {by}" for count, left_out, by in steps
+        f"{count}{f' of {count + excluded}' * bool(excluded)} steps by {by}" for count, excluded, by in steps
     )
     span = f"{'A step takes' if steps else 'No steps are marked; the traces span'} {format_seconds(step_s)}"
     waited_s = [dim.waiting_s / (rank.steps or 1) for rank in job.ranks for dim in rank.dims if dim.waiting_s]
@@ -51,10 +51,10 @@ def headline(job: Job) -> tuple[str, str]:
     )
 
 
-def findings(job: Job, judgement: Judgement) -> list[str]:
+def findings(job: Job, analysis: JobAnalysis) -> list[str]:
     """What to know first, the most telling first: what became slower, who is late, and the job in a sentence."""
-    changed = [row for row in judgement.times if row.verdict in (Verdict.SLOWER, Verdict.FASTER)]
-    said = [*map(_change, changed), *map(str, (*judgement.calls[:MOST_CALLS], *judgement.late))]
+    changed = [row for row in analysis.time_changes if row.verdict in (Verdict.SLOWER, Verdict.FASTER)]
+    said = [*map(_change, changed), *map(str, (*analysis.call_changes[:MOST_CALLS], *analysis.late_ranks))]
     return [*(f"{sentence[0].upper()}{sentence[1:]}." for sentence in said), headline(job)[1]]
 
 
@@ -64,12 +64,12 @@ def _change(row: TimeChange) -> str:
     return f"{row.part.removesuffix('_s')}: {format_seconds(row.base_s)} → {format_seconds(row.head_s)}{ratio}{why}"
 
 
-def tables(job: Job, judgement: Judgement, *, screen: bool = False) -> list[Table]:
+def tables(job: Job, analysis: JobAnalysis, *, screen: bool = False) -> list[Table]:
     """By mesh dim, by collective and by rank. screen: the costliest collectives and the extreme ranks alone."""
     steps = defaultdict(lambda: 1, {rank.rank: rank.steps for rank in job.ranks if rank.steps})
     made = (
-        _dims(job, steps, {str(late.rank) for late in judgement.late}),
-        _collectives(job, steps, {row.kind: row.share for row in judgement.links}, screen),
+        _dims(job, steps, {str(late.rank) for late in analysis.late_ranks}),
+        _collectives(job, steps, {row.kind: row.share for row in analysis.links}, screen),
         _ranks(job, screen),
     )
     return [table for table in made if table.total_rows]
@@ -100,15 +100,17 @@ def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:
         of, timed = calls.get(dim, []), parts.get(dim, [])
         on, exposed_s = len({c.rank for c in of}), sum(d.exposed_s / steps[rank.rank] for rank, d in timed)
         largest = max((c for c in of if c.busbw), key=lambda c: c.bytes or 0, default=None)
-        same = [c for c in of if largest and CallKind.of(c) == CallKind.of(largest)]
+        same = [c for c in of if largest and c.kind == largest.kind]
         rows.append(
             [
                 dim,
                 _last(job, dim=dim, late=late),
                 _distinct(c.group_size for c in of),
                 f"{on} of {ranks}" if on < ranks else "",
-                f"{sum(c.stepped / steps[c.rank] for c in of) / ranks:.4g}",
-                format_bytes(sum(c.stepped / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None),
+                f"{sum(c.calls_in_steps / steps[c.rank] for c in of) / ranks:.4g}",
+                format_bytes(
+                    sum(c.calls_in_steps / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None
+                ),
                 _distinct(c.dtype for c in of),
                 format_seconds(sum(d.communication_s / steps[rank.rank] for rank, d in timed) / ranks),
                 format_seconds(exposed_s / ranks),
@@ -123,15 +125,15 @@ def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:
     return _table("Communication by mesh dim", job, heads.split(","), rows)
 
 
-def _each_s(calls: Sequence[Collective]) -> float:
+def _mean_s(calls: Sequence[Collective]) -> float:
     """Mean seconds of a call."""
-    return sum(c.each_s * (c.timed or c.count) for c in calls) / (sum(c.timed or c.count for c in calls) or 1)
+    return sum(c.mean_s * (c.timed or c.count) for c in calls) / (sum(c.timed or c.count for c in calls) or 1)
 
 
 def _busbw(calls: Sequence[Collective]) -> float | None:
     """The bus bandwidth of calls of one kind, by their mean time."""
-    each_s = _each_s(calls)
-    return next((c.busbw * c.each_s / each_s for c in calls if c.busbw and each_s), None)
+    mean_s = _mean_s(calls)
+    return next((c.busbw * c.mean_s / mean_s for c in calls if c.busbw and mean_s), None)
 
 
 def _last(job: Job, rank: str = "", dim: str = "", late: Set[str] = frozenset()) -> str:
@@ -139,10 +141,12 @@ def _last(job: Job, rank: str = "", dim: str = "", late: Set[str] = frozenset())
     how much."""
     said = []
     for of in job.waits:
-        one = rank or max(of.last, key=lambda number: (of.last[number], number in late), default="")
-        if one in of.last and dim in ("", of.mesh_dim):
+        one = rank or max(
+            of.last_counts, key=lambda number: (of.last_counts[number], number in late), default=""
+        )
+        if one in of.last_counts and dim in ("", of.mesh_dim):
             said.append(
-                f"{of.mesh_dim if rank else f'rank {one}'}: {of.last[one] / (of.calls or 1):.0%}, "
+                f"{of.mesh_dim if rank else f'rank {one}'}: {of.last_counts[one] / (of.calls or 1):.0%}, "
                 f"{format_seconds(of.late_s.get(one))}"
             )
     return "; ".join(said)
@@ -152,21 +156,21 @@ def _collectives(
     job: Job, steps: Mapping[int, int], shares: Mapping[CallKind, float | None], screen: bool
 ) -> Table:
     rows, ranks = [], len(job.ranks)
-    for kind, of in group_by(job.collectives, CallKind.of).items():
-        per_step_s = sum(c.each_s * c.stepped / steps[c.rank] for c in of) / ranks
-        moving = [c.moving_s for c in of if c.moving_s is not None]
+    for kind, of in group_by(job.collectives, lambda call: call.kind).items():
+        per_step_s = sum(c.mean_s * c.calls_in_steps / steps[c.rank] for c in of) / ranks
+        moving = [c.transfer_s for c in of if c.transfer_s is not None]
         row = [
             kind.mesh_dim,
             kind.collective,
             kind.dtype or "",
             format_bytes(kind.bytes),
-            f"{sum(c.stepped / steps[c.rank] for c in of) / ranks:.4g}",
+            f"{sum(c.calls_in_steps / steps[c.rank] for c in of) / ranks:.4g}",
             format_seconds(per_step_s),
-            format_seconds(_each_s(of)),
+            format_seconds(_mean_s(of)),
             format_seconds(fmean(moving) if moving else None),
             format_bandwidth(_busbw(of)),
             _of_calibrated(shares.get(kind)),
-            "" if screen else ", ".join(of[0].asked_by[:2]),
+            "" if screen else ", ".join(of[0].callers[:2]),
         ]
         rows.append((per_step_s, row))
     shown = [row for _, row in sorted(rows, key=lambda of: -of[0])][: MOST_COLLECTIVES if screen else None]
@@ -204,30 +208,30 @@ def _ranks(job: Job, screen: bool) -> Table:
     return _table(f"Ranks, {len(rows)} of {len(job.ranks)}", job, heads.split(","), rows)
 
 
-def sentences(judgement: Judgement) -> dict[str, list[str]]:
+def sentences(analysis: JobAnalysis) -> dict[str, list[str]]:
     """Title -> what at most it would be worth, what changed from a base, what figures of links are not measured."""
-    doubted = group_by((row for row in judgement.links if row.doubts), lambda row: row.doubts)
+    doubted = group_by((row for row in analysis.links if row.caveat), lambda row: row.caveat)
     return {
         "At most it would save": [
             f"{format_seconds(one.saved_s)} ({one.share:.0%} of the step of rank {one.rank}) "
-            + _WORTH[one.what].format(one.mesh_dim)
-            for one in judgement.worth
+            + _WORTH[one.assumption].format(one.mesh_dim)
+            for one in analysis.savings
         ],
-        "What the layout needs": [*map(str, judgement.needed)],
-        "Base → new": [*map(str, judgement.calls), *map(_change, judgement.times)],
+        "What the layout needs": [*map(str, analysis.volumes)],
+        "Base → new": [*map(str, analysis.call_changes), *map(_change, analysis.time_changes)],
         "How the links' figures were come by": [
             f"{why}: {of[0].kind}" + f" and {len(of) - 1} more" * (len(of) > 1) for why, of in doubted.items()
         ],
     }
 
 
-def print_job(job: Job, judgement: Judgement) -> None:
+def print_job(job: Job, analysis: JobAnalysis) -> None:
     """A screenful; what is cut is said. Too wide a table is broken into several, of which each names its rows."""
     console = terminal.new_console()
     width = terminal.readable_width(console)
-    for sentence in findings(job, judgement):
+    for sentence in findings(job, analysis):
         terminal.print_prose(console, sentence, width=width)
-    for table in tables(job, judgement, screen=True):
+    for table in tables(job, analysis, screen=True):
         terminal.print_prose(console, "")
         terminal.print_line(console, table.caption, "bold")
         names = table.columns[: 4 if table.columns[1].header == "Collective" else 1]
@@ -237,6 +241,6 @@ def print_job(job: Job, judgement: Judgement) -> None:
             if not rest or terminal.width_of(console, [*block, rest[0]]) > width:
                 terminal.print_table(console, block)
                 block = [*names]
-    for title, lines in {**sentences(judgement), "Notes": job.notes}.items():
+    for title, lines in {**sentences(analysis), "Notes": job.notes}.items():
         for line in ["", title, *(f"- {line}" for line in lines[: terminal.MAX_ROWS])] if lines else ():
             terminal.print_prose(console, line, "bold" * (line == title), width)

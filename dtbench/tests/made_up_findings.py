@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dtbench.records.profile import Calls, CallStages, RanksProfile, Section, Stage
+from dtbench.records.profile import CallsProfile, CallStages, RanksProfile, RanksSection, Stage
 from dtbench.tests import made_up_jobs
 
 LABEL = "dispatch add placements=S(0) mesh=8"
@@ -71,12 +71,12 @@ def calls() -> dict[str, Any]:
         CallStages(impl=impl, floor_ns=floor_ns, fitted_to_calibrated=1.1, **times)
         for impl, floor_ns in (("core", 1200.0), ("torch", None))
     ]
-    return as_dict(Calls(cases=tuple(cases)))
+    return as_dict(CallsProfile(cases=tuple(cases)))
 
 
 def ranks() -> dict[str, Any]:
     job = made_up_jobs.job(ranks=2, late=1, label=SECTION)
-    section = Section(job=job, plain_us=900.0, profiled_us=1000.0)
+    section = RanksSection(job=job, plain_us=900.0, profiled_us=1000.0)
     return as_dict(RanksProfile(sections=(section,)))
 
 

@@ -40,7 +40,7 @@ def rank_job(rank: int, late_s: float = 0.0, **fields: Any) -> RankJob:
         "host": f"node{rank // 4}",
         "device": "NVIDIA H100 80GB HBM3",
         "steps": STEPS,
-        "steps_by": "ProfilerStep#",
+        "steps_source": "ProfilerStep#",
         "step_s": STEP_S + late_s,
         "span_s": STEPS * (STEP_S + late_s),
         "each_step": tuple(parts),
@@ -69,14 +69,14 @@ def collectives(rank: int, calls: Sequence[tuple[Any, ...]] = CALLS) -> list[Col
             bytes=nbytes,
             count=STEPS * count,
             in_steps=STEPS * count,
-            time_s=STEPS * count * each_s,
-            median_s=each_s,
-            best_s=0.9 * each_s,
-            moving_s=0.8 * each_s,
+            time_s=STEPS * count * mean_s,
+            median_s=mean_s,
+            best_s=0.9 * mean_s,
+            transfer_s=0.8 * mean_s,
             busbw=busbw,
-            asked_by=(op,),
+            callers=(op,),
         )
-        for dim, size, name, dtype, nbytes, count, each_s, busbw, op in calls
+        for dim, size, name, dtype, nbytes, count, mean_s, busbw, op in calls
     ]
 
 
@@ -104,8 +104,8 @@ def job(ranks: int = 8, late: int = 3, **fields: Any) -> Job:
         group_size=2,
         calls=192,
         waiting_s=waiting,
-        moving_s=0.3,
-        last={str(late): 165, "1": 9},
+        transfer_s=0.3,
+        last_counts={str(late): 165, "1": 9},
         late_s={str(late): 3.1e-3, "1": 0.2e-3},
         unclear=18,
     )
@@ -117,7 +117,7 @@ def job(ranks: int = 8, late: int = 3, **fields: Any) -> Job:
         "torch": "2.9.0",
         "ranks": tuple(rank_job(rank, late_s[rank]) for rank in range(ranks)),
         "collectives": tuple(one for rank in range(ranks) for one in collectives(rank)),
-        "waits": (dp, replace(dp, mesh_dim="tp", group_size=4, last={}, late_s={}, unclear=192)),
+        "waits": (dp, replace(dp, mesh_dim="tp", group_size=4, last_counts={}, late_s={}, unclear=192)),
         "aligned_by": "ends of collectives",
         "drawn_step": 12,
         "drawn_s": STEP_S + late_s.get(late, 0.0),

@@ -202,7 +202,7 @@ def _try(kind: str, tmp_path: Path, seed: int, times: int) -> None:
         return
     for name, value in times_in(result):
         assert math.isfinite(value), name
-        signed = name == "clock_off_s" or not name.endswith(("_s", "samples", "Bps", "_us"))
+        signed = name == "clock_offset_s" or not name.endswith(("_s", "samples", "Bps", "_us"))
         assert value >= 0 or signed, (name, value)
 
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from dtbench.file_kinds import HEAD_BYTES, looks_like_trace
-from dtbench.records.job import Job, Judgement
+from dtbench.records.job import Job, JobAnalysis
 from dtbench.reporting.job_tables import extremes, print_job
 from dtbench.tests import made_up_jobs
 from dtbench.tests.made_up import Cli
@@ -64,7 +64,7 @@ def test_json_is_one_document_with_the_fields_of_a_job(dtbench: Cli) -> None:
     steps = {"rank", "steps", "step_s", "computation_s", "communication_s", "exposed_s"}
     calls = {"rank", "collective", "mesh_dim", "group_size", "dtype", "bytes", "count", "time_s", "busbw"}
     assert steps <= content["ranks"][0].keys() and calls <= content["collectives"][0].keys()
-    assert content["judgement"]["exit_code"] == 0 and json.loads(dtbench("show", "job", "--json")[1])["ranks"]
+    assert content["analysis"]["exit_code"] == 0 and json.loads(dtbench("show", "job", "--json")[1])["ranks"]
 
 
 def test_a_base_with_other_calls_is_told_and_is_exit_code_1(dtbench: Cli) -> None:
@@ -124,7 +124,7 @@ def test_options_of_another_kind_of_target_are_refused(dtbench: Cli, words: str,
 
 def text_of(job: Job) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        print_job(job, Judgement(0))
+        print_job(job, JobAnalysis(0))
     return out.getvalue()
 
 
@@ -138,7 +138,7 @@ def test_of_a_thousand_ranks_the_extremes_are_printed(monkeypatch: pytest.Monkey
 
 
 def test_a_job_without_steps_or_with_little_in_its_traces_is_told_as_such() -> None:
-    ranks = (made_up_jobs.rank_job(0, steps=0, steps_by="", step_s=None, each_step=()),)
+    ranks = (made_up_jobs.rank_job(0, steps=0, steps_source="", step_s=None, each_step=()),)
     bare = made_up_jobs.job(ranks=1)
     calls = [msgspec.structs.replace(c, dtype=None, bytes=None, busbw=None) for c in bare.collectives]
     text = text_of(msgspec.structs.replace(bare, ranks=ranks, collectives=tuple(calls), waits=(), notes=()))

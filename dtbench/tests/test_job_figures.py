@@ -17,7 +17,7 @@ from dtbench.reporting.html import Sources, render
 from dtbench.reporting.job_tables import headline, print_job, tables
 from dtbench.tests.html_page import Page
 from dtbench.tests.made_up_traces import Event, event, kernel, nccl, note, write
-from dtbench.traces.analysis import changes, judged, late_ranks
+from dtbench.traces.analysis import analyze, compare_recordings, find_late_ranks
 from dtbench.traces.job import read_job
 from dtbench.traces.steps import outlying_first, whole_steps
 
@@ -79,7 +79,7 @@ def committed(place: str) -> Job:
 
 def text_of(job: Job) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        print_job(job, judged(job))
+        print_job(job, analyze(job))
     return out.getvalue()
 
 
@@ -105,19 +105,19 @@ def check_that_parts_add_up(job: Job) -> None:
             assert collective.timed == (collective.in_steps or collective.count)
             assert (
                 collective.best_s <= collective.median_s
-                and (collective.moving_s or 0) <= collective.each_s + 1e-9
+                and (collective.transfer_s or 0) <= collective.mean_s + 1e-9
             )
 
 
 def check_that_savings_are_within_what_is_exposed(job: Job) -> None:
-    rows = judged(job).worth
-    saved = {(row.mesh_dim, row.what): row.saved_s for row in rows}
+    rows = analyze(job).savings
+    saved = {(row.mesh_dim, row.assumption): row.saved_s for row in rows}
     for row in rows:
         rank = next(rank for rank in job.ranks if rank.rank == row.rank)
         hidden_s = saved[row.mesh_dim, "hidden"]
         parts_s = [saved.get((row.mesh_dim, what), 0.0) for what in ("links", "on time")]
         assert sum(parts_s) <= hidden_s + 1e-9
-        total_s = sum(row.saved_s for row in rows if row.what == "hidden")
+        total_s = sum(row.saved_s for row in rows if row.assumption == "hidden")
         assert (
             total_s == pytest.approx(rank.mean_step.exposed_s)
             and total_s <= row.step_s == rank.mean_step.step_s
@@ -126,7 +126,7 @@ def check_that_savings_are_within_what_is_exposed(job: Job) -> None:
 
 def check_that_tables_agree(job: Job) -> None:
     """The dims' shares add up to the headline's, and the ranks' to it over all steps."""
-    shown = {table.caption.split(",")[0]: table for table in tables(job, judged(job))}
+    shown = {table.caption.split(",")[0]: table for table in tables(job, analyze(job))}
     ranks = {column.header: column.cells for column in shown["Ranks"].columns}
     share = 100 * sum(r.mean_step.exposed_s for r in job.ranks) / sum(r.mean_step.step_s for r in job.ranks)
     assert headline(job)[0] == f"{share:.0f}%"
@@ -216,10 +216,10 @@ def test_a_slow_first_step_is_named_and_in_no_figure(tmp_path: Path) -> None:
     assert [note for note in slow.notes if "left out" in note] == [
         "left out of all figures: the first 1 step (up to 1.88 s, later ones 10.0 ms: warm-up or compilation)"
     ]
-    assert {(rank.steps, rank.left_out) for rank in slow.ranks} == {(4, 1)}
+    assert {(rank.steps, rank.excluded_steps) for rank in slow.ranks} == {(4, 1)}
     assert "4 of 5 steps by ProfilerStep#" in headline(slow)[1]
-    assert [t.columns for t in tables(slow, judged(slow))] == [
-        t.columns for t in tables(steady, judged(steady))
+    assert [t.columns for t in tables(slow, analyze(slow))] == [
+        t.columns for t in tables(steady, analyze(steady))
     ]
     assert [waits.calls for waits in slow.waits] == [4, 4]
 
@@ -227,21 +227,21 @@ def test_a_slow_first_step_is_named_and_in_no_figure(tmp_path: Path) -> None:
 def test_iterations_of_a_suite_all_count(tmp_path: Path) -> None:
     window = {"asked": 4, "whole": 4, "warm": True}
     job = made_up(tmp_path / "job", (90_000.0, *(STEP_US,) * 3), dtbench_window=window)
-    assert {(rank.steps, rank.left_out) for rank in job.ranks} == {(4, 0)}
+    assert {(rank.steps, rank.excluded_steps) for rank in job.ranks} == {(4, 0)}
 
 
 def test_a_partial_last_step_is_named_and_in_no_figure(tmp_path: Path) -> None:
     job = made_up(tmp_path / "job", last_calls=1)
     assert "ranks 0, 1, 2, 3: a partial step, the last, is left out of all figures" in job.notes
     assert {rank.steps for rank in job.ranks} == {4}
-    assert {collective.stepped / 4 for collective in job.collectives} == {1}
+    assert {collective.calls_in_steps / 4 for collective in job.collectives} == {1}
 
 
 def test_steps_that_were_asked_for_and_are_missing_are_named(tmp_path: Path) -> None:
     window = {"asked": 100, "whole": 4, "why": "the program ended"}
     job = made_up(tmp_path / "job", dtbench_window=window)
     assert "ranks 0, 1, 2, 3: 4 of the 100 steps asked for were recorded: the program ended" in job.notes
-    assert {(rank.steps, rank.left_out) for rank in job.ranks} == {(4, 1)}
+    assert {(rank.steps, rank.excluded_steps) for rank in job.ranks} == {(4, 1)}
 
 
 @pytest.mark.parametrize("window", [{"asked": "x", "whole": []}, {"asked": 3, "whole": 0}, {"whole": 10**30}])
@@ -254,7 +254,7 @@ def test_ranks_without_steps_leave_none_to_the_others(tmp_path: Path) -> None:
     write(tmp_path / "job", [kernel(0, 100)], 3, world=4, groups=[DP, TP])
     job = read_job([tmp_path / "job"])
     assert {rank.steps for rank in job.ranks} == {0}
-    assert all("whole trace" in table.caption for table in tables(job, judged(job)))
+    assert all("whole trace" in table.caption for table in tables(job, analyze(job)))
 
 
 # ------------------------------------------------------------------------------- late ranks
@@ -263,27 +263,27 @@ def test_ranks_without_steps_leave_none_to_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", ["computation", "idle"])
 def test_a_late_rank_is_the_first_thing_said(tmp_path: Path, why: str) -> None:
     job = made_up(tmp_path / "job", late={2: (why, 5000.0)})
-    (late,) = judged(job).late
-    assert (late.rank, late.part, late.last) == (2, why, 1.0)
+    (late,) = analyze(job).late_ranks
+    assert (late.rank, late.part, late.last_share) == (2, why, 1.0)
     assert late.late_s == pytest.approx(5e-3, rel=0.01)
     first = text_of(job).splitlines()[0]
     doing = {"computation": "it computes longer", "idle": "it is idle longer"}[why]
     assert first.startswith(f"Rank 2 is late by 5.00 ms a step: {doing} than the others.")
-    title = re.search("<title>(.*?)</title>", render(Sources(job=job, judgement=judged(job))))
+    title = re.search("<title>(.*?)</title>", render(Sources(job=job, analysis=analyze(job))))
     assert title and title[1].startswith(f"Rank 2 is late by 5.00 ms a step: {doing} than the others")
 
 
 def test_two_late_ranks_are_both_named(tmp_path: Path) -> None:
     job = made_up(tmp_path / "job", late={1: ("idle", 4000.0), 3: ("computation", 4000.0)})
-    assert {late.rank for late in late_ranks(job)} <= {1, 3}
-    assert late_ranks(job)
+    assert {late.rank for late in find_late_ranks(job)} <= {1, 3}
+    assert find_late_ranks(job)
 
 
 def test_ranks_that_wait_for_links_are_not_late(tmp_path: Path) -> None:
     job = made_up(tmp_path / "job", late={2: ("idle", 300.0)})
-    assert late_ranks(job) == () and "exposed communication" in text_of(job).splitlines()[0]
+    assert find_late_ranks(job) == () and "exposed communication" in text_of(job).splitlines()[0]
     for place in COMMITTED:
-        assert late_ranks(committed(place)) == ()
+        assert find_late_ranks(committed(place)) == ()
 
 
 # ------------------------------------------------------------------------------- against a base
@@ -292,19 +292,19 @@ def test_ranks_that_wait_for_links_are_not_late(tmp_path: Path) -> None:
 def test_a_rank_that_became_late_is_exit_code_1_and_said_first(tmp_path: Path) -> None:
     base = made_up(tmp_path / "base")
     head = made_up(tmp_path / "head", (50_000.0,) * 5, late={2: ("idle", 40_000.0)})
-    judgement = changes([base], [head])
-    slower = {row.part for row in judgement.times if row.verdict is Verdict.SLOWER}
+    analysis = compare_recordings([base], [head])
+    slower = {row.part for row in analysis.time_changes if row.verdict is Verdict.SLOWER}
     assert {"step_s", "lateness of rank 2 over dp", "lateness of rank 2 over tp"} <= slower
-    assert judgement.exit_code == 1
-    page = Page(render(Sources(job=head, judgement=judged(head, None, [base]))))
+    assert analysis.exit_code == 1
+    page = Page(render(Sources(job=head, analysis=analyze(head, None, [base]))))
     assert page.text.strip().startswith("Step: 10.0 ms → 50.0 ms, 5.00x slower than the base")
-    back = changes([head], [base])
-    assert back.exit_code == 0 and back.times[0].verdict is Verdict.FASTER
+    back = compare_recordings([head], [base])
+    assert back.exit_code == 0 and back.time_changes[0].verdict is Verdict.FASTER
 
 
 def test_lateness_that_adds_little_to_a_step_is_no_verdict(tmp_path: Path) -> None:
     base = made_up(tmp_path / "base", late={1: ("idle", 50.0)})
     head = made_up(tmp_path / "head", late={1: ("idle", 500.0)})
-    judgement = changes([base], [head])
-    late = [row for row in judgement.times if row.part == "lateness of rank 1 over dp"]
-    assert late and late[0].head_s > 5 * late[0].base_s and judgement.exit_code == 0
+    analysis = compare_recordings([base], [head])
+    late = [row for row in analysis.time_changes if row.part == "lateness of rank 1 over dp"]
+    assert late and late[0].head_s > 5 * late[0].base_s and analysis.exit_code == 0

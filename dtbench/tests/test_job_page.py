@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from dtbench.records.comparison import Verdict
-from dtbench.records.job import CallChange, CallKind, Job, Judgement, Lane, TimeChange, Worth
+from dtbench.records.job import CallChange, CallKind, Job, JobAnalysis, Lane, SavingEstimate, TimeChange
 from dtbench.records.topology import read_topology
 from dtbench.reporting.html import Sources, gather, render
 from dtbench.tests import made_up_jobs
@@ -23,11 +23,11 @@ def test_a_profile_has_a_timeline_curves_tables_and_notes(tmp_path: Path) -> Non
     folder = profile_in(tmp_path / "job")
     sources = gather([folder], topology=TOPOLOGY)
     assert sources.job == gather([folder / "job.json"]).job == made_up_jobs.job()
-    worth = Judgement(0, worth=(Worth("dp", "hidden", 3, 0.42, 0.06, 0.14),))
-    text = render(Sources(job=sources.job, topology=read_topology(TOPOLOGY), judgement=worth))
+    worth = JobAnalysis(0, savings=(SavingEstimate("dp", "hidden", 3, 0.42, 0.06, 0.14),))
+    text = render(Sources(job=sources.job, topology=read_topology(TOPOLOGY), analysis=worth))
     page = Page(text)
     job = page.section_text["job"]
-    assert "Step 12" in job and "8 of 8 ranks, clocks brought together by ends of collectives" in job
+    assert "Step 12" in job and "8 of 8 ranks, clocks aligned by ends of collectives" in job
     assert "all_gather, calibrated" in job and "reduce_scatter" in job
     assert (
         "60.0 ms (14% of the step of rank 3) if dp's communication were hidden" in page.text
@@ -50,14 +50,18 @@ def test_calibrated_lines_end_at_the_edge_of_their_drawing() -> None:
 
 def test_title_is_the_whole_first_finding_without_its_reason() -> None:
     gathers = CallKind("dp", "all_gather", 4, "float32", 2**19)
-    calls = Judgement(1, calls=(CallChange(gathers, gathers, (0.0, 2.0), (0,)),), ranks=(0,))
+    calls = JobAnalysis(
+        1, call_changes=(CallChange(gathers, gathers, (0.0, 2.0), (0,)),), compared_ranks=(0,)
+    )
     assert titled(calls) == "Dp all_gather of 512 KiB (float32): 2 calls instead of 0"
     step = TimeChange("step_s", Verdict.SLOWER, "beyond the 3.2x of launches", 0.01, 0.1, None)
-    assert titled(Judgement(1, times=(step,))) == "Step: 10.0 ms → 100 ms, 10.0x slower than the base"
+    assert (
+        titled(JobAnalysis(1, time_changes=(step,))) == "Step: 10.0 ms → 100 ms, 10.0x slower than the base"
+    )
 
 
-def titled(judgement: Judgement) -> str:
-    (title,) = re.findall("<h1>(.*?)</h1>", render(Sources(job=made_up_jobs.job(), judgement=judgement)))
+def titled(analysis: JobAnalysis) -> str:
+    (title,) = re.findall("<h1>(.*?)</h1>", render(Sources(job=made_up_jobs.job(), analysis=analysis)))
     return title
 
 

@@ -305,7 +305,7 @@ def test_gloos_sends_have_the_group_that_was_recorded(tmp_path: Path) -> None:
             event("gloo:send", n * 100 + 5, 50, "user_annotation", **carried),
         ]
     job = read(tmp_path, events, groups=groups)
-    got = {call.mesh_dim: (call.count, call.bytes, call.asked_by) for call in job.collectives}
+    got = {call.mesh_dim: (call.count, call.bytes, call.callers) for call in job.collectives}
     assert got == {"1": (1, 40, ("2",)), "2": (1, 40, ("2",)), "unknown group": (2, 40, ("2",))}
     (text,) = [text for text in job.notes if "unknown group" in text]
     assert text.startswith("rank 0: 2 sends and receives are of an unknown group") and "-- COMMAND" in text
@@ -339,7 +339,7 @@ def test_gloos_groups_are_told_of_all_ranks_or_of_none(tmp_path: Path) -> None:
 def test_steps(tmp_path: Path, marks: list[Event], by: str | None, count: int) -> None:
     events = [e for n in range(4) for e in (nccl(n * 1000 + 100, 50), nccl(n * 1000 + 300, 90, "all_gather"))]
     (rank,) = read(tmp_path, [*marks, *events]).ranks
-    assert (rank.steps_by, rank.steps) == (by or "Optimizer.step#AdamW.step", count)
+    assert (rank.steps_source, rank.steps) == (by or "Optimizer.step#AdamW.step", count)
     assert rank.step_s == pytest.approx(1e-3)
 
 
@@ -453,13 +453,13 @@ def test_who_waits_for_whom(tmp_path: Path, seq: bool, apart_us: float, host: st
     job = ranks_of(tmp_path, 3, seq=seq, apart_us=apart_us, host_name="node" * (host == "one"))
     (waits,) = job.waits
     assert (waits.mesh_dim, waits.group_size, waits.calls) == ("dp", 3, 10)
-    assert waits.last == {"1": 10}
+    assert waits.last_counts == {"1": 10}
     error = max(rank.clock_error_s or 0 for rank in job.ranks)
     assert waits.late_s["1"] == pytest.approx(299e-6, abs=error + 1e-9)
     assert waits.waiting_s["0"] == pytest.approx(3e-3, abs=10 * error + 1e-9)
-    assert ("numbers" if seq else "order") in job.aligned_by
-    assert job.ranks[1].clock_off_s == pytest.approx(-apart_us / 1e6, abs=1e-4)
-    assert one_of(job, 1).moving_s == pytest.approx(200e-6, abs=error + 1e-9)
+    assert ("sequence number" if seq else "order") in job.aligned_by
+    assert job.ranks[1].clock_offset_s == pytest.approx(-apart_us / 1e6, abs=1e-4)
+    assert one_of(job, 1).transfer_s == pytest.approx(200e-6, abs=error + 1e-9)
 
 
 def one_of(job: Job, rank: int) -> Collective:
@@ -495,7 +495,7 @@ def test_ranks_of_sub_groups(tmp_path: Path) -> None:
     job = read_job([tmp_path])
     assert any("share no collective" in text for text in job.notes)
     (waits,) = job.waits  # of both pairs, each on a clock of its own
-    assert (waits.calls, waits.group_size, waits.last) == (16, 2, {"3": 8})
+    assert (waits.calls, waits.group_size, waits.last_counts) == (16, 2, {"3": 8})
 
 
 def test_two_traces_of_one_rank(tmp_path: Path) -> None:

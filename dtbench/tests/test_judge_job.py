@@ -11,10 +11,16 @@ from msgspec.structs import replace
 from dtbench.comparison.references import find_systems, read_systems
 from dtbench.errors import UsageError
 from dtbench.records.comparison import Verdict
-from dtbench.records.job import Collective, DimParts, Job, Judgement, LinkRow, RankJob, StepParts
+from dtbench.records.job import Collective, DimParts, Job, JobAnalysis, LinkComparison, RankJob, StepParts
 from dtbench.records.topology import CalibratedTopology
 from dtbench.tests.made_up_topology import a_curve, a_dim, a_topology
-from dtbench.traces.analysis import ABOVE_CALIBRATED, beside_links, changes, judged, worth
+from dtbench.traces.analysis import (
+    ABOVE_CALIBRATED,
+    analyze,
+    compare_links,
+    compare_recordings,
+    estimate_savings,
+)
 
 MIB = 2**20
 
@@ -33,7 +39,7 @@ def a_call(rank: int = 0, **changed: Any) -> Collective:
         time_s=3.0,
         median_s=0.03,
         best_s=0.025,
-        moving_s=0.02,
+        transfer_s=0.02,
     )
     return replace(call, **{"in_steps": changed.get("count", 100)} | changed)
 
@@ -62,8 +68,8 @@ def the_topology() -> CalibratedTopology:
     return a_topology(dp, a_dim("tp", 2, 9.0, 1.0, collectives={"all_to_all": a_curve(1.0, 8.0)}))
 
 
-def beside(call: Collective) -> LinkRow:
-    (row,) = beside_links(a_job(call), the_topology())
+def beside(call: Collective) -> LinkComparison:
+    (row,) = compare_links(a_job(call), the_topology())
     return row
 
 
@@ -72,15 +78,15 @@ def beside(call: Collective) -> LinkRow:
 
 def test_a_call_without_its_wait_is_set_beside_the_curve_of_its_dim():
     row = beside(a_call())
-    assert row.reached_s == pytest.approx(10e-6 + 25 / 2048)
+    assert row.reference_s == pytest.approx(10e-6 + 25 / 2048)
     assert row.share == pytest.approx(0.611, abs=5e-4)
     assert row.busbw == pytest.approx(1.5 * 25 * MIB / 0.02)  # 2 (n - 1) / n of a ring of 4
-    assert (row.moving, row.beside, row.doubts) == (True, "dim dp", "")
+    assert (row.excludes_waiting, row.reference, row.caveat) == (True, "dim dp", "")
 
 
 def test_without_the_other_ranks_the_best_call_stands_for_it():
-    row = beside(a_call(moving_s=None))
-    assert not row.moving and row.time_s == 0.025
+    row = beside(a_call(transfer_s=None))
+    assert not row.excludes_waiting and row.time_s == 0.025
 
 
 @pytest.mark.parametrize(
@@ -98,7 +104,7 @@ def test_without_the_other_ranks_the_best_call_stands_for_it():
 def test_what_was_not_measured_so_is_said(changed, doubts):
     row = beside(a_call(**changed))
     assert row.share is not None
-    assert row.doubts == doubts
+    assert row.caveat == doubts
 
 
 @pytest.mark.parametrize(
@@ -114,32 +120,32 @@ def test_what_was_not_measured_so_is_said(changed, doubts):
 def test_where_nothing_stands_beside_it_is_said_why(changed, why):
     row = beside(a_call(**changed))
     assert row.share is None and row.busbw is None
-    assert why in row.doubts
+    assert why in row.caveat
 
 
 def test_beside_a_public_system():
     systems = find_systems(read_systems(), "8xa100-sxm4-40gb")
-    calls = [a_call(group_size=8, bytes=size, moving_s=0.0011638) for size in (64 * MIB, 100)]
-    published, too_small = beside_links(a_job(*calls), systems)
+    calls = [a_call(group_size=8, bytes=size, transfer_s=0.0011638) for size in (64 * MIB, 100)]
+    published, too_small = compare_links(a_job(*calls), systems)
     assert published.share == pytest.approx(0.5)  # that takes 581.9 us there
-    assert too_small.doubts == "not published over 8 ranks: 8xA100-SXM4-40GB"
+    assert too_small.caveat == "not published over 8 ranks: 8xA100-SXM4-40GB"
 
 
 # ------------------------------------------------------------------------------------ worth
 
 
-def saved(job: Job, links: tuple[LinkRow, ...] = ()) -> dict[str, float]:
-    return {row.what: pytest.approx(row.saved_s) for row in worth(job, links)}
+def saved(job: Job, links: tuple[LinkComparison, ...] = ()) -> dict[str, float]:
+    return {row.assumption: pytest.approx(row.saved_s) for row in estimate_savings(job, links)}
 
 
 def test_what_links_and_hiding_would_be_worth():
     job = a_job(a_call(count=10), a_call(collective="barrier", bytes=None))
-    links = beside_links(job, the_topology())
+    links = compare_links(job, the_topology())
     # One call a step, of 20 ms instead of 12.2; what nothing stands beside saves nothing.
-    assert saved(job, links) == {"hidden": 0.3, "links": 0.02 - 10e-6 - 25 / 2048}
+    assert saved(job, links) == {"hidden": 0.3, "calibrated": 0.02 - 10e-6 - 25 / 2048}
     assert saved(job) == {"hidden": 0.3}
-    assert saved(a_job(a_call(count=1000)), links)["links"] == 0.3  # no more than is exposed
-    (row,) = worth(job, ())
+    assert saved(a_job(a_call(count=1000)), links)["calibrated"] == 0.3  # no more than is exposed
+    (row,) = estimate_savings(job, ())
     assert row.share == pytest.approx(0.3)
 
 
@@ -147,23 +153,23 @@ def test_savings_are_parts_of_what_is_exposed():
     """Of the rank that exposes most: links and waits are two parts of it."""
     rank = a_rank()
     waited = replace(rank, dims=(replace(rank.dims[0], waiting_s=2.95),))
-    links = beside_links(a_job(a_call(count=1000)), the_topology())
+    links = compare_links(a_job(a_call(count=1000)), the_topology())
     job = a_job(a_call(count=1000), ranks=(a_rank(1, step_s=2.0, computation_s=1.9), waited))
-    assert saved(job, links) == {"hidden": 0.3, "links": 0.005, "on time": 0.295}
-    assert {row.rank for row in worth(job, links)} == {0}
+    assert saved(job, links) == {"hidden": 0.3, "calibrated": 0.005, "no_late_rank": 0.295}
+    assert {row.rank for row in estimate_savings(job, links)} == {0}
 
 
 def test_without_steps_nothing_is_promised():
-    assert worth(a_job(a_call(), ranks=(a_rank(steps=0),)), ()) == ()
+    assert estimate_savings(a_job(a_call(), ranks=(a_rank(steps=0),)), ()) == ()
 
 
 # ------------------------------------------------------------------------------------ changes
 
 
 def differences(base: Job, head: Job) -> list[str]:
-    judgement = changes([base], [head])
-    assert judgement.exit_code == (1 if judgement.calls else 0)
-    return [str(row) for row in judgement.calls]
+    analysis = compare_recordings([base], [head])
+    assert analysis.exit_code == (1 if analysis.call_changes else 0)
+    return [str(row) for row in analysis.call_changes]
 
 
 def test_equal_jobs_of_other_lengths_are_equal():
@@ -192,10 +198,10 @@ def test_another_dtype_is_one_change():
 def test_one_call_more_in_one_step_of_one_rank_differs():
     two = (a_rank(0), a_rank(1))
     base = a_job(a_call(0), a_call(1), ranks=two)
-    (row,) = changes([base], [a_job(a_call(0), a_call(1, count=101), ranks=two)]).calls
+    (row,) = compare_recordings([base], [a_job(a_call(0), a_call(1, count=101), ranks=two)]).call_changes
     assert (row.ranks, row.per_step) == ((1,), (10.0, 10.1))
     both = a_job(a_call(0, count=90), a_call(1, count=90), ranks=two)
-    (row,) = changes([base], [both]).calls
+    (row,) = compare_recordings([base], [both]).call_changes
     assert row.ranks == (0, 1)
 
 
@@ -211,43 +217,53 @@ def test_other_bytes_and_calls_of_unknown_size():
 
 def test_steps_of_one_recording_give_no_verdict():
     base, head = a_job(a_call(), ranks=(a_rank(step_s=0.9),)), a_job(a_call(), ranks=(a_rank(step_s=1.8),))
-    judgement = changes([base], [head])
-    step = judgement.times[0]
+    analysis = compare_recordings([base], [head])
+    step = analysis.time_changes[0]
     assert (step.part, step.base_s, step.head_s) == ("step_s", 0.9, 1.8)
     assert step.verdict is Verdict.INCONCLUSIVE and "one launch on each side" in step.why
     # Exposed communication is 5.5x: that makes the step 2x.
-    assert {row.verdict for row in judgement.times} == {Verdict.INCONCLUSIVE}
-    assert judgement.exit_code == 0
+    assert {row.verdict for row in analysis.time_changes} == {Verdict.INCONCLUSIVE}
+    assert analysis.exit_code == 0
 
 
 def test_changes_of_one_recording_a_side_judge_steps_beyond_launches():
     base, head = a_job(ranks=(a_rank(step_s=0.9),)), a_job(ranks=(a_rank(step_s=3.6),))
-    slower, faster = changes([base], [head]), changes([head], [base])
-    assert [row.verdict for row in slower.times] == ["slower", "inconclusive", "slower", "inconclusive"]
-    assert "beyond the 3.2x by which launches of one build have differed" in slower.times[0].why
-    assert (slower.exit_code, faster.exit_code, faster.times[0].verdict) == (1, 0, "faster")
+    slower, faster = compare_recordings([base], [head]), compare_recordings([head], [base])
+    assert [row.verdict for row in slower.time_changes] == [
+        "slower",
+        "inconclusive",
+        "slower",
+        "inconclusive",
+    ]
+    assert "beyond the 3.2x by which launches of one build have differed" in slower.time_changes[0].why
+    assert (slower.exit_code, faster.exit_code, faster.time_changes[0].verdict) == (1, 0, "faster")
 
 
 def test_five_recordings_a_side_are_judged():
     bases, heads = (
         [a_job(a_call(), ranks=(a_rank(step_s=s + n / 1000),)) for n in range(5)] for s in (1.0, 1.2)
     )
-    assert [row.verdict for row in changes(bases, heads).times] == ["slower", "same", "slower", "same"]
-    assert changes(bases, heads).exit_code == 1
-    assert changes(heads, bases).exit_code == 0
+    assert [row.verdict for row in compare_recordings(bases, heads).time_changes] == [
+        "slower",
+        "same",
+        "slower",
+        "same",
+    ]
+    assert compare_recordings(bases, heads).exit_code == 1
+    assert compare_recordings(heads, bases).exit_code == 0
 
 
 def test_recordings_that_cannot_be_compared_are_refused():
     for other in (a_job(ranks=(a_rank(1),)), a_job(ranks=(a_rank(steps=0),))):
         with pytest.raises(UsageError, match="no rank is in all recordings"):
-            changes([a_job()], [other])
-    assert changes([other], [other]).times == ()  # without steps on either side
+            compare_recordings([a_job()], [other])
+    assert compare_recordings([other], [other]).time_changes == ()  # without steps on either side
 
 
 def test_all_that_is_said_of_a_job_can_be_written_and_read():
     job = a_job(a_call())
-    judgement = judged(job, the_topology(), [a_job(a_call(dtype="bfloat16"))])
-    assert judgement.exit_code == 1
-    assert len(judgement.links) == len(judgement.calls) == 1 and len(judgement.worth) == 2
-    assert msgspec.json.decode(msgspec.json.encode(judgement), type=Judgement) == judgement
-    assert judged(job) == Judgement(exit_code=0, worth=worth(job, ()))
+    analysis = analyze(job, the_topology(), [a_job(a_call(dtype="bfloat16"))])
+    assert analysis.exit_code == 1
+    assert len(analysis.links) == len(analysis.call_changes) == 1 and len(analysis.savings) == 2
+    assert msgspec.json.decode(msgspec.json.encode(analysis), type=JobAnalysis) == analysis
+    assert analyze(job) == JobAnalysis(exit_code=0, savings=estimate_savings(job, ()))

@@ -13,7 +13,7 @@ from dtbench.cost.plan.step import ITEM, bytes_per_step
 from dtbench.cost.plan.training import TrainingJob, TrainingLayout
 from dtbench.errors import UsageError
 from dtbench.records.job import Collective, Job, RankJob
-from dtbench.traces.required_volume import needed
+from dtbench.traces.required_volume import compare_volumes
 
 MODEL, MACHINE = find_model("llama-8b"), find_machine("h100-8x")
 LAYOUT = TrainingLayout(tp=2, pp=1, dp=4, fsdp=1, micro_batch=1)
@@ -47,13 +47,13 @@ def test_a_job_beside_what_its_layout_needs() -> None:
         **times,
     )
     job = Job(world_size=8, ranks=(RankJob(rank=0, steps=3),), collectives=(call,))
-    tp, dp = needed(job, "llama-8b", "tp=2 batch=4, sequence=2048")
-    assert (tp.mesh_dim, tp.carried) == ("tp", 0)
-    assert dp.share == pytest.approx(2) and dp.dtypes == ("float32",)
-    assert re.fullmatch(r"dp carries .* a step \(float32\), 2.00x the .* that the layout needs", str(dp))
+    tp, dp = compare_volumes(job, "llama-8b", "tp=2 batch=4, sequence=2048")
+    assert (tp.mesh_dim, tp.measured_bytes) == ("tp", 0)
+    assert dp.ratio == pytest.approx(2) and dp.dtypes == ("float32",)
+    assert re.fullmatch(r"dp transfers .* a step \(float32\), 2.00x the .* that the layout requires", str(dp))
     for layout, message in {
         "tp=2;": "expected NAME=COUNT",
-        "tp=3": "of 6 ranks, expected the job's 8",
+        "tp=3": "has 6 ranks, expected the job's 8",
     }.items():
         with pytest.raises(UsageError, match=message):
-            needed(job, "llama-8b", layout)
+            compare_volumes(job, "llama-8b", layout)

@@ -16,7 +16,7 @@ from dtbench.cost import calibration
 from dtbench.records.topology import read_topology
 from dtbench.reporting import html as reporting
 from dtbench.tests import made_up, made_up_findings, made_up_jobs
-from dtbench.traces.analysis import judged
+from dtbench.traces.analysis import analyze
 from dtbench.traces.job import load_job
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -166,7 +166,7 @@ def test_the_committed_examples_are_short_and_legible(browser: Any, name: str) -
 def test_the_tables_of_a_job_fit_a_window_of_1280_pixels(browser: Any, tmp_path: Path) -> None:
     topology = read_topology(TOPOLOGY)
     for place, job in (("made-up", made_up_jobs.job()), ("committed", load_job(RESULTS / "job" / "core"))):
-        sources = reporting.Sources(job=job, topology=topology, judgement=judged(job, topology))
+        sources = reporting.Sources(job=job, topology=topology, analysis=analyze(job, topology))
         reporting.write_report(sources, tmp_path / f"{place}.html")
         with Visit(browser, tmp_path / f"{place}.html", width=1280) as visit:
             visit.page.evaluate(UNFOLD)

@@ -53,7 +53,7 @@ def test_two_ranks_are_told_as_a_job_is(tmp_path: Path, dtbench: Cli) -> None:
     assert core.job.label.endswith("(core)") and whole.job.label.endswith("(whole)")
     for section in (core, whole):
         assert section.plain_us > 0 and section.profiled_us > 0
-        assert [(rank.rank, rank.steps, rank.steps_by) for rank in section.job.ranks] == [
+        assert [(rank.rank, rank.steps, rank.steps_source) for rank in section.job.ranks] == [
             (n, 3, "ProfilerStep#") for n in (0, 1)
         ]
         assert all(step.computation_s > 0 for rank in section.job.ranks for step in rank.each_step)
@@ -61,7 +61,7 @@ def test_two_ranks_are_told_as_a_job_is(tmp_path: Path, dtbench: Cli) -> None:
         (n, "all_reduce", "tp", "float32", 2 * 64 * 256 * 4, 3) for n in (0, 1)
     ]
     (waits,) = core.job.waits
-    assert (waits.mesh_dim, waits.calls, sum(waits.last.values()) + waits.unclear) == ("tp", 3, 3)
+    assert (waits.mesh_dim, waits.calls, sum(waits.last_counts.values()) + waits.unclear) == ("tp", 3, 3)
     assert not whole.job.collectives and not whole.job.waits and whole.job.aligned_by
     assert {lane.name for lane in core.job.lanes} >= {"communication tp", "computation", "exposed"}
 

@@ -21,7 +21,7 @@ from dtbench.profile import folder, stages, tables
 from dtbench.profile.request import choose
 from dtbench.profile.stages import Overhead, Span
 from dtbench.records.atomic import refuse_taken, write_folder
-from dtbench.records.profile import Calls, CallStages
+from dtbench.records.profile import CallsProfile, CallStages
 from dtbench.records.read import decode, into
 from dtbench.reporting.html.parts import dispatch
 from dtbench.suite import STAGES, Case
@@ -132,7 +132,7 @@ def test_stages_that_contradict_each_other_are_called_unreliable_on_terminal_jso
 ) -> None:
     table = times_of(**changes)
     assert table.caveat.startswith("unreliable: ") == bool(caveat) and caveat in table.caveat
-    assert into(decode(msgspec.json.encode(Calls(cases=(table,)))), Calls).cases == (table,)
+    assert into(decode(msgspec.json.encode(CallsProfile(cases=(table,)))), CallsProfile).cases == (table,)
     lines = "\n".join(tables.stage_tables([table]))
     assert table.caveat in lines and ("unreliable" in lines) == bool(caveat)
     page = dispatch._stage_table([table])
@@ -274,7 +274,9 @@ def test_a_case_is_chosen_by_its_whole_name() -> None:
 
 
 def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Any) -> None:
-    folder.write_profile(tmp_path / "p", ["a\ud800"], Calls(cases=()), {"rank0.json.gz": b"x"}, "a trace")
+    folder.write_profile(
+        tmp_path / "p", ["a\ud800"], CallsProfile(cases=()), {"rank0.json.gz": b"x"}, "a trace"
+    )
     assert (tmp_path / "p" / "rank0.json.gz").read_bytes() == b"x"
     assert sorted(p.name for p in (tmp_path / "p").iterdir()) == ["rank0.json.gz", "table.json", "table.txt"]
     for taken in (tmp_path / "p", tmp_path / "no" / "p"):

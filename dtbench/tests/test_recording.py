@@ -155,10 +155,12 @@ def test_a_rank_that_ends_within_the_window_says_how_many_steps_are_whole(
     }
     assert steps_of(recording.traces[0])[-1] == "ProfilerStep#12"  # no optimizer's step ends it
     figures = read_job(recording.traces)
-    left_out = figures.ranks[0].left_out  # the partial step, and on a busy machine a first one that outlies
+    left_out = figures.ranks[
+        0
+    ].excluded_steps  # the partial step, and on a busy machine a first one that outlies
     assert left_out >= 1 and figures.ranks[0].steps + left_out == 8
     assert "rank 0: 7 of the 100 steps asked for were recorded: the program ended" in figures.notes
-    assert [call.stepped for call in figures.collectives] == [figures.ranks[0].steps]
+    assert [call.calls_in_steps for call in figures.collectives] == [figures.ranks[0].steps]
 
 
 def test_in_a_rank_nothing_stays_hooked_after_the_window(

@@ -15,7 +15,16 @@ from dtbench.cost.price import estimate
 from dtbench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Verdict
-from dtbench.records.job import CallChange, CallKind, Job, Judgement, LateRank, LinkRow, TimeChange, Worth
+from dtbench.records.job import (
+    CallChange,
+    CallKind,
+    Job,
+    JobAnalysis,
+    LateRank,
+    LinkComparison,
+    SavingEstimate,
+    TimeChange,
+)
 from dtbench.records.topology import CalibratedTopology
 from dtbench.text.units import format_size
 from dtbench_core.cost.ring import RING_COLLECTIVES, busbw_factor
@@ -30,36 +39,36 @@ ABOVE_CALIBRATED = (
 Topology = CalibratedTopology | Sequence[System]  # of public systems each has one number of ranks
 
 
-def judged(job: Job, topology: Topology | None = None, bases: Sequence[Job] = ()) -> Judgement:
-    """All that can be said of a job. bases: recordings that it is compared with. Raises: as `changes`."""
-    links = () if topology is None else beside_links(job, topology)
+def analyze(job: Job, topology: Topology | None = None, bases: Sequence[Job] = ()) -> JobAnalysis:
+    """All that can be said of a job. bases: recordings that it is compared with. Raises: as `compare_recordings`."""
+    links = () if topology is None else compare_links(job, topology)
     return replace(
-        changes(bases, [job]) if bases else Judgement(EXIT_OK),
+        compare_recordings(bases, [job]) if bases else JobAnalysis(EXIT_OK),
         links=links,
-        worth=worth(job, links),
-        late=late_ranks(job),
+        savings=estimate_savings(job, links),
+        late_ranks=find_late_ranks(job),
     )
 
 
-def beside_links(job: Job, topology: Topology) -> tuple[LinkRow, ...]:
+def compare_links(job: Job, topology: Topology) -> tuple[LinkComparison, ...]:
     """A row for each kind of call, in the job's order."""
     rows = []
-    for kind, calls in group_by(job.collectives, CallKind.of).items():
-        moving = [call.moving_s for call in calls if call.moving_s]
+    for kind, calls in group_by(job.collectives, lambda call: call.kind).items():
+        moving = [call.transfer_s for call in calls if call.transfer_s]
         time_s = fmean(moving) if moving else min(call.best_s for call in calls)
-        reached_s, beside, doubts = _reached(kind, topology)
-        share = reached_s / time_s if reached_s and time_s else None
+        reference_s, beside, doubts = _reached(kind, topology)
+        share = reference_s / time_s if reference_s and time_s else None
         doubts = ", ".join(filter(None, (doubts, ABOVE_CALIBRATED * bool(share and share > 1))))
         busbw = share and (kind.bytes or 0) * busbw_factor(kind.collective, kind.group_size or 1) / time_s
         rows.append(
-            LinkRow(
+            LinkComparison(
                 kind,
                 sum(call.count for call in calls),
                 time_s,
                 bool(moving),
                 busbw,
                 beside,
-                reached_s,
+                reference_s,
                 share,
                 doubts,
             )
@@ -98,30 +107,33 @@ def _reached(kind: CallKind, topology: Topology) -> tuple[float | None, str, str
     return at.time_us * 1e-6, f"dim {dim.name}", ", ".join(doubts)
 
 
-def worth(job: Job, links: Sequence[LinkRow]) -> tuple[Worth, ...]:
+def estimate_savings(job: Job, links: Sequence[LinkComparison]) -> tuple[SavingEstimate, ...]:
     """Bounds for each mesh dim of the rank whose communication is exposed the longest; what waits less here may wait
     more there. A call saves at most its time less what links reach; one without anything beside it saves nothing."""
     timed = [rank for rank in job.ranks if rank.each_step and rank.mean_step.step_s]
-    rows: list[Worth] = []
+    rows: list[SavingEstimate] = []
     for rank in sorted(timed, key=lambda rank: rank.mean_step.exposed_s)[-1:]:
         steps, step_s = len(rank.each_step), rank.mean_step.step_s
-        excess_s = {row.kind: max(0.0, row.time_s - row.reached_s) for row in links if row.reached_s}
+        excess_s = {row.kind: max(0.0, row.time_s - row.reference_s) for row in links if row.reference_s}
         calls = group_by(
             (call for call in job.collectives if call.rank == rank.rank), lambda call: call.mesh_dim
         )
         for dim in rank.dims:
             exposed_s, waited_s = dim.exposed_s / steps, (dim.waiting_s or 0.0) / steps
-            saved: dict[Literal["hidden", "links", "on time"], float] = {"hidden": exposed_s}
-            kinds = [(CallKind.of(call), call.stepped) for call in calls.get(dim.mesh_dim, ())]
+            saved: dict[Literal["hidden", "calibrated", "no_late_rank"], float] = {"hidden": exposed_s}
+            kinds = [(call.kind, call.calls_in_steps) for call in calls.get(dim.mesh_dim, ())]
             if beside := [count * excess_s[kind] for kind, count in kinds if kind in excess_s]:
-                saved["links"] = min(sum(beside) / steps, max(0.0, exposed_s - waited_s))
+                saved["calibrated"] = min(sum(beside) / steps, max(0.0, exposed_s - waited_s))
             if dim.waiting_s is not None:
-                saved["on time"] = waited_s
-            rows += [Worth(dim.mesh_dim, what, rank.rank, step_s, s, s / step_s) for what, s in saved.items()]
+                saved["no_late_rank"] = waited_s
+            rows += [
+                SavingEstimate(dim.mesh_dim, what, rank.rank, step_s, s, s / step_s)
+                for what, s in saved.items()
+            ]
     return tuple(rows)
 
 
-def late_ranks(job: Job) -> tuple[LateRank, ...]:
+def find_late_ranks(job: Job) -> tuple[LateRank, ...]:
     """The ranks whose lateness is most of the exposed communication of the others, the latest first.
 
     A late rank spends more of its step than the others outside exposed communication, and comes last more often than by
@@ -133,7 +145,9 @@ def late_ranks(job: Job) -> tuple[LateRank, ...]:
         # A rank takes part in the collectives of its own group, of all groups over the dim.
         lasts = [
             (
-                w.last.get(f"{rank}", 0) * len({*w.waiting_s, *w.last}) / (w.calls * w.group_size),
+                w.last_counts.get(f"{rank}", 0)
+                * len({*w.waiting_s, *w.last_counts})
+                / (w.calls * w.group_size),
                 w.group_size,
                 w.mesh_dim,
             )
@@ -156,7 +170,7 @@ def late_ranks(job: Job) -> tuple[LateRank, ...]:
     return tuple(sorted(found, key=lambda late: -late.late_s))
 
 
-def changes(bases: Sequence[Job], heads: Sequence[Job]) -> Judgement:
+def compare_recordings(bases: Sequence[Job], heads: Sequence[Job]) -> JobAnalysis:
     """What differs on the ranks that all recordings of both sides have. Calls do where no recording of the base has as
     many as one of the head; between recordings of several lengths whole calls a step count, for those outside steps do
     not grow with them. A recording is one launch, whatever its steps.
@@ -172,7 +186,9 @@ def changes(bases: Sequence[Job], heads: Sequence[Job]) -> Judgement:
     sides = ([_per_step(job, ranks, len(lengths) > 1) for job in side] for side in (bases, heads))
     calls, times = _calls(*sides), () if 0 in lengths else tuple(_times(bases, heads, ranks))
     code = EXIT_REGRESSION if calls or any(row.verdict is Verdict.SLOWER for row in times) else EXIT_OK
-    return Judgement(code, calls=tuple(calls), times=times, ranks=tuple(sorted(ranks)))
+    return JobAnalysis(
+        code, call_changes=tuple(calls), time_changes=times, compared_ranks=tuple(sorted(ranks))
+    )
 
 
 def _per_step(job: Job, ranks: Set[int], whole: bool) -> dict[tuple[CallKind, int], float]:
@@ -180,7 +196,7 @@ def _per_step(job: Job, ranks: Set[int], whole: bool) -> dict[tuple[CallKind, in
     calls: Counter[tuple[CallKind, int]] = Counter()
     for call in job.collectives:
         if call.rank in steps:
-            calls[CallKind.of(call), call.rank] += call.stepped
+            calls[call.kind, call.rank] += call.calls_in_steps
     return {key: n // steps[key[1]] if whole else n / steps[key[1]] for key, n in calls.items() if n}
 
 
@@ -225,6 +241,8 @@ def _figures(job: Job, ranks: Set[int]) -> dict[str, float]:
     }
     steps = max(len(rank.each_step) for rank in job.ranks)
     for waits in job.waits:
-        late_s = ((count * waits.late_s.get(rank, 0.0) / steps, rank) for rank, count in waits.last.items())
+        late_s = (
+            (count * waits.late_s.get(rank, 0.0) / steps, rank) for rank, count in waits.last_counts.items()
+        )
         figures |= {f"lateness of rank {rank} over {waits.mesh_dim}": s for s, rank in sorted(late_s)[-1:]}
     return figures

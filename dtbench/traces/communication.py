@@ -74,7 +74,7 @@ class Call(NamedTuple):
     dtype: str | None = None
     bytes: int | None = None
     sequence: int | None = None
-    asked_by: str = ""
+    caller: str = ""
     issued: float = 0.0
 
 

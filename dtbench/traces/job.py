@@ -17,7 +17,7 @@ from dtbench.grouping import group_by
 from dtbench.records.job import CallKind, Collective, DimParts, Job, Lane, RankJob, StepParts
 from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.text.units import format_seconds, plural
-from dtbench.traces.clock_alignment import Together, bring_together
+from dtbench.traces.clock_alignment import AlignedJob, align_clocks
 from dtbench.traces.communication import UNKNOWN, Call, ProcessGroup, busbw_of, whole
 from dtbench.traces.intervals import Intervals, difference, intervals, length, shares, union, within
 from dtbench.traces.kineto import told
@@ -25,7 +25,7 @@ from dtbench.traces.rank_trace import RankTrace, read_rank
 from dtbench.traces.steps import Steps, outlying_first, whole_steps
 
 _MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all
-_MOST_ASKERS = 3
+_MOST_CALLERS = 3
 _P2P = ("send", "recv")
 _MOST_JOB = 256 * 2**20
 _NO_TRACES = (JOB_FILE, "table.json")  # what a profile's folder has beside them
@@ -33,7 +33,7 @@ _TRACES = re.compile(r"\.json(\.gz)?$|\.trace(\.gz)?$")
 
 
 def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()) -> Job:
-    """What the traces say together. paths: files, or folders of them.
+    """What the traces say aligned. paths: files, or folders of them.
 
     Raises:
         UsageError: there are none, or two of one rank.
@@ -84,8 +84,8 @@ def _files(paths: Sequence[Path]) -> Iterable[Path]:
 
 def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] = ()) -> Job:
     """traces: by rank."""
-    together = bring_together(traces)
-    drawn, lanes = _drawn(traces, together)
+    aligned = align_clocks(traces)
+    drawn, lanes = _drawn(traces, aligned)
     world_size = max(max(t.world_size, t.rank + 1) for t in traces)
     notes = [note for trace in traces for note in trace.notes]
     if len(traces) < world_size:
@@ -94,8 +94,8 @@ def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] 
             f"traces of {len(traces)} of {world_size} ranks: "
             "who waits for whom is told where all of a group are there",
         )
-    elif together.apart:
-        apart = ", ".join(map(str, sorted(together.apart)[:8])) + ", ..." * (len(together.apart) > 8)
+    elif aligned.unaligned:
+        apart = ", ".join(map(str, sorted(aligned.unaligned)[:8])) + ", ..." * (len(aligned.unaligned) > 8)
         notes.append(
             f"ranks that share no collective with rank {traces[0].rank} have clocks of their own: {apart}"
         )
@@ -105,10 +105,10 @@ def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] 
         world_size=world_size,
         backend=traces[0].backend,
         torch=traces[0].torch,
-        ranks=tuple(_rank_job(trace, together, traces[0]) for trace in traces),
-        collectives=tuple(row for trace in traces for row in _rows(trace, together)),
-        waits=tuple(together.waits),
-        aligned_by=together.by,
+        ranks=tuple(_rank_job(trace, aligned, traces[0]) for trace in traces),
+        collectives=tuple(row for trace in traces for row in _rows(trace, aligned)),
+        waits=tuple(aligned.waits),
+        aligned_by=aligned.method,
         drawn_step=drawn,
         drawn_s=max([0.0, *(end for lane in lanes for _, end in lane.intervals)]),
         lanes=tuple(lanes),
@@ -192,12 +192,12 @@ def messages_of(calls: Iterable[Call]) -> Intervals:
     return union(intervals((call.start, call.end) for call in calls))
 
 
-def _rank_job(trace: RankTrace, together: Together, first: RankTrace) -> RankJob:
+def _rank_job(trace: RankTrace, aligned: AlignedJob, first: RankTrace) -> RankJob:
     messages = messages_of(trace.calls)
     spanned = asdict(_parts(trace, messages, *trace.span))
     shift, error = (
-        None if trace.rank in together.apart else by_rank.get(trace.rank)
-        for by_rank in (together.shift_us, together.error_us)
+        None if trace.rank in aligned.unaligned else by_rank.get(trace.rank)
+        for by_rank in (aligned.offset_us, aligned.error_us)
     )
     each_step = tuple(_parts(trace, messages, *mark) for mark in trace.steps.marks)
     return RankJob(
@@ -206,26 +206,26 @@ def _rank_job(trace: RankTrace, together: Together, first: RankTrace) -> RankJob
         host=trace.host,
         device=trace.device,
         steps=len(each_step),
-        left_out=trace.steps.left_out,
-        steps_by=trace.steps.by,
+        excluded_steps=trace.steps.left_out,
+        steps_source=trace.steps.by,
         step_s=fmean(step.step_s for step in each_step) if each_step else None,
         span_s=spanned.pop("step_s"),
         **spanned,
         each_step=each_step,
-        dims=_dims(trace, together),
-        clock_off_s=0.0 if shift is None else (shift + first.zero_us - trace.zero_us) / 1e6,
+        dims=_dims(trace, aligned),
+        clock_offset_s=0.0 if shift is None else (shift + first.zero_us - trace.zero_us) / 1e6,
         clock_error_s=None if error in (None, float("inf")) else error / 1e6,
     )
 
 
-def _dims(trace: RankTrace, together: Together) -> tuple[DimParts, ...]:
+def _dims(trace: RankTrace, aligned: AlignedJob) -> tuple[DimParts, ...]:
     by_dim = group_by(enumerate(trace.calls), lambda numbered: numbered[1].group.mesh_dim)
     steps = union(intervals(trace.steps.marks or (trace.span,)))
     rows, exposed = [], list[Intervals]()
     for dim, calls in sorted(by_dim.items()):
         messages = messages_of(call for _, call in calls)
         messages = difference(messages, difference(messages, steps))
-        known = [(call, together.moving_us.get((trace.rank, at))) for at, call in calls]
+        known = [(call, aligned.transfer_us.get((trace.rank, at))) for at, call in calls]
         waits = union(intervals((call.start, call.end - us) for call, us in known if us is not None))
         uncovered = difference(messages, trace.compute)
         moving = difference(uncovered, waits)
@@ -270,7 +270,7 @@ def _kind(call: Call) -> CallKind:
     return CallKind(call.group.mesh_dim, call.collective, call.group.size, call.dtype, call.bytes)
 
 
-def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
+def _rows(trace: RankTrace, aligned: AlignedJob) -> Iterable[Collective]:
     # Steps and calls by when the host began them: the GPU runs behind.
     in_steps = trace.steps.places([call.issued for call in trace.calls]) >= 0
     rows = []
@@ -279,8 +279,8 @@ def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
         which = stepped or all_places
         calls = [trace.calls[at] for at in which]
         seconds = [(call.end - call.start) / 1e6 for call in calls]
-        moving = [us for at in which if (us := together.moving_us.get((trace.rank, at))) is not None]
-        askers = Counter(call.asked_by for call in calls if call.asked_by)
+        moving = [us for at in which if (us := aligned.transfer_us.get((trace.rank, at))) is not None]
+        callers = Counter(call.caller for call in calls if call.caller)
         rows.append(
             Collective(
                 rank=trace.rank,
@@ -291,15 +291,15 @@ def _rows(trace: RankTrace, together: Together) -> Iterable[Collective]:
                 time_s=sum(seconds),
                 median_s=median(seconds),
                 best_s=min(seconds),
-                moving_s=fmean(moving) / 1e6 if len(moving) == len(calls) else None,
+                transfer_s=fmean(moving) / 1e6 if len(moving) == len(calls) else None,
                 busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)),
-                asked_by=tuple(asker for asker, _ in askers.most_common(_MOST_ASKERS)),
+                callers=tuple(caller for caller, _ in callers.most_common(_MOST_CALLERS)),
             )
         )
     return sorted(rows, key=lambda row: -row.time_s)
 
 
-def _drawn(traces: Sequence[RankTrace], together: Together) -> tuple[int | None, list[Lane]]:
+def _drawn(traces: Sequence[RankTrace], aligned: AlignedJob) -> tuple[int | None, list[Lane]]:
     """The step in the middle of those that all ranks have, as lanes from its earliest begin."""
     steps = min(len(trace.steps.marks) for trace in traces)
     if not steps:
@@ -307,7 +307,7 @@ def _drawn(traces: Sequence[RankTrace], together: Together) -> tuple[int | None,
     number, lanes = steps // 2, []
     begins = {t.rank: t.steps.marks[number][0] for t in traces}
     # A rank whose clock is its own is drawn as if its step began with the first rank's.
-    shifts = together.shift_us | {rank: begins[traces[0].rank] - begins[rank] for rank in together.apart}
+    shifts = aligned.offset_us | {rank: begins[traces[0].rank] - begins[rank] for rank in aligned.unaligned}
     earliest = min(at + shifts[rank] for rank, at in begins.items())
     for trace in traces:
         start, end = trace.steps.marks[number]

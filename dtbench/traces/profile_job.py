@@ -15,10 +15,10 @@ from msgspec import json, structs, to_builtins
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError
 from dtbench.file_kinds import JOB_FILE, is_profile
 from dtbench.records.atomic import refuse_taken, replace_file
-from dtbench.records.job import Job, Judgement
+from dtbench.records.job import Job, JobAnalysis
 from dtbench.reporting.job_tables import print_job
 from dtbench.text.terminal import print_json
-from dtbench.traces.analysis import Topology, judged
+from dtbench.traces.analysis import Topology, analyze
 from dtbench.traces.job import load_job, read_job
 from dtbench.traces.recording import STEPS, WARMUP, record
 
@@ -58,13 +58,13 @@ class JobProfile:
 
     Attributes:
         job: the figures read from its traces.
-        judgement: what follows from them.
+        analysis: what follows from them.
         folder: the folder that was written, if any.
         exit_code: the command's, if it failed; else that of the comparison with the base.
     """
 
     job: Job
-    judgement: Judgement
+    analysis: JobAnalysis
     folder: Path | None
     exit_code: int
 
@@ -87,16 +87,16 @@ def profile_job(request: JobRequest) -> JobProfile:
         code, job = _record(request, folder)
     else:
         job = job_in(request.paths)
-    judgement = judged(job, request.topology, bases)
+    analysis = analyze(job, request.topology, bases)
     if request.model_and_layout:
-        from dtbench.traces.required_volume import needed
+        from dtbench.traces.required_volume import compare_volumes
 
-        judgement = structs.replace(judgement, needed=needed(job, *request.model_and_layout))
+        analysis = structs.replace(analysis, volumes=compare_volumes(job, *request.model_and_layout))
     if folder:
         folder.mkdir(exist_ok=True)
         replace_file(folder / JOB_FILE, json.encode(job))
-        replace_file(folder / "table.txt", job_text(job, judgement).encode("utf-8", "replace"))
-    return JobProfile(job, judgement, folder, code or judgement.exit_code)
+        replace_file(folder / "table.txt", job_text(job, analysis).encode("utf-8", "replace"))
+    return JobProfile(job, analysis, folder, code or analysis.exit_code)
 
 
 def job_in(paths: Sequence[Path]) -> Job:
@@ -107,15 +107,15 @@ def job_in(paths: Sequence[Path]) -> Job:
 def print_profile(profile: JobProfile, as_json: bool) -> None:
     """Prints tables, or one JSON document with the job's fields and its analysis."""
     if as_json:
-        print_json({**to_builtins(profile.job), "judgement": to_builtins(profile.judgement)})
+        print_json({**to_builtins(profile.job), "analysis": to_builtins(profile.analysis)})
     else:
-        print_job(profile.job, profile.judgement)
+        print_job(profile.job, profile.analysis)
 
 
-def job_text(job: Job, judgement: Judgement) -> str:
+def job_text(job: Job, analysis: JobAnalysis) -> str:
     """Returns the tables of a job as plain text."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        print_job(job, judgement)
+        print_job(job, analysis)
     return text.getvalue()
 
 

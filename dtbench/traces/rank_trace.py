@@ -443,7 +443,7 @@ class _RankReader:
                         group=next(filter(None, noted), group),
                         dtype=dtype,
                         bytes=bytes_,
-                        asked_by=_asker(found),
+                        caller=_asker(found),
                     )
                     break
             yield call
@@ -517,8 +517,8 @@ def _under_way(by_thread: Mapping[int, list[Op]], thread: int, at: float) -> lis
 def _described(kernel: Op, around: Sequence[Op], groups: Mapping[str, ProcessGroup]) -> Call:
     """A kernel as a call: by its own words, else by those of the calls that it was launched in, innermost first."""
     by_name = kernel_collective(kernel.name) or comm.UNKNOWN
-    asked_by = _asker(around[0]) if around else ""
-    call = Call(kernel.start, kernel.start, kernel.end, by_name, ProcessGroup(""), asked_by=asked_by)
+    caller = _asker(around[0]) if around else ""
+    call = Call(kernel.start, kernel.start, kernel.end, by_name, ProcessGroup(""), caller=caller)
     for of in (kernel.args, *(op.args for op in around)):
         if of.collective is not None and not comm.NO_COLLECTIVE.search(str(of.collective)[:200]):
             dtype, bytes_ = comm.payload(of)

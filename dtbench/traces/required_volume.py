@@ -1,4 +1,4 @@
-"""What a job's collectives carry in a step beside what its layout needs, by `plan`'s own volumes."""
+"""Compares the bytes of a job's collectives with those that its layout requires by the planner's volumes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dtbench.cost.plan.step import bytes_per_step
 from dtbench.cost.plan.training import TrainingJob, TrainingLayout
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by
-from dtbench.records.job import Job, Needed
+from dtbench.records.job import Job, VolumeComparison
 
-# What programs call mesh dims -> what plan calls them; of these two the layout has one alone more often than not.
-_ROLES = {
+# Common names of mesh dims -> the planner's name.
+_PLANNER_DIMS = {
     "replicate": "dp",
     "dp_replicate": "dp",
     "ddp": "dp",
@@ -21,46 +21,62 @@ _ROLES = {
     "dp_shard": "fsdp",
     "dp_shard_cp": "fsdp",
 }
-_DATA = {"dp", "fsdp"}
+_DATA_DIMS = {"dp", "fsdp"}
 _KEYS = ("tp", "cp", "ep", "dp", "fsdp", "batch", "sequence", "micro_batch")
 
 
-def needed(job: Job, model: str, layout: str) -> tuple[Needed, ...]:
-    """A row per mesh dim that the layout needs. model: as `plan --model` has it. layout: `tp=2,fsdp=4,batch=8`; batch:
-    sequences of a step over all ranks, default one per rank that sees its own.
+def compare_volumes(job: Job, model: str, layout: str) -> tuple[VolumeComparison, ...]:
+    """Returns a comparison for each mesh dim over which the layout communicates.
+
+    Args:
+        job: the job.
+        model: a model as `plan --model` accepts it.
+        layout: e.g. "tp=2,fsdp=4,batch=8". batch is the number of sequences per step on all ranks; the default is one
+            for each rank that reads its own data.
 
     Raises:
-        UsageError: of a layout that is none, or not this job's.
+        UsageError: the layout is malformed, or does not have the job's number of ranks.
     """
-    words = [word for word in re.split(r"[,\s]+", layout) if word]
-    if not words or not all(re.fullmatch(rf"({'|'.join(_KEYS)})=[1-9]\d{{0,8}}", word) for word in words):
+    items = [item for item in re.split(r"[,\s]+", layout) if item]
+    if not items or not all(re.fullmatch(rf"({'|'.join(_KEYS)})=[1-9]\d{{0,8}}", item) for item in items):
         raise UsageError(f"--layout {layout!r}, expected NAME=COUNT, ... with the names {', '.join(_KEYS)}")
-    given = {name: int(count) for name, count in (word.split("=") for word in words)}
-    tp, cp, ep = (given.get(dim, 1) for dim in ("tp", "cp", "ep"))
-    dp = given.get("dp", job.world_size // (tp * cp))
-    fsdp, micro_batch = given.get("fsdp", 1), given.get("micro_batch", 1)
-    one = TrainingLayout(pp=1, dp=dp, fsdp=fsdp, micro_batch=micro_batch, tp=tp, cp=cp, ep=ep)
-    if one.ranks != job.world_size or one.copies % fsdp:
+    counts = {name: int(count) for name, count in (item.split("=") for item in items)}
+    tp, cp, ep = (counts.get(dim, 1) for dim in ("tp", "cp", "ep"))
+    dp = counts.get("dp", job.world_size // (tp * cp))
+    fsdp, micro_batch = counts.get("fsdp", 1), counts.get("micro_batch", 1)
+    training_layout = TrainingLayout(pp=1, dp=dp, fsdp=fsdp, micro_batch=micro_batch, tp=tp, cp=cp, ep=ep)
+    if training_layout.ranks != job.world_size or training_layout.copies % fsdp:
         raise UsageError(
-            f"--layout {layout!r} is of {one.ranks} ranks, expected the job's {job.world_size}, fsdp a part of dp x cp"
+            f"--layout {layout!r} has {training_layout.ranks} ranks, expected the job's {job.world_size} and an fsdp "
+            "that divides dp x cp"
         )
     training = TrainingJob(
-        find_model(model), job.world_size, given.get("batch", dp * micro_batch), given.get("sequence", 4096)
+        find_model(model), job.world_size, counts.get("batch", dp * micro_batch), counts.get("sequence", 4096)
     )
-    needs = bytes_per_step(training, one, find_machine("h100-8x"))
-    carried = group_by(
-        (c for c in job.collectives if c.rank == job.ranks[0].rank), lambda c: _role(c.mesh_dim, needs)
+    required = bytes_per_step(training, training_layout, find_machine("h100-8x"))
+    calls_by_dim = group_by(
+        (call for call in job.collectives if call.rank == job.ranks[0].rank),
+        lambda call: _planner_dim(call.mesh_dim, required),
     )
-    rows = []
-    for dim, size in needs.items():
-        calls = carried.get(dim, [])
-        carries = sum((call.bytes or 0) * call.stepped for call in calls) / max(job.ranks[0].steps, 1)
-        dtypes = tuple(sorted({call.dtype or "unknown" for call in calls}))
-        rows.append(Needed(mesh_dim=dim, carried=carries, needed=size, share=carries / size, dtypes=dtypes))
-    return tuple(rows)
+    comparisons = []
+    for dim, required_bytes in required.items():
+        calls = calls_by_dim.get(dim, [])
+        total_bytes = sum((call.bytes or 0) * call.calls_in_steps for call in calls)
+        measured_bytes = total_bytes / max(job.ranks[0].steps, 1)
+        comparisons.append(
+            VolumeComparison(
+                mesh_dim=dim,
+                measured_bytes=measured_bytes,
+                required_bytes=required_bytes,
+                ratio=measured_bytes / required_bytes,
+                dtypes=tuple(sorted({call.dtype or "unknown" for call in calls})),
+            )
+        )
+    return tuple(comparisons)
 
 
-def _role(mesh_dim: str, needs: dict[str, float]) -> str:
-    role = _ROLES.get(mesh_dim, mesh_dim)
-    alone = _DATA & set(needs)
-    return next(iter(alone)) if role in _DATA and len(alone) == 1 else role
+def _planner_dim(mesh_dim: str, required: dict[str, float]) -> str:
+    """Returns the planner's name of a mesh dim. If only one of dp and fsdp communicates, both names mean that one."""
+    planner_dim = _PLANNER_DIMS.get(mesh_dim, mesh_dim)
+    data_dims = _DATA_DIMS & set(required)
+    return next(iter(data_dims)) if planner_dim in _DATA_DIMS and len(data_dims) == 1 else planner_dim

@@ -18,8 +18,8 @@ from dtbench.file_kinds import JOB_FILE
 from dtbench.grouping import group_by
 from dtbench.records.gate import Gate
 from dtbench.records.history import HistoryLine, read_history
-from dtbench.records.job import Job, Judgement
-from dtbench.records.profile import Calls, CallStages, RanksProfile, Section
+from dtbench.records.job import Job, JobAnalysis
+from dtbench.records.profile import CallsProfile, CallStages, RanksProfile, RanksSection
 from dtbench.records.read import BadFieldError, into, opened, read_json, shown
 from dtbench.records.result import Run
 from dtbench.records.run import read_run
@@ -37,7 +37,7 @@ KINDS = "a run, a topology, a result of gate or profile, or a history"
 _JSON: Mapping[str, tuple[type[msgspec.Struct], str]] = {
     "job": (Job, "job.json of `dtbench profile`"),
     "gate": (Gate, "result of `dtbench gate`"),
-    "profile of calls": (Calls, "table of `dtbench profile`"),
+    "profile of calls": (CallsProfile, "table of `dtbench profile`"),
     "profile of ranks": (RanksProfile, "table of this version's `dtbench profile`: profile again"),
 }
 
@@ -63,9 +63,9 @@ class Sources:
     topology: CalibratedTopology | None = None
     gate: Changes | None = None
     calls: tuple[CallStages, ...] = ()
-    ranks: tuple[Section, ...] = ()
+    ranks: tuple[RanksSection, ...] = ()
     job: Job | None = None
-    judgement: Judgement | None = None
+    analysis: JobAnalysis | None = None
     histories: tuple[History, ...] = ()
     systems: tuple[tuple[Run, ...], ...] = ()
     notes: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Sources:
 
     @property
     def is_empty(self) -> bool:
-        aside = ("baseline", "notes", "peaks", "judgement")
+        aside = ("baseline", "notes", "peaks", "analysis")
         return not any(getattr(self, one.name) for one in fields(self) if one.name not in aside)
 
 
@@ -151,7 +151,7 @@ def _json(path: Path) -> dict[str, Any]:
         raise UnreadableRunError(f"{path} is damaged: {error}; expected a {what}") from error
     if isinstance(content, Job):
         return {"job": content}
-    if isinstance(content, Calls):
+    if isinstance(content, CallsProfile):
         return {"calls": content.cases}
     return {"ranks": content.sections} if isinstance(content, RanksProfile) else {"gate": of_gate(content)}  # type: ignore[arg-type]
 

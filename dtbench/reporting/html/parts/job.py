@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from dtbench.errors import plain
 from dtbench.grouping import group_by
-from dtbench.records.job import Job, Judgement
+from dtbench.records.job import Job, JobAnalysis
 from dtbench.records.topology import CalibratedTopology
 from dtbench.reporting.html.axes import Axis, bandwidths_axis, value_axis
 from dtbench.reporting.html.figures import LOOKS, CurvePanel, DrawnCurve, Figure, curves, lines
@@ -29,22 +29,22 @@ _LEAD = Markup(
 def fill(section: ReportSection, of: Material) -> None:
     if (job := of.sources.job) is None:
         return
-    (share, _), judgement = headline(job), of.sources.judgement or Judgement(0)
-    *first, sentence = findings(job, judgement)
+    (share, _), analysis = headline(job), of.sources.analysis or JobAnalysis(0)
+    *first, sentence = findings(job, analysis)
     section.lead = _LEAD.format(plain(" ".join([*first, sentence])))
     section.outcome = (
         re.split(r"(?: \([^()]*\))?(?:\. |\.$)", first[0])[0]
         if first
         else f"{share} of the job is exposed communication"
     )
-    worth, needed, changes, doubts = sentences(judgement).values()
-    section.headlines = [(format_seconds(late.late_s), str(late)) for late in judgement.late[:1]]
+    worth, needed, changes, doubts = sentences(analysis).values()
+    section.headlines = [(format_seconds(late.late_s), str(late)) for late in analysis.late_ranks[:1]]
     section.headlines.append((share, "of the job is exposed communication, which no computation covers"))
     section.headlines += [
-        (f"{w.share:.0%}", f"at most: {line}") for w, line in zip(judgement.worth[:2], worth, strict=False)
+        (f"{w.share:.0%}", f"at most: {line}") for w, line in zip(analysis.savings[:2], worth, strict=False)
     ]
     section.cuts = [*changes, *needed, *worth[2:], *doubts, *job.notes]
-    section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, judgement))
+    section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, analysis))
 
 
 def _timeline(job: Job, id_: str = "lanes") -> Figure | None:
@@ -61,7 +61,7 @@ def _timeline(job: Job, id_: str = "lanes") -> Figure | None:
             x = [v for start, end in lane.intervals for v in (start, end, math.nan)]
             y = -ranks.index(lane.rank) - (names.index(lane.name) + 1) / height
             series.append(DrawnCurve(lane.name, x, [y] * len(x)))
-    clock = f"clocks brought together by {job.aligned_by}" if job.aligned_by else "clocks as recorded"
+    clock = f"clocks aligned by {job.aligned_by}" if job.aligned_by else "clocks as recorded"
     caption = f"{len(ranks)} of {len(job.ranks)} ranks, {clock}; gaps too short to be seen are closed."
     middles = [[n + 0.5 - len(ranks) for n in range(len(ranks))]]
     y_axis = Axis(-len(ranks), 0, False, lambda y: f"rank {ranks[int(-y)]}", middles)
@@ -112,11 +112,11 @@ def fill_sections(section: ReportSection, of: Material) -> None:
             section.add(
                 replace(
                     timeline,
-                    caption=f"{headline(one.job)[1]} {one.overhead_words} {timeline.caption}",
+                    caption=f"{headline(one.job)[1]} {one.overhead_text} {timeline.caption}",
                     folded=label if of.sources.runs else "",
                 )
             )
-        for table in tables(one.job, Judgement(0)):
+        for table in tables(one.job, JobAnalysis(0)):
             section.add(replace(table, caption=f"{label}: {table.caption}", folded=True))
 
 
