@@ -49,9 +49,9 @@ class Results(Run):
     """A run, which `print` and a notebook show as a table."""
 
     def __repr__(self) -> str:
-        from dtbench.engine.progress import summary_of
+        from dtbench.engine.progress import format_status_counts
 
-        return f"<Results {self.path}: {summary_of(self.results)}>"
+        return f"<Results {self.path}: {format_status_counts(self.results)}>"
 
     def __str__(self) -> str:
         from dtbench.reporting.run_tables import tables_of
@@ -204,9 +204,9 @@ def report(
 def _run_in_ranks(
     names: Sequence[str], options: Mapping[str, object], output: str | Path | None, progress: bool
 ) -> Results:
-    from dtbench.engine.place import find_place
+    from dtbench.engine.rank_env import find_rank_env
 
-    if find_place() is not None:
+    if find_rank_env() is not None:
         raise UsageError(
             "this process is a rank itself: give functions or a Suite, which are measured in its process group, or "
             "start `dtbench run` under the launcher"
@@ -291,9 +291,9 @@ def _run_here(
 ) -> Results:
     from dtbench.engine.failure import ActiveCase
     from dtbench.engine.options import RunRequest
-    from dtbench.engine.progress import ProgressLine, line_of
-    from dtbench.engine.sampling import Budget, budget_of, measure_tasks
-    from dtbench.engine.session import instruments_of
+    from dtbench.engine.progress import ProgressLine, format_result
+    from dtbench.engine.sampling import Budget, default_budget, measure_tasks
+    from dtbench.engine.session import make_instruments
     from dtbench.engine.tasks import list_tasks
     from dtbench.machine.provenance import build_header, local_rank_info
     from dtbench.records.atomic import refuse_taken
@@ -310,8 +310,8 @@ def _run_here(
         )
         line = ProgressLine(progress and ranks.rank == 0)
         of_functions = Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S)
-        budget = of_functions if functions else budget_of(suite.world, quick=False)
-        tools = instruments_of(device, barrier=barrier, budget=budget)
+        budget = of_functions if functions else default_budget(suite.world, quick=False)
+        tools = make_instruments(device, barrier=barrier, budget=budget)
 
         tasks = list_tasks([suite], plan)
         try:
@@ -319,7 +319,7 @@ def _run_here(
                 tasks, world, ranks, tools, launch=0, timeout_s=timeout_s, active_case=ActiveCase()
             ):
                 results.append(_with_doubts(result) if functions else result)
-                line.show(line_of(results[-1]))
+                line.show(format_result(results[-1]))
         finally:
             line.close()
         return _shared(header, results, ranks, output)
@@ -377,7 +377,7 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, RankGrou
         AloneRanks,
         LiveWorld,
         StoreRanks,
-        barrier_of,
+        make_barrier,
         simulated_world,
         world_of_one,
     )
@@ -399,7 +399,7 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, RankGrou
         size, rank = dist.get_world_size(), dist.get_rank()
         store = PrefixStore(f"dtbench/{next(_calls)}", dist.distributed_c10d._get_default_store())
         ranks: RankGroup = StoreRanks(store, rank, size, None, timedelta(seconds=timeout_s))
-        yield LiveWorld(rank, size, device, default_mesh(size)), ranks, barrier_of(device)
+        yield LiveWorld(rank, size, device, default_mesh(size)), ranks, make_barrier(device)
     else:
         with world_of_one(device) as (world, barrier):
             yield world, AloneRanks(), barrier

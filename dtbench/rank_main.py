@@ -28,9 +28,9 @@ def join_launch(spec_path: str) -> NoReturn:
     """Does this rank's part in the launch; ends the process."""
     from dtbench.engine.launch_files import LaunchSpec
     from dtbench.engine.options import RunRequest
-    from dtbench.engine.place import find_place
+    from dtbench.engine.rank_env import find_rank_env
 
-    spec, place = LaunchSpec.read(spec_path), find_place()
+    spec, place = LaunchSpec.read(spec_path), find_rank_env()
     assert place is not None, "the launcher sets torchrun's variables"
     match spec.command:
         case "run":

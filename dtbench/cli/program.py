@@ -237,7 +237,7 @@ def _own_fault(error: Exception) -> int:
 
 def _refuse(text: str, code: int) -> int:
     """One line on stderr, from one rank: in a launched world all ranks come here alike."""
-    from dtbench.engine.rank import complain_once
+    from dtbench.engine.rank import complain_from_one_rank
 
-    complain_once(mask(text))
+    complain_from_one_rank(mask(text))
     return code

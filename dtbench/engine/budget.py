@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from dtbench.engine.progress import about
+from dtbench.engine.progress import format_about
 from dtbench.engine.ranks import RankGroup
 from dtbench.engine.tasks import Task
 from dtbench.grouping import group_by
@@ -54,7 +54,7 @@ def forecast(tasks: Sequence[Task], listed: Sequence[Task], quick: bool, ranks: 
     """`132 of 831 cases, about 3 min by estimate`."""
     seconds = start_s(ranks) + estimate_s(tasks, quick) + _END_S
     cases = f"{len(tasks)} of {len(listed)} cases" if len(tasks) < len(listed) else plural(len(tasks), "case")
-    return f"{cases}, {about(seconds)} by estimate"
+    return f"{cases}, {format_about(seconds)} by estimate"
 
 
 def choose(tasks: Sequence[Task], budget_s: float, quick: bool, ranks: int) -> list[Task]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
 
-from dtbench.engine.clocks import SAME_CLOCK, from_marks
+from dtbench.engine.clock_offsets import SAME_CLOCK, offset_from_marks
 from dtbench.machine.device import GpuEvent, Gpus, gpus, is_gpu
 from dtbench.suite.case import Instrument
 
@@ -142,7 +142,7 @@ class GpuClock:
             mark.synchronize()
             readings.append((before, mark, perf_counter_ns()))
         shown = [(before, self._since_first_mark_ns(mark), after) for before, mark, after in readings]
-        self._offset = from_marks((before, at, at, after) for before, at, after in shown)
+        self._offset = offset_from_marks((before, at, at, after) for before, at, after in shown)
 
     def _since_first_mark_ns(self, event: GpuEvent) -> float:
         return float(self._marks[0].elapsed_time(event)) * 1e6

@@ -185,7 +185,7 @@ def record_failure(
     """
     sentence, failed = diagnosis.during(case), diagnosis.blames_case and bool(case.name)
     try:
-        kept = _record(diagnosis, case, output, writer) if failed else kept_in(output)
+        kept = _record(diagnosis, case, output, writer) if failed else describe_kept_results(output)
     except OutputError as error:
         complain(f"{sentence}: {error}")
         return False
@@ -214,10 +214,10 @@ def _record(diagnosis: Diagnosis, case: ActiveCase, output: Path, writer: RunWri
                     file.append(result)
     except UnreadableRunError:  # it has not even a header
         pass
-    return kept_in(output)
+    return describe_kept_results(output)
 
 
-def kept_in(output: Path) -> str:
+def describe_kept_results(output: Path) -> str:
     """`3 results are in x.jsonl; continue with --resume -o x.jsonl`."""
     try:
         count = len(read_run(output, with_samples=False).results)

@@ -95,15 +95,15 @@ def _findings(suite: str, cases: Sequence[_Case]) -> Iterator[str]:
     times = [{impl: seconds for impl, (seconds, _) in of.items()} for of in cases]
     if suite == "dispatch":
         names = [(r.name, r.params) for of in cases for _, r in [next(iter(of.values()))]]
-        yield from added_words((*name, of) for name, of in zip(names, times, strict=True))
+        yield from describe_added_time((*name, of) for name, of in zip(names, times, strict=True))
         kinds = group_by(zip(names, cases, strict=True), lambda named: kind_of(*named[0]))
         yield from (f"{kind}: {_finding([case for _, case in of])}" for kind, of in kinds.items())
     else:
         yield _finding(cases)
-    yield from floor_words(times)
+    yield from describe_slow_floors(times)
 
 
-def added_words(cases: Iterable[tuple[str, Mapping[str, Param], Mapping[str, float]]]) -> list[str]:
+def describe_added_time(cases: Iterable[tuple[str, Mapping[str, Param], Mapping[str, float]]]) -> list[str]:
     """`an op takes 5.00 µs more with torch’s DTensor, 3.28 µs more with dtbench’s core: median of 12 single ops (add,
     ...), cached forward calls on one mesh dim`, or nothing. cases: see `added_times`."""
     added, ops = added_times(cases)
@@ -114,7 +114,7 @@ def added_words(cases: Iterable[tuple[str, Mapping[str, Param], Mapping[str, flo
     return [words] if added else []
 
 
-def floor_words(times: Iterable[Mapping[str, float]]) -> list[str]:
+def describe_slow_floors(times: Iterable[Mapping[str, float]]) -> list[str]:
     """What a suite's floor is slower than, where it is by more than noise. times: of each case, seconds by impl."""
     times = [of for of in times if FLOOR in of]
     below = []

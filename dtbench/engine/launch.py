@@ -18,16 +18,16 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from dtbench.engine.failure import INTERRUPTED, Diagnosis, kept_in, record_failure
+from dtbench.engine.failure import INTERRUPTED, Diagnosis, describe_kept_results, record_failure
 from dtbench.engine.launch_files import LaunchSpec, RankReport
 from dtbench.engine.options import RunRequest
-from dtbench.engine.place import find_place, launch_number, output_of
-from dtbench.engine.progress import say, say_if_slow
-from dtbench.engine.rank import quiet_torch
+from dtbench.engine.progress import print_status, print_status_if_slow
+from dtbench.engine.rank import silence_torch
+from dtbench.engine.rank_env import find_rank_env, launch_number, output_of
 from dtbench.engine.selection import Selection, select
 from dtbench.engine.session import Session, run_to_resume, say_complete
 from dtbench.engine.tasks import remaining
-from dtbench.engine.workers import answered, ending_signals, how_ended, scratch
+from dtbench.engine.workers import describe_exit, ending_signals, handling_signals, scratch
 from dtbench.errors import (
     EXIT_CASE_FAILED,
     EXIT_INTERRUPTED,
@@ -63,12 +63,12 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
         The exit code.
     """
     spec = LaunchSpec(command="run", argv=tuple(argv), start_s=time.monotonic(), launch=launch_number())
-    place = find_place()
+    place = find_rank_env()
     if place is not None:
         Session(request, place, spec).run()
     if request.save_baseline is not None:
         baselines.named(request.save_baseline)
-    with say_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):
+    with print_status_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):
         selection = select_here(request)
     output = output_of(request.output)
     previous = run_to_resume(selection, output)
@@ -76,7 +76,7 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
         refuse_taken(output, resumable=True)
     elif previous.complete:
         return say_complete(previous)
-    say(f"starting {plural(selection.options.world_size, 'process')}, loading torch")
+    print_status(f"starting {plural(selection.options.world_size, 'process')}, loading torch")
     spec = msgspec.structs.replace(spec, request=dataclasses.replace(request, output=output))
     measured = {result.key for result in previous.results} if previous else set()
     code = EXIT_OK
@@ -97,7 +97,7 @@ def select_here(request: RunRequest) -> Selection:
     Raises:
         UsageError: options that cannot be followed.
     """
-    quiet_torch()
+    silence_torch()
     device_type = choose_device(request.device)
     selection = select(request, device_type, count_ranks(request.ranks, device_type, request.backend))
     if selection.is_simulated and request.ranks is None:
@@ -123,7 +123,9 @@ def _measure_launch(selection: Selection, spec: LaunchSpec, output: Path) -> Ran
         )
         if not record_failure(report.diagnosis, report.case, output, may_restart=may_restart):
             if restarts_without_result == MAX_RESTARTS_WITHOUT_RESULT:
-                complain(f"{MAX_RESTARTS_WITHOUT_RESULT} starts in a row gave no result: {kept_in(output)}")
+                complain(
+                    f"{MAX_RESTARTS_WITHOUT_RESULT} starts in a row gave no result: {describe_kept_results(output)}"
+                )
             return report
         spec = msgspec.structs.replace(spec, is_restart=True)
 
@@ -162,7 +164,7 @@ def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
         diagnosis = INTERRUPTED
     elif diagnosis is None:
         rank, code = failures[0]
-        diagnosis = Diagnosis(f"rank {rank} {how_ended(code)}", rank)
+        diagnosis = Diagnosis(f"rank {rank} {describe_exit(code)}", rank)
     return msgspec.structs.replace(report, exit_code=diagnosis.code, diagnosis=diagnosis)
 
 
@@ -208,7 +210,7 @@ def _run_elastic(
     logging.disable(logging.CRITICAL)
     try:
         # The launcher replaces `${local_rank}`, and reads `$$` as `$`.
-        with answered(ending_signals(), interrupt):
+        with handling_signals(ending_signals(), interrupt):
             elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)

@@ -36,26 +36,30 @@ class Progress:
         """Results are to come that take about so many seconds each; or as many as there is time for until `end_s`."""
         self._estimates_s, self._end_s = list(estimates_s), end_s
         self._began_s = self._told_s = self._clock()
-        say(headline)
+        print_status(headline)
 
     def more(self, estimates_s: Sequence[float]) -> None:
         """So many more are to come than `begin` said."""
         self._estimates_s += estimates_s
-        say(f"{plural(len(estimates_s), 'more result')} to measure, between sizes where interpolation is off")
+        print_status(
+            f"{plural(len(estimates_s), 'more result')} to measure, between sizes where interpolation is off"
+        )
 
     def result(self, result: Result) -> None:
-        say(line_of(result))
+        print_status(format_result(result))
         self._done += 1
         now_s, total = self._clock(), len(self._estimates_s)
         if now_s - self._told_s < TELL_EVERY_S:
             return
         self._told_s = now_s
         if self._end_s is not None:
-            say(f"{plural(self._done, 'result')}, {about(max(self._end_s - now_s, 0.0))} left")
+            print_status(
+                f"{plural(self._done, 'result')}, {format_about(max(self._end_s - now_s, 0.0))} left"
+            )
         elif self._done < total:
             pace = (now_s - self._began_s) / sum(self._estimates_s[: self._done])
             left_s = pace * sum(self._estimates_s[self._done :])
-            say(f"result {self._done} of {total}, {about(left_s)} left")
+            print_status(f"result {self._done} of {total}, {format_about(left_s)} left")
 
 
 class ProgressLine:
@@ -74,7 +78,7 @@ class ProgressLine:
             sys.stdout.flush()
             self._length = len(text)
         elif self._shown:
-            say(text)
+            print_status(text)
 
     def close(self) -> None:
         if self._length:
@@ -82,12 +86,12 @@ class ProgressLine:
             self._length = 0
 
 
-def about(seconds: float) -> str:
+def format_about(seconds: float) -> str:
     """`about 4 min`, `about 40 s`."""
     return f"about {f'{seconds / 60:.0f} min' if seconds > 90 else f'{seconds:.0f} s'}"
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     """A line on stdout. A reader that has gone away (`| head`) does not end the run."""
     with suppress(OSError, ValueError):
         encoding = sys.stdout.encoding or "utf-8"
@@ -96,9 +100,9 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def say_if_slow(text: str, tell: Callable[[str], None] | None = None) -> Iterator[None]:
+def print_status_if_slow(text: str, tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Says what is being done, where it takes longer than a second. tell: in place of `say`."""
-    timer = threading.Timer(SILENT_S, tell or say, [text])
+    timer = threading.Timer(SILENT_S, tell or print_status, [text])
     timer.daemon = True
     timer.start()
     try:
@@ -107,13 +111,13 @@ def say_if_slow(text: str, tell: Callable[[str], None] | None = None) -> Iterato
         timer.cancel()
 
 
-def summary_of(results: Iterable[Result]) -> str:
+def format_status_counts(results: Iterable[Result]) -> str:
     """`118 ok, 1 failed`: how many results have which status."""
-    counts = Counter(standing_of(result) for result in results)
+    counts = Counter(status_with_caveat(result) for result in results)
     return ", ".join(f"{counts[word]} {word}" for word in _STANDINGS if counts[word]) or "no results"
 
 
-def standing_of(result: Result) -> str:
+def status_with_caveat(result: Result) -> str:
     """Its status; "with caveat" of a time with a reason to doubt it, such as samples that scatter."""
     return _STANDINGS[1] if result.status == "ok" and result.reason else result.status
 
@@ -124,7 +128,7 @@ def params_of(result: Result) -> str:
     return " ".join(f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in params)
 
 
-def line_of(result: Result) -> str:
+def format_result(result: Result) -> str:
     """`dispatch add mesh=8 call=cached | core  3.56 µs  +10%`."""
     name = result.suite if result.name == result.suite else f"{result.suite} {result.name}"
     words = [f"{name} {params_of(result)}".rstrip(), "|", result.impl]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import msgspec
 
 from dtbench._version import __version__
-from dtbench.engine import clocks
+from dtbench.engine import clock_offsets
 from dtbench.engine.failure import (
     LAUNCHER_DIED,
     ActiveCase,
@@ -38,17 +38,17 @@ from dtbench.engine.failure import (
     exit_now,
 )
 from dtbench.engine.launch_files import RankReport
-from dtbench.engine.place import RankPlace, known_place, launch_number
+from dtbench.engine.rank_env import RankEnv, launch_number, valid_rank_env
 from dtbench.engine.ranks import (
     LiveWorld,
     StoreRanks,
-    backend_of,
-    barrier_of,
-    device_of,
+    choose_backend,
+    make_barrier,
     real_world,
-    store_of,
-    unreachable,
+    select_device,
+    store_connector,
     vote_of_rank_0,
+    why_unreachable,
 )
 from dtbench.errors import (
     EXIT_OK,
@@ -104,7 +104,7 @@ class LaunchedRank:
 
     def __init__(
         self,
-        place: RankPlace,
+        place: RankEnv,
         print_failure: Callable[[Diagnosis, ActiveCase], object],
         launch: int = 0,
         report_path: str = "",
@@ -120,7 +120,7 @@ class LaunchedRank:
         self.place = place.of_launch(launch)
         self.active_case = ActiveCase(launch=launch)
         self.exit_code = EXIT_OK
-        self.connect = store_of(self.place, launch)
+        self.connect = store_connector(self.place, launch)
         self._print_failure = print_failure
         self._report_path = report_path
         self._reporting = threading.Lock()
@@ -129,7 +129,7 @@ class LaunchedRank:
     def __enter__(self) -> Self:
         block_signals()
         faulthandler.enable()  # what dies in a library's C++ says where
-        quiet_torch()
+        silence_torch()
         self._detector = FailureDetector(
             self.active_case, self.place.rank, self.place.world_size, self._report_failure
         )
@@ -160,19 +160,21 @@ class LaunchedRank:
         from dtbench.machine.provenance import installed, local_rank_info
 
         self._joining = True
-        self._backend = transport or backend_of(device_type)
+        self._backend = transport or choose_backend(device_type)
         place = self.place
         versions = {"dtbench": __version__, "torch": installed("torch") or ""}
         limit_s = join_timeout_s()
         try:
-            self.device = device_of(device_type, place.local_rank)
+            self.device = select_device(device_type, place.local_rank)
         except RuntimeError as error:
             raise WorldBrokenError(
                 f"rank {place.rank} cannot use its {device_type} device: {describe(error)}"
             ) from error
         # Well after the waits of `meet`, which name who is missing: torch's import may keep them from ending in time.
         with self.limit(limit_s + 15 * _SPEAKS_S, f"joining through {place.store} within {limit_s:g} s"):
-            self.store = meet(place, self.connect, limit_s, _PATIENCE_HERE_S if self.is_ours else _PATIENCE_S)
+            self.store = await_all_ranks(
+                place, self.connect, limit_s, _PATIENCE_HERE_S if self.is_ours else _PATIENCE_S
+            )
             ranks = StoreRanks(self.store, place.rank, place.world_size, self._detector.raised)
             info = local_rank_info(str(self.device), transport)
             mine = {
@@ -190,9 +192,11 @@ class LaunchedRank:
             )
         self.ranks = ranks
 
-    def clock_offset(self, now_ns: Callable[[], int]) -> clocks.Offset:
+    def clock_offset(self, now_ns: Callable[[], int]) -> clock_offsets.Offset:
         """From this rank's clock to rank 0's, and how far off that may be; all ranks call it."""
-        return clocks.to_rank_0(self.ranks, self.store, [info["boot_id"] for info in self.infos], now_ns)
+        return clock_offsets.offset_to_rank_0(
+            self.ranks, self.store, [info["boot_id"] for info in self.infos], now_ns
+        )
 
     @contextlib.contextmanager
     def process_group(self, mesh: Mesh, timeout_s: float) -> Iterator[tuple[LiveWorld, Callable[[], None]]]:
@@ -202,7 +206,7 @@ class LaunchedRank:
             with self.limit(limit_s, f"the start of its {self._backend} process group within {limit_s:g} s"):
                 here = (self.place, self.store, self.device)
                 world = stack.enter_context(real_world(*here, mesh, timeout_s, self._backend))
-                barrier = barrier_of(self.device)
+                barrier = make_barrier(self.device)
                 barrier()
             yield world, barrier
             self.wait_for_all()  # nobody leaves the group while others use it
@@ -281,7 +285,9 @@ def join_timeout_s() -> float:
     raise UsageError(f"the environment has {JOIN_TIMEOUT}={text[:40]!r}: expected seconds above 0")
 
 
-def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, patience_s: float) -> Store:
+def await_all_ranks(
+    place: RankEnv, connect: Callable[[bool], Store], limit_s: float, patience_s: float
+) -> Store:
     """The store of the ranks, once all have come. After `patience_s` one rank of each host says whom it waits for.
 
     Raises:
@@ -312,7 +318,7 @@ def meet(place: RankPlace, connect: Callable[[bool], Store], limit_s: float, pat
 
 
 def _store_within(
-    place: RankPlace, connect: Callable[[bool], Store], limit_s: float, patience_s: float
+    place: RankEnv, connect: Callable[[bool], Store], limit_s: float, patience_s: float
 ) -> Store:
     began_s, seen = time.monotonic(), [""]
     # Torch waits without end for a server that takes connections and does not answer.
@@ -333,20 +339,20 @@ def _store_within(
     )
 
 
-def _open(place: RankPlace, connect: Callable[[bool], Store], seen: list[str]) -> Store:
+def _open(place: RankEnv, connect: Callable[[bool], Store], seen: list[str]) -> Store:
     """Opens the store. seen: takes what was met at its address so far."""
-    while why := unreachable(place):
+    while why := why_unreachable(place):
         seen[0] = why
         time.sleep(_TRIES_EVERY_S)
     seen[0] = "what listens there does not answer as a TCPStore"
     return connect(True)
 
 
-def _say_waiting(place: RankPlace, whom: str, left_s: float) -> None:
+def _say_waiting(place: RankEnv, whom: str, left_s: float) -> None:
     complain(f"rank {place.rank} waits for {whom}; up to {left_s:.0f} s more ({JOIN_TIMEOUT})")
 
 
-def quiet_torch() -> None:
+def silence_torch() -> None:
     """Before torch loads: no log lines of its C++ side and no warnings about its own names.
 
     Raises:
@@ -377,13 +383,13 @@ def _short(value: str) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
-def complain_once(text: str) -> None:
+def complain_from_one_rank(text: str) -> None:
     """Before a rank has joined: rank 0 says what all ranks have met; a rank that has met it alone says so itself."""
-    place = known_place()
+    place = valid_rank_env()
     line = " ".join(text.split())
     if place is None or place.rank == 0:
         complain(line)
         return
     time.sleep(LET_RANK_0_SPEAK_S)
-    if not unreachable(place.of_launch(launch_number())):
+    if not why_unreachable(place.of_launch(launch_number())):
         complain(f"rank {place.rank}: {line}")

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from dtbench.engine.failure import FOREVER
-from dtbench.engine.place import RankPlace
+from dtbench.engine.rank_env import RankEnv
 from dtbench.errors import WorldBrokenError
 from dtbench.machine.device import gpus
 from dtbench.suite.mesh import Mesh, default_mesh
@@ -49,18 +49,18 @@ class RankGroup(Protocol):
         ...
 
 
-def store_of(place: RankPlace, launch: int) -> Callable[[bool], Store]:
+def store_connector(place: RankEnv, launch: int) -> Callable[[bool], Store]:
     """How to reach the store of this launch: a function that opens a new connection (True: the first
     of this process, which also serves where no launcher does).
 
-    Each launch has its own keys. place: of this launch, see `RankPlace.of_launch`.
+    Each launch has its own keys. place: of this launch, see `RankEnv.of_launch`.
     """
 
     def connect(first: bool) -> Store:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         # Torch would try and log for a while.
-        if not first and (why := unreachable(place)):
+        if not first and (why := why_unreachable(place)):
             raise RuntimeError(f"nobody serves the store at {place.address}:{place.port}: {why}")
         store = TCPStore(
             place.address,
@@ -76,7 +76,7 @@ def store_of(place: RankPlace, launch: int) -> Callable[[bool], Store]:
     return connect
 
 
-def unreachable(place: RankPlace) -> str:
+def why_unreachable(place: RankEnv) -> str:
     """Why nobody serves the store, in words; "" where somebody does, or this rank is about to.
 
     A process that dies still takes connections until its last thread is gone, and then drops them.
@@ -213,7 +213,7 @@ class LiveWorld:
         return self._meshes[shape]
 
 
-def device_of(device_type: str, local_rank: int) -> torch.device:
+def select_device(device_type: str, local_rank: int) -> torch.device:
     """This rank's device, made the current one."""
     import torch
 
@@ -223,7 +223,7 @@ def device_of(device_type: str, local_rank: int) -> torch.device:
     return gpus().select(local_rank % gpus().count())
 
 
-def backend_of(device_type: str, chosen: str = "auto") -> str:
+def choose_backend(device_type: str, chosen: str = "auto") -> str:
     """The process group's transport for tensors on the device. chosen: "gloo" where ranks share a GPU, which NCCL
     refuses; it sends through the host's memory."""
     return "gloo" if chosen == "gloo" or device_type == "cpu" else "nccl"
@@ -248,7 +248,7 @@ def world_of_one(device: torch.device) -> Iterator[tuple[LiveWorld, Callable[[],
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
-    dist.init_process_group(backend_of(device.type), store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group(choose_backend(device.type), store=HashStore(), rank=0, world_size=1)
     try:
         yield LiveWorld(0, 1, device, default_mesh(1)), lambda: None
     finally:
@@ -257,9 +257,9 @@ def world_of_one(device: torch.device) -> Iterator[tuple[LiveWorld, Callable[[],
 
 @contextlib.contextmanager
 def real_world(
-    place: RankPlace, store: Store, device: torch.device, mesh: Mesh, timeout_s: float, backend: str
+    place: RankEnv, store: Store, device: torch.device, mesh: Mesh, timeout_s: float, backend: str
 ) -> Iterator[LiveWorld]:
-    """The world of all ranks. backend: see `backend_of`."""
+    """The world of all ranks. backend: see `choose_backend`."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
@@ -279,7 +279,7 @@ def real_world(
         dist.destroy_process_group()
 
 
-def barrier_of(device: torch.device) -> Callable[[], None]:
+def make_barrier(device: torch.device) -> Callable[[], None]:
     """A barrier of all ranks that also waits for the work on the device."""
     import torch.distributed as dist
 

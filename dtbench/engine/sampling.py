@@ -21,7 +21,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 from dtbench.engine.budget import Deadlines
 from dtbench.engine.clock import Clock
-from dtbench.engine.clocks import Offset, halfway, lateness_s
+from dtbench.engine.clock_offsets import Offset, lateness_s, mean_offset
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, release_memory, to_result
 from dtbench.engine.ranks import RankGroup
@@ -267,7 +267,7 @@ class Adaptive(CollectiveSchedule):
             self._rounds(range(done, done + rounds))
             done += rounds
         after = self._with.clock_offset()
-        self._offset = halfway(offset, after) if offset and after else None
+        self._offset = mean_offset(offset, after) if offset and after else None
         reasons = [r for state in (before, self._with.gpu_state()) if state for r in state["throttled_by"]]
         self._throttled = ", ".join(dict.fromkeys(reasons)) or None
 
@@ -278,7 +278,7 @@ class Adaptive(CollectiveSchedule):
         self.vote(mine, gathered.extend)
         for impl in self.live:
             parts = [of[impl] for of in gathered]
-            self.outcomes[impl] = combine(parts, self._calls[impl]) if parts else ImplOutcome("ok")
+            self.outcomes[impl] = combine_ranks(parts, self._calls[impl]) if parts else ImplOutcome("ok")
 
     def _part(self, impl: str, subject: Subject) -> RankPart:
         count, participates = subject.workload.counters, subject.workload.participates
@@ -377,7 +377,7 @@ def _worst(votes: Sequence[Mapping[str, tuple[Status, str]]]) -> _Verdicts:
     return worst
 
 
-def combine(parts: Sequence[RankPart], calls: int = 1) -> ImplOutcome:
+def combine_ranks(parts: Sequence[RankPart], calls: int = 1) -> ImplOutcome:
     """The outcome of an impl from what each rank has: its samples (None: it only waited), when they
     began, its counters, what throttled it. A round that some rank missed is left out.
 
@@ -422,7 +422,7 @@ def _arrivals(parts: Mapping[int, RankPart], rounds: Sequence[int], calls: int) 
     return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}
 
 
-def budget_of(world: str, quick: bool) -> Budget:
+def default_budget(world: str, quick: bool) -> Budget:
     """How much is measured per impl of a case.
 
     Host latencies need rounds enough for a steady quartile, and cost microseconds each; collectives

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dtbench.engine import budget
 from dtbench.engine.clock import clocks_of
-from dtbench.engine.clocks import Offset
-from dtbench.engine.failure import ActiveCase, Diagnosis, kept_in, record_failure
+from dtbench.engine.clock_offsets import Offset
+from dtbench.engine.failure import ActiveCase, Diagnosis, describe_kept_results, record_failure
 from dtbench.engine.findings import findings, next_commands
 from dtbench.engine.launch_files import LaunchSpec
 from dtbench.engine.options import RunRequest
-from dtbench.engine.place import RankPlace, output_of, start_next_launch
-from dtbench.engine.progress import Progress, say, summary_of
+from dtbench.engine.progress import Progress, format_status_counts, print_status
 from dtbench.engine.rank import LaunchedRank
-from dtbench.engine.ranks import AloneRanks, backend_of, simulated_world, vote_of_rank_0
-from dtbench.engine.sampling import Budget, Instruments, budget_of, measure_tasks
+from dtbench.engine.rank_env import RankEnv, output_of, start_next_launch
+from dtbench.engine.ranks import AloneRanks, choose_backend, simulated_world, vote_of_rank_0
+from dtbench.engine.sampling import Budget, Instruments, default_budget, measure_tasks
 from dtbench.engine.selection import Selection, refuse_other_run, same_on_all_ranks, select
-from dtbench.engine.tasks import Task, further_tasks, remaining
+from dtbench.engine.tasks import Task, refinement_tasks, remaining
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
 from dtbench.machine.device import choose_device, is_gpu
 from dtbench.machine.host import boot_id
@@ -54,7 +54,7 @@ _AddedCase = tuple[str, str, dict[str, Param], list[str]]
 class Session:
     """This rank's part in one launch of a run."""
 
-    def __init__(self, request: RunRequest, place: RankPlace, spec: LaunchSpec) -> None:
+    def __init__(self, request: RunRequest, place: RankEnv, spec: LaunchSpec) -> None:
         self._request = request
         self._spec = spec
         self._output = output_of(request.output)
@@ -68,7 +68,7 @@ class Session:
             selection = select(request, choose_device(request.device), rank.place.world_size)
             device_type = selection.options.device_type
             communicates = any(task.suite.world == "ranks" for task in selection.tasks)
-            transport = backend_of(device_type, request.backend) if communicates else None
+            transport = choose_backend(device_type, request.backend) if communicates else None
             rank.join(device_type, transport, same_on_all_ranks(selection) | {"launch": str(launch)})
             # Ranks of another launcher have each named the file by their own clock.
             self._output = Path(rank.ranks.agree(str(self._output), vote_of_rank_0))
@@ -96,7 +96,7 @@ class Session:
                 suites=selection.suite_names,
                 mesh=() if selection.is_simulated else selection.options.mesh,
                 ranks=self._rank.infos,
-                backend=backend_of(selection.options.device_type, self._request.backend),
+                backend=choose_backend(selection.options.device_type, self._request.backend),
                 launches=self._request.launches,
             )
             return RunWriter.create(self._output, header)
@@ -123,11 +123,11 @@ class Session:
             at_work=self._at_work,
             deadlines=deadlines,
         )
-        instruments = functools.partial(instruments_of, rank.device)
+        instruments = functools.partial(make_instruments, rank.device)
         simulated, real = ([t for t in tasks if t.suite.world == kind] for kind in ("simulated", "ranks"))
         if simulated and rank.place.rank == 0:
             with simulated_world(rank.device) as world:
-                tools = instruments(barrier=lambda: None, budget=budget_of("simulated", quick))
+                tools = instruments(barrier=lambda: None, budget=default_budget("simulated", quick))
                 yield from measure(simulated, world, AloneRanks(), tools)
         rank.wait_for_all()
         # A resumed run may have measured its listed sizes, but not those that refine them.
@@ -137,7 +137,7 @@ class Session:
         with rank.process_group(selection.options.mesh, request.timeout_s) as (group, barrier):
             tools = instruments(
                 barrier=barrier,
-                budget=budget_of("ranks", quick),
+                budget=default_budget("ranks", quick),
                 clock_offset=functools.partial(rank.clock_offset, time.perf_counter_ns),
             )
             for _ in range(MAX_REFINEMENTS):
@@ -205,7 +205,7 @@ class RunRecorder:
         """Returns what the suites want beyond the selection, according to the results so far."""
         selection, results = self._selection, list(self.writer.results.values())
         options = selection.options
-        added = further_tasks(selection.suites, options, selection.filters, results, self._launch)
+        added = refinement_tasks(selection.suites, options, selection.filters, results, self._launch)
         tasks = self._remaining(added)
         if tasks:
             self._progress.more([budget.impl_s(task, options.quick) for task in tasks for _ in task.impls])
@@ -241,7 +241,7 @@ class RunRecorder:
         try:
             written = self.writer.append(result)
         except OutputError as error:
-            raise OutputError(f"{error}: {kept_in(self.writer.path)}") from error
+            raise OutputError(f"{error}: {describe_kept_results(self.writer.path)}") from error
         self.ok_results += written.status == "ok"
         self._progress.result(written)
 
@@ -262,7 +262,7 @@ class RunRecorder:
         if is_last:
             tasks = self._remaining(self._selection.tasks)
             if request.budget_s is not None and tasks:
-                say(f"left out for --budget: {budget.name_left_out(self._selection.tasks, tasks)}")
+                print_status(f"left out for --budget: {budget.name_left_out(self._selection.tasks, tasks)}")
             _print_findings(request, self.writer.path)
         return exit_code_of(results.values())
 
@@ -292,21 +292,23 @@ def _print_findings(request: RunRequest, path: Path) -> None:
     run = read_run(path)
     lines = [] if request.brief else findings(run)
     name = ", ".join(request.suites) if request.brief else path  # a brief run's file is temporary
-    lines.append(f"{name}: {summary_of(run.results)}")
+    lines.append(f"{name}: {format_status_counts(run.results)}")
     if request.save_baseline is not None:
         kept = baselines.save(path, request.save_baseline)
         lines.append(f"kept as the baseline {request.save_baseline}: {kept}")
     for line in lines if request.brief else [*lines, *next_commands(run)]:
-        say(line)
+        print_status(line)
 
 
 def say_complete(run: Run) -> int:
     """Prints that nothing is left to measure. Returns the exit code."""
-    say(f"{run.path} is complete already: {summary_of(run.results)}; there is nothing left to measure")
+    print_status(
+        f"{run.path} is complete already: {format_status_counts(run.results)}; there is nothing left to measure"
+    )
     return exit_code_of(run.results)
 
 
-def instruments_of(
+def make_instruments(
     device: torch.device,
     *,
     barrier: Callable[[], None],

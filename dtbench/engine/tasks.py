@@ -137,7 +137,7 @@ def remaining(tasks: Iterable[Task], done: Container[ResultKey], launch: int) ->
     return [dataclasses.replace(task, impls=impls) for task, impls in left if impls]
 
 
-def further_tasks(
+def refinement_tasks(
     suites: Sequence[Suite],
     options: RunOptions,
     texts: Mapping[str, str],

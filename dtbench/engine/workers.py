@@ -165,17 +165,17 @@ def connection_at(fd: int | str) -> Connection:
     return Connection(int(fd))
 
 
-def hand_over(through: Connection, handed: Connection) -> None:
-    """Gives the process at the other end of `through` a connection of ours too; it takes it with `take_over`."""
+def send_connection(through: Connection, handed: Connection) -> None:
+    """Sends a connection to the process at the other end of `through`, which calls `receive_connection`."""
     reduction.send_handle(through, handed.fileno(), 0)
 
 
-def take_over(through: Connection) -> Connection:
+def receive_connection(through: Connection) -> Connection:
     """What the other end hands over next."""
     return Connection(reduction.recv_handle(through))
 
 
-def left_s(deadline: float) -> float:
+def seconds_until(deadline: float) -> float:
     """Until a moment of the monotonic clock, at least 0: what `Connection.poll` and `wait` take."""
     return max(deadline - time.monotonic(), 0.0)
 
@@ -202,7 +202,7 @@ def ending_signals() -> frozenset[signal.Signals]:
 
 
 @contextlib.contextmanager
-def answered(numbers: Set[signal.Signals], handler: _Handler) -> Iterator[None]:
+def handling_signals(numbers: Set[signal.Signals], handler: _Handler) -> Iterator[None]:
     """Within the block `handler` answers these signals."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
@@ -212,7 +212,7 @@ def answered(numbers: Set[signal.Signals], handler: _Handler) -> Iterator[None]:
             signal.signal(number, other)
 
 
-def how_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """`died of SIGKILL` or `ended with exit code 3`, from a process's return code (negative: a signal's number)."""
     if code >= 0:
         return f"ended with exit code {code}"

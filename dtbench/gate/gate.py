@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from dtbench.engine.place import find_place
-from dtbench.engine.progress import about, say_if_slow
+from dtbench.engine.progress import format_about, print_status_if_slow
+from dtbench.engine.rank_env import find_rank_env
 from dtbench.errors import OutputError, UsageError
 from dtbench.gate import control, outputs
 from dtbench.gate.arms import Arm, open_arms
@@ -41,7 +41,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         OutputError: the folder cannot be written, or holds another gate.
     """
     began = time.monotonic()
-    if find_place() is not None:
+    if find_rank_env() is not None:
         raise UsageError("a gate starts its own launches: run `dtbench gate` once, without torchrun or srun")
     limits = Limits(options.timeout_s)
     if options.budget_s is not None:
@@ -62,7 +62,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         )
 
     with contextlib.ExitStack() as stack:
-        with say_if_slow("making base and head ready", say):
+        with print_status_if_slow("making base and head ready", say):
             base, head = stack.enter_context(open_arms(options.base, options.head, say, asked))
         problems = zip(base.problems, head.problems, strict=False)
         both = [b if b == h else f"in base: {b}; in head: {h}" for b, h in problems if b and h]
@@ -126,7 +126,7 @@ class GateRun:
         except OutOfTimeError as error:
             spent_s = time.monotonic() - began
             raise UsageError(
-                f"{error}, and not all is counted after {about(spent_s)}: "
+                f"{error}, and not all is counted after {format_about(spent_s)}: "
                 f"give --budget {math.ceil(3 * spent_s)}s or more"
             ) from error
         counted_s = time.monotonic() - counting
@@ -257,11 +257,11 @@ def _announcement(benchmarks: Sequence[Benchmark], counted_s: float, budget_s: f
     end = (
         "no --budget ends it before"
         if budget_s is None
-        else f"--budget ends it after {about(budget_s)} in all"
+        else f"--budget ends it after {format_about(budget_s)} in all"
     )
     return (
-        f"timing {plural(len(benchmarks), 'benchmark')}: {3 * SCREEN_ROUNDS} launches, {about(first_s)}; for what "
-        f"these do not pass up to {MOST_LAUNCHES}, {about(all_s)}; {end}"
+        f"timing {plural(len(benchmarks), 'benchmark')}: {3 * SCREEN_ROUNDS} launches, {format_about(first_s)}; for "
+        f"what these do not pass up to {MOST_LAUNCHES}, {format_about(all_s)}; {end}"
     )
 
 
@@ -270,4 +270,4 @@ def _remedy(launches: int, spent_s: float) -> str:
     if not launches:
         return f": give --budget more, or {_NARROW}"
     more_s = spent_s / launches * max(MOST_LAUNCHES - launches, 1)
-    return f": {about(more_s)} more would hold all; give --budget so much more, or {_NARROW}"
+    return f": {format_about(more_s)} more would hold all; give --budget so much more, or {_NARROW}"

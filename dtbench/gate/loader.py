@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 
-from dtbench.engine.workers import Fork, connection_at, take_over
+from dtbench.engine.workers import Fork, connection_at, receive_connection
 from dtbench.gate.messages import ENDED, READY, LaunchRequest
 
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         if connection in ready:
             try:
                 request = LaunchRequest(*connection.recv())
-                own = take_over(connection)
+                own = receive_connection(connection)
             except (EOFError, OSError):  # the gate is gone
                 for fork, _ in running:
                     fork.end()

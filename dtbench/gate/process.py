@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from dtbench.engine.workers import StartedProgram, hand_over, how_ended, left_s
+from dtbench.engine.workers import StartedProgram, describe_exit, seconds_until, send_connection
 from dtbench.errors import last_line, plain
 from dtbench.gate.arms import Arm
 from dtbench.gate.benchmark import Key, Listing, Order
@@ -77,7 +77,7 @@ class Loader:
     def await_loaded(self, deadline: float) -> None:
         """Returns when it has loaded, when it has ended, or at the deadline."""
         with contextlib.suppress(OSError, EOFError):
-            if not self._loaded and self._program.connection.poll(left_s(deadline)):
+            if not self._loaded and self._program.connection.poll(seconds_until(deadline)):
                 self._loaded = self._program.connection.recv() == (READY, 0)
 
     def fork(self, arm: Arm, order: Order, log: Path, cpu: int) -> LaunchProcess:
@@ -86,7 +86,7 @@ class Loader:
         ours, theirs = Pipe()
         with theirs, contextlib.suppress(OSError):  # it has ended: so has the launch
             self._program.connection.send(tuple(request))
-            hand_over(self._program.connection, theirs)
+            send_connection(self._program.connection, theirs)
         return LaunchProcess(ours, cpu, log, lambda: _end_of(self._program.wait() or 0, self._log))
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ def await_ready(launches: Sequence[LaunchProcess], limit_s: float, deadline: flo
     """Returns when each waits for its turn or has ended; one that takes longer has ended so."""
     limit = min(time.monotonic() + limit_s, deadline)
     while running := {one.connection: one for one in launches if one.died is None and not one.ready}:
-        arrived = wait(list(running), left_s(limit))
+        arrived = wait(list(running), seconds_until(limit))
         for connection in arrived:
             running[connection].receive()  # type: ignore[index] # of other kinds there are none
         if not arrived:
@@ -198,8 +198,8 @@ def _end_of(code: int, log: Path) -> str:
     """How a process ended, and the last line it printed."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - 2**16, 0))
-        return f"the launch {how_ended(code)}: {plain(last_line(file.read().decode(errors='replace')))}"
-    return f"the launch {how_ended(code)}"
+        return f"the launch {describe_exit(code)}: {plain(last_line(file.read().decode(errors='replace')))}"
+    return f"the launch {describe_exit(code)}"
 
 
 def _remove_if_empty(log: Path) -> None:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from dtbench.engine.clock import clocks_of
-from dtbench.engine.rank import quiet_torch
+from dtbench.engine.rank import silence_torch
 from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.gate import control
@@ -28,7 +28,7 @@ from dtbench.suite import RunOptions, registry
 
 def load() -> None:
     """Loads what a launch of any arm needs, and nothing of an arm."""
-    quiet_torch()
+    silence_torch()
     import torch.distributed.tensor
     import torch.profiler
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
@@ -36,12 +36,12 @@ def load() -> None:
 
 def main(order: bytes, connection: Connection) -> int:
     """Carries out an order; 0, or 2 with one line on stderr."""
-    from dtbench.engine.ranks import device_of, simulated_world
+    from dtbench.engine.ranks import select_device, simulated_world
 
     wanted = msgspec.msgpack.decode(order, type=Order)
     gate = GateConnection(connection)
     try:
-        with simulated_world(device_of(wanted.plan.device_type, 0)) as world:
+        with simulated_world(select_device(wanted.plan.device_type, 0)) as world:
             (_count if wanted.mode == "count" else _time)(wanted, gate, world)
     except DtbenchError as error:
         print(str(error), file=sys.stderr)  # noqa: T201 - the gate reads it

@@ -18,10 +18,10 @@ from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.launch import start_ranks
 from dtbench.engine.launch_files import LaunchSpec
 from dtbench.engine.options import RunRequest
-from dtbench.engine.place import RankPlace, find_place
-from dtbench.engine.progress import say, say_if_slow
-from dtbench.engine.rank import LaunchedRank, quiet_torch
-from dtbench.engine.ranks import backend_of
+from dtbench.engine.progress import print_status, print_status_if_slow
+from dtbench.engine.rank import LaunchedRank, silence_torch
+from dtbench.engine.rank_env import RankEnv, find_rank_env
+from dtbench.engine.ranks import choose_backend
 from dtbench.errors import (
     EXIT_INCONCLUSIVE,
     EXIT_INTERRUPTED,
@@ -76,14 +76,14 @@ def preflight(request: PreflightRequest) -> int:
     Raises:
         UsageError: a world of one rank, or options that cannot be followed.
     """
-    quiet_torch()
+    silence_torch()
     options = request.options
-    if (place := find_place()) is not None:
+    if (place := find_rank_env()) is not None:
         Coordinator(request, place).go()
     if request.expect is not None:
         read_topology(request.expect)
-    tell = (lambda _text: None) if request.as_json else say
-    with say_if_slow("loading torch", tell):
+    tell = (lambda _text: None) if request.as_json else print_status
+    with print_status_if_slow("loading torch", tell):
         device_type = choose_device(options.device)
         nproc = count_ranks(options.ranks, device_type, options.backend)
     options.resolve(device_type, nproc)
@@ -109,7 +109,7 @@ def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
 class Coordinator:
     """This rank's part; on rank 0 it also asks for what is measured, and concludes. `go` never returns."""
 
-    def __init__(self, request: PreflightRequest, place: RankPlace, report_path: str = "") -> None:
+    def __init__(self, request: PreflightRequest, place: RankEnv, report_path: str = "") -> None:
         self._options, self._as_json = request.options, request.as_json
         self._expected = None if request.expect is None else read_topology(request.expect)
         self._rank = LaunchedRank(place, _report, report_path=report_path)
@@ -120,7 +120,7 @@ class Coordinator:
             options = self._options
             device_type = choose_device(options.device)
             plan = options.resolve(device_type, rank.place.world_size)
-            rank.join(device_type, backend_of(device_type))
+            rank.join(device_type, choose_backend(device_type))
             rank.active_case.name = "the first round"
             began = time.monotonic()
             with rank.limit(options.timeout_s):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from dtbench.engine.progress import say
+from dtbench.engine.progress import print_status
 from dtbench.records.atomic import write_folder
 from dtbench.records.profile import CallsProfile, RanksProfile
 from dtbench.text.units import plural
@@ -58,10 +58,10 @@ def write_profile(
         OutputError: it cannot be written, or came to exist meanwhile.
     """
     for line in lines:
-        say(line)
+        print_status(line)
     files = {
         "table.txt": "\n".join([*lines, ""]).encode("utf-8", "replace"),
         "table.json": msgspec.json.encode(record),
     }
     write_folder(folder, {**files, **further})
-    say(f"{folder}: {', '.join(files)} and {plural(len(further), 'file')} for {viewer}")
+    print_status(f"{folder}: {', '.join(files)} and {plural(len(further), 'file')} for {viewer}")

@@ -11,9 +11,9 @@ import msgspec
 from dtbench.engine.launch import start_ranks
 from dtbench.engine.launch_files import LaunchSpec
 from dtbench.engine.measure import Subject, measure
-from dtbench.engine.place import find_place
-from dtbench.engine.progress import say, say_if_slow
-from dtbench.engine.rank import quiet_torch
+from dtbench.engine.progress import print_status, print_status_if_slow
+from dtbench.engine.rank import silence_torch
+from dtbench.engine.rank_env import find_rank_env
 from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.engine.tasks import Task
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, complain
@@ -32,13 +32,13 @@ def profile(request: ProfileRequest) -> int:
     """Does what the request says; the exit code."""
     # Before torch loads: kineto tells stderr of every start and stop otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    quiet_torch()
-    place = find_place()
+    silence_torch()
+    place = find_rank_env()
     if place is not None:
         from dtbench.profile.ranks import RankProfile
 
         RankProfile(request, place).go()
-    with say_if_slow("loading torch and the suite"):
+    with print_status_if_slow("loading torch and the suite"):
         device_type = choose_device(request.options.device)
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
         tasks = request.tasks(device_type, nproc)
@@ -57,17 +57,17 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     """Cases of simulated ranks, in this process."""
     import torch
 
-    from dtbench.engine.ranks import device_of, simulated_world
+    from dtbench.engine.ranks import select_device, simulated_world
     from dtbench.profile import calls
 
-    say(
+    print_status(
         f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, on one thread, into "
         f"{request.folder}"
     )
     tables: list[CallStages] = []
     folded: dict[str, Mapping[tuple[str, ...], float]] = {}
     failed = False
-    with simulated_world(device_of(device_type, 0)) as world, contextlib.ExitStack() as stack:
+    with simulated_world(select_device(device_type, 0)) as world, contextlib.ExitStack() as stack:
         # Waiting for other threads takes longer than the stages, and differs each time.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
@@ -85,7 +85,9 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
                 else:
                     skipped = subject.bad[0] == "skipped"
                     failed |= not skipped
-                    (say if skipped else complain)(f"{task.label} ({impl}): {', '.join(subject.bad)}")
+                    (print_status if skipped else complain)(
+                        f"{task.label} ({impl}): {', '.join(subject.bad)}"
+                    )
     if not tables:
         complain("nothing could be profiled: no profile was written")
         return EXIT_CASE_FAILED

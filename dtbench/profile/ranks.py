@@ -13,10 +13,10 @@ from msgspec import structs
 from dtbench.engine.clock import HostClock
 from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.options import RunRequest
-from dtbench.engine.place import RankPlace
-from dtbench.engine.progress import say
+from dtbench.engine.progress import print_status
 from dtbench.engine.rank import LaunchedRank
-from dtbench.engine.ranks import LiveWorld, backend_of
+from dtbench.engine.rank_env import RankEnv
+from dtbench.engine.ranks import LiveWorld, choose_backend
 from dtbench.engine.sampling import CollectiveSchedule
 from dtbench.engine.tasks import Task
 from dtbench.engine.workers import scratch
@@ -124,7 +124,7 @@ class RankRecording(CollectiveSchedule):
 class RankProfile:
     """This rank's part in a profile. `go` never returns."""
 
-    def __init__(self, request: ProfileRequest, place: RankPlace, report_path: str = "") -> None:
+    def __init__(self, request: ProfileRequest, place: RankEnv, report_path: str = "") -> None:
         self._request, self._place = request, place
         self._rank = LaunchedRank(place, report_failure, report_path=report_path)
         self._recorded: list[Recorded] = []
@@ -138,7 +138,7 @@ class RankProfile:
                 raise UsageError(
                     f"{tasks[0].suite.name} needs no ranks, but a launcher has started some: profile it without it"
                 )
-            rank.join(device_type, backend_of(device_type, self._request.options.backend))
+            rank.join(device_type, choose_backend(device_type, self._request.options.backend))
             parts = self._profile(tasks, device_type)
             rank.conclude(self._write(parts) if rank.place.rank == 0 else None)
         rank.exit()
@@ -152,7 +152,7 @@ class RankProfile:
         self._mesh = plan.mesh
         if ranks.rank == 0:
             refuse_taken(self._request.folder, "remove it")
-            say(
+            print_status(
                 f"{plural(len(tasks), 'case')} to profile on {ranks.size} {device_type} ranks "
                 f"({format_mesh(plan.mesh)})"
             )

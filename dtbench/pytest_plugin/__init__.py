@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dtbench.engine.place import known_place
+from dtbench.engine.rank_env import valid_rank_env
 
 if TYPE_CHECKING:
     from dtbench.api import Function, Results
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-benchmark reads its options: only rank 0 has anything to save or to compare with."""
-    place = known_place()
+    place = valid_rank_env()
     if place is None or place.rank == 0 or not config.pluginmanager.hasplugin("benchmark"):
         return
     for name in ("json", "save", "autosave", "save_data", "compare", "compare_fail", "histogram"):
@@ -69,7 +69,7 @@ def _named_files(config: pytest.Config) -> list[Path]:
 
 def silence_others(config: pytest.Config) -> None:
     """The other ranks are silent: their reports say what rank 0's say."""
-    place = known_place()
+    place = valid_rank_env()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if place is not None and place.rank != 0 and reporter is not None:
         config.option.verbose = -10  # no header either
@@ -181,11 +181,11 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
 
     def run(what: Function | Mapping[str, Function] | Suite, **options: Any) -> Results:
         import dtbench
-        from dtbench.engine.progress import line_of
+        from dtbench.engine.progress import format_result
 
         results = dtbench.run(what, progress=False, **options)
         lines = config.stash.setdefault(_TIMED, [])
-        lines += [f"{request.node.nodeid}: {line_of(r).partition(' | ')[2]}" for r in results.results]
+        lines += [f"{request.node.nodeid}: {format_result(r).partition(' | ')[2]}" for r in results.results]
         bad = [f"{r.impl} {r.status}: {r.reason}" for r in results.results if r.status != "ok"]
         if bad:
             pytest.fail("; ".join(bad), pytrace=False)

@@ -17,9 +17,16 @@ from dtbench.engine.clock import clocks_of
 from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.measure import ImplOutcome, to_result
 from dtbench.engine.options import RunRequest, parse_dtypes, parse_sizes
-from dtbench.engine.place import RankPlace, find_place
-from dtbench.engine.rank import LaunchedRank, quiet_torch
-from dtbench.engine.ranks import AloneRanks, LiveWorld, RankGroup, device_of, simulated_world, world_of_one
+from dtbench.engine.rank import LaunchedRank, silence_torch
+from dtbench.engine.rank_env import RankEnv, find_rank_env
+from dtbench.engine.ranks import (
+    AloneRanks,
+    LiveWorld,
+    RankGroup,
+    select_device,
+    simulated_world,
+    world_of_one,
+)
 from dtbench.engine.sampling import CollectiveSchedule
 from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import UsageError, complain
@@ -45,13 +52,13 @@ class Up(NamedTuple):
 class Live:
     """The world that is up, of one kind at a time: first the simulated one, then the ranks'."""
 
-    def __init__(self, place: RankPlace | None, options: RunRequest, show: Callable[[], None]) -> None:
+    def __init__(self, place: RankEnv | None, options: RunRequest, show: Callable[[], None]) -> None:
         self._show = show
         self._kind = ""
         self._up: Up
         self._world = contextlib.ExitStack()
         self._life = contextlib.ExitStack()
-        quiet_torch()
+        silence_torch()
         self.rank = LaunchedRank(place, self._report) if place and place.world_size > 1 else None
         if self.rank is not None:
             self._life.enter_context(self.rank)
@@ -87,7 +94,7 @@ class Live:
         return self._up
 
     def _make(self, kind: str) -> Up:
-        device = device_of(self.device_type, self.rank.place.local_rank if self.rank else 0)
+        device = select_device(self.device_type, self.rank.place.local_rank if self.rank else 0)
         if kind == "alone":
             world, barrier = self._world.enter_context(world_of_one(device))
             return Up(world, AloneRanks(), barrier)
@@ -131,7 +138,7 @@ def live_of(config: pytest.Config) -> Live:
         )
         capture = config.pluginmanager.get_plugin("capturemanager")
         show = capture.suspend_global_capture if capture else lambda: None
-        config.stash[_LIVE] = Live(find_place(), options, show)
+        config.stash[_LIVE] = Live(find_rank_env(), options, show)
         config.add_cleanup(config.stash[_LIVE].close)
     return config.stash[_LIVE]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
-from dtbench.engine.findings import floor_words
-from dtbench.engine.progress import standing_of
+from dtbench.engine.findings import describe_slow_floors
+from dtbench.engine.progress import status_with_caveat
 from dtbench.engine.tasks import label_of, matcher
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by, in_order
@@ -188,7 +188,7 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
     terminal.print_rest(console, len(by_case), "cases", _ALL)
     columns = [cells(cases["estimate_s", impl]) for impl in impls]
     times = [{i: s for i, s in zip(impls, row, strict=True) if s} for row in zip(*columns, strict=True)]
-    for line in floor_words(times):
+    for line in describe_slow_floors(times):
         terminal.print_prose(console, f"{suite}: {line}", "", width)
 
 
@@ -260,7 +260,7 @@ def _print_not_ok(console: Console, run: Run) -> None:
     # With a reason also a good time with a reservation: its GPU was throttled.
     groups = group_by(
         (r for r in run.results if r.status != "ok" or r.reason),
-        lambda r: (standing_of(r), r.suite, r.impl, r.reason),
+        lambda r: (status_with_caveat(r), r.suite, r.impl, r.reason),
     )
     terminal.print_line(console, "")
     for (status, suite, impl, reason), results in islice(groups.items(), terminal.MAX_ROWS):
@@ -272,7 +272,7 @@ def _print_not_ok(console: Console, run: Run) -> None:
         shown = "; ".join(names[:_NAMED]) + f"; and {len(names) - _NAMED} more" * (len(names) > _NAMED)
         terminal.print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
     terminal.print_rest(console, len(groups), "reasons", _ALL)
-    terminal.print_line(console, _counted(map(standing_of, run.results)) or "no results")
+    terminal.print_line(console, _counted(map(status_with_caveat, run.results)) or "no results")
 
 
 def _run_json(run: Run) -> dict[str, object]:

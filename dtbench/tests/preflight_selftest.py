@@ -23,9 +23,9 @@ from typing import Any
 import click
 
 from dtbench.engine.options import RunRequest
-from dtbench.engine.place import find_place
-from dtbench.engine.progress import say
-from dtbench.engine.rank import quiet_torch
+from dtbench.engine.progress import print_status
+from dtbench.engine.rank import silence_torch
+from dtbench.engine.rank_env import find_rank_env
 from dtbench.engine.workers import scratch
 from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, UsageError
 from dtbench.preflight.examine import (
@@ -95,7 +95,7 @@ class Gathering(Coordinator):
     """A rank in the lab: it joins and answers as in any preflight, and rank 0 asks for the pool."""
 
     def __init__(self, path: Path) -> None:
-        place = find_place()
+        place = find_rank_env()
         assert place is not None
         super().__init__(PreflightRequest(RunRequest(device="cpu", timeout_s=600.0)), place)
         self._path = path
@@ -237,7 +237,7 @@ def selftest(output: Path) -> int:
 
 def _gather(share: float) -> dict[str, Any]:
     """One launch of real ranks, one per host."""
-    say(f"gathering: the link of host {SLOW_HOST} at {share:.0%}")
+    print_status(f"gathering: the link of host {SLOW_HOST} at {share:.0%}")
     lab = hosts.Lab(f"p{os.getpid() % 100000}", HOSTS, RATE)
     with scratch() as folder, hosts.temporary(lab):
         hosts.shape(lab, SLOW_HOST, round(RATE * share))
@@ -251,7 +251,7 @@ def _gather(share: float) -> dict[str, Any]:
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["--gather", path]:
-            quiet_torch()
+            silence_torch()
             Gathering(Path(path)).go()
         case [path]:
             sys.exit(selftest(Path(path)))

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from dtbench.cli.program import cli
-from dtbench.engine.ranks import backend_of
+from dtbench.engine.ranks import choose_backend
 from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE
 from dtbench.machine.device import count_ranks
 from dtbench.suite import RunOptions, registry
@@ -198,8 +198,8 @@ def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.Monk
     assert count_ranks(3, "cuda", "gloo") == 3
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert count_ranks(3, "cuda") == 3
-    assert [backend_of(device, "gloo") for device in ("cpu", "cuda")] == ["gloo", "gloo"]
-    assert [backend_of(device) for device in ("cpu", "cuda")] == ["gloo", "nccl"]
+    assert [choose_backend(device, "gloo") for device in ("cpu", "cuda")] == ["gloo", "gloo"]
+    assert [choose_backend(device) for device in ("cpu", "cuda")] == ["gloo", "nccl"]
 
 
 def test_list_for_people_and_machines(dtbench: Cli) -> None:

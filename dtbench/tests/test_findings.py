@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtbench.cli.run import _begun_with
-from dtbench.engine.findings import findings, floor_words, next_commands
+from dtbench.engine.findings import describe_slow_floors, findings, next_commands
 from dtbench.errors import UsageError
 from dtbench.records import baselines
 from dtbench.records.result import Result
@@ -93,16 +93,18 @@ def test_kinds_of_calls_have_means_of_their_own() -> None:
 
 def test_a_floor_that_is_slower_is_called_none() -> None:
     times = [{"local": 3.0, "core": 2.0, "torch": 4.0}, {"local": 1.05, "core": 1.0}, {"core": 1.0}]
-    assert floor_words(times) == [
+    assert describe_slow_floors(times) == [
         "the floor (local) is slower than core in 1 of 2 cases: it is no floor there"
     ]
     both = [{"local": 3.0, "core": 2.0, "torch": 2.0}]
-    assert floor_words(both) == [
+    assert describe_slow_floors(both) == [
         "the floor (local) is slower than core in 1 of 1 case and torch in 1 of 1 case: it is no floor there"
     ]
-    assert floor_words([{"local": 1.0, "core": 2.0}, {"whole": 3.0, "core": 2.0}]) == []
+    assert describe_slow_floors([{"local": 1.0, "core": 2.0}, {"whole": 3.0, "core": 2.0}]) == []
     mine = [timed("mine", "a", impl, s) for impl, s in (("core", 1e-3), ("local", 2e-3))]
-    assert findings(made_up.run(mine))[-1] == f"mine: {floor_words([{'core': 1.0, 'local': 2.0}])[0]}"
+    assert (
+        findings(made_up.run(mine))[-1] == f"mine: {describe_slow_floors([{'core': 1.0, 'local': 2.0}])[0]}"
+    )
 
 
 def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from dtbench.engine import clock as module
 from dtbench.engine.clock import GpuClock, HostClockOnBusyGpu, HostClockOnGpu
-from dtbench.engine.sampling import combine
-from dtbench.engine.session import instruments_of
+from dtbench.engine.sampling import combine_ranks
+from dtbench.engine.session import make_instruments
 from dtbench.machine import device, nvml
 from dtbench.tests.gpu import fake_gpu
 from dtbench.tests.gpu.fake_gpu import FakeGpus, fake_nvml
@@ -124,7 +124,7 @@ def test_a_rehearsal_measures_with_a_gpus_instruments(monkeypatch: pytest.Monkey
     library.reasons = 0x4
     monkeypatch.setattr(fake, "nvml", lambda: library)
     monkeypatch.setattr(nvml, "gpus", lambda: fake)
-    tools: Any = instruments_of(CPU, barrier=lambda: None, budget=None)
+    tools: Any = make_instruments(CPU, barrier=lambda: None, budget=None)
     assert isinstance(tools.clocks["device"], GpuClock)
     assert tools.gpu_state()["throttled_by"] == ["sw_power_cap"]
     assert [gpu.name for gpu in nvml.describe_gpus()] == ["no GPU (rehearsal)"]
@@ -158,7 +158,7 @@ def test_ranks_on_gpus_of_two_hosts_tell_who_came_last() -> None:
         facts = {"counters": {}, "kernel": f"k{rank}", "throttled": None, "offset": offset}
         return facts | {"samples": taken, "started": started, "error_ns": error_ns}
 
-    combined = combine([part(0), part(1)])
+    combined = combine_ranks([part(0), part(1)])
     error_s = combined.counters["arrival_error_s"]
     assert 0 < error_s < 2e-6
     for number, (first, second) in enumerate(zip(*combined.rank_arrivals_s.values(), strict=True)):

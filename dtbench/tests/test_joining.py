@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from dtbench.engine.failure import Diagnosis, FailureDetector
-from dtbench.engine.place import RankPlace, find_place, known_place
-from dtbench.engine.rank import meet
-from dtbench.engine.ranks import store_of, unreachable
+from dtbench.engine.rank import await_all_ranks
+from dtbench.engine.rank_env import RankEnv, find_rank_env, valid_rank_env
+from dtbench.engine.ranks import store_connector, why_unreachable
 from dtbench.errors import UsageError, WorldBrokenError
 from dtbench.records.run import read_run
 from dtbench.tests.programs import FRESH, LIMIT_S, environment
@@ -72,7 +72,7 @@ WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29
 def test_find_place_takes_the_variables_of_each_launcher(
     environ: dict[str, str], place: tuple[int, int, int, int | None]
 ) -> None:
-    found = find_place(environ)
+    found = find_rank_env(environ)
     assert found is not None and found.address == "n1" and not found.agent_store
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == place
 
@@ -82,13 +82,13 @@ def test_ranks_of_one_host_need_no_address_and_jobs_have_ports_of_their_own() ->
     ports = set()
     for job in ("prterun-n1-1@1", "prterun-n1-2@1"):
         places = [
-            find_place(one_host | {"PMIX_NAMESPACE": job, "OMPI_COMM_WORLD_RANK": rank}) for rank in "03"
+            find_rank_env(one_host | {"PMIX_NAMESPACE": job, "OMPI_COMM_WORLD_RANK": rank}) for rank in "03"
         ]
         assert {place and place.address for place in places} == {"localhost"}
         assert len({place.port for place in places if place}) == 1
         ports |= {place.port for place in places if place}
     assert len(ports) == 2 and all(20000 <= port < 32000 for port in ports)
-    place = find_place(one_host | {"MASTER_PORT": "29501"})
+    place = find_rank_env(one_host | {"MASTER_PORT": "29501"})
     assert place is not None and place.port == 29501
 
 
@@ -106,7 +106,7 @@ def test_ranks_of_one_host_need_no_address_and_jobs_have_ports_of_their_own() ->
     ],
 )
 def test_find_place_starts_ranks_where_no_launcher_did(environ: dict[str, str]) -> None:
-    assert find_place(environ) is None
+    assert find_rank_env(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_find_place_starts_ranks_where_no_launcher_did(environ: dict[str, str]) 
 )
 def test_find_place_refuses_partial_and_impossible_places(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        find_place(environ)
+        find_rank_env(environ)
 
 
 def test_known_place_is_none_where_the_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert known_place() is None
+    assert valid_rank_env() is None
 
 
 # ---- waits ----
@@ -197,10 +197,10 @@ def test_meet_gives_up_a_server_that_is_no_store(
 ) -> None:
     why = "the connection was dropped" if behaviour is hangs_up else "does not answer as a TCPStore"
     with foreign_server(behaviour) as port:
-        place = RankPlace(1, 2, 0, 2, "localhost", port, agent_store=False)
+        place = RankEnv(1, 2, 0, 2, "localhost", port, agent_store=False)
         message = rf"rank 1 waited 2 s for the TCPStore of rank 0 at localhost:{port} \(.*{why}\): nothing"
         with pytest.raises(WorldBrokenError, match=message):
-            meet(place, store_of(place, 0), 2.0, 0.5)
+            await_all_ranks(place, store_connector(place, 0), 2.0, 0.5)
     assert f"rank 1 waits for the TCPStore of rank 0 at localhost:{port}" in capfd.readouterr().err
 
 
@@ -211,27 +211,27 @@ def test_meet_gives_up_a_server_that_is_no_store(
 def test_meet_gives_up_an_address_where_nobody_serves(address: str, why: str) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    place = RankPlace(1, 2, 1, 2, address, port, agent_store=True)
+    place = RankEnv(1, 2, 1, 2, address, port, agent_store=True)
     message = rf"rank 1 waited 0\.5 s for the TCPStore of the launcher at {address}:{port} \({why}\)"
     with pytest.raises(WorldBrokenError, match=message):
-        meet(place, store_of(place, 0), 0.5, 0.1)
+        await_all_ranks(place, store_connector(place, 0), 0.5, 0.1)
 
 
 def test_meet_says_that_the_port_of_rank_0_is_taken() -> None:
     with foreign_server(silent) as port:
-        place = RankPlace(0, 2, 0, 2, "localhost", port, agent_store=False)
+        place = RankEnv(0, 2, 0, 2, "localhost", port, agent_store=False)
         with pytest.raises(WorldBrokenError, match=rf"cannot serve .* at localhost:{port} .*already in use"):
-            meet(place, store_of(place, 0), 20.0, 5.0)
+            await_all_ranks(place, store_connector(place, 0), 20.0, 5.0)
 
 
 def test_meet_names_the_ranks_that_are_missing() -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    place = RankPlace(0, 3, 0, 3, "localhost", port, agent_store=False)
-    assert not unreachable(place)
+    place = RankEnv(0, 3, 0, 3, "localhost", port, agent_store=False)
+    assert not why_unreachable(place)
     message = rf"rank 0 waited 1 s for rank 1, rank 2 of 3 to join through .* at localhost:{port}: nothing"
     with pytest.raises(WorldBrokenError, match=message):
-        meet(place, store_of(place, 0), 1.0, 0.2)
+        await_all_ranks(place, store_connector(place, 0), 1.0, 0.2)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

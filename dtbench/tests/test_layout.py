@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtbench.engine.clocks import SAME_CLOCK, Offset, lateness_s
+from dtbench.engine.clock_offsets import SAME_CLOCK, Offset, lateness_s
 from dtbench.records.result import Header, Result
 from dtbench.reporting.run_tables import print_runs
 from dtbench.stats import summarize

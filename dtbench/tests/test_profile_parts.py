@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from dtbench.engine import clocks
+from dtbench.engine import clock_offsets
 from dtbench.engine.ranks import StoreRanks
 from dtbench.engine.tasks import Task
 from dtbench.errors import OutputError
@@ -214,10 +214,12 @@ def test_groups_of_mesh_dims() -> None:
 def test_marks_tie_two_clocks() -> None:
     # The profiler's clock is 1000 behind; marks of 2 within readings 10 apart, placed unevenly.
     marks = [(100.0, -899.0, -897.0, 110.0), (200.0, -793.0, -791.0, 210.0)]
-    offset = clocks.from_marks(marks)
+    offset = clock_offsets.offset_from_marks(marks)
     assert abs(offset.ns - 1000) <= offset.uncertainty_ns < 2
     # A drift that no offset fits: the tightest mark decides.
-    drifting = clocks.from_marks([(100.0, -900.0, -898.0, 102.5), (200.0, -700.0, -698.0, 230.0)])
+    drifting = clock_offsets.offset_from_marks(
+        [(100.0, -900.0, -898.0, 102.5), (200.0, -700.0, -698.0, 230.0)]
+    )
     assert drifting.ns == pytest.approx(1000.25)
 
 
@@ -232,23 +234,23 @@ def test_another_hosts_clock_is_found_over_the_store() -> None:
     kernels = ["a", "a", "b", None, "b"]
     ahead = [0, 0, 5_000_000_000, -7_000_000, 5_000_000_000]
 
-    def on(rank: int) -> list[clocks.Offset]:
+    def on(rank: int) -> list[clock_offsets.Offset]:
         ranks = StoreRanks(store, rank, len(kernels), lambda _reason: None)
         now = lambda: time.time_ns() + ahead[rank]  # noqa: E731
         return [
-            clocks.to_rank_0(ranks, store, kernels, now) for _ in range(2)
+            clock_offsets.offset_to_rank_0(ranks, store, kernels, now) for _ in range(2)
         ]  # a second time, by other keys
 
     with ThreadPoolExecutor(len(kernels)) as pool:
         offsets = list(pool.map(on, range(len(kernels))))
-    assert offsets[0] == offsets[1] == [clocks.SAME_CLOCK] * 2 and offsets[2] == offsets[4]
+    assert offsets[0] == offsets[1] == [clock_offsets.SAME_CLOCK] * 2 and offsets[2] == offsets[4]
     for rank in (2, 3, 4):
         assert all(
             o.uncertainty_ns > 0 and abs(o.ns + ahead[rank]) <= o.uncertainty_ns for o in offsets[rank]
         )
     assert not store.check(["clock/0/2/0/ask"])  # nothing is left behind
-    drifted = clocks.halfway(clocks.Offset(10.0, 2.0), clocks.Offset(30.0, 1.0))
-    assert drifted == clocks.Offset(20.0, 12.0)
+    drifted = clock_offsets.mean_offset(clock_offsets.Offset(10.0, 2.0), clock_offsets.Offset(30.0, 1.0))
+    assert drifted == clock_offsets.Offset(20.0, 12.0)
 
 
 # ------------------------------------------------------------------------------- choosing

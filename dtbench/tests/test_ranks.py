@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dtbench.engine.place import RankPlace, find_place, first_host
-from dtbench.engine.ranks import LiveWorld, StoreRanks, store_of
+from dtbench.engine.rank_env import RankEnv, find_rank_env, first_host
+from dtbench.engine.ranks import LiveWorld, StoreRanks, store_connector
 from dtbench.errors import UsageError, WorldBrokenError
 
 TORCHRUN = {
@@ -43,28 +43,28 @@ SLURM = {
         ({}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell under srun
-        (TORCHRUN, RankPlace(3, 8, 1, 2, "n1", 29500, True, attempt=2)),
+        (TORCHRUN, RankEnv(3, 8, 1, 2, "n1", 29500, True, attempt=2)),
         (TORCHRUN | {"RANK": "x"}, "RANK='x'"),
         (SLURM | {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not"),
     ],
 )
-def test_the_place_that_a_launcher_gives(environ: dict[str, str], place: RankPlace | str | None) -> None:
+def test_the_place_that_a_launcher_gives(environ: dict[str, str], place: RankEnv | str | None) -> None:
     if isinstance(place, str):
         with pytest.raises(UsageError, match=place):
-            find_place(environ)
+            find_rank_env(environ)
     else:
-        assert find_place(environ) == place
+        assert find_rank_env(environ) == place
 
 
 def test_slurm() -> None:
-    place = find_place(SLURM)
+    place = find_rank_env(SLURM)
     assert place is not None
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (5, 8, 1, 4)
     assert (place.address, place.agent_store) == ("gpu07", False)
     assert 20000 <= place.port < 32000
-    other = find_place(SLURM | {"SLURM_STEP_ID": "3"})
+    other = find_rank_env(SLURM | {"SLURM_STEP_ID": "3"})
     assert other is not None and other.port != place.port
-    with_port = find_place(SLURM | {"MASTER_PORT": "29501", "MASTER_ADDR": "10.0.0.1"})
+    with_port = find_rank_env(SLURM | {"MASTER_PORT": "29501", "MASTER_ADDR": "10.0.0.1"})
     assert with_port is not None and (with_port.address, with_port.port) == ("10.0.0.1", 29501)
 
 
@@ -123,9 +123,9 @@ def test_a_store_whose_server_is_dying_is_given_up_before_torch_asks_it() -> Non
             taken.close()
 
         threading.Thread(target=die, daemon=True).start()
-        place = RankPlace(1, 2, 1, 2, "localhost", server.getsockname()[1], True)
+        place = RankEnv(1, 2, 1, 2, "localhost", server.getsockname()[1], True)
         with pytest.raises(RuntimeError, match=r"nobody serves the store at localhost:.*dropped"):
-            store_of(place, 0)(False)
+            store_connector(place, 0)(False)
 
 
 def test_gloo_ranks_that_share_a_gpu_have_no_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

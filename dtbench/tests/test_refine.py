@@ -11,7 +11,7 @@ import pytest
 
 from dtbench.engine.options import RunRequest
 from dtbench.engine.refine import MOST_ADDED, middles, sizes_between
-from dtbench.engine.tasks import further_tasks, remaining
+from dtbench.engine.tasks import refinement_tasks, remaining
 from dtbench.records.result import Result
 from dtbench.records.run import read_run
 from dtbench.stats import summarize
@@ -148,14 +148,14 @@ def a_suite(wanted: Any = sizes_between) -> Suite:
 
 def test_the_first_launch_decides_and_the_others_follow() -> None:
     first = [result("x", size, jump(size), "core") for size in SIZES]
-    tasks = further_tasks([a_suite()], PLAN, {}, first, launch=0)
+    tasks = refinement_tasks([a_suite()], PLAN, {}, first, launch=0)
     assert sorted(t.case.params["size"] for t in tasks) == [32 * KIB, 128 * KIB, 512 * KIB]
     assert {t.impls for t in tasks} == {("core", "torch")}
-    assert further_tasks([a_suite()], PLAN, {}, first, launch=1) == []  # nothing was added yet
+    assert refinement_tasks([a_suite()], PLAN, {}, first, launch=1) == []  # nothing was added yet
     added = [result("x", 32 * KIB, 1e-4, "core"), result("x", 32 * KIB, 1e-4, "torch")]
     second = [result("x", size, line(size), "core", launch=1) for size in SIZES]
     for launch in (0, 1):  # in the first beside what it wants now, in case an impl is still to be measured
-        tasks = further_tasks([a_suite()], PLAN, {}, first + added + second, launch)
+        tasks = refinement_tasks([a_suite()], PLAN, {}, first + added + second, launch)
         assert (32 * KIB in {t.case.params["size"] for t in tasks}) and (len(tasks) == 1) == (launch == 1)
     (task,) = tasks
     assert task.case.params["size"] == 32 * KIB

@@ -14,7 +14,7 @@ import pytest
 
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import Subject
-from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine, measure_tasks
+from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine_ranks, measure_tasks
 from dtbench.engine.tasks import Task
 from dtbench.suite import Case, Skip, Workload
 from dtbench.suite.registry import Suite
@@ -354,14 +354,14 @@ def test_combining_leaves_out_rounds_that_a_rank_missed() -> None:
             "throttled": None,
         }
 
-    outcome = combine([part(1.0, 2.0, 5.0), part(4.0, None, 3.0)])
+    outcome = combine_ranks([part(1.0, 2.0, 5.0), part(4.0, None, 3.0)])
     assert outcome.samples_s == (4.0, 5.0)
     assert outcome.rank_samples_s == {"0": (1.0, 5.0), "1": (4.0, 3.0)}
     assert outcome.rank_arrivals_s == {"0": (0.0, 2.0), "1": (3.0, 0.0)}
-    assert combine([part(1.0), part(4.0)], calls=3).rank_arrivals_s == {"0": (0.0,), "1": (1.0,)}
+    assert combine_ranks([part(1.0), part(4.0)], calls=3).rank_arrivals_s == {"0": (0.0,), "1": (1.0,)}
     assert outcome.counters == {"n": 1, "skew_s": 2.5}
-    assert combine([part(None), part(1.0)]).status == "failed"
-    assert combine([{"samples": None, "counters": {}, "throttled": None}]).status == "failed"
+    assert combine_ranks([part(None), part(1.0)]).status == "failed"
+    assert combine_ranks([{"samples": None, "counters": {}, "throttled": None}]).status == "failed"
 
 
 def test_a_reason_holds_no_secret() -> None:

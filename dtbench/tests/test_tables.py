@@ -17,7 +17,7 @@ import pytest
 from dtbench.cli.doctor import print_findings
 from dtbench.comparison.compare_runs import compare_runs
 from dtbench.comparison.run_comparison import print_comparison
-from dtbench.engine.progress import ProgressLine, line_of, say, summary_of
+from dtbench.engine.progress import ProgressLine, format_result, format_status_counts, print_status
 from dtbench.errors import EXIT_INCONCLUSIVE
 from dtbench.machine.doctor import MachineFinding
 from dtbench.records.result import Result, Run
@@ -97,7 +97,7 @@ def test_bandwidths_have_a_unit_and_times_are_those_of_the_run_and_of_frames(cap
     first, second = ([row[title] for title in titles] for row in rows)
     assert first == ["64 KiB", "150.0", "2.000", "1.000", "+67%"]
     assert second == ["65537 B", "150.0", "3.000", "1.500", "+67%"]
-    assert "150 µs +67%" in " ".join(line_of(results[0]).split())
+    assert "150 µs +67%" in " ".join(format_result(results[0]).split())
     assert cells(results_frame(run(*results))["estimate_s"]) == pytest.approx([150e-6] * 2)
 
 
@@ -203,7 +203,9 @@ def test_what_is_not_ok_is_listed_with_its_reason(capsys: Capture) -> None:
     ):
         assert f"\n{line}\n" in out
     scattered = [result("s", "a", "core", 1.0, reason="scattered: half of the samples span 860%"), failed]
-    assert summary_of([*scattered, result("s", "b", "core", 1.0)]) == "1 ok, 1 with caveat, 1 failed"
+    assert (
+        format_status_counts([*scattered, result("s", "b", "core", 1.0)]) == "1 ok, 1 with caveat, 1 failed"
+    )
 
 
 def test_headers_describe_only_the_samples_that_there_are(
@@ -236,7 +238,7 @@ def test_say_writes_a_line_and_its_newline_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "sys.stdout", SimpleNamespace(encoding="ascii", write=pieces.append, flush=lambda: None)
     )
-    say("12 µs")
+    print_status("12 µs")
     assert [piece for piece in pieces if piece] == ["12 ?s\n"]
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.engine.workers import Fork, StartedProgram, hand_over
+from dtbench.engine.workers import Fork, StartedProgram, send_connection
 
 ECHO = """
 import sys
-from dtbench.engine.workers import connection_at, take_over
+from dtbench.engine.workers import connection_at, receive_connection
 ours = connection_at(sys.argv[1])
-ours.send(take_over(ours).recv())
+ours.send(receive_connection(ours).recv())
 """
 
 
@@ -27,7 +27,7 @@ def test_a_program_talks_on_its_connection_and_on_one_handed_over(tmp_path: Path
 
     ours, theirs = Pipe()
     with StartedProgram([sys.executable, "-c", ECHO], connected=True) as program:
-        hand_over(program.connection, theirs)
+        send_connection(program.connection, theirs)
         theirs.close()
         ours.send({"size": 3})
         assert program.connection.recv() == {"size": 3}

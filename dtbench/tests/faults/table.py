@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtbench.engine.progress import summary_of
+from dtbench.engine.progress import format_status_counts
 from dtbench.records.run import read_run
 from dtbench.tests.programs import FRESH, LIMIT_S, environment
 
@@ -97,7 +97,9 @@ def check(fault: Fault, ended: Ended, before: Mapping[str, bytes | None], folder
     )
     if fault.results:
         run = read_run("x.jsonl")
-        assert summary_of(run.results) + ("" if run.complete else ", cut short") == fault.results, shown
+        assert format_status_counts(run.results) + ("" if run.complete else ", cut short") == fault.results, (
+            shown
+        )
     if fault.also is not None:
         fault.also(ended)
 

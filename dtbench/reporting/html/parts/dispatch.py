@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtbench.engine.findings import added_words
+from dtbench.engine.findings import describe_added_time
 from dtbench.grouping import group_by, in_order
 from dtbench.records.profile import CallStages, Stage
 from dtbench.reporting.html.cases import ReportCase, distinct
@@ -43,7 +43,7 @@ def fill(section: ReportSection, of: Material) -> None:
         if any(FLOOR in c.impls for c in cached):
             section.lead += "The floor is the same op on plain local tensors. "
         cases_of = [(c.name, c.params, {i: m.estimate_s for i, m in c.impls.items()}) for c in cached]
-        for words in added_words(cases_of):
+        for words in describe_added_time(cases_of):
             section.outcome = words.partition(":")[0]
             first_s, *_ = added_times(cases_of)[0].values()
             section.headlines.append((f"+{format_seconds(first_s)}", words))

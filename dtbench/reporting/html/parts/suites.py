@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
-from dtbench.engine.findings import floor_words
+from dtbench.engine.findings import describe_slow_floors
 from dtbench.grouping import group_by, in_order
 from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, geometric_mean
@@ -155,7 +155,7 @@ def beside(cases: Sequence[ReportCase]) -> str:
 def doubt_floors(section: ReportSection, cases: Sequence[ReportCase], of: str = "") -> None:
     """Says where the floor of a suite is none. of: the suite, where the section holds several."""
     times = [{impl: m.estimate_s for impl, m in case.impls.items()} for case in cases]
-    section.cuts += [f"{of}{words[0].upper()}{words[1:]}." for words in floor_words(times)]
+    section.cuts += [f"{of}{words[0].upper()}{words[1:]}." for words in describe_slow_floors(times)]
 
 
 def tensor_parallel(section: ReportSection, of: Material) -> None:

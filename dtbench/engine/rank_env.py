@@ -47,7 +47,7 @@ def start_next_launch(launch: int, output: Path) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankEnv:
     """This process in a world that a launcher has started.
 
     agent_store: the launcher hosts the store, so that it outlives the ranks; otherwise rank 0 does.
@@ -62,7 +62,7 @@ class RankPlace:
     agent_store: bool
     attempt: int = 0  # torchrun may start the ranks again, on the same store
 
-    def of_launch(self, launch: int) -> RankPlace:
+    def of_launch(self, launch: int) -> RankEnv:
         """With a port for this launch where rank 0 hosts the store: that of the launch before may linger."""
         further = 0 if self.agent_store else launch
         return dataclasses.replace(self, port=min(self.port + further, _MAX_PORT))
@@ -133,7 +133,7 @@ _LAUNCHERS = (
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def find_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
+def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
     """The place that a launcher gave this process; None when no launcher started ranks.
 
     A Slurm step, or an mpirun, of a single process is no world: our own launcher starts the ranks inside it.
@@ -175,7 +175,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
         )
     # Spread jobs over the registered ports below Linux's ephemeral range (from 32768).
     job = zlib.crc32(" ".join(environ.get(name, "") for name in names.job).encode())
-    return RankPlace(
+    return RankEnv(
         rank=rank,
         world_size=size,
         local_rank=_number(names.local_rank, local_rank, 0, (local_size or size) - 1),
@@ -187,10 +187,10 @@ def find_place(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
     )
 
 
-def known_place() -> RankPlace | None:
+def valid_rank_env() -> RankEnv | None:
     """The place; None also where its variables are refused, which the command itself reports."""
     with suppress(UsageError):
-        return find_place()
+        return find_rank_env()
     return None
 
 

@@ -40,7 +40,7 @@ class Offset:
 SAME_CLOCK = Offset(0.0, 0.0)
 
 
-def from_marks(marks: Iterable[tuple[float, float, float, float]]) -> Offset:
+def offset_from_marks(marks: Iterable[tuple[float, float, float, float]]) -> Offset:
     """From marks (host clock before, start, end on the profiler's clock, host clock after), ns.
 
     Every mark lies between its two readings, which bounds the offset from both sides. Where no offset
@@ -53,13 +53,15 @@ def from_marks(marks: Iterable[tuple[float, float, float, float]]) -> Offset:
     return Offset((low + high) / 2, abs(high - low) / 2)
 
 
-def halfway(before: Offset, after: Offset) -> Offset:
+def mean_offset(before: Offset, after: Offset) -> Offset:
     """For the time between two measurements of one offset, which drifts meanwhile."""
     apart = abs(after.ns - before.ns) / 2
     return Offset((before.ns + after.ns) / 2, max(before.uncertainty_ns, after.uncertainty_ns) + apart)
 
 
-def to_rank_0(ranks: StoreRanks, store: Store, kernels: Sequence[str | None], now_ns: ReadNs) -> Offset:
+def offset_to_rank_0(
+    ranks: StoreRanks, store: Store, kernels: Sequence[str | None], now_ns: ReadNs
+) -> Offset:
     """From this rank's clock to rank 0's; all ranks call it. kernels: each rank's `boot_id`, None if unknown.
 
     Processes of one kernel share its clocks. Of every other kernel the first rank pings rank 0, in turn, and the
