@@ -1,8 +1,8 @@
-"""Ops on lists of tensors, as optimizers use them: `_foreach_*`, the fused steps, loss scaling.
+"""Ops on lists of tensors, as used by optimizers: `_foreach_*`, fused steps, loss scaling.
 
-The i-th tensors of all lists form a column. Each column is placed by the rule of the op on single
-tensors; a tensor that is written stays where it is and the others of its column follow. Columns may be on
-different meshes, and there may be columns of plain tensors, which are the rank's own.
+The i-th tensors of all lists form a column. The rule of the op on single tensors places each column. A written tensor
+stays where it is, and the other tensors of its column are moved to it. Columns may be on different meshes; a column may
+also consist of plain tensors, which belong to this rank.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from dtbench_core.rules.choose import choose_rows
 from dtbench_core.rules.pointwise import is_pointwise, pointwise
 from dtbench_core.torch_compat import any_requires_grad, increment_version, is_grad_enabled, ranks_of_mesh
 
-# Of each, torch has `_foreach_<name>` and most in place: with numbers, lists of numbers, or tensors.
+# torch has `_foreach_<name>` for each of these, and in-place variants of most, with numbers, number lists or tensors.
 NAMES = """
     abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp
     expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt
     sigmoid sign sin sinh sqrt sub tan tanh trunc zero
 """
-# Overloads of the single op by the foreach overload, the first that exists.
+# Overload of the foreach op -> candidate overloads of the single-tensor op; the first existing one is used.
 OVERLOADS = {
     "Scalar": ("Scalar", "Tensor_Scalar", "default"),
     "ScalarList": ("Scalar", "Tensor_Scalar", "default"),
@@ -56,29 +56,40 @@ OVERLOADS = {
 
 def _overloads(names: Sequence[str]) -> list[OpOverload]:
     packets = [getattr(aten, name) for name in names if hasattr(aten, name)]
-    ops = [getattr(packet, one) for packet in packets for one in packet.overloads() if "out" not in one]
-    # Without those that take their numbers as one tensor, which must lie on the CPU to be read.
+    ops = [
+        getattr(packet, overload)
+        for packet in packets
+        for overload in packet.overloads()
+        if "out" not in overload
+    ]
+    # Skip overloads that take the numbers as one tensor, which must be on the CPU to be read.
     return [
         op for op in ops if ("scalars", "Tensor") not in {(a.name, str(a.type)) for a in op._schema.arguments}
     ]
 
 
 def _single(op: OpOverload) -> tuple[OpOverload, Rule]:
-    """The functional op on one tensor, and its rule."""
+    """Returns the functional op on one tensor, and its rule."""
     name = op._schema.name.removeprefix("aten::_foreach_").removesuffix("_")
     packet = aten.zeros_like if name == "zero" else getattr(aten, name)
     overload = next(o for o in OVERLOADS[op._overloadname or "default"] if o in packet.overloads())
     single = getattr(packet, overload)
-    own = rules_by_op.get(single)
-    assert own is not None or is_pointwise(single), single
-    return single, own or pointwise
+    own_rule = rules_by_op.get(single)
+    assert own_rule is not None or is_pointwise(single), single
+    return single, own_rule or pointwise
 
 
 class _ForeachArguments:
-    """The tensor arguments of a call in schema order: lists by column, and tensors for all columns."""
+    """The tensor arguments of a call in schema order.
+
+    Attributes:
+        lists: argument name -> input indices of the tensors of the list, one per column.
+        shared: input indices of tensors that are used for all columns.
+        count: number of columns.
+    """
 
     def __init__(self, call: OpCall) -> None:
-        self.lists: dict[str, range] = {}  # argument -> where its tensors are among the inputs
+        self.lists: dict[str, range] = {}
         self.shared: list[int] = []
         used = 0
         positional = [(call.op._schema.arguments[i].name, a) for i, a in enumerate(call.args)]
@@ -103,8 +114,8 @@ def foreach(call: OpCall) -> Strategy:
     results: list[Placements] = []
     chosen_by_key: dict[Any, tuple[tuple[Placements, ...], Placements] | None] = {}
     for index in range(columns.count):
-        at = [positions[index] for positions in columns.lists.values()]
-        inputs = tuple(call.inputs[i] for i in at)
+        input_indices = [positions[index] for positions in columns.lists.values()]
+        inputs = tuple(call.inputs[i] for i in input_indices)
         meta = inputs[0].tensor_meta if in_place else call.outputs[index]
         key = (inputs, meta)
         if key not in chosen_by_key:
@@ -112,10 +123,10 @@ def foreach(call: OpCall) -> Strategy:
         chosen = chosen_by_key[key]
         if chosen is None:
             return Strategy([])
-        for i, placements in zip(at, chosen[0], strict=True):
+        for i, placements in zip(input_indices, chosen[0], strict=True):
             placed[i] = placements
         results.append(chosen[1])
-    # Elementwise ops run on whatever a rank holds: the op itself, also where shards are uneven.
+    # Elementwise ops run unchanged on any shards, also if these are uneven.
     return Strategy(
         [], localize=lambda _: None, exact_placements=(tuple(placed), () if in_place else tuple(results))
     )
@@ -124,15 +135,15 @@ def foreach(call: OpCall) -> Strategy:
 def _place_column(
     call: OpCall, inputs: tuple[DTensorSpec, ...], shared: list[int], meta: TensorMeta | None, in_place: bool
 ) -> tuple[tuple[Placements, ...], Placements] | None:
-    """(placements of the column's inputs, of its result); None where a written one would have to move."""
+    """Returns the placements of a column's inputs and of its result, or None if a written tensor would have to move."""
     single, rule_of_single = _single(call.op)
-    whole = (REPLICATE,) * inputs[0].info.ndim
-    everything = (*inputs, *(call.inputs[i].with_placements(whole) for i in shared))
+    replicated = (REPLICATE,) * inputs[0].info.ndim
+    column_inputs = (*inputs, *(call.inputs[i].with_placements(replicated) for i in shared))
     numbers = not all(isinstance(a, (list, tuple, DTensorSpec)) for a in call.args)
     takes_numbers = numbers or call.op._overloadname == "ScalarList"
-    column = OpCall(single, (*everything, *((0,) if takes_numbers else ())), {}, everything, (meta,))
+    column = OpCall(single, (*column_inputs, *((0,) if takes_numbers else ())), {}, column_inputs, (meta,))
     strategy = rule_of_single(column)
-    # What all columns share is whole.
+    # Tensors that all columns share are replicated.
     rows = [row for row in strategy.rows if all(p == REPLICATE for p in row.inputs[len(inputs) :])]
     if in_place:  # the result lies where the first input does; fresh zeros can lie anywhere
         rows = [r for r in rows if r.inputs[0] == r.outputs[0] or single is aten.zeros_like.default]
@@ -145,46 +156,64 @@ def _place_column(
     return placed[: len(inputs)], results[0]
 
 
-# ---- lists of which some members are plain, or on another mesh ----
+# ---- lists with columns on several meshes, or of plain tensors ----
 
 
 @decomposition(*FOREACH, with_op=True)
-def _in_groups(op: OpOverload, *args: Value, **options: Any) -> Value:
-    """A call whose columns are on several meshes, or plain: group by group, as columns have nothing to do with each
-    other. Those of a write that share memory have: one after the other. NotImplemented where they are one group."""
+def _run_by_mesh(op: OpOverload, *args: Value, **options: Any) -> Value:
+    """Runs the op separately for the columns of each mesh and for those of plain tensors.
+
+    Columns are independent, except in an in-place op whose written tensors share memory; then each column runs alone,
+    in order. Returns NotImplemented if there is only one group of columns.
+    """
     lists = [a for a in args if isinstance(a, (list, tuple)) and a]
     count = len(lists[0])
     if any(len(a) != count for a in lists):
-        return NotImplemented  # torch says so
+        return NotImplemented  # torch raises an error
     columns = zip(*lists, strict=True)
-    meshes = [next((one._spec.info for one in of if isinstance(one, Wrapper)), None) for of in columns]
-    groups = [(mesh, [i for i, own in enumerate(meshes) if own is mesh]) for mesh in dict.fromkeys(meshes)]
+    meshes = [
+        next((tensor._spec.info for tensor in column if isinstance(tensor, Wrapper)), None)
+        for column in columns
+    ]
+    groups = [
+        (mesh, [i for i, column_mesh in enumerate(meshes) if column_mesh is mesh])
+        for mesh in dict.fromkeys(meshes)
+    ]
     if not op._schema.returns and _share_memory(lists):
         groups = [(mesh, [i]) for i, mesh in enumerate(meshes)]
     if len(groups) < 2:
         return NotImplemented
     results: list[Value] = [None] * count
-    for mesh, at in groups:
-        part = [[a[i] for i in at] if any(a is one for one in lists) else _shared(a, mesh, op) for a in args]
+    for mesh, indices in groups:
+        part = [
+            [a[i] for i in indices] if any(a is tensors for tensors in lists) else _shared(a, mesh, op)
+            for a in args
+        ]
         group_results = op(*part, **{name: _shared(value, mesh, op) for name, value in options.items()})
-        for i, result in zip(at, group_results or (), strict=False):
+        for i, result in zip(indices, group_results or (), strict=False):
             results[i] = result
     return results if op._schema.returns else None
 
 
 def _share_memory(lists: Sequence[Sequence[Value]]) -> bool:
-    """Whether a column writes to what another one reads or writes."""
+    """Whether a column writes memory that another column reads or writes."""
     written = lists[0]
-    same = set(map(id, written))
-    views = any(isinstance(one, Wrapper) and one._memory is not None for one in written)
-    if not views and len(same) == len(written) and all(same.isdisjoint(map(id, one)) for one in lists[1:]):
+    written_ids = set(map(id, written))
+    views = any(isinstance(tensor, Wrapper) and tensor._memory is not None for tensor in written)
+    if (
+        not views
+        and len(written_ids) == len(written)
+        and all(written_ids.isdisjoint(map(id, tensors)) for tensors in lists[1:])
+    ):
         return False
     column_of: dict[object, int] = {}
-    for index, one in enumerate(written):
-        if column_of.setdefault(_memory_of(one), index) != index:
+    for index, tensor in enumerate(written):
+        if column_of.setdefault(_memory_of(tensor), index) != index:
             return True
     return any(
-        column_of.get(_memory_of(t), index) != index for one in lists[1:] for index, t in enumerate(one)
+        column_of.get(_memory_of(t), index) != index
+        for tensors in lists[1:]
+        for index, t in enumerate(tensors)
     )
 
 
@@ -193,16 +222,16 @@ def _memory_of(tensor: object) -> object:
 
 
 def _shared(value: Value, mesh: MeshInfo | None, op: OpOverload) -> Value:
-    """What all columns share, for those on `mesh` or for plain ones: a replicated value, where it is a tensor."""
+    """Returns an argument shared by all columns for the columns on `mesh`: a tensor of another mesh is replicated."""
     if not isinstance(value, Wrapper) or value._spec.info is mesh:
         return value
-    here = value._spec.info
-    if here.coordinate is None:
+    value_mesh = value._spec.info
+    if value_mesh.coordinate is None:
         raise MixedTensorError(
-            f"{op} got a list of tensors that are not all on {here}, and for all of them {value._spec}, which this "
-            "rank, outside that mesh, does not know; expected tensors of that mesh alone: call it on the members"
+            f"{op} got a list of tensors that are not all on {value_mesh}, and for all of them {value._spec}, whose "
+            "values this rank, outside that mesh, lacks; expected only tensors of that mesh: call it on its ranks"
         )
-    return _whole(value)
+    return _replicated_local(value)
 
 
 # ---- fused optimizer steps ----
@@ -213,13 +242,15 @@ FUSED = _overloads(["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adag
 
 @rule(*FUSED)
 def fused_step(call: OpCall) -> Strategy:
-    """(parameters, gradients, state...): all of a column lie as the parameter does. The counts of steps, and
-    what all columns share, are whole."""
+    """(parameters, gradients, state...): all tensors of a column are placed like the parameter.
+
+    Step counts and tensors that all columns share are replicated.
+    """
     columns = _ForeachArguments(call)
     placed: list[Placements] = [(REPLICATE,) * spec.info.ndim for spec in call.inputs]
     for name, positions in columns.lists.items():
-        for own, i in zip(columns.lists["self"], positions, strict=True):
-            parameter, spec = call.inputs[own], call.inputs[i]
+        for parameter_index, i in zip(columns.lists["self"], positions, strict=True):
+            parameter, spec = call.inputs[parameter_index], call.inputs[i]
             if name != "state_steps":
                 placed[i] = parameter.placements
                 if spec.placements != placed[i] or spec.has_partial():
@@ -228,25 +259,27 @@ def fused_step(call: OpCall) -> Strategy:
 
 
 def _step_on_copies(
-    op: OpOverload, parameters: Sequence[Value], grads: Sequence[Value], *rest: Any, **options: Any
+    op: OpOverload, parameters: Sequence[Value], grads: Sequence[Value], *args: Any, **options: Any
 ) -> Value:
-    """A fused step whose gradients or state lie elsewhere than the parameters: on copies that lie there."""
-    states = rest if op._schema.name == "aten::_fused_sgd_" else rest[:-1]
-    steps = rest[len(states) :]
+    """Runs a fused step whose gradients or states are placed unlike the parameters, on redistributed copies."""
+    states = args if op._schema.name == "aten::_fused_sgd_" else args[:-1]
+    steps = args[len(states) :]
     pairs = (pair for tensors in (grads, *states) for pair in zip(parameters, tensors, strict=False))
     if all(parameter._spec.placements == tensor._spec.placements for parameter, tensor in pairs):
         return NotImplemented
     scale, found_inf = options.get("grad_scale"), options.get("found_inf")
-    if scale is not None:  # the op leaves the gradients unscaled, unless it skips the step
+    if scale is not None:  # the op leaves unscaled gradients behind, unless it skips the step
         factor = scale if found_inf is None else torch.where(found_inf > 0, torch.ones_like(scale), scale)
         for grad in grads:
             grad.div_(factor)
         options["grad_scale"] = None
     moved = [_moved(parameters, tensors) for tensors in (grads, *states)]
     op(parameters, *moved, *steps, **options)
-    for own, copies in zip(states, moved[1:], strict=True):
-        for tensor, copied in zip(own, copies, strict=True):
-            if tensor is not copied:  # a momentum lies as its first gradient, of which terms may be pending
+    for state, copies in zip(states, moved[1:], strict=True):
+        for tensor, copied in zip(state, copies, strict=True):
+            if (
+                tensor is not copied
+            ):  # such as a momentum placed like its first gradient, which may be a pending sum
                 back = redistribute_tensor(copied, tensor._spec.placements)
                 tensor._local_tensor.copy_(back._local_tensor)
                 increment_version((tensor,))
@@ -255,81 +288,92 @@ def _step_on_copies(
 
 @decomposition(*FUSED, with_op=True)
 def _step(op: OpOverload, *args: Value, **options: Any) -> Value:
-    result = _in_groups(op, *args, **options)
+    result = _run_by_mesh(op, *args, **options)
     return _step_on_copies(op, *args, **options) if result is NotImplemented else result
 
 
 def _moved(parameters: Sequence[Value], tensors: Sequence[Value]) -> list[Value]:
-    """Each tensor as its parameter lies: itself where it does already. Unused lists are empty."""
+    """Returns each tensor with the placements of its parameter. Unused lists are empty."""
     return [
         t if p._spec.placements == t._spec.placements else redistribute_tensor(t, p._spec.placements)
         for p, t in zip(parameters, tensors, strict=False)
     ]
 
 
-# ---- norms, and finiteness, over lists ----
+# ---- norms and finiteness of lists ----
 
 
 @decomposition(aten._foreach_norm.Scalar)
 def foreach_norm(tensors: Sequence[Value], ord: Any = 2, dtype: torch.dtype | None = None) -> Value:
-    """Norms of the tensors, replicated: each rank's own to the power of `ord` are summed, in one collective for all
-    tensors with the same placements. Of a plain tensor beside them its own norm. If the tensors are on several meshes
-    of the same ranks, the norms are plain tensors, so that they can be put together."""
+    """Returns the norms of the tensors, replicated.
+
+    The norms of local shards to the power of `ord` are summed over the ranks, in one collective for all tensors with
+    the same placements. Plain tensors are not reduced. If the tensors are on several meshes of the same ranks, the
+    norms are returned as plain tensors, so that they can be combined.
+    """
     if ord <= 0 or (is_grad_enabled() and any_requires_grad(tensors)):
         return NotImplemented
-    # (class, spec), or of plain ones (None, dtype, shape) -> where such tensors are
+    # (class, spec) of DTensors or (None, dtype, shape) of plain tensors -> their indices
     by_spec: dict[Any, list[int]] = {}
-    for at, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         placed = isinstance(tensor, Wrapper)
         kind = (tensor.viewed, tensor._spec) if placed else (None, tensor.dtype, tensor.shape)
-        by_spec.setdefault(kind, []).append(at)
-    groups: dict[Any, list[int]] = {}  # (class, mesh, placements, dtype), None of plain ones
+        by_spec.setdefault(kind, []).append(index)
+    groups: dict[Any, list[int]] = {}  # (class, mesh, placements, dtype), or None for plain tensors
     for (cls, *_), positions in by_spec.items():
         first = tensors[positions[0]]
         if not first.dtype.is_floating_point or (ord == math.inf and 0 in first.shape):
-            return NotImplemented  # torch refuses the latter: nothing is the largest of none
+            return NotImplemented  # torch rejects the latter, as an empty tensor has no maximum
         spec = first._spec if cls else None
         groups.setdefault(spec and (cls, spec.info, spec.placements, spec.dtype), []).extend(positions)
     meshes = {placed[1] for placed in groups if placed}
-    apart = len(meshes) > 1 and len({tuple(sorted(ranks_of_mesh(info.mesh))) for info in meshes}) == 1
+    several_meshes = (
+        len(meshes) > 1 and len({tuple(sorted(ranks_of_mesh(info.mesh))) for info in meshes}) == 1
+    )
     norms: list[Value] = [None] * len(tensors)
     for placed, positions in groups.items():
-        group = [tensors[at] for at in positions]
+        group = [tensors[index] for index in positions]
         norms_of = _norms_of_group if placed else torch._foreach_norm
-        for at, norm in zip(positions, norms_of(group, ord, dtype=dtype), strict=True):
-            norms[at] = norm._local_tensor if placed and apart else norm
+        for index, norm in zip(positions, norms_of(group, ord, dtype=dtype), strict=True):
+            norms[index] = norm._local_tensor if placed and several_meshes else norm
     return norms
 
 
 def _norms_of_group(tensors: Sequence[Value], ord: Any, dtype: torch.dtype | None) -> list[Value]:
-    """The norms of tensors of the same placements and dtype. Sums of powers grow large: they are in float64."""
+    """Returns the norms of tensors with the same placements and dtype, computed in float64 as powers may grow large."""
     cls, spec = tensors[0].viewed, tensors[0]._spec
     info, dtype = spec.info, dtype or spec.dtype
-    whole = (REPLICATE,) * info.ndim
-    one = DTensorSpec.of(info, whole, (), (), dtype)
+    replicated = (REPLICATE,) * info.ndim
+    norm_spec = DTensorSpec.of(info, replicated, (), (), dtype)
     if spec.has_partial():
         tensors = [redistribute_tensor(t, placements_of_gradient(spec.placements)) for t in tensors]
     locals_ = [t._local_tensor for t in tensors]
     if info.coordinate is None:
-        return [wrap(cls, local.new_empty(0, dtype=dtype), one) for local in locals_]
-    # An empty shard has no largest element; 0 is neutral, as no norm is negative.
-    held = [local if local.numel() else local.new_zeros(1) for local in locals_]
+        return [wrap(cls, local.new_empty(0, dtype=dtype), norm_spec) for local in locals_]
+    # The maximum of an empty shard is replaced by that of a 0, which is neutral because norms are not negative.
+    nonempty_locals = [local if local.numel() else local.new_zeros(1) for local in locals_]
     wide = torch.promote_types(dtype, torch.float32)
-    terms = torch.stack(torch._foreach_norm(held, ord, dtype=wide)).double()
+    terms = torch.stack(torch._foreach_norm(nonempty_locals, ord, dtype=wide)).double()
     largest = ord == math.inf
     kind = Partial("max" if largest else "sum")
     placements = tuple(kind if p.is_shard() else REPLICATE for p in spec.placements)
     pending = DTensorSpec.of(info, placements, (len(tensors),), (1,), torch.float64)
-    total = redistribute_tensor(wrap(cls, terms if largest else terms**ord, pending), whole)._local_tensor
-    return [wrap(cls, norm, one) for norm in (total if largest else total ** (1 / ord)).to(dtype).unbind()]
+    total = redistribute_tensor(
+        wrap(cls, terms if largest else terms**ord, pending), replicated
+    )._local_tensor
+    return [
+        wrap(cls, norm, norm_spec) for norm in (total if largest else total ** (1 / ord)).to(dtype).unbind()
+    ]
 
 
 @decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) -> Value:
-    """Multiplies the gradients by `inv_scale`; `found_inf` becomes 1 on every rank if any element of any is not
-    finite: of plain ones, if this rank has such. A pending sum is looked at as a whole: its terms may be finite
-    where it is not."""
-    overflow, factor = (_whole(t) if isinstance(t, Wrapper) else t for t in (found_inf, inv_scale))
+    """Multiplies the gradients by `inv_scale`, and sets `found_inf` to 1 on every rank if any element is not finite.
+
+    Only plain tensors are checked by this rank alone. A pending sum is reduced before the check, because its terms may
+    be finite although it is not.
+    """
+    overflow, factor = (_replicated_local(t) if isinstance(t, Wrapper) else t for t in (found_inf, inv_scale))
     by_mesh: dict[MeshInfo | None, list[Value]] = {}
     for tensor in tensors:
         by_mesh.setdefault(tensor._spec.info if isinstance(tensor, Wrapper) else None, []).append(tensor)
@@ -338,27 +382,31 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
             torch._amp_foreach_non_finite_check_and_unscale_(members, overflow, factor)
             continue
         spread = [t for t in members if not t._spec.has_partial()]
-        here = torch.zeros_like(overflow)
+        mesh_overflow = torch.zeros_like(overflow)
         if info.coordinate is not None and spread:
-            held = [t._local_tensor for t in spread]
-            torch._amp_foreach_non_finite_check_and_unscale_(held, here, factor)
+            locals_ = [t._local_tensor for t in spread]
+            torch._amp_foreach_non_finite_check_and_unscale_(locals_, mesh_overflow, factor)
             increment_version(spread)
         split = [any(t._spec.placements[dim].is_shard() for t in spread) for dim in range(info.ndim)]
         placed = tuple(Partial("max") if cut else REPLICATE for cut in split)
-        spec = DTensorSpec.of(info, placed, here.shape, here.stride(), here.dtype)
-        total: Any = wrap(members[0].viewed, here if info.coordinate is not None else here.new_empty(0), spec)
+        spec = DTensorSpec.of(info, placed, mesh_overflow.shape, mesh_overflow.stride(), mesh_overflow.dtype)
+        total: Any = wrap(
+            members[0].viewed,
+            mesh_overflow if info.coordinate is not None else mesh_overflow.new_empty(0),
+            spec,
+        )
         for tensor in [t for t in members if t._spec.has_partial()]:
-            total = total + (~torch.isfinite(tensor)).any().to(here.dtype)
+            total = total + (~torch.isfinite(tensor)).any().to(mesh_overflow.dtype)
             tensor.mul_(factor.to(tensor.dtype))
-        whole = _whole(total)
+        total_overflow = _replicated_local(total)
         if info.coordinate is not None:
-            overflow.masked_fill_(whole.reshape(overflow.shape) > 0, 1.0)
+            overflow.masked_fill_(total_overflow.reshape(overflow.shape) > 0, 1.0)
     if isinstance(found_inf, Wrapper) and overflow is not found_inf._local_tensor:
         spec = found_inf._spec.with_placements((REPLICATE,) * found_inf._spec.info.ndim)
         found_inf.copy_(wrap(found_inf.viewed, overflow, spec))
     return None
 
 
-def _whole(tensor: Value) -> torch.Tensor:
-    """All values, which are the rank's own memory of a replicated tensor."""
+def _replicated_local(tensor: Value) -> torch.Tensor:
+    """Replicates a DTensor and returns the local tensor."""
     return redistribute_tensor(tensor, (REPLICATE,) * tensor._spec.info.ndim)._local_tensor

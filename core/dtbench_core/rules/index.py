@@ -1,8 +1,7 @@
-"""Ops that take index tensors: lookups (index, gather, embedding) and writes (index_put, scatter).
+"""Ops with index tensors: lookups (index, gather, embedding) and writes (index_put, scatter).
 
-A dim that no index refers to is a batch dim: it may be sharded wherever it stands. A lookup may also
-shard the indices, if what they look into is whole. Where entries are added up, each rank may add those
-that it holds to its term of a pending sum.
+A dim that no index refers to is a batch dim and may be sharded. A lookup may also shard the indices if the indexed
+tensor is replicated. Ops that add up entries may also shard the entries; each rank then adds its own to a pending sum.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def sparse(*_: object, **__: object) -> Value:
 def embedding(call: OpCall) -> Strategy:
     """(weight [rows, width], indices [...]) -> [..., width].
 
-    Of sharded rows each rank looks up those it holds and gives 0 for the others: a pending sum.
+    If rows are sharded, each rank looks up its own rows and returns 0 for the others. The result is a pending sum.
     """
     lead = free_labels(call.inputs[1].ndim, skip="rw")
     rows = label_rows(f"w{lead}r", ("rw", lead), (lead + "w",), SUM)
@@ -54,7 +53,7 @@ def embedding(call: OpCall) -> Strategy:
 
 def _lookup(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
     weight = placed.inputs[0]
-    count, held, first = weight.shape[0], weight.local_shape[0], weight.local_offset[0]
+    count, local_rows, first = weight.shape[0], weight.local_shape[0], weight.local_offset[0]
     if not any(p.is_shard(0) for p in weight.placements):
         return None
 
@@ -65,21 +64,21 @@ def _lookup(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
                 f"embedding got an index outside [0, {count}), the rows of its weight: "
                 f"[{indices.min().item()}, {indices.max().item()}]"
             )
-        torch._assert_async(valid)  # on an accelerator without waiting for it, and in a graph
-        if held == 0:
+        torch._assert_async(valid)  # does not synchronize on an accelerator, and works in a graph
+        if local_rows == 0:
             return local.new_zeros((*indices.shape, local.shape[1]))
-        mine = (indices >= first) & (indices < first + held)
-        rows: torch.Tensor = aten.embedding(local, torch.where(mine, indices - first, 0))
-        return rows.masked_fill_(~mine.unsqueeze(-1), 0)
+        is_local = (indices >= first) & (indices < first + local_rows)
+        result: torch.Tensor = aten.embedding(local, torch.where(is_local, indices - first, 0))
+        return result.masked_fill_(~is_local.unsqueeze(-1), 0)
 
     return run
 
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward(call: OpCall) -> Strategy:
-    """(grad [..., width], indices [...]) -> grad of the weight: a sum over the indices."""
+    """(grad [..., width], indices [...]) -> gradient of the weight, a sum over the indices."""
     lead = free_labels(call.inputs[1].ndim, skip="rw")
-    # Frequencies are counted over all indices.
+    # Frequencies count all indices, so indices cannot be sharded then.
     rows = label_rows("w" if call["scale_grad_by_freq"] else "w" + lead, (lead + "w", lead), ("rw",), SUM)
     return Strategy([*rows, *pending_rows(call, (0,))])
 
@@ -88,7 +87,7 @@ def embedding_dense_backward(call: OpCall) -> Strategy:
 
 
 def _indexed(call: OpCall) -> tuple[list[int], list[DTensorSpec], torch.Size, int]:
-    """(indexed dims, their index specs, the shape they broadcast to, where it begins in the result)."""
+    """Returns (indexed dims, specs of their indices, broadcast shape of the indices, its first dim in the result)."""
     listed = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
     dims = [dim for dim, _ in listed]
     shape = torch.broadcast_shapes(*(index.shape for _, index in listed))
@@ -97,9 +96,9 @@ def _indexed(call: OpCall) -> tuple[list[int], list[DTensorSpec], torch.Size, in
 
 
 def _kept_dims(call: OpCall, dims: list[int], shape: torch.Size, start: int) -> dict[int, int]:
-    """Dims of self that no index refers to -> dims of what x[indices] gives."""
-    kept = [d for d in range(call.inputs[0].ndim) if d not in dims]
-    return {d: i + (len(shape) if i >= start else 0) for i, d in enumerate(kept)}
+    """Returns a map from the dims of self without index to dims of x[indices]."""
+    batch_dims = [d for d in range(call.inputs[0].ndim) if d not in dims]
+    return {d: i + (len(shape) if i >= start else 0) for i, d in enumerate(batch_dims)}
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -123,32 +122,36 @@ def index(call: OpCall) -> Strategy:
 @rule(aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default)
 @rule(aten._index_put_impl_.default)
 def index_put(call: OpCall) -> Strategy:
-    """(self, indices..., values): the values broadcast to what self[indices] would give."""
+    """(self, indices..., values): the values broadcast to the shape of self[indices]."""
     values = call.inputs[-1]
     if len(call.inputs) == 2:
-        return Strategy([])  # no index at all
+        return Strategy([])  # no indices
     if any(spec.dtype not in INTEGER for spec in call.inputs[1:-1]):
         return Strategy(_mask_rows(call))
     dims, indices, shape, start = _indexed(call)
-    kept = _kept_dims(call, dims, shape, start)
+    batch_dims = _kept_dims(call, dims, shape, start)
     self = call.inputs[0]
-    result = [self.shape[d] for d in kept]
-    whole = torch.Size((*result[:start], *shape, *result[start:]))
+    result = [self.shape[d] for d in batch_dims]
+    values_shape = torch.Size((*result[:start], *shape, *result[start:]))
     count = len(indices)
     rows = [
-        PlacementRow((Shard(d), *(REPLICATE,) * count, broadcast_placement(values, out, whole)), (Shard(d),))
-        for d, out in kept.items()
+        PlacementRow(
+            (Shard(d), *(REPLICATE,) * count, broadcast_placement(values, out, values_shape)), (Shard(d),)
+        )
+        for d, out in batch_dims.items()
     ]
     if call["accumulate"]:
         rows += pending_rows(call, (0, len(call.inputs) - 1))
         for dim in range(len(shape)):
             placed = (broadcast_placement(i, dim, shape) for i in indices)
-            rows.append(PlacementRow((SUM, *placed, broadcast_placement(values, start + dim, whole)), (SUM,)))
+            rows.append(
+                PlacementRow((SUM, *placed, broadcast_placement(values, start + dim, values_shape)), (SUM,))
+            )
     return Strategy(rows)
 
 
 def _mask_rows(call: OpCall) -> list[PlacementRow]:
-    """x[mask] = one value: elementwise, where the mask covers the leading dims of x."""
+    """Rows for x[mask] = value with a single value: elementwise, where the mask covers the leading dims of x."""
     self, mask, values = call.inputs[0], call.inputs[1], call.inputs[-1]
     if len(call.inputs) != 3 or values.shape.numel() != 1 or call["indices"][0] is None:
         return []
@@ -158,7 +161,7 @@ def _mask_rows(call: OpCall) -> list[PlacementRow]:
     ]
 
 
-# ---- along one dim, by a list of indices ----
+# ---- along one dim, with a list of indices ----
 
 
 @rule(aten.index_select.default)
@@ -171,7 +174,7 @@ def index_select(call: OpCall) -> Strategy:
 
 @rule(aten.index_add.default, aten.index_add_.default)
 def index_add(call: OpCall) -> Strategy:
-    """(self, index, source): the rows added to are whole, and the sum is linear in self and source."""
+    """(self, index, source). Linear in self and source; the dim that is added to must not be sharded."""
     rows = _other_dims(call, source=True)
     if call.inputs[1].ndim and call.inputs[2].ndim:
         rows.append(PlacementRow((SUM, Shard(0), Shard(call.dim())), (SUM,)))
@@ -187,7 +190,7 @@ def index_copy(call: OpCall) -> Strategy:
 @rule(aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar)
 @rule(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor)
 def index_fill(call: OpCall) -> Strategy:
-    """(self, index, value?): a number is filled in on every rank, so a pending sum takes only 0."""
+    """(self, index, value?): every rank fills in the number, so it can be filled into a pending sum only if it is 0."""
     rows = _other_dims(call)
     if len(call.inputs) == 3:
         return Strategy([*rows, *pending_rows(call, (0, 2), ops=("sum", "max", "min"))])
@@ -196,39 +199,39 @@ def index_fill(call: OpCall) -> Strategy:
 
 
 def _other_dims(call: OpCall, *, source: bool = False) -> list[PlacementRow]:
-    """(self, index, source or value?): dims other than the indexed one are a batch, of a source as well."""
-    whole, more = call.dim(), len(call.inputs) - 2
+    """Rows that shard a dim of self, and of `source` if given, other than the indexed one."""
+    indexed_dim, source_count = call.dim(), len(call.inputs) - 2
     return [
-        PlacementRow((Shard(d), REPLICATE, *(Shard(d) if source else REPLICATE,) * more), (Shard(d),))
+        PlacementRow((Shard(d), REPLICATE, *(Shard(d) if source else REPLICATE,) * source_count), (Shard(d),))
         for d in range(call.inputs[0].ndim)
-        if d != whole
+        if d != indexed_dim
     ]
 
 
-# ---- along one dim, an index per element ----
+# ---- along one dim, with an index per element ----
 
 
 @rule(aten.gather.default)
 def gather(call: OpCall) -> Strategy:
-    """(self, index): element [i, j] of the result comes from row i of self, so a shard of the index needs the
-    same part of self in every dim but the gathered one."""
+    """(self, index). A shard of the index needs the same part of self in all dims other than the gathered one."""
     source, index = call.inputs
     if source.ndim != index.ndim or not source.ndim:
         return Strategy(pending_rows(call, (0,), ops=REDUCE_OPS))
     picked = call.dim()
-    # One of the two for each dim: over two mesh dims, a mixture would cut self and index at different places.
+    # Exactly one row per dim: a mixture of rows on two mesh dims would cut self and index at different places.
     rows = []
     for d in range(source.ndim):
         aligned = d != picked and source.shape[d] == index.shape[d]
         rows.append(PlacementRow((Shard(d) if aligned else REPLICATE, Shard(d)), (Shard(d),)))
 
     def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
-        held, index = placed.inputs
+        source_spec, index_spec = placed.inputs
         windows = [
-            (d, index.local_offset[d] - held.local_offset[d], index.local_shape[d])
-            for d in range(index.ndim)
+            (d, index_spec.local_offset[d] - source_spec.local_offset[d], index_spec.local_shape[d])
+            for d in range(index_spec.ndim)
             if d != picked
-            and (index.local_offset[d], index.local_shape[d]) != (held.local_offset[d], held.local_shape[d])
+            and (index_spec.local_offset[d], index_spec.local_shape[d])
+            != (source_spec.local_offset[d], source_spec.local_shape[d])
         ]
         if not windows:
             return None
@@ -248,14 +251,18 @@ def gather(call: OpCall) -> Strategy:
 @rule(*SCATTER_ADD)
 @rule(aten.scatter_reduce.two, aten.scatter_reduce_.two)
 def scatter(call: OpCall) -> Strategy:
-    """(self, index, src?): a dim is a batch dim where all have it in full; indices may be fewer than rows. A sum that
-    includes self is linear in self and src."""
+    """(self, index, src?): a dim may be sharded if it has the same size in all of them.
+
+    A sum that includes self is linear in self and src.
+    """
     self, index, *sources = call.inputs
     same_dims = all(spec.ndim == self.ndim for spec in (index, *sources))
     rows, picked = [], call.dim()
     if same_dims:
-        whole = [d for d in range(self.ndim) if any(s.shape[d] != self.shape[d] for s in (index, *sources))]
-        rows = shard_rows_except(call, [picked, *whole], len(call.inputs))
+        partly_indexed = [
+            d for d in range(self.ndim) if any(s.shape[d] != self.shape[d] for s in (index, *sources))
+        ]
+        rows = shard_rows_except(call, [picked, *partly_indexed], len(call.inputs))
     reduces = call.op in (aten.scatter_reduce.two, aten.scatter_reduce_.two)
     adds = call["reduce"] == "sum" and call["include_self"] if reduces else call.op in SCATTER_ADD
     if not adds:
@@ -265,7 +272,7 @@ def scatter(call: OpCall) -> Strategy:
     return Strategy([*rows, *pending_rows(call, (0, 2))])
 
 
-# ---- by index into the flattened tensor ----
+# ---- with indices into the flattened tensor ----
 
 
 @rule(aten.take.default)
@@ -276,7 +283,7 @@ def take(call: OpCall) -> Strategy:
 
 @rule(aten.put.default, aten.put_.default)
 def put(call: OpCall) -> Strategy:
-    """(self, index, source): sums can be left pending; which of two written values stays is not defined."""
+    """(self, index, source). Only sums can be left pending: which of two values for one element wins is undefined."""
     if not call["accumulate"]:
         return Strategy([])
     _, index, source = call.inputs
@@ -287,7 +294,7 @@ def put(call: OpCall) -> Strategy:
 
 @rule(aten.histc.default)
 def histc(call: OpCall) -> Strategy:
-    """Counts add up, if the bins are given; else they span the values of the whole tensor."""
+    """Counts add up over the ranks if the bins are given. Otherwise the bins depend on the values of all ranks."""
     if call["min"] == call["max"]:
         return Strategy([])
     return Strategy([PlacementRow((Shard(d),), (SUM,)) for d in range(call.inputs[0].ndim)])

@@ -1,6 +1,6 @@
-"""Norms over the last dims or over groups of channels, weight norms, distances.
+"""Norms over the last dims or over groups of channels, weight norms, and distances.
 
-Batch norm, whose statistics run over the batch itself, is in batch_norm.py.
+Batch norm is in batch_norm.py, because its statistics are over the batch itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dtbench_core.rules.pointwise import neutral_term, pointwise
 
 @rule(aten.linalg_cross.default)
 def cross(call: OpCall) -> Strategy:
-    """Products of vectors of 3 that lie along `dim`; the other dims broadcast."""
+    """Cross products of vectors of 3 along `dim`; the other dims broadcast."""
     meta = call.outputs[0]
     shape = meta.shape if meta is not None else ()
     dim = call.dim("dim", len(shape))
@@ -51,7 +51,7 @@ def cross(call: OpCall) -> Strategy:
 
 @rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
 def native_layer_norm(call: OpCall) -> Strategy:
-    """(input, weight?, bias?) -> (output, mean?, rstd); weight and bias are whole."""
+    """(input, weight?, bias?) -> (output, mean?, rstd). Weight and bias are replicated."""
     _restate_statistics(call)
     batch = free_labels(call.inputs[0].ndim - len(call["normalized_shape"]))
     parameters = [""] * (len(call.inputs) - 1)
@@ -59,8 +59,11 @@ def native_layer_norm(call: OpCall) -> Strategy:
 
 
 def _restate_statistics(call: OpCall) -> None:
-    """Corrects the dtype of mean and rstd, which torch's meta kernels take from other devices than a CPU: there
-    it is the input's, or float32 where half-precision inputs have float32 weights."""
+    """Corrects the dtype of mean and rstd in half precision on CPU.
+
+    torch's meta kernels return the dtype of other devices. On CPU it is the input's dtype, or float32 if the weights
+    are float32.
+    """
     source = call.inputs[0]
     fused = call.op is aten._fused_rms_norm.default
     if source.info.device_type != "cpu" or source.dtype not in (torch.float16, torch.bfloat16) or fused:
@@ -73,8 +76,10 @@ def _restate_statistics(call: OpCall) -> None:
 
 @rule(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
 def native_layer_norm_backward(call: OpCall) -> Strategy:
-    """(grad, input, mean?, rstd, weight?, bias?) -> (grad_input, grad_weight, grad_bias?): the latter two
-    are sums over the batch, so a sharded batch leaves them pending. Linear in `grad`."""
+    """(grad, input, mean?, rstd, weight?, bias?) -> (grad_input, grad_weight, grad_bias?).
+
+    Gradients of weight and bias are sums over the batch, so a sharded batch leaves them pending. Linear in `grad`.
+    """
     batch = free_labels(call.inputs[0].ndim - len(call["normalized_shape"]))
     activations = [batch] * (len(call.outputs) + 1)  # grad, input and the statistics
     parameters = [""] * (len(call.inputs) - len(activations))
@@ -85,12 +90,12 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
 
 @rule(aten.add_.Scalar)
 def add_number_in_place(call: OpCall) -> Strategy:
-    """As rms_norm adds eps to a mean, which may be pending: to each term of an average, to one of a sum."""
+    """Adding a number to a Partial: to each term of an average, but to only one term of a sum. rms_norm does it."""
     rows = [*pointwise(call).rows, *linear_rows(call, 1)]
-    return Strategy(rows, localize=_by_first_rank if pending_ops(call, ["sum"]) else None)
+    return Strategy(rows, localize=_add_on_first_rank if pending_ops(call, ["sum"]) else None)
 
 
-def _by_first_rank(placed: PlacedSpecs) -> Call | None:
+def _add_on_first_rank(placed: PlacedSpecs) -> Call | None:
     return None if neutral_term(placed.inputs[0]) is None else lambda local, *_: local
 
 
@@ -106,24 +111,24 @@ def native_group_norm(call: OpCall) -> Strategy:
     data = "nc" + "." * (call.inputs[0].ndim - 2)
     parameters = ["c"] * (len(call.inputs) - 1)
     rows = label_rows(_sharded(call), (data, *parameters), (data, "nc", "nc"))
-    return Strategy(rows, local_op=_own_sizes(call))
+    return Strategy(rows, local_op=_with_local_sizes(call))
 
 
 @rule(aten.native_group_norm_backward.default)
 def native_group_norm_backward(call: OpCall) -> Strategy:
     """(grad, input, mean, rstd, weight?) -> (grad_input, grad_weight [c], grad_bias [c])."""
-    if call.outputs[0] is not None:  # the meta kernel takes the dtype of the statistics
+    if call.outputs[0] is not None:  # the meta kernel returns the dtype of the statistics
         call.outputs = (call.outputs[0]._replace(dtype=call.inputs[1].dtype), *call.outputs[1:])
     if not _groups_are_plain(call):
         return Strategy([])
     data = "nc" + "." * (call.inputs[0].ndim - 2)
     parameters = ["c"] * (len(call.inputs) - 4)
     rows = label_rows(_sharded(call), (data, data, "nc", "nc", *parameters), (data, "c", "c"), SUM)
-    return Strategy([*rows, *pending_rows(call, (0,))], local_op=_own_sizes(call))
+    return Strategy([*rows, *pending_rows(call, (0,))], local_op=_with_local_sizes(call))
 
 
 def _groups_are_plain(call: OpCall) -> bool:
-    """Whether the sizes given are those of the input's dims."""
+    """Whether the size arguments equal the sizes of the input's dims."""
     shape = call.inputs[0].shape
     return not call.kwargs and len(shape) >= 2 and (call["N"], call["C"]) == tuple(shape[:2])
 
@@ -132,38 +137,38 @@ def _sharded(call: OpCall) -> str:
     return "nc" if splits_between_groups(call, call["group"]) else "n"
 
 
-def _own_sizes(call: OpCall) -> Call:
-    """The op with the shard's N, C and groups."""
+def _with_local_sizes(call: OpCall) -> Call:
+    """Returns the op with N, C and the number of groups of the shard."""
     names = list(call.named())
     n, c, group = names.index("N"), names.index("C"), names.index("group")
     channels, groups, op = call["C"], call["group"], call.op
 
     def local_op(*args: Value) -> Value:
-        own = list(args)
-        own[n], own[c] = args[0].shape[:2]
-        own[group] = groups * own[c] // channels if channels else groups
-        # the kernel reads its input as one block
-        own[0] = own[0].contiguous()
-        return op(*own)
+        local_args = list(args)
+        local_args[n], local_args[c] = args[0].shape[:2]
+        local_args[group] = groups * local_args[c] // channels if channels else groups
+        # The kernel requires contiguous memory.
+        local_args[0] = local_args[0].contiguous()
+        return op(*local_args)
 
     return local_op
 
 
 @rule(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default)
 def weight_norm(call: OpCall) -> Strategy:
-    """(direction, length) -> (weight, norms): norms over all dims but `dim`, on which both lie.
+    """(direction, length) -> (weight, norms). Norms are over all dims except `dim`, which both may shard.
 
     (grad, direction, length, norms) -> (grad of direction, of length) backward, linear in `grad`."""
     dim = call.dim()
     shapes = [spec.shape for spec in call.inputs] + [m.shape for m in call.outputs if m is not None]
-    same = all(len(s) == len(shapes[0]) and s[dim] == shapes[0][dim] for s in shapes)
-    rows = shard_rows([dim] if same else (), len(call.inputs), len(call.outputs))
+    dim_matches = all(len(s) == len(shapes[0]) and s[dim] == shapes[0][dim] for s in shapes)
+    rows = shard_rows([dim] if dim_matches else (), len(call.inputs), len(call.outputs))
     return Strategy([*rows, *(pending_rows(call, (0,)) if len(call.inputs) == 4 else ())])
 
 
 @rule(aten._cdist_forward.default, aten._cdist_backward.default)
 def cdist(call: OpCall) -> Strategy:
-    """(x1 [..., p, m], x2 [..., r, m]) -> distances [..., p, r]; leading dims are a batch where nothing broadcasts.
+    """(x1 [..., p, m], x2 [..., r, m]) -> distances [..., p, r]; leading dims may be sharded unless they broadcast.
 
     (grad [..., p, r], x1, x2, distances) -> gradient of x1 backward: a sum over r, linear in `grad`."""
     backward, batch = len(call.inputs) == 4, call.inputs[0].ndim - 2

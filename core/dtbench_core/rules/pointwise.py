@@ -1,4 +1,4 @@
-"""Elementwise ops: every op torch tags `pointwise`, copies, casts and `*_like` factories.
+"""Elementwise ops: all ops that torch tags `pointwise`, copies, casts and `*_like` factories.
 
 Any dim may be sharded, if all inputs that have it (not broadcast over it) are. A pending sum passes
 only through the ops that are linear in the inputs holding it.
@@ -38,24 +38,26 @@ from dtbench_core.rules.labels import broadcast_placements
 
 
 def is_pointwise(op: OpOverload) -> bool:
-    """Whether torch says the op is elementwise (and draws no random numbers), and no user says otherwise."""
+    """Whether torch tags the op as elementwise (without random numbers), and the user registered no other rule."""
     if torch.Tag.nondeterministic_seeded in op.tags or op in base.overridden_ops:
         return False
-    if sum(argument.is_out for argument in op._schema.arguments) > 1:  # frexp(out=): the common way of out=
+    if (
+        sum(argument.is_out for argument in op._schema.arguments) > 1
+    ):  # frexp(out=) runs like other ops with out=
         return False
     if torch.Tag.pointwise in op.tags or op._schema.name in PRIMS:
         return True
-    # Many in-place forms lack the tag of the functional one.
+    # Many in-place ops lack the tag of their functional variant.
     functional = _functional(op)
     return functional is not None and torch.Tag.pointwise in functional.tags
 
 
-# Untagged too: in forward AD, torch multiplies a tangent that is zero on the meta device, in these.
+# These lack the tag as well. In forward AD, torch uses them to multiply zero tangents on the meta device.
 PRIMS = {"prims::add", "prims::sub", "prims::mul", "prims::div"}
 
 
 def _functional(op: OpOverload) -> OpOverload | None:
-    """`aten.eq.Scalar` for `aten.eq_.Scalar`."""
+    """Returns the functional variant of an in-place op: `aten.eq.Scalar` for `aten.eq_.Scalar`."""
     namespace, _, name = op._schema.name.partition("::")
     if namespace != "aten" or not name.endswith("_") or name.startswith("_"):
         return None
@@ -70,18 +72,18 @@ def _with_in_place(ops: set[OpOverload]) -> set[OpOverload]:
     }
 
 
-# f(x + y) = f(x) + f(y), in all tensor inputs together.
+# Ops that are linear in all tensor inputs together: f(x + y) = f(x) + f(y).
 LINEAR = _with_in_place({aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.neg.default})
 LINEAR |= _with_in_place({aten.lerp.Scalar, aten.conj_physical.default})
 LINEAR |= {aten._conj_physical.default, aten.positive.default, aten.complex.default}
-# Linear in the first input alone: the others are factors. First the gradients, linear in the gradient that comes in.
+# Ops that are linear in the first input; the others are factors. They include gradients, linear in the output gradient.
 ACTIVATIONS = """
     elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logit mish native_dropout
     _prelu_kernel sigmoid silu softplus softshrink tanh threshold
 """
 GRADIENTS = set(ops_named(ACTIVATIONS, "_backward"))
 SCALING = GRADIENTS | _with_in_place({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
-# The inputs (by index) that an op is linear in, together, besides.
+# Groups of inputs (by index) that an op is additionally linear in.
 TERMS: dict[OpOverload, tuple[tuple[int, ...], ...]] = by_op(
     {
         "mul.Tensor": ((1,),),
@@ -89,7 +91,7 @@ TERMS: dict[OpOverload, tuple[tuple[int, ...], ...]] = by_op(
         "addcmul addcmul_": ((0, 1), (0, 2)),
     }
 )
-# Elementwise, though torch does not tag them.
+# Elementwise ops that torch does not tag.
 UNTAGGED = GRADIENTS | _with_in_place({aten.hardswish.default, aten.floor_divide.default, aten.mish.default})
 UNTAGGED |= {aten.floor_divide.Scalar, aten.floor_divide_.Tensor, aten.floor_divide_.Scalar}
 UNTAGGED |= {aten._prelu_kernel.default, aten.rsub.Tensor, aten.polar.default, aten.complex.default}
@@ -98,7 +100,7 @@ UNTAGGED |= {aten.isin.Tensor_Scalar}
 
 @rule(*UNTAGGED)
 def pointwise(call: OpCall) -> Strategy:
-    """The rule of every pointwise op; inputs broadcast to the first output's shape."""
+    """The rule of all pointwise ops. Inputs broadcast to the shape of the first output."""
     outs = len(call.outputs)
     shape = call.outputs[0].shape if call.outputs and call.outputs[0] is not None else torch.Size()
     rows = [
@@ -110,7 +112,7 @@ def pointwise(call: OpCall) -> Strategy:
 
 def _partial_rows(call: OpCall) -> list[PlacementRow]:
     count = len(call.inputs)
-    # A plain number added to a pending sum would be added once per rank.
+    # A number added to a pending sum would be added once per rank.
     if call.op in LINEAR and not (count == 1 and len(call.args) > 1):
         return pending_rows(call, tuple(range(count)))
     terms = TERMS.get(call.op, ())
@@ -123,23 +125,29 @@ def _partial_rows(call: OpCall) -> list[PlacementRow]:
 @rule(aten.detach_copy.default, aten.alias_copy.default, aten.lift_fresh_copy.default)
 @rule(aten.empty_like.default, aten.zero_.default)
 def same_placements(call: OpCall) -> Strategy:
-    """Ops that return their input's values, memory for them, or zeros, which are a zero whatever is pending: every
-    placement passes."""
+    """Ops that return the input's values, uninitialized memory, or zeros, which are valid terms of any reduction.
+
+    All placements pass.
+    """
     return Strategy([*shard_rows(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
 
 
 @decomposition(aten._conj.default)
 def conjugate(tensor: Wrapper) -> Wrapper:
-    """Plain torch marks the result and conjugates on reading. A mark on a shard would not show on the DTensor,
-    so the shard is a copy, which refuses writes."""
+    """Conjugates eagerly, as a copied view that refuses writes.
+
+    Plain torch sets a bit and conjugates on reading. That bit on a shard would not be visible on the DTensor.
+    """
     result: Wrapper = aten.conj_physical(tensor)
     return copied_view(tensor.viewed, result._local_tensor, result._spec, tensor)
 
 
 @rule(aten._to_copy.default)
 def cast(call: OpCall) -> Strategy:
-    """A cast to a floating dtype that holds all values of the old one passes a pending sum. A narrower one would
-    round every term, one to integers cut it."""
+    """A pending sum passes a cast to a floating dtype that represents all values of its dtype.
+
+    A narrower dtype would round every term, and an integer dtype would truncate it.
+    """
     linear = linear_rows(call, 1) if _widens(call) else []
     return Strategy([*shard_rows(range(call.inputs[0].ndim), 1, 1), *linear])
 
@@ -148,15 +156,17 @@ def _widens(call: OpCall) -> bool:
     source, meta = call.inputs[-1].dtype, call.outputs[0]
     if meta is None or not (source.is_floating_point and meta.dtype.is_floating_point):
         return False
-    # torch promotes no 8-bit float.
+    # torch.promote_types does not support 8-bit floats.
     promotes = source != meta.dtype and min(source.itemsize, meta.dtype.itemsize) > 1
     return source == meta.dtype or (promotes and torch.promote_types(source, meta.dtype) == meta.dtype)
 
 
 @rule(aten.copy_.default, aten.copy.default)
 def copy(call: OpCall) -> Strategy:
-    """A written tensor keeps its placement, the source follows. A cast does not pass through terms, unless they are
-    made of a replica: a value, and what changes nothing."""
+    """The written tensor keeps its placements, and the source is moved to them.
+
+    Terms of a pending sum cannot be cast one by one. A replica can: it is cast first, and then becomes a term.
+    """
     written, source = call.inputs[0], call.inputs[-1]
     passes = written.dtype == source.dtype or not source.has_partial() or _widens(call)
     if passes and written.has_partial() and written.shape == source.shape:
@@ -168,10 +178,10 @@ def copy(call: OpCall) -> Strategy:
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor)
 @rule(aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
 def fill(call: OpCall) -> Strategy:
-    """(self, mask?, value): self may be pending, and gets a term of the value on each rank.
+    """(self, mask?, value): self may be Partial; each rank then writes its term of the value.
 
-    An average has the value itself on every rank, whose sum may overflow on the way to it, as that of a
-    mask's lowest number does: only a tensor that cannot move takes it, after a look at the number.
+    In an average, each rank's term is the value itself. Summing them may overflow, as with the lowest number in a mask.
+    So an average is only filled in place, and only after a check of the number.
     """
     op, masks = call.op, int("mask" in call.named())
     writes = op._schema.name.endswith("_")
@@ -191,7 +201,9 @@ def fill(call: OpCall) -> Strategy:
             if averages:
                 _refuse_overflow(spec, value)
             if neutral is not None:
-                if masks and not surely_holds(spec.dtype, value):  # refused on the ranks that have the value
+                if masks and not surely_holds(
+                    spec.dtype, value
+                ):  # raise also on ranks that use a neutral term
                     op(local.new_zeros(1), args[0].new_ones(1), value)
                 value = torch.full_like(value, neutral) if isinstance(value, torch.Tensor) else neutral
             return op(local, *args[:masks], value)  # type: ignore[no-any-return]
@@ -212,7 +224,7 @@ def _refuse_overflow(spec: DTensorSpec, value: Value) -> None:
 
 
 def surely_holds(dtype: torch.dtype, value: object) -> bool:
-    """Whether a number lies within the range of the dtype; if not, the kernel must be asked."""
+    """Whether a number is certainly in the range of the dtype. If not, the kernel has to decide."""
     if not isinstance(value, (int, float)):
         return False
     if dtype is torch.bool:
@@ -222,9 +234,9 @@ def surely_holds(dtype: torch.dtype, value: object) -> bool:
 
 
 def neutral_term(spec: DTensorSpec) -> int | None:
-    """What this rank's term of a value is, where it is not the value."""
+    """Returns the neutral element that is this rank's term of a value, or None if its term is the value itself."""
     coordinate = spec.info.coordinate
-    if coordinate is None:  # a rank outside the mesh holds nothing
+    if coordinate is None:  # a rank outside the mesh has no shard
         return None
     for placement, index in zip(spec.placements, coordinate, strict=True):
         if index > 0 and isinstance(placement, Partial) and placement.reduce_op in NEUTRAL:
@@ -234,8 +246,10 @@ def neutral_term(spec: DTensorSpec) -> int | None:
 
 @rule(aten.where.self)
 def where(call: OpCall) -> Strategy:
-    """(condition, a, b): each element is one of the two, whatever is pending. Not an average: a mask's lowest
-    number, on every rank, overflows the sum on the way to it."""
+    """(condition, a, b): each element is one of the two, so sums and extrema pass.
+
+    Averages do not: the lowest number of a mask, present on every rank, would overflow in the sum.
+    """
     ops = ("sum", "max", "min") if call.inputs[0].dtype == torch.bool else ()
     return Strategy([*pointwise(call).rows, *pending_rows(call, (1, 2), ops=ops)])
 
@@ -248,7 +262,7 @@ def larger_or_smaller(call: OpCall) -> Strategy:
 
 @rule(aten.log_sigmoid_forward.default)
 def log_sigmoid_forward(call: OpCall) -> Strategy:
-    """(input) -> (output, buffer): the buffer is for the backward pass of the CPU, and empty elsewhere."""
+    """(input) -> (output, buffer). Only the backward on CPU uses the buffer; elsewhere it is empty."""
 
     def local_op(local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output, buffer = aten.log_sigmoid_forward(local)
@@ -259,7 +273,7 @@ def log_sigmoid_forward(call: OpCall) -> Strategy:
 
 @rule(aten.glu.default, aten.glu_backward.default)
 def glu(call: OpCall) -> Strategy:
-    """One dim is cut in halves; (grad, input) backward."""
+    """Splits one dim into halves, which must not be sharded; (grad, input) in the backward."""
     ndim, count = call.inputs[-1].ndim, len(call.inputs)
     halved = call.dim(ndim=ndim)
     gradient = pending_rows(call, (0,)) if count == 2 else []
@@ -269,32 +283,32 @@ def glu(call: OpCall) -> Strategy:
 @rule(aten.view_as_real.default, aten.view_as_real_copy.default)
 @rule(aten.view_as_complex.default, aten.view_as_complex_copy.default)
 def complex_pairs(call: OpCall) -> Strategy:
-    """A last dim of 2 for the real and imaginary parts, added or taken away."""
+    """Adds or removes a last dim of 2 for the real and imaginary parts."""
     pairs = call.op in (aten.view_as_complex.default, aten.view_as_complex_copy.default)
     return Strategy([*shard_rows(range(call.inputs[0].ndim - pairs), 1, 1), *linear_rows(call, 1)])
 
 
 @rule(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
 def looked_up(call: OpCall) -> Strategy:
-    """(elements, table): each element is looked up in the whole table."""
+    """(elements, table): each element is looked up in the replicated table."""
     return Strategy([PlacementRow((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim)])
 
 
 @rule(aten.searchsorted.Tensor)
 def searchsorted(call: OpCall) -> Strategy:
-    """(sorted [..., n], values [..., m], sorter? [..., n]): one table for all values, or one per row."""
+    """(sorted [..., n], values [..., m], sorter? [..., n]), with one table for all values, or one per row."""
     table, values = call.inputs[:2]
-    more = len(call.inputs) - 2
+    sorter_count = len(call.inputs) - 2
     rows = []
     for dim in range(values.ndim):
         placed = REPLICATE if table.ndim == 1 or dim == values.ndim - 1 else Shard(dim)
-        rows.append(PlacementRow((placed, Shard(dim), *(placed,) * more), (Shard(dim),)))
+        rows.append(PlacementRow((placed, Shard(dim), *(placed,) * sorter_count), (Shard(dim),)))
     return Strategy(rows)
 
 
 @rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def like(call: OpCall) -> Strategy:
-    """Fresh values of the input's shape: its shards are kept, a Partial's values are not read."""
+    """New values in the shape of the input. The result has the shards of the input; its values are not read."""
     rows = shard_rows(range(call.inputs[0].ndim), 1, 1)
     rows += [PlacementRow((Partial(op),), (REPLICATE,)) for op in pending_ops(call, REDUCE_OPS)]
     return Strategy(rows)
@@ -302,13 +316,13 @@ def like(call: OpCall) -> Strategy:
 
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)
 def new(call: OpCall) -> Strategy:
-    """Fresh values of a shape of their own: sharded like the input where the shapes are equal."""
+    """New values in a given shape. The result is sharded like the input if the shapes are equal."""
     return Strategy(_new_rows(call), local_shape_args=(1,))
 
 
 @rule(aten.new_empty_strided.default)
 def new_strided(call: OpCall) -> Strategy:
-    """The local strides keep the order of the global ones."""
+    """The local strides have the same order as the global ones."""
     order = memory_order(call["size"], call["stride"])[::-1]
 
     def local_op(local: torch.Tensor, size: list[int], _: object, **kwargs: object) -> torch.Tensor:
@@ -318,8 +332,8 @@ def new_strided(call: OpCall) -> Strategy:
 
 
 def _new_rows(call: OpCall) -> list[PlacementRow]:
-    same = tuple(call["size"]) == tuple(call.inputs[0].shape)
-    rows = shard_rows(range(call.inputs[0].ndim), 1, 1) if same else []
-    # The input's values are not read, so it need not move: the result is whole.
-    unread = {p for p in call.inputs[0].placements if not same or p.is_partial()}
+    same_shape = tuple(call["size"]) == tuple(call.inputs[0].shape)
+    rows = shard_rows(range(call.inputs[0].ndim), 1, 1) if same_shape else []
+    # The input's values are not read, so any placement may stay, with a replicated result.
+    unread = {p for p in call.inputs[0].placements if not same_shape or p.is_partial()}
     return [*rows, *(PlacementRow((p,), (REPLICATE,)) for p in sorted(unread, key=str))]

@@ -1,7 +1,7 @@
-"""Pooling, resizing, padding and sampling: the dims before the spatial ones may be sharded, batch and channels.
+"""Pooling, resizing, padding and sampling: batch and channels may be sharded, spatial dims may not.
 
-Indices of maxima count within a plane, so they hold on a shard. Left to replication: max_unpool, which
-refuses indices by value, and fractional_max_pool.
+Indices of maxima count within a plane, so they are valid on a shard. max_unpool, which rejects indices by value, and
+fractional_max_pool stay replicated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAXIMA = "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d ad
 
 
 def _planes(call: OpCall) -> int:
-    """How many dims come before the spatial ones, whose number is in the op's name."""
+    """Returns the number of dims before the spatial ones, whose number is in the name of the op."""
     spatial = re.search(r"\dd", call.op._schema.name)
     assert spatial is not None
     return call.inputs[0].ndim - int(spatial[0][0])
@@ -46,28 +46,28 @@ def _planes(call: OpCall) -> int:
 
 @rule(*ops_named(MAXIMA))
 def maxima(call: OpCall) -> Strategy:
-    """-> (maxima, where they lie in the plane)."""
+    """Returns (maxima, their indices in the plane)."""
     return Strategy(batch_rows(call, _planes(call)))
 
 
 @rule(*ops_named(AVERAGES + PADS + RESIZES))
 @rule(*ops_named(f"{AVERAGES} {MAXIMA} {PADS}", "_backward"))
 def linear(call: OpCall) -> Strategy:
-    """Each result is a weighted sum of the plane; (grad, input, indices?) backward, linear in `grad`."""
+    """Each result is a weighted sum over the plane. In the backward: (grad, input, indices?), linear in `grad`."""
     return Strategy([*batch_rows(call, _planes(call)), *pending_rows(call, (0,))])
 
 
 @rule(*ops_named(RESIZES, "_backward"))
 def resize_backward(call: OpCall) -> Strategy:
-    """grad -> gradient of the input, whose global size is an argument."""
+    """(grad) -> gradient of the input, whose global size is an argument."""
     op = call.op
     place = list(call.named()).index("input_size")
     count = _planes(call)
 
     def local_op(grad: Value, *args: Value, **kwargs: Value) -> Value:
-        own = list(args)
-        own[place - 1] = [*grad.shape[:count], *own[place - 1][count:]]
-        return op(grad, *own, **kwargs)
+        local_args = list(args)
+        local_args[place - 1] = [*grad.shape[:count], *local_args[place - 1][count:]]
+        return op(grad, *local_args, **kwargs)
 
     if len(call.args) <= place:
         return Strategy([])
@@ -76,14 +76,14 @@ def resize_backward(call: OpCall) -> Strategy:
 
 @rule(aten.constant_pad_nd.default)
 def constant_pad(call: OpCall) -> Strategy:
-    """Dims that are not padded may be sharded. Padding with zeros is linear."""
+    """Dims without padding may be sharded. Padding with zeros is linear."""
     pad, ndim = call["pad"], call.inputs[0].ndim
     padded = {ndim - 1 - i // 2 for i, width in enumerate(pad) if width != 0}
     rows = shard_rows_except(call, padded)
     return Strategy([*rows, *(linear_rows(call, 1) if call["value"] == 0 else [])])
 
 
-# ---- planes to columns and back ----
+# ---- from planes to columns and back ----
 
 
 @rule(aten.im2col.default)
@@ -109,7 +109,7 @@ def col2im(call: OpCall) -> Strategy:
 
 
 def _points(call: OpCall) -> tuple[str, str, str, str]:
-    """(spatial labels of the points, input, grid, output)."""
+    """Returns (spatial labels of the points, labels of input, of grid, of output)."""
     points = "xyz"[: call.inputs[0].ndim - 2]
     return points, "nc" + "." * len(points), "n" + points + ".", "nc" + points
 
@@ -124,8 +124,10 @@ def grid_sampler(call: OpCall) -> Strategy:
 
 @rule(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
 def grid_sampler_backward(call: OpCall) -> Strategy:
-    """(grad [n, c, points...], input, grid) -> (grad of input, a sum over the points; of grid, one over the
-    channels). Linear in `grad`."""
+    """(grad [n, c, points...], input, grid) -> (gradient of input, gradient of grid).
+
+    They are sums over the points and over the channels. Linear in `grad`.
+    """
     points, data, grid, output = _points(call)
     rows = label_rows("nc" + points, (output, data, grid), (data, grid), Partial(), nonempty=True)
     return Strategy([*rows, *pending_rows(call, (0,))])

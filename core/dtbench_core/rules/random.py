@@ -1,8 +1,8 @@
-"""Ops that draw random numbers: each rank draws for the whole tensor and keeps its part (see layout/rng.py).
+"""Ops that draw random numbers: each rank draws for the global tensor and keeps its part (see layout/rng.py).
 
-Here are the ops whose numbers depend on the shape alone. Where they also depend on values (bernoulli or
-poisson of a tensor, multinomial, rrelu) only whole inputs give the numbers of one device, which is what
-an op without a rule gets.
+This file has the ops whose numbers depend on the shape alone. If they also depend on values (bernoulli or poisson of a
+tensor, multinomial, rrelu), only replicated inputs give the same numbers as on one device. Ops without a rule get
+replicated inputs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dtbench_core.rules.pointwise import like, neutral_term
 
 
 def _drawn(call: OpCall, spec: DTensorSpec) -> Callable[..., torch.Tensor]:
-    """The op on a shard of `spec`: its part of what the op draws for the whole."""
+    """Returns the op for a shard of `spec`: it returns this rank's part of the numbers for the global tensor."""
 
     def run(local: torch.Tensor, *args: Value, **kwargs: Value) -> torch.Tensor:
         return random.draw_like(
-            spec, local.device, lambda whole: call.op(whole, *args, **kwargs), kwargs.get("generator")
+            spec, local.device, lambda full: call.op(full, *args, **kwargs), kwargs.get("generator")
         )
 
     return run
@@ -53,14 +53,16 @@ FRESH = """
 
 @rule(*ops_named(IN_PLACE))
 def fill(call: OpCall) -> Strategy:
-    """The tensor's shard gets its part of the whole."""
+    """Fills the shard with its part of the numbers for the global tensor."""
 
     def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor]:
         (spec,) = placed.inputs
         draw, neutral = _drawn(call, spec), neutral_term(spec)
 
         def run(local: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-            drawn = draw(local, *args, **kwargs)  # to stay in step, also where a neutral term is kept
+            drawn = draw(
+                local, *args, **kwargs
+            )  # always, so that the generators of all ranks advance equally
             return local.copy_(drawn) if neutral is None else local.fill_(neutral)
 
         return run
@@ -71,13 +73,13 @@ def fill(call: OpCall) -> Strategy:
 
 @rule(*ops_named(FRESH))
 def fresh(call: OpCall) -> Strategy:
-    """A new tensor of the input's shape, whose values are not read."""
+    """Returns a new tensor in the shape of the input, whose values are not read."""
     return Strategy(like(call).rows, localize=lambda placed: _drawn(call, placed.inputs[0]), any_lengths=True)
 
 
 @rule(aten.native_dropout.default)
 def native_dropout(call: OpCall) -> Strategy:
-    """(input) -> (output, mask): linear in the input, and the mask depends on its shape alone."""
+    """(input) -> (output, mask). Linear in the input; the mask depends only on its shape."""
     p, train = call["p"], call["train"] is not False
 
     def localize(placed: PlacedSpecs) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -87,7 +89,7 @@ def native_dropout(call: OpCall) -> Strategy:
         def run(local: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
             if not train:
                 return local.clone(), torch.ones_like(local, dtype=torch.bool)
-            mask = random.draw_like(spec, local.device, lambda whole: call.op(whole.zero_(), p, True)[1])
+            mask = random.draw_like(spec, local.device, lambda full: call.op(full.zero_(), p, True)[1])
             return local * mask * scale, mask
 
         return run

@@ -1,7 +1,7 @@
-"""Reductions over dims. Over a sharded dim each rank reduces its own part and the result is pending.
+"""Reductions over dims. Over a sharded dim, each rank reduces its own part and the result is Partial.
 
-A mean is pending as an average where every rank holds equally much, else as a sum of shares. Extrema over a
-sharded dim need every rank to hold something. Variances and norms over a sharded dim are in moments.py.
+A mean is a pending average if all shards are even, otherwise a pending sum of shares. Extrema over a sharded dim need
+nonempty shards. Variances and norms over a sharded dim are in moments.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dtbench_core.redistribute.routes import is_inexact
 from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear_rows, pending_ops, rule
 from dtbench_core.rules.labels import SUM, moved_rows, remaining_dims
 
-# Of these an empty list of dims reduces nothing; for the others it means all dims.
+# Ops for which an empty list of dims means no dims. For other ops it means all dims.
 _EMPTY_IS_NONE = {aten.all.dims, aten.any.dims}
 
 
 def reduced_dims(call: OpCall) -> tuple[tuple[int, ...], bool]:
-    """(dims reduced, keepdim); an op without a dim argument reduces all."""
+    """Returns (reduced dims, keepdim). An op without a dim argument reduces all dims."""
     names = call.named()
     if call.op in _EMPTY_IS_NONE and call["dim"] == []:
         dims: tuple[int, ...] = ()
@@ -34,12 +34,12 @@ def reduced_dims(call: OpCall) -> tuple[tuple[int, ...], bool]:
 
 
 def kept_rows(call: OpCall, reduced: Collection[int], keepdim: bool, outs: int = 1) -> list[PlacementRow]:
-    """Rows that shard a dim which is not reduced; it moves forward where reduced dims vanish."""
+    """Returns rows that shard a dim which is not reduced. Removed dims shift its position in the result."""
     return moved_rows(remaining_dims(call.inputs[0].ndim, reduced, keepdim=keepdim), outs)
 
 
-def _pending_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -> list[PlacementRow]:
-    """All rows of a reduction whose ranks' results combine as `outputs` say."""
+def _reduction_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -> list[PlacementRow]:
+    """Returns the rows of a reduction whose partial results have the placements `outputs`."""
     reduced, keepdim = reduced_dims(call)
     rows = [PlacementRow((Shard(d),), outputs, nonempty=((0, d),) if nonempty else ()) for d in reduced]
     return [*kept_rows(call, reduced, keepdim, outs=len(outputs)), *rows]
@@ -47,11 +47,11 @@ def _pending_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -> 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def sum_(call: OpCall) -> Strategy:
-    return Strategy([*_pending_rows(call, SUM), *_linear(call)])
+    return Strategy([*_reduction_rows(call, SUM), *_linear(call)])
 
 
 def _linear(call: OpCall) -> list[PlacementRow]:
-    """Terms may be added before or after, unless each is changed to another kind of number first."""
+    """Returns rows for pending sums, which pass unless the op converts each term to another kind of number first."""
     dtype, result_dtype = call.inputs[0].dtype, call.outputs[0].dtype if call.outputs[0] is not None else None
     if dtype == result_dtype and not is_inexact(dtype):
         return linear_rows(call, 1, ops=("sum",))
@@ -59,9 +59,9 @@ def _linear(call: OpCall) -> list[PlacementRow]:
     return linear_rows(call, 1) if inexact else []
 
 
-# Each rank's result over its own part, of which this reduction makes the whole. An empty part has neutral ones.
+# Reductions whose partial results are combined by this reduction. That of an empty part is neutral.
 COMBINED: dict[OpOverload, Placement] = {
-    aten.nansum.default: SUM,  # not linear: what an element adds depends on what it is
+    aten.nansum.default: SUM,  # not linear, because it depends on values
     aten.count_nonzero.default: SUM,
     aten.count_nonzero.dim_IntList: SUM,
     **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), Partial("min")),
@@ -71,7 +71,7 @@ COMBINED: dict[OpOverload, Placement] = {
 
 @rule(*COMBINED)
 def combined(call: OpCall) -> Strategy:
-    return Strategy(_pending_rows(call, COMBINED[call.op]))
+    return Strategy(_reduction_rows(call, COMBINED[call.op]))
 
 
 @rule(aten.mean.default, aten.mean.dim)
@@ -88,15 +88,15 @@ def mean(call: OpCall) -> Strategy:
 
 
 def _share_of_mean(call: OpCall, reduced: tuple[int, ...]) -> Call:
-    """The local mean, weighted by the share of the elements that are here."""
+    """Returns the op whose local mean is scaled by the rank's share of all elements."""
     op, count = call.op, math.prod(call.inputs[0].shape[d] for d in reduced)
 
     def local_op(local: torch.Tensor, *args: object, **kwargs: object) -> Value:
-        here = math.prod(local.size(d) for d in reduced)
-        if here == count:
+        local_count = math.prod(local.size(d) for d in reduced)
+        if local_count == count:
             return op(local, *args, **kwargs)
-        if here:
-            return op(local, *args, **kwargs) * (here / count)
+        if local_count:
+            return op(local, *args, **kwargs) * (local_count / count)
         total = aten.sum.default if op is aten.mean.default else aten.sum.dim_IntList
         return total(local, *args, **kwargs)
 
@@ -105,13 +105,13 @@ def _share_of_mean(call: OpCall, reduced: tuple[int, ...]) -> Call:
 
 @rule(aten.trace.default)
 def trace(call: OpCall) -> Strategy:
-    """Of a sharded matrix each rank holds a part of the diagonal, perhaps off its own."""
+    """Each rank sums its part of the diagonal, which need not be on the diagonal of its shard."""
 
     def localize(placed: Any) -> Call:
         row, column = placed.inputs[0].local_offset
         return lambda local: local.diagonal(row - column).sum()
 
-    if call.inputs[0].dtype is torch.bool:  # which the op refuses, unlike a sum
+    if call.inputs[0].dtype is torch.bool:  # the op rejects bool, but a sum would not
         return Strategy([])
     rows = [PlacementRow((Shard(d),), (SUM,)) for d in (0, 1)]
     return Strategy([*rows, *_linear(call)], localize=localize, any_lengths=True)
@@ -122,7 +122,7 @@ def prod(call: OpCall) -> Strategy:
     if call.inputs[0].dtype.is_complex:  # no transport multiplies complex numbers
         reduced, keepdim = reduced_dims(call)
         return Strategy(kept_rows(call, reduced, keepdim))
-    rows = _pending_rows(call, Partial("product"))
+    rows = _reduction_rows(call, Partial("product"))
     if pending_ops(call, ["product"]) and call["dtype"] is None:
         rows.append(PlacementRow((Partial("product"),), (Partial("product"),)))
     return Strategy(rows)
@@ -131,13 +131,13 @@ def prod(call: OpCall) -> Strategy:
 @rule(aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)
 def extremum(call: OpCall) -> Strategy:
     kind = "max" if call.op in (aten.amax.default, aten.max.default) else "min"
-    rows = _pending_rows(call, Partial(kind), nonempty=True)
+    rows = _reduction_rows(call, Partial(kind), nonempty=True)
     return Strategy([*rows, *linear_rows(call, 1, ops=(kind,))])
 
 
 @rule(aten.aminmax.default)
 def aminmax(call: OpCall) -> Strategy:
-    return Strategy(_pending_rows(call, Partial("min"), Partial("max"), nonempty=True))
+    return Strategy(_reduction_rows(call, Partial("min"), Partial("max"), nonempty=True))
 
 
 @rule(aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)
@@ -146,6 +146,6 @@ def aminmax(call: OpCall) -> Strategy:
 @rule(aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)
 @rule(aten.norm.ScalarOpt_dim_dtype, aten.norm.ScalarOpt_dtype, aten.logsumexp.default)
 def whole_dims(call: OpCall) -> Strategy:
-    """Reductions whose partial results cannot be combined by one collective: reduced dims are whole."""
+    """Reductions whose partial results one collective cannot combine: reduced dims must not be sharded."""
     reduced, keepdim = reduced_dims(call)
     return Strategy(kept_rows(call, reduced, keepdim, outs=len(call.outputs)))

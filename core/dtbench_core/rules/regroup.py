@@ -1,14 +1,14 @@
-"""Where the shards of a tensor lie once a view has split and joined its dims. Nothing moves.
+"""Placements of a tensor after a view that splits and joins dims, without moving data.
 
-A view keeps the order of the elements. So look at a group of input dims that become a group of output
-dims, and at a cut in one of them: it cuts the elements, seen as [before, length, after], along
-`length`. The output has the same cut
+A view preserves the order of elements. Consider a group of input dims that become a group of output dims, and a shard
+of one of the input dims. It splits the elements, seen as [preceding, length, following], along `length`. The output has
+the same shards
 
-    as Shard(j)             where the dims before j hold `before` elements;
-    as StridedShard(j, f)   where they hold f times fewer, and j begins with f stretches;
-    as RaggedShard(j, ...)  where the parts are no chunks of j, but whole steps of it.
+    as Shard(j)             if the dims before j have `preceding` elements;
+    as StridedShard(j, f)   if they have f times fewer, and j consists of f stretches;
+    as RaggedShard(j, ...)  if the parts are not chunks of j, but whole indices of it.
 
-Else it has no name for it, and the tensor is moved first (view.py).
+Otherwise no placement describes the shards, and the tensor is moved first (view.py).
 """
 
 from __future__ import annotations
@@ -29,76 +29,80 @@ from dtbench_core.layout.placement import (
 
 @dataclass
 class Group:
-    """Input and output dims that hold the same elements, and what one rank holds of each so far.
+    """Input dims and output dims that have the same elements.
 
-    uneven: ranks hold different amounts since the last cut, so that no other can follow.
+    Attributes:
+        ins, outs: the input and output dims.
+        in_lengths, out_lengths: per dim, the length on one rank after the mesh dims handled so far.
+        uneven: whether the last mesh dim split them unevenly, so that no further mesh dim can split them.
     """
 
     ins: range
     outs: range
-    held_in: dict[int, int]
-    held_out: dict[int, int]
+    in_lengths: dict[int, int]
+    out_lengths: dict[int, int]
     uneven: bool = False
 
 
 def regrouped_placements(
     placements: Placements,
     mesh_sizes: Sequence[int],
-    before: Sequence[int],
-    after: Sequence[int],
+    in_shape: Sequence[int],
+    out_shape: Sequence[int],
     groups: Sequence[tuple[range, range]],
 ) -> Placements | None:
-    """The placements of the view of shape `after`, or None where a shard of `before` cannot stay.
+    """Returns the placements of the view of shape `out_shape`, or None if some shard cannot be described there.
 
-    Mesh dims cut one after the other, the outermost first, each what the ones before it left.
+    Mesh dims are handled from the outermost to the innermost. Each splits the part that the ones before it left.
     """
     states = [
-        Group(ins, outs, {d: before[d] for d in ins}, {d: after[d] for d in outs}) for ins, outs in groups
+        Group(ins, outs, {d: in_shape[d] for d in ins}, {d: out_shape[d] for d in outs})
+        for ins, outs in groups
     ]
-    kept_placements: list[Placement] = []
+    view_placements: list[Placement] = []
     for placement, parts in zip(placements, mesh_sizes, strict=True):
         if not isinstance(placement, Shard):
-            kept_placements.append(placement)
+            view_placements.append(placement)
             continue
         group = next((g for g in states if placement.dim in g.ins), None)
-        placed = None if group is None or group.uneven else _cut(group, placement, parts)
+        placed = None if group is None or group.uneven else _split_group(group, placement, parts)
         if placed is None:
             return None
-        kept_placements.append(placed)
-    return tuple(kept_placements)
+        view_placements.append(placed)
+    return tuple(view_placements)
 
 
-def _cut(group: Group, placement: Shard, parts: int) -> Shard | None:
-    """The output's placement for one more cut, and the group after it."""
+def _split_group(group: Group, placement: Shard, parts: int) -> Shard | None:
+    """Returns the placement of the output for one more mesh dim, and updates the group."""
     dim = placement.dim
     stretches = placement.split_factor if isinstance(placement, StridedShard) else 1
-    if group.held_in[dim] % stretches:
+    if group.in_lengths[dim] % stretches:
         return None
-    length = group.held_in[dim] // stretches
-    lead = math.prod(group.held_in[d] for d in group.ins if d < dim) * stretches
+    length = group.in_lengths[dim] // stretches
+    lead = math.prod(group.in_lengths[d] for d in group.ins if d < dim) * stretches
     counts = placement.counts if isinstance(placement, RaggedShard) else tuple(chunk_lengths(length, parts))
     even = min(counts) == max(counts)
-    ahead = 1
+    preceding = 1
     for out in group.outs:
-        held = group.held_out[out]
-        if lead % ahead == 0 and held % (lead // ahead) == 0:
-            named = _named(out, lead // ahead, held, length, counts, even)
+        size = group.out_lengths[out]
+        if lead % preceding == 0 and size % (lead // preceding) == 0:
+            named = _split_placement(out, lead // preceding, size, length, counts, even)
             if named is not None:
                 group.uneven = not even
                 if even:
-                    group.held_in[dim] //= parts
-                    group.held_out[out] //= parts
+                    group.in_lengths[dim] //= parts
+                    group.out_lengths[out] //= parts
                 return named
-        ahead *= held
+        preceding *= size
     return None
 
 
-def _named(
-    out: int, factor: int, held: int, length: int, counts: tuple[int, ...], even: bool
+def _split_placement(
+    out: int, factor: int, size: int, length: int, counts: tuple[int, ...], even: bool
 ) -> Shard | None:
-    """Output dim `out`, which holds `factor` stretches, cut like `length` was into `counts`; or None."""
-    inner = held // factor
-    # inner steps of `out` for `length` steps of the input: both are the same elements.
+    """Returns the placement of output dim `out` if its `factor` stretches can be split into `counts`, else None."""
+    inner = size // factor
+    # `inner` indices of `out` have the same elements as `length` indices of the input dim.
     scaled = [count * inner for count in counts]
     if any(count % length for count in scaled):
         return None

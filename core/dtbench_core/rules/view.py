@@ -1,7 +1,7 @@
-"""Ops that rearrange dims without touching values: a map from input dims to output dims.
+"""Ops that rearrange dims without changing values, described by a map from input dims to output dims.
 
-A view that only splits or joins dims keeps the shards that have a name afterwards (regroup.py); others
-are moved to the outermost of the joined dims. Every pending reduction passes through.
+If a view only splits or joins dims, shards stay in place if a placement describes them afterwards (regroup.py).
+Otherwise they are moved to the outermost of the joined dims. All pending reductions pass.
 """
 
 from __future__ import annotations
@@ -31,52 +31,52 @@ from dtbench_core.rules.regroup import regrouped_placements
 
 
 def mapped_rows(call: OpCall, dims: Mapping[int, int], outs: int = 1) -> list[PlacementRow]:
-    """Rows for an op that moves input dim k to output dim dims[k] and leaves its shards whole."""
+    """Returns rows for an op that moves input dim k to output dim dims[k] and keeps its shards."""
     return moved_rows(dims, outs) + linear_rows(call, 1, outs, ops=REDUCE_OPS)
 
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.view_copy.default)
 def view(call: OpCall) -> Strategy:
-    before, after = tuple(call.inputs[0].shape), tuple(call.outputs[0].shape)  # type: ignore[union-attr]
+    in_shape, out_shape = tuple(call.inputs[0].shape), tuple(call.outputs[0].shape)  # type: ignore[union-attr]
     rows = []
-    groups = _factor_groups(before, after)
+    groups = _factor_groups(in_shape, out_shape)
     for ins, outs in groups:
-        src, dst = _outermost(before, ins), _outermost(after, outs)
+        src, dst = _outermost(in_shape, ins), _outermost(out_shape, outs)
         if src is None or dst is None:
             continue
-        even = () if before[src] == after[dst] else ((0, src), (-1, dst))
+        even = () if in_shape[src] == out_shape[dst] else ((0, src), (-1, dst))
         rows.append(PlacementRow((Shard(src),), (Shard(dst),), even=even))
     rows += linear_rows(call, 1, ops=REDUCE_OPS)
     spec = call.inputs[0]
-    placed = regrouped_placements(spec.placements, spec.info.sizes, before, after, groups)
+    placed = regrouped_placements(spec.placements, spec.info.sizes, in_shape, out_shape, groups)
     exact = None if placed is None else ((spec.placements,), (placed,))
     return Strategy(rows, local_shape_args=(1,), exact_placements=exact)
 
 
-def _factor_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
-    """The finest ranges of input dims and output dims that hold the same elements, in order."""
-    if 0 in before:
-        return []  # nothing to keep apart: any grouping would do, so none is claimed
+def _factor_groups(in_shape: Sequence[int], out_shape: Sequence[int]) -> list[tuple[range, range]]:
+    """Returns the smallest ranges of input dims and of output dims with the same elements, in order."""
+    if 0 in in_shape:
+        return []  # no elements: any grouping would be valid, so none is returned
     groups, i, j = [], 0, 0
-    while i < len(before) and j < len(after):
+    while i < len(in_shape) and j < len(out_shape):
         start_i, start_j = i, j
-        left, right = before[i], after[j]
+        in_count, out_count = in_shape[i], out_shape[j]
         i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, i = left * before[i], i + 1
+        while in_count != out_count:
+            if in_count < out_count:
+                in_count, i = in_count * in_shape[i], i + 1
             else:
-                right, j = right * after[j], j + 1
+                out_count, j = out_count * out_shape[j], j + 1
         groups.append((range(start_i, i), range(start_j, j)))
     return groups
 
 
 def _outermost(shape: Sequence[int], dims: range) -> int | None:
-    """The first dim of the range with more than one element."""
+    """Returns the first dim of the range with more than one element."""
     return next((d for d in dims if shape[d] > 1), None)
 
 
-# ---- dims moved, added and taken away ----
+# ---- dims that are moved, added and removed ----
 
 
 def _swapped(call: OpCall, ndim: int) -> dict[int, int]:
@@ -85,21 +85,23 @@ def _swapped(call: OpCall, ndim: int) -> dict[int, int]:
 
 
 def _repeated(call: OpCall, ndim: int) -> dict[int, int]:
-    """Dims that are not repeated keep their shards."""
+    """Returns the dims that are not repeated, which keep their shards."""
     lead = len(call["repeats"]) - ndim
     return {d: d + lead for d in range(ndim) if call["repeats"][d + lead] == 1}
 
 
-Dims = Callable[[OpCall, int], dict[int, int]]  # of a call, and how many dims the whole tensor has
+Dims = Callable[[OpCall, int], dict[int, int]]  # (call, number of dims of the full tensor) -> map of dims
 
-# Windows of a tensor: the dims that a window has in full -> its own dims. Told of the ops that take one, that write
-# it (`_scatter`) and that put it into zeros (`_backward`).
+# Windows of a tensor: the dims that a window contains in full -> dims of the window. The table serves ops that return a
+# window, that write one (`_scatter`), and that put one into zeros (`_backward`).
 WINDOWS: dict[str, Dims] = {
     "select": lambda call, n: remaining_dims(n, [call.dim(ndim=n)]),
-    "slice": lambda call, n: remaining_dims(n, () if _takes_all(call) else [call.dim(ndim=n)], keepdim=True),
+    "slice": lambda call, n: remaining_dims(
+        n, () if _is_full_slice(call) else [call.dim(ndim=n)], keepdim=True
+    ),
     "diagonal": lambda call, n: remaining_dims(n, (call.dim("dim1", n), call.dim("dim2", n))),
 }
-# Of ops, the input dims that may be sharded -> output dims.
+# Names of ops -> map from input dims that may be sharded to output dims.
 MOVED: dict[str, Dims] = {
     "t t_copy": lambda _, n: {d: n - 1 - d for d in range(n)},
     "transpose.int transpose_copy.int": _swapped,
@@ -112,9 +114,9 @@ MOVED: dict[str, Dims] = {
     "split_with_sizes split_with_sizes_copy unsafe_split_with_sizes": (
         lambda call, n: remaining_dims(n, [call.dim()], keepdim=True)
     ),
-    # Windows over one dim, which is whole; their elements come last.
+    # Windows over one dim, which must not be sharded; their elements become the last dim.
     "unfold unfold_copy": lambda call, n: remaining_dims(n, [call.dim("dimension")], keepdim=True),
-    # Without dims the tensor is rolled as if flat.
+    # Without dims, the flattened tensor is rolled.
     "roll": lambda call, n: remaining_dims(n, call.dims("dims"), keepdim=True),
     "rot90": lambda call, n: remaining_dims(n, [d % n for d in call["dims"]], keepdim=True),
     "repeat": _repeated,
@@ -125,8 +127,8 @@ MOVED: dict[str, Dims] = {
 _MOVES, _WRITES, _GRADIENTS = by_op(MOVED), by_op(WINDOWS, "_scatter"), by_op(WINDOWS, "_backward")
 
 
-def _takes_all(call: OpCall) -> bool:
-    """Whether a slice is of the whole dim, which then need not be whole on a rank."""
+def _is_full_slice(call: OpCall) -> bool:
+    """Whether a slice contains the whole dim, which may then be sharded."""
     results = call.outputs if len(call.inputs) == 1 else [call.inputs[1]]
     return call["step"] == 1 and all(t is not None and t.shape == call.inputs[0].shape for t in results)
 
@@ -139,59 +141,61 @@ def moved(call: OpCall) -> Strategy:
 @rule(*_GRADIENTS)
 def window_gradient(call: OpCall) -> Strategy:
     dims = _GRADIENTS[call.op](call, len(call["input_sizes"]))
-    return Strategy(mapped_rows(call, {own: d for d, own in dims.items()}), local_shape_args=(1,))
+    return Strategy(
+        mapped_rows(call, {window_dim: d for d, window_dim in dims.items()}), local_shape_args=(1,)
+    )
 
 
 @rule(aten.diag_embed.default)
 def diag_embed(call: OpCall) -> Strategy:
     dims = WINDOWS["diagonal"](call, call.inputs[0].ndim + 1)
-    return Strategy(mapped_rows(call, {own: d for d, own in dims.items()}))
+    return Strategy(mapped_rows(call, {window_dim: d for d, window_dim in dims.items()}))
 
 
 @rule(*_WRITES)
 def written_over(call: OpCall) -> Strategy:
-    """(self, src) -> self with src in a window of it."""
+    """(self, src) -> self with src written to a window."""
     dims = _WRITES[call.op](call, call.inputs[0].ndim)
-    rows = [PlacementRow((Shard(d), Shard(own)), (Shard(d),)) for d, own in dims.items()]
+    rows = [PlacementRow((Shard(d), Shard(window_dim)), (Shard(d),)) for d, window_dim in dims.items()]
     return Strategy([*rows, *linear_rows(call, 2, ops=REDUCE_OPS)])
 
 
 @rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 @rule(aten.squeeze_copy.dim, aten.squeeze_copy.dims, aten.squeeze_copy.default)
 def squeeze(call: OpCall) -> Strategy:
-    # A dim of size 1 stays whole: its shard would be one rank's, and empty for the others.
+    # A dim of size 1 is not sharded: its only element would be on one rank, and other ranks would be empty.
     shape = call.inputs[0].shape
     everything = call.op in (aten.squeeze.default, aten.squeeze_copy.default)
     dims = range(len(shape)) if everything else () if call["dim"] == [] else call.dims()
-    gone = tuple(d for d in dims if shape[d] == 1)
-    # The dims are named to the local op: a shard may be of length 1 where the tensor is not.
+    squeezed = tuple(d for d in dims if shape[d] == 1)
+    # Pass the dims to the local op explicitly, because a dim of a shard may be 1 where that of the tensor is not.
     copies = call.op.overloadpacket is aten.squeeze_copy
     local_op = aten.squeeze_copy.dims if copies else aten.squeeze.dims
-    rows = mapped_rows(call, remaining_dims(len(shape), gone))
-    return Strategy(rows, local_op=lambda local, *_: local_op(local, gone), any_lengths=True)
+    rows = mapped_rows(call, remaining_dims(len(shape), squeezed))
+    return Strategy(rows, local_op=lambda local, *_: local_op(local, squeezed), any_lengths=True)
 
 
 @rule(aten.expand.default, aten.expand_copy.default)
 def expand(call: OpCall) -> Strategy:
-    before, after = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
-    lead = len(after) - len(before)
-    dims = {d: d + lead for d in range(len(before)) if before[d] == after[d + lead]}
+    in_shape, out_shape = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
+    lead = len(out_shape) - len(in_shape)
+    dims = {d: d + lead for d in range(len(in_shape)) if in_shape[d] == out_shape[d + lead]}
     return Strategy(mapped_rows(call, dims), local_shape_args=(1,))
 
 
 def tensor_split(tensor: Value, indices_or_sections: Any = None, dim: int = 0, **named: object) -> Value:
-    """Runs in the place of `torch.tensor_split`, which reads the memory of an index tensor by itself."""
-    where = named.get("tensor_indices_or_sections", indices_or_sections)
-    if not isinstance(where, torch.Tensor):
+    """Replaces `torch.tensor_split`, which reads the memory of an index tensor directly."""
+    indices = named.get("tensor_indices_or_sections", indices_or_sections)
+    if not isinstance(indices, torch.Tensor):
         return NotImplemented
-    if isinstance(where, Wrapper):
-        where = redistribute_tensor(where, (REPLICATE,) * where._spec.info.ndim)._local_tensor
-    return torch.tensor_split(tensor, where.tolist(), dim)
+    if isinstance(indices, Wrapper):
+        indices = redistribute_tensor(indices, (REPLICATE,) * indices._spec.info.ndim)._local_tensor
+    return torch.tensor_split(tensor, indices.tolist(), dim)
 
 
 @rule(aten.cat.default)
 def cat(call: OpCall) -> Strategy:
-    """The joined dim is whole; the others may be sharded the same way. Torch skips inputs of shape (0,)."""
+    """The joined dim must not be sharded; other dims may be, in the same way. torch ignores inputs of shape (0,)."""
     ndim = len(call.outputs[0].shape)  # type: ignore[union-attr]
     joined = call.dim(ndim=ndim)
     rows = [
@@ -213,7 +217,7 @@ def stack(call: OpCall) -> Strategy:
 
 @rule(aten.triu.default, aten.tril.default, aten.triu_.default, aten.tril_.default)
 def triangle(call: OpCall) -> Strategy:
-    """The last two dims are the matrix; a shard of it begins at an offset, which shifts the diagonal."""
+    """The last two dims are matrices. The offset of a shard shifts the diagonal."""
     op, ndim = call.op, call.inputs[0].ndim
 
     def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
@@ -227,7 +231,7 @@ def triangle(call: OpCall) -> Strategy:
 
 @rule(aten.unfold_backward.default)
 def unfold_backward(call: OpCall) -> Strategy:
-    """Sums where windows overlap."""
+    """Sums the elements of overlapping windows."""
     ndim = len(call["input_sizes"])
     cut = call.dim(ndim=ndim)
     rows = shard_rows((d for d in range(ndim) if d != cut), 1, 1)
@@ -236,6 +240,6 @@ def unfold_backward(call: OpCall) -> Strategy:
 
 @rule(aten.view.dtype, aten.view_copy.dtype)
 def view_dtype(call: OpCall) -> Strategy:
-    """The bits under another dtype; the last dim grows or shrinks where the sizes differ."""
-    before, after = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
-    return Strategy(shard_rows((d for d in range(len(before)) if before[d] == after[d]), 1, 1))
+    """Reinterprets the bits as another dtype. The last dim changes if the item sizes differ."""
+    in_shape, out_shape = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
+    return Strategy(shard_rows((d for d in range(len(in_shape)) if in_shape[d] == out_shape[d]), 1, 1))
