@@ -22,7 +22,7 @@ class MeasuredImpl:
     """One impl of one case over its launches, as `dtbench.stats.frame.cases_frame` merges them."""
 
     impl: str
-    estimate_s: float  # what `dtbench.suite.estimator_of` names, the median over launches
+    estimate_s: float  # what `dtbench.records.result.estimator_of` names, the median over launches
     median_s: float
     p25_s: float
     p75_s: float
