@@ -1,10 +1,11 @@
-"""Many small reduce-scatters as few large ones.
+"""Bundles many small reduce-scatters into few large ones.
 
 Reading order:
 
-    packing   inputs into a buffer, at one copy each
+    packing   copies inputs into a buffer, one copy each
     bucket    one dtype, device and group: two buffers, of which one is reduced while the other fills
-    inputs    what may be handed over: tensors, lists of them, DTensors
+    inputs    checks inputs: tensors, lists of tensors, DTensors
+    streams   orders the CUDA streams that use a bucket
     bucketer  ReduceScatterBucketer
 """
 

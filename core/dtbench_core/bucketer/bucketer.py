@@ -1,8 +1,8 @@
 """Bundles many small reduce-scatters into few large ones, and reduces one bucket while the next fills.
 
-A bucket collects inputs of one dtype, device and group. When the next input does not fit, its collective is issued and
-the one before it is waited for. So one collective runs while a bucket fills, and two buffers are enough. Each
-collective writes to an output of its own, which the results of the bucket are parts of.
+A bucket collects inputs of one dtype, device and group. When the next input does not fit, the bucket's collective is
+issued, and the collective before it is waited for. So one collective runs while a bucket fills, and two buffers are
+enough. Each collective writes to a new output tensor, and the results of the bucket are views of it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from dtbench_core.bucketer.bucket import (
     PendingCallbacks,
     Reduction,
 )
-from dtbench_core.bucketer.inputs import Intake, check_group, take_gradient, take_in
-from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters, BucketError, side_by_side
+from dtbench_core.bucketer.inputs import CheckedInput, check_gradient, check_group, check_input
+from dtbench_core.bucketer.packing import JOIN_BYTES, BucketCounters, BucketError, as_contiguous_rows
 
 MIB = 1024**2
 _dtype, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
 
 
 class GradientFeed(ExitStack):
-    """The hooks of one module. `remove()`, or leaving it as a context, takes them off."""
+    """The hooks on one module's parameters. `remove()`, or leaving it as a context, removes them."""
 
     remove = ExitStack.close
 
@@ -47,25 +47,25 @@ class ReduceScatterBucketer:
         bucketer = ReduceScatterBucketer()
         bucketer.reduce_scatter_async(small, group, lambda result: print("small"))
         bucketer.reduce_scatter_async(large, group, lambda result: print("large"))
-        bucketer.flush()  # only now has every callback been called
-        # prints "large", "small": what does not fit in a bucket does not wait for it
+        bucketer.flush()  # only after this have all callbacks been called
+        # prints "large", "small": an input larger than a bucket is reduced at once
 
-    Every rank of a group must hand over inputs of the same shapes in the same order. A bucketer is for one thread at a
-    time. On CUDA, inputs may come on different streams: each bucket waits for the streams of its inputs. The tensors
-    may be simulated ranks' too.
+    Every rank of a group must pass inputs of the same shapes in the same order. Only one thread at a time may use a
+    bucketer. On CUDA, inputs may arrive on different streams: each bucket waits for the streams of its inputs. The
+    tensors may be those of simulated ranks.
 
     Args:
-        bucket_cap_mb: size of a bucket over all shards, in MiB (1024^2 bytes); <= 0 reduces every input
+        bucket_cap_mb: size of a bucket over all shards, in MiB (1024^2 bytes). With 0 or less, every input is reduced
             at once. At most two buffers of this size are allocated for each (dtype, device, group).
-        op: "sum"; "avg", the sum over the ranks divided by their number; "premul", the sum of the inputs
-            times `factor`.
-        factor: of "premul".
-        reduce_dtype: what inputs are converted to before they are added up; the result is converted back.
-        hold_inputs: keep inputs instead of copying them when they are handed over: twice as fast for small
-            tensors, given whole. They must then not be changed before their callback; a change is an error, unless it
-            was made behind torch's back.
-        check_ranks: when ranks compare the shapes they are about to reduce, with one more small collective:
-            in the "first" round (up to the first flush), "always" or "never".
+        op: "sum"; "avg", the sum over the ranks divided by their number; "premul", the sum of the inputs times
+            `factor`.
+        factor: the factor of "premul".
+        reduce_dtype: the dtype that inputs are converted to before the sum; the result is converted back.
+        hold_inputs: keep inputs instead of copying them on arrival. This is twice as fast for small tensors passed as
+            one tensor. Inputs must then not be changed before their callback. A change raises an error, unless it was
+            made in a way that torch cannot detect.
+        check_ranks: when ranks compare the shapes that they are about to reduce, with an additional small collective:
+            in the "first" round (until the first flush), "always" or "never".
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ReduceScatterBucketer:
         if op not in ("sum", "avg", "premul") or (op == "premul") != (factor is not None):
             raise BucketError(
                 f"got op={op!r} with factor={factor!r}, expected 'sum', 'avg', or 'premul' with a factor: "
-                "the factor belongs to premul alone"
+                "pass a factor with premul only"
             )
         if check_ranks not in CHECK_RANKS:
             raise BucketError(f"got check_ranks={check_ranks!r}, expected one of {', '.join(CHECK_RANKS)}")
@@ -101,42 +101,49 @@ class ReduceScatterBucketer:
         group: ProcessGroup,
         callback_fn: Callback | None = None,
     ) -> None:
-        """Hands over one input; `callback_fn` is called with what all ranks' inputs for this rank add up to.
+        """Adds one input. `callback_fn` is called with this rank's part of the sum over all ranks' inputs.
 
-        It is called at the latest by `flush()`; by this very call for an input larger than a bucket,
-        unless inputs are held. A bucket with too little room left is reduced first, and callbacks of the
-        one before it are called. The tensors may be changed as soon as this returns, unless inputs are
-        held, and the result is the callback's to keep. Callbacks run without autograd.
+        The callback is called by `flush()` at the latest. For an input larger than a bucket, this method calls it,
+        unless inputs are held. If a bucket has too little room left, it is reduced first, and the callbacks of the
+        bucket before it are called. The tensors may be changed after this returns, unless inputs are held. The
+        callback may keep the result. Callbacks run without autograd.
 
-        The results of one bucket are parts of one tensor of bucket_cap_mb / n: keeping one keeps that memory.
-        Clone a small result that is to outlive the others.
+        The results of one bucket are views of one tensor of bucket_cap_mb / n, so keeping one keeps all that memory.
+        Clone a small result that outlives the others.
 
         Args:
-            input_list: tensors of one shape, which the result has; or a single tensor whose dim 0 is cut
-                into n equal parts, of which the result is one. Of a DTensor its local part is taken; one
-                that is Partial along a mesh dim whose group this is gives the DTensor sharded there.
+            input_list: n tensors of one shape, which is that of the result; or a single tensor whose dim 0 is split
+                into n equal parts, with the shape of the result. Of a DTensor, the local part is used. If it is
+                Partial along a mesh dim with this group, the result is a DTensor sharded there.
+            group: the process group of n ranks.
+            callback_fn: takes the result.
 
         Raises:
-            BucketError: not one tensor per rank of `group`, tensors that differ in shape, dtype or device,
-                a dim 0 that n does not divide; ranks that disagree.
-            Exception: what a callback that became due has raised; this input is safe in its bucket.
+            BucketError: not one tensor per rank of `group`; tensors that differ in shape, dtype or device; a dim 0
+                that n does not divide; ranks that disagree.
+            Exception: raised by a callback that became due. The new input is in its bucket even so.
         """
-        # The common case has the fewest checks; `take_in` handles the rest, and mistakes.
+        # The common cases need few checks; `check_input` handles all other inputs, and mistakes.
         if type(input_list) is Tensor:
             open_bucket = self.buckets.get((input_list.dtype, input_list.device, group))
             if open_bucket is not None and open_bucket.add_flat(input_list, callback_fn):
                 return
-        elif type(input_list) is list and self._take_small_tensors(input_list, group, callback_fn):
+        elif type(input_list) is list and self._add_small_tensors(input_list, group, callback_fn):
             return
-        taken = take_in(input_list, group, self.hold_inputs)
-        bucket = self._bucket_of(taken, group)
-        finish = None if taken.shape is None and taken.rewrap is None else (taken.shape, taken.rewrap)
-        bucket.add(taken.source, taken.numel, callback_fn, finish)
+        checked = check_input(input_list, group, self.hold_inputs)
+        bucket = self._bucket_of(checked, group)
+        result_form = (
+            None if checked.shape is None and checked.rewrap is None else (checked.shape, checked.rewrap)
+        )
+        bucket.add(checked.source, checked.numel, callback_fn, result_form)
 
-    def _take_small_tensors(
+    def _add_small_tensors(
         self, inputs: list[Tensor], group: ProcessGroup, callback: Callback | None
     ) -> bool:
-        """Joins tensors that are cheaper to copy as one. Returns False if they are not, or need `take_in`'s checks."""
+        """Stacks tensors that are cheaper to copy as one, and adds the stack.
+
+        Returns False if they are not cheaper, or need the checks of `check_input`.
+        """
         if not inputs or set(map(type, inputs)) != {Tensor}:
             return False
         first = inputs[0]
@@ -149,32 +156,33 @@ class ReduceScatterBucketer:
             or len(set(map(_dtype, inputs))) > 1
         ):
             return False
-        if bucket.hold_inputs:  # chunks of one tensor need no copy
+        if bucket.hold_inputs:  # chunks of one tensor are held without a copy
             same_shape = len(set(map(Tensor.size, inputs))) == 1 and not any(map(_requires_grad, inputs))
-            view = side_by_side(inputs) if same_shape and numel else None
+            view = as_contiguous_rows(inputs) if same_shape and numel else None
             if view is not None:
                 bucket.add(view, numel, callback, None if first.ndim == 1 else (first.shape, None))
             return view is not None
         try:
-            joined = torch.stack(inputs)
-        except (RuntimeError, NotImplementedError):  # of different shapes, or on different devices
+            stacked = torch.stack(inputs)
+        except (RuntimeError, NotImplementedError):  # different shapes or devices
             return False
-        if joined.requires_grad or joined.device != first.device:
+        if stacked.requires_grad or stacked.device != first.device:
             return False
-        bucket.counters.bytes_copied += joined.nbytes
-        finish = None if joined.ndim == 2 else (first.shape, None)
-        bucket.add(joined.view(bucket.world_size, numel), numel, callback, finish)
+        bucket.counters.bytes_copied += stacked.nbytes
+        result_form = None if stacked.ndim == 2 else (first.shape, None)
+        bucket.add(stacked.view(bucket.world_size, numel), numel, callback, result_form)
         return True
 
     def flush(self) -> None:
-        """Reduces what waits in all buckets and calls the callbacks. What these hand over waits again.
+        """Reduces the waiting inputs of all buckets and calls the callbacks. Inputs that callbacks add wait for the
+        next flush.
 
         Raises:
-            Exception: what a callback raised, once all buckets are flushed; an ExceptionGroup of several.
+            Exception: raised by a callback, after all buckets are flushed; an ExceptionGroup of several.
         """
         outcome = PendingCallbacks()
         buckets = list(self.buckets.values())
-        for bucket in buckets:  # all are under way before the first is waited for
+        for bucket in buckets:  # issue all collectives before waiting for the first
             bucket.close(outcome, by_flush=True)
         for bucket in buckets:
             bucket.drain(outcome)
@@ -194,50 +202,50 @@ class ReduceScatterBucketer:
     def attach(
         self, module: nn.Module, group: ProcessGroup, on_shard: Callable[[nn.Parameter, Tensor], object]
     ) -> GradientFeed:
-        """Hands over the gradient of each of `module`'s parameters as soon as a backward pass has it.
+        """Reduces the gradient of each of `module`'s parameters as soon as a backward pass has computed it.
 
-        The gradient is taken off the parameter. `on_shard(parameter, shard)` is called with this rank's part,
+        The gradient is removed from the parameter. `on_shard(parameter, shard)` is called with this rank's part,
         (ceil(numel / n),), of the gradient flattened and padded with zeros. Call `flush()` after `backward()`.
 
-        Gradients are not copied on arrival, whatever `hold_inputs` says, so the backward pass never waits for the
-        collective that it has just issued. Nobody else may change a gradient until its shard is there.
+        Gradients are not copied on arrival, even without `hold_inputs`, so the backward pass never waits for the
+        collective that it has just issued. No other code may change a gradient until the callback with its shard.
 
         Returns:
-            A handle: `remove()` takes the hooks off again.
+            A handle; `remove()` removes the hooks.
         """
         check_group(group)
 
-        def take(parameter: nn.Parameter) -> None:
+        def reduce_gradient(parameter: nn.Parameter) -> None:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 with torch.no_grad():
-                    taken = take_gradient(gradient, group)
-                    bucket = self._bucket_of(taken, group)
-                    bucket.add(taken.source, taken.numel, partial(on_shard, parameter), hold=True)
+                    checked = check_gradient(gradient, group)
+                    bucket = self._bucket_of(checked, group)
+                    bucket.add(checked.source, checked.numel, partial(on_shard, parameter), hold=True)
 
         hooks = GradientFeed()
         for parameter in module.parameters():
             if parameter.requires_grad:
-                hooks.callback(parameter.register_post_accumulate_grad_hook(take).remove)
+                hooks.callback(parameter.register_post_accumulate_grad_hook(reduce_gradient).remove)
         return hooks
 
-    def _bucket_of(self, taken: Intake, group: ProcessGroup) -> Bucket:
-        """Returns the bucket for an input, new if it is the first of its dtype, device and group."""
-        bucket = self.buckets.get((taken.dtype, taken.device, group))
+    def _bucket_of(self, checked: CheckedInput, group: ProcessGroup) -> Bucket:
+        """Returns the bucket for an input; creates it for the first input of its dtype, device and group."""
+        bucket = self.buckets.get((checked.dtype, checked.device, group))
         if bucket is not None:
             return bucket
-        self.reduction.check(taken.dtype)
-        itemsize = self.reduction.dtype_of(taken.dtype).itemsize
+        self.reduction.check(checked.dtype)
+        itemsize = self.reduction.dtype_of(checked.dtype).itemsize
         capacity = max(0, int(self.bucket_cap_mb * MIB / itemsize // group.size()))
         bucket = Bucket(
             group,
-            taken.dtype,
-            taken.device,
+            checked.dtype,
+            checked.device,
             capacity,
             self.counters,
             self.reduction,
             self.hold_inputs,
             self.check_ranks,
         )
-        self.buckets[taken.dtype, taken.device, group] = bucket
+        self.buckets[checked.dtype, checked.device, group] = bucket
         return bucket

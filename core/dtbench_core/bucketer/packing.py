@@ -1,11 +1,12 @@
-"""Brings inputs into the order of the collective: all shards for rank 0, then all for rank 1, and so on.
+"""Arranges inputs in the order of the collective: all shards for rank 0, then all for rank 1, and so on.
 
-There are two ways. `Rows` copies each input on arrival into the n rows of a buffer, so the caller may reuse it at
-once. If the rows turn out as long as was predicted, the buffer is the collective's input; otherwise the rows are copied
-once more, closer together. `HeldInputs` keeps the inputs and copies them all by one op when the bucket closes.
+There are two ways. `Rows` copies each input on arrival into the n rows of a buffer, so the caller may reuse the input
+at once. If the rows become as long as predicted, the buffer is the input of the collective; otherwise the rows are
+copied once more, to close the gaps. `HeldInputs` keeps the inputs and copies all of them by one op when the bucket
+closes.
 
-Each row ends at a multiple of ALIGN_BYTES, and `HeldInputs` puts shards of other lengths last, so that one odd bias
-does not shift every shard behind it.
+Each row ends at a multiple of ALIGN_BYTES. `HeldInputs` puts shards of odd lengths last, so that a single odd bias
+does not misalign all shards after it.
 """
 
 from __future__ import annotations
@@ -32,30 +33,34 @@ class BucketError(CoreError, ValueError, AssertionError):
     """
 
 
-# A bucket whose contents cannot be foreseen starts with so many elements per shard, and doubles.
+# Initial number of elements per shard of a bucket without a prediction; it is doubled when full.
 FIRST_ELEMENTS = 1024
-# Shards of fewer bytes are joined first and then copied as one, which costs a second copy that the
-# cache hides: one strided copy costs 1 us, n of them n. Measured on CPU, 8 shards: at 2 KiB 10 against
-# 16 us, at 32 KiB 49 against 44.
+# Smaller shards are joined first and then copied by one strided copy instead of n. The first copy is cheap, since the
+# data stay in the cache. Measured on a CPU with 8 shards, joined and separate: 10 and 16 us at 2 KiB, 49 and 44 us at
+# 32 KiB.
 JOIN_BYTES = 16 * 1024
-# Below this, finding out whether shards lie side by side costs what copying them as one saves.
-SIDE_BY_SIDE_BYTES = 4 * 1024
+# Below this size, checking for contiguous shards costs more than it saves.
+CONTIGUOUS_ROWS_MIN_BYTES = 4 * 1024
 
-# The widest load and store of a CUDA thread. Behind a shard whose bytes are no multiple of it, chunk_cat falls back to
-# one byte at a time; a row that does not end at a multiple slows NCCL, too (pytorch#195450).
+# The widest load and store of a CUDA thread. After a shard whose size is not a multiple of it, chunk_cat copies
+# single bytes. A row that does not end at a multiple slows NCCL down, too (pytorch#195450).
 ALIGN_BYTES = 16
 _version = attrgetter("_version")
 
-# An input: (n, k); (up to n * k,), whose missing elements are zeros; or the n tensors of one shape that are its rows.
+# An input with n shards of k elements: (n, k); (up to n * k,), where missing elements are zeros; or n tensors of one
+# shape.
 Source = Tensor | Sequence[Tensor]
 
 
 @dataclass
 class BucketCounters:
-    """What a bucketer has done so far.
+    """Counters of a bucketer.
 
-    collectives: issued. bytes_copied: written by copies on this rank. held_bytes: buffers now allocated
-    (results handed to callbacks are the caller's). peak_bytes: the most they were.
+    Attributes:
+        collectives: collectives issued.
+        bytes_copied: bytes written by copies on this rank.
+        held_bytes: bytes of the buffers allocated now, without the results passed to callbacks.
+        peak_bytes: maximum of held_bytes.
     """
 
     collectives: int = 0
@@ -70,12 +75,17 @@ class BucketCounters:
 
 @dataclass(eq=False)
 class BufferPool:
-    """Flat buffers of one dtype and device, allocated when none of the free ones is large enough."""
+    """Flat buffers of one dtype and device. A new one is allocated if no free buffer is large enough.
+
+    Attributes:
+        in_use: bytes of the acquired buffers.
+        streams: orders the streams that use the buffers.
+    """
 
     dtype: torch.dtype
     device: torch.device
     counters: BucketCounters
-    in_use: int = 0  # bytes
+    in_use: int = 0
     _free: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -85,13 +95,15 @@ class BufferPool:
         """Whether a free buffer has room for `numel` elements."""
         return any(b.numel() >= numel for b in self._free)
 
-    def take(self, numel: int) -> Tensor:
-        """Returns a buffer of at least `numel` elements for the current stream. Its values are undefined."""
+    def acquire(self, numel: int) -> Tensor:
+        """Returns a buffer of at least `numel` elements for use on the current stream. Its values are undefined."""
         self.streams.enter()
         smallest = min((b.numel() for b in self._free if b.numel() >= numel), default=None)
         if smallest is None:
-            self.clear()  # too small, and the new one takes its place
-            with torch.inference_mode(False):  # else no later pass could write to it
+            self.clear()  # the free buffers are too small; the new one replaces them
+            with torch.inference_mode(
+                False
+            ):  # code outside inference mode could not write to an inference tensor
                 buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
             self.counters.hold(buffer.nbytes)
         else:
@@ -99,12 +111,12 @@ class BufferPool:
         self.in_use += buffer.nbytes
         return buffer
 
-    def give(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         self.in_use -= buffer.nbytes
         self._free.append(buffer)
 
-    def lose(self, buffer: Tensor) -> None:
-        """Drops a buffer for good: a collective that failed may still use it."""
+    def discard(self, buffer: Tensor) -> None:
+        """Drops a buffer that must not be reused, since a failed collective may still use it."""
         self.in_use -= buffer.nbytes
         self._forget([buffer])
 
@@ -122,9 +134,9 @@ class Packed(NamedTuple):
     """Inputs in the order of the collective.
 
     Attributes:
-        input: (n * row,), for each rank its shards and up to ALIGN_BYTES - 1 bytes of zeros.
-        buffer: the pool's buffer that `input` lies in; to be given back after use.
-        order: the indices of the inputs as their shards follow each other in a row; None if as they came.
+        input: (n * row,): for each rank its shards, then up to ALIGN_BYTES - 1 bytes of zeros.
+        buffer: the pool's buffer that contains `input`, to be released after use.
+        order: the inputs' indices in the order of their shards in a row; None if that is their order of arrival.
     """
 
     input: Tensor
@@ -132,41 +144,45 @@ class Packed(NamedTuple):
     order: list[int] | None = None
 
 
-# Both kinds of packing take inputs of k elements per shard until `used`, the elements per shard so far, would be more
-# than `room`. `needs` is the number of elements that `pack` will allocate.
+# Both classes have `used`, the elements per shard so far, and `room`, their maximum. `needs()` returns the number of
+# elements that `pack` will allocate.
 
 
 class Rows:
-    """Copies each input on arrival, into n rows of `room` elements. unit: elements in ALIGN_BYTES."""
+    """Copies each input on arrival into n rows of `room` elements.
+
+    Args:
+        unit: number of elements in ALIGN_BYTES.
+    """
 
     def __init__(self, pool: BufferPool, world_size: int, room: int, unit: int) -> None:
         self.used, self.room = 0, aligned(room, unit)
         self._pool, self._n, self._unit = pool, world_size, unit
-        self._buffer = pool.take(world_size * self.room)
+        self._buffer = pool.acquire(world_size * self.room)
 
     def add(self, source: Source, numel: int) -> None:
         if not numel:
             return
         if self._pool.streams.needed:
             self._pool.streams.enter()
-        place = self._columns(self.used, numel)
+        columns = self._columns(self.used, numel)
         if isinstance(source, Tensor):
-            place.copy_(as_rows(source, self._n))
+            columns.copy_(as_rows(source, self._n))
         else:
-            torch.stack(source, out=place.view(self._n, *source[0].shape))  # type: ignore[arg-type]
+            torch.stack(source, out=columns.view(self._n, *source[0].shape))  # type: ignore[arg-type]
         self.used += numel
 
     def _columns(self, start: int, numel: int) -> Tensor:
         return self._buffer.as_strided((self._n, numel), (self.room, 1), start)
 
     def grow(self, room: int) -> None:
-        """Moves the rows to others of `room` elements."""
-        old, columns = self._buffer, self._columns(0, self.used)
+        """Copies the rows into a buffer with rows of `room` elements."""
+        previous, columns = self._buffer, self._columns(0, self.used)
         self.room = aligned(room, self._unit)
-        self._buffer = self._pool.take(self._n * self.room)
+        self._buffer = self._pool.acquire(self._n * self.room)
         self._columns(0, self.used).copy_(columns)
         self._pool.counters.bytes_copied += columns.nbytes
-        self._pool.give(old)
+        self._pool.release(previous)
 
     def needs(self) -> int:
         row = aligned(self.used, self._unit)
@@ -183,20 +199,24 @@ class Rows:
         return Packed(self._buffer[: self._n * row], self._buffer)
 
     def drop(self) -> None:
-        self._pool.give(self._buffer)
+        self._pool.release(self._buffer)
 
 
 class HeldInputs:
-    """Keeps the inputs until the bucket closes; they must not change before. unit: elements in ALIGN_BYTES."""
+    """Keeps the inputs until the bucket closes; they must not change before.
+
+    Args:
+        unit: number of elements in ALIGN_BYTES.
+    """
 
     def __init__(self, pool: BufferPool, world_size: int, room: int, unit: int) -> None:
         self.used, self.room = 0, room
         self._pool, self._n, self._unit = pool, world_size, unit
         self._inputs: list[Source] = []
-        self._has_lists = False  # whether some shards are tensors of their own
-        self._tensors: list[Tensor] = []  # of all inputs
-        self._versions: list[int] = []  # of these when they were handed over
-        self._streams: dict[object, Any] = {}  # on which they were handed over
+        self._has_lists = False  # whether some input is a list of shards
+        self._tensors: list[Tensor] = []  # the tensors of all inputs
+        self._versions: list[int] = []  # the version of each tensor on arrival
+        self._streams: dict[object, Any] = {}  # handle -> stream, for the streams on which inputs arrived
 
     def add(self, source: Source, numel: int) -> None:
         tensors = [source] if isinstance(source, Tensor) else source
@@ -204,29 +224,33 @@ class HeldInputs:
         self._versions += versions_of(tensors)
         self._tensors += tensors
         self._inputs.append(source)
-        self._pool.streams.note_input(self._streams)
+        self._pool.streams.record_stream_of_input(self._streams)
         self.used += numel
 
     def add_flat(self, tensor: Tensor, numel: int) -> None:
-        """As `add`, without any check."""
+        """Same as `add` for one flat tensor, without checks."""
         self._versions.append(tensor._version)
         self._tensors.append(tensor)
         self._inputs.append(tensor)
         if self._pool.streams.needed:
-            self._pool.streams.note_input(self._streams)
+            self._pool.streams.record_stream_of_input(self._streams)
         self.used += numel
 
     def needs(self) -> int:
         return self._n * aligned(self.used, self._unit)
 
     def pack(self, numels: Sequence[int]) -> Packed:
-        """Packs the inputs by one op. numels: elements per shard of each."""
+        """Packs the inputs by one op.
+
+        Args:
+            numels: elements per shard of each input.
+        """
         self._pool.streams.enter(self._streams, self._tensors)
         check_unchanged(self._tensors, self._versions)
         order = _odd_shards_last(numels, self._unit)
         inputs = self._inputs if order is None else [self._inputs[i] for i in order if numels[i]]
         row = aligned(self.used, self._unit)
-        buffer = self._pool.take(self._n * row)
+        buffer = self._pool.acquire(self._n * row)
         packed = buffer[: self._n * row]
         if row > self.used:
             inputs = [*inputs, self._tensors[0].new_zeros(self._n * (row - self.used))]
@@ -247,12 +271,12 @@ class HeldInputs:
 
 
 def aligned(numel: int, unit: int) -> int:
-    """Returns the next multiple of `unit`."""
+    """Rounds up to a multiple of `unit`."""
     return -(-numel // unit) * unit
 
 
 def as_rows(source: Tensor, n: int) -> Tensor:
-    """Returns (n, k): a source with that shape, or a flat one with zeros for its missing elements."""
+    """Returns a source as (n, k). A flat source is padded with zeros."""
     if source.ndim == 2:
         return source
     missing = -source.numel() % n
@@ -260,9 +284,9 @@ def as_rows(source: Tensor, n: int) -> Tensor:
 
 
 def _odd_shards_last(numels: Sequence[int], unit: int) -> list[int] | None:
-    """Returns the indices of the inputs, those whose shards end at a multiple of `unit` first.
+    """Returns the inputs' indices, with shards whose length is not a multiple of `unit` last.
 
-    None if all do and none is empty.
+    None if all lengths are multiples and no shard is empty.
     """
     if 0 not in numels and math.gcd(*numels) % unit == 0:
         return None
@@ -270,7 +294,7 @@ def _odd_shards_last(numels: Sequence[int], unit: int) -> list[int] | None:
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each, or what it is a view of, was written to; 0 for an inference tensor, which does not say."""
+    """Returns the version counters of the tensors; 0 for an inference tensor, which has none."""
     try:
         return list(map(_version, tensors))
     except RuntimeError:
@@ -278,24 +302,25 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def check_unchanged(inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
-    now = versions_of(inputs)
-    plain = set(map(type, inputs)) <= {Tensor}  # others have no address
-    if now == versions and not (plain and 0 in map(Tensor.data_ptr, inputs)):
+    present = versions_of(inputs)
+    are_plain = set(map(type, inputs)) <= {Tensor}  # tensor subclasses may have no address
+    if present == versions and not (are_plain and 0 in map(Tensor.data_ptr, inputs)):
         return
     freed = [type(t) is Tensor and t.numel() > 0 and t.data_ptr() == 0 for t in inputs]
-    if now == versions and not any(freed):
+    if present == versions and not any(freed):
         return
-    index = next(i for i in range(len(inputs)) if freed[i] or now[i] != versions[i])
+    index = next(i for i in range(len(inputs)) if freed[i] or present[i] != versions[i])
     raise BucketError(
         f"got tensor {index} of {len(inputs)} in this bucket {'freed' if freed[index] else 'changed'} after it was "
-        "handed over, expected it to stay as it was until its callback: hand over a copy, or make the "
-        "bucketer with hold_inputs=False, which copies all but what attach() hands over"
+        "passed to the bucketer, expected it unchanged until its callback: pass a copy, or make the bucketer with "
+        "hold_inputs=False, which copies all inputs but the gradients of attach()"
     )
 
 
-def side_by_side(shards: Sequence[Tensor]) -> Tensor | None:
-    """The n shards as one (n, k) view, where they lie one after the other in one storage, as the chunks
-    of a gradient do."""
+def as_contiguous_rows(shards: Sequence[Tensor]) -> Tensor | None:
+    """Returns the n shards as one (n, k) view, if they follow each other in one storage, as the chunks of a gradient
+    do.
+    """
     first, numel = shards[0], shards[0].numel()
     start, step = first.data_ptr(), numel * first.itemsize
     if list(map(Tensor.data_ptr, shards)) != list(range(start, start + len(shards) * step, step)):
@@ -303,5 +328,5 @@ def side_by_side(shards: Sequence[Tensor]) -> Tensor | None:
     if not all(map(Tensor.is_contiguous, shards)):
         return None
     if first.untyped_storage().nbytes() < (first.storage_offset() + len(shards) * numel) * first.itemsize:
-        return None  # another storage that happens to lie behind
+        return None  # the next shard is in another storage, which happens to follow
     return first.as_strided((len(shards), numel), (numel, 1))

@@ -1,11 +1,11 @@
-"""Orders the streams on which one bucket is used.
+"""Orders the streams on which a bucket is used.
 
-A gradient's hook runs on the stream of the forward op that used the parameter, and `flush()` on the caller's. So inputs
-may come on one stream, be packed on another and be waited for on a third.
+A gradient's hook runs on the stream of the forward op that used the parameter, and `flush()` on the caller's. So an
+input may arrive on one stream, be packed on another and be waited for on a third.
 
-Two things must hold. A stream that uses the bucket's memory waits for the stream that used it before. And memory
-returns to the allocator only after every stream that used it: the allocator itself orders a freed block behind the
-stream that allocated it and no other.
+Two conditions must hold. First, a stream that uses the bucket's memory waits for the stream that used it before.
+Second, memory returns to the allocator only after all streams that used it have finished: the allocator reuses a
+freed block once the stream that allocated it is done, and ignores other streams.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from dtbench_core.torch_compat import current_stream, is_stream_capturing, recor
 
 
 class StreamOrder:
-    """Makes all uses of one bucket's memory happen as if on one stream. Does nothing on a CPU.
+    """Orders all uses of one bucket's memory as if they were on a single stream. Does nothing on a CPU.
 
-    Streams are identified by their handles, which cost a tenth of what asking for the stream object costs.
+    Streams are identified by their handles: getting a handle costs a tenth of getting the stream object.
 
     Attributes:
-        needed: whether the device has streams. Where each input counts, asking this is cheaper than a call.
+        needed: whether the device has streams. On hot paths, reading this first is cheaper than a call.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.needed = stream_handle(device) is not None
         self._device = device
         self._last_handle: object = None
-        self._streams: dict[object, Any] = {}  # handle -> stream, of all that have used the bucket
+        self._streams: dict[object, Any] = {}  # handle -> stream, for every stream that has used the bucket
 
-    def note_input(self, noted: dict[object, Any]) -> None:
-        """Adds the current stream to `noted`, the streams on which a bucket's inputs were handed over."""
+    def record_stream_of_input(self, input_streams: dict[object, Any]) -> None:
+        """Adds the current stream to `input_streams`: handle -> stream, for every stream on which an input arrived."""
         handle = stream_handle(self._device)
-        if handle is not None and handle not in noted:
-            noted[handle] = current_stream(self._device)
+        if handle is not None and handle not in input_streams:
+            input_streams[handle] = current_stream(self._device)
 
-    def enter(self, noted: dict[object, Any] | None = None, inputs: Sequence[Tensor] = ()) -> None:
-        """Makes the current stream wait for the one that used the bucket's memory last.
+    def enter(self, input_streams: dict[object, Any] | None = None, inputs: Sequence[Tensor] = ()) -> None:
+        """Makes the current stream wait for the stream that used the bucket's memory last.
 
-        It also waits for `noted`, the streams of `inputs`, whose memory then outlives the current stream's reads.
+        Args:
+            input_streams: the streams of `inputs`, which the current stream waits for, too.
+            inputs: their memory is kept until the current stream has read it.
         """
         handle = stream_handle(self._device)
         if handle != self._last_handle:
@@ -52,23 +54,24 @@ class StreamOrder:
             if self._last_handle is not None:
                 _wait_for(self._streams[handle], self._streams[self._last_handle])
             self._last_handle = handle
-        if noted and noted.keys() != {handle}:
-            for stream in noted.values():
+        if input_streams and input_streams.keys() != {handle}:
+            for stream in input_streams.values():
                 _wait_for(self._streams[handle], stream)
             for tensor in inputs:
                 record_stream(tensor, self._streams[handle])
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Keeps memory from being reallocated before every stream that has used the bucket is done with it."""
+        """Keeps memory from being reallocated before every stream that has used the bucket has finished with it."""
         if len(self._streams) > 1:
             for tensor, stream in product(tensors, self._streams.values()):
                 record_stream(tensor, stream)
 
 
 def _wait_for(stream: Any, earlier: Any) -> None:
-    """Makes `stream` wait for all work that `earlier` holds by now.
+    """Makes `stream` wait for all work submitted to `earlier` so far.
 
-    A capture cannot wait for work outside of it; whoever captures has waited for that work before.
+    A captured stream cannot wait for work outside of the capture; the capturing code must have waited for that work
+    before.
     """
     if is_stream_capturing(earlier) or not is_stream_capturing(stream):
         stream.wait_event(earlier.record_event())
