@@ -1,5 +1,7 @@
-"""A job in words and tables, which the terminal and the page share. Figures are per step of a rank, or of the whole
-trace where no steps are marked; over steps and ranks they are means, so that parts add up."""
+"""Sentences and tables about a profiled job, for the terminal and the page.
+
+Figures are means over steps and ranks, so that parts add up. If no steps are marked, they refer to the whole trace.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +16,53 @@ from dtbench.text import terminal
 from dtbench.text.table import Table, TableColumn
 from dtbench.text.units import MISSING, format_bandwidth, format_bytes, format_change, format_seconds, plural
 
-MOST_RANKS, MOST_COLLECTIVES, MOST_CALLS = 16, 12, 2  # of a screenful
-_WORTH = {
-    "hidden": "if {}'s communication were hidden",
-    "calibrated": "if {}'s links ran as without the job",
-    "no_late_rank": "if no rank waited for the last one over {}",
+# Largest numbers of rows and sentences on a terminal.
+MOST_RANKS, MOST_COLLECTIVES, MOST_CALLS = 16, 12, 2
+_ASSUMPTIONS = {
+    "hidden": "if computation covered all communication over {}",
+    "calibrated": "if calls over {} ran at the calibrated bandwidth",
+    "no_late_rank": "if no rank arrived late at calls over {}",
 }
 
 
 def extremes(job: Job) -> list[RankJob]:
-    """As many ranks as are shown: half that came last most often or have the longest steps, half of the contrary."""
-    last = sum((Counter(waits.last_counts) for waits in job.waits), Counter[str]())
-    ranks = sorted(job.ranks, key=lambda rank: (last[str(rank.rank)], rank.mean_step.step_s))
+    """Returns the ranks to show: those that arrived last most and least often; of equals, by the length of the step."""
+    last_counts = sum((Counter(waits.last_counts) for waits in job.waits), Counter[str]())
+    ranks = sorted(job.ranks, key=lambda rank: (last_counts[str(rank.rank)], rank.mean_step.step_s))
     half = MOST_RANKS // 2
     return sorted(ranks[:half] + ranks[half:][-half:], key=lambda rank: rank.rank)
 
 
 def headline(job: Job) -> tuple[str, str]:
-    """The share of exposed communication, and a sentence on it, the steps and the ranks."""
+    """Returns the share of exposed communication, and a sentence about it, the steps and the ranks."""
     parts = [rank.mean_step for rank in job.ranks]
     step_s, exposed_s = fmean(part.step_s for part in parts), fmean(part.exposed_s for part in parts)
     exposed, longest = f"{exposed_s / (step_s or 1):.0%}", format_seconds(max(part.step_s for part in parts))
     missing = f" of {job.world_size}" if job.world_size > len(parts) else ""
-    on = ", ".join(filter(None, (job.backend, job.torch and f"torch {job.torch}", job.ranks[0].device)))
+    setup = ", ".join(filter(None, (job.backend, job.torch and f"torch {job.torch}", job.ranks[0].device)))
     steps = sorted({(rank.steps, rank.excluded_steps, rank.steps_source) for rank in job.ranks if rank.steps})
-    told = ", ".join(
-        f"{count}{f' of {count + excluded}' * bool(excluded)} steps by {by}" for count, excluded, by in steps
+    step_counts = ", ".join(
+        f"{count}{f' of {count + excluded}' * bool(excluded)} steps by {marked_by}"
+        for count, excluded, marked_by in steps
     )
     span = f"{'A step takes' if steps else 'No steps are marked; the traces span'} {format_seconds(step_s)}"
     waited_s = [dim.waiting_s / (rank.steps or 1) for rank in job.ranks for dim in rank.dims if dim.waiting_s]
     waited = f", {sum(waited_s) / len(parts) / (step_s or 1):.0%} waiting for the last rank" * bool(waited_s)
     return exposed, (
-        f"{job.label or 'job'}: {plural(len(parts), 'rank')}{missing}{on and f' ({on})'}. {span}, the longest rank's "
-        f"{longest}; {exposed} of it is exposed communication{waited} (means over "
-        f"{told or 'the whole trace'} and all ranks)."
+        f"{job.label or 'job'}: {plural(len(parts), 'rank')}{missing}{setup and f' ({setup})'}. {span} on average, "
+        f"{longest} on the slowest rank; {exposed} of it is exposed communication{waited} (means over "
+        f"{step_counts or 'the whole trace'} and all ranks)."
     )
 
 
 def findings(job: Job, analysis: JobAnalysis) -> list[str]:
-    """What to know first, the most telling first: what became slower, who is late, and the job in a sentence."""
+    """Returns the most important sentences: slower or faster parts, changed calls, late ranks, and the headline."""
     changed = [row for row in analysis.time_changes if row.verdict in (Verdict.SLOWER, Verdict.FASTER)]
-    said = [*map(_change, changed), *map(str, (*analysis.call_changes[:MOST_CALLS], *analysis.late_ranks))]
-    return [*(f"{sentence[0].upper()}{sentence[1:]}." for sentence in said), headline(job)[1]]
+    sentences = [
+        *map(_change, changed),
+        *map(str, (*analysis.call_changes[:MOST_CALLS], *analysis.late_ranks)),
+    ]
+    return [*(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences), headline(job)[1]]
 
 
 def _change(row: TimeChange) -> str:
@@ -65,22 +72,28 @@ def _change(row: TimeChange) -> str:
 
 
 def tables(job: Job, analysis: JobAnalysis, *, screen: bool = False) -> list[Table]:
-    """By mesh dim, by collective and by rank. screen: the costliest collectives and the extreme ranks alone."""
+    """Returns the tables by mesh dim, by collective and by rank.
+
+    Args:
+        screen: show only the most expensive collectives and the `extremes` of the ranks.
+    """
     steps = defaultdict(lambda: 1, {rank.rank: rank.steps for rank in job.ranks if rank.steps})
-    made = (
+    candidates = (
         _dims(job, steps, {str(late.rank) for late in analysis.late_ranks}),
         _collectives(job, steps, {row.kind: row.share for row in analysis.links}, screen),
         _ranks(job, screen),
     )
-    return [table for table in made if table.total_rows]
+    return [table for table in candidates if table.total_rows]
 
 
-def _table(what: str, job: Job, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """heads: those of figures begin with >; columns without a value are left out."""
+def _table(title: str, job: Job, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Builds a table without empty columns. Headers of numeric columns begin with ">"."""
     cells = [[MISSING if row[i] in ("", "-") else row[i] for row in rows] for i in range(len(heads))]
-    there = [(head, of) for head, of in zip(heads, cells, strict=True) if {*of} != {MISSING}]
+    filled = [(head, column) for head, column in zip(heads, cells, strict=True) if {*column} != {MISSING}]
     per = "per step" if all(rank.steps for rank in job.ranks) else "whole trace"
-    return Table(f"{what}, {per}", [TableColumn(head.lstrip(">"), of, head[0] == ">") for head, of in there])
+    return Table(
+        f"{title}, {per}", [TableColumn(head.lstrip(">"), column, head[0] == ">") for head, column in filled]
+    )
 
 
 def _percent(share: float | None) -> str:
@@ -93,88 +106,97 @@ def _distinct(values: Iterable[object]) -> str:
 
 def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:
     calls, ranks = group_by(job.collectives, lambda c: c.mesh_dim), len(job.ranks)
-    parts = group_by(((rank, d) for rank in job.ranks for d in rank.dims), lambda of: of[1].mesh_dim)
+    parts = group_by(((rank, d) for rank in job.ranks for d in rank.dims), lambda pair: pair[1].mesh_dim)
     step_s = sum(rank.mean_step.step_s for rank in job.ranks) or 1
     rows = []
     for dim in sorted({**calls, **parts}, key=lambda dim: -sum(d.exposed_s for _, d in parts.get(dim, ()))):
-        of, timed = calls.get(dim, []), parts.get(dim, [])
-        on, exposed_s = len({c.rank for c in of}), sum(d.exposed_s / steps[rank.rank] for rank, d in timed)
-        largest = max((c for c in of if c.busbw), key=lambda c: c.bytes or 0, default=None)
-        same = [c for c in of if largest and c.kind == largest.kind]
+        dim_calls, timed = calls.get(dim, []), parts.get(dim, [])
+        ranks_with_calls = len({c.rank for c in dim_calls})
+        exposed_s = sum(d.exposed_s / steps[rank.rank] for rank, d in timed)
+        largest = max((c for c in dim_calls if c.busbw), key=lambda c: c.bytes or 0, default=None)
+        same_kind = [c for c in dim_calls if largest and c.kind == largest.kind]
         rows.append(
             [
                 dim,
-                _last(job, dim=dim, late=late),
-                _distinct(c.group_size for c in of),
-                f"{on} of {ranks}" if on < ranks else "",
-                f"{sum(c.calls_in_steps / steps[c.rank] for c in of) / ranks:.4g}",
+                _last_arrivals(job, dim=dim, late=late),
+                _distinct(c.group_size for c in dim_calls),
+                f"{ranks_with_calls} of {ranks}" if ranks_with_calls < ranks else "",
+                f"{sum(c.calls_in_steps / steps[c.rank] for c in dim_calls) / ranks:.4g}",
                 format_bytes(
-                    sum(c.calls_in_steps / steps[c.rank] * (c.bytes or 0) for c in of) / ranks or None
+                    sum(c.calls_in_steps / steps[c.rank] * (c.bytes or 0) for c in dim_calls) / ranks or None
                 ),
-                _distinct(c.dtype for c in of),
+                _distinct(c.dtype for c in dim_calls),
                 format_seconds(sum(d.communication_s / steps[rank.rank] for rank, d in timed) / ranks),
                 format_seconds(exposed_s / ranks),
                 _percent(exposed_s / step_s),
                 f"{largest.collective} {format_bytes(largest.bytes)}" if largest else "",
-                format_bandwidth(_busbw(same)),
+                format_bandwidth(_busbw(same_kind)),
             ]
         )
     heads = (
-        "Mesh dim,Last mostly,Ranks,On ranks,>calls,>bytes,Dtypes,>time,>exposed,>of all,Largest,>its busbw"
+        "Mesh dim,Last rank,Ranks,On ranks,>calls,>bytes,Dtypes,>time,>exposed,>exposed/step,"
+        "Largest call,>its busbw"
     )
     return _table("Communication by mesh dim", job, heads.split(","), rows)
 
 
 def _mean_s(calls: Sequence[Collective]) -> float:
-    """Mean seconds of a call."""
+    """Returns the mean time of a call in seconds."""
     return sum(c.mean_s * (c.timed or c.count) for c in calls) / (sum(c.timed or c.count for c in calls) or 1)
 
 
 def _busbw(calls: Sequence[Collective]) -> float | None:
-    """The bus bandwidth of calls of one kind, by their mean time."""
+    """Returns the bus bandwidth of calls of one kind at their mean time."""
     mean_s = _mean_s(calls)
     return next((c.busbw * c.mean_s / mean_s for c in calls if c.busbw and mean_s), None)
 
 
-def _last(job: Job, rank: str = "", dim: str = "", late: Set[str] = frozenset()) -> str:
-    """Who came last over the dim most often, of equals who is late, or over which dims the rank did; how often and by
-    how much."""
-    said = []
-    for of in job.waits:
-        one = rank or max(
-            of.last_counts, key=lambda number: (of.last_counts[number], number in late), default=""
+def _last_arrivals(job: Job, rank: str = "", dim: str = "", late: Set[str] = frozenset()) -> str:
+    """Describes how often and how late a rank arrives last, e.g. "rank 1: 80%, 2 ms".
+
+    Args:
+        rank: this rank over each mesh dim; "": the rank that arrives last most often.
+        dim: only this mesh dim.
+        late: ranks to prefer if several arrive last equally often.
+    """
+    texts = []
+    for waits in job.waits:
+        latest = rank or max(
+            waits.last_counts, key=lambda number: (waits.last_counts[number], number in late), default=""
         )
-        if one in of.last_counts and dim in ("", of.mesh_dim):
-            said.append(
-                f"{of.mesh_dim if rank else f'rank {one}'}: {of.last_counts[one] / (of.calls or 1):.0%}, "
-                f"{format_seconds(of.late_s.get(one))}"
+        if latest in waits.last_counts and dim in ("", waits.mesh_dim):
+            texts.append(
+                f"{waits.mesh_dim if rank else f'rank {latest}'}: {waits.last_counts[latest] / (waits.calls or 1):.0%}, "
+                f"{format_seconds(waits.late_s.get(latest))}"
             )
-    return "; ".join(said)
+    return "; ".join(texts)
 
 
 def _collectives(
     job: Job, steps: Mapping[int, int], shares: Mapping[CallKind, float | None], screen: bool
 ) -> Table:
     rows, ranks = [], len(job.ranks)
-    for kind, of in group_by(job.collectives, lambda call: call.kind).items():
-        per_step_s = sum(c.mean_s * c.calls_in_steps / steps[c.rank] for c in of) / ranks
-        moving = [c.transfer_s for c in of if c.transfer_s is not None]
+    for kind, kind_calls in group_by(job.collectives, lambda call: call.kind).items():
+        per_step_s = sum(c.mean_s * c.calls_in_steps / steps[c.rank] for c in kind_calls) / ranks
+        transfers = [c.transfer_s for c in kind_calls if c.transfer_s is not None]
         row = [
             kind.mesh_dim,
             kind.collective,
             kind.dtype or "",
             format_bytes(kind.bytes),
-            f"{sum(c.calls_in_steps / steps[c.rank] for c in of) / ranks:.4g}",
+            f"{sum(c.calls_in_steps / steps[c.rank] for c in kind_calls) / ranks:.4g}",
             format_seconds(per_step_s),
-            format_seconds(_mean_s(of)),
-            format_seconds(fmean(moving) if moving else None),
-            format_bandwidth(_busbw(of)),
+            format_seconds(_mean_s(kind_calls)),
+            format_seconds(fmean(transfers) if transfers else None),
+            format_bandwidth(_busbw(kind_calls)),
             _of_calibrated(shares.get(kind)),
-            "" if screen else ", ".join(of[0].callers[:2]),
+            "" if screen else ", ".join(kind_calls[0].callers[:2]),
         ]
         rows.append((per_step_s, row))
-    shown = [row for _, row in sorted(rows, key=lambda of: -of[0])][: MOST_COLLECTIVES if screen else None]
-    heads = "Mesh dim,Collective,Dtype,>Size,>calls,>time,>one call,>without waiting,>busbw,>of calibrated,Asked by"
+    shown = [row for _, row in sorted(rows, key=lambda pair: -pair[0])][
+        : MOST_COLLECTIVES if screen else None
+    ]
+    heads = "Mesh dim,Collective,Dtype,>Size,>calls,>time,>per call,>without waiting,>busbw,>of calibrated,Called from"
     return _table(f"Collectives, {len(shown)} of {len(rows)} by time", job, heads.split(","), shown)
 
 
@@ -186,47 +208,46 @@ def _ranks(job: Job, screen: bool) -> Table:
     rows = []
     for rank in extremes(job) if screen else job.ranks:
         step = rank.mean_step
-        alone_s = step.step_s - step.computation_s - step.exposed_s - step.idle_s
+        copies_only_s = step.step_s - step.computation_s - step.exposed_s - step.idle_s
         rows.append(
             [
                 str(rank.rank),
-                _last(job, rank=str(rank.rank)),
+                _last_arrivals(job, rank=str(rank.rank)),
                 format_seconds(step.step_s),
                 format_seconds(step.computation_s),
                 format_seconds(step.exposed_s),
                 format_seconds(step.idle_s),
-                format_seconds(alone_s if step.copy_s else None),
+                format_seconds(copies_only_s if step.copy_s else None),
                 _percent(step.exposed_s / (step.step_s or 1)),
                 format_seconds(step.communication_s),
                 format_seconds(step.host_bound_s),
                 "" if screen else rank.source,
             ]
         )
-    heads = (
-        ">Rank,Last,>step,>computation,>exposed,>idle,>copies alone,>of step,>communication,>host-bound,Trace"
-    )
+    heads = ">Rank,Last,>step,>computation,>exposed,>idle,>copies only,>exposed/step,>communication,>host-bound,Trace"
     return _table(f"Ranks, {len(rows)} of {len(job.ranks)}", job, heads.split(","), rows)
 
 
 def sentences(analysis: JobAnalysis) -> dict[str, list[str]]:
-    """Title -> what at most it would be worth, what changed from a base, what figures of links are not measured."""
-    doubted = group_by((row for row in analysis.links if row.caveat), lambda row: row.caveat)
+    """Returns title -> sentences: possible savings, bytes that the layout needs, changes, caveats of bandwidths."""
+    caveats = group_by((row for row in analysis.links if row.caveat), lambda row: row.caveat)
     return {
-        "At most it would save": [
-            f"{format_seconds(one.saved_s)} ({one.share:.0%} of the step of rank {one.rank}) "
-            + _WORTH[one.assumption].format(one.mesh_dim)
-            for one in analysis.savings
+        "At most, this much time per step could be saved": [
+            f"{format_seconds(saving.saved_s)} ({saving.share:.0%} of the step of rank {saving.rank}) "
+            + _ASSUMPTIONS[saving.assumption].format(saving.mesh_dim)
+            for saving in analysis.savings
         ],
-        "What the layout needs": [*map(str, analysis.volumes)],
-        "Base → new": [*map(str, analysis.call_changes), *map(_change, analysis.time_changes)],
-        "How the links' figures were come by": [
-            f"{why}: {of[0].kind}" + f" and {len(of) - 1} more" * (len(of) > 1) for why, of in doubted.items()
+        "Bytes that the layout needs": [*map(str, analysis.volumes)],
+        "Base → head": [*map(str, analysis.call_changes), *map(_change, analysis.time_changes)],
+        "Caveats of the calibrated bandwidths": [
+            f"{why}: {rows[0].kind}" + f" and {len(rows) - 1} more" * (len(rows) > 1)
+            for why, rows in caveats.items()
         ],
     }
 
 
 def print_job(job: Job, analysis: JobAnalysis) -> None:
-    """A screenful; what is cut is said. Too wide a table is broken into several, of which each names its rows."""
+    """Prints a job on one screen. A table that is too wide is split into several that repeat the first columns."""
     console = terminal.new_console()
     width = terminal.readable_width(console)
     for sentence in findings(job, analysis):
@@ -235,10 +256,10 @@ def print_job(job: Job, analysis: JobAnalysis) -> None:
         terminal.print_prose(console, "")
         terminal.print_line(console, table.caption, "bold")
         names = table.columns[: 4 if table.columns[1].header == "Collective" else 1]
-        block, rest = [*names], [*table.columns[len(names) :]]
-        while rest:
-            block.append(rest.pop(0))
-            if not rest or terminal.width_of(console, [*block, rest[0]]) > width:
+        block, remaining = [*names], [*table.columns[len(names) :]]
+        while remaining:
+            block.append(remaining.pop(0))
+            if not remaining or terminal.width_of(console, [*block, remaining[0]]) > width:
                 terminal.print_table(console, block)
                 block = [*names]
     for title, lines in {**sentences(analysis), "Notes": job.notes}.items():

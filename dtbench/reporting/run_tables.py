@@ -1,4 +1,4 @@
-"""What `dtbench show` prints of runs: which results, in tables for people, strict JSON and CSV for machines."""
+"""The output of `dtbench show`: selection of results, terminal tables, strict JSON and CSV."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from dtbench.text.units import bandwidth_unit, format_ratio, format_spread, time
 if TYPE_CHECKING:
     import pandas as pd
 
-# Core and its rival first, then the references that they are read against.
+# The core and torch first, then the references that they are compared with.
 _IMPL_ORDER = ("core", "torch", FLOOR, WHOLE, "wrapped", "c10d", "unbucketed", "packed", "limit")
 _IMPL_TITLES = {FLOOR: "floor (local)", WHOLE: "one rank (whole)"}
-# How many cases are named where many share one reason; the rest is counted.
-_NAMED = 5
+# Number of cases that are named if many share one reason; the others are counted.
+_MAX_NAMES = 5
 _ALL = "--csv and --json give all"
 
 
 def print_runs(runs: Sequence[Run]) -> None:
-    """Of each run per suite a row per case with the impls side by side, or where that is too wide a row per impl; then
-    what is not ok, and the provenance."""
+    """Prints a table per suite of each run, then failures and caveats, and the provenance.
+
+    A table has one row per case, or one row per implementation if the terminal is too narrow for that.
+    """
     console = terminal.new_console()
     for number, run in enumerate(runs):
         if number:
@@ -57,7 +59,7 @@ def print_runs(runs: Sequence[Run]) -> None:
 
 
 def tables_of(run: Run) -> str:
-    """What `print_runs` prints of the results themselves, as text."""
+    """Returns the text of the tables of a run, without the provenance."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         _print_results(terminal.new_console(), run)
     return out.getvalue().rstrip("\n")
@@ -65,8 +67,8 @@ def tables_of(run: Run) -> str:
 
 def _print_results(console: Console, run: Run) -> None:
     suites = group_by(run.results, lambda r: r.suite)
-    for place, (suite, results) in enumerate(islice(suites.items(), terminal.MAX_TABLES)):
-        if place:
+    for index, (suite, results) in enumerate(islice(suites.items(), terminal.MAX_TABLES)):
+        if index:
             terminal.print_line(console, "")
         _print_suite(console, suite, run, results)
     terminal.print_rest(console, len(suites), "suites", _ALL, terminal.MAX_TABLES)
@@ -76,12 +78,12 @@ def _print_results(console: Console, run: Run) -> None:
 
 
 def print_runs_json(runs: Sequence[Run]) -> None:
-    """The runs without their samples, which lie in their files."""
+    """Prints the runs without their samples, which are in the run files."""
     terminal.print_json([_run_json(run) for run in runs])
 
 
 def print_csv(runs: Sequence[Run]) -> None:
-    """The `dtbench.stats.frame.results_frame` of the runs as CSV: a head, then one line per result."""
+    """Prints the `dtbench.stats.frame.results_frame` of the runs as CSV."""
     from dtbench.stats.frame import results_frame
     from dtbench.text.csv import to_csv
 
@@ -92,10 +94,10 @@ def _print_provenance(console: Console, run: Run) -> None:
     header, versions = run.header, run.header.versions
     commit, dirty = header.git.commit, header.git.dirty
     cpu, gpus, ranks = header.machine.cpu, header.machine.gpus, header.ranks
-    alone = by_one_process([run])
-    mesh = MeshShape(dim_names=(), shape=()) if alone else header.mesh
-    count = f"one process of {len(ranks)} (the others idle)" if alone else f"{len(ranks)}"
-    # Nodes of one name are several all the same.
+    is_single_process = by_one_process([run])
+    mesh = MeshShape(dim_names=(), shape=()) if is_single_process else header.mesh
+    count = f"one process of {len(ranks)} (the others idle)" if is_single_process else f"{len(ranks)}"
+    # Several nodes may have the same name, so each node is listed.
     hosts = [str(host) for host, _ in dict.fromkeys(r.node for r in ranks)]
     cores = "" if cpu.usable_cores is None else f"{cpu.usable_cores} cores usable"
     lines = {
@@ -114,13 +116,13 @@ def _print_provenance(console: Console, run: Run) -> None:
 
 
 def by_one_process(runs: Sequence[Run]) -> bool:
-    """Whether one process measured all there is: the ranks and the mesh are then not those of the times."""
+    """Whether a single process measured all results, so that the ranks and the mesh do not apply to the times."""
     suites = [(run, suite) for run in runs for suite in {r.suite for r in run.results}]
     return bool(suites) and all(run.by_one_process(suite) for run, suite in suites)
 
 
 def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
-    """Per mesh dim where its groups lie, by what the ranks said; columns that nothing is known of stay out."""
+    """Prints the placement of each mesh dim's groups on hosts, without columns that have no values."""
     if not dims:
         return
     figures = {
@@ -134,12 +136,12 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
     }
     filled = {title: column for title, column in figures.items() if set(column) != {"-"}}
     terminal.print_line(console, "")
-    terminal.print_line(console, "layout: where the groups of each mesh dim lie", style="bold")
+    terminal.print_line(console, "layout: placement of the groups of each mesh dim", style="bold")
     terminal.print_columns(console, [("mesh dim", [d.name for d in dims])], filled.items())
 
 
 def _span(span: tuple[int, int] | None) -> str:
-    """`2`, or `1..2` where groups differ."""
+    """Formats (least, most), e.g. "2", or "1..2" if groups differ."""
     if span is None:
         return "-"
     return str(span[0]) if span[0] == span[1] else f"{span[0]}..{span[1]}"
@@ -149,41 +151,41 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Result]) -> None:
+def _print_suite(console: Console, suite: str, run: Run, suite_results: Sequence[Result]) -> None:
     from dtbench.stats.frame import cases_frame, cells, impls_of, params_of, results_frame
 
-    by_case = group_by(results_of, lambda r: (r.name, r.case_key[3]))
-    own = tuple(r for of_case in islice(by_case.values(), terminal.MAX_ROWS) for r in of_case)
-    statistic = " or ".join(sorted({estimator_of(r) for r in own}))
-    results = results_frame([replace(run, results=own)])
+    by_case = group_by(suite_results, lambda r: (r.name, r.case_key[3]))
+    shown = tuple(r for case in islice(by_case.values(), terminal.MAX_ROWS) for r in case)
+    statistic = " or ".join(sorted({estimator_of(r) for r in shown}))
+    results = results_frame([replace(run, results=shown)])
     cases = cases_frame(results)
     impls = in_order(impls_of(cases), _IMPL_ORDER)
     params = params_of(cases)
-    varying, same = terminal.split_params(params)
+    varying, shared = terminal.split_params(params)
     words = [
         TableColumn("case", cells(cases["name", ""])),
         *(
-            TableColumn(name, [terminal.param_text(name, of_case.get(name)) for of_case in params])
+            TableColumn(name, [terminal.param_text(name, case_params.get(name)) for case_params in params])
             for name in varying
         ),
     ]
     launches = results["launch"].nunique()
-    timed = [r.time_s.n for r in own if r.time_s]
+    timed = [r.time_s.n for r in shown if r.time_s]
     title = (
-        f"{suite}: {statistic} of the samples" if max(timed, default=2) > 1 else f"{suite}: one time of each"
+        f"{suite}: {statistic} of the samples" if max(timed, default=2) > 1 else f"{suite}: one time per case"
     )
     title += f", median over {launches} launches" if launches > 1 else ""
     title += ", spread to their upper quartile" if max(timed, default=2) > 1 else ""
     if run.by_one_process(suite):
         title += f", measured in one process, not on {len(run.header.ranks)} ranks"
     by_impl = {impl: _figures(cases, impl) for impl in impls}
-    both = {"core", "torch"} <= set(impls)
-    ratios = list(map(format_ratio, cells(cases["core/torch", "estimate_s"]))) if both else []
+    has_both = {"core", "torch"} <= set(impls)
+    ratios = list(map(format_ratio, cells(cases["core/torch", "estimate_s"]))) if has_both else []
     width = terminal.readable_width(console)
     table = _side_by_side(words, by_impl, ratios)
     if len(impls) > 1 and terminal.width_of(console, table) > width:
         table = _row_per_impl(words, by_impl, ratios)
-    terminal.print_prose(console, terminal.titled(title, same), "bold", width)
+    terminal.print_prose(console, terminal.titled(title, shared), "bold", width)
     terminal.print_table(console, table)
     terminal.print_rest(console, len(by_case), "cases", _ALL)
     columns = [cells(cases["estimate_s", impl]) for impl in impls]
@@ -193,33 +195,37 @@ def _print_suite(console: Console, suite: str, run: Run, results_of: Sequence[Re
 
 
 _TIMES, _RATES = ("time", "spread", "from last"), ("algbw", "busbw")
-# Of an impl: what a figure is -> its column, in seconds or bytes per second but for the spread.
+# Figure -> column of one implementation. Times are in seconds, bandwidths in bytes per second, the spread is text.
 _ImplFigures = dict[str, list[Any]]
 
 
 def _figures(cases: pd.DataFrame, impl: str) -> _ImplFigures:
-    """Times, or why there is none ("-" where the case has no such impl), their spread, those from the last rank's
-    arrival, and bandwidths; columns of nothing stay out."""
+    """Returns the columns of one implementation, without empty ones.
+
+    A case without a time has its status in the time column, or "-" if it lacks the implementation.
+    """
     from dtbench.stats.frame import cells
 
     statuses = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
     times = [s if t is None else t for t, s in zip(cells(cases["estimate_s", impl]), statuses, strict=True)]
-    more = {"from last": "from_last_s", "algbw": "algbw_Bps", "busbw": "busbw_Bps"}
+    optional = {"from last": "from_last_s", "algbw": "algbw_Bps", "busbw": "busbw_Bps"}
     return {"time": times, "spread": list(map(format_spread, cells(cases["spread", impl])))} | {
-        kind: of for kind, name in more.items() if any(of := cells(cases[name, impl]))
+        kind: values for kind, name in optional.items() if any(values := cells(cases[name, impl]))
     }
 
 
 def _side_by_side(
     words: Sequence[TableColumn], by_impl: Mapping[str, _ImplFigures], ratios: Sequence[str]
 ) -> list[TableColumn]:
-    """A row per case: the times of all impls, core over torch, then the bandwidths."""
-    several, columns = len(by_impl) > 1, {}
+    """Returns the columns of a table with one row per case: times, core/torch, bandwidths."""
+    columns = {}
     for kind in (*_TIMES, *_RATES):
-        of_kind = {impl: figures[kind] for impl, figures in by_impl.items() if kind in figures}
-        for impl, (cells, unit) in zip(of_kind, _in_one_unit(kind, list(of_kind.values())), strict=True):
+        kind_figures = {impl: figures[kind] for impl, figures in by_impl.items() if kind in figures}
+        for impl, (cells, unit) in zip(
+            kind_figures, _in_one_unit(kind, list(kind_figures.values())), strict=True
+        ):
             titles = {"time": _IMPL_TITLES.get(impl, impl), "spread": kind}
-            title = titles.get(kind, f"{impl} {kind}" if several else kind)
+            title = titles.get(kind, f"{impl} {kind}" if len(by_impl) > 1 else kind)
             columns[kind, impl] = TableColumn(title, cells, True, unit)
     times = [columns[kind, impl] for impl in by_impl for kind in _TIMES if (kind, impl) in columns]
     rates = [columns[kind, impl] for kind in _RATES for impl in by_impl if (kind, impl) in columns]
@@ -229,6 +235,7 @@ def _side_by_side(
 def _row_per_impl(
     words: Sequence[TableColumn], by_impl: Mapping[str, _ImplFigures], ratios: Sequence[str]
 ) -> list[TableColumn]:
+    """Returns the columns of a table with one row per case and implementation."""
     rows = [
         (case, impl)
         for case in range(len(words[0].cells))
@@ -238,17 +245,17 @@ def _row_per_impl(
     columns = [TableColumn(word.header, [word.cells[case] for case, _ in rows]) for word in words]
     columns.append(TableColumn("impl", [_IMPL_TITLES.get(impl, impl) for _, impl in rows]))
     for kind in dict.fromkeys(kind for figures in by_impl.values() for kind in figures):
-        of_rows = [by_impl[impl][kind][case] if kind in by_impl[impl] else None for case, impl in rows]
-        ((cells, unit),) = _in_one_unit(kind, [of_rows])
+        values = [by_impl[impl][kind][case] if kind in by_impl[impl] else None for case, impl in rows]
+        ((cells, unit),) = _in_one_unit(kind, [values])
         columns.append(TableColumn(kind, cells, True, unit))
     if ratios:
-        of_core = [ratios[case] if impl == "core" else "" for case, impl in rows]
-        columns.append(TableColumn("core/torch", of_core, True))
+        core_ratios = [ratios[case] if impl == "core" else "" for case, impl in rows]
+        columns.append(TableColumn("core/torch", core_ratios, True))
     return columns
 
 
 def _in_one_unit(kind: str, columns: Sequence[Sequence[Any]]) -> list[tuple[list[str], str]]:
-    """The cells of each column and their unit; words stay as they are."""
+    """Returns the cells and the unit of each column. Text stays as it is."""
     if kind == "spread":
         return [([str(cell or "-") for cell in column], "") for column in columns]
     values = [cell for column in columns for cell in column if isinstance(cell, float)]
@@ -257,7 +264,7 @@ def _in_one_unit(kind: str, columns: Sequence[Sequence[Any]]) -> list[tuple[list
 
 
 def _print_not_ok(console: Console, run: Run) -> None:
-    # With a reason also a good time with a reservation: its GPU was throttled.
+    # Also lists valid times with a caveat, e.g. that the GPU was throttled.
     groups = group_by(
         (r for r in run.results if r.status != "ok" or r.reason),
         lambda r: (status_with_caveat(r), r.suite, r.impl, r.reason),
@@ -268,8 +275,12 @@ def _print_not_ok(console: Console, run: Run) -> None:
             [f"{name}={terminal.param_text(name, value)}" for name, value in r.params.items()]
             for r in results
         )
-        names = list(dict.fromkeys(" ".join([r.name, *of]) for r, of in zip(results, texts, strict=True)))
-        shown = "; ".join(names[:_NAMED]) + f"; and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+        names = list(
+            dict.fromkeys(" ".join([r.name, *params]) for r, params in zip(results, texts, strict=True))
+        )
+        shown = "; ".join(names[:_MAX_NAMES]) + f"; and {len(names) - _MAX_NAMES} more" * (
+            len(names) > _MAX_NAMES
+        )
         terminal.print_line(console, f"{status}: {suite}/{impl}: {reason or 'no reason given'} ({shown})")
     terminal.print_rest(console, len(groups), "reasons", _ALL)
     terminal.print_line(console, _counted(map(status_with_caveat, run.results)) or "no results")
@@ -289,19 +300,21 @@ def _run_json(run: Run) -> dict[str, object]:
     }
 
 
-# Of a case: the time of one of its impls, as named first, else the core's.
+# Figure by which --sort orders the cases -> field of the result. The core's result counts if a case has one.
 _FIGURES = {"time": "estimate_s", "spread": "spread", "algbw": "algbw_Bps", "busbw": "busbw_Bps"}
 _RATIO = "core/torch"
 
 
 def choose(runs: Sequence[Run], text: str, sort: str) -> list[Run]:
-    """The runs with those results alone whose case `text` matches (`dtbench.engine.tasks.matcher`), sorted.
+    """Selects the results whose case matches a text, and sorts them.
 
-    sort: time, spread, algbw, busbw, core/torch or the name of a param, smallest first; with a - before it the largest
-    first. Cases without the figure come last; the impls of a case stay together.
+    Args:
+        text: see `dtbench.engine.tasks.matcher`; "" selects all results.
+        sort: time, spread, algbw, busbw, core/torch or the name of a param, in ascending order, or in descending order
+            if prefixed by "-". Cases without this figure come last. "" keeps the order of the file.
 
     Raises:
-        UsageError: nothing matches, or no case has what to sort by.
+        UsageError: no result matches, or no case has the figure.
     """
     if text:
         matches = matcher(text)
@@ -317,27 +330,29 @@ def choose(runs: Sequence[Run], text: str, sort: str) -> list[Run]:
 def _sorted(results: Sequence[Result], sort: str) -> list[Result]:
     name = sort.removeprefix("-")
     cases = group_by(results, lambda r: (r.suite, r.name, tuple(sorted(r.params.items())))).values()
-    keyed = [(value, of) for of in cases if (value := _value(name, of)) is not None]
+    keyed = [(value, case) for case in cases if (value := _value(name, case)) is not None]
     if not keyed:
         params = ", ".join(dict.fromkeys(param for r in results for param in r.params))
         raise UsageError(
             f"--sort {sort}: no case has it; expected {', '.join((*_FIGURES, _RATIO))} or a param: {params}"
         )
     keyed.sort(key=lambda pair: (isinstance(pair[0], str), pair[0]), reverse=sort.startswith("-"))
-    missing = [of for of in cases if _value(name, of) is None]
-    return [result for of in (*(of for _, of in keyed), *missing) for result in of]
+    missing = [case for case in cases if _value(name, case) is None]
+    return [result for case in (*(case for _, case in keyed), *missing) for result in case]
 
 
-def _value(name: str, of: Sequence[Result]) -> Param | None:
+def _value(name: str, case: Sequence[Result]) -> Param | None:
     if name == _RATIO:
-        core, torch = (_figure([r for r in of if r.impl == impl], "time") for impl in ("core", "torch"))
+        core, torch = (_figure([r for r in case if r.impl == impl], "time") for impl in ("core", "torch"))
         return core / torch if core and torch else None
     if name in _FIGURES:
-        return _figure([r for r in of if r.impl == "core"] or of, name)
-    return of[0].params.get(name)
+        return _figure([r for r in case if r.impl == "core"] or case, name)
+    return case[0].params.get(name)
 
 
-def _figure(of: Sequence[Result], name: str) -> float | None:
-    """Over launches."""
-    there = [value for r in of if r.status == "ok" and (value := getattr(r, _FIGURES[name])) is not None]
-    return median(there) if there else None
+def _figure(results: Sequence[Result], name: str) -> float | None:
+    """Returns the median over launches."""
+    values = [
+        value for r in results if r.status == "ok" and (value := getattr(r, _FIGURES[name])) is not None
+    ]
+    return median(values) if values else None

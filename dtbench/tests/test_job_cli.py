@@ -73,7 +73,7 @@ def test_a_base_with_other_calls_is_told_and_is_exit_code_1(dtbench: Cli) -> Non
     profile_in(Path("old"), collectives=tuple(calls))
     assert dtbench("profile", "new", "--base", "new")[0] == 0
     code, out, _ = dtbench("profile", "new", "--base", "old")
-    assert code == 1 and "world all_reduce" in out.partition("Base → new")[2]
+    assert code == 1 and "world all_reduce" in out.partition("Base → head")[2]
 
 
 @pytest.mark.parametrize("code", [0, 7])

@@ -30,13 +30,13 @@ def test_a_profile_has_a_timeline_curves_tables_and_notes(tmp_path: Path) -> Non
     assert "Step 12" in job and "8 of 8 ranks, clocks aligned by ends of collectives" in job
     assert "all_gather, calibrated" in job and "reduce_scatter" in job
     assert (
-        "60.0 ms (14% of the step of rank 3) if dp's communication were hidden" in page.text
+        "60.0 ms (14% of the step of rank 3) if computation covered all communication over dp" in page.text
         and "55,423 events" in job
     )
     assert [row[-1] for row in page.rows if row[-1].endswith(".gz")] == [f"rank{n}.json.gz" for n in range(8)]
     assert ("a", {"href": "https://ui.perfetto.dev"}) in page.tags
     assert (
-        "17% of the job is exposed communication" in page.text and "torchrun --nproc-per-node 8" in page.text
+        "17% of the step is exposed communication" in page.text and "torchrun --nproc-per-node 8" in page.text
     )
 
 

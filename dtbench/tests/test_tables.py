@@ -215,7 +215,7 @@ def test_headers_describe_only_the_samples_that_there_are(
     (tmp_path / "a.log").write_text(made_up_logs.table())
     assert dtbench("import", "a.log", "-o", "a.jsonl")[0] == 0
     shown = dtbench("show", "a.jsonl")[1]
-    assert "collectives: one time of each" in shown
+    assert "collectives: one time per case" in shown
     assert dtbench("report", "a.jsonl", "-o", "a.html")[0] == 0
     page = (tmp_path / "a.html").read_text()
     assert "There is one time of each" in page

@@ -1,5 +1,4 @@
-"""A user's own job, and cases of suites on ranks: one step of the ranks drawn, bandwidths beside the calibrated ones,
-and tables."""
+"""A profiled job, and profiles of a suite's cases: timeline of one step, bandwidths, tables."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from dtbench_core.cost.ring import busbw_factor
 
 LANE_PX, MAX_SECTIONS = 7.0, 3
 _LEAD = Markup(
-    '{} Traces, by the names in the table of ranks, open in <a href="https://ui.perfetto.dev">Perfetto</a>.'
+    '{} The traces that the table of ranks names open in <a href="https://ui.perfetto.dev">Perfetto</a>.'
 )
 
 
@@ -35,20 +34,21 @@ def fill(section: ReportSection, of: Material) -> None:
     section.outcome = (
         re.split(r"(?: \([^()]*\))?(?:\. |\.$)", first[0])[0]
         if first
-        else f"{share} of the job is exposed communication"
+        else f"{share} of the step is exposed communication"
     )
-    worth, needed, changes, doubts = sentences(analysis).values()
+    savings, needed, changes, caveats = sentences(analysis).values()
     section.headlines = [(format_seconds(late.late_s), str(late)) for late in analysis.late_ranks[:1]]
-    section.headlines.append((share, "of the job is exposed communication, which no computation covers"))
+    section.headlines.append((share, "of the step is exposed communication, which no computation covers"))
     section.headlines += [
-        (f"{w.share:.0%}", f"at most: {line}") for w, line in zip(analysis.savings[:2], worth, strict=False)
+        (f"{saving.share:.0%}", f"of the step could be saved at most: {line}")
+        for saving, line in zip(analysis.savings[:2], savings, strict=False)
     ]
-    section.cuts = [*changes, *needed, *worth[2:], *doubts, *job.notes]
+    section.cuts = [*changes, *needed, *savings[2:], *caveats, *job.notes]
     section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, analysis))
 
 
 def _timeline(job: Job, id_: str = "lanes") -> Figure | None:
-    """Ranks one below the other, in each its lanes as lines with gaps."""
+    """Draws one step: the ranks below each other, with a line with gaps per lane."""
     drawn = {lane.rank for lane in job.lanes}
     ranks = [rank.rank for rank in extremes(job) if rank.rank in drawn]
     names = sorted({lane.name for lane in job.lanes}, key=lambda name: (name == "exposed", name))
@@ -62,7 +62,7 @@ def _timeline(job: Job, id_: str = "lanes") -> Figure | None:
             y = -ranks.index(lane.rank) - (names.index(lane.name) + 1) / height
             series.append(DrawnCurve(lane.name, x, [y] * len(x)))
     clock = f"clocks aligned by {job.aligned_by}" if job.aligned_by else "clocks as recorded"
-    caption = f"{len(ranks)} of {len(job.ranks)} ranks, {clock}; gaps too short to be seen are closed."
+    caption = f"{len(ranks)} of {len(job.ranks)} ranks, {clock}; gaps too short to see are not drawn."
     middles = [[n + 0.5 - len(ranks) for n in range(len(ranks))]]
     y_axis = Axis(-len(ranks), 0, False, lambda y: f"rank {ranks[int(-y)]}", middles)
     panel, x_axis = CurvePanel(f"Step {job.drawn_step}", series), value_axis([job.drawn_s], log=False)
@@ -72,7 +72,7 @@ def _timeline(job: Job, id_: str = "lanes") -> Figure | None:
 
 
 def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
-    """A panel per mesh dim: the job's calls as marks, the calibrated curve of each collective as a line."""
+    """Draws a panel per mesh dim: the job's calls as marks, the calibrated curve of each collective as a line."""
     calls = group_by(
         (c for c in job.collectives if c.bytes and c.busbw), lambda c: (c.mesh_dim, c.collective)
     )
@@ -80,43 +80,43 @@ def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
     styles = {name: replace(look, dash=None) for name, look in looks.items()}
     styles |= {f"{name}, calibrated": replace(look, marker="") for name, look in looks.items()}
     points = {dim: dict[str, list[tuple[float, float | None]]]() for dim, _ in calls}
-    for (dim, name), of in calls.items():
+    for (dim, name), dim_calls in calls.items():
         if name in looks:
-            points[dim][name] = [(float(c.bytes or 0), c.busbw) for c in of]
-        for one in topology.dims if topology and name in looks else ():
-            if one.name == dim and (curve := one.collectives.get(name)):
-                rate = 1e6 * busbw_factor(name, one.ranks)
+            points[dim][name] = [(float(call.bytes or 0), call.busbw) for call in dim_calls]
+        for topology_dim in topology.dims if topology and name in looks else ():
+            if topology_dim.name == dim and (curve := topology_dim.collectives.get(name)):
+                rate = 1e6 * busbw_factor(name, topology_dim.ranks)
                 line = [(float(row.size_bytes), rate * row.size_bytes / row.time_us) for row in curve.table]
                 points[dim][f"{name}, calibrated"] = [*line]
-    panels = [CurvePanel(dim, lines(of)) for dim, of in points.items()]
+    panels = [CurvePanel(dim, lines(dim_points)) for dim, dim_points in points.items()]
     return curves(
         "inJob",
         panels,
         styles,
-        "Bus bandwidth of the job's calls by rank and size, waiting included; lines: calibrated, without the job.",
+        "Bus bandwidth of the job's calls by rank and size, including waiting. Lines: calibrated without the job.",
         y=bandwidths_axis,
         over="size of a call",
     )
 
 
 def fill_sections(section: ReportSection, of: Material) -> None:
-    """Cases of a suite: those that communicate first."""
-    ranks = sorted(of.sources.ranks, key=lambda one: not one.job.collectives)
-    if len(ranks) > MAX_SECTIONS:
-        section.cuts = [f"{MAX_SECTIONS} of {len(ranks)} are drawn; the profile's table.txt has them all."]
-    short = {one.job.label: re.sub(r" \w+=.*(?= \()", "", one.job.label) for one in ranks}
+    """Adds profiles of cases, those with communication first."""
+    profiles = sorted(of.sources.ranks, key=lambda profile: not profile.job.collectives)
+    if len(profiles) > MAX_SECTIONS:
+        section.cuts = [f"{MAX_SECTIONS} of {len(profiles)} are drawn; the profile's table.txt has them all."]
+    short = {profile.job.label: re.sub(r" \w+=.*(?= \()", "", profile.job.label) for profile in profiles}
     distinct = len({*short.values()}) == len(short)
-    for number, one in enumerate(ranks[:MAX_SECTIONS]):
-        label = short[one.job.label] if distinct else one.job.label
-        if timeline := _timeline(one.job, f"lanes{number}"):
+    for number, profile in enumerate(profiles[:MAX_SECTIONS]):
+        label = short[profile.job.label] if distinct else profile.job.label
+        if timeline := _timeline(profile.job, f"lanes{number}"):
             section.add(
                 replace(
                     timeline,
-                    caption=f"{headline(one.job)[1]} {one.overhead_text} {timeline.caption}",
+                    caption=f"{headline(profile.job)[1]} {profile.overhead_text} {timeline.caption}",
                     folded=label if of.sources.runs else "",
                 )
             )
-        for table in tables(one.job, JobAnalysis(0)):
+        for table in tables(profile.job, JobAnalysis(0)):
             section.add(replace(table, caption=f"{label}: {table.caption}", folded=True))
 
 
