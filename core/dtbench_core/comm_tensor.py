@@ -193,9 +193,6 @@ class _CommMemory:
             self.reading = [flight for flight in self.reading if not flight.is_over()]
         return waited
 
-    def add_reader(self, flight: _InFlight) -> None:
-        self.reading = [*(f for f in self.reading if not f.is_over()), flight]
-
 
 class CommTensor(torch.Tensor):
     """A tensor that waits for the collectives in flight on it when an op uses it. It shares the memory of `tensor`.
@@ -361,7 +358,8 @@ def _collective(func: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> Va
             leaf._memory.writing.append(flights[id(leaf)])
     if flights:
         for leaf in comm_tensors:
-            leaf._memory.add_reader(next(iter(flights.values())))
+            reading = [flight for flight in leaf._memory.reading if not flight.is_over()]
+            leaf._memory.reading = [*reading, next(iter(flights.values()))]
     # Return the CommTensors of the caller, so that later uses wait.
     return (args[0], *result[1:]) if traceable else result
 

@@ -73,7 +73,7 @@ def transition_cost(
     return DimPrices.of(topo, mesh_dim).us(Kind.of(src), Kind.of(dst), local_bytes_gib)
 
 
-_COLLECTIVE = {"SR": "all_gather", "SS": "all_to_all", "PR": "all_reduce", "PS": "reduce_scatter"}
+_COLLECTIVE_BY_LETTERS = {"SR": "all_gather", "SS": "all_to_all", "PR": "all_reduce", "PS": "reduce_scatter"}
 
 
 def spec_to_bytes(spec: DTensorSpec) -> int:
@@ -348,7 +348,7 @@ class ChainSearch:
         while chain is not None:
             chain, mesh_dims, state, next_state, us = chain
             letters = self.letters[state[mesh_dims[0]]] + self.letters[next_state[mesh_dims[0]]]
-            collective = _COLLECTIVE.get(letters, "")
+            collective = _COLLECTIVE_BY_LETTERS.get(letters, "")
             ranks = math.prod(self.sizes[d] for d in mesh_dims)
             sent = self._local_gib(state) * GIB * (ranks if collective == "all_gather" else 1)
             transitions.append(

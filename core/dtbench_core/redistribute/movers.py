@@ -71,27 +71,31 @@ def make_mover(step: Exchange) -> Mover:
     """Returns the function that executes the step on this rank's shard. Every rank of `group` must call it."""
     src, dst = step.src[0], step.dst[0]
     if src.is_replicate():
-        return _cutter(step, dst) if isinstance(dst, Shard) else _replicate_to_partial(dst, step.index)
+        return _make_slicer(step, dst) if isinstance(dst, Shard) else _make_term(dst, step.index)
     if step.parts == 1:
         return _copy  # the only rank holds the whole tensor, or the only term of the sum
     if 0 not in step.shape:
-        return _sender(step)
+        return _make_sender(step)
     # There is nothing to send. In a graph it is sent anyway, so that all ranks have the same graph.
-    send, shape = _sender(step), local_extents(step.shape, step.dst, step.sizes, step.coordinate)[0]
+    send, shape = _make_sender(step), local_extents(step.shape, step.dst, step.sizes, step.coordinate)[0]
     return lambda local: send(local) if is_traced() else local.new_empty(shape)
 
 
-def _sender(step: Exchange) -> Mover:
+def _make_sender(step: Exchange) -> Mover:
     src, dst = step.src[0], step.dst[0]
     if isinstance(src, Partial):
-        reduction = _reducing_scatter if isinstance(dst, Shard) else _reducer
+        reduction = _make_reduce_scatter if isinstance(dst, Shard) else _make_all_reduce
         return reduction(step, src.reduce_op)
     if dst.is_replicate():
-        return _even_gather(step) if _even(step, step.src) else _gather(step)
-    return _even_exchange(step) if _even(step, step.src) and _even(step, step.dst) else _exchange(step)
+        return _make_even_gather(step) if _is_even(step, step.src) else _make_padded_gather(step)
+    return (
+        _make_even_all_to_all(step)
+        if _is_even(step, step.src) and _is_even(step, step.dst)
+        else _make_uneven_all_to_all(step)
+    )
 
 
-def _even(step: Exchange, placements: Placements) -> bool:
+def _is_even(step: Exchange, placements: Placements) -> bool:
     """Whether torch.chunk cuts parts of equal length, which can be viewed as an additional axis."""
     lengths = list(step.shape)
     for placement, parts in zip(placements, step.sizes, strict=True):
@@ -108,7 +112,7 @@ def _copy(local: torch.Tensor) -> torch.Tensor:
     return local.clone(memory_format=torch.contiguous_format)
 
 
-def _cutter(step: Exchange, dst: Shard) -> Mover:
+def _make_slicer(step: Exchange, dst: Shard) -> Mover:
     """Returns a mover that keeps this rank's part of a replica."""
     if type(dst) is not Shard:
         return lambda local: _copy(dst.part(local, step.parts, step.index))
@@ -118,7 +122,7 @@ def _cutter(step: Exchange, dst: Shard) -> Mover:
     return lambda local: torch.narrow_copy(local, dim, offset, length)
 
 
-def _replicate_to_partial(dst: Placement, index: int) -> Mover:
+def _make_term(dst: Placement, index: int) -> Mover:
     """Returns a mover that makes a replica a term: the value on the first rank, a neutral value on the others."""
     neutral = NEUTRAL.get(dst.reduce_op) if isinstance(dst, Partial) and index > 0 else None
     if neutral is None:
@@ -129,37 +133,39 @@ def _replicate_to_partial(dst: Placement, index: int) -> Mover:
 # ---- dtypes of transports ----
 
 # All transports send and reduce these dtypes. Other dtypes are sent as bytes, and reduced in one of these.
-_CARRIED = {
+_TRANSPORT_DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
 }
 
 
-def _sent(tensor: torch.Tensor) -> torch.Tensor:
+def _to_transport(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a contiguous tensor as a flat one, in a dtype that all transports send."""
     flat = tensor.view(-1)
-    if flat.dtype in _CARRIED or flat.dtype is torch.bool:  # all transports send bool, but not all reduce it
+    if (
+        flat.dtype in _TRANSPORT_DTYPES or flat.dtype is torch.bool
+    ):  # all transports send bool, but not all reduce it
         return flat.resolve_neg() if flat.is_neg() else flat
     flat = flat.resolve_conj().resolve_neg()
     # A tensor of one element is contiguous with any stride, but can be viewed as bytes only with a stride of 1.
     return (flat if flat.numel() != 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
 
 
-def _received(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Undoes `_sent` for a received tensor."""
+def _from_transport(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Undoes `_to_transport` for a received tensor."""
     return flat if flat.dtype is dtype else flat.view(dtype)
 
 
-def _gathered(local: torch.Tensor, shape: Shape, group: comm.Group) -> torch.Tensor:
+def _gather_any_dtype(local: torch.Tensor, shape: Shape, group: comm.Group) -> torch.Tensor:
     """Returns the ranks' contiguous tensors of any dtype, concatenated."""
-    sent = _sent(local)
+    sent = _to_transport(local)
     flat = comm.gathered(sent, (sent.numel() * group.size(),), group)
-    return _received(flat, local.dtype).view(shape)
+    return _from_transport(flat, local.dtype).view(shape)
 
 
-def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
+def _reduction_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns a dtype to reduce in, which represents the values of `dtype` and their sums at least as well."""
-    if dtype in _CARRIED:
+    if dtype in _TRANSPORT_DTYPES:
         return dtype
     if dtype.is_floating_point:
         return torch.float32
@@ -169,7 +175,7 @@ def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
 # ---- views of even shards ----
 
 
-class _Axes:
+class _EvenLayout:
     """Layout of evenly sharded tensors in which each mesh dim has an axis of its own.
 
     It converts between (n_1, ..., n_k, *local shape) and the global shape.
@@ -225,9 +231,9 @@ class _Axes:
 # ---- gather ----
 
 
-def _even_gather(step: Exchange) -> Mover:
-    axes, group = _Axes(step.shape, step.src, step.sizes), step.group
-    rows, carried = axes.rows, step.dtype in _CARRIED
+def _make_even_gather(step: Exchange) -> Mover:
+    axes, group = _EvenLayout(step.shape, step.src, step.sizes), step.group
+    rows, carried = axes.rows, step.dtype in _TRANSPORT_DTYPES
     stacked = (
         math.prod(step.sizes) * axes.local[0],
         *axes.local[1:],
@@ -237,13 +243,13 @@ def _even_gather(step: Exchange) -> Mover:
         sent = local.contiguous()
         if sent.is_neg():  # a lazy negation does not travel with the memory
             sent = sent.resolve_neg()
-        gathered = (comm.gathered if carried else _gathered)(sent, stacked, group)
+        gathered = (comm.gathered if carried else _gather_any_dtype)(sent, stacked, group)
         return gathered if rows else axes.unpack(gathered)
 
     return gather
 
 
-def _gather(step: Exchange) -> Mover:
+def _make_padded_gather(step: Exchange) -> Mover:
     """Gathers shards of different lengths, padded to the longest."""
     src, parts, group, shape = _single_shard(step.src), step.parts, step.group, step.shape
     dim, lengths = src.dim, src.lengths(shape[src.dim], parts)
@@ -254,7 +260,7 @@ def _gather(step: Exchange) -> Mover:
     stacked = (parts, *shape[:dim], longest, *shape[dim + 1 :])
 
     def gather(local: torch.Tensor) -> torch.Tensor:
-        gathered = _gathered(padded(local, dim, longest), stacked, group)
+        gathered = _gather_any_dtype(padded(local, dim, longest), stacked, group)
         if reorder is None and rows_first:  # all padding follows the last element
             return gathered.view(joined).narrow(dim, 0, shape[dim])
         parts_by_rank = [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n] or [
@@ -317,16 +323,16 @@ def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 # ---- reduce ----
 
 
-def _reducer(step: Exchange, op: str) -> Mover:
-    group, carrier = step.group, _transport_dtype(step.dtype)
+def _make_all_reduce(step: Exchange, op: str) -> Mover:
+    group, carrier = step.group, _reduction_dtype(step.dtype)
     if step.dtype.is_complex and op == "product":
         return lambda local: _gathered_terms(local, step.parts, group).prod(0)
     if op in BITWISE and not comm.reduces_bits(group):
         combine = getattr(torch, _BITWISE[op])
         return lambda local: functools.reduce(combine, _gathered_terms(local, step.parts, group).unbind())
     if op in ("max", "min") and step.dtype.is_floating_point:
-        return lambda local: _extremum(local, op, group)
-    if step.dtype in _CARRIED or step.dtype.is_complex:
+        return lambda local: _reduce_extremum(local, op, group)
+    if step.dtype in _TRANSPORT_DTYPES or step.dtype.is_complex:
         return lambda local: comm.reduced(local, group, op)
     return lambda local: comm.reduced(local.to(carrier), group, op).to(local.dtype)
 
@@ -336,32 +342,32 @@ _BITWISE = dict(zip(BITWISE, ("bitwise_and", "bitwise_or", "bitwise_xor"), stric
 
 def _gathered_terms(local: torch.Tensor, parts: int, group: comm.Group) -> torch.Tensor:
     """Returns the terms of all ranks, (n, *local shape), for reductions that transports lack."""
-    return _gathered(local.contiguous(), (parts, *local.shape), group)
+    return _gather_any_dtype(local.contiguous(), (parts, *local.shape), group)
 
 
-def _extremum(local: torch.Tensor, op: str, group: comm.Group) -> torch.Tensor:
+def _reduce_extremum(local: torch.Tensor, op: str, group: comm.Group) -> torch.Tensor:
     """Returns the max or min over the ranks, with NaN where any rank has NaN, as torch does.
 
     Transports drop NaN because they compare with <. So each value is reduced together with a NaN flag, in one
     collective.
     """
     sign = 1 if op == "max" else -1
-    terms = local.to(_transport_dtype(local.dtype))
+    terms = local.to(_reduction_dtype(local.dtype))
     nan = terms.isnan()
     values = terms.masked_fill(nan, -sign * math.inf)
     reduced = comm.reduced(torch.stack([values, nan.to(terms.dtype) * sign]), group, op)
     return reduced[0].masked_fill(reduced[1] != 0, math.nan).to(local.dtype)
 
 
-def _reducing_scatter(step: Exchange, op: str) -> Mover:
+def _make_reduce_scatter(step: Exchange, op: str) -> Mover:
     group = step.group
     gathers = op == "product" if step.dtype.is_complex else op in BITWISE and not comm.reduces_bits(group)
-    if gathers or not (step.dtype in _CARRIED or step.dtype.is_complex):
-        reduce = _reducer(step, op)
-        return lambda local: _part(reduce(local), step)
-    if not _even(step, step.dst):
-        return _uneven_reducing_scatter(step, op)
-    axes = _Axes(step.shape, step.dst, step.sizes)
+    if gathers or not (step.dtype in _TRANSPORT_DTYPES or step.dtype.is_complex):
+        reduce = _make_all_reduce(step, op)
+        return lambda local: _own_part(reduce(local), step)
+    if not _is_even(step, step.dst):
+        return _make_uneven_reduce_scatter(step, op)
+    axes = _EvenLayout(step.shape, step.dst, step.sizes)
     mine, rows = axes.local, axes.rows
 
     def scatter(local: torch.Tensor) -> torch.Tensor:
@@ -375,7 +381,7 @@ def _reducing_scatter(step: Exchange, op: str) -> Mover:
     return scatter
 
 
-def _part(tensor: torch.Tensor, step: Exchange) -> torch.Tensor:
+def _own_part(tensor: torch.Tensor, step: Exchange) -> torch.Tensor:
     """Returns this rank's part of a tensor that the ranks share, according to `step.dst`."""
     part = tensor
     for placement, parts, index in zip(step.dst, step.sizes, step.coordinate, strict=True):
@@ -384,7 +390,7 @@ def _part(tensor: torch.Tensor, step: Exchange) -> torch.Tensor:
     return _copy(part)
 
 
-def _uneven_reducing_scatter(step: Exchange, op: str) -> Mover:
+def _make_uneven_reduce_scatter(step: Exchange, op: str) -> Mover:
     dst, group, index, parts = _single_shard(step.dst), step.group, step.index, step.parts
     dim = dst.dim
     lengths = dst.lengths(step.shape[dim], parts)
@@ -402,23 +408,23 @@ def _uneven_reducing_scatter(step: Exchange, op: str) -> Mover:
 # ---- all to all ----
 
 
-def _even_exchange(step: Exchange) -> Mover:
+def _make_even_all_to_all(step: Exchange) -> Mover:
     """Exchanges pieces of equal shape, which can be viewed as axes.
 
     A shard is not cut along the dims that `dst` shards; the result is not cut along those that `src` sharded.
     """
     sizes, group = step.sizes, step.group
     had, gets = (local_extents(step.shape, p, sizes, step.coordinate)[0] for p in (step.src, step.dst))
-    out, back = _Axes(had, step.dst, sizes), _Axes(gets, step.src, sizes)
+    out, back = _EvenLayout(had, step.dst, sizes), _EvenLayout(gets, step.src, sizes)
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
-        sent = _sent(out.pack(local))
-        return back.unpack(_received(comm.exchanged(sent, (sent.numel(),), group), local.dtype))
+        sent = _to_transport(out.pack(local))
+        return back.unpack(_from_transport(comm.exchanged(sent, (sent.numel(),), group), local.dtype))
 
     return exchange
 
 
-def _exchange(step: Exchange) -> Mover:
+def _make_uneven_all_to_all(step: Exchange) -> Mover:
     """Exchanges pieces of different lengths: rank r receives the r-th piece of each rank along the dim of `dst`."""
     src, dst, group, parts = _single_shard(step.src), _single_shard(step.dst), step.group, step.parts
     src_lengths = src.lengths(step.shape[src.dim], parts)
@@ -428,7 +434,7 @@ def _exchange(step: Exchange) -> Mover:
     order = (dst.dim, src.dim, *batch_dims)
     back = [order.index(d) for d in range(len(order))]
     batch_shape = tuple(step.shape[d] for d in batch_dims)
-    scale = 1 if step.dtype in _CARRIED else step.dtype.itemsize
+    scale = 1 if step.dtype in _TRANSPORT_DTYPES else step.dtype.itemsize
     row, mine = math.prod(batch_shape), dst_lengths[step.index]
     out_sizes = [n * row * src_lengths[step.index] * scale for n in dst_lengths]
     sizes = [mine * n * row for n in src_lengths]
@@ -444,8 +450,8 @@ def _exchange(step: Exchange) -> Mover:
             packed = local.permute(order).contiguous()
         else:
             packed = torch.cat([dst.part(local, parts, r).permute(order).reshape(-1) for r in range(parts)])
-        flat = comm.exchanged(_sent(packed), (sum(in_sizes),), group, in_sizes, out_sizes)
-        received = _received(flat, local.dtype)
+        flat = comm.exchanged(_to_transport(packed), (sum(in_sizes),), group, in_sizes, out_sizes)
+        received = _from_transport(flat, local.dtype)
         if even:
             joined = received.view(stacked).transpose(0, 1).reshape(received_shape)
         else:

@@ -18,7 +18,7 @@ from dtbench_core.rules.labels import SUM, broadcast_placement
 BATCH, HEAD = 0, 1  # of query, key, value [batch, head, length, width]
 
 
-def _dims(call: OpCall, query: DTensorSpec, *keys: DTensorSpec) -> list[int]:
+def _shardable_dims(call: OpCall, query: DTensorSpec, *keys: DTensorSpec) -> list[int]:
     """Returns the dims that may be sharded.
 
     With grouped heads, where several queries share a key, heads are not sharded: the shards of queries and keys would
@@ -55,7 +55,7 @@ def attention(call: OpCall) -> Strategy:
             (*(Shard(d),) * 2, *(REPLICATE,) * len(replicated_outputs)),
             nonempty=() if for_cpu else ((0, d),),
         )
-        for d in ([] if call.named().get("return_debug_mask") else _dims(call, query, key, value))
+        for d in ([] if call.named().get("return_debug_mask") else _shardable_dims(call, query, key, value))
     ]
     return Strategy(rows, localize=_skip_empty_shard if for_cpu else None, any_lengths=for_cpu)
 
@@ -89,7 +89,7 @@ def attention_backward(call: OpCall) -> Strategy:
     sharded = [named[name] for name in BATCHED if name in named]
     nonempty = "for_cpu" not in call.op._schema.name
     rows = []
-    for dim in _dims(call, query, named["key"], named["value"]):
+    for dim in _shardable_dims(call, query, named["key"], named["value"]):
         inputs: Placements = tuple(
             Shard(dim)
             if any(spec is s for s in sharded)

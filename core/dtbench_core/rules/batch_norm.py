@@ -60,11 +60,11 @@ def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> Plac
     return PlacementRow(inputs, results, nonempty=((data, CHANNEL),))
 
 
-def _kept_dims(data: Any) -> list[int]:
+def _reduced_dims(data: Any) -> list[int]:
     return [d for d in range(data.ndim) if d != CHANNEL]
 
 
-def _trains(op: OpOverload, named: Mapping[str, Any]) -> bool:
+def _is_training(op: OpOverload, named: Mapping[str, Any]) -> bool:
     for name in ("training", "train", "update"):
         if name in named:
             return bool(named[name])
@@ -89,9 +89,9 @@ def batch_norm(call: OpCall) -> Strategy:
     """
     if call.inputs[0].ndim < 2:
         return Strategy([])
-    _correct_saved(call)
+    _correct_saved_metadata(call)
     by_channel = _channel_row(call.inputs, call.outputs)
-    if _trains(call.op, call.named()):
+    if _is_training(call.op, call.named()):
         # Shard by channel on the mesh dims where the data is sharded by channel: then no written tensor moves.
         placed = [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
         return Strategy([], exact_placements=placements_by_tensor(placed), localize=lambda _: call.op)
@@ -99,7 +99,7 @@ def batch_norm(call: OpCall) -> Strategy:
     parameters = (REPLICATE,) * (len(call.inputs) - 1)
     rows += [
         PlacementRow((Shard(d), *parameters), (Shard(d), *(REPLICATE,) * (len(call.outputs) - 1)))
-        for d in _kept_dims(call.inputs[0])
+        for d in _reduced_dims(call.inputs[0])
     ]
     # localize instead of local_op: it avoids the check on meta tensors, whose kernels return other shapes.
     return Strategy(rows, localize=lambda _: call.op)
@@ -111,17 +111,17 @@ def batch_norm_backward(call: OpCall) -> Strategy:
     if call.inputs[0].ndim < 2:
         return Strategy([])
     rows = [_channel_row(call.inputs, call.outputs), *pending_rows(call, (0,))]
-    if not _trains(call.op, call.named()):
+    if not _is_training(call.op, call.named()):
         parameters = (REPLICATE,) * (len(call.inputs) - 2)
         rows += [
             # The CPU kernel crashes on an empty shard, in a division by its length.
             PlacementRow((Shard(d), Shard(d), *parameters), (Shard(d), SUM, SUM), nonempty=((0, d),))
-            for d in _kept_dims(call.inputs[0])
+            for d in _reduced_dims(call.inputs[0])
         ]
     return Strategy(rows)
 
 
-def _correct_saved(call: OpCall) -> None:
+def _correct_saved_metadata(call: OpCall) -> None:
     """Corrects the metadata of the saved statistics: meta kernels return one float32 per channel.
 
     The CPU kernels save nothing in evaluation, and otherwise use the dtype of the parameters.
@@ -129,7 +129,7 @@ def _correct_saved(call: OpCall) -> None:
     data, *parameters = call.inputs
     if data.info.device_type == "cpu":
         dtype = parameters[0].dtype if parameters else data.dtype
-        saved_channels = data.shape[CHANNEL] if _trains(call.op, call.named()) else 0
+        saved_channels = data.shape[CHANNEL] if _is_training(call.op, call.named()) else 0
         saved = TensorMeta(torch.Size([saved_channels]), (1,), dtype)
         call.outputs = (call.outputs[0], saved, saved, *call.outputs[3:])
 
@@ -137,7 +137,7 @@ def _correct_saved(call: OpCall) -> None:
 # ---- decomposed ----
 
 
-def _by_channel(data: Any, *running: Any) -> bool:
+def _is_sharded_by_channel(data: Any, *running: Any) -> bool:
     """Whether on each mesh dim the data and the running statistics are all replicated or all sharded by channel.
 
     Then the op can run on the shards without moving any tensor.
@@ -158,21 +158,21 @@ def _by_channel(data: Any, *running: Any) -> bool:
     return True
 
 
-def _over_channels(statistic: Any, data: Any) -> Value:
+def _broadcast_view(statistic: Any, data: Any) -> Value:
     """Views a statistic [c] as [1, c, 1, ...], to broadcast with `data`."""
     return statistic.view([-1 if d == CHANNEL else 1 for d in range(data.ndim)])
 
 
-def _normalised(
+def _normalize(
     data: Any, weight: Value, bias: Value, running: tuple[Any, Any], train: bool, momentum: float, eps: float
 ) -> ThreeTensors:
     """Returns (output, mean, inverse standard deviation). In training it also updates the running statistics."""
     mean, inverse = _statistics(data, running, train, momentum, eps)
-    output = (upcast(data) - _over_channels(mean, data)) * _over_channels(inverse, data)
+    output = (upcast(data) - _broadcast_view(mean, data)) * _broadcast_view(inverse, data)
     if weight is not None:
-        output = output * _over_channels(upcast(weight), data)
+        output = output * _broadcast_view(upcast(weight), data)
     if bias is not None:
-        output = output + _over_channels(upcast(bias), data)
+        output = output + _broadcast_view(upcast(bias), data)
     parameters = [t for t in (weight, bias, *running) if t is not None]
     saved_dtype = mean.dtype
     if data.device.type == "cpu":
@@ -190,7 +190,7 @@ def _statistics(
     if not train:
         return upcast(running_mean), (upcast(running_var) + eps).rsqrt()
     # Reduced here, because each of the uses below would reduce it again.
-    var, mean = map(reduce_partials, torch.var_mean(upcast(data), _kept_dims(data), correction=0))
+    var, mean = map(reduce_partials, torch.var_mean(upcast(data), _reduced_dims(data), correction=0))
     count = data.numel() // data.shape[CHANNEL]
     for running_statistic, batch_statistic in (
         (running_mean, mean),
@@ -208,19 +208,19 @@ def _gradients(
     grad: Value, data: Any, weight: Value, mean: Any, inverse: Any, train: bool, mask: Sequence[bool]
 ) -> ThreeTensors:
     """Returns the three gradients, with None where `mask` does not request one."""
-    dims = _kept_dims(data)
+    dims = _reduced_dims(data)
     grad_in, source = upcast(grad), upcast(data)
-    scaled = (source - _over_channels(mean, data)) * _over_channels(inverse, data)
+    scaled = (source - _broadcast_view(mean, data)) * _broadcast_view(inverse, data)
     bias_grad, weight_grad = (reduce_partials(t.sum(dims)) for t in (grad_in, grad_in * scaled))
     data_grad = None
     if mask[0]:
         data_grad = grad_in
         if train:
             count = data.numel() // data.shape[CHANNEL]
-            common = _over_channels(bias_grad, data) + scaled * _over_channels(weight_grad, data)
+            common = _broadcast_view(bias_grad, data) + scaled * _broadcast_view(weight_grad, data)
             data_grad = grad_in - common / count
         factor = inverse if weight is None else inverse * upcast(weight)
-        data_grad = (data_grad * _over_channels(factor, data)).to(data.dtype)
+        data_grad = (data_grad * _broadcast_view(factor, data)).to(data.dtype)
     dtype = data.dtype if weight is None else weight.dtype
     return data_grad, weight_grad.to(dtype) if mask[1] else None, bias_grad.to(dtype) if mask[2] else None
 
@@ -230,11 +230,11 @@ def _forward(op: OpOverload, *args: object, **kwargs: object) -> Value:
     named = bound_arguments(op, args, kwargs)
     get: Any = named.get
     data, running = get("input"), (get("running_mean"), get("running_var"))
-    train = _trains(op, named)
-    if op in FORWARD and (not train or _by_channel(data, *running)):
+    train = _is_training(op, named)
+    if op in FORWARD and (not train or _is_sharded_by_channel(data, *running)):
         return NotImplemented
     momentum, eps = get("momentum", get("exponential_average_factor")), get("eps", get("epsilon"))
-    results = _normalised(data, get("weight"), get("bias"), running, train, momentum or 0.0, eps)
+    results = _normalize(data, get("weight"), get("bias"), running, train, momentum or 0.0, eps)
     reserves = len(op._schema.returns) == 4
     return (*results, data.new_empty((0,), dtype=torch.uint8)) if reserves else results
 
@@ -246,8 +246,8 @@ def _backward(op: OpOverload, *args: object, **kwargs: object) -> Value:
     get: Any = named.get
     grad = get("grad_output") if get("grad_output") is not None else get("grad_out")
     data, weight = get("input"), get("weight")
-    train = op not in BACKWARD or _trains(op, named)
-    if op in BACKWARD and (not train or (_by_channel(data) and _by_channel(grad))):
+    train = op not in BACKWARD or _is_training(op, named)
+    if op in BACKWARD and (not train or (_is_sharded_by_channel(data) and _is_sharded_by_channel(grad))):
         return NotImplemented
     inverse = get("save_invstd") if get("save_invstd") is not None else get("save_var")
     mask = get("output_mask") or (True, True, True)

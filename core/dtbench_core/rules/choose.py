@@ -58,7 +58,7 @@ def _choose_from(
 ) -> list[PlacementRow] | None:
     info = call.inputs[0].info
     plain = [*strategy.rows, replicated_row(call)]
-    lengths = _Lengths(call)
+    lengths = _DimLengths(call)
     chosen: list[PlacementRow] = []
     for mesh_dim, layouts in enumerate(special_layouts):
         rows = [*_restate_rows(call, strategy, layouts), *plain] if layouts else plain
@@ -128,7 +128,7 @@ def _cheapest_row(
     candidates: Sequence[PlacementRow],
     current: Placements,
     mesh_dim: int,
-    lengths: _Lengths,
+    lengths: _DimLengths,
     written: tuple[int, ...],
 ) -> PlacementRow | None:
     info = call.inputs[0].info
@@ -207,7 +207,7 @@ def _communicated_placement(have: Placement, want: Placement, written: tuple[int
     return REPLICATE if written and not have.is_partial() else None
 
 
-class _Lengths:
+class _DimLengths:
     """The largest and smallest length of each tensor dim over the ranks, after the outer mesh dims cut it."""
 
     def __init__(self, call: OpCall) -> None:

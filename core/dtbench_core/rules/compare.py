@@ -12,7 +12,7 @@ from dtbench_core.rules.base import OpCall, Strategy, aten, decomposition, rule
 
 
 @rule(aten._local_scalar_dense.default, aten.equal.default, aten._linalg_check_errors.default)
-def whole_tensors(call: OpCall) -> Strategy:
+def replicated_inputs(call: OpCall) -> Strategy:
     """Inputs are replicated, so that all ranks return the same value, or all raise."""
     return Strategy([])
 
@@ -43,7 +43,7 @@ def equal(input: Value, other: object) -> Value:
 
 
 @rule(aten.is_same_size.default)
-def metadata(call: OpCall) -> Strategy:
+def is_same_size(call: OpCall) -> Strategy:
     """Compares the global shapes without moving the tensors."""
     is_same_size = call.inputs[0].shape == call.inputs[1].shape
     stay = tuple(spec.placements for spec in call.inputs), ()

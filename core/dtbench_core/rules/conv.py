@@ -28,7 +28,7 @@ def _labels(call: OpCall, first: int) -> tuple[str, str, str] | None:
     return "ni" + space, ("io" if call["transposed"] else "oi") + space, "no" + space
 
 
-def _channels(call: OpCall) -> str:
+def _channel_labels(call: OpCall) -> str:
     """Returns the channel labels that may be sharded."""
     if call["groups"] == 1:
         return "oi"
@@ -46,7 +46,7 @@ def convolution(call: OpCall) -> Strategy:
         return Strategy([])
     data, weight, output = labels
     rows = label_rows("n", (data, weight), (output,))
-    rows += label_rows(_channels(call), (data, weight), (output,), SUM, nonempty=True)
+    rows += label_rows(_channel_labels(call), (data, weight), (output,), SUM, nonempty=True)
     if len(call.inputs) == 3:
         of_bias: dict[Placement, Placement] = {SUM: SUM, Shard(1): Shard(0)}
         rows = [replace(row, inputs=(*row.inputs, of_bias.get(row.outputs[0], REPLICATE))) for row in rows]
@@ -63,7 +63,7 @@ def convolution_backward(call: OpCall) -> Strategy:
     data, weight, output = labels
     dims_in, dims_out = (output, data, weight), (data, weight, output[1])
     rows = label_rows("n", dims_in, dims_out, SUM)
-    for label in _channels(call):
+    for label in _channel_labels(call):
         # A gradient is a sum over the label if both of its factors have it and the gradient does not. The gradient of
         # the bias has one factor.
         rows += label_rows(label, dims_in, dims_out, SUM if label in output else REPLICATE, nonempty=True)

@@ -144,11 +144,6 @@ def _raise_for_invalid_targets(invalid: torch.Tensor, classes: int) -> None:
         )
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype to compute in: float32 for half precision, as in torch's kernels."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 # ---- the ops, on shards whose first class has the index `first` ----
 
 
@@ -167,7 +162,8 @@ def _sums(
     smoothed: bool,
     first: int = 0,
 ) -> Tensor:
-    dtype = accumulation_dtype(logits.dtype)
+    # Half precision is accumulated in float32, as in torch's kernels.
+    dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
     shifted = logits.to(dtype) - maximum.to(dtype).unsqueeze(dim)
     sums = shifted.new_zeros((3 if smoothed else 2, *target.shape))
     count = logits.shape[dim]

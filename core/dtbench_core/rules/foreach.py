@@ -145,7 +145,7 @@ def _place_column(
     strategy = rule_of_single(column)
     # Tensors that all columns share are replicated.
     rows = [row for row in strategy.rows if all(p == REPLICATE for p in row.inputs[len(inputs) :])]
-    if in_place:  # the result lies where the first input does; fresh zeros can lie anywhere
+    if in_place:  # the result is the first input; zeros may have any placement
         rows = [r for r in rows if r.inputs[0] == r.outputs[0] or single is aten.zeros_like.default]
         rows = [PlacementRow(r.inputs, r.inputs[:1], r.even, r.nonempty) for r in rows]
     current = inputs[0].placements if in_place else None
@@ -277,9 +277,8 @@ def _step_on_copies(
     op(parameters, *moved, *steps, **options)
     for state, copies in zip(states, moved[1:], strict=True):
         for tensor, copied in zip(state, copies, strict=True):
-            if (
-                tensor is not copied
-            ):  # such as a momentum placed like its first gradient, which may be a pending sum
+            # A state may be placed differently: a momentum is placed like its first gradient, maybe as a pending sum.
+            if tensor is not copied:
                 back = redistribute_tensor(copied, tensor._spec.placements)
                 tensor._local_tensor.copy_(back._local_tensor)
                 increment_version((tensor,))

@@ -86,7 +86,7 @@ def embedding_dense_backward(call: OpCall) -> Strategy:
 # ---- x[i, j] and x[i, j] = y ----
 
 
-def _indexed(call: OpCall) -> tuple[list[int], list[DTensorSpec], torch.Size, int]:
+def _index_layout(call: OpCall) -> tuple[list[int], list[DTensorSpec], torch.Size, int]:
     """Returns (indexed dims, specs of their indices, broadcast shape of the indices, its first dim in the result)."""
     listed = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
     dims = [dim for dim, _ in listed]
@@ -95,7 +95,7 @@ def _indexed(call: OpCall) -> tuple[list[int], list[DTensorSpec], torch.Size, in
     return dims, [index for _, index in listed], shape, dims[0] if adjacent else 0
 
 
-def _kept_dims(call: OpCall, dims: list[int], shape: torch.Size, start: int) -> dict[int, int]:
+def _batch_dims(call: OpCall, dims: list[int], shape: torch.Size, start: int) -> dict[int, int]:
     """Returns a map from the dims of self without index to dims of x[indices]."""
     batch_dims = [d for d in range(call.inputs[0].ndim) if d not in dims]
     return {d: i + (len(shape) if i >= start else 0) for i, d in enumerate(batch_dims)}
@@ -105,10 +105,10 @@ def _kept_dims(call: OpCall, dims: list[int], shape: torch.Size, start: int) -> 
 def index(call: OpCall) -> Strategy:
     if not all(spec.dtype in INTEGER for spec in call.inputs[1:]) or len(call.inputs) == 1:
         return Strategy([])  # masks: the shape of the result depends on their values
-    dims, indices, shape, start = _indexed(call)
+    dims, indices, shape, start = _index_layout(call)
     rows = [
         PlacementRow((Shard(d), *(REPLICATE,) * len(indices)), (Shard(out),))
-        for d, out in _kept_dims(call, dims, shape, start).items()
+        for d, out in _batch_dims(call, dims, shape, start).items()
     ]
     rows += [
         PlacementRow(
@@ -128,8 +128,8 @@ def index_put(call: OpCall) -> Strategy:
         return Strategy([])  # no indices
     if any(spec.dtype not in INTEGER for spec in call.inputs[1:-1]):
         return Strategy(_mask_rows(call))
-    dims, indices, shape, start = _indexed(call)
-    batch_dims = _kept_dims(call, dims, shape, start)
+    dims, indices, shape, start = _index_layout(call)
+    batch_dims = _batch_dims(call, dims, shape, start)
     self = call.inputs[0]
     result = [self.shape[d] for d in batch_dims]
     values_shape = torch.Size((*result[:start], *shape, *result[start:]))
@@ -166,7 +166,7 @@ def _mask_rows(call: OpCall) -> list[PlacementRow]:
 
 @rule(aten.index_select.default)
 def index_select(call: OpCall) -> Strategy:
-    rows = _other_dims(call)
+    rows = _batch_dim_rows(call)
     if call.inputs[0].ndim and call.inputs[1].ndim:
         rows.append(PlacementRow((REPLICATE, Shard(0)), (Shard(call.dim()),)))
     return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)])
@@ -175,7 +175,7 @@ def index_select(call: OpCall) -> Strategy:
 @rule(aten.index_add.default, aten.index_add_.default)
 def index_add(call: OpCall) -> Strategy:
     """(self, index, source). Linear in self and source; the dim that is added to must not be sharded."""
-    rows = _other_dims(call, source=True)
+    rows = _batch_dim_rows(call, source=True)
     if call.inputs[1].ndim and call.inputs[2].ndim:
         rows.append(PlacementRow((SUM, Shard(0), Shard(call.dim())), (SUM,)))
     return Strategy([*rows, *pending_rows(call, (0, 2))])
@@ -184,21 +184,21 @@ def index_add(call: OpCall) -> Strategy:
 @rule(aten.index_copy.default, aten.index_copy_.default)
 @rule(aten.index_reduce.default, aten.index_reduce_.default)
 def index_copy(call: OpCall) -> Strategy:
-    return Strategy(_other_dims(call, source=True))
+    return Strategy(_batch_dim_rows(call, source=True))
 
 
 @rule(aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar)
 @rule(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor)
 def index_fill(call: OpCall) -> Strategy:
     """(self, index, value?): every rank fills in the number, so it can be filled into a pending sum only if it is 0."""
-    rows = _other_dims(call)
+    rows = _batch_dim_rows(call)
     if len(call.inputs) == 3:
         return Strategy([*rows, *pending_rows(call, (0, 2), ops=("sum", "max", "min"))])
     ops = ("sum", "max", "min") if call["value"] == 0 else ("max", "min")
     return Strategy([*rows, *pending_rows(call, (0,), ops=ops)])
 
 
-def _other_dims(call: OpCall, *, source: bool = False) -> list[PlacementRow]:
+def _batch_dim_rows(call: OpCall, *, source: bool = False) -> list[PlacementRow]:
     """Rows that shard a dim of self, and of `source` if given, other than the indexed one."""
     indexed_dim, source_count = call.dim(), len(call.inputs) - 2
     return [

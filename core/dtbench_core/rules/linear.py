@@ -160,7 +160,7 @@ def backward_rows(call: OpCall) -> Strategy:
 # Contracted labels (those missing in the output) result in a pending sum.
 PRODUCTS = by_op({"mm _int_mm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "mv": "mk,k->m", "dot vdot": "k,k->"})
 # beta * bias + alpha * product
-ADDED = by_op(
+PRODUCTS_WITH_BIAS = by_op(
     {
         "addmm addmm_": "mk,kn->mn",
         "baddbmm baddbmm_": "bmk,bkn->bmn",
@@ -185,12 +185,12 @@ def product(call: OpCall) -> Strategy:
     return Strategy(einsum_rows(call, PRODUCTS[call.op]))
 
 
-@rule(*ADDED)
-def added(call: OpCall) -> Strategy:
+@rule(*PRODUCTS_WITH_BIAS)
+def product_with_bias(call: OpCall) -> Strategy:
     """The bias broadcasts to the output. If the output is a pending sum, the bias is one of its terms."""
     bias, shape = call.inputs[0], call.outputs[0].shape if call.outputs[0] is not None else ()
     rows = []
-    for row in einsum_rows(call, ADDED[call.op]):
+    for row in einsum_rows(call, PRODUCTS_WITH_BIAS[call.op]):
         (placed,) = row.outputs
         bias_placement = broadcast_placement(bias, placed.dim, shape) if isinstance(placed, Shard) else placed
         rows.append(PlacementRow((bias_placement, *row.inputs), row.outputs))

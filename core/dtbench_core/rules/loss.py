@@ -19,7 +19,7 @@ from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, decomp
 from dtbench_core.rules.labels import SUM, broadcast_placements, replicate
 from dtbench_core.torch_compat import DisableTorchFunction, is_fake_mode_active
 
-NONE, MEAN, SUMMED = 0, 1, 2  # torch's enum Reduction
+NONE, MEAN, SUM_ALL = 0, 1, 2  # torch's enum Reduction
 
 
 # ---- elementwise losses ----
@@ -36,11 +36,11 @@ def elementwise_loss(call: OpCall) -> Strategy:
         PlacementRow(broadcast_placements(call.inputs, dim, shape), (Shard(dim) if unreduced else SUM,))
         for dim in range(len(shape))
     ]
-    local_op = _mean_of(call, shape) if call["reduction"] == MEAN else None
+    local_op = _scaled_mean(call, shape) if call["reduction"] == MEAN else None
     return Strategy(rows, local_op=local_op, any_lengths=True)
 
 
-def _mean_of(call: OpCall, shape: torch.Size) -> Call:
+def _scaled_mean(call: OpCall, shape: torch.Size) -> Call:
     """Returns the op whose local mean is scaled by the rank's share of all elements, so that the results add up."""
     op, count = call.op, shape.numel()
     dtype = call.outputs[0].dtype if call.outputs[0] is not None else None
@@ -78,11 +78,11 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
         for dim in range(len(shape))
     ]
     rows += pending_rows(call, (0,))
-    local_op = _mean_backward(call) if call["reduction"] == MEAN else None
+    local_op = _scaled_mean_backward(call) if call["reduction"] == MEAN else None
     return Strategy(rows, local_op=local_op, any_lengths=True)
 
 
-def _mean_backward(call: OpCall) -> Call:
+def _scaled_mean_backward(call: OpCall) -> Call:
     """Returns the op with a scaled `grad`, because the op divides by the number of local elements instead of all."""
     op, count = call.op, math.prod(call.inputs[1].shape)
 
@@ -150,7 +150,7 @@ def nll_mean(
     placed = [tensor._spec for tensor in (data, target, weight) if isinstance(tensor, Wrapper)]
     if reduction != MEAN or all(spec.is_replicated() for spec in placed):
         return NotImplemented
-    loss, total = op(data, target, weight, SUMMED, ignore_index)
+    loss, total = op(data, target, weight, SUM_ALL, ignore_index)
     total = replicate(total)
     return loss / total, total
 

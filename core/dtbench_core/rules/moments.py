@@ -19,7 +19,7 @@ from dtbench_core.rules.base import aten, decomposition, listed_dims
 from dtbench_core.rules.labels import is_split, reduce_partials, upcast
 
 
-def _gathers(tensor: Value, dims: Sequence[int]) -> bool:
+def _would_gather(tensor: Value, dims: Sequence[int]) -> bool:
     """Whether the op itself would gather `tensor`, and sums and extrema can replace it."""
     return is_inexact(tensor.dtype) and tensor.numel() > 0 and is_split(tensor, dims)
 
@@ -28,7 +28,7 @@ def _variance(
     tensor: Value, dims: Sequence[int], correction: float | None, keepdim: bool
 ) -> tuple[Any, Any] | None:
     """Returns (variance, mean), computed in two passes, or None if the op itself should run."""
-    if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
+    if not _would_gather(tensor, dims) or not tensor.dtype.is_floating_point:
         return None
     data = upcast(tensor)
     count = math.prod(tensor.shape[d] for d in dims)
@@ -64,7 +64,7 @@ def vector_norm(
 ) -> Value:
     """(sum of |x|^ord)^(1/ord). An infinite `ord` is the max or min of |x|; 0 is the count of nonzero elements."""
     dims = listed_dims(dim, tensor.ndim)
-    if not _gathers(tensor, dims):
+    if not _would_gather(tensor, dims):
         return NotImplemented
     data = tensor if dtype is None else tensor.to(dtype)
     result_dtype = data.dtype.to_real() if data.dtype.is_complex else data.dtype
@@ -95,7 +95,7 @@ def dist(tensor: Value, subtrahend: object, p: float = 2) -> Value:
 def logsumexp(tensor: Value, dim: Any, keepdim: bool = False) -> Value:
     """Subtracts the maximum, so that no term overflows; an infinite maximum is not subtracted (inf - inf is NaN)."""
     dims = listed_dims(dim, tensor.ndim)
-    if not _gathers(tensor, dims) or not tensor.dtype.is_floating_point:
+    if not _would_gather(tensor, dims) or not tensor.dtype.is_floating_point:
         return NotImplemented
     data = upcast(tensor)
     maximum = reduce_partials(data.amax(dims, keepdim=True))

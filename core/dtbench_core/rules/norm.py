@@ -52,13 +52,13 @@ def cross(call: OpCall) -> Strategy:
 @rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
 def native_layer_norm(call: OpCall) -> Strategy:
     """(input, weight?, bias?) -> (output, mean?, rstd). Weight and bias are replicated."""
-    _restate_statistics(call)
+    _correct_statistics_dtype(call)
     batch = free_labels(call.inputs[0].ndim - len(call["normalized_shape"]))
     parameters = [""] * (len(call.inputs) - 1)
     return Strategy(label_rows(batch, [batch, *parameters], [batch] * len(call.outputs)))
 
 
-def _restate_statistics(call: OpCall) -> None:
+def _correct_statistics_dtype(call: OpCall) -> None:
     """Corrects the dtype of mean and rstd in half precision on CPU.
 
     torch's meta kernels return the dtype of other devices. On CPU it is the input's dtype, or float32 if the weights
@@ -105,12 +105,12 @@ def _add_on_first_rank(placed: PlacedSpecs) -> Call | None:
 @rule(aten.native_group_norm.default)
 def native_group_norm(call: OpCall) -> Strategy:
     """(input [n, c, ...], weight? [c], bias? [c]) -> (output, mean [n, group], rstd [n, group])."""
-    _restate_statistics(call)
-    if not _groups_are_plain(call):
+    _correct_statistics_dtype(call)
+    if not _sizes_match_input(call):
         return Strategy([])
     data = "nc" + "." * (call.inputs[0].ndim - 2)
     parameters = ["c"] * (len(call.inputs) - 1)
-    rows = label_rows(_sharded(call), (data, *parameters), (data, "nc", "nc"))
+    rows = label_rows(_shardable_labels(call), (data, *parameters), (data, "nc", "nc"))
     return Strategy(rows, local_op=_with_local_sizes(call))
 
 
@@ -119,21 +119,21 @@ def native_group_norm_backward(call: OpCall) -> Strategy:
     """(grad, input, mean, rstd, weight?) -> (grad_input, grad_weight [c], grad_bias [c])."""
     if call.outputs[0] is not None:  # the meta kernel returns the dtype of the statistics
         call.outputs = (call.outputs[0]._replace(dtype=call.inputs[1].dtype), *call.outputs[1:])
-    if not _groups_are_plain(call):
+    if not _sizes_match_input(call):
         return Strategy([])
     data = "nc" + "." * (call.inputs[0].ndim - 2)
     parameters = ["c"] * (len(call.inputs) - 4)
-    rows = label_rows(_sharded(call), (data, data, "nc", "nc", *parameters), (data, "c", "c"), SUM)
+    rows = label_rows(_shardable_labels(call), (data, data, "nc", "nc", *parameters), (data, "c", "c"), SUM)
     return Strategy([*rows, *pending_rows(call, (0,))], local_op=_with_local_sizes(call))
 
 
-def _groups_are_plain(call: OpCall) -> bool:
+def _sizes_match_input(call: OpCall) -> bool:
     """Whether the size arguments equal the sizes of the input's dims."""
     shape = call.inputs[0].shape
     return not call.kwargs and len(shape) >= 2 and (call["N"], call["C"]) == tuple(shape[:2])
 
 
-def _sharded(call: OpCall) -> str:
+def _shardable_labels(call: OpCall) -> str:
     return "nc" if splits_between_groups(call, call["group"]) else "n"
 
 

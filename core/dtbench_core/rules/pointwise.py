@@ -48,7 +48,7 @@ def is_pointwise(op: OpOverload) -> bool:
     if torch.Tag.pointwise in op.tags or op._schema.name in PRIMS:
         return True
     # Many in-place ops lack the tag of their functional variant.
-    functional = _functional(op)
+    functional = _functional_variant(op)
     return functional is not None and torch.Tag.pointwise in functional.tags
 
 
@@ -56,7 +56,7 @@ def is_pointwise(op: OpOverload) -> bool:
 PRIMS = {"prims::add", "prims::sub", "prims::mul", "prims::div"}
 
 
-def _functional(op: OpOverload) -> OpOverload | None:
+def _functional_variant(op: OpOverload) -> OpOverload | None:
     """Returns the functional variant of an in-place op: `aten.eq.Scalar` for `aten.eq_.Scalar`."""
     namespace, _, name = op._schema.name.partition("::")
     if namespace != "aten" or not name.endswith("_") or name.startswith("_"):
@@ -82,9 +82,11 @@ ACTIVATIONS = """
     _prelu_kernel sigmoid silu softplus softshrink tanh threshold
 """
 GRADIENTS = set(ops_named(ACTIVATIONS, "_backward"))
-SCALING = GRADIENTS | _with_in_place({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
+LINEAR_IN_FIRST_INPUT = GRADIENTS | _with_in_place(
+    {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+)
 # Groups of inputs (by index) that an op is additionally linear in.
-TERMS: dict[OpOverload, tuple[tuple[int, ...], ...]] = by_op(
+OTHER_LINEAR_INPUTS: dict[OpOverload, tuple[tuple[int, ...], ...]] = by_op(
     {
         "mul.Tensor": ((1,),),
         "lerp.Tensor lerp_.Tensor addcdiv addcdiv_": ((0, 1),),
@@ -115,8 +117,8 @@ def _partial_rows(call: OpCall) -> list[PlacementRow]:
     # A number added to a pending sum would be added once per rank.
     if call.op in LINEAR and not (count == 1 and len(call.args) > 1):
         return pending_rows(call, tuple(range(count)))
-    terms = TERMS.get(call.op, ())
-    if call.op in SCALING and not call.kwargs.get("rounding_mode"):
+    terms = OTHER_LINEAR_INPUTS.get(call.op, ())
+    if call.op in LINEAR_IN_FIRST_INPUT and not call.kwargs.get("rounding_mode"):
         terms = ((0,), *terms)
     return pending_rows(call, *(group for group in terms if max(group) < count))
 
@@ -148,11 +150,11 @@ def cast(call: OpCall) -> Strategy:
 
     A narrower dtype would round every term, and an integer dtype would truncate it.
     """
-    linear = linear_rows(call, 1) if _widens(call) else []
+    linear = linear_rows(call, 1) if _cast_widens(call) else []
     return Strategy([*shard_rows(range(call.inputs[0].ndim), 1, 1), *linear])
 
 
-def _widens(call: OpCall) -> bool:
+def _cast_widens(call: OpCall) -> bool:
     source, meta = call.inputs[-1].dtype, call.outputs[0]
     if meta is None or not (source.is_floating_point and meta.dtype.is_floating_point):
         return False
@@ -168,7 +170,7 @@ def copy(call: OpCall) -> Strategy:
     Terms of a pending sum cannot be cast one by one. A replica can: it is cast first, and then becomes a term.
     """
     written, source = call.inputs[0], call.inputs[-1]
-    passes = written.dtype == source.dtype or not source.has_partial() or _widens(call)
+    passes = written.dtype == source.dtype or not source.has_partial() or _cast_widens(call)
     if passes and written.has_partial() and written.shape == source.shape:
         return Strategy([], exact_placements=((written.placements,) * 2, (written.placements,)))
     linear = linear_rows(call, 2, ops=REDUCE_OPS) if passes else []
@@ -199,7 +201,7 @@ def fill(call: OpCall) -> Strategy:
         def run(local: torch.Tensor, *args: Value) -> torch.Tensor:
             value = args[masks]
             if averages:
-                _refuse_overflow(spec, value)
+                _raise_for_overflow(spec, value)
             if neutral is not None:
                 if masks and not surely_holds(
                     spec.dtype, value
@@ -213,7 +215,7 @@ def fill(call: OpCall) -> Strategy:
     return Strategy([*pointwise(call).rows, *rows], localize=localize, any_lengths=True)
 
 
-def _refuse_overflow(spec: DTensorSpec, value: Value) -> None:
+def _raise_for_overflow(spec: DTensorSpec, value: Value) -> None:
     if not spec.dtype.is_floating_point or not math.isfinite(value):
         return
     if abs(value) * math.prod(spec.info.sizes) > torch.finfo(spec.dtype).max:
@@ -255,7 +257,7 @@ def where(call: OpCall) -> Strategy:
 
 
 @rule(aten.maximum.default, aten.minimum.default)
-def larger_or_smaller(call: OpCall) -> Strategy:
+def binary_extremum(call: OpCall) -> Strategy:
     kind = "max" if call.op is aten.maximum.default else "min"
     return Strategy([*pointwise(call).rows, *linear_rows(call, 2, ops=(kind,))])
 
@@ -289,7 +291,7 @@ def complex_pairs(call: OpCall) -> Strategy:
 
 
 @rule(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
-def looked_up(call: OpCall) -> Strategy:
+def table_lookup(call: OpCall) -> Strategy:
     """(elements, table): each element is looked up in the replicated table."""
     return Strategy([PlacementRow((Shard(d), REPLICATE), (Shard(d),)) for d in range(call.inputs[0].ndim)])
 
@@ -307,7 +309,7 @@ def searchsorted(call: OpCall) -> Strategy:
 
 
 @rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
-def like(call: OpCall) -> Strategy:
+def new_like(call: OpCall) -> Strategy:
     """New values in the shape of the input. The result has the shards of the input; its values are not read."""
     rows = shard_rows(range(call.inputs[0].ndim), 1, 1)
     rows += [PlacementRow((Partial(op),), (REPLICATE,)) for op in pending_ops(call, REDUCE_OPS)]
@@ -315,13 +317,13 @@ def like(call: OpCall) -> Strategy:
 
 
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)
-def new(call: OpCall) -> Strategy:
+def new_with_shape(call: OpCall) -> Strategy:
     """New values in a given shape. The result is sharded like the input if the shapes are equal."""
     return Strategy(_new_rows(call), local_shape_args=(1,))
 
 
 @rule(aten.new_empty_strided.default)
-def new_strided(call: OpCall) -> Strategy:
+def new_with_stride(call: OpCall) -> Strategy:
     """The local strides have the same order as the global ones."""
     order = memory_order(call["size"], call["stride"])[::-1]
 

@@ -37,7 +37,7 @@ RESIZES = """
 MAXIMA = "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d"
 
 
-def _planes(call: OpCall) -> int:
+def _dims_before_spatial(call: OpCall) -> int:
     """Returns the number of dims before the spatial ones, whose number is in the name of the op."""
     spatial = re.search(r"\dd", call.op._schema.name)
     assert spatial is not None
@@ -47,14 +47,14 @@ def _planes(call: OpCall) -> int:
 @rule(*ops_named(MAXIMA))
 def maxima(call: OpCall) -> Strategy:
     """Returns (maxima, their indices in the plane)."""
-    return Strategy(batch_rows(call, _planes(call)))
+    return Strategy(batch_rows(call, _dims_before_spatial(call)))
 
 
 @rule(*ops_named(AVERAGES + PADS + RESIZES))
 @rule(*ops_named(f"{AVERAGES} {MAXIMA} {PADS}", "_backward"))
-def linear(call: OpCall) -> Strategy:
+def linear_in_first_input(call: OpCall) -> Strategy:
     """Each result is a weighted sum over the plane. In the backward: (grad, input, indices?), linear in `grad`."""
-    return Strategy([*batch_rows(call, _planes(call)), *pending_rows(call, (0,))])
+    return Strategy([*batch_rows(call, _dims_before_spatial(call)), *pending_rows(call, (0,))])
 
 
 @rule(*ops_named(RESIZES, "_backward"))
@@ -62,7 +62,7 @@ def resize_backward(call: OpCall) -> Strategy:
     """(grad) -> gradient of the input, whose global size is an argument."""
     op = call.op
     place = list(call.named()).index("input_size")
-    count = _planes(call)
+    count = _dims_before_spatial(call)
 
     def local_op(grad: Value, *args: Value, **kwargs: Value) -> Value:
         local_args = list(args)

@@ -26,10 +26,10 @@ from dtbench_core.rules.base import (
     rule,
     shard_rows,
 )
-from dtbench_core.rules.pointwise import like, neutral_term
+from dtbench_core.rules.pointwise import neutral_term, new_like
 
 
-def _drawn(call: OpCall, spec: DTensorSpec) -> Callable[..., torch.Tensor]:
+def _draw_part(call: OpCall, spec: DTensorSpec) -> Callable[..., torch.Tensor]:
     """Returns the op for a shard of `spec`: it returns this rank's part of the numbers for the global tensor."""
 
     def run(local: torch.Tensor, *args: Value, **kwargs: Value) -> torch.Tensor:
@@ -57,7 +57,7 @@ def fill(call: OpCall) -> Strategy:
 
     def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor]:
         (spec,) = placed.inputs
-        draw, neutral = _drawn(call, spec), neutral_term(spec)
+        draw, neutral = _draw_part(call, spec), neutral_term(spec)
 
         def run(local: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
             drawn = draw(
@@ -72,9 +72,11 @@ def fill(call: OpCall) -> Strategy:
 
 
 @rule(*ops_named(FRESH))
-def fresh(call: OpCall) -> Strategy:
+def new_random(call: OpCall) -> Strategy:
     """Returns a new tensor in the shape of the input, whose values are not read."""
-    return Strategy(like(call).rows, localize=lambda placed: _drawn(call, placed.inputs[0]), any_lengths=True)
+    return Strategy(
+        new_like(call).rows, localize=lambda placed: _draw_part(call, placed.inputs[0]), any_lengths=True
+    )
 
 
 @rule(aten.native_dropout.default)

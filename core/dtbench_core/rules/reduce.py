@@ -20,20 +20,22 @@ from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, linear
 from dtbench_core.rules.labels import SUM, moved_rows, remaining_dims
 
 # Ops for which an empty list of dims means no dims. For other ops it means all dims.
-_EMPTY_IS_NONE = {aten.all.dims, aten.any.dims}
+_EMPTY_MEANS_NO_DIMS = {aten.all.dims, aten.any.dims}
 
 
 def reduced_dims(call: OpCall) -> tuple[tuple[int, ...], bool]:
     """Returns (reduced dims, keepdim). An op without a dim argument reduces all dims."""
     names = call.named()
-    if call.op in _EMPTY_IS_NONE and call["dim"] == []:
+    if call.op in _EMPTY_MEANS_NO_DIMS and call["dim"] == []:
         dims: tuple[int, ...] = ()
     else:
         dims = call.dims() if "dim" in names else tuple(range(call.inputs[0].ndim))
     return dims, bool(call["keepdim"]) if "keepdim" in names else False
 
 
-def kept_rows(call: OpCall, reduced: Collection[int], keepdim: bool, outs: int = 1) -> list[PlacementRow]:
+def unreduced_dim_rows(
+    call: OpCall, reduced: Collection[int], keepdim: bool, outs: int = 1
+) -> list[PlacementRow]:
     """Returns rows that shard a dim which is not reduced. Removed dims shift its position in the result."""
     return moved_rows(remaining_dims(call.inputs[0].ndim, reduced, keepdim=keepdim), outs)
 
@@ -42,15 +44,15 @@ def _reduction_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -
     """Returns the rows of a reduction whose partial results have the placements `outputs`."""
     reduced, keepdim = reduced_dims(call)
     rows = [PlacementRow((Shard(d),), outputs, nonempty=((0, d),) if nonempty else ()) for d in reduced]
-    return [*kept_rows(call, reduced, keepdim, outs=len(outputs)), *rows]
+    return [*unreduced_dim_rows(call, reduced, keepdim, outs=len(outputs)), *rows]
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def sum_(call: OpCall) -> Strategy:
-    return Strategy([*_reduction_rows(call, SUM), *_linear(call)])
+    return Strategy([*_reduction_rows(call, SUM), *_linear_rows(call)])
 
 
-def _linear(call: OpCall) -> list[PlacementRow]:
+def _linear_rows(call: OpCall) -> list[PlacementRow]:
     """Returns rows for pending sums, which pass unless the op converts each term to another kind of number first."""
     dtype, result_dtype = call.inputs[0].dtype, call.outputs[0].dtype if call.outputs[0] is not None else None
     if dtype == result_dtype and not is_inexact(dtype):
@@ -60,7 +62,7 @@ def _linear(call: OpCall) -> list[PlacementRow]:
 
 
 # Reductions whose partial results are combined by this reduction. That of an empty part is neutral.
-COMBINED: dict[OpOverload, Placement] = {
+PARTIAL_RESULTS: dict[OpOverload, Placement] = {
     aten.nansum.default: SUM,  # not linear, because it depends on values
     aten.count_nonzero.default: SUM,
     aten.count_nonzero.dim_IntList: SUM,
@@ -69,15 +71,15 @@ COMBINED: dict[OpOverload, Placement] = {
 }
 
 
-@rule(*COMBINED)
-def combined(call: OpCall) -> Strategy:
-    return Strategy(_reduction_rows(call, COMBINED[call.op]))
+@rule(*PARTIAL_RESULTS)
+def partial_reduction(call: OpCall) -> Strategy:
+    return Strategy(_reduction_rows(call, PARTIAL_RESULTS[call.op]))
 
 
 @rule(aten.mean.default, aten.mean.dim)
 def mean(call: OpCall) -> Strategy:
     reduced, keepdim = reduced_dims(call)
-    rows = [*kept_rows(call, reduced, keepdim), *linear_rows(call, 1)]
+    rows = [*unreduced_dim_rows(call, reduced, keepdim), *linear_rows(call, 1)]
     spec = call.inputs[0]
     chunks = all(type(p) is Shard or not p.is_shard() for p in spec.placements)
     if chunks and all(splits_evenly(spec.shape[d], d, spec.placements, spec.info.sizes) for d in reduced):
@@ -114,14 +116,14 @@ def trace(call: OpCall) -> Strategy:
     if call.inputs[0].dtype is torch.bool:  # the op rejects bool, but a sum would not
         return Strategy([])
     rows = [PlacementRow((Shard(d),), (SUM,)) for d in (0, 1)]
-    return Strategy([*rows, *_linear(call)], localize=localize, any_lengths=True)
+    return Strategy([*rows, *_linear_rows(call)], localize=localize, any_lengths=True)
 
 
 @rule(aten.prod.default, aten.prod.dim_int)
 def prod(call: OpCall) -> Strategy:
     if call.inputs[0].dtype.is_complex:  # no transport multiplies complex numbers
         reduced, keepdim = reduced_dims(call)
-        return Strategy(kept_rows(call, reduced, keepdim))
+        return Strategy(unreduced_dim_rows(call, reduced, keepdim))
     rows = _reduction_rows(call, Partial("product"))
     if pending_ops(call, ["product"]) and call["dtype"] is None:
         rows.append(PlacementRow((Partial("product"),), (Partial("product"),)))
@@ -145,7 +147,7 @@ def aminmax(call: OpCall) -> Strategy:
 @rule(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
 @rule(aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)
 @rule(aten.norm.ScalarOpt_dim_dtype, aten.norm.ScalarOpt_dtype, aten.logsumexp.default)
-def whole_dims(call: OpCall) -> Strategy:
+def unsharded_reduction(call: OpCall) -> Strategy:
     """Reductions whose partial results one collective cannot combine: reduced dims must not be sharded."""
     reduced, keepdim = reduced_dims(call)
-    return Strategy(kept_rows(call, reduced, keepdim, outs=len(call.outputs)))
+    return Strategy(unreduced_dim_rows(call, reduced, keepdim, outs=len(call.outputs)))

@@ -79,22 +79,22 @@ def _outermost(shape: Sequence[int], dims: range) -> int | None:
 # ---- dims that are moved, added and removed ----
 
 
-def _swapped(call: OpCall, ndim: int) -> dict[int, int]:
+def _transpose_dims(call: OpCall, ndim: int) -> dict[int, int]:
     a, b = call.dim("dim0"), call.dim("dim1")
     return {d: {a: b, b: a}.get(d, d) for d in range(ndim)}
 
 
-def _repeated(call: OpCall, ndim: int) -> dict[int, int]:
+def _repeat_dims(call: OpCall, ndim: int) -> dict[int, int]:
     """Returns the dims that are not repeated, which keep their shards."""
     lead = len(call["repeats"]) - ndim
     return {d: d + lead for d in range(ndim) if call["repeats"][d + lead] == 1}
 
 
-Dims = Callable[[OpCall, int], dict[int, int]]  # (call, number of dims of the full tensor) -> map of dims
+DimMap = Callable[[OpCall, int], dict[int, int]]  # (call, number of dims of the full tensor) -> map of dims
 
 # Windows of a tensor: the dims that a window contains in full -> dims of the window. The table serves ops that return a
 # window, that write one (`_scatter`), and that put one into zeros (`_backward`).
-WINDOWS: dict[str, Dims] = {
+WINDOWS: dict[str, DimMap] = {
     "select": lambda call, n: remaining_dims(n, [call.dim(ndim=n)]),
     "slice": lambda call, n: remaining_dims(
         n, () if _is_full_slice(call) else [call.dim(ndim=n)], keepdim=True
@@ -102,9 +102,9 @@ WINDOWS: dict[str, Dims] = {
     "diagonal": lambda call, n: remaining_dims(n, (call.dim("dim1", n), call.dim("dim2", n))),
 }
 # Names of ops -> map from input dims that may be sharded to output dims.
-MOVED: dict[str, Dims] = {
+DIM_MAPS: dict[str, DimMap] = {
     "t t_copy": lambda _, n: {d: n - 1 - d for d in range(n)},
-    "transpose.int transpose_copy.int": _swapped,
+    "transpose.int transpose_copy.int": _transpose_dims,
     "permute permute_copy": lambda call, n: {src % n: dst for dst, src in enumerate(call["dims"])},
     "unsqueeze unsqueeze_copy": lambda call, n: {d: d + (d >= call.dim(ndim=n + 1)) for d in range(n)},
     "select.int select_copy.int unbind.int unbind_copy.int": WINDOWS["select"],
@@ -119,12 +119,12 @@ MOVED: dict[str, Dims] = {
     # Without dims, the flattened tensor is rolled.
     "roll": lambda call, n: remaining_dims(n, call.dims("dims"), keepdim=True),
     "rot90": lambda call, n: remaining_dims(n, [d % n for d in call["dims"]], keepdim=True),
-    "repeat": _repeated,
+    "repeat": _repeat_dims,
     # [..., channels, height, width]: dims before the channels may be sharded.
     "pixel_shuffle pixel_unshuffle": lambda _, n: remaining_dims(n, range(n - 3, n)),
     "channel_shuffle": lambda _, n: remaining_dims(n, range(1, n)),
 }
-_MOVES, _WRITES, _GRADIENTS = by_op(MOVED), by_op(WINDOWS, "_scatter"), by_op(WINDOWS, "_backward")
+_MOVES, _WRITES, _GRADIENTS = by_op(DIM_MAPS), by_op(WINDOWS, "_scatter"), by_op(WINDOWS, "_backward")
 
 
 def _is_full_slice(call: OpCall) -> bool:
@@ -134,7 +134,7 @@ def _is_full_slice(call: OpCall) -> bool:
 
 
 @rule(*_MOVES)
-def moved(call: OpCall) -> Strategy:
+def move_dims(call: OpCall) -> Strategy:
     return Strategy(mapped_rows(call, _MOVES[call.op](call, call.inputs[0].ndim), len(call.outputs)))
 
 
@@ -153,7 +153,7 @@ def diag_embed(call: OpCall) -> Strategy:
 
 
 @rule(*_WRITES)
-def written_over(call: OpCall) -> Strategy:
+def write_window(call: OpCall) -> Strategy:
     """(self, src) -> self with src written to a window."""
     dims = _WRITES[call.op](call, call.inputs[0].ndim)
     rows = [PlacementRow((Shard(d), Shard(window_dim)), (Shard(d),)) for d, window_dim in dims.items()]
