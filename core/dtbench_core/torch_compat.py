@@ -333,19 +333,6 @@ def as_functional(value: torch.Tensor) -> torch.Tensor:
     return functional
 
 
-def place_of_view(
-    view: torch.Tensor, source: torch.Tensor
-) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """(sizes, strides, offset) of what `view`, of a graph that AOTAutograd traces, is of an input that came with the
-    value `source`, whatever was written since. The offset is from where that begins. None: torch does not tell."""
-    views: Any = getattr(torch._C, "_functionalization", None)
-    if not hasattr(views, "apply_view_meta_sequence"):
-        return None
-    with untraced(), disable_modes():
-        taken = views.apply_view_meta_sequence(source, views.get_view_meta_sequence(vars(view)["elem"]))
-    return tuple(taken.shape), taken.stride(), taken.storage_offset() - source.storage_offset()
-
-
 def functionalization() -> object:
     """What traces a graph of AOTAutograd now, one object per trace; None between traces."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)

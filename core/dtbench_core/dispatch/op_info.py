@@ -12,7 +12,6 @@ from dtbench_core.dispatch import fallback, out_and_resize
 from dtbench_core.dispatch.metadata import written_arguments
 from dtbench_core.layout.wrapper import SharedMemory, share_memory, wrap
 from dtbench_core.op_types import Args, Call, Kwargs
-from dtbench_core.redistribute.copied_view import parted_as
 from dtbench_core.rules import foreach
 from dtbench_core.torch_compat import is_composite, is_inference_mode_enabled, kernel_of
 
@@ -79,12 +78,14 @@ def _handler_of(op: OpOverload) -> Call | None:
 
 
 def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """AOTAutograd makes of a graph's result another one of its memory by it, which then replaces the result."""
-    parted, shape = args[0]._parted, tuple(args[1])
-    if parted is None or shape != tuple(args[0]._spec.shape):
+    """Runs the op that AOTAutograd replaces a graph's result by: another tensor of the same memory."""
+    source, shape = args[0], tuple(args[1])
+    if source._crossing is None or shape != tuple(source._spec.shape):
         return NotImplemented
-    view = wrap(cls.viewed, args[0]._local_tensor.view_as(args[0]._local_tensor), args[0]._spec)
-    return parted_as(view, parted, args[0]._source)
+    local = source._local_tensor
+    view = wrap(type(source), local.view_as(local), source._spec)
+    view._crossing, view._memory, view._returned_at = source._crossing, source._memory, source._returned_at
+    return view
 
 
 def _run_detach(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:

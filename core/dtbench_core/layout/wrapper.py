@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from sys import getrefcount
 from types import SimpleNamespace
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, Literal, TypeAlias, TypeVar
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
 from dtbench_core.errors import ArgumentError
-from dtbench_core.layout.shared_results import Parted, SharedResults
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
 from dtbench_core.runtime import PerRank
@@ -38,68 +37,84 @@ from dtbench_core.traced_collectives import see_uneven_shards
 Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
 
-class SharedMemory:
-    """What tensors share that are views of each other.
+class SharedResults:
+    """The results of a compiled graph that share memory in plain torch, one of which had to be copied.
 
-    writes: how many there were, by ops on any of them; in_history: whether autograd has recorded one. of_input: whether
-    it is that of an input of a graph that is traced; twice: of two inputs. results: of such a graph, once one of them
-    is a copy. source: the local tensor of that input, in a graph (as it came) or of one that has run: of the latter,
-    version: how often it had been written to when asked last. follow: what gives the plain tensor that lent the memory
-    the history of one that was written to.
+    A write to one of them would be lost to the others, so it is refused.
+
+    Attributes:
+        exist: whether this process has traced or loaded a graph with such results.
+        of_argument: whether they are views of an argument of the graph.
+        count: how many results share the memory.
     """
 
-    # Whether a graph was traced, in this process.
+    __slots__ = ("count", "of_argument")
+
+    exist: ClassVar[bool] = False
+
+    def __init__(self, of_argument: bool, count: int = 0) -> None:
+        SharedResults.exist = True
+        self.of_argument, self.count = of_argument, count
+
+    def __reduce__(self) -> tuple[type[SharedResults], tuple[bool, int]]:
+        return SharedResults, (self.of_argument, self.count)
+
+
+# Why a tensor that crosses the boundary of a compiled graph must not be written to: it is an argument that was copied
+# from its base before, or one of these results.
+Crossing: TypeAlias = Literal["argument"] | SharedResults
+
+
+class SharedMemory:
+    """The memory that a tensor and its views share.
+
+    Attributes:
+        traced: whether this process has traced a graph.
+        writes: number of writes by ops to any of the tensors.
+        follow: gives the plain tensor that lent the memory the autograd history of a DTensor that was written to.
+        lender: the memory that the values were copied from, for a result of a compiled graph.
+        counter: shares torch's count of writes with the argument of which a compiled graph returned a copied view.
+            Graphs write to arguments without an op that `writes` would count.
+        of_input: whether it belongs to an input of a graph that is being traced. Then:
+        source: the local tensor of that input, before any write.
+        twice: whether two inputs of the graph share it.
+        in_history: whether autograd has recorded a write to it.
+        results: the graph's results in this memory, if one of them is a copy.
+    """
+
     traced: ClassVar[bool] = False
 
     __slots__ = (
         "__weakref__",
+        "counter",
         "follow",
         "in_history",
+        "lender",
         "of_input",
         "results",
         "source",
         "twice",
-        "version",
         "writes",
     )
 
-    def __init__(self, source: torch.Tensor | None = None, *, of_input: bool = False) -> None:
-        self.writes, self.of_input, self.source = 0, of_input, source
+    def __init__(self, source: torch.Tensor | None = None) -> None:
+        self.writes, self.source, self.of_input = 0, source, source is not None
         self.twice = self.in_history = False
-        self.version = None if source is None or of_input else version_of(source)
         self.results: SharedResults | None = None
         self.follow: Callable[[Wrapper], None] | None = None
+        self.lender: SharedMemory | None = None
+        self.counter: torch.Tensor | None = None
 
     def count(self) -> int:
-        """The writes, those included that a graph made."""
-        if self.version is not None and self.version != (now := version_of(self.source)):  # type: ignore[arg-type]
-            self.version = now
-            self.writes += 1
-        return self.writes
+        """Returns the number of writes so far, by ops and graphs, to this memory and to those it was copied from."""
+        return (
+            self.writes
+            + (0 if self.lender is None else self.lender.count())
+            + (0 if self.counter is None else version_of(self.counter) or 0)
+        )
 
     def __reduce__(self) -> tuple[type[SharedMemory], tuple[()]]:
         return SharedMemory, ()  # the count of a file's tensors starts anew
-
-
-class WriteCounts(NamedTuple):
-    """How often a tensor and all that share its memory were written to: `memory` knows of ops, `counted` (which shares
-    torch's count with the tensor, and has no values) of graphs."""
-
-    memory: SharedMemory
-    counted: torch.Tensor | None = None
-
-    def now(self) -> tuple[int, int | None]:
-        return self.memory.count(), None if self.counted is None else version_of(self.counted)
-
-
-class Borrowed(NamedTuple):
-    """What a copied view that a graph returned has of the writes to all those by way of which it has its values."""
-
-    lenders: tuple[WriteCounts, ...]
-    seen: tuple[tuple[int, int | None], ...]
-
-    def is_current(self) -> bool:
-        return self.seen == tuple(lender.now() for lender in self.lenders)
 
 
 class Wrapper(torch.Tensor):
@@ -115,12 +130,14 @@ class Wrapper(torch.Tensor):
     # The memory of which this and other tensors are windows, and where in it this one begins, in bytes of the global
     # tensor. None: no view was taken.
     _memory: tuple[SharedMemory, int] | None = None
-    # Of a graph that is traced: whether it is a view of an input, and how it is given out as a tensor of its own.
+    # Whether it is a view of an input of the graph that is being traced.
     _views_input = False
-    _parted: Parted | None = None
-    # Of a copied view of an input, that a graph returned: the input's local tensor; what of its writes the copy has.
+    # The local tensor of that input, which a graph returns beside a copied view.
     _source: torch.Tensor | None = None
-    _borrowed: Borrowed | None = None
+    # Set for tensors that crossed the boundary of a compiled graph and must not be written to.
+    _crossing: Crossing | None = None
+    # Count of writes to the argument when a graph returned this copied view of it. None: no such view.
+    _returned_at: int | None = None
     # The class of views that had to be copied (copied_view.py), and that of what ops on such a view give: of every
     # other class, itself.
     copied_view: ClassVar[type[Wrapper]]
@@ -292,38 +309,20 @@ def count_by_storage(base: Wrapper, memory: SharedMemory) -> None:
         _note_lent(local, memory)
 
 
-def note_copy(view: Wrapper, lenders: tuple[WriteCounts, ...]) -> None:
-    """Notes on the storage of a copied view who lent its values: a graph may return a view of it once it is gone."""
-    local = held_by(view)
-    if local.__class__ is torch.Tensor:
-        vars(local.untyped_storage()).setdefault("lenders", lenders)
-
-
-def note_counter(tensor: Wrapper) -> None:
-    """Notes on the storage of an input of a graph how torch counts the writes that graphs make to it. It counts those
-    of the wrapper, as compilers write to the local tensor behind its back."""
+def note_argument(tensor: Wrapper) -> None:
+    """Notes on the storage of an argument of a graph how writes to it are counted, for `borrow`."""
     noted = vars(held_by(tensor).untyped_storage())
     if "counter" not in noted:
         noted["counter"] = counter_of(tensor)
-
-
-def counts_of(tensor: Wrapper) -> WriteCounts:
-    """Those of a tensor that a copied view was taken of."""
-    assert tensor._memory is not None
-    return WriteCounts(tensor._memory[0], counter_of(tensor))
+    noted["lender"] = None if tensor._memory is None else tensor._memory[0]
 
 
 def borrow(view: Wrapper, source: torch.Tensor) -> None:
-    """Notes that `view` has its values from the tensor that holds `source`."""
-    lent = next((memory for memory in _borrowers(source) if memory.source is not None), None)
-    if lent is None:
-        lent = SharedMemory(source)
-        _note_lent(source, lent)
-    noted = vars(source.untyped_storage())
-    lenders = (WriteCounts(lent, noted.get("counter")), *noted.get("lenders", ()))
-    view._source, view._memory = source, (lent, 0)
-    view._borrowed = Borrowed(lenders, tuple(lender.now() for lender in lenders))
-    note_copy(view, lenders)
+    """Makes `view`, which a graph returned, notice writes to the argument that holds `source`."""
+    noted, memory = vars(source.untyped_storage()), SharedMemory()
+    memory.counter, memory.lender = noted.get("counter"), noted.get("lender")
+    _note_lent(source, memory)
+    view._memory, view._returned_at = (memory, 0), memory.count()
 
 
 def count_for_borrowers(tensor: Wrapper) -> None:
@@ -337,5 +336,5 @@ def count_for_borrowers(tensor: Wrapper) -> None:
 held_by: Callable[[Wrapper], torch.Tensor] = Wrapper.__dict__["_local_tensor"].__get__
 
 # What a tensor remembers of itself, and a copy or a file of it must not: where a copied view has its values from,
-# a pending reduction that was materialised (redistribute/tensors.py), and other results of a graph.
-MEMORIES = ("_borrowed", "_materialised", "_memory", "_origin", "_parted", "_source")
+# a pending reduction that was materialised, and how it crossed the boundary of a compiled graph.
+MEMORIES = ("_crossing", "_materialised", "_memory", "_origin", "_returned_at", "_source")

@@ -21,29 +21,34 @@ from collections.abc import Sequence
 from copy import deepcopy
 from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple, cast
-from weakref import ref
 
 import torch
 
 from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import Placements
-from dtbench_core.layout.shared_results import OF_BASE, Parted, SharedResults
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import (
+    Crossing,
+    SharedResults,
     Wrapped,
     Wrapper,
     borrow,
     count_by_storage,
     count_for_borrowers,
-    counts_of,
     held_by,
-    note_copy,
     share_memory,
     wrap,
 )
 from dtbench_core.op_types import Value
 from dtbench_core.redistribute.routes import cheapest_route, run_route
-from dtbench_core.torch_compat import functionalizing, is_fake, is_functional, share_storage_of, version_of
+from dtbench_core.torch_compat import (
+    functionalizing,
+    in_backward_pass,
+    is_fake,
+    is_functional,
+    share_storage_of,
+    version_of,
+)
 
 
 class ViewState(Enum):
@@ -84,6 +89,8 @@ class CopiedView:
     viewed: ClassVar[type[Wrapper]]
     # None: of a simulated rank's part, whose whole tensor is checked before.
     _origin: Origin | None = None
+    # Made by a backward pass that is being traced: a gradient owns its memory once the graph returns it.
+    _of_backward = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,12 +144,12 @@ def copied_view(
     memory = share_memory(base, view, offset)
     count_by_storage(base, memory)
     view._origin = Origin(base, version_of(base), memory.count(), gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
-    if is_functional(local) and memory.results is None:
-        memory.results = SharedResults()
+    if is_functional(local):
+        view._of_backward = in_backward_pass()  # type: ignore[attr-defined]
+        if memory.results is None:
+            memory.results = SharedResults(memory.of_input)
     if is_fake(local):
         share_storage_of(base, view, local)
-    if gathered is None or gathered.local is not view._origin.local:  # type: ignore[attr-defined]
-        note_copy(view, (counts_of(base),))
     return view  # type: ignore[return-value]
 
 
@@ -177,8 +184,9 @@ def state_of(tensor: Value) -> ViewState:
         return ViewState.WINDOW
     origin = tensor._origin
     if origin is None:
-        lent = tensor._borrowed
-        return ViewState.COPY if lent is None or lent.is_current() else ViewState.STALE
+        returned_at = tensor._returned_at
+        fresh = returned_at is None or returned_at == tensor._memory[0].count()
+        return ViewState.COPY if fresh else ViewState.STALE
     if origin.version is None:  # writes are not counted, so there may have been some
         return ViewState.COPY if origin.gathered is None else ViewState.STALE
     seen = origin.version, origin.writes
@@ -204,9 +212,9 @@ def _gather_again(view: Any) -> None:
     origin: Origin | None = view._origin
     if origin is None:
         raise PlacementError(
-            f"got {view._spec}, a view of its input that a compiled function returned, and whose sharded dim had to be "
-            "gathered before it could be cut; the input has been written to since, so that it shows the old values: "
-            "take the view outside the function or again after the write, or return a clone() of it"
+            f"got {view._spec}, a view of its argument that a compiled function returned as a copy; the argument has "
+            "been written to since, so that it shows the old values: take the view outside the function or again "
+            "after the write, or return a clone() of it"
         )
     gathered = origin.gathered
     if gathered is None:
@@ -258,29 +266,16 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
     Raises:
         PlacementError: it is a copied view, so that the write would be lost.
     """
-    root, origin = tensor, tensor._origin if is_copied(tensor) else None
-    while (
-        origin is not None
-        and origin.gathered is not None
-        and not restating
-        and not origin.spec.overlaps_itself
-    ):
+    root = tensor
+    while is_copied(root) and (origin := root._origin) is not None:
+        if restating or origin.gathered is None or origin.spec.overlaps_itself:
+            break
         root = origin.owner
-        origin = root._origin if is_copied(root) else None
-    if not is_copied(root) or (origin is None and root._parted is not None and root._parted.alone()):
+    if not is_copied(root):
         return
-    if origin is None and root._parted is not None:
-        if root._parted.number == OF_BASE:
-            raise PlacementError(
-                f"got an in-place write in a compiled function to {tensor._spec}, a view whose sharded dim had to be "
-                "gathered before it could be cut: its base outside would not follow; take the view in the function, "
-                "or pass a clone()"
-            )
-        who = "its input" if root._parted.from_input else "what another of its results holds"
+    if root._crossing is not None and root._origin is None:
         raise PlacementError(
-            f"got an in-place write to {tensor._spec}, a view of {who} that a compiled function returned: the "
-            f"{'input' if root._parted.from_input else 'other'} would not follow, as one of them had to be copied; "
-            "write to it inside the function, or return a clone()"
+            f"got an in-place write to {tensor._spec}, {_refusal_of_crossing(root._crossing)}"
         )
     owner = tensor._spec if tensor._origin is None else tensor._origin.owner._spec
     raise PlacementError(
@@ -290,25 +285,38 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
     )
 
 
-def parted_as(tensor: Wrapped, parted: Parted, source: torch.Tensor | None = None) -> Wrapped:
-    """`tensor`, or another one of its values, that a graph gives out as `parted` says. source: the local tensor of the
-    input of which it is a copied view."""
-    shared, local = parted.shared, tensor._local_tensor
+def _refusal_of_crossing(crossing: Crossing) -> str:
+    if crossing == "argument":
+        return (
+            "a view whose sharded dim had to be gathered before it could be cut, inside a compiled function that got "
+            "it as an argument: its base outside would not show the write; take the view inside the function, or pass "
+            "a clone() of it"
+        )
+    if crossing.of_argument:
+        return (
+            "a view of its argument that a compiled function returned as a copy: the argument would not show the "
+            "write; write to the argument itself, write inside the function, or return a clone() of the view"
+        )
+    return (
+        "which shares memory with another result of the compiled function that returned it, and one of them is a "
+        "copy: the other would not show the write; write inside the function, or return a clone()"
+    )
+
+
+def crossed(tensor: Wrapped, crossing: Crossing, source: torch.Tensor | None = None) -> Wrapped:
+    """Returns a tensor that crosses the boundary of a compiled graph as one that refuses writes.
+
+    Args:
+        source: the local tensor of the argument whose values were copied.
+    """
+    local = tensor._local_tensor
     traced = is_fake(local) or is_functional(local)
-    if parted.place is not None and source is not None and not traced:
-        sizes, strides, offset = parted.place
-        local = source.as_strided(sizes, strides, source.storage_offset() + offset)
-        tensor = wrap(type(tensor), local, tensor._spec, tensor.requires_grad)
-        parted, source = parted._replace(place=None), None
-    if not traced:
-        if parted.for_itself():
-            return tensor
-        if parted.results is None and shared is not None:
-            parted = parted._replace(results=shared.of_call(parted.number))
+    if not traced and crossing != "argument" and not crossing.of_argument and crossing.count == 1:
+        return tensor  # nothing else that the graph returned shares its memory
     result = wrap(type(tensor).copied_view, local, tensor._spec, tensor.requires_grad)
-    result._parted, result._source = parted, source
-    if source is not None and not traced:
+    result._crossing = crossing
+    if traced:
+        result._source = source
+    elif source is not None:
         borrow(result, source)
-    if parted.results is not None:
-        parted.results[parted.number] = ref(result)
     return result  # type: ignore[return-value]

@@ -52,7 +52,7 @@ from dtbench_core.redistribute.autograd import (
     redistribute_along,
     redistribute_tensor,
 )
-from dtbench_core.redistribute.copied_view import CopiedView, is_copied, parted_as, take_memory
+from dtbench_core.redistribute.copied_view import CopiedView, crossed, is_copied, take_memory
 from dtbench_core.redistribute.routes import (
     Route,
     cheapest_route,
@@ -180,12 +180,12 @@ class DTensor(Wrapper):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], described: in_graphs.Described, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        spec, requires_grad, parted = described
+        spec, requires_grad, crossing = described
         local = inner["_local_tensor"]
         spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype, spec.order)
         tensor = wrap(DTensor, local, spec, requires_grad)
-        if parted is not None:
-            tensor = parted_as(tensor, parted, inner.get("_source"))
+        if crossing is not None:
+            tensor = crossed(tensor, crossing, inner.get("_source"))
         if is_functional(local):
             tensor._memory = (in_graphs.memory_of_input(local, spec), 0)
         return tensor

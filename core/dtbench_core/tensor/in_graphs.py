@@ -8,102 +8,81 @@ from weakref import ref
 import torch
 
 from dtbench_core.errors import ArgumentError
-from dtbench_core.layout.shared_results import NOT_ALONE, OF_BASE, Parted, Place, SharedResults, window
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import SharedMemory, Wrapper, held_by, note_counter
+from dtbench_core.layout.wrapper import Crossing, SharedMemory, SharedResults, Wrapper, held_by, note_argument
 from dtbench_core.redistribute.copied_view import is_copied, read_again
 from dtbench_core.torch_compat import (
     as_functional,
     functionalization,
     is_functional,
     mesh_group_names,
-    place_of_view,
     ranks_of_mesh,
     state_of_library,
     storage_of_wrapper,
     value_of_functional,
 )
 
-# Its spec, whether it requires grad, and, of a tensor that a graph gives out though others share its memory, how.
-Described: TypeAlias = tuple[DTensorSpec, bool, Parted | None]
+# Its spec, whether it requires grad, and why it must not be written to, if so.
+Described: TypeAlias = tuple[DTensorSpec, bool, Crossing | None]
 
 
 def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
-    """(names of its tensors, what it is made again with). A graph that returns a copied view of an input gives out the
-    input's local tensor beside it, by which later writes to the input are noticed."""
-    parted, local = tensor._parted, held_by(tensor)
+    """Returns (names of the inner tensors, what else `__tensor_unflatten__` needs).
+
+    A graph that returns a copied view of an argument returns the argument's local tensor beside it, by which later
+    writes to the argument are noticed.
+    """
+    crossing, local = tensor._crossing, held_by(tensor)
     if SharedResults.exist and local.__class__ is torch.Tensor:  # Dynamo's guards ask, before each call
-        note_counter(tensor)
+        note_argument(tensor)
     if is_functional(local):
         read_again(tensor)
-        parted = tensor._parted = _as_result(tensor)
-        copied = is_copied(tensor) and 0 not in tensor._spec.shape
-        if tensor._memory is not None and (
-            (copied and tensor._views_input) or (parted is not None and parted.place is not None)
-        ):
-            tensor._source = _as_it_came(tensor._memory[0])
-    elif parted is not None and parted.results is not None:  # what a later graph need know of it
-        parted = Parted(parted.from_input, number=0 if parted.alone() else NOT_ALONE)
-    elif parted is None and is_copied(tensor):
-        parted = Parted(from_input=False, number=OF_BASE)
-    inner = ["_local_tensor"]
-    if tensor._source is not None and tensor._borrowed is None:
-        inner.append("_source")
-    return inner, (tensor._spec, tensor.requires_grad, parted)
+        crossing = tensor._crossing = _as_result(tensor)
+    elif is_copied(tensor) and (crossing is None or local.__class__ is torch.Tensor):
+        crossing = "argument"
+    return ["_local_tensor"] if tensor._source is None else ["_local_tensor", "_source"], (
+        tensor._spec,
+        tensor.requires_grad,
+        crossing,
+    )
 
 
-def _as_result(tensor: Wrapper) -> Parted | None:
-    """How a graph that is traced gives out this tensor, at the end: a view of an input that it wrote to, or that was
-    copied, and what shares memory with a copy, as tensors of their own."""
-    if tensor._memory is None or (tensor._memory[0].of_input and not tensor._views_input):
-        return tensor._parted  # itself an input
-    memory = tensor._memory[0]
-    written = tensor._views_input and memory.writes > 0 and not is_copied(tensor)
-    place = _place(tensor, memory) if written else None
-    from_input = tensor._views_input and (is_copied(tensor) or (written and place is None))
-    if memory.results is None:
-        return Parted(from_input, place=place) if from_input or place is not None else None
-    parted = tensor._parted
-    if parted is not None and parted.shared is memory.results:
-        return parted._replace(from_input=from_input, place=place)
-    memory.results.results.append((window(tensor._spec, tensor._memory[1]), is_copied(tensor)))
-    return Parted(from_input, memory.results, len(memory.results.results) - 1, place=place)
-
-
-def _place(tensor: Wrapper, memory: SharedMemory) -> Place | None:
-    """Where a window on an input that the graph writes to lies in its local tensor: torch gives out the value that was
-    written, and not the memory. None: not known, or autograd has recorded a write, which torch makes to a clone."""
-    if memory.in_history or 0 in tensor._spec.shape:
-        return None
-    assert memory.source is not None
-    if memory.source.dtype is not tensor._spec.dtype:
-        return None
-    place = place_of_view(held_by(tensor), memory.source)
-    if place is None or place[0] != tuple(held_by(tensor).shape):
-        return None
-    static = all(type(number) is int for number in (*place[0], *place[1], place[2]))
-    return place if static else None
-
-
-def _as_it_came(memory: SharedMemory) -> torch.Tensor:
-    """The local tensor of an input of a graph that is traced, whatever the graph has written to it since.
+def _as_result(tensor: Wrapper) -> Crossing | None:
+    """Returns how a graph that is traced returns this tensor: None if a write to it later needs no refusal.
 
     Raises:
-        ArgumentError: by a write that autograd has recorded, which torch's tracer makes to a clone.
+        ArgumentError: a view of an argument to which autograd has recorded a write, which torch's tracer makes to a
+            clone.
     """
-    if memory.in_history:
+    memory = None if tensor._memory is None else tensor._memory[0]
+    of_argument = tensor._views_input
+    if memory is None or (memory.of_input and not of_argument):
+        return tensor._crossing  # itself an argument, or shares memory with nothing
+    if is_copied(tensor) and tensor._of_backward:  # type: ignore[attr-defined]
+        return None
+    if of_argument and not is_copied(tensor) and not memory.writes:
+        return None  # a window on the argument's memory
+    if of_argument and memory.in_history:
         raise ArgumentError(
-            "got a compiled function that writes in-place to an input, recorded by autograd, and returns a view of it "
-            "whose sharded dim had to be gathered before it could be cut: the view would not show later writes to the "
-            "input; return a clone() of the view, take it outside the function, or write under torch.no_grad()"
+            "got a compiled function that writes in-place to an argument, recorded by autograd, and returns a view of "
+            "it: the view would not show later writes to the argument; return a clone() of the view, take it outside "
+            "the function, or write under torch.no_grad()"
         )
-    assert memory.source is not None
-    return as_functional(memory.source)
+    if memory.results is None:
+        if not of_argument:
+            return None
+        memory.results = SharedResults(of_argument)
+    if tensor._crossing is not memory.results:
+        memory.results.count += 1
+    if of_argument and 0 not in tensor._spec.shape:
+        assert memory.source is not None
+        tensor._source = as_functional(memory.source)
+    return memory.results
 
 
 def memory_of_input(local: torch.Tensor, spec: DTensorSpec) -> SharedMemory:
     """What is noted of the memory of an input, of that local tensor, of a graph that is traced."""
-    memory, trace = SharedMemory(value_of_functional(local), of_input=True), functionalization()
+    memory, trace = SharedMemory(value_of_functional(local)), functionalization()
     if trace is not None and 0 not in spec.shape:
         others = vars(trace).setdefault("dtbench_core", dict[int, SharedMemory]())
         first = others.setdefault(storage_of_wrapper(local), memory)
