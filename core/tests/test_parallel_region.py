@@ -10,7 +10,7 @@ from torch import nn
 
 from core.tests.gloo_world import mesh_of, on_worlds
 from dtbench_core import DTensor, Replicate, Shard, distribute_tensor, rand
-from dtbench_core.layout import rng as random
+from dtbench_core.layout import random
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, tensor_parallel_rng
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -18,8 +18,7 @@ import torch.utils.checkpoint
 from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
 from core.tests.local_world import ThreadWorlds
 from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
-from dtbench_core.layout import in_step
-from dtbench_core.layout import rng as random
+from dtbench_core.layout import in_step, random
 
 S0, R = Shard(0), Replicate()
 

@@ -25,7 +25,7 @@ from dtbench_core import (
     distribute_tensor,
 )
 from dtbench_core.interop.collective_utils import mesh_broadcast, mesh_scatter, shard_dim_alltoall
-from dtbench_core.layout.rng import manual_seed
+from dtbench_core.layout.random import manual_seed
 
 R, P = Replicate(), Partial()
 MESHES = ([3, 2, 1, 0], [3, 1, 2, 0], [[3, 1], [2, 0]], [[0, 3], [2, 1]])

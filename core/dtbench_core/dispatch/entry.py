@@ -35,7 +35,7 @@ from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.op_plan import OpPlan
 from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
 from dtbench_core.errors import CoreError, NoRuleError
-from dtbench_core.layout import rng as random
+from dtbench_core.layout import random
 from dtbench_core.layout.wrapper import Wrapper, followed, held_by, let_follow
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.rules import cross_entropy, linear

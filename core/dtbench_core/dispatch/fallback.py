@@ -26,7 +26,7 @@ from dtbench_core.dispatch.metadata import (
 )
 from dtbench_core.dispatch.overlap import refuse_overlap
 from dtbench_core.errors import NoRuleError
-from dtbench_core.layout import rng as random
+from dtbench_core.layout import random
 from dtbench_core.layout.in_step import drawn
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE

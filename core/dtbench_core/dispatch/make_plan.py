@@ -23,7 +23,7 @@ from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.op_plan import Move, OpPlan, plan_of_kind, with_spec_strides
 from dtbench_core.dispatch.overlap import error_of_plain, refuse_overlapping_itself
 from dtbench_core.errors import CoreError
-from dtbench_core.layout import rng as random
+from dtbench_core.layout import random
 from dtbench_core.layout.local_shards import holds_shards
 from dtbench_core.layout.placement import Placements, local_extents
 from dtbench_core.layout.spec import DTensorSpec

@@ -1,6 +1,6 @@
 """Random numbers of a tensor-parallel region: different for each shard of a tensor, the same for its replicas.
 
-By default DTensors draw the numbers of a single device (layout/rng.py): every rank draws the whole tensor and keeps
+By default DTensors draw the numbers of a single device (layout/random.py): every rank draws the whole tensor and keeps
 its part. With a TensorParallelRNG enabled, each rank draws only its part. Ranks with the same part use the same seed,
 and ranks with different parts use different seeds. The numbers then depend on the mesh.
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError, PlacementError
-from dtbench_core.layout import rng as random
+from dtbench_core.layout import random
 from dtbench_core.layout.in_step import generators as generators_of
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import Placement, Shard

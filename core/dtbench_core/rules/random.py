@@ -1,4 +1,4 @@
-"""Ops that draw random numbers: each rank draws for the global tensor and keeps its part (see layout/rng.py).
+"""Ops that draw random numbers: each rank draws for the global tensor and keeps its part (see layout/random.py).
 
 This file has the ops whose numbers depend on the shape alone. If they also depend on values (bernoulli or poisson of a
 tensor, multinomial, rrelu), only replicated inputs give the same numbers as on one device. Ops without a rule get
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from dtbench_core.layout import rng as random
+from dtbench_core.layout import random
 from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Shard
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value

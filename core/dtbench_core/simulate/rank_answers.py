@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_map
 
 from dtbench_core.errors import RankDependentError
 from dtbench_core.layout import mesh as core_mesh
-from dtbench_core.layout import rng as random
-from dtbench_core.layout import spec
+from dtbench_core.layout import random, spec
 from dtbench_core.layout.local_shards import plain_part
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Call

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from dtbench_core import comm
 from dtbench_core.dispatch import fallback
 from dtbench_core.errors import SimulationError
-from dtbench_core.layout import rng
+from dtbench_core.layout import random
 from dtbench_core.op_types import Call
 from dtbench_core.parallel import region
 from dtbench_core.runtime import initial_values, using_values
@@ -518,7 +518,7 @@ class ThreadWorld:
     def _run_all(self, fn: Callable[[], Any]) -> list[RankResult]:
         def on_rank(rank: int) -> Any:
             with using_values(
-                *self._rank_values[rank], (comm.counters, []), (rng.regions, {}), (region.streams, {})
+                *self._rank_values[rank], (comm.counters, []), (random.regions, {}), (region.streams, {})
             ):
                 return fn()
 

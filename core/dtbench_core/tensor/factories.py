@@ -1,7 +1,7 @@
 """DTensors made from nothing but a shape: ones, zeros, empty, full, rand, randn; linspace and logspace.
 
 Each rank makes its own part; nothing is sent. `rand` and `randn` give the numbers that torch would
-give on one device (see layout/rng.py).
+give on one device (see layout/random.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core.errors import ArgumentError, ArgumentTypeError, PlacementError
-from dtbench_core.layout import rng as random
+from dtbench_core.layout import random
 from dtbench_core.layout.mesh import mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Placement, describe
 from dtbench_core.layout.shard_layout import part_of
