@@ -66,7 +66,9 @@ def calibrate_command(
     if validate is None:
         validation = validate_split(read_run(runs[0]))
     else:
-        validation = score_models(read_topology(validate), [read_run(path) for path in runs], same=same)
+        validation = score_models(
+            read_topology(validate), [read_run(path) for path in runs], allow_fitted=same
+        )
     print_validation(validation, as_json)
 
 

@@ -1,1 +1,1 @@
-"""What measurements say of cost models: calibration, prediction, exports."""
+"""Cost models: calibration, estimates, bucket sizes, exports and the planner of training layouts."""

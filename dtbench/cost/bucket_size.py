@@ -1,7 +1,8 @@
-"""Which bucket size to set: the smallest whose rate is within 5% of the best, as larger ones begin later and hold more.
+"""Recommends a bucket size: the smallest whose rate is within 5% of the best.
 
-Launches as a whole differ by more than sizes do, so a time is taken over the geometric mean of its launch. The
-estimate of a size is the median over launches; the interval of the choice is a bootstrap that draws whole launches.
+Larger buckets begin their communication later and need more memory. Launches differ from each other by more than sizes
+do, so each time is divided by the geometric mean of its launch. The estimate of a size is the median over launches. The
+interval of the recommended size is a bootstrap that resamples launches.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from dtbench.records.result import Run
 from dtbench.stats import interval, resample
 from dtbench.text.units import format_size
 
-WITHIN = 0.05
+TOLERANCE = 0.05
 INTERVAL = 0.9
-REPLICATES = 2000  # the 5% quantile of which is known to half a percent
+REPLICATES = 2000  # determine the 5% quantile to half a percent
 MIB = 2**20
 MEASURE = "measure with `dtbench run bucketer --size 1MiB:64MiB:2x --launches 5`"
 
 
 class BucketGroup(NamedTuple):
-    """What is reduced and scattered: a bucket size is chosen for each."""
+    """A kind of communication for which a bucket size is recommended: a mesh dim, a dtype and a size of tensors."""
 
     mesh_dim: str
     ranks: int
@@ -35,13 +36,19 @@ class BucketGroup(NamedTuple):
 
 
 class BucketChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A bucket size for a group.
+    """The recommended bucket size of a group.
 
-    bucket_cap_mb: as DDP and inductor take it, in MiB whatever its name says (torch 2.13, nn/parallel/distributed.py
-    and _inductor/fx_passes/bucketing.py multiply it by 1024 * 1024); None at the edge of the sizes measured.
-    low_bytes, high_bytes: the 90% interval; None with one launch, or where all agree on a size. loss: by which share it
-    is slower than the fastest.
-    edge: why there is no recommendation.
+    Attributes:
+        launches: number of launches that measured all sizes.
+        bucket_bytes: the smallest size within the tolerance.
+        bucket_cap_mb: the same as an argument of DDP and inductor, which is in MiB despite its name (torch 2.13,
+            nn/parallel/distributed.py and _inductor/fx_passes/bucketing.py multiply it by 1024 * 1024). None if the
+            size is the smallest or the largest measured one.
+        low_bytes: lower end of the 90% interval; None with a single launch, or if all replicates agree.
+        high_bytes: upper end of the interval.
+        fastest_bytes: the size with the best rate.
+        loss: relative time lost compared to the fastest size.
+        edge: the reason why there is no recommendation.
     """
 
     group: BucketGroup
@@ -56,21 +63,23 @@ class BucketChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bucket_choices(runs: Iterable[Run]) -> list[BucketChoice]:
-    """A choice per group of results of the suite `bucketer` over two bucket sizes or more; empty without such."""
+    """Chooses a bucket size for each group with results of the suite `bucketer` at two or more bucket sizes."""
     times: defaultdict[tuple[BucketGroup, int], dict[tuple[str, int], dict[int, float]]] = defaultdict(dict)
     for run in runs:
-        for r in run.ok("bucketer"):
-            p = r.params
-            if r.impl != "core" or not r.estimate_s or not {"bucket_bytes", "tensor_bytes"} <= p.keys():
+        for result in run.ok("bucketer"):
+            params, time_s = result.params, result.estimate_s
+            if result.impl != "core" or not time_s or not {"bucket_bytes", "tensor_bytes"} <= params.keys():
                 continue
-            mesh_dim, dtype = str(p.get("mesh_dim", "")), str(p.get("dtype", ""))
-            group = BucketGroup(mesh_dim, int(p.get("ranks", 0)), dtype, int(p["tensor_bytes"]))
-            launches = times[group, int(p.get("total_bytes", 0))]
-            launches.setdefault((run.header.run_id, r.launch), {})[int(p["bucket_bytes"])] = r.estimate_s
+            mesh_dim, dtype = str(params.get("mesh_dim", "")), str(params.get("dtype", ""))
+            group = BucketGroup(mesh_dim, int(params.get("ranks", 0)), dtype, int(params["tensor_bytes"]))
+            launches = times[group, int(params.get("total_bytes", 0))]
+            launches.setdefault((run.header.run_id, result.launch), {})[int(params["bucket_bytes"])] = time_s
     choices = []
     for (group, _), launches in times.items():
         sizes = sorted(set.union(*map(set, launches.values())))
-        complete = [[of[s] for s in sizes] for of in launches.values() if len(of) == len(sizes)]
+        complete = [
+            [by_size[size] for size in sizes] for by_size in launches.values() if len(by_size) == len(sizes)
+        ]
         if len(sizes) > 1 and complete:
             choices.append(choose(group, sizes, np.asarray(complete)))
     return choices
@@ -79,7 +88,12 @@ def bucket_choices(runs: Iterable[Run]) -> list[BucketChoice]:
 def choose(
     group: BucketGroup, sizes: list[int], times_s: npt.NDArray[np.float64], seed: int = 0
 ) -> BucketChoice:
-    """sizes: bytes, ascending. times_s: (launches, sizes)."""
+    """Chooses a bucket size.
+
+    Args:
+        sizes: bucket sizes in bytes, ascending.
+        times_s: seconds, (launches, sizes).
+    """
     logarithms = np.log(times_s)
     relative = np.exp(logarithms - logarithms.mean(axis=1, keepdims=True))
     typical = np.median(relative, axis=0)
@@ -92,9 +106,9 @@ def choose(
         low, high = (min(ends), max(ends)) if len(ends) > 1 else (None, None)
     edge = ""
     if index == len(sizes) - 1:
-        edge = f"{format_size(sizes[-1])} is the largest measured and larger may be faster"
+        edge = f"{format_size(sizes[-1])} is the largest measured size, and larger ones may be faster"
     elif index == 0:
-        edge = f"{format_size(sizes[0])} is the smallest measured and smaller may do"
+        edge = f"{format_size(sizes[0])} is the smallest measured size, and smaller ones may be as fast"
     return BucketChoice(
         group=group,
         launches=len(times_s),
@@ -109,6 +123,6 @@ def choose(
 
 
 def _smallest(times_s: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
-    """(replicates, sizes) -> the index of the first whose rate is within 5% of the best, per replicate."""
+    """Returns for each replicate the index of the first size whose rate is within 5% of the best."""
     best = times_s.min(axis=1, keepdims=True)
-    return np.asarray(np.argmax(best / times_s >= 1 - WITHIN, axis=1))
+    return np.asarray(np.argmax(best / times_s >= 1 - TOLERANCE, axis=1))

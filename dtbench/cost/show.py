@@ -1,4 +1,4 @@
-"""What `dtbench calibrate` prints: a fitted topology, how good models are (`--validate`), and bucket sizes."""
+"""Prints the results of `dtbench calibrate`: a fitted topology, errors of models (`--validate`), and bucket sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 
 from dtbench.cost.bucket_size import MEASURE, MIB, BucketChoice
-from dtbench.cost.calibration.validate import REGIMES, CallGroup, Validation
+from dtbench.cost.calibration.validate import REGIMES, CallGroup, Score, Validation
 from dtbench.records.topology import CalibratedTopology, Dim
 from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line, print_prose
 from dtbench.text.units import (
@@ -22,36 +22,46 @@ from dtbench.text.units import (
 
 
 def print_topology(topology: CalibratedTopology) -> None:
-    """Per mesh dim latency and bandwidth with their intervals, how far the fit is from what it was fitted to, and the
-    same of PyTorch's built-in constants; then what weakens them."""
+    """Prints latency and bandwidth of each mesh dim with their intervals and errors, then the warnings.
+
+    PyTorch's built-in constants and their errors are printed next to them.
+    """
     console, dims = new_console(), topology.dims
     builtin = [dim.builtin for dim in dims]
     figures: list[Column] = [
         ("ranks", [str(dim.ranks) for dim in dims]),
         (
             "latency [us/hop]",
-            [_with_interval(significant(d.latency_us_per_hop, 3), d.latency_interval) for d in dims],
+            [_with_interval(significant(dim.latency_us_per_hop, 3), dim.latency_interval) for dim in dims],
         ),
-        ("bandwidth [GiB/s]", [_with_interval(_bandwidth(d), d.bandwidth_interval) for d in dims]),
-        ("off by", [format_ratio(dim.residuals.geometric_mean_ratio) for dim in dims]),
+        ("bandwidth [GiB/s]", [_with_interval(_bandwidth(dim), dim.bandwidth_interval) for dim in dims]),
+        ("error", [format_ratio(dim.residuals.geometric_mean_ratio) for dim in dims]),
     ]
     if any(builtin):
         figures += [
             (
                 "PyTorch's constants",
-                [f"{b.latency_us_per_hop:g} us, {b.bandwidth_GiBps:g} GiB/s" if b else "-" for b in builtin],
+                [
+                    f"{constants.latency_us_per_hop:g} us, {constants.bandwidth_GiBps:g} GiB/s"
+                    if constants
+                    else "-"
+                    for constants in builtin
+                ],
             ),
-            ("off by", [format_ratio(b.geometric_mean_ratio) if b else "-" for b in builtin]),
+            (
+                "error",
+                [format_ratio(constants.geometric_mean_ratio) if constants else "-" for constants in builtin],
+            ),
         ]
     print_columns(console, [("mesh dim", [dim.name for dim in dims])], figures)
     print_prose(
         console,
-        "in brackets: 90% intervals; off by: the factor between predicted and measured times, typically (1 is perfect)",
+        "in brackets: 90% intervals; error: the typical factor between predicted and measured times (1 is perfect)",
     )
     if any(dim.fitted_on.launches == 1 for dim in dims):
-        print_line(console, "intervals are of one launch only: too narrow; measure with --launches 5")
-    for left in topology.left_out:
-        print_prose(console, f"left out: {left.name}={left.ranks}: {left.reason}")
+        print_line(console, "intervals from a single launch are too narrow: measure with --launches 5")
+    for dim in topology.left_out:
+        print_prose(console, f"not calibrated: {dim.name}={dim.ranks}: {dim.reason}")
     for warning in topology.all_warnings():
         print_prose(console, f"warning: {warning}")
 
@@ -60,12 +70,12 @@ def _bandwidth(dim: Dim) -> str:
     return (">= " if dim.bandwidth_is_lower_bound else "") + significant(dim.bandwidth_GiBps, 3)
 
 
-def _with_interval(figure: str, of: tuple[float, float] | None) -> str:
-    return f"{figure} ({format_interval(of)})"
+def _with_interval(figure: str, bounds: tuple[float, float] | None) -> str:
+    return f"{figure} ({format_interval(bounds)})"
 
 
 def print_validation(validation: Validation, as_json: bool = False) -> None:
-    """Per group of calls a row per model: how far off it is by size, the noise floor last."""
+    """Prints a table for each group of calls: the error of each model by size, and the noise floor in the last row."""
     if as_json:
         print_json(msgspec.to_builtins(validation))
         return
@@ -73,35 +83,41 @@ def print_validation(validation: Validation, as_json: bool = False) -> None:
     print_line(console, validation.title, style="bold")
     for group in validation.groups:
         print_line(console, "")
-        print_line(console, f"{group.name}: off by what factor, typically (1 is perfect)", style="bold")
+        title = f"{group.name}: typical factor between predicted and measured times (1 is perfect)"
+        print_line(console, title, style="bold")
         _print_group(console, group, validation.models)
         if group.inside is not None:
-            share = f"{group.inside:.0%} of {group.points} values lie inside the fit's 90 % intervals"
-            print_line(console, share + ", which are of one launch only: too narrow" * group.one_launch)
+            share = (
+                f"{group.inside:.0%} of {group.points} values lie within the 90 % intervals of the topology"
+            )
+            print_line(
+                console, share + ", which come from a single launch and are too narrow" * group.one_launch
+            )
         if group.beyond:
-            print_line(console, f"{group.beyond} values lie beyond the sizes it was measured at")
+            print_line(console, f"{group.beyond} values have sizes outside the topology's tables")
     print_line(console, "")
     for note in validation.notes:
         print_line(console, f"note: {note}")
 
 
 def _print_group(console: Console, group: CallGroup, models: dict[str, str]) -> None:
-    regimes = [regime for regime in REGIMES if any(regime in of_model for of_model in group.scores.values())]
     scores = list(group.scores.values())
-    large = [of.get(">= 32 MiB") for of in scores]
+    regimes = [regime for regime in REGIMES if any(regime in by_regime for by_regime in scores)]
+    large = [by_regime.get(">= 32 MiB") for by_regime in scores]
     print_columns(
         console,
         [("model", [models[model] for model in group.scores])],
         figures=[
-            *(
-                (r, [format_ratio(of[r].geometric_mean_ratio) if r in of else "-" for of in scores])
-                for r in regimes
-            ),
-            ("median error", [_percent(of["all"].median_error) for of in scores]),
-            (">= 32 MiB, median error", [_percent(of.median_error) if of else "-" for of in large]),
-            ("values", [str(of["all"].points) for of in scores]),
+            *((regime, [_ratio(by_regime.get(regime)) for by_regime in scores]) for regime in regimes),
+            ("median error", [_percent(by_regime["all"].median_error) for by_regime in scores]),
+            (">= 32 MiB, median error", [_percent(score.median_error) if score else "-" for score in large]),
+            ("values", [str(by_regime["all"].points) for by_regime in scores]),
         ],
     )
+
+
+def _ratio(score: Score | None) -> str:
+    return format_ratio(score.geometric_mean_ratio) if score else "-"
 
 
 def _percent(share: float) -> str:
@@ -109,29 +125,35 @@ def _percent(share: float) -> str:
 
 
 def print_buckets(choices: Sequence[BucketChoice], as_json: bool = False) -> None:
-    """Per mesh dim, dtype and size of tensors the bucket to set, its interval, and where to set it."""
+    """Prints the recommended bucket size for each mesh dim, dtype and size of tensors."""
     if as_json:
         print_json({"kind": "buckets", "buckets": msgspec.to_builtins(choices)})
         return
     console = new_console()
     print_columns(
         console,
-        [("mesh dim", [c.group.mesh_dim for c in choices]), ("dtype", [c.group.dtype for c in choices])],
+        [
+            ("mesh dim", [choice.group.mesh_dim for choice in choices]),
+            ("dtype", [choice.group.dtype for choice in choices]),
+        ],
         figures=[
-            ("ranks", [str(c.group.ranks) for c in choices]),
-            ("tensors", [format_size(c.group.tensor_bytes) for c in choices]),
-            ("launches", [str(c.launches) for c in choices]),
-            ("bucket_cap_mb", ["-" if c.bucket_cap_mb is None else f"{c.bucket_cap_mb:g}" for c in choices]),
-            ("90% interval", [_bucket_interval(c) for c in choices]),
-            ("fastest", [f"{c.fastest_bytes / MIB:g}" for c in choices]),
-            ("loss", [f"{c.loss:.1%}" for c in choices]),
+            ("ranks", [str(choice.group.ranks) for choice in choices]),
+            ("tensors", [format_size(choice.group.tensor_bytes) for choice in choices]),
+            ("launches", [str(choice.launches) for choice in choices]),
+            (
+                "bucket_cap_mb",
+                ["-" if choice.bucket_cap_mb is None else f"{choice.bucket_cap_mb:g}" for choice in choices],
+            ),
+            ("90% interval", [_bucket_interval(choice) for choice in choices]),
+            ("fastest", [f"{choice.fastest_bytes / MIB:g}" for choice in choices]),
+            ("loss", [f"{choice.loss:.1%}" for choice in choices]),
         ],
     )
-    for edge in dict.fromkeys(c.edge for c in choices if c.edge):
+    for edge in dict.fromkeys(choice.edge for choice in choices if choice.edge):
         print_prose(console, f"no bucket_cap_mb: {edge}; {MEASURE}, with sizes beyond it")
     print_prose(
         console,
-        "in MiB, for DistributedDataParallel(model, bucket_cap_mb=...) and torch._inductor.config."
+        "sizes in MiB; set them in DistributedDataParallel(model, bucket_cap_mb=...) or torch._inductor.config."
         "aten_distributed_optimizations.pre_bucketing_fsdp_collectives_bucket_cap_mb",
     )
 

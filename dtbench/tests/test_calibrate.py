@@ -70,8 +70,8 @@ def test_waiting_for_late_ranks_is_no_transfer_time(topology: CalibratedTopology
     results = [msgspec.structs.replace(r, rank_samples_s={}) for r in made_up.collectives()]
     without = calibration.calibrate([run_of(results)])
     assert dims_of(without)["tp"].bandwidth_GiBps < 0.9 * dims_of(topology)["tp"].bandwidth_GiBps
-    assert any("wait for the last rank" in w for w in dims_of(without)["tp"].warnings)
-    assert not any("wait for the last rank" in w for w in dims_of(topology)["tp"].warnings)
+    assert any("waiting for the last rank" in w for w in dims_of(without)["tp"].warnings)
+    assert not any("waiting for the last rank" in w for w in dims_of(topology)["tp"].warnings)
 
 
 def test_groups_together_are_preferred(topology: CalibratedTopology) -> None:
@@ -79,7 +79,7 @@ def test_groups_together_are_preferred(topology: CalibratedTopology) -> None:
     alone = dims_of(calibration.calibrate([run_of(made_up.collectives(modes=["alone"]))]))["tp"]
     assert alone.groups_sharing == "alone"
     assert alone.bandwidth_GiBps > 1.8 * dims_of(topology)["tp"].bandwidth_GiBps
-    assert any("one group alone" in w for w in alone.warnings)
+    assert any("only one group at work" in w for w in alone.warnings)
 
 
 def test_results_that_are_not_ok_do_not_count(topology: CalibratedTopology) -> None:
@@ -105,7 +105,7 @@ def test_what_was_measured_once_has_no_interval(capsys: pytest.CaptureFixture[st
 
 
 def test_launches_that_differ_widen_the_interval(topology: CalibratedTopology) -> None:
-    assert {dim.intervals for dim in topology.dims} == {"within one launch only: too narrow"}
+    assert {dim.intervals for dim in topology.dims} == {"from a single launch: too narrow"}
     factors = (0.8, 0.9, 1.0, 1.1, 1.25)
     runs = [
         run_of(made_up.collectives(seed, launch_factor=factor), run_id=f"r{seed}")
@@ -125,9 +125,9 @@ def test_launches_that_differ_widen_the_interval(topology: CalibratedTopology) -
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
-        ({"truth": {"dp": (1e6, 250.0), "tp": (1e6, 90.0)}, "sizes": made_up.SIZES[:4]}, "lower bound only"),
+        ({"truth": {"dp": (1e6, 250.0), "tp": (1e6, 90.0)}, "sizes": made_up.SIZES[:4]}, "only a lower bound"),
         ({"truth": {"dp": (10.0, 0.0), "tp": (20.0, 0.0)}, "noise": 0.0, "samples": 8}, "latency"),
-        ({"sizes": made_up.SIZES[3:5]}, "factor of 4 only"),
+        ({"sizes": made_up.SIZES[3:5]}, "only a factor of 4"),
     ],
 )
 def test_what_the_sizes_do_not_tell_is_said(changes: dict[str, Any], warning: str) -> None:
@@ -135,7 +135,7 @@ def test_what_the_sizes_do_not_tell_is_said(changes: dict[str, Any], warning: st
     assert len(dims) == 2
     for dim in dims:
         assert any(warning in w for w in dim.warnings)
-        assert dim.bandwidth_is_lower_bound == (warning == "lower bound only")
+        assert dim.bandwidth_is_lower_bound == (warning == "only a lower bound")
         assert warning != "latency" or dim.latency_us_per_hop == pytest.approx(0, abs=0.01)
 
 
@@ -146,7 +146,7 @@ def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None
     topology = calibration.calibrate([run_of(results, mesh=shape)])
     assert [dim.name for dim in topology.dims] == ["tp"]
     reasons = {dim.name: dim.reason for dim in topology.left_out}
-    assert reasons["pp"].startswith("one rank")
+    assert reasons["pp"].startswith("it has a single rank")
     assert reasons["dp"].startswith("one size only")
 
 

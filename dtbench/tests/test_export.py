@@ -121,7 +121,7 @@ def test_other_meshes_keep_torchs_constants_with_one_warning(
     before = cost(other, src, dst)
     dims = a_dim("dp", 2, 5.0, 20.0, transitions={"S(0)->R": BENT}), a_dim("tp", 8, 50.0, 2.0)
     with module_of(a_topology(*dims)).apply():
-        with pytest.warns(UserWarning, match=f"dp=2, tp=8; got .*{message}: torch's own"):
+        with pytest.warns(UserWarning, match=f"dp=2, tp=8 were measured; got .*{message}: torch's own"):
             assert cost(other, src, dst) == before
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -251,7 +251,7 @@ def test_another_torch_is_refused(
     exported = module_of(two_dims())
     monkeypatch.setattr(_collective_utils, name, value)
     with pytest.raises(
-        RuntimeError, match=rf"(?s)another cost model.*{message}.*known are torch 2.11 and 2.13"
+        RuntimeError, match=rf"(?s)another cost model.*{message}.*supported are torch 2.11 and 2.13"
     ):
         exported.apply()
     assert getattr(_collective_utils, name) is value
@@ -402,7 +402,7 @@ def test_autoparallel_finds_the_measured_times_in_its_tables() -> None:
                 )
             ),
             "autoparallel",
-            "lie alike",
+            "the same number of hosts and of ranks per host",
         ),
     ],
 )

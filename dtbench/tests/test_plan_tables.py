@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from dtbench.cost.plan import ground, machines, measured_steps
+from dtbench.cost.plan import machines, measured_steps, prediction_intervals
 from dtbench.cost.plan.csv_table import read_table
 from dtbench.cost.plan.machines import (
     ErrorBounds,
@@ -222,17 +222,17 @@ def test_intervals_are_of_the_kind_of_step_and_widen_beyond_the_ground() -> None
     machine = structs.replace(
         MACHINE,
         error=error,
-        ground={"GPUs": (1, 64), "parameters": (1e8, 1e11), "tokens a sequence": (1024, 1024)},
+        fitted_range={"GPUs": (1, 64), "parameters": (1e8, 1e11), "tokens a sequence": (1024, 1024)},
     )
-    assert ground.interval(job(8), layout(dp=8), machine) == (0.9, 1.1)
-    assert ground.interval(job(64), layout(dp=64), machine) == (0.5, 4.0)
-    assert ground.extrapolation(job(64), machine) is None
-    assert ground.interval(job(256), layout(dp=256), machine) == pytest.approx((0.5**1.8, 4**1.8))
+    assert prediction_intervals.interval(job(8), layout(dp=8), machine) == (0.9, 1.1)
+    assert prediction_intervals.interval(job(64), layout(dp=64), machine) == (0.5, 4.0)
+    assert prediction_intervals.extrapolation(job(64), machine) is None
+    assert prediction_intervals.interval(job(256), layout(dp=256), machine) == pytest.approx((0.5**1.8, 4**1.8))
     # What is off to one side may be off to the other where nothing was measured.
     slow = structs.replace(machine, error=ErrorBounds(low=1.25, high=2.0, kinds={}))
-    assert ground.interval(job(256), layout(dp=256), slow) == pytest.approx((0.5**1.8, 2**1.8))
-    assert ground.interval(job(64), layout(dp=64), slow) == (1.25, 2.0)
-    says = ground.extrapolation(job(256), machine)
+    assert prediction_intervals.interval(job(256), layout(dp=256), slow) == pytest.approx((0.5**1.8, 2**1.8))
+    assert prediction_intervals.interval(job(64), layout(dp=64), slow) == (1.25, 2.0)
+    says = prediction_intervals.extrapolation(job(256), machine)
     assert says == "extrapolated: round was fitted on 1 to 64 GPUs, asked for 256 (4.00x beyond)"
     few = ground.error_of(["one node"] * 10, [1.0] * 9 + [2.0])
     assert (few.high, few.kinds) == (2.0, {})  # of few steps the whole range

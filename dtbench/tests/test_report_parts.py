@@ -297,7 +297,7 @@ def test_constants_stand_beside_the_builtin_ones_and_residuals_are_their_ratios(
     assert float(row[3]) == pytest.approx(dim.bandwidth_GiBps, rel=0.01)
     assert float(row[6]) == pytest.approx(dim.latency_us_per_hop, rel=0.01)
     assert (row[5], row[8]) == ("19.3", "2.70")
-    assert any("within one launch only: too narrow" in table.note for table in shown.tables)
+    assert any("from a single launch: too narrow" in table.note for table in shown.tables)
     # The made-up times follow the formula, so the fitted constants are right everywhere ...
     series = {one.label: one for one in cost_model.residuals_of(dim)}
     assert series["fitted"].y == pytest.approx([1.0] * len(series["fitted"].y), abs=0.02)

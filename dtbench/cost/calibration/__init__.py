@@ -1,7 +1,7 @@
-"""Calibration: what collectives and redistributions cost on this machine, from measured times.
+"""Calibration: fits the cost of collectives and redistributions on a machine to measured times.
 
-Reading order: `times` (which times count), `dims` (per mesh dim), `fit` (the lines, times
-that rise), `intervals` (what a new launch may measure), `assemble` (`calibrate`), `validate` (how good it is).
+Reading order: `times` (times per size and launch), `dims` (times per mesh dim), `fit` (fits of lines and monotone
+curves), `intervals` (what a new launch may measure), `assemble` (`calibrate`), `validate` (errors of predictions).
 """
 
 from dtbench.cost.calibration.assemble import calibrate

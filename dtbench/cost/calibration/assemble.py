@@ -1,9 +1,9 @@
-"""From runs to the topology: constants, curves, layout and contention of every mesh dim.
+"""Assembles the topology from runs: constants, curves, layout and contention of every mesh dim.
 
-Two levels. The first has the form of torch's own formulas (ring.py), one bandwidth and one latency per
-mesh dim, so that it can stand in place of the built-in constants. The second is a curve of its own for
-every collective and every change of placement: one bandwidth cannot describe a backend whose
-reduce_scatter costs as much as its all_reduce (gloo), nor the copies around a collective.
+There are two levels. The first has the form of torch's own formulas (ring.py), a bandwidth and a latency per mesh dim,
+and can replace the built-in constants. The second is a separate curve for every collective and redistribution: a
+single bandwidth cannot describe a backend whose reduce_scatter costs as much as its all_reduce (gloo), nor the copies
+before and after a collective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dtbench.cost.calibration import intervals, setups
-from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, measured_dims
+from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, call_label, measured_dims
 from dtbench.cost.calibration.fit import Accuracy, Array, FittedLine, fit_curve, fit_ring, rising
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
 from dtbench.cost.price import ring_us
@@ -42,14 +42,14 @@ from dtbench.text.units import interval_or_none
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, INTER_HOST, RING_COLLECTIVES, busbw_factor, hops
 
-ONE_LAUNCH = "within one launch only: too narrow"
+ONE_LAUNCH = "from a single launch: too narrow"
 
 
 def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
-    """The topology that the `collectives` and `redistribute` results of launches amount to.
+    """Fits a topology to the `collectives` and `redistribute` results of launches.
 
     Raises:
-        UsageError: no usable results, or runs that are not of one machine, mesh and backend.
+        UsageError: the runs have no usable results, or differ in machine, mesh or backend.
     """
     setups.check_same_setup(runs)
     header = runs[0].header
@@ -72,7 +72,7 @@ def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
     return CalibratedTopology(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        runs=tuple(map(setups.provenance, runs)),
+        runs=tuple(map(setups.source_of, runs)),
         device_type=setups.device_type(header),
         backend=setups.backend(header),
         mesh=header.mesh,
@@ -85,22 +85,24 @@ def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
 
 
 def calibrate_dim(dim: MeasuredDim) -> Dim:
-    """One entry of the topology's `dims`, of a dim that `why_left_out` gives no reason against."""
+    """Fits a mesh dim. `why_left_out` must be None for it."""
     ring = _ring_points(dim)
-    names, points = [name for name, _ in ring], [p for _, p in ring]
-    sizes, measured = np.array([(float(p.size_bytes), p.measured_us) for p in points]).T
+    names, points = [name for name, _ in ring], [point for _, point in ring]
+    sizes, measured = np.array([(float(point.size_bytes), point.measured_us) for point in points]).T
     line = fit_ring(names, sizes, dim.ranks, measured)
     constants = Constants(bandwidth_GiBps=1 / line.slope, latency_us_per_hop=line.intercept)
     launches = {launch for point in points for launch in point.launches}
 
     def refit(times_us: Array) -> tuple[float, float]:
-        again = fit_ring(names, sizes, dim.ranks, times_us)
-        return 1 / again.slope, again.intercept
+        refitted = fit_ring(names, sizes, dim.ranks, times_us)
+        return 1 / refitted.slope, refitted.intercept
 
     bandwidth_interval, latency_interval = intervals.fitted(points, refit)
     residuals = _residuals(ring, dim.ranks, constants)
     curves = {
-        what: {name: curve_of(call) for name, call in of.items()} for what, of in dim.calls.items() if of
+        kind: {name: curve_of(call) for name, call in calls.items()}
+        for kind, calls in dim.calls.items()
+        if calls
     }
     drops = tuple(drop for call in dim.collectives.values() for drop in _drops(dim, call))
     return Dim(
@@ -121,9 +123,9 @@ def calibrate_dim(dim: MeasuredDim) -> Dim:
             size_bytes=(int(sizes.min()), int(sizes.max())),
             points=len(points),
             launches=len(launches),
-            sample="last arrival to last end of a group, longest group"
+            sample="last arrival to last end of a group, slowest group"
             if dim.own_times
-            else "longest rank: the ranks' own samples are not in the file",
+            else "slowest rank: the file lacks the ranks' own samples",
             estimator="p25 over samples, median over launches",
         ),
         residuals=residuals,
@@ -132,33 +134,33 @@ def calibrate_dim(dim: MeasuredDim) -> Dim:
         contention=dim.contention,
         drops=drops,
         warnings=(
-            *(f"{drop}{_left_out(dim, drop)}" for drop in drops),
-            *_warnings_about_data(dim),
+            *(f"{drop}{_exclusion_note(dim, drop)}" for drop in drops),
+            *_data_warnings(dim),
             *dim.warnings,
-            *_warnings_about_fit(ring, dim.ranks, line, residuals),
+            *_fit_warnings(ring, dim.ranks, line, residuals),
         ),
     )
 
 
 def curve_of(call: CallTimes) -> MeasuredCurve:
-    """The line and the table of a call, with what a new launch may measure."""
+    """Fits a call: a line and a table, with the intervals of what a new launch may measure."""
     sizes, measured = call.sizes, call.measured_us
     low, high = interval(intervals.new_launch(call.points), intervals.INTERVAL)
     launches = call.launches
     table = tuple(
         TableRow(
-            size_bytes=p.size_bytes,
+            size_bytes=point.size_bytes,
             time_us=float(time_us),
             measured_us=float(measured[i]),
             low_us=bounds and bounds[0],
             high_us=bounds and bounds[1],
-            launch_us=tuple(p.by_launch.get(launch) for launch in launches),
+            launch_us=tuple(point.by_launch.get(launch) for launch in launches),
         )
-        for i, (p, time_us) in enumerate(zip(call.points, rising(measured), strict=True))
+        for i, (point, time_us) in enumerate(zip(call.points, rising(measured), strict=True))
         for bounds in [interval_or_none(float(min(low[i], time_us)), float(max(high[i], time_us)))]
     )
-    # A single size leaves the line open, and the slope at its end.
-    fitted = _line(call.steady.thinned) | _end(call.thinned) if len(sizes) > 1 else {}
+    # A single size determines neither a line nor a slope.
+    fitted = _line(call.steady.thinned) | _end_bandwidth(call.thinned) if len(sizes) > 1 else {}
     return MeasuredCurve(
         dtype=call.dtype,
         size_bytes=(int(sizes.min()), int(sizes.max())),
@@ -169,9 +171,12 @@ def curve_of(call: CallTimes) -> MeasuredCurve:
     )
 
 
-def _end(call: CallTimes) -> dict[str, Any]:
-    """The bandwidth that the table ends with, which one line through all sizes need not have: a protocol, a cache or
-    a shaper's burst that serves small messages better pulls the line, not the end."""
+def _end_bandwidth(call: CallTimes) -> dict[str, Any]:
+    """Returns the bandwidth at the largest sizes, with its interval.
+
+    A line through all sizes may have another bandwidth: protocols, caches and the bursts of traffic shapers can make
+    small messages faster.
+    """
 
     def slope(times_us: Array) -> tuple[float]:
         times = Curve(tuple(call.sizes), tuple(rising(times_us)))
@@ -179,7 +184,7 @@ def _end(call: CallTimes) -> dict[str, Any]:
 
     (end,), (bounds,) = slope(call.measured_us), intervals.fitted(call.points, slope)
     low, high = bounds or (end, end)
-    if min(end, low) <= 0:  # times that do not grow with size say nothing of a bandwidth
+    if min(end, low) <= 0:  # times that do not grow with size determine no bandwidth
         return {}
     return {"end_GiBps": float(1 / end), "end_interval": (1 / high, 1 / low) if bounds else None}
 
@@ -212,36 +217,40 @@ def _ring_points(dim: MeasuredDim) -> RingPoints:
 
 
 def _drops(dim: MeasuredDim, call: CallTimes) -> list[BandwidthDrop]:
-    sizes, factor = [p.size_bytes for p in call.points], busbw_factor(call.name, dim.ranks)
-    times_s = [1e-6 * p.measured_us / factor for p in call.points]
+    sizes, factor = [point.size_bytes for point in call.points], busbw_factor(call.name, dim.ranks)
+    times_s = [1e-6 * point.measured_us / factor for point in call.points]
     return drops_of_curve(sizes, times_s, call.name, dim.name, "")
 
 
-def _left_out(dim: MeasuredDim, drop: BandwidthDrop) -> str:
+def _exclusion_note(dim: MeasuredDim, drop: BandwidthDrop) -> str:
     is_fitted = drop.first_bytes in dim.collectives[drop.collective].steady.sizes
-    return "" if is_fitted else ": left out of the constants"
+    return "" if is_fitted else "; latency and bandwidth are fitted without these sizes"
 
 
 def why_left_out(dim: MeasuredDim) -> str | None:
-    """Why the ring's constants cannot be fitted to a dim, or None."""
+    """Returns the reason why latency and bandwidth cannot be fitted to a dim, or None."""
     if dim.ranks == 1:
-        return "one rank: nothing is sent over this dim"
+        return "it has a single rank, which does not communicate"
     sizes = {point.size_bytes for _, point in _ring_points(dim)}
     if not sizes:
-        return f"no ok results of {', '.join(RING_COLLECTIVES)} on it"
+        return f"no ok results of {', '.join(RING_COLLECTIVES)}"
     if len(sizes) < 2:
-        return "one size only: latency and bandwidth cannot be told apart, measure a range of sizes"
+        return "a single size does not determine latency and bandwidth; measure a range of sizes"
     return None
 
 
 def _builtin(layout: HostLayout, residuals: Residuals, ranks: int) -> BuiltIn | None:
-    """torch's constants for where the ranks really are, and how far off they are."""
+    """Returns torch's constants for the reported layout of the ranks, and their errors."""
     link = builtin_link(layout)
     if link is None:
         return None
     constants = Constants(bandwidth_GiBps=link.bandwidth, latency_us_per_hop=link.latency_us)
-    predicted = ((ring_us(p.collective, p.size_bytes, ranks, constants), p) for p in residuals.points)
-    logs = np.log([us * 1e-6 / p.measured_s for us, p in predicted])
+    logs = np.log(
+        [
+            ring_us(point.collective, point.size_bytes, ranks, constants) * 1e-6 / point.measured_s
+            for point in residuals.points
+        ]
+    )
     return BuiltIn(
         bandwidth_GiBps=link.bandwidth,
         latency_us_per_hop=link.latency_us,
@@ -252,79 +261,79 @@ def _builtin(layout: HostLayout, residuals: Residuals, ranks: int) -> BuiltIn | 
 
 
 def _residuals(ring: RingPoints, ranks: int, constants: Constants) -> Residuals:
-    predicted = [ring_us(name, p.size_bytes, ranks, constants) for name, p in ring]
+    predicted = [ring_us(name, point.size_bytes, ranks, constants) for name, point in ring]
     return Residuals(
-        **Accuracy.of(predicted, [p.measured_us for _, p in ring])._asdict(),
+        **Accuracy.of(predicted, [point.measured_us for _, point in ring])._asdict(),
         points=tuple(
             FittedPoint(
                 collective=name,
-                size_bytes=p.size_bytes,
-                measured_s=p.measured_us * 1e-6,
+                size_bytes=point.size_bytes,
+                measured_s=point.measured_us * 1e-6,
                 predicted_s=us * 1e-6,
             )
-            for (name, p), us in zip(ring, predicted, strict=True)
+            for (name, point), us in zip(ring, predicted, strict=True)
         ),
     )
 
 
-def _warnings_about_data(dim: MeasuredDim) -> Iterator[str]:
+def _data_warnings(dim: MeasuredDim) -> Iterator[str]:
     if dim.sharing == "alone" and dim.groups > 1:
-        yield "measured with one group alone; DTensor runs all groups of a dim at once, which may be slower"
+        yield "measured with only one group at work; DTensor uses all groups of a dim at once, which may be slower"
     missing = [name for name in RING_COLLECTIVES if name not in dim.collectives]
     if missing:
-        yield f"no results of {', '.join(missing)}: the constants rest on the other collectives"
+        yield f"no results of {', '.join(missing)}: latency and bandwidth are fitted to the other collectives"
     if not dim.own_times:
-        yield "without the ranks' own samples the times include the wait for the last rank"
-    for count, what in (
-        (1, "one size only: no line is fitted, and prices hold near that size alone"),
-        (2, "two sizes only: a line fits any two points, so its error is unknown"),
+        yield "the file lacks the ranks' own samples: times include waiting for the last rank"
+    for count, consequence in (
+        (1, "a single size: no line is fitted, and estimates are valid only near that size"),
+        (2, "only two sizes: a line fits any two points, so its error is unknown"),
     ):
-        few = [in_words(what, call.name) for what, call in dim.all_calls() if len(call.points) == count]
-        if few:
-            yield f"{', '.join(few)} measured at {what}"
+        sparse = [call_label(kind, call.name) for kind, call in dim.all_calls() if len(call.points) == count]
+        if sparse:
+            yield f"{', '.join(sparse)} measured at {consequence}"
 
 
-def _warnings_about_fit(
-    ring: RingPoints, ranks: int, line: FittedLine, residuals: Residuals
-) -> Iterator[str]:
-    sizes = sorted({p.size_bytes for _, p in ring})
+def _fit_warnings(ring: RingPoints, ranks: int, line: FittedLine, residuals: Residuals) -> Iterator[str]:
+    sizes = sorted({point.size_bytes for _, point in ring})
     ratio = sizes[-1] / sizes[0]
     if ratio < 64:
         yield (
-            f"the sizes span a factor of {ratio:g} only: latency and bandwidth are hard to tell apart, "
+            f"the sizes span only a factor of {ratio:g}, which hardly separates latency from bandwidth; "
             "measure from 1 KiB to the largest tensor in use"
         )
-    bandwidth = max(_shares(name, p, ranks, line)[1] for name, p in ring if p.size_bytes == sizes[-1])
+    bandwidth = max(
+        _shares(name, point, ranks, line)[1] for name, point in ring if point.size_bytes == sizes[-1]
+    )
     if line.slope_is_bound:
         yield (
-            f"the times do not grow with size up to {sizes[-1]} bytes: the bandwidth is a lower bound only, "
+            f"the times do not grow with size up to {sizes[-1]} bytes, so the bandwidth is only a lower bound; "
             "measure larger sizes"
         )
     elif bandwidth < 0.5:
         yield (
-            f"at the largest size bandwidth makes {bandwidth:.0%} of the time: it is poorly known, "
+            f"the bandwidth is inaccurate: at the largest size the transfer takes {bandwidth:.0%} of the time; "
             "measure larger sizes"
         )
-    latency = max(_shares(name, p, ranks, line)[0] for name, p in ring if p.size_bytes == sizes[0])
+    latency = max(
+        _shares(name, point, ranks, line)[0] for name, point in ring if point.size_bytes == sizes[0]
+    )
     if line.intercept == 0:
-        yield (
-            f"the latency fits to 0: the base of {BASE_LATENCY_US} us is all the formula has at small sizes"
-        )
+        yield f"the fitted latency is 0: at small sizes the formula gives its base of {BASE_LATENCY_US} us"
     elif latency < 0.1:
         yield (
-            f"at the smallest size latency makes {latency:.0%} of the time: it is poorly "
-            "known, measure smaller sizes"
+            f"the latency is inaccurate: at the smallest size it takes {latency:.0%} of the time; "
+            "measure smaller sizes"
         )
     if residuals.geometric_mean_ratio > 1.5:
         yield (
-            f"the stock formulas are off by {residuals.geometric_mean_ratio:.2f}x in the geometric mean: "
-            "the curves per collective describe this dim better"
+            f"the ring formulas are off by {residuals.geometric_mean_ratio:.2f}x in the geometric mean: "
+            "use the curves per collective"
         )
 
 
 def _shares(name: str, point: SizeTimes, ranks: int, line: FittedLine) -> tuple[float, float]:
-    """How much of the predicted time latency and bandwidth make."""
+    """Returns the shares of latency and transfer in the predicted time."""
     steps = hops(name, ranks)
     latency, transfer = steps * line.intercept, point.size_bytes / GIB * steps / ranks * line.slope * 1e6
-    whole = BASE_LATENCY_US + latency + transfer
-    return latency / whole, transfer / whole
+    total = BASE_LATENCY_US + latency + transfer
+    return latency / total, transfer / total

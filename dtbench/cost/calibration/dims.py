@@ -1,7 +1,7 @@
-"""What runs measured on each mesh dim, chosen and sorted: the input of every fit and validation.
+"""Selects the measured times of each mesh dim, the input of fits and validations.
 
-Where the groups of a dim lie is told by the hosts that the ranks reported and the times that the groups took, never
-by the mesh's shape.
+The layout of a dim's groups on hosts comes from the hosts that the ranks reported and from the times of the groups,
+never from the mesh's shape.
 """
 
 from __future__ import annotations
@@ -33,22 +33,27 @@ from dtbench.suite.mesh import Groups, groups_by_dim
 from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, RingLink
 
 Sharing = Literal["together", "alone"]
-IMPLS = ("core", "torch")  # whose changes of placement are priced apart
-# Groups of one dim that take this much longer than others, at the median over what they measured
-# together, lie on other links: pairwise bandwidths of like links agree within 10 to 25 %.
-GROUPS_DIFFER = 1.25
-# ... and are behind in at least this share of it: two groups that are slow by turns are alike.
-MOSTLY = 0.75
-# From this size on: below, times are latency and the order in which the host schedules the ranks.
+IMPLS = ("core", "torch")  # impls whose redistributions get separate curves
+# A dim is mixed if its slowest group takes this much longer than its fastest, at the median over all results: pairwise
+# bandwidths of similar links agree within 10 to 25 %.
+MIXED_FACTOR = 1.25
+# Furthermore, the slowest group must be slower in at least this share of the results; otherwise they take turns.
+MIXED_SHARE = 0.75
+# Groups are compared from this size on: smaller messages depend on latency and on the scheduling of the ranks.
 COMPARED_FROM_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class MeasuredDim:
-    """One mesh dim. sharing: whether its groups worked "together", as in training, or one "alone".
+    """The measured times of a mesh dim.
 
-    calls: "collectives", or the impl that changes a placement -> name -> times. own_times: whether each rank's own
-    samples are there.
+    Attributes:
+        ranks: number of ranks per group.
+        groups: number of groups.
+        sharing: all groups worked "together", as in training, or one worked "alone".
+        calls: kind -> name -> times. The kind is "collectives", or the impl whose redistributions were measured.
+        contention: collective -> slowdown if all groups work together.
+        own_times: whether each rank's own samples were recorded.
     """
 
     name: str
@@ -66,79 +71,80 @@ class MeasuredDim:
         return self.calls[COLLECTIVES]
 
     def all_calls(self) -> Iterator[tuple[str, CallTimes]]:
-        """("collectives" or an impl, times) of all that was measured."""
-        return ((what, call) for what, of in self.calls.items() for call in of.values())
+        """Yields the kind and the times of all calls."""
+        return ((kind, call) for kind, calls in self.calls.items() for call in calls.values())
 
     def map(self, change: Callable[[CallTimes], CallTimes]) -> MeasuredDim:
-        """The dim with the times of each call changed; calls left without points are dropped."""
+        """Returns the dim with `change` applied to each call, without the calls that have no points after it."""
         return dataclasses.replace(
             self,
             calls={
-                what: {name: new for name, call in of.items() if (new := change(call)).points}
-                for what, of in self.calls.items()
+                kind: {name: changed for name, call in calls.items() if (changed := change(call)).points}
+                for kind, calls in self.calls.items()
             },
         )
 
 
-def in_words(what: str, name: str) -> str:
-    """A collective, or the change of placement of an impl."""
-    return name if what == COLLECTIVES else f"{what} {name}"
+def call_label(kind: str, name: str) -> str:
+    """Returns a label for a collective or for the redistribution of an impl."""
+    return name if kind == COLLECTIVES else f"{kind} {name}"
 
 
 def measured_dims(runs: Sequence[Run], notes: list[str]) -> list[MeasuredDim]:
-    """Every mesh dim of runs of one setup. notes: gets what was chosen instead of the usual, in words."""
+    """Returns the mesh dims of runs with the same setup. notes: is extended by unusual choices of results."""
     header, mesh = runs[0].header, runs[0].header.mesh
     collectives = preferred(results_of(runs, COLLECTIVES), "mode", "isolated", notes)
-    preferred(collectives, "dtype", "float32", notes)  # for its note: the times of a call are of one dtype
+    preferred(collectives, "dtype", "float32", notes)  # only for its note; `times_by_name` selects the dtype
     collectives = one_impl(collectives, notes) if collectives else []
-    of_transitions: list[str] = []
-    transitions = preferred(results_of(runs, TRANSITIONS), "mode", "isolated", of_transitions)
-    notes += [f"changes of placement: {note}" for note in of_transitions]
+    transition_notes: list[str] = []
+    transitions = preferred(results_of(runs, TRANSITIONS), "mode", "isolated", transition_notes)
+    notes += [f"redistributions: {note}" for note in transition_notes]
     layouts = {layout.name: layout for layout in layout_of(header)}
     dims = []
     for name, groups in groups_by_dim(mesh.dim_names, mesh.shape).items():
-        called, moved = _on_dim(collectives, name), _on_dim(transitions, name)
-        if name in mesh.dim_names or called or moved:  # else all dims as one, which was not measured
-            dims.append(_dim(name, groups, layouts.get(name), called, moved))
+        dim_collectives, dim_transitions = _on_dim(collectives, name), _on_dim(transitions, name)
+        # Other names, such as that of all dims flattened, are dims only if they were measured.
+        if name in mesh.dim_names or dim_collectives or dim_transitions:
+            dims.append(_dim(name, groups, layouts.get(name), dim_collectives, dim_transitions))
     return dims
 
 
 def _dim(
-    name: str, groups: Groups, layout: DimLayout | None, called: LaunchResults, moved: LaunchResults
+    name: str, groups: Groups, layout: DimLayout | None, results: LaunchResults, transitions: LaunchResults
 ) -> MeasuredDim:
-    kept, sharing = _sharing(called)
-    times = _slowest_over_fastest(kept, groups) if sharing == "together" else 1.0
+    selected, sharing = _sharing(results)
+    slowest_over_fastest = _slowest_over_fastest(selected, groups) if sharing == "together" else 1.0
     warnings: list[str] = []
-    host_layout = _host_layout(layout, times, warnings)
-    collectives = times_by_name(kept, groups, warnings)
+    host_layout = _host_layout(layout, slowest_over_fastest, warnings)
+    collectives = times_by_name(selected, groups, warnings)
     contention = {}
     if sharing == "together":
-        contention = _contention(collectives, times_by_name(_where(called, "alone"), groups, []))
+        contention = _contention(collectives, times_by_name(_with_sharing(results, "alone"), groups, []))
     return MeasuredDim(
         name,
         ranks=len(groups[0]),
         groups=len(groups),
         sharing=sharing,
-        calls={COLLECTIVES: collectives, **_transitions(moved, groups, warnings)},
+        calls={COLLECTIVES: collectives, **_transitions(transitions, groups, warnings)},
         contention=contention,
         layout=host_layout,
-        own_times=all(r.result.rank_samples_s for r in kept),
+        own_times=all(entry.result.rank_samples_s for entry in selected),
         warnings=tuple(warnings),
     )
 
 
 def _on_dim(results: LaunchResults, dim: str) -> list[LaunchResult]:
-    return [r for r in results if r.result.params["mesh_dim"] == dim]
+    return [entry for entry in results if entry.result.params["mesh_dim"] == dim]
 
 
-def _where(results: LaunchResults, sharing: str) -> list[LaunchResult]:
-    return [r for r in results if r.result.params.get("groups", "together") == sharing]
+def _with_sharing(results: LaunchResults, sharing: str) -> list[LaunchResult]:
+    return [entry for entry in results if entry.result.params.get("groups", "together") == sharing]
 
 
 def _sharing(results: LaunchResults) -> tuple[list[LaunchResult], Sharing]:
-    """The results of all groups at once, or where there are none those of one group alone."""
-    together = _where(results, "together")
-    return (together, "together") if together or not results else (_where(results, "alone"), "alone")
+    """Selects the results of all groups together; without any, those of one group alone."""
+    selected = _with_sharing(results, "together")
+    return (selected, "together") if selected or not results else (_with_sharing(results, "alone"), "alone")
 
 
 def _transitions(
@@ -147,82 +153,90 @@ def _transitions(
     results, sharing = _sharing(results)
     if sharing == "alone" and len(groups) > 1:
         warnings.append(
-            "changes of placement were measured with one group alone: together they may be slower"
+            "redistributions were measured with only one group at work: they may be slower with all groups"
         )
     by_impl = {
-        impl: times_by_name([r for r in results if r.result.impl == impl], groups, warnings) for impl in IMPLS
+        impl: times_by_name([entry for entry in results if entry.result.impl == impl], groups, warnings)
+        for impl in IMPLS
     }
     return {impl: calls for impl, calls in by_impl.items() if calls}
 
 
-def _contention(together: Mapping[str, CallTimes], alone: Mapping[str, CallTimes]) -> dict[str, Contention]:
-    """Time of all groups at once over that of one alone, at the largest size measured both ways."""
+def _contention(
+    all_groups: Mapping[str, CallTimes], one_group: Mapping[str, CallTimes]
+) -> dict[str, Contention]:
+    """Returns the slowdown of each collective if all groups work together, at the largest size measured both ways."""
     ratios = {}
-    for name, call in together.items():
-        other = alone.get(name)
-        if other is None or other.dtype != call.dtype:
+    for name, call in all_groups.items():
+        reference = one_group.get(name)
+        if reference is None or reference.dtype != call.dtype:
             continue
-        slow = {p.size_bytes: p.measured_us for p in call.points}
-        fast = {p.size_bytes: p.measured_us for p in other.points}
-        if common := slow.keys() & fast.keys():
+        together_us = {point.size_bytes: point.measured_us for point in call.points}
+        alone_us = {point.size_bytes: point.measured_us for point in reference.points}
+        if common := together_us.keys() & alone_us.keys():
             size = max(common)
-            ratios[name] = Contention(together_over_alone=slow[size] / fast[size], size_bytes=size)
+            ratios[name] = Contention(together_over_alone=together_us[size] / alone_us[size], size_bytes=size)
     return ratios
 
 
-def _host_layout(of_ranks: DimLayout | None, slowest_over_fastest: float, warnings: list[str]) -> HostLayout:
-    """of_ranks: what the run's ranks said, or None."""
-    mixed = slowest_over_fastest > GROUPS_DIFFER
+def _host_layout(reported: DimLayout | None, slowest_over_fastest: float, warnings: list[str]) -> HostLayout:
+    """Returns the layout of the dim's groups on hosts. reported: from the run's ranks, or None."""
+    mixed = slowest_over_fastest > MIXED_FACTOR
     if mixed:
         warnings.append(
-            f"mixed dim: its slowest group takes {slowest_over_fastest:.2f}x the time of its fastest;"
-            " it is priced by the slowest"
+            f"mixed dim: its slowest group takes {slowest_over_fastest:.2f}x as long as its fastest;"
+            " its times are those of the slowest"
         )
-    if of_ranks is None or of_ranks.hosts_per_group is None:
-        warnings.append("the run does not say on which host each rank was: no built-in constants beside")
+    if reported is None or reported.hosts_per_group is None:
+        warnings.append("the run lacks the hosts of its ranks: no comparison with PyTorch's constants")
         return HostLayout(kind="mixed" if mixed else None)
-    least, most = of_ranks.hosts_per_group
-    if least < most:
+    fewest_hosts, most_hosts = reported.hosts_per_group
+    if fewest_hosts < most_hosts:
         mixed = True
-        warnings.append(f"mixed dim: its groups span {least} to {most} hosts; it is priced by the slowest")
+        warnings.append(
+            f"mixed dim: its groups span {fewest_hosts} to {most_hosts} hosts; its times are those of the slowest"
+        )
     return HostLayout(
-        kind="mixed" if mixed else "inter-host" if most > 1 else "intra-host",
-        hosts_per_group=(least, most),
-        ranks_per_host=of_ranks.ranks_per_host,
-        groups_per_host_pair=of_ranks.groups_per_host_pair,
+        kind="mixed" if mixed else "inter-host" if most_hosts > 1 else "intra-host",
+        hosts_per_group=(fewest_hosts, most_hosts),
+        ranks_per_host=reported.ranks_per_host,
+        groups_per_host_pair=reported.groups_per_host_pair,
     )
 
 
 def _slowest_over_fastest(results: LaunchResults, groups: Groups) -> float:
-    """How much longer the slowest group takes than the fastest; 1 where groups cannot be told apart.
+    """Returns the time of the slowest group over that of the fastest; 1 if no difference was found.
 
-    Each group's time over the median of the groups, then the median over all that was measured: so one
-    slow reading does not make a slow group, nor does having many groups.
+    A group's time is taken relative to the median over all groups, and then the median over all results. This is robust
+    to single slow readings and independent of the number of groups.
 
-    results: of one mesh dim, all groups at once.
+    Args:
+        results: results of one mesh dim, measured with all groups together.
     """
     if len(groups) < 2:
         return 1.0
     ranks = {str(rank) for group in groups for rank in group}
     large = [
-        r.result
-        for r in results
-        if (r.result.size_bytes or 0) >= COMPARED_FROM_BYTES and ranks <= r.result.rank_samples_s.keys()
+        entry.result
+        for entry in results
+        if (entry.result.size_bytes or 0) >= COMPARED_FROM_BYTES
+        and ranks <= entry.result.rank_samples_s.keys()
     ]
-    of_groups = [samples_us(large, [group]) for group in groups]
-    whole = [times for times in zip(*of_groups, strict=True) if all(t.size for t in times)]
-    if not whole:
+    by_group = [samples_us(large, [group]) for group in groups]
+    complete = [row for row in zip(*by_group, strict=True) if all(samples.size for samples in row)]
+    if not complete:
         return 1.0
-    estimates = np.array(quartiles([t for times in whole for t in times])).reshape(len(whole), len(groups))
+    estimates = np.array(quartiles([samples for row in complete for samples in row]))
+    estimates = estimates.reshape(len(complete), len(groups))
     ratios = np.log(estimates / np.median(estimates, axis=1, keepdims=True))
-    of_group = np.median(ratios, axis=0)
-    slowest, fastest = int(np.argmax(of_group)), int(np.argmin(of_group))
-    if np.mean(ratios[:, slowest] > ratios[:, fastest]) < MOSTLY:
+    typical = np.median(ratios, axis=0)
+    slowest, fastest = int(np.argmax(typical)), int(np.argmin(typical))
+    if np.mean(ratios[:, slowest] > ratios[:, fastest]) < MIXED_SHARE:
         return 1.0
-    return float(np.exp(of_group[slowest] - of_group[fastest]))
+    return float(np.exp(typical[slowest] - typical[fastest]))
 
 
 def builtin_link(layout: HostLayout) -> RingLink | None:
-    """torch's constants for where the slowest group really is; None where the run does not say."""
+    """Returns torch's constants for the reported layout of the slowest group; None if no layout was reported."""
     hosts = layout.hosts_per_group
     return None if hosts is None else INTER_HOST if hosts[1] > 1 else INTRA_HOST

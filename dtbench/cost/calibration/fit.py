@@ -1,9 +1,7 @@
-"""The robust fits: a latency and a bandwidth, and times that rise with size.
+"""Robust fits of a latency and a bandwidth, and of monotone curves, to times in microseconds.
 
-Pure arithmetic on times in microseconds; `times` says which times. What is fitted are times, never bus
-bandwidths. The loss is Huber's on log(predicted / measured), so that 10 % off counts the same at 1 KiB
-and at 1 GiB; plain least squares would fit the largest sizes alone. Sizes count by octave, however
-densely they were swept.
+The loss is Huber's on log(predicted / measured), so that an error of 10 % weighs the same at 1 KiB and at 1 GiB. Plain
+least squares would fit the largest sizes alone. Each octave of sizes has the same weight, however many sizes it has.
 """
 
 from __future__ import annotations
@@ -20,26 +18,33 @@ from dtbench_core.cost.ring import BASE_LATENCY_US, GIB, hops
 
 Array = NDArray[np.float64]
 
-# Where Huber's loss turns from squares to absolute values: residuals of about 20 % are noise here,
-# beyond that lie bursts and changes of algorithm.
+# Huber's loss is quadratic up to this residual: deviations of about 20 % are noise, larger ones are bursts and changes
+# of the algorithm.
 HUBER_DELTA = 0.2
-# A constant whose term is below 1 % of the time at its most telling size cannot be told from noise.
+# A latency or bandwidth is indistinguishable from noise if it contributes less than 1 % even at the size where it
+# contributes most.
 NEGLIGIBLE = 0.01
-# The solver stops at this relative step: a hundredth of what any of these constants is known to.
+# Relative step at which the solver stops: 1/100 of the accuracy to which such constants can be measured.
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class FittedLine:
-    """time_us = base + intercept * (its regressor) + slope * (its regressor), both at least 0."""
+    """The line time_us = base + intercept * (its regressor) + slope * (its regressor), with both at least 0.
 
-    intercept: float  # us, or us per hop
-    slope: float  # seconds per GiB: the inverse of a bandwidth
-    slope_is_bound: bool  # the data only say that the slope is not larger
+    Attributes:
+        intercept: us, or us per hop.
+        slope: seconds per GiB, the inverse of a bandwidth.
+        slope_is_bound: the data only show that the slope is not larger.
+    """
+
+    intercept: float
+    slope: float
+    slope_is_bound: bool
 
 
 class Accuracy(NamedTuple):
-    """Typical and worst factor between prediction and measurement, 1 being perfect."""
+    """The typical and the worst factor between prediction and measurement; 1 is perfect."""
 
     geometric_mean_ratio: float
     worst_ratio: float
@@ -51,28 +56,28 @@ class Accuracy(NamedTuple):
 
 
 def fit_ring(collectives: Sequence[str], sizes: Array, ranks: int, measured_us: Array) -> FittedLine:
-    """The ring's two constants, one pair for all collectives of a mesh dim; element i is one point."""
+    """Fits the ring's latency and bandwidth to all collectives of a mesh dim. Element i of the arguments is a point."""
     steps = np.array([hops(name, ranks) for name in collectives], dtype=float)
     return fit_line(BASE_LATENCY_US, steps, steps * sizes / GIB / ranks * 1e6, sizes, measured_us)
 
 
 def fit_curve(sizes: Array, measured_us: Array) -> FittedLine:
-    """Latency and inverse bandwidth of one curve: time_us = intercept + slope * size_GiB * 1e6."""
+    """Fits latency and inverse bandwidth of a curve: time_us = intercept + slope * size_GiB * 1e6."""
     return fit_line(0.0, np.ones_like(sizes), sizes / GIB * 1e6, sizes, measured_us)
 
 
 def fit_line(
     base: float, per_intercept: Array, per_slope: Array, sizes: Array, measured: Array
 ) -> FittedLine:
-    """Non-negative Huber fit of log(base + a * per_intercept + b * per_slope) to log(measured).
+    """Fits log(base + intercept * per_intercept + slope * per_slope) to log(measured), both constants at least 0.
 
-    The slope is kept above what would be NEGLIGIBLE at the largest size: where it ends there, the
-    times do not grow with size, and the bandwidth is known from one side only.
+    The slope has a lower limit: its share of the time at the largest size is at least NEGLIGIBLE. At that limit the
+    times do not grow with size, so only a lower bound of the bandwidth is known.
     """
     largest, smallest = int(np.argmax(sizes)), int(np.argmin(sizes))
-    least_slope = NEGLIGIBLE * measured[largest] / per_slope[largest]
-    least, most = measured[smallest], measured[largest]
-    latency, transfer = max(least - base, NEGLIGIBLE * least), max(most - least, 2 * NEGLIGIBLE * most)
+    min_slope = NEGLIGIBLE * measured[largest] / per_slope[largest]
+    first, last = measured[smallest], measured[largest]
+    latency, transfer = max(first - base, NEGLIGIBLE * first), max(last - first, 2 * NEGLIGIBLE * last)
     start = np.array([latency / per_intercept[smallest], transfer / per_slope[largest]])
     columns = np.stack([per_intercept, per_slope], axis=1)
 
@@ -86,44 +91,45 @@ def fit_line(
         residuals,
         start,
         jac=jacobian,
-        bounds=([0.0, least_slope], [np.inf, np.inf]),
+        bounds=([0.0, min_slope], [np.inf, np.inf]),
         x_scale=start,
         loss=_huber(octave_weights(sizes)),
         f_scale=HUBER_DELTA,
         xtol=TOLERANCE,
     )
     intercept, slope = (float(x) for x in fitted.x)
-    # The solver stays inside its bounds: it comes near zero and never to it.
+    # The solver stays strictly inside its bounds, so it never returns exactly 0.
     if intercept * per_intercept[smallest] < NEGLIGIBLE**2 * measured[smallest]:
         intercept = 0.0
-    return FittedLine(intercept, slope, bool(slope < 1.05 * least_slope))
+    return FittedLine(intercept, slope, bool(slope < 1.05 * min_slope))
 
 
 def rising(times_us: Array) -> Array:
-    """The nearest times that do not fall with size, in the logarithm; times_us: by ascending size.
-
-    A larger tensor never has to take less time: where it was measured to, both count the same.
-    """
+    """Returns the nearest times, on a log scale, that never fall with size. times_us: by ascending size."""
     return np.asarray(np.exp(isotonic_regression(np.log(times_us)).x))
 
 
 def octave_weights(sizes: Array) -> Array:
-    """Every octave of size counts the same, however many points fell into it; the mean is 1."""
+    """Returns a weight for each size, with the same sum for every octave of sizes and a mean of 1."""
     _, octave, points = np.unique(np.floor(np.log2(sizes)), return_inverse=True, return_counts=True)
     weights = 1 / points[octave]
     return np.asarray(weights / weights.mean())
 
 
 def _huber(weights: Array) -> Callable[..., Array]:
-    """Huber's loss with a weight per residual, in the form that `least_squares` takes: rho, rho', rho''.
+    """Returns Huber's loss with a weight per residual, in the form for `least_squares`: rho, rho', rho''.
 
-    scipy's own "huber" knows no weights, and weighting the residuals would move the threshold.
+    scipy's "huber" has no weights, and weighting the residuals instead would move its threshold.
     """
 
     def loss(z: Array) -> Array:
-        inside = z <= 1
-        root = np.sqrt(np.maximum(z, 1.0))  # 1 inside
-        rho = (np.where(inside, z, 2 * root - 1), 1 / root, np.where(inside, 0.0, -0.5 / root**3))
+        is_quadratic = z <= 1
+        root = np.sqrt(np.maximum(z, 1.0))  # 1 in the quadratic part
+        rho = (
+            np.where(is_quadratic, z, 2 * root - 1),
+            1 / root,
+            np.where(is_quadratic, 0.0, -0.5 / root**3),
+        )
         return np.stack(rho) * weights
 
     return loss

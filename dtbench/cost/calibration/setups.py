@@ -1,4 +1,4 @@
-"""Which runs go together: launches of one mesh, backend and machine."""
+"""Checks that runs are launches of the same setup: mesh, backend and machine."""
 
 from __future__ import annotations
 
@@ -11,31 +11,39 @@ from dtbench.stats.layout import hosts_of
 
 
 def check_same_setup(runs: Sequence[Run]) -> None:
-    """Raises UsageError unless the runs are launches of one mesh, backend and machine."""
+    """Raises UsageError unless the runs are different launches with the same mesh, backend and machine."""
     if not runs:
-        raise UsageError("no run given: name at least one file of `dtbench run`")
-    seen: dict[str, Run] = {}
+        raise UsageError("no run given: expected at least one file of `dtbench run`")
+    run_of_id: dict[str, Run] = {}
     for run in runs:
         run_id = run.header.run_id
-        if run_id in seen:
-            raise UsageError(f"{run.path} and {seen[run_id].path} are the same run ({run_id}): give it once")
-        seen[run_id] = run
-    first: dict[str, tuple[object, Run]] = {}
+        if run_id in run_of_id:
+            raise UsageError(
+                f"{run.path} and {run_of_id[run_id].path} are the same run ({run_id}): give it once"
+            )
+        run_of_id[run_id] = run
+    first_of: dict[str, tuple[object, Run]] = {}
     for run in runs:
-        for what, value in setup_of(run).items():
-            other, of = first.setdefault(what, (value, run))
-            if value != other:
-                commands = (f"`dtbench calibrate {r.path} -o {r.path.stem}.topology.json`" for r in (of, run))
+        for label, value in setup_of(run).items():
+            first_value, first_run = first_of.setdefault(label, (value, run))
+            if value != first_value:
+                commands = (
+                    f"`dtbench calibrate {different.path} -o {different.path.stem}.topology.json`"
+                    for different in (first_run, run)
+                )
                 raise UsageError(
-                    f"{of.path} and {run.path} differ in {what} ({other} and {value}): "
-                    "only launches of one setup can be put together, as a topology is of one mesh and machine; "
-                    f"give the others separately: {' and '.join(commands)}"
+                    f"{first_run.path} and {run.path} differ in {label} ({first_value} and {value}): expected "
+                    "launches with the same mesh, backend and machine; calibrate the runs separately: "
+                    f"{' and '.join(commands)}"
                 )
 
 
 def setup_of(run: Run) -> dict[str, object]:
-    """What must agree. Hosts by their order of appearance: a scheduler may hand out other nodes. A run that one process
-    measured has no mesh, and goes with any."""
+    """Returns the facts that launches of the same setup share, by label.
+
+    Hosts are numbered by first appearance, since a scheduler may assign different nodes to each launch. A run of a
+    single process has no mesh and can be combined with any mesh.
+    """
     header = run.header
     mesh, machine = header.mesh, header.machine
     order: dict[str, int] = {}
@@ -47,7 +55,9 @@ def setup_of(run: Run) -> dict[str, object]:
         "GPUs": ", ".join(str(gpu.name) for gpu in machine.gpus) or "none",
     }
     if mesh.shape:
-        setup["mesh"] = ", ".join(f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True))
+        setup["mesh"] = ", ".join(
+            f"{name}={size}" for name, size in zip(mesh.dim_names, mesh.shape, strict=True)
+        )
         setup["hosts of the ranks"] = layout
     return setup
 
@@ -62,15 +72,15 @@ def device_type(header: Header) -> str:
 
 
 def version_warnings(runs: Sequence[Run]) -> Iterator[str]:
-    for what in ("torch", "nccl"):
-        versions = sorted({str(run.header.versions.get(what)) for run in runs})
+    for library in ("torch", "nccl"):
+        versions = sorted({str(run.header.versions.get(library)) for run in runs})
         if len(versions) > 1:
-            yield f"the runs have different versions of {what}: {', '.join(versions)}"
-    if cut := [run.path.name for run in runs if not run.complete]:
-        yield f"incomplete run: {', '.join(cut)}; sizes or collectives may be missing"
+            yield f"the runs have different versions of {library}: {', '.join(versions)}"
+    if incomplete := [run.path.name for run in runs if not run.complete]:
+        yield f"incomplete run: {', '.join(incomplete)}; sizes or collectives may be missing"
 
 
-def provenance(run: Run) -> FromRun:
+def source_of(run: Run) -> FromRun:
     return FromRun(
         run_id=run.header.run_id,
         path=run.path.name,

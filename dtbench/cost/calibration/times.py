@@ -1,14 +1,12 @@
-"""Which times count: from the results of runs to one time per size and launch.
+"""Reduces the results of runs to a time per size and launch.
 
-A sample is taken after a barrier, but ranks leave a barrier one by one, and a rank's own reading
-includes its wait for the last one to arrive. The cost formulas know no such wait. So within a group a
-sample lasts from the last arrival until all are done, and over the groups of a dim, which run together, it
-is the *longest*: a dim is as slow as its slowest group. Over samples it is the lower quartile, over launches
-the median.
+Ranks leave the barrier before a sample at different times, so a rank's own reading includes waiting for the last rank.
+The cost formulas do not model that wait. So a sample of a group lasts from the last arrival until all ranks are done.
+The groups of a mesh dim run at the same time, and the slowest determines the time of the dim. A launch's time is the
+lower quartile of its samples; the time of a size is the median over launches.
 
-Which results go together. One curve holds one dtype: bytes are what a collective moves, but a reduction
-also adds, at a speed of its own per dtype. float32 comes first, else the dtype measured at the most
-sizes; the others are left aside, and where they take another time per byte a warning says so.
+A curve has a single dtype, since the speed of reductions depends on it. It is float32 if that was measured, else the
+dtype with the most sizes. A warning reports other dtypes that take a different time for the same number of bytes.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ Launch = tuple[str, int]  # run_id, number of the launch in that run
 
 COLLECTIVES, TRANSITIONS = "collectives", "redistribute"  # the suites that calibration reads
 QUANTILE = 0.25  # of the samples of a launch
-# Sizes of a curve that lines are fitted to, at most: more say nothing new, and each line is fitted a hundred times.
+# Lines are fitted to at most this many sizes of a curve. More do not change the fit, which is repeated 100 times.
 MAX_FITTED_SIZES = 1000
-# Another dtype is said to differ where its times, at the same bytes, do so by more than this factor.
+# A warning reports dtypes whose times for the same number of bytes differ by more than this factor.
 DTYPES_DIFFER = 1.25
 
 
@@ -50,7 +48,12 @@ LaunchResults = Sequence[LaunchResult]
 
 @dataclass(frozen=True)
 class SizeTimes:
-    """One size: launch -> its samples in microseconds. by_launch: microseconds of each launch."""
+    """The times of a call at one size.
+
+    Attributes:
+        launches: launch -> samples in microseconds.
+        by_launch: launch -> its estimate in microseconds.
+    """
 
     size_bytes: int
     launches: Mapping[Launch, Array]
@@ -63,8 +66,7 @@ class SizeTimes:
 
 @dataclass(frozen=True)
 class CallTimes:
-    """The times of a collective or change of placement over size, ascending, all of one dtype: a curve is fitted to
-    them."""
+    """The times of a collective or redistribution by ascending size, to which a curve is fitted."""
 
     name: str
     dtype: str
@@ -72,37 +74,38 @@ class CallTimes:
 
     @property
     def sizes(self) -> Array:
-        return np.array([p.size_bytes for p in self.points], dtype=float)
+        return np.array([point.size_bytes for point in self.points], dtype=float)
 
     @property
     def measured_us(self) -> Array:
-        return np.array([p.measured_us for p in self.points])
+        return np.array([point.measured_us for point in self.points])
 
     @property
     def launches(self) -> list[Launch]:
-        return sorted({launch for p in self.points for launch in p.launches})
+        return sorted({launch for point in self.points for launch in point.launches})
 
     @cached_property
     def steady(self) -> CallTimes:
-        """Without the sizes in drops of bandwidth, which constants are not fitted to, unless they are half of them."""
+        """The times without sizes at which the bandwidth drops, unless these are at least half of the sizes."""
         drops = bandwidth_drops(self.sizes.tolist(), self.measured_us.tolist())
-        low = {float(self.sizes[i]) for drop in drops for i in drop}
-        return self.only({*self.sizes} - low) if 2 * len(low) < len(self.points) else self
+        dropped = {float(self.sizes[index]) for drop in drops for index in drop}
+        return self.only({*self.sizes} - dropped) if 2 * len(dropped) < len(self.points) else self
 
     @property
     def thinned(self) -> CallTimes:
-        """The same with at most `MAX_FITTED_SIZES`, evenly, both ends among them."""
-        places = np.linspace(0, len(self.points) - 1, min(MAX_FITTED_SIZES, len(self.points))).astype(int)
-        return CallTimes(self.name, self.dtype, tuple(self.points[place] for place in places))
+        """The times at no more than `MAX_FITTED_SIZES` evenly chosen sizes, including both ends."""
+        indices = np.linspace(0, len(self.points) - 1, min(MAX_FITTED_SIZES, len(self.points))).astype(int)
+        return CallTimes(self.name, self.dtype, tuple(self.points[index] for index in indices))
 
     def only(self, sizes: Iterable[float]) -> CallTimes:
-        """The same without the points of other sizes."""
-        wanted = set(sizes)
-        return CallTimes(self.name, self.dtype, tuple(p for p in self.points if p.size_bytes in wanted))
+        """Returns the times at these sizes."""
+        selected = set(sizes)
+        points = tuple(point for point in self.points if point.size_bytes in selected)
+        return CallTimes(self.name, self.dtype, points)
 
 
 def results_of(runs: Sequence[Run], suite: str) -> list[LaunchResult]:
-    """The suite's ok results that say their size and mesh dim."""
+    """Returns the suite's ok results that have a size and a mesh dim."""
     return [
         LaunchResult((run.header.run_id, result.launch), result)
         for run in runs
@@ -111,48 +114,58 @@ def results_of(runs: Sequence[Run], suite: str) -> list[LaunchResult]:
     ]
 
 
-def preferred(results: LaunchResults, param: str, wanted: str, notes: list[str]) -> list[LaunchResult]:
-    """The results with param = wanted; where there are none, those of the first other value, which a note says.
+def preferred(results: LaunchResults, param: str, value: str, notes: list[str]) -> list[LaunchResult]:
+    """Selects the results with param = value. Without any, selects the first other value and adds a note.
 
-    A result that lacks the param is one of before it was recorded, when all were as wanted.
+    Results without the param were written before it existed, when `value` was the only one.
     """
-    values = {r.result.params.get(param, wanted) for r in results}
-    taken = wanted
-    if values and wanted not in values:
-        taken = min(map(str, values))
-        notes.append(f"no results with {param} {wanted}: {taken} was taken")
-    return [r for r in results if str(r.result.params.get(param, wanted)) == taken]
+    values = {entry.result.params.get(param, value) for entry in results}
+    selected = value
+    if values and value not in values:
+        selected = min(map(str, values))
+        notes.append(f"no results with {param} {value}: used {selected} instead")
+    return [entry for entry in results if str(entry.result.params.get(param, value)) == selected]
 
 
 def one_impl(results: LaunchResults, notes: list[str]) -> list[LaunchResult]:
-    """The results of one way of measuring: c10d, or the first by name; a note says what was left aside."""
-    impls = sorted({r.result.impl for r in results}, key=lambda impl: (impl != "c10d", impl))
+    """Selects the results of impl c10d, else of the first impl by name. A note lists the ignored impls."""
+    impls = sorted({entry.result.impl for entry in results}, key=lambda impl: (impl != "c10d", impl))
     if len(impls) > 1:
-        notes.append(f"{', '.join(impls[1:])} was left aside for {impls[0]}")
-    return [r for r in results if r.result.impl == impls[0]]
+        notes.append(f"used impl {impls[0]} and ignored {', '.join(impls[1:])}")
+    return [entry for entry in results if entry.result.impl == impls[0]]
 
 
 def times_by_name(results: LaunchResults, groups: Groups, warnings: list[str]) -> dict[str, CallTimes]:
-    """The times of each collective or transition of one mesh dim; warnings: of their dtypes."""
+    """Returns the times of each collective or redistribution of a mesh dim.
+
+    Args:
+        warnings: is extended by warnings about dtypes.
+    """
     chosen = {}
-    for name, of_name in sorted(group_by(results, lambda r: r.result.name).items()):
-        by_dtype = group_by(of_name, lambda r: str(r.result.params.get("dtype", "unknown")))
-        calls = [CallTimes(name, dtype, _points(of, groups)) for dtype, of in sorted(by_dtype.items())]
+    for name, results_of_name in sorted(group_by(results, lambda entry: entry.result.name).items()):
+        by_dtype = group_by(results_of_name, lambda entry: str(entry.result.params.get("dtype", "unknown")))
+        calls = [CallTimes(name, dtype, _points(part, groups)) for dtype, part in sorted(by_dtype.items())]
         calls = [call for call in calls if call.points]
         if calls:
-            chosen[name] = min(calls, key=lambda c: (c.dtype != "float32", -len(c.points), c.dtype))
-            warnings += _differing(chosen[name], calls)
+            chosen[name] = min(
+                calls, key=lambda call: (call.dtype != "float32", -len(call.points), call.dtype)
+            )
+            warnings += _dtype_warnings(chosen[name], calls)
     return chosen
 
 
-def _differing(chosen: CallTimes, others: Sequence[CallTimes]) -> Iterator[str]:
-    by_size = {p.size_bytes: p.measured_us for p in chosen.points}
-    for other in others:
-        ratios = [p.measured_us / by_size[p.size_bytes] for p in other.points if p.size_bytes in by_size]
+def _dtype_warnings(chosen: CallTimes, calls: Sequence[CallTimes]) -> Iterator[str]:
+    by_size = {point.size_bytes: point.measured_us for point in chosen.points}
+    for call in calls:
+        ratios = [
+            point.measured_us / by_size[point.size_bytes]
+            for point in call.points
+            if point.size_bytes in by_size
+        ]
         ratio = float(np.median(ratios)) if ratios else 1.0
         if max(ratio, 1 / ratio) > DTYPES_DIFFER:
             yield (
-                f"{chosen.name} of {other.dtype} takes {ratio:.2f}x the time of {chosen.dtype} at the same bytes: "
+                f"{chosen.name} of {call.dtype} takes {ratio:.2f}x as long as {chosen.dtype} for the same bytes: "
                 f"the curve is that of {chosen.dtype}"
             )
 
@@ -160,7 +173,7 @@ def _differing(chosen: CallTimes, others: Sequence[CallTimes]) -> Iterator[str]:
 def _points(results: LaunchResults, groups: Groups) -> tuple[SizeTimes, ...]:
     samples_of: dict[int, dict[Launch, list[Array]]] = {}
     for (launch, result), samples in zip(
-        results, samples_us([r.result for r in results], groups), strict=True
+        results, samples_us([entry.result for entry in results], groups), strict=True
     ):
         if samples.size and result.size_bytes:
             samples_of.setdefault(result.size_bytes, {}).setdefault(launch, []).append(samples)
@@ -173,22 +186,24 @@ def _points(results: LaunchResults, groups: Groups) -> tuple[SizeTimes, ...]:
 
 
 def points_of(sizes: Mapping[int, Mapping[Launch, Array]]) -> tuple[SizeTimes, ...]:
-    """Size -> launch -> samples in microseconds, as points by ascending size."""
+    """Converts size -> launch -> samples (microseconds) to points by ascending size."""
     estimates = iter(quartiles([samples for launches in sizes.values() for samples in launches.values()]))
     by_size = {size: dict(zip(launches, estimates, strict=False)) for size, launches in sizes.items()}
     return tuple(SizeTimes(size, sizes[size], by_size[size]) for size in sorted(sizes))
 
 
-def quartiles(of: Sequence[Array]) -> list[float]:
-    """The `QUANTILE` of each."""
-    return [estimate for estimate in batch_quantiles(of, [QUANTILE] * len(of)) if estimate is not None]
+def quartiles(samples: Sequence[Array]) -> list[float]:
+    """Returns the `QUANTILE` of each array."""
+    return [
+        estimate for estimate in batch_quantiles(samples, [QUANTILE] * len(samples)) if estimate is not None
+    ]
 
 
 def samples_us(results: Sequence[Result], groups: Groups) -> list[Array]:
-    """Of each result per sample from the last arrival in a group until it is done, the longest over the groups.
+    """Returns the samples of each result: the time from the last arrival in a group, of the slowest group.
 
-    Without the ranks' own readings (or where they do not match up) it is what the file holds, the
-    longest over all ranks; without any samples, the lower quartile alone.
+    If the ranks' own readings are missing or inconsistent, the file's samples are returned, which are the maximum
+    over all ranks. Without samples, the lower quartile is returned.
     """
     seconds: list[Array | Sequence[float]] = [
         from_last if from_last.size else result.samples_s or (result.time_s.p25,) if result.time_s else ()
@@ -196,8 +211,8 @@ def samples_us(results: Sequence[Result], groups: Groups) -> list[Array]:
     ]
     if not seconds:
         return []
-    times = np.concatenate([np.asarray(of, dtype=np.float64) for of in seconds]) * 1e6
-    good = np.isfinite(times) & (times > 0)
-    places = itertools.pairwise(itertools.accumulate(map(len, seconds), initial=0))
-    whole = bool(good.all())
-    return [times[a:b] if whole else times[a:b][good[a:b]] for a, b in places]
+    times = np.concatenate([np.asarray(samples, dtype=np.float64) for samples in seconds]) * 1e6
+    valid = np.isfinite(times) & (times > 0)
+    bounds = itertools.pairwise(itertools.accumulate(map(len, seconds), initial=0))
+    all_valid = bool(valid.all())
+    return [times[start:end] if all_valid else times[start:end][valid[start:end]] for start, end in bounds]

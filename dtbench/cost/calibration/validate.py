@@ -1,10 +1,11 @@
-"""How well a topology predicts runs that it was not fitted on.
+"""Scores the predictions of a topology on runs that it was not fitted to.
 
-The measure is exp(mean |ln(predicted / measured)|), 1 being perfect: a percentage flatters a model that
-is too low, which can be 100 % off at most. A launch is one forecast's target, not their median, since
-that is what a program will meet. The *noise floor* is what launches differ by among themselves: every
-other launch known, of the new runs or of those the topology was fitted on, as the forecast of each new
-one at the sizes both have. No model of one number per size can do much better.
+The score is exp(mean |ln(predicted / measured)|); 1 is perfect. Percentages would favour models that predict too
+little, since their error cannot exceed 100 %. Predictions are compared with each launch, not with the median over
+launches, because a program runs in a single launch.
+
+The noise floor is the difference between launches. Every other launch, of the new runs and of those that the topology
+was fitted to, predicts each new launch. A model with a single time per size cannot do much better.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 
 from dtbench.cost.calibration.assemble import calibrate_dim, why_left_out
-from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, in_words, measured_dims
+from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, call_label, measured_dims
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes
 from dtbench.cost.price import price, ring_us
@@ -28,15 +29,15 @@ from dtbench.records.result import Header, MeshShape, Run
 from dtbench.records.topology import CalibratedTopology, Dim, MeasuredCurve
 from dtbench_core.cost.ring import GIB, RING_COLLECTIVES, Ring, guessed_links
 
-# In order of what they know. The noise floor is no model: one launch's times as the forecast of another's.
-WORDS = {
+# Name of a model -> description. Later models use more measurements. The noise floor predicts a launch by another one.
+MODELS = {
     "builtin": "PyTorch's constants, layout guessed from the mesh's shape",
     "builtin_layout": "PyTorch's constants, layout from the ranks' hosts",
-    "builtin_scaled": "the same times one fitted number",
-    "ring": "calibrated latency and bandwidth of each dim",
-    "line": "each call's own latency and bandwidth",
-    "table": "each call's own table (what prices are)",
-    "floor": "noise floor: one launch forecasts another",
+    "builtin_scaled": "PyTorch's constants with that layout, times a fitted factor",
+    "ring": "calibrated latency and bandwidth of each mesh dim",
+    "line": "latency and bandwidth of each collective",
+    "table": "table of times of each collective (used for estimates)",
+    "floor": "noise floor: another launch",
 }
 KIB, MIB = 1024, 1024**2
 REGIMES = {
@@ -47,11 +48,16 @@ REGIMES = {
     ">= 32 MiB": (32 * MIB, 2**63),
 }
 RING, OTHER = "ring collectives", "other collectives"
-MIN_SIZES = 3  # of a curve, to hold one out between two ends
+MIN_SIZES = 3  # holding out a size between both ends of a curve needs this many
 
 
 class Score(Struct, frozen=True, kw_only=True):
-    """How far predictions lie from measurements. ratio: the typical factor; median_error: |p / m - 1|."""
+    """The error of predictions.
+
+    Attributes:
+        geometric_mean_ratio: the typical factor between predicted and measured times.
+        median_error: median of |predicted / measured - 1|.
+    """
 
     points: Count
     geometric_mean_ratio: Amount
@@ -59,11 +65,14 @@ class Score(Struct, frozen=True, kw_only=True):
 
 
 class CallGroup(Struct, frozen=True, kw_only=True):
-    """The calls that are scored together. scores: model -> regime of sizes -> score, where there are points.
+    """Scores of similar calls.
 
-    inside: share of the new values within the topology's 90 % intervals, of `points` that lie inside the
-    tables' sizes; beyond: the number of those outside, which the scores count too. one_launch: whether
-    the intervals come from a single launch, so that they are too narrow.
+    Attributes:
+        scores: model -> range of sizes -> score.
+        inside: share of the new values that lie within the topology's 90 % intervals.
+        points: number of new values at sizes within the tables, to which `inside` refers.
+        beyond: number of new values at other sizes; `scores` include them.
+        one_launch: whether the intervals come from a single launch and are too narrow.
     """
 
     name: str
@@ -75,7 +84,12 @@ class CallGroup(Struct, frozen=True, kw_only=True):
 
 
 class Validation(Struct, frozen=True, kw_only=True):
-    """models: each in words. notes: what to know about the groups' scores."""
+    """Scores of all models.
+
+    Attributes:
+        models: name of a model -> description.
+        notes: remarks that qualify the scores.
+    """
 
     kind: Literal["validation"] = "validation"
     models: dict[str, str]
@@ -86,7 +100,13 @@ class Validation(Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _Errors:
-    """Log errors and sizes by model, and how many values lay within their interval."""
+    """Collects the errors of a group of calls.
+
+    Attributes:
+        logs: model -> (size in bytes, log error) of each prediction.
+        inside: whether each value lies within its interval.
+        beyond: number of values at sizes outside the tables.
+    """
 
     logs: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     inside: list[bool] = field(default_factory=list)
@@ -99,7 +119,7 @@ class _Errors:
     def group(self, name: str) -> CallGroup:
         return CallGroup(
             name=name,
-            scores={model: _scores(self.logs[model]) for model in WORDS if model in self.logs},
+            scores={model: _scores(self.logs[model]) for model in MODELS if model in self.logs},
             inside=float(np.mean(self.inside)) if self.inside else None,
             points=len(self.inside),
             beyond=self.beyond,
@@ -110,68 +130,72 @@ class _Errors:
 def _scores(errors: Sequence[tuple[int, float]]) -> dict[str, Score]:
     sizes, logs = np.array([size for size, _ in errors]), np.array([log for _, log in errors])
     scores = {}
-    for regime, (least, end) in REGIMES.items():
-        mine = logs[(sizes >= least) & (sizes < end)]
-        if mine.size:
+    for regime, (start, end) in REGIMES.items():
+        selected = logs[(sizes >= start) & (sizes < end)]
+        if selected.size:
             scores[regime] = Score(
-                points=int(mine.size),
-                geometric_mean_ratio=float(np.exp(np.abs(mine).mean())),
-                median_error=float(np.median(np.abs(np.expm1(mine)))),
+                points=int(selected.size),
+                geometric_mean_ratio=float(np.exp(np.abs(selected).mean())),
+                median_error=float(np.median(np.abs(np.expm1(selected)))),
             )
     return scores
 
 
-def validate(topology: CalibratedTopology, runs: Sequence[Run], *, same: bool = False) -> Validation:
-    """The models' errors on the runs' launches.
+def validate(topology: CalibratedTopology, runs: Sequence[Run], *, allow_fitted: bool = False) -> Validation:
+    """Scores all models on the launches of the runs.
 
-    same: allow runs that the topology was fitted on; the result then says so.
+    Args:
+        allow_fitted: allow runs that the topology was fitted to; a note then warns about them.
 
     Raises:
-        UsageError: runs of another setup than the topology's, or that it was fitted on.
+        UsageError: the runs have another setup than the topology, or it was fitted to them.
     """
     check_same_setup(runs)
-    notes = [*_fitted_on(topology, runs, same), *version_warnings(runs)]
+    notes = [*_refuse_fitted(topology, runs, allow_fitted), *version_warnings(runs)]
     dims = _common(topology, measured_dims(runs, notes), runs)
     devices, guess = devices_per_host(runs[0].header, topology.device_type)
     models = Models(topology.dims, topology.mesh, devices)
     notes += [*_differences(models, dims), f"PyTorch's guess: {guess}"]
     launches = sorted({launch for dim in dims for _, call in dim.all_calls() for launch in call.launches})
     return Validation(
-        models=WORDS,
+        models=MODELS,
         title=f"{len(launches)} new launch{'es' * (len(launches) > 1)} of {_names(dims)}",
-        groups=_scored(models, dims, use_fitted=not same),
+        groups=_scored(models, dims, use_fitted=not allow_fitted),
         notes=tuple(notes),
     )
 
 
 def validate_split(run: Run) -> Validation:
-    """The models' errors at every second size of a run, fitted on the others and both ends.
+    """Scores the models at every second size of a run, after fitting them to the other sizes and both ends.
 
     Raises:
-        UsageError: no ring collective measured at three sizes or more.
+        UsageError: no ring collective was measured at three or more sizes.
     """
     notes: list[str] = []
-    held, fitted, few = [], [], 0
+    held_out, fitted, short_curves = [], [], 0
     for dim in measured_dims([run], notes):
-        kept, out = (dim.map(functools.partial(_alternate, kept=kept)) for kept in (True, False))
-        few += len([*dim.all_calls()]) - len([*kept.all_calls()])
-        if why_left_out(kept) is None:
-            held.append(out)
-            fitted.append(calibrate_dim(kept))
-    if not held:
+        training, test = (
+            dim.map(functools.partial(_alternate, for_training=for_training))
+            for for_training in (True, False)
+        )
+        short_curves += len([*dim.all_calls()]) - len([*training.all_calls()])
+        if why_left_out(training) is None:
+            held_out.append(test)
+            fitted.append(calibrate_dim(training))
+    if not held_out:
         raise UsageError(
-            f"{run.path} has no collective measured at {MIN_SIZES} sizes or more: none can be held out; "
-            "measure a range of sizes, 1KiB:1GiB:4x for one"
+            f"{run.path} has no collective measured at {MIN_SIZES} or more sizes, expected at least one; "
+            "measure a range of sizes, e.g. 1KiB:1GiB:4x"
         )
     devices, guess = devices_per_host(run.header, device_type(run.header))
     models = Models(fitted, run.header.mesh, devices)
     notes += version_warnings([run])
-    if few:
-        notes.append(f"{few} curves with fewer than {MIN_SIZES} sizes were left out")
+    if short_curves:
+        notes.append(f"{short_curves} curves with fewer than {MIN_SIZES} sizes were left out")
     return Validation(
-        models=WORDS,
-        title=f"every second size of {run.path.name}, fitted on the others",
-        groups=_scored(models, held, use_fitted=False),
+        models=MODELS,
+        title=f"every second size of {run.path.name}, predicted from the other sizes",
+        groups=_scored(models, held_out, use_fitted=False),
         notes=(*notes, f"PyTorch's guess: {guess}"),
     )
 
@@ -179,40 +203,39 @@ def validate_split(run: Run) -> Validation:
 def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) -> tuple[CallGroup, ...]:
     errors: dict[str, _Errors] = {}
     for dim in dims:
-        for what, call in dim.all_calls():
-            curve = models.curve(dim.name, what, call.name)
+        for kind, call in dim.all_calls():
+            curve = models.curve(dim.name, kind, call.name)
             if curve is None:
                 continue
-            into = errors.setdefault(_group_of(what, call.name), _Errors())
-            into.one_launch |= curve.launches == 1
+            group = errors.setdefault(_group_name(kind, call.name), _Errors())
+            group.one_launch |= curve.launches == 1
             fitted = {row.size_bytes: row.launch_us for row in curve.table if use_fitted}
             for point in call.points:
                 size = point.size_bytes
                 expected = price(curve, size)
-                predicted = models.by_constants_us(dim.name, what, call.name, size) | {
+                predicted = models.by_constants_us(dim.name, kind, call.name, size) | {
                     "table": expected.time_us
                 }
                 if curve.alpha_us is not None and curve.beta_GiBps is not None:
                     predicted["line"] = max(curve.alpha_us + size / GIB / curve.beta_GiBps * 1e6, 1e-9)
-                of_fit = [us for us in fitted.get(size, ()) if us is not None]
-                new = list(point.by_launch.values())
-                for i, measured in enumerate(new):
+                fitted_us = [us for us in fitted.get(size, ()) if us is not None]
+                new_us = list(point.by_launch.values())
+                for i, measured in enumerate(new_us):
                     for model, time_us in predicted.items():
-                        into.add(model, size, time_us, measured)
-                    for forecast in (*new[:i], *new[i + 1 :], *of_fit):
-                        into.add("floor", size, forecast, measured)
+                        group.add(model, size, time_us, measured)
+                    for forecast in (*new_us[:i], *new_us[i + 1 :], *fitted_us):
+                        group.add("floor", size, forecast, measured)
                     if expected.extrapolated:
-                        into.beyond += 1
+                        group.beyond += 1
                     elif expected.low_us < expected.high_us:
-                        into.inside.append(expected.low_us <= measured <= expected.high_us)
-    return tuple(
-        errors[name].group(name) for name in sorted(errors, key=lambda n: (n != RING, n != OTHER, n))
-    )
+                        group.inside.append(expected.low_us <= measured <= expected.high_us)
+    order = sorted(errors, key=lambda name: (name != RING, name != OTHER, name))
+    return tuple(errors[name].group(name) for name in order)
 
 
-def _group_of(what: str, name: str) -> str:
-    if what != COLLECTIVES:
-        return f"changes of placement, {what}"
+def _group_name(kind: str, name: str) -> str:
+    if kind != COLLECTIVES:
+        return f"redistributions, {kind}"
     return RING if name in RING_COLLECTIVES else OTHER
 
 
@@ -220,53 +243,57 @@ def _names(dims: Sequence[MeasuredDim]) -> str:
     return ", ".join(f"{dim.name}={dim.ranks}" for dim in dims)
 
 
-def _fitted_on(topology: CalibratedTopology, runs: Sequence[Run], same: bool) -> list[str]:
-    fitted_on = {run.run_id for run in topology.runs}
-    own = [str(run.path) for run in runs if run.header.run_id in fitted_on]
-    if own and not same:
+def _refuse_fitted(topology: CalibratedTopology, runs: Sequence[Run], allow_fitted: bool) -> list[str]:
+    fitted_ids = {run.run_id for run in topology.runs}
+    fitted = ", ".join(str(run.path) for run in runs if run.header.run_id in fitted_ids)
+    if fitted and not allow_fitted:
         raise UsageError(
-            f"{', '.join(own)} is what the topology was fitted on, so its errors would be too small: "
-            "give a run of another day, or --same to see them nevertheless"
+            f"the topology was fitted to {fitted}, so its errors would be too small: give a run of another day, or "
+            "--same to show them nevertheless"
         )
-    return [f"FITTED ON THE SAME RUN ({', '.join(own)}): a new launch will be further off"] if own else []
+    return [f"FITTED TO THE SAME RUN ({fitted}): the errors on a new launch will be larger"] if fitted else []
 
 
 def _common(
     topology: CalibratedTopology, measured: Sequence[MeasuredDim], runs: Sequence[Run]
 ) -> list[MeasuredDim]:
     header, path = runs[0].header, runs[0].path
-    for what, ours, theirs in (
+    for label, calibrated, measured_on in (
         ("backend", topology.backend, backend(header)),
         ("device type", topology.device_type, device_type(header)),
     ):
-        if ours != theirs:
+        if calibrated != measured_on:
             raise UsageError(
-                f"the topology is of {what} {ours}, {path} of {theirs}: calibrate on what is used"
+                f"the topology has the {label} {calibrated}, but {path} has {measured_on}: expected the same; "
+                "calibrate with that one"
             )
     fitted = {dim.name: dim.ranks for dim in topology.dims}
     common = [dim for dim in measured if fitted.get(dim.name) == dim.ranks and [*dim.all_calls()]]
     if not common:
-        have = ", ".join(f"{name}={ranks}" for name, ranks in fitted.items())
+        dims = ", ".join(f"{name}={ranks}" for name, ranks in fitted.items())
         raise UsageError(
-            f"no mesh dim of the topology ({have}) was measured in {path} ({_names(measured)}): "
+            f"{path} has measured none of the topology's mesh dims ({dims}), but {_names(measured)}: "
             "give a run of `dtbench run collectives redistribute` on the same mesh"
         )
     return common
 
 
 def _differences(models: Models, dims: Sequence[MeasuredDim]) -> Iterator[str]:
-    """What is not alike between the topology and the runs, and may make the errors."""
+    """Describes differences between the topology and the runs that may cause errors."""
     for dim in dims:
-        ours = models.dims[dim.name]
-        then, now = ours.layout.hosts_per_group, dim.layout.hosts_per_group
-        if then != now:
-            yield f"{dim.name} spans {now} hosts in the runs (least, most), {then} in the topology"
-        if ours.groups_sharing != dim.sharing:
-            yield f"{dim.name} was measured {dim.sharing} in the runs, {ours.groups_sharing} in the topology"
+        calibrated = models.dims[dim.name]
+        run_hosts, topology_hosts = dim.layout.hosts_per_group, calibrated.layout.hosts_per_group
+        if run_hosts != topology_hosts:
+            yield f"{dim.name} spans {run_hosts} hosts (min, max) in the runs, {topology_hosts} in the topology"
+        if calibrated.groups_sharing != dim.sharing:
+            yield (
+                f"groups of {dim.name} were measured {dim.sharing} in the runs, "
+                f"{calibrated.groups_sharing} in the topology"
+            )
         unknown = []
-        for what, call in dim.all_calls():
-            curve = models.curve(dim.name, what, call.name)
-            name = in_words(what, call.name)
+        for kind, call in dim.all_calls():
+            curve = models.curve(dim.name, kind, call.name)
+            name = call_label(kind, call.name)
             if curve is None:
                 unknown.append(name)
             elif curve.dtype not in ("", call.dtype):
@@ -275,19 +302,19 @@ def _differences(models: Models, dims: Sequence[MeasuredDim]) -> Iterator[str]:
             yield f"not scored, since the topology has no {', '.join(unknown)} over {dim.name}"
 
 
-def _alternate(call: CallTimes, *, kept: bool) -> CallTimes:
-    """Every second size and the last, or those between; a call that is too short keeps none."""
-    sizes = [p.size_bytes for p in call.points]
+def _alternate(call: CallTimes, *, for_training: bool) -> CallTimes:
+    """Returns every second size and the last, or the sizes between them; none of a call with too few sizes."""
+    sizes = [point.size_bytes for point in call.points]
     if len(sizes) < MIN_SIZES:
         return call.only(())
-    fitted = {*sizes[::2], sizes[-1]}
-    return call.only(fitted if kept else set(sizes) - fitted)
+    training = {*sizes[::2], sizes[-1]}
+    return call.only(training if for_training else set(sizes) - training)
 
 
 class Models:
-    """What each model says a call takes, for some mesh dims.
+    """Predictions of all models for the calls over some mesh dims.
 
-    mesh, devices_per_host: what torch guesses the layout from; None where the devices are not known.
+    torch guesses the layout from the mesh's shape and `devices_per_host`, which is None if it is unknown.
     """
 
     def __init__(self, dims: Sequence[Dim], mesh: MeshShape, devices_per_host: int | None) -> None:
@@ -296,29 +323,29 @@ class Models:
         self._guessed = dict(zip(mesh.dim_names, links, strict=False))
         self._scale = self._fitted_scale()
 
-    def curve(self, dim: str, what: str, name: str) -> MeasuredCurve | None:
-        """what: "collectives", or the impl that changes a placement."""
-        of_dim = self.dims[dim]
-        curves = of_dim.collectives if what == COLLECTIVES else of_dim.transitions.get(what, {})
+    def curve(self, dim: str, kind: str, name: str) -> MeasuredCurve | None:
+        """Returns the curve of a collective or redistribution. kind: see `MeasuredDim.calls`."""
+        calibrated = self.dims[dim]
+        curves = calibrated.collectives if kind == COLLECTIVES else calibrated.transitions.get(kind, {})
         return curves.get(name)
 
-    def by_constants_us(self, dim: str, what: str, name: str, size_bytes: int) -> dict[str, float]:
-        """Model -> microseconds, of those models that have a latency and a bandwidth of this call's mesh dim."""
-        if what != COLLECTIVES or name not in RING_COLLECTIVES:
+    def by_constants_us(self, dim: str, kind: str, name: str, size_bytes: int) -> dict[str, float]:
+        """Returns model -> microseconds of the models with a latency and a bandwidth per mesh dim."""
+        if kind != COLLECTIVES or name not in RING_COLLECTIVES:
             return {}
-        of = self.dims[dim]
-        predicted = {"ring": ring_us(name, size_bytes, of.ranks, of)}
+        fitted = self.dims[dim]
+        predicted = {"ring": ring_us(name, size_bytes, fitted.ranks, fitted)}
         if dim in self._guessed:
-            predicted["builtin"] = Ring(of.ranks, *self._guessed[dim]).collective_us(name, size_bytes)
-        if (link := builtin_link(of.layout)) is not None:
-            predicted["builtin_layout"] = Ring(of.ranks, *link).collective_us(name, size_bytes)
+            predicted["builtin"] = Ring(fitted.ranks, *self._guessed[dim]).collective_us(name, size_bytes)
+        if (link := builtin_link(fitted.layout)) is not None:
+            predicted["builtin_layout"] = Ring(fitted.ranks, *link).collective_us(name, size_bytes)
             predicted["builtin_scaled"] = predicted["builtin_layout"] * self._scale
         return predicted
 
     def _fitted_scale(self) -> float:
-        """The number that takes torch's constants nearest to the topology's own tables.
+        """Returns the factor on torch's constants that fits the topology's tables best.
 
-        The median of the logs, which makes the mean of |log| least, the metric that is reported.
+        It is the median of the log ratios, which minimizes the reported metric.
         """
         logs = [
             np.log(row.measured_us / Ring(dim.ranks, *link).collective_us(name, row.size_bytes))
@@ -332,13 +359,13 @@ class Models:
 
 
 def devices_per_host(header: Header, device_type: str) -> tuple[int | None, str]:
-    """How many devices torch counts on a host of a run, and how that is known, in words."""
+    """Returns the number of devices that torch counts on a host of the run, and a description of its source."""
     if device_type == "cpu":
-        return 1, "on CPU it counts 1 device per host, so that every dim of two ranks or more crosses hosts"
+        return 1, "on CPU it assumes 1 device per host, so every dim with two or more ranks spans hosts"
     gpus = len(header.machine.gpus)
     ranks = max((rank.local_rank or 0 for rank in header.ranks), default=-1) + 1
     if gpus == ranks == 0:
-        return None, "left out, since the run does not say how many devices its hosts have"
+        return None, "not scored, since the run lacks the number of devices per host"
     if gpus >= ranks:
-        return gpus, f"it counts {gpus} GPUs per host, those of the first rank's host"
-    return ranks, f"it counts {ranks} GPUs per host, by the ranks' local numbers"
+        return gpus, f"it assumes {gpus} GPUs per host, the number on the first rank's host"
+    return ranks, f"it assumes {ranks} GPUs per host, from the ranks' local ranks"

@@ -1,4 +1,4 @@
-"""`dtbench export`: a topology as a Python module that puts its constants into torch itself.
+"""`dtbench export`: writes a topology as a Python module that installs its constants in torch.
 
-The modules import torch and nothing of dtbench; they are rendered from the templates beside this file.
+The modules import torch, but not dtbench; they are rendered from the templates in this folder.
 """

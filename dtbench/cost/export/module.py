@@ -1,4 +1,4 @@
-"""Renders the modules of `dtbench export`. Everything that comes from the topology goes through `literal`."""
+"""Renders the modules of `dtbench export`. All values from the topology are inserted with `literal`."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US
 from dtbench_core.cost.topology import SENDING, curves_of_changes
 
-Place = tuple[int, int]  # nodes, ranks per node
+NodeShape = tuple[int, int]  # nodes, ranks per node
 Target = Literal["torch", "inductor", "autoparallel"]
-# The versions whose private functions were read, and with which the tests were run.
+# Versions whose private functions the templates replace, and with which the tests were run.
 TORCH_VERSIONS = ("2.11", "2.13")
 
 TEMPLATES = Path(__file__).parent
 SHARD_TO_SHARD = ("S(0)->S(1)", "S(1)->S(0)")
-# As autoparallel's benchmarks/nccl_cost_model/tools/fit_profile.py takes them.
+# The same constants as in autoparallel's benchmarks/nccl_cost_model/tools/fit_profile.py.
 LATENCY_BYTES, RAMP_POINTS = 64 * 2**10, 24
 INDUCTOR_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 
 def export(topology: CalibratedTopology, target: Target, path: Path) -> None:
-    """Writes the module whole or not at all.
+    """Writes the module atomically.
 
     Raises:
-        UsageError: the topology cannot be said in torch's terms.
-        OutputError: the place cannot be written, or holds a file that `export` did not write.
+        UsageError: the target cannot represent the topology.
+        OutputError: the path cannot be written, or is a file that `export` did not write.
     """
     write_atomically(path, render(topology, target, path.stem), _is_export, "module of `dtbench export`")
 
 
 def render(topology: CalibratedTopology, target: Target, module: str = "topology") -> str:
-    """The text of the module. module: the name to import it by."""
+    """Returns the source of the module. module: its name, for the usage in its docstring."""
     _check(topology)
     tables, ramps = _runtimes(topology) if target == "autoparallel" else ({}, {})
     environment = jinja2.Environment(
@@ -74,10 +74,10 @@ def render(topology: CalibratedTopology, target: Target, module: str = "topology
 
 
 def literal(value: object) -> str:
-    """The value as Python source, in ASCII on one line: whatever a string holds, it stays a string.
+    """Formats a value as Python source: ASCII, on a single line, and safe for any string.
 
     Raises:
-        TypeError: not a string, number, None, or a tuple, list or dict of such.
+        TypeError: the value is not a string, number, None, or a tuple, list or dict of them.
     """
     if isinstance(value, str):
         return ascii(str(value))
@@ -94,18 +94,18 @@ def literal(value: object) -> str:
 def _check(topology: CalibratedTopology) -> None:
     if not topology.dims:
         raise UsageError(
-            "the topology holds no mesh dim, expected at least one: calibrate from a run with collectives"
+            "the topology has no mesh dim, expected at least one: calibrate a run of the suite collectives"
         )
     base = topology.base_latency_us
     if not math.isclose(base, BASE_LATENCY_US):
         raise UsageError(
-            f"the topology was fitted with a base latency of {base:g} us, torch's formulas have "
-            f"{BASE_LATENCY_US} us built in: calibrate again"
+            f"the topology was fitted with a base latency of {base:g} us, expected the {BASE_LATENCY_US} us of "
+            "torch's formulas: calibrate again"
         )
 
 
 def _source(topology: CalibratedTopology) -> dict[str, object]:
-    """Where the numbers come from and how sure they are."""
+    """Describes the origin and the accuracy of the numbers."""
     versions = topology.runs[0].versions if topology.runs else {}
     return {
         "written_by": f"dtbench {__version__}",
@@ -122,15 +122,15 @@ def _source(topology: CalibratedTopology) -> dict[str, object]:
 
 
 def _placement_curves(topology: CalibratedTopology) -> Iterator[tuple[tuple[str, str], Curve]]:
-    """DTensor's own measured transitions; where one was not measured, the collective that it is made of.
+    """Yields (mesh dim, transition) -> curve: DTensor's measured transitions, else the collective that each uses.
 
-    What starts at Replicate sends nothing and stays free: torch asks for a cost of 0 to know that.
+    Transitions from Replicate do not communicate and keep a cost of 0, which torch relies on.
     """
     for dim in topology.dims:
         collectives = {name: times_of(curve) for name, curve in dim.collectives.items()}
         curves: dict[str, Curve | None] = {**curves_of_changes(collectives, dim.ranks)}
         if topology.device_type == "cpu":
-            # There, DTensor gathers the whole tensor and keeps its part (`shard_dim_alltoall` in
+            # On a CPU, DTensor gathers the complete tensor and slices its shard (`shard_dim_alltoall` in
             # torch/distributed/tensor/_collective_utils.py).
             curves |= dict.fromkeys(SHARD_TO_SHARD, collectives.get("all_gather"))
         curves |= {change: times_of(curve) for change, curve in dim.transitions.get("torch", {}).items()}
@@ -141,18 +141,22 @@ def _placement_curves(topology: CalibratedTopology) -> Iterator[tuple[tuple[str,
 
 def _runtimes(
     topology: CalibratedTopology,
-) -> tuple[dict[str, dict[Place, tuple[float, float]]], dict[str, dict[Place, tuple[float, ...]]]]:
-    """collective -> (nodes, ranks per node) -> (us, GB/s); and the shares of that bandwidth, as autoparallel has them.
+) -> tuple[dict[str, dict[NodeShape, tuple[float, float]]], dict[str, dict[NodeShape, tuple[float, ...]]]]:
+    """Computes autoparallel's tables.
+
+    Returns:
+        tables: collective -> (nodes, ranks per node) -> (latency in us, peak bandwidth in GB/s).
+        ramps: collective -> (nodes, ranks per node) -> share of the peak bandwidth at sizes that double.
 
     Raises:
-        UsageError: no dim whose groups all lie alike on the hosts.
+        UsageError: no dim has groups with the same layout on their hosts.
     """
-    tables: dict[str, dict[Place, tuple[float, float]]] = {}
-    ramps: dict[str, dict[Place, tuple[float, ...]]] = {}
+    tables: dict[str, dict[NodeShape, tuple[float, float]]] = {}
+    ramps: dict[str, dict[NodeShape, tuple[float, ...]]] = {}
     for dim in topology.dims:
-        hosts, per_host = (set(of or ()) for of in (dim.layout.hosts_per_group, dim.layout.ranks_per_host))
-        place = (min(hosts, default=0), min(per_host, default=0))
-        if len(hosts) > 1 or len(per_host) > 1 or math.prod(place) != dim.ranks:
+        hosts, per_host = set(dim.layout.hosts_per_group or ()), set(dim.layout.ranks_per_host or ())
+        shape = (min(hosts, default=0), min(per_host, default=0))
+        if len(hosts) > 1 or len(per_host) > 1 or math.prod(shape) != dim.ranks:
             continue
         for name in INDUCTOR_COLLECTIVES:
             if name not in dim.collectives:
@@ -161,24 +165,25 @@ def _runtimes(
             small = [size for size in curve.sizes if size <= LATENCY_BYTES] or curve.sizes[:1]
             latency = min(map(curve.us, small))
             peak = max(_rate(curve, size, latency) for size in curve.sizes)
-            other = tables.setdefault(name, {}).get(place)
-            if peak and (other is None or peak < other[1]):  # of dims that lie alike the slower
+            entry = tables.setdefault(name, {}).get(shape)
+            if peak and (entry is None or peak < entry[1]):  # the slowest of the dims with this shape
                 sizes = (64 * 2**k * dim.ranks for k in range(RAMP_POINTS))
-                tables[name][place] = (round(latency, 6), round(peak, 6))
-                ramps.setdefault(name, {})[place] = tuple(
+                tables[name][shape] = (round(latency, 6), round(peak, 6))
+                ramps.setdefault(name, {})[shape] = tuple(
                     round(min(max(_rate(curve, size, latency) / peak or 1.0, 0.01), 1.0), 6) for size in sizes
                 )
     if not ramps:
         raise UsageError(
-            "no mesh dim of the topology has groups that lie alike on their hosts: autoparallel has no place for others"
+            "autoparallel requires groups with the same number of hosts and of ranks per host: no mesh dim of the "
+            "topology has such groups"
         )
-    return {name: of for name, of in tables.items() if of}, ramps
+    return {name: entries for name, entries in tables.items() if entries}, ramps
 
 
 def _rate(curve: Curve, size: int, latency_us: float) -> float:
-    """GB/s beyond the latency; 0 where nothing is left beyond it."""
-    beyond = curve.us(size) - latency_us
-    return size / (1000 * beyond) if beyond > 0 else 0.0
+    """Returns the bandwidth in GB/s after subtracting the latency; 0 if the time is not longer than the latency."""
+    transfer_us = curve.us(size) - latency_us
+    return size / (1000 * transfer_us) if transfer_us > 0 else 0.0
 
 
 def _is_export(head: str) -> bool:

@@ -1,1 +1,1 @@
-"""`dtbench plan`: how to shard a transformer over a machine, by the time and memory of a training step."""
+"""`dtbench plan`: predicts step time and memory of training layouts, and searches the fastest."""

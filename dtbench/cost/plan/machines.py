@@ -1,4 +1,4 @@
-"""Machines as data: nodes of equal GPUs, what they compute and copy, and what their links carry."""
+"""Descriptions of machines: nodes of equal GPUs, with their compute, memory and link speeds."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from dtbench.text.names import name_words, nearest
 MAX_FILE_BYTES = 2**20
 _FOLDER = resources.files("dtbench.cost.plan") / "machines"
 
-# No constant of a machine comes near these; products and powers of some stay floats, and none of them 0.
+# Wide limits for a machine's constants; within them, products and powers neither overflow nor become 0.
 _Positive = Annotated[float, msgspec.Meta(ge=1e-12, le=1e18)]
 _Share = Annotated[float, msgspec.Meta(ge=1e-12, le=1.0)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 
 
 class FittedConstants(msgspec.Struct, frozen=True, kw_only=True):
-    """What no data sheet says; `dtbench plan --fit` fits it to measured steps.
+    """Constants that data sheets lack; `dtbench plan --fit` fits them to measured steps.
 
-    Of the GPU: matmul, memory: share of the peak that matrix products and memory-bound operations reach.
-
-    Of the software:
-    attention: how many times as fast as matrix products flash attention is, all scores counted although causal
-        kernels leave half of them out. fp8: how many times as fast as in bfloat16 matrix products in FP8 are.
-        grouped: share of that speed that the products of experts reach.
-    host_us: the host's time for one layer, forward and backward; a layer is never faster. host_tp_us: with
-        collectives in the layer. wait_us: more of it per tensor-parallel rank where a pipeline crosses nodes.
-    layer_us: time of a layer's kernels that does not shrink with their work: starts, tails and small ones.
-    logit_bytes: bytes moved per logit for the loss and its gradient.
-    step_us: once a step.
-    gradient_bytes: of an element of the gradients as they are summed and reduced, 2 or 4.
-    activations: times the bytes of activations that are counted: kernels that are not fused keep more.
-    stages_by_cost: pipeline stages are cut by the cost of layers and head, not by the number of layers.
-    overlaps: gradients are reduced, and ZeRO's weights gathered, behind computation where a table does not say.
+    Attributes:
+        matmul: share of the peak FLOP/s that matrix products reach.
+        memory: share of the peak bandwidth that memory-bound operations reach.
+        attention: speed of flash attention relative to matrix products, counting the scores that causal kernels skip.
+        fp8: speed of matrix products in FP8 relative to bfloat16.
+        grouped: speed of the experts' matrix products relative to other products.
+        host_us: host time of a layer, forward and backward; a lower limit of the layer's time.
+        host_tp_us: the same for a layer with collectives.
+        wait_us: additional host time per tensor-parallel rank if a pipeline spans nodes.
+        layer_us: fixed time of a layer's kernels: starts, tails and small kernels.
+        logit_bytes: bytes moved per logit for the loss and its gradient.
+        step_us: fixed time of a step.
+        gradient_bytes: bytes per element of gradients when they are summed and reduced, 2 or 4.
+        activations: factor on the computed bytes of activations; unfused kernels keep more.
+        stages_by_cost: pipeline stages are balanced by the cost of layers and head, not by the number of layers.
+        overlaps: reducing gradients and gathering ZeRO's weights overlap with computation, if a table does not say.
     """
 
     matmul: _Share
@@ -61,11 +62,13 @@ class FittedConstants(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """Between nodes. GBps: 10^9 bytes/s that one node sends, over all of its adapters. latency_us: of one hop: a ring
-    has as many as ranks, which is why a collective's bandwidth falls with the number of nodes; a tree has few.
+    """The network between nodes.
 
-    shared: share of GBps that is left where several groups, of several ranks each, pass through one node: their rings
-        do not spread evenly over the adapters, as one ring over all ranks or one adapter per group does.
+    Attributes:
+        GBps: 10^9 bytes/s that a node can send over all of its adapters.
+        latency_us: latency per hop. A ring has as many hops as ranks, so its bandwidth falls with the number of nodes.
+        shared: share of GBps that is available if several groups with several ranks each use the same node. Their
+            rings do not spread evenly over the adapters.
     """
 
     GBps: _Positive
@@ -74,8 +77,13 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """90 % of the held-out steps took `low` to `high` times what was predicted; kinds: the same of steps of one kind,
-    as `dtbench.cost.plan.ground` tells them apart."""
+    """The range of measured over predicted time that holds 90 % of new steps.
+
+    Attributes:
+        low: lower end for all steps.
+        high: upper end for all steps.
+        kinds: kind of steps -> (low, high); see `dtbench.cost.plan.prediction_intervals.kind_of`.
+    """
 
     low: _Positive
     high: _Positive
@@ -91,11 +99,22 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 class MachineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """peak_tflops: dense bfloat16. memory_GBps: 10^9 bytes/s. all_reduce, and by name other collectives: ranks of one
-    node -> [[bytes, us], ...], measured; other numbers of ranks follow from the nearest, other collectives from the
-    all-reduce. ground: what -> from the least to the most that steps were fitted on. licence: of what was measured.
-    stands_in: whose collectives these are, where none were measured. fsdp: the machine whose constants are of programs
-    that shard weights by FSDP: rows of tables that did are predicted by it."""
+    """A machine: nodes of equal GPUs.
+
+    Attributes:
+        source: origin of the data.
+        memory_GiB: memory per GPU.
+        peak_tflops: dense bfloat16, 10^12 FLOP/s per GPU.
+        memory_GBps: 10^9 bytes/s per GPU.
+        fitted_on: the steps to which `fitted` was fitted.
+        all_reduce: ranks of a node -> measured [[bytes, us], ...]. Other numbers of ranks are interpolated.
+        collectives: the same for other collectives. Missing ones are derived from the all-reduce.
+        error: accuracy of predicted step times, if steps were measured.
+        fitted_range: quantity -> smallest and largest value among the fitted steps.
+        licence: licence of the measurements.
+        stands_in: the machine whose collectives were measured instead of this one's.
+        fsdp: the machine whose constants apply to steps that shard weights by FSDP.
+    """
 
     name: str
     source: str
@@ -109,7 +128,7 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True):
     all_reduce: CollectiveTables
     collectives: dict[str, CollectiveTables] = {}
     error: ErrorBounds | None = None
-    ground: dict[str, tuple[_Positive, _Positive]] = {}
+    fitted_range: dict[str, tuple[_Positive, _Positive]] = msgspec.field(name="ground", default_factory=dict)
     licence: str = ""
     stands_in: str = ""
     fsdp: str = ""
@@ -128,19 +147,19 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True):
         if not ranks.isdecimal() or not 2 <= int(ranks) <= self.gpus_per_node:
             raise ValueError(f"{name} is not a number of ranks from 2 to gpus_per_node")
         sizes, times = zip(*rows, strict=True) if rows else ((), ())
-        if not rows or any(int(b) <= int(a) for a, b in itertools.pairwise((0, *sizes))):
-            raise ValueError(f"{name} must have rows of growing bytes")
-        if any(b < a for a, b in itertools.pairwise(times)):
-            raise ValueError(f"{name} must have times that never fall")
+        if not rows or any(int(size) <= int(previous) for previous, size in itertools.pairwise((0, *sizes))):
+            raise ValueError(f"{name} must have rows with increasing bytes")
+        if any(time < previous for previous, time in itertools.pairwise(times)):
+            raise ValueError(f"{name} must have times that never decrease")
 
     @property
     def all_collectives(self) -> dict[str, CollectiveTables]:
-        """By name, the all-reduce first."""
+        """Name -> tables of all measured collectives, the all-reduce first."""
         return {"all_reduce": self.all_reduce, **self.collectives}
 
     @property
     def flops(self) -> float:
-        """Floating point operations per second that matrix products reach."""
+        """FLOP/s that matrix products reach."""
         return self.peak_tflops * 1e12 * self.fitted.matmul
 
     @property
@@ -154,13 +173,13 @@ def built_in() -> list[str]:
 
 
 def _content(name: str) -> dict[str, object]:
-    """Of a built-in machine; what its file does not say is as in the one that it is `like`."""
+    """Reads a built-in machine. Keys missing in its file come from the machine named by the key `like`."""
     content = decode((_FOLDER / f"{name}.json").read_bytes())
     return _content(str(content["like"])) | content if "like" in content else content
 
 
 def machine_called(system: str) -> str | None:
-    """The built-in machine that a table's words for a system mean, such as `DGX-H100` or `h100_80gb`."""
+    """Returns the built-in machine for a table's name of a system, e.g. `DGX-H100` or `h100_80gb`; None if unknown."""
     name = re.sub(r"\b\d+x(?=[a-z])", "", system.lower().replace("_", " "))
     words = re.findall(r"[a-z]+\d+[a-z]*", name)
     if "rtx" in system.lower():
@@ -168,32 +187,32 @@ def machine_called(system: str) -> str | None:
     return next((name for name in built_in() if name.partition("-")[0] in words), None)
 
 
-def _spelt(name: str) -> str | None:
-    """The built-in machine that a name means: the one with most of its words, such as h100-8x for 8xH100-AWS-p5.
+def _built_in_name(name: str) -> str | None:
+    """Returns the built-in machine that has most words in common with a name, e.g. h100-8x for 8xH100-AWS-p5.
 
-    A word that tells other memory or another bus (40GB, PCIe) means another machine.
+    Returns None for a variant with another memory size or bus (40GB, PCIe).
     """
     words = name_words(name)
-    is_other = any(re.fullmatch(r"\d+gi?b|pcie|nvl", word) for word in words)
-    fitting = [known for known in built_in() if name_words(known) <= words and not is_other]
-    return max(fitting, key=lambda known: len(name_words(known)), default=None)
+    is_variant = any(re.fullmatch(r"\d+gi?b|pcie|nvl", word) for word in words)
+    fitting = [machine for machine in built_in() if name_words(machine) <= words and not is_variant]
+    return max(fitting, key=lambda machine: len(name_words(machine)), default=None)
 
 
 def find_machine(name_or_path: str) -> MachineSpec:
-    """A built-in machine by name, or the one in a JSON file. Public systems of such a node mean it, too: 8xH100-AWS-p5.
+    """Returns a built-in machine by its name or by that of a public system with such nodes, or reads a JSON file.
 
     Raises:
-        UsageError: no such machine; or a file that is not one, with the key that is wrong.
-        UnreadableRunError: a file that cannot be read, or is no JSON.
+        UsageError: the machine is unknown, or the file has an invalid key.
+        UnreadableRunError: the file cannot be read, or is not JSON.
     """
     if name_or_path.endswith(".json"):
         content = read_json(Path(name_or_path), "a machine in JSON", MAX_FILE_BYTES)
-    elif name := _spelt(name_or_path):
+    elif name := _built_in_name(name_or_path):
         content = _content(name)
     else:
         raise UsageError(
-            f"--machine {name_or_path} is not known: nearest are {nearest(name_or_path, built_in())}; expected one of "
-            f"{', '.join(built_in())}, or a JSON file"
+            f"--machine {name_or_path}: unknown machine; nearest are {nearest(name_or_path, built_in())}; expected one "
+            f"of {', '.join(built_in())}, or a JSON file"
         )
     try:
         return into(content, MachineSpec)

@@ -1,4 +1,4 @@
-"""Rows of a table of measured steps as training jobs and layouts."""
+"""Converts the rows of a table of measured steps to training jobs and layouts."""
 
 from __future__ import annotations
 
@@ -20,22 +20,29 @@ from dtbench.cost.plan.step import model_flops
 from dtbench.cost.plan.training import PLAIN, RECOMPUTE, Recompute, Software, TrainingJob, TrainingLayout
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by
+from dtbench.text.units import plural
 
-# GPT-2's 50,257 tokens, padded as Megatron-LM pads them for 8 tensor-parallel ranks: a multiple of 128 x 8.
+# GPT-2's 50,257 tokens, padded like in Megatron-LM for 8 tensor-parallel ranks: to a multiple of 128 x 8.
 GPT_VOCAB = 51200
 SEQUENCE = 4096
-FP8_PEAK = 2  # times that of bfloat16
-# What is predicted to need more than so many times the memory there is was computed again.
-NOT_SURE = 1.3
-# Columns that may say a time, the most precise first.
-TIMES = ("iteration time", "tokens/s", "tokens/s/gpu")
+FP8_PEAK = 2  # relative to bfloat16
+# A step whose predicted memory exceeds this times the available memory must have used recomputation.
+MEMORY_TOLERANCE = 1.3
+# Columns that determine the time, the most precise first.
+TIME_COLUMNS = ("iteration time", "tokens/s", "tokens/s/gpu")
 _FLAGS = {"sequence parallel": "sequence_parallel", "flash attention": "flash", "overlap": "overlap"}
 _MODEL_SIZES = ("hidden", "attention heads", "layers")
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A row of a table. memory: bytes of one GPU, 0 where not measured. line: in the file."""
+    """A row of a table of measured steps.
+
+    Attributes:
+        time_s: seconds per step.
+        memory: bytes per GPU, 0 if not measured.
+        line: number of the line in the file.
+    """
 
     job: TrainingJob
     layout: TrainingLayout
@@ -46,7 +53,12 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """left_out: reason -> lines of rows that the model cannot express. notes: what was assumed."""
+    """The steps of a table.
+
+    Attributes:
+        left_out: reason -> lines of rows that cannot be predicted.
+        notes: assumptions about properties that are missing in the table.
+    """
 
     steps: list[MeasuredStep]
     left_out: Mapping[str, Sequence[int]]
@@ -54,27 +66,29 @@ class MeasuredSteps:
 
 
 class InexpressibleError(Exception):
-    """A row that the model has no words for, or that no run can have been; the message says why."""
+    """A row is not supported by the model, or inconsistent."""
 
 
 def read_steps(table: CsvTable, machine: MachineSpec, sequence: int = SEQUENCE) -> MeasuredSteps:
-    """Rows as jobs and layouts. Where the table does not say what is computed again: nothing if every layout of a
-    model on as many GPUs fits into memory so, else everything, as one script trained them all.
+    """Converts the rows to jobs and layouts.
 
-    sequence: tokens of a sequence, where the table does not say.
+    If the table has no column for recomputation, `_with_assumed_recomputation` decides about it.
+
+    Args:
+        sequence: tokens per sequence, if the table has no column for it.
 
     Raises:
-        UsageError: a column that is missing; a value that cannot be, with its line; or no row is left.
+        UsageError: a column is missing, a value is invalid, or no row can be predicted.
     """
     size_columns = () if "model" in table.columns else _MODEL_SIZES
     table.require(
         "gpus or nodes",
         "global batch",
         "micro batch or gradient accumulation",
-        " or ".join(TIMES),
+        " or ".join(TIME_COLUMNS),
         *size_columns,
     )
-    # Tables that name no model are Megatron-DeepSpeed's, of GPTs without flash attention and overlap.
+    # Tables without a column for the model are those of Megatron-DeepSpeed: GPTs without flash attention and overlap.
     software = PLAIN if size_columns else Software(overlap="fsdp" in table.columns or machine.fitted.overlaps)
     steps: list[MeasuredStep] = []
     left_out: defaultdict[str, list[int]] = defaultdict(list)
@@ -84,40 +98,49 @@ def read_steps(table: CsvTable, machine: MachineSpec, sequence: int = SEQUENCE) 
         except InexpressibleError as error:
             left_out[str(error)].append(row.line)
     if not steps:
-        why, lines = max(left_out.items(), key=lambda item: len(item[1]))
-        raise UsageError(f"{table.path}: no row can be predicted; {len(lines)}: line {lines[0]}: {why}")
+        reason, lines = max(left_out.items(), key=lambda item: len(item[1]))
+        raise UsageError(
+            f"{table.path}: no row can be predicted; most frequent reason ({plural(len(lines), 'row')}, first in line "
+            f"{lines[0]}): {reason}"
+        )
     if "recomputation" not in table.columns:
         steps = _with_assumed_recomputation(steps, machine)
     return MeasuredSteps(steps, dict(left_out), tuple(_notes(table, steps, machine, software, sequence)))
 
 
 def _with_assumed_recomputation(steps: Sequence[MeasuredStep], machine: MachineSpec) -> list[MeasuredStep]:
-    """Per model and number of GPUs either all steps compute everything again, or none does: what measured memory
-    tells, else whether all fit without."""
-    limit = NOT_SURE * (machine.memory_GiB * 2**30 - RESERVED_BYTES)
+    """Assumes full recomputation for all steps of a model and number of GPUs, or for none of them.
 
-    def needed(step: MeasuredStep) -> float:
+    It is assumed if it agrees better with measured memory. Without measured memory, it is assumed if some step would
+    not fit into memory otherwise, since usually the same script trained all of them.
+    """
+    limit = MEMORY_TOLERANCE * (machine.memory_GiB * 2**30 - RESERVED_BYTES)
+
+    def predicted_bytes(step: MeasuredStep) -> float:
         return memory_of(step.job, step.layout, machine.fitted).total
 
-    def off(group: Sequence[MeasuredStep]) -> float:
-        return median(abs(needed(step) / step.memory - 1) for step in group if step.memory)
+    def error(group: Sequence[MeasuredStep]) -> float:
+        return median(abs(predicted_bytes(step) / step.memory - 1) for step in group if step.memory)
 
     assumed = list(steps)
-    groups = group_by(range(len(steps)), lambda at: (steps[at].job.model.name, steps[at].job.gpus))
-    for places in groups.values():
-        group = [steps[at] for at in places]
-        again = [replace(step, layout=replace(step.layout, recompute="full")) for step in group]
-        measured = any(step.memory for step in group)
-        if off(again) < off(group) if measured else any(needed(step) > limit for step in group):
-            for at, step in zip(places, again, strict=True):
-                assumed[at] = step
+    groups = group_by(range(len(steps)), lambda index: (steps[index].job.model.name, steps[index].job.gpus))
+    for indices in groups.values():
+        group = [steps[index] for index in indices]
+        recomputing = [replace(step, layout=replace(step.layout, recompute="full")) for step in group]
+        if any(step.memory for step in group):
+            is_assumed = error(recomputing) < error(group)
+        else:
+            is_assumed = any(predicted_bytes(step) > limit for step in group)
+        if is_assumed:
+            for index, step in zip(indices, recomputing, strict=True):
+                assumed[index] = step
     return assumed
 
 
 def _notes(
     table: CsvTable, steps: Sequence[MeasuredStep], machine: MachineSpec, software: Software, sequence: int
 ) -> Iterator[str]:
-    """What the table does not say."""
+    """Describes assumptions and unused columns."""
     yield from sorted({f"recomputation: {step.layout.recompute}" for step in steps})
     yes = {True: "yes", False: "no"}
     assumed = {
@@ -131,18 +154,17 @@ def _notes(
     }
     if missing := [f"{column} {value}" for column, value in assumed.items() if column not in table.columns]:
         yield f"not in the table, assumed: {', '.join(missing)}"
-    fast = 0
+    too_fast = 0
     for step in steps:
         peak = (FP8_PEAK if step.job.software.precision == "fp8" else 1) * machine.peak_tflops * 1e12
-        fast += model_flops(step.job) / step.job.gpus / step.time_s > peak
-    if fast:
-        yield f"{fast} of {len(steps)} rows are faster than {machine.name} can be: another --machine?"
+        too_fast += model_flops(step.job) / step.job.gpus / step.time_s > peak
+    if too_fast:
+        yield f"{too_fast} of {len(steps)} rows exceed the peak FLOP/s of {machine.name}: check --machine"
     sources = {step.job.model.name: step.job.model.source for step in steps}
     yield from (f"{name}: {source}" for name, source in sorted(sources.items()) if source)
-    time = next(column for column in TIMES if column in table.columns)
-    others = [column for column in TIMES if column in table.columns and column != time]
-    if others or table.unused:
-        yield f"the time is that of {time}; not used: {', '.join([*others, *table.unused])}"
+    used, *unused = (column for column in TIME_COLUMNS if column in table.columns)
+    if unused or table.unused:
+        yield f"the time comes from the column {used}; not used: {', '.join([*unused, *table.unused])}"
 
 
 def _measured(row: CsvRow, machine: MachineSpec, software: Software, sequence: int) -> MeasuredStep:
@@ -174,18 +196,18 @@ def _measured(row: CsvRow, machine: MachineSpec, software: Software, sequence: i
 
 
 def _time_column(row: CsvRow) -> str:
-    time = next((column for column in TIMES if row.text(column)), None)
+    time = next((column for column in TIME_COLUMNS if row.text(column)), None)
     if time is None:
-        raise InexpressibleError("no time was measured")
+        raise InexpressibleError("the time is missing")
     if not row.text(time).strip("0."):
-        raise InexpressibleError(f"{time} is 0: rounded away")
+        raise InexpressibleError(f"{time} is rounded to 0")
     return time
 
 
 def _refuse(row: CsvRow, machine: MachineSpec) -> None:
-    """Rows of which the model holds nothing like, or that are of another machine."""
+    """Raises InexpressibleError for unsupported kinds of training and for other machines."""
     if "lora" in row.text("training").lower():
-        raise InexpressibleError("training of low-rank adapters is not in the model")
+        raise InexpressibleError("training of low-rank adapters is not supported")
     system = row.text("system")
     name = machine_called(system) if system else None
     if name is not None and not machine.name.startswith(name):
@@ -199,29 +221,29 @@ def _model(row: CsvRow) -> TransformerModel:
     model = find_model(name) if name.endswith(".json") else model_called(name)
     if model is None:
         raise InexpressibleError(
-            f"the model {name[:40]} is not known: give a model file, as --model takes it"
+            f"unknown model {name[:40]}: replace it by the path of a model file, in the format of --model"
         )
     return model
 
 
 def gpt(hidden: int, heads: int, layers: int, vocab: int = GPT_VOCAB) -> TransformerModel:
-    """A model of GPT's kind: an MLP of four times the width, embedding and head one matrix."""
+    """Returns a model like GPT, with an MLP of 4 x hidden features and a tied embedding."""
     if hidden % heads:
-        raise InexpressibleError(f"the hidden size {hidden} is no multiple of the {heads} attention heads")
+        raise InexpressibleError(f"the hidden size {hidden} is not a multiple of the {heads} attention heads")
     model = TransformerModel("", hidden, layers, heads, 4 * hidden, vocab, gated=False, tied=True)
     return structs.replace(model, name=f"GPT {model.elements() / 1e9:.3g} B ({layers} x {hidden})")
 
 
 def _micro_batch(row: CsvRow, batch: int, dp: int) -> int:
-    accumulated = row.count("gradient accumulation", 0)
+    accumulation = row.count("gradient accumulation", 0)
     if not row.text("micro batch"):
-        if not accumulated or batch % (dp * accumulated):
+        if not accumulation or batch % (dp * accumulation):
             raise InexpressibleError(
-                f"no micro batch: {batch} sequences over {dp} ranks and {accumulated} steps"
+                f"no micro batch divides {batch} sequences over {dp} ranks and {accumulation} accumulation steps"
             )
-        return batch // (dp * accumulated)
+        return batch // (dp * accumulation)
     micro = row.count("micro batch")
-    if accumulated and micro * accumulated * dp != batch:
+    if accumulation and micro * accumulation * dp != batch:
         raise InexpressibleError(
             "micro batch x gradient accumulation x data parallel is not the global batch"
         )
@@ -241,12 +263,12 @@ def _software(row: CsvRow, software: Software) -> Software:
         if words & {"fp8", "mxfp8", "float8"}:
             changes["precision"] = "fp8"
         elif not words & {"bf16", "fp16", "bfloat16", "float16"}:
-            raise InexpressibleError(f"the precision {text[:20]}: expected bf16, fp16 or fp8")
+            raise InexpressibleError(f"precision is {text[:20]}, expected bf16, fp16 or fp8")
     return replace(software, **changes)
 
 
 def _fsdp(row: CsvRow, copies: int, cp: int) -> int:
-    """Ranks that share one copy of the weights."""
+    """Returns the number of ranks that share a copy of the weights."""
     text = row.text("fsdp")
     if text == "FULL_SHARD":
         return copies
@@ -258,20 +280,20 @@ def _fsdp(row: CsvRow, copies: int, cp: int) -> int:
 
 def _recompute(row: CsvRow) -> Recompute:
     text = row.text("recomputation").lower()
-    word = {"": "none", "true": "full", "false": "none"}.get(text, text)
+    value = {"": "none", "true": "full", "false": "none"}.get(text, text)
     for kind in RECOMPUTE:
-        if kind == word:
+        if kind == value:
             return kind
     raise row.wrong(f"recomputation is {ascii(text)[:40]}, expected one of none, selective, full")
 
 
 def _check(job: TrainingJob, layout: TrainingLayout) -> None:
-    """Raises InexpressibleError for what no run can have been."""
+    """Raises InexpressibleError if the job and the layout are inconsistent."""
     model, stages, samples = job.model, layout.pp * layout.chunks, layout.dp * layout.micro_batch
     faults = (
         (
             job.batch % samples,
-            f"the global batch {job.batch} is no multiple of data parallelism x micro batch = {samples}",
+            f"the global batch {job.batch} is not a multiple of data parallelism x micro batch = {samples}",
         ),
         (
             layout.ranks != job.gpus,
@@ -291,9 +313,9 @@ def _check(job: TrainingJob, layout: TrainingLayout) -> None:
         ),
         (
             job.sequence % layout.cp,
-            f"the sequence of {job.sequence} tokens is no multiple of context parallelism {layout.cp}",
+            f"the sequence of {job.sequence} tokens is not a multiple of context parallelism {layout.cp}",
         ),
     )
-    for is_wrong, why in faults:
-        if is_wrong:
-            raise InexpressibleError(why)
+    for is_faulty, reason in faults:
+        if is_faulty:
+            raise InexpressibleError(reason)

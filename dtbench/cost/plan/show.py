@@ -1,4 +1,4 @@
-"""Plans, validations and machines as tables."""
+"""Prints plans, validations and machines as tables."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dtbench.cost.plan.validate import StepsFile
 from dtbench.text.terminal import new_console, print_columns, print_line, print_prose
 from dtbench.text.units import NO_INTERVAL, format_bytes, format_seconds, interval_or_none, plural
 
-# Of a long table the rows that are furthest off are shown; `--json` has all.
+# A longer table is reduced to the rows with the largest errors; `--json` prints all.
 MAX_ROWS = 60
 
 
 def print_file(file: PlanFile | StepsFile) -> None:
-    """A plan: the best layouts and what their time goes to. A validation: measured, predicted and the error of each
-    row, then how good that is for choosing."""
+    """Prints the best layouts of a plan, or the rows of a validation with their errors and a summary."""
     if isinstance(file, PlanFile):
         _print_plan(file)
     else:
@@ -27,37 +26,39 @@ def _print_plan(file: PlanFile) -> None:
     interval = "" if first.low_s is None else f" (90 % interval {_interval(first)})"
     print_prose(
         console,
-        f"{first.words}: {format_seconds(first.step_s)} a step{interval}, MFU {first.mfu:.1%}",
+        f"fastest layout: {first.words}; {format_seconds(first.step_s)} per step{interval}, MFU {first.mfu:.1%}",
         "bold",
     )
-    print_prose(console, f"is the fastest found for {file.title}; {first.why}")
+    print_prose(console, f"for {file.title}; {first.why}")
     print_line(console, "")
     print_prose(
         console,
-        f"{plural(file.considered, 'layout')} considered, {file.fitting} fit into {format_bytes(file.limit_bytes)} "
+        f"{plural(file.considered, 'layout')} evaluated, {file.fitting} fit into {format_bytes(file.limit_bytes)} "
         "per GPU; the best of each split of the ranks:",
     )
     print_columns(
         console,
-        [("layout", [one.words for one in best])],
+        [("layout", [row.words for row in best])],
         figures=[
-            ("step", [format_seconds(one.step_s) for one in best]),
-            ("90 % interval", [_interval(one) for one in best]),
-            ("MFU", [f"{one.mfu:.1%}" for one in best]),
-            ("memory", [format_bytes(sum(one.memory_bytes.values())) for one in best]),
-            ("exposed", [f"{one.exposed_s / one.step_s:.1%}" for one in best]),
+            ("step", [format_seconds(row.step_s) for row in best]),
+            ("90 % interval", [_interval(row) for row in best]),
+            ("MFU", [f"{row.mfu:.1%}" for row in best]),
+            ("memory", [format_bytes(sum(row.memory_bytes.values())) for row in best]),
+            ("exposed", [f"{row.exposed_s / row.step_s:.1%}" for row in best]),
         ],
-        extras=[("where the rest goes", [one.why for one in best])],
+        extras=[("largest losses and memory", [row.why for row in best])],
     )
     print_line(console, "")
-    print_prose(console, "exposed: communication that nothing hides, of the step")
+    print_prose(
+        console, "exposed: share of the step spent in communication that does not overlap with computation"
+    )
     for note in file.assumptions:
         print_prose(console, f"assumed: {note}")
 
 
-def _interval(one: LayoutRow) -> str:
-    ends = interval_or_none(one.low_s, one.high_s)
-    return NO_INTERVAL if ends is None else " .. ".join(map(format_seconds, ends))
+def _interval(row: LayoutRow) -> str:
+    bounds = interval_or_none(row.low_s, row.high_s)
+    return NO_INTERVAL if bounds is None else " .. ".join(map(format_seconds, bounds))
 
 
 def _print_validation(file: StepsFile) -> None:
@@ -75,18 +76,21 @@ def _print_validation(file: StepsFile) -> None:
         ],
     )
     if len(rows) < len(file.rows):
-        print_line(console, f"the {len(rows)} rows of {len(file.rows)} that are furthest off; --json has all")
+        print_line(
+            console, f"the {len(rows)} of {len(file.rows)} rows with the largest errors; --json prints all"
+        )
     print_line(console, "")
     for line in file.verdict:
         print_line(console, line)
 
 
 def print_machines() -> None:
-    """The machines that come with dtbench: their sources, and what steps they were fitted on."""
+    """Prints the machines that are included in dtbench, with their sources and the steps they were fitted to."""
     console = new_console()
-    for one in map(find_machine, built_in()):
+    for machine in map(find_machine, built_in()):
         print_line(
             console,
-            f"{one.name}: {one.gpus_per_node} GPUs a node of {one.memory_GiB:.4g} GiB, {one.peak_tflops:.4g} TFLOP/s, "
-            f"{one.network.GBps:.3g} GB/s between nodes; {one.source}; steps: {one.fitted_on}",
+            f"{machine.name}: {machine.gpus_per_node} GPUs per node with {machine.memory_GiB:.4g} GiB and "
+            f"{machine.peak_tflops:.4g} TFLOP/s each, {machine.network.GBps:.3g} GB/s between nodes; {machine.source}; "
+            f"fitted to: {machine.fitted_on}",
         )

@@ -1,4 +1,4 @@
-"""Measured steps and collectives: what is predicted for each row of a table, and how far off it is."""
+"""Compares predictions with tables of measured steps or collectives."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ import numpy as np
 from msgspec import Struct
 
 from dtbench.cost.plan.csv_table import CsvTable, read_table
-from dtbench.cost.plan.ground import extrapolation, interval
 from dtbench.cost.plan.links import Links
 from dtbench.cost.plan.machines import COLLECTIVES, MachineSpec, find_machine, machine_called
 from dtbench.cost.plan.measured_steps import MeasuredStep, read_steps
 from dtbench.cost.plan.memory import memory_of
+from dtbench.cost.plan.prediction_intervals import extrapolation, interval
 from dtbench.cost.plan.step import predict_step
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by
 from dtbench.text.units import plural
 
-# Fewer ways to split ranks over layouts cannot be halved.
-FEW_SPLITS = 16
-# Of many lines so many are named.
-NAMED = 8
+# A table with fewer splits of the ranks is halved by rows, not by splits.
+MIN_SPLITS = 16
+# Messages list at most this many lines.
+MAX_LINES_SHOWN = 8
 LARGE_BYTES = 2**20
 
 
 class StepRow(Struct, frozen=True, kw_only=True):
-    """group: rows of which each is a choice beside the others. low_s, high_s: the 90 % interval, where there is one.
-    Bytes of one GPU, where they were measured. line: of the table, 0 where it has none."""
+    """A row of the table with its prediction.
+
+    Attributes:
+        label: description of the row.
+        group: rows of the same group are alternative layouts of the same job.
+        low_s: lower end of the 90 % interval, if there is one.
+        high_s: upper end of the interval.
+        measured_bytes: memory per GPU, if it was measured.
+        line: number of the line in the file, 0 if there is none.
+    """
 
     label: str
     group: str
@@ -46,12 +54,17 @@ class StepRow(Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted / measured - 1."""
         return self.predicted_s / self.measured_s - 1
 
 
 class StepsFile(Struct, frozen=True, kw_only=True):
-    """What `dtbench plan --validate --json` prints."""
+    """The output of `dtbench plan --validate --json`.
+
+    Attributes:
+        mean_error: mean of |predicted / measured - 1|.
+        verdict: lines that summarize the errors.
+    """
 
     kind: Literal["plan validation"] = "plan validation"
     title: str
@@ -63,81 +76,94 @@ class StepsFile(Struct, frozen=True, kw_only=True):
 def steps_file(
     title: str, rows: Sequence[StepRow], notes: Iterable[str], left_out: Mapping[str, Sequence[int]]
 ) -> StepsFile:
-    """What the rows amount to: how far off they are, and what choosing by the predictions would cost.
+    """Summarizes the errors of the predictions, and the time lost by choosing layouts by them.
 
-    title: of what, by what. rows: in the order of the table; those of one group are choices of one another. left_out:
-    reason -> lines of rows that were not predicted.
+    Args:
+        title: title of the printed table.
+        rows: rows in the order of the table.
+        left_out: reason -> lines of rows that were not predicted.
     """
-    choices = [of for of in group_by(rows, lambda row: row.group).values() if len(of) > 1]
+    groups = [group for group in group_by(rows, lambda row: row.group).values() if len(group) > 1]
     in_order = [
-        (a.predicted_s - b.predicted_s) * (a.measured_s - b.measured_s) > 0
-        for of in choices
-        for a, b in itertools.combinations(of, 2)
-        if a.measured_s != b.measured_s
+        (first.predicted_s - second.predicted_s) * (first.measured_s - second.measured_s) > 0
+        for group in groups
+        for first, second in itertools.combinations(group, 2)
+        if first.measured_s != second.measured_s
     ]
-    costs = [
-        min(of, key=lambda row: row.predicted_s).measured_s / min(row.measured_s for row in of) - 1
-        for of in choices
+    losses = [
+        min(group, key=lambda row: row.predicted_s).measured_s / min(row.measured_s for row in group) - 1
+        for group in groups
     ]
-    verdict = [f"{_spread([row.error for row in rows])} over {plural(len(rows), 'row')}"]
+    verdict = [f"{_error_summary([row.error for row in rows])} over {plural(len(rows), 'row')}"]
     if in_order and any(" on " in row.label for row in rows):
-        right, pairs = sum(in_order), len(in_order)
-        verdict.append(f"{right} of {pairs} pairs of layouts in the order measured ({right / pairs:.1%})")
+        correct, pairs = sum(in_order), len(in_order)
         verdict.append(
-            f"the layout predicted fastest took {fmean(costs):.1%} more than the fastest, mean of "
-            f"{plural(len(costs), 'choice')}; median {median(costs):.1%}; at most {max(costs):.1%}"
+            f"{correct} of {pairs} pairs of layouts predicted in the measured order ({correct / pairs:.1%})"
         )
-    inside = [row.low_s <= row.measured_s <= row.high_s for row in rows if row.low_s and row.high_s]
-    if inside:
         verdict.append(
-            f"{sum(inside)} of {len(inside)} measured times inside the 90 % interval ({fmean(inside):.1%})"
+            f"the layout with the fastest prediction is slower than the fastest by {fmean(losses):.1%}, mean over "
+            f"{plural(len(losses), 'job')}; median {median(losses):.1%}; at most {max(losses):.1%}"
         )
-    off = [r.predicted_bytes / r.measured_bytes - 1 for r in rows if r.measured_bytes and r.predicted_bytes]
-    if off:
-        verdict.append(f"memory: {_spread(off)}, bias {median(off):+.1%} over {plural(len(off), 'row')}")
-    named = [_left_out(reason, lines) for reason, lines in left_out.items()]
+    is_inside = [row.low_s <= row.measured_s <= row.high_s for row in rows if row.low_s and row.high_s]
+    if is_inside:
+        verdict.append(
+            f"{sum(is_inside)} of {len(is_inside)} measured times inside the 90 % interval ({fmean(is_inside):.1%})"
+        )
+    memory_errors = [
+        row.predicted_bytes / row.measured_bytes - 1
+        for row in rows
+        if row.measured_bytes and row.predicted_bytes
+    ]
+    if memory_errors:
+        verdict.append(
+            f"memory: {_error_summary(memory_errors)}, bias {median(memory_errors):+.1%} over "
+            f"{plural(len(memory_errors), 'row')}"
+        )
+    reasons = [_left_out(reason, lines) for reason, lines in left_out.items()]
     if left_out:
         verdict.append(f"{plural(sum(map(len, left_out.values())), 'row')} left out:")
     return StepsFile(
         title=title,
         rows=tuple(rows),
         mean_error=fmean(abs(row.error) for row in rows),
-        verdict=(*verdict, *named, *notes),
+        verdict=(*verdict, *reasons, *notes),
     )
 
 
 def _left_out(reason: str, lines: Sequence[int]) -> str:
-    named = ", ".join(map(str, lines[:NAMED])) + (", ..." if len(lines) > NAMED else "")
-    return f"{plural(len(lines), 'row')}: {reason} (line {named})"
+    shown = ", ".join(map(str, lines[:MAX_LINES_SHOWN])) + (", ..." if len(lines) > MAX_LINES_SHOWN else "")
+    return f"{plural(len(lines), 'row')}: {reason} (line {shown})"
 
 
-def _spread(errors: Sequence[float]) -> str:
-    sizes = [abs(error) for error in errors]
-    return f"mean error {fmean(sizes):.1%}, median {median(sizes):.1%}"
+def _error_summary(errors: Sequence[float]) -> str:
+    absolute = [abs(error) for error in errors]
+    return f"mean error {fmean(absolute):.1%}, median {median(absolute):.1%}"
 
 
 def validate_table(
     path: Path, machine: MachineSpec, links: Links, sequence: int, gpus: int | None
 ) -> StepsFile:
-    """Predicts every row of a table of measured steps, or of measured collectives.
+    """Predicts every row of a table of measured steps or collectives.
 
-    sequence: tokens of one, and gpus: of a collective, where the table does not say.
+    Args:
+        sequence: tokens per sequence, if the table has no column for it.
+        gpus: ranks of a collective, if the table has no column for them.
 
     Raises:
-        UsageError: a table without the columns or with a value that cannot be; the line is named.
-        UnreadableRunError: a file that cannot be read.
+        UsageError: a column is missing, or a value is invalid.
+        UnreadableRunError: the file cannot be read.
     """
     table = read_table(path)
     if "bytes" in table.columns:
         return _validate_collectives(table, machine, links, gpus)
     measured = read_steps(table, machine, sequence)
     steps = measured.steps
-    beyond = sorted({line for step in steps if (line := extrapolation(step.job, machine))})
-    notes = [*measured.notes, *beyond[:NAMED]]
+    extrapolations = sorted({note for step in steps if (note := extrapolation(step.job, machine))})
+    notes = [*measured.notes, *extrapolations[:MAX_LINES_SHOWN]]
     if machine.fsdp and any(step.layout.fsdp > 1 for step in steps):
-        notes.append(f"rows that shard by FSDP are predicted by {machine.fsdp}")
+        notes.append(f"rows with FSDP are predicted with the constants of {machine.fsdp}")
     if machine.error is None:
-        notes.append(f"no step was measured on {machine.name}: no interval")
+        notes.append(f"no step was measured on {machine.name}, so there is no interval")
     return steps_file(
         f"{path.name}: {len(steps)} measured steps on {machine.name}",
         predict_rows(steps, machine, links),
@@ -147,8 +173,8 @@ def validate_table(
 
 
 def predict_rows(steps: Iterable[MeasuredStep], machine: MachineSpec, links: Links) -> tuple[StepRow, ...]:
-    sharded = find_machine(machine.fsdp) if machine.fsdp else machine
-    return tuple(_predicted(step, sharded if step.layout.fsdp > 1 else machine, links) for step in steps)
+    fsdp_machine = find_machine(machine.fsdp) if machine.fsdp else machine
+    return tuple(_predicted(step, fsdp_machine if step.layout.fsdp > 1 else machine, links) for step in steps)
 
 
 def _predicted(step: MeasuredStep, machine: MachineSpec, links: Links) -> StepRow:
@@ -169,9 +195,11 @@ def _predicted(step: MeasuredStep, machine: MachineSpec, links: Links) -> StepRo
 
 
 def _validate_collectives(table: CsvTable, machine: MachineSpec, links: Links, gpus: int | None) -> StepsFile:
-    """Rows priced by the links: of a machine its tables of a node, and its network beyond."""
+    """Predicts measured collectives from the links."""
     if gpus is None and "gpus" not in table.columns:
-        raise UsageError(f"{table.path} has no column gpus: give --gpus, of how many the collectives were")
+        raise UsageError(
+            f"{table.path} has no column gpus: give --gpus, the number of GPUs of the collectives"
+        )
     table.require("bytes", "time")
     rows: list[StepRow] = []
     large: list[float] = []
@@ -180,15 +208,15 @@ def _validate_collectives(table: CsvTable, machine: MachineSpec, links: Links, g
         ranks, size = row.count("gpus", gpus), row.count("bytes")
         name = row.text("collective").replace("alltoall", "all_to_all") or "all_reduce"
         system = row.text("system")
-        of_machine = machine_called(system) if system else machine.name
-        if of_machine is None or not machine.name.startswith(of_machine):
+        row_machine = machine_called(system) if system else machine.name
+        if row_machine is None or not machine.name.startswith(row_machine):
             left_out[f"{system} is not {machine.name}"].append(row.line)
             continue
         if name not in ("all_reduce", *COLLECTIVES) or ranks < 2:
-            left_out[f"{name[:20]} of {ranks} GPUs"].append(row.line)
+            left_out[f"{name[:20]} of {ranks} GPUs is not supported"].append(row.line)
             continue
         predicted = StepRow(
-            label=f"{name} of {ranks}: {size} B",
+            label=f"{name} of {ranks} GPUs: {size} B",
             group=f"{name} {ranks}",
             measured_s=row.number("time"),
             predicted_s=links.collective(name, size, ranks, 1),
@@ -198,22 +226,26 @@ def _validate_collectives(table: CsvTable, machine: MachineSpec, links: Links, g
         if size >= LARGE_BYTES:
             large.append(predicted.error)
     if not rows:
-        raise UsageError(f"{table.path}: no row is of {machine.name}: {', '.join(list(left_out)[:3])}")
-    notes = [f"from 1 MiB on: {_spread(large)}"] if large else []
+        raise UsageError(f"{table.path} has no row for {machine.name}: {', '.join(list(left_out)[:3])}")
+    notes = [f"from 1 MiB on: {_error_summary(large)}"] if large else []
     if machine.stands_in:
-        notes.append(f"collectives of {machine.stands_in}")
+        notes.append(f"predicted from collectives measured on {machine.stands_in}")
     return steps_file(f"{table.path.name}: collectives on {machine.name}", rows, notes, left_out)
 
 
 def halves(steps: Sequence[MeasuredStep]) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
-    """Two halves, drawn by chance with a fixed seed: of the ways to split ranks, so that no half holds a layout of the
-    other with another micro batch; of the rows, where there are few ways."""
+    """Divides the steps at random, with a fixed seed, into two halves.
+
+    Steps with the same split of the ranks stay in the same half, so that the halves do not differ just by the micro
+    batch. If there are few splits, steps are divided individually.
+    """
     layouts = [step.layout for step in steps]
-    ways = [(one.tp, one.pp, one.dp, one.cp, one.ep) for one in layouts]
-    if len({*ways}) < FEW_SPLITS:
-        ways = [(at, 0, 0, 0, 0) for at in range(len(steps))]
-    different = sorted({*ways})
-    order = np.random.default_rng(0).permutation(len(different))
-    chosen = {different[at] for at in order[: len(order) // 2]}
-    pairs = list(zip(ways, steps, strict=True))
-    return [one for way, one in pairs if way in chosen], [one for way, one in pairs if way not in chosen]
+    splits = [(layout.tp, layout.pp, layout.dp, layout.cp, layout.ep) for layout in layouts]
+    if len({*splits}) < MIN_SPLITS:
+        splits = [(index, 0, 0, 0, 0) for index in range(len(steps))]
+    distinct = sorted({*splits})
+    order = np.random.default_rng(0).permutation(len(distinct))
+    chosen = {distinct[index] for index in order[: len(order) // 2]}
+    pairs = list(zip(splits, steps, strict=True))
+    first = [step for split, step in pairs if split in chosen]
+    return first, [step for split, step in pairs if split not in chosen]
