@@ -164,11 +164,11 @@ def calibrate(runs: Runs, output: str | Path | None = None) -> CalibratedTopolog
         UsageError: no usable results, or runs that are not of one machine, mesh and backend.
         OutputError: the file cannot be written.
     """
-    from dtbench.cost.calibration import calibrate as fit
+    from dtbench.cost import calibration
     from dtbench.records.topology import write_topology
     from dtbench.stats.frame import as_runs
 
-    topology = fit(as_runs(runs))
+    topology = calibration.calibrate(as_runs(runs))
     if output is not None:
         write_topology(topology, Path(output))
     return topology

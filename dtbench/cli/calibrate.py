@@ -57,18 +57,15 @@ def calibrate_command(
             f"-o is the topology to fit, {'--split' if split else '--validate'} writes none: "
             "leave it out, or give --json"
         )
-    from dtbench.cost.calibration.validate import validate as score_models
-    from dtbench.cost.calibration.validate import validate_split
+    from dtbench.cost.calibration.validate import score_runs, score_split
     from dtbench.cost.show import print_validation
     from dtbench.records.run import read_run
     from dtbench.records.topology import read_topology
 
     if validate is None:
-        validation = validate_split(read_run(runs[0]))
+        validation = score_split(read_run(runs[0]))
     else:
-        validation = score_models(
-            read_topology(validate), [read_run(path) for path in runs], allow_fitted=same
-        )
+        validation = score_runs(read_topology(validate), [read_run(path) for path in runs], allow_fitted=same)
     print_validation(validation, as_json)
 
 

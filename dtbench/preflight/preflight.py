@@ -13,7 +13,7 @@ from typing import Literal, NoReturn
 import msgspec
 from msgspec import Struct
 
-from dtbench.cost.price import estimate
+from dtbench.cost.estimate import estimate_collective
 from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.launch import start_ranks
 from dtbench.engine.launch_files import LaunchSpec
@@ -184,7 +184,7 @@ def compare_with(expected: CalibratedTopology, examination: Examination) -> None
         examination.unjudged.clear()
     for name in dims.keys() & examination.dims.keys():
         times = examination.dims[name]
-        price = estimate(dims[name], "all_reduce", len(times.groups[0]), times.size_bytes)
+        price = estimate_collective(dims[name], "all_reduce", len(times.groups[0]), times.size_bytes)
         share = price.high_us * 1e-6 / median(times.times_s)
         if share < SLOWER_THAN_EXPECTED:
             examination.findings.append(

@@ -125,7 +125,10 @@ def test_launches_that_differ_widen_the_interval(topology: CalibratedTopology) -
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
-        ({"truth": {"dp": (1e6, 250.0), "tp": (1e6, 90.0)}, "sizes": made_up.SIZES[:4]}, "only a lower bound"),
+        (
+            {"truth": {"dp": (1e6, 250.0), "tp": (1e6, 90.0)}, "sizes": made_up.SIZES[:4]},
+            "only a lower bound",
+        ),
         ({"truth": {"dp": (10.0, 0.0), "tp": (20.0, 0.0)}, "noise": 0.0, "samples": 8}, "latency"),
         ({"sizes": made_up.SIZES[3:5]}, "only a factor of 4"),
     ],
@@ -147,7 +150,7 @@ def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None
     assert [dim.name for dim in topology.dims] == ["tp"]
     reasons = {dim.name: dim.reason for dim in topology.left_out}
     assert reasons["pp"].startswith("it has a single rank")
-    assert reasons["dp"].startswith("one size only")
+    assert reasons["dp"].startswith("a single size")
 
 
 # ---------------------------------------------------------------------------- built-in constants

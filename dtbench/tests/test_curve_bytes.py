@@ -20,9 +20,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard, _collective_util
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dtbench.cost.estimate import times_of
 from dtbench.cost.export.module import render
 from dtbench.cost.plan.links import TopologyLinks
-from dtbench.cost.price import times_of
 from dtbench.errors import EXIT_OK
 from dtbench.records.topology import CalibratedTopology, read_topology
 from dtbench.reporting.html.cases import ReportCase, collect

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collec
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dtbench.cost.estimate import estimate_call
 from dtbench.cost.export.module import export, literal, render
-from dtbench.cost.price import price
 from dtbench.errors import OutputError, UsageError
 from dtbench.records.topology import CalibratedTopology, FromRun, HostLayout, write_topology
 from dtbench.tests.made_up import Cli
@@ -480,4 +480,4 @@ def test_curves_are_read_as_dtbench_reads_them() -> None:
         exported = module_of(two_dims(collectives={"all_reduce": curve}), "inductor")
         for size in (1, 2, 5000, 77_777, sizes[0], sizes[-1], 10**6, 10**9):
             got = exported.CURVES["tp", "all_reduce"].us(size)
-            assert got == pytest.approx(price(curve, size).time_us, abs=1e-9), (seed, size)
+            assert got == pytest.approx(estimate_call(curve, size).time_us, abs=1e-9), (seed, size)

@@ -40,7 +40,7 @@ def test_machine_is_found_however_it_is_spelt(spelt: str, name: str) -> None:
     ],
 )
 def test_machine_of_other_memory_bus_or_count_is_refused(spelt: str, near: str) -> None:
-    with pytest.raises(UsageError, match=f"--machine {spelt} is not known: nearest are .*{near}"):
+    with pytest.raises(UsageError, match=f"--machine {spelt}: unknown machine; nearest are .*{near}"):
         find_machine(spelt)
 
 

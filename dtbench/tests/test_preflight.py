@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtbench.cost.price import estimate
+from dtbench.cost.estimate import estimate_collective
 from dtbench.preflight.examine import (
     ALL_PAIRS_UP_TO,
     BETWEEN,
@@ -319,7 +319,7 @@ def test_what_has_no_peers_is_not_called_healthy(hosts: list[str], link: float, 
 
 def test_two_ranks_are_judged_by_what_is_expected() -> None:
     topology = a_topology(ring_dim("dp", 2, 100.0, 1.0, "all_reduce"))
-    expected_s = estimate(topology.dims[0], "all_reduce", 2, 2**26).high_us * 1e-6
+    expected_s = estimate_collective(topology.dims[0], "all_reduce", 2, 2**26).high_us * 1e-6
     for times_as_long, word in ((1.0, "as expected"), (2.0, "slow")):
         examination = FakeRanks(hosts_of(2)).examine()
         dim = DimTimes(dim="dp", groups=((0, 1),), size_bytes=2**26, times_s=(expected_s * times_as_long,))
@@ -330,7 +330,7 @@ def test_two_ranks_are_judged_by_what_is_expected() -> None:
 
 def test_a_mesh_dim_that_is_slower_than_the_topology_is_named() -> None:
     topology = a_topology(ring_dim("dp", 8, 100.0, 1.0, "all_reduce"))
-    expected_s = estimate(topology.dims[0], "all_reduce", 8, 2**26).high_us * 1e-6
+    expected_s = estimate_collective(topology.dims[0], "all_reduce", 8, 2**26).high_us * 1e-6
     for times_as_long, named in ((1.1, False), (2.0, True)):
         examination = Examination(ExaminedWorld(("node-0",) * 8, (("dp", 8),)))
         times = (expected_s * times_as_long,)

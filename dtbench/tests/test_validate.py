@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dtbench.cost.calibration import calibrate
-from dtbench.cost.calibration.validate import Validation, validate, validate_split
+from dtbench.cost.calibration.validate import Validation, score_runs, score_split
 from dtbench.errors import EXIT_OK, EXIT_USAGE, UsageError
 from dtbench.records.result import Result, Run
 from dtbench.records.topology import CalibratedTopology, write_topology
@@ -47,7 +47,7 @@ def ratio(validation: Validation, model: str, regime: str = "all", group: str = 
 def test_errors_and_the_noise_floor_are_those_of_the_launches() -> None:
     """Fitted on launches of 0.9, 1 and 1.1; new ones take 1.2 and 0.8 of what the formula says."""
     new = run_of([*results(1.2, 0), *results(0.8, 1)])
-    validation = validate(fitted(0.9, 1.0, 1.1), [new])
+    validation = score_runs(fitted(0.9, 1.0, 1.1), [new])
     expected = math.exp((math.log(1.2) - math.log(0.8)) / 2)
     for model in ("ring", "table"):
         assert ratio(validation, model) == pytest.approx(expected, rel=2e-3)
@@ -68,31 +68,34 @@ def test_torchs_own_layout_and_the_right_one_are_told_apart() -> None:
     """On CPU torch takes every dim for crossing hosts; here tp does not, and takes what torch would say."""
     builtin = {"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}
     topology = calibrate([run_of(results(truth=builtin), "fitted")])
-    validation = validate(topology, [run_of(results(truth=builtin))])
+    validation = score_runs(topology, [run_of(results(truth=builtin))])
     assert ratio(validation, "builtin_layout") == pytest.approx(1, abs=1e-6)
     assert ratio(validation, "builtin_scaled") == pytest.approx(1, abs=1e-6)
     assert ratio(validation, "builtin", "> 1 MiB") > 1.5
     assert any("1 device per host" in note for note in validation.notes)
     # With as many GPUs per host as ranks it guesses right.
-    gpus = {"machine": {"cpu": {}, "gpus": [{"name": "H"}, {"name": "H"}]}, "plan": {"device_type": "cuda"}}
+    gpus = {
+        "machine": {"cpu": {}, "gpus": [{"name": "H"}, {"name": "H"}]},
+        "options": {"device_type": "cuda"},
+    }
     topology = calibrate([run_of(results(truth=builtin), "fitted", **gpus)])
-    validation = validate(topology, [run_of(results(truth=builtin), **gpus)])
+    validation = score_runs(topology, [run_of(results(truth=builtin), **gpus)])
     assert ratio(validation, "builtin") == pytest.approx(1, abs=1e-6)
 
 
 def test_intervals_are_scored_on_each_new_value() -> None:
     topology = fitted(0.9, 1.0, 1.1)
     near, far = results(1.05, 0), results(3.0, 1)
-    (group,) = validate(topology, [run_of([*near, *far])]).groups
+    (group,) = score_runs(topology, [run_of([*near, *far])]).groups
     assert (group.inside, group.points, group.beyond, group.one_launch) == (0.5, 96, 0, False)
-    (group,) = validate(topology, [run_of(results(sizes=[*SIZES, 4 * SIZES[-1]]))]).groups
+    (group,) = score_runs(topology, [run_of(results(sizes=[*SIZES, 4 * SIZES[-1]]))]).groups
     assert group.beyond == 6 and group.points == 48
-    assert validate(fitted(1.0), [run_of(results())]).groups[0].one_launch
+    assert score_runs(fitted(1.0), [run_of(results())]).groups[0].one_launch
 
 
 def test_other_collectives_and_changes_of_placement_are_scored_apart() -> None:
     measured = [*made_up.collectives(noise=0.0, samples=6, modes=["together"]), *made_up.redistribute()]
-    validation = validate(calibrate([run_of(measured, "fitted")]), [run_of(measured)])
+    validation = score_runs(calibrate([run_of(measured, "fitted")]), [run_of(measured)])
     assert [group.name for group in validation.groups] == [
         "ring collectives",
         "other collectives",
@@ -109,8 +112,8 @@ def test_other_collectives_and_changes_of_placement_are_scored_apart() -> None:
 def test_runs_that_it_was_fitted_on_are_refused_unless_asked_for() -> None:
     topology, own = fitted(1.0), run_of(results(), "fitted")
     with pytest.raises(UsageError, match=r"the topology was fitted to.*--same"):
-        validate(topology, [own])
-    validation = validate(topology, [own], allow_fitted=True)
+        score_runs(topology, [own])
+    validation = score_runs(topology, [own], allow_fitted=True)
     assert any(note.startswith("FITTED TO THE SAME RUN (fitted.jsonl)") for note in validation.notes)
 
 
@@ -118,7 +121,7 @@ def test_runs_that_it_was_fitted_on_are_refused_unless_asked_for() -> None:
     ("changes", "says"),
     [
         ({"versions": {"backend": "nccl"}}, "has the backend gloo, but new.jsonl has nccl"),
-        ({"plan": {"device_type": "cuda"}}, "has the device type cpu, but new.jsonl has cuda"),
+        ({"options": {"device_type": "cuda"}}, "has the device type cpu, but new.jsonl has cuda"),
         ({"mesh": {"x": 2, "y": 2}}, r"has measured none of the topology.s mesh dims \(dp=2, tp=2\)"),
     ],
 )
@@ -126,17 +129,17 @@ def test_runs_of_another_setup_are_refused(changes: dict[str, Any], says: str) -
     of_mesh = {"mesh": changes["mesh"], "truth": {"x": (1, 1), "y": (1, 1)}} if "mesh" in changes else {}
     measured = results(**of_mesh)
     with pytest.raises(UsageError, match=says):
-        validate(fitted(1.0), [run_of(measured, **changes)])
+        score_runs(fitted(1.0), [run_of(measured, **changes)])
 
 
 def test_differences_that_may_make_the_errors_are_said() -> None:
     half = [msgspec.structs.replace(r, params={**r.params, "dtype": "bfloat16"}) for r in results()]
-    notes = validate(fitted(1.0), [run_of(half, hosts=("a",) * 4)]).notes
+    notes = score_runs(fitted(1.0), [run_of(half, hosts=("a",) * 4)]).notes
     assert any("dp spans (1, 1) hosts (min, max) in the runs, (2, 2) in the topology" in n for n in notes)
     assert any("all_gather over dp is bfloat16 in the runs, float32 in the topology" in n for n in notes)
-    alone = validate(fitted(1.0), [run_of(results(modes=["alone"]))]).notes
+    alone = score_runs(fitted(1.0), [run_of(results(modes=["alone"]))]).notes
     assert any("groups of dp were measured alone in the runs, together in the topology" in n for n in alone)
-    more = validate(fitted(1.0), [run_of([*results(), *results(names=("broadcast",))])]).notes
+    more = score_runs(fitted(1.0), [run_of([*results(), *results(names=("broadcast",))])]).notes
     assert any("the topology has no broadcast over tp" in n for n in more)
 
 
@@ -145,7 +148,7 @@ def test_differences_that_may_make_the_errors_are_said() -> None:
 
 def test_sizes_held_out_are_predicted_from_their_neighbours_and_not_by_themselves() -> None:
     """Times linear in size: a table that is read linearly is exact, whatever it was not fitted on."""
-    validation = validate_split(run_of(results()))
+    validation = score_split(run_of(results()))
     (group,) = validation.groups
     # 8 sizes: 1, 3 and 5 are held out, the ends kept.
     assert group.scores["table"]["all"].points == 3 * 3 * 2
@@ -153,12 +156,12 @@ def test_sizes_held_out_are_predicted_from_their_neighbours_and_not_by_themselve
     assert "every second size of new.jsonl" in validation.title
     held = set(SIZES[1:-1:2])
     odd = slowed(results(), lambda r, rank: 2.0 if r.size_bytes in held else 1.0)
-    assert ratio(validate_split(run_of(odd)), "table") == pytest.approx(2, rel=1e-9)
+    assert ratio(score_split(run_of(odd)), "table") == pytest.approx(2, rel=1e-9)
 
 
 def test_too_few_sizes_are_not_split() -> None:
     with pytest.raises(UsageError, match="measured at 3 or more sizes"):
-        validate_split(run_of(results(sizes=SIZES[:2])))
+        score_split(run_of(results(sizes=SIZES[:2])))
 
 
 # ------------------------------------------------------------------------------------- the command

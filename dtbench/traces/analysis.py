@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dtbench.comparison.compare_launches import MIN_LAUNCHES, SINGLE_LAUNCH, compare_launches
 from dtbench.comparison.references import System
-from dtbench.cost.price import estimate
+from dtbench.cost.estimate import estimate_collective
 from dtbench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Verdict
@@ -99,7 +99,7 @@ def _reached(kind: CallKind, topology: Topology) -> tuple[float | None, str, str
     curve = dim.collectives.get(kind.collective)
     if kind.collective not in RING_COLLECTIVES and (curve is None or dim.ranks != ranks):
         return None, "", f"the topology has no {kind.collective} over {ranks} ranks of dim {dim.name}"
-    at = estimate(dim, kind.collective, ranks, size)
+    at = estimate_collective(dim, kind.collective, ranks, size)
     least, most = map(format_size, curve.size_bytes if curve else dim.fitted_on.size_bytes)
     doubts = [f"dim matched by its {ranks} ranks"] * (not named) + ["by the ring formula"] * at.by_formula
     doubts += [f"extrapolated from {least} to {most}"] * (at.size_factor > 1)

@@ -18,7 +18,7 @@ from dtbench.cost.calibration import intervals, setups
 from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, call_label, measured_dims
 from dtbench.cost.calibration.fit import Accuracy, Array, FittedLine, fit_curve, fit_ring, rising
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
-from dtbench.cost.price import ring_us
+from dtbench.cost.estimate import ring_us
 from dtbench.errors import UsageError
 from dtbench.records.result import Run
 from dtbench.records.topology import (

@@ -22,7 +22,7 @@ from dtbench.cost.calibration.assemble import calibrate_dim, why_left_out
 from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, call_label, measured_dims
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
 from dtbench.cost.calibration.times import COLLECTIVES, CallTimes
-from dtbench.cost.price import price, ring_us
+from dtbench.cost.estimate import estimate_call, ring_us
 from dtbench.errors import UsageError
 from dtbench.fields import Amount, Count
 from dtbench.records.result import Header, MeshShape, Run
@@ -141,7 +141,9 @@ def _scores(errors: Sequence[tuple[int, float]]) -> dict[str, Score]:
     return scores
 
 
-def validate(topology: CalibratedTopology, runs: Sequence[Run], *, allow_fitted: bool = False) -> Validation:
+def score_runs(
+    topology: CalibratedTopology, runs: Sequence[Run], *, allow_fitted: bool = False
+) -> Validation:
     """Scores all models on the launches of the runs.
 
     Args:
@@ -165,7 +167,7 @@ def validate(topology: CalibratedTopology, runs: Sequence[Run], *, allow_fitted:
     )
 
 
-def validate_split(run: Run) -> Validation:
+def score_split(run: Run) -> Validation:
     """Scores the models at every second size of a run, after fitting them to the other sizes and both ends.
 
     Raises:
@@ -212,7 +214,7 @@ def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) ->
             fitted = {row.size_bytes: row.launch_us for row in curve.table if use_fitted}
             for point in call.points:
                 size = point.size_bytes
-                expected = price(curve, size)
+                expected = estimate_call(curve, size)
                 predicted = models.by_constants_us(dim.name, kind, call.name, size) | {
                     "table": expected.time_us
                 }

@@ -11,7 +11,7 @@ from typing import Literal
 import jinja2
 
 from dtbench._version import __version__
-from dtbench.cost.price import times_of
+from dtbench.cost.estimate import times_of
 from dtbench.errors import UsageError
 from dtbench.records.atomic import write_atomically
 from dtbench.records.topology import CalibratedTopology

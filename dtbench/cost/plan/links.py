@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from dtbench.cost.estimate import estimate_collective
 from dtbench.cost.plan.machines import MachineSpec
-from dtbench.cost.price import estimate
 from dtbench.errors import UsageError
 from dtbench.records.topology import CalibratedTopology
 from dtbench_core.cost.curve import Curve
@@ -122,4 +122,4 @@ class TopologyLinks:
         # A ring needs half the steps of its all-reduce.
         if name in ("all_gather", "reduce_scatter") and name not in dim.collectives:
             return self._seconds("all_reduce", size_bytes, ranks, intra_host) / 2
-        return estimate(dim, name, ranks, max(1, int(size_bytes))).time_us * 1e-6
+        return estimate_collective(dim, name, ranks, max(1, int(size_bytes))).time_us * 1e-6

@@ -28,7 +28,7 @@ from dtbench.engine.clock import Clock, HostClock, clocks_of
 from dtbench.engine.ranks import simulated_world, world_of_one
 from dtbench.engine.workers import scratch
 from dtbench.errors import describe
-from dtbench.machine import device as machine
+from dtbench.machine.device import gpus, rehearsing
 from dtbench.records.atomic import write_atomically
 from dtbench_core import Partial, Replicate, Shard, comm
 from dtbench_core.redistribute.movers import Exchange, make_mover
@@ -50,7 +50,7 @@ class Bench:
     """What the checks work with: sizes for a GPU, or small ones."""
 
     def __init__(self) -> None:
-        self.rehearsal, self.gpus = machine.rehearsing(), machine.gpus()
+        self.rehearsal, self.gpus = rehearsing(), gpus()
         self.device = self.gpus.select(0)
         self.clocks = clocks_of(self.device)
         self.clock = self.clocks["device"]

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtbench.machine import device as machine
+from dtbench.machine.device import gpus, rehearsing
 from dtbench.machine.provenance import preloaded_nccl
 from dtbench.records.atomic import write_atomically
 from dtbench.tests.gpu.sharing import LIBRARY, MODES, words_of
@@ -86,7 +86,7 @@ def join(rank: int, store: str) -> Any:
     import torch
     import torch.distributed as dist
 
-    device = machine.gpus().select(0)
+    device = gpus().select(0)
     dist.init_process_group(
         os.environ["DTBENCH_TEST_BACKEND"],
         store=dist.FileStore(store, RANKS),
@@ -114,11 +114,11 @@ def median_us(run: Callable[[], object]) -> float:
 
     taken = []
     for _ in range(TRIES + 1):  # the first warms up
-        machine.gpus().synchronize()
+        gpus().synchronize()
         dist.barrier()
         began = time.perf_counter()
         run()
-        machine.gpus().synchronize()
+        gpus().synchronize()
         taken.append((time.perf_counter() - began) * 1e6)
     return statistics.median(taken[1:])
 
@@ -158,9 +158,9 @@ def pair(rank: int, device: Any, _folder: Path) -> Iterator[Figures]:
     assert work is not None
     work.wait()
     is_wrong(summed, both, "asynchronous all_reduce")
-    machine.gpus().synchronize()
+    gpus().synchronize()
     is_wrong(product, torch.full_like(matrix, 512.0), "product beside it")
-    large = torch.ones(2**14 if machine.rehearsing() else 2**24, device=device)
+    large = torch.ones(2**14 if rehearsing() else 2**24, device=device)
     figures: Figures = {"version": preloaded_nccl() or "gloo"}
     figures["all_reduce_64MiB_us"] = median_us(partial(dist.all_reduce, large))
     yield figures | {"second_group": "failed"}
@@ -198,14 +198,14 @@ def attach(rank: int, device: Any, folder: Path) -> Iterator[Figures]:
                 for number in range(2):  # the first absorbs that the ranks' profilers start apart
                     with record_function(f"ProfilerStep#{number}"):
                         step()
-                        machine.gpus().synchronize()
+                        gpus().synchronize()
                     dist.barrier()
             if device.type == "cuda":
                 figures[f"{name}_peak_MiB"] = torch.cuda.max_memory_allocated() / 2**20
             (folder / name).mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(folder / name / f"rank{rank}.json.gz"))
         gc.collect()
-        machine.gpus().free_cached()
+        gpus().free_cached()
         yield figures
 
 
@@ -214,7 +214,7 @@ def stack(device: Any) -> tuple[Any, Any]:
     import torch
     from torch import nn
 
-    layers, width, tokens = STACK_IN_REHEARSAL if machine.rehearsing() else STACK
+    layers, width, tokens = STACK_IN_REHEARSAL if rehearsing() else STACK
     torch.manual_seed(0)
     mlps = [
         nn.Sequential(
@@ -293,7 +293,7 @@ def captured(rank: int, device: Any, _folder: Path) -> Iterator[Figures]:
 
     from dtbench_suites.tensor_parallel import FeedForward, parallelize, wait_for
 
-    width, tokens = (64, 32) if machine.rehearsing() else (1024, 512)
+    width, tokens = (64, 32) if rehearsing() else (1024, 512)
     mesh = init_device_mesh(device.type, (RANKS,))
     x = torch.randn(tokens, width, device=device)
     torch.manual_seed(0)
@@ -310,7 +310,7 @@ def captured(rank: int, device: Any, _folder: Path) -> Iterator[Figures]:
                 outputs[:] = [wait_for(model(x))]
 
             figures[f"{impl}_eager_us"] = median_us(run)
-            replay = machine.gpus().captured(run)
+            replay = gpus().captured(run)
             (output,) = outputs  # in the graph's memory: a replay writes it again
             figures[f"{impl}_replay_us"] = median_us(replay)
             torch.testing.assert_close(output, want, rtol=1e-3, atol=1e-3)
@@ -328,12 +328,12 @@ CHECKS: dict[str, Callable[[int, Any, Path], Iterator[Figures]]] = {
 def main(check: str, seconds: float, path: Path) -> int:
     """Runs a check on two ranks and writes its figures as the instruments do; 5 where no way to run it works."""
     deadline = time.monotonic() + seconds
-    if not (machine.rehearsing() or LIBRARY.exists()):
+    if not (rehearsing() or LIBRARY.exists()):
         sys.stderr.write(
             "dtbench: no .wheels/libnccl.so.2, expected an NCCL of 2.30 or newer built for this card\n"
         )
         return 5
-    modes = MODES if check == "pair" and not machine.rehearsing() else MODES[:1]
+    modes = MODES if check == "pair" and not rehearsing() else MODES[:1]
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="dtbench-pair-") as name:
         for number, mode in enumerate(modes):
@@ -351,7 +351,7 @@ def main(check: str, seconds: float, path: Path) -> int:
             figures |= {"variables": variables} if variables else {}
             figures |= {"failed before": "; ".join(failures)} if failures else {}
             goal, met = goal_of(check, figures)
-            findings = json.dumps([[check, figures, goal, "" if machine.rehearsing() else met]])
+            findings = json.dumps([[check, figures, goal, "" if rehearsing() else met]])
             write_atomically(path, findings + "\n", lambda head: "[" in head, "measurement")
             return 0
     sys.stderr.write(f"dtbench: two ranks do not work here: {'; '.join(failures)}\n")
@@ -385,7 +385,7 @@ def rank_main(check: str, rank: int, store: str, path: Path, folder: Path) -> No
 
     device = join(rank, store)
     for figures in CHECKS[check](rank, device, folder):
-        machine.gpus().synchronize()
+        gpus().synchronize()
         dist.barrier()
         write_atomically(path, json.dumps(figures) + "\n", lambda head: "{" in head, "measurement")
     # A peer may still read this process's memory; and an orderly end of NCCL may lock up.

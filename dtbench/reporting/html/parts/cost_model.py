@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from dtbench.cost.price import price, ring_us
+from dtbench.cost.estimate import estimate_call, ring_us
 from dtbench.records.topology import CalibratedTopology, Constants, Dim
 from dtbench.reporting.html.axes import log_axis
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, lines
@@ -87,7 +87,7 @@ def table_lines(dim: Dim, name: str) -> list[DrawnCurve]:
     table = dim.collectives[name].table
     ends = [float(row.size_bytes) for row in table]
     sizes = between(ends)
-    prices = [price(dim.collectives[name], size) for size in sizes]
+    prices = [estimate_call(dim.collectives[name], size) for size in sizes]
     band = [p.low_us * 1e-6 for p in prices], [p.high_us * 1e-6 for p in prices]
     return [
         DrawnCurve("table", sizes, [p.time_us * 1e-6 for p in prices], band),
@@ -119,7 +119,9 @@ def residuals_of(dim: Dim) -> list[DrawnCurve]:
         if (built_in := ring_s(dim, name, size, dim.builtin)) is not None:
             pairs["builtin"].append((size, built_in / measured))
         if name in dim.collectives:
-            pairs["table"].append((size, 1e-6 * price(dim.collectives[name], size).time_us / measured))
+            pairs["table"].append(
+                (size, 1e-6 * estimate_call(dim.collectives[name], size).time_us / measured)
+            )
     return lines(pairs)
 
 

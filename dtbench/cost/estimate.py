@@ -26,7 +26,7 @@ OTHER_SLOPE_UNCERTAINTY = 2.0
 
 
 @dataclass(frozen=True)
-class Price:
+class CallEstimate:
     """The estimated time of a call.
 
     Attributes:
@@ -52,7 +52,7 @@ class Price:
         return self.size_factor > 1 or self.ranks_factor != 1 or self.by_formula
 
 
-def price(curve: MeasuredCurve, size_bytes: float) -> Price:
+def estimate_call(curve: MeasuredCurve, size_bytes: float) -> CallEstimate:
     """Estimates the time of a call from its curve.
 
     Args:
@@ -67,7 +67,7 @@ def price(curve: MeasuredCurve, size_bytes: float) -> Price:
     time_us = times_of(curve).us(size_bytes)
     if first.size_bytes <= size_bytes <= last.size_bytes:
         low_us, high_us = (times_of(curve, column).us(size_bytes) for column in ("low_us", "high_us"))
-        return Price(time_us, low_us, high_us)
+        return CallEstimate(time_us, low_us, high_us)
     nearest = last if size_bytes > last.size_bytes else first
     factor = max(size_bytes / nearest.size_bytes, nearest.size_bytes / size_bytes)
     low_us, high_us = _bounds(nearest)
@@ -81,7 +81,7 @@ def _bounds(row: TableRow) -> tuple[float, float]:
     return row.low_us or row.time_us, row.high_us or row.time_us
 
 
-def estimate(dim: Dim, collective: str, ranks: int, size_bytes: int) -> Price:
+def estimate_collective(dim: Dim, collective: str, ranks: int, size_bytes: int) -> CallEstimate:
     """Estimates one of the RING_COLLECTIVES on a dim.
 
     For a number of ranks that was not measured, the time is scaled like that of a ring with the dim's bandwidth and
@@ -97,7 +97,7 @@ def estimate(dim: Dim, collective: str, ranks: int, size_bytes: int) -> Price:
     elif size_bytes > curve.table[-1].size_bytes and not _grows(curve):
         estimated = _by_other_slopes(dim, collective, size_bytes)
     else:
-        estimated = price(curve, size_bytes)
+        estimated = estimate_call(curve, size_bytes)
     factor = ranks / dim.ranks
     if factor == 1:
         return estimated
@@ -118,7 +118,7 @@ def _grows(curve: MeasuredCurve) -> bool:
     return times_of(curve).end_slope() * last.size_bytes >= MIN_SLOPE_SHARE * last.time_us
 
 
-def _by_other_slopes(dim: Dim, collective: str, size_bytes: int) -> Price:
+def _by_other_slopes(dim: Dim, collective: str, size_bytes: int) -> CallEstimate:
     """Extrapolates a table whose times do not grow with size.
 
     The time per byte over a link comes from the dim's other collectives, else from the dim's bandwidth. Without either,
@@ -142,7 +142,7 @@ def _by_other_slopes(dim: Dim, collective: str, size_bytes: int) -> Price:
     return _with_half_width(time_us, half_width * (1 + math.log2(factor)), factor)
 
 
-def _by_formula(dim: Dim, collective: str, size_bytes: int) -> Price:
+def _by_formula(dim: Dim, collective: str, size_bytes: int) -> CallEstimate:
     """Estimates by the ring formula over the measured ranks, as uncertain as the worst point of its fit."""
     smallest, largest = dim.fitted_on.size_bytes
     factor = max(1.0, size_bytes / largest, smallest / size_bytes)
@@ -153,10 +153,10 @@ def _by_formula(dim: Dim, collective: str, size_bytes: int) -> Price:
 
 def _with_half_width(
     time_us: float, half_width: float, size_factor: float, ranks_factor: float = 1.0, by_formula: bool = False
-) -> Price:
-    """Returns a price with the given half width of its interval, on a log scale."""
+) -> CallEstimate:
+    """Returns an estimate with the given half width of its interval, on a log scale."""
     spread = math.exp(min(half_width, MAX_HALF_WIDTH))
-    return Price(time_us, time_us / spread, time_us * spread, size_factor, ranks_factor, by_formula)
+    return CallEstimate(time_us, time_us / spread, time_us * spread, size_factor, ranks_factor, by_formula)
 
 
 def times_of(curve: MeasuredCurve, column: Literal["time_us", "low_us", "high_us"] = "time_us") -> Curve:
