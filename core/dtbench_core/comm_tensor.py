@@ -390,21 +390,23 @@ def _traced(
         The result of the op, and the id of each output -> its collective in flight.
     """
     proxies = tree_map_only(torch.Tensor, lambda t: traced_value(t, tracer), sent)
-    issued = tracer.create_proxy("call_function", func, *proxies)
-    results = tracer.create_proxy("call_function", _wrap_comm_result, (issued,), {}, name="comm_result")
+    collective_node = tracer.create_proxy("call_function", func, *proxies)
+    results = tracer.create_proxy(
+        "call_function", _wrap_comm_result, (collective_node,), {}, name="comm_result"
+    )
     with untraced():
-        outcome = func(*sent[0], **sent[1])
+        result_of_op = func(*sent[0], **sent[1])
     flights: dict[int, _InFlight] = {}
     for output, result in _outputs_with_proxies(outputs, results[0]):
         plain = output._tensor
         written = staged.get(id(plain), plain)
-        behind = None if written is plain else plain
-        flight = _InFlight(outcome[1], output.device, tracer, written, result, output=behind)
+        user_output = None if written is plain else plain
+        flight = _InFlight(result_of_op[1], output.device, tracer, written, result, output=user_output)
         flights[id(output)] = flight
         _traced_flights[tracer].append(flight)
         # Reading the plain tensor, without its CommTensor, is then an error when the graph runs, instead of a race.
         trace_as(written, result, tracer)
-    return outcome, flights
+    return result_of_op, flights
 
 
 def _outputs_with_proxies(outputs: Any, proxy: Any) -> Iterator[tuple[CommTensor, Any]]:

@@ -184,8 +184,8 @@ class ChainSearch:
         """
         indices = []
         for placement in placements:
-            known = (i for i, p in enumerate(self.placements) if _same_placement(p, placement))
-            index = next(known, len(self.placements))
+            equal_placements = (i for i, p in enumerate(self.placements) if _same_placement(p, placement))
+            index = next(equal_placements, len(self.placements))
             if index == len(self.placements):
                 self.placements.append(placement)
             indices.append(index)
@@ -227,7 +227,7 @@ class ChainSearch:
         ]
         settled: set[State] = set()
         while queue:
-            _, steps, _, spent, state, chain = heapq.heappop(queue)
+            _, steps, _, price, state, chain = heapq.heappop(queue)
             if state == self.dst:
                 return self._transitions_of(chain)
             if state in settled:
@@ -235,7 +235,7 @@ class ChainSearch:
             settled.add(state)
             for mesh_dims, next_state, us in self._next_states(state):
                 if next_state not in settled:
-                    total = spent + us
+                    total = price + us
                     link = (chain, mesh_dims, state, next_state, us)
                     bound = total + self._lower_bound_us(next_state)
                     heapq.heappush(queue, (bound, steps + 1, next(order), total, next_state, link))

@@ -50,7 +50,7 @@ def raise_on_all_ranks(call: OpCall, inputs: Sequence[Placements]) -> Callable[[
     names = _REFUSED.get(name)
     if names is None or info.device_type != "cpu" or (name in _DIVISIONS and not _divides_integers(call)):
         return None
-    leaves = tree_leaves([call.named().get(n) for n in names])
+    leaves = tree_leaves([call.arguments().get(n) for n in names])
     values = {id(leaf) for leaf in leaves if isinstance(leaf, DTensorSpec)}
     spread = {
         dim

@@ -368,15 +368,15 @@ def _make_reduce_scatter(step: Exchange, op: str) -> Mover:
     if not _is_even(step, step.dst):
         return _make_uneven_reduce_scatter(step, op)
     axes = _EvenLayout(step.shape, step.dst, step.sizes)
-    mine, rows = axes.local, axes.rows
+    local_shape, rows = axes.local, axes.rows
 
     def scatter(local: torch.Tensor) -> torch.Tensor:
         packed = axes.pack(local)
         if packed.is_neg():
             packed = packed.resolve_neg()
         if rows:
-            return comm.reduce_scattered(packed, mine, group, op)
-        return comm.reduce_scattered(packed.view(-1), (math.prod(mine),), group, op).view(mine)
+            return comm.reduce_scattered(packed, local_shape, group, op)
+        return comm.reduce_scattered(packed.view(-1), (math.prod(local_shape),), group, op).view(local_shape)
 
     return scatter
 
@@ -414,12 +414,19 @@ def _make_even_all_to_all(step: Exchange) -> Mover:
     A shard is not cut along the dims that `dst` shards; the result is not cut along those that `src` sharded.
     """
     sizes, group = step.sizes, step.group
-    had, gets = (local_extents(step.shape, p, sizes, step.coordinate)[0] for p in (step.src, step.dst))
-    out, back = _EvenLayout(had, step.dst, sizes), _EvenLayout(gets, step.src, sizes)
+    src_shape, dst_shape = (
+        local_extents(step.shape, p, sizes, step.coordinate)[0] for p in (step.src, step.dst)
+    )
+    sent_layout, received_layout = (
+        _EvenLayout(src_shape, step.dst, sizes),
+        _EvenLayout(dst_shape, step.src, sizes),
+    )
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
-        sent = _to_transport(out.pack(local))
-        return back.unpack(_from_transport(comm.exchanged(sent, (sent.numel(),), group), local.dtype))
+        sent = _to_transport(sent_layout.pack(local))
+        return received_layout.unpack(
+            _from_transport(comm.exchanged(sent, (sent.numel(),), group), local.dtype)
+        )
 
     return exchange
 
@@ -432,16 +439,16 @@ def _make_uneven_all_to_all(step: Exchange) -> Mover:
     # The dim of `dst` is moved to the front, so that each rank's piece is contiguous. The dim of `src` is second.
     batch_dims = [d for d in range(len(step.shape)) if d not in (src.dim, dst.dim)]
     order = (dst.dim, src.dim, *batch_dims)
-    back = [order.index(d) for d in range(len(order))]
+    inverse_order = [order.index(d) for d in range(len(order))]
     batch_shape = tuple(step.shape[d] for d in batch_dims)
     scale = 1 if step.dtype in _TRANSPORT_DTYPES else step.dtype.itemsize
-    row, mine = math.prod(batch_shape), dst_lengths[step.index]
-    out_sizes = [n * row * src_lengths[step.index] * scale for n in dst_lengths]
-    sizes = [mine * n * row for n in src_lengths]
+    batch_count, own_length = math.prod(batch_shape), dst_lengths[step.index]
+    out_sizes = [n * batch_count * src_lengths[step.index] * scale for n in dst_lengths]
+    sizes = [own_length * n * batch_count for n in src_lengths]
     in_sizes = [n * scale for n in sizes]
     even = len(set(src_lengths)) == 1
-    received_shape = (mine, step.shape[src.dim], *batch_shape)
-    stacked = (parts, mine, src_lengths[0], *batch_shape)
+    received_shape = (own_length, step.shape[src.dim], *batch_shape)
+    stacked = (parts, own_length, src_lengths[0], *batch_shape)
     reorder = None if type(src) is Shard else _Reordering(src, step.shape[src.dim], parts)
     in_order = not isinstance(dst, StridedShard)
 
@@ -456,8 +463,8 @@ def _make_uneven_all_to_all(step: Exchange) -> Mover:
             joined = received.view(stacked).transpose(0, 1).reshape(received_shape)
         else:
             pieces = zip(received.split(sizes), src_lengths, strict=True)
-            joined = torch.cat([flat.view(mine, n, *batch_shape) for flat, n in pieces], 1)
-        joined = joined.permute(back).contiguous()
+            joined = torch.cat([flat.view(own_length, n, *batch_shape) for flat, n in pieces], 1)
+        joined = joined.permute(inverse_order).contiguous()
         return joined if reorder is None else reorder(joined)
 
     return exchange

@@ -55,7 +55,9 @@ def attention(call: OpCall) -> Strategy:
             (*(Shard(d),) * 2, *(REPLICATE,) * len(replicated_outputs)),
             nonempty=() if for_cpu else ((0, d),),
         )
-        for d in ([] if call.named().get("return_debug_mask") else _shardable_dims(call, query, key, value))
+        for d in (
+            [] if call.arguments().get("return_debug_mask") else _shardable_dims(call, query, key, value)
+        )
     ]
     return Strategy(rows, localize=_skip_empty_shard if for_cpu else None, any_lengths=for_cpu)
 
@@ -84,12 +86,12 @@ def attention_backward(call: OpCall) -> Strategy:
     Arguments are found by name because their order differs between ops. If the sharded dim of the mask is broadcast,
     its gradient is a sum over the ranks.
     """
-    named = call.named()
-    query, mask = named["query"], named.get("attn_bias", named.get("attn_mask"))
-    sharded = [named[name] for name in BATCHED if name in named]
+    arguments = call.arguments()
+    query, mask = arguments["query"], arguments.get("attn_bias", arguments.get("attn_mask"))
+    sharded = [arguments[name] for name in BATCHED if name in arguments]
     nonempty = "for_cpu" not in call.op._schema.name
     rows = []
-    for dim in _shardable_dims(call, query, named["key"], named["value"]):
+    for dim in _shardable_dims(call, query, arguments["key"], arguments["value"]):
         inputs: Placements = tuple(
             Shard(dim)
             if any(spec is s for s in sharded)

@@ -42,8 +42,8 @@ class PlacementRow:
 
 def bound_arguments(op: OpOverload, args: Args, kwargs: Mapping[str, Any]) -> Kwargs:
     """Returns the arguments of a call by their names in the op's schema, with defaults for the missing ones."""
-    named = {a.name: a.default_value for a in op._schema.arguments}
-    return {**named, **dict(zip(named, args, strict=False)), **kwargs}
+    arguments = {a.name: a.default_value for a in op._schema.arguments}
+    return {**arguments, **dict(zip(arguments, args, strict=False)), **kwargs}
 
 
 def listed_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
@@ -107,14 +107,14 @@ class OpCall:
     outputs: tuple[TensorMeta | None, ...] = ()
     _bound: Kwargs = field(default_factory=dict)
 
-    def named(self) -> Kwargs:
+    def arguments(self) -> Kwargs:
         """Returns all arguments by name, with defaults for the missing ones."""
         if not self._bound:
             self._bound = bound_arguments(self.op, self.args, self.kwargs)
         return self._bound
 
     def __getitem__(self, name: str) -> Value:
-        return self.named()[name]
+        return self.arguments()[name]
 
     def dim(self, name: str = "dim", ndim: int | None = None) -> int:
         """Returns the argument `name` as a non-negative dim of the first input (or of a tensor of `ndim` dims).

@@ -64,10 +64,10 @@ def _reduced_dims(data: Any) -> list[int]:
     return [d for d in range(data.ndim) if d != CHANNEL]
 
 
-def _is_training(op: OpOverload, named: Mapping[str, Any]) -> bool:
+def _is_training(op: OpOverload, arguments: Mapping[str, Any]) -> bool:
     for name in ("training", "train", "update"):
-        if name in named:
-            return bool(named[name])
+        if name in arguments:
+            return bool(arguments[name])
     return op not in (aten._native_batch_norm_legit_no_training.default, aten._batch_norm_no_update.default)
 
 
@@ -91,7 +91,7 @@ def batch_norm(call: OpCall) -> Strategy:
         return Strategy([])
     _correct_saved_metadata(call)
     by_channel = _channel_row(call.inputs, call.outputs)
-    if _is_training(call.op, call.named()):
+    if _is_training(call.op, call.arguments()):
         # Shard by channel on the mesh dims where the data is sharded by channel: then no written tensor moves.
         placed = [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
         return Strategy([], exact_placements=placements_by_tensor(placed), localize=lambda _: call.op)
@@ -111,7 +111,7 @@ def batch_norm_backward(call: OpCall) -> Strategy:
     if call.inputs[0].ndim < 2:
         return Strategy([])
     rows = [_channel_row(call.inputs, call.outputs), *pending_rows(call, (0,))]
-    if not _is_training(call.op, call.named()):
+    if not _is_training(call.op, call.arguments()):
         parameters = (REPLICATE,) * (len(call.inputs) - 2)
         rows += [
             # The CPU kernel crashes on an empty shard, in a division by its length.
@@ -129,7 +129,7 @@ def _correct_saved_metadata(call: OpCall) -> None:
     data, *parameters = call.inputs
     if data.info.device_type == "cpu":
         dtype = parameters[0].dtype if parameters else data.dtype
-        saved_channels = data.shape[CHANNEL] if _is_training(call.op, call.named()) else 0
+        saved_channels = data.shape[CHANNEL] if _is_training(call.op, call.arguments()) else 0
         saved = TensorMeta(torch.Size([saved_channels]), (1,), dtype)
         call.outputs = (call.outputs[0], saved, saved, *call.outputs[3:])
 
@@ -227,10 +227,10 @@ def _gradients(
 
 @decomposition(*FORWARD, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default, with_op=True)
 def _forward(op: OpOverload, *args: object, **kwargs: object) -> Value:
-    named = bound_arguments(op, args, kwargs)
-    get: Any = named.get
+    arguments = bound_arguments(op, args, kwargs)
+    get: Any = arguments.get
     data, running = get("input"), (get("running_mean"), get("running_var"))
-    train = _is_training(op, named)
+    train = _is_training(op, arguments)
     if op in FORWARD and (not train or _is_sharded_by_channel(data, *running)):
         return NotImplemented
     momentum, eps = get("momentum", get("exponential_average_factor")), get("eps", get("epsilon"))
@@ -242,11 +242,11 @@ def _forward(op: OpOverload, *args: object, **kwargs: object) -> Value:
 @decomposition(*BACKWARD, aten.cudnn_batch_norm_backward.default, with_op=True)
 @decomposition(aten.miopen_batch_norm_backward.default, with_op=True)
 def _backward(op: OpOverload, *args: object, **kwargs: object) -> Value:
-    named = bound_arguments(op, args, kwargs)
-    get: Any = named.get
+    arguments = bound_arguments(op, args, kwargs)
+    get: Any = arguments.get
     grad = get("grad_output") if get("grad_output") is not None else get("grad_out")
     data, weight = get("input"), get("weight")
-    train = op not in BACKWARD or _is_training(op, named)
+    train = op not in BACKWARD or _is_training(op, arguments)
     if op in BACKWARD and (not train or (_is_sharded_by_channel(data) and _is_sharded_by_channel(grad))):
         return NotImplemented
     inverse = get("save_invstd") if get("save_invstd") is not None else get("save_var")

@@ -144,16 +144,15 @@ def _cheapest_row(
         if row.inputs == current:
             return row
     topology = topology_of(info.mesh)
-    held_gib = [local_gib(s.shape, s.dtype.itemsize, s.placements, info.sizes) for s in call.inputs]
+    input_gib = [local_gib(s.shape, s.dtype.itemsize, s.placements, info.sizes) for s in call.inputs]
     best, lowest = None, math.inf
     for row in allowed:
         targets = [
-            _communicated_placement(have, want, written)
-            for have, want in zip(current, row.inputs, strict=True)
+            _communicated_placement(src, dst, written) for src, dst in zip(current, row.inputs, strict=True)
         ]
         price = sum(
-            math.inf if way is None else transition_cost(have, way, gib, topology, mesh_dim)
-            for have, way, gib in zip(current, targets, held_gib, strict=True)
+            math.inf if target is None else transition_cost(src, target, gib, topology, mesh_dim)
+            for src, target, gib in zip(current, targets, input_gib, strict=True)
         )
         if price < lowest:
             best, lowest = row, price
@@ -183,28 +182,28 @@ def _widens_integer_sum(call: OpCall, row: PlacementRow, current: Placements) ->
         if p.is_partial() and meta is not None
     ]
     return any(
-        have == want
-        and (want.is_partial("sum") or want.is_partial("product"))
-        and _is_wider(dtype, spec.dtype)
-        for have, want, spec in zip(current, row.inputs, call.inputs, strict=True)
+        src == dst and (dst.is_partial("sum") or dst.is_partial("product")) and _is_wider(dtype, spec.dtype)
+        for src, dst, spec in zip(current, row.inputs, call.inputs, strict=True)
         for dtype in dtypes
     )
 
 
-def _is_wider(dtype: torch.dtype, than: torch.dtype) -> bool:
-    if than.is_floating_point or than.is_complex or dtype is than:
+def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    if other.is_floating_point or other.is_complex or dtype is other:
         return False
-    return dtype.is_floating_point or dtype.is_complex or than is torch.bool or dtype.itemsize > than.itemsize
+    return (
+        dtype.is_floating_point or dtype.is_complex or other is torch.bool or dtype.itemsize > other.itemsize
+    )
 
 
-def _communicated_placement(have: Placement, want: Placement, written: tuple[int, ...]) -> Placement | None:
+def _communicated_placement(src: Placement, dst: Placement, written: tuple[int, ...]) -> Placement | None:
     """Returns the placement that communication must produce, or None if the row cannot be reached.
 
     A Partial can be made only from itself or from Replicate. Inputs of an op that writes may also be gathered first.
     """
-    if have == want or not want.is_partial() or have.is_replicate():
-        return want
-    return REPLICATE if written and not have.is_partial() else None
+    if src == dst or not dst.is_partial() or src.is_replicate():
+        return dst
+    return REPLICATE if written and not src.is_partial() else None
 
 
 class _DimLengths:

@@ -46,5 +46,5 @@ def equal(input: Value, other: object) -> Value:
 def is_same_size(call: OpCall) -> Strategy:
     """Compares the global shapes without moving the tensors."""
     is_same_size = call.inputs[0].shape == call.inputs[1].shape
-    stay = tuple(spec.placements for spec in call.inputs), ()
-    return Strategy([], local_op=lambda *_: is_same_size, exact_placements=stay)
+    unchanged = tuple(spec.placements for spec in call.inputs), ()
+    return Strategy([], local_op=lambda *_: is_same_size, exact_placements=unchanged)

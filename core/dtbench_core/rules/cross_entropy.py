@@ -213,10 +213,12 @@ def _gradient(
 ) -> Tensor:
     dtype, count = sums.dtype, logits.shape[dim]
     valid, weights = _weights(target, weight, classes, ignore_index, dtype)
-    hit = (1 - smoothing) * weights
-    mass = hit + smoothing / classes * _total_weight(weight, classes) if smoothing else hit
+    target_weight = (1 - smoothing) * weights
+    softmax_weight = (
+        target_weight + smoothing / classes * _total_weight(weight, classes) if smoothing else target_weight
+    )
     result = (logits.to(dtype) - maximum.to(dtype).unsqueeze(dim)).exp_()
-    result *= (mass / sums[0]).unsqueeze(dim)
+    result *= (softmax_weight / sums[0]).unsqueeze(dim)
     if smoothing:
         result -= (
             smoothing
@@ -227,7 +229,7 @@ def _gradient(
         local_target = target - first
         is_local = (local_target >= 0) & (local_target < count)
         index = local_target.clamp(0, count - 1).unsqueeze(dim)
-        result.scatter_add_(dim, index, torch.where(is_local, -hit, 0.0).unsqueeze(dim))
+        result.scatter_add_(dim, index, torch.where(is_local, -target_weight, 0.0).unsqueeze(dim))
     # Multiplying with 0 instead would give NaN for an infinite gradient.
     scale, counts = grad.to(dtype).expand(target.shape).unsqueeze(dim), valid.unsqueeze(dim)
     return torch.where(counts, result * scale, 0.0).to(logits.dtype)

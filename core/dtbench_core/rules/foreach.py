@@ -279,8 +279,8 @@ def _step_on_copies(
         for tensor, copied in zip(state, copies, strict=True):
             # A state may be placed differently: a momentum is placed like its first gradient, maybe as a pending sum.
             if tensor is not copied:
-                back = redistribute_tensor(copied, tensor._spec.placements)
-                tensor._local_tensor.copy_(back._local_tensor)
+                restored = redistribute_tensor(copied, tensor._spec.placements)
+                tensor._local_tensor.copy_(restored._local_tensor)
                 increment_version((tensor,))
     return None
 
@@ -380,13 +380,13 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
         if info is None:
             torch._amp_foreach_non_finite_check_and_unscale_(members, overflow, factor)
             continue
-        spread = [t for t in members if not t._spec.has_partial()]
+        without_partial = [t for t in members if not t._spec.has_partial()]
         mesh_overflow = torch.zeros_like(overflow)
-        if info.coordinate is not None and spread:
-            locals_ = [t._local_tensor for t in spread]
+        if info.coordinate is not None and without_partial:
+            locals_ = [t._local_tensor for t in without_partial]
             torch._amp_foreach_non_finite_check_and_unscale_(locals_, mesh_overflow, factor)
-            increment_version(spread)
-        split = [any(t._spec.placements[dim].is_shard() for t in spread) for dim in range(info.ndim)]
+            increment_version(without_partial)
+        split = [any(t._spec.placements[dim].is_shard() for t in without_partial) for dim in range(info.ndim)]
         placed = tuple(Partial("max") if cut else REPLICATE for cut in split)
         spec = DTensorSpec.of(info, placed, mesh_overflow.shape, mesh_overflow.stride(), mesh_overflow.dtype)
         total: Any = wrap(

@@ -125,8 +125,8 @@ def nll_loss_backward(call: OpCall) -> Strategy:
     if reduced and call.inputs[0].ndim != 0:
         return Strategy([])
     weight = (REPLICATE,) * (len(call.inputs) - 4)
-    unread = {REPLICATE, *(call.inputs[-1].placements if call["reduction"] != MEAN else ())}
-    totals: list[Placement] = sorted(unread, key=str)
+    total_placements = {REPLICATE, *(call.inputs[-1].placements if call["reduction"] != MEAN else ())}
+    totals: list[Placement] = sorted(total_placements, key=str)
     rows = []
     for dim, target_dim in _batch_dims(call.inputs[1].ndim):
         grad_placement = REPLICATE if reduced else Shard(target_dim)

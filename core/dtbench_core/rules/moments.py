@@ -34,9 +34,9 @@ def _variance(
     count = math.prod(tensor.shape[d] for d in dims)
     center = reduce_partials(data.sum(dims, keepdim=True) / count)
     total = (data - center).square().sum(dims, keepdim=keepdim)
-    freedom = max(count - (1.0 if correction is None else correction), 0.0)
+    degrees_of_freedom = max(count - (1.0 if correction is None else correction), 0.0)
     mean = center if keepdim else center.squeeze(dims)
-    return reduce_partials(total) / freedom, mean
+    return reduce_partials(total) / degrees_of_freedom, mean
 
 
 @decomposition(aten.var.correction, aten.var_mean.correction, with_op=True)
@@ -49,8 +49,8 @@ def moments(
     if variance is None:
         return NotImplemented
     deviation = op in (aten.std.correction, aten.std_mean.correction)
-    spread = (variance[0].sqrt() if deviation else variance[0]).to(tensor.dtype)
-    return (spread, variance[1].to(tensor.dtype)) if len(op._schema.returns) == 2 else spread
+    result = (variance[0].sqrt() if deviation else variance[0]).to(tensor.dtype)
+    return (result, variance[1].to(tensor.dtype)) if len(op._schema.returns) == 2 else result
 
 
 @decomposition(aten.linalg_vector_norm.default)

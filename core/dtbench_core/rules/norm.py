@@ -139,7 +139,7 @@ def _shardable_labels(call: OpCall) -> str:
 
 def _with_local_sizes(call: OpCall) -> Call:
     """Returns the op with N, C and the number of groups of the shard."""
-    names = list(call.named())
+    names = list(call.arguments())
     n, c, group = names.index("N"), names.index("C"), names.index("group")
     channels, groups, op = call["C"], call["group"], call.op
 

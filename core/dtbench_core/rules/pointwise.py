@@ -66,9 +66,9 @@ def _functional_variant(op: OpOverload) -> OpOverload | None:
 
 
 def _with_in_place(ops: set[OpOverload]) -> set[OpOverload]:
-    named = ((op, getattr(aten, op._schema.name.partition("::")[2] + "_", None)) for op in ops)
+    packets = ((op, getattr(aten, op._schema.name.partition("::")[2] + "_", None)) for op in ops)
     return ops | {
-        getattr(packet, op._overloadname) for op, packet in named if hasattr(packet, op._overloadname)
+        getattr(packet, op._overloadname) for op, packet in packets if hasattr(packet, op._overloadname)
     }
 
 
@@ -185,7 +185,7 @@ def fill(call: OpCall) -> Strategy:
     In an average, each rank's term is the value itself. Summing them may overflow, as with the lowest number in a mask.
     So an average is only filled in place, and only after a check of the number.
     """
-    op, masks = call.op, int("mask" in call.named())
+    op, masks = call.op, int("mask" in call.arguments())
     writes = op._schema.name.endswith("_")
     number = len(call.inputs) == masks + 1
     ops = [kind for kind in REDUCE_OPS if kind != "avg" or (writes and number)]
@@ -337,5 +337,5 @@ def _new_rows(call: OpCall) -> list[PlacementRow]:
     same_shape = tuple(call["size"]) == tuple(call.inputs[0].shape)
     rows = shard_rows(range(call.inputs[0].ndim), 1, 1) if same_shape else []
     # The input's values are not read, so any placement may stay, with a replicated result.
-    unread = {p for p in call.inputs[0].placements if not same_shape or p.is_partial()}
-    return [*rows, *(PlacementRow((p,), (REPLICATE,)) for p in sorted(unread, key=str))]
+    kept_placements = {p for p in call.inputs[0].placements if not same_shape or p.is_partial()}
+    return [*rows, *(PlacementRow((p,), (REPLICATE,)) for p in sorted(kept_placements, key=str))]

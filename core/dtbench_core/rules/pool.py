@@ -61,7 +61,7 @@ def linear_in_first_input(call: OpCall) -> Strategy:
 def resize_backward(call: OpCall) -> Strategy:
     """(grad) -> gradient of the input, whose global size is an argument."""
     op = call.op
-    place = list(call.named()).index("input_size")
+    place = list(call.arguments()).index("input_size")
     count = _dims_before_spatial(call)
 
     def local_op(grad: Value, *args: Value, **kwargs: Value) -> Value:

@@ -25,7 +25,7 @@ _EMPTY_MEANS_NO_DIMS = {aten.all.dims, aten.any.dims}
 
 def reduced_dims(call: OpCall) -> tuple[tuple[int, ...], bool]:
     """Returns (reduced dims, keepdim). An op without a dim argument reduces all dims."""
-    names = call.named()
+    names = call.arguments()
     if call.op in _EMPTY_MEANS_NO_DIMS and call["dim"] == []:
         dims: tuple[int, ...] = ()
     else:

@@ -83,16 +83,16 @@ def _split_group(group: Group, placement: Shard, parts: int) -> Shard | None:
     counts = placement.counts if isinstance(placement, RaggedShard) else tuple(chunk_lengths(length, parts))
     even = min(counts) == max(counts)
     preceding = 1
-    for out in group.outs:
-        size = group.out_lengths[out]
+    for out_dim in group.outs:
+        size = group.out_lengths[out_dim]
         if lead % preceding == 0 and size % (lead // preceding) == 0:
-            named = _split_placement(out, lead // preceding, size, length, counts, even)
-            if named is not None:
+            out_placement = _split_placement(out_dim, lead // preceding, size, length, counts, even)
+            if out_placement is not None:
                 group.uneven = not even
                 if even:
                     group.in_lengths[dim] //= parts
-                    group.out_lengths[out] //= parts
-                return named
+                    group.out_lengths[out_dim] //= parts
+                return out_placement
         preceding *= size
     return None
 
@@ -106,8 +106,8 @@ def _split_placement(
     scaled = [count * inner for count in counts]
     if any(count % length for count in scaled):
         return None
-    mine = tuple(count // length for count in scaled)
-    chunks = list(mine) == chunk_lengths(inner, len(mine))
+    shard_counts = tuple(count // length for count in scaled)
+    chunks = list(shard_counts) == chunk_lengths(inner, len(shard_counts))
     if factor > 1:
         return StridedShard(out, factor) if chunks and even else None
-    return Shard(out) if chunks else RaggedShard(out, mine)
+    return Shard(out) if chunks else RaggedShard(out, shard_counts)
