@@ -126,9 +126,8 @@ class _InFlight:
         if stream in self.waited_streams or (self.captured and not is_capturing(self.device)):
             return
         if self.tracer is None:
-            if (
-                self.waited_streams
-            ):  # a second `work.wait()` of gloo's reduce_scatter_tensor would write its result again
+            # A second `work.wait()` of gloo's reduce_scatter_tensor would write its result again.
+            if self.waited_streams:
                 stream.wait_event(self.complete)  # type: ignore[union-attr]
             else:
                 self._wait_first(stream)
@@ -260,9 +259,8 @@ class CommTensor(torch.Tensor):
             written = name in mutated
             for leaf in tree_iter(value):
                 if isinstance(leaf, CommTensor):
-                    if (
-                        written and leaf._memory.unseen
-                    ):  # this op is a part of the collective that was not intercepted
+                    # This op is a part of the collective that was not intercepted.
+                    if written and leaf._memory.unseen:
                         continue
                     waited |= leaf._memory.wait(for_readers=written)
                     owners.append(leaf)

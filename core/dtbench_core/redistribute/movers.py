@@ -142,9 +142,8 @@ _TRANSPORT_DTYPES = {
 def _to_transport(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a contiguous tensor as a flat one, in a dtype that all transports send."""
     flat = tensor.view(-1)
-    if (
-        flat.dtype in _TRANSPORT_DTYPES or flat.dtype is torch.bool
-    ):  # all transports send bool, but not all reduce it
+    # All transports send bool, but not all reduce it.
+    if flat.dtype in _TRANSPORT_DTYPES or flat.dtype is torch.bool:
         return flat.resolve_neg() if flat.is_neg() else flat
     flat = flat.resolve_conj().resolve_neg()
     # A tensor of one element is contiguous with any stride, but can be viewed as bytes only with a stride of 1.
@@ -187,8 +186,8 @@ class _EvenLayout:
         to_front: permutation of `split` that puts the axes of the mesh dims first.
         back: the inverse permutation.
         stacked: shape of `split` after `to_front`.
-        in_place: whether the axes of the mesh dims come first in memory anyway, so that no copy is needed.
-        rows: whether this even holds for `shape` itself, because all shards are blocks of rows.
+        in_place: whether `to_front` leaves the order of elements in memory unchanged, so that no copy is needed.
+        rows: whether all mesh dims shard dim 0. Then concatenated shards already have the global shape.
     """
 
     def __init__(self, shape: Shape, placements: Placements, sizes: Shape) -> None:
@@ -234,10 +233,11 @@ class _EvenLayout:
 def _make_even_gather(step: Exchange) -> Mover:
     axes, group = _EvenLayout(step.shape, step.src, step.sizes), step.group
     rows, carried = axes.rows, step.dtype in _TRANSPORT_DTYPES
+    # gloo accepts no additional axis of ranks.
     stacked = (
         math.prod(step.sizes) * axes.local[0],
         *axes.local[1:],
-    )  # gloo accepts no additional axis of ranks
+    )
 
     def gather(local: torch.Tensor) -> torch.Tensor:
         sent = local.contiguous()
@@ -424,9 +424,8 @@ def _make_even_all_to_all(step: Exchange) -> Mover:
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
         sent = _to_transport(sent_layout.pack(local))
-        return received_layout.unpack(
-            _from_transport(comm.exchanged(sent, (sent.numel(),), group), local.dtype)
-        )
+        received = comm.exchanged(sent, (sent.numel(),), group)
+        return received_layout.unpack(_from_transport(received, local.dtype))
 
     return exchange
 

@@ -161,7 +161,8 @@ def requested_route(spec: DTensorSpec, placements: Sequence[Placement] | None) -
     except (
         KeyError,
         TypeError,
-    ):  # TypeError: not a sequence or not placements; `normalize` raises a clear error
+    ):
+        # TypeError: not a sequence or not placements; `normalize` raises a clear error
         pass
     placed = normalize(placements, spec.ndim, spec.info, spec.shape)
     for current, target in zip(spec.placements, placed, strict=True):

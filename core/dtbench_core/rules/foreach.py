@@ -200,11 +200,8 @@ def _share_memory(lists: Sequence[Sequence[Value]]) -> bool:
     written = lists[0]
     written_ids = set(map(id, written))
     views = any(isinstance(tensor, Wrapper) and tensor._memory is not None for tensor in written)
-    if (
-        not views
-        and len(written_ids) == len(written)
-        and all(written_ids.isdisjoint(map(id, tensors)) for tensors in lists[1:])
-    ):
+    is_disjoint = all(written_ids.isdisjoint(map(id, tensors)) for tensors in lists[1:])
+    if is_disjoint and not views and len(written_ids) == len(written):
         return False
     column_of: dict[object, int] = {}
     for index, tensor in enumerate(written):
@@ -228,8 +225,8 @@ def _shared(value: Value, mesh: MeshInfo | None, op: OpOverload) -> Value:
     value_mesh = value._spec.info
     if value_mesh.coordinate is None:
         raise MixedTensorError(
-            f"{op} got a list of tensors that are not all on {value_mesh}, and for all of them {value._spec}, whose "
-            "values this rank, outside that mesh, lacks; expected only tensors of that mesh: call it on its ranks"
+            f"{op} got tensors that are not all on {value_mesh} together with {value._spec}, whose values this rank "
+            "lacks, since it is not in that mesh; expected tensors of that mesh only: call it on the ranks of that mesh"
         )
     return _replicated_local(value)
 

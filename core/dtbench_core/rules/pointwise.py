@@ -41,9 +41,8 @@ def is_pointwise(op: OpOverload) -> bool:
     """Whether torch tags the op as elementwise (without random numbers), and the user registered no other rule."""
     if torch.Tag.nondeterministic_seeded in op.tags or op in base.overridden_ops:
         return False
-    if (
-        sum(argument.is_out for argument in op._schema.arguments) > 1
-    ):  # frexp(out=) runs like other ops with out=
+    # frexp(out=) runs like other ops with out=.
+    if sum(argument.is_out for argument in op._schema.arguments) > 1:
         return False
     if torch.Tag.pointwise in op.tags or op._schema.name in PRIMS:
         return True
@@ -203,9 +202,8 @@ def fill(call: OpCall) -> Strategy:
             if averages:
                 _raise_for_overflow(spec, value)
             if neutral is not None:
-                if masks and not surely_holds(
-                    spec.dtype, value
-                ):  # raise also on ranks that use a neutral term
+                # Raise also on ranks that use a neutral term.
+                if masks and not surely_holds(spec.dtype, value):
                     op(local.new_zeros(1), args[0].new_ones(1), value)
                 value = torch.full_like(value, neutral) if isinstance(value, torch.Tensor) else neutral
             return op(local, *args[:masks], value)  # type: ignore[no-any-return]
@@ -220,8 +218,8 @@ def _raise_for_overflow(spec: DTensorSpec, value: Value) -> None:
         return
     if abs(value) * math.prod(spec.info.sizes) > torch.finfo(spec.dtype).max:
         raise PlacementError(
-            f"got {value} to be written to {spec}, whose average over the ranks would overflow: redistribute it to "
-            "Shard or Replicate before"
+            f"got {value} to write to {spec}, expected a number whose sum over the ranks does not overflow: "
+            "redistribute the tensor to Shard or Replicate before"
         )
 
 

@@ -60,9 +60,8 @@ def fill(call: OpCall) -> Strategy:
         draw, neutral = _draw_part(call, spec), neutral_term(spec)
 
         def run(local: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-            drawn = draw(
-                local, *args, **kwargs
-            )  # always, so that the generators of all ranks advance equally
+            # Always, so that the generators of all ranks advance equally.
+            drawn = draw(local, *args, **kwargs)
             return local.copy_(drawn) if neutral is None else local.fill_(neutral)
 
         return run
