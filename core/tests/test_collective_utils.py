@@ -95,7 +95,10 @@ def test_the_op_has_a_meta_kernel(fake_world: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize(
     ("dims", "message"),
-    [((0, 2), r"shard_dim=2 .* shape \[2, 4\], expected a dim in \[-2, 2\)"), ((1, -1), "expected two dims")],
+    [
+        ((0, 2), r"shard_dim=2 .* shape \[2, 4\], expected a dim in \[-2, 2\)"),
+        ((1, -1), "expected two different dims"),
+    ],
 )
 def test_dims_are_checked(fake_world: Callable[..., None], dims: tuple[int, int], message: str) -> None:
     fake_world(4)

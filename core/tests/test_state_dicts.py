@@ -134,7 +134,7 @@ ONES = torch.ones(2)
         (
             {"a": ONES, "c": 1},
             {"a": ONES, "b": ONES},
-            r"without \[\"\['b'\]\"\] and with \[\"\['c'\]\"\] besides, expected the keys",
+            r"without the keys \[\"\['b'\]\"\] and with the additional keys \[\"\['c'\]\"\], expected the keys",
         ),
         (
             {"a": [torch.ones(3)]},

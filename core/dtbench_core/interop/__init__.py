@@ -1,2 +1,3 @@
-"""Where other tools meet the core: torch's DTensor, state dicts, local_map, collective utilities by torch's names,
-pictures, stopwatches."""
+"""Interfaces to other tools: torch's DTensor, state dicts, local_map, torch's collective utilities, drawings,
+stopwatches.
+"""

@@ -1,9 +1,8 @@
-"""Collectives over one mesh dim, padding, and the cost model: what torch.distributed.tensor keeps in
-`_collective_utils`, by the same names.
+"""Collectives over one mesh dim, padding, and the cost model, by the names of torch.distributed.tensor's
+`_collective_utils`.
 
-The core's own redistribution does not pass through here (see redistribute/movers.py); these are for code that
-is written against them. The cost functions are those of cost/redistribution.py, the constants of a mesh those of
-cost/mesh_topology.py.
+They are for code written against those names; the core's own redistribution uses redistribute/movers.py. The cost
+functions are those of cost/redistribution.py, and the constants of a mesh those of cost/mesh_topology.py.
 """
 
 from __future__ import annotations
@@ -62,14 +61,14 @@ logger = logging.getLogger(__name__)
 def shard_dim_alltoall(
     input: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
 ) -> torch.Tensor:
-    """The tensor that is sharded on `gather_dim` over `mesh_dim`, sharded on `shard_dim` instead.
+    """Redistributes a tensor sharded on `gather_dim` over `mesh_dim`, so that it is sharded on `shard_dim` instead.
 
-    Every rank passes a shard of one shape and gets a contiguous one, cut as torch.chunk cuts. On CPU
-    meshes (but not in a LocalTensorMode) everything is gathered and cut, as not every CPU transport has
-    an all-to-all; the first call says so.
+    Every rank passes a shard of the same shape and gets a contiguous shard, split as torch.chunk does. On CPU meshes
+    (but not in a LocalTensorMode) the whole tensor is gathered and split, since not every CPU backend has an
+    all-to-all; the first call logs a warning.
 
     Raises:
-        ArgumentError: a dim that the tensor lacks, or both the same.
+        ArgumentError: a dim that the tensor does not have, or the same dim twice.
     """
     ndim, shape = input.ndim, list(input.shape)
     for name, dim in (("gather_dim", gather_dim), ("shard_dim", shard_dim)):
@@ -81,14 +80,14 @@ def shard_dim_alltoall(
     if gather_dim % ndim == shard_dim % ndim:
         raise ArgumentError(
             f"shard_dim_alltoall got gather_dim={gather_dim} and shard_dim={shard_dim} for a tensor of shape {shape}, "
-            "expected two dims: it is sharded so already"
+            "expected two different dims: the tensor is already sharded on this one"
         )
     group = mesh_info(mesh).groups[mesh_dim]
     if simulation.active or isinstance(group, comm.OrderedGroup):  # a LocalTensorMode
-        return _moved(input, gather_dim, shard_dim, group)
+        return _resharded(input, gather_dim, shard_dim, group)
     if mesh.device_type == "cpu":
-        _tell_fallback()
-        return _moved(input, gather_dim, shard_dim, group, REPLICATE)
+        _warn_of_fallback()
+        return _resharded(input, gather_dim, shard_dim, group, REPLICATE)
     return cast(
         "torch.Tensor",
         torch.ops.dtbench_core.shard_dim_alltoall(input, gather_dim, shard_dim, group.group_name),
@@ -96,20 +95,22 @@ def shard_dim_alltoall(
 
 
 @functools.cache
-def _tell_fallback() -> None:
+def _warn_of_fallback() -> None:
     logger.warning("CPU process group does not support alltoall yet, falling back with allgather + chunk!")
 
 
-def _moved(
-    shard: torch.Tensor, gather_dim: int, shard_dim: int, group: comm.Group, *between: Placement
+def _resharded(
+    shard: torch.Tensor, gather_dim: int, shard_dim: int, group: comm.Group, *intermediate: Placement
 ) -> torch.Tensor:
-    """The shard of `gather_dim`, by way of the placements `between`, as one of `shard_dim`."""
+    """Redistributes a shard from `gather_dim` to `shard_dim`, through the `intermediate` placements."""
     shape = list(shard.shape)
     shape[gather_dim] *= group.size()
     ends = Shard(gather_dim % shard.ndim), Shard(shard_dim % shard.ndim)
-    for src, dst in itertools.pairwise((ends[0], *between, ends[1])):
-        sizes, at = (group.size(),), (group.rank(),)
-        shard = make_mover(Exchange((src,), (dst,), sizes, tuple(shape), shard.dtype, group, at))(shard)
+    for src, dst in itertools.pairwise((ends[0], *intermediate, ends[1])):
+        sizes, coordinate = (group.size(),), (group.rank(),)
+        shard = make_mover(Exchange((src,), (dst,), sizes, tuple(shape), shard.dtype, group, coordinate))(
+            shard
+        )
     return shard
 
 
@@ -117,7 +118,7 @@ def _moved(
 def _shard_dim_alltoall(
     input: torch.Tensor, gather_dim: int, shard_dim: int, group_name: str
 ) -> torch.Tensor:
-    return _moved(input, gather_dim, shard_dim, resolve_group(group_name))
+    return _resharded(input, gather_dim, shard_dim, resolve_group(group_name))
 
 
 @_shard_dim_alltoall.register_fake
@@ -131,34 +132,36 @@ def _shard_dim_alltoall_meta(
     return input.new_empty(shape)
 
 
-# --- from one rank to all --------------------------------------------------------------------------
+# --- scatter and broadcast -------------------------------------------------------------------------
 
 
 class _StagedWork(Work):
-    """The Work of a collective that writes to `staged`, a packed copy of its output; `wait()` copies it back."""
+    """The Work of a collective that writes to `packed`, a packed copy of its output; `wait()` copies it back."""
 
-    def __init__(self, work: Work, output: torch.Tensor, staged: torch.Tensor) -> None:
+    def __init__(self, work: Work, output: torch.Tensor, packed: torch.Tensor) -> None:
         super().__init__()
-        self._work, self._output, self._staged = work, output, staged
+        self._work, self._output, self._packed = work, output, packed
 
     def wait(self, *timeout: timedelta) -> bool:
         done = self._work.wait(*timeout)
-        self._output.copy_(self._staged)
+        self._output.copy_(self._packed)
         return done
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
 
-def _staged(output: torch.Tensor, collective: Callable[[torch.Tensor], Work | None]) -> Work | None:
-    """`collective` on a packed copy of its output."""
-    staged = comm.packed(output)
-    work = collective(staged)
-    if staged is output:
+def _run_on_packed_copy(
+    output: torch.Tensor, collective: Callable[[torch.Tensor], Work | None]
+) -> Work | None:
+    """Runs `collective` on a packed copy of its output."""
+    packed = comm.packed(output)
+    work = collective(packed)
+    if packed is output:
         return work
     if work is not None:
-        return _StagedWork(work, output, staged)
-    output.copy_(staged)
+        return _StagedWork(work, output, packed)
+    output.copy_(packed)
     return None
 
 
@@ -171,18 +174,20 @@ def mesh_scatter(
     *,
     group_src: int | None = 0,
 ) -> Work | None:
-    """Gives every rank of `mesh_dim` its tensor of the source rank's `scatter_list`, in `output`.
+    """Scatters the source rank's `scatter_list` over the ranks of `mesh_dim`; each rank gets its tensor in `output`.
 
-    On the mesh [[0, 1], [2, 3]] and mesh dim 1, rank 0 gives to 0 and 1, rank 2 to 2 and 3.
+    On the mesh [[0, 1], [2, 3]] and mesh dim 1, rank 0 sends to ranks 0 and 1, rank 2 to ranks 2 and 3.
 
     Args:
-        scatter_list: one tensor per rank, of `output`'s shape; read on the source rank only.
-        group_src: the source's place along the mesh dim. None: every rank takes from its own list, and
-            nothing is sent.
+        output: receives this rank's tensor.
+        scatter_list: one tensor per rank, with the shape of `output`; read on the source rank only.
+        async_op: whether to return a Work.
+        group_src: the source rank's index along the mesh dim. None: every rank copies from its own list, and nothing
+            is sent.
 
     Returns:
-        The Work if `async_op`: `output` and the list must stay alive until its `wait()`. None on meta
-        tensors, which hold nothing to send.
+        The Work if `async_op`; `output` and the list must stay alive until its `wait()`. None for meta tensors, which
+        have no data.
     """
     if output.is_meta:
         return None
@@ -190,15 +195,17 @@ def mesh_scatter(
     if group_src is None:
         if scatter_list is None:
             raise ArgumentError(
-                "mesh_scatter got neither group_src nor scatter_list, expected one: name the source rank, or pass the "
-                "list on every rank"
+                "mesh_scatter got neither group_src nor scatter_list, expected one of them: pass the source rank, or "
+                "pass the list on every rank"
             )
         output.copy_(scatter_list[group.rank()])
         return None
     inputs = None
     if group.rank() == group_src and scatter_list is not None:
         inputs = [comm.packed(part) for part in scatter_list]
-    return _staged(output, lambda staged: comm.scatter(staged, inputs, group, group_src, async_op))
+    return _run_on_packed_copy(
+        output, lambda packed: comm.scatter(packed, inputs, group, group_src, async_op)
+    )
 
 
 def mesh_broadcast(
@@ -209,32 +216,34 @@ def mesh_broadcast(
     *,
     group_src: int | None = 0,
 ) -> Work | None:
-    """Copies the tensor of the source rank of `mesh_dim` to the others, in place.
+    """Copies the tensor of the source rank of `mesh_dim` to the other ranks, in place.
 
     Args:
-        group_src: the source's place along the mesh dim. None: every rank keeps its own.
+        tensor: sent on the source rank, overwritten on the others.
+        async_op: whether to return a Work.
+        group_src: the source rank's index along the mesh dim. None: every rank keeps its tensor.
 
     Returns:
-        The Work if `async_op`. None on meta tensors, which hold nothing to send.
+        The Work if `async_op`. None for meta tensors, which have no data.
     """
     if tensor.is_meta or group_src is None:
         return None
     group = mesh_info(mesh).groups[mesh_dim]
-    return _staged(tensor, lambda staged: comm.broadcast(staged, group, group_src, async_op))
+    return _run_on_packed_copy(tensor, lambda packed: comm.broadcast(packed, group, group_src, async_op))
 
 
-# --- shards of one length --------------------------------------------------------------------------
+# --- padding ---------------------------------------------------------------------------------------
 
 
 def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
-    """`tensor` with `pad_size` zeros appended on `pad_dim`; itself for 0."""
+    """Appends `pad_size` zeros on `pad_dim`; returns the tensor itself for 0."""
     if pad_size == 0:
         return tensor
     return padded(tensor, pad_dim % tensor.ndim, tensor.size(pad_dim) + pad_size)
 
 
 def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
-    """`tensor` without its last `pad_size` elements on `pad_dim`, as a view; itself for 0."""
+    """Returns a view without the last `pad_size` elements on `pad_dim`; the tensor itself for 0."""
     if pad_size == 0:
         return tensor
     return tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)
@@ -243,7 +252,7 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Ten
 def fill_empty_tensor_to_shards(
     shards: list[torch.Tensor], shard_dim: int, num_empty_tensors: int
 ) -> list[torch.Tensor]:
-    """Appends shards that have no elements on `shard_dim` to `shards`, in place, and returns it."""
+    """Appends shards that are empty on `shard_dim` to `shards`, in place, and returns it."""
     if num_empty_tensors:
         shape = list(shards[0].shape)
         shape[shard_dim] = 0
@@ -252,21 +261,22 @@ def fill_empty_tensor_to_shards(
 
 
 def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = False) -> TensorMeta | None:
-    """Checks that all ranks of the world pass tensors of one dtype and one requires_grad.
+    """Checks that all ranks of the world pass tensors with the same dtype and requires_grad.
 
     Args:
-        check_shape_stride: of one shape and one stride too.
+        check_shape_stride: whether shape and stride must be the same, too.
 
     Raises:
-        LayoutError: they do not, on every rank. It is a ValueError; its notes say who has what.
+        LayoutError: they differ; raised on every rank. It is a ValueError, and its notes list the values of each
+            rank.
     """
-    mine: dict[str, Any] = {"dtype": local_tensor.dtype, "requires_grad": local_tensor.requires_grad}
+    local_meta: dict[str, Any] = {"dtype": local_tensor.dtype, "requires_grad": local_tensor.requires_grad}
     if check_shape_stride:
-        mine |= {"shape": tuple(local_tensor.shape), "stride": local_tensor.stride()}
-    seen = comm.all_gather_objects(mine)
-    if any(meta != seen[0] for meta in seen):
+        local_meta |= {"shape": tuple(local_tensor.shape), "stride": local_tensor.stride()}
+    all_meta = comm.all_gather_objects(local_meta)
+    if any(meta != all_meta[0] for meta in all_meta):
         error = LayoutError("Inconsistent tensor metadata (including shape and stride) across ranks.")
-        for rank, meta in enumerate(seen):
+        for rank, meta in enumerate(all_meta):
             error.add_note(f"rank {rank}: {', '.join(f'{name} {value}' for name, value in meta.items())}")
         raise error
     return None

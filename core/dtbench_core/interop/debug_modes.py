@@ -1,7 +1,8 @@
-"""torch's DebugMode and CommDebugMode over DTensors: the op, and what it runs and sends on the shards.
+"""Support for DTensors in torch's DebugMode and CommDebugMode: the op, and the ops and collectives on the shards.
 
-Of a class that it does not know a mode runs the op with itself switched off, so that nothing within is seen. Both
-modes know torch's DTensor, note its op, and let it run under them; ours are shown to them as such.
+For a tensor class that it does not know, a mode switches itself off while the op runs, so nothing within the op is
+recorded. Both modes know torch's DTensor: they record its op, and stay active within it. So our DTensor is presented
+to them as torch's.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from dtbench_core.torch_compat import when_imported
 _MODES = {"torch.utils._debug_mode": "DebugMode", "torch.distributed.tensor.debug": "CommDebugMode"}
 
 
-def _seen_as_torchs(dispatch: Call) -> Call:
+def _with_torch_types(dispatch: Call) -> Call:
     def torch_dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ours = any(issubclass(kind, Wrapper) for kind in types)
-        theirs = (torch.distributed.tensor.DTensor,)
-        return dispatch(self, func, theirs if ours else types, args, kwargs or {})
+        if any(issubclass(kind, Wrapper) for kind in types):
+            types = (torch.distributed.tensor.DTensor,)
+        return dispatch(self, func, types, args, kwargs or {})
 
     return torch_dispatch
 
 
-def _teach(module: ModuleType) -> None:
+def _support_dtensor(module: ModuleType) -> None:
     mode = getattr(module, _MODES[module.__name__])
-    mode.__torch_dispatch__ = _seen_as_torchs(mode.__torch_dispatch__)
+    mode.__torch_dispatch__ = _with_torch_types(mode.__torch_dispatch__)
     if module.__name__ == "torch.distributed.tensor.debug":
-        _teach_sharding_info(module._comm_mode)
+        _support_sharding_info(module._comm_mode)
 
 
-def _teach_sharding_info(module: ModuleType) -> None:
-    """CommDebugMode.get_sharding_info lists parameters that are DTensors of either library."""
+def _support_sharding_info(module: ModuleType) -> None:
+    """Makes CommDebugMode.get_sharding_info list parameters that are DTensors of either library."""
 
-    class Either(type):
+    class AnyDTensor(type):
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, (torch.distributed.tensor.DTensor, Wrapper))
 
-        def __eq__(cls, other: object) -> bool:  # asked of the types of an op
-            return other is cls or other is torch.distributed.tensor.DTensor
+        def __eq__(cls, kind: object) -> bool:  # the mode compares it with the types of an op
+            return kind is cls or kind is torch.distributed.tensor.DTensor
 
         __hash__ = type.__hash__
 
-    vars(module)["DTensor"] = Either("DTensor", (), {})
+    vars(module)["DTensor"] = AnyDTensor("DTensor", (), {})
 
 
 for _name in _MODES:
-    when_imported(_name, _teach)
+    when_imported(_name, _support_dtensor)

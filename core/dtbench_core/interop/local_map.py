@@ -1,4 +1,4 @@
-"""local_map: a function of plain tensors, applied to the shards of DTensors."""
+"""local_map applies a function of plain tensors to the shards of DTensors."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Call:
-    """Makes of `func`, written for plain tensors, a function of DTensors that runs it on their shards.
+    """Converts `func`, written for plain tensors, into a function of DTensors that calls it with their shards.
 
-    Differentiable. Called without any DTensor, the result is `func` itself. Without `func`, this is a
+    Differentiable. If no argument is a DTensor, the result of `func` is returned as it is. Without `func`, this is a
     decorator.
 
     Args:
-        out_placements: of the result; a tuple of placements for several results, in the order of the
-            flattened output, with None for one that is no tensor. Where an argument is spread
-            unevenly, the ranks tell each other how large their results are; else they are taken to be
-            equally large, as in `DTensor.from_local`.
-        in_placements: of each flattened positional argument, with None for one that is no tensor; not
-            looked at when not given. A plain tensor is passed as it is.
-        in_grad_placements: how the ranks' gradients of each argument make up the global one, as in
-            `DTensor.to_local`.
-        device_mesh: of the results; that of the first DTensor argument when not given.
-        redistribute_inputs: move arguments that are placed otherwise than `in_placements` says.
+        func: the function of plain tensors.
+        out_placements: the placements of the result; or a tuple with the placements of each result, in the order of
+            the flattened output, and None for a result that is not a tensor. If an argument is unevenly sharded, the
+            ranks exchange the sizes of their results. Otherwise the results are assumed to be equally large, as in
+            `DTensor.from_local`.
+        in_placements: the placements of each flattened positional argument, with None for one that is not a tensor;
+            by default not checked. A plain tensor is passed as it is.
+        in_grad_placements: the placements of the ranks' gradients of each argument, as in `DTensor.to_local`.
+        device_mesh: the mesh of the results; by default that of the first DTensor argument.
+        redistribute_inputs: whether arguments are redistributed to `in_placements`.
 
     Raises:
-        PlacementError: an argument placed otherwise, without `redistribute_inputs`.
-        FunctionError: placements that do not match the arguments or results one to one.
+        PlacementError: an argument has other placements, without `redistribute_inputs`.
+        FunctionError: placements that do not correspond one to one to the arguments or results.
     """
     if func is None:
         options = (out_placements, in_placements, in_grad_placements, device_mesh)
@@ -66,7 +66,9 @@ def local_map(
         tensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if not tensors:
             return result
-        return _wrapped(func, result, out_placements, device_mesh or tensors[0].device_mesh, tensors)
+        return _results_as_dtensors(
+            func, result, out_placements, device_mesh or tensors[0].device_mesh, tensors
+        )
 
     return mapped
 
@@ -78,82 +80,89 @@ def _shards(
     in_grad_placements: InputPlacements,
     redistribute: bool,
 ) -> list[Any]:
-    """The arguments with shards for DTensors, placed as they are to be."""
+    """Returns the arguments with shards in place of DTensors, after redistribution."""
     for name, placements in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
         if placements is not None and len(placements) != len(leaves):
             raise FunctionError(
                 f"local_map got {len(placements)} {name} for {len(leaves)} arguments of {_name(func)}, expected one "
-                "for each flattened positional argument: give None for those that are no tensors"
+                "for each flattened positional argument: pass None for arguments that are not tensors"
             )
-    wanted = in_placements or (None,) * len(leaves)
+    all_placements = in_placements or (None,) * len(leaves)
     grads = in_grad_placements or (None,) * len(leaves)
     local = []
-    for index, (leaf, want, grad) in enumerate(zip(leaves, wanted, grads, strict=True)):
-        what = f"argument {index} of {_name(func)}"
+    for index, (leaf, leaf_placements, grad) in enumerate(zip(leaves, all_placements, grads, strict=True)):
+        argument = f"argument {index} of {_name(func)}"
         if isinstance(leaf, DTensor):
-            if want is not None:
-                leaf = _placed(leaf, want, what, redistribute)
+            if leaf_placements is not None:
+                leaf = _redistributed_argument(leaf, leaf_placements, argument, redistribute)
             elif in_placements is not None:
                 raise FunctionError(
-                    f"local_map got None in in_placements for {what}, which is {leaf._spec}; expected its "
+                    f"local_map got None in in_placements for {argument}, which is {leaf._spec}; expected its "
                     "placements"
                 )
             leaf = leaf.to_local(grad_placements=grad)
-        elif want is not None and not isinstance(leaf, torch.Tensor):
+        elif leaf_placements is not None and not isinstance(leaf, torch.Tensor):
             raise FunctionError(
-                f"local_map got in_placements for {what}, which is {leaf!r}; expected None for what is no tensor"
+                f"local_map got in_placements for {argument}, which is {leaf!r}; expected None for an argument that "
+                "is not a tensor"
             )
         local.append(leaf)
     return local
 
 
 @in_graph
-def _placed(tensor: DTensor, wanted: Sequence[Placement], what: str, redistribute: bool) -> DTensor:
-    placed = normalize(wanted, tensor.ndim, mesh_info(tensor.device_mesh))
-    if tensor.placements == placed:
+def _redistributed_argument(
+    tensor: DTensor, placements: Sequence[Placement], argument: str, redistribute: bool
+) -> DTensor:
+    placements = normalize(placements, tensor.ndim, mesh_info(tensor.device_mesh))
+    if tensor.placements == placements:
         return tensor
     if not redistribute:
         raise PlacementError(
-            f"local_map got {tensor._spec} as {what}, expected the placements {describe(placed)}: redistribute it "
-            "before, or pass redistribute_inputs=True"
+            f"local_map got {tensor._spec} as {argument}, expected the placements {describe(placements)}: "
+            "redistribute it before, or pass redistribute_inputs=True"
         )
-    return tensor.redistribute(placements=placed)
+    return tensor.redistribute(placements=placements)
 
 
-def _wrapped(
+def _results_as_dtensors(
     func: Call, result: Any, placements: OutputPlacements, mesh: DeviceMesh, inputs: list[DTensor]
 ) -> Any:
     leaves, tree = tree_flatten(result)
-    several = isinstance(placements, tuple) and any(p is None or isinstance(p, Sequence) for p in placements)
-    listed: Sequence[Any] = placements if several else (placements,)  # type: ignore[assignment]
-    if len(listed) != len(leaves):
+    is_nested = isinstance(placements, tuple) and any(
+        p is None or isinstance(p, Sequence) for p in placements
+    )
+    all_placements: Sequence[Any] = placements if is_nested else (placements,)  # type: ignore[assignment]
+    if len(all_placements) != len(leaves):
         raise FunctionError(
-            f"local_map got {len(listed)} out_placements for {len(leaves)} results of {_name(func)}, expected one for "
-            "each: give a tuple of placements, with None for results that are no tensors"
+            f"local_map got {len(all_placements)} out_placements for {len(leaves)} results of {_name(func)}, expected "
+            "one for each: pass a tuple of placements, with None for results that are not tensors"
         )
     results = []
-    for index, (leaf, placed) in enumerate(zip(leaves, listed, strict=True)):
+    for index, (leaf, leaf_placements) in enumerate(zip(leaves, all_placements, strict=True)):
         if isinstance(leaf, DTensor):
             raise FunctionError(
                 f"local_map got a DTensor, {leaf._spec}, as result {index} of {_name(func)}, expected a plain tensor: "
                 "the function works on shards"
             )
-        if isinstance(leaf, torch.Tensor) != (placed is not None):
+        if isinstance(leaf, torch.Tensor) != (leaf_placements is not None):
             kind = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
             raise FunctionError(
-                f"local_map got out_placements {placed} for result {index} of {_name(func)}, which is {kind}; expected "
-                "placements for tensors and None for the rest"
+                f"local_map got out_placements {leaf_placements} for result {index} of {_name(func)}, which is {kind}; "
+                "expected placements for tensors and None for other results"
             )
-        results.append(leaf if placed is None else _distributed(leaf, mesh, placed, inputs))
+        results.append(
+            leaf if leaf_placements is None else _result_as_dtensor(leaf, mesh, leaf_placements, inputs)
+        )
     return tree_unflatten(results, tree)
 
 
 @in_graph
-def _distributed(
+def _result_as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], inputs: list[DTensor]
 ) -> DTensor:
     info = mesh_info(mesh)
-    if all(one._spec.is_even() for one in inputs) or info.coordinate is None:
+    if all(tensor._spec.is_even() for tensor in inputs) or info.coordinate is None:
         return DTensor.from_local(local, mesh, placements)
     shape, placed = joined_layout(local, info, normalize(placements, local.ndim, info))
     spec = DTensorSpec.of(info, placed, shape, contiguous_stride(shape), local.dtype)

@@ -1,10 +1,11 @@
-"""State dicts of whole tensors: gathered from DTensors, and spread again, on any mesh.
+"""State dicts of whole tensors: gathered from DTensors, and sharded again on any mesh.
 
-`full_state_dict` and `sharded_state_dict` take any nesting of dicts and lists, a module's state or an optimizer's.
-torch.distributed.checkpoint saves and loads both kinds: sharded ones as they are (tensor/checkpoint.py).
+`full_state_dict` and `sharded_state_dict` take nested dicts and lists, such as the state of a module or an optimizer.
+torch.distributed.checkpoint saves and loads both kinds; tensor/checkpoint.py makes it handle sharded ones.
 
-`torch.distributed.checkpoint.state_dict` gathers and spreads tensors of torch's own class alone, and takes a DTensor
-of ours for a plain tensor: a full state dict would hold one rank's part. `_teach` mends that where torch does it.
+`torch.distributed.checkpoint.state_dict` gathers and shards only torch's own DTensors. It would treat ours as plain
+tensors, and a full state dict would contain one rank's part. `_support_dtensor` wraps the functions of torch to
+correct this.
 """
 
 from __future__ import annotations
@@ -28,95 +29,97 @@ from dtbench_core.torch_compat import device_of_group, teach_loading, when_impor
 
 
 def full_state_dict(state: Any, *, cpu_offload: bool = False, rank0_only: bool = False) -> Any:
-    """`state` with every DTensor as the whole tensor. Every rank must call it, as the ranks gather from each other.
+    """Returns `state` with every DTensor gathered. Every rank must call it, since gathering is a collective.
 
     Args:
-        state: dicts and lists, nested, as `module.state_dict()` and `optimizer.state_dict()` give them. Plain
-            tensors in it are handed on, sharing memory.
-        cpu_offload: each tensor is moved to the CPU before the next is gathered.
-        rank0_only: the other ranks keep nothing and get an empty dict.
+        state: nested dicts and lists, as returned by `module.state_dict()` and `optimizer.state_dict()`. Plain
+            tensors are returned as they are, sharing memory.
+        cpu_offload: whether each tensor is moved to the CPU before the next is gathered.
+        rank0_only: whether only rank 0 gets the tensors; the other ranks get an empty dict.
     """
-    kept = not rank0_only or dist.get_rank() == 0
-    full = tree_map_only(torch.Tensor, lambda tensor: _whole(tensor, kept, cpu_offload), state)
-    return full if kept else {}
+    is_kept = not rank0_only or dist.get_rank() == 0
+    full = tree_map_only(torch.Tensor, lambda tensor: _gathered(tensor, is_kept, cpu_offload), state)
+    return full if is_kept else {}
 
 
 def sharded_state_dict(full: Any, like: Any, *, broadcast_from_rank0: bool = False) -> Any:
-    """`full` with every tensor placed as the DTensor at its place in `like`, for `load_state_dict`.
+    """Returns `full` with every tensor placed as the DTensor with its key in `like`, for `load_state_dict`.
 
     Args:
-        full: whole tensors in dicts and lists, nested, as `full_state_dict` gives them.
-        like: of the same keys: the state of the module or optimizer that is to be loaded. Only its placements,
-            shapes and dtypes are read. An optimizer has its state after a first step.
-        broadcast_from_rank0: only rank 0's `full` counts; tensors are sent one by one.
+        full: nested dicts and lists of whole tensors, as returned by `full_state_dict`.
+        like: the state of the module or optimizer to be loaded, with the same keys. Only its placements, shapes and
+            dtypes are read. An optimizer has its state only after a first step.
+        broadcast_from_rank0: whether the values are those of rank 0; tensors are sent one by one.
 
     Returns:
-        A state of the shape of `like`, with the values of `full`. Plain tensors in `like` get plain tensors.
+        A state with the structure of `like` and the values of `full`. Where `like` has a plain tensor, so has the
+        result.
 
     Raises:
-        ArgumentError: keys that are in one of the two alone, or tensors of other shapes; on all ranks.
+        ArgumentError: keys that only one of them has, or tensors of different shapes; raised on all ranks.
     """
     leaves, tree = tree_flatten_with_path(like)
-    wanted = {keystr(path): leaf for path, leaf in leaves}
-    mine = {keystr(path): leaf for path, leaf in tree_flatten_with_path(full)[0]}
-    described: dict[str, Any] = {name: _described(leaf) for name, leaf in mine.items()}
+    like_by_name = {keystr(path): leaf for path, leaf in leaves}
+    full_by_name = {keystr(path): leaf for path, leaf in tree_flatten_with_path(full)[0]}
+    metas: dict[str, Any] = {name: _meta_or_value(leaf) for name, leaf in full_by_name.items()}
     if broadcast_from_rank0:
-        described = comm.all_gather_objects(described if dist.get_rank() == 0 else None)[0]
-    _check_same(described, wanted)
+        metas = comm.all_gather_objects(metas if dist.get_rank() == 0 else None)[0]
+    _check_same(metas, like_by_name)
     tensors = []
-    for name, leaf in wanted.items():
-        value = described[name]
+    for name, leaf in like_by_name.items():
+        value = metas[name]
         if isinstance(value, _Meta):
-            value = _from_rank0(mine.get(name), value) if broadcast_from_rank0 else mine[name].detach()
-            value = spread(value, leaf) if isinstance(leaf, DTensor) else value
+            tensor = full_by_name.get(name)
+            value = _from_rank0(tensor, value) if broadcast_from_rank0 else full_by_name[name].detach()
+            value = shard_like(value, leaf) if isinstance(leaf, DTensor) else value
         tensors.append(value)
     return tree_unflatten(tensors, tree)
 
 
-def spread(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """This rank's part of `whole`, which every rank holds, as a DTensor placed as `like`, of its dtype."""
-    whole = whole.detach().to(like.dtype)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+def shard_like(tensor: torch.Tensor, like: DTensor) -> DTensor:
+    """Returns a tensor that every rank holds as a DTensor with the placements and dtype of `like`."""
+    tensor = tensor.detach().to(like.dtype)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _whole(tensor: torch.Tensor, kept: bool, cpu_offload: bool) -> torch.Tensor | None:
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    if not kept:
+def _gathered(tensor: torch.Tensor, is_kept: bool, cpu_offload: bool) -> torch.Tensor | None:
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    if not is_kept:
         return None
-    return whole.cpu() if cpu_offload else whole
+    return tensor.cpu() if cpu_offload else tensor
 
 
 class _Meta(NamedTuple):
-    """What rank 0 says of a tensor before it sends it."""
+    """Shape and dtype of a tensor, which rank 0 sends before the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _described(leaf: object) -> Any:
+def _meta_or_value(leaf: object) -> Any:
     return _Meta(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _check_same(described: dict[str, Any], like: dict[str, Any]) -> None:
-    missing, unknown = [n for n in like if n not in described], [n for n in described if n not in like]
+def _check_same(metas: dict[str, Any], like: dict[str, Any]) -> None:
+    missing, unknown = [n for n in like if n not in metas], [n for n in metas if n not in like]
     if missing or unknown:
         raise ArgumentError(
-            f"sharded_state_dict got a full state without {missing or 'nothing'} and with {unknown or 'nothing'} "
-            "besides, expected the keys of the state to load: leave out of both what is not to be loaded"
+            f"sharded_state_dict got a full state without the keys {missing} and with the additional keys {unknown}, "
+            "expected the keys of the state to load: remove keys that should not be loaded from both"
         )
     for name, leaf in like.items():
         shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
-        got = described[name].shape if isinstance(described[name], _Meta) else None
-        if shape != got:
+        full_shape = metas[name].shape if isinstance(metas[name], _Meta) else None
+        if shape != full_shape:
             raise ArgumentError(
-                f"sharded_state_dict got {_shown(got)} as {name}, expected {_shown(shape)}: pass the state of the same "
-                "model"
+                f"sharded_state_dict got {_describe(full_shape)} as {name}, expected {_describe(shape)}: pass the "
+                "state of the same model"
             )
 
 
-def _shown(shape: tuple[int, ...] | None) -> str:
+def _describe(shape: tuple[int, ...] | None) -> str:
     return "no tensor" if shape is None else f"a tensor of shape {list(shape)}"
 
 
@@ -135,61 +138,69 @@ def _from_rank0(tensor: torch.Tensor | None, meta: _Meta) -> torch.Tensor:
 
 # ---- torch's own functions for state dicts ----
 
-# Of torch.distributed._state_dict_utils; its checkpoint.state_dict holds them by name.
-_PLACING = ("_broadcast_tensors", "_broadcast_state_dict", "_distribute_state_dict")
+# Functions of torch.distributed._state_dict_utils, which torch.distributed.checkpoint.state_dict imports by name.
+_SHARDING_FUNCTIONS = ("_broadcast_tensors", "_broadcast_state_dict", "_distribute_state_dict")
 
 
-def _teach(utils: ModuleType) -> None:
-    """Lets torch's functions for state dicts gather and spread DTensors of ours, as they do torch's."""
-    taught = {name: _placing(vars(utils)[name]) for name in _PLACING if name in vars(utils)}
-    taught["_gather_state_dict"] = _gathering(vars(utils)["_gather_state_dict"])
+def _support_dtensor(utils: ModuleType) -> None:
+    """Makes torch's functions for state dicts gather and shard our DTensors, as they do torch's."""
+    wrapped = {
+        name: _sharding_dtensors(vars(utils)[name]) for name in _SHARDING_FUNCTIONS if name in vars(utils)
+    }
+    wrapped["_gather_state_dict"] = _gathering_dtensors(vars(utils)["_gather_state_dict"])
     for module in (utils, sys.modules.get("torch.distributed.checkpoint.state_dict")):
-        for name, function in taught.items():
+        for name, function in wrapped.items():
             if module is not None and name in vars(module):
                 setattr(module, name, function)
 
 
-def _gathering(function: Call) -> Call:
+def _gathering_dtensors(function: Call) -> Call:
     @functools.wraps(function)
     def gather(
         state_dict: Any, *, cpu_offload: bool = False, ranks_only: tuple[int, ...] = (), **options: Any
     ) -> Any:
-        kept = not ranks_only or dist.get_rank(options.get("pg")) in ranks_only
-        state_dict = tree_map_only(DTensor, lambda tensor: _whole(tensor, kept, cpu_offload), state_dict)
+        is_kept = not ranks_only or dist.get_rank(options.get("pg")) in ranks_only
+        state_dict = tree_map_only(
+            DTensor, lambda tensor: _gathered(tensor, is_kept, cpu_offload), state_dict
+        )
         return function(state_dict, cpu_offload=cpu_offload, ranks_only=ranks_only, **options)
 
     return gather
 
 
-def _placing(function: Call) -> Call:
-    """Of a function that replaces tensors of its second argument, a dict, by whole ones where they are not torch's."""
+def _sharding_dtensors(function: Call) -> Call:
+    """Wraps a function that replaces the tensors of its second argument, a dict, by whole tensors.
+
+    torch's function shards whole tensors only for its own DTensors. The wrapper shards them for ours.
+    """
 
     @functools.wraps(function)
-    def place(full: Any, local: dict[str, Any], *rest: object, **options: object) -> Any:
-        names = rest[0] if rest and isinstance(rest[0], list) else list(local)  # given for some tensors alone
-        like = {name: local[name] for name in names if isinstance(local.get(name), DTensor)}
-        result = function(full, local, *rest, **options)
-        for name, placed in like.items():
-            whole = local.get(name)
-            if isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor):
-                local[name] = spread(whole, placed)
+    def shard(full: Any, local: dict[str, Any], *args: object, **options: object) -> Any:
+        # The third argument may be a list of the names to replace.
+        names = args[0] if args and isinstance(args[0], list) else list(local)
+        dtensors = {name: local[name] for name in names if isinstance(local.get(name), DTensor)}
+        result = function(full, local, *args, **options)
+        for name, dtensor in dtensors.items():
+            tensor = local.get(name)
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
+                local[name] = shard_like(tensor, dtensor)
         return result
 
-    return place
+    return shard
 
 
-when_imported("torch.distributed._state_dict_utils", _teach)
+when_imported("torch.distributed._state_dict_utils", _support_dtensor)
 
 
-def _teach_optimizers(module: ModuleType) -> None:
-    module._load_optim_state_dict = _keeping_all(module._load_optim_state_dict)  # type: ignore[attr-defined]
+def _support_optimizers(module: ModuleType) -> None:
+    module._load_optim_state_dict = _keeping_all_states(module._load_optim_state_dict)  # type: ignore[attr-defined]
 
 
-def _keeping_all(function: Call) -> Call:
-    """Wraps torch's loading of an optimizer's state so that it keeps the saved state of every parameter.
+def _keeping_all_states(function: Call) -> Call:
+    """Wraps torch's loading of an optimizer's state, so that the saved state of every parameter is loaded.
 
-    torch drops that of a frozen parameter, and of one that has no state yet beside others that have one
-    (pytorch#192202).
+    torch drops the state of a frozen parameter. It also drops the state of a parameter that has none yet, if others
+    have one (pytorch#192202).
     """
 
     @functools.wraps(function)
@@ -198,29 +209,29 @@ def _keeping_all(function: Call) -> Call:
         parameters = [parameter for group in groups for parameter in group]
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
             return function(model, optimizers, saved, info)
-        # As it is, or flat: "state.layer.weight.exp_avg".
+        # The keys are nested, or flat, as in "state.layer.weight.exp_avg".
         names = set(saved.get("state", ())) or {key[6:].rpartition(".")[0] for key in saved}
         if info.broadcast_from_rank0:
             names = comm.all_gather_objects(names)[0]
         frozen = [
             p for p in parameters if not p.requires_grad and not names.isdisjoint(info.fqn_param_mapping[p])
         ]
-        before = [optim.state for optim in optimizers], [parameter.grad for parameter in parameters]
+        states, grads = [optim.state for optim in optimizers], [parameter.grad for parameter in parameters]
         try:
             for parameter in frozen:
                 parameter.requires_grad_()
             for parameter in parameters:
-                parameter.grad = None  # torch gives first states, to be loaded into, where no gradient is
+                parameter.grad = None  # torch creates initial states only if no parameter has a gradient
             for optim, group in zip(optimizers, groups, strict=True):
                 if any(p.requires_grad and p not in optim.state for p in group):
                     optim.state = defaultdict(dict)
             function(model, optimizers, saved, info)
         except BaseException:
-            for optim, state in zip(optimizers, before[0], strict=True):
+            for optim, state in zip(optimizers, states, strict=True):
                 optim.state = state
             raise
         finally:
-            for parameter, grad in zip(parameters, before[1], strict=True):
+            for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = grad
             for parameter in frozen:
                 parameter.requires_grad_(False)
@@ -228,21 +239,23 @@ def _keeping_all(function: Call) -> Call:
     return load
 
 
-when_imported("torch.distributed.checkpoint.state_dict", _teach_optimizers)
+when_imported("torch.distributed.checkpoint.state_dict", _support_optimizers)
 
 
-def _loading(process: Call) -> Call:
-    """Of what an optimizer's `load_state_dict` does with each value: a whole tensor becomes this rank's part, as in a
-    module's."""
+def _sharding_values(process: Call) -> Call:
+    """Wraps the function that an optimizer's `load_state_dict` applies to each value.
+
+    The wrapper shards a whole tensor if the parameter is a DTensor, as the `load_state_dict` of a module does.
+    """
 
     @functools.wraps(process)
-    def load(param: torch.Tensor, value: torch.Tensor, *rest: object, **options: object) -> Any:
-        whole = not isinstance(value, DTensor) and value.ndim and value.shape == param.shape
-        if isinstance(param, DTensor) and whole:
-            value = spread(value, param)
-        return process(param, value, *rest, **options)
+    def load(param: torch.Tensor, value: torch.Tensor, *args: object, **options: object) -> Any:
+        is_whole = not isinstance(value, DTensor) and value.ndim and value.shape == param.shape
+        if isinstance(param, DTensor) and is_whole:
+            value = shard_like(value, param)
+        return process(param, value, *args, **options)
 
     return load
 
 
-teach_loading(_loading)
+teach_loading(_sharding_values)

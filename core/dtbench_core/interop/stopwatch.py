@@ -1,9 +1,8 @@
-"""Where the microseconds of a dispatch go: the core's own counters.
+"""Stopwatches that show how the time of a dispatch is divided between its stages.
 
-`StageTimer` puts a stopwatch around the functions that a dispatch is made of and takes it away again. The
-functions themselves hold no switch, so nothing is slower without one. A stopwatch costs some
-0.3 us per call, more than some of the stages: what is read off must be corrected for it (dtbench's
-`profile` does, and says how well that adds up).
+`StageTimer` puts a stopwatch around the functions that make up a dispatch, and removes it again. The functions
+themselves contain no switch, so they are not slower without it. A stopwatch costs about 0.3 us per call, more than
+some stages take, so its readings must be corrected (dtbench's `profile` does this, and reports the remaining error).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dtbench_core.redistribute import autograd, routes
 from dtbench_core.tensor import dtensor as tensor
 from dtbench_core.tensor.dtensor import DTensor
 
-# Stage -> what it holds. Time between the functions of a stage belongs to the caller's stage.
+# Stage -> its contents. Time between the functions of a stage belongs to the stage of the caller.
 STAGES: dict[str, str] = {
     "entry": "torch's argument parser, its dispatcher and autograd, before the core is called and after it returns",
     "checks": "whether autograd or a mode must see the call",
@@ -36,10 +35,10 @@ STAGES: dict[str, str] = {
     "wrap": "the result as a DTensor",
     "glue": "Python between the stages",
 }
-BOOKKEEPING = "stopwatch"  # time of the stopwatches themselves, which belongs to no stage
+BOOKKEEPING = "stopwatch"  # the time of the stopwatches themselves
 NAMES = (*STAGES, BOOKKEEPING)
 
-# Module-level functions by stage, and methods.
+# Stage -> module-level functions; and (class, method, stage).
 _FUNCTIONS: dict[str, tuple[Call, ...]] = {
     "entry": (dispatch._through_torch,),
     "checks": (dispatch._requires_grad, dispatch.modes_active),
@@ -63,16 +62,21 @@ _METHODS: tuple[tuple[type, str, str], ...] = (
     (DTensor, "to_local", "glue"),
     (DTensor, "full_tensor", "glue"),
 )
-_CACHES = ("plans", "functions")  # of dispatch
+_CACHES = ("plans", "functions")  # attributes of `dispatch`
 
-# What is recorded: NAME INDEX, START NS ... END NS, -1, as brackets.
+# The records of nested calls: index of the stage in NAMES and start (ns), the records of inner calls, end (ns) and
+# END.
 Log = list[int]
-_Swap = tuple[Any, str, Any]  # owner, attribute, what it is while timed
+_Replacement = tuple[Any, str, Any]  # owner, attribute, timed function
 END = -1
 
 
 def stopwatch(function: Call, stage: str, log: Log) -> Call:
-    """`function`, with a bracket in the log around each call. stage: one of `NAMES`."""
+    """Returns `function` wrapped so that each call is recorded in the log.
+
+    Args:
+        stage: one of `NAMES`.
+    """
     record, now, index = log.append, perf_counter_ns, NAMES.index(stage)
 
     def timed(*args: object, **kwargs: object) -> Any:
@@ -88,7 +92,7 @@ def stopwatch(function: Call, stage: str, log: Log) -> Call:
 
 
 class _TimedCache(dict[Any, Any]):
-    """A copy of a cache whose `get` is timed; all else is the dict's."""
+    """A copy of a cache with a timed `get`; all other methods are those of dict."""
 
     get: Call
 
@@ -99,57 +103,58 @@ class _TimedCache(dict[Any, Any]):
 
 
 class StageTimer:
-    """Entered, every dispatch of this process is written into `log`; left, nothing is. Any number of times.
+    """Context that records every dispatch of this process in the log that it returns. It can be entered several
+    times.
 
-    Not for several threads at once: their brackets would cross.
+    Only one thread may dispatch meanwhile, since calls of several threads would not nest.
     """
 
     def __init__(self) -> None:
         self.log: Log = []
-        self._swaps: list[_Swap] = []
-        self._was: list[Any] = []
+        self._replacements: list[_Replacement] = []
+        self._originals: list[Any] = []
         for stage, functions in _FUNCTIONS.items():
             for function in functions:
                 timed = stopwatch(function, stage, self.log)
-                self._swaps += [(owner, name, timed) for owner, name in _holders(function)]
+                self._replacements += [(owner, name, timed) for owner, name in _references(function)]
         for entry in (dispatch.torch_function, dispatch.torch_dispatch):
             timed = stopwatch(entry, "glue", self.log)
-            self._swaps.append((dispatch, entry.__name__, timed))
-            self._swaps.append((DTensor, f"__{entry.__name__}__", classmethod(timed)))
+            self._replacements.append((dispatch, entry.__name__, timed))
+            self._replacements.append((DTensor, f"__{entry.__name__}__", classmethod(timed)))
         for owner, name, stage in _METHODS:
-            self._swaps.append((owner, name, stopwatch(vars(owner)[name], stage, self.log)))
-        self._swaps += [(kind, "run", _timed_run(kind, self.log)) for kind in CALLING]
+            self._replacements.append((owner, name, stopwatch(vars(owner)[name], stage, self.log)))
+        self._replacements += [(kind, "run", _timed_run(kind, self.log)) for kind in CALLING]
 
     def __enter__(self) -> Log:
         self.log.clear()
-        self._was = [vars(owner)[name] for owner, name, _ in self._swaps]
-        for owner, name, timed in self._swaps:
+        self._originals = [vars(owner)[name] for owner, name, _ in self._replacements]
+        for owner, name, timed in self._replacements:
             setattr(owner, name, timed)
         for name in _CACHES:
             setattr(dispatch, name, _TimedCache(getattr(dispatch, name), self.log))
         return self.log
 
     def __exit__(self, *_: object) -> None:
-        for (owner, name, _timed), was in zip(self._swaps, self._was, strict=True):
-            setattr(owner, name, was)
+        for (owner, name, _timed), original in zip(self._replacements, self._originals, strict=True):
+            setattr(owner, name, original)
         for name in _CACHES:
             timed = getattr(dispatch, name)
             timed.plain.clear()
-            timed.plain.update(timed)  # with what was learnt meanwhile
+            timed.plain.update(timed)  # with the entries added meanwhile
             setattr(dispatch, name, timed.plain)
 
 
-def _holders(function: Call) -> list[tuple[Any, str]]:
-    """Every module of the core that holds the function, and under which name.
+def _references(function: Call) -> list[tuple[Any, str]]:
+    """Returns every (module of the core, name) that refers to the function.
 
-    Looked for, because a call through one place that could be switched would cost every dispatch.
+    Searching for references is needed, since calls through one replaceable reference would slow every dispatch down.
     """
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "dtbench_core"]
-    return [(m, name) for m in modules for name, held in list(vars(m).items()) if held is function]
+    return [(m, name) for m in modules for name, value in list(vars(m).items()) if value is function]
 
 
 def _timed_run(kind: type[OpPlan], log: Log) -> Call:
-    """`run` of this kind of plan, with a stopwatch around the local op that it is given."""
+    """Returns the `run` method of this kind of plan, with a stopwatch around the local op that is passed to it."""
     run = kind.run
     timed_op = stopwatch(lambda call: stopwatch(call, "local op", log), BOOKKEEPING, log)
 

@@ -1,7 +1,7 @@
-"""Between our DTensors and those of torch.distributed.tensor, both ways, without a copy.
+"""Conversion between our DTensors and those of torch.distributed.tensor, both ways, without a copy.
 
-The two stand on the same mesh and share the local tensor, with the count of writes to it; simulated ranks count none.
-Under autograd the conversion is an identity: a gradient comes back as a tensor of the class that went in.
+Both have the same mesh and share the local tensor and its version counter; simulated ranks have no version counter.
+Under autograd the conversion is an identity: the gradient is a tensor of the class of the input.
 """
 
 from __future__ import annotations
@@ -40,64 +40,64 @@ Kind = TypeVar("Kind", bound=torch.Tensor)
 
 @in_graph
 def to_torch(tensor: DTensor) -> TorchDTensor:
-    """The same tensor as a torch.distributed.tensor.DTensor; differentiable, nothing is copied or sent.
+    """Converts a DTensor to a torch.distributed.tensor.DTensor. Differentiable; nothing is copied or sent.
 
-    A parameter of torch's class on the same values is `nn.Parameter(to_torch(parameter.detach()))`.
+    A parameter of torch's class with the same values is `nn.Parameter(to_torch(parameter.detach()))`.
 
     Returns:
-        A DTensor of torch's on the same mesh with the same placements. A write to the one is a write to the other;
-        under autograd writes to the result are refused, as to a view that a function made.
+        A torch DTensor with the same mesh and placements. A write to one is a write to the other. Under autograd,
+        writes to the result are refused, as for a view returned by an autograd Function.
 
     Raises:
         PlacementError: a placement that torch does not have, or a view that was copied.
-        NoRuleError: a tensor with a tangent, which torch's cannot have.
-        ArgumentTypeError: no DTensor of ours.
+        NoRuleError: a tensor with a tangent, which torch's DTensor cannot have.
+        ArgumentTypeError: not one of our DTensors.
     """
     if not isinstance(tensor, DTensor):
         raise ArgumentTypeError(
-            f"to_torch got {_described(tensor)}, expected a dtbench_core.DTensor: from_torch converts the other "
-            "way, and a transform takes tensors of one class: convert before it"
+            f"to_torch got {_describe_type(tensor)}, expected a dtbench_core.DTensor: use from_torch for a torch "
+            "DTensor, and convert before a transform of torch.func, not inside"
         )
     if is_copied(tensor):
         raise PlacementError(
-            f"to_torch got {tensor._spec}, a view whose sharded dim had to be gathered before it could be cut, "
+            f"to_torch got {tensor._spec}, a view that had to be copied, since its sharded dim was gathered; "
             "expected a tensor with memory of its own: clone() it before"
         )
     if holds_shards(tensor._local_tensor):
         raise PlacementError(
             f"to_torch got {tensor._spec}, whose ranks hold lists of shards, expected one local tensor per rank: "
-            "convert the shards by themselves"
+            "convert each shard separately"
         )
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise NoRuleError(
-            f"to_torch got {tensor._spec} with a tangent of forward-mode differentiation, which torch's class has no "
-            "rule to set: convert the parts of forward_ad.unpack_dual by themselves"
+            f"to_torch got {tensor._spec} with a tangent of forward-mode differentiation, which torch's DTensor "
+            "cannot have: convert the two tensors of forward_ad.unpack_dual separately"
         )
-    placed = tuple(_as_torch(p, tensor._spec) for p in tensor._spec.placements)
+    placements = tuple(_as_torch(p, tensor._spec) for p in tensor._spec.placements)
     if torch.is_grad_enabled() and any_requires_grad(tensor):
-        return cast("TorchDTensor", ToTorch.apply(tensor, placed))
-    return _to_torch(tensor, placed, view=False)
+        return cast("TorchDTensor", ToTorch.apply(tensor, placements))
+    return _to_torch(tensor, placements, view=False)
 
 
 @in_graph
 def from_torch(tensor: TorchDTensor) -> DTensor:
-    """The same tensor as a DTensor of ours; differentiable, nothing is copied or sent.
+    """Converts a torch.distributed.tensor.DTensor to a DTensor of ours. Differentiable; nothing is copied or sent.
 
     Returns:
-        A DTensor on the same mesh with the same placements. A write to the one is a write to the other; under
-        autograd writes to the result are refused, as to a view that a function made.
+        A DTensor with the same mesh and placements. A write to one is a write to the other. Under autograd, writes to
+        the result are refused, as for a view returned by an autograd Function.
 
     Raises:
         PlacementError: a placement, or an order of shards, that only torch has.
-        LayoutError: a local tensor that is not the part that the placements say; on the ranks that hold such.
-        ArgumentTypeError: no DTensor of torch's.
+        LayoutError: the shape of a local tensor does not fit its placements; raised on the ranks concerned.
+        ArgumentTypeError: not a torch DTensor.
     """
-    from torch.distributed.tensor import DTensor as Theirs
+    from torch.distributed.tensor import DTensor as TorchDTensorClass
 
-    if not isinstance(tensor, Theirs):
+    if not isinstance(tensor, TorchDTensorClass):
         raise ArgumentTypeError(
-            f"from_torch got {_described(tensor)}, expected a torch.distributed.tensor.DTensor: distribute_tensor and "
-            "DTensor.from_local take plain tensors"
+            f"from_torch got {_describe_type(tensor)}, expected a torch.distributed.tensor.DTensor: use "
+            "distribute_tensor or DTensor.from_local for plain tensors"
         )
     spec = _spec_of(tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
@@ -105,61 +105,62 @@ def from_torch(tensor: TorchDTensor) -> DTensor:
     return _from_torch(tensor, spec, view=False)
 
 
-def _described(value: object) -> str:
+def _describe_type(value: object) -> str:
     kind = type(value)
     wrapped = isinstance(value, torch.Tensor) and functorch_level() is not None
     return f"{kind.__module__}.{kind.__qualname__}{', inside a transform of torch.func' if wrapped else ''}"
 
 
 def _as_torch(placement: Placement, spec: DTensorSpec) -> Any:
-    from torch.distributed.tensor import placement_types as theirs
+    from torch.distributed.tensor import placement_types as torch_placements
 
     kind = type(placement)
     if kind is Replicate:
-        return theirs.Replicate()
+        return torch_placements.Replicate()
     if kind is Shard:
-        return theirs.Shard(placement.dim)  # type: ignore[attr-defined]
+        return torch_placements.Shard(placement.dim)  # type: ignore[attr-defined]
     if isinstance(placement, Partial):
-        return theirs.Partial(placement.reduce_op)
+        return torch_placements.Partial(placement.reduce_op)
     if isinstance(placement, StridedShard):
-        return theirs._StridedShard(placement.dim, split_factor=placement.split_factor)
+        return torch_placements._StridedShard(placement.dim, split_factor=placement.split_factor)
     raise PlacementError(
-        f"to_torch got {spec}, expected placements that torch has: {placement!r} is none, as torch cuts a dim only as "
-        "torch.chunk does; redistribute it before"
+        f"to_torch got {spec}, expected placements that torch has: torch splits a dim only as torch.chunk does, so it "
+        f"has no {placement!r}; redistribute the tensor before"
     )
 
 
 def _spec_of(tensor: TorchDTensor) -> DTensorSpec:
-    theirs: Any = tensor._spec
-    info = mesh_info(theirs.mesh)
-    # Where a dim is sharded twice, torch can let an inner mesh dim split first.
-    lists = [o.mesh_dims for o in getattr(theirs, "shard_order", None) or ()]
-    if any(list(dims) != sorted(dims) for dims in lists):
+    torch_spec: Any = tensor._spec
+    info = mesh_info(torch_spec.mesh)
+    # If a dim is sharded twice, torch allows the inner mesh dim to split it first.
+    orders = [o.mesh_dims for o in getattr(torch_spec, "shard_order", None) or ()]
+    if any(list(dims) != sorted(dims) for dims in orders):
         raise PlacementError(
-            f"from_torch got {theirs}, whose mesh dims split a tensor dim in the order {lists}, expected the outer "
-            "mesh dim first: redistribute it before, without shard_order"
+            f"from_torch got {torch_spec}, whose mesh dims split a tensor dim in the order {orders}, expected the "
+            "outer mesh dim first: redistribute it before, without shard_order"
         )
-    placed = normalize(theirs.placements, len(theirs.shape), info, theirs.shape)
-    spec = DTensorSpec.of(info, placed, theirs.shape, theirs.stride, tensor.dtype)
-    held = tensor._local_tensor
-    if info.coordinate is not None and tuple(held.shape) != spec.local_shape:
+    placements = normalize(torch_spec.placements, len(torch_spec.shape), info, torch_spec.shape)
+    spec = DTensorSpec.of(info, placements, torch_spec.shape, torch_spec.stride, tensor.dtype)
+    local_shape = tuple(tensor._local_tensor.shape)
+    if info.coordinate is not None and local_shape != spec.local_shape:
         raise LayoutError(
-            f"from_torch got a local tensor of shape {list(held.shape)} for {spec}, expected {list(spec.local_shape)} "
-            "on this rank: torch takes shards as they are; tell DTensor.from_local the global shape"
+            f"from_torch got a local tensor of shape {list(local_shape)} for {spec}, expected "
+            f"{list(spec.local_shape)} on this rank: torch does not check the shapes of shards; pass the global shape "
+            "to DTensor.from_local"
         )
     return spec
 
 
 def _to_torch(tensor: DTensor, placements: tuple[Any, ...], *, view: bool) -> TorchDTensor:
-    from torch.distributed.tensor import DTensor as Theirs
+    from torch.distributed.tensor import DTensor as TorchDTensorClass
     from torch.distributed.tensor import _dtensor_spec
 
     spec = tensor._spec
     meta = _dtensor_spec.TensorMeta(spec.shape, spec.stride, spec.dtype)
-    placed = _dtensor_spec.DTensorSpec(spec.mesh, placements, tensor_meta=meta)
+    torch_spec = _dtensor_spec.DTensorSpec(spec.mesh, placements, tensor_meta=meta)
     local = tensor._local_tensor.detach()
-    result = Theirs(local, placed, requires_grad=False)
-    return _counted_with(tensor, Theirs, result, local, placed, view)
+    result = TorchDTensorClass(local, torch_spec, requires_grad=False)
+    return _with_shared_version(tensor, TorchDTensorClass, result, local, torch_spec, view)
 
 
 def _from_torch(tensor: TorchDTensor, spec: DTensorSpec, *, view: bool) -> DTensor:
@@ -167,13 +168,13 @@ def _from_torch(tensor: TorchDTensor, spec: DTensorSpec, *, view: bool) -> DTens
 
     local = tensor._local_tensor
     local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local.detach()
-    return _counted_with(tensor, DTensor, wrap(DTensor, local, spec), local, spec, view)
+    return _with_shared_version(tensor, DTensor, wrap(DTensor, local, spec), local, spec, view)
 
 
-def _counted_with(
+def _with_shared_version(
     tensor: torch.Tensor, cls: type[Kind], result: Kind, local: torch.Tensor, spec: object, view: bool
 ) -> Kind:
-    """`result`, a `cls`, as a tensor whose writes are counted together with those of `tensor`."""
+    """Returns `result`, of class `cls`, as a tensor that shares the version counter of `tensor`."""
     if is_uncounted(local):
         return result
     with DisableTorchFunction(), DisableTorchDispatch():
@@ -184,7 +185,7 @@ def _counted_with(
 
 
 class ToTorch(torch.autograd.Function):
-    """Our DTensor -> torch's."""
+    """Converts our DTensor to torch's."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor, placements: tuple[Any, ...]) -> TorchDTensor:
@@ -193,12 +194,12 @@ class ToTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, grad: TorchDTensor) -> tuple[DTensor, None]:
-        placed = placements_of_gradient(ctx.spec.placements)
-        return from_torch(grad).redistribute(placements=placed), None
+        placements = placements_of_gradient(ctx.spec.placements)
+        return from_torch(grad).redistribute(placements=placements), None
 
 
 class FromTorch(torch.autograd.Function):
-    """Torch's DTensor -> ours."""
+    """Converts torch's DTensor to ours."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: TorchDTensor, spec: DTensorSpec) -> DTensor:

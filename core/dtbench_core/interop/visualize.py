@@ -1,8 +1,8 @@
-"""Pictures of how a DTensor is spread over its mesh: as text, and as SVG.
+"""Drawings of a DTensor's shards on its mesh, as text and as SVG.
 
-Mesh dims cut tensor dims one by one, so the shards form a grid: each tensor dim is a row of segments,
-and each combination of segments is a cell that one rank, or several replicas, hold. The last two dims
-are drawn as a plane; every combination of segments of the dims before them is a plane of its own.
+Mesh dims shard tensor dims independently, so the shards form a grid. Each tensor dim is a row of segments, and each
+combination of segments is a cell, held by one rank or by several replicas. The last two dims are drawn as a plane,
+once for every combination of segments of the dims before them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dtbench_core.tensor.dtensor import DTensor
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Prints which rank holds which part of `dtensor`, on the first rank of its mesh alone.
+    """Prints which rank holds which part of `dtensor`, only on the first rank of its mesh.
 
     Args:
-        header: printed above.
+        header: a line printed first.
         use_rich: accepted for compatibility; the text is plain in either case.
     """
     coordinate = _spec_of(dtensor).info.coordinate
@@ -32,8 +32,13 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
 
 
 class Segment(NamedTuple):
-    """`length` elements of a tensor dim. owner: the index on each mesh dim that cuts the tensor dim, as (mesh dim,
-    index)."""
+    """Consecutive elements of one tensor dim.
+
+    Attributes:
+        label: the range of elements.
+        length: the number of elements.
+        owner: (mesh dim, index) of the segment on each mesh dim that shards the tensor dim.
+    """
 
     label: str
     length: int
@@ -41,9 +46,13 @@ class Segment(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """One 2-D picture: the segments of the last two dims, and the ranks that hold the cells in which they meet.
+    """A 2-D drawing of the last two dims.
 
-    title: where it lies in the dims before.
+    Attributes:
+        title: the segments of the other dims.
+        rows: the segments of the second to last dim.
+        columns: the segments of the last dim.
+        ranks: the ranks that hold each cell, by row and column.
     """
 
     title: str
@@ -55,18 +64,18 @@ class Plane(NamedTuple):
 def _spec_of(dtensor: DTensor) -> DTensorSpec:
     if not isinstance(dtensor, DTensor):
         raise ArgumentError(
-            f"got a {type(dtensor).__name__} to show, expected a DTensor: plain tensors lie on one rank"
+            f"got a {type(dtensor).__name__} to show, expected a DTensor: a plain tensor is on one rank only"
         )
     return dtensor._spec
 
 
 def _segments(spec: DTensorSpec, dim: int) -> list[Segment]:
-    """The segments of tensor dim `dim` that have elements, by offset."""
+    """Returns the nonempty segments of tensor dim `dim`, by offset."""
     info = spec.info
-    cutting = [d for d, p in enumerate(spec.placements) if p.is_shard(dim)]
+    sharding_dims = [d for d, p in enumerate(spec.placements) if p.is_shard(dim)]
     runs = []
-    for index in itertools.product(*(range(info.sizes[d]) for d in cutting)):
-        owner = tuple(zip(cutting, index, strict=True))
+    for index in itertools.product(*(range(info.sizes[d]) for d in sharding_dims)):
+        owner = tuple(zip(sharding_dims, index, strict=True))
         coordinate = tuple(dict(owner).get(d, 0) for d in range(info.ndim))
         for offset, length in held_runs(spec.shape[dim], dim, spec.placements, info.sizes, coordinate):
             runs.append((offset, length, owner))
@@ -74,41 +83,45 @@ def _segments(spec: DTensorSpec, dim: int) -> list[Segment]:
 
 
 def planes(spec: DTensorSpec) -> Iterator[Plane]:
-    """The planes of the picture; cells with elements only."""
+    """Yields the planes of the drawing; none for a tensor without elements."""
     if 0 in spec.shape:
         return
-    whole = [[Segment("", 1, ())]]  # in place of the dims that a scalar or a vector lacks
-    *outer, rows, columns = whole * (2 - spec.ndim) + [_segments(spec, d) for d in range(spec.ndim)]
-    for at in itertools.product(*outer):
-        title = f"[{', '.join([*(segment.label for segment in at), ':', ':'])}]" if at else ""
-        ranks = [[_ranks_of(spec, (*at, row, column)) for column in columns] for row in rows]
+    missing_dim = [[Segment("", 1, ())]]  # replaces the dims that a scalar or a vector lacks
+    *outer, rows, columns = missing_dim * (2 - spec.ndim) + [_segments(spec, d) for d in range(spec.ndim)]
+    for outer_cell in itertools.product(*outer):
+        title = f"[{', '.join([*(segment.label for segment in outer_cell), ':', ':'])}]" if outer_cell else ""
+        ranks = [[_ranks_of(spec, (*outer_cell, row, column)) for column in columns] for row in rows]
         yield Plane(title, rows, columns, ranks)
 
 
 def _ranks_of(spec: DTensorSpec, cell: Sequence[Segment]) -> list[int]:
-    """The ranks that hold the cell where these segments meet."""
-    fixed = dict(pair for segment in cell for pair in segment.owner)
-    index = tuple(fixed.get(d, slice(None)) for d in range(spec.info.ndim))
+    """Returns the ranks that hold the cell at the intersection of these segments."""
+    index_of_dim = dict(pair for segment in cell for pair in segment.owner)
+    index = tuple(index_of_dim.get(d, slice(None)) for d in range(spec.info.ndim))
     return spec.mesh.mesh[index].flatten().tolist()
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-3, 8`."""
+    """Formats ranks, e.g. `rank 3` or `ranks 0-3, 8`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {describe_ranks(ranks).replace(',', ', ')}"
 
 
 def _notes(spec: DTensorSpec) -> list[str]:
     notes = []
     if spec.has_partial():
-        notes.append("Partial: each of the ranks named together holds a term, not the value")
+        notes.append("Partial: each rank of a cell holds a term, not the value")
     sizes = spec.info.sizes
     members = zip(spec.mesh.mesh.flatten().tolist(), itertools.product(*map(range, sizes)), strict=True)
-    empty = [r for r, at in members if 0 in local_extents(spec.shape, spec.placements, sizes, at)[0]]
+    empty = [
+        rank
+        for rank, coordinate in members
+        if 0 in local_extents(spec.shape, spec.placements, sizes, coordinate)[0]
+    ]
     return [*notes, f"empty: {name_ranks(empty)}"] if empty else notes
 
 
 def sharding_text(dtensor: DTensor, header: str = "") -> str:
-    """The picture as a table per plane: dim ranges at the edges, ranks in the cells."""
+    """Returns the drawing as a table per plane, with dim ranges at the edges and ranks in the cells."""
     spec = _spec_of(dtensor)
     lines = [header] if header else []
     lines.append(repr(spec))
@@ -129,14 +142,19 @@ def _table(ndim: int, plane: Plane) -> list[str]:
     return [lines[0], "+".join("-" * (width + 2) for width in widths), *lines[1:]]
 
 
-# Pixels of the SVG. A plane is as large as its tensor's proportions say, and at least as its labels need.
+# Pixels of the SVG. A plane has the proportions of its tensor, and is at least as large as its labels.
 PLANE = 360
 FONT, LINE, MARGIN = 12, 20, 16
-CHARACTER = 7.3  # of a 12 px monospace font, a little generous
+CHARACTER = 7.3  # width in a 12 px monospace font, rounded up
 
 
 class _Drawing:
-    """Lines of text and planes, one below the other. width, y: how far it reaches."""
+    """Text lines and planes, one below the other.
+
+    Attributes:
+        width: the width used so far, pixels.
+        y: the height used so far, pixels.
+    """
 
     def __init__(self, spec: DTensorSpec) -> None:
         self.spec, self.body = spec, list[str]()
@@ -157,17 +175,17 @@ class _Drawing:
 
     def plane(self, plane: Plane) -> None:
         labels = [[name_ranks(ranks) for ranks in line] for line in plane.ranks]
-        needed = [
+        minimum_sizes = [
             max(map(len, (column.label, *texts))) * CHARACTER + 12
             for column, *texts in zip(plane.columns, *labels, strict=True)
         ]
         shape = self.spec.shape
-        # Height over width is the tensor's, held within reason.
+        # The aspect ratio is that of the tensor, within limits.
         aspect = min(1.0, max(0.15, shape[-2] / shape[-1])) if len(shape) > 1 else 0.1
-        widths = _spread(plane.columns, needed, PLANE)
-        heights = _spread(plane.rows, [LINE + 6.0] * len(plane.rows), PLANE * aspect)
-        left = MARGIN + max(len(row.label) for row in plane.rows) * CHARACTER + 8
-        edges = list(itertools.accumulate(widths, initial=left))
+        widths = _segment_sizes(plane.columns, minimum_sizes, PLANE)
+        heights = _segment_sizes(plane.rows, [LINE + 6.0] * len(plane.rows), PLANE * aspect)
+        x_start = MARGIN + max(len(row.label) for row in plane.rows) * CHARACTER + 8
+        edges = list(itertools.accumulate(widths, initial=x_start))
         self.y += 8
         self.line(plane.title)
         if shape:
@@ -177,7 +195,7 @@ class _Drawing:
         for row, ranks_in_row, texts, height in zip(plane.rows, plane.ranks, labels, heights, strict=True):
             base = self.y + height / 2 + 4
             if row.label:
-                self.text(left - 6, base, row.label, anchor="end")
+                self.text(x_start - 6, base, row.label, anchor="end")
             for edge, width, ranks, text in zip(edges, widths, ranks_in_row, texts, strict=False):
                 box = f'x="{edge:.1f}" y="{self.y:.1f}" width="{width:.1f}" height="{height:.1f}"'
                 self.body.append(f'<rect {box} fill="{self._colour(ranks)}" stroke="#333333"/>')
@@ -186,14 +204,16 @@ class _Drawing:
         self.width = max(self.width, edges[-1])
 
     def _colour(self, ranks: Sequence[int]) -> str:
-        """A light colour of the first of the ranks; neighbours on the mesh differ clearly."""
-        place = self.spec.mesh.mesh.flatten().tolist().index(ranks[0])
-        # The golden ratio spreads any number of hues; lightness 82 % keeps black text readable.
-        return f"hsl({(place * 0.618034 + 0.55) % 1.0 * 360:.0f}, 70%, 82%)"
+        """Returns a light colour for the first of the ranks; ranks that are neighbours on the mesh differ clearly."""
+        position = self.spec.mesh.mesh.flatten().tolist().index(ranks[0])
+        # Steps of the golden ratio distribute any number of hues evenly; black text is readable at lightness 82 %.
+        return f"hsl({(position * 0.618034 + 0.55) % 1.0 * 360:.0f}, 70%, 82%)"
 
 
 def sharding_svg(dtensor: DTensor, header: str = "") -> str:
-    """The picture as an SVG document: cells in proportion, one colour per first rank that holds them."""
+    """Returns the drawing as an SVG document, with cells in proportion to their sizes and coloured by their first
+    rank.
+    """
     spec = _spec_of(dtensor)
     drawing = _Drawing(spec)
     drawing.line(header, 15)
@@ -212,7 +232,7 @@ def sharding_svg(dtensor: DTensor, header: str = "") -> str:
     return "\n".join([*lines, *drawing.body, "</svg>"])
 
 
-def _spread(row: Sequence[Segment], needed: Sequence[float], available: float) -> list[float]:
-    """Pixels of each segment: its share of `available`, at least what it needs."""
+def _segment_sizes(row: Sequence[Segment], minimum_sizes: Sequence[float], available: float) -> list[float]:
+    """Returns the pixels of each segment: its share of `available`, but not less than its minimum."""
     total = sum(segment.length for segment in row)
-    return [max(need, available * s.length / total) for s, need in zip(row, needed, strict=True)]
+    return [max(size, available * s.length / total) for s, size in zip(row, minimum_sizes, strict=True)]

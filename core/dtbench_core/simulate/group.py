@@ -258,7 +258,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
-    """One rank's end of a process group, with the methods that torch.distributed calls.
+    """The end of a process group on one rank, with the methods that torch.distributed calls.
 
     torch 2.13 renamed the flat collectives; both names are defined. Functional collectives, which c10d calls from
     C++, use the same methods.

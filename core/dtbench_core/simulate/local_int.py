@@ -29,7 +29,7 @@ def _has_kind(kind: type) -> Callable[[_LocalNode], bool]:
 
 
 class _LocalNode:
-    """One number per rank, as the node of a symbolic number.
+    """The node of a symbolic number that has one value per rank.
 
     torch calls these methods by name, from Python and from C++. An operation applies Python's own to each rank's
     number and returns a node of the results.

@@ -54,7 +54,7 @@ _MAX_SHOWN_GROUPS = 8
 
 
 class LocalTensor(torch.Tensor):
-    """One tensor per simulated rank. Sizes and strides that differ between ranks are rank-dependent ints.
+    """A tensor for each simulated rank. Sizes and strides that differ between ranks are rank-dependent ints.
 
     Args:
         local_tensors: global rank -> its tensor. Shapes may differ; the number of dims, dtype and device must not.

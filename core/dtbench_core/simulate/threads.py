@@ -174,7 +174,7 @@ class Rendezvous:
 
 
 class SimulatedRank:
-    """One simulated rank: its thread, and its random states while other ranks run.
+    """A simulated rank: its thread, and its random states while other ranks run.
 
     Attributes:
         baton: a lock that is free when this rank may run.
