@@ -31,7 +31,7 @@ from dtbench.suite import DeviceType
 from dtbench.suite.mesh import Mesh, format_mesh
 from dtbench.text.units import plural
 from dtbench.traces.communication import Call
-from dtbench.traces.job import job_of
+from dtbench.traces.job import build_job
 from dtbench.traces.rank_trace import RankTrace, read_rank
 
 # Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
@@ -200,7 +200,7 @@ class RankProfile:
         for trace in (one.trace for one in ranks):
             trace.source = f"{name if len(self._recorded) > 1 else ''}rank{trace.rank}.json.gz"
             trace.calls = list(_calls(trace, self._mesh))
-        job = job_of([one.trace for one in ranks], label)
+        job = build_job([one.trace for one in ranks], label)
 
         def kept(rows: Iterable[Any]) -> tuple[Any, ...]:
             return tuple(row for row in rows if row.mesh_dim != _BETWEEN)
@@ -223,7 +223,7 @@ def _calls(trace: RankTrace, mesh: Mesh) -> Iterator[Call]:
     for call in trace.calls:
         dim = mesh[0][0] if len(mesh) == 1 else call.group.mesh_dim
         dim = _BETWEEN if call.collective == "barrier" else dim
-        if dim == _BETWEEN or any(start <= call.start < end for start, end in trace.steps.marks):
+        if dim == _BETWEEN or any(start <= call.start < end for start, end in trace.steps.spans):
             yield call._replace(group=call.group._replace(mesh_dim=dim))
 
 

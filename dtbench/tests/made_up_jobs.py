@@ -122,6 +122,6 @@ def job(ranks: int = 8, late: int = 3, **fields: Any) -> Job:
         "drawn_step": 12,
         "drawn_s": STEP_S + late_s.get(late, 0.0),
         "lanes": tuple(lane for rank in range(ranks) for lane in lanes(rank, late_s[rank])),
-        "notes": ("2 of 55,423 events were longer than the trace and are left out.",),
+        "notes": ("excluded 2 events with an impossible duration",),
     }
     return Job(**{**known, **fields})

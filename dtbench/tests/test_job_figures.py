@@ -19,7 +19,7 @@ from dtbench.tests.html_page import Page
 from dtbench.tests.made_up_traces import Event, event, kernel, nccl, note, write
 from dtbench.traces.analysis import analyze, compare_recordings, find_late_ranks
 from dtbench.traces.job import read_job
-from dtbench.traces.steps import outlying_first, whole_steps
+from dtbench.traces.steps import count_outlying_first, find_complete_steps
 
 RESULTS = Path(__file__).parents[2] / "results"
 COMMITTED = (
@@ -190,7 +190,7 @@ def test_time_that_two_dims_expose_at_once_counts_half_for_each(tmp_path: Path) 
     ],
 )
 def test_outlying_first_counts_slow_steps_before_a_usual_one(durations: list[float], skipped: int) -> None:
-    assert outlying_first(durations) == skipped
+    assert count_outlying_first(durations) == skipped
 
 
 @pytest.mark.parametrize(
@@ -207,14 +207,14 @@ def test_outlying_first_counts_slow_steps_before_a_usual_one(durations: list[flo
     ],
 )
 def test_whole_steps_leaves_out_ends_with_fewer_calls(counts: list[int], whole: tuple[int, int]) -> None:
-    assert whole_steps(counts) == whole
+    assert find_complete_steps(counts) == whole
 
 
 def test_a_slow_first_step_is_named_and_in_no_figure(tmp_path: Path) -> None:
     steady = made_up(tmp_path / "steady", (STEP_US,) * 4, host_name="node")
     slow = made_up(tmp_path / "slow", (1_880_000.0, *(STEP_US,) * 4), host_name="node")
-    assert [note for note in slow.notes if "left out" in note] == [
-        "left out of all figures: the first 1 step (up to 1.88 s, later ones 10.0 ms: warm-up or compilation)"
+    assert [note for note in slow.notes if "first" in note] == [
+        "excluded from all figures: the first 1 step (up to 1.88 s, later steps 10.0 ms: warm-up or compilation)"
     ]
     assert {(rank.steps, rank.excluded_steps) for rank in slow.ranks} == {(4, 1)}
     assert "4 of 5 steps by ProfilerStep#" in headline(slow)[1]
@@ -232,7 +232,7 @@ def test_iterations_of_a_suite_all_count(tmp_path: Path) -> None:
 
 def test_a_partial_last_step_is_named_and_in_no_figure(tmp_path: Path) -> None:
     job = made_up(tmp_path / "job", last_calls=1)
-    assert "ranks 0, 1, 2, 3: a partial step, the last, is left out of all figures" in job.notes
+    assert "ranks 0, 1, 2, 3: the last step is partial and excluded from all figures" in job.notes
     assert {rank.steps for rank in job.ranks} == {4}
     assert {collective.calls_in_steps / 4 for collective in job.collectives} == {1}
 
@@ -240,7 +240,7 @@ def test_a_partial_last_step_is_named_and_in_no_figure(tmp_path: Path) -> None:
 def test_steps_that_were_asked_for_and_are_missing_are_named(tmp_path: Path) -> None:
     window = {"asked": 100, "whole": 4, "why": "the program ended"}
     job = made_up(tmp_path / "job", dtbench_window=window)
-    assert "ranks 0, 1, 2, 3: 4 of the 100 steps asked for were recorded: the program ended" in job.notes
+    assert "ranks 0, 1, 2, 3: 4 of the 100 requested steps were recorded: the program ended" in job.notes
     assert {(rank.steps, rank.excluded_steps) for rank in job.ranks} == {(4, 1)}
 
 

@@ -159,7 +159,7 @@ def test_a_rank_that_ends_within_the_window_says_how_many_steps_are_whole(
         0
     ].excluded_steps  # the partial step, and on a busy machine a first one that outlies
     assert left_out >= 1 and figures.ranks[0].steps + left_out == 8
-    assert "rank 0: 7 of the 100 steps asked for were recorded: the program ended" in figures.notes
+    assert "rank 0: 7 of the 100 requested steps were recorded: the program ended" in figures.notes
     assert [call.calls_in_steps for call in figures.collectives] == [figures.ranks[0].steps]
 
 

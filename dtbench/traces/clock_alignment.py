@@ -152,7 +152,7 @@ def _find_waits(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: Al
     """Measures transfer times and, over each mesh dim, waiting times. Uses calls that all ranks of a group recorded."""
     by_rank = {trace.rank: trace for trace in traces}
     dims: dict[tuple[str, int], _DimWaits] = {}
-    in_steps = {trace.rank: trace.steps.hold([call.issued for call in trace.calls]) for trace in traces}
+    in_steps = {trace.rank: trace.steps.contain([call.issued for call in trace.calls]) for trace in traces}
     for indices in matched.values():
         calls = {rank: by_rank[rank].calls[index] for rank, index in indices.items()}
         call = next(iter(calls.values()))

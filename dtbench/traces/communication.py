@@ -1,4 +1,7 @@
-"""What traces call a collective, its dtype and its group, in one vocabulary: that of nccl-tests, torch and the mesh."""
+"""Normalizes the names that traces give collectives, dtypes and process groups.
+
+Collectives get nccl-tests' names, dtypes torch's, and process groups those of the program's mesh dims.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,23 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dtbench.traces.kineto import Args, told
+from dtbench.traces.kineto import Args, printable
 from dtbench_core.cost.ring import busbw_factor
 
 UNKNOWN, UNKNOWN_GROUP = "unknown", "unknown group"
-MESH_DIMS = "dtbench_mesh_dims"  # in a trace that dtbench recorded: a group's name -> its mesh dim's
-# Descriptions of groups that no mesh dim has to itself.
+MESH_DIMS = "dtbench_mesh_dims"  # key in traces that dtbench recorded: group name -> mesh dim
+# Descriptions of groups that do not name a mesh dim.
 _NAMELESS = ("default_pg", "undefined", "mesh_default")
-_MOST_DIMS = 64  # of a tensor: torch's limit
-# Calls of c10d that are none: they wait, open or close a batch, or set up.
+_MAX_TENSOR_DIMS = 64  # torch's limit
+# Calls of c10d that do not communicate: they wait, open or close a batch, or set up.
 NO_COLLECTIVE = re.compile(
     r"(?i)^_?(?:wait|start|end|init|new_group|wrap|monitored|work_)|wait_tensor|_autograd$"
 )
-# nccl-tests' names. Whatever traces have more ("_allgather_base_", "AllGather_RING_LL") holds one of these, less case
-# and underscores; the first counts.
+# nccl-tests' names. Names in traces ("_allgather_base_", "AllGather_RING_LL") contain one of these, apart from case and
+# underscores. The first match counts, so longer names come first.
 _NAMES = "barrier reduce_scatter all_reduce all_gather all_to_all send_recv broadcast scatter gather reduce send recv"
-_NAMES_OF = {name.replace("_", ""): name for name in (*_NAMES.split(), "coalesced")}
-# torch's dtypes by bytes per element, and ScalarType's names for them, without "c10::", in lower case.
+_NAME_BY_LETTERS = {name.replace("_", ""): name for name in (*_NAMES.split(), "coalesced")}
+# Bytes per element -> torch's dtypes.
 _DTYPES = {
     1: "int8 uint8 bool float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",
     2: "float16 bfloat16 int16 uint16",
@@ -33,6 +36,7 @@ _DTYPES = {
     16: "complex128",
 }
 _SIZES = {name: size for size, names in _DTYPES.items() for name in names.split()}
+# Names of c10::ScalarType and of C++, in lower case and without "c10::".
 _ALIASES = {
     "float": "float32",
     "double": "float64",
@@ -53,7 +57,14 @@ _ALIASES = {
 
 
 class ProcessGroup(NamedTuple):
-    """A process group. key: by which all calls of one rank over it are alike. ranks: in a world's numbers."""
+    """A process group as seen in a trace.
+
+    Attributes:
+        key: identifies the group within one rank's trace; "" if the group is unknown.
+        mesh_dim: name of its mesh dim.
+        size: number of ranks.
+        ranks: its global ranks.
+    """
 
     key: str
     mesh_dim: str = UNKNOWN_GROUP
@@ -62,9 +73,19 @@ class ProcessGroup(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective of one rank, us. arrival: when the rank was ready for it: the kernel's start, of gloo the call.
-    start, end: of the transport's work, waiting included. bytes: the larger of what goes in and comes out. issued: when
-    the host called for it, where the trace says, else the start."""
+    """A collective or point-to-point call of one rank. Times are microseconds.
+
+    Attributes:
+        arrival: when the rank was ready for it: the start of the kernel, on gloo the start of the call.
+        start, end: when the kernel or gloo's transport ran, including the time waiting for other ranks.
+        collective: nccl-tests' name.
+        group: its process group.
+        dtype: torch's name.
+        bytes: the larger of input and output.
+        sequence: number of the call within its process group, if recorded.
+        caller: the op that issued it.
+        issued: when the host issued it, if recorded, else `start`.
+    """
 
     arrival: float
     start: float
@@ -78,129 +99,135 @@ class Call(NamedTuple):
     issued: float = 0.0
 
 
-def collective_of(name: str) -> str:
-    """`c10d::_allgather_base_`, `nccl:_all_gather_base`, `ncclDevKernel_AllGather_RING_LL`: `all_gather`."""
-    words = re.sub(r"[^a-z]", "", re.sub(r"^\w+::?", "", name[:300].partition("(")[0]).lower())
-    return next((known for part, known in _NAMES_OF.items() if part in words), UNKNOWN)
+def parse_collective(name: str) -> str:
+    """Returns e.g. `all_gather` for `c10d::_allgather_base_` and `ncclDevKernel_AllGather_RING_LL`."""
+    letters = re.sub(r"[^a-z]", "", re.sub(r"^\w+::?", "", name[:300].partition("(")[0]).lower())
+    return next((known for part, known in _NAME_BY_LETTERS.items() if part in letters), UNKNOWN)
 
 
-def dtype_of(text: object) -> tuple[str | None, int | None]:
-    """torch's name, and bytes per element."""
+def parse_dtype(text: object) -> tuple[str | None, int | None]:
+    """Returns torch's name of a dtype and its bytes per element; None for both if it is unknown."""
     name = str(text or "")[:40].removeprefix("c10::").lower()
     name = _ALIASES.get(name, name)
     return (name, _SIZES[name]) if name in _SIZES else (None, None)
 
 
-def whole(value: object, most: int = 2**60) -> int | None:
-    """A count that a trace has as a number or a text."""
+def to_count(value: object, maximum: int = 2**60) -> int | None:
+    """Converts a number or text to an integer from 0 to `maximum`; None for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
         value = int(value)
-    return value if type(value) is int and 0 <= value <= most else None
+    return value if type(value) is int and 0 <= value <= maximum else None
 
 
-def payload(args: Args) -> tuple[str | None, int | None]:
-    """dtype and bytes of a call that says how many elements it has."""
-    dtype, itemsize = dtype_of(args.dtype)
-    elements = [n for n in map(whole, (args.elements_in, args.elements_out)) if n is not None]
-    return dtype, whole(max(elements) * itemsize) if elements and itemsize else None
+def payload_from_counts(args: Args) -> tuple[str | None, int | None]:
+    """Returns dtype and bytes of a call whose arguments contain its numbers of elements."""
+    dtype, itemsize = parse_dtype(args.dtype)
+    elements = [n for n in map(to_count, (args.elements_in, args.elements_out)) if n is not None]
+    return dtype, to_count(max(elements) * itemsize) if elements and itemsize else None
 
 
-def payload_of_shapes(
-    op: str, args: Args, group_size: int | None, carried: str | None = None
+def payload_from_shapes(
+    op: str, args: Args, group_size: int | None, default_dtype: str | None = None
 ) -> tuple[str | None, int | None]:
-    """The same of a call whose inputs' shapes were recorded. A list of outputs has none: it is as many inputs; a list
-    of inputs has no dtype: it is that which is carried."""
+    """Returns dtype and bytes of a call whose input shapes were recorded.
+
+    A list of outputs has no recorded shape; it has the size of `group_size` inputs.
+
+    Args:
+        default_dtype: for a list of inputs, whose dtype is not recorded.
+    """
     shapes, types = args.shapes, args.types
-    # A barrier's tensor is a pretext.
+    # The tensor of a barrier carries no data.
     if "barrier" in op or not isinstance(shapes, list) or not isinstance(types, list):
         return None, None
-    dtype, itemsize = next((found for kind in types if (found := dtype_of(kind))[0]), dtype_of(carried))
-    elements = [n for n in map(_elements, shapes, types) if n is not None]
+    parsed = (parse_dtype(type_name) for type_name in types)
+    dtype, itemsize = next((pair for pair in parsed if pair[0]), parse_dtype(default_dtype))
+    elements = [n for n in map(_count_elements, shapes, types) if n is not None]
     if not elements or itemsize is None:
         return dtype, None
     if len(elements) == 1 and op.endswith(("gather_", "scatter_")) and "base" not in op:
         itemsize *= group_size if group_size and op.endswith("gather_") else 0
-    return dtype, whole(max(elements) * itemsize) if itemsize else None
+    return dtype, to_count(max(elements) * itemsize) if itemsize else None
 
 
-def _elements(shape: object, kind: object) -> int | None:
-    """Of a tensor's shape, or of a list of shapes all together; None of what is no tensor."""
+def _count_elements(shape: object, type_name: object) -> int | None:
+    """Returns the elements of a tensor, or of all tensors in a list; None for other arguments."""
     if not isinstance(shape, list):
         return None
-    if shape and all(isinstance(of, list) for of in shape):
-        return sum(_product(of) or 0 for of in shape)
-    return _product(shape) if shape or dtype_of(kind)[0] is not None else None
+    if shape and all(isinstance(nested, list) for nested in shape):
+        return sum(_product(nested) or 0 for nested in shape)
+    return _product(shape) if shape or parse_dtype(type_name)[0] is not None else None
 
 
 def _product(sizes: list[Any]) -> int | None:
-    if len(sizes) > _MOST_DIMS or not all(whole(n) is not None for n in sizes):
+    if len(sizes) > _MAX_TENSOR_DIMS or not all(to_count(n) is not None for n in sizes):
         return None
     return math.prod(map(int, sizes))
 
 
-def groups_of(info: Mapping[str, Any], dims: Mapping[str, Any]) -> dict[str, ProcessGroup]:
-    """By process group's name: those that the trace lists, with the mesh dims that a DeviceMesh names them by.
+def read_groups(info: Mapping[str, Any], dims: Mapping[str, Any]) -> dict[str, ProcessGroup]:
+    """Returns the process groups that a trace lists, by name, with their mesh dims.
 
-    A mesh dim over all ranks has torch's default group, which carries no dim's name (torch/distributed/device_mesh.py):
-    its name is known where `dtbench profile -- COMMAND` recorded the trace.
+    A mesh dim over all ranks uses torch's default group, whose description does not name the dim
+    (torch/distributed/device_mesh.py). Its name is known only if `dtbench profile -- COMMAND` recorded the trace.
 
     Args:
-        info: the trace's "distributedInfo".
-        dims: its `MESH_DIMS`.
+        info: "distributedInfo" of the trace.
+        dims: `MESH_DIMS` of the trace.
     """
     groups = {}
-    for one in _listed(info):
-        if name := told(one.get("pg_name", "")):
-            ranks = one.get("ranks")
-            sound = isinstance(ranks, list) and all(type(of) is int and of >= 0 for of in ranks)
-            known = tuple(ranks or ()) if sound else None
-            size = len(known) if known else whole(one.get("pg_size"))
-            dim = told(dims.get(name, "")) or dim_of(str(one.get("pg_desc", "")), known, size)
-            groups[name] = ProcessGroup(name, dim, size, known)
+    for entry in _list_groups(info):
+        if name := printable(entry.get("pg_name", "")):
+            ranks = entry.get("ranks")
+            is_valid = isinstance(ranks, list) and all(type(rank) is int and rank >= 0 for rank in ranks)
+            members = tuple(ranks or ()) if is_valid else None
+            size = len(members) if members else to_count(entry.get("pg_size"))
+            dim = printable(dims.get(name, "")) or name_mesh_dim(str(entry.get("pg_desc", "")), members, size)
+            groups[name] = ProcessGroup(name, dim, size, members)
     return groups
 
 
-def _listed(info: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The process groups that a trace lists, the default group first."""
-    listed = info.get("pg_config")
-    return [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+def _list_groups(info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the entries of the process groups in a trace, the default group first."""
+    entries = info.get("pg_config")
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
-def backend_of(info: Mapping[str, Any], on_gpu: bool) -> str:
-    """Returns the default group's backend; torch calls it `undefined` where it chose one per device."""
-    backend = told(info.get("backend", ""))
-    default = [str(group.get("backend_config")) for group in _listed(info)[:1] if backend == "undefined"]
-    by_device = re.findall(r"(\w+):(\w+)", "".join(default)[:200])
+def find_backend(info: Mapping[str, Any], on_gpu: bool) -> str:
+    """Returns the backend of the default group. If torch calls it `undefined`, it has one per device type."""
+    backend = printable(info.get("backend", ""))
+    config = [str(entry.get("backend_config")) for entry in _list_groups(info)[:1] if backend == "undefined"]
+    by_device = re.findall(r"(\w+):(\w+)", "".join(config)[:200])
     return next((name for device, name in by_device if (device != "cpu") == on_gpu), backend)
 
 
-def group_of(args: Args, groups: Mapping[str, ProcessGroup]) -> ProcessGroup:
-    """Of a call's own words."""
-    name = told(args.group) if args.group is not None else ""
+def find_group(args: Args, groups: Mapping[str, ProcessGroup]) -> ProcessGroup:
+    """Returns the process group that the arguments of a call name or describe."""
+    name = printable(args.group) if args.group is not None else ""
     if name in groups:
         return groups[name]
-    text, size = str(args.group_ranks or ""), whole(args.group_size)
+    text, size = str(args.group_ranks or ""), to_count(args.group_size)
     ranks = None
-    if re.fullmatch(r"\[\d{1,9}(,\s*\d{1,9})*\]", text):  # long lists end in "..."
+    if re.fullmatch(r"\[\d{1,9}(,\s*\d{1,9})*\]", text):  # torch ends long lists with "..."
         ranks = tuple(map(int, text[1:-1].split(",")))
         size = size or len(ranks)
     if not name and size is None:
         return ProcessGroup("")
-    return ProcessGroup(name or text, dim_of(str(args.description or ""), ranks, size), size, ranks)
+    return ProcessGroup(name or text, name_mesh_dim(str(args.description or ""), ranks, size), size, ranks)
 
 
-def dim_of(description: str, ranks: Sequence[int] | None, size: int | None) -> str:
-    """A mesh dim's name as the program has it, else what tells groups of one kind from others."""
+def name_mesh_dim(description: str, ranks: Sequence[int] | None, size: int | None) -> str:
+    """Returns the program's name of a mesh dim, else a name from the group's size and the stride of its ranks."""
     if description and description not in _NAMELESS:
-        return told(description.removeprefix("mesh_") or description)
+        return printable(description.removeprefix("mesh_") or description)
     if size is None:
         return UNKNOWN_GROUP
     strides = {b - a for a, b in itertools.pairwise(ranks)} if ranks else set()
     return f"group of {size}" + (f", stride {strides.pop()}" if len(strides) == 1 and strides != {1} else "")
 
 
-def busbw_of(collective: str, size: int | None, bytes_: int | None, seconds: float) -> float | None:
-    """bytes/s as nccl-tests has it; None where there is none."""
+def bus_bandwidth(collective: str, size: int | None, bytes_: int | None, seconds: float) -> float | None:
+    """Returns bytes/s as defined by nccl-tests; None for calls without such a definition."""
     if not bytes_ or seconds < 1e-12 or collective in (UNKNOWN, "coalesced", "barrier", "send_recv"):
         return None
     if collective in ("send", "recv"):

@@ -1,4 +1,4 @@
-"""A job's traces, or what an earlier profile of them said, as one `Job`."""
+"""Reads the traces of a job, or an earlier profile of it, and computes the figures of a `Job`."""
 
 from __future__ import annotations
 
@@ -18,28 +18,34 @@ from dtbench.records.job import CallKind, Collective, DimParts, Job, Lane, RankJ
 from dtbench.records.read import BadFieldError, into, read_json
 from dtbench.text.units import format_seconds, plural
 from dtbench.traces.clock_alignment import AlignedJob, align_clocks
-from dtbench.traces.communication import UNKNOWN, Call, ProcessGroup, busbw_of, whole
+from dtbench.traces.communication import UNKNOWN, Call, ProcessGroup, bus_bandwidth, to_count
 from dtbench.traces.intervals import Intervals, difference, intervals, length, shares, union, within
-from dtbench.traces.kineto import told
+from dtbench.traces.kineto import printable
 from dtbench.traces.rank_trace import RankTrace, read_rank
-from dtbench.traces.steps import Steps, outlying_first, whole_steps
+from dtbench.traces.steps import Steps, count_outlying_first, find_complete_steps
 
-_MOST_DRAWN = 300  # intervals of a lane: more cannot be told apart on a page, which has 2 MB for them all
-_MOST_CALLERS = 3
+_MAX_LANE_INTERVALS = 300  # more are indistinguishable on a page, which has 2 MB for all lanes
+_MAX_CALLERS = 3
+_MAX_LISTED_RANKS = 8
 _P2P = ("send", "recv")
-_MOST_JOB = 256 * 2**20
-_NO_TRACES = (JOB_FILE, "table.json")  # what a profile's folder has beside them
+_MAX_JOB_BYTES = 256 * 2**20
+_NOT_TRACES = (JOB_FILE, "table.json")  # other JSON files in a profile's folder
 _TRACES = re.compile(r"\.json(\.gz)?$|\.trace(\.gz)?$")
 
 
 def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()) -> Job:
-    """What the traces say aligned. paths: files, or folders of them.
+    """Reads the traces of a job.
+
+    Args:
+        paths: trace files, or folders of them.
+        label: the job's name; by default that of the first trace's folder.
+        command: the command that was recorded.
 
     Raises:
-        UsageError: there are none, or two of one rank.
-        UnreadableRunError: one is no trace.
+        UsageError: there are no traces, or several of one rank.
+        UnreadableRunError: a file is not a trace.
     """
-    files = list(_files(paths))
+    files = list(_trace_files(paths))
     if not files:
         raise UsageError(
             f"no traces in {', '.join(map(str, paths))}: expected *.json or *.json.gz of torch.profiler"
@@ -53,51 +59,51 @@ def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()
                 "expected the traces of one run"
             )
         traces[trace.rank] = trace
-    _same_groups(traces.values())
-    in_order = [traces[rank] for rank in sorted(traces)]
-    in_order[0].notes[:0] = _keep_same_steps(in_order)
-    return job_of(in_order, label or files[0].parent.name, command)
+    _drop_partly_known_groups(traces.values())
+    by_rank = [traces[rank] for rank in sorted(traces)]
+    by_rank[0].notes[:0] = _exclude_steps(by_rank)
+    return build_job(by_rank, label or files[0].parent.name, command)
 
 
 def load_job(path: Path) -> Job:
-    """Of a profile's folder, or its job.json.
+    """Reads the `job.json` of a profile, given that file or its folder.
 
     Raises:
-        UnreadableRunError: it is none.
+        UnreadableRunError: the file is missing, damaged or something else.
     """
     file = path / JOB_FILE if path.is_dir() else path
     try:
-        return into(read_json(file, "a job of `dtbench profile`", _MOST_JOB), Job)
+        return into(read_json(file, "a job of `dtbench profile`", _MAX_JOB_BYTES), Job)
     except BadFieldError as error:
         raise UnreadableRunError(f"{file} is no job of `dtbench profile`: {error}") from error
 
 
-def _files(paths: Sequence[Path]) -> Iterable[Path]:
+def _trace_files(paths: Sequence[Path]) -> Iterable[Path]:
     for path in paths:
         if path.is_dir():
             yield from sorted(
-                f for f in path.iterdir() if _TRACES.search(f.name) and f.name not in _NO_TRACES
+                file for file in path.iterdir() if _TRACES.search(file.name) and file.name not in _NOT_TRACES
             )
         else:
             yield path
 
 
-def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] = ()) -> Job:
-    """traces: by rank."""
+def build_job(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] = ()) -> Job:
+    """Computes the figures of a job from the traces of its ranks, in the order of ranks."""
     aligned = align_clocks(traces)
-    drawn, lanes = _drawn(traces, aligned)
-    world_size = max(max(t.world_size, t.rank + 1) for t in traces)
+    drawn_step, lanes = _draw_step(traces, aligned)
+    world_size = max(max(trace.world_size, trace.rank + 1) for trace in traces)
     notes = [note for trace in traces for note in trace.notes]
     if len(traces) < world_size:
         notes.insert(
             0,
-            f"traces of {len(traces)} of {world_size} ranks: "
-            "who waits for whom is told where all of a group are there",
+            f"have traces of {len(traces)} of {world_size} ranks: "
+            "waiting times need the traces of all ranks of a group",
         )
     elif aligned.unaligned:
-        apart = ", ".join(map(str, sorted(aligned.unaligned)[:8])) + ", ..." * (len(aligned.unaligned) > 8)
         notes.append(
-            f"ranks that share no collective with rank {traces[0].rank} have clocks of their own: {apart}"
+            f"could not align the clocks of ranks {_list_ranks(sorted(aligned.unaligned))}: "
+            f"they share no collective with rank {traces[0].rank}"
         )
     return Job(
         label=label,
@@ -105,153 +111,165 @@ def job_of(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] 
         world_size=world_size,
         backend=traces[0].backend,
         torch=traces[0].torch,
-        ranks=tuple(_rank_job(trace, aligned, traces[0]) for trace in traces),
-        collectives=tuple(row for trace in traces for row in _rows(trace, aligned)),
+        ranks=tuple(_rank_figures(trace, aligned, traces[0]) for trace in traces),
+        collectives=tuple(row for trace in traces for row in _collectives(trace, aligned)),
         waits=tuple(aligned.waits),
         aligned_by=aligned.method,
-        drawn_step=drawn,
+        drawn_step=drawn_step,
         drawn_s=max([0.0, *(end for lane in lanes for _, end in lane.intervals)]),
         lanes=tuple(lanes),
-        notes=tuple(_folded(notes)),
+        notes=tuple(_merge_notes(notes)),
     )
 
 
-def _folded(notes: Sequence[str]) -> Iterable[str]:
-    """Notes of many ranks that say the same, once."""
+def _list_ranks(ranks: Sequence[object]) -> str:
+    return ", ".join(map(str, ranks[:_MAX_LISTED_RANKS])) + ", ..." * (len(ranks) > _MAX_LISTED_RANKS)
+
+
+def _merge_notes(notes: Sequence[str]) -> Iterable[str]:
+    """Merges notes that are the same on several ranks."""
     for text, same in group_by(notes, lambda note: re.sub(r"^rank \d+: ", "", note)).items():
         if len(same) < 2 or not same[0].startswith("rank "):
             yield same[0]
         else:
             ranks = [note.partition(":")[0].removeprefix("rank ") for note in same]
-            yield f"ranks {', '.join(ranks[:8])}{', ...' if len(ranks) > 8 else ''}: {text}"
+            yield f"ranks {_list_ranks(ranks)}: {text}"
 
 
-def _same_groups(traces: Iterable[RankTrace]) -> None:
-    """gloo's groups are told of all ranks or of none: else two recordings of one job would differ."""
+def _drop_partly_known_groups(traces: Iterable[RankTrace]) -> None:
+    """Forgets gloo's process groups on all ranks if one rank's trace lacks them.
+
+    Otherwise, which calls have a group would differ between two recordings of one job.
+    """
     gloo = [trace for trace in traces if trace.backend == "gloo" or not trace.on_gpu]
     if any(not call.group.key and call.collective not in _P2P for trace in gloo for call in trace.calls):
         for trace in gloo:
             trace.calls = [call._replace(group=ProcessGroup("")) for call in trace.calls]
             trace.notes.append(
-                f"rank {trace.rank}: the groups of gloo's calls are not told; "
+                f"rank {trace.rank}: the trace does not show the process groups of gloo's calls; "
                 "`dtbench profile -- COMMAND` records them"
             )
 
 
-def _keep_same_steps(traces: Sequence[RankTrace]) -> Iterable[str]:
-    """Takes from the traces the steps that no figure is of, and yields which and why: partial ones, and first ones that
-    took far longer. Where a rank has no steps, all figures are of whole traces."""
-    if not all(trace.steps.marks for trace in traces):
+def _exclude_steps(traces: Sequence[RankTrace]) -> Iterable[str]:
+    """Excludes partial steps and slow first steps from the traces, and yields a note about each exclusion.
+
+    If one rank has no steps, all figures cover whole traces.
+    """
+    if not all(trace.steps.spans for trace in traces):
         for trace in traces:
             trace.steps = Steps()
         return
     for trace in traces:
-        yield from (f"rank {trace.rank}: {text}" for text, holds in _without_partial(trace) if holds)
-    took_s = [
-        max(stop - start for start, stop in of_ranks) / 1e6
-        for of_ranks in zip(*(trace.steps.marks for trace in traces), strict=False)
+        yield from (f"rank {trace.rank}: {note}" for note in _exclude_partial_steps(trace))
+    slowest_s = [
+        max(end - start for start, end in rank_spans) / 1e6
+        for rank_spans in zip(*(trace.steps.spans for trace in traces), strict=False)
     ]
-    skipped = 0 if traces[0].window.get("warm") else outlying_first(took_s)
+    skipped = 0 if traces[0].window.get("warm") else count_outlying_first(slowest_s)
     for trace in traces:
-        trace.steps = trace.steps.part(skipped, len(trace.steps.marks))
+        trace.steps = trace.steps.select(skipped, len(trace.steps.spans))
     if skipped:
-        longest, usual = map(format_seconds, (max(took_s[:skipped]), median(took_s[skipped:])))
+        longest, usual = map(format_seconds, (max(slowest_s[:skipped]), median(slowest_s[skipped:])))
         yield (
-            f"left out of all figures: the first {plural(skipped, 'step')} "
-            f"(up to {longest}, later ones {usual}: warm-up or compilation)"
+            f"excluded from all figures: the first {plural(skipped, 'step')} "
+            f"(up to {longest}, later steps {usual}: warm-up or compilation)"
         )
 
 
-def _without_partial(trace: RankTrace) -> list[tuple[str, bool]]:
-    """Takes from its steps those that are not whole, as the recording says, else by what they hold. Returns notes, each
-    with whether it holds."""
-    steps, had = trace.steps, len(trace.steps.marks)
-    asked, recorded = (whole(trace.window.get(key)) or 0 for key in ("asked", "whole"))
-    # Unknown ones may have been launched before the trace began.
+def _exclude_partial_steps(trace: RankTrace) -> list[str]:
+    """Excludes partial steps, as the recorder counted them, else by the work in each step. Returns notes."""
+    steps, count = trace.steps, len(trace.steps.spans)
+    requested, recorded = (to_count(trace.window.get(key)) or 0 for key in ("asked", "whole"))
+    # Unknown calls may have been launched before the trace began.
     calls = Counter(
-        steps.places([call.issued for call in trace.calls if call.collective != UNKNOWN]).tolist()
+        steps.indices_at([call.issued for call in trace.calls if call.collective != UNKNOWN]).tolist()
     )
-    works = [calls[place] + bool(len(within(trace.compute, *mark))) for place, mark in enumerate(steps.marks)]
-    begin, end = (0, min(max(recorded, 1), had)) if asked else whole_steps(works)
-    trace.steps = steps.part(begin, end)
-    return [
-        (
-            f"{recorded} of the {asked} steps asked for were recorded: {told(trace.window.get('why'))}",
-            recorded < asked,
+    work = [calls[index] + bool(len(within(trace.compute, *span))) for index, span in enumerate(steps.spans)]
+    begin, end = (0, min(max(recorded, 1), count)) if requested else find_complete_steps(work)
+    trace.steps = steps.select(begin, end)
+    notes = {
+        f"{recorded} of the {requested} requested steps were recorded: {printable(trace.window.get('why'))}": (
+            recorded < requested
         ),
-        ("the first step has no mark of its begin and is left out of all figures", steps.left_out > 0),
-        (
-            f"a partial step, the {'first' if begin else 'last'}, is left out of all figures",
-            end - begin < had,
+        "the start of the first step is unknown; it is excluded from all figures": steps.excluded > 0,
+        f"the {'first' if begin else 'last'} step is partial and excluded from all figures": (
+            end - begin < count
         ),
-    ]
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
-def messages_of(calls: Iterable[Call]) -> Intervals:
-    """When any of them was under way."""
+def _in_progress(calls: Iterable[Call]) -> Intervals:
+    """Returns when at least one of the calls was in progress."""
     return union(intervals((call.start, call.end) for call in calls))
 
 
-def _rank_job(trace: RankTrace, aligned: AlignedJob, first: RankTrace) -> RankJob:
-    messages = messages_of(trace.calls)
-    spanned = asdict(_parts(trace, messages, *trace.span))
-    shift, error = (
+def _rank_figures(trace: RankTrace, aligned: AlignedJob, first: RankTrace) -> RankJob:
+    messages = _in_progress(trace.calls)
+    whole_trace = asdict(_step_parts(trace, messages, *trace.span))
+    offset_us, error_us = (
         None if trace.rank in aligned.unaligned else by_rank.get(trace.rank)
         for by_rank in (aligned.offset_us, aligned.error_us)
     )
-    each_step = tuple(_parts(trace, messages, *mark) for mark in trace.steps.marks)
+    each_step = tuple(_step_parts(trace, messages, *span) for span in trace.steps.spans)
     return RankJob(
         rank=trace.rank,
         source=trace.source,
         host=trace.host,
         device=trace.device,
         steps=len(each_step),
-        excluded_steps=trace.steps.left_out,
-        steps_source=trace.steps.by,
+        excluded_steps=trace.steps.excluded,
+        steps_source=trace.steps.source,
         step_s=fmean(step.step_s for step in each_step) if each_step else None,
-        span_s=spanned.pop("step_s"),
-        **spanned,
+        span_s=whole_trace.pop("step_s"),
+        **whole_trace,
         each_step=each_step,
         dims=_dims(trace, aligned),
-        clock_offset_s=0.0 if shift is None else (shift + first.zero_us - trace.zero_us) / 1e6,
-        clock_error_s=None if error in (None, float("inf")) else error / 1e6,
+        clock_offset_s=0.0 if offset_us is None else (offset_us + first.zero_us - trace.zero_us) / 1e6,
+        clock_error_s=None if error_us in (None, float("inf")) else error_us / 1e6,
     )
 
 
 def _dims(trace: RankTrace, aligned: AlignedJob) -> tuple[DimParts, ...]:
-    by_dim = group_by(enumerate(trace.calls), lambda numbered: numbered[1].group.mesh_dim)
-    steps = union(intervals(trace.steps.marks or (trace.span,)))
+    """Returns the rank's communication by mesh dim. Exposed time is split into waiting and transfer, then shared."""
+    by_dim = group_by(enumerate(trace.calls), lambda indexed_call: indexed_call[1].group.mesh_dim)
+    steps = union(intervals(trace.steps.spans or (trace.span,)))
     rows, exposed = [], list[Intervals]()
     for dim, calls in sorted(by_dim.items()):
-        messages = messages_of(call for _, call in calls)
+        messages = _in_progress(call for _, call in calls)
         messages = difference(messages, difference(messages, steps))
-        known = [(call, aligned.transfer_us.get((trace.rank, at))) for at, call in calls]
-        waits = union(intervals((call.start, call.end - us) for call, us in known if us is not None))
+        transfers = [(call, aligned.transfer_us.get((trace.rank, index))) for index, call in calls]
+        waiting = union(intervals((call.start, call.end - us) for call, us in transfers if us is not None))
         uncovered = difference(messages, trace.compute)
-        moving = difference(uncovered, waits)
-        exposed += [difference(uncovered, moving), moving]
-        rows.append((dim, length(messages) / 1e6, any(us is not None for _, us in known)))
+        transferring = difference(uncovered, waiting)
+        exposed += [difference(uncovered, transferring), transferring]
+        rows.append((dim, length(messages) / 1e6, any(us is not None for _, us in transfers)))
     exposed_s = [us / 1e6 for us in shares(exposed)]
     return tuple(
         DimParts(
             mesh_dim=dim,
-            communication_s=took_s,
-            exposed_s=wait_s + move_s,
-            waiting_s=wait_s if waits else None,
+            communication_s=communication_s,
+            exposed_s=waiting_s + transfer_s,
+            waiting_s=waiting_s if shows_waiting else None,
         )
-        for (dim, took_s, waits), wait_s, move_s in zip(rows, exposed_s[::2], exposed_s[1::2], strict=True)
+        for (dim, communication_s, shows_waiting), waiting_s, transfer_s in zip(
+            rows, exposed_s[::2], exposed_s[1::2], strict=True
+        )
     )
 
 
-def _parts(trace: RankTrace, messages: Intervals, start: float, end: float) -> StepParts:
+def _step_parts(trace: RankTrace, messages: Intervals, start: float, end: float) -> StepParts:
+    """Returns the time of each activity from `start` to `end`, microseconds of the trace."""
     compute, copies = within(trace.compute, start, end), within(trace.copies, start, end)
-    own = within(messages, start, end)
-    idle = difference(intervals([(start, end)]), union(np.concatenate([compute, copies, own])))
+    communication = within(messages, start, end)
+    busy = union(np.concatenate([compute, copies, communication]))
+    idle = difference(intervals([(start, end)]), busy)
     return StepParts(
         step_s=(end - start) / 1e6,
         computation_s=length(compute) / 1e6,
-        communication_s=length(own) / 1e6,
-        exposed_s=length(difference(own, compute)) / 1e6,
+        communication_s=length(communication) / 1e6,
+        exposed_s=length(difference(communication, compute)) / 1e6,
         copy_s=length(copies) / 1e6,
         idle_s=length(idle) / 1e6,
         host_bound_s=_host_bound_us(trace, idle) / 1e6 if len(trace.launched) else None,
@@ -259,75 +277,82 @@ def _parts(trace: RankTrace, messages: Intervals, start: float, end: float) -> S
 
 
 def _host_bound_us(trace: RankTrace, idle: Intervals) -> float:
-    """Of each gap what passed until the host launched the kernel that ends it."""
-    at = np.searchsorted(trace.launched[:, 0], idle[:, 1] - 1e-3)
-    at = at[at < len(trace.launched)]
-    starts, ends = idle[: len(at)].T
-    return float(np.clip(np.minimum(trace.launched[at, 1], ends) - starts, 0, None).sum())
+    """Returns the idle time before the host launched the kernel that ends each idle interval."""
+    next_kernel = np.searchsorted(trace.launched[:, 0], idle[:, 1] - 1e-3)
+    next_kernel = next_kernel[next_kernel < len(trace.launched)]
+    starts, ends = idle[: len(next_kernel)].T
+    launch_times = trace.launched[next_kernel, 1]
+    return float(np.clip(np.minimum(launch_times, ends) - starts, 0, None).sum())
 
 
-def _kind(call: Call) -> CallKind:
-    return CallKind(call.group.mesh_dim, call.collective, call.group.size, call.dtype, call.bytes)
-
-
-def _rows(trace: RankTrace, aligned: AlignedJob) -> Iterable[Collective]:
-    # Steps and calls by when the host began them: the GPU runs behind.
-    in_steps = trace.steps.places([call.issued for call in trace.calls]) >= 0
+def _collectives(trace: RankTrace, aligned: AlignedJob) -> Iterable[Collective]:
+    """Returns the rank's calls by kind, the longest first."""
+    # Both steps and calls are located on the host, since the GPU runs behind.
+    in_steps = trace.steps.indices_at([call.issued for call in trace.calls]) >= 0
+    kinds = [
+        CallKind(call.group.mesh_dim, call.collective, call.group.size, call.dtype, call.bytes)
+        for call in trace.calls
+    ]
     rows = []
-    for kind, all_places in group_by(range(len(trace.calls)), lambda at: _kind(trace.calls[at])).items():
-        stepped = [at for at in all_places if in_steps[at]]
-        which = stepped or all_places
-        calls = [trace.calls[at] for at in which]
+    for kind, indices in group_by(range(len(kinds)), kinds.__getitem__).items():
+        indices_in_steps = [index for index in indices if in_steps[index]]
+        timed = indices_in_steps or indices
+        calls = [trace.calls[index] for index in timed]
         seconds = [(call.end - call.start) / 1e6 for call in calls]
-        moving = [us for at in which if (us := aligned.transfer_us.get((trace.rank, at))) is not None]
+        transfers_us = [
+            us for index in timed if (us := aligned.transfer_us.get((trace.rank, index))) is not None
+        ]
         callers = Counter(call.caller for call in calls if call.caller)
         rows.append(
             Collective(
                 rank=trace.rank,
                 **asdict(kind),
-                count=len(all_places),
-                in_steps=len(stepped) if trace.steps.host else None,
-                timed=len(which),
+                count=len(indices),
+                in_steps=len(indices_in_steps) if trace.steps.host_spans else None,
+                timed=len(timed),
                 time_s=sum(seconds),
                 median_s=median(seconds),
                 best_s=min(seconds),
-                transfer_s=fmean(moving) / 1e6 if len(moving) == len(calls) else None,
-                busbw=busbw_of(kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)),
-                callers=tuple(caller for caller, _ in callers.most_common(_MOST_CALLERS)),
+                transfer_s=fmean(transfers_us) / 1e6 if len(transfers_us) == len(calls) else None,
+                busbw=bus_bandwidth(
+                    kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)
+                ),
+                callers=tuple(caller for caller, _ in callers.most_common(_MAX_CALLERS)),
             )
         )
     return sorted(rows, key=lambda row: -row.time_s)
 
 
-def _drawn(traces: Sequence[RankTrace], aligned: AlignedJob) -> tuple[int | None, list[Lane]]:
-    """The step in the middle of those that all ranks have, as lanes from its earliest begin."""
-    steps = min(len(trace.steps.marks) for trace in traces)
+def _draw_step(traces: Sequence[RankTrace], aligned: AlignedJob) -> tuple[int | None, list[Lane]]:
+    """Returns the index and the lanes of the middle step."""
+    steps = min(len(trace.steps.spans) for trace in traces)
     if not steps:
         return None, []
-    number, lanes = steps // 2, []
-    begins = {t.rank: t.steps.marks[number][0] for t in traces}
-    # A rank whose clock is its own is drawn as if its step began with the first rank's.
-    shifts = aligned.offset_us | {rank: begins[traces[0].rank] - begins[rank] for rank in aligned.unaligned}
-    earliest = min(at + shifts[rank] for rank, at in begins.items())
+    index, lanes = steps // 2, []
+    starts = {trace.rank: trace.steps.spans[index][0] for trace in traces}
+    # Ranks with unaligned clocks are drawn as if their step began together with the first rank's.
+    offsets = aligned.offset_us | {rank: starts[traces[0].rank] - starts[rank] for rank in aligned.unaligned}
+    earliest = min(start + offsets[rank] for rank, start in starts.items())
     for trace in traces:
-        start, end = trace.steps.marks[number]
-        off = shifts[trace.rank] - earliest
+        start, end = trace.steps.spans[index]
+        offset = offsets[trace.rank] - earliest
         by_dim = group_by(trace.calls, lambda call: call.group.mesh_dim)
-        named = {f"communication {dim}": messages_of(calls) for dim, calls in sorted(by_dim.items())} | {
+        activities = {
+            f"communication {dim}": _in_progress(calls) for dim, calls in sorted(by_dim.items())
+        } | {
             "computation": trace.compute,
             "copy": trace.copies,
-            "exposed": difference(messages_of(trace.calls), trace.compute),
+            "exposed": difference(_in_progress(trace.calls), trace.compute),
         }
-        cuts = {name: within(of, start, end) + off for name, of in named.items()}
-        lanes += [
-            Lane(rank=trace.rank, name=n, intervals=tuple(_to_draw(of))) for n, of in cuts.items() if len(of)
-        ]
-    return number, lanes
+        for name, spans in activities.items():
+            if len(drawn := within(spans, start, end) + offset):
+                lanes.append(Lane(rank=trace.rank, name=name, intervals=tuple(_to_seconds(drawn))))
+    return index, lanes
 
 
-def _to_draw(of: Intervals) -> Iterable[tuple[float, float]]:
-    """Few enough: gaps too short to be seen are closed."""
-    while len(of) > _MOST_DRAWN:
-        gap = np.quantile(of[1:, 0] - of[:-1, 1], 0.5)
-        of = union(of + np.array([0.0, gap])) - np.array([0.0, gap])
-    return [(round(float(start) / 1e6, 9), round(float(end) / 1e6, 9)) for start, end in of]
+def _to_seconds(spans: Intervals) -> Iterable[tuple[float, float]]:
+    """Converts intervals to seconds, and merges the closest ones if there are too many to draw."""
+    while len(spans) > _MAX_LANE_INTERVALS:
+        gap = np.quantile(spans[1:, 0] - spans[:-1, 1], 0.5)
+        spans = union(spans + np.array([0.0, gap])) - np.array([0.0, gap])
+    return [(round(float(start) / 1e6, 9), round(float(end) / 1e6, 9)) for start, end in spans]

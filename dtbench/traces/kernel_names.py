@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from dtbench.traces.communication import collective_of
+from dtbench.traces.communication import parse_collective
 
 # The whole name behind its namespaces -> its collective; "": what the name itself says. The first that fits counts.
 _COLLECTIVES = (
@@ -106,6 +106,6 @@ def function_of(name: str) -> str:
 def kernel_collective(name: str) -> str:
     """Returns what a kernel of this name communicates, `unknown` where the name does not say; "" where it computes."""
     function = function_of(name)
-    named = (kind or collective_of(function) for pattern, kind in _KNOWN if pattern.fullmatch(function))
+    named = (kind or parse_collective(function) for pattern, kind in _KNOWN if pattern.fullmatch(function))
     collective = next(named, "")
     return "reduce_scatter" if collective and _SCATTERS.search(name) else collective

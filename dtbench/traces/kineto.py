@@ -259,6 +259,6 @@ class Trace:
         return events
 
 
-def told(value: object) -> str:
+def printable(value: object) -> str:
     """A text of a trace, as a terminal may show it."""
     return plain(str(value))[:200]

@@ -1,5 +1,8 @@
-"""Where the steps of a job begin and end, by what a trace shows: the profiler's own marks, an annotation that comes
-again and again, or a sequence of collectives that repeats."""
+"""Finds the steps of a job in the trace of one rank.
+
+Steps come from the profiler's own marks (`profiler.step()`), else from an annotation that repeats, else from a sequence
+of collectives that repeats. Times are microseconds.
+"""
 
 from __future__ import annotations
 
@@ -16,143 +19,171 @@ from numpy.typing import NDArray
 from dtbench.traces.communication import Call
 
 _PROFILER = "ProfilerStep#"
-# What torch annotates by itself and is no step.
+# Annotations of torch that are not steps.
 _NO_STEP = re.compile(
     r"^(?:nccl|gloo|c10d|dtbench:|record_param|DistributedDataParallel|FSDP|enumerate|## |Optimizer\.zero|\[|Backward)"
 )
 _REPETITION = "repetition"
 _OPTIMIZER = "Optimizer.step#"
-# A first step that takes more than this times a usual one is of warm-up or compilation. Set, not fitted.
+# A first step that takes more than this times a usual one is warm-up or compilation. Set by hand.
 OUTLYING = 2.0
-_COVERS = 0.5  # an annotation that is a step covers at least so much of the time from its first to its last
+_MIN_COVERAGE = (
+    0.5  # an annotation is a step if it covers at least this share from its first start to its last end
+)
+
+_Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a trace, us.
+    """The steps of a trace.
 
     Attributes:
-        by: what told them.
-        host: (start, end) as marked.
-        marks: the same on the device, from the first kernel that a step launched to that of the next.
-        left_out: how many others the trace has.
+        source: how they were found, as in `RankJob.steps_source`.
+        host_spans: (start, end) on the host.
+        spans: (start, end) on the device. A step starts with the first kernel launched in it and ends where the next
+            one starts. Without a GPU, these are the host's spans.
+        excluded: number of further steps in the trace.
     """
 
-    by: str = ""
-    host: tuple[tuple[float, float], ...] = ()
-    marks: tuple[tuple[float, float], ...] = ()
-    left_out: int = 0
+    source: str = ""
+    host_spans: tuple[_Span, ...] = ()
+    spans: tuple[_Span, ...] = ()
+    excluded: int = 0
 
     @property
     def longest_us(self) -> float | None:
-        """None for less than two: one step alone does not say how long a step is."""
-        durations = (end - start for start, end in (*self.host, *self.marks))
-        return max(durations) if len(self.marks) > 1 else None
+        """Duration of the longest step; None with fewer than two, since one step is no evidence for the others."""
+        durations = (end - start for start, end in (*self.host_spans, *self.spans))
+        return max(durations) if len(self.spans) > 1 else None
 
-    def part(self, begin: int, end: int) -> Steps:
-        """The steps from one place to another."""
-        left_out = self.left_out + len(self.marks) - len(self.marks[begin:end])
-        return replace(self, host=self.host[begin:end], marks=self.marks[begin:end], left_out=left_out)
+    def select(self, begin: int, end: int) -> Steps:
+        """Keeps the steps from index `begin` up to `end` and counts the others as excluded."""
+        excluded = self.excluded + len(self.spans) - len(self.spans[begin:end])
+        return replace(
+            self, host_spans=self.host_spans[begin:end], spans=self.spans[begin:end], excluded=excluded
+        )
 
-    def places(self, times: Sequence[float]) -> NDArray[np.int64]:
-        """For each time of the host the place of the step that it lies in; -1 where it lies in none."""
-        edges = np.array(self.host).reshape(-1, 2)
-        begun, over = (np.searchsorted(edges[:, side], times, side="right") for side in (0, 1))
-        return np.where(begun > over, begun - 1, -1)
+    def indices_at(self, host_times: Sequence[float]) -> NDArray[np.int64]:
+        """Returns for each time the index of the step that contains it, or -1."""
+        edges = np.array(self.host_spans).reshape(-1, 2)
+        started, ended = (np.searchsorted(edges[:, side], host_times, side="right") for side in (0, 1))
+        return np.where(started > ended, started - 1, -1)
 
-    def hold(self, times: Sequence[float]) -> NDArray[np.bool_]:
-        """Whether each time of the host lies in a step. Without steps all do. After the last repetition one more
-        begins, whose end is unknown."""
-        after = np.array(times) >= (self.host[-1][1] if self.host else -np.inf)
-        return (self.places(times) >= 0) | (after & (self.by in ("", _REPETITION)))
+    def contain(self, host_times: Sequence[float]) -> NDArray[np.bool_]:
+        """Returns for each time whether it lies in a step.
+
+        Without steps, every time does. So do times after the last repetition of the collectives, because a further step
+        with an unknown end starts there.
+        """
+        is_after = np.array(host_times) >= (self.host_spans[-1][1] if self.host_spans else -np.inf)
+        return (self.indices_at(host_times) >= 0) | (is_after & (self.source in ("", _REPETITION)))
 
 
-def outlying_first(durations: Sequence[float]) -> int:
-    """Returns how many of the first steps take more than `OUTLYING` times a usual one of the later half."""
+def count_outlying_first(durations: Sequence[float]) -> int:
+    """Returns how many of the first steps take more than `OUTLYING` times a usual step of the later half."""
     usual = median_low(durations[len(durations) // 2 :] or [0.0])
-    return next((place for place, took in enumerate(durations) if took <= OUTLYING * usual), 0)
+    return next((index for index, duration in enumerate(durations) if duration <= OUTLYING * usual), 0)
 
 
-def whole_steps(counts: Sequence[int]) -> tuple[int, int]:
-    """Returns from where to where steps are whole.
+def find_complete_steps(counts: Sequence[int]) -> tuple[int, int]:
+    """Returns the index range of complete steps.
+
+    A first or last step with less work than all others is partial. If there are only two steps with work, both count as
+    complete.
 
     Args:
-        counts: the calls of each step. A first or last one with fewer than all others is partial; of two that have
-            some, neither is.
+        counts: the amount of work in each step, e.g. its number of calls.
     """
-    begin = len(counts) > 2 and counts[0] < min(counts[1:])
+    starts_late = len(counts) > 2 and counts[0] < min(counts[1:])
     ends_early = len(counts) > 1 and counts[-1] < min(counts[:-1]) and (len(counts) > 2 or not counts[-1])
-    return int(begin), len(counts) - ends_early
+    return int(starts_late), len(counts) - ends_early
 
 
-def steps_of(
+def find_steps(
     annotations: Sequence[tuple[str, float, float]], launches: Any, calls: Sequence[Call] = ()
 ) -> Steps:
-    """annotations: (name, start, end). launches: (launch, start) of kernels, by launch, none without a GPU."""
-    marked = sorted((start, end) for name, start, end in annotations if name.startswith(_PROFILER))
-    following = [*(start for start, _ in marked[1:]), float("inf")]
-    marked = [(a, min(b, c)) for (a, b), c in zip(marked, following, strict=False) if a < min(b, c)]
-    by = _PROFILER
-    if not marked:
-        by, marked = _repeated(annotations)
-    if not marked:
-        by, marked = _REPETITION, _by_calls(calls)
-    if not marked:
+    """Finds the steps of a trace.
+
+    Args:
+        annotations: (name, start, end) on the host.
+        launches: array of (launch time on the host, start on the device) for each kernel, sorted by launch time; empty
+            without a GPU.
+        calls: the rank's collectives, to look for repetition.
+    """
+    spans = sorted((start, end) for name, start, end in annotations if name.startswith(_PROFILER))
+    next_starts = [*(start for start, _ in spans[1:]), float("inf")]
+    spans = [
+        (start, min(end, next_start))
+        for (start, end), next_start in zip(spans, next_starts, strict=False)
+        if start < min(end, next_start)
+    ]
+    source = _PROFILER
+    if not spans:
+        source, spans = _repeated_annotation(annotations)
+    if not spans:
+        source, spans = _REPETITION, _repeated_calls(calls)
+    if not spans:
         return Steps()
-    host = tuple(marked)
+    host_spans = tuple(spans)
     return Steps(
-        by,
-        host,
-        marks=_on_device(host, launches),
-        left_out=int(by.startswith(_OPTIMIZER)),  # the first step of an optimizer has no mark of its begin
+        source,
+        host_spans,
+        spans=_spans_on_device(host_spans, launches),
+        excluded=int(source.startswith(_OPTIMIZER)),  # the start of an optimizer's first step is unknown
     )
 
 
-def _on_device(host: tuple[tuple[float, float], ...], launches: Any) -> tuple[tuple[float, float], ...]:
-    """The GPU runs behind the host: a step of its begins with the first kernel that the host launched in the step. The
-    host's own where a step launched none."""
-    first = np.searchsorted(launches[:, 0], [start for start, _ in host])
-    last = np.searchsorted(launches[:, 0], [end for _, end in host])
+def _spans_on_device(host_spans: tuple[_Span, ...], launches: Any) -> tuple[_Span, ...]:
+    """Moves steps to the device, which runs behind the host. Returns the host's spans if a step launched no kernel."""
+    first = np.searchsorted(launches[:, 0], [start for start, _ in host_spans])
+    last = np.searchsorted(launches[:, 0], [end for _, end in host_spans])
     if (first == last).any():
-        return host
-    begins = [float(launches[a:b, 1].min()) for a, b in zip(first, last, strict=True)]
-    end = max(float(launches[first[-1] : last[-1], 1].max()), begins[-1])
-    if sorted(begins) != begins:
-        return host
-    return tuple(zip(begins, [*begins[1:], end], strict=True))
+        return host_spans
+    starts = [float(launches[a:b, 1].min()) for a, b in zip(first, last, strict=True)]
+    end = max(float(launches[first[-1] : last[-1], 1].max()), starts[-1])
+    if sorted(starts) != starts:
+        return host_spans
+    return tuple(zip(starts, [*starts[1:], end], strict=True))
 
 
-def _repeated(annotations: Sequence[tuple[str, float, float]]) -> tuple[str, list[tuple[float, float]]]:
-    """The annotation that covers most, numbers aside; else from one step of the optimizer to the next."""
-    by_name: dict[str, list[tuple[float, float]]] = {}
+def _repeated_annotation(annotations: Sequence[tuple[str, float, float]]) -> tuple[str, list[_Span]]:
+    """Returns the annotation that covers the most time, and its spans.
+
+    Annotations that differ only in numbers count as one. If none covers enough, steps reach from one end of an
+    optimizer's step to the next.
+    """
+    by_name: dict[str, list[_Span]] = {}
     for name, start, end in annotations:
         if not _NO_STEP.match(name) and start < end:
             key = name if name.startswith(_OPTIMIZER) else re.sub(r"\d+", "#", name)
             by_name.setdefault(key, []).append((start, end))
-    optimizers = {name: of for name, of in by_name.items() if name.startswith(_OPTIMIZER) and len(of) > 2}
-    best, covers = "", _COVERS
-    for name, of in by_name.items():
-        of.sort()
-        apart = len(of) > 1 and all(a[1] <= b[0] for a, b in itertools.pairwise(of))
-        share = sum(e - s for s, e in of) / max(of[-1][1] - of[0][0], 1e-9)
-        if apart and share >= covers and not name.startswith(_OPTIMIZER):
-            best, covers = name, share
+    optimizers = {
+        name: spans for name, spans in by_name.items() if name.startswith(_OPTIMIZER) and len(spans) > 2
+    }
+    best, best_coverage = "", _MIN_COVERAGE
+    for name, spans in by_name.items():
+        spans.sort()
+        is_disjoint = len(spans) > 1 and all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+        coverage = sum(end - start for start, end in spans) / max(spans[-1][1] - spans[0][0], 1e-9)
+        if is_disjoint and coverage >= best_coverage and not name.startswith(_OPTIMIZER):
+            best, best_coverage = name, coverage
     if best or not optimizers:
         return best, by_name.get(best, [])
     name = min(optimizers, key=lambda name: len(optimizers[name]))
     return name, list(itertools.pairwise(end for _, end in optimizers[name]))
 
 
-def _by_calls(calls: Sequence[Call]) -> list[tuple[float, float]]:
-    """The shortest period of the sequence of collectives, where it repeats at least twice to the end."""
+def _repeated_calls(calls: Sequence[Call]) -> list[_Span]:
+    """Returns steps of the shortest period with which the sequence of collectives repeats, at least twice."""
     kinds = [(call.collective, call.group.key, call.bytes, call.dtype) for call in calls]
-    # For each beginning of the sequence the longest of its ends that it begins with, too (Knuth, Morris and Pratt).
+    # border[i]: length of the longest proper prefix of kinds[: i + 1] that is also its suffix (Knuth, Morris, Pratt).
     border = [0] * len(kinds)
-    for at in range(1, len(kinds)):
-        n = border[at - 1]
-        while n and kinds[n] != kinds[at]:
+    for index in range(1, len(kinds)):
+        n = border[index - 1]
+        while n and kinds[n] != kinds[index]:
             n = border[n - 1]
-        border[at] = n + (kinds[n] == kinds[at])
+        border[index] = n + (kinds[n] == kinds[index])
     period = len(kinds) - border[-1] if kinds else 0
     if len(kinds) < max(2 * period, 3):
         return []
