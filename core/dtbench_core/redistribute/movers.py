@@ -123,7 +123,11 @@ def _make_slicer(step: Exchange, dst: Shard) -> Mover:
 
 
 def _make_term(dst: Placement, index: int) -> Mover:
-    """Returns a mover that makes a replica a term: the value on the first rank, a neutral value on the others."""
+    """Returns a mover that turns a replica into terms of a Partial.
+
+    For sums, products and xor, all ranks but the first have the neutral element. For other reductions, all ranks have
+    the value.
+    """
     neutral = NEUTRAL.get(dst.reduce_op) if isinstance(dst, Partial) and index > 0 else None
     if neutral is None:
         return _copy
