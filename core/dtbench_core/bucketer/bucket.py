@@ -42,8 +42,9 @@ ResultForm = tuple[tuple[int, ...] | None, Callable[[Tensor], Tensor] | None]
 
 @dataclass
 class PendingCallbacks:
-    """The callbacks and errors of an operation, kept until its bookkeeping is done, since callbacks may use the
-    bucketer.
+    """The callbacks and errors of an operation.
+
+    They are kept until the bookkeeping of the operation is done, since callbacks may use the bucketer.
 
     Attributes:
         due: callbacks of a bucket, with their results.
@@ -150,7 +151,7 @@ class PendingBucket:
     """The contents of a bucket, from its first input to its callbacks.
 
     Attributes:
-        packing: None if a single input is reduced without packing.
+        packing: collects the inputs; None for a single input that is reduced without packing.
         numels: elements per shard of each input.
         callbacks: the callback of each input.
         result_forms: index of an input -> form of its result, for results that are not flat.
@@ -187,8 +188,11 @@ class Bucket:
     """Inputs of one (dtype, device, group): those that wait, and those in a running collective.
 
     Attributes:
+        group, dtype, device: common to all inputs.
         capacity: elements per shard; 0 to reduce every input alone.
         counters: the counters of the bucketer.
+        reduction, hold_inputs, check_ranks: see `ReduceScatterBucketer`.
+        predictor: predicts the size of the next bucket.
         offset: elements per shard that wait for a collective.
     """
 
@@ -229,7 +233,7 @@ class Bucket:
         if self._pending or self._in_flight:
             raise BucketError(
                 f"Incorrect call of teardown: got it with {self.pending} inputs ({self.offset} elements per shard, "
-                f"{self.dtype}) waiting and {len(self._in_flight)} collectives under way, expected none: call flush() "
+                f"{self.dtype}) waiting and {len(self._in_flight)} collectives in flight, expected none: call flush() "
                 "before teardown()"
             )
 
@@ -362,8 +366,7 @@ class Bucket:
             self._wait_for_earlier(pending, outcome)
 
     def _wait_for_earlier(self, newest: PendingBucket, outcome: PendingCallbacks) -> None:
-        """Waits for the collectives before `newest`, so that at most one packed bucket and one single input are in
-        flight.
+        """Waits for earlier collectives, so that at most one packed bucket and one single input are in flight.
 
         Collectives of the other kind may run on: if a packed bucket and a single input are issued together, they
         overlap.
@@ -517,10 +520,9 @@ _MAX_SHOWN_INPUTS = 6  # in an error message
 def check_ranks_agree(
     group: ProcessGroup, device: torch.device, cause: str, shapes: Sequence[Sequence[int]], reduction: str
 ) -> None:
-    """Compares the inputs of all ranks, so that a difference is an error on every rank instead of a hang or a wrong
-    sum.
+    """Compares the inputs of all ranks, and raises an error on every rank if they differ.
 
-    Runs a small collective and waits for it.
+    Without it, a difference would cause a hang or a wrong sum. Runs a small collective and waits for it.
 
     Args:
         cause: the reason for the reduction, for example a full bucket.

@@ -101,7 +101,7 @@ class ReduceScatterBucketer:
         group: ProcessGroup,
         callback_fn: Callback | None = None,
     ) -> None:
-        """Adds one input. `callback_fn` is called with this rank's part of the sum over all ranks' inputs.
+        """Adds an input. `callback_fn` is called with this rank's part of the sum over all ranks' inputs.
 
         The callback is called by `flush()` at the latest. For an input larger than a bucket, this method calls it,
         unless inputs are held. If a bucket has too little room left, it is reduced first, and the callbacks of the
@@ -174,8 +174,9 @@ class ReduceScatterBucketer:
         return True
 
     def flush(self) -> None:
-        """Reduces the waiting inputs of all buckets and calls the callbacks. Inputs that callbacks add wait for the
-        next flush.
+        """Reduces the waiting inputs of all buckets and calls the callbacks.
+
+        Inputs that callbacks add wait for the next flush.
 
         Raises:
             Exception: raised by a callback, after all buckets are flushed; an ExceptionGroup of several.

@@ -103,7 +103,7 @@ class BufferPool:
             self.clear()  # the free buffers are too small; the new one replaces them
             with torch.inference_mode(
                 False
-            ):  # code outside inference mode could not write to an inference tensor
+            ):  # inference tensors could not be written later, outside this mode
                 buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
             self.counters.hold(buffer.nbytes)
         else:
@@ -318,8 +318,9 @@ def check_unchanged(inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
 
 
 def as_contiguous_rows(shards: Sequence[Tensor]) -> Tensor | None:
-    """Returns the n shards as one (n, k) view, if they follow each other in one storage, as the chunks of a gradient
-    do.
+    """Returns the n shards as one (n, k) view, if they follow each other in one storage.
+
+    The chunks of a gradient do.
     """
     first, numel = shards[0], shards[0].numel()
     start, step = first.data_ptr(), numel * first.itemsize

@@ -3,9 +3,11 @@
 A gradient's hook runs on the stream of the forward op that used the parameter, and `flush()` on the caller's. So an
 input may arrive on one stream, be packed on another and be waited for on a third.
 
-Two conditions must hold. First, a stream that uses the bucket's memory waits for the stream that used it before.
-Second, memory returns to the allocator only after all streams that used it have finished: the allocator reuses a
-freed block once the stream that allocated it is done, and ignores other streams.
+Two conditions must hold:
+
+- A stream that uses the bucket's memory waits for the stream that used it before.
+- Memory returns to the allocator only after all streams that used it have finished. The allocator itself waits only
+  for the stream that allocated the memory.
 """
 
 from __future__ import annotations

@@ -1,3 +1,1 @@
-"""Interfaces to other tools: torch's DTensor, state dicts, local_map, torch's collective utilities, drawings,
-stopwatches.
-"""
+"""Interfaces to other tools: torch's DTensor, state dicts, local_map, collective utilities, drawings, stopwatches."""

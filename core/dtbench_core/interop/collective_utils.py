@@ -1,5 +1,4 @@
-"""Collectives over one mesh dim, padding, and the cost model, by the names of torch.distributed.tensor's
-`_collective_utils`.
+"""Collectives over one mesh dim, padding, and the cost model, by the names of torch's `_collective_utils`.
 
 They are for code written against those names; the core's own redistribution uses redistribute/movers.py. The cost
 functions are those of cost/redistribution.py, and the constants of a mesh those of cost/mesh_topology.py.
@@ -32,7 +31,6 @@ from dtbench_core.cost.redistribution import (
 from dtbench_core.errors import ArgumentError, LayoutError
 from dtbench_core.layout.mesh import mesh_info
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
-from dtbench_core.layout.spec import TensorMeta
 from dtbench_core.redistribute.movers import Exchange, make_mover, padded
 from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import resolve_group
@@ -260,7 +258,7 @@ def fill_empty_tensor_to_shards(
     return shards
 
 
-def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = False) -> TensorMeta | None:
+def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = False) -> None:
     """Checks that all ranks of the world pass tensors with the same dtype and requires_grad.
 
     Args:
@@ -279,4 +277,3 @@ def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = Fal
         for rank, meta in enumerate(all_meta):
             error.add_note(f"rank {rank}: {', '.join(f'{name} {value}' for name, value in meta.items())}")
         raise error
-    return None

@@ -69,8 +69,11 @@ def sharded_state_dict(full: Any, like: Any, *, broadcast_from_rank0: bool = Fal
     for name, leaf in like_by_name.items():
         value = metas[name]
         if isinstance(value, _Meta):
-            tensor = full_by_name.get(name)
-            value = _from_rank0(tensor, value) if broadcast_from_rank0 else full_by_name[name].detach()
+            value = (
+                _from_rank0(full_by_name.get(name), value)
+                if broadcast_from_rank0
+                else full_by_name[name].detach()
+            )
             value = shard_like(value, leaf) if isinstance(leaf, DTensor) else value
         tensors.append(value)
     return tree_unflatten(tensors, tree)

@@ -103,10 +103,9 @@ class _TimedCache(dict[Any, Any]):
 
 
 class StageTimer:
-    """Context that records every dispatch of this process in the log that it returns. It can be entered several
-    times.
+    """Context that records every dispatch of this process in the log that it returns; may be entered repeatedly.
 
-    Only one thread may dispatch meanwhile, since calls of several threads would not nest.
+    Only one thread may dispatch meanwhile, since the records of several threads would not nest.
     """
 
     def __init__(self) -> None:

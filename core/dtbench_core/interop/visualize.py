@@ -211,8 +211,9 @@ class _Drawing:
 
 
 def sharding_svg(dtensor: DTensor, header: str = "") -> str:
-    """Returns the drawing as an SVG document, with cells in proportion to their sizes and coloured by their first
-    rank.
+    """Returns the drawing as an SVG document; cells are in proportion to their sizes.
+
+    The colour of a cell is that of the first rank that holds it.
     """
     spec = _spec_of(dtensor)
     drawing = _Drawing(spec)

@@ -1,5 +1,4 @@
-"""Converts the inputs and outputs of a parallelized module between plain tensors and DTensors, on a mesh with one
-dim.
+"""Converts the inputs and outputs of parallelized modules between plain tensors and DTensors, on a 1-D mesh.
 
 An input is a plain tensor, which is taken as this rank's part, or a DTensor, which is redistributed. It may be
 wrapped in the tuple that a hook gets. The `make_...` functions have the names that torch gave them for
@@ -10,12 +9,12 @@ a length of 7 is split as 2, 2, 2, 1. If each rank assumed that all parts are as
 with different shapes, and a collective would never end. So the ranks exchange the lengths of their parts (a small
 all-gather, and a wait for it), but only where these may differ.
 
-Whether to exchange must be decided equally on all ranks. All ranks know the length of each DTensor whose parts a
-module returned. They exchange the lengths of a module's input
+All ranks must decide equally whether to exchange. The decision therefore depends only on what all ranks know: the
+lengths of DTensors whose parts modules returned. The lengths of a module's input are exchanged
 
 - the first time that the input is read;
-- each time, if it was uneven the first time, or its length differed from that of the part returned last. Such a part
-  comes from elsewhere, for example from a tensor that the program splits itself;
+- each time, if the input was uneven the first time, or its length differed from that of the part returned last. Such
+  a part comes from elsewhere, for example from a tensor that the program splits itself;
 - each time, once an uneven part with as many dims, split along the same dim, has been returned since.
 
 So even lengths are exchanged once per input. A compiled graph cannot exchange lengths; there, uneven lengths are
@@ -63,8 +62,9 @@ KnownLengths = dict[tuple[object, int, int], int]
 
 
 def known_lengths_of(module: object, mesh: DeviceMesh, layout: Placement) -> KnownLengths | None:
-    """Returns the lengths that `module` has read so far; None in a compiled graph, and for a layout that does not
-    shard.
+    """Returns the lengths that `module` has read so far.
+
+    None in a compiled graph, and for a layout that does not shard.
     """
     may_differ = layout.is_shard() and not is_dynamo_compiling()
     return mesh_info(mesh).known_lengths.setdefault(module, {}) if may_differ else None

@@ -113,7 +113,7 @@ class TensorParallelRNG:
             raise PlacementError(
                 f"region got {len(placements)} placements for the {info}, expected one for each of its {info.ndim} dims"
             )
-        info.my_coordinate()  # raises on a rank outside
+        info.my_coordinate()  # raises on ranks outside the mesh
         dims = tuple(range(info.ndim)) if placements is None else _sharding_dims(placements)
         with self.stream(info, dims, plain=True):
             yield

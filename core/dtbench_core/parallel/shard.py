@@ -1,12 +1,11 @@
-"""Shards parameters over a second mesh dim and gathers them for each forward: data parallelism beside tensor
-parallelism.
+"""Shards parameters over a second mesh dim and gathers them for each forward, for data parallelism.
 
 After `parallelize_module(model, mesh, plan, "tp")`, all ranks along the other dim, "dp", hold the same shards.
 `shard_parameters(model, mesh, "dp")` makes them DTensors on the whole mesh:
 
     Colwise weight  [o, i]   tp S(0), dp S(1)       Rowwise weight  [o, i]   tp S(1), dp S(0)
     Colwise bias    [o]      tp S(0), dp shards each tp shard: a StridedShard where dp is the outer mesh dim
-    anything else            tp R,    dp S(0)
+    other parameters         tp R,    dp S(0)
 
 Before a module runs, its own parameters are gathered over dp, so that it gets the same parameters as before: DTensors
 on the tp mesh, or plain tensors. In the backward pass their gradients are averaged over dp and scattered. The
@@ -113,13 +112,7 @@ def _shard_parameter(
     info, shape = mesh_info(mesh), parameter.shape
 
     def on_all_dims(placement: Placement) -> Placements:
-        return (
-            (placement,)
-            if info.ndim == 1
-            else (placement, other_placement)
-            if shard_dim == 0
-            else (other_placement, placement)
-        )
+        return tuple(placement if dim == shard_dim else other_placement for dim in range(info.ndim))
 
     local = parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
     if src is not None:

@@ -22,8 +22,7 @@ _UNSET: Any = None
 class RankC10d(distributed_c10d._World):
     """c10d's tables of process groups for one rank.
 
-    torch's class keeps the tables in module globals and reads them through properties; the attributes of this class
-    override those.
+    torch's class keeps the tables in module globals, behind properties. The attributes of this class override those.
 
     Args:
         process: the tables of the process, searched for groups that are not the rank's own.
@@ -64,8 +63,8 @@ class _ByThread:
 def use_thread_tables(tables_of_thread: Callable[[], RankC10d | None], backend: str) -> Iterator[None]:
     """Context in which each thread uses the process groups in the tables that `tables_of_thread` returns for it.
 
-    DeviceMesh treats equal meshes of different threads as different (in `==`, and so in every cache of torch keyed by
-    a mesh), but only for one backend, which it recognises by name. `backend` reports that name.
+    DeviceMesh must treat equal meshes of different threads as different, in `==` and in every cache of torch with a
+    mesh in its key. It does so for one backend only, which it recognises by name. `backend` reports that name.
     """
     process, get_backend = distributed_c10d._world, _device_mesh.get_backend
 
@@ -98,9 +97,7 @@ def use_process_tables() -> Iterator[None]:
 
 
 def register_backend(name: str, make_group: Callable[[Any, Any], dist.ProcessGroup]) -> None:
-    """Registers `name` as a backend for CPUs and CUDA devices. c10d makes each group with `make_group(options,
-    None)`.
-    """
+    """Registers `name` as a backend for CPUs and CUDA devices. `make_group(options, None)` makes each group."""
     if name not in dist.Backend.backend_list:
         dist.Backend.register_backend(name, make_group, extended_api=True, devices=["cpu", "cuda"])
 

@@ -57,9 +57,8 @@ class CoreParts(RankParts):
     def _dtensor_part(self, value: Wrapper, rank: int) -> Wrapper:
         self._check(value._spec.info, value._spec)
         local = value._local_tensor
-        if not isinstance(
-            local, LocalTensor
-        ):  # made of a plain tensor: from now on each rank has its own copy
+        if not isinstance(local, LocalTensor):
+            # The DTensor was made of a plain tensor. From now on each rank has its own copy of it.
             with torch._C._DisableTorchDispatch():
                 ranks = self.members(value._spec.info)
                 local = value._local_tensor = LocalTensor({r: local.detach().clone() for r in ranks})

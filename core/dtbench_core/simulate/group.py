@@ -1,7 +1,7 @@
 """The process group of simulated ranks, whose collectives are plain arithmetic on the tensors of all ranks.
 
-A rank's call is recorded as a `CollectiveCall`. The simulator (threads.py) collects the calls of all ranks of the
-group: as on a real transport, the n-th call of one rank belongs to the n-th call of every other rank. Where a real
+A rank's call is recorded as a `CollectiveCall`, and the simulator (threads.py) collects the calls of all ranks. As on
+a real transport, the n-th call of one rank on a group belongs to the n-th call of every other rank. Where a real
 transport would hang or return garbage, since op, root, shape or dtype differ, an error is raised here.
 """
 
@@ -69,24 +69,23 @@ class CollectiveCall(NamedTuple):
     results: Any
 
 
-def combine(call: CollectiveCall, calls: list[Any]) -> None:
+def combine(call: CollectiveCall, calls: list[Any]) -> str | None:
     """Executes a collective, given the calls of all its ranks.
 
     Args:
         call: the call of any of the ranks.
         calls: the arguments of every rank's call, by group rank.
 
-    Raises:
-        SimulationError: the computation failed, for example since shapes do not fit.
+    Returns:
+        The message of an error in the computation, for example since shapes do not fit; None without an error.
     """
     try:
         # A transport writes into the tensors' memory without autograd noticing; inference mode does the same.
         with torch.inference_mode():
             call.finish(calls, call.signature)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise SimulationError(
-            f"{describe(call.signature)} of {name_ranks(call.ranks)} failed: {error}"
-        ) from error
+        return f"{describe(call.signature)} of {name_ranks(call.ranks)} failed: {error}"
+    return None
 
 
 def mismatch(call: CollectiveCall, other_ranks: Sequence[int], other_signature: Signature) -> str:
@@ -452,8 +451,9 @@ _groups_by_dim: weakref.WeakKeyDictionary[DeviceMesh, list[RankGroups]] = weakre
 
 
 def groups_by_dim(mesh: DeviceMesh) -> list[RankGroups]:
-    """Returns, per dim of `mesh`, the ranks of every group along it; of a slice, also the groups of its sibling
-    slices.
+    """Returns, per dim of `mesh`, the ranks of every group along it.
+
+    For a slice of a mesh, this includes the groups of the sibling slices.
     """
     if mesh not in _groups_by_dim:
         _groups_by_dim[mesh] = [mesh_dim_groups(mesh, dim) for dim in range(mesh.ndim)]
@@ -514,7 +514,6 @@ def _sibling_groups_by_mesh(group: dist.ProcessGroup) -> RankGroups:
                     # A mesh of a destroyed world may have used the same name for other ranks.
                     has_group = any(set(group_ranks) == set(ranks) for ranks in groups)
                     if has_group and max(map(max, groups)) < dist.get_world_size():
-                        return tuple(
-                            tuple(sorted(ranks)) for ranks in groups
-                        )  # torch sorts the ranks of a group
+                        # torch sorts the ranks of a group.
+                        return tuple(tuple(sorted(ranks)) for ranks in groups)
     return (group_ranks,)

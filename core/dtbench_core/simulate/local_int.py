@@ -1,11 +1,11 @@
 """Numbers that differ between simulated ranks, such as a dim of uneven shards, a mesh coordinate or `item()`.
 
-A `torch.SymInt` (SymFloat, SymBool) carries a node of this module. torch therefore accepts it wherever it accepts a
-symbolic number: in shapes, as a scalar, as the length of a dim. Arithmetic is done for each rank.
+A `torch.SymInt` (SymFloat, SymBool) carries a node of this module. So torch accepts it wherever it accepts a symbolic
+number: in shapes, as a scalar, as the length of a dim. Arithmetic is done for each rank.
 
-A comparison with the same result on every rank is a plain bool. Otherwise its result can be passed on, but
-`RankDependentError` is raised once the program has to branch on it: the simulated program runs once and can take only
-one branch.
+A comparison with the same result on every rank is a plain bool. Any other result can be passed on.
+`RankDependentError` is raised if the program has to branch on it, since the program runs once and can take only one
+branch.
 """
 
 from __future__ import annotations

@@ -216,8 +216,9 @@ def is_random(op: OpOverload) -> bool:
 def _common_metadata(
     tensors: Mapping[int, torch.Tensor],
 ) -> tuple[list[Any], list[Any], torch.dtype, torch.device]:
-    """Returns the (shape, stride, dtype, device) of a LocalTensor of `tensors`; sizes that differ are numbers per
-    rank.
+    """Returns the (shape, stride, dtype, device) of a LocalTensor of `tensors`.
+
+    A size or stride that differs is a number per rank.
     """
     if not tensors:
         raise SimulationError("got no tensor for a LocalTensor, expected one for at least one rank")
@@ -511,10 +512,10 @@ def _tensors_written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.T
 
 
 class PlainCopies:
-    """Copies of the plain tensors that an op writes to. Each rank writes to its own copy, and all must write the
-    same.
+    """Copies of the plain tensors that an op writes to.
 
-    The schemas of c10d's ops do not declare which arguments are written, so all their plain tensors are copied.
+    Each rank writes to its own copy, and all must write the same. The schemas of c10d's ops do not declare which
+    arguments are written, so all their plain tensors are copied.
     """
 
     def __init__(self, op: OpOverload, args: Args, kwargs: Kwargs) -> None:

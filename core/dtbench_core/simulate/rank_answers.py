@@ -1,12 +1,12 @@
 """Makes torch and the core answer per rank while a LocalTensorMode is active.
 
 `dist.get_rank()` and the coordinates in a DeviceMesh become rank-dependent numbers; in code that runs as one rank,
-that rank's numbers. The group of a mesh dim becomes the rank's own end of it. torch.distributed itself still sees
-the single rank of the fake world that this process is.
+they are that rank's numbers. The group of a mesh dim becomes the rank's own end of it. torch.distributed itself is
+still in a fake world, in which this process is a single rank.
 
 Functions of the core that compute with a rank's own part are called as each rank.
 
-The answers replace the original functions while a mode is active, so that they cost nothing without one.
+The answers replace the original functions only while a mode is active, so they cost nothing without one.
 """
 
 from __future__ import annotations

@@ -228,8 +228,9 @@ def use_mesh_tables(ranks: int | tuple[int, ...]) -> AbstractContextManager[None
 
 
 def _counted(is_counted: bool) -> AbstractContextManager[None]:
-    """Context of one rank's call. Only one rank counts collectives and replicated ops; a warning is given once for
-    all ranks.
+    """Context of one rank's call.
+
+    Collectives and replicated ops are counted on one rank only, and a warning is given once for all ranks.
     """
     if is_counted:
         return nullcontext()

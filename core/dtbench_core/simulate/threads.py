@@ -161,10 +161,7 @@ class Rendezvous:
             return pending
         pending.calls[call.group_rank] = call.arguments
         if None not in pending.calls:
-            try:
-                combine(call, pending.calls)
-            except SimulationError as error:
-                pending.error = str(error)
+            pending.error = combine(call, pending.calls)
             pending.done, pending.calls = True, []
             del self.open[index]
         return pending
@@ -377,9 +374,7 @@ class RankThreads:
         self.ready.extend(waiting)
 
     def _why_stuck(self) -> str:
-        """Describes the hang, e.g. `hang: rank 2 raised ValueError(...) while ranks 0, 1, 3 waited in
-        all_reduce(...)`.
-        """
+        """Describes the hang, e.g. `hang: rank 2 raised ValueError(...) while ranks 0, 1 waited in all_reduce(...)`."""
         ended = describe_actions({r.rank: _action(r.result) for r in self.participants if r.waiting is None})
         waited: dict[tuple[str, tuple[str, tuple[int, ...]]], list[int]] = {}
         for rank in self.participants:
@@ -493,8 +488,9 @@ class ThreadWorld:
         self.close()
 
     def run(self, fn: Call, *args: object, **kwargs: object) -> list[Any]:
-        """Calls `fn(*args, **kwargs)` on every rank and returns the results by rank. `dist.get_rank()` gives the
-        rank.
+        """Calls `fn(*args, **kwargs)` on every rank and returns the results by rank.
+
+        In `fn`, `dist.get_rank()` returns the rank.
 
         Raises:
             SimulationError: ranks diverged. One raised while others waited or returned, or they waited for different
