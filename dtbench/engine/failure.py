@@ -1,16 +1,15 @@
-"""Rank failure: noticing that a rank died, raised or hangs, telling all ranks, and ending them.
+"""Notices that a rank died, raised or hangs, informs all ranks, and ends them.
 
-A main thread may sit in a collective that will never return, so a few threads wait for failures, all
-asleep in the kernel until something happens; while times are taken nothing beats or polls:
+The main thread may be in a collective that never returns, so a few threads wait for failures. They sleep in the kernel
+until something happens: no heartbeat disturbs what is measured. They wait for
 
-- for signals: a launcher that sees a rank die sends SIGTERM to the others; Ctrl-C arrives as SIGINT;
-- for an event in the store: another rank raised, found a failure, or tells all to stop;
-- for the timeout of the case at work.
+- signals: a launcher sends SIGTERM to the remaining ranks when one dies, and Ctrl-C arrives as SIGINT;
+- an event in the store: another rank raised, noticed a failure, or stops all ranks;
+- the timeout of the active case.
 
-On a failure every rank that can writes its state into the store. Who is missing after `ANSWER_S` is dead
-or frozen. The lowest living rank reports, and all leave by `os._exit`, since their main threads may never
-come back from where they wait. `record_failure` makes the failed result of it, in our launcher or, under another's, in
-the rank that reports.
+After a failure every living rank writes its state into the store. A rank whose state is missing after `ANSWER_S` is
+dead or frozen. The lowest living rank reports the failure, and all ranks leave by `os._exit`, since their main threads
+may never return. `record_failure` then writes the failed result, in our launcher or else in the reporting rank.
 """
 
 from __future__ import annotations
@@ -40,22 +39,35 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+# How long a rank may take to write its state after a failure.
 ANSWER_S = 2.0
-# When a rank raised: so long may the others take to reach the next vote. A call of theirs may be under way;
-# one that waits for the rank that raised will not end.
+# After a rank raised, the others may take so long to reach the next vote: their call may still be running. A call that
+# waits for the rank that raised never ends.
 GRACE_S = 5.0
-# What the slowest rank gets, once it has the last decision, to take note of it.
+# How long the slowest rank may take to leave after the last vote.
 FAREWELL_S = 10.0
-# A launcher that was killed may close its store's socket a moment after its ranks get the signal.
-DYING_S = 0.3
-# Waits on the store are ended by the detector, which knows why; this only has to be longer than any run.
+# A killed launcher may close its store's socket a moment after its ranks get the signal.
+STORE_CLOSING_S = 0.3
+# Longer than any run. The detector, which knows the reason, ends waits on the store earlier.
 FOREVER = timedelta(days=7)
-_OUR_FOLDERS = {Path(__file__).parent}
+_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+_ENGINE_FOLDER = Path(__file__).parent
 
 
 @dataclass
 class ActiveCase:
-    """What this rank is doing. Another thread reads it when something goes wrong."""
+    """The case that this rank is measuring. Another thread reads it when something fails.
+
+    Attributes:
+        name: the case's name; "" between cases.
+        impls: the impls of the case.
+        impl: the impl whose code is running.
+        launch: number of the launch, from 0.
+        cases_begun: number of cases that this rank has begun.
+        samples_begun: number of samples begun in the case; the other ranks wait for the rank with the fewest.
+        failure: the first failure since the last vote.
+        failed_impl: the impl that failed.
+    """
 
     suite: str = ""
     name: str = ""
@@ -63,106 +75,129 @@ class ActiveCase:
     impls: Sequence[str] = ()
     impl: str | None = None
     launch: int = 0
-    case: int = 0  # cases begun
-    step: int = 0  # samples begun in the case; the others wait for the rank with the fewest
-    raised: str | None = None  # the first failure since the last vote
-    raised_in: str | None = None  # and its impl
+    cases_begun: int = 0
+    samples_begun: int = 0
+    failure: str | None = None
+    failed_impl: str | None = None
 
     def begin(self, suite: str, name: str, params: Mapping[str, Param], impls: Sequence[str]) -> None:
         self.suite, self.name, self.params, self.impls = suite, name, params, impls
-        self.case, self.step = self.case + 1, 0
+        self.cases_begun, self.samples_begun = self.cases_begun + 1, 0
 
     def end(self) -> None:
         self.name = ""
 
     @property
-    def blamed(self) -> Sequence[str]:
-        """The impls that a failure is put down to: the one at work, else all of the case."""
-        impl = self.raised_in or self.impl
+    def blamed_impls(self) -> Sequence[str]:
+        """The impl that failed or is running; all impls of the case if neither is known."""
+        impl = self.failed_impl or self.impl
         return (impl,) if impl else self.impls
 
     @property
     def label(self) -> str:
-        """`collectives all_reduce size=1024 (c10d)`, or empty between cases."""
+        """The case in one line: `collectives all_reduce size=1024 (c10d)`; "" between cases."""
         if not self.name:
             return ""
         words = [self.suite, self.name, *(f"{k}={v}" for k, v in self.params.items())]
-        return " ".join(filter(None, words)) + (f" ({self.blamed[0]})" if len(self.blamed) == 1 else "")
+        impls = self.blamed_impls
+        return " ".join(filter(None, words)) + (f" ({impls[0]})" if len(impls) == 1 else "")
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank is doing when a failure is noticed, as it writes it into the store.
+    """The state of a rank at a failure, as it writes it into the store.
 
-    case, step: how many cases and samples it has begun. where: file, line and function its main
-    thread is in. waits: whether that is inside torch or the harness, so that it probably waits for
-    others. raised_at: seconds since 1970, 0 if it did not raise.
+    Attributes:
+        cause: how this rank noticed the failure: "died", "interrupted", "timeout", "raised" or "event".
+        case_label: the active case.
+        samples_begun: number of samples begun in the case.
+        location: file, line and function that the main thread is in.
+        is_waiting: whether that is inside torch or this package, so that the rank probably waits for others.
+        cases_begun: number of cases begun.
+        failure: the error that this rank raised, if any.
+        failed_at: when it raised, seconds since 1970; 0 if it did not.
     """
 
-    cause: str  # "died", "interrupted", "timeout", "raised", "event"
-    label: str = ""
-    step: int = 0
-    where: str = ""
-    waits: bool = False
-    case: int = 0
-    raised: str | None = None
-    raised_at: float = 0.0
+    cause: str
+    case_label: str = ""
+    samples_begun: int = 0
+    location: str = ""
+    is_waiting: bool = False
+    cases_begun: int = 0
+    failure: str | None = None
+    failed_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What ended the world. rank: whose fault it is, where that can be told; code: the exit code;
-    blames_case: whether the case at work has failed, rather than been cut short."""
+    """The reason why the ranks ended.
 
-    sentence: str
+    Attributes:
+        message: the reason in words.
+        rank: the rank at fault, if it is known.
+        code: the exit code.
+        blames_case: whether the active case failed, rather than being cut short.
+    """
+
+    message: str
     rank: int | None
     code: int = EXIT_CASE_FAILED
     blames_case: bool = True
 
-    def during(self, case: ActiveCase) -> str:
-        """The sentence, with the case that it has failed."""
-        return f"{self.sentence} during {case.label}" if self.blames_case and case.name else self.sentence
+    def message_during(self, case: ActiveCase) -> str:
+        """Returns the message, with the label of the case if that failed."""
+        return f"{self.message} during {case.label}" if self.blames_case and case.name else self.message
 
 
 INTERRUPTED = Diagnosis("interrupted", None, EXIT_INTERRUPTED, blames_case=False)
-_UNREACHABLE = "the process that started the ranks died or cannot be reached"
-LAUNCHER_DIED = Diagnosis(_UNREACHABLE, None, blames_case=False)
+LAUNCHER_DIED = Diagnosis(
+    "the process that started the ranks died or cannot be reached", None, blames_case=False
+)
 
 
 def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], limit: str) -> Diagnosis:
-    """Who broke the world, from the states of the ranks that answered. limit: see `FailureDetector.limit`."""
+    """Finds the rank at fault.
+
+    Args:
+        states: the state of each rank that answered.
+        hosts: host name of each rank.
+        limit: what did not finish at a timeout, see `FailureDetector.limit`.
+    """
 
     def named(ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
 
     if missing := [rank for rank in range(len(hosts)) if rank not in states]:
         return Diagnosis(f"{named(missing)} died or did not answer", missing[0])
-    raised = [rank for rank, state in states.items() if state.raised]
+    raised = [rank for rank, state in states.items() if state.failure]
     if raised:
-        first = min(raised, key=lambda rank: (states[rank].raised_at, rank))
-        others = " while the other ranks waited for it" if len(raised) < len(hosts) else ""
-        return Diagnosis(f"{named([first])} raised {states[first].raised}{others}", first)
-    if {state.cause for state in states.values()} & {"interrupted", "died"}:  # told to end, nobody is missing
+        first = min(raised, key=lambda rank: (states[rank].failed_at, rank))
+        waiting = " while the other ranks waited for it" if len(raised) < len(hosts) else ""
+        return Diagnosis(f"{named([first])} raised {states[first].failure}{waiting}", first)
+    if {state.cause for state in states.values()} & {
+        "interrupted",
+        "died",
+    }:  # a signal, and all ranks answered
         return INTERRUPTED
-    late = _latecomers(states)
+    late = _late_ranks(states)
     if late:
-        where = f" (at {states[late[0]].where})" if states[late[0]].where else ""
-        return Diagnosis(f"{named(late)} did not finish {limit}{where}", late[0])
-    places = "; ".join(f"rank {rank} at {state.where}" for rank, state in sorted(states.items())[:4])
-    return Diagnosis(f"no rank finished {limit}, they wait for one another ({places})", None)
+        location = f" (at {states[late[0]].location})" if states[late[0]].location else ""
+        return Diagnosis(f"{named(late)} did not finish {limit}{location}", late[0])
+    locations = "; ".join(f"rank {rank} at {state.location}" for rank, state in sorted(states.items())[:4])
+    return Diagnosis(f"no rank finished {limit}, they wait for one another ({locations})", None)
 
 
-def _latecomers(states: Mapping[int, RankState]) -> list[int]:
-    """The ranks that the others wait for: behind by a sample, or busy with code of their own."""
-    states = {rank: state for rank, state in sorted(states.items()) if state.label} or states
-    progress = {rank: (state.case, state.step) for rank, state in states.items()}
+def _late_ranks(states: Mapping[int, RankState]) -> list[int]:
+    """Returns the ranks that the others wait for: a sample behind, or running code outside torch and this package."""
+    states = {rank: state for rank, state in sorted(states.items()) if state.case_label} or states
+    progress = {rank: (state.cases_begun, state.samples_begun) for rank, state in states.items()}
     if len(states) == 1 or len(set(progress.values())) > 1:
         return [rank for rank, reached in progress.items() if reached == min(progress.values())]
-    busy = [rank for rank, state in states.items() if not state.waits]
+    busy = [rank for rank, state in states.items() if not state.is_waiting]
     if 0 < len(busy) < len(states):
         return busy
-    few = min(group_by(states, lambda rank: states[rank].where).values(), key=len)
-    return few if len(few) * 2 < len(states) else []
+    fewest = min(group_by(states, lambda rank: states[rank].location).values(), key=len)
+    return fewest if len(fewest) * 2 < len(states) else []
 
 
 def record_failure(
@@ -183,42 +218,43 @@ def record_failure(
     Returns:
         Whether new ranks continue.
     """
-    sentence, failed = diagnosis.during(case), diagnosis.blames_case and bool(case.name)
+    message, has_failed = diagnosis.message_during(case), diagnosis.blames_case and bool(case.name)
     try:
-        kept = _record(diagnosis, case, output, writer) if failed else describe_kept_results(output)
+        if has_failed:
+            _record(diagnosis, case, output, writer)
     except OutputError as error:
-        complain(f"{sentence}: {error}")
+        complain(f"{message}: {error}")
         return False
-    if failed and may_restart:
-        complain(f"{sentence}: recorded as failed; continuing with new ranks")
+    if has_failed and may_restart:
+        complain(f"{message}: recorded as failed; continuing with new ranks")
         return True
-    complain(f"{sentence}: {kept}")
+    complain(f"{message}: {describe_kept_results(output)}")
     return False
 
 
-def _record(diagnosis: Diagnosis, case: ActiveCase, output: Path, writer: RunWriter | None) -> str:
-    try:
-        with nullcontext(writer) if writer is not None else RunWriter.resume(output) as file:
-            for impl in case.blamed:
-                result = Result(
-                    suite=case.suite,
-                    name=case.name,
-                    impl=impl,
-                    params=case.params,
-                    status="failed",
-                    reason=diagnosis.sentence,
-                    rank=diagnosis.rank,
-                    launch=case.launch,
-                )
-                if result.key not in file.results:
-                    file.append(result)
-    except UnreadableRunError:  # it has not even a header
-        pass
-    return describe_kept_results(output)
+def _record(diagnosis: Diagnosis, case: ActiveCase, output: Path, writer: RunWriter | None) -> None:
+    # The file may lack even a header.
+    with (
+        suppress(UnreadableRunError),
+        nullcontext(writer) if writer is not None else RunWriter.resume(output) as file,
+    ):
+        for impl in case.blamed_impls:
+            result = Result(
+                suite=case.suite,
+                name=case.name,
+                impl=impl,
+                params=case.params,
+                status="failed",
+                reason=diagnosis.message,
+                rank=diagnosis.rank,
+                launch=case.launch,
+            )
+            if result.key not in file.results:
+                file.append(result)
 
 
 def describe_kept_results(output: Path) -> str:
-    """`3 results are in x.jsonl; continue with --resume -o x.jsonl`."""
+    """Describes what a run file holds: `3 results are in x.jsonl; continue with --resume -o x.jsonl`."""
     try:
         count = len(read_run(output, with_samples=False).results)
     except UnreadableRunError:
@@ -227,57 +263,64 @@ def describe_kept_results(output: Path) -> str:
 
 
 class FailureDetector:
-    """One rank's. Signals are waited for from its making on; all else from `join` on.
+    """Detects failures on one rank: signals from construction on, failures of other ranks from `join` on."""
 
-    report: called once, on the lowest living rank, with what happened; it writes the failed result and the
-        last line. Runs in a helper thread.
-    """
+    def __init__(
+        self, active_case: ActiveCase, rank: int, world_size: int, report: Callable[[Diagnosis], None]
+    ) -> None:
+        """Starts to wait for signals.
 
-    def __init__(self, now: ActiveCase, rank: int, size: int, report: Callable[[Diagnosis], None]) -> None:
-        self._now = now
+        Args:
+            report: called once with the reason, in a helper thread of the lowest living rank.
+        """
+        self._active_case = active_case
         self._rank = rank
         self._report = report
-        self._hosts: Sequence[str] = ["this host"] * size
-        self._serving_rank: int | None = None
+        self._hosts: Sequence[str] = ["this host"] * world_size
+        self._store_rank: int | None = None
         self._limit = ""
-        self.joined = False  # whether the other ranks can be told
+        self.joined = False  # whether the other ranks can be informed
         self._store: Store | None = None  # opened when a failure is noticed
         self._votes: Callable[[], int] = lambda: 0
-        self._raised: tuple[int, str] = (-1, "")  # how many votes were decided, and the reason
+        self._raised: tuple[int, str] = (-1, "")  # the number of votes before it, and the error
         self._raised_at = 0.0
         self._ending = threading.Lock()  # held for ever by the thread that ends the process
-        self._finished: int | None = None
-        self._main = threading.main_thread().ident
+        self._final_code: int | None = None
+        self._main_thread = threading.main_thread().ident
         threading.Thread(target=self._wait_for_signals, name="signals", daemon=True).start()
 
-    # ---- what the main thread says ----
+    # ---- called by the main thread ----
 
     def join(
         self,
         connect: Callable[[], Store],
         hosts: Sequence[str],
         votes: Callable[[], int],
-        serving_rank: int | None,
+        store_rank: int | None,
     ) -> None:
-        """The world is there: waits for its events from now on.
+        """Starts to wait for events of the other ranks, which have all joined.
 
-        connect: opens a connection to its store. hosts: of each rank. votes: how many votes were decided so far.
-        serving_rank: the one that hosts the store, None where the launcher does.
+        Args:
+            connect: opens a connection to the ranks' store.
+            hosts: host name of each rank.
+            votes: returns the number of votes taken so far.
+            store_rank: the rank that serves the store; None if the launcher does.
         """
         events = connect() if len(hosts) > 1 else None
-        self._hosts, self._votes, self._serving_rank = hosts, votes, serving_rank
+        self._hosts, self._votes, self._store_rank = hosts, votes, store_rank
         self._connect, self.joined = connect, True
         if events is not None:
             threading.Thread(target=self._wait_for_events, args=(events,), name="events", daemon=True).start()
 
     @contextmanager
     def limit(self, timeout_s: float, text: str = "") -> Iterator[None]:
-        """Ends the world if the block takes this rank longer than so many seconds.
+        """Ends all ranks if the block takes this rank longer than `timeout_s`.
 
-        text: what did not finish, and the limit as the user set it; by default that of --timeout.
+        Args:
+            text: what did not finish and its limit, for the message; by default the limit of --timeout.
         """
         outer, self._limit = self._limit, text or f"within --timeout {timeout_s:g} s"
-        timer = self._later(timeout_s, self._end_late, self._limit)
+        timer = self._after(timeout_s, self._end_late, self._limit)
         try:
             yield
         finally:
@@ -286,46 +329,46 @@ class FailureDetector:
 
     def _end_late(self, limit: str) -> None:
         self._limit = limit
-        self.end_world("timeout")
+        self.end_all_ranks("timeout")
 
-    def raised(self, reason: str) -> None:
-        """A call raised here: the others may be waiting for it in a collective."""
-        self._raised, self._raised_at = (self._votes(), reason), time.time()
+    def report_failure(self, error: str) -> None:
+        """Informs the other ranks that a call raised here: they may wait for this rank in a collective."""
+        self._raised, self._raised_at = (self._votes(), error), time.time()
         self._publish({"kind": "raised", "votes": self._votes()})
 
-    def fault(self, reason: str) -> NoReturn:
-        """This rank cannot go on, and nothing foresaw why: ends the world."""
-        self._now.raised, self._raised_at = reason, time.time()
-        self.end_world("raised")
+    def fail(self, error: str) -> NoReturn:
+        """Ends all ranks after an unexpected error."""
+        self._active_case.failure, self._raised_at = error, time.time()
+        self.end_all_ranks("raised")
 
-    def stop_others(self, code: int) -> None:
-        """Rank 0 cannot go on (its file cannot be written, say): all other ranks leave with `code`."""
+    def stop_other_ranks(self, code: int) -> None:
+        """Makes all other ranks leave with `code`, for example since rank 0 cannot write its file."""
         self._publish({"kind": "stop", "code": code})
         self.leave(code)
 
     def leave(self, code: int, store: Store | None = None) -> None:
-        """All is done; returns when all ranks have come here, or gives them up.
+        """Returns when all ranks have called it, or after `FAREWELL_S`. From now on SIGTERM ends this rank with `code`.
 
-        Nobody ends before: a launcher kills the others at the first exit code but 0, and rank 0 may serve the store.
+        No rank ends earlier: a launcher kills the other ranks at the first exit code except 0, and rank 0 may serve the
+        store.
         """
-        self.finish(code)
-        with suppress(RuntimeError):  # whoever served the store has heard of all, and left
-            if self.joined or store is not None:
-                farewell(store or self._connect(), self._rank, len(self._hosts))
-
-    def finish(self, code: int) -> None:
-        """All is done: from here on SIGTERM only means to leave with `code` a little earlier."""
         self._ending.acquire()
-        self._finished = code
+        self._final_code = code
+        with suppress(RuntimeError):  # the rank that served the store has met all others, and left
+            if self.joined or store is not None:
+                store = store or self._connect()
+                store.set(f"farewell/{self._rank}", "")
+                farewells = [f"farewell/{rank}" for rank in range(len(self._hosts))]
+                store.wait(farewells, timedelta(seconds=FAREWELL_S))
 
-    # ---- what the threads wait for ----
+    # ---- threads ----
 
     def _wait_for_signals(self) -> None:
         while True:
-            got = signal.sigwait(_SIGNALS)
-            if self._finished is not None:
-                os._exit(self._finished)
-            self.end_world("died" if got == signal.SIGTERM else "interrupted")
+            number = signal.sigwait(_SIGNALS)
+            if self._final_code is not None:
+                os._exit(self._final_code)
+            self.end_all_ranks("died" if number == signal.SIGTERM else "interrupted")
 
     def _wait_for_events(self, store: Store) -> None:
         number = 0
@@ -334,8 +377,8 @@ class FailureDetector:
                 store.wait([f"event/{number}"], FOREVER)
                 event = json.loads(store.get(f"event/{number}"))
             except RuntimeError:
-                if self._finished is None:
-                    self.end_world("died")  # whoever served the store did
+                if self._final_code is None:
+                    self.end_all_ranks("died")  # the process that served the store
                 return
             number += 1
             match event["kind"]:
@@ -343,52 +386,54 @@ class FailureDetector:
                     self.leave(event["code"], store)
                     exit_now(event["code"])
                 case "failure":
-                    self.end_world("event")
+                    self.end_all_ranks("event")
                 case "raised":
-                    self._later(GRACE_S, self._end_unless_voted, event["votes"])
+                    self._after(GRACE_S, self._end_unless_voted, event["votes"])
 
     def _end_unless_voted(self, votes: int) -> None:
-        if self._finished is None and self._votes() <= votes:
-            self.end_world("raised")
+        if self._final_code is None and self._votes() <= votes:
+            self.end_all_ranks("raised")
 
-    def _later(self, seconds: float, step: Callable[[_T], object], value: _T) -> threading.Timer:
-        timer = threading.Timer(seconds, step, (value,))
+    def _after(self, seconds: float, step: Callable[[_T], object], argument: _T) -> threading.Timer:
+        timer = threading.Timer(seconds, step, (argument,))
         timer.daemon = True
         timer.start()
         return timer
 
-    # ---- the end ----
+    # ---- the end of the process ----
 
-    def end_world(self, cause: str) -> NoReturn:
-        """Ends this process once all ranks were asked for their state. Any thread, any number of times."""
+    def end_all_ranks(self, cause: str) -> NoReturn:
+        """Collects the states of all ranks and ends this process. Any thread may call it, any number of times."""
         self._ending.acquire()
         state = self._state(cause)
         if cause == "interrupted":
             self._end(INTERRUPTED, reports=self._rank == 0)
         if not self.joined:
             late = cause == "timeout" and f"rank {self._rank} did not finish {self._limit}"
-            sentence = state.raised or late or "ended while the ranks were starting"
-            self._end(Diagnosis(sentence, None), reports=self._rank == 0 or cause == "timeout")
+            message = state.failure or late or "ended while the ranks were starting"
+            self._end(Diagnosis(message, None), reports=self._rank == 0 or cause == "timeout")
         if cause == "died":
-            time.sleep(DYING_S)
+            time.sleep(STORE_CLOSING_S)
         try:
-            states = self._ask_all(state)
+            states = self._collect_states(state)
         except RuntimeError:
-            first_here = self._rank == self._hosts.index(self._hosts[self._rank])
-            after_server = self._serving_rank == 0 and self._rank == 1
-            self._end(self._without_store(), reports=first_here or after_server)
+            is_first_on_host = self._rank == self._hosts.index(self._hosts[self._rank])
+            succeeds_server = self._store_rank == 0 and self._rank == 1
+            self._end(self._diagnose_lost_store(), reports=is_first_on_host or succeeds_server)
         self._end(diagnose(states, self._hosts, self._limit), reports=self._rank == min(states))
 
-    def _without_store(self) -> Diagnosis:
-        """The store is gone, and with it whoever served it; the other ranks cannot be asked."""
-        if self._serving_rank is None:
+    def _diagnose_lost_store(self) -> Diagnosis:
+        """The store has ended with the process that served it; the other ranks cannot be asked."""
+        if self._store_rank is None:
             return LAUNCHER_DIED
-        who = f"rank {self._serving_rank} on {self._hosts[self._serving_rank]}"
-        return Diagnosis(f"{who} died or did not answer", self._serving_rank)
+        host = self._hosts[self._store_rank]
+        return Diagnosis(f"rank {self._store_rank} on {host} died or did not answer", self._store_rank)
 
     def _end(self, diagnosis: Diagnosis, *, reports: bool) -> NoReturn:
-        """The others leave once the report is made: a launcher may end the rank that is just writing it as soon
-        as one has left."""
+        """Ends this process. The ranks that do not report wait for the report.
+
+        A launcher may kill the reporting rank as soon as another rank has left.
+        """
         try:
             if reports:
                 self._report(diagnosis)
@@ -401,8 +446,8 @@ class FailureDetector:
         finally:
             exit_now(diagnosis.code)
 
-    def _ask_all(self, state: RankState) -> dict[int, RankState]:
-        """The states of the ranks that answer."""
+    def _collect_states(self, state: RankState) -> dict[int, RankState]:
+        """Returns the states of the ranks that answer in time."""
         if len(self._hosts) == 1:
             return {self._rank: state}
         store = self._store = self._connect()
@@ -417,49 +462,48 @@ class FailureDetector:
         return {int(key.partition("/")[2]): RankState(**json.loads(store.get(key))) for key in keys}
 
     def _state(self, cause: str) -> RankState:
-        now = self._now
-        where, waits = _where(sys._current_frames().get(self._main or 0))
-        votes, reason = self._raised
-        raised = now.raised or (reason if votes == self._votes() else None)
-        return RankState(cause, now.label, now.step, where, waits, now.case, raised, self._raised_at)
+        case = self._active_case
+        location, is_waiting = _locate(sys._current_frames().get(self._main_thread or 0))
+        votes, error = self._raised
+        return RankState(
+            cause,
+            case.label,
+            case.samples_begun,
+            location,
+            is_waiting,
+            case.cases_begun,
+            case.failure or (error if votes == self._votes() else None),
+            self._raised_at,
+        )
 
     def _publish(self, event: Mapping[str, str | int], store: Store | None = None) -> None:
         if not self.joined or len(self._hosts) == 1:
             return
-        with suppress(RuntimeError):  # the store is gone: each rank finds that out by itself
+        with suppress(RuntimeError):  # without the store, each rank notices the failure by itself
             store = store or self._connect()
             store.set(f"event/{store.add('events', 1) - 1}", json.dumps(event))
 
 
-def farewell(store: Store, rank: int, size: int) -> None:
-    """Returns when all ranks have said it, or after `FAREWELL_S`."""
-    store.set(f"farewell/{rank}", "")
-    store.wait([f"farewell/{rank}" for rank in range(size)], timedelta(seconds=FAREWELL_S))
-
-
-_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
-
-
 def block_signals() -> None:
-    """Leaves the signals to the detector: a main thread inside a collective would not see them.
+    """Leaves signals to the detector, since the main thread does not handle them inside a collective.
 
-    Called before any other thread exists, since threads inherit it.
+    Called before any other thread exists: threads inherit the mask.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def exit_now(code: int) -> NoReturn:
-    """Threads that sleep in C++ would hold up an orderly end."""
+    """Ends the process without waiting for threads that sleep in C++."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 
 
-def _where(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost frame as `file.py:12 in run`, and whether it is torch's or the harness's own."""
+def _locate(frame: FrameType | None) -> tuple[str, bool]:
+    """Returns the innermost frame as `file.py:12 in run`, and whether it belongs to torch or this package."""
     if frame is None:
         return "", True
     path = Path(frame.f_code.co_filename)
-    ours = path.parent in _OUR_FOLDERS
-    return f"{path.name}:{frame.f_lineno} in {frame.f_code.co_name}", ours or "torch" in path.parts
+    is_own = path.parent == _ENGINE_FOLDER or "torch" in path.parts
+    return f"{path.name}:{frame.f_lineno} in {frame.f_code.co_name}", is_own

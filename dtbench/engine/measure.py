@@ -1,10 +1,9 @@
-"""The one loop that measures: builds the impls of a case, warms them up, checks, samples, checks again, closes.
-What comes out of it is a result (`to_result`).
+"""The loop that measures the impls of a case, for every command, and the result of an impl.
 
     build -> warm up -> check -> sample -> check -> finish -> close
 
-How often, in which order and who decides is a schedule's: adaptive and voted on by all ranks (`sampling`, for
-`dtbench run`), fixed and in turns (a gate's launches), counted (a gate's counters), recorded (`dtbench profile`).
+A schedule chooses the number and order of the calls: adaptive, by votes of all ranks (`sampling`, for `dtbench run`);
+fixed and in turns (launches of a gate); counted (counters of a gate); or recorded (`dtbench profile`).
 """
 
 from __future__ import annotations
@@ -31,32 +30,35 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Subject:
-    """One impl of a case on this rank. What its code raises, or gets wrong, ends it and nothing else.
+    """One impl of a case on this rank. If its code raises or computes wrong data, this subject alone fails.
 
-    entering: called before any of its code runs. raised: told of a failure, in one line. bad: its status and
-    why, once it has ended; from then on none of its code runs but `close`.
+    Attributes:
+        on_start: called before any of its code runs.
+        on_failure: called with the error, in one line, if its code raises.
+        workload: the impl, once it is built.
+        failure: its status and the reason after it failed or was skipped. Then only `close` runs its code.
     """
 
     case: Case
     impl: str
-    entering: Callable[[], None] = lambda: None
-    raised: Callable[[str], None] = lambda _reason: None
+    on_start: Callable[[], None] = lambda: None
+    on_failure: Callable[[str], None] = lambda _error: None
     workload: Workload = field(default_factory=lambda: Workload(run=lambda: None))
-    bad: tuple[Status, str] | None = None
+    failure: tuple[Status, str] | None = None
 
     def attempt(self, step: Callable[[], _T]) -> _T | None:
-        """What the step gives; None where it raises, or the subject has ended."""
-        if self.bad is not None:
+        """Returns the result of `step`; None if it raises, or if the subject has failed before."""
+        if self.failure is not None:
             return None
-        self.entering()
+        self.on_start()
         try:
             return step()
         except Skip as skip:
-            self.bad = ("skipped", str(skip))
+            self.failure = ("skipped", str(skip))
         except Exception as error:
             reason = mask(describe(error)) + place_in(error, self.case.build.get(self.impl))
-            self.bad = ("failed", reason)
-            self.raised(reason)
+            self.failure = ("failed", reason)
+            self.on_failure(reason)
         return None
 
     def build(self, world: World) -> None:
@@ -68,48 +70,48 @@ class Subject:
             raise TypeError(f"its build gave {workload!r:.80}, expected a dtbench.suite.Workload")
         self.workload = workload
 
-    def ready(self) -> None:
-        """What must precede a call."""
+    def prepare(self) -> None:
+        """Runs what the workload needs before a call."""
         if self.workload.before is not None:
             self.workload.before()
 
     def call(self, times: int = 1) -> None:
-        """Calls that nobody times."""
+        """Calls the workload without timing it."""
         for _ in range(times):
-            self.ready()
+            self.prepare()
             self.workload.run()
 
-    def check(self, when: str) -> None:
-        """Ends it where its data is wrong."""
+    def check(self, phase: str) -> None:
+        """Sets the failure if the workload's data is wrong."""
         if self.workload.check is not None:
             wrong = self.attempt(self.workload.check)
             if wrong is not None:
-                self.bad = ("wrong", f"{wrong} ({when})")
+                self.failure = ("wrong", f"{wrong} ({phase})")
 
     def close(self) -> None:
-        """Frees what it holds, once."""
+        """Frees the workload's resources, once."""
         workload, self.workload = self.workload, Workload(run=lambda: None)
         if workload.close is not None:
             try:
                 workload.close()
-            except Exception as error:  # says nothing new of what has ended already
-                self.bad = self.bad or ("failed", mask(describe(error)))
+            except Exception as error:  # an earlier failure is the cause
+                self.failure = self.failure or ("failed", mask(describe(error)))
 
 
 class SamplingSchedule(Protocol):
-    """How subjects are measured. Each method goes through all of them."""
+    """A sampling schedule. Each method handles all subjects."""
 
     def warm_up(self) -> None: ...
 
     def sample(self) -> None: ...
 
     def finish(self) -> None:
-        """After the last check, before they are closed."""
+        """Called after the last check, before the subjects are closed."""
         return
 
 
 def measure(subjects: Sequence[Subject], world: World, schedule: SamplingSchedule) -> None:
-    """Takes the subjects through the loop; they say themselves how they ended. What the schedule raises ends it."""
+    """Measures the subjects; failures of their code are set on them. An exception of the schedule ends the loop."""
     with no_collections():
         try:
             for subject in subjects:
@@ -128,10 +130,10 @@ def measure(subjects: Sequence[Subject], world: World, schedule: SamplingSchedul
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Collects garbage now and not meanwhile."""
+    """Collects garbage now, and not within the block."""
     gc.collect()
-    # What survived is modules, caches and results. Left unfrozen, the next case's collection would walk
-    # through all of torch again: longer than a short case takes.
+    # The survivors are modules, caches and results. Unless frozen, the next case's collection walks through all of
+    # torch again, which takes longer than a short case.
     gc.freeze()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -143,15 +145,23 @@ def no_collections() -> Iterator[None]:
 
 
 def release_memory() -> None:
-    """Gives back what closed subjects held, so that running out of memory ends one case, not the run."""
+    """Frees the memory of closed subjects, so that running out of memory ends one case and not the run."""
     gc.collect()
     gpus().free_cached()
 
 
 @dataclass
 class ImplOutcome:
-    """One impl's end. samples_s: per sample, the max over participating ranks; seconds per call. The ranks'
-    own are as in `Result`.
+    """The outcome of one impl.
+
+    Attributes:
+        status: as in `Result`.
+        reason: why it failed or was skipped, or a caveat.
+        rank: the rank at fault.
+        samples_s: each sample on the slowest participating rank, seconds per call.
+        rank_samples_s: rank -> its samples, seconds per call.
+        rank_arrivals_s: rank -> how late it began each sample, seconds.
+        counters: counter -> value.
     """
 
     status: Status
@@ -164,7 +174,7 @@ class ImplOutcome:
 
 
 def to_result(task: Task, impl: str, outcome: ImplOutcome, launch: int = 0) -> Result:
-    """The line of the run file for one impl of a task."""
+    """Returns the result of one impl of a task, as the run file holds it."""
     case = task.case
     result = Result(
         suite=task.suite.name,

@@ -1,7 +1,7 @@
-"""The world a run lives in: how its ranks reach each other, and its process groups.
+"""The ranks' store, their votes over it, and their process groups.
 
-The ranks of a run share a key-value store from start to end. Over it go votes (`StoreRanks.agree`) and
-alarms (`watch`); process groups come and go beside it.
+The ranks of a launch share a key-value store from start to end. It carries votes (`StoreRanks.agree`) and the events of
+`failure`. Process groups come and go independently of it.
 """
 
 from __future__ import annotations
@@ -28,77 +28,80 @@ if TYPE_CHECKING:
 _V = TypeVar("_V")
 _D = TypeVar("_D")
 SIMULATED_RANKS = 8
-# Further connections are made once when a launch begins, and where something went wrong.
-_DYING_S = 0.2
-# The watch fires at the case's timeout and says what hangs; the group's own end comes after it.
+# How long a probe waits for a dying server to drop the connection.
+_PROBE_S = 0.2
+# The failure detector fires at the case's timeout and names what hangs. The group's own timeout comes later.
 GROUP_GRACE_S = 30.0
 
 
 class RankGroup(Protocol):
-    """The ranks of a world, reached outside its collectives."""
+    """Votes of all ranks, outside the collectives that are measured."""
 
     rank: int
     size: int
 
     def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
-        """Every rank gives a vote (JSON data); rank 0 decides on the list of all; all get the decision."""
+        """Returns the decision that rank 0 takes on the votes of all ranks. Votes and decision are JSON data."""
         ...
 
-    def raised(self, reason: str) -> None:
-        """Tells the others that a call raised here: they may be waiting in a collective."""
+    def report_failure(self, error: str) -> None:
+        """Informs the other ranks that a call raised here, since they may be waiting in a collective."""
         ...
 
 
-def store_connector(place: RankEnv, launch: int) -> Callable[[bool], Store]:
-    """How to reach the store of this launch: a function that opens a new connection (True: the first
-    of this process, which also serves where no launcher does).
+def store_connector(env: RankEnv, launch: int) -> Callable[[bool], Store]:
+    """Returns a function that opens a new connection to the store of this launch.
 
-    Each launch has its own keys. place: of this launch, see `RankEnv.of_launch`.
+    Its argument is True for the first connection of this process, which on rank 0 also serves the store unless the
+    launcher does. Each launch has its own keys.
+
+    Args:
+        env: the environment of this launch, see `RankEnv.of_launch`.
     """
 
     def connect(first: bool) -> Store:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        # Torch would try and log for a while.
-        if not first and (why := why_unreachable(place)):
-            raise RuntimeError(f"nobody serves the store at {place.address}:{place.port}: {why}")
+        # TCPStore would retry and log for a while.
+        if not first and (reason := why_unreachable(env)):
+            raise RuntimeError(f"the store at {env.address}:{env.port} is not served: {reason}")
         store = TCPStore(
-            place.address,
-            place.port,
+            env.address,
+            env.port,
             None,
-            first and place.serves,
-            timeout=timedelta(seconds=20),  # it is there: only busy
+            first and env.serves,
+            timeout=timedelta(seconds=20),  # it is served, but may be busy
             wait_for_workers=False,
         )
         store.set_timeout(FOREVER)
-        return PrefixStore(f"dtbench/{place.attempt}/{launch}", store)
+        return PrefixStore(f"dtbench/{env.attempt}/{launch}", store)
 
     return connect
 
 
-def why_unreachable(place: RankEnv) -> str:
-    """Why nobody serves the store, in words; "" where somebody does, or this rank is about to.
+def why_unreachable(env: RankEnv) -> str:
+    """Returns the reason why the store is not served, or "" if it is, or if this rank will serve it.
 
-    A process that dies still takes connections until its last thread is gone, and then drops them.
+    A dying process accepts connections until its last thread has ended, and then drops them.
     """
     try:
-        if place.serves:
-            socket.getaddrinfo(place.address, place.port)
+        if env.serves:
+            socket.getaddrinfo(env.address, env.port)
             return ""
-        with socket.create_connection((place.address, place.port), timeout=20.0) as probe:
-            probe.settimeout(_DYING_S)
+        with socket.create_connection((env.address, env.port), timeout=20.0) as probe:
+            probe.settimeout(_PROBE_S)
             with contextlib.suppress(TimeoutError):
                 return "" if probe.recv(1) else "the connection was dropped"
-    except (OSError, UnicodeError) as error:  # a label of a name may be too long to be encoded
+    except (OSError, UnicodeError) as error:  # a label of the host name may be too long to encode
         return (getattr(error, "strerror", None) or str(error)).lower()
     return ""
 
 
 class StoreRanks:
-    """`RankGroup` over a store. Waiting ranks sleep in the kernel: nothing polls while another one works.
+    """`RankGroup` over a store. Waiting ranks sleep in the kernel; nothing polls while another rank works.
 
-    patience: how long a rank waits for the others once a call of its own has raised: they may wait for it in a
-        collective, or have ended. None where somebody watches the world, and ends it.
+    Attributes:
+        votes: number of votes taken, by which the failure detector sees whether the ranks still make progress.
     """
 
     def __init__(
@@ -106,41 +109,47 @@ class StoreRanks:
         store: Store,
         rank: int,
         size: int,
-        on_raised: Callable[[str], None] | None,
+        on_failure: Callable[[str], None] | None,
         patience: timedelta | None = None,
     ) -> None:
+        """Takes part in the votes of `size` ranks.
+
+        Args:
+            on_failure: called with the error of a call that raised here.
+            patience: how long to wait for the other ranks after a call raised here: they may have ended, or wait for
+                this rank in a collective. None if a failure detector ends the ranks.
+        """
         self.rank = rank
         self.size = size
-        self.votes = 0  # decided so far; the watch tells by it whether the ranks found together
+        self.votes = 0
         self._store = store
-        self._on_raised = on_raised
+        self._on_failure = on_failure
         self._patience = patience
-        self._reason = ""  # why the last call raised that did
+        self._error = ""  # of the last call that raised
 
-    def raised(self, reason: str) -> None:
-        self._reason = reason
-        if self._on_raised is not None:
-            self._on_raised(reason)
+    def report_failure(self, error: str) -> None:
+        self._error = error
+        if self._on_failure is not None:
+            self._on_failure(error)
 
     def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
         """See `RankGroup.agree`. One round trip per rank, two for rank 0.
 
         Raises:
-            WorldBrokenError: a call raised here, and the others do not come.
+            WorldBrokenError: a call raised here, and the other ranks do not vote.
         """
         if self.size == 1:
-            alone = _sent(decide([_sent(vote)]))
             self.votes += 1
-            return alone
+            return _as_received(decide([_as_received(vote)]))
         turn = self.votes
         decision: str | bytes
         if self.rank == 0:
             keys = [f"vote/{turn}/{rank}" for rank in range(1, self.size)]
             self._wait(keys)
-            others = [json.loads(value) for value in self._store.multi_get(keys)]
-            decision = json.dumps(decide([_sent(vote), *others]))
+            other_votes = [json.loads(value) for value in self._store.multi_get(keys)]
+            decision = json.dumps(decide([_as_received(vote), *other_votes]))
             self._store.set(f"decision/{turn}", decision)
-            # All have read the decision before this one, or they would not have voted again.
+            # All ranks have read the previous decision, since they have voted again.
             for key in [*keys, *([f"decision/{turn - 1}"] if turn else [])]:
                 self._store.delete_key(key)
         else:
@@ -151,7 +160,7 @@ class StoreRanks:
         return cast(_D, json.loads(decision))
 
     def _wait(self, keys: list[str]) -> None:
-        if self._patience is None or not self._reason:
+        if self._patience is None or not self._error:
             self._store.wait(keys, FOREVER)
             return
         from torch.distributed import DistStoreError
@@ -161,7 +170,7 @@ class StoreRanks:
         except DistStoreError:
             limit_s = self._patience.total_seconds()
             raise WorldBrokenError(
-                f"{self._reason}; the other ranks did not answer in {limit_s:g} s: they have ended, or wait for rank "
+                f"{self._error}; the other ranks did not answer in {limit_s:g} s: they have ended, or wait for rank "
                 f"{self.rank} in a collective, which ends with this process"
             ) from None
 
@@ -171,13 +180,13 @@ def vote_of_rank_0(votes: list[_V]) -> _V:
     return votes[0]
 
 
-def _sent(value: _V) -> _V:
+def _as_received(value: _V) -> _V:
     """Returns the value as other ranks receive it: tuples become lists."""
     return cast(_V, json.loads(json.dumps(value)))
 
 
 class AloneRanks:
-    """`RankGroup` of the simulated world: rank 0 measures while the others wait."""
+    """`RankGroup` of a single process, for simulated ranks."""
 
     rank = 0
     size = 1
@@ -185,12 +194,12 @@ class AloneRanks:
     def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
         return decide([vote])
 
-    def raised(self, reason: str) -> None:
+    def report_failure(self, error: str) -> None:
         pass
 
 
 class LiveWorld:
-    """`suite.World`: this rank's place in a live process group, and meshes over all its ranks."""
+    """`suite.World`: this rank in a process group, and meshes over all ranks."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, mesh: Mesh) -> None:
         self.rank = rank
@@ -200,8 +209,10 @@ class LiveWorld:
         self.mesh = self._make(tuple(size for _, size in mesh), tuple(name for name, _ in mesh))
 
     def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
-        """A mesh of all ranks in `shape`, its dims named dim0, dim1...; the run's own where that has
-        the shape. Made once; the first call is a collective of all ranks."""
+        """Returns a mesh of all ranks in `shape`, with dims dim0, dim1..., or the run's mesh if that has the shape.
+
+        The first call with a shape is a collective of all ranks.
+        """
         if shape not in self._meshes:
             self._make(shape, tuple(f"dim{i}" for i in range(len(shape))))
         return self._meshes[shape]
@@ -214,24 +225,27 @@ class LiveWorld:
 
 
 def select_device(device_type: str, local_rank: int) -> torch.device:
-    """This rank's device, made the current one."""
+    """Returns this rank's device, after making it the current one."""
     import torch
 
     if device_type == "cpu":
         return torch.device("cpu")
-    # A launcher may show each rank only its own GPU, which is then number 0.
+    # If the launcher shows each rank only its own GPU, that is number 0.
     return gpus().select(local_rank % gpus().count())
 
 
 def choose_backend(device_type: str, chosen: str = "auto") -> str:
-    """The process group's transport for tensors on the device. chosen: "gloo" where ranks share a GPU, which NCCL
-    refuses; it sends through the host's memory."""
+    """Returns the backend of the process group.
+
+    Args:
+        chosen: "gloo" for ranks that share a GPU, which NCCL refuses; gloo sends through the host's memory.
+    """
     return "gloo" if chosen == "gloo" or device_type == "cpu" else "nccl"
 
 
 @contextlib.contextmanager
 def simulated_world(device: torch.device) -> Iterator[LiveWorld]:
-    """Rank 0 of 8 ranks that do not exist: torch's fake process group, whose collectives do nothing."""
+    """Yields rank 0 of 8 simulated ranks: torch's fake process group, whose collectives do nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -244,7 +258,7 @@ def simulated_world(device: torch.device) -> Iterator[LiveWorld]:
 
 @contextlib.contextmanager
 def world_of_one(device: torch.device) -> Iterator[tuple[LiveWorld, Callable[[], None]]]:
-    """This process as the one rank of a group, and its barrier."""
+    """Yields this process as the single rank of a process group, and its barrier."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
@@ -257,30 +271,30 @@ def world_of_one(device: torch.device) -> Iterator[tuple[LiveWorld, Callable[[],
 
 @contextlib.contextmanager
 def real_world(
-    place: RankEnv, store: Store, device: torch.device, mesh: Mesh, timeout_s: float, backend: str
+    env: RankEnv, store: Store, device: torch.device, mesh: Mesh, timeout_s: float, backend: str
 ) -> Iterator[LiveWorld]:
-    """The world of all ranks. backend: see `choose_backend`."""
+    """Yields the world of all ranks in a new process group."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    if backend == "gloo" and place.local_world_size == place.world_size:
+    if backend == "gloo" and env.local_world_size == env.world_size:
         _bind_gloo_to_loopback_if_needed()
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=env.rank,
+        world_size=env.world_size,
         timeout=timedelta(seconds=timeout_s + GROUP_GRACE_S),
         device_id=device if backend == "nccl" else None,
     )
     try:
-        yield LiveWorld(place.rank, place.world_size, device, mesh)
+        yield LiveWorld(env.rank, env.world_size, device, mesh)
     finally:
         dist.destroy_process_group()
 
 
 def make_barrier(device: torch.device) -> Callable[[], None]:
-    """A barrier of all ranks that also waits for the work on the device."""
+    """Returns a barrier of all ranks that also waits for the device's work."""
     import torch.distributed as dist
 
     if device.type == "cpu":
@@ -294,8 +308,10 @@ def make_barrier(device: torch.device) -> Callable[[], None]:
 
 
 def _bind_gloo_to_loopback_if_needed() -> None:
-    """gloo listens on the address of the host's name. Where that is none of ours (a laptop between
-    networks, a container without an entry for itself) and all ranks are here, loopback serves."""
+    """Makes gloo listen on loopback if this host does not have the address that its name resolves to.
+
+    That happens on a laptop between networks, or in a container without an entry for itself.
+    """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     try:
@@ -304,4 +320,4 @@ def _bind_gloo_to_loopback_if_needed() -> None:
             probe.bind((address, 0))
     except OSError:
         names = [name for _, name in socket.if_nameindex()]
-        os.environ["GLOO_SOCKET_IFNAME"] = next((n for n in names if n.startswith("lo")), "lo")
+        os.environ["GLOO_SOCKET_IFNAME"] = next((name for name in names if name.startswith("lo")), "lo")

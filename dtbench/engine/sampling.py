@@ -1,11 +1,11 @@
-"""How one case is timed on every rank of a world: the adaptive schedule of the measuring loop, and what is voted.
+"""How one case is timed on all ranks together: the adaptive schedule of the measuring loop, and its votes.
 
-The ranks talk about counts and verdicts through `RankGroup.agree`, never through the collectives that are
-being measured: each rank casts a vote, rank 0 decides, all ranks act on the decision. So they always
-make the same number of calls, and a fault on one of them is known to all before the next phase.
+Ranks agree on counts and failures through `RankGroup.agree`, never through the collectives that are measured: each rank
+votes, rank 0 decides, and all ranks act on the decision. So all ranks make the same number of calls, and a failure on
+one rank is known to all before the next phase.
 
-The impls of a case are sampled in turn, round by round, each round starting with another impl: what
-disturbs the machine for a while disturbs all of them.
+The impls of a case are sampled in turn, round by round, and each round starts with another impl. A disturbance of the
+machine then affects all impls alike.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from dtbench.suite import Case
 from dtbench.suite.case import Instrument
 from dtbench.suite.registry import World
 
-# A block of warm-up calls that is less than this much faster than the one before ends the warm-up.
+# The warm-up ends with a block of calls that is less than this share faster than the previous block.
 STEADY_GAIN = 0.10
 MAX_WARMUP_BLOCKS = 10
-# Where calls are repeated until a sample is long enough: so much longer, or the next is too short again; and
-# at most so many times as many calls at once, as `timeit` has it.
-SPARE_LENGTH = 1.1
+# Calls are repeated until a sample is long enough. The margin keeps the next sample from being too short again; the
+# number of calls grows at most tenfold at once, as in `timeit`.
+LENGTH_MARGIN = 1.1
 MAX_GROWTH = 10
-# A length is judged by the fastest of so many samples: of one, an interruption would pass for a long call.
-SAMPLES_OF_A_LENGTH = 3
-# Rounds between two decisions take about so long: rare enough not to disturb fast cases, often
-# enough to stop a slow one near its timeout.
-CHUNK_S = 0.25
-# A case is given up when fewer samples than this fit into what is left of its timeout.
-FEWEST_SAMPLES = 2
+# The length of a sample is the fastest of so many, since an interruption would lengthen a single one.
+SAMPLES_PER_LENGTH = 3
+# The ranks vote about so often: too rarely to disturb fast cases, often enough to stop a slow one near its timeout.
+VOTE_INTERVAL_S = 0.25
+# A case is given up if the rest of its timeout holds fewer samples than this.
+MIN_SAMPLES = 2
 
 _V = TypeVar("_V")
 _D = TypeVar("_D")
@@ -52,21 +51,33 @@ _D = TypeVar("_D")
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to measure, per impl: seconds of samples, bounds of their number, seconds of warm-up."""
+    """How much to measure per impl.
+
+    Attributes:
+        samples_s: seconds of samples.
+        min_samples: lower bound of the number of samples.
+        max_samples: upper bound of the number of samples.
+        warmup_s: seconds of warm-up.
+    """
 
     samples_s: float
-    least: int
-    most: int
+    min_samples: int
+    max_samples: int
     warmup_s: float
 
 
 @dataclass(frozen=True)
 class Instruments:
-    """What a measurement is made with; tests replace each by a fake.
+    """The clocks and other functions that a measurement uses; tests replace them by fakes.
 
-    barrier: all ranks of the world leave it together. kernel: names the running kernel, whose monotonic clock
-    says when samples began. gpu_state: clocks and throttling of this rank's GPU, None without one.
-    clock_offset: from this rank's monotonic clock to rank 0's, None where nobody asks; all ranks call it at once.
+    Attributes:
+        clocks: the clock of each kind of case.
+        barrier: all ranks leave it together.
+        budget: how much to measure.
+        kernel: id of the running kernel, on whose monotonic clock samples begin.
+        gpu_state: returns clocks and throttling of this rank's GPU; None without a GPU.
+        clock_offset: returns the offset of this rank's monotonic clock to rank 0's, or None. All ranks call it at once.
+        monotonic: returns the time in seconds, for timeouts.
     """
 
     clocks: Mapping[Instrument, Clock]
@@ -78,17 +89,23 @@ class Instruments:
     monotonic: Callable[[], float] = time.monotonic
 
 
-# impl -> its status, the reason, and the rank that said so; None where rank 0 decided it.
-_Verdicts = dict[str, tuple[Status, str, int | None]]
+# impl -> status, reason, and the rank that reported it; None if rank 0 decided it for all.
+_Failures = dict[str, tuple[Status, str, int | None]]
 _Outcomes = dict[str, ImplOutcome]  # by impl
-_ByRank = dict[str, tuple[float, ...]]  # of each sample, seconds
+_ByRank = dict[str, tuple[float, ...]]  # seconds of each sample
 
 
-class RankPart(TypedDict):
-    """What a rank has of an impl, as it travels.
+class RankSamples(TypedDict):
+    """What one rank measured of an impl, as it sends it to rank 0.
 
-    samples: seconds per call, None for one that raised; None in all on a rank that only waits. started: of each sample,
-    ns on the kernel's clock. offset: (ns to rank 0's clock, how far off that may be). error_ns: of `started`.
+    Attributes:
+        counters: the workload's counters.
+        samples: seconds per call, None for a sample that raised; None in all on a rank that only waits.
+        started: begin of each sample, ns on the kernel's clock.
+        kernel: id of the running kernel.
+        offset: offset to rank 0's clock and its uncertainty, ns.
+        error_ns: uncertainty of `started`.
+        throttled: what throttled the GPU, if anything.
     """
 
     counters: dict[str, float] | None
@@ -100,84 +117,91 @@ class RankPart(TypedDict):
     throttled: str | None
 
 
-class GaveUp(Exception):  # noqa: N818 - ends a measurement, on all ranks at once
-    """Every impl of the case has its verdict."""
+class AllFailed(Exception):  # noqa: N818 - ends a measurement, on all ranks at once
+    """No impl of the case is left to measure."""
 
 
 class TooSlow(Exception):  # noqa: N818 - rank 0's decision, not an error
-    """What is left of the timeout does not hold what comes next; the message says why."""
+    """The rest of the timeout is too short for the next step; the message has the times."""
 
 
 class CollectiveSchedule(SamplingSchedule):
-    """What schedules share whose ranks act together: each verdict on an impl is a vote of all. Used once."""
+    """The base of schedules whose ranks act together: they vote on the failure of each impl. For a single use.
 
-    def __init__(self, case: Case, impls: Sequence[str], ranks: RankGroup, now: ActiveCase) -> None:
+    Attributes:
+        live: the impls that have not failed.
+        outcomes: the impls that have failed; after `finish` all.
+    """
+
+    def __init__(self, case: Case, impls: Sequence[str], ranks: RankGroup, active_case: ActiveCase) -> None:
         self.case = case
         self.ranks = ranks
         self.live = {impl: self._subject(impl) for impl in impls}
         self.outcomes: _Outcomes = {}
-        self._now = now
-        self._ended: list[Subject] = []  # to be closed
+        self._active_case = active_case
+        self._failed: list[Subject] = []  # to be closed
 
     def run(self, world: World) -> _Outcomes:
-        """Measures the impls; their outcomes."""
+        """Measures the impls and returns their outcomes."""
         try:
             measure(list(self.live.values()), world, self)
-        except GaveUp:
+        except AllFailed:
             pass
         finally:
-            self._now.impl = None
+            self._active_case.impl = None
             release_memory()
         return self.outcomes
 
-    def vote(self, mine: _V, decide: Callable[[list[_V]], _D]) -> _D:
-        """Agrees on the verdicts since the last vote, then on what `decide` makes of all ranks' `mine`.
+    def vote(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
+        """Agrees on the failures since the last vote, then on a decision.
 
-        `decide` runs on rank 0 with the impls that are left.
+        Args:
+            vote: this rank's vote, JSON data.
+            decide: returns the decision on the votes of all ranks. Runs on rank 0, with `live` up to date.
 
         Raises:
-            GaveUp: no impl is left.
+            AllFailed: no impl is left.
         """
 
-        def decide_all(votes: list[tuple[dict[str, tuple[Status, str]], _V]]) -> tuple[_Verdicts, _D | None]:
-            bad = _worst([ended for ended, _ in votes])
-            self._end(bad)
+        def decide_all(votes: list[tuple[dict[str, tuple[Status, str]], _V]]) -> tuple[_Failures, _D | None]:
+            failures = _gravest([failures for failures, _ in votes])
+            self._remove_failed(failures)
             try:
-                return bad, decide([one for _, one in votes]) if self.live else None
+                return failures, decide([vote for _, vote in votes]) if self.live else None
             except TooSlow as reason:
-                return bad | {impl: ("failed", str(reason), None) for impl in self.live}, None
+                return failures | {impl: ("failed", str(reason), None) for impl in self.live}, None
 
-        ended = {impl: subject.bad for impl, subject in self.live.items() if subject.bad is not None}
-        bad, decision = self.ranks.agree((ended, mine), decide_all)
-        self._now.raised = self._now.raised_in = None
-        self._end(bad)
-        if self._ended:
-            for subject in self._ended:
+        own = {impl: subject.failure for impl, subject in self.live.items() if subject.failure is not None}
+        failures, decision = self.ranks.agree((own, vote), decide_all)
+        self._active_case.failure = self._active_case.failed_impl = None
+        self._remove_failed(failures)
+        if self._failed:
+            for subject in self._failed:
                 subject.close()
-            self._ended.clear()
+            self._failed.clear()
             release_memory()
         if not self.live:
-            raise GaveUp
+            raise AllFailed
         return cast(_D, decision)
 
-    def _end(self, bad: _Verdicts) -> None:
-        for impl, (status, reason, rank) in bad.items():
+    def _remove_failed(self, failures: _Failures) -> None:
+        for impl, (status, reason, rank) in failures.items():
             self.outcomes[impl] = ImplOutcome(status, reason, rank)
             if impl in self.live:
                 subject = self.live.pop(impl)
-                subject.bad = (status, reason)
-                self._ended.append(subject)
+                subject.failure = (status, reason)
+                self._failed.append(subject)
 
     def _subject(self, impl: str) -> Subject:
-        def entering() -> None:
-            self._now.impl = impl
+        def on_start() -> None:
+            self._active_case.impl = impl
 
-        def raised(reason: str) -> None:
-            if self._now.raised is None:
-                self._now.raised, self._now.raised_in = reason, impl
-            self.ranks.raised(reason)
+        def on_failure(error: str) -> None:
+            if self._active_case.failure is None:
+                self._active_case.failure, self._active_case.failed_impl = error, impl
+            self.ranks.report_failure(error)
 
-        return Subject(self.case, impl, entering, raised)
+        return Subject(self.case, impl, on_start, on_failure)
 
 
 class Adaptive(CollectiveSchedule):
@@ -189,107 +213,116 @@ class Adaptive(CollectiveSchedule):
         impls: Sequence[str],
         ranks: RankGroup,
         instruments: Instruments,
-        now: ActiveCase,
+        active_case: ActiveCase,
         timeout_s: float,
     ) -> None:
-        super().__init__(case, impls, ranks, now)
-        self._with = instruments
+        super().__init__(case, impls, ranks, active_case)
+        self._instruments = instruments
         self._clock = instruments.clocks[case.instrument]
         self._timeout_s = timeout_s
         self._deadline = instruments.monotonic() + timeout_s
-        self._alone = case.calls_per_sample == 1 and not case.sample_s and case.clock == "device"
+        self._cold = case.calls_per_sample == 1 and not case.sample_s and case.clock == "device"
         self._calls = dict.fromkeys(impls, case.calls_per_sample)
         self._samples: dict[str, list[float | None]] = {impl: [] for impl in impls}
         self._started: dict[str, list[int | None]] = {impl: [] for impl in impls}
-        self._error_ns = dict.fromkeys(impls, 0.0)  # of when they began, on this rank's clock
+        self._error_ns = dict.fromkeys(impls, 0.0)  # uncertainty of `_started` on this rank's clock
         self._offset: Offset | None = None
         self._throttled: str | None = None
-        self._call_s: dict[str, float] = {}  # on rank 0: the slowest rank's time per call
+        self._call_s: dict[str, float] = {}  # on rank 0: time per call on the slowest rank
 
-    # ---- the phases ----
+    # ---- the phases of the measuring loop ----
 
     def warm_up(self) -> None:
-        """One call of each, voted on singly: the first that takes most of the timeout ends the case. Then blocks."""
+        """Makes one call of each impl, then blocks of calls until they stop getting faster.
+
+        The ranks vote after each first call, since one may take most of the timeout.
+        """
         self.vote(None, lambda _votes: None)
         for impl in list(self.live):
             if impl in self.live:
-                self.vote({impl: self._fastest_of(impl, 1)}, self._learn)
+                self.vote({impl: self._fastest_s(impl, 1)}, self._update_call_times)
         if self.case.sample_s:
             self._lengthen_samples()
         sizes = dict.fromkeys(self.live, max(self.case.warmup_calls - 1, 1))
         fastest: dict[str, float] = {}
         spent: dict[str, float] = {}
 
-        def decide(votes: list[dict[str, float | None]]) -> dict[str, int]:
-            self._learn(votes)
-            again: dict[str, int] = {}
-            for impl in [i for i in sizes if i in self.live]:
-                call_s, before = self._call_s[impl], fastest.get(impl, math.inf)
+        def next_blocks(votes: list[dict[str, float | None]]) -> dict[str, int]:
+            self._update_call_times(votes)
+            blocks: dict[str, int] = {}
+            for impl in [impl for impl in sizes if impl in self.live]:
+                call_s, previous_s = self._call_s[impl], fastest.get(impl, math.inf)
                 fastest[impl] = call_s
-                spent[impl] = spent.get(impl, 0.0) + sizes[impl] * self._warm_calls(impl) * call_s
-                if call_s < (1 - STEADY_GAIN) * before and spent[impl] < self._with.budget.warmup_s:
-                    again[impl] = sizes[impl]
-            return again
+                spent[impl] = spent.get(impl, 0.0) + sizes[impl] * self._warmup_calls(impl) * call_s
+                is_faster = call_s < (1 - STEADY_GAIN) * previous_s
+                if is_faster and spent[impl] < self._instruments.budget.warmup_s:
+                    blocks[impl] = sizes[impl]
+            return blocks
 
         for _ in range(MAX_WARMUP_BLOCKS):
-            took = {impl: self._fastest_of(impl, samples) for impl, samples in sizes.items()}
-            again = self.vote(took, decide)
-            sizes = {impl: samples for impl, samples in again.items() if impl in self.live}
+            times = {impl: self._fastest_s(impl, samples) for impl, samples in sizes.items()}
+            blocks = self.vote(times, next_blocks)
+            sizes = {impl: samples for impl, samples in blocks.items() if impl in self.live}
             if not sizes:
                 return
 
     def _lengthen_samples(self) -> None:
-        """More and more calls per sample until the slowest rank's lasts `sample_s`: a barrier, a first call whose
-        caches others have used, and reading the clock then count for nothing in it."""
-        shortest_s = self.case.sample_s
+        """Raises the calls per sample until a sample on the slowest rank lasts `sample_s`.
+
+        The barrier, reading the clock, and a first call with cold caches are then negligible.
+        """
+        min_s = self.case.sample_s
         growing = self._calls
 
-        def decide(votes: list[dict[str, float | None]]) -> dict[str, int]:
-            self._learn(votes)
+        def longer_samples(votes: list[dict[str, float | None]]) -> dict[str, int]:
+            self._update_call_times(votes)
             longer = {}
-            for impl in [i for i in growing if i in self.live]:
+            for impl in [impl for impl in growing if impl in self.live]:
                 calls, call_s = self._calls[impl], max(self._call_s[impl], 1e-9)
-                if calls * call_s < shortest_s:
-                    longer[impl] = min(MAX_GROWTH * calls, math.ceil(SPARE_LENGTH * shortest_s / call_s))
+                if calls * call_s < min_s:
+                    longer[impl] = min(MAX_GROWTH * calls, math.ceil(LENGTH_MARGIN * min_s / call_s))
             return longer
 
         while growing:
-            took = {i: self._fastest_of(i, SAMPLES_OF_A_LENGTH) for i in growing if i in self.live}
-            growing = self.vote(took, decide)
+            impls = [impl for impl in growing if impl in self.live]
+            growing = self.vote(
+                {impl: self._fastest_s(impl, SAMPLES_PER_LENGTH) for impl in impls}, longer_samples
+            )
             self._calls |= growing
 
     def sample(self) -> None:
-        """Rounds of one sample per impl, a vote every quarter of a second."""
+        """Takes rounds of one sample per impl, with a vote every quarter of a second."""
         total = self.vote(None, lambda _votes: self._choose_total())
-        before, offset = self._with.gpu_state(), self._with.clock_offset()
+        states, offset_before = [self._instruments.gpu_state()], self._instruments.clock_offset()
         done = 0
         while rounds := self.vote(None, functools.partial(self._next_rounds, done, total)):
-            self._rounds(range(done, done + rounds))
+            self._take_rounds(range(done, done + rounds))
             done += rounds
-        after = self._with.clock_offset()
-        self._offset = mean_offset(offset, after) if offset and after else None
-        reasons = [r for state in (before, self._with.gpu_state()) if state for r in state["throttled_by"]]
+        offset_after = self._instruments.clock_offset()
+        self._offset = mean_offset(offset_before, offset_after) if offset_before and offset_after else None
+        states.append(self._instruments.gpu_state())
+        reasons = [reason for state in states if state for reason in state["throttled_by"]]
         self._throttled = ", ".join(dict.fromkeys(reasons)) or None
 
     def finish(self) -> None:
-        """Gathers what the ranks have: on rank 0 the outcomes are whole; elsewhere they hold the status alone."""
-        mine = {impl: self._part(impl, subject) for impl, subject in self.live.items()}
-        gathered: list[dict[str, RankPart]] = []
-        self.vote(mine, gathered.extend)
+        """Gathers the samples of all ranks. Only rank 0 gets complete outcomes; other ranks get the status."""
+        samples = {impl: self._rank_samples(impl, subject) for impl, subject in self.live.items()}
+        gathered: list[dict[str, RankSamples]] = []
+        self.vote(samples, gathered.extend)
         for impl in self.live:
-            parts = [of[impl] for of in gathered]
-            self.outcomes[impl] = combine_ranks(parts, self._calls[impl]) if parts else ImplOutcome("ok")
+            by_rank = [samples[impl] for samples in gathered]
+            self.outcomes[impl] = combine_ranks(by_rank, self._calls[impl]) if by_rank else ImplOutcome("ok")
 
-    def _part(self, impl: str, subject: Subject) -> RankPart:
-        count, participates = subject.workload.counters, subject.workload.participates
+    def _rank_samples(self, impl: str, subject: Subject) -> RankSamples:
+        count = subject.workload.counters
         counters = {} if count is None else subject.attempt(lambda: dict(count()))
         if counters is not None and self.case.sample_s:
             counters["calls_per_sample"] = self._calls[impl]
         return {
             "counters": counters,
-            "samples": self._samples[impl] if participates else None,
+            "samples": self._samples[impl] if subject.workload.participates else None,
             "started": self._started[impl],
-            "kernel": self._with.kernel,
+            "kernel": self._instruments.kernel,
             "offset": None if self._offset is None else (self._offset.ns, self._offset.uncertainty_ns),
             "error_ns": self._error_ns[impl],
             "throttled": self._throttled,
@@ -297,141 +330,149 @@ class Adaptive(CollectiveSchedule):
 
     # ---- calls ----
 
-    def _fastest_of(self, impl: str, samples: int) -> float | None:
-        """Of so many samples, seconds per call; None if one raised."""
-        subject, calls = self.live[impl], self._warm_calls(impl)
-        return subject.attempt(lambda: min([self._one_sample(subject, calls) for _ in range(samples)]))
+    def _fastest_s(self, impl: str, samples: int) -> float | None:
+        """Returns seconds per call of the fastest of some warm-up samples; None if one raised."""
+        subject, calls = self.live[impl], self._warmup_calls(impl)
+        return subject.attempt(lambda: min([self._take_sample(subject, calls) for _ in range(samples)]))
 
-    def _warm_calls(self, impl: str) -> int:
-        """Calls per sample of the warm-up: those of a sample where its length is what was asked for."""
+    def _warmup_calls(self, impl: str) -> int:
+        """Returns the calls per sample of the warm-up: several only if the case sets a length of samples."""
         return self._calls[impl] if self.case.sample_s else 1
 
-    def _one_sample(self, subject: Subject, calls: int) -> float:
-        self._now.step += 1
-        subject.ready()
-        self._clock.settle(cold=self._alone)
+    def _take_sample(self, subject: Subject, calls: int) -> float:
+        self._active_case.samples_begun += 1
+        subject.prepare()
+        self._clock.settle(cold=self._cold)
         if self.case.clock == "device":
-            self._with.barrier()
+            self._instruments.barrier()
         return self._clock.measure(subject.workload.run, calls)
 
-    def _rounds(self, rounds: range) -> None:
-        """What failed here has None for a sample: other ranks may not have failed, and expect the other impls."""
+    def _take_rounds(self, rounds: range) -> None:
+        """Samples each impl once per round. A failed impl gets None as a sample until the next vote.
+
+        The other ranks may not have failed, and expect this rank in the samples of the other impls.
+        """
         order = list(self.live)
         for number in rounds:
-            turn = number % len(order)
-            for impl in order[turn:] + order[:turn]:
-                sample = functools.partial(self._one_sample, self.live[impl], self._calls[impl])
-                took = self.live[impl].attempt(sample)
-                self._samples[impl].append(took)
-                self._started[impl].append(None if took is None else self._clock.started_ns)
+            first = number % len(order)
+            for impl in order[first:] + order[:first]:
+                take_sample = functools.partial(self._take_sample, self.live[impl], self._calls[impl])
+                seconds = self.live[impl].attempt(take_sample)
+                self._samples[impl].append(seconds)
+                self._started[impl].append(None if seconds is None else self._clock.started_ns)
                 self._error_ns[impl] = max(self._error_ns[impl], self._clock.error_ns)
 
-    # ---- what rank 0 decides ----
+    # ---- rank 0's decisions ----
 
-    def _learn(self, votes: list[dict[str, float | None]]) -> None:
-        """Keeps the slowest rank's time per call; raises when not even one more call would fit."""
+    def _update_call_times(self, votes: list[dict[str, float | None]]) -> None:
+        """Sets the time per call on the slowest rank. Raises TooSlow if not even one more call fits."""
         for impl in votes[0]:
-            took = [of_rank for vote in votes if (of_rank := vote[impl]) is not None]
-            if took:
-                self._call_s[impl] = max(took)
-        if self._left_s() < max((self._call_s.get(impl, 0.0) for impl in self.live), default=0.0):
+            times = [call_s for vote in votes if (call_s := vote[impl]) is not None]
+            if times:
+                self._call_s[impl] = max(times)
+        if self._remaining_s() < max((self._call_s.get(impl, 0.0) for impl in self.live), default=0.0):
             raise self._too_slow()
 
-    def _left_s(self) -> float:
-        return self._deadline - self._with.monotonic()
+    def _remaining_s(self) -> float:
+        return self._deadline - self._instruments.monotonic()
 
     def _round_s(self) -> float:
         return max(sum(self._call_s[impl] * self._calls[impl] for impl in self.live), 1e-9)
 
     def _choose_total(self) -> int:
-        budget, total = self._with.budget, self.case.samples
+        budget, total = self._instruments.budget, self.case.samples
         if total is None:
-            wanted = budget.samples_s * len(self.live) / self._round_s()
-            total = int(min(max(wanted, budget.least), budget.most))
-        fit = int(self._left_s() / self._round_s())
-        if fit < min(total, FEWEST_SAMPLES):
+            affordable = budget.samples_s * len(self.live) / self._round_s()
+            total = int(min(max(affordable, budget.min_samples), budget.max_samples))
+        fitting = int(self._remaining_s() / self._round_s())
+        if fitting < min(total, MIN_SAMPLES):
             raise self._too_slow()
-        return min(total, fit)
+        return min(total, fitting)
 
     def _next_rounds(self, done: int, total: int, _votes: list[None]) -> int:
-        if 0 < done < total and self._left_s() < self._round_s():
-            if done < FEWEST_SAMPLES:
+        """Returns the number of rounds before the next vote; 0 ends the samples."""
+        if 0 < done < total and self._remaining_s() < self._round_s():
+            if done < MIN_SAMPLES:
                 raise self._too_slow()
             return 0
-        return min(max(int(CHUNK_S / self._round_s()), 1), total - done)
+        return min(max(int(VOTE_INTERVAL_S / self._round_s()), 1), total - done)
 
     def _too_slow(self) -> TooSlow:
         calls = ", ".join(f"{impl} {self._call_s[impl]:.2g} s" for impl in self.live if impl in self._call_s)
         limit = f"--timeout {self._timeout_s:g} s"
-        return TooSlow(f"the case does not fit into {limit} (per call: {calls}); give it more")
+        return TooSlow(f"the case does not fit into {limit} (per call: {calls}); raise the timeout")
 
 
-def _worst(votes: Sequence[Mapping[str, tuple[Status, str]]]) -> _Verdicts:
-    """impl -> status, reason and rank of the gravest verdict any rank has; the lowest rank's if equal."""
-    gravity = ("skipped", "wrong", "failed")
-    worst: _Verdicts = {}
-    for rank, bad in enumerate(votes):
-        for impl, (status, reason) in bad.items():
-            if impl not in worst or gravity.index(status) > gravity.index(worst[impl][0]):
-                worst[impl] = (status, reason, rank)
-    return worst
+def _gravest(votes: Sequence[Mapping[str, tuple[Status, str]]]) -> _Failures:
+    """Returns the gravest failure of each impl on any rank; of equal ones that of the lowest rank."""
+    order = ("skipped", "wrong", "failed")
+    gravest: _Failures = {}
+    for rank, failures in enumerate(votes):
+        for impl, (status, reason) in failures.items():
+            if impl not in gravest or order.index(status) > order.index(gravest[impl][0]):
+                gravest[impl] = (status, reason, rank)
+    return gravest
 
 
-def combine_ranks(parts: Sequence[RankPart], calls: int = 1) -> ImplOutcome:
-    """The outcome of an impl from what each rank has: its samples (None: it only waited), when they
-    began, its counters, what throttled it. A round that some rank missed is left out.
+def combine_ranks(by_rank: Sequence[RankSamples], calls: int = 1) -> ImplOutcome:
+    """Returns the outcome of an impl from the samples of each rank. Leaves out rounds that a rank missed.
 
-    The counters are the lowest participating rank's. Where several ranks take part, `skew_s` is added:
-    the median over samples of the difference between the slowest and the fastest rank. The rank with
-    the shortest time in a collective is the one that came last. `arrival_error_s`, where clocks had to be compared,
-    is how far off a rank's arrivals may be, either way.
+    A sample is the time of the slowest rank. The counters are those of the lowest participating rank. With several
+    participating ranks, two counters are added:
+
+        skew_s: the median difference between the slowest and the fastest rank. The rank with the shortest time in a
+            collective arrived last.
+        arrival_error_s: the uncertainty of a rank's arrival, if clocks had to be compared.
     """
-    own = {rank: part["samples"] for rank, part in enumerate(parts) if part["samples"] is not None}
-    if not own:
+    samples = {rank: own["samples"] for rank, own in enumerate(by_rank) if own["samples"] is not None}
+    if not samples:
         return ImplOutcome("failed", "no rank takes part in it: expected `participates` on at least one rank")
-    whole = [i for i, row in enumerate(zip(*own.values(), strict=True)) if None not in row]
-    rounds = [tuple(s for samples in own.values() if (s := samples[i]) is not None) for i in whole]
+    complete = [i for i, row in enumerate(zip(*samples.values(), strict=True)) if None not in row]
+    rounds = [tuple(s for column in samples.values() if (s := column[i]) is not None) for i in complete]
     if not rounds:
         return ImplOutcome("failed", "no sample was completed by all ranks")
-    counters: dict[str, float] = dict(parts[min(own)]["counters"] or {})
-    by_rank: _ByRank = {}
-    arrivals: _ByRank = {}
-    if len(own) > 1:
+    counters: dict[str, float] = dict(by_rank[min(samples)]["counters"] or {})
+    rank_samples_s: _ByRank = {}
+    rank_arrivals_s: _ByRank = {}
+    if len(samples) > 1:
         counters["skew_s"] = statistics.median(max(row) - min(row) for row in rounds)
-        by_rank = {str(r): tuple(column) for r, column in zip(own, zip(*rounds, strict=True), strict=True)}
-        arrivals = _arrivals({rank: parts[rank] for rank in own}, whole, calls)
-        error_ns = max(parts[rank]["error_ns"] + (parts[rank]["offset"] or [0, 0])[1] for rank in own)
-        if arrivals and error_ns:
+        columns = zip(*rounds, strict=True)
+        rank_samples_s = {str(rank): tuple(column) for rank, column in zip(samples, columns, strict=True)}
+        rank_arrivals_s = _arrivals({rank: by_rank[rank] for rank in samples}, complete, calls)
+        error_ns = max(by_rank[rank]["error_ns"] + (by_rank[rank]["offset"] or [0, 0])[1] for rank in samples)
+        if rank_arrivals_s and error_ns:
             counters["arrival_error_s"] = error_ns * 1e-9 / calls
-    throttled = {rank: part["throttled"] for rank, part in enumerate(parts) if part["throttled"]}
+    throttled = {rank: own["throttled"] for rank, own in enumerate(by_rank) if own["throttled"]}
     if throttled:
         counters["throttled"] = 1.0
     reason = "; ".join(f"the GPU of rank {rank} was throttled: {why}" for rank, why in throttled.items())
-    return ImplOutcome("ok", reason, None, tuple(max(row) for row in rounds), by_rank, arrivals, counters)
+    samples_s = tuple(max(row) for row in rounds)
+    return ImplOutcome("ok", reason, None, samples_s, rank_samples_s, rank_arrivals_s, counters)
 
 
-def _arrivals(parts: Mapping[int, RankPart], rounds: Sequence[int], calls: int) -> _ByRank:
-    """Per rank how late it began these rounds, per call; empty where some clock does not say."""
-    starts = {rank: [part["started"][i] for i in rounds] for rank, part in parts.items()}
-    began = {rank: [at for at in times if at is not None] for rank, times in starts.items()}
-    if any(len(times) < len(rounds) for times in began.values()):
+def _arrivals(by_rank: Mapping[int, RankSamples], rounds: Sequence[int], calls: int) -> _ByRank:
+    """Returns how late each rank began these rounds, seconds per call; empty if a clock lacks a reading."""
+    starts = {rank: [own["started"][i] for i in rounds] for rank, own in by_rank.items()}
+    started_ns = {rank: [ns for ns in times if ns is not None] for rank, times in starts.items()}
+    if any(len(times) < len(rounds) for times in started_ns.values()):
         return {}
-    kernels = {rank: part["kernel"] for rank, part in parts.items()}
-    late = lateness_s(began, kernels, {r: Offset(*p["offset"]) for r, p in parts.items() if p["offset"]})
+    kernels = {rank: own["kernel"] for rank, own in by_rank.items()}
+    offsets = {rank: Offset(*own["offset"]) for rank, own in by_rank.items() if own["offset"]}
+    late = lateness_s(started_ns, kernels, offsets)
     # Nanoseconds: more digits would only fill the file.
     return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}
 
 
 def default_budget(world: str, quick: bool) -> Budget:
-    """How much is measured per impl of a case.
+    """Returns how much is measured per impl of a case.
 
-    Host latencies need rounds enough for a steady quartile, and cost microseconds each; collectives
-    between processes on one machine cost milliseconds, and five say what thirty say within the noise
-    between launches. Seconds are set so that the whole `--quick` job stays in minutes on two cores.
+    Host latencies cost microseconds and need enough rounds for a steady quartile. Collectives between processes on one
+    machine cost milliseconds, and five samples tell as much as thirty within the noise between launches. With these
+    seconds, the whole `--quick` run takes minutes on two cores.
     """
     seconds = 0.02 if quick else 0.10
-    least, most = (20, 50) if world == "simulated" else (5, 30)
-    return Budget(samples_s=seconds, least=least, most=most, warmup_s=seconds)
+    min_samples, max_samples = (20, 50) if world == "simulated" else (5, 30)
+    return Budget(seconds, min_samples, max_samples, seconds)
 
 
 def measure_tasks(

@@ -65,14 +65,14 @@ class Session:
         """Measures with the other ranks, and ends this process."""
         request, launch = self._request, self._spec.launch
         with self._rank as rank:
-            selection = select(request, choose_device(request.device), rank.place.world_size)
+            selection = select(request, choose_device(request.device), rank.env.world_size)
             device_type = selection.options.device_type
             communicates = any(task.suite.world == "ranks" for task in selection.tasks)
             transport = choose_backend(device_type, request.backend) if communicates else None
             rank.join(device_type, transport, same_on_all_ranks(selection) | {"launch": str(launch)})
             # Ranks of another launcher have each named the file by their own clock.
             self._output = Path(rank.ranks.agree(str(self._output), vote_of_rank_0))
-            if rank.place.rank == 0:
+            if rank.env.rank == 0:
                 self._recorder = RunRecorder(selection, self._open_file(selection), launch)
             tasks = self._agree_on_tasks(selection)
             if self._recorder is not None:
@@ -125,7 +125,7 @@ class Session:
         )
         instruments = functools.partial(make_instruments, rank.device)
         simulated, real = ([t for t in tasks if t.suite.world == kind] for kind in ("simulated", "ranks"))
-        if simulated and rank.place.rank == 0:
+        if simulated and rank.env.rank == 0:
             with simulated_world(rank.device) as world:
                 tools = instruments(barrier=lambda: None, budget=default_budget("simulated", quick))
                 yield from measure(simulated, world, AloneRanks(), tools)

@@ -29,7 +29,7 @@ def counted(task: Task, impl: str, world: World) -> Result:
     """The counters of one warm call, those of the workload itself included, and what it takes, roughly."""
     schedule = _Counting(Subject(task.case, impl))
     measure([schedule.subject], world, schedule)
-    bad = schedule.subject.bad
+    bad = schedule.subject.failure
     return to_result(task, impl, ImplOutcome(*bad) if bad else ImplOutcome("ok", counters=schedule.counters))
 
 
@@ -54,7 +54,7 @@ class _Counting(SamplingSchedule):
             self.counters |= _agreed([dict(subject.workload.counters()) for _ in range(2)])
         taken_s = []
         for _ in range(3):
-            subject.ready()
+            subject.prepare()
             taken_s.append(clock.measure(subject.workload.run, 1))
         self.counters[CALL_S] = min(taken_s)
 
@@ -73,7 +73,7 @@ def _python_calls(subject: Subject) -> dict[str, float]:
         if event == "call":
             calls += 1
 
-    subject.ready()
+    subject.prepare()
     before = sys.getprofile()
     sys.setprofile(seen)
     try:
@@ -109,7 +109,7 @@ def _collectives(subject: Subject) -> dict[str, float]:
                 counted["collective_bytes"] += max((bytes_of(value) for value in (*args, out)), default=0)
             return out
 
-    subject.ready()
+    subject.prepare()
     with CollectiveCounter():  # type: ignore[no-untyped-call]
         subject.workload.run()
     return counted
@@ -123,7 +123,7 @@ def _allocations(subject: Subject) -> dict[str, float]:
     """Blocks and bytes taken from torch's allocator, as its profiler sees them."""
     from torch.autograd.profiler import profile
 
-    subject.ready()
+    subject.prepare()
     with profile(use_kineto=True, profile_memory=True) as seen:
         kept = subject.workload.run()
     del kept

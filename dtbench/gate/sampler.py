@@ -94,7 +94,7 @@ def measure_in_turns(
         measure(schedule.subjects, world, schedule)
         for (task, impl, _), subject, taken_s in zip(group, schedule.subjects, schedule.taken_s, strict=True):
             good = ImplOutcome("ok", samples_s=tuple(taken_s))
-            yield to_result(task, impl, ImplOutcome(*subject.bad) if subject.bad else good)
+            yield to_result(task, impl, ImplOutcome(*subject.failure) if subject.failure else good)
 
 
 class _InTurns(SamplingSchedule):
@@ -145,7 +145,7 @@ class _InTurns(SamplingSchedule):
                 workload.run()
         takes = []
         for _ in range(sampling.takes):
-            subject.ready()
+            subject.prepare()
             clock.settle(cold=False)
             takes.append(clock.measure(workload.run, sampling.calls))
         self.taken_s[at].append(min(takes))

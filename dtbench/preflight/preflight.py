@@ -103,7 +103,7 @@ def _refuse_one(ranks: int) -> None:
 
 
 def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
-    complain(f"preflight: {diagnosis.during(now)}: no verdict")
+    complain(f"preflight: {diagnosis.message_during(now)}: no verdict")
 
 
 class Coordinator:
@@ -116,17 +116,17 @@ class Coordinator:
 
     def go(self) -> NoReturn:
         with self._rank as rank:
-            _refuse_one(rank.place.world_size)
+            _refuse_one(rank.env.world_size)
             options = self._options
             device_type = choose_device(options.device)
-            plan = options.resolve(device_type, rank.place.world_size)
+            plan = options.resolve(device_type, rank.env.world_size)
             rank.join(device_type, choose_backend(device_type))
             rank.active_case.name = "the first round"
             began = time.monotonic()
             with rank.limit(options.timeout_s):
                 examination = self._examine(plan.mesh, options.timeout_s)
             seconds = time.monotonic() - began
-            rank.conclude(self.conclude(examination, seconds) if rank.place.rank == 0 else None)
+            rank.conclude(self.conclude(examination, seconds) if rank.env.rank == 0 else None)
         rank.exit()
 
     def _examine(self, mesh: Mesh, timeout_s: float) -> Examination:
@@ -150,7 +150,7 @@ class Coordinator:
             answer: object = None
             while (command := ranks.agree(answer, next_command)) is not None:
                 rank.active_case.name = str(command.get("kind") or command.get("dim") or command["do"])
-                rank.active_case.step += 1
+                rank.active_case.samples_begun += 1
                 answer = probe.do(command)
         return examination
 

@@ -79,14 +79,14 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
                 recording = calls.CallRecording(task.label, subject, request.options.quick, floor)
                 measure([subject], world, recording)
                 floor = recording.floor
-                if subject.bad is None:
+                if subject.failure is None:
                     tables += recording.tables
                     folded |= recording.folded
                 else:
-                    skipped = subject.bad[0] == "skipped"
+                    skipped = subject.failure[0] == "skipped"
                     failed |= not skipped
                     (print_status if skipped else complain)(
-                        f"{task.label} ({impl}): {', '.join(subject.bad)}"
+                        f"{task.label} ({impl}): {', '.join(subject.failure)}"
                     )
     if not tables:
         complain("nothing could be profiled: no profile was written")

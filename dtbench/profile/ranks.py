@@ -87,7 +87,7 @@ class RankRecording(CollectiveSchedule):
         return int(min(max(ITERATIONS_S / max(slowest_s, 1e-6), LEAST_ITERATIONS), self._most))
 
     def _get_ready(self) -> None:
-        self._impl.ready()
+        self._impl.prepare()
         self._barrier()
 
     def _iterate(self) -> None:
@@ -140,7 +140,7 @@ class RankProfile:
                 )
             rank.join(device_type, choose_backend(device_type, self._request.options.backend))
             parts = self._profile(tasks, device_type)
-            rank.conclude(self._write(parts) if rank.place.rank == 0 else None)
+            rank.conclude(self._write(parts) if rank.env.rank == 0 else None)
         rank.exit()
 
     def _profile(self, tasks: Sequence[Task], device_type: DeviceType) -> list[list[Recorded]]:
@@ -229,4 +229,4 @@ def _calls(trace: RankTrace, mesh: Mesh) -> Iterator[Call]:
 
 def report_failure(diagnosis: Diagnosis, now: ActiveCase) -> None:
     """The last line of a profile that could not be finished."""
-    complain(f"{diagnosis.during(now)}: no profile was written")
+    complain(f"{diagnosis.message_during(now)}: no profile was written")

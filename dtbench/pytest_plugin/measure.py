@@ -89,12 +89,12 @@ class Live:
             self._world.close()
             self._up = self._make(kind)
             self._kind = kind
-        if kind == "simulated" and self.rank is not None and self.rank.place.rank != 0:
+        if kind == "simulated" and self.rank is not None and self.rank.env.rank != 0:
             pytest.skip("rank 0 measures alone")
         return self._up
 
     def _make(self, kind: str) -> Up:
-        device = select_device(self.device_type, self.rank.place.local_rank if self.rank else 0)
+        device = select_device(self.device_type, self.rank.env.local_rank if self.rank else 0)
         if kind == "alone":
             world, barrier = self._world.enter_context(world_of_one(device))
             return Up(world, AloneRanks(), barrier)
@@ -112,7 +112,7 @@ class Live:
     def _report(self, diagnosis: Diagnosis, _case: ActiveCase) -> None:
         """On the lowest living rank, in a helper thread, before this process ends."""
         self._show()
-        complain(diagnosis.sentence)
+        complain(diagnosis.message)
 
     def leave(self) -> None:
         """The world that is up; the next to enter one makes it again."""
@@ -191,7 +191,7 @@ class Rounds(CollectiveSchedule):
         calls = self.case.calls_per_sample
 
         def setup() -> None:
-            self.subject.ready()
+            self.subject.prepare()
             self.clock.settle()
             if self.case.clock == "device":
                 self.barrier()

@@ -255,7 +255,7 @@ def test_a_limit_names_what_did_not_finish_on_any_rank_before_the_world_stands(
     for timer in threading.enumerate():
         if isinstance(timer, threading.Timer):
             timer.join(60)  # else its end is reported in a later test
-    assert [diagnosis.sentence for diagnosis in said] == [
+    assert [diagnosis.message for diagnosis in said] == [
         "rank 3 did not finish joining through a store within 0.1 s"
     ]
 

@@ -106,7 +106,7 @@ def test_a_rank_whose_call_raised_does_not_wait_for_ever() -> None:
     from torch.distributed import HashStore
 
     ranks = StoreRanks(HashStore(), 1, 2, None, timedelta(seconds=0.1))
-    ranks.raised("ValueError: no")
+    ranks.report_failure("ValueError: no")
     with pytest.raises(WorldBrokenError, match=r"ValueError: no; the other ranks did not answer in 0\.1 s"):
         ranks.agree({}, lambda votes: votes)
     with pytest.raises(WorldBrokenError, match="ValueError: no"):  # nor later
@@ -124,7 +124,7 @@ def test_a_store_whose_server_is_dying_is_given_up_before_torch_asks_it() -> Non
 
         threading.Thread(target=die, daemon=True).start()
         place = RankEnv(1, 2, 1, 2, "localhost", server.getsockname()[1], True)
-        with pytest.raises(RuntimeError, match=r"nobody serves the store at localhost:.*dropped"):
+        with pytest.raises(RuntimeError, match=r"the store at localhost:\d+ is not served: .*dropped"):
             store_connector(place, 0)(False)
 
 

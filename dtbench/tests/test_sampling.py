@@ -19,7 +19,7 @@ from dtbench.engine.tasks import Task
 from dtbench.suite import Case, Skip, Workload
 from dtbench.suite.registry import Suite
 
-BUDGET = Budget(samples_s=0.1, least=5, most=100, warmup_s=0.1)
+BUDGET = Budget(samples_s=0.1, min_samples=5, max_samples=100, warmup_s=0.1)
 CHEAP = 1e-3
 
 
@@ -87,8 +87,8 @@ class RankOfThreads:
         world.meet.wait()
         return decision
 
-    def raised(self, reason: str) -> None:
-        self._world.reasons.append((self.rank, reason))
+    def report_failure(self, error: str) -> None:
+        self._world.reasons.append((self.rank, error))
 
 
 class Trial:
@@ -370,6 +370,6 @@ def test_a_reason_holds_no_secret() -> None:
 
     subject = Subject(Case("a", {}, {"core": fail}), "core")
     subject.build(None)  # type: ignore[arg-type]
-    assert subject.bad is not None and subject.bad[1].startswith(
+    assert subject.failure is not None and subject.failure[1].startswith(
         "OSError: no answer from https://***@host to --api-key *** (test_sampling.py:"
     )
